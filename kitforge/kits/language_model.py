@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from kitforge.core.checkpoint.all_or_none import collective_try
 from kitforge.core.checkpoint.gather import GatheredParameters
+from kitforge.core.nn.decoder import FamilyConfig
 from kitforge.core.nn.linear import Linear, quantize_weight
 from kitforge.core.nn.lora import (
     FACTORS,
@@ -121,7 +122,7 @@ def save_language_model(
     def write() -> None:
         try:
             if parallel.rank == 0:
-                ids = _write_tokenizer(folder, tokenizer, config.vocab_size)
+                ids = _write_tokenizer(folder, tokenizer, config)
                 loading.save(model, folder, extra=ids, read=read, dtype=dtype)
         finally:
             finish()
@@ -157,21 +158,21 @@ def export_language_model(
     stored: StoredModel, folder: Path, tokenizer: Tokenizer | None, dtype: ExportDtype | None = None
 ) -> None:
     """The same for a model on disk, with one tensor at a time in memory."""
-    ids = _write_tokenizer(folder, tokenizer, stored.config.vocab_size)
+    ids = _write_tokenizer(folder, tokenizer, stored.config)
     loading.export(stored, folder, extra=ids, dtype=dtype)
 
 
-def _write_tokenizer(folder: Path, tokenizer: Tokenizer | None, vocab_size: int) -> dict[str, Any]:
+def _write_tokenizer(folder: Path, tokenizer: Tokenizer | None, config: FamilyConfig) -> dict[str, Any]:
     """What config.json says of its tokens, or the metadata of a GGUF file about them."""
     ids: dict[str, Any] = {}
     if folder.suffix == GGUF_SUFFIX:
-        return {} if tokenizer is None else tokenizer_metadata(tokenizer, vocab_size)
+        return {} if tokenizer is None else tokenizer_metadata(tokenizer, config.vocab_size)
     if tokenizer is not None:
         folder.mkdir(parents=True, exist_ok=True)
         tokenizer.save(folder)
         ends = list(tokenizer.eos_ids)
         ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": ends if len(ends) > 1 else ends[0]}
-        ids["pad_token_id"] = tokenizer.pad_id if tokenizer.pad_id < vocab_size else None
+        ids["pad_token_id"] = tokenizer.pad_id if tokenizer.pad_id < config.vocab_size else None
     return ids
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from torch import nn
 
@@ -12,6 +12,7 @@ from kitforge.core.kernels.dispatch import REFERENCE, Kernels
 from kitforge.core.nn.decoder import Decoder, FamilyConfig
 from kitforge.core.nn.embedding_spec import RecommenderConfig, SampleShape
 from kitforge.core.nn.encoder_decoder import EncoderDecoder
+from kitforge.core.nn.vision import VisionTransformer
 from kitforge.foundation.config import from_dict
 from kitforge.foundation.errors import ConfigError, ModelError, nearest
 from kitforge.models.bloom import convert as bloom
@@ -30,14 +31,17 @@ from kitforge.models.sasrec.model import SASRec, SASRecConfig
 from kitforge.models.t5 import convert as t5
 from kitforge.models.t5.model import T5Config
 from kitforge.models.two_tower.model import TwoTower, TwoTowerConfig
+from kitforge.models.vit import convert as vit
+from kitforge.models.vit.model import ViTConfig
 from kitforge.models.weight_mapping import Converter
 from kitforge.models.wide_deep.model import WideDeep, WideDeepConfig
 
-Kind = Literal["language model", "encoder-decoder", "recommender"]
+Kind = Literal["language model", "encoder-decoder", "vision", "recommender"]
 # The task that a user adds to train a family of each kind.
 _TASK_HINTS: dict[Kind, str] = {
     "language model": "use it with task=text_generation",
     "encoder-decoder": "use it with task=translation or task=summarization",
+    "vision": "no task trains it yet; load_model and save_model take its folders",
     "recommender": "add task=recommendation",
 }
 
@@ -67,6 +71,7 @@ FAMILIES: dict[str, Family] = {
         Family(name="sasrec", config=SASRecConfig, build=SASRec, convert=None, kind="recommender"),
         Family(name="t5", config=T5Config, build=EncoderDecoder, convert=t5.CONVERTER, kind="encoder-decoder"),
         Family(name="two_tower", config=TwoTowerConfig, build=TwoTower, convert=None, kind="recommender"),
+        Family(name="vit", config=ViTConfig, build=VisionTransformer, convert=vit.CONVERTER, kind="vision"),
         Family(name="wide_deep", config=WideDeepConfig, build=WideDeep, convert=None, kind="recommender"),
     )
 }
@@ -110,8 +115,9 @@ def build_recommender(config: RecommenderConfig, shape: SampleShape, kernels: Ke
 
 
 def config_of_network(network: nn.Module) -> FamilyConfig | None:
-    """The options of a language model of the catalog; None for any other network."""
-    return network.config if isinstance(network, (Decoder, EncoderDecoder)) else None
+    """The options of a network of the catalog that has a Hugging Face format; None for any other network."""
+    found: Any = network.config if isinstance(network, (Decoder, EncoderDecoder, VisionTransformer)) else None
+    return cast(FamilyConfig | None, found)
 
 
 def initial_deviations(config: FamilyConfig) -> Mapping[str, float]:

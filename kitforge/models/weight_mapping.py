@@ -12,7 +12,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from kitforge.core.nn.decoder import MAX_LAYERS, FamilyConfig
+from kitforge.core.nn.decoder import MAX_LAYERS
 from kitforge.core.nn.rotary import RopeScaling
 from kitforge.foundation.config import from_dict, to_dict
 from kitforge.foundation.errors import ModelError
@@ -110,7 +110,7 @@ class Converter:
     """The conversion of one family's options and tensors to and from Hugging Face folders."""
 
     model_types: tuple[str, ...]  # of config.json
-    read_config: Callable[[Mapping[str, Any]], FamilyConfig]
+    read_config: Callable[[Mapping[str, Any]], Any]  # the options of the family
     write_config: Callable[[Any], dict[str, Any]]
     tensor_mappings: Callable[[Any, str], list[TensorMapping]]  # (config, model_type of the folder)
     prefixes: tuple[str, ...]  # of tensor names, which checkpoints of the model without a head lack

@@ -255,7 +255,13 @@ def test_a_language_model_task_refuses_the_family() -> None:
 
 
 # As published, with 32,128 tokens; the first version ties its head.
-PARAMETERS = {"t5_small": 60_506_624}
+PARAMETERS = {
+    "t5_small": 60_506_624,
+    "t5_base": 222_903_552,
+    "flan_t5_small": 76_961_152,
+    "flan_t5_base": 247_577_856,
+    "flan_t5_xxl": 11_135_332_352,
+}
 
 
 @pytest.mark.parametrize("preset", PARAMETERS)

@@ -1,0 +1,159 @@
+"""The Vision Transformer (Dosovitskiy et al., 2021): patches of an image through attention in both directions.
+
+B batch, C channels, H height, W width, N patches and the class token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from kitforge.core.kernels.dispatch import REFERENCE, Kernels
+from kitforge.core.kernels.mixed_precision import product_operands
+from kitforge.core.nn import compiling
+from kitforge.core.nn.block import Block, BlockConfig
+from kitforge.core.nn.context import Context, DocumentAttend, DropoutKey, dropout
+from kitforge.core.nn.norm import Norm
+from kitforge.core.nn.positions import PositionEncoding
+from kitforge.foundation.config import check, check_counts
+from kitforge.foundation.dtype import WeightDtype
+from kitforge.foundation.errors import ModelError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisionConfig:
+    """A whole network, layer by layer."""
+
+    image_size: int  # of a side, in pixels
+    patch_size: int
+    num_channels: int
+    blocks: tuple[BlockConfig, ...]
+    num_labels: int
+    dropout: float = 0.0  # of the embeddings
+
+    def __post_init__(self) -> None:
+        check_counts("model", {"image_size": self.image_size, "patch_size": self.patch_size})
+        check_counts("model", {"num_channels": self.num_channels, "num_layers": len(self.blocks)})
+        fits = self.image_size % self.patch_size == 0
+        check(fits, "model.patch_size", self.patch_size, f"a divisor of model.image_size={self.image_size}")
+        check(self.num_labels > 1, "labels", self.num_labels, "two or more")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisionGeometry:
+    """Sizes that degrees of parallelism have to divide."""
+
+    num_heads: int
+    num_kv_heads: int
+
+
+class VisionFamily(Protocol):
+    """The options of a family of vision transformers."""
+
+    @property
+    def family(self) -> str:
+        """The family's name in the catalog."""
+        ...
+
+    @property
+    def num_layers(self) -> int:
+        """Blocks."""
+        ...
+
+    @property
+    def dtype(self) -> WeightDtype:
+        """The dtype of its published weights, and of an export by default."""
+        ...
+
+    def vision(self) -> VisionConfig:
+        """The network of these options."""
+        ...
+
+
+@final
+class PatchEmbedding(nn.Module):
+    """The embedding of each patch: a convolution whose stride is its width, as one matrix product."""
+
+    def __init__(self, dim: int, num_channels: int, patch_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(dim, num_channels, patch_size, patch_size))
+        self.bias = nn.Parameter(torch.empty(dim))
+
+    def forward(self, images: Tensor) -> Tensor:
+        """[B, C, H, W] -> [B, patches, dim], row by row."""
+        size = self.weight.shape[-1]
+        batch, channels, height, width = images.shape
+        grid = images.view(batch, channels, height // size, size, width // size, size)
+        patches = grid.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+        patches, weight = product_operands(patches, self.weight.flatten(1))
+        output: Tensor = functional.linear(patches, weight)
+        return output + self.bias
+
+
+@final
+class VisionTransformer(nn.Module):
+    """Images [B, C, H, W] -> logits [B, labels] of the class token."""
+
+    def __init__(self, config: VisionFamily, kernels: Kernels = REFERENCE) -> None:
+        super().__init__()
+        shape = config.vision()
+        block = shape.blocks[0]
+        dim = block.attention.dim
+        num_patches = (shape.image_size // shape.patch_size) ** 2
+        self.config = config
+        self.kernels = kernels
+        self.geometry = VisionGeometry(num_heads=block.attention.num_heads, num_kv_heads=block.attention.num_kv_heads)
+        self.input_shape = shape.num_channels, shape.image_size, shape.image_size
+        self.patches = PatchEmbedding(dim, shape.num_channels, shape.patch_size)
+        self.class_token = nn.Parameter(torch.empty(1, 1, dim))
+        self.position = nn.Parameter(torch.empty(1, num_patches + 1, dim))
+        self.blocks = nn.ModuleList(Block(each, layer, kernels) for layer, each in enumerate(shape.blocks))
+        self.norm = Norm(block.norm, dim, block.norm_eps, kernels)
+        self.classifier = nn.Linear(dim, shape.num_labels, device=self.position.device)
+        self.recompute = False
+        self._rate = shape.dropout
+        self._run: list[Callable[..., Tensor]] | None = None
+
+    def hidden(self, images: Tensor, context: Context | None = None) -> Tensor:
+        """Normalized output [B, N, dim] of the last block; the class token comes first. Raises ModelError for images of
+        another size."""
+        if tuple(images.shape[1:]) != self.input_shape:
+            raise ModelError("images of another size", got=list(images.shape[1:]), expected=list(self.input_shape))
+        noise: DropoutKey | None = None if context is None else context.dropout
+        own = Context(attend=DocumentAttend(), dropout=noise)
+        patches = self.patches(images)
+        stream = torch.cat([self.class_token.to(patches.dtype).expand(len(patches), -1, -1), patches], dim=1)
+        stream = dropout(stream + self.position, self._rate, "embedding", noise)
+        for block in self._run or self.blocks:
+            if self.recompute and torch.is_grad_enabled():
+                stream = checkpoint(
+                    block, stream, PositionEncoding(), own, use_reentrant=False, preserve_rng_state=False
+                )
+            else:
+                stream = block(stream, PositionEncoding(), own)
+        hidden: Tensor = self.norm(stream)
+        return hidden
+
+    def logits(self, images: Tensor, context: Context | None = None) -> Tensor:
+        """Logits [B, labels], in fp32 at least."""
+        scores: Tensor = self.classifier(self.hidden(images, context)[:, 0])
+        return scores.to(torch.promote_types(scores.dtype, torch.float32))
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits [B, labels]."""
+        return self.logits(images)
+
+    def compile_blocks(self) -> None:
+        """Compile each block with torch.compile (level O2), over the same weights."""
+        compiling.make_room()
+        self._run = [torch.compile(block, dynamic=False) for block in self.blocks]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Compiled blocks are not pickled."""
+        return {**self.__dict__, "_run": None}

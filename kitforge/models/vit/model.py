@@ -1,0 +1,72 @@
+"""ViT: image patches through a transformer encoder, labelled by its class token (Dosovitskiy et al., 2021)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from kitforge.core.nn.attention import AttentionConfig
+from kitforge.core.nn.block import BlockConfig
+from kitforge.core.nn.decoder import MAX_LAYERS
+from kitforge.core.nn.mlp import MLPConfig
+from kitforge.core.nn.vision import VisionConfig
+from kitforge.foundation.config import check, check_counts
+from kitforge.foundation.dtype import WeightDtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ViTConfig:
+    """Sizes and options of a ViT, its labels, and how it wants its images."""
+
+    family: ClassVar[str] = "vit"
+    dim: int
+    num_layers: int
+    num_heads: int
+    labels: tuple[str, ...] = ("LABEL_0", "LABEL_1")  # in the order of the logits
+    image_size: int = 224  # pixels of a side
+    patch_size: int = 16
+    num_channels: int = 3
+    mlp_dim: int | None = None  # None: 4 * dim
+    activation: Literal["gelu", "gelu_tanh"] = "gelu"
+    norm_eps: float = 1e-12
+    qkv_bias: bool = True
+    embedding_dropout: float = 0.0
+    attention_dropout: float = 0.0
+    residual_dropout: float = 0.0
+    # What pixels from 0 to 1 are normalized by, for each channel.
+    image_mean: tuple[float, ...] = (0.5, 0.5, 0.5)
+    image_std: tuple[float, ...] = (0.5, 0.5, 0.5)
+    dtype: WeightDtype = "float32"  # of exported weights unless another is asked for; training keeps fp32
+
+    def __post_init__(self) -> None:
+        check_counts("model", {"num_layers": self.num_layers}, MAX_LAYERS)
+        divides = self.num_heads > 0 and self.dim % self.num_heads == 0
+        check(divides, "model.num_heads", self.num_heads, f"a divisor of model.dim={self.dim}")
+        for name in ("image_mean", "image_std"):
+            value, expected = getattr(self, name), f"{self.num_channels} numbers, one for each channel"
+            fits = len(value) == self.num_channels and (name == "image_mean" or all(each > 0 for each in value))
+            check(fits, f"model.{name}", value, expected)
+
+    def vision(self) -> VisionConfig:
+        """The network of these options."""
+        attention = AttentionConfig(
+            dim=self.dim,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_heads,
+            head_dim=self.dim // self.num_heads,
+            qkv_bias=self.qkv_bias,
+            out_bias=True,
+            dropout=self.attention_dropout,
+        )
+        mlp = MLPConfig(dim=self.dim, hidden_dim=self.mlp_dim or 4 * self.dim, kind=self.activation, bias=True)
+        block = BlockConfig(
+            attention=attention, mlp=mlp, norm="layer", norm_eps=self.norm_eps, dropout=self.residual_dropout
+        )
+        return VisionConfig(
+            image_size=self.image_size,
+            patch_size=self.patch_size,
+            num_channels=self.num_channels,
+            blocks=(block,) * self.num_layers,
+            num_labels=len(self.labels),
+            dropout=self.embedding_dropout,
+        )
