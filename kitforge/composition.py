@@ -193,10 +193,10 @@ def text_task_of(choices: Mapping[str, Any]) -> str:
     task = task_of(choices)
     if (text_task := kit_of(task).TEXT_TASK) is None:
         raise ConfigError(
-            f"a run of {task} gives scores and writes no text",
+            f"a run of {task} writes no text from a prompt",
             got=f"checkpoint={choices.get('checkpoint')}",
             expected="a run of text_generation or of a stage that trains a policy",
-            fix="score a file: kitforge predict checkpoint=RUN data.eval=FILE output=FILE",
+            fix="give it a file: kitforge predict checkpoint=RUN data.eval=FILE output=FILE",
         )
     return text_task
 

@@ -309,7 +309,7 @@ def test_a_policy_of_any_stage_is_served_and_what_only_scores_writes_no_text(tmp
     [member] = sweep_runs(cli.COMMANDS["serve"], [f"checkpoint={tmp_path / 'ppo'}", "port=8000"])
     assert member.chosen.values["port"] == 8000
     for verb, task in (("serve", "reward"), ("generate", "recommendation"), ("chat", "reward")):
-        with pytest.raises(ConfigError, match=f"a run of {task} gives scores and writes no text"):
+        with pytest.raises(ConfigError, match=f"a run of {task} writes no text from a prompt"):
             cli.run([verb, f"checkpoint={tmp_path / task}"])
 
 

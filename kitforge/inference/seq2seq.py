@@ -6,7 +6,7 @@ N sources, B beams of each, V tokens of the vocabulary.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import final
 
@@ -106,11 +106,20 @@ class _Batch:
         running = {row: [_Beam(0.0, 0, [])] for row in range(len(finished))}
         tokens = self._start
         for length in range(1, self._options.max_new_tokens + 1):
-            logprobs = self._logits(tokens).log_softmax(-1).double().cpu().view(len(running), -1, self._vocab_size)
+            # The best of all beams are among the best of each, which alone leave the device.
+            best = self._logits(tokens).log_softmax(-1).topk(min(self._num_candidates(eos_ids), self._vocab_size))
+            shape = len(running), -1, best.indices.shape[-1]
+            logprobs, indices = best.values.double().cpu().view(shape), best.indices.cpu().view(shape)
             going = dict[int, list[_Beam]]()
             kept = list[int]()
             for place, (row, beams) in enumerate(running.items()):
-                following = self._following(beams, logprobs[place], eos_ids, finished[row], length)
+                following = list[_Beam]()
+                for rank, each in enumerate(self._following(beams, logprobs[place], indices[place], eos_ids)):
+                    if each.tokens[-1] not in eos_ids:
+                        following.append(each)
+                    elif rank < self._options.num_beams:
+                        finished[row].add(each.score, length, each.tokens[:-1])
+                following = following[: self._options.num_beams]
                 if not finished[row].is_done(following[0].score, length):
                     going[row] = following
                     kept += [place * len(beams) + each.parent for each in following]
@@ -125,22 +134,19 @@ class _Batch:
                 finished[row].add(each.score, len(each.tokens), each.tokens)
         return [each.best() for each in finished]
 
+    def _num_candidates(self, eos_ids: tuple[int, ...]) -> int:
+        """So many that enough of them do not end."""
+        return self._options.num_beams * (1 + len(eos_ids))
+
     def _following(
-        self, beams: list[_Beam], logprobs: Tensor, eos_ids: tuple[int, ...], finished: _Finished, length: int
-    ) -> list[_Beam]:
-        """The best running beams after one more token, from log-probabilities [B, V]; beams that end are finished, if
-        they are among the best."""
-        width = self._options.num_beams
+        self, beams: list[_Beam], logprobs: Tensor, tokens: Tensor, eos_ids: tuple[int, ...]
+    ) -> Iterator[_Beam]:
+        """The best beams after one more token, best first, from log-probabilities and tokens of candidates [B, K]."""
         totals = (logprobs + torch.tensor([[each.score] for each in beams], dtype=torch.float64)).flatten()
-        best = totals.topk(min(width * (1 + len(eos_ids)), len(totals)))
-        following = list[_Beam]()
-        for rank, (score, index) in enumerate(zip(best.values.tolist(), best.indices.tolist(), strict=True)):
-            parent, token = divmod(index, logprobs.shape[-1])
-            if token not in eos_ids:
-                following.append(_Beam(score, parent, [*beams[parent].tokens, token]))
-            elif rank < width:
-                finished.add(score, length, beams[parent].tokens)
-        return following[:width]
+        best = totals.topk(min(self._num_candidates(eos_ids), len(totals)))
+        for score, index in zip(best.values.tolist(), best.indices.tolist(), strict=True):
+            parent, place = divmod(index, logprobs.shape[-1])
+            yield _Beam(score, parent, [*beams[parent].tokens, int(tokens[parent, place])])
 
     def _logits(self, tokens: Tensor) -> Tensor:
         """Logits [rows, V] of the last of new tokens [rows, 1], in fp32 at least."""

@@ -96,7 +96,9 @@ class Stack(nn.Module):
         """The normalized output of the last block for embeddings [B, T, dim] of positions from `start` on."""
         positions = torch.arange(start + stream.shape[1], device=stream.device)
         encoding = PositionEncoding(bias=self.relative(positions[start:], positions))
-        for block in self.run or self.blocks:
+        # With a cache each token would be a shape of its own to torch.compile.
+        compiled = None if isinstance(context.attend, DecoderCache) else self.run
+        for block in compiled or self.blocks:
             if self.recompute and torch.is_grad_enabled():
                 stream = checkpoint(block, stream, encoding, context, use_reentrant=False, preserve_rng_state=False)
             else:
@@ -169,7 +171,7 @@ class EncoderDecoder(nn.Module):
         hidden = dropout(self.decoder(stream, start, context), self._rate, "output", context.dropout)
         if isinstance(attend, DecoderCache):
             attend.length += tokens.shape[1]
-        return hidden * self._output_scale
+        return hidden if self._output_scale == 1.0 else hidden * self._output_scale
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits [..., vocab] of hidden [..., dim]."""

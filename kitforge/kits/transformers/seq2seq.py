@@ -297,9 +297,15 @@ def write_targets(
     return [tokenizer.decode(tokens) for tokens in found]
 
 
+def metric_library(task: str) -> Any:
+    """The library of a task's metrics. Raises DependencyError where it is not installed."""
+    name, needed = ("sacrebleu", "BLEU") if task == "translation" else ("rouge_score.rouge_scorer", "ROUGE")
+    return import_optional(name, needed_for=f"{needed} (data.eval_texts=0 goes without)", extra="transformers")
+
+
 def bleu(texts: Sequence[str], references: Sequence[str]) -> Mapping[str, float]:
     """BLEU (Papineni et al., 2002) and chrF (Popovic, 2015) of the corpus by sacrebleu, from 0 to 100."""
-    sacrebleu = import_optional("sacrebleu", needed_for="BLEU", extra="transformers")
+    sacrebleu = metric_library("translation")
     wanted = [list(references)]
     return {
         "bleu": sacrebleu.corpus_bleu(list(texts), wanted).score,
@@ -309,7 +315,7 @@ def bleu(texts: Sequence[str], references: Sequence[str]) -> Mapping[str, float]
 
 def rouge(texts: Sequence[str], references: Sequence[str]) -> Mapping[str, float]:
     """The mean F1 of ROUGE-1, ROUGE-2 and ROUGE-L (Lin, 2004) by rouge-score, with stemming, from 0 to 1."""
-    rouge_score = import_optional("rouge_score.rouge_scorer", needed_for="ROUGE", extra="transformers")
+    rouge_score = metric_library("summarization")
     names = ["rouge1", "rouge2", "rougeL"]
     scorer = rouge_score.RougeScorer(names, use_stemmer=True)
     scores = [scorer.score(wanted, text) for wanted, text in zip(references, texts, strict=True)]

@@ -51,6 +51,7 @@ from kitforge.kits.transformers.seq2seq import (
     SummarizationOptions,
     cut,
     encode_source,
+    metric_library,
     read_pairs,
     read_texts,
     write_targets,
@@ -257,6 +258,9 @@ class _Prepared:
         elif options.lora.is_on and self._given is None:
             fix = "name a run or a folder: checkpoint=RUN"
             raise ConfigError("an adapter needs a model to adapt", got=f"lora.rank={options.lora.rank}", fix=fix)
+        if options.data.eval_texts:
+            # Refused now, not at the first evaluation.
+            metric_library(options.task)
         rows = read_texts(train, options.data)
         held = None if evaluation is None else read_texts(evaluation, options.data)
         # What a tokenizer is trained on, if the options name one that is to be trained.
