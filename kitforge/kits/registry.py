@@ -17,7 +17,8 @@ from pathlib import Path
 from kitforge.foundation.errors import ConfigError, KitforgeError, nearest
 from kitforge.foundation.untrusted import load_yaml
 from kitforge.kits.kit import AnyKit, Kit
-from kitforge.models.loading import labels_of
+from kitforge.models.catalog import Kind
+from kitforge.models.loading import kind_of, labels_of
 
 RLHF_TASKS = (
     *("sft", "reward", "dpo", "ipo", "kto", "orpo", "simpo"),
@@ -29,10 +30,14 @@ _MODULES = {
     "recommendation": "kitforge.kits.recommender.build",
     DEFAULT_TASK: "kitforge.kits.transformers.build",
     "text_classification": "kitforge.kits.transformers.build",
+    "image_classification": "kitforge.kits.transformers.build",
     "translation": "kitforge.kits.transformers.build",
     "summarization": "kitforge.kits.transformers.build",
     **dict.fromkeys(RLHF_TASKS, "kitforge.kits.rlhf.build"),
 }
+
+# The task of a Hugging Face folder that holds a network of this kind.
+_TASKS_OF_KINDS: dict[Kind, str] = {"encoder-decoder": "translation", "vision": "image_classification"}
 
 
 def task_names() -> list[str]:
@@ -86,8 +91,11 @@ def recorded_task(folder: object) -> str | None:
     if not isinstance(folder, (str, Path)):
         return None
     if (config := recorded_config(folder)) is None:
-        labels = labels_of(Path(folder).expanduser())
-        return None if labels is None else "reward" if len(labels) == 1 else "text_classification"
+        place = Path(folder).expanduser()
+        labels = labels_of(place)
+        if labels is not None:
+            return "reward" if len(labels) == 1 else "text_classification"
+        return _TASKS_OF_KINDS.get(kind_of(place) or "language model")
     try:
         values = load_yaml(config.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -97,5 +105,5 @@ def recorded_task(folder: object) -> str | None:
 
 
 def kit_of_folder(folder: Path) -> AnyKit:
-    """The kit of the task recorded in a run; a Hugging Face folder records none and holds a language model."""
+    """The kit of the task recorded in a run, or of the network that a Hugging Face folder holds."""
     return kit_of(recorded_task(folder) or DEFAULT_TASK)

@@ -41,7 +41,7 @@ Kind = Literal["language model", "encoder-decoder", "vision", "recommender"]
 _TASK_HINTS: dict[Kind, str] = {
     "language model": "use it with task=text_generation",
     "encoder-decoder": "use it with task=translation or task=summarization",
-    "vision": "no task trains it yet; load_model and save_model take its folders",
+    "vision": "use it with task=image_classification",
     "recommender": "add task=recommendation",
 }
 
@@ -83,11 +83,11 @@ def families_of(kind: Kind) -> dict[str, Family]:
 
 
 def config_of(values: Mapping[str, Any], kind: Kind | None = None) -> FamilyConfig:
-    """The options of a language model, with an encoder or without, from a plain dict with the key `family`. Raises
+    """The options of a network that has a Hugging Face format from a plain dict with the key `family`. Raises
     ConfigError, also for a family that is not of that kind."""
     family = FAMILIES.get(str(values.get("family")))
-    is_seq2seq = family is not None and family.kind == "encoder-decoder"
-    config: FamilyConfig = _config(values, kind or ("encoder-decoder" if is_seq2seq else "language model"))
+    own: Kind = "language model" if family is None or family.convert is None else family.kind
+    config: FamilyConfig = _config(values, kind or own)
     return config
 
 

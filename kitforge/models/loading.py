@@ -30,6 +30,7 @@ from kitforge.foundation.types import Region
 from kitforge.foundation.untrusted import parse_json
 from kitforge.models.catalog import (
     FAMILIES,
+    Kind,
     config_of,
     converter_of,
     converter_of_type,
@@ -205,6 +206,16 @@ def is_reward_model(folder: Path) -> bool:
     """Whether the folder is a Hugging Face folder of a `*ForSequenceClassification` model with one label."""
     labels = labels_of(folder)
     return labels is not None and len(labels) == 1
+
+
+def kind_of(folder: Path) -> Kind | None:
+    """The kind of network that a Hugging Face folder holds; None for another folder, or an unknown architecture."""
+    try:
+        model_type = parse_json((folder / CONFIG).read_bytes()).get("model_type")
+    except (OSError, ValueError, AttributeError):
+        return None
+    families = (each for each in FAMILIES.values() if each.convert is not None)
+    return next((each.kind for each in families if each.convert and model_type in each.convert.model_types), None)
 
 
 def labels_of(folder: Path) -> tuple[str, ...] | None:

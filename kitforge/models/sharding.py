@@ -6,6 +6,7 @@ from torch import nn
 
 from kitforge.core.nn.causal_lm import Shardable
 from kitforge.core.nn.encoder_decoder import EncoderDecoder
+from kitforge.core.nn.vision import VisionTransformer
 from kitforge.core.parallel.sharding import TENSOR, Sharding, ShardingRule
 
 _ROWS = {"weight": {TENSOR: 0}, "bias": {TENSOR: 0}}
@@ -61,8 +62,17 @@ ENCODER_DECODER = Sharding(
 )
 
 
+VISION = Sharding(
+    rules=tuple(rule for rule in DECODER.rules if rule.module.startswith(("blocks", "norm"))),
+    divisible=DECODER.divisible,
+    fsdp_roots={"": ("logits",)},
+)
+
+
 def sharding_of_network(network: nn.Module) -> Sharding:
     """The declaration of a language model; one without rules for a network that is no configuration of the decoder."""
     if isinstance(network, EncoderDecoder):
         return ENCODER_DECODER
+    if isinstance(network, VisionTransformer):
+        return VISION
     return DECODER if isinstance(network, Shardable) else Sharding(fsdp_roots={"": ("hidden",)})

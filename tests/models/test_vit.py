@@ -123,8 +123,8 @@ def test_folders_that_are_another_network_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config | {"image_size": 48}))
     with pytest.raises(ModelError, match="misshapen"):
         loading.load(tmp_path, device=CPU)
-    with pytest.raises(ConfigError, match="no task trains it yet"):
-        config_of({"family": "vit"})
+    with pytest.raises(ConfigError, match="task=image_classification"):
+        config_of({"family": "vit"}, "language model")
 
 
 def test_images_of_another_size_are_refused() -> None:

@@ -23,6 +23,7 @@ from kitforge.core.nn.causal_lm import Shardable
 from kitforge.core.nn.context import Context, DropoutShard
 from kitforge.core.nn.linear import Linear
 from kitforge.core.nn.lora import LowRank, owner_of
+from kitforge.core.nn.vision import VisionTransformer
 from kitforge.core.parallel import collectives
 from kitforge.core.parallel.layout import Layout
 from kitforge.core.parallel.mesh import Mesh
@@ -98,6 +99,8 @@ class TensorParallelModel:
         for name, module in model.named_modules():
             if isinstance(module, Shardable):
                 _wrap_language_model(module, self, f"{name}." if name else "")
+            elif isinstance(module, VisionTransformer):
+                _wrap_vision(module, self.stream)
 
     def partial_gradients(self) -> list[str]:
         """Names of the parameters whose gradients are summed over the axis."""
@@ -150,6 +153,25 @@ def _wrap(module: nn.Module, rule: ShardingRule, stream: SequenceLayout, first_r
     module.forward = forward
 
 
+def _wrap_vision(model: VisionTransformer, stream: SequenceLayout) -> None:
+    """A pass over images begins in `hidden`."""
+    hidden = model.hidden
+
+    def sharded_hidden(images: Tensor, context: Context | None = None) -> Tensor:
+        return hidden(images, _with_shard(context, stream))
+
+    model.__dict__["hidden"] = sharded_hidden
+
+
+def _with_shard(context: Context | None, stream: SequenceLayout) -> Context:
+    """The context with this rank's part of the dropout masks."""
+    context = Context() if context is None else context
+    if context.dropout is None:
+        return context
+    noise = dataclasses.replace(context.dropout, shard=stream.dropout_shard())
+    return dataclasses.replace(context, dropout=noise)
+
+
 def _product(module: nn.Linear) -> Callable[[Tensor], Tensor]:
     return lambda input: functional.linear(input, module.weight)
 
@@ -188,11 +210,7 @@ def _wrap_language_model(model: Shardable, split: TensorParallelModel, prefix: s
 
     def sharded_hidden(tokens: Tensor, context: Context | None = None) -> Tensor:
         stream.begin(tokens.shape[1])
-        context = Context() if context is None else context
-        if context.dropout is not None:
-            noise = dataclasses.replace(context.dropout, shard=stream.dropout_shard())
-            context = dataclasses.replace(context, dropout=noise)
-        return hidden(tokens, context)
+        return hidden(tokens, _with_shard(context, stream))
 
     def whole_logits(hidden: Tensor) -> Tensor:
         logits = head(collectives.copy_to_group(hidden, stream.group))

@@ -51,6 +51,7 @@ from kitforge.kits.transformers.data import Corpus, load_corpus, open_text
 from kitforge.kits.transformers.evaluation import Evaluator
 from kitforge.kits.transformers.evaluation_log import log_files, write_log
 from kitforge.kits.transformers.generation_samples import GenerationSamples
+from kitforge.kits.transformers.image_kit import IMAGE_CLASSIFICATION
 from kitforge.kits.transformers.network import check_fit, find_run_tokenizer, new_config, prepare
 from kitforge.kits.transformers.questions import load_task
 from kitforge.kits.transformers.seq2seq_kit import SUMMARIZATION, TRANSLATION
@@ -391,6 +392,7 @@ def _count(size: int) -> str:
 TASKS: dict[str, AnyKit] = {
     "text_generation": TextGeneration(),
     "text_classification": TextClassification(),
+    "image_classification": IMAGE_CLASSIFICATION,
     "translation": TRANSLATION,
     "summarization": SUMMARIZATION,
 }

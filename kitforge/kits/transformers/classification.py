@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.nn import functional
 
 from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.core.nn.context import Context, DropoutKey
@@ -21,6 +20,7 @@ from kitforge.core.optim.groups import ParameterGroup, decay_groups
 from kitforge.core.parallel.sharding import Sharding, ShardingRule
 from kitforge.core.parallel.world import World
 from kitforge.data.document_shard import document_of, fingerprint_of, missing_column
+from kitforge.data.images import label_names
 from kitforge.data.schedule import train_eval_split
 from kitforge.data.source import open_rows
 from kitforge.data.tokenizer import Tokenizer, TokenizerConfig
@@ -29,10 +29,9 @@ from kitforge.foundation.config import check
 from kitforge.foundation.device import copy_to
 from kitforge.foundation.errors import DataError, nearest
 from kitforge.foundation.log import logger
-from kitforge.foundation.progress import heartbeat
 from kitforge.foundation.types import MicroBatch, Sums
 from kitforge.kits.language_model import LoraOptions
-from kitforge.kits.transformers.rows import RaggedTokens, RowTask
+from kitforge.kits.transformers.rows import ClassifierTask, RaggedTokens
 from kitforge.kits.transformers.task import EMBEDDINGS
 from kitforge.models.sharding import sharding_of_network
 from kitforge.trainer.options import RunOptions
@@ -141,7 +140,7 @@ def read_data(
     are those of the training rows, in order. Raises DataError naming the row of a text or label that is unusable."""
     data = options.data
     rows, held = _read(train, tokenizer, data), _read(evaluation, tokenizer, data)
-    labels = known or _label_names([label for _, _, label in rows])
+    labels = known or label_names([label for _, _, label in rows])
     tokens, targets = [each for _, each, _ in rows], _indices(rows, labels)
     kept, held_out = np.arange(len(rows)), np.arange(0)
     if evaluation is None:
@@ -204,16 +203,6 @@ def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
     return tokenizer.encode_prompt(text)
 
 
-def _label_names(labels: Sequence[str | int]) -> tuple[str, ...]:
-    """The names of labels: numbers in their order, texts by the alphabet."""
-    distinct = set(labels)
-    are_numbers = all(isinstance(each, int) for each in distinct)
-    names = tuple(map(str, sorted(distinct) if are_numbers else sorted(map(str, distinct))))
-    if len(names) < 2:
-        raise DataError("the rows have one label only", got=", ".join(names), expected="two labels or more")
-    return names
-
-
 def _indices(rows: Sequence[tuple[object, list[int], str | int]], names: tuple[str, ...]) -> list[int]:
     """The index of each row's label. A number that is no name is an index, as Hugging Face has it."""
     index = {name: number for number, name in enumerate(names)}
@@ -266,7 +255,7 @@ def sharding_of_classifier(model: SequenceClassifier) -> Sharding:
 
 
 @final
-class TextClassificationTask(RowTask):
+class TextClassificationTask(ClassifierTask):
     """Cross entropy of the labels. A micro-batch is that of `LabelledRows.batch`, with the numbers of its samples and
     of the step."""
 
@@ -281,6 +270,7 @@ class TextClassificationTask(RowTask):
         super().__init__(options, data, build, world, batch_size=rows.batch_size, shuffle=rows.shuffle)
         self._options = options
         self._data = data
+        self.num_labels = len(data.labels)
 
     def parameter_groups(self, model: nn.Module, weight_decay: float) -> list[ParameterGroup]:
         """Weight decay for matrices only: not for embeddings, norms and biases."""
@@ -294,29 +284,7 @@ class TextClassificationTask(RowTask):
         tokens = torch.stack([((each["ends"] + 1) * each["weights"]).sum() for each in step]).sum()
         return {"loss": rows, "samples": rows, "input_tokens": tokens}
 
-    def loss(self, model: nn.Module, micro_batch: MicroBatch) -> Sums:
-        """The sums of cross entropies and of right answers."""
-        logits, labels, weights = self._logits(model, micro_batch, self.dropout_key(model, micro_batch))
-        losses = functional.cross_entropy(logits, labels, reduction="none")
-        right = (logits.detach().argmax(-1) == labels).to(weights)
-        return {"loss": (losses * weights).sum(), "accuracy": (right * weights).sum()}
-
-    def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """eval/loss, eval/accuracy and eval/f1 (macro) over all evaluation rows; independent of the batch size."""
-        rows, size = self._data.eval, len(self._data.labels)
-        if not len(rows):
-            return {}
-        total, confusion = torch.zeros((), dtype=torch.float64), torch.zeros(size, size, dtype=torch.float64)
-        parts = self.eval_micro_batches()
-        for micro_batch in heartbeat(parts, "batches evaluated", enabled=self._options.trainer.progress):
-            logits, labels, weights = self._logits(model, micro_batch, None)
-            total += (functional.cross_entropy(logits, labels, reduction="none") * weights).sum().double().cpu()
-            pairs = (labels * size + logits.argmax(-1)).cpu()
-            confusion.view(-1).index_add_(0, pairs, weights.double().cpu())
-        summed = self._world.sum({"sums": torch.cat([total.view(1), confusion.flatten()])})["sums"]
-        return {f"eval/{name}": value for name, value in metrics_of(summed[0], summed[1:].view(size, size)).items()}
-
-    def _logits(
+    def logits(
         self, model: nn.Module, micro_batch: MicroBatch, noise: DropoutKey | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Logits [B, C], labels [B] and weights [B] on the device."""
@@ -326,12 +294,3 @@ class TextClassificationTask(RowTask):
             copy_to(micro_batch[name], device) for name in ("tokens", "ends", "labels", "weights")
         )
         return network.logits_at(tokens, ends, noise), labels, weights
-
-
-def metrics_of(loss: Tensor, confusion: Tensor) -> dict[str, float]:
-    """Mean loss, accuracy, and the unweighted mean of the labels' F1 (a label that neither occurs nor is predicted is
-    left out), from the sum of losses and the counts [label, prediction]."""
-    count, right = confusion.sum().clamp(min=1), confusion.diagonal()
-    both = confusion.sum(0) + confusion.sum(1)
-    f1 = (2 * right / both.clamp(min=1))[both > 0]
-    return {"loss": float(loss / count), "accuracy": float(right.sum() / count), "f1": float(f1.mean())}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, final
 
@@ -9,11 +10,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn import functional
 
 from kitforge.core.nn.context import DropoutKey
 from kitforge.core.parallel.world import World
 from kitforge.foundation.errors import ConfigError
-from kitforge.foundation.types import Cursor, MicroBatch
+from kitforge.foundation.progress import heartbeat
+from kitforge.foundation.types import Cursor, MicroBatch, Sums
 from kitforge.trainer.options import RunOptions
 from kitforge.trainer.task import Task, batch_schedule
 
@@ -103,6 +106,7 @@ class RowTask(Task):
         shuffle: bool,
     ) -> None:
         self._seed, self._allows_changes = options.seed, options.trainer.allow_data_changes
+        self._shows_progress = options.trainer.progress
         self._rows = data
         self._build = build
         self._world = world
@@ -163,3 +167,46 @@ class RowTask(Task):
             samples = torch.from_numpy(first + part) if len(part) else torch.full((1,), -1)
             found.append({**rows.batch(indices[part], self._rows.pad_id), "samples": samples, "step": step})
         return found
+
+
+class ClassifierTask(RowTask):
+    """Cross entropy of labels over rows; `count` and `logits` are those of the task."""
+
+    num_labels: int
+
+    @abstractmethod
+    def logits(
+        self, model: nn.Module, micro_batch: MicroBatch, noise: DropoutKey | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits [B, labels], labels [B] and weights [B] on the device."""
+
+    def loss(self, model: nn.Module, micro_batch: MicroBatch) -> Sums:
+        """The sums of cross entropies and of right answers."""
+        logits, labels, weights = self.logits(model, micro_batch, self.dropout_key(model, micro_batch))
+        losses = functional.cross_entropy(logits, labels, reduction="none")
+        right = (logits.detach().argmax(-1) == labels).to(weights)
+        return {"loss": (losses * weights).sum(), "accuracy": (right * weights).sum()}
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """eval/loss, eval/accuracy and eval/f1 (macro) over all evaluation rows; independent of the batch size."""
+        if not len(self._rows.eval):
+            return {}
+        size = self.num_labels
+        total, confusion = torch.zeros((), dtype=torch.float64), torch.zeros(size, size, dtype=torch.float64)
+        for micro_batch in heartbeat(self.eval_micro_batches(), "batches evaluated", enabled=self._shows_progress):
+            logits, labels, weights = self.logits(model, micro_batch, None)
+            total += (functional.cross_entropy(logits, labels, reduction="none") * weights).sum().double().cpu()
+            pairs = (labels * size + logits.argmax(-1)).cpu()
+            confusion.view(-1).index_add_(0, pairs, weights.double().cpu())
+        summed = self._world.sum({"sums": torch.cat([total.view(1), confusion.flatten()])})["sums"]
+        found = metrics_of(summed[0], summed[1:].view(confusion.shape))
+        return {f"eval/{name}": value for name, value in found.items()}
+
+
+def metrics_of(loss: Tensor, confusion: Tensor) -> dict[str, float]:
+    """Mean loss, accuracy, and the unweighted mean of the labels' F1 (a label that neither occurs nor is predicted is
+    left out), from the sum of losses and the counts [label, prediction]."""
+    count, right = confusion.sum().clamp(min=1), confusion.diagonal()
+    both = confusion.sum(0) + confusion.sum(1)
+    f1 = (2 * right / both.clamp(min=1))[both > 0]
+    return {"loss": float(loss / count), "accuracy": float(right.sum() / count), "f1": float(f1.mean())}

@@ -1,0 +1,139 @@
+"""Labelled images: folders and zips with a folder for each label, and rows; decoded to one size. Needs Pillow.
+
+N images, C channels, S pixels of a side.
+"""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal, final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kitforge.data.optional_imports import import_optional
+from kitforge.data.source import open_rows
+from kitforge.foundation.errors import DataError
+
+SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
+Split = Literal["train", "eval"]
+# Names of folders of splits, above those of the labels.
+_SPLITS: dict[Split, tuple[str, ...]] = {"train": ("train", "training"), "eval": ("test", "val", "valid", "validation")}
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageEntry:
+    """An image that is not decoded yet."""
+
+    location: str  # for messages
+    label: str | int | None
+    read: Callable[[], Any]  # bytes, a path, an image of Pillow, or an array [H, W] or [H, W, C] of bytes
+
+
+def find_images(spec: object, split: Split = "train", image: str = "image", label: str = "label") -> list[ImageEntry]:
+    """The images of a folder or a .zip file, whose folders are the labels, or of rows with these columns. Where the
+    first folders are named train and test (or val), those of the split. Raises DataError where there are none."""
+    found: list[ImageEntry]
+    path = Path(str(spec)).expanduser() if isinstance(spec, (str, Path)) else None
+    if path is not None and path.suffix.lower() == ".zip":
+        found = _of_names(_zip_names(path), split, lambda name: partial(_read_zip, path, name), str(path))
+    elif path is not None and path.is_dir():
+        names = sorted(str(each.relative_to(path).as_posix()) for each in path.rglob("*") if each.is_file())
+        found = _of_names(names, split, lambda name: partial(Path.read_bytes, path / name), str(path))
+    else:
+        home = path.parent if path is not None else None
+        found = [
+            _of_row(row, str(place), image, label, home) for shard in open_rows(spec) for place, row in shard.rows()
+        ]
+    if not found:
+        expected = f"folders of images named by their labels ({', '.join(SUFFIXES[:3])}, ...), or rows"
+        raise DataError("there are no images", got=str(spec)[:200], expected=expected)
+    return found
+
+
+def _zip_names(path: Path) -> list[str]:
+    try:
+        with zipfile.ZipFile(path) as file:
+            return sorted(name for name in file.namelist() if not name.endswith("/"))
+    except (OSError, zipfile.BadZipFile) as error:
+        raise DataError(f"{path} cannot be read as a zip", got=error) from None
+
+
+def _read_zip(path: Path, name: str) -> bytes:
+    with zipfile.ZipFile(path) as file:
+        return file.read(name)
+
+
+def _of_names(
+    names: Iterable[str], split: Split, reader: Callable[[str], Callable[[], bytes]], root: str
+) -> list[ImageEntry]:
+    """Images by their names below a root, label/name or split/label/name; a single folder around all is left out."""
+    parts = {name: PurePosixPath(name).parts for name in names if name.lower().endswith(SUFFIXES)}
+    while parts and all(len(each) > 2 for each in parts.values()) and len({each[0] for each in parts.values()}) == 1:
+        if any(each[0].lower() in splits for each in parts.values() for splits in _SPLITS.values()):
+            break
+        parts = {name: each[1:] for name, each in parts.items()}
+    tops = {each[0].lower() for each in parts.values()}
+    if any(top in splits for top in tops for splits in _SPLITS.values()):
+        chosen = next((name for name in _SPLITS[split] if name in tops), None)
+        parts = {name: each[1:] for name, each in parts.items() if each[0].lower() == chosen}
+    for name, each in parts.items():
+        if len(each) < 2:
+            expected = "a folder for each label: LABEL/IMAGE"
+            raise DataError(f"an image of {root} has no label", got=name, expected=expected)
+    return [ImageEntry(location=f"{root}: {name}", label=each[-2], read=reader(name)) for name, each in parts.items()]
+
+
+def _of_row(row: object, location: str, image: str, label: str, home: Path | None) -> ImageEntry:
+    values = row if isinstance(row, Mapping) else {}
+    if image not in values:
+        raise DataError(f"{location} has no column {image!r}", got=", ".join(map(str, values)) or type(row).__name__)
+    value, name = values[image], values.get(label)
+    if isinstance(name, float) and name.is_integer():
+        name = int(name)
+    if name is not None and (not isinstance(name, (str, int)) or name == ""):
+        raise DataError(f"{location} has no label", got=f"{label}={name!r}", expected="a text or a whole number")
+    if isinstance(value, str) and home is not None:
+        value = home / value
+    return ImageEntry(location=location, label=name, read=lambda: value)
+
+
+def decode(entry: ImageEntry, size: int, channels: int) -> Tensor:
+    """The image as bytes [C, S, S], resized bilinearly if it has another size. Raises DataError naming it."""
+    pillow: Any = import_optional("PIL.Image", needed_for="reading images", extra="vision")
+    try:
+        found = entry.read()
+        if isinstance(found, Mapping):
+            # As a datasets.Dataset holds images that are not decoded.
+            found = found.get("bytes") or found.get("path")
+        if isinstance(found, bytes):
+            found = io.BytesIO(found)
+        if isinstance(found, (np.ndarray, Tensor)):
+            found = pillow.fromarray(np.asarray(found, dtype=np.uint8))
+        opened = found if hasattr(found, "convert") else pillow.open(found)
+        opened = opened.convert("L" if channels == 1 else "RGB")
+        if opened.size != (size, size):
+            opened = opened.resize((size, size), pillow.Resampling.BILINEAR)
+        pixels = torch.from_numpy(np.array(opened, dtype=np.uint8))
+    except (OSError, ValueError, TypeError, SyntaxError, pillow.DecompressionBombError) as error:
+        raise DataError(
+            f"{entry.location} cannot be read as an image", got=f"{type(error).__name__}: {error}"
+        ) from None
+    return pixels.view(size, size, -1).permute(2, 0, 1).contiguous()
+
+
+def label_names(labels: Sequence[str | int]) -> tuple[str, ...]:
+    """The names of labels: numbers in their order, texts by the alphabet."""
+    distinct = set(labels)
+    are_numbers = all(isinstance(each, int) for each in distinct)
+    names = tuple(map(str, sorted(distinct) if are_numbers else sorted(map(str, distinct))))
+    if len(names) < 2:
+        raise DataError("the rows have one label only", got=", ".join(names), expected="two labels or more")
+    return names

@@ -1,0 +1,308 @@
+"""The task `image_classification`: folders, zips, rows, augmentation, exact sums, ranks, and what peers make of it."""
+
+from __future__ import annotations
+
+import io
+import json
+import zipfile
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from PIL import Image
+from torch.nn import functional
+
+from kitforge.api import Trainer, load_model, pipeline, save_model
+from kitforge.cli.main import run as run_command
+from kitforge.core.nn.vision import VisionTransformer
+from kitforge.core.parallel.config import ParallelConfig
+from kitforge.core.parallel.rendezvous import Rendezvous
+from kitforge.data.images import decode, find_images
+from kitforge.foundation.errors import ConfigError, DataError, ModelError
+from kitforge.kits.kit import RunInputs
+from kitforge.kits.transformers.build import TASKS
+from kitforge.kits.transformers.image_classification import augmented, normalized
+from kitforge.trainer.run_folder import train
+from tests.distributed.ranks import run_ranks
+from tests.distributed.training import TestRendezvous
+from tests.trainer import tiny
+
+KIT: Any = TASKS["image_classification"]
+VIT = {"family": "vit", "dim": 32, "num_layers": 2, "num_heads": 2, "image_size": 16, "patch_size": 4, "mlp_dim": 48}
+COLOURS = {"blue": (20, 30, 220), "green": (10, 200, 40), "red": (230, 20, 10)}
+OPTIONS: dict[str, Any] = {
+    "model": VIT,
+    "data.batch_size": 5,
+    "trainer.max_steps": 6,
+    "trainer.progress": False,
+    "trainer.log_every": 1,
+    "optimizer.learning_rate": 2e-3,
+    "device": "cpu",
+}
+
+
+def picture(colour: str, number: int, size: tuple[int, int] = (16, 16)) -> Image.Image:
+    """Noise around a colour."""
+    noise = np.random.default_rng(number).integers(-40, 40, (*size[::-1], 3))
+    return Image.fromarray((np.array(COLOURS[colour]) + noise).clip(0, 255).astype(np.uint8))
+
+
+def rows(count: int = 24) -> list[dict[str, Any]]:
+    names = list(COLOURS)
+    return [{"image": picture(names[number % 3], number), "label": names[number % 3]} for number in range(count)]
+
+
+def write(folder: Path, count: int = 12) -> Path:
+    """A folder with train/LABEL/NUMBER.png and test/LABEL/NUMBER.jpg."""
+    for number, row in enumerate(rows(count)):
+        for split, suffix in (("train", "png"), ("test", "jpg")):
+            path = folder / split / row["label"] / f"{number:03}.{suffix}"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            row["image"].save(path)
+    return folder
+
+
+def begin(folder: Path | None, choices: dict[str, Any] | None = None, rendezvous: Any = None, **given: Any) -> Any:
+    values = OPTIONS | {"output_dir": None if folder is None else str(folder)} | (choices or {})
+    options = KIT.read_options(tiny.nested(values))
+    inputs = RunInputs(**({"train_dataset": rows()} | given))
+    return KIT.assemble(options, inputs, rendezvous or Rendezvous.open(options.parallel, options.device))
+
+
+def finish(assembly: Any) -> dict[str, float]:
+    return train(assembly.loop, assembly.options, assembly.folder, assembly.config_text)
+
+
+def run(folder: Path | None, choices: dict[str, Any] | None = None, **given: Any) -> Any:
+    assembly = begin(folder, choices, **given)
+    finish(assembly)
+    return assembly
+
+
+def test_it_learns_colours_from_a_zip_and_says_them(tmp_path: Path) -> None:
+    folder = write(tmp_path / "pictures", 24)
+    with zipfile.ZipFile(tmp_path / "pictures.zip", "w") as file:
+        for path in sorted(folder.rglob("*.*")):
+            file.write(path, path.relative_to(tmp_path).as_posix())
+    choices = {"trainer.max_steps": 40, "trainer.epochs": 20}
+    assembly = begin(tmp_path / "run", choices, train_dataset=str(tmp_path / "pictures.zip"))
+    assert (len(assembly.loop.task._rows.train), len(assembly.loop.task._rows.eval)) == (24, 24)
+    found = finish(assembly)
+    assert found["eval/accuracy"] > 0.95 and found["eval/f1"] > 0.95
+    classify = pipeline("image_classification", model=tmp_path / "run")
+    for given in (picture("red", 99), np.array(picture("red", 99)), str(folder / "test" / "red" / "002.jpg")):
+        best, *others = classify(given)
+        assert (best["label"], len(others)) == ("red", 2)
+    many = classify([picture("green", 50, (30, 20)), picture("blue", 51)], top_k=1)
+    assert [each[0]["label"] for each in many] == ["green", "blue"]
+
+
+def test_the_loss_is_that_of_each_image_alone() -> None:
+    assembly = begin(None, eval_dataset=rows(13))
+    model = cast(VisionTransformer, assembly.loop.model)
+    labels = sorted(COLOURS)
+    losses, right = [], []
+    for row in rows(13):
+        pixels = torch.from_numpy(np.array(row["image"])).permute(2, 0, 1).unsqueeze(0)
+        with torch.no_grad():
+            logits = model(normalized(pixels, cast(Any, model.config))).double()
+        losses.append(functional.cross_entropy(logits, torch.tensor([labels.index(row["label"])])))
+        right.append(labels[int(logits.argmax())] == row["label"])
+    found = assembly.loop.evaluate()
+    assert found["eval/loss"] == pytest.approx(float(torch.stack(losses).mean()), rel=1e-5)
+    assert found["eval/accuracy"] == pytest.approx(sum(right) / 13)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_micro_batches_are_one_batch(size: int) -> None:
+    whole, cut = (run(None, {"trainer.micro_batch_size": each}).loop for each in (5, size))
+    for name, parameter in whole.model.named_parameters():
+        assert torch.allclose(parameter, cut.model.get_parameter(name), atol=1e-5), name
+
+
+@pytest.mark.slow
+def test_a_killed_and_resumed_run_is_the_run_that_was_never_killed(tmp_path: Path) -> None:
+    write(tmp_path / "pictures", 20)
+    dropped = VIT | {"embedding_dropout": 0.1, "attention_dropout": 0.1, "residual_dropout": 0.1}
+    choices = {"model": dropped, "trainer.checkpoint_every": 2, "trainer.save_total_limit": 9}
+    given = {"train_dataset": str(tmp_path / "pictures")}
+    run(tmp_path / "whole", choices, **given)
+    folder = tiny.copy_up_to(tmp_path / "whole", tmp_path / "killed", 4)
+    run(folder, choices | {"resume": "auto"}, **given)
+    tiny.assert_same(folder, tmp_path / "whole")
+
+
+def test_augmentation_is_a_function_of_the_sample() -> None:
+    images = torch.randint(0, 256, (6, 3, 16, 16), dtype=torch.uint8)
+    whole = augmented(images, ("flip", "crop"), 0, 3, range(6))
+    assert torch.equal(augmented(images[4:], ("flip", "crop"), 0, 3, [4, 5]), whole[4:])
+    assert not torch.equal(augmented(images, ("flip", "crop"), 0, 4, range(6)), whole)
+    assert torch.equal(augmented(images, (), 0, 3, range(6)), images)
+    flipped = augmented(images, ("flip",), 0, 3, range(6))
+    pairs = [(torch.equal(one, own), torch.equal(one, own.flip(-1))) for one, own in zip(flipped, images, strict=True)]
+    assert all(any(pair) for pair in pairs) and {pair[1] for pair in pairs} == {True, False}
+    # A crop moves by at most two pixels over black.
+    white = torch.full((200, 1, 16, 16), 255, dtype=torch.uint8)
+    moved = augmented(white, ("crop",), 0, 0, range(200))
+    assert bool((moved[:, :, 2:14, 2:14] == 255).all())
+    assert {int((each[0, :, 8] == 0).sum()) for each in moved} == {0, 1, 2}
+
+
+def test_an_evaluation_sees_images_as_they_are() -> None:
+    loop = begin(None, eval_dataset=rows(9)).loop
+    assert loop.evaluate() == loop.evaluate()
+
+
+def test_transformers_gives_the_same_logits_for_a_picture(tmp_path: Path) -> None:
+    run(tmp_path / "run", {"model": VIT | {"image_mean": [0.4, 0.5, 0.6]}})
+    save_model(tmp_path / "run", tmp_path / "folder")
+    theirs = transformers.AutoModelForImageClassification.from_pretrained(tmp_path / "folder").eval()
+    processor = transformers.ViTImageProcessor.from_pretrained(tmp_path / "folder")
+    ours = cast(VisionTransformer, load_model(tmp_path / "folder"))
+    assert cast(Any, ours.config).image_mean == (0.4, 0.5, 0.6)
+    classify = pipeline("image_classification", model=tmp_path / "folder")
+    with torch.no_grad():
+        wanted = theirs(**processor(picture("red", 7), return_tensors="pt")).logits.softmax(-1)[0]
+    for each in classify(picture("red", 7)):
+        assert each["score"] == pytest.approx(float(wanted[theirs.config.label2id[each["label"]]]), abs=1e-5)
+
+
+@pytest.mark.slow
+def test_a_published_model_goes_on_with_its_labels_or_with_new_ones(tmp_path: Path) -> None:
+    run(tmp_path / "run")
+    save_model(tmp_path / "run", tmp_path / "folder")
+    before = cast(VisionTransformer, load_model(tmp_path / "folder"))
+    still = {"model": {}, "checkpoint": str(tmp_path / "folder")}
+    same = begin(None, still).loop.model
+    assert torch.equal(same.classifier.weight, before.classifier.weight)
+    others = [row | {"label": f"{row['label']}ish"} for row in rows()]
+    others.append({"image": picture("red", 1), "label": "pinkish"})
+    other = begin(None, still, train_dataset=others).loop.model
+    assert torch.equal(other.position, before.position)
+    assert not torch.equal(other.classifier.weight, before.classifier.weight) and bool(other.classifier.weight.any())
+    given = begin(None, {"model": {}}, model=before, train_dataset=others).loop.model
+    assert given.config.labels == ("blueish", "greenish", "pinkish", "redish")
+    assert torch.equal(given.position, before.position)
+    for kind in ("lora", "dora", "qlora"):
+        model = run(
+            tmp_path / kind, still | {"lora.rank": 2, "lora.kind": kind, "trainer.max_steps": 2}
+        ).loop.model.eval()
+        trained = [name for name, each in model.named_parameters() if each.requires_grad]
+        assert all(".adapters." in name or name.startswith("classifier.") for name in trained)
+        pixels = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+        with torch.no_grad():
+            found = load_model(tmp_path / kind)(pixels)
+            assert torch.allclose(found, model(pixels), atol=2e-5), kind
+
+
+def test_the_command_line_trains_evaluates_and_labels_a_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, folder = write(tmp_path / "pictures"), tmp_path / "run"
+    short = ["trainer.max_steps=2", "trainer.progress=false", "device=cpu", "data.batch_size=4"]
+    command = ["train", "task=image_classification", "model=vit_tiny", f"data.train={data}", f"output_dir={folder}"]
+    assert run_command([*command, *short]) == 0
+    capsys.readouterr()
+    assert run_command(["evaluate", f"checkpoint={folder}", f"data.eval={data}"]) == 0
+    assert set(json.loads(capsys.readouterr().out.splitlines()[-1])) == {"loss", "accuracy", "f1"}
+    target = tmp_path / "labels.jsonl"
+    assert run_command(["predict", f"checkpoint={folder}", f"data.eval={data}", f"output={target}"]) == 0
+    found = [json.loads(line) for line in target.read_text().splitlines()]
+    assert len(found) == 12 and all(line["predicted_label"] in COLOURS for line in found)
+    assert sorted({line["label"] for line in found}) == sorted(COLOURS)
+    assert all("test/" in line["image"] for line in found)
+
+
+def test_two_lines_of_python(tmp_path: Path) -> None:
+    options = {"trainer.max_steps": 2, "trainer.progress": False, "device": "cpu", "data.batch_size": 4}
+    trainer = Trainer("image_classification", "vit_tiny", rows(), rows(9), output_dir=tmp_path, options=options)
+    trained = trainer.train()
+    assert set(trainer.evaluate()) == {"eval/loss", "eval/accuracy", "eval/f1"}
+    (answer,) = trainer.predict(cast(Any, [picture("red", 1)]))
+    assert answer["label"] in COLOURS
+    again = Trainer("image_classification", trained, rows(), options=options)
+    assert again.options.optimizer.learning_rate == 5e-5
+    assert again.train().metrics
+
+
+def test_where_images_are_found(tmp_path: Path) -> None:
+    data = write(tmp_path / "pictures", 6)
+    assert [each.label for each in find_images(data)] == ["blue", "blue", "green", "green", "red", "red"]
+    assert len(find_images(data, "eval")) == 6
+    # Labels without splits above them.
+    assert len(find_images(data / "train")) == len(find_images(data / "train", "eval")) == 6
+    buffer = io.BytesIO()
+    picture("red", 0).save(buffer, format="PNG")
+    lines = [{"file": "pictures/train/red/002.png", "class": 1}, {"file": "pictures/test/red/002.jpg", "class": 0.0}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = find_images(tmp_path / "rows.jsonl", image="file", label="class")
+    assert [each.label for each in found] == [1, 0]
+    assert decode(found[0], 8, 3).shape == (3, 8, 8)
+    assert decode(find_images([{"image": buffer.getvalue()}])[0], 16, 1).shape == (1, 16, 16)
+    with pytest.raises(DataError, match="no images"):
+        find_images(
+            tmp_path / "runs" / "nothing" if (tmp_path / "runs" / "nothing").mkdir(parents=True) else tmp_path / "runs"
+        )
+    picture("red", 0).save(tmp_path / "runs" / "alone.png")
+    with pytest.raises(DataError, match="has no label"):
+        find_images(tmp_path / "runs")
+    (tmp_path / "broken.zip").write_bytes(b"PK nothing")
+    with pytest.raises(DataError, match="cannot be read as a zip"):
+        find_images(tmp_path / "broken.zip")
+    with pytest.raises(DataError, match="has no column 'image'"):
+        find_images([{"picture": 1}])
+
+
+def test_images_that_do_not_decode_are_named_or_skipped(tmp_path: Path) -> None:
+    data = write(tmp_path / "pictures", 9)
+    broken = data / "train" / "red" / "002.png"
+    broken.write_bytes(broken.read_bytes()[:60])
+    with pytest.raises(DataError, match=r"train/red/002.png cannot be read as an image"):
+        begin(None, train_dataset=str(data))
+    skipped = begin(None, {"data.on_invalid": "skip"}, train_dataset=str(data)).loop.task._rows
+    assert (len(skipped.train), len(skipped.eval)) == (8, 9)
+
+
+def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there are no images"):
+        begin(None, train_dataset=None)
+    with pytest.raises(DataError, match="one label only"):
+        begin(None, train_dataset=[{"image": picture("red", 0), "label": "red"}])
+    with pytest.raises(DataError, match=r"(?s)unknown label.*did you mean 'red'"):
+        begin(None, {"labels": ["red", "blue"]}, train_dataset=[{"image": picture("red", 0), "label": "rod"}])
+    with pytest.raises(ConfigError, match="task=text_generation"):
+        begin(None, {"model": tiny.LLAMA})
+    with pytest.raises(ModelError, match="does not label images"):
+        pipeline("image_classification", model=torch.nn.Linear(2, 2), processor=1)
+    with pytest.raises(ModelError, match="reads no images"):
+        begin(None, model=torch.nn.Linear(2, 2))
+
+
+MESHES = [
+    ParallelConfig(data=2, sequence_parallel=False),
+    ParallelConfig(shard=2, sequence_parallel=False),
+    ParallelConfig(tensor=2, sequence_parallel=False),
+]
+DROPPED = VIT | {"embedding_dropout": 0.1, "attention_dropout": 0.1, "residual_dropout": 0.1}
+
+
+def on_rank(_rank: int, degrees: ParallelConfig, folder: str) -> dict[str, float]:
+    torch.set_num_threads(1)
+    names = ("data", "shard", "tensor", "sequence_parallel")
+    mesh = {f"parallel.{name}": getattr(degrees, name) for name in names}
+    return finish(begin(Path(folder), mesh | {"model": DROPPED}, TestRendezvous(degrees)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("degrees", MESHES, ids=["data", "shard", "tensor"])
+def test_ranks_train_what_one_process_trains(degrees: ParallelConfig, tmp_path: Path) -> None:
+    wanted = finish(begin(tmp_path / "alone", {"model": DROPPED}))
+    for found in run_ranks(2, on_rank, degrees, str(tmp_path / "ranks")):
+        assert found == pytest.approx(wanted, rel=1e-4)
+    one, two = (cast(Any, load_model(tmp_path / name)) for name in ("alone", "ranks"))
+    for name, parameter in one.named_parameters():
+        assert torch.allclose(parameter, two.get_parameter(name), atol=1e-4), name
