@@ -228,11 +228,11 @@ def compose_predict(
 ) -> Composition:
     """The configuration of predictions with the model of a folder or of a run, by default that of `checkpoint`; over
     the options of its run if `Kit.PREDICTS_AS_TRAINED`."""
-    place = getattr(model, "folder", model)
+    folder = getattr(model, "folder", model)
     if not kit_of(task).PREDICTS_AS_TRAINED:
         return compose_config(task, choices, ignored_sections)
-    if isinstance(place, (str, Path)):
-        choices = {**choices, "checkpoint": str(place)}
+    if isinstance(folder, (str, Path)):
+        choices = {**choices, "checkpoint": str(folder)}
     return compose_eval_config(task, choices, ignored_sections)
 
 

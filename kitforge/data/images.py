@@ -50,7 +50,9 @@ def find_images(spec: object, split: Split = "train", image: str = "image", labe
     else:
         home = path.parent if path is not None else None
         found = [
-            _of_row(row, str(place), image, label, home) for shard in open_rows(spec) for place, row in shard.rows()
+            _of_row(row, str(location), image, label, home)
+            for shard in open_rows(spec)
+            for location, row in shard.rows()
         ]
     if not found:
         expected = f"folders of images named by their labels ({', '.join(SUFFIXES[:3])}, ...), or rows"

@@ -6,7 +6,7 @@ N sources, B beams of each, V tokens of the vocabulary.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import final
 
@@ -46,6 +46,10 @@ def generate(
 ) -> list[list[int]]:
     """The tokens that follow from each source, in order, without `start_id` and the end. Sources of like lengths are
     computed together."""
+    largest = model.geometry.vocab_size // (1 + len(eos_ids))
+    check(
+        options.num_beams <= largest, "inference.num_beams", options.num_beams, f"at most {largest}, by the vocabulary"
+    )
     found: list[list[int]] = [[] for _ in sources]
     order = sorted(range(len(sources)), key=lambda index: -len(sources[index]))
     for first in range(0, len(order), options.batch_size):
@@ -89,15 +93,15 @@ class _Batch:
         rows, tokens = list(range(len(found))), self._start
         for _ in range(self._options.max_new_tokens):
             chosen = self._logits(tokens).argmax(-1).tolist()
-            going = [place for place, token in enumerate(chosen) if token not in eos_ids]
-            for place in going:
-                found[rows[place]].append(chosen[place])
+            going = [index for index, token in enumerate(chosen) if token not in eos_ids]
+            for index in going:
+                found[rows[index]].append(chosen[index])
             if not going:
                 break
             if len(going) < len(rows):
                 self._select(torch.tensor(going))
-            rows = [rows[place] for place in going]
-            tokens = torch.tensor([[chosen[place]] for place in going], device=tokens.device)
+            rows = [rows[index] for index in going]
+            tokens = torch.tensor([[chosen[index]] for index in going], device=tokens.device)
         return found
 
     def beams(self, eos_ids: tuple[int, ...]) -> list[list[int]]:
@@ -112,17 +116,12 @@ class _Batch:
             logprobs, indices = best.values.double().cpu().view(shape), best.indices.cpu().view(shape)
             going = dict[int, list[_Beam]]()
             kept = list[int]()
-            for place, (row, beams) in enumerate(running.items()):
-                following = list[_Beam]()
-                for rank, each in enumerate(self._following(beams, logprobs[place], indices[place], eos_ids)):
-                    if each.tokens[-1] not in eos_ids:
-                        following.append(each)
-                    elif rank < self._options.num_beams:
-                        finished[row].add(each.score, length, each.tokens[:-1])
-                following = following[: self._options.num_beams]
+            for index, (row, beams) in enumerate(running.items()):
+                candidates = self._candidates(beams, logprobs[index], indices[index], eos_ids)
+                following = self._following(candidates, eos_ids, finished[row], length)
                 if not finished[row].is_done(following[0].score, length):
                     going[row] = following
-                    kept += [place * len(beams) + each.parent for each in following]
+                    kept += [index * len(beams) + each.parent for each in following]
             running = going
             if not running:
                 break
@@ -139,14 +138,26 @@ class _Batch:
         return self._options.num_beams * (1 + len(eos_ids))
 
     def _following(
+        self, candidates: Iterable[_Beam], eos_ids: tuple[int, ...], finished: _Finished, length: int
+    ) -> list[_Beam]:
+        """The best candidates that go on; those that end are finished, if they are among the best."""
+        following = list[_Beam]()
+        for rank, each in enumerate(candidates):
+            if each.tokens[-1] not in eos_ids:
+                following.append(each)
+            elif rank < self._options.num_beams:
+                finished.add(each.score, length, each.tokens[:-1])
+        return following[: self._options.num_beams]
+
+    def _candidates(
         self, beams: list[_Beam], logprobs: Tensor, tokens: Tensor, eos_ids: tuple[int, ...]
     ) -> Iterator[_Beam]:
         """The best beams after one more token, best first, from log-probabilities and tokens of candidates [B, K]."""
         totals = (logprobs + torch.tensor([[each.score] for each in beams], dtype=torch.float64)).flatten()
         best = totals.topk(min(self._num_candidates(eos_ids), len(totals)))
         for score, index in zip(best.values.tolist(), best.indices.tolist(), strict=True):
-            parent, place = divmod(index, logprobs.shape[-1])
-            yield _Beam(score, parent, [*beams[parent].tokens, int(tokens[parent, place])])
+            parent, candidate = divmod(index, logprobs.shape[-1])
+            yield _Beam(score, parent, [*beams[parent].tokens, int(tokens[parent, candidate])])
 
     def _logits(self, tokens: Tensor) -> Tensor:
         """Logits [rows, V] of the last of new tokens [rows, 1], in fp32 at least."""

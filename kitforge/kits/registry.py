@@ -91,11 +91,11 @@ def recorded_task(folder: object) -> str | None:
     if not isinstance(folder, (str, Path)):
         return None
     if (config := recorded_config(folder)) is None:
-        place = Path(folder).expanduser()
-        labels = labels_of(place)
+        path = Path(folder).expanduser()
+        labels = labels_of(path)
         if labels is not None:
             return "reward" if len(labels) == 1 else "text_classification"
-        return _TASKS_OF_KINDS.get(kind_of(place) or "language model")
+        return _TASKS_OF_KINDS.get(kind_of(path) or "language model")
     try:
         values = load_yaml(config.read_text(encoding="utf-8"))
     except ValueError as error:

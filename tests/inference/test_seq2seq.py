@@ -47,3 +47,5 @@ def test_no_source_and_an_empty_one() -> None:
     assert len(found) <= 3
     with pytest.raises(ConfigError, match="num_beams"):
         Seq2SeqInference(num_beams=0)
+    with pytest.raises(ConfigError, match="at most 30, by the vocabulary"):
+        generate(tiny(), [[5]], Seq2SeqInference(num_beams=31), start_id=0, eos_ids=[EOS], pad_id=0)

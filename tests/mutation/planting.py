@@ -189,6 +189,8 @@ def _swapped_arguments(node: ast.AST, _: str) -> ast.AST | None:
         "map",
     ):
         return None
+    if ast.dump(node.args[0]) == ast.dump(node.args[1]):
+        return None
     node.args[0], node.args[1] = node.args[1], node.args[0]
     return node
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, cast, final
@@ -19,17 +19,16 @@ from kitforge.core.nn.decoder import FamilyConfig
 from kitforge.core.nn.init import init_weights
 from kitforge.core.nn.lora import config_of as config_of_adapter
 from kitforge.core.parallel.parallelize import parallel_model_of, parallelize
-from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.core.parallel.sharding import check_geometry
 from kitforge.core.parallel.world import World
 from kitforge.data.source import open_rows
 from kitforge.data.tokenizer import ByteTokenizer, Tokenizer
-from kitforge.foundation.config import check, to_dict, to_yaml
+from kitforge.foundation.config import check, to_dict
 from kitforge.foundation.dtype import ExportDtype, LoadDtype
 from kitforge.foundation.errors import ConfigError, DataError, ModelError
 from kitforge.foundation.files import atomic_file
 from kitforge.foundation.progress import show_progress
-from kitforge.kits.kit import Kit, LoadModel, RunAssembly, RunInputs, evaluate_model
+from kitforge.kits.kit import LoadModel, RunInputs
 from kitforge.kits.language_model import (
     ADAPTER,
     LoraOptions,
@@ -55,62 +54,44 @@ from kitforge.kits.transformers.classification import (
     sharding_of_classifier,
 )
 from kitforge.kits.transformers.network import check_fit, find_run_tokenizer, new_config, prepare
+from kitforge.kits.transformers.row_kit import PreparedRows, RowKit
 from kitforge.models import loading as model_folder
 from kitforge.models.catalog import config_of, config_of_network
 from kitforge.models.loading import OpenCheckpoint, StoredModel
 from kitforge.models.sharding import sharding_of_network
-from kitforge.trainer.run_folder import Run, default_folder, make_loop
+from kitforge.trainer.callbacks.callback import Callback
+from kitforge.trainer.run_folder import Run
 
-TRAINING_ONLY_OPTIONS = frozenset(
-    ("checkpoint", "model", "lora", "freeze", "resume", "output_dir", "device", "parallel", "output")
-)
 Inputs: TypeAlias = RunInputs[Tokenizer]
-Assembly: TypeAlias = RunAssembly[TextClassificationOptions, Tokenizer]
 # Rows that a pipeline computes at once.
 _BATCH = 32
 
 
 @final
-class TextClassification(Kit[TextClassificationOptions, Tokenizer]):
+class TextClassification(RowKit[TextClassificationOptions, Tokenizer]):
     """The task `text_classification`."""
 
     OPTIONS = TextClassificationOptions
-    FINE_TUNING = "adamw_finetune"
-    PREDICTS_AS_TRAINED = True
 
-    def assemble(self, options: TextClassificationOptions, inputs: Inputs, rendezvous: Rendezvous) -> Assembly:
-        """Everything that a run needs, in the order in which mistakes are cheapest to find."""
-        prepared = _Prepared(options, inputs, is_evaluation=False)
-        world = rendezvous.init_process_group().with_precision(options.precision)
-        recorded = to_dict(options) | {"labels": list(prepared.data.labels), "model": prepared.recorded_model()}
-        config_text = to_yaml(recorded)
-        rendezvous.check_same({"configuration": config_text, "labelled rows": prepared.data.fingerprint})
-        folder = world.broadcast_object(default_folder(options, inputs.model_name))
-        loop = make_loop(
-            TextClassificationTask(options, prepared.data, prepared.build, world),
-            dataclasses.replace(options, device=str(world.device)),
-            folder,
-            world=world,
-            config=recorded,
-            callbacks=[
-                *inputs.callbacks,
-                SaveTokenizer(prepared.tokenizer),
-                SaveAdapter(_adapted, options.checkpoint, prepared.tokenizer),
-            ],
-        )
-        return Assembly(
-            loop=loop, folder=folder, processor=prepared.tokenizer, options=options, config_text=config_text
-        )
+    def prepare(self, options: TextClassificationOptions, inputs: Inputs, *, is_evaluation: bool) -> _Prepared:
+        """Everything that can be read before any rank is started."""
+        return _Prepared(options, inputs, is_evaluation=is_evaluation)
 
-    def evaluate(self, options: TextClassificationOptions, inputs: Inputs, rendezvous: Rendezvous) -> dict[str, float]:
-        """Loss, accuracy and F1 of the evaluation rows, for a model in memory or under `options.checkpoint`."""
-        if inputs.model is None and options.checkpoint is None:
-            raise ModelError("there is no model to evaluate", fix="add checkpoint=RUN, or train one first")
-        prepared = _Prepared(options, inputs, is_evaluation=True)
-        world = rendezvous.init_process_group().with_precision(options.precision)
-        model = prepared.build(world)
-        task = TextClassificationTask(options, prepared.data, lambda _world: model, world)
-        return evaluate_model(task, parallel_model_of(model, world), world.device, options.precision)
+    def task(
+        self,
+        options: TextClassificationOptions,
+        prepared: PreparedRows,
+        build: Callable[[World], nn.Module],
+        world: World,
+    ) -> TextClassificationTask:
+        """The loss over the rows, of the network that `build` gives."""
+        assert isinstance(prepared, _Prepared)
+        return TextClassificationTask(options, prepared.data, build, world)
+
+    def callbacks(self, options: TextClassificationOptions, prepared: PreparedRows) -> list[Callback]:
+        """The tokenizer and the adapter are kept with the run."""
+        tokenizer = prepared.processor
+        return [SaveTokenizer(tokenizer), SaveAdapter(_adapted, options.checkpoint, tokenizer)]
 
     def check_parallel(self, options: TextClassificationOptions) -> None:
         """Raise ConfigError for a network that the degrees of `options` cannot split; before any rank is started."""
@@ -118,13 +99,6 @@ class TextClassification(Kit[TextClassificationOptions, Tokenizer]):
             size = options.model.get("vocab_size") or ByteTokenizer.vocab_size
             network = model_folder.build_on_meta(config_of({**options.model, "vocab_size": size}))
             check_geometry(sharding_of_network(network), network.geometry, options.parallel)
-
-    def evaluation_options(self, recorded: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:
-        """The run's options without those of its training. With a new data.train, data.eval is a fraction of it."""
-        found = {name: value for name, value in recorded.items() if name not in TRAINING_ONLY_OPTIONS}
-        if "data.train" in chosen and "data.eval" not in chosen:
-            found["data"] = {**found["data"], "eval": None}
-        return found
 
     def load(
         self, folder: Path, device: torch.device, level: CompileLevel = "O1", dtype: LoadDtype = "fp32"
@@ -270,21 +244,22 @@ class _Prepared:
         elif options.lora.is_on and self._given is None:
             fix = "name a run, a folder, or a pretrained model: checkpoint=smollm2"
             raise ConfigError("an adapter needs a model to adapt", got=f"lora.rank={options.lora.rank}", fix=fix)
-        self.tokenizer = find_run_tokenizer(options, inputs.processor, None)
+        self.processor = find_run_tokenizer(options, inputs.processor, None)
         self._config = self._network_config(stored)
         if self._config is not None:
-            check_fit(self._config, options, self.tokenizer)
+            check_fit(self._config, options, self.processor)
         own = self._given.labels if isinstance(self._given, SequenceClassifier) else ()
         known = own or (stored.labels if stored is not None and HEAD in stored.head else ())
         if is_evaluation and not known:
             raise ModelError("this model has no labels yet", fix="train it first: task=text_classification")
         # Other labels than those of the checkpoint begin with a new head.
-        self.data: LabelledData = read_data(train, evaluation, self.tokenizer, options, options.labels or known)
+        self.data: LabelledData = read_data(train, evaluation, self.processor, options, options.labels or known)
         self._has_head = bool(known) and known == self.data.labels
 
-    def recorded_model(self) -> dict[str, Any]:
-        """The model options that a checkpoint records."""
-        return {} if self._config is None else {"family": self._config.family, **to_dict(self._config)}
+    def recorded(self) -> dict[str, Any]:
+        """The options of the model, and its labels, as a checkpoint records them."""
+        model = {} if self._config is None else {"family": self._config.family, **to_dict(self._config)}
+        return {"model": model, "labels": list(self.data.labels)}
 
     def build(self, world: World) -> nn.Module:
         """The classifier on the device, cut as the world's degrees say; with its adapter if it is to be trained."""
@@ -348,7 +323,7 @@ class _Prepared:
         if self._given is not None:
             backbone = self._given.backbone if isinstance(self._given, SequenceClassifier) else self._given
             return config_of_network(backbone)
-        config = new_config(self._options, self.tokenizer) if stored is None else stored.config
+        config = new_config(self._options, self.processor) if stored is None else stored.config
         # Every family's options are a dataclass with this field.
         return cast(FamilyConfig, dataclasses.replace(cast(Any, config), tie_embeddings=True))
 

@@ -114,8 +114,8 @@ class ImageRows:
     def _decode(self, rows: Sequence[int]) -> Tensor:
         size, channels = self._config.image_size, self._config.num_channels
         found = torch.empty(len(rows), channels, size, size, dtype=torch.uint8)
-        for place, row in enumerate(rows):
-            found[place] = decode(self._entries[row], size, channels)
+        for index, row in enumerate(rows):
+            found[index] = decode(self._entries[row], size, channels)
         return found
 
 
@@ -157,12 +157,12 @@ def find_files(train: object, evaluation: object, data: ImageDataOptions) -> Ima
     if evaluation is not None:
         return ImageFiles(train=found, eval=find_images(evaluation, "eval", **columns))
     try:
-        beside = find_images(train, "eval", **columns)
+        others = find_images(train, "eval", **columns)
     except DataError:
-        beside = []
+        others = []
     # Without folders of splits both are the same images.
-    is_split = bool(beside) and {each.location for each in beside}.isdisjoint(each.location for each in found)
-    return ImageFiles(train=found, eval=beside if is_split else None)
+    is_split = bool(others) and {each.location for each in others}.isdisjoint(each.location for each in found)
+    return ImageFiles(train=found, eval=others if is_split else None)
 
 
 def read_images(

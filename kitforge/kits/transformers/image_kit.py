@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, cast, final
@@ -18,18 +18,17 @@ from kitforge.core.nn.init import init_weights
 from kitforge.core.nn.lora import config_of as config_of_adapter
 from kitforge.core.nn.vision import VisionTransformer
 from kitforge.core.parallel.parallelize import parallel_model_of, parallelize
-from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.core.parallel.sharding import check_geometry
 from kitforge.core.parallel.world import World
 from kitforge.data.images import ImageEntry, find_images
-from kitforge.foundation.config import check, to_dict, to_yaml
+from kitforge.foundation.config import check, to_dict
 from kitforge.foundation.dtype import ExportDtype, LoadDtype
 from kitforge.foundation.errors import ConfigError, ModelError
 from kitforge.foundation.files import atomic_file, write_text
 from kitforge.foundation.progress import show_progress
 from kitforge.foundation.types import Region
 from kitforge.foundation.untrusted import parse_json
-from kitforge.kits.kit import Kit, LoadModel, RunAssembly, RunInputs, evaluate_model
+from kitforge.kits.kit import LoadModel, RunInputs
 from kitforge.kits.language_model import (
     LoraOptions,
     export_language_model,
@@ -46,72 +45,46 @@ from kitforge.kits.transformers.image_classification import (
     find_files,
     read_images,
 )
+from kitforge.kits.transformers.row_kit import PreparedRows, RowKit
 from kitforge.models import loading as model_folder
 from kitforge.models.catalog import config_of, config_of_network
 from kitforge.models.loading import OpenCheckpoint, StoredModel
 from kitforge.models.sharding import sharding_of_network
 from kitforge.models.vit.model import ViTConfig
-from kitforge.trainer.run_folder import Run, default_folder, make_loop
+from kitforge.trainer.run_folder import Run
 
-TRAINING_ONLY_OPTIONS = frozenset(
-    ("checkpoint", "model", "lora", "freeze", "resume", "output_dir", "device", "parallel", "output")
-)
 Inputs: TypeAlias = RunInputs[ImageProcessor]
-Assembly: TypeAlias = RunAssembly[ImageClassificationOptions, ImageProcessor]
 # Images that a pipeline computes at once.
 _BATCH = 64
 _PREPROCESSOR = "preprocessor_config.json"
 
 
 @final
-class ImageClassification(Kit[ImageClassificationOptions, ImageProcessor]):
+class ImageClassification(RowKit[ImageClassificationOptions, ImageProcessor]):
     """The task `image_classification`. Its models say themselves how they want their images."""
 
     OPTIONS = ImageClassificationOptions
-    FINE_TUNING = "adamw_finetune"
-    PREDICTS_AS_TRAINED = True
 
-    def assemble(self, options: ImageClassificationOptions, inputs: Inputs, rendezvous: Rendezvous) -> Assembly:
-        """Everything that a run needs, in the order in which mistakes are cheapest to find."""
-        prepared = _Prepared(options, inputs, is_evaluation=False)
-        world = rendezvous.init_process_group().with_precision(options.precision)
-        recorded = to_dict(options) | {"labels": list(prepared.data.labels), "model": prepared.recorded_model()}
-        config_text = to_yaml(recorded)
-        rendezvous.check_same({"configuration": config_text, "images": prepared.data.fingerprint})
-        folder = world.broadcast_object(default_folder(options, inputs.model_name))
-        loop = make_loop(
-            ImageClassificationTask(options, prepared.data, prepared.build, world),
-            dataclasses.replace(options, device=str(world.device)),
-            folder,
-            world=world,
-            config=recorded,
-            callbacks=inputs.callbacks,
-        )
-        processor = ImageProcessor(prepared.config)
-        return Assembly(loop=loop, folder=folder, processor=processor, options=options, config_text=config_text)
+    def prepare(self, options: ImageClassificationOptions, inputs: Inputs, *, is_evaluation: bool) -> _Prepared:
+        """Everything that can be read before any rank is started."""
+        return _Prepared(options, inputs, is_evaluation=is_evaluation)
 
-    def evaluate(self, options: ImageClassificationOptions, inputs: Inputs, rendezvous: Rendezvous) -> dict[str, float]:
-        """Loss, accuracy and F1 of the evaluation images, for a model in memory or under `options.checkpoint`."""
-        if inputs.model is None and options.checkpoint is None:
-            raise ModelError("there is no model to evaluate", fix="add checkpoint=RUN, or train one first")
-        prepared = _Prepared(options, inputs, is_evaluation=True)
-        world = rendezvous.init_process_group().with_precision(options.precision)
-        model = prepared.build(world)
-        task = ImageClassificationTask(options, prepared.data, lambda _world: model, world)
-        return evaluate_model(task, parallel_model_of(model, world), world.device, options.precision)
+    def task(
+        self,
+        options: ImageClassificationOptions,
+        prepared: PreparedRows,
+        build: Callable[[World], nn.Module],
+        world: World,
+    ) -> ImageClassificationTask:
+        """The loss over the rows, of the network that `build` gives."""
+        assert isinstance(prepared, _Prepared)
+        return ImageClassificationTask(options, prepared.data, build, world)
 
     def check_parallel(self, options: ImageClassificationOptions) -> None:
         """Raise ConfigError for a network that the degrees of `options` cannot split; before any rank is started."""
         if options.checkpoint is None and options.model:
             network: Any = model_folder.build_on_meta(config_of(options.model, "vision"))
             check_geometry(sharding_of_network(network), network.geometry, options.parallel)
-
-    def evaluation_options(self, recorded: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:
-        """The run's options without those of its training. With a new data.train, data.eval is a part of it."""
-        found = {name: value for name, value in recorded.items() if name not in TRAINING_ONLY_OPTIONS}
-        if "data.train" in chosen and "data.eval" not in chosen:
-            found["data"] = {**found["data"], "eval": None}
-        return found
 
     def load(
         self, folder: Path, device: torch.device, level: CompileLevel = "O1", dtype: LoadDtype = "fp32"
@@ -274,10 +247,11 @@ class _Prepared:
         values = {**options.model, "labels": labels} if config is None else {**to_dict(config), "labels": labels}
         self.config = cast(ViTConfig, config_of({"family": "vit", **values}, "vision"))
         self.data = read_images(files, options, labels, self.config)
+        self.processor = ImageProcessor(self.config)
 
-    def recorded_model(self) -> dict[str, Any]:
-        """The model options that a checkpoint records."""
-        return {"family": self.config.family, **to_dict(self.config)}
+    def recorded(self) -> dict[str, Any]:
+        """The options of the model, and its labels, as a checkpoint records them."""
+        return {"model": {"family": self.config.family, **to_dict(self.config)}, "labels": list(self.data.labels)}
 
     def build(self, world: World) -> nn.Module:
         """The network on the device, cut as the world's degrees say; with its adapter if it is to be trained."""

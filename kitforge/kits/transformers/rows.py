@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, final
 
@@ -91,7 +91,7 @@ class RowSplits(Protocol):
         ...
 
 
-class RowTask(Task):
+class RowTask(Task, ABC):
     """Batches of rows, of which those of like lengths share a micro-batch. A micro-batch is that of
     `TokenizedRows.batch`, with the numbers of its samples and of the step."""
 
@@ -169,7 +169,7 @@ class RowTask(Task):
         return found
 
 
-class ClassifierTask(RowTask):
+class ClassifierTask(RowTask, ABC):
     """Cross entropy of labels over rows; `count` and `logits` are those of the task."""
 
     num_labels: int

@@ -284,8 +284,8 @@ class Seq2SeqTask(RowTask):
 
 def source_documents(sources: Tensor, lengths: Tensor) -> Tensor:
     """[B, S]: 0 for the tokens of a source, -1 for padding."""
-    places = torch.arange(sources.shape[1], device=sources.device)
-    return torch.where(places < lengths.unsqueeze(1), 0, -1)
+    positions = torch.arange(sources.shape[1], device=sources.device)
+    return torch.where(positions < lengths.unsqueeze(1), 0, -1)
 
 
 def write_targets(

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, final
@@ -19,17 +18,16 @@ from kitforge.core.nn.encoder_decoder import EncoderDecoder
 from kitforge.core.nn.init import init_weights
 from kitforge.core.nn.lora import config_of as config_of_adapter
 from kitforge.core.parallel.parallelize import parallel_model_of, parallelize
-from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.core.parallel.sharding import check_geometry
 from kitforge.core.parallel.world import World
 from kitforge.data.source import open_rows, open_source
 from kitforge.data.tokenizer import ByteTokenizer, Tokenizer
-from kitforge.foundation.config import check, to_dict, to_yaml
+from kitforge.foundation.config import check, to_dict
 from kitforge.foundation.dtype import ExportDtype, LoadDtype
 from kitforge.foundation.errors import ConfigError, DataError, ModelError
 from kitforge.foundation.files import atomic_file
 from kitforge.foundation.progress import show_progress
-from kitforge.kits.kit import Kit, LoadModel, RunAssembly, RunInputs, evaluate_model
+from kitforge.kits.kit import LoadModel, RunInputs
 from kitforge.kits.language_model import (
     ADAPTER,
     LoraOptions,
@@ -44,6 +42,7 @@ from kitforge.kits.language_model import (
     with_adapter,
 )
 from kitforge.kits.transformers.network import check_fit, find_run_tokenizer, new_config, prepare
+from kitforge.kits.transformers.row_kit import PreparedRows, RowKit
 from kitforge.kits.transformers.seq2seq import (
     PairData,
     Seq2SeqOptions,
@@ -60,59 +59,40 @@ from kitforge.models import loading as model_folder
 from kitforge.models.catalog import config_of, config_of_network, initial_deviations
 from kitforge.models.loading import OpenCheckpoint, StoredModel
 from kitforge.models.sharding import sharding_of_network
-from kitforge.trainer.run_folder import Run, default_folder, make_loop
+from kitforge.trainer.callbacks.callback import Callback
+from kitforge.trainer.run_folder import Run
 
-TRAINING_ONLY_OPTIONS = frozenset(
-    ("checkpoint", "model", "lora", "freeze", "resume", "output_dir", "device", "parallel", "output")
-)
 Inputs: TypeAlias = RunInputs[Tokenizer]
-Assembly: TypeAlias = RunAssembly[Seq2SeqOptions, Tokenizer]
 # Rows that `predict` reads at once.
 _BATCH = 256
 
 
 @final
-class Seq2Seq(Kit[Seq2SeqOptions, Tokenizer]):
+class Seq2Seq(RowKit[Seq2SeqOptions, Tokenizer]):
     """The tasks `translation` and `summarization`, which differ in their metrics and in the keys of the pipeline."""
-
-    FINE_TUNING = "adamw_finetune"
-    PREDICTS_AS_TRAINED = True
 
     def __init__(self, options: type[Seq2SeqOptions]) -> None:
         self.OPTIONS = options
 
-    def assemble(self, options: Seq2SeqOptions, inputs: Inputs, rendezvous: Rendezvous) -> Assembly:
-        """Everything that a run needs, in the order in which mistakes are cheapest to find."""
-        prepared = _Prepared(options, inputs, is_evaluation=False)
-        world = rendezvous.init_process_group().with_precision(options.precision)
-        recorded = to_dict(options) | {"model": prepared.recorded_model()}
-        config_text = to_yaml(recorded)
-        rendezvous.check_same({"configuration": config_text, "pairs": prepared.data.fingerprint})
-        folder = world.broadcast_object(default_folder(options, inputs.model_name))
-        tokenizer = prepared.tokenizer
-        loop = make_loop(
-            Seq2SeqTask(options, prepared.data, tokenizer, prepared.build, world),
-            dataclasses.replace(options, device=str(world.device)),
-            folder,
-            world=world,
-            config=recorded,
-            callbacks=[
-                *inputs.callbacks,
-                SaveTokenizer(tokenizer),
-                SaveAdapter(lambda model: (model, ADAPTER, None), options.checkpoint, tokenizer),
-            ],
-        )
-        return Assembly(loop=loop, folder=folder, processor=tokenizer, options=options, config_text=config_text)
+    def prepare(self, options: Seq2SeqOptions, inputs: Inputs, *, is_evaluation: bool) -> _Prepared:
+        """Everything that can be read before any rank is started."""
+        return _Prepared(options, inputs, is_evaluation=is_evaluation)
 
-    def evaluate(self, options: Seq2SeqOptions, inputs: Inputs, rendezvous: Rendezvous) -> dict[str, float]:
-        """Loss and BLEU or ROUGE of the evaluation rows, for a model in memory or under `options.checkpoint`."""
-        if inputs.model is None and options.checkpoint is None:
-            raise ModelError("there is no model to evaluate", fix="add checkpoint=RUN, or train one first")
-        prepared = _Prepared(options, inputs, is_evaluation=True)
-        world = rendezvous.init_process_group().with_precision(options.precision)
-        model = prepared.build(world)
-        task = Seq2SeqTask(options, prepared.data, prepared.tokenizer, lambda _world: model, world)
-        return evaluate_model(task, parallel_model_of(model, world), world.device, options.precision)
+    def task(
+        self,
+        options: Seq2SeqOptions,
+        prepared: PreparedRows,
+        build: Callable[[World], nn.Module],
+        world: World,
+    ) -> Seq2SeqTask:
+        """The loss over the rows, of the network that `build` gives."""
+        assert isinstance(prepared, _Prepared)
+        return Seq2SeqTask(options, prepared.data, prepared.processor, build, world)
+
+    def callbacks(self, options: Seq2SeqOptions, prepared: PreparedRows) -> list[Callback]:
+        """The tokenizer and the adapter are kept with the run."""
+        tokenizer = prepared.processor
+        return [SaveTokenizer(tokenizer), SaveAdapter(_adapted, options.checkpoint, tokenizer)]
 
     def check_parallel(self, options: Seq2SeqOptions) -> None:
         """Raise ConfigError for a network that the degrees of `options` cannot split; before any rank is started."""
@@ -121,13 +101,6 @@ class Seq2Seq(Kit[Seq2SeqOptions, Tokenizer]):
             config = config_of({**options.model, "vocab_size": size}, "encoder-decoder")
             network = model_folder.build_on_meta(config)
             check_geometry(sharding_of_network(network), network.geometry, options.parallel)
-
-    def evaluation_options(self, recorded: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:
-        """The run's options without those of its training. With a new data.train, data.eval is a fraction of it."""
-        found = {name: value for name, value in recorded.items() if name not in TRAINING_ONLY_OPTIONS}
-        if "data.train" in chosen and "data.eval" not in chosen:
-            found["data"] = {**found["data"], "eval": None}
-        return found
 
     def load(
         self, folder: Path, device: torch.device, level: CompileLevel = "O1", dtype: LoadDtype = "fp32"
@@ -266,15 +239,16 @@ class _Prepared:
         # What a tokenizer is trained on, if the options name one that is to be trained.
         texts = [text for _, pair in rows for text in (options.data.prefix + pair[0], pair[1])]
         source = open_source(texts) if texts else None
-        self.tokenizer = find_run_tokenizer(options, inputs.processor, source)
+        self.processor = find_run_tokenizer(options, inputs.processor, source)
         self._config = self._network_config(stored)
         if self._config is not None:
-            check_fit(self._config, options, self.tokenizer)
-        self.data: PairData = read_pairs(rows, held, self.tokenizer, options)
+            check_fit(self._config, options, self.processor)
+        self.data: PairData = read_pairs(rows, held, self.processor, options)
 
-    def recorded_model(self) -> dict[str, Any]:
-        """The model options that a checkpoint records."""
-        return {} if self._config is None else {"family": self._config.family, **to_dict(self._config)}
+    def recorded(self) -> dict[str, Any]:
+        """The options of the model, as a checkpoint records them."""
+        model = {} if self._config is None else {"family": self._config.family, **to_dict(self._config)}
+        return {"model": model}
 
     def build(self, world: World) -> nn.Module:
         """The network on the device, cut as the world's degrees say; with its adapter if it is to be trained."""
@@ -310,8 +284,13 @@ class _Prepared:
                 got, expected = type(self._given).__name__, "an encoder-decoder, such as t5"
                 raise ModelError("this network reads no source", got=got, expected=expected)
             return config_of_network(self._given)
-        config = new_config(self._options, self.tokenizer, "encoder-decoder") if stored is None else stored.config
+        config = new_config(self._options, self.processor, "encoder-decoder") if stored is None else stored.config
         return config_of({"family": config.family, **to_dict(config)}, "encoder-decoder")
+
+
+def _adapted(model: nn.Module) -> tuple[nn.Module, str, None]:
+    """The adapted network and its adapter's name; it has no head beside it."""
+    return model, ADAPTER, None
 
 
 TRANSLATION, SUMMARIZATION = Seq2Seq(Seq2SeqOptions), Seq2Seq(SummarizationOptions)

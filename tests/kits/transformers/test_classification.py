@@ -158,7 +158,7 @@ def test_a_killed_and_resumed_run_is_the_run_that_was_never_killed(choices: dict
     folder = tiny.copy_up_to(tmp_path / "whole", tmp_path / "killed", 4)
     run(folder, choices | {"resume": "auto"})
     tiny.assert_same(folder, tmp_path / "whole")
-    with pytest.raises(ConfigError, match="labelled rows are not those"):
+    with pytest.raises(ConfigError, match="rows are not those"):
         run(
             tiny.copy_up_to(tmp_path / "whole", tmp_path / "other", 4),
             choices | {"resume": "auto"},
