@@ -43,7 +43,10 @@ def find_images(spec: object, split: Split = "train", image: str = "image", labe
     found: list[ImageEntry]
     path = Path(str(spec)).expanduser() if isinstance(spec, (str, Path)) else None
     if path is not None and path.suffix.lower() == ".zip":
-        found = _of_names(_zip_names(path), split, lambda name: partial(_read_zip, path, name), str(path))
+        archive = _open_zip(path)
+        # Kept open: its list of names is read once.
+        names = sorted(name for name in archive.namelist() if not name.endswith("/"))
+        found = _of_names(names, split, lambda name: partial(archive.read, name), str(path))
     elif path is not None and path.is_dir():
         names = sorted(str(each.relative_to(path).as_posix()) for each in path.rglob("*") if each.is_file())
         found = _of_names(names, split, lambda name: partial(Path.read_bytes, path / name), str(path))
@@ -60,17 +63,11 @@ def find_images(spec: object, split: Split = "train", image: str = "image", labe
     return found
 
 
-def _zip_names(path: Path) -> list[str]:
+def _open_zip(path: Path) -> zipfile.ZipFile:
     try:
-        with zipfile.ZipFile(path) as file:
-            return sorted(name for name in file.namelist() if not name.endswith("/"))
+        return zipfile.ZipFile(path)
     except (OSError, zipfile.BadZipFile) as error:
         raise DataError(f"{path} cannot be read as a zip", got=error) from None
-
-
-def _read_zip(path: Path, name: str) -> bytes:
-    with zipfile.ZipFile(path) as file:
-        return file.read(name)
 
 
 def _of_names(
@@ -124,7 +121,7 @@ def decode(entry: ImageEntry, size: int, channels: int) -> Tensor:
         if opened.size != (size, size):
             opened = opened.resize((size, size), pillow.Resampling.BILINEAR)
         pixels = torch.from_numpy(np.array(opened, dtype=np.uint8))
-    except (OSError, ValueError, TypeError, SyntaxError, pillow.DecompressionBombError) as error:
+    except (OSError, ValueError, TypeError, SyntaxError, zipfile.BadZipFile, pillow.DecompressionBombError) as error:
         raise DataError(
             f"{entry.location} cannot be read as an image", got=f"{type(error).__name__}: {error}"
         ) from None
