@@ -13,10 +13,12 @@ from kitforge.kits.registry import kit_of
 
 
 def export(chosen: Composition) -> int:
-    """Export a run: a Hugging Face folder, a GGUF file, a faiss index of items, or a torch.export program."""
-    if chosen.values.get("format") == "torch_export":
-        kit = kit_of(chosen.values["task"])
-        say(f"wrote {', '.join(map(str, kit.export_program(kit.read_options(chosen.values))))}")
+    """Export a run: a Hugging Face folder, a GGUF file, a faiss index of items, an ONNX file or a torch.export
+    program."""
+    kit = kit_of(chosen.values["task"])
+    options = kit.read_options(chosen.values)
+    if chosen.values.get("format") in ("onnx", "torch_export"):
+        say(f"wrote {', '.join(map(str, kit.export_program(options)))}")
         return 0
     source, target = chosen.values.get("checkpoint"), chosen.values.get("output_dir")
     if source is None or target is None:

@@ -74,7 +74,7 @@ COMMANDS = {
         serves=True,
         ignored_sections=TRAINING,
     ),
-    "export": Command(help="for other programs: kitforge export checkpoint=RUN output_dir=FOLDER", run=export),
+    "export": Command(help="for others: kitforge export checkpoint=RUN output_dir=FOLDER format=onnx", run=export),
     "config": Command(help="print the resolved configuration, run nothing", run=config),
     "report": Command(help="draw one or more runs: kitforge report RUN [RUN ...]", run_plain=report),
     "inspect": Command(help="a table: inspect FILE; loss mask: data.train=FILE checkpoint=RUN", run_plain=inspect),

@@ -139,6 +139,10 @@ class ChatDatasetReader:
         self.columns = dict(columns or {})
         self.on_invalid = on_invalid
 
+    def with_columns(self, columns: Mapping[str, str]) -> ChatDatasetReader:
+        """The same reader for rows with other names of columns."""
+        return ChatDatasetReader(self._tokenizer, self._template, columns, self.on_invalid)
+
     def demonstrations(self, spec: object) -> Iterator[TokenizedExample]:
         """Texts, conversations, or completions of prompts."""
         return self._each(spec, self._demonstration)

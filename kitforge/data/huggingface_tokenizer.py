@@ -173,6 +173,11 @@ class HuggingFaceTokenizer:
         """The tokens of the text between those that the post-processor adds."""
         return list(self._tokenizer.encode(text, add_special_tokens=True).ids)
 
+    def encode_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """The tokens of `encode_prompt`, and the characters of each."""
+        encoding = self._tokenizer.encode(text, add_special_tokens=True)
+        return list(encoding.ids), list(encoding.offsets)
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of the tokens."""
         return decode_known(ids, self.vocab_size, self._decode)

@@ -6,6 +6,7 @@ Shapes: rows is the number of requested rows, length the tokens of a row. A run 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, final
 
@@ -233,6 +234,27 @@ class PackedRows:
         lowest, highest = indices.min(), indices.max()
         if lowest < 0 or highest >= self.num_rows:
             raise IndexError(f"rows are numbered 0 to {self.num_rows - 1}, got {lowest} to {highest}")
+
+
+@final
+class ConcatenatedRows:
+    """The rows of several corpora, numbered one corpus after the other."""
+
+    def __init__(self, parts: Sequence[PackedRows]) -> None:
+        self._parts = list(parts)
+        self._starts = np.cumsum([0, *(part.num_rows for part in parts)])
+        self.num_rows = int(self._starts[-1])
+
+    def rows(self, indices: NDArray[np.integer]) -> dict[str, Tensor]:
+        """Those rows, as `PackedRows.rows` returns them."""
+        if len(indices) == 0:
+            return self._parts[0].rows(indices)
+        numbers = self._starts.searchsorted(indices, side="right") - 1
+        members = {int(number): np.flatnonzero(numbers == number) for number in np.unique(numbers)}
+        found = [self._parts[number].rows(indices[own] - self._starts[number]) for number, own in members.items()]
+        # From the order of the corpora back to that of the indices.
+        order = torch.from_numpy(np.argsort(np.concatenate(list(members.values()))))
+        return {name: torch.cat([each[name] for each in found])[order] for name in found[0]}
 
 
 def _count_up(counts: Integers) -> Integers:

@@ -7,10 +7,12 @@ the order of rows does not depend on the number of ranks.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import lru_cache
-from typing import TypeAlias, final
+from typing import Literal, TypeAlias, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +24,72 @@ Indices: TypeAlias = NDArray[np.int64]
 _ROUNDS = 8
 # A few rows cost as much as a block, so whole blocks are computed and the last ones cached.
 _BLOCK_ROWS = 4096
+
+
+OnSourceEnd: TypeAlias = Literal["restart", "stop"]
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mixture:
+    """The order of samples of several weighted sources. Rows are numbered source after source.
+
+    The sources are the leaves of a balanced binary tree. A node with the fraction w in its left half sends
+    floor(n w + 1/2) of its first n samples there, and the others to the right: a Sturmian word (Morse and Hedlund 1940,
+    by the sequences of Beatty 1926), computed in integers. So the source of sample n is a function of n alone, without
+    state, and after any number of samples the count of a source differs from its exact part by at most half a sample
+    per level of the tree, ceil(log2(sources)) / 2. Independent draws would differ by the square root of n.
+
+    The samples of a source are its rows, in an order of its own in each of its passes.
+    """
+
+    names: tuple[str, ...]
+    weights: tuple[float, ...]  # relative to their sum; read as the decimal numbers that they are written as
+    num_rows: tuple[int, ...]  # of each source
+    seed: int
+    shuffle: bool = True
+    on_source_end: OnSourceEnd = "restart"  # a source without further rows starts again, or all data end
+
+    def counts(self, num_samples: int) -> list[int]:
+        """Samples of each source among the first `num_samples`."""
+        return [counts[0] for counts in _counts(self._fractions(), [num_samples])]
+
+    def metrics(self, num_samples: int) -> dict[str, float]:
+        """The counts for a log line, by the last part of the names, or by the whole names if two have the same."""
+        short = [name.rstrip("/").rpartition("/")[2] for name in self.names]
+        labels = short if len(set(short)) == len(short) else self.names
+        return {f"mixture/{label}": count for label, count in zip(labels, self.counts(num_samples), strict=True)}
+
+    def rows(self, start: int, count: int) -> Indices:
+        """Row indices [count] of the samples start .. start + count - 1."""
+        counts = _counts(self._fractions(), range(start, start + count + 1))
+        rows, offset = np.empty(count, dtype=np.int64), 0
+        for number, (own, size) in enumerate(zip(counts, self.num_rows, strict=True)):
+            seed, first = key(self.seed, "source", number), own[0]
+            order = shuffled_indices(seed, size, first, own[-1] - first, shuffle=self.shuffle)
+            rows[np.flatnonzero(np.diff(own))] = order + offset
+            offset += size
+        return rows
+
+    def num_samples(self, epochs: float) -> int:
+        """Samples in that many passes: with `restart` until every source was read that often, with `stop` until the
+        first of them is exhausted."""
+        wanted = [math.ceil(size * epochs) for size in self.num_rows]
+
+        def is_past(samples: int) -> bool:
+            pairs = list(zip(self.counts(samples), wanted, strict=True))
+            if self.on_source_end == "stop":
+                return any(count > size for count, size in pairs)
+            return all(count >= size for count, size in pairs)
+
+        bound = 1
+        while not is_past(bound):
+            bound *= 2
+        found = bisect_left(range(bound), True, key=is_past)
+        return found - 1 if self.on_source_end == "stop" else found
+
+    def _fractions(self) -> list[Fraction]:
+        return [Fraction(str(weight)) for weight in self.weights]
 
 
 @final
@@ -49,10 +117,17 @@ class BatchSchedule:
     max_eval_batches: int | None = None  # None: all evaluation rows
     replica: int = 0
     num_replicas: int = 1
+    mixture: Mixture | None = None  # the order of rows of several sources; None: all rows in one order
+
+    @property
+    def is_endless(self) -> bool:
+        """Whether the data last for any number of steps."""
+        ends = self.mixture is not None and self.mixture.on_source_end == "stop"
+        return self.epochs is None and self.max_steps is not None and not ends
 
     def num_samples(self, epochs: float) -> int:
         """Samples in that many passes over the rows."""
-        return math.ceil(self.num_rows * epochs)
+        return self.mixture.num_samples(epochs) if self.mixture is not None else math.ceil(self.num_rows * epochs)
 
     def num_steps(self, epochs: float) -> int:
         """Steps in that many passes over the rows; the last one may be smaller."""
@@ -60,12 +135,16 @@ class BatchSchedule:
 
     def batches(self, sample: int) -> Iterator[Batch]:
         """The batch of each step, from that sample on."""
-        is_endless = self.epochs is None and self.max_steps is not None
-        limit = None if is_endless else self.num_samples(self.epochs or 1.0)
+        limit = None if self.is_endless else self.num_samples(self.epochs or 1.0)
         while limit is None or sample < limit:
             size = self.batch_size if limit is None else min(self.batch_size, limit - sample)
-            yield Batch(sample, shuffled_indices(self.seed, self.num_rows, sample, size, shuffle=self.shuffle))
+            yield Batch(sample, self._rows(sample, size))
             sample += size
+
+    def _rows(self, start: int, count: int) -> Indices:
+        if self.mixture is not None:
+            return self.mixture.rows(start, count)
+        return shuffled_indices(self.seed, self.num_rows, start, count, shuffle=self.shuffle)
 
     def shard(self, size: int) -> slice:
         """This replica's part of a batch of that many samples; parts differ by one sample at most."""
@@ -154,7 +233,19 @@ def shuffled_indices(seed: int, num_rows: int, start: int, count: int, *, shuffl
     return rows
 
 
-@lru_cache(maxsize=8)
+def _counts(fractions: Sequence[Fraction], samples: Sequence[int]) -> list[Sequence[int]]:
+    """For each fraction, its samples among the first n, for each n of `samples`."""
+    if len(fractions) == 1:
+        return [samples]
+    middle = len(fractions) // 2
+    part = sum(fractions[:middle]) / sum(fractions)
+    numerator, denominator = part.as_integer_ratio()
+    left = [(each * numerator + denominator // 2) // denominator for each in samples]
+    right = [each - first for each, first in zip(samples, left, strict=True)]
+    return _counts(fractions[:middle], left) + _counts(fractions[middle:], right)
+
+
+@lru_cache(maxsize=32)
 def _block(seed: int, num_rows: int, epoch: int, block: int) -> Indices:
     """The rows of one block of an epoch. Outputs of the network beyond `num_rows` are mapped again (cycle walking)."""
     keys = [key(seed, "order", epoch, round_) for round_ in range(_ROUNDS)]

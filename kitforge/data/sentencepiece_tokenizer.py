@@ -105,6 +105,27 @@ class SentencePieceTokenizer:
         """The pieces of the text between the tokens that `tokenizer_config.json` asks for."""
         return [*self._before, *self.encode(text), *self._after]
 
+    def encode_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """The pieces of `encode_prompt`, and the characters of each."""
+        parts = text.split(_SPACE_LETTER) if self._space_letter else [text]
+        ids, spans, at = list(self._before), [(0, 0)] * len(self._before), 0
+        for number, part in enumerate(parts):
+            if number:
+                ids += self._space_letter
+                spans += [(at, at + 1)] * len(self._space_letter)
+                at += 1
+            found = self._processor.encode_as_offset_mapping(part)
+            tokens = list(found["ids"])
+            own = [(at + start, at + stop) for start, stop in found["offsets"]]
+            for index in range(len(tokens) - 2, -1, -1):
+                # Sentencepiece counts a character in bytes to its last byte.
+                if own[index][0] == own[index][1] and self._processor.is_byte(tokens[index]):
+                    own[index] = own[index + 1]
+            ids += tokens
+            spans += own
+            at += len(part)
+        return [*ids, *self._after], spans + [(0, 0)] * len(self._after)
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of the pieces."""
         return decode_known(ids, self.vocab_size, self._decode)

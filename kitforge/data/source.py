@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import final
 
 from kitforge.data.document_shard import DocumentShard, EncodingErrors, RecordShard, fingerprint_of
 from kitforge.data.file_resolver import resolve_files
 from kitforge.data.in_memory import dataset_rows, dataset_shards, is_dataset, memory_rows, memory_shards
+from kitforge.data.mixture import WeightedSource, source_error, weighted_sources
 from kitforge.data.readers import file_shards, is_known, row_file_shards
 from kitforge.data.standard_library import standard_library_shards
-from kitforge.foundation.config import check
-from kitforge.foundation.errors import DataError
+from kitforge.foundation.config import check, from_dict
+from kitforge.foundation.errors import ConfigError, DataError
 
 STANDARD_LIBRARY = "python_stdlib"
 
@@ -43,10 +44,19 @@ _DEFAULT = SourceConfig()
 
 @final
 class Source:
-    """A corpus: shards of documents in a fixed order."""
+    """A corpus: shards of documents in a fixed order. `weighted` holds the sources of a mixture with their weights;
+    the shards are those of all of them. `iterable` is a user's iterable that is streamed, without shards."""
 
-    def __init__(self, name: str, shards: Sequence[DocumentShard]) -> None:
+    def __init__(
+        self,
+        name: str,
+        shards: Sequence[DocumentShard],
+        weighted: Sequence[tuple[Source, float]] = (),
+        iterable: Iterable[object] | None = None,
+    ) -> None:
         self.name = name
+        self.weighted = list(weighted)
+        self.iterable = iterable
         self._shards = list(shards)
         self.fingerprint = fingerprint_of("source", *(shard.fingerprint for shard in shards))
 
@@ -76,8 +86,11 @@ def open_source(spec: object, config: SourceConfig = _DEFAULT) -> Source:
     A spec is "python_stdlib" (the sources of this Python's standard library), a file, a folder (all files below it of
     a known format, hidden ones left out, sorted), a pattern such as "data/*.jsonl", a list of these, a
     datasets.Dataset, or an iterable of texts or of rows (mappings), which is read once and kept in memory. A list of
-    texts is a list of paths when they look like paths. Raises DataError for what is missing, empty or unreadable.
+    texts is a list of paths when they look like paths. A list of {source, weight} with options of SourceConfig is a
+    mixture. Raises DataError for what is missing, empty or unreadable, ConfigError for a mixture that cannot be.
     """
+    if (entries := weighted_sources(spec, SourceConfig.__dataclass_fields__)) is not None:
+        return _open_mixture(entries, config)
     if isinstance(spec, (str, os.PathLike)):
         return Source(str(spec), _path_shards(spec, config))
     if is_dataset(spec):
@@ -93,9 +106,39 @@ def open_source(spec: object, config: SourceConfig = _DEFAULT) -> Source:
     return Source("rows", shards)
 
 
+def open_stream(spec: object, config: SourceConfig) -> Source:
+    """The corpus that `spec` names, of which nothing is read yet: shards of files or a dataset, or an iterable of texts
+    or rows."""
+    is_known = spec is None or isinstance(spec, (str, os.PathLike, list, tuple, Mapping)) or is_dataset(spec)
+    if is_known or not isinstance(spec, Iterable) or isinstance(spec, (bytes, bytearray)):
+        return open_source(spec, config)
+    return Source(f"stream of {type(spec).__name__}", [], iterable=spec)
+
+
+def _open_mixture(entries: Sequence[WeightedSource], config: SourceConfig) -> Source:
+    weighted = []
+    for number, entry in enumerate(entries):
+        own = from_dict(SourceConfig, asdict(config) | dict(entry.options), f"data.train[{number}]")
+        try:
+            source = open_source(entry.source, own)
+        except DataError as error:
+            raise source_error(entry.name, error) from None
+        source.name = entry.name
+        weighted.append((source, entry.weight))
+    names = ", ".join(source.name for source, _ in weighted)
+    return Source(names, [shard for source, _ in weighted for shard in source.shards()], weighted)
+
+
 def open_rows(spec: object) -> Iterator[RecordShard]:
     """The shards of a file of rows, a folder, a pattern, a list of these, a datasets.Dataset, or an iterable of rows,
     in order."""
+    if weighted_sources(spec, ()) is not None:
+        raise ConfigError(
+            "a mixture of sources cannot be read here",
+            got="a list of {source, weight}",
+            expected="files or rows; data.train of text_generation, sft, reward, kto, dpo, ipo, orpo and simpo may mix",
+            fix="name the files in a list: [a.jsonl,b.jsonl]",
+        )
     if isinstance(spec, (str, os.PathLike)):
         for file in _text_files(spec):
             yield from row_file_shards(file)

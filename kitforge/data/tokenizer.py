@@ -67,6 +67,11 @@ class ByteTokenizer:
         """The bytes of the text: nothing begins or ends it."""
         return self.encode(text)
 
+    def encode_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """The bytes of the text, and the character of each."""
+        spans = [(at, at + 1) for at, letter in enumerate(text) for _ in letter.encode("utf-8")]
+        return self.encode(text), spans
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of the bytes; an incomplete or impossible sequence becomes U+FFFD."""
         return decode_known(ids, self.vocab_size, self._decode)

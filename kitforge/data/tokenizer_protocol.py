@@ -80,6 +80,11 @@ class Tokenizer(Protocol):
         `transformers` gives with `add_special_tokens=True`. Where it has no such rule, what `encode` gives."""
         ...
 
+    def encode_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """`encode_prompt`, and the characters [start, stop) of each token: of a part of a character that character, of
+        a special token none."""
+        ...
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of the tokens without the special ones; invalid bytes and ids become U+FFFD."""
         ...

@@ -176,7 +176,7 @@ class Kit(ABC, Generic[OptionsT, ProcessorT]):
         raise self._unsupported("exports no models")
 
     def export_program(self, options: OptionsT) -> list[Path]:
-        """Write the model under `options.checkpoint` with torch.export to `options.output`; the files written."""
+        """Write the model under `options.checkpoint` as a program, in `options.format`; the files written."""
         raise self._unsupported("has no torch.export program")
 
     def open_pipeline(self, model: nn.Module, processor: ProcessorT, options: OptionsT) -> Pipeline:

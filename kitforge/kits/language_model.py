@@ -122,7 +122,7 @@ def save_language_model(
     def write() -> None:
         try:
             if parallel.rank == 0:
-                ids = _write_tokenizer(folder, tokenizer, config)
+                ids = write_tokenizer(folder, tokenizer, config)
                 loading.save(model, folder, extra=ids, read=read, dtype=dtype)
         finally:
             finish()
@@ -158,11 +158,11 @@ def export_language_model(
     stored: StoredModel, folder: Path, tokenizer: Tokenizer | None, dtype: ExportDtype | None = None
 ) -> None:
     """The same for a model on disk, with one tensor at a time in memory."""
-    ids = _write_tokenizer(folder, tokenizer, stored.config)
+    ids = write_tokenizer(folder, tokenizer, stored.config)
     loading.export(stored, folder, extra=ids, dtype=dtype)
 
 
-def _write_tokenizer(folder: Path, tokenizer: Tokenizer | None, config: FamilyConfig) -> dict[str, Any]:
+def write_tokenizer(folder: Path, tokenizer: Tokenizer | None, config: FamilyConfig) -> dict[str, Any]:
     """What config.json says of its tokens, or the metadata of a GGUF file about them."""
     ids: dict[str, Any] = {}
     if folder.suffix == GGUF_SUFFIX:

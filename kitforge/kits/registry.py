@@ -18,7 +18,7 @@ from kitforge.foundation.errors import ConfigError, KitforgeError, nearest
 from kitforge.foundation.untrusted import load_yaml
 from kitforge.kits.kit import AnyKit, Kit
 from kitforge.models.catalog import Kind
-from kitforge.models.loading import kind_of, labels_of
+from kitforge.models.loading import TOKEN_CLASSIFIER, kind_of, labels_of
 
 RLHF_TASKS = (
     *("sft", "reward", "dpo", "ipo", "kto", "orpo", "simpo"),
@@ -30,6 +30,7 @@ _MODULES = {
     "recommendation": "kitforge.kits.recommender.build",
     DEFAULT_TASK: "kitforge.kits.transformers.build",
     "text_classification": "kitforge.kits.transformers.build",
+    "token_classification": "kitforge.kits.transformers.build",
     "image_classification": "kitforge.kits.transformers.build",
     "translation": "kitforge.kits.transformers.build",
     "summarization": "kitforge.kits.transformers.build",
@@ -95,6 +96,8 @@ def recorded_task(folder: object) -> str | None:
         labels = labels_of(path)
         if labels is not None:
             return "reward" if len(labels) == 1 else "text_classification"
+        if labels_of(path, TOKEN_CLASSIFIER) is not None:
+            return "token_classification"
         return _TASKS_OF_KINDS.get(kind_of(path) or "language model")
     try:
         values = load_yaml(config.read_text(encoding="utf-8"))

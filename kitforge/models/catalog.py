@@ -27,6 +27,8 @@ from kitforge.models.gpt2 import convert as gpt2
 from kitforge.models.gpt2.model import GPT2Config
 from kitforge.models.llama import convert as llama
 from kitforge.models.llama.model import LlamaConfig
+from kitforge.models.pangu_alpha import convert as pangu_alpha
+from kitforge.models.pangu_alpha.model import PanguAlphaConfig
 from kitforge.models.sasrec.model import SASRec, SASRecConfig
 from kitforge.models.t5 import convert as t5
 from kitforge.models.t5.model import T5Config
@@ -68,6 +70,13 @@ FAMILIES: dict[str, Family] = {
         Family(name="glm", config=GLMConfig, build=Decoder, convert=glm.CONVERTER, kind="language model"),
         Family(name="gpt2", config=GPT2Config, build=Decoder, convert=gpt2.CONVERTER, kind="language model"),
         Family(name="llama", config=LlamaConfig, build=Decoder, convert=llama.CONVERTER, kind="language model"),
+        Family(
+            name="pangu_alpha",
+            config=PanguAlphaConfig,
+            build=Decoder,
+            convert=pangu_alpha.CONVERTER,
+            kind="language model",
+        ),
         Family(name="sasrec", config=SASRecConfig, build=SASRec, convert=None, kind="recommender"),
         Family(name="t5", config=T5Config, build=EncoderDecoder, convert=t5.CONVERTER, kind="encoder-decoder"),
         Family(name="two_tower", config=TwoTowerConfig, build=TwoTower, convert=None, kind="recommender"),

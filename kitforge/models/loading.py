@@ -43,8 +43,11 @@ from kitforge.models.llama.model import LlamaConfig
 from kitforge.models.peft import base_of, is_adapter, merge_adapter
 from kitforge.models.weight_mapping import HEADS, export_order, export_tensors, held_shapes, import_tensors
 
-# The suffix of sequence-classification models in transformers, and the weight of their head.
-_SCORE_MODEL_SUFFIX, _HEAD = "ForSequenceClassification", "score.weight"
+# The suffixes of classifiers in transformers: of whole texts, and of each token.
+SEQUENCE_CLASSIFIER, TOKEN_CLASSIFIER = "ForSequenceClassification", "ForTokenClassification"
+# The weight and bias of a head. Token classifiers of GPT-2 and BLOOM call it otherwise.
+_HEAD, _BIAS = "score.weight", "score.bias"
+_TOKEN_HEADS = {"gpt2": "classifier", "bloom": "classifier"}
 # Further numbers of our reward head, stored as `score_<name>` in config.json, which transformers ignores.
 SCORE_KEYS = ("bias", "mean", "deviation")
 # Finds the checkpoint of a folder, collectively over all ranks; None where there is none.
@@ -107,6 +110,7 @@ class StoredModel:
     # `score.<name>`.
     head: Mapping[str, Tensor] = field(default_factory=dict)
     labels: tuple[str, ...] = ("LABEL_0",)  # of a model with a head
+    suffix: str = SEQUENCE_CLASSIFIER  # of the class of a model with a head in transformers
     dtype: torch.dtype = torch.float32  # of most weights as stored
     pad_id: int | None = None  # padding token of a reward model, whose scores do not count; None: all count
 
@@ -218,15 +222,15 @@ def kind_of(folder: Path) -> Kind | None:
     return next((each.kind for each in families if each.convert and model_type in each.convert.model_types), None)
 
 
-def labels_of(folder: Path) -> tuple[str, ...] | None:
-    """The labels of the Hugging Face folder of a `*ForSequenceClassification` model; None for another folder."""
+def labels_of(folder: Path, suffix: str = SEQUENCE_CLASSIFIER) -> tuple[str, ...] | None:
+    """The labels of the Hugging Face folder of a classifier whose class ends so; None for another folder."""
     try:
         values = parse_json((folder / CONFIG).read_bytes())
         architectures = values.get("architectures")
     except (OSError, ValueError, AttributeError):
         return None
     names = architectures if isinstance(architectures, list) else []
-    if not any(isinstance(each, str) and each.endswith(_SCORE_MODEL_SUFFIX) for each in names):
+    if not any(isinstance(each, str) and each.endswith(suffix) for each in names):
         return None
     named = values.get("id2label")
     if isinstance(named, dict) and all(str(number) in named for number in range(len(named))):
@@ -236,17 +240,27 @@ def labels_of(folder: Path) -> tuple[str, ...] | None:
     return tuple(f"LABEL_{number}" for number in range(count if isinstance(count, int) else 2))
 
 
-def open_classifier(folder: Path) -> StoredModel:
-    """Open the Hugging Face folder of a `*ForSequenceClassification` model: backbone, head [labels, dim] and labels;
-    reads no weights of the backbone. Raises ModelError for a head of other labels than config.json names."""
-    source, labels = read_folder(folder), labels_of(folder) or ()
-    shape = source.shapes().get(_HEAD)
+def open_classifier(folder: Path, suffix: str = SEQUENCE_CLASSIFIER) -> StoredModel:
+    """Open the Hugging Face folder of a classifier whose class ends so: backbone, head [labels, dim] and labels; reads
+    no weights of the backbone. Raises ModelError for a head of other labels than config.json names."""
+    source, labels = read_folder(folder), labels_of(folder, suffix) or ()
+    names = _head_names(str(source.config.get("model_type")), suffix)
+    shape = source.shapes().get(names[_HEAD])
     if shape is None or shape[0] != len(labels):
-        got = "no score.weight" if shape is None else f"a head of {shape[0]}"
+        got = f"no {names[_HEAD]}" if shape is None else f"a head of {shape[0]}"
         raise ModelError(f"{folder} does not hold its classifier", got=got, expected=f"{len(labels)} labels")
     # The language-model head is never used, so none is built.
-    stored = _open_weights(source, {"tie_word_embeddings": True}, (_HEAD, *HEADS))
-    return replace(stored, head={_HEAD: source.tensor(_HEAD)}, labels=labels)
+    stored = _open_weights(source, {"tie_word_embeddings": True}, (*names.values(), *HEADS))
+    head = {ours: source.tensor(theirs) for ours, theirs in names.items() if theirs in source.shapes()}
+    return replace(stored, head=head, labels=labels, suffix=suffix)
+
+
+def _head_names(model_type: str, suffix: str) -> dict[str, str]:
+    """The names of a classifier's tensors in transformers by ours."""
+    if suffix == SEQUENCE_CLASSIFIER:
+        return {_HEAD: _HEAD}
+    theirs = _TOKEN_HEADS.get(model_type, "score")
+    return {_HEAD: f"{theirs}.weight", _BIAS: f"{theirs}.bias"}
 
 
 def open_reward_model(folder: Path) -> StoredModel:
@@ -334,8 +348,8 @@ def export(
     stored: StoredModel, folder: Path, *, extra: Mapping[str, Any] | None = None, dtype: ExportDtype | None = None
 ) -> None:
     """`save` of a model on disk, from file to file: one tensor at a time is in memory, in the dtype of the export. A
-    reward model becomes a `*ForSequenceClassification`. Its heads have no bias: ours is stored in config.json, with
-    mean and standard deviation of the scores."""
+    classifier becomes one of transformers. Those of whole texts have no bias: that of a reward model is stored in
+    config.json, with mean and standard deviation of the scores."""
     chosen = dtype or stored.config.dtype
 
     def read(name: str) -> Tensor:
@@ -347,23 +361,43 @@ def export(
     if not stored.head:
         _write(stored.config, read, folder, extra, chosen)
         return
+    values = {**(extra or {}), **_head_values(stored)}
+    names = _head_names(converter_of(stored.config).write_config(stored.config)["model_type"], stored.suffix)
+    head = {theirs: stored.head[ours] for ours, theirs in names.items()}
+    _write(_without_output(stored.config), read, folder, values, chosen, head)
+
+
+def config_values(stored: StoredModel, dtype: ExportDtype, extra: Mapping[str, Any]) -> dict[str, Any]:
+    """The config.json of an exported model, with `extra`. Raises ModelError where Hugging Face has no such model."""
+    config = _without_output(stored.config) if stored.head else stored.config
+    head = _head_values(stored) if stored.head else {}
+    return {**converter_of(config).write_config(config), "dtype": dtype, **extra, **head}
+
+
+def _without_output(config: FamilyConfig) -> FamilyConfig:
+    """The options of a classifier's backbone, whose language-model head is not built."""
     # Every family's options are a dataclass with this field.
-    config = replace(cast(Any, stored.config), tie_embeddings=True)
-    numbers = {name: stored.head[f"score.{name}"] for name in SCORE_KEYS if f"score.{name}" in stored.head}
+    return cast(FamilyConfig, replace(cast(Any, config), tie_embeddings=True))
+
+
+def _head_values(stored: StoredModel) -> dict[str, Any]:
+    """What config.json says of a classifier or of a reward model."""
+    written = converter_of(stored.config).write_config(stored.config)
+    others = stored.head.keys() - _head_names(written["model_type"], stored.suffix)
+    numbers = {name: stored.head[f"score.{name}"] for name in SCORE_KEYS if f"score.{name}" in others}
     values: dict[str, Any] = {f"score_{name}": float(number) for name, number in numbers.items()}
-    values |= {"architectures": [_reward_architecture(config)]}
+    values |= {"architectures": [_classifier_architecture(written["architectures"][0], stored.suffix)]}
     values |= {"id2label": {str(number): label for number, label in enumerate(stored.labels)}}
     values |= {"label2id": {label: number for number, label in enumerate(stored.labels)}}
-    _write(config, read, folder, {**(extra or {}), **values}, chosen, stored.head[_HEAD])
+    return values
 
 
-def _reward_architecture(config: FamilyConfig) -> str:
-    """The `*ForSequenceClassification` class of the family in transformers. Raises ModelError where it has none."""
-    (name,) = converter_of(config).write_config(config)["architectures"]
+def _classifier_architecture(name: str, suffix: str) -> str:
+    """The classifier of the family of a language model in transformers. Raises ModelError where it has none."""
     base_name = next((name.removesuffix(end) for end in ("ForCausalLM", "LMHeadModel") if name.endswith(end)), None)
     if base_name is None:
-        raise ModelError("Hugging Face has no reward model of this architecture", got=name, expected="a *ForCausalLM")
-    return f"{base_name}{_SCORE_MODEL_SUFFIX}"
+        raise ModelError("Hugging Face has no classifier of this architecture", got=name, expected="a *ForCausalLM")
+    return f"{base_name}{suffix}"
 
 
 def _write(
@@ -372,15 +406,15 @@ def _write(
     folder: Path,
     extra: Mapping[str, Any] | None,
     dtype: ExportDtype,
-    head: Tensor | None = None,
+    head: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> None:
     converter = converter_of(config)
     values = converter.write_config(config)
     mappings = converter.tensor_mappings(config, values["model_type"])
     meta = dict(build_on_meta(config).named_parameters())
     if folder.suffix == GGUF_SUFFIX:
-        if not isinstance(config, LlamaConfig) or head is not None:
-            got = config.family if head is None else "a reward model"
+        if not isinstance(config, LlamaConfig) or head:
+            got = "a classifier" if head else config.family
             raise ModelError("this model cannot be written as a GGUF file", got=got, expected="a language model, llama")
         outline = {name: tuple(each.shape) for name, each in export_tensors(mappings, meta.__getitem__)}
         write_gguf(folder, config, outline, export_tensors(mappings, read), extra or {}, dtype)
@@ -389,7 +423,6 @@ def _write(
         fix = "add format=gguf, or export as bfloat16"
         raise ModelError("a Hugging Face folder holds no blocks of GGUF", got="dtype=q8_0", fix=fix)
     values |= {"dtype": dtype} | dict(extra or {})
-    heads = [] if head is None else [(_HEAD, head)]
 
     def cast_to_dtype(item: tuple[str, Tensor]) -> tuple[str, Tensor]:
         name, result = item[0], item[1].to(EXPORT_DTYPES[dtype])
@@ -398,9 +431,9 @@ def _write(
             raise ModelError(message, expected="up to 65504", fix="export as bfloat16")
         return name, result
 
-    shapes = chain(export_tensors(mappings, meta.__getitem__), heads)
+    shapes = chain(export_tensors(mappings, meta.__getitem__), head.items())
     # `map` holds no reference to a tensor that it has yielded; a loop would hold it until the next one is read.
-    tensors = map(cast_to_dtype, chain(export_tensors(mappings, read), heads))
+    tensors = map(cast_to_dtype, chain(export_tensors(mappings, read), head.items()))
     write_folder(folder, values, tensors, outline=((name, each.to(EXPORT_DTYPES[dtype])) for name, each in shapes))
 
 

@@ -67,7 +67,7 @@ def save_adapter(
     wider = {names[theirs]: rank for theirs, rank in ranks.items() if rank != config.rank}
     values = {
         "peft_type": "LORA",
-        "task_type": _task_type(network, bool(head)),
+        "task_type": _task_type(network, head or {}),
         "base_model_name_or_path": base,
         "r": config.rank,
         "lora_alpha": config.alpha,
@@ -84,10 +84,11 @@ def save_adapter(
     write_text(folder / CONFIG, json.dumps(values, indent=1))
 
 
-def _task_type(network: nn.Module, has_head: bool) -> str:
-    """PEFT's name of what a network is."""
-    if has_head:
-        return "SEQ_CLS"
+def _task_type(network: nn.Module, head: Mapping[str, Tensor]) -> str:
+    """PEFT's name of what a network is; the head of a classifier of tokens has a bias of several labels."""
+    if head:
+        bias = head.get(f"{_HEAD}.bias")
+        return "SEQ_CLS" if bias is None or bias.numel() == 1 else "TOKEN_CLS"
     kind = FAMILIES[exportable_config(network).family].kind
     return "SEQ_2_SEQ_LM" if kind == "encoder-decoder" else "CAUSAL_LM"
 

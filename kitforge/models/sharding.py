@@ -19,6 +19,8 @@ DECODER = Sharding(
             module="embedding", splits={"weight": {TENSOR: 0}}, is_embedding=True, output_layout={TENSOR: "reduce"}
         ),
         ShardingRule(module="position", output_layout={TENSOR: "slice"}),
+        # The queries of a query layer are read whole, each rank's heads from all of them.
+        ShardingRule(module="blocks.*.query_position", gradient="part"),
         ShardingRule(module="blocks.*.attention", input_layout={TENSOR: "gather"}),
         ShardingRule(module="blocks.*.attention.query", splits=_ROWS),
         ShardingRule(module="blocks.*.attention.key", splits=_ROWS),

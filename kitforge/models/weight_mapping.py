@@ -85,8 +85,8 @@ def require(config: Mapping[str, Any], expected: Mapping[str, Any], network: str
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorMapping:
-    """Our tensor is `rows` rows from `start` of their tensor, or with a `stride` of every `stride` rows of it. Their
-    tensor is transposed first if `transpose`."""
+    """Our tensor is `rows` rows from `start` of their tensor, or with a `stride` of every `stride` rows of it, plus
+    `offset`. Their tensor is transposed first if `transpose`."""
 
     ours: str
     theirs: str
@@ -94,11 +94,12 @@ class TensorMapping:
     start: int = 0
     rows: int | None = None  # None: all of it
     stride: int | None = None
+    offset: float = 0.0  # a norm of theirs may multiply by one plus its weight
 
     def take(self, tensor: Tensor) -> Tensor:
-        """Our tensor, a view of theirs or, with a stride, a copy."""
+        """Our tensor, a view of theirs or, with a stride or an offset (then in fp32), a copy."""
         if self.rows is None:
-            return tensor
+            return tensor.float() + self.offset if self.offset else tensor
         stop = self.start + self.rows
         if self.stride is None:
             return tensor[self.start : stop]
@@ -201,7 +202,8 @@ def _joined(members: Sequence[TensorMapping], read: Callable[[str], Tensor]) -> 
 def join(members: Sequence[TensorMapping], parts: Sequence[Tensor]) -> Tensor:
     """The rows of one of their tensors, from those of its members in order: the inverse of `TensorMapping.take`."""
     if len(parts) == 1:
-        return parts[0]
+        offset = members[0].offset
+        return (parts[0].float() - offset).to(parts[0].dtype) if offset else parts[0]
     if members[0].stride is None:
         return torch.cat(list(parts))
     groups = [part.view(-1, mapping.rows or 1, *part.shape[1:]) for mapping, part in zip(members, parts, strict=True)]

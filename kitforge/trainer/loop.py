@@ -320,6 +320,7 @@ class Loop:
             **({} if (per_epoch := self.task.num_steps(1.0)) is None else {"epoch": state.cursor.step / per_epoch}),
             **({"tokens": state.cursor.tokens} if state.cursor.tokens else {"samples": state.cursor.samples}),
             **means,
+            **self.task.position_metrics(state.cursor.samples),
             **{name.removeprefix("last/"): value for name, value in window.items() if name.startswith("last/")},
             "skipped": state.skipped,
             "time/seconds": state.seconds,
@@ -406,14 +407,14 @@ def _with_best_metric(options: TrainerOptions, task: Task) -> TrainerOptions:
 def _max_steps(task: Task, options: RunOptions) -> int:
     """Steps of the run: by max_steps, by epochs, or at most 300."""
     given, epochs = options.trainer.max_steps, options.trainer.epochs
-    if given is not None and epochs is None:
+    if given is not None and epochs is None and task.is_endless():
         return given
     steps = task.num_steps(1.0 if epochs is None else epochs)
     if steps is None and given is None:
         raise ConfigError(
             "the length of the training is unknown", got="trainer.max_steps=null", expected="a number of steps"
         )
-    limit = DEFAULT_MAX_STEPS if epochs is None else None
+    limit = DEFAULT_MAX_STEPS if epochs is None and given is None else None
     return min(value for value in (steps, given, limit) if value is not None)
 
 

@@ -85,6 +85,15 @@ class Task(ABC):
         """Steps in that many passes over the data; None if unknown."""
         return None
 
+    def position_metrics(self, samples: int) -> dict[str, float]:
+        """Metrics of every log line that follow from the number of samples consumed, over all ranks. Default: none."""
+        return {}
+
+    def is_endless(self) -> bool:
+        """Whether the data last for trainer.max_steps without trainer.epochs. If not, the run ends with them, and the
+        learning rate schedule with it. Default: they do."""
+        return True
+
     def frozen_parts(self, step: Sequence[MicroBatch]) -> Collection[str]:
         """Parts of the parameter groups that this step does not update. Default: none."""
         return ()

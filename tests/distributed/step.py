@@ -27,6 +27,7 @@ from kitforge.models.glm.model import GLMConfig
 from kitforge.models.gpt2.model import GPT2Config
 from kitforge.models.llama.model import LlamaConfig
 from kitforge.models.loading import build_on_meta
+from kitforge.models.pangu_alpha.model import PanguAlphaConfig
 from kitforge.models.sharding import sharding_of_network
 from kitforge.models.t5.model import T5Config
 
@@ -49,6 +50,16 @@ FAMILIES: dict[str, Any] = {
         attention_dropout=0.1,
         residual_dropout=0.1,
     ),
+    "pangu_alpha": PanguAlphaConfig(
+        vocab_size=50,
+        dim=16,
+        num_layers=3,
+        num_heads=4,
+        max_length=32,
+        embedding_dropout=0.1,
+        attention_dropout=0.1,
+        residual_dropout=0.1,
+    ),
     "llama": LlamaConfig(
         vocab_size=53,
         dim=16,
@@ -64,7 +75,18 @@ FAMILIES: dict[str, Any] = {
         attention_dropout=0.1,
     ),
     "llama_tied": LlamaConfig(
-        vocab_size=53, dim=16, num_layers=2, num_heads=4, mlp_dim=24, max_length=32, tie_embeddings=True
+        vocab_size=53,
+        dim=16,
+        num_layers=2,
+        num_heads=4,
+        mlp_dim=24,
+        max_length=32,
+        tie_embeddings=True,
+        scale_embedding=True,
+        mlp_kind="geglu",
+        sliding_window=3,
+        window_layers=(0,),
+        local_rope_theta=100.0,
     ),
     "glm": GLMConfig(
         vocab_size=50, dim=16, num_layers=2, num_heads=4, num_kv_heads=4, mlp_dim=24, sandwich_norms=True, max_length=32

@@ -60,6 +60,7 @@ def on_rank(rank: int, family: str, degrees: ParallelConfig) -> tuple[workload.R
     [
         ("gpt2", ParallelConfig(tensor=2)),
         ("bloom", ParallelConfig(tensor=2)),
+        ("pangu_alpha", ParallelConfig(tensor=2)),
         ("llama", ParallelConfig(tensor=4)),
         ("glm", ParallelConfig(shard=2)),
     ],

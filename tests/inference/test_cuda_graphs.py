@@ -66,7 +66,7 @@ def test_weights_that_moved_are_found(steps: Counter[int]) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["gpt2", "bloom", "llama", "window", "longrope"])
+@pytest.mark.parametrize("name", ["gpt2", "bloom", "pangu_alpha", "llama", "window", "longrope"])
 def test_a_gpu_replays_what_it_would_compute(name: str) -> None:
     import copy
 

@@ -84,6 +84,9 @@ def of_the_fourth_generation(config: dict[str, Any], word: str) -> dict[str, Any
     old = dict(config)
     old["torch_dtype"] = old.pop("dtype")
     rope = dict(old.pop("rope_parameters"))
+    if "full_attention" in rope:
+        old["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        rope = dict(rope["full_attention"])
     old["rope_theta"] = rope.pop("rope_theta")
     if "partial_rotary_factor" in rope:
         old["partial_rotary_factor"] = rope.pop("partial_rotary_factor")

@@ -17,6 +17,7 @@ from kitforge.models.bloom.model import BloomConfig
 from kitforge.models.glm.model import GLMConfig
 from kitforge.models.gpt2.model import GPT2Config
 from kitforge.models.llama.model import LlamaConfig
+from kitforge.models.pangu_alpha.model import PanguAlphaConfig
 from tests.allocations import Allocations
 
 SIZES: dict[str, Any] = {"vocab_size": 37, "dim": 16, "num_layers": 2, "num_heads": 4, "max_length": 32}
@@ -25,6 +26,7 @@ NETWORKS: dict[str, Any] = {
     "tied": LlamaConfig(**SIZES, mlp_dim=24, tie_embeddings=True),
     "bloom": BloomConfig(**SIZES),
     "gpt2": GPT2Config(**SIZES),
+    "pangu_alpha": PanguAlphaConfig(**SIZES),
     "glm": GLMConfig(**SIZES, num_kv_heads=2, mlp_dim=24),
 }
 CPU = torch.device("cpu")

@@ -29,6 +29,7 @@ class Variant:
 
     architecture: str  # the class is <architecture>ForCausalLM or LMHeadModel
     options: Mapping[str, Any]
+    config: str = ""  # the class of its options, where it is not <architecture>Config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,12 +51,12 @@ def _bloom(**options: Any) -> Variant:
     return Variant(architecture="Bloom", options=sizes | {"pad_token_id": None} | options)
 
 
-def _modern(architecture: str, **options: Any) -> Variant:
+def _modern(architecture: str, config: str = "", **options: Any) -> Variant:
     sizes = {"vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     sizes |= {"num_key_value_heads": 2, "intermediate_size": 96, "max_position_embeddings": 64}
     # A padding token would have the peer leave its row of the embedding without a gradient.
     tokens = {"pad_token_id": None, "bos_token_id": 0, "eos_token_id": 1}
-    return Variant(architecture=architecture, options=sizes | tokens | options)
+    return Variant(architecture=architecture, options=sizes | tokens | options, config=config)
 
 
 def _rope(kind: str, max_length: int = 64, **options: Any) -> Variant:
@@ -113,6 +114,23 @@ VARIANTS: dict[str, Variant] = {
     "qwen3_biased_window": _modern(
         "Qwen3", head_dim=16, attention_bias=True, use_sliding_window=True, sliding_window=5, max_window_layers=0
     ),
+    "smollm3": _modern("SmolLM3", num_hidden_layers=5, tie_word_embeddings=False),
+    "smollm3_window": _modern(
+        "SmolLM3", no_rope_layers=[0, 1], use_sliding_window=True, sliding_window=6, attention_bias=True
+    ),
+    "gemma3": _modern("Gemma3", config="Gemma3TextConfig", num_hidden_layers=3, head_dim=24, sliding_window=6),
+    "gemma3_scaled": _modern(
+        "Gemma3",
+        config="Gemma3TextConfig",
+        head_dim=16,
+        query_pre_attn_scalar=20,
+        sliding_window=5,
+        layer_types=["full_attention", "sliding_attention"],
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+        },
+    ),
     "glm": _modern("Glm", head_dim=16),
     "glm_plain": _modern(
         "Glm",
@@ -128,7 +146,7 @@ VARIANTS: dict[str, Variant] = {
 
 def build_peer(variant: Variant) -> Any:
     """A network of theirs with every parameter, biases and norms too, moved off its initial value."""
-    config = getattr(transformers, f"{variant.architecture}Config")(**variant.options)
+    config = getattr(transformers, variant.config or f"{variant.architecture}Config")(**variant.options)
     head = "LMHeadModel" if variant.architecture == "GPT2" else "ForCausalLM"
     torch.manual_seed(0)
     model = getattr(transformers, variant.architecture + head)(config).eval()

@@ -32,6 +32,7 @@ class AttentionConfig:
     window: int | None = None
     dropout: float = 0.0  # of the attention weights
     interleaved_rotary: bool = False
+    rotary: int | None = 0  # which of the network's rotations; None: no rotary positions in this layer (NoPE)
 
     def __post_init__(self) -> None:
         check_counts("model", {"dim": self.dim, "head_dim": self.head_dim, "sliding_window": self.window})
@@ -66,16 +67,19 @@ class Attention(nn.Module):
         self.first_head = 0  # of the heads on this rank
         self._rotary = kernels.rotary
 
-    def forward(self, input: Tensor, positions: PositionEncoding, context: Context) -> Tensor:
-        """[B, T, dim] -> [B, T, dim]."""
-        rotary = positions.rotary
+    def forward(
+        self, input: Tensor, positions: PositionEncoding, context: Context, queries: Tensor | None = None
+    ) -> Tensor:
+        """[B, T, dim] -> [B, T, dim]. `queries` [B, T, dim] are read in place of `input` where queries are made."""
         head_dim = self.config.head_dim
-        query, key, value = (split_heads(layer(input), head_dim) for layer in (self.query, self.key, self.value))
+        query = split_heads(self.query(input if queries is None else queries), head_dim)
+        key, value = (split_heads(layer(input), head_dim) for layer in (self.key, self.value))
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
-        if rotary is not None:
-            query = self._rotary(query, *rotary, self.config.interleaved_rotary)
-            key = self._rotary(key, *rotary, self.config.interleaved_rotary)
+        if positions.rotary and self.config.rotary is not None:
+            cos, sin = positions.rotary[self.config.rotary]
+            query = self._rotary(query, cos, sin, self.config.interleaved_rotary)
+            key = self._rotary(key, cos, sin, self.config.interleaved_rotary)
         if self._factor is not None:
             query = query * self._factor
         slopes = positions.slopes

@@ -12,6 +12,7 @@ from kitforge.core.kernels.dispatch import Kernels
 from kitforge.core.nn.attention import Attention, AttentionConfig
 from kitforge.core.nn.context import Context, dropout, dropout_name_key
 from kitforge.core.nn.cross_attention import CrossAttention
+from kitforge.core.nn.init import unfilled_embedding
 from kitforge.core.nn.mlp import MLP, MLPConfig
 from kitforge.core.nn.norm import Norm, NormKind
 from kitforge.core.nn.positions import PositionEncoding
@@ -22,7 +23,11 @@ DROPOUT = "a probability less than 1"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockConfig:
-    """One pre-norm layer; with `sandwich` the output of each branch is normalized too (GLM-4-0414)."""
+    """One pre-norm layer; with `sandwich` the output of each branch is normalized too (GLM-4-0414).
+
+    A query layer (Zeng et al., 2021) normalizes its input first, its residual connections included, and reads its
+    queries from a learned table of positions.
+    """
 
     attention: AttentionConfig
     mlp: MLPConfig
@@ -31,6 +36,7 @@ class BlockConfig:
     sandwich: bool = False
     dropout: float = 0.0  # of each branch's output
     cross: AttentionConfig | None = None  # cross-attention to the output of an encoder, between attention and MLP
+    query_positions: int | None = None  # the rows of a query layer's table; None: no query layer
 
     def __post_init__(self) -> None:
         check(0 <= self.norm_eps < 1, "model.norm_eps", self.norm_eps, "0 or more, less than 1")
@@ -46,6 +52,9 @@ class Block(nn.Module):
         super().__init__()
         dim = config.attention.dim
         norm = functools.partial(Norm, config.norm, dim, config.norm_eps, kernels)
+        queries = config.query_positions
+        self.input_norm = None if queries is None else norm()
+        self.query_position = None if queries is None else unfilled_embedding(queries, dim)
         self.attention_norm = norm()
         self.attention = Attention(config.attention, layer, kernels, name)
         self.attention_out_norm = norm() if config.sandwich else None
@@ -61,7 +70,11 @@ class Block(nn.Module):
 
     def forward(self, hidden: Tensor, positions: PositionEncoding, context: Context) -> Tensor:
         """[B, T, dim] -> [B, T, dim]."""
-        branch = self.attention(self.attention_norm(hidden), positions, context)
+        queries = None
+        if self.input_norm is not None and self.query_position is not None:
+            hidden = self.input_norm.unrounded(hidden)
+            queries = self.query_position(positions.indices)
+        branch = self.attention(self.attention_norm(hidden), positions, context, queries)
         branch = self._finish(branch, self.attention_out_norm, self._attention_noise, context)
         if self.cross is not None and self.cross_norm is not None:
             hidden, normal = self.cross_norm.add(hidden, branch)

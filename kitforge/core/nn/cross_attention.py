@@ -34,12 +34,12 @@ class CrossAttention(nn.Module):
     def forward(self, input: Tensor, context: Context) -> Tensor:
         """[B, T, dim] -> [B, T, dim]."""
         source, head_dim = context.source, self.config.head_dim
-        if source is None or source.states is None:
+        kept = None if source is None else source.keys.get(self._layer)
+        if source is None or (kept is None and source.states is None):
             raise ModelError(
                 "a decoder with cross-attention needs a source", fix="pass Context(source=EncoderInput(...))"
             )
         query = split_heads(self.query(input), head_dim)
-        kept = source.keys.get(self._layer)
         if kept is None:
             states = source.states
             kept = split_heads(self.key(states), head_dim), split_heads(self.value(states), head_dim)

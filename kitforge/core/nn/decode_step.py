@@ -54,8 +54,10 @@ class FusedDecodeStep:
             self._addresses, self._blocks = addresses, self._new_blocks()
         if self._blocks is None:
             return None
-        stream, rotary = cast(Decoder, self._model).enter(tokens, context)
-        angles = None if rotary is None else (rotary[0][0], rotary[1][0])
+        stream, positions = cast(Decoder, self._model).enter(tokens, context)
+        angles = None
+        if rotations := positions.rotary:
+            angles = torch.stack([cos[0] for cos, _ in rotations]), torch.stack([sin[0] for _, sin in rotations])
         return self._blocks(stream[0], angles, starts, lengths)
 
     def _new_blocks(self) -> DecodeStepKernel | None:
@@ -63,7 +65,9 @@ class FusedDecodeStep:
         if type(model) is not Decoder or model.kernels.fused_decode_step is None or not _is_plain(model):
             return None
         blocks = cast(list[Block], list(model.blocks))
-        if len(set(map(_shape, blocks))) > 1 or blocks[0].mlp.kind not in ("gelu_tanh", "swiglu"):
+        if len(set(map(_shape, blocks))) > 1 or blocks[0].mlp.kind not in ("gelu_tanh", "swiglu", "geglu"):
+            return None
+        if blocks[-1].query_position is not None:
             return None
         head_dim = model.geometry.head_dim
         like = model.head_weight.new_empty(1, len(blocks[0].attention.key.weight) // head_dim, 1, head_dim)
@@ -77,15 +81,18 @@ def stack_of(model: Decoder) -> DecoderWeights:
     """The weights of a decoder with blocks of equal shapes."""
     blocks = cast(list[Block], list(model.blocks))
     first = blocks[0].attention
+    norm = cast(Norm, model.norm)
     return DecoderWeights(
         layers=tuple(map(_layer, blocks)),
         scales=tuple(block.attention.scale for block in blocks),
         windows=tuple(block.attention.spec.window for block in blocks),
-        norm=model.norm.weight,
-        norm_bias=model.norm.bias,
+        rotations=tuple(block.attention.config.rotary for block in blocks),
+        gate="gelu" if blocks[0].mlp.kind == "geglu" else "silu",
+        norm=norm.weight,
+        norm_bias=norm.bias,
         head=model.head_weight,
         head_dim=first.config.head_dim,
-        norm_eps=model.norm.eps,
+        norm_eps=norm.eps,
         qk_norm_eps=0.0 if first.query_norm is None else first.query_norm.eps,
         interleaved_rotary=first.config.interleaved_rotary,
         slopes=model.slopes(model.head_weight.device),

@@ -12,6 +12,7 @@ from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_exporting
 from torch.utils.checkpoint import checkpoint
 
 from kitforge.core.kernels.dispatch import REFERENCE, Kernels
@@ -39,7 +40,10 @@ class DecoderConfig:
     blocks: tuple[BlockConfig, ...]
     positions: Positions
     tie_embeddings: bool
+    # A second rotation, for the layers whose attention has `rotary=1`.
+    local_positions: RotaryConfig | None = None
     embedding_norm: bool = False  # normalize the embedding, as the blocks do
+    embedding_scale: float | None = None  # multiplies the embedding, not the head
     embedding_dropout: float = 0.0
 
     def __post_init__(self) -> None:
@@ -95,7 +99,8 @@ class Decoder(nn.Module):
         block = shape.blocks[0]
         dim = block.attention.dim
         positions = shape.positions
-        angles = RotaryAngles(positions) if isinstance(positions, RotaryConfig) else None
+        rotations = (positions, shape.local_positions)
+        angles = [RotaryAngles(each) for each in rotations if isinstance(each, RotaryConfig)]
         self.config = config
         self.kernels = kernels
         self.geometry = Geometry(
@@ -106,18 +111,21 @@ class Decoder(nn.Module):
             num_kv_heads=block.attention.num_kv_heads,
             head_dim=block.attention.head_dim,
             max_length=shape.max_length,
-            depends_on_length=angles is not None and angles.depends_on_length,
+            depends_on_length=any(each.depends_on_length for each in angles),
         )
         self.embedding = unfilled_embedding(shape.vocab_size, dim)
         self.embedding_norm = Norm(block.norm, dim, block.norm_eps, kernels) if shape.embedding_norm else None
         self.position = unfilled_embedding(shape.max_length, dim) if isinstance(positions, Learned) else None
         self.blocks = nn.ModuleList(Block(each, layer, kernels) for layer, each in enumerate(shape.blocks))
-        self.norm = Norm(block.norm, dim, block.norm_eps, kernels)
+        self._has_query_layer = shape.blocks[-1].query_positions is not None
+        # A query layer has the last norm before it.
+        self.norm = nn.Identity() if self._has_query_layer else Norm(block.norm, dim, block.norm_eps, kernels)
         self.output = None if shape.tie_embeddings else nn.Parameter(torch.empty(shape.vocab_size, dim))
         self.recompute = False
         self._angles = angles
         self._has_slopes = isinstance(positions, ALiBi)
         self._embedding_dropout = shape.embedding_dropout
+        self._embedding_scale = shape.embedding_scale
         self._windows = list(dict.fromkeys(each.attention.window for each in shape.blocks))
         self._run: list[Callable[..., Tensor]] | None = None
 
@@ -140,8 +148,7 @@ class Decoder(nn.Module):
     def hidden(self, tokens: Tensor, context: Context | None = None) -> Tensor:
         """Normalized output [B, T, dim] of the last block for tokens [B, T]."""
         context = Context() if context is None else context
-        stream, rotary = self.enter(tokens, context)
-        positions = PositionEncoding(rotary, self.slopes(tokens.device))
+        stream, positions = self.enter(tokens, context)
         # With a cache each token would be a shape of its own to torch.compile.
         compiled = None
         if isinstance(context.attend, CausalAttend):
@@ -155,22 +162,24 @@ class Decoder(nn.Module):
         hidden: Tensor = self.norm(stream)
         return hidden
 
-    def enter(self, tokens: Tensor, context: Context) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-        """The input of the first block for tokens [B, T]: the stream [B, T, dim], and cos and sin [B or 1, T, pairs] of
-        rotary positions."""
+    def enter(self, tokens: Tensor, context: Context) -> tuple[Tensor, PositionEncoding]:
+        """The input of the first block for tokens [B, T]: the stream [B, T, dim], and the encoding of positions."""
         positions = self._positions(tokens, context)
         stream = self.embedding(tokens)
+        if self._embedding_scale is not None:
+            stream = stream * stream.new_full((), self._embedding_scale)  # rounded to the stream's dtype, as published
         if self.embedding_norm is not None:
             stream = self.embedding_norm.unrounded(stream)
         if self.position is not None:
             stream = stream + self.position(positions)
         stream = dropout(stream, self._embedding_dropout, "embedding", context.dropout)
-        if self._angles is None:
-            return stream, None
+        if not self._angles:
+            indices = positions.expand(tokens.shape) if self._has_query_layer else None
+            return stream, PositionEncoding(slopes=self.slopes(tokens.device), indices=indices)
         lengths = context.lengths
-        if lengths is None and context.documents is not None and self._angles.depends_on_length:
+        if lengths is None and context.documents is not None and self.geometry.depends_on_length:
             lengths = document_lengths(positions, context.documents)
-        return stream, self._angles(positions, lengths)
+        return stream, PositionEncoding(rotary=tuple(each(positions, lengths) for each in self._angles))
 
     def slopes(self, device: torch.device) -> Tensor | None:
         """The slopes of ALiBi [heads] on the device; None with other positions."""
@@ -200,8 +209,9 @@ class Decoder(nn.Module):
         length, positions = tokens.shape[1], context.positions
         if positions is None:
             positions = torch.arange(length, device=tokens.device)
-        # On an accelerator, reading the values would synchronize; there the embedding refuses indices out of range.
-        elif self.position is not None and positions.device.type == "cpu" and positions.numel():
+        # On an accelerator, reading the values would synchronize, and a traced program cannot; there the embedding
+        # refuses indices out of range.
+        elif self.position is not None and positions.device.type == "cpu" and positions.numel() and not is_exporting():
             length = int(positions.max()) + 1
         else:
             return positions

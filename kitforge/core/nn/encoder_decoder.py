@@ -166,11 +166,16 @@ class EncoderDecoder(nn.Module):
         source, attend = context.source, context.attend
         if source.states is None:
             source.states = self.encode(source, context)
-        start = attend.length if isinstance(attend, DecoderCache) else 0
+        if not isinstance(attend, DecoderCache):
+            return self.decode(tokens, 0, context)
+        hidden = self.decode(tokens, attend.length, context)
+        attend.length += tokens.shape[1]
+        return hidden
+
+    def decode(self, tokens: Tensor, start: int, context: Context) -> Tensor:
+        """The same for tokens at positions from `start` on, and a source with its states or the keys of all layers."""
         stream = dropout(self.embedding(tokens), self._rate, "embedding", context.dropout)
         hidden = dropout(self.decoder(stream, start, context), self._rate, "output", context.dropout)
-        if isinstance(attend, DecoderCache):
-            attend.length += tokens.shape[1]
         return hidden if self._output_scale == 1.0 else hidden * self._output_scale
 
     def head(self, hidden: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import functools
 from dataclasses import dataclass
 from typing import Literal, final
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -20,7 +21,7 @@ class MLPConfig:
 
     dim: int
     hidden_dim: int
-    kind: Literal["gelu_tanh", "gelu", "relu", "swiglu", "geglu"]
+    kind: Literal["gelu_tanh", "gelu", "quick_gelu", "relu", "swiglu", "geglu"]
     bias: bool = False
 
     def __post_init__(self) -> None:
@@ -46,6 +47,9 @@ class MLP(nn.Module):
             hidden: Tensor = self._gated(self.gate(input), self.up(input))
         elif self.kind == "relu":
             hidden = functional.relu(self.up(input))
+        elif self.kind == "quick_gelu":  # the approximation of Hendrycks and Gimpel (2016)
+            hidden = self.up(input)
+            hidden = hidden * torch.sigmoid(1.702 * hidden)
         else:
             hidden = functional.gelu(self.up(input), approximate="tanh" if self.kind == "gelu_tanh" else "none")
         output: Tensor = self.down(hidden)

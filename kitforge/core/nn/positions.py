@@ -44,9 +44,11 @@ Positions = Learned | RotaryConfig | ALiBi
 class PositionEncoding(NamedTuple):
     """What the attention of every layer knows of positions, besides what the stream holds."""
 
-    rotary: tuple[Tensor, Tensor] | None = None  # cos and sin [B or 1, T, pairs]
+    # Cos and sin [B or 1, T, pairs] of each rotation that layers choose from.
+    rotary: tuple[tuple[Tensor, Tensor], ...] = ()
     slopes: Tensor | None = None  # of ALiBi [heads], of all heads
     bias: Tensor | None = None  # learned [heads, queries, keys], of the heads on this rank
+    indices: Tensor | None = None  # the positions [B, T] or [T], where a query layer looks them up
 
 
 def alibi_slopes(num_heads: int, device: torch.device) -> Tensor:

@@ -128,7 +128,7 @@ class VisionTransformer(nn.Module):
         noise: DropoutKey | None = None if context is None else context.dropout
         own = Context(attend=DocumentAttend(), dropout=noise)
         patches = self.patches(images)
-        stream = torch.cat([self.class_token.to(patches.dtype).expand(len(patches), -1, -1), patches], dim=1)
+        stream = torch.cat([self.class_token.to(patches.dtype).expand(patches.shape[0], -1, -1), patches], dim=1)
         stream = dropout(stream + self.position, self._rate, "embedding", noise)
         for block in self._run or self.blocks:
             if self.recompute and torch.is_grad_enabled():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias, final
 
@@ -15,6 +16,8 @@ from kitforge.core.kernels.dispatch import CompileLevel
 from kitforge.core.parallel.parallelize import parallel_model_of
 from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.core.parallel.world import World
+from kitforge.data.chat_datasets import ChatDatasetReader
+from kitforge.data.mixture import weighted_sources
 from kitforge.data.tokenizer import Tokenizer, find_tokenizer
 from kitforge.foundation import device as devices
 from kitforge.foundation.config import check, to_dict, to_yaml
@@ -151,14 +154,28 @@ class RlhfTask(Kit[StageOptions, Tokenizer]):
     def inspect_rows(self, options: StageOptions) -> Iterator[str]:
         """The loss mask of the first training rows, as lines of text."""
         parts = task_inputs_of(options, Inputs(), torch.device("cpu"))
-        readers: dict[type[StageOptions], Callable[[object], Iterator[Any]]] = {
-            SFTOptions: parts.reader.demonstrations,
-            KTOOptions: parts.reader.unpaired,
-            RLOptions: parts.reader.prompts,
-        }
-        read = readers.get(self.OPTIONS, parts.reader.pairs)
         check(options.data.train is not None, "data.train", None, "a file of rows to inspect")
-        return loss_mask_lines(read(options.data.train), parts.tokenizer)
+        entries = weighted_sources(options.data.train, ("columns",))
+        if entries is None:
+            return loss_mask_lines(self._reads(parts.reader)(options.data.train), parts.tokenizer)
+        readers = [parts.reader.with_columns(each.options.get("columns", parts.reader.columns)) for each in entries]
+        total = sum(each.weight for each in entries)
+        return chain.from_iterable(
+            (
+                f"source {each.name}, {each.weight / total:.1%} of the samples",
+                *loss_mask_lines(self._reads(reader)(each.source), parts.tokenizer),
+            )
+            for each, reader in zip(entries, readers, strict=True)
+        )
+
+    def _reads(self, reader: ChatDatasetReader) -> Callable[[object], Iterator[Any]]:
+        """The method of the reader for the rows of this task."""
+        found: dict[type[StageOptions], Callable[[object], Iterator[Any]]] = {
+            SFTOptions: reader.demonstrations,
+            KTOOptions: reader.unpaired,
+            RLOptions: reader.prompts,
+        }
+        return found.get(self.OPTIONS, reader.pairs)
 
     def replay(self, folder: Path, step: int, options: StageOptions) -> Replay:
         """Train a step of a run again from its logged rollouts. Raises ConfigError for tasks without rollouts."""

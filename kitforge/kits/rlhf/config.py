@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from kitforge.data.schedule import OnSourceEnd
 from kitforge.data.tokenizer import TokenizerConfig
 from kitforge.foundation.config import check
 from kitforge.inference.options import EngineOptions
@@ -22,7 +23,8 @@ from kitforge.trainer.options import RunOptions
 class ChatDatasetOptions:
     """The dataset and its batches."""
 
-    train: Any = None  # a jsonl, json or parquet file, a folder, a glob, or a list of them
+    # A jsonl, json or parquet file, a folder, a glob, a list of them, or a mixture [{source: ..., weight: 0.7}, ...]
+    train: Any = None
     eval: Any = None  # like data.train; null: data.eval_fraction of the training rows
     batch_size: int = 8  # rows per step, over all ranks
     sequence_length: int = 512  # maximum number of tokens of prompt and completion
@@ -34,6 +36,8 @@ class ChatDatasetOptions:
     # Rows with an empty completion, or with the same completion as chosen and rejected.
     on_invalid: Literal["refuse", "drop"] = "refuse"
     shuffle: bool = True
+    # When a source of a mixture has no further rows: read it again in another order, or end the training.
+    on_source_end: OnSourceEnd = "restart"
     num_workers: int | None = None  # tokenizer processes; null: one per core
 
     def __post_init__(self) -> None:

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, Generic, TypeVar, cast, final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kitforge.data.chat_datasets import PreferencePair, TokenizedExample, UnpairedExample
+from kitforge.data.chat_datasets import (
+    ChatDatasetReader,
+    ExampleKind,
+    PreferencePair,
+    TokenizedExample,
+    UnpairedExample,
+)
 from kitforge.data.document_shard import fingerprint_of
-from kitforge.data.example_cache import ExampleCache
-from kitforge.data.schedule import train_eval_split
+from kitforge.data.example_cache import ExampleCache, build_example_cache
+from kitforge.data.mixture import source_error, weighted_sources
+from kitforge.data.schedule import Mixture, train_eval_split
+from kitforge.data.token_cache import default_root
+from kitforge.data.tokenizer import Tokenizer
+from kitforge.foundation.config import check
 from kitforge.foundation.errors import ConfigError, DataError
 from kitforge.foundation.log import logger
 from kitforge.kits.rlhf.config import ChatDatasetOptions
@@ -29,6 +41,7 @@ class DatasetSplits(Generic[Row]):
     eval: Sequence[Row]
     pad_id: int
     fingerprint: str
+    mixture: Mixture | None = None  # of the sources of `train`, if they are weighted
 
     def check_same(self, fingerprint: str, allowed: bool) -> None:
         """Raise ConfigError for another fingerprint, unless changes are allowed."""
@@ -37,7 +50,7 @@ class DatasetSplits(Generic[Row]):
                 "the training rows changed since the run began",
                 got=f"rows {self.fingerprint[:12]}",
                 expected=f"rows {fingerprint[:12]}",
-                fix="restore the files, or add trainer.allow_data_changes=true to train on these rows",
+                fix="restore the files (and weights), or add trainer.allow_data_changes=true to train on these rows",
             )
 
 
@@ -83,6 +96,75 @@ def read_rows(
         kept, held_out = train_eval_split(len(train), options.eval_fraction, seed)
         train, evaluation = train.take(kept), train.take(held_out)
     return DatasetSplits(train=train, eval=evaluation, pad_id=pad_id, fingerprint=fingerprint_of("rows", first, second))
+
+
+@final
+class ConcatenatedSequence(Sequence[Row]):
+    """Several sequences of rows, one after the other."""
+
+    def __init__(self, parts: Sequence[Sequence[Row]]) -> None:
+        self._parts = list(parts)
+        self._starts = list(accumulate(map(len, parts), initial=0))
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def __getitem__(self, row: Any) -> Any:
+        if isinstance(row, slice):
+            return [self[each] for each in range(*row.indices(len(self)))]
+        number = range(len(self))[row]
+        part = bisect_right(self._starts, number) - 1
+        return self._parts[part][number - self._starts[part]]
+
+
+def read_examples(
+    reader: ChatDatasetReader,
+    tokenizer: Tokenizer,
+    kind: ExampleKind,
+    specs: tuple[object, object],
+    options: ChatDatasetOptions,
+    seed: int,
+) -> DatasetSplits[Any]:
+    """Training and evaluation rows as tokens, cached on disk. Several weighted sources are read one by one, and mixed.
+    Raises DataError for rows that are too long, and for a source without rows."""
+    entries = weighted_sources(specs[0], ("columns",))
+    if entries is None:
+        return read_rows(
+            lambda spec: build_example_cache(
+                reader, tokenizer, kind, spec, default_root(), num_workers=options.num_workers
+            ),
+            specs,
+            options,
+            seed=seed,
+            pad_id=tokenizer.pad_id,
+        )
+    splits: list[DatasetSplits[Any]] = []
+    for entry in entries:
+        columns = entry.options.get("columns", reader.columns)
+        check(isinstance(columns, Mapping), f"columns of {entry.name}", columns, "a mapping: {prompt: question}")
+        try:
+            own = reader.with_columns(columns)
+            splits.append(read_examples(own, tokenizer, kind, (entry.source, specs[1]), options, seed))
+            if not len(splits[-1].train):
+                raise DataError("there are no training rows", expected="at least one")
+        except DataError as error:
+            raise source_error(entry.name, error) from None
+    weights = tuple(entry.weight for entry in entries)
+    mixture = Mixture(
+        names=tuple(entry.name for entry in entries),
+        weights=weights,
+        num_rows=tuple(len(each.train) for each in splits),
+        seed=seed,
+        shuffle=options.shuffle,
+        on_source_end=options.on_source_end,
+    )
+    return DatasetSplits(
+        train=ConcatenatedSequence([each.train for each in splits]),
+        eval=splits[0].eval if specs[1] is not None else ConcatenatedSequence([each.eval for each in splits]),
+        pad_id=tokenizer.pad_id,
+        fingerprint=fingerprint_of("mixture", weights, [each.fingerprint for each in splits]),
+        mixture=mixture,
+    )
 
 
 def truncated(row: Any, room: int, side: str) -> Any:

@@ -15,9 +15,7 @@ from kitforge.core.nn.causal_lm import Trainable
 from kitforge.core.parallel.parallelize import parallel_model_of
 from kitforge.core.parallel.world import World
 from kitforge.data.chat_datasets import ChatDatasetReader, ExampleKind, TokenizedExample
-from kitforge.data.example_cache import build_example_cache
 from kitforge.data.template import template_of
-from kitforge.data.token_cache import default_root
 from kitforge.data.tokenizer import Tokenizer
 from kitforge.foundation.config import check
 from kitforge.foundation.errors import ConfigError, ModelError
@@ -32,7 +30,7 @@ from kitforge.kits.rlhf.config import (
     SFTOptions,
     StageOptions,
 )
-from kitforge.kits.rlhf.dataset import DatasetSplits, read_rows
+from kitforge.kits.rlhf.dataset import DatasetSplits, read_examples, read_rows
 from kitforge.kits.rlhf.reinforcement.ppo import PolicyGradientTask
 from kitforge.kits.rlhf.reinforcement.rollout_collector import Roles
 from kitforge.kits.rlhf.reinforcement.rollout_log import RolloutLog, SampleLogger
@@ -116,19 +114,16 @@ class TaskInputs:
         reserved: int = 0,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> DatasetSplits[Any]:
-        """Training and evaluation rows; all but prompts are cached as tokens."""
-
-        def read(spec: object) -> Sequence[Any]:
-            if kind is None:
-                prompts = self.reader.prompts(spec)
-                template = template_of(self.tokenizer)
-                return list(prompts if tools is None else (with_tools(each, template, tools) for each in prompts))
-            return build_example_cache(
-                self.reader, self.tokenizer, kind, spec, default_root(), num_workers=data.num_workers
-            )
-
+        """Training and evaluation rows; all but prompts are cached as tokens and may be a mixture."""
         seed, pad_id = self.options.seed, self.tokenizer.pad_id
-        return read_rows(read, specs, data, seed=seed, pad_id=pad_id, reserved=reserved)
+        if kind is not None:
+            return read_examples(self.reader, self.tokenizer, kind, specs, data, seed)
+
+        def prompts(spec: object) -> Sequence[Any]:
+            found, template = self.reader.prompts(spec), template_of(self.tokenizer)
+            return list(found if tools is None else (with_tools(each, template, tools) for each in found))
+
+        return read_rows(prompts, specs, data, seed=seed, pad_id=pad_id, reserved=reserved)
 
     def base_model(self, given: nn.Module | None, *, is_shared: bool = False) -> BaseModelSource:
         """The source of a language model; `is_shared` if several models are made from it."""
@@ -376,7 +371,9 @@ def _ptx_rows(parts: TaskInputs) -> DatasetSplits[TokenizedExample] | None:
     if options.ptx.coef == 0 or parts.is_evaluation:
         return None
     check(source is not None, "ptx.data", None, 'rows for ptx.coef: a file, or roles={"ptx": ROWS}')
-    return parts.read("demonstrations", (source, None), replace(options.data, eval_fraction=0.0))
+    found = parts.read("demonstrations", (source, None), replace(options.data, eval_fraction=0.0))
+    check(found.mixture is None, "ptx.data", "a mixture of sources", "files or rows without weights")
+    return found
 
 
 def _reference(parts: TaskInputs, named: str | None, origin: BaseModelSource) -> BaseModelSource:

@@ -46,16 +46,18 @@ from kitforge.kits.language_model import (
 )
 from kitforge.kits.transformers.batch_inference import read_prompts, run_batch_inference
 from kitforge.kits.transformers.classification_kit import TextClassification
-from kitforge.kits.transformers.config import TextGenerationOptions
-from kitforge.kits.transformers.data import Corpus, load_corpus, open_text
+from kitforge.kits.transformers.config import DataOptions, TextGenerationOptions
+from kitforge.kits.transformers.data import Corpus, load_corpus, open_text, open_training_text
 from kitforge.kits.transformers.evaluation import Evaluator
 from kitforge.kits.transformers.evaluation_log import log_files, write_log
 from kitforge.kits.transformers.generation_samples import GenerationSamples
 from kitforge.kits.transformers.image_kit import IMAGE_CLASSIFICATION
 from kitforge.kits.transformers.network import check_fit, find_run_tokenizer, new_config, prepare
+from kitforge.kits.transformers.programs import export_programs
 from kitforge.kits.transformers.questions import load_task
 from kitforge.kits.transformers.seq2seq_kit import SUMMARIZATION, TRANSLATION
 from kitforge.kits.transformers.task import TextGenerationTask
+from kitforge.kits.transformers.token_classification_kit import TokenClassification
 from kitforge.models import loading as model_folder
 from kitforge.models.catalog import config_of, config_of_network, families_of
 from kitforge.models.loading import OpenCheckpoint, StoredModel
@@ -88,7 +90,7 @@ class TextGeneration(Kit[TextGenerationOptions, Tokenizer]):
 
     def assemble(self, options: TextGenerationOptions, inputs: Inputs, rendezvous: Rendezvous) -> Assembly:
         """Everything that a run needs, in the order in which mistakes are cheapest to find."""
-        train = _source(inputs.train_dataset, options.data.train, options)
+        train = _source(inputs.train_dataset, options.data.train, options, open_training_text)
         evaluation = _source(inputs.eval_dataset, options.data.eval, options)
         given = _given_network(inputs)
         if options.lora.is_on and given is None and options.checkpoint is None:
@@ -184,6 +186,10 @@ class TextGeneration(Kit[TextGenerationOptions, Tokenizer]):
     def open_model(self, folder: Path, open_run: OpenCheckpoint = find_checkpoint) -> StoredModel:
         """The model of a run folder, a step folder or a Hugging Face folder, of which no weight is read yet."""
         return model_folder.open_model(folder, open_run)
+
+    def export_program(self, options: TextGenerationOptions) -> list[Path]:
+        """Write the programs of the model under `options.checkpoint` into the folder `options.output_dir`."""
+        return export_programs(self, options, use_cache=options.use_cache)
 
     def open_pipeline(
         self, model: nn.Module, tokenizer: Tokenizer, options: TextGenerationOptions
@@ -295,9 +301,14 @@ class TextGeneration(Kit[TextGenerationOptions, Tokenizer]):
         return rows
 
 
-def _source(dataset: Any, named: Any, options: TextGenerationOptions) -> Source | None:
+def _source(
+    dataset: Any,
+    named: Any,
+    options: TextGenerationOptions,
+    opened: Callable[[object, DataOptions], Source] = open_text,
+) -> Source | None:
     spec = named if dataset is None else dataset
-    return None if spec is None else open_text(spec, options.data)
+    return None if spec is None else opened(spec, options.data)
 
 
 def _given_network(inputs: Inputs) -> nn.Module | None:
@@ -392,6 +403,7 @@ def _count(size: int) -> str:
 TASKS: dict[str, AnyKit] = {
     "text_generation": TextGeneration(),
     "text_classification": TextClassification(),
+    "token_classification": TokenClassification(),
     "image_classification": IMAGE_CLASSIFICATION,
     "translation": TRANSLATION,
     "summarization": SUMMARIZATION,

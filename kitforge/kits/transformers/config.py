@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from kitforge.data.schedule import OnSourceEnd
 from kitforge.data.tokenizer import TokenizerConfig
 from kitforge.foundation.config import check
 from kitforge.inference.server.options import ServeOptions
@@ -17,7 +18,8 @@ from kitforge.trainer.options import RunOptions
 class DataOptions:
     """Training and evaluation text, packing and batching."""
 
-    train: Any = None  # python_stdlib, a file, a folder, a glob, or a list of them
+    # python_stdlib, a file, a folder, a glob, a list of them, or a mixture [{source: ..., weight: 0.7}, ...]
+    train: Any = None
     eval: Any = None  # None: a fraction of the training documents (eval_fraction)
     batch_size: int = 8  # rows per step
     sequence_length: int = 256  # tokens per row
@@ -26,6 +28,11 @@ class DataOptions:
     separator: str | None = None  # separator of documents in a txt file; None: one document per file
     encoding_errors: Literal["strict", "replace", "ignore"] = "strict"  # handling of bytes that are not UTF-8
     shuffle: bool = True
+    # When a source of a mixture has no further rows: read it again in another order, or end the training.
+    on_source_end: OnSourceEnd = "restart"
+    # Read and tokenize the training text during training, without a token cache; needs trainer.max_steps.
+    streaming: bool = False
+    shuffle_buffer: int = 10_000  # documents that a stream holds to shuffle them, over all ranks
     prefetch: int = 2  # batches prepared ahead in the background
     num_workers: int | None = None  # tokenizer processes; None: one per core
     tasks: str | None = None  # folder of benchmark files that `tasks` names
@@ -34,7 +41,7 @@ class DataOptions:
     cache: str | None = None  # folder of token caches; None: $KITFORGE_CACHE or ~/.cache/kitforge
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "sequence_length", "prefetch"):
+        for name in ("batch_size", "sequence_length", "prefetch", "shuffle_buffer"):
             check(getattr(self, name) > 0, f"data.{name}", getattr(self, name), "a whole number of at least 1")
         check(0 <= self.eval_fraction < 1, "data.eval_fraction", self.eval_fraction, "at least 0, below 1")
 
@@ -52,7 +59,9 @@ class TextGenerationOptions(RunOptions):
     inference: InferenceOptions = field(default_factory=InferenceOptions)
     # Run, folder, .gguf file, named checkpoint (`kitforge models`) or Hub id (NAME/MODEL@REVISION) with the weights.
     checkpoint: str | None = None
-    format: Literal["huggingface", "gguf"] = "huggingface"  # of `export`
+    format: Literal["huggingface", "gguf", "onnx", "torch_export"] = "huggingface"  # of `export`
+    # `export` to onnx and torch_export: past keys and values are inputs; False: whole texts only.
+    use_cache: bool = True
     prompt: Any = None  # one prompt or a list; also for the samples of the report
     tasks: tuple[str, ...] = ()  # benchmarks of `evaluate`: jsonl files, or their names in data.tasks
     limit: int | None = None  # first questions of each benchmark; None: all
@@ -66,6 +75,11 @@ class TextGenerationOptions(RunOptions):
         self.lora.check_parallel(self.parallel)
         is_one = not (self.freeze and self.lora.is_on)
         check(is_one, "freeze", list(self.freeze), "nothing with lora.rank, which freezes all weights")
+        max_steps, epochs = self.trainer.max_steps, self.trainer.epochs
+        fits = not self.data.streaming or (max_steps is not None and epochs is None)
+        given = f"trainer.max_steps={max_steps} trainer.epochs={epochs}"
+        expected = "trainer.max_steps=N without trainer.epochs, as a stream has no length"
+        check(fits, "data.streaming", given, expected)
         texts = [self.prompt] if isinstance(self.prompt, str) else self.prompt
         right = texts is None or (isinstance(texts, (list, tuple)) and all(isinstance(text, str) for text in texts))
         check(right, "prompt", self.prompt, "text, or a list of texts", """prompt='["first","second"]'""")

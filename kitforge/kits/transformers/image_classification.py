@@ -72,7 +72,7 @@ class ImageClassificationOptions(RunOptions):
     freeze: tuple[str, ...] = ()  # parameters that are not trained, as patterns: ["blocks.*"]
     # Run, folder, or Hub id (NAME/MODEL@REVISION) with the weights.
     checkpoint: str | None = None
-    format: Literal["huggingface"] = "huggingface"  # of `export`
+    format: Literal["huggingface", "onnx", "torch_export"] = "huggingface"  # of `export`
     output: str | None = None  # jsonl file of `predict`
 
     def __post_init__(self) -> None:

@@ -45,6 +45,7 @@ from kitforge.kits.transformers.image_classification import (
     find_files,
     read_images,
 )
+from kitforge.kits.transformers.programs import export_programs
 from kitforge.kits.transformers.row_kit import PreparedRows, RowKit
 from kitforge.models import loading as model_folder
 from kitforge.models.catalog import config_of, config_of_network
@@ -112,6 +113,14 @@ class ImageClassification(RowKit[ImageClassificationOptions, ImageProcessor]):
             export_language_model(stored, folder, None, dtype)
             config = stored.config
         write_text(folder / _PREPROCESSOR, json.dumps(_preprocessor(config), indent=1))
+
+    def export_program(self, options: ImageClassificationOptions) -> list[Path]:
+        """Write the program of the model under `options.checkpoint` into the folder `options.output_dir`, with the
+        configuration of its image processor."""
+        written = export_programs(self, options, has_tokenizer=False)
+        config: Any = self.open_model(Path(str(options.checkpoint))).config
+        write_text(Path(str(options.output_dir)) / _PREPROCESSOR, json.dumps(_preprocessor(config), indent=1))
+        return written
 
     def open_pipeline(
         self, model: nn.Module, processor: ImageProcessor, options: ImageClassificationOptions

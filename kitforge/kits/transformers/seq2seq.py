@@ -78,7 +78,7 @@ class Seq2SeqOptions(RunOptions):
     inference: Seq2SeqInference = field(default_factory=Seq2SeqInference)
     # Run, folder, or Hub id (NAME/MODEL@REVISION) with the weights.
     checkpoint: str | None = None
-    format: Literal["huggingface"] = "huggingface"  # of `export`
+    format: Literal["huggingface", "onnx", "torch_export"] = "huggingface"  # of `export`
     output: str | None = None  # jsonl file of `predict`
 
     def __post_init__(self) -> None:

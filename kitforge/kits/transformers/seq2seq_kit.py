@@ -42,6 +42,7 @@ from kitforge.kits.language_model import (
     with_adapter,
 )
 from kitforge.kits.transformers.network import check_fit, find_run_tokenizer, new_config, prepare
+from kitforge.kits.transformers.programs import export_programs
 from kitforge.kits.transformers.row_kit import PreparedRows, RowKit
 from kitforge.kits.transformers.seq2seq import (
     PairData,
@@ -125,6 +126,10 @@ class Seq2Seq(RowKit[Seq2SeqOptions, Tokenizer]):
             return
         home = source.folder if isinstance(source, Run) else source
         export_language_model(self.open_model(home), folder, processor, dtype)
+
+    def export_program(self, options: Seq2SeqOptions) -> list[Path]:
+        """Write the programs of the model under `options.checkpoint` into the folder `options.output_dir`."""
+        return export_programs(self, options)
 
     def open_pipeline(self, model: nn.Module, processor: Tokenizer, options: Seq2SeqOptions) -> Seq2SeqPipeline:
         """What writes targets."""

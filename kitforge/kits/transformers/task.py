@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
@@ -16,8 +17,9 @@ from kitforge.core.nn.context import Context, DropoutKey
 from kitforge.core.optim.groups import ParameterGroup, decay_groups
 from kitforge.core.parallel.world import World
 from kitforge.data.collate import drop_trivial_columns
-from kitforge.data.packing import PackedRows
+from kitforge.data.packing import ConcatenatedRows, PackedRows
 from kitforge.data.prefetch import BackgroundPrefetcher
+from kitforge.data.streaming import Position, TextStream
 from kitforge.foundation.device import copy_to
 from kitforge.foundation.errors import ConfigError
 from kitforge.foundation.progress import heartbeat
@@ -42,9 +44,9 @@ class TextGenerationTask(Task):
         self._world = world
         data = options.data
         num_rows = 0 if corpus.train is None else corpus.train.num_rows
-        self._schedule = batch_schedule(
-            options, world, num_rows=num_rows, batch_size=data.batch_size, shuffle=data.shuffle
-        )
+        schedule = batch_schedule(options, world, num_rows=num_rows, batch_size=data.batch_size, shuffle=data.shuffle)
+        self._schedule = dataclasses.replace(schedule, mixture=corpus.mixture)
+        self._positions: dict[str, Position] = {}  # of the lanes of a stream, after the last step that was yielded
 
     def build(self, world: World) -> nn.Module:
         """The network, on the device, cut as the world's degrees say."""
@@ -57,13 +59,30 @@ class TextGenerationTask(Task):
 
     def num_steps(self, epochs: float) -> int | None:
         """Steps in that many passes over the rows; the last one may be smaller."""
+        if self._corpus.stream is not None:
+            return None
         self._train_rows()
         return self._schedule.num_steps(epochs)
 
+    def is_endless(self) -> bool:
+        """Whether the data last for any number of steps."""
+        return self._schedule.is_endless
+
+    def position_metrics(self, samples: int) -> dict[str, float]:
+        """Samples of each source of a mixture so far."""
+        return {} if self._corpus.mixture is None else self._corpus.mixture.metrics(samples)
+
     def steps(self, model: nn.Module, cursor: Cursor) -> Iterator[list[MicroBatch]]:
         """Batches from the cursor on, made ready in the background."""
-        with BackgroundPrefetcher(self._batches(cursor), depth=self._options.data.prefetch) as batches:
-            yield from batches
+        depth = self._options.data.prefetch
+        if self._corpus.stream is None:
+            with BackgroundPrefetcher(self._batches(cursor), depth) as batches:
+                yield from batches
+            return
+        with BackgroundPrefetcher(self._streamed(self._corpus.stream, cursor), depth) as streamed:
+            # The position is that of the steps taken, not of those prefetched.
+            for step, self._positions in streamed:
+                yield step
 
     def count(self, step: Sequence[MicroBatch]) -> Sums:
         """The number of valid targets on this rank: the denominator of the mean loss."""
@@ -96,8 +115,14 @@ class TextGenerationTask(Task):
         return {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0))}
 
     def state(self) -> dict[str, Any]:
-        """Which tokens the cursor counts."""
-        return {"corpus": self._corpus.fingerprint, "eval": self._corpus.eval_fingerprint}
+        """Which tokens the cursor counts, and of a stream the positions of all lanes."""
+        state = {"corpus": self._corpus.fingerprint, "eval": self._corpus.eval_fingerprint}
+        if self._corpus.stream is None:
+            return state
+        positions: dict[str, Position] = {}
+        for own in self._world.all_gather_object(self._positions):
+            positions |= own
+        return state | {"stream": positions}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Refuse to go on over other tokens than those the run began with."""
@@ -109,10 +134,19 @@ class TextGenerationTask(Task):
                 f"the {words[changed[0]]} text is not the one that the run began with",
                 got=f"tokens {now[changed[0]][:12]}",
                 expected=f"tokens {state[changed[0]][:12]}",
-                fix="put the files back, or add trainer.allow_data_changes=true to go on all the same",
+                fix="put the files (and weights) back, or add trainer.allow_data_changes=true to go on all the same",
             )
 
-    def _train_rows(self) -> PackedRows:
+        self._positions = state.get("stream", {})
+        num_lanes = 0 if self._corpus.stream is None else self._corpus.stream.num_lanes
+        if len(self._positions) not in (0, num_lanes):
+            raise ConfigError(
+                "the stream cannot be continued with another batch size",
+                got=f"data.batch_size={self._options.data.batch_size}",
+                expected=f"data.batch_size={len(self._positions)}, as in the checkpoint",
+            )
+
+    def _train_rows(self) -> PackedRows | ConcatenatedRows:
         if self._corpus.train is None:
             raise ConfigError("there is nothing to train on", got="data.train=null", expected="text to train on")
         return self._corpus.train
@@ -140,12 +174,22 @@ class TextGenerationTask(Task):
                 begin += shard.stop - shard.start
                 step += 1
 
+    def _streamed(self, stream: TextStream, cursor: Cursor) -> Iterator[tuple[list[MicroBatch], dict[str, Position]]]:
+        """Steps of a stream from the cursor on, each with the positions of this replica's lanes after it."""
+        size = self._options.data.batch_size
+        part, parts = self._schedule.shard(size), self._schedule.micro_batches(size)
+        for number, (rows, positions) in enumerate(stream.batches(part, self._positions)):
+            first = cursor.samples + number * size
+            gathered = rows | {"samples": torch.arange(first + part.start, first + part.stop)}
+            own = [slice(each.start - part.start, each.stop - part.start) for each in parts]
+            yield [self._micro_batch(gathered, each, cursor.step + number) for each in own], positions
+
     def _micro_batch(self, gathered: dict[str, Tensor], part: slice, step: int) -> MicroBatch:
         if part.start == part.stop:
             return self._empty_micro_batch(step)
         return {**drop_trivial_columns({name: column[part] for name, column in gathered.items()}), "step": step}
 
-    def _evaluation_batches(self, rows: PackedRows) -> Iterator[MicroBatch]:
+    def _evaluation_batches(self, rows: PackedRows | ConcatenatedRows) -> Iterator[MicroBatch]:
         for indices in self._schedule.eval_shards(rows.num_rows):
             if len(indices):
                 yield {**drop_trivial_columns(rows.rows(indices)), "samples": torch.from_numpy(indices), "step": 0}

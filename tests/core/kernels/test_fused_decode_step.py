@@ -15,7 +15,9 @@ from kitforge.core.kernels.numba_runtime import run_on_two_threads
 from kitforge.core.kernels.spin_barrier import ThreadAutotuner
 from tests.core.kernels.comparison import poison, random, relative
 
-KINDS = ["gated", "plain", "alibi", "sandwich", "normed_heads"]
+KINDS = ["gated", "gelu_gated", "partly_turned", "plain", "alibi", "sandwich", "normed_heads"]
+# Which rotation turns the heads of each layer; there are two.
+ROTATIONS = {"gelu_gated": (1, 0), "partly_turned": (None, 1)}
 HEADS, KV_HEADS, HEAD_DIM, MLP_DIM, DIM, VOCAB = 4, 2, 6, 35, 24, 31
 SHAPES = {
     "query": (HEADS * HEAD_DIM, DIM),
@@ -69,6 +71,8 @@ def stack(kind: str, dtype: torch.dtype, windows: tuple[int | None, ...] = (None
         norm_eps=1e-5,
         qk_norm_eps=1e-3,
         interleaved_rotary=kind == "sandwich",
+        rotations=ROTATIONS.get(kind, (0, 0)),
+        gate="gelu" if kind == "gelu_gated" else "silu",
         slopes=random(HEADS, seed=8).abs() if kind == "alibi" else None,
     )
 
@@ -86,7 +90,7 @@ def inputs(num_texts: int, kind: str, dtype: torch.dtype) -> tuple[Any, ...]:
         slabs.append(tuple(slab.masked_fill(~seen[:, None, None], float("nan")).to(dtype) for slab in pair))
     # GLM rotates a part of each head, GPT-2 none.
     pairs = 2 if kind == "sandwich" else HEAD_DIM // 2
-    angles = 3 * random(num_texts, pairs, dtype=torch.float32)
+    angles = 3 * random(2, num_texts, pairs, dtype=torch.float32)
     rotary = None if kind in {"plain", "alibi"} else (angles.cos(), angles.sin())
     return slabs, random(num_texts, DIM).to(dtype), rotary, starts, lengths
 
@@ -179,7 +183,7 @@ def test_a_text_that_is_not_finite_is_alone_with_it(kind: str) -> None:
 
 @torch.no_grad()
 def test_large_numbers_pass_both_activations() -> None:
-    for kind in ("gated", "plain"):
+    for kind in ("gated", "gelu_gated", "plain"):
         whole = stack(kind, torch.float32)
         layers = tuple(
             replace(layer, up=layer.up * 300, gate=None if layer.gate is None else layer.gate * 300)

@@ -17,7 +17,15 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
-from kitforge.core.kernels import dispatch, triton_gated, triton_logits, triton_norm, triton_runtime, vocabulary
+from kitforge.core.kernels import (
+    dispatch,
+    mixed_precision,
+    triton_gated,
+    triton_logits,
+    triton_norm,
+    triton_runtime,
+    vocabulary,
+)
 from kitforge.core.kernels.dispatch import IMPLEMENTATIONS, REFERENCE, implementation
 from tests.core.kernels.comparison import Call, in_parts, random, relative, results
 
@@ -325,7 +333,9 @@ def test_it_is_chosen_on_accelerators_alone_and_by_name() -> None:
         assert dispatch.available(name, "cuda")[0] == "triton"
 
 
-def test_autocast_computes_the_loss_in_half_precision() -> None:
+def test_autocast_computes_the_loss_in_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Whatever the products of this processor.
+    monkeypatch.setitem(mixed_precision.NATIVE_DTYPES, torch.bfloat16, True)
     hidden, weight, targets = random(5, 8).float(), random(70, 8).float(), targets_of(5, 70)
     with torch.autocast("cpu", torch.bfloat16):
         found = kernel("linear_cross_entropy")(hidden, weight, targets)

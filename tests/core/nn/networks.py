@@ -21,6 +21,7 @@ from kitforge.models.bloom.model import BloomConfig
 from kitforge.models.glm.model import GLMConfig
 from kitforge.models.gpt2.model import GPT2Config
 from kitforge.models.llama.model import LlamaConfig
+from kitforge.models.pangu_alpha.model import PanguAlphaConfig
 
 VOCAB = 31
 # Longer than the shortest document of the tests and shorter than the longest, so that both sides of every rule that
@@ -31,6 +32,7 @@ GPT2 = GPT2Config(vocab_size=VOCAB, dim=24, num_layers=2, num_heads=4, max_lengt
 LLAMA = LlamaConfig(vocab_size=VOCAB, dim=24, num_layers=2, num_heads=4, num_kv_heads=2, mlp_dim=32, max_length=16)
 BLOOM = BloomConfig(vocab_size=VOCAB, dim=24, num_layers=2, num_heads=3, max_length=16)
 GLM = GLMConfig(vocab_size=VOCAB, dim=32, num_layers=2, num_heads=4, num_kv_heads=2, mlp_dim=32, max_length=16)
+PANGU_ALPHA = PanguAlphaConfig(vocab_size=VOCAB, dim=24, num_layers=3, num_heads=4, max_length=16)
 
 
 def _scaled(scaling: RopeScaling, max_length: int = 16) -> LlamaConfig:
@@ -56,8 +58,23 @@ CONFIGS: dict[str, FamilyConfig] = {
     ),
     "window": replace(LLAMA, sliding_window=3),
     "window_in_one_layer": replace(LLAMA, sliding_window=2, window_layers=(1,), qk_norm=True),
+    "gemma3": replace(
+        LLAMA,
+        num_layers=3,
+        qk_norm=True,
+        mlp_kind="geglu",
+        sandwich_norms=True,
+        scale_embedding=True,
+        sliding_window=3,
+        window_layers=(0, 1),
+        local_rope_theta=100.0,
+        query_pre_attn_scalar=10.0,
+        tie_embeddings=True,
+    ),
+    "no_rope_in_one_layer": replace(LLAMA, no_rope_layers=(1,)),
     "glm": GLM,
     "glm4": replace(GLM, sandwich_norms=True),
+    "pangu_alpha": PANGU_ALPHA,
 }
 
 

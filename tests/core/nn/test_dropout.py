@@ -14,10 +14,11 @@ from kitforge.core.nn.attention import Attention, AttentionConfig
 from kitforge.core.nn.context import Context, DropoutKey, DropoutShard, dropout, dropout_name_key
 from kitforge.core.nn.decoder import Decoder, FamilyConfig
 from kitforge.core.nn.positions import PositionEncoding
-from tests.core.nn.networks import BLOOM, GLM, GPT2, LLAMA, VOCAB, build, distance, gradients
+from tests.core.nn.networks import BLOOM, GLM, GPT2, LLAMA, PANGU_ALPHA, VOCAB, build, distance, gradients
 
 CONFIGS: dict[str, FamilyConfig] = {
     "gpt2": replace(GPT2, embedding_dropout=0.1, attention_dropout=0.2, residual_dropout=0.3),
+    "pangu_alpha": replace(PANGU_ALPHA, embedding_dropout=0.1, attention_dropout=0.2, residual_dropout=0.3),
     "bloom": replace(BLOOM, attention_dropout=0.2, residual_dropout=0.3),
     "llama": replace(LLAMA, attention_dropout=0.2, sliding_window=3),
     "glm": replace(GLM, attention_dropout=0.2),
@@ -67,8 +68,9 @@ def test_every_step_has_noise_of_its_own(name: str) -> None:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_forward_pass_without_a_key_drops_nothing(name: str) -> None:
     model = build(CONFIGS[name])
-    plain = {"gpt2": {"embedding_dropout": 0.0, "residual_dropout": 0.0}, "bloom": {"residual_dropout": 0.0}}
-    without = build(replace(CONFIGS[name], attention_dropout=0.0, **plain.get(name, {})))  # type: ignore[type-var]
+    rates = ("embedding_dropout", "attention_dropout", "residual_dropout")
+    off = {each: 0.0 for each in rates if hasattr(CONFIGS[name], each)}
+    without = build(replace(CONFIGS[name], **off))  # type: ignore[type-var]
     assert torch.equal(model(tokens()), without(tokens()))
 
 

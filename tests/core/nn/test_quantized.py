@@ -49,7 +49,7 @@ def test_a_row_of_zeros_stays_zero() -> None:
     assert Int8Linear()(torch.randn(5, 8), weight)[:, 2].eq(0).all()
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bloom", "llama", "glm4", "window_in_one_layer"])
+@pytest.mark.parametrize("name", ["gpt2", "bloom", "pangu_alpha", "llama", "glm4", "window_in_one_layer"])
 @torch.no_grad()
 def test_logits_are_near_and_weights_are_shared(name: str) -> None:
     model = build(CONFIGS[name], dtype=torch.float32).eval()

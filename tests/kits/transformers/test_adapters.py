@@ -33,7 +33,13 @@ CPU = torch.device("cpu")
 TOKENS = torch.arange(24).unsqueeze(0)
 GLM = {"family": "glm", "dim": 32, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "mlp_dim": 64, "max_length": 128}
 BLOOM = {"family": "bloom", "dim": 32, "num_layers": 2, "num_heads": 2, "max_length": 128}
-FAMILIES = {"llama": tiny.LLAMA, "gpt2": tiny.GPT2, "glm": GLM, "bloom": BLOOM}
+FAMILIES = {
+    "llama": tiny.LLAMA,
+    "gpt2": tiny.GPT2,
+    "glm": GLM,
+    "bloom": BLOOM,
+    "pangu_alpha": {**BLOOM, "family": "pangu_alpha"},
+}
 ALL = {"lora.target_modules": ["query", "value", "out", "up", "down"]}
 KINDS: dict[str, dict[str, Any]] = {
     "lora": {"lora.rank": 3},

@@ -52,11 +52,12 @@ class NumbaDecodeStep:
         self._slopes = slopes
         self._dtype = weights.head.dtype
         self._autotuner = ThreadAutotuner()
-        self._options = weights.norm_eps, weights.qk_norm_eps, weights.interleaved_rotary
+        self._options = weights.norm_eps, weights.qk_norm_eps, weights.interleaved_rotary, weights.gate == "gelu"
         self._table = np.array([[_address(each) for each in layer] for layer in layers])
         self._ends = np.array([_address(each) for each in (weights.norm, weights.norm_bias, weights.head, None)])
         self._scales = np.array(weights.scales, dtype=np.float32)
         self._windows = np.array([window or 0 for window in weights.windows])
+        self._rotations = np.array([-1 if each is None else each for each in weights.rotations])
         self._num_weights = sum(
             each.numel() for layer in weights.layers for each in layer.tensors() if each is not None
         )
@@ -84,12 +85,12 @@ class NumbaDecodeStep:
             *self._options,
             num_sequences,
             *self._sizes,
-            angles[0].shape[1] if rotary else 0,
+            angles[0].shape[2] if rotary else 0,
             NUM_CHUNKS if is_large else 1,
             *(each.data_ptr() for each in (own, *angles, starts, lengths, hidden, logits, self._slopes)),
             *(scratch.data_ptr() + start for start in (0, *ends[:-1])),
         )
-        tables = self._table, self._ends, self._scales, self._windows
+        tables = self._table, self._ends, self._scales, self._windows, self._rotations
         work = functools.partial(_run, step, *tables, counts.data_ptr())
         if is_large:
             self._autotuner.call(num_sequences, work)
@@ -118,6 +119,7 @@ class _Step(NamedTuple):
     eps: float
     qk_eps: float
     interleaved: bool
+    has_gelu_gate: bool
     num_sequences: int
     dim: int
     num_heads: int
@@ -129,8 +131,8 @@ class _Step(NamedTuple):
     num_pairs: int
     num_chunks: int
     stream: int  # [sequences, dim]
-    cos: int  # [sequences, pairs]
-    sin: int  # [sequences, pairs]
+    cos: int  # [rotations, sequences, pairs]
+    sin: int  # [rotations, sequences, pairs]
     starts: int  # int64 [sequences]
     lengths: int  # int64 [sequences]
     normal: int  # [sequences, dim], like weights
@@ -148,14 +150,14 @@ class _Step(NamedTuple):
 
 
 @compiled_fastmath
-def _run(step: Any, table: Any, ends: Any, scales: Any, windows: Any, phase: int) -> None:
+def _run(step: Any, table: Any, ends: Any, scales: Any, windows: Any, rotations: Any, phase: int) -> None:
     """Run all layers on one thread, or on several that share the chunks. Rows of the table are `BlockWeights`."""
     width, last = step.num_heads * step.head_dim, len(table) - 1
     phase = _join(step, ends[3:], table[0, _ATTENTION_NORM:], phase, False)
     for layer in range(len(table)):
         row = table[layer]
         phase = _project(step, row, phase)
-        phase = _attend(step, row, windows[layer], scales[layer], phase)
+        phase = _attend(step, row, windows[layer], rotations[layer], scales[layer], phase)
         phase = _product(step, step.mixed, width, row[_OUT:], step.branch, step.dim, phase)
         phase = _join(step, row[_ATTENTION_OUT_NORM:], row[_MLP_NORM:], phase, True)
         phase = _expand(step, row, phase)
@@ -201,16 +203,16 @@ def _project(step: Any, row: Any, phase: int) -> Any:
 
 
 @compiled_fastmath
-def _attend(step: Any, row: Any, window: int, scale: Any, phase: int) -> Any:
+def _attend(step: Any, row: Any, window: int, rotation: int, scale: Any, phase: int) -> Any:
     """Attention from queries, keys and values, sequence by sequence; writes the new keys and values."""
     like, num_sequences = step.like, step.num_sequences
     heads, kv_heads = (num_sequences, step.num_heads, step.head_dim), (num_sequences, step.num_kv_heads, step.head_dim)
     query, key, value = float32_at(step.query, heads), float32_at(step.key, kv_heads), float32_at(step.value, kv_heads)
     exact, mixed = float32_at(step.exact, heads), array_at(step.mixed, heads, like)
-    cos, sin = (
-        float32_at(step.cos, (num_sequences, step.num_pairs)),
-        float32_at(step.sin, (num_sequences, step.num_pairs)),
-    )
+    # No pairs where the layer has no rotary positions.
+    pairs = num_sequences, step.num_pairs if rotation >= 0 else 0
+    start = 4 * max(rotation, 0) * num_sequences * step.num_pairs
+    cos, sin = float32_at(step.cos + start, pairs), float32_at(step.sin + start, pairs)
     starts, lengths = int64_at(step.starts, (num_sequences,)), int64_at(step.lengths, (num_sequences,))
     slopes = float32_at(step.slopes, (step.num_heads,))
     slab = step.num_slots, step.num_kv_heads, step.head_dim
@@ -333,7 +335,8 @@ def _activate(step: Any, has_gate: bool, start: int, stop: int) -> None:
         if has_gate:
             for k in range(start, stop):
                 x = gate[row, k]
-                inner[row, k] = narrowed(rounded(_gated(x, x), like) * up[row, k], like)
+                power = x * (_LINEAR + _CUBIC * x * x) if step.has_gelu_gate else x
+                inner[row, k] = narrowed(rounded(_gated(x, power), like) * up[row, k], like)
         else:
             for k in range(start, stop):
                 x = up[row, k]

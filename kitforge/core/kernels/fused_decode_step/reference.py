@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from kitforge.core.kernels.decode_attention.reference import decode_attention
+from kitforge.core.kernels.geglu.reference import geglu
 from kitforge.core.kernels.linear.reference import linear
 from kitforge.core.kernels.rms_norm.reference import rms_norm
 from kitforge.core.kernels.rotary.reference import rotary as rotate
@@ -21,8 +22,8 @@ Angles = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockWeights:
-    """The weights of a block; None where it has none. The MLP is a SwiGLU, without a gate a GELU; a norm with a bias is
-    LayerNorm, without one RMSNorm."""
+    """The weights of a block; None where it has none. The MLP is a SwiGLU or GeGLU, without a gate a GELU; a norm with
+    a bias is LayerNorm, without one RMSNorm."""
 
     attention_norm: Tensor
     attention_norm_bias: Tensor | None
@@ -68,11 +69,14 @@ class DecoderWeights:
     norm_eps: float
     qk_norm_eps: float
     interleaved_rotary: bool
+    rotations: tuple[int | None, ...]  # which of the rotations turns each layer's heads; None: none
+    gate: Literal["silu", "gelu"]  # the activation of the MLPs' gates
     slopes: Tensor | None = None  # of ALiBi [heads]
 
 
 class DecodeStepKernel(Protocol):
-    """A decoder over the last token of each sequence: stream [sequences, dim], cos and sin [sequences, pairs] or None.
+    """A decoder over the last token of each sequence: stream [sequences, dim], cos and sin [rotations, sequences,
+    pairs] or None.
 
     A sequence has `lengths` int64 [sequences] consecutive slots from `starts` int64 [sequences] on; the keys and values
     of the last one are written. Returns the normalized output [sequences, dim] and logits [sequences, vocab] in fp32 at
@@ -109,7 +113,7 @@ class ReferenceDecodeStep:
             branch = linear(mixed, layer.out, layer.out_bias)
             stream = stream + _norm(branch, layer.attention_out_norm, layer.attention_out_norm_bias, weights.norm_eps)
             normal = _norm(stream, layer.mlp_norm, layer.mlp_norm_bias, weights.norm_eps)
-            branch = linear(_activated(layer, normal), layer.down, layer.down_bias)
+            branch = linear(_activated(layer, normal, weights.gate), layer.down, layer.down_bias)
             stream = stream + _norm(branch, layer.mlp_out_norm, layer.mlp_out_norm_bias, weights.norm_eps)
         hidden = _norm(stream, weights.norm, weights.norm_bias, weights.norm_eps)
         return hidden, linear(hidden, weights.head).to(torch.promote_types(hidden.dtype, torch.float32))
@@ -125,8 +129,9 @@ class ReferenceDecodeStep:
         query = heads(layer.query, layer.query_bias, layer.query_norm)
         key = heads(layer.key, layer.key_bias, layer.key_norm)
         value = heads(layer.value, layer.value_bias, None)
-        if rotary is not None:
-            cos, sin = (each.unsqueeze(0) for each in rotary)
+        rotation = weights.rotations[index]
+        if rotary is not None and rotation is not None:
+            cos, sin = (each[rotation].unsqueeze(0) for each in rotary)
             # The sequences are one row of tokens: [1, heads, sequences, head_dim].
             query, key = (
                 rotate(each.transpose(0, 1).unsqueeze(0), cos, sin, weights.interleaved_rotary)[0].transpose(0, 1)
@@ -149,8 +154,9 @@ def _norm(input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float)
     return functional.layer_norm(input, weight.shape, weight, bias, eps)
 
 
-def _activated(layer: BlockWeights, normal: Tensor) -> Tensor:
+def _activated(layer: BlockWeights, normal: Tensor, gate: Literal["silu", "gelu"]) -> Tensor:
     up = linear(normal, layer.up, layer.up_bias)
     if layer.gate is None:
         return functional.gelu(up, approximate="tanh")
-    return swiglu(linear(normal, layer.gate, layer.gate_bias), up)
+    activation = swiglu if gate == "silu" else geglu
+    return activation(linear(normal, layer.gate, layer.gate_bias), up)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, cast
 
@@ -22,6 +23,7 @@ from kitforge.core.parallel.parallelize import parallel_model_of, parallelize
 from kitforge.core.parallel.sharding import Sharding, ShardingRule
 from kitforge.core.parallel.world import ALONE, World
 from kitforge.data.chat_datasets import iter_texts
+from kitforge.data.mixture import weighted_sources
 from kitforge.data.source import open_source
 from kitforge.data.token_cache import default_root
 from kitforge.data.tokenizer import Tokenizer, TokenizerConfig, find_tokenizer, make_tokenizer
@@ -342,8 +344,16 @@ def tokenizer_of(options: StageOptions, given: Tokenizer | None, train: object) 
             if options.tokenizer == TokenizerConfig():
                 raise
     is_trained = options.tokenizer.name == "sentencepiece" and options.tokenizer.path is None
-    source = open_source(iter_texts(train, options.data.columns)) if is_trained and train is not None else None
-    return make_tokenizer(options.tokenizer, source, default_root())
+    if not is_trained or train is None:
+        return make_tokenizer(options.tokenizer, None, default_root())
+    columns, entries = options.data.columns, weighted_sources(train, ("columns",))
+    parts = (
+        [(train, columns)]
+        if entries is None
+        else [(each.source, each.options.get("columns", columns)) for each in entries]
+    )
+    texts = chain.from_iterable(iter_texts(spec, own) for spec, own in parts)
+    return make_tokenizer(options.tokenizer, open_source(texts), default_root())
 
 
 def load_policy(folder: Path, device: torch.device, level: CompileLevel = "O1", dtype: LoadDtype = "fp32") -> nn.Module:

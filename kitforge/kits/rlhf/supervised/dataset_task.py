@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -41,7 +42,7 @@ class DatasetTask(Task, Generic[Options, Row]):
         self._build = build
         self._world = world
         self._reference_model = frozen
-        self._schedule = row_schedule(len(rows.train), options, world)
+        self._schedule = replace(row_schedule(len(rows.train), options, world), mixture=rows.mixture)
 
     @abstractmethod
     def micro_batches(self, model: nn.Module, rows: Sequence[Row], step: int) -> list[MicroBatch]:
@@ -60,6 +61,14 @@ class DatasetTask(Task, Generic[Options, Row]):
     def num_steps(self, epochs: float) -> int | None:
         """Steps in that many passes over the rows."""
         return self._schedule.num_steps(epochs)
+
+    def is_endless(self) -> bool:
+        """Whether the data last for any number of steps."""
+        return self._schedule.is_endless
+
+    def position_metrics(self, samples: int) -> dict[str, float]:
+        """Samples of each source of a mixture so far."""
+        return {} if self._rows.mixture is None else self._rows.mixture.metrics(samples)
 
     def steps(self, model: nn.Module, cursor: Cursor) -> Iterator[list[MicroBatch]]:
         """Batches from the cursor on."""

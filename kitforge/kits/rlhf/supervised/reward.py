@@ -51,8 +51,10 @@ class RewardTask(PairTask[RewardOptions]):
     def normalize(self, model: nn.Module) -> None:
         """Set mean and deviation of the model to those of its scores of training responses, over all ranks."""
         network, scores, counted = cast(ValueHeadModel, model), [], []
+        rows, mixture = self._rows.train, self._rows.mixture
+        chosen = range(min(NORMALIZATION_PAIRS, len(rows))) if mixture is None else mixture.rows(0, NORMALIZATION_PAIRS)
         with torch.no_grad():
-            for batch in self.micro_batches(model, self._rows.train[:NORMALIZATION_PAIRS], 0):
+            for batch in self.micro_batches(model, [rows[index] for index in chosen], 0):
                 scores.append(_scores(model, batch).double().cpu())
                 counted.append(batch["weights"].double().repeat(2))
         values, weights = torch.cat(scores), torch.cat(counted)

@@ -226,7 +226,10 @@ class PlainRun:
             if self.critic is not None:
                 value = value + self.value_errors(each).sum() / num_tokens
         line |= {"policy_loss": policy.item(), "entropy": entropy / num_tokens}
-        line |= {"clip_fraction": clipped / num_tokens, "approx_kl": far / num_tokens}
+        line["approx_kl"] = far / num_tokens
+        # The advantages of equal scores are zero but for the rounding, whose sign decides what counts as clipped.
+        if not any(((each.advantages.abs() < 1e-9) & (each.advantages != 0)).any() for each in part):
+            line["clip_fraction"] = clipped / num_tokens
         total = policy * (0.0 if number < o.rl.critic_warmup else 1.0)
         if self.critic is not None:
             line["value_loss"] = value.item()

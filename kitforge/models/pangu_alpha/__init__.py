@@ -1,0 +1,1 @@
+"""PanGu-alpha."""

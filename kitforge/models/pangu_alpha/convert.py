@@ -1,0 +1,100 @@
+"""Conversion of PanGu-alpha, in the names of its PyTorch port (`model_type: gpt_pangu`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kitforge.core.nn.decoder import MAX_LAYERS
+from kitforge.models.pangu_alpha.model import PanguAlphaConfig
+from kitforge.models.weight_mapping import ConfigFile, Converter, TensorMapping, decoder_mappings, require
+
+# MindSpore calls the activation of the published training fast_gelu; `gelu_fast` of Hugging Face is another one.
+_ACTIVATIONS = {"quick_gelu": "quick_gelu", "fast_gelu": "quick_gelu", "gelu": "gelu", "gelu_new": "gelu_tanh"}
+
+
+def read_config(config: Mapping[str, Any]) -> PanguAlphaConfig:
+    """Our options from config.json. Raises ModelError."""
+    config = ConfigFile(config)
+    require(config, {"scale_attn_weights": True}, "PanGu-alpha")
+    activation = config.get("activation_function", "gelu")
+    config.check(activation in _ACTIVATIONS, "activation_function", ", ".join(_ACTIVATIONS))
+    return PanguAlphaConfig(
+        vocab_size=config.count("vocab_size"),
+        dim=config.count("hidden_size"),
+        num_layers=config.count("num_layers", largest=MAX_LAYERS),
+        num_heads=config.count("num_heads"),
+        max_length=config.count("max_position_embeddings", 1024),
+        mlp_dim=config.optional_count("intermediate_size"),
+        activation=_ACTIVATIONS[activation],  # type: ignore[arg-type]
+        norm_eps=config.number("layer_norm_epsilon", 1e-5, below=1.0),
+        tie_embeddings=config.flag("tie_word_embeddings", True),
+        embedding_dropout=config.number("embd_pdrop", 0.1, below=1.0),
+        attention_dropout=config.number("attn_pdrop", 0.1, below=1.0),
+        residual_dropout=config.number("resid_pdrop", 0.1, below=1.0),
+    )
+
+
+def write_config(config: PanguAlphaConfig) -> dict[str, Any]:
+    """The values of config.json."""
+    names = {ours: theirs for theirs, ours in _ACTIVATIONS.items() if theirs != "fast_gelu"}
+    return {
+        "architectures": ["GPTPanguForCausalLM"],
+        "model_type": "gpt_pangu",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.dim,
+        "num_layers": config.num_layers,
+        "num_heads": config.num_heads,
+        "max_position_embeddings": config.max_length,
+        "intermediate_size": config.mlp_dim,
+        "layer_norm_epsilon": config.norm_eps,
+        "activation_function": names[config.activation],
+        "tie_word_embeddings": config.tie_embeddings,
+        "embd_pdrop": config.embedding_dropout,
+        "attn_pdrop": config.attention_dropout,
+        "resid_pdrop": config.residual_dropout,
+    }
+
+
+def tensor_mappings(config: PanguAlphaConfig, _model_type: str) -> list[TensorMapping]:
+    """Our tensors and theirs. Their norm before the query layer is of the whole network; ours is of the layer."""
+    top = f"blocks.{config.num_layers - 1}."
+    theirs = {
+        "embedding.weight": "transformer.wte.weight",
+        "position.weight": "transformer.wpe.weight",
+        f"{top}query_position.weight": "transformer.wqe.weight",
+        f"{top}input_norm.weight": "transformer.ln_f.weight",
+        f"{top}input_norm.bias": "transformer.ln_f.bias",
+        "output": "lm_head.weight",
+    }
+    return decoder_mappings(config, theirs, "transformer.h", _block)
+
+
+_LAYERS = {
+    "attention_norm": "ln_1",
+    "attention.query": "attn.q_proj",
+    "attention.key": "attn.k_proj",
+    "attention.value": "attn.v_proj",
+    "attention.out": "attn.c_proj",
+    "mlp_norm": "ln_2",
+    "mlp.up": "mlp.c_fc",
+    "mlp.down": "mlp.c_proj",
+}
+
+
+def _block(ours: str, theirs: str) -> list[TensorMapping]:
+    return [
+        TensorMapping(ours=f"{ours}{name}.{kind}", theirs=f"{theirs}{source}.{kind}")
+        for name, source in _LAYERS.items()
+        for kind in ("weight", "bias")
+    ]
+
+
+CONVERTER = Converter(
+    model_types=("gpt_pangu",),
+    read_config=read_config,
+    write_config=write_config,
+    tensor_mappings=tensor_mappings,
+    prefixes=("transformer.",),
+    ignored_suffixes=("attn.bias", "attn.masked_bias"),
+)

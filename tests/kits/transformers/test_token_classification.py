@@ -1,0 +1,325 @@
+"""The task `token_classification`: words and tags, entities, ranks, resumption, and what peers make of it."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+import transformers
+from seqeval.metrics import f1_score, precision_score, recall_score
+
+from kitforge.api import Trainer, load_model, pipeline, save_model
+from kitforge.cli.main import run as run_command
+from kitforge.core.parallel.config import ParallelConfig
+from kitforge.core.parallel.rendezvous import Rendezvous
+from kitforge.data.tokenizer import ByteTokenizer
+from kitforge.foundation.errors import ConfigError, DataError, ModelError
+from kitforge.kits.kit import RunInputs
+from kitforge.kits.registry import kit_of_folder, recorded_task
+from kitforge.kits.transformers.build import TASKS
+from kitforge.kits.transformers.token_classification import TaggedRows, entity_counts, words_of
+from kitforge.trainer.run_folder import train
+from tests.distributed.ranks import run_ranks
+from tests.distributed.training import TestRendezvous
+from tests.kits.transformers.test_adapters import base
+from tests.trainer import tiny
+
+KIT: Any = TASKS["token_classification"]
+OPTIONS: dict[str, Any] = {
+    "model": tiny.LLAMA,
+    "data.batch_size": 5,
+    "data.sequence_length": 64,
+    "data.eval_fraction": 0.2,
+    "trainer.max_steps": 6,
+    "trainer.progress": False,
+    "trainer.log_every": 1,
+    "optimizer.learning_rate": 1e-2,
+    "device": "cpu",
+}
+LABELS = ("B-LOC", "B-PER", "I-PER", "O")
+
+
+def rows(count: int = 40) -> list[dict[str, Any]]:
+    """Words of which some are names; of a name of two words the second is inside."""
+    generator = random.Random(5)
+    found = []
+    for _ in range(count):
+        words, tags = ["the"], ["O"]
+        for _ in range(generator.randint(0, 3)):
+            chosen, its = generator.choice(
+                [(["moon"], ["O"]), (["Rome"], ["B-LOC"]), (["Ann", "Zoë"], ["B-PER", "I-PER"])]
+            )
+            words += chosen
+            tags += its
+        found.append({"tokens": words, "ner_tags": tags})
+    return found
+
+
+def begin(folder: Path | None, choices: dict[str, Any] | None = None, rendezvous: Any = None, **given: Any) -> Any:
+    values = OPTIONS | {"output_dir": None if folder is None else str(folder)} | (choices or {})
+    options = KIT.read_options(tiny.nested(values))
+    inputs = RunInputs(**({"train_dataset": rows(), "processor": ByteTokenizer()} | given))
+    return KIT.assemble(options, inputs, rendezvous or Rendezvous.open(options.parallel, options.device))
+
+
+def run(folder: Path | None, choices: dict[str, Any] | None = None, rendezvous: Any = None, **given: Any) -> Any:
+    assembly = begin(folder, choices, rendezvous, **given)
+    return assembly, train(assembly.loop, assembly.options, assembly.folder, assembly.config_text)
+
+
+def test_a_label_lies_on_the_first_token_of_its_word() -> None:
+    tokens, owners = words_of(ByteTokenizer(), ["Zoë", "is"])
+    assert bytes(tokens).decode() == "Zoë is"
+    assert owners == [0, 0, 0, 0, -1, 1, 1]
+    given = [{"tokens": ["Zoë", "is"], "ner_tags": ["B-PER", "O"]}] * 2
+    for labels_all, wanted in ((False, [1, -1, -1, -1, -1, 3, -1]), (True, [1, 2, 2, 2, -1, 3, 3])):
+        choices = {"data.eval_fraction": 0.0, "labels": list(LABELS), "data.label_all_tokens": labels_all}
+        data = begin(None, choices, train_dataset=given).loop.task._data
+        batch = cast(TaggedRows, data.train).batch(torch.arange(1).numpy(), 257)
+        assert batch["labels"].tolist() == [wanted]
+        assert batch["firsts"].nonzero()[:, 1].tolist() == [0, 5]
+
+
+@pytest.mark.parametrize("labels_all", [False, True])
+def test_the_metrics_are_those_of_each_row_alone(labels_all: bool) -> None:
+    choices = {"trainer.micro_batch_size": 3, "data.label_all_tokens": labels_all, "data.batch_size": 3}
+    assembly = begin(None, choices, eval_dataset=rows(17))
+    model, found = assembly.loop.model, assembly.loop.evaluate()
+    losses, wanted, ours = [], [], []
+    for row in rows(17):
+        tokens, owners = words_of(ByteTokenizer(), row["tokens"])
+        with torch.no_grad():
+            logits = model(torch.tensor([tokens]))[0].double()
+        seen: dict[int, str] = {}
+        for position, word in enumerate(owners):
+            is_first = word >= 0 and word not in seen
+            if is_first or (labels_all and word >= 0):
+                tag = row["ner_tags"][word]
+                tag = tag if is_first else tag.replace("B-PER", "I-PER")
+                losses.append(-logits[position].log_softmax(-1)[LABELS.index(tag)])
+            seen.setdefault(word, LABELS[int(logits[position].argmax())])
+        wanted.append(row["ner_tags"])
+        ours.append([seen[number] for number in range(len(row["tokens"]))])
+    assert found["eval/loss"] == pytest.approx(float(torch.stack(losses).mean()), rel=1e-6)
+    assert found["eval/f1"] == pytest.approx(f1_score(wanted, ours))
+    assert found["eval/precision"] == pytest.approx(precision_score(wanted, ours))
+    assert found["eval/recall"] == pytest.approx(recall_score(wanted, ours))
+
+
+def test_entities_are_those_of_seqeval_and_do_not_cross_rows() -> None:
+    draw = random.Random(3)
+    wanted, found = ([[draw.choice(LABELS) for _ in range(draw.randint(0, 6))] for _ in range(40)] for _ in range(2))
+    found = [(ours + ["I-PER"] * 6)[: len(theirs)] for theirs, ours in zip(wanted, found, strict=True)]
+    sums = [sum(each) for each in zip(*map(entity_counts, wanted, found), strict=True)]
+    assert sums[0] / sums[1] == pytest.approx(precision_score(wanted, found))
+    assert sums[0] / sums[2] == pytest.approx(recall_score(wanted, found))
+
+
+def test_padding_is_never_read() -> None:
+    model = begin(None).loop.model.double().eval()
+    tokens = torch.randint(0, 200, (3, 9))
+    with torch.no_grad():
+        wanted = model(tokens)[:, :4]
+        tokens[:, 4:] = 257
+        assert torch.equal(model(tokens)[:, :4], wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("choices", [{}, {"model": tiny.GPT2 | tiny.DROPOUT, "trainer.micro_batch_size": 2}])
+def test_a_killed_and_resumed_run_is_the_run_that_was_never_killed(choices: dict[str, Any], tmp_path: Path) -> None:
+    choices = choices | {"trainer.checkpoint_every": 2, "trainer.save_total_limit": 9}
+    run(tmp_path / "whole", choices)
+    folder = tiny.copy_up_to(tmp_path / "whole", tmp_path / "killed", 4)
+    run(folder, choices | {"resume": "auto"})
+    tiny.assert_same(folder, tmp_path / "whole")
+    with pytest.raises(ConfigError, match="rows are not those"):
+        other = tiny.copy_up_to(tmp_path / "whole", tmp_path / "other", 4)
+        run(other, choices | {"resume": "auto"}, train_dataset=rows(30))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bloom"])
+def test_transformers_gives_the_same_logits_and_its_folder_is_read_back(family: str, tmp_path: Path) -> None:
+    bloom = {"family": "bloom", "dim": 32, "num_layers": 2, "num_heads": 2, "max_length": 64}
+    run(tmp_path / "run", {"model": {"llama": tiny.LLAMA, "gpt2": tiny.GPT2, "bloom": bloom}[family]})
+    save_model(tmp_path / "run", tmp_path / "folder")
+    loader: Any = transformers.AutoModelForTokenClassification
+    theirs, notes = loader.from_pretrained(tmp_path / "folder", output_loading_info=True)
+    assert not notes["missing_keys"] and not notes["unexpected_keys"]
+    assert theirs.config.id2label == dict(enumerate(LABELS))
+    ours = cast(Any, load_model(tmp_path / "run"))
+    assert bool((ours.score.bias != 0).any())
+    ids = torch.tensor([ByteTokenizer().encode("the moon of Rome")])
+    with torch.no_grad():
+        assert torch.allclose(theirs.eval()(ids).logits, ours(ids), atol=1e-5)
+        again = cast(Any, load_model(tmp_path / "folder"))
+        assert torch.equal(again(ids), ours(ids))
+    assert again.labels == LABELS
+    assert recorded_task(tmp_path / "folder") == "token_classification"
+    assert kit_of_folder(tmp_path / "folder") is KIT
+    same = begin(None, {"model": {}, "checkpoint": str(tmp_path / "folder")}).loop.model
+    assert torch.equal(same.score.bias, ours.score.bias)
+
+
+@pytest.mark.slow
+def test_it_learns_the_names_and_the_pipeline_finds_them(tmp_path: Path) -> None:
+    _, found = run(tmp_path, {"trainer.max_steps": 80, "trainer.epochs": 20, "optimizer.learning_rate": 4e-3})
+    assert found["eval/f1"] > 0.9
+    find = pipeline("token_classification", model=tmp_path)
+    entities = find("the Ann Zoë Rome", aggregation_strategy="first")
+    kept = [(each["entity_group"], each["word"], each["start"], each["end"]) for each in entities]
+    assert kept == [("PER", "Ann Zoë", 4, 11), ("LOC", "Rome", 12, 16)]
+
+
+def bpe_folder(folder: Path) -> Any:
+    """A classifier of transformers with initial weights, and a byte-level tokenizer trained on these rows."""
+    import tokenizers
+
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.post_processor = tokenizers.processors.ByteLevel(trim_offsets=True)
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=290, special_tokens=["<end>"], initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    )
+    tokenizer.train_from_iterator([" ".join(row["tokens"]) for row in rows()], trainer)
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<end>")
+    fast.save_pretrained(folder)
+    torch.manual_seed(3)
+    config = transformers.LlamaConfig(
+        vocab_size=len(fast), hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48,
+        id2label=dict(enumerate(LABELS)), label2id={}, initializer_range=0.4,
+    )  # fmt: skip
+    model = transformers.LlamaForTokenClassification(config).eval()
+    model.save_pretrained(folder)
+    return transformers.pipeline("token-classification", model=model, tokenizer=fast)
+
+
+@pytest.mark.filterwarnings("ignore:Tokenizer does not support real words")
+@pytest.mark.parametrize("strategy", ["none", "simple", "first", "average", "max"])
+def test_the_pipeline_gives_what_that_of_transformers_gives(strategy: Any, tmp_path: Path) -> None:
+    theirs = bpe_folder(tmp_path)
+    ours = pipeline("token_classification", model=tmp_path)
+    # Each word begins as one of the training rows: of a space that is a token of its own they make an entity.
+    text = "the moonlit Annex Zoë, Romes moon Ann"
+    wanted = theirs(text, aggregation_strategy=strategy, ignore_labels=["O"])
+    found = ours(text, aggregation_strategy=strategy)
+    assert len(wanted) > 2
+    for mine, other in zip(found, wanted, strict=True):
+        # Their word is the spelling of the token, or loses spaces.
+        assert {**mine, "word": "", "score": 0} == {**other, "word": "", "score": 0}
+        assert mine["score"] == pytest.approx(float(other["score"]), abs=1e-5)
+        assert mine["word"] == text[mine["start"] : mine["end"]]
+    assert ours([text, "Rome"], aggregation_strategy=strategy)[0] == found
+
+
+def test_an_adapter_and_the_head_learn_and_the_run_is_read_back(tmp_path: Path) -> None:
+    start = base(tmp_path / "base")
+    choices = {"model": {}, "checkpoint": str(start), "lora.rank": 4, "trainer.max_steps": 3}
+    model = run(tmp_path / "run", choices, processor=None)[0].loop.model.eval()
+    trained = {name for name, each in model.named_parameters() if each.requires_grad}
+    assert {"score.weight", "score.bias"} < trained
+    assert all(".adapters." in name for name in trained - {"score.weight", "score.bias"})
+    ids = torch.tensor([ByteTokenizer().encode("the Rome")])
+    with torch.no_grad():
+        assert torch.allclose(cast(Any, load_model(tmp_path / "run"))(ids), model(ids), atol=2e-5)
+    page = json.loads((tmp_path / "run" / "adapter" / "adapter_config.json").read_text())
+    assert (page["task_type"], page["modules_to_save"]) == ("TOKEN_CLS", ["score"])
+
+
+def test_the_command_line_trains_evaluates_and_tags_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows()))
+    common = ["trainer.max_steps=2", "trainer.progress=false", "device=cpu"]
+    given = [f"data.train={tmp_path / 'rows.jsonl'}", f"output_dir={tmp_path / 'run'}"]
+    assert run_command(["train", "task=token_classification", "model=llama_tiny", *given, *common]) == 0
+    capsys.readouterr()
+    chosen, target = [f"checkpoint={tmp_path / 'run'}", f"data.eval={tmp_path / 'rows.jsonl'}"], tmp_path / "tags.jsonl"
+    assert run_command(["evaluate", *chosen]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert set(found) == {"loss", "accuracy", "precision", "recall", "f1"}
+    assert run_command(["predict", *chosen, f"output={target}"]) == 0
+    lines = [json.loads(line) for line in target.read_text().splitlines()]
+    assert [line["tokens"] for line in lines] == [row["tokens"] for row in rows()]
+    assert all(len(line["predicted_tags"]) == len(line["tokens"]) for line in lines)
+    right = [tag == own for line in lines for tag, own in zip(line["predicted_tags"], line["ner_tags"], strict=True)]
+    assert sum(right) / len(right) == pytest.approx(found["accuracy"])
+
+
+def test_labels_that_are_no_chunk_tags_have_no_entities() -> None:
+    given = [{"tokens": ["a", "b"], "ner_tags": [1, 0]}] * 5
+    found = begin(None, train_dataset=given).loop.evaluate()
+    assert set(found) == {"eval/loss", "eval/accuracy", "eval/f1"}
+
+
+BAD: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
+    ("no tags", {}, {"tokens": ["a"]}, "has no column 'ner_tags'"),
+    ("no words", {}, {"tokens": [], "ner_tags": []}, "row 41.*has no words"),
+    ("a text", {}, {"tokens": "a b", "ner_tags": ["O", "O"]}, "row 41.*has no words"),
+    ("an empty word", {}, {"tokens": [" "], "ner_tags": ["O"]}, "row 41.*has no words"),
+    ("too few tags", {}, {"tokens": ["a", "b"], "ner_tags": ["O"]}, "row 41.*(?s:other tags.*1 tags)"),
+    ("unknown", {"labels": list(LABELS)}, {"tokens": ["a"], "ner_tags": ["B-LOK"]}, "row 41.*(?s:unknown.*B-LOC)"),
+    ("too large", {"labels": list(LABELS)}, {"tokens": ["a"], "ner_tags": [4]}, "row 41.*unknown label"),
+    ("too long", {}, {"tokens": ["a" * 65], "ner_tags": ["O"]}, "row 41.*too long"),
+]
+
+
+@pytest.mark.parametrize(("choices", "row", "message"), [each[1:] for each in BAD], ids=[each[0] for each in BAD])
+def test_a_row_that_cannot_be_used_is_named(choices: dict[str, Any], row: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        begin(None, choices, train_dataset=[*rows(), row])
+
+
+def test_rows_can_be_skipped_or_cut_instead(caplog: pytest.LogCaptureFixture) -> None:
+    extra = [{"tokens": ["a" * 60, "bcdef"], "ner_tags": ["O", "O"]}, {"tokens": ["x"]}]
+    choices = {"data.on_invalid": "skip", "data.on_too_long": "cut_right", "data.eval_fraction": 0.0}
+    data = begin(None, choices, train_dataset=[*rows(), *extra]).loop.task._data
+    assert (len(data.train), int(data.train.lengths.max())) == (41, 64)
+    assert "1 more were skipped, 1 were cut" in caplog.text
+
+
+def test_another_model_and_a_long_text_are_refused(tmp_path: Path) -> None:
+    start = base(tmp_path / "base")
+    with pytest.raises(ModelError, match="no classifier here"):
+        KIT.load(start, torch.device("cpu"))
+    with pytest.raises(ModelError, match="does not label tokens"):
+        pipeline("token_classification", model=cast(Any, load_model(start)), processor=ByteTokenizer())
+    options = {"trainer.max_steps": 1, "trainer.progress": False, "device": "cpu", "data.sequence_length": 64}
+    trainer = Trainer("token_classification", start, rows(), rows(9), output_dir=tmp_path / "run", options=options)
+    trainer.train()
+    for text in ("", "a" * 5000):
+        with pytest.raises(DataError, match="text 0 does not fit"):
+            trainer.predict(text)
+
+
+MESHES = [
+    ParallelConfig(data=2, sequence_parallel=False),
+    ParallelConfig(shard=2, sequence_parallel=False),
+    ParallelConfig(tensor=2, sequence_parallel=False),
+]
+
+
+def metrics(_rank: int, folder: Path, meshes: list[ParallelConfig]) -> list[tuple[dict[str, float], list[float]]]:
+    """Metrics and losses of a short run on each mesh, whose last step has one row."""
+    torch.set_num_threads(1)
+    found = []
+    for number, degrees in enumerate(meshes):
+        names = ("data", "shard", "tensor", "sequence_parallel")
+        mesh = {f"parallel.{name}": getattr(degrees, name) for name in names}
+        choices = mesh | {"trainer.max_steps": 12, "trainer.epochs": 1}
+        place = folder / f"{number}-{degrees.world_size}"
+        given = {"train_dataset": rows(16), "eval_dataset": rows(11)}
+        ended = run(place, choices, TestRendezvous(degrees), **given)[1]
+        found.append((ended, [line["loss"] for line in tiny.records(place, "train")]))
+    return found
+
+
+@pytest.mark.slow
+def test_two_ranks_are_one(tmp_path: Path) -> None:
+    ((wanted, losses),) = metrics(0, tmp_path, [ParallelConfig(sequence_parallel=False)])
+    for rank in run_ranks(2, metrics, tmp_path, MESHES):
+        for degrees, (found, own) in zip(MESHES, rank, strict=True):
+            assert found == pytest.approx(wanted, rel=1e-4), degrees
+            assert own == pytest.approx(losses, rel=1e-4), degrees
