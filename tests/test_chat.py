@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from kitforge.cli import chat as module
+from tests.patience import PATIENCE
 
 
 class Talker:
@@ -77,6 +78,6 @@ def test_a_conversation_is_shown_prompted_and_ended_by_its_keys(
         assert "1 of them" in until(ours, "\n> ")
         # Ctrl-D.
         os.write(ours, b"\x04")
-        chat.join(20)
+        chat.join(PATIENCE)
         assert ends == [0]
     assert "/reset clears the conversation" in capsys.readouterr().err

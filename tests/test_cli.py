@@ -43,6 +43,7 @@ from kitforge.foundation.log import console, log_to_terminal, sanitize, sanitizi
 from kitforge.kits.registry import recorded_task, task_names
 from kitforge.kits.transformers.config import TextGenerationOptions
 from kitforge.report.metrics import read_run
+from tests.patience import PATIENCE
 from tests.small_run import ARGUMENTS, TEXT, WITHOUT_MODEL
 
 ROOT = Path(__file__).parents[1]
@@ -552,7 +553,7 @@ def test_a_preset_is_no_checkpoint() -> None:
 @pytest.mark.slow
 def test_a_mistake_is_told_without_a_traceback() -> None:
     process = started("train", "trainer.max_step=3")
-    output, told = process.communicate(timeout=60)
+    output, told = process.communicate(timeout=PATIENCE)
     assert (process.returncode, output) == (1, "")
     assert told == "error: unknown option 'trainer.max_step'\n  do:       did you mean 'trainer.max_steps'?\n"
 
@@ -560,7 +561,7 @@ def test_a_mistake_is_told_without_a_traceback() -> None:
 @pytest.mark.slow
 def test_a_traceback_is_there_for_the_asking() -> None:
     process = started("train", "trainer.max_step=3", "--traceback")
-    assert "Traceback" in process.communicate(timeout=60)[1]
+    assert "Traceback" in process.communicate(timeout=PATIENCE)[1]
 
 
 @pytest.mark.parametrize(
@@ -583,11 +584,11 @@ def test_an_interrupted_run_is_saved_and_reported_and_goes_on(small_run: Path) -
     arguments = [*ARGUMENTS, "data.train=corpus.txt", "output_dir=runs/a", "trainer.max_steps=100000"]
     process = started("train", *arguments)
     metrics = Path("runs/a/metrics.jsonl")
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE
     while not (metrics.exists() and metrics.read_text().count("\n") > 2) and time.monotonic() < deadline:
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    output, told = process.communicate(timeout=60)
+    output, told = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130, told
     assert "output_dir=runs/a resume=auto" in output
     assert "Traceback" not in told

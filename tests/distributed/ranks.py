@@ -16,7 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import multiprocessing
 
-TIMEOUT = datetime.timedelta(seconds=60)
+from tests.patience import PATIENCE
+
+TIMEOUT = datetime.timedelta(seconds=PATIENCE)
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:

@@ -27,6 +27,7 @@ from tests.core.checkpoint import example, sharded
 from tests.core.checkpoint.example import assert_equal
 from tests.core.checkpoint.killed import FILE_EVENTS
 from tests.distributed.ranks import run_ranks
+from tests.patience import PATIENCE
 
 pytestmark = pytest.mark.slow
 
@@ -230,7 +231,7 @@ def save_while_training(rank: int, root: Path) -> float:
     gate, write = threading.Event(), safetensors_file.write_shard
 
     def wait_and_write(*arguments: Any) -> Any:
-        assert gate.wait(timeout=30)
+        assert gate.wait(timeout=PATIENCE)
         return write(*arguments)
 
     safetensors_file.write_shard = wait_and_write

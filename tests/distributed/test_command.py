@@ -17,6 +17,7 @@ from torch import multiprocessing
 from kitforge.cli import main as cli
 from kitforge.foundation.errors import ConfigError
 from tests.distributed.training import BASE, LLAMA, write_text
+from tests.patience import PATIENCE
 from tests.warm.shell import Run
 
 pytestmark = pytest.mark.slow
@@ -103,7 +104,7 @@ def test_it_starts_its_own_ranks_and_one_of_them_speaks(
 def test_torchrun_starts_them_as_well(folder: Path, alone: list[float]) -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "kitforge", "train"]
     words = [sys.executable, *torchrun, *command(folder, "torchrun", "parallel.data=2")]
-    done = subprocess.run(words, cwd=folder, env=environment(), capture_output=True, text=True, timeout=300)
+    done = subprocess.run(words, cwd=folder, env=environment(), capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     assert losses(folder, "torchrun") == pytest.approx(alone, abs=2e-6)
     assert done.stdout.count("try next") == 1
@@ -157,7 +158,7 @@ def test_a_killed_rank_ends_the_run_or_it_starts_again_and_ends_the_same(
     victim = ranks_of(process.pid)[-1]
     wait_for(folder / run / "checkpoints" / "step_3")
     os.kill(victim, signal.SIGKILL)
-    _, complaint = process.communicate(timeout=240)
+    _, complaint = process.communicate(timeout=PATIENCE)
     if restarts == 0:
         assert process.returncode == 1
         assert complaint.count("error:") == 1 and "killed by SIGKILL" in complaint

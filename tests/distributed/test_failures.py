@@ -46,7 +46,7 @@ from tests.distributed.test_launch import failure
 from tests.trainer.regression import Regression
 
 # Seconds; a rank that waits for another would wait far longer than any of these tests may take.
-PATIENCE, LIMIT = 300.0, 30.0
+PATIENCE, LIMIT = 3600.0, 600.0
 FULL = "No space left on device"
 STEP = 3
 

@@ -26,6 +26,7 @@ from kitforge.core.parallel.launch import launch
 from kitforge.foundation import device as devices
 from kitforge.foundation.errors import DeviceError, KitforgeError, TrainingError
 from tests.distributed.rank_program import TIMEOUT
+from tests.patience import PATIENCE
 
 pytestmark = pytest.mark.slow
 
@@ -117,7 +118,7 @@ def test_ranks_that_died_are_started_again(capfd: pytest.CaptureFixture[str]) ->
 def wait_for_a_signal() -> None:
     os.setsid()
     warnings.simplefilter("ignore", ResourceWarning)
-    sys.exit(launch(["wait for a signal"], ParallelConfig(shard=2, timeout=60), program=PROGRAM))
+    sys.exit(launch(["wait for a signal"], ParallelConfig(shard=2, timeout=PATIENCE), program=PROGRAM))
 
 
 @pytest.mark.slow
@@ -126,13 +127,13 @@ def test_an_interrupt_reaches_every_rank_once_and_they_have_time_to_save() -> No
     process.start()
     wait_for(lambda: Path("ready-0").exists() and Path("ready-1").exists())
     os.kill(process.pid, signal.SIGINT)
-    process.join(30)
+    process.join(PATIENCE)
     assert process.exitcode == 130
     assert [Path(f"saved-{rank}").read_text() for rank in range(2)] == ["1", "1"]
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + 60
+    until = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < until
         time.sleep(0.05)

@@ -15,6 +15,8 @@ from typing import final
 
 import pytest
 
+from tests.patience import PATIENCE
+
 
 @final
 class RedisServer:
@@ -56,7 +58,7 @@ class RedisServer:
         """End it, with SIGKILL at once."""
         if self._process is not None:
             self._process.send_signal(how)
-            self._process.wait(timeout=20)
+            self._process.wait(timeout=PATIENCE)
             self._process = None
 
 

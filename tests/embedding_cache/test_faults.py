@@ -27,6 +27,7 @@ from kitforge.embedding_cache.tiers.write_behind import WriteBehindStore
 from kitforge.foundation.errors import ModelError
 from tests.embedding_cache import training
 from tests.embedding_cache.training import DIM, Case, assert_same_bits, build, outcome, train, uncached
+from tests.patience import PATIENCE
 
 # The tightest capacity, since with room to spare a broken cache may pass.
 TIGHT = Case(optimizer="lazy_adam", depth=2, tiers="file", spare=0.0)
@@ -46,7 +47,7 @@ def training_falls_behind(patch: pytest.MonkeyPatch) -> None:
     def late(*arguments: Any) -> Tensor:
         nonlocal num_computed
         num_computed += 1
-        latest = time.monotonic() + 10
+        latest = time.monotonic() + PATIENCE
         while num_planned < min(num_computed + 1, training.NUM_STEPS) and time.monotonic() < latest:
             time.sleep(0.001)
         return forward(*arguments)

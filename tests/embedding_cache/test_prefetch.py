@@ -14,6 +14,7 @@ from kitforge.embedding_cache.pins import LookupHandle, PinRegistry
 from kitforge.embedding_cache.table import CachedEmbedding
 from kitforge.foundation.errors import ConfigError, DataError
 from tests.embedding_cache.training import batches, bits, largest_batch
+from tests.patience import PATIENCE
 
 DIM = 4
 
@@ -192,7 +193,7 @@ def test_a_row_that_two_threads_ask_for_stays_for_the_later_lookup(monkeypatch: 
             planned.wait(0.3)
 
     def ahead() -> None:
-        numbered.wait(5)
+        numbered.wait(PATIENCE)
         table.rows.prefetch(ids)
         planned.set()
 
@@ -201,7 +202,7 @@ def test_a_row_that_two_threads_ask_for_stays_for_the_later_lookup(monkeypatch: 
     thread.start()
     with torch.no_grad():
         table(torch.tensor([[5]]))
-    thread.join(5)
+    thread.join(PATIENCE)
     [[later]] = ([each.handle for each in queue] for queue in table.rows.prefetched._lookups.values())
     assert int(table.rows.device.index.last_use[later.slots]) == later.number
 

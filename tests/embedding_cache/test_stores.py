@@ -21,6 +21,7 @@ from kitforge.embedding_cache.tiers.host import HostStore
 from kitforge.embedding_cache.tiers.two_level import TwoLevelStore
 from kitforge.embedding_cache.tiers.write_behind import WriteBehindStore
 from kitforge.foundation.errors import ConfigError, TrainingError
+from tests.patience import PATIENCE
 
 WIDTH = 3
 KEYS = (-(2**63), 2**63 - 1, 0, -1, 1, 2**32)
@@ -206,7 +207,7 @@ class Broken(RowStore):
         return self.inner.read(keys, out)
 
     def write(self, keys: Tensor, rows: Tensor) -> None:
-        self.may_write.wait(5)
+        self.may_write.wait(PATIENCE)
         if self.is_broken:
             raise OSError("gone")
         self.inner.write(keys, rows)
@@ -249,7 +250,7 @@ def test_a_writer_waits_when_too_much_is_on_its_way() -> None:
         writer.join(0.1)
         assert writer.is_alive()
         below.may_write.set()
-        writer.join(5)
+        writer.join(PATIENCE)
         assert len(store) == 12
 
 

@@ -25,9 +25,9 @@ from kitforge.inference.text_engine import Detokenizer, InferenceOptions
 from kitforge.models.catalog import config_of
 from kitforge.models.loading import build
 from tests.inference.recomputation import network, recomputed
+from tests.patience import PATIENCE
 from tests.trainer import tiny
 
-PATIENCE = 60.0
 CHAT = [{"role": "user", "content": "the sun?"}]
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from kitforge.report.page import write_report
+from tests.patience import PATIENCE
 
 PHONE, WIDE = (390, 2000), (1280, 2000)
 _FLAGS = (
@@ -76,7 +77,7 @@ def open_page(browser: str, page: Path, size: tuple[int, int], *flags: str) -> t
     profile = page.parent / f"profile-{len(list(page.parent.iterdir()))}"
     window = f"--window-size={size[0]},{size[1]}"
     command = [browser, *_FLAGS, f"--user-data-dir={profile}", window, *flags, page.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=True)
     return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
 
 

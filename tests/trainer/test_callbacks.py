@@ -20,6 +20,7 @@ from kitforge.core.checkpoint.manifest import steps
 from kitforge.foundation.errors import CheckpointError, DependencyError
 from kitforge.trainer.callbacks import progress
 from kitforge.trainer.callbacks.callback import Callback, Event, RunContext
+from tests.patience import PATIENCE
 from tests.trainer import tiny
 from tests.trainer.regression import Regression, train
 from tests.trainer.test_course import Scripted
@@ -137,7 +138,7 @@ def test_tracking_keeps_every_record_under_its_step_without_a_network(
     monkeypatch.setenv("WANDB_SILENT", "true")
     train(tmp_path / "line", Scripted(1.0), wandb="project", max_steps=2)
     # Its own process writes the file, and on a busy machine is not done when it says so.
-    latest = time.monotonic() + 60
+    latest = time.monotonic() + PATIENCE
     while len(tracked(tmp_path / "line")) < 3 and time.monotonic() < latest:
         time.sleep(0.1)
     (_, (project, name, config)), *records = tracked(tmp_path / "line")

@@ -22,6 +22,7 @@ from kitforge.core.parallel.mesh import Mesh
 from kitforge.core.parallel.world import World
 from kitforge.foundation.types import Region
 from tests.core.checkpoint.example import assert_equal
+from tests.patience import PATIENCE
 
 # Sizes that 2, 3 and 4 do not divide, and one of which four ranks get nothing each.
 SHAPES: dict[str, tuple[int, ...]] = {
@@ -139,7 +140,7 @@ class Stage:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._barrier = threading.Barrier(size, timeout=20)
+        self._barrier = threading.Barrier(size, timeout=PATIENCE)
         self._rank = threading.local()
         self._table: list[Any] = [None] * size
 

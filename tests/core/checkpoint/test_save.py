@@ -17,6 +17,7 @@ from kitforge.core.checkpoint.manifest import KEEP, step_folder, steps
 from kitforge.core.checkpoint.save import CheckpointWriter
 from kitforge.foundation.errors import CheckpointError, ConfigError
 from tests.core.checkpoint import example
+from tests.patience import PATIENCE
 
 
 @contextmanager
@@ -26,7 +27,7 @@ def held_writes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     write = safetensors_file.write
 
     def wait_and_write(path: Path, tensors: list[tuple[str, Tensor]]) -> object:
-        gate.wait(timeout=30)
+        gate.wait(timeout=PATIENCE)
         return write(path, tensors)
 
     monkeypatch.setattr(safetensors_file, "write", wait_and_write)

@@ -22,6 +22,7 @@ from kitforge.core.optim.table_protocols import Chunk
 from kitforge.foundation.errors import CheckpointError, ConfigError
 from tests.core.checkpoint import rows
 from tests.core.checkpoint.rows import EXTREME, DictTable
+from tests.patience import PATIENCE
 
 
 def trained(num_steps: int = 3, **options: object) -> DictTable:
@@ -129,7 +130,7 @@ def test_training_goes_on_while_the_files_get_the_old_rows(tmp_path: Path, monke
     table, gate = trained(), threading.Event()
     before = copy.deepcopy(table.rows)
     write = table_writer.TableWriter.write
-    monkeypatch.setattr(table_writer.TableWriter, "write", lambda *given: (gate.wait(30), write(*given)))
+    monkeypatch.setattr(table_writer.TableWriter, "write", lambda *given: (gate.wait(PATIENCE), write(*given)))
     with closing(CheckpointWriter(tmp_path)) as writer:
         writer.attach({"users": table})
         rows.save(writer, 1)

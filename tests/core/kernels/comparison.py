@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kitforge.core.kernels.vocabulary import VocabularyShard
+from tests.patience import PATIENCE
 
 Call = Callable[..., Tensor]
 Found = TypeVar("Found")
@@ -74,7 +75,7 @@ def relative(got: Tensor, wanted: Tensor, floor: float = 1e-30) -> float:
 def in_parts(sizes: Sequence[int], weight: Tensor, held: Callable[[Tensor, VocabularyShard], Found]) -> list[Found]:
     """What `held` finds for each part of a vocabulary [vocab, dim], by holders that meet whenever they exchange."""
     told: list[Tensor] = [torch.empty(0)] * len(sizes)
-    meet = threading.Barrier(len(sizes), timeout=60)
+    meet = threading.Barrier(len(sizes), timeout=PATIENCE)
 
     def gathered(number: int, values: Tensor) -> Tensor:
         told[number] = values

@@ -11,6 +11,7 @@ import pytest
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 
 from kitforge.core.kernels.numba_runtime import compiled
+from tests.patience import PATIENCE
 
 FORK = multiprocessing.get_context("fork")
 
@@ -48,7 +49,7 @@ def compile_at_once(function: Callable[..., Any], values: list[object], seconds:
     for process in processes:
         process.start()
     for process in processes:
-        process.join(120)
+        process.join(PATIENCE)
     assert [process.exitcode for process in processes] == [0] * len(values)
 
 

@@ -28,6 +28,7 @@ from kitforge.data.tables.source import open_table
 from kitforge.foundation.errors import DataError
 from tests.core.checkpoint.killed import die_at_every_operation
 from tests.data.tables.reading_rows import columns_of, equal
+from tests.patience import PATIENCE
 
 LAYOUT = ColumnLayout(
     numbers=("price", "age"),
@@ -330,6 +331,6 @@ def test_the_builder_waits_its_turn(path: Path, caplog: pytest.LogCaptureFixture
         assert waiting.is_alive()
         (found / "hidden").rename(found / "table.json")
         fcntl.flock(lock, fcntl.LOCK_UN)
-        waiting.join(10)
+        waiting.join(PATIENCE)
     assert again[0].fingerprint == table.fingerprint
     assert any("waiting for it" in record.getMessage() for record in caplog.records)

@@ -26,6 +26,7 @@ from kitforge.inference.server.service import Service
 from kitforge.inference.text_engine import InferenceOptions, TextEngine
 from kitforge.models.catalog import config_of
 from kitforge.models.loading import build
+from tests.patience import PATIENCE
 from tests.trainer import tiny
 
 
@@ -70,12 +71,12 @@ def serving(service: Service) -> Iterator[Served]:
 
 def metric(url: str, name: str) -> float:
     """One number of /metrics, which must be there; `name` with its labels, if it has any."""
-    lines = httpx.get(f"{url}/metrics", timeout=60).text.splitlines()
+    lines = httpx.get(f"{url}/metrics", timeout=PATIENCE).text.splitlines()
     (value,) = [line.rpartition(" ")[2] for line in lines if line.rpartition(" ")[0] == name]
     return float(value)
 
 
-def until(holds: Callable[[], Any], seconds: float = 20) -> None:
+def until(holds: Callable[[], Any], seconds: float = PATIENCE) -> None:
     """Wait for something to hold; it is an error when it does not in time."""
     end = time.monotonic() + seconds
     while not holds():

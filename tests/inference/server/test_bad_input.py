@@ -13,6 +13,7 @@ from kitforge.foundation.errors import ConfigError
 from kitforge.inference.options import EngineOptions
 from kitforge.inference.server.options import ServeOptions
 from tests.inference.server.conftest import Served, make_service, metric, serving, until
+from tests.patience import PATIENCE
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 A = {"role": "user", "content": "a"}
@@ -60,7 +61,7 @@ BROKEN: dict[str, tuple[bytes, int, str]] = {
 
 def post(served: Served, path: str, content: bytes, **headers: str) -> httpx.Response:
     given = {"Content-Type": "application/json"} | headers
-    return httpx.post(served.url + path, content=content, headers=given, timeout=60)
+    return httpx.post(served.url + path, content=content, headers=given, timeout=PATIENCE)
 
 
 def refusal(response: httpx.Response) -> str:

@@ -24,6 +24,7 @@ from kitforge.inference.server.options import ServeOptions
 from kitforge.inference.server.serve import LogRateLimit
 from tests.inference.server.conftest import Served, make_service, metric, serving, until
 from tests.inference.server.test_bad_input import COMPLETIONS, answered, post, raw_request
+from tests.patience import PATIENCE
 
 ASKED = b'{"prompt": "a", "max_tokens": 2}'
 HALF_HEAD = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Slow: "
@@ -40,7 +41,7 @@ class Clients:
 
     def __call__(self, served: Served, words: bytes) -> socket.socket:
         """One that has said so much and waits."""
-        client = socket.create_connection(served.address, timeout=60)
+        client = socket.create_connection(served.address, timeout=PATIENCE)
         self.open.append(client)
         client.sendall(words)
         return client
@@ -90,7 +91,7 @@ def test_silent_connections_make_room_for_those_that_ask(model: Decoder, connect
         for place in range(30):
             connected(served, said[place % 3])
         for _ in range(3):
-            assert httpx.get(f"{served.url}/health", timeout=60).status_code == 200
+            assert httpx.get(f"{served.url}/health", timeout=PATIENCE).status_code == 200
             assert post(served, COMPLETIONS, ASKED).status_code == 200
         assert len(served.server.server_state.connections) <= 6
         assert metric(served.url, "kitforge_evicted_connections_total") >= 24
@@ -113,7 +114,7 @@ def test_a_connection_with_a_request_under_way_is_never_closed_for_others(model:
         for client in busy:
             client.close()
         until(lambda: service.num_active_prompts == 0)
-        assert httpx.get(f"{served.url}/health", timeout=60).status_code == 200
+        assert httpx.get(f"{served.url}/health", timeout=PATIENCE).status_code == 200
 
 
 @pytest.mark.slow
@@ -232,11 +233,11 @@ def test_a_process_with_few_descriptors_answers_beside_silent_connections() -> N
     with subprocess.Popen(command, cwd=root, text=True, **pipes) as process:  # type: ignore[call-overload]
         try:
             port = int(process.stdout.readline())
-            silent = [socket.create_connection(("127.0.0.1", port), timeout=60) for _ in range(160)]
+            silent = [socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) for _ in range(160)]
             url = f"http://127.0.0.1:{port}"
-            assert httpx.get(f"{url}/health", timeout=60).status_code == 200
+            assert httpx.get(f"{url}/health", timeout=PATIENCE).status_code == 200
             time.sleep(1.5)
-            assert httpx.get(f"{url}/health", timeout=60).status_code == 200
+            assert httpx.get(f"{url}/health", timeout=PATIENCE).status_code == 200
             for client in silent:
                 client.close()
             _, words = process.communicate("")

@@ -17,6 +17,7 @@ from kitforge.inference.server.app import create_app
 from kitforge.inference.server.options import ServeOptions
 from kitforge.inference.server.service import Service
 from tests.inference.server.conftest import make_service, serving, until
+from tests.patience import PATIENCE
 
 COMPLETIONS = "/v1/completions"
 
@@ -46,12 +47,12 @@ def test_those_who_wait_and_those_who_come_are_told(
     service.worker.on_failure = lambda: told.append(True)
     with serving(service) as served:
         asked = {"prompt": "a", "max_tokens": 50}
-        stream = httpx.post(served.url + COMPLETIONS, json=asked | {"stream": True}, timeout=60)
+        stream = httpx.post(served.url + COMPLETIONS, json=asked | {"stream": True}, timeout=PATIENCE)
         *_, last = stream.text.strip().split("\n\n")
         assert json.loads(last.removeprefix("data: "))["error"]["code"] == "engine_stopped"
         for answer in (
-            httpx.post(served.url + COMPLETIONS, json=asked, timeout=60),
-            httpx.get(f"{served.url}/health", timeout=60),
+            httpx.post(served.url + COMPLETIONS, json=asked, timeout=PATIENCE),
+            httpx.get(f"{served.url}/health", timeout=PATIENCE),
         ):
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_stopped")
             assert "boom" not in answer.text
@@ -68,11 +69,14 @@ def test_a_failure_between_two_steps_is_told_as_well(model: Decoder, monkeypatch
     monkeypatch.setattr(service.worker._text_engine, "cancel", broken)
     with serving(service) as served:
         with httpx.stream(
-            "POST", served.url + COMPLETIONS, json={"prompt": ["a"] * 8, "max_tokens": 120, "stream": True}, timeout=60
+            "POST",
+            served.url + COMPLETIONS,
+            json={"prompt": ["a"] * 8, "max_tokens": 120, "stream": True},
+            timeout=PATIENCE,
         ) as answer:
             next(answer.iter_bytes())
         until(lambda: service.worker.failure is not None)
-        answer = httpx.post(served.url + COMPLETIONS, json={"prompt": "a"}, timeout=60)
+        answer = httpx.post(served.url + COMPLETIONS, json={"prompt": "a"}, timeout=PATIENCE)
         assert answer.status_code == 503
 
 
@@ -89,9 +93,9 @@ def test_the_server_ends_with_the_reason(model: Decoder, monkeypatch: pytest.Mon
 
     thread = threading.Thread(target=serve_until_stopped)
     thread.start()
-    url = found.get(timeout=60)
-    answer = httpx.post(url + COMPLETIONS, json={"prompt": "a", "max_tokens": 50}, timeout=60)
+    url = found.get(timeout=PATIENCE)
+    answer = httpx.post(url + COMPLETIONS, json={"prompt": "a", "max_tokens": 50}, timeout=PATIENCE)
     assert answer.status_code == 503
-    thread.join(60)
+    thread.join(PATIENCE)
     assert not thread.is_alive() and raised == [1]
     assert "RuntimeError: boom" in errors[0] and "start the server again" in errors[0]

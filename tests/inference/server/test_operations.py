@@ -15,13 +15,14 @@ from kitforge.inference.server.metrics import Metrics
 from kitforge.inference.server.middleware import ACCESS_LOG
 from kitforge.inference.server.options import ServeOptions
 from tests.inference.server.conftest import Served, make_service, metric, serving
+from tests.patience import PATIENCE
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hello"}]
 
 
 def ask(served: Served, path: str, **body: object) -> dict[str, object]:
-    answer = httpx.post(served.url + path, json=body, timeout=60)
+    answer = httpx.post(served.url + path, json=body, timeout=PATIENCE)
     assert answer.status_code == 200, answer.text
     found: dict[str, object] = answer.json()
     return found
@@ -50,7 +51,7 @@ def test_a_mistake_of_ours_is_told_with_the_id_of_its_request(
     monkeypatch.setattr(service, "encode", broken)
     with serving(service) as served:
         answer = httpx.post(
-            served.url + COMPLETIONS, json={"prompt": "a"}, headers={"X-Request-Id": "mine"}, timeout=60
+            served.url + COMPLETIONS, json={"prompt": "a"}, headers={"X-Request-Id": "mine"}, timeout=PATIENCE
         )
         assert (answer.status_code, answer.headers["x-request-id"]) == (500, "mine")
         assert answer.json()["error"]["code"] == "internal_error" and "boom" not in answer.text
@@ -65,8 +66,8 @@ def test_a_line_of_the_access_log_says_who_asked_what_and_for_how_much(
     caplog.set_level(logging.INFO, ACCESS_LOG)
     with serving(make_service(model, ServeOptions(access_log=True), EngineOptions())) as served:
         body = {"prompt": "abc", "max_tokens": 5, "n": 2, "stream": True}
-        httpx.post(served.url + COMPLETIONS, json=body, headers={"X-Request-Id": "mine"}, timeout=60)
-        with socket.create_connection(served.address, timeout=60) as client:
+        httpx.post(served.url + COMPLETIONS, json=body, headers={"X-Request-Id": "mine"}, timeout=PATIENCE)
+        with socket.create_connection(served.address, timeout=PATIENCE) as client:
             client.sendall(b"GET /a%0Ab%1B[2J%20c HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
             while client.recv(65536):
                 pass

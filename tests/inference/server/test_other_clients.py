@@ -14,13 +14,14 @@ from kitforge.core.nn.decoder import Decoder
 from kitforge.inference.options import EngineOptions
 from kitforge.inference.server.options import ServeOptions
 from tests.inference.server.conftest import Served, make_service, serving, until
+from tests.patience import PATIENCE
 
 BYTES = 258
 
 
 def post(served: Served, content: bytes, path: str = "/v1/completions") -> httpx.Response:
     headers = {"Content-Type": "application/json"}
-    return httpx.post(served.url + path, content=content, headers=headers, timeout=60)
+    return httpx.post(served.url + path, content=content, headers=headers, timeout=PATIENCE)
 
 
 def seconds(act: Callable[[], object]) -> float:
@@ -95,7 +96,7 @@ def test_nothing_more_is_made_for_a_client_that_has_left(model: Decoder) -> None
     engine = service.worker._text_engine.engine
     body = {"prompt": ["a"] * 16, "max_tokens": 120, "temperature": 1, "stream": True}
     with serving(service) as served:
-        with httpx.stream("POST", f"{served.url}/v1/completions", json=body, timeout=30) as answer:
+        with httpx.stream("POST", f"{served.url}/v1/completions", json=body, timeout=PATIENCE) as answer:
             next(answer.iter_raw())
         until(lambda: not service.worker._text_engine.has_work)
         assert engine.stats()["steps"] < 16 * 120 / 2

@@ -14,6 +14,7 @@ import pytest
 
 from tests.inference.server.conftest import until
 from tests.inference.server.test_many import answers_with, counts
+from tests.patience import PATIENCE
 from tests.small_run import write_run
 
 ROOT = Path(__file__).parents[3]
@@ -31,7 +32,7 @@ def crowd(url: str, folder: Path) -> subprocess.Popen[bytes]:
 
 def num_taken(url: str) -> int:
     """Requests that are being answered or have been."""
-    found = counts(httpx.get(f"{url}/metrics", timeout=60).text)
+    found = counts(httpx.get(f"{url}/metrics", timeout=PATIENCE).text)
     return found["kitforge_engine_prompts"] + found.get(answers_with(200), 0)
 
 
@@ -49,15 +50,15 @@ def test_a_process_answers_and_finishes_before_it_ends(tmp_path: Path) -> None:
             assert "answers at http://127.0.0.1:" in line, process.stderr.read()
             url = line.partition(" answers at ")[2].split()[0]
             asked = {"prompt": "ROMEO:", "max_tokens": LONG, "stream": True}
-            with httpx.stream("POST", f"{url}/v1/completions", json=asked, timeout=60) as answer:
+            with httpx.stream("POST", f"{url}/v1/completions", json=asked, timeout=PATIENCE) as answer:
                 lines = answer.iter_lines()
                 assert next(lines).startswith("data: {")
                 with crowd(url, tmp_path) as others:
                     until(lambda: num_taken(url) > CROWD, 60)
                     process.send_signal(signal.SIGTERM)
                     assert [line for line in lines if line][-1] == "data: [DONE]"
-                    assert others.wait(60) == 0
-            assert process.wait(30) == 0
+                    assert others.wait(PATIENCE) == 0
+            assert process.wait(PATIENCE) == 0
             answers = json.loads((tmp_path / "answers.json").read_text())
             assert [(status, each["usage"]["completion_tokens"]) for status, _, each in answers] == [
                 (200, LONG)

@@ -14,6 +14,7 @@ from kitforge.core.nn.decoder import Decoder
 from kitforge.inference.options import EngineOptions
 from kitforge.inference.server.options import ServeOptions
 from tests.inference.server.conftest import Served, make_service, serving
+from tests.patience import PATIENCE
 
 JUNK = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),
@@ -75,7 +76,7 @@ def check(client: httpx.Client, path: str, body: Any, documented: set[str]) -> i
 def test_every_body_gets_an_answer_of_the_described_kind(model: Decoder, path: str) -> None:
     service = make_service(model, ServeOptions(max_new_tokens=3), EngineOptions())
     found: set[int] = set()
-    with serving(service) as served, httpx.Client(base_url=served.url, timeout=20) as client:
+    with serving(service) as served, httpx.Client(base_url=served.url, timeout=PATIENCE) as client:
         described = client.get("/openapi.json").json()["paths"][path]["post"]
         schema = json.loads(json.dumps(described["requestBody"]["content"]["application/json"]["schema"]))
         # Another model's name would be all that is wrong with most bodies.

@@ -19,6 +19,7 @@ from kitforge.inference.choice_scoring import ChoiceBatch, choice_logprobs
 from kitforge.inference.options import EngineOptions
 from kitforge.inference.server.options import ServeOptions
 from tests.inference.server.conftest import Served, make_service, serving
+from tests.patience import PATIENCE
 
 PROMPT = "Once é a"
 
@@ -239,10 +240,10 @@ def test_what_vllms_benchmark_sends_is_answered(served: Served, path: str, paylo
 def test_others_are_answered_while_a_long_prompt_is_scored(model: Decoder) -> None:
     """In pieces of a few tokens, between which there is room for others."""
     service = make_service(model, ServeOptions(), EngineOptions(max_num_batched_tokens=8, max_num_seqs=4))
-    with serving(service) as served, httpx.Client(base_url=served.url, timeout=30) as client:
+    with serving(service) as served, httpx.Client(base_url=served.url, timeout=PATIENCE) as client:
         body = {"prompt": [[97] * 120] * 8, "echo": True, "logprobs": 1, "max_tokens": 1}
         with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as slow:
-            answer = httpx.post(f"{served.url}/v1/completions", json={"prompt": "a", "max_tokens": 2}, timeout=30)
+            answer = httpx.post(f"{served.url}/v1/completions", json={"prompt": "a", "max_tokens": 2}, timeout=PATIENCE)
             assert answer.status_code == 200
             assert slow.read().endswith(b"data: [DONE]\n\n")
     assert service.worker._text_engine.engine.stats()["blocks_used"] == 0

@@ -14,6 +14,7 @@ from kitforge.inference.server.responses import ChoiceReader, CompletionFormat, 
 from kitforge.inference.server.service import EncodedPrompt, TokenTexts
 from kitforge.inference.text_engine import Detokenizer, TextDelta
 from tests.inference.server.conftest import Served
+from tests.patience import PATIENCE
 
 # Towards the two bytes of é and nothing else.
 HALVES = {"195": 100.0, "169": 100.0}
@@ -21,14 +22,14 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
 def ask(served: Served, path: str, **body: Any) -> dict[str, Any]:
-    answer = httpx.post(served.url + path, json=body, timeout=30)
+    answer = httpx.post(served.url + path, json=body, timeout=PATIENCE)
     assert answer.status_code == 200, answer.text
     found: dict[str, Any] = answer.json()
     return found
 
 
 def streamed(served: Served, **body: Any) -> list[dict[str, Any]]:
-    answer = httpx.post(served.url + COMPLETIONS, json=body | {"stream": True}, timeout=30)
+    answer = httpx.post(served.url + COMPLETIONS, json=body | {"stream": True}, timeout=PATIENCE)
     events = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
     assert events.pop() == "[DONE]"
     return [json.loads(event)["choices"][0] for event in events]

@@ -16,6 +16,7 @@ from kitforge.inference.options import EngineOptions
 from kitforge.inference.server.options import ServeOptions
 from kitforge.inference.server.web_ui import page
 from tests.inference.server.conftest import Served, make_service, serving
+from tests.patience import PATIENCE
 from tests.report.test_browser import _FLAGS, browser, corner
 
 __all__ = ["browser"]
@@ -38,7 +39,7 @@ setTimeout(() => {
 def open_page(browser: str, folder: Path, address: str, *flags: str) -> tuple[str, list[str]]:
     """The browser's output, and what the page wrote to its console."""
     command = [browser, *_FLAGS, f"--user-data-dir={folder / 'profile'}", "--window-size=500,900", *flags, address]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=True)
     return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
 
 

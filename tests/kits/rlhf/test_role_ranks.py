@@ -36,6 +36,7 @@ from tests.distributed.test_command import environment, losses, wait_for
 from tests.distributed.test_command import ranks_of as process_numbers
 from tests.distributed.training import TestRendezvous
 from tests.kits.rlhf import runs
+from tests.patience import PATIENCE
 from tests.trainer import tiny
 
 Choices = dict[str, Any]
@@ -222,7 +223,7 @@ def drawing_beside(rank: int, folders: list[Path], cases: list[Case]) -> list[An
 
     def meet(own: Path, other: Path) -> None:
         own.touch()
-        until = time.monotonic() + 40
+        until = time.monotonic() + PATIENCE
         while not other.exists():
             assert time.monotonic() < until, f"{own.name} alone"
             time.sleep(0.01)
@@ -390,7 +391,7 @@ def test_a_killed_rank_beside_ends_the_run_which_another_placement_goes_on_with(
     wait_for(tmp_path / "run" / "checkpoints" / "step_2")
     started = process_numbers(process.pid)
     os.kill(max(started), signal.SIGKILL)
-    _, complaint = process.communicate(timeout=120)
+    _, complaint = process.communicate(timeout=PATIENCE)
     assert process.returncode == 1
     assert complaint.count("error:") == 1 and "was killed by SIGKILL" in complaint
     assert len(started) == 2 and not any(map(is_running, started))

@@ -9,6 +9,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from kitforge.kits.recommender.server.service import RecommenderService, Refresh
 from tests.inference.server.conftest import metric, until
 from tests.kits.recommender.runs import run
 from tests.kits.recommender.test_pipeline import rows as rows_of_log
+from tests.patience import PATIENCE
 
 KIT = TASKS["recommendation"]
 
@@ -77,13 +79,13 @@ def towers(runs: dict[str, Path]) -> Iterator[str]:
 
 
 def ask(url: str, path: str, **body: Any) -> Any:
-    answer = httpx.post(f"{url}/{path}", json=body, timeout=60)
+    answer = httpx.post(f"{url}/{path}", json=body, timeout=PATIENCE)
     assert answer.status_code == 200, answer.text
     return answer.json()
 
 
 def refused(url: str, path: str, body: Any) -> tuple[int, str]:
-    answer = httpx.post(f"{url}/{path}", json=body, timeout=60)
+    answer = httpx.post(f"{url}/{path}", json=body, timeout=PATIENCE)
     return answer.status_code, answer.json()["error"]["message"]
 
 
@@ -99,7 +101,7 @@ def test_scores_are_those_of_the_pipeline_by_rows_and_by_columns(runs: dict[str,
     assert (found["model"], found["step"]) == ("clicks", 8)
     columns = {name: [row[name] for row in given] for name in given[0]}
     assert ask(url, "score", columns=columns)["scores"] == found["scores"]
-    health = httpx.get(f"{url}/health", timeout=60).json()
+    health = httpx.get(f"{url}/health", timeout=PATIENCE).json()
     assert health == {"status": "ok", "model": "clicks", "step": 8}
 
 
@@ -111,7 +113,8 @@ def test_concurrent_requests_are_answered_in_batches_and_a_wrong_one_alone_is_re
     given[5] = {**given[5], "c1": "x"}
     before = metric(url, "kitforge_batch_rows_count")
     with ThreadPoolExecutor(24) as threads:
-        answers = list(threads.map(lambda row: httpx.post(f"{url}/score", json={"rows": [row]}, timeout=60), given))
+        score = partial(httpx.post, f"{url}/score", timeout=PATIENCE)
+        answers = list(threads.map(lambda row: score(json={"rows": [row]}), given))
     scores = expected(runs["wide_deep"], 24)
     assert [answer.status_code for answer in answers] == [400 if number == 5 else 200 for number in range(24)]
     for number, answer in enumerate(answers):
@@ -163,7 +166,7 @@ def test_a_wrong_body_is_refused_with_what_to_do(url: str) -> None:
         404,
         "this run scores rows and finds no items; send them to POST /score",
     )
-    assert httpx.get(f"{url}/score", timeout=60).status_code == 405
+    assert httpx.get(f"{url}/score", timeout=PATIENCE).status_code == 405
 
 
 def test_an_empty_cell_is_null(runs: dict[str, Path], url: str) -> None:
@@ -199,23 +202,23 @@ def test_a_history_is_continued(runs: dict[str, Path]) -> None:
 
 
 def test_the_description_holds_the_columns_of_the_run(url: str, towers: str) -> None:
-    paths = httpx.get(f"{url}/openapi.json", timeout=60).json()["paths"]
+    paths = httpx.get(f"{url}/openapi.json", timeout=PATIENCE).json()["paths"]
     assert set(paths) == {"/health", "/metrics", "/score"}
     body = paths["/score"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     row = body["properties"]["rows"]["items"]
     assert row["required"] == ["d1", "d2", "c1", "c2", "c3", "c4", "history"]
     assert row["properties"]["d1"] == {"type": ["number", "null"]}
     assert row["properties"]["history"]["items"] == {"type": "integer"}
-    assert "/retrieve" in httpx.get(f"{towers}/openapi.json", timeout=60).json()["paths"]
+    assert "/retrieve" in httpx.get(f"{towers}/openapi.json", timeout=PATIENCE).json()["paths"]
 
 
 def test_a_token_is_asked_for_and_a_full_server_says_so(runs: dict[str, Path]) -> None:
     service = opened(runs["wide_deep"], token="secret", max_requests=1)
     with serving(service) as url:
-        assert httpx.post(f"{url}/score", json={}, timeout=60).status_code == 401
+        assert httpx.post(f"{url}/score", json={}, timeout=PATIENCE).status_code == 401
         service.metrics.num_live = 1
         headers = {"Authorization": "Bearer secret"}
-        answer = httpx.post(f"{url}/score", json={"rows": rows(1)}, headers=headers, timeout=60)
+        answer = httpx.post(f"{url}/score", json={"rows": rows(1)}, headers=headers, timeout=PATIENCE)
         assert (answer.status_code, answer.headers["Retry-After"]) == (429, "1")
 
 
@@ -295,7 +298,7 @@ def test_a_server_refreshes_itself_and_every_answer_is_of_one_step(runs: dict[st
         publish(whole, folder, 4)
         while answers[-1]["step"] == 2:
             answers.append(ask(url, "score", rows=rows(20)))
-        assert httpx.get(f"{url}/health", timeout=60).json()["step"] == 4
+        assert httpx.get(f"{url}/health", timeout=PATIENCE).json()["step"] == 4
     scores = {
         step: pipeline("recommendation", model=whole / "checkpoints" / f"step_{step}")(rows(20)) for step in (2, 4)
     }

@@ -27,6 +27,7 @@ from kitforge.kits.rlhf.reinforcement.rollout_batch import Rollout, token_logpro
 from kitforge.kits.rlhf.reinforcement.rollout_log import read_rollouts
 from kitforge.kits.rlhf.roles.value_head import policy_of
 from tests.kits.rlhf import runs
+from tests.patience import PATIENCE
 from tests.trainer import tiny
 
 ROWS = [{"prompt": f"{n}+{n % 3}= ", "numbers": [n, n % 3]} for n in range(12)]
@@ -284,7 +285,7 @@ class Meeting(Chat):
     barrier = threading.Barrier(4)
 
     def step(self, response: str) -> tuple[Any, float, bool]:
-        self.barrier.wait(20)
+        self.barrier.wait(PATIENCE)
         return "", 1.0, True
 
 
@@ -305,7 +306,7 @@ class Failing(Chat):
 class Hanging(Failing):
     def step(self, response: str) -> tuple[Any, float, bool]:
         if len(response) % 2:
-            Hanging.is_over.wait(60)
+            Hanging.is_over.wait(PATIENCE)
         return "", 1.0, True
 
     is_over = threading.Event()
