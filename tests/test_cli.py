@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -345,8 +346,29 @@ def test_help_names_every_command_and_every_option(capsys: Capture) -> None:
     assert max(map(len, verbs.splitlines())) <= 80
     cli.run(["train", "--help"])
     options = capsys.readouterr().out
+    assert "kitforge train model=llama_tiny data.train=corpus.txt" in options
     for words in ("trainer.max_steps=null", "optimizer steps", "data.batch_size=8", "muon", "model.dim=128"):
         assert words in options
+
+
+README_VERBS = re.findall(r"^\| `kitforge (\w+)` \|", (ROOT / "README.md").read_text(), re.MULTILINE)
+
+
+def test_the_readme_lists_every_command() -> None:
+    assert sorted(README_VERBS) == sorted(cli.COMMANDS)
+
+
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+@pytest.mark.parametrize("verb", README_VERBS)
+def test_help_of_a_command_tells_its_purpose_and_an_example_and_runs_nothing(
+    verb: str, flag: str, capsys: Capture
+) -> None:
+    assert cli.run([verb, flag]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(f"kitforge {verb}")
+    assert lines[1].strip() == cli.COMMANDS[verb].purpose
+    assert any(line.startswith(f"  kitforge {verb}") for line in lines[2:])
+    assert [path.name for path in Path().iterdir()] == ["corpus.txt"]
 
 
 # What does not

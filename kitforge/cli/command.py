@@ -14,7 +14,9 @@ INTERRUPTED = 130
 class Command:
     """A verb. It takes composed options or plain arguments, and returns the exit status."""
 
-    help: str  # one line of help
+    purpose: str  # what it does, in a few words
+    example: str  # a whole command line
+    arguments: tuple[str, ...] = ()  # of a verb without options, one line each
     run: Callable[[Composition], int] | None = None
     run_plain: Callable[[list[str]], int] | None = None
     is_launched: bool = False  # runs on several ranks

@@ -30,59 +30,114 @@ from kitforge.kits.registry import kit_of
 TRAINING = ("trainer", "optimizer", "schedule", "parallel")
 COMMANDS = {
     "train": Command(
-        help="train: kitforge train model=llama_tiny data.train=corpus.txt",
+        purpose="train a model",
+        example="kitforge train model=llama_tiny data.train=corpus.txt",
         run=train,
         is_launched=True,
         ignored_sections=("serve",),
         starts_run=True,
     ),
     "finetune": Command(
-        help="from weights: kitforge finetune checkpoint=FOLDER data.train=FILE",
+        purpose="train from the weights of a checkpoint",
+        example="kitforge finetune checkpoint=RUN data.train=FILE",
         run=train,
         is_launched=True,
         ignored_sections=("serve",),
         starts_run=True,
     ),
     "evaluate": Command(
-        help="metrics: kitforge evaluate checkpoint=RUN data.eval=FILE",
+        purpose="metrics of a checkpoint",
+        example="kitforge evaluate checkpoint=RUN data.eval=FILE",
         run=evaluate,
         is_launched=True,
         ignored_sections=("serve", "optimizer", "schedule"),
         measures_run=True,
     ),
     "generate": Command(
-        help='continue a text: kitforge generate checkpoint=RUN prompt="ROMEO:"',
+        purpose="complete a prompt, or a file of prompts",
+        example='kitforge generate checkpoint=RUN prompt="ROMEO:"',
         run=generate,
         generates_text=True,
         ignored_sections=(*TRAINING, "serve"),
     ),
     "chat": Command(
-        help="talk in the terminal: kitforge chat checkpoint=RUN",
+        purpose="chat in the terminal",
+        example="kitforge chat checkpoint=RUN",
         run=chat,
         generates_text=True,
         ignored_sections=(*TRAINING, "serve"),
     ),
     "predict": Command(
-        help="score rows: kitforge predict checkpoint=RUN data.eval=IN output=OUT",
+        purpose="score rows, or retrieve items for them",
+        example="kitforge predict checkpoint=RUN data.eval=IN output=OUT",
         run=predict,
         predicts=True,
         ignored_sections=(*TRAINING, "serve"),
     ),
     "serve": Command(
-        help="answer over HTTP: kitforge serve checkpoint=RUN port=8000",
+        purpose="answer over HTTP",
+        example="kitforge serve checkpoint=RUN port=8000",
         run=serve,
         serves=True,
         ignored_sections=TRAINING,
     ),
-    "export": Command(help="for others: kitforge export checkpoint=RUN output_dir=FOLDER format=onnx", run=export),
-    "config": Command(help="print the resolved configuration, run nothing", run=config),
-    "report": Command(help="draw one or more runs: kitforge report RUN [RUN ...]", run_plain=report),
-    "inspect": Command(help="a table: inspect FILE; loss mask: data.train=FILE checkpoint=RUN", run_plain=inspect),
-    "demo": Command(help="all three kits in a few minutes, and one page about them", run_plain=demo),
-    "replay": Command(help="train a step again from its rollouts: kitforge replay RUN step=N", run_plain=replay),
-    "models": Command(help="pretrained checkpoints by name: kitforge models fetch smollm2", run_plain=models),
-    "list": Command(help="tasks and presets with their sizes", run_plain=list_presets),
-    "doctor": Command(help="this machine: devices, packages, a one-second speed test", run_plain=doctor),
+    "export": Command(
+        purpose="write a model for other programs",
+        example="kitforge export checkpoint=RUN output_dir=FOLDER format=onnx",
+        run=export,
+    ),
+    "config": Command(
+        purpose="print the resolved configuration, run nothing",
+        example="kitforge config task=sft model=llama_tiny",
+        run=config,
+    ),
+    "report": Command(
+        purpose="draw one run, or several side by side",
+        example="kitforge report runs/latest",
+        arguments=("RUN [RUN ...]  run folders; several are compared on one page",),
+        run_plain=report,
+    ),
+    "inspect": Command(
+        purpose="columns and schema of a table, or loss mask of rows",
+        example="kitforge inspect data.train=clicks.csv",
+        arguments=(
+            "TABLE or data.train=TABLE            describes the columns and infers a schema",
+            "data.train=ROWS [checkpoint=FOLDER]  shows which tokens an RLHF task learns",
+            "task=TASK                            recommendation for a table, else an RLHF task",
+        ),
+        run_plain=inspect,
+    ),
+    "demo": Command(
+        purpose="all three kits in a few minutes, and one page on them",
+        example="kitforge demo",
+        run_plain=demo,
+    ),
+    "replay": Command(
+        purpose="train a recorded RLHF step again, and compare",
+        example="kitforge replay runs/latest step=3",
+        arguments=(
+            "RUN           a run folder with recorded rollouts",
+            "step=N        the step to train again",
+            "option=value  options to change, such as rl.kl_coef=0.1",
+        ),
+        run_plain=replay,
+    ),
+    "models": Command(
+        purpose="pretrained checkpoints by name",
+        example="kitforge models fetch smollm2",
+        arguments=("fetch NAME [NAME ...]  downloads them into the cache folder; without it they are listed",),
+        run_plain=models,
+    ),
+    "list": Command(
+        purpose="tasks, and presets with their sizes",
+        example="kitforge list",
+        run_plain=list_presets,
+    ),
+    "doctor": Command(
+        purpose="devices, versions, extras, a one-second speed test",
+        example="kitforge doctor",
+        run_plain=doctor,
+    ),
 }
 
 
@@ -121,6 +176,9 @@ def run(arguments: Sequence[str]) -> int:
         raise ConfigError(f"unknown command {name!r}", fix=nearest(name, COMMANDS))
     verb = COMMANDS[name]
     if verb.run_plain is not None:
+        if {"-h", "--help"} & set(rest):
+            say("\n".join(_usage(name)))
+            return 0
         return verb.run_plain(rest)
     flags = {argument for argument in rest if argument.startswith("-")}
     for flag in flags - {"-m", "--multirun", "-h", "--help"}:
@@ -134,16 +192,28 @@ def run(arguments: Sequence[str]) -> int:
 
 def _help() -> None:
     lines = ["kitforge VERB [option=value ...] [-m] [--help] [--traceback]", ""]
-    lines += [f"  {name:<9} {verb.help}" for name, verb in COMMANDS.items()]
-    lines += ["", "kitforge train --help lists every option, of another task with task=NAME."]
+    lines += [f"  {name:<9} {verb.purpose}" for name, verb in COMMANDS.items()]
+    lines += [
+        "",
+        "kitforge VERB --help shows its arguments and an example.",
+        "kitforge train --help lists every option, of another task with task=NAME.",
+    ]
     say("\n".join(lines))
+
+
+def _usage(name: str) -> list[str]:
+    """Lines of help of a verb: usage, purpose, arguments, example."""
+    verb = COMMANDS[name]
+    takes = "[option=value ...]" if verb.run_plain is None else "[ARGUMENT ...]" if verb.arguments else ""
+    lines = [f"kitforge {name} {takes}".rstrip(), f"  {verb.purpose}", "", "Example:", f"  {verb.example}"]
+    return [*lines, "", "Arguments:", *(f"  {line}" for line in verb.arguments)] if verb.arguments else lines
 
 
 def _help_options(name: str, overrides: Sequence[str]) -> None:
     """Print every option of a task with its default and its help text (the comment at its field)."""
     task = task_of({option: values[0] for option, values in map(parse, overrides)})
     kit = kit_of(task)
-    lines = [f"kitforge {name} [option=value ...]", f"  {COMMANDS[name].help}", ""]
+    lines = [*_usage(name), ""]
     lines += ["Presets, one of each group (your own are found in ./configs/GROUP/NAME.yaml):"]
     lines += [f"  {group}={'|'.join(presets(group))}" for group in groups()]
     lines += ["", f"Several values with commas and -m run one after the other. Options of task={task}:"]
