@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -45,7 +46,7 @@ from kitforge.kits.registry import recorded_task, task_names
 from kitforge.kits.transformers.config import TextGenerationOptions
 from kitforge.report.metrics import read_run
 from tests.patience import PATIENCE
-from tests.small_run import ARGUMENTS, TEXT, WITHOUT_MODEL
+from tests.small_run import ARGUMENTS, OPTIONS, TEXT, WITHOUT_MODEL
 
 ROOT = Path(__file__).parents[1]
 NO_MODEL = [f"{name}={value}" for name, value in WITHOUT_MODEL.items()]
@@ -369,6 +370,33 @@ def test_help_of_a_command_tells_its_purpose_and_an_example_and_runs_nothing(
     assert lines[1].strip() == cli.COMMANDS[verb].purpose
     assert any(line.startswith(f"  kitforge {verb}") for line in lines[2:])
     assert [path.name for path in Path().iterdir()] == ["corpus.txt"]
+
+
+# These have tests of their own: a run of RLHF, minutes of training, a process that goes on, a download.
+EXAMPLES = sorted(set(README_VERBS) - {"replay", "demo", "serve", "models"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", EXAMPLES)
+def test_the_example_of_a_command_runs(
+    verb: str, small_run: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    Path("clicks.csv").write_text("user,item,label\n" + "".join(f"{n % 7},{n % 5},{n % 2}\n" for n in range(60)))
+    Path("prompts.jsonl").write_text('{"prompt": "ROMEO:"}\n')
+    Path("runs").mkdir()
+    Path("runs/latest").symlink_to(small_run, target_is_directory=True)
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    given = {
+        "RUN": "runs/latest",
+        "FILE": "corpus.txt",
+        "IN": "prompts.jsonl",
+        "OUT": "out.jsonl",
+        "FOLDER": "exported",
+    }
+    words = shlex.split(re.sub(r"\b[A-Z]+\b(?!:)", lambda found: given[found[0]], cli.COMMANDS[verb].example))[1:]
+    tiny = {"train": OPTIONS, "finetune": WITHOUT_MODEL}.get(verb, {})
+    short = [f"{name}={value}" for name, value in tiny.items()]
+    assert cli.run([*words, *short]) == 0, capsys.readouterr()
 
 
 # What does not

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from kitforge.cli.console import say
 from kitforge.composition import compose_config, parse, task_of
 from kitforge.foundation.errors import ConfigError
@@ -26,12 +28,23 @@ def inspect(arguments: list[str]) -> int:
 def _inspect_rows(choices: dict[str, object]) -> int:
     """The rows as the RLHF task of the checkpoint reads them; other checkpoints as `sft`."""
     task = task_of(choices)
+    source = choices.get("data.train")
+    if task == "recommendation" or (not {"task", "checkpoint"} & set(choices) and _is_table(source)):
+        console.print(kit_of("recommendation").describe_data(source))
+        return 0
     if task not in RLHF_TASKS:
         if "task" in choices:
-            expected = f"one of {', '.join(RLHF_TASKS)}"
-            raise ConfigError("inspect shows the loss mask of RLHF tasks only", got=f"task={task}", expected=expected)
+            expected = f"recommendation, {', '.join(RLHF_TASKS)}"
+            raise ConfigError(
+                "inspect shows tables and the loss mask of RLHF tasks", got=f"task={task}", expected=expected
+            )
         task = "sft"
     kit = kit_of(task)
     for line in kit.inspect_rows(kit.read_options(compose_config(task, choices).values)):
         say(line)
     return 0
+
+
+def _is_table(source: object) -> bool:
+    """Whether a file can be nothing but a table. Parquet and JSON may hold rows of either kind: `task` decides."""
+    return isinstance(source, str) and {".csv", ".tsv"} & set(Path(source).suffixes) != set()
