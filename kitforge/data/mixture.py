@@ -28,12 +28,13 @@ class WeightedSource:
 def weighted_sources(spec: object, option_names: Collection[str]) -> list[WeightedSource] | None:
     """The sources of a mixture `[{source: ..., weight: ...}, ...]`; None for any other corpus.
 
-    An entry may also hold the options `option_names`. A list of rows that have further columns is no mixture. Raises
+    An entry may also hold the options `option_names`. Rows that have a column `source` and no weights, or further
+    columns, are no mixture. Raises
     ConfigError for a missing or invalid weight, an unknown key, a nested mixture, and a source that is named twice.
     """
     known = {"source", "weight", *option_names}
     is_list = isinstance(spec, (list, tuple)) and all(isinstance(entry, Mapping) for entry in spec)
-    if not is_list or not any("source" in entry and set(entry) <= known for entry in spec):  # type: ignore[attr-defined]
+    if not is_list or not any({"source", "weight"} <= set(entry) <= known for entry in spec):  # type: ignore[attr-defined]
         return None
     chosen = [_weighted_source(entry, f"data.train[{number}]", known) for number, entry in enumerate(spec)]  # type: ignore[arg-type, var-annotated]
     first: dict[str, int] = {}

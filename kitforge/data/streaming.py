@@ -68,13 +68,12 @@ class ShardReader:
         while True:
             order = shuffled_indices(self._seed, size, epoch * size, size, shuffle=self._shuffle)[own]
             is_empty = count == 0
-            for number in range(first, len(order)):
-                for index, text in enumerate(islice(self._shards[order[number]].documents(), skipped, None), skipped):
-                    count += 1
-                    if (count - 1 - self._lane) % stride == 0:
-                        self._position, is_empty = [epoch, number, index + 1, count], False
-                        yield text
-                skipped = 0
+            for number, index, text in self._read(order, first, skipped):
+                if (count - self._lane) % stride == 0:
+                    self._position, is_empty = [epoch, number, index + 1, count + 1], False
+                    yield text
+                count += 1
+            skipped = 0
             if is_empty:
                 raise DataError(
                     "a sample of the batch has no documents in the stream",
@@ -83,6 +82,14 @@ class ShardReader:
                     fix="a smaller data.batch_size, more documents, or data.streaming=false",
                 )
             epoch, first, count = epoch + 1, 0, 0
+
+    def _read(self, order: NDArray[np.int64], first: int, skipped: int) -> Iterator[tuple[int, int, str]]:
+        """The number of the shard, the number of the document and the document: from shard `first` on, of which the first
+        `skipped` documents are left out."""
+        for number in range(first, len(order)):
+            texts = islice(self._shards[order[number]].documents(), skipped, None)
+            yield from ((number, index, text) for index, text in enumerate(texts, skipped))
+            skipped = 0
 
 
 @final

@@ -414,7 +414,7 @@ def _write(
     meta = dict(build_on_meta(config).named_parameters())
     if folder.suffix == GGUF_SUFFIX:
         if not isinstance(config, LlamaConfig) or head:
-            got = "a classifier" if head else config.family
+            got = "a classifier or reward model" if head else config.family
             raise ModelError("this model cannot be written as a GGUF file", got=got, expected="a language model, llama")
         outline = {name: tuple(each.shape) for name, each in export_tensors(mappings, meta.__getitem__)}
         write_gguf(folder, config, outline, export_tensors(mappings, read), extra or {}, dtype)

@@ -198,8 +198,7 @@ def programs_of(model: nn.Module, *, use_cache: bool = True) -> list[Program]:
                 output_names=["logits"],
             )
         ]
-    assert isinstance(model, Decoder)
-    return [_causal_program(model, use_cache=use_cache)]
+    return [_causal_program(cast(Decoder, model), use_cache=use_cache)]
 
 
 def _causal_program(network: Decoder, *, use_cache: bool) -> Program:

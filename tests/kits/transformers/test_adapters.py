@@ -134,7 +134,7 @@ def test_micro_batches_are_one_batch(kind: str, tmp_path: Path, corpus: Path) ->
 
 
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out")
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"pangu_alpha"}))  # which transformers does not have
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 def test_peft_computes_what_we_trained(kind: str, family: str, tmp_path: Path, corpus: Path) -> None:
     start = base(tmp_path / "base", family)
