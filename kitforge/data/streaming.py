@@ -84,8 +84,8 @@ class ShardReader:
             epoch, first, count = epoch + 1, 0, 0
 
     def _read(self, order: NDArray[np.int64], first: int, skipped: int) -> Iterator[tuple[int, int, str]]:
-        """The number of the shard, the number of the document and the document: from shard `first` on, of which the first
-        `skipped` documents are left out."""
+        """Number of the shard, number of the document, document: from shard `first` on, without its first `skipped`
+        documents."""
         for number in range(first, len(order)):
             texts = islice(self._shards[order[number]].documents(), skipped, None)
             yield from ((number, index, text) for index, text in enumerate(texts, skipped))
