@@ -12,11 +12,12 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeGuard, TypeVar, final
+from typing import Any, Literal, TypeGuard, TypeVar, cast, final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kitforge.data.continuation import encode_completion
 from kitforge.data.document_shard import RecordShard, fingerprint_of
 from kitforge.data.source import open_rows
 from kitforge.data.template import ChatTemplate, Message
@@ -31,6 +32,8 @@ _TURN = re.compile(r"\n\n(Human|Assistant): ?")
 _ROLES = {"Human": "user", "Assistant": "assistant", "human": "user", "gpt": "assistant", "observation": "tool"}
 _CALL = "function_call"  # as ShareGPT has it, with JSON of name and arguments as its value
 _LEAVE_OUT = "leave such rows out, with data.on_invalid=drop"
+# Changes with what the same row becomes, so that no older cache is read.
+_FORMAT = 2
 _log = logger(__name__)
 Row = TypeVar("Row")
 ExampleKind = Literal["demonstrations", "pairs", "unpaired"]
@@ -175,7 +178,7 @@ class ChatDatasetReader:
     def fingerprint(self, kind: ExampleKind) -> str:
         """Equal for readers that make the same of the same rows."""
         tokens = (self._tokenizer.fingerprint, self._template.fingerprint)
-        return fingerprint_of("dialogues", kind, *tokens, sorted(self.columns.items()), self.on_invalid)
+        return fingerprint_of("dialogues", _FORMAT, kind, *tokens, sorted(self.columns.items()), self.on_invalid)
 
     def _each(self, spec: object, read: Callable[[dict[str, Any], object], Row]) -> Iterator[Row]:
         """Every parsed row; invalid ones are refused, or dropped and counted."""
@@ -322,7 +325,8 @@ class ChatDatasetReader:
         """Mark every token of a plain text as trained, and in a conversation the assistant's replies."""
         if not _is_chat(said):
             before, after = document_frame(self._tokenizer) if isinstance(said, str) else ([], [self._tokenizer.eos_id])
-            tokens = (*before, *self._plain(said), *after)
+            text = self._tokenizer.encode(said) if isinstance(said, str) else cast(Sequence[int], said)
+            tokens = (*before, *map(int, text), *after)
             return TokenizedExample(tokens=tokens, loss_mask=(True,) * len(tokens))
         chat = _with_contents(self._template.training, said, **inputs)
         loss_mask = chat.loss_mask()
@@ -336,8 +340,9 @@ class ChatDatasetReader:
         if not completion:
             raise DataError(f"{location} has an empty response", expected="at least one token", fix=_LEAVE_OUT)
         if not _is_chat(prompt) and not _is_chat(completion):
-            opening = self._prompt_tokens(prompt, inputs)
-            completion_tokens = [*self._plain(completion), self._tokenizer.eos_id]
+            said = cast(str | Sequence[int], prompt), cast(str | Sequence[int], completion)
+            opening, completion_tokens = encode_completion(self._tokenizer, *said)
+            completion_tokens.append(self._tokenizer.eos_id)
             return TokenizedExample(
                 tokens=(*opening, *completion_tokens),
                 loss_mask=(False,) * len(opening) + (True,) * len(completion_tokens),
@@ -359,10 +364,7 @@ class ChatDatasetReader:
     def _prompt_tokens(self, prompt: Said, inputs: Mapping[str, Any]) -> list[int]:
         if _is_chat(prompt):
             return _with_contents(self._template.tokens, prompt, opens_reply=True, **inputs)
-        return self._tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else self._plain(prompt)
-
-    def _plain(self, said: Said) -> list[int]:
-        return self._tokenizer.encode(said) if isinstance(said, str) else [int(token) for token in said]  # type: ignore[arg-type]
+        return encode_completion(self._tokenizer, cast(str | Sequence[int], prompt), ())[0]
 
 
 def iter_texts(spec: object, columns: Mapping[str, str] | None = None) -> Iterator[str]:

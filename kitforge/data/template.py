@@ -17,6 +17,7 @@ import numpy as np
 
 from kitforge.data.chat_render import ChatRender, TemplateLanguage
 from kitforge.data.chat_replies import ReplySpan, find_replies
+from kitforge.data.continuation import encode_continuation
 from kitforge.data.document_shard import fingerprint_of
 from kitforge.data.huggingface_tokenizer import HuggingFaceTokenizer
 from kitforge.data.jinja_sandbox import sandboxed
@@ -150,7 +151,8 @@ class ChatTemplate:
         where it leaves out one that follows."""
         if not self._languages:
             end = [] if has_end else [self._tokenizer.eos_id]
-            return [*end, *_plain_chat(self._tokenizer, following, opens_reply=True).tokens]
+            said = self._tokenizer.encode(_opening("assistant") + reply)
+            return [*end, *_plain_chat(self._tokenizer, following, said, opens_reply=True).tokens]
         inputs = {"tools": tools, "documents": None, **_checked(chat_template_kwargs)}
         assistant_message = {"role": "assistant", "content": reply}
         language, render = self._render([*messages, assistant_message, *following], inputs, is_training=True)
@@ -160,12 +162,18 @@ class ChatTemplate:
         if has_end:
             behind = [each for each in own if each.start >= cut and each.token in self._tokenizer.eos_ids]
             cut = behind[0].stop if behind and not text[cut : behind[0].start].strip() else cut
-        if not any(each.is_special and each.start == cut for each in own):
+        starts = [each.start for each in own if each.is_special]
+        if cut not in starts:
             # No token lies across the end of the reply, whose tokens are there already.
             foreign = [*foreign, AddedTokenSpan(token=-1, start=cut - 1, stop=cut, is_special=False)]
         border = ReplySpan(message=None, start=cut, stop=cut, has_end=False)
         tokens, offsets = self._encode(text, own, foreign, [border])
-        return [token for token, (start, _) in zip(tokens, offsets, strict=True) if start >= cut]
+        # Up to the next mark the text continues the reply.
+        ends = (mark for mark in (*starts, *(each.start + 1 for each in foreign)) if mark > cut)
+        stop = cut if cut in starts else min(ends, default=len(text))
+        before = [token for token, (_, last) in zip(tokens, offsets, strict=True) if last <= cut]
+        after = [token for token, (start, _) in zip(tokens, offsets, strict=True) if start >= stop]
+        return [*encode_continuation(self._tokenizer, before, text[cut:stop]), *after]
 
     def _render(
         self, messages: Sequence[Message], inputs: Mapping[str, Any], *, is_training: bool = False
@@ -196,7 +204,7 @@ class ChatTemplate:
         offsets: list[tuple[int, int]] = []
         borders = sorted({0, len(text), *(span.start for span in spans), *(span.stop for span in spans)})
         for start, stop in pairwise(borders):
-            encoding = self._tokenizer.encode(text[start:stop])
+            encoding = encode_continuation(self._tokenizer, tokens, text[start:stop])
             tokens += encoding
             offsets += [(start, stop)] * len(encoding)
         return tokens, offsets
@@ -233,28 +241,34 @@ def _replies(spans: Sequence[ReplySpan], offsets: Sequence[tuple[int, int]]) -> 
     return replies
 
 
-def _plain_chat(tokenizer: Tokenizer, messages: Sequence[Message], opens_reply: bool = False) -> TokenizedChat:
-    """The conversation where there is no template."""
+def _plain_chat(
+    tokenizer: Tokenizer, messages: Sequence[Message], before: Sequence[int] = (), *, opens_reply: bool = False
+) -> TokenizedChat:
+    """The conversation where there is no template, as it goes on after the tokens `before`."""
     tokens: list[int] = []
     replies = []
     for number, message in enumerate(messages):
         # Contents are encoded apart, so that a prompt is how its answered conversation begins.
-        role = str(message["role"])
-        tokens += tokenizer.encode(f"\n\n{_SPEAKERS.get(role, role.capitalize())}: ")
+        tokens += encode_continuation(tokenizer, [*before, *tokens], _opening(str(message["role"])))
         start = len(tokens)
-        tokens += tokenizer.encode(_plain_content(message))
+        tokens += encode_continuation(tokenizer, [*before, *tokens], _plain_content(message))
         if message["role"] == "assistant":
             tokens.append(tokenizer.eos_id)
             replies.append(Reply(message=number, start=start, stop=len(tokens)))
     if opens_reply:
-        tokens += tokenizer.encode("\n\nAssistant: ")
+        tokens += encode_continuation(tokenizer, [*before, *tokens], _opening("assistant"))
     return TokenizedChat(tokens=tuple(tokens), replies=tuple(replies))
+
+
+def _opening(role: str) -> str:
+    """What stands before a message of the role."""
+    return f"\n\n{_SPEAKERS.get(role, role.capitalize())}: "
 
 
 def _plain_prompt(
     tokenizer: Tokenizer, messages: Sequence[Message], opens_reply: bool, continue_final_message: bool
 ) -> list[int]:
-    tokens = list(_plain_chat(tokenizer, messages, opens_reply).tokens)
+    tokens = list(_plain_chat(tokenizer, messages, opens_reply=opens_reply).tokens)
     is_closed = continue_final_message and messages[-1]["role"] == "assistant"
     return tokens[:-1] if is_closed else tokens
 

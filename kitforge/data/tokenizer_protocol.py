@@ -99,8 +99,8 @@ class Tokenizer(Protocol):
         ...
 
 
-def document_frame(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """The tokens before and after those of a document: the tokenizer's own, and one end token."""
+def special_frame(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """The tokens that `encode_prompt` puts before and after those of a text."""
     text, prompt = tokenizer.encode(_PROBE), tokenizer.encode_prompt(_PROBE)
     starts = range(len(prompt) - len(text) + 1)
     start = next((each for each in starts if prompt[each : each + len(text)] == text), None)
@@ -110,7 +110,12 @@ def document_frame(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
             got=f"{text} alone, {prompt} between them",
             expected="the same tokens, with others before or after them",
         )
-    before, after = prompt[:start], prompt[start + len(text) :]
+    return prompt[:start], prompt[start + len(text) :]
+
+
+def document_frame(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """The tokens before and after those of a document: the tokenizer's own, and one end token."""
+    before, after = special_frame(tokenizer)
     has_end = bool(after) and after[-1] in tokenizer.eos_ids
     return before, after if has_end else [*after, tokenizer.eos_id]
 
@@ -120,8 +125,16 @@ def decode_known(ids: Sequence[int], vocab_size: int, decode: Callable[[list[int
     plain = [int(token) for token in ids]
     if all(0 <= token < vocab_size for token in plain):
         return decode(plain)
-    runs = groupby(plain, key=lambda token: 0 <= token < vocab_size)
-    return "".join(decode(list(run)) if is_known else _UNREADABLE * len(list(run)) for is_known, run in runs)
+    text, context = "", list[int]()
+    for is_known, run in groupby(plain, key=lambda token: 0 <= token < vocab_size):
+        tokens = list(run)
+        if not is_known:
+            text += _UNREADABLE * len(tokens)
+            continue
+        # What follows such a number does not begin the text.
+        text += decode([*context, *tokens])[len(decode(context)) :]
+        context = tokens if decode(tokens) else context
+    return text
 
 
 def without_end(owner: str) -> DataError:

@@ -1,12 +1,12 @@
-"""Text in and out of an engine: incremental detokenization and stop strings."""
+"""Text in and out of an engine."""
 
 from __future__ import annotations
 
-import codecs
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import final
 
+from kitforge.data.continuation import Detokenizer
 from kitforge.data.tokenizer import Tokenizer
 from kitforge.foundation.config import check
 from kitforge.foundation.dtype import LoadDtype
@@ -15,9 +15,6 @@ from kitforge.inference.logprobs import PromptLogprob
 from kitforge.inference.options import EngineOptions
 from kitforge.inference.sampling import SamplingOptions, TopLogprobs
 from kitforge.inference.sequence import FinishReason
-
-# Decoders write it for bytes that are not a whole character.
-_REPLACEMENT_CHARACTER = "\ufffd"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,76 +45,6 @@ class TextDelta:
     finish_reason: FinishReason | None
     prompt_logprobs: list[PromptLogprob] | None  # of all prompt tokens but the first; only in the first delta
     error: Exception | None = None  # of the tokenizer, where finish_reason is "failed"
-
-
-@final
-class Detokenizer:
-    """Decodes one sample token by token. The pieces joined are the decoded text up to the first stop string. Text that
-    may become a stop string, and incomplete characters, are held back."""
-
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
-        self.is_stopped = False
-        self.offsets: list[int] = []  # of every token: the index of its first character
-        self._length = 0  # of the decoded text
-        # Decodes the tokens of an incomplete character, and counts its whole characters.
-        self._partial = codecs.getincrementaldecoder("utf-8")("replace")
-        self._num_partial = 0
-        self._tokenizer = tokenizer
-        self._stop = stop
-        self._tokens: list[int] = []
-        # Tokens before `_known` have been decoded. Those from `_context` on are decoded again with the next ones, since
-        # the text of a token may depend on the one before it.
-        self._context = self._known = 0
-        self._held = ""
-
-    def push(self, tokens: Sequence[int], *, is_last: bool = False) -> str:
-        """The text that these tokens complete; with `is_last` all text that was held back."""
-        for token in tokens:
-            was_held = self._known < len(self._tokens)
-            self.offsets.append(self._length + (self._character_index(token) if was_held else 0))
-            self._tokens.append(token)
-            self._decode(is_last=False)
-            if self._known == len(self._tokens):
-                self._partial.reset()
-                self._num_partial = 0
-            elif not was_held:
-                self._character_index(token)
-        if is_last:
-            self._decode(is_last=True)
-        stop_index = min((index for index in map(self._held.find, self._stop) if index >= 0), default=None)
-        size = len(self._held) - (0 if is_last else self._num_open())
-        if stop_index is not None:
-            self.is_stopped, size = True, stop_index
-        text, self._held = self._held[:size], self._held[size:]
-        return text
-
-    def _character_index(self, token: int) -> int:
-        """The index, among the held-back characters, of the one in which the token begins."""
-        content = self._tokenizer.token_bytes(token)
-        was_open = bool(self._partial.getstate()[0])
-        first = self._partial.decode(content[:1])
-        # Its first byte either continues the last character or leaves that one incomplete for good.
-        begins = was_open and (len(first) > 1 or (len(first) == 1 and bool(self._partial.getstate()[0])))
-        index = self._num_partial + begins
-        self._num_partial += len(first) + len(self._partial.decode(content[1:]))
-        return index
-
-    def _decode(self, *, is_last: bool) -> None:
-        """Decode the tokens after `_known`, unless they end in an incomplete character."""
-        before = self._tokenizer.decode(self._tokens[self._context : self._known])
-        after = self._tokenizer.decode(self._tokens[self._context :])
-        if is_last or not after.endswith(_REPLACEMENT_CHARACTER):
-            self._context, self._known = self._known, len(self._tokens)
-            text = after[len(before) :]
-            self._held += text
-            self._length += len(text)
-
-    def _num_open(self) -> int:
-        """The length of the longest suffix that may be the beginning of a stop string."""
-        for size in range(min(len(self._held), max(map(len, self._stop), default=1) - 1), 0, -1):
-            if any(stop.startswith(self._held[-size:]) for stop in self._stop):
-                return size
-        return 0
 
 
 @final
@@ -155,7 +82,7 @@ class TextEngine:
                 num_top_logprobs=num_top_logprobs,
             )
             for sample in range(num_samples):
-                self._detokenizers[request, sample] = Detokenizer(self.tokenizer, options.stop)
+                self._detokenizers[request, sample] = Detokenizer(self.tokenizer, options.stop, tokens)
         return request
 
     def cancel(self, request: int) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast, final
 
 from kitforge.core.nn.causal_lm import CausalLM
+from kitforge.data.continuation import Detokenizer
 from kitforge.data.template import ChatTemplate, template_of
 from kitforge.data.tokenizer import Tokenizer
 from kitforge.foundation.errors import ConfigError, DataError, KitforgeError
@@ -22,7 +23,7 @@ from kitforge.inference.server.errors import ApiError, queue_full
 from kitforge.inference.server.metrics import Metrics
 from kitforge.inference.server.options import ServeOptions
 from kitforge.inference.server.worker import PromptJob, Worker
-from kitforge.inference.text_engine import Detokenizer, InferenceOptions, TextDelta, TextEngine
+from kitforge.inference.text_engine import InferenceOptions, TextDelta, TextEngine
 
 if TYPE_CHECKING:
     # Needs pydantic, so it is imported at run time by `app.create_app` alone.

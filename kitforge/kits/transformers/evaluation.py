@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeAlias, cast, final
 from torch import nn
 
 from kitforge.core.nn.causal_lm import CausalLM
+from kitforge.data.continuation import decode_continuation, encode_pair, prefix_token
 from kitforge.data.tokenizer_protocol import Tokenizer, document_frame
 from kitforge.foundation.errors import DataError, KitforgeError, ModelError
 from kitforge.foundation.log import logger
@@ -135,8 +136,8 @@ class Evaluator:
         texts = [(each, [(each.values["context"], each.values["continuation"])]) for each in task.questions]
         pairs = [self._pairs(question, pair) for question, pair in texts]
         results = []
-        for question, [(_, tokens)], [score] in zip(task.questions, pairs, self._scores(task, pairs), strict=True):
-            said, gold = self._tokenizer.decode(score.greedy), self._tokenizer.decode(tokens)
+        for question, [(prefix, tokens)], [score] in zip(task.questions, pairs, self._scores(task, pairs), strict=True):
+            said, gold = (decode_continuation(self._tokenizer, prefix, each) for each in (score.greedy, tokens))
             row = {**_location(question), "scores": [score.logprob], "prediction": said, "gold": gold}
             values = {"accuracy": float(score.is_greedy(tokens)), "logprob": score.logprob}
             results.append(QuestionResult(row=row, values=values))
@@ -178,7 +179,7 @@ class Evaluator:
     def _read(self, task: QuestionSet) -> list[QuestionResult]:
         """Log-likelihood of whole texts, in windows that predict every token once (`loglikelihood_rolling`)."""
         before, _ = document_frame(self._tokenizer)
-        before = before or [_prefix(self._tokenizer)]
+        before = before or [prefix_token(self._tokenizer)]
         texts = [_windows(before, self._tokenizer.encode(each.values["text"]), self._limit) for each in task.questions]
         results = []
         for question, found in zip(task.questions, self._scores(task, texts), strict=True):
@@ -245,21 +246,6 @@ class Evaluator:
             yield found
 
 
-def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> Pair:
-    """The tokens of a context, with the tokenizer's prefix, and of its continuation.
-
-    As in lm-evaluation-harness (`_encode_pair`): trailing white space of the context moves to the continuation, both
-    are encoded as one text, and the tokens beyond the length of the context are the continuation's. An empty context is
-    BOS, or else EOS.
-    """
-    stripped = context.rstrip()
-    continuation = context[len(stripped) :] + continuation
-    prefix = tokenizer.encode_prompt(stripped) if context else []
-    if prefix:
-        return prefix, tokenizer.encode_prompt(stripped + continuation)[len(prefix) :]
-    return [_prefix(tokenizer)], tokenizer.encode(continuation)
-
-
 def means(results: Sequence[QuestionResult]) -> dict[str, float]:
     """The mean of every value, with its standard error for two questions or more. The mean log-probability becomes a
     perplexity, its error to first order."""
@@ -303,11 +289,6 @@ def _windows(before: list[int], tokens: list[int], limit: int) -> list[Pair]:
         end = min(len(tokens), start + limit)
         windows.append((tokens[max(0, end - limit - 1) : start], tokens[start:end]))
     return windows
-
-
-def _prefix(tokenizer: Tokenizer) -> int:
-    """The token before a text without context: BOS, or else EOS."""
-    return tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
 
 
 def _location(question: Question) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import final
 
 from torch import nn
 
+from kitforge.data.continuation import decode_continuation
 from kitforge.data.tokenizer import TOKENIZER_FOLDER, Tokenizer
 from kitforge.foundation.files import write_text
 from kitforge.inference.engine import Engine, kv_bytes_per_token
@@ -47,7 +48,10 @@ class GenerationSamples(Callback):
         run.state.parallel.reshard()
         if not is_first:
             return
-        texts = [self._tokenizer.decode(samples[0].content) for samples in completions]
+        texts = [
+            decode_continuation(self._tokenizer, prompt, samples[0].content)
+            for prompt, samples in zip(prompts, completions, strict=True)
+        ]
         samples = [{"prompt": prompt, "text": text} for prompt, text in zip(self._prompts, texts, strict=True)]
         step = run.state.cursor.step
         page = json.dumps({"step": step, "samples": samples}, ensure_ascii=False, indent=1)

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from kitforge.data.chat_datasets import PromptExample
+from kitforge.data.continuation import decode_continuation, encode_continuation
 from kitforge.data.template import Message, template_of
 from kitforge.data.tokenizer import Tokenizer
 from kitforge.foundation import seed as seeds
@@ -198,6 +199,7 @@ class Episode:
     log_probs: list[float] = field(default_factory=list)  # per token of the policy
     rewards: list[float] = field(default_factory=list)  # per token of the policy
     turn_tokens: list[int] = field(default_factory=list)  # tokens of the policy in this turn
+    turn_text: str = ""  # of the last complete turn
     turn_rewards: list[float] = field(default_factory=list)
     failure: str | None = None  # error of the last step
     has_timed_out: bool = False
@@ -298,7 +300,7 @@ class EnvironmentRunner:
                 )
             episode.conversation = None if episode.prompt.messages is None else list(episode.prompt.messages)
             episode.opening = job.result
-            episode.append_observation(self.tokenizer.encode(job.result))
+            episode.append_observation(encode_continuation(self.tokenizer, episode.prompt.tokens, job.result))
             if self._tokens_left(episode) < 1:
                 raise TrainingError(
                     f"{name} leaves no room for a completion",
@@ -319,11 +321,14 @@ class EnvironmentRunner:
         the steps, and whether the turn ended with an EOS token or stop string. An episode is missing if the policy
         generated no token because it diverged."""
         live: dict[int, Episode] = {}
+        opened: dict[int, list[int]] = {}
         for episode in episodes:
             key = seeds.key(name, episode.number, episode.sample, number)
             chosen = replace(options, max_new_tokens=min(options.max_new_tokens, self._tokens_left(episode)))
-            live[engine.submit([*episode.prompt.tokens, *episode.tokens], chosen, key=key)] = episode
-        stopping = StoppingEngine(engine, self.tokenizer, options.stop)
+            prompt = [*episode.prompt.tokens, *episode.tokens]
+            request = engine.submit(prompt, chosen, key=key)
+            live[request], opened[request] = episode, prompt
+        stopping = StoppingEngine(engine, self.tokenizer, options.stop, opened)
         jobs: dict[Episode, tuple[Job, bool]] = {}
         while engine.has_work:
             for output in stopping.step():
@@ -334,8 +339,9 @@ class EnvironmentRunner:
                 is_whole = output.finish_reason == "stop"
                 episode.is_stopped = stopping.is_stopped(output)
                 has_end = is_whole and not episode.is_stopped
-                text = self.tokenizer.decode(episode.turn_tokens[:-1] if has_end else episode.turn_tokens)
-                jobs[episode] = pool.submit(partial(episode.environment.step, text)), is_whole
+                said = episode.turn_tokens[:-1] if has_end else episode.turn_tokens
+                episode.turn_text = decode_continuation(self.tokenizer, opened[output.request], said)
+                jobs[episode] = pool.submit(partial(episode.environment.step, episode.turn_text)), is_whole
             pool.check()
         return jobs
 
@@ -345,7 +351,7 @@ class EnvironmentRunner:
     def _finish_turn(self, episode: Episode, job: Job, has_stopped: bool) -> bool:
         """Append the result of a step; returns whether the episode continues. It ends if the step says so or fails,
         after the last turn, after a truncated turn, or if the observation leaves no room for another turn."""
-        said, episode.turn_tokens = episode.turn_tokens, []
+        episode.turn_tokens = []
         if job.has_timed_out or job.error is not None:
             observation, reward, is_over = self._failed_step(episode, job)
         else:
@@ -355,7 +361,7 @@ class EnvironmentRunner:
         episode.turn_rewards.append(reward)
         if is_over or not has_stopped or len(episode.turn_rewards) == self.max_turns:
             return False
-        tokens = self._encode_observation(episode, said, observation)
+        tokens = self._encode_observation(episode, observation)
         if len(tokens) >= self._tokens_left(episode):
             return False
         episode.append_observation(tokens)
@@ -410,15 +416,15 @@ class EnvironmentRunner:
             )
         return observation, number, bool(is_over)
 
-    def _encode_observation(self, episode: Episode, turn_tokens: Sequence[int], observation: Reply) -> list[int]:
+    def _encode_observation(self, episode: Episode, observation: Reply) -> list[int]:
         """The tokens of an observation. Messages are rendered by the chat template after the policy's reply."""
         if isinstance(observation, str):
             if episode.is_stopped:
                 # The reply has no EOS token yet: the observation continues it.
-                episode.opening += self.tokenizer.decode(turn_tokens) + observation
+                episode.opening += episode.turn_text + observation
             else:
                 episode.conversation = None
-            return self.tokenizer.encode(observation)
+            return encode_continuation(self.tokenizer, [*episode.prompt.tokens, *episode.tokens], observation)
         name = f"{type(episode.environment).__name__}.step"
         if episode.conversation is None:
             raise TrainingError(
@@ -426,11 +432,10 @@ class EnvironmentRunner:
                 got="a prompt of plain text, or an earlier observation of plain text",
                 expected="a prompt that is a list of messages, and messages in every turn",
             )
-        has_end = not episode.is_stopped
-        reply = episode.opening + self.tokenizer.decode(turn_tokens[:-1] if has_end else turn_tokens)
+        reply = episode.opening + episode.turn_text
         try:
             tokens = template_of(self.tokenizer).continuation(
-                episode.conversation, reply, observation, has_end=has_end, **episode.prompt.inputs
+                episode.conversation, reply, observation, has_end=not episode.is_stopped, **episode.prompt.inputs
             )
         except DataError as error:
             raise TrainingError(f"the chat template cannot render the messages of {name}", got=str(error)) from error

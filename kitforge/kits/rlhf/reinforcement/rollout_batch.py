@@ -15,13 +15,14 @@ from torch import Tensor, nn
 
 from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.data.chat_datasets import PromptExample, TokenizedExample
+from kitforge.data.continuation import Detokenizer
 from kitforge.data.packing import IGNORED
 from kitforge.data.tokenizer import Tokenizer
 from kitforge.foundation import seed as seeds
 from kitforge.foundation.device import copy_to
 from kitforge.foundation.types import MicroBatch
 from kitforge.inference.engine import Engine, Output
-from kitforge.inference.text_engine import Detokenizer, InferenceOptions
+from kitforge.inference.text_engine import InferenceOptions
 from kitforge.kits.rlhf.batching import pad_examples
 from kitforge.kits.rlhf.roles.rewards import PromptCompletion
 from kitforge.kits.rlhf.roles.value_head import ValueHeadModel
@@ -30,12 +31,15 @@ from kitforge.kits.rlhf.roles.value_head import ValueHeadModel
 @final
 class StoppingEngine:
     """Steps an engine and ends each sample at the token that completes a stop string. Stop strings change neither the
-    tokens before it nor their log-probs."""
+    tokens before it nor their log-probs. `prompts` are the tokens before the samples of each request."""
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
+    def __init__(
+        self, engine: Engine, tokenizer: Tokenizer, stop: Sequence[str], prompts: Mapping[int, Sequence[int]]
+    ) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
         self._stop = stop
+        self._prompts = prompts
         self._texts: dict[tuple[int, int], Detokenizer] = {}
         self._stopped: set[tuple[int, int]] = set()
 
@@ -52,7 +56,9 @@ class StoppingEngine:
 
     def _until_stop(self, output: Output) -> Output:
         name = output.request, output.sample
-        text = self._texts.setdefault(name, Detokenizer(self._tokenizer, self._stop))
+        if name not in self._texts:
+            self._texts[name] = Detokenizer(self._tokenizer, self._stop, self._prompts[output.request])
+        text = self._texts[name]
         num_kept = len(output.tokens) - (output.finish_reason == "stop")
         for count, token in enumerate(output.tokens[:num_kept], start=1):
             text.push([token])
@@ -236,7 +242,8 @@ def generate_rollouts(
     tokens: dict[tuple[int, int], list[int]] = {}
     log_probs: dict[tuple[int, int], list[float]] = {}
     ended: dict[tuple[int, int], bool] = {}
-    stopping = StoppingEngine(engine, tokenizer, options.stop)
+    opened = {request: prompt.tokens for request, (_, prompt) in requests.items()}
+    stopping = StoppingEngine(engine, tokenizer, options.stop, opened)
     stopped: set[tuple[int, int]] = set()
     while engine.has_work:
         for output in stopping.step():

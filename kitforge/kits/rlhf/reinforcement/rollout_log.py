@@ -59,7 +59,7 @@ class RolloutLog(Callback):
         rows = [
             [
                 self._tokenizer.decode(each.completion.prompt),
-                self._tokenizer.decode(each.completion.text_tokens),
+                each.completion.text(self._tokenizer),
                 each.reward,
                 *(each.rewards.get(name) for name in named),
                 *(outcome[name] for name in others),
@@ -75,7 +75,7 @@ class RolloutLog(Callback):
         answer = trajectory.completion
         return {
             "prompt": self._tokenizer.decode(answer.prompt),
-            "completion": self._tokenizer.decode(answer.text_tokens),
+            "completion": answer.text(self._tokenizer),
             "reward": trajectory.reward,
             **outcome,
             **({} if trajectory.kl is None else {"kl": trajectory.kl}),
@@ -151,5 +151,5 @@ class SampleLogger(Callback):
         figures = {"reward": trajectory.reward}
         if (kl := trajectory.kl) is not None:
             figures["kl"] = round(kl, 4)
-        text = self._tokenizer.decode(answer.text_tokens) + end
+        text = answer.text(self._tokenizer) + end
         return {"prompt": self._tokenizer.decode(answer.prompt), "text": text, "figures": figures}

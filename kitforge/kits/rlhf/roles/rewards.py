@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from kitforge.data.chat_datasets import TokenizedExample
+from kitforge.data.continuation import decode_continuation, encode_completion
 from kitforge.data.template import ChatTemplate, template_of
 from kitforge.data.tokenizer import Tokenizer
 from kitforge.foundation.config import check
@@ -52,6 +53,10 @@ class PromptCompletion:
     def text_tokens(self) -> tuple[int, ...]:
         """The tokens without the EOS token."""
         return self.tokens[:-1] if self.is_finished and not self.is_stopped else self.tokens
+
+    def text(self, tokenizer: Tokenizer) -> str:
+        """What the completion adds to the text of the prompt."""
+        return decode_continuation(tokenizer, self.prompt, self.text_tokens)
 
 
 @final
@@ -120,12 +125,13 @@ class ModelScorer(Scorer):
         """The input tokens. A truncated completion has no EOS token, unless the chat template always writes one."""
         if self._own is None or self._template is None:
             return (*answer.prompt, *answer.tokens)
-        text, said = self._tokenizer.decode(answer.text_tokens), answer.columns.get("prompt")
+        text, said = answer.text(self._tokenizer), answer.columns.get("prompt")
         if isinstance(said, (list, tuple)) and said and all(isinstance(each, Mapping) for each in said):
             return self._template.training([*said, {"role": "assistant", "content": text}]).tokens
         prompt = said if isinstance(said, str) else self._tokenizer.decode(answer.prompt)
         end = [self._own.eos_id] if answer.is_finished else []
-        return (*self._own.encode_prompt(prompt), *self._own.encode(text), *end)
+        opening, completion = encode_completion(self._own, prompt, text)
+        return (*opening, *completion, *end)
 
 
 @final
@@ -173,7 +179,7 @@ class FunctionScorer(Scorer):
     def _arguments(self, completions: Sequence[PromptCompletion]) -> dict[str, Any]:
         known: dict[str, Any] = {
             "prompts": [self._tokenizer.decode(each.prompt) for each in completions],
-            "completions": [self._tokenizer.decode(each.text_tokens) for each in completions],
+            "completions": [each.text(self._tokenizer) for each in completions],
             "prompt_tokens": [list(each.prompt) for each in completions],
             "completion_tokens": [list(each.text_tokens) for each in completions],
         }
