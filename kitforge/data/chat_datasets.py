@@ -32,8 +32,7 @@ _TURN = re.compile(r"\n\n(Human|Assistant): ?")
 _ROLES = {"Human": "user", "Assistant": "assistant", "human": "user", "gpt": "assistant", "observation": "tool"}
 _CALL = "function_call"  # as ShareGPT has it, with JSON of name and arguments as its value
 _LEAVE_OUT = "leave such rows out, with data.on_invalid=drop"
-# Changes with what the same row becomes, so that no older cache is read.
-_FORMAT = 2
+_FORMAT = 2  # changes with what a row becomes, so that no older cache is read
 _log = logger(__name__)
 Row = TypeVar("Row")
 ExampleKind = Literal["demonstrations", "pairs", "unpaired"]
