@@ -69,6 +69,15 @@ KINDS: dict[str, tuple[list[str], Callable[..., Tokenizer], Any, dict[str, Any],
         [],
     ),
     "glm": (["<|endoftext|>", "[gMASK]", "<sop>"], byte_level, SOP, GLM, [1, 2], []),
+    # Its generation_config.json names a begin token that the tokenizer does not have.
+    "qwen": (
+        ["<|endoftext|>", "<|im_end|>"],
+        byte_level,
+        None,
+        {"bos_token": None, "eos_token": "<|im_end|>", "tokenizer_class": "PreTrainedTokenizerFast"},
+        [],
+        [],
+    ),
     "both ends": (["<s>", "</s>"], byte_level, BOTH, ENDS, [0], [1]),
     # Where there is a tokenizer.json, transformers 5 goes by its post-processor alone.
     "flags beside a post-processor": (["<s>", "</s>"], byte_level, LLAMA, ENDS | {"add_bos_token": False}, [0], []),
@@ -84,4 +93,6 @@ def write_kind(name: str, folder: Path) -> Path:
     folder.mkdir(exist_ok=True)
     pieces.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    if name == "qwen":
+        (folder / "generation_config.json").write_text(json.dumps({"bos_token_id": 0, "eos_token_id": [1, 0]}))
     return folder

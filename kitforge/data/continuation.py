@@ -121,15 +121,15 @@ def prompt_end(tokenizer: Tokenizer, prompt: Sequence[int]) -> list[int]:
     begin with a token of whole characters, of more than one byte where one is near, since a single byte may belong to
     the bytes before it."""
     start = 0
-    for place in range(len(prompt) - 1, -1, -1):
-        if start and len(prompt) - place > _CONTEXT_SIZE:
+    for index in range(len(prompt) - 1, -1, -1):
+        if start and len(prompt) - index > _CONTEXT_SIZE:
             break
-        content = tokenizer.token_bytes(prompt[place])
+        content = tokenizer.token_bytes(prompt[index])
         if not content.strip() or content == NO_TOKEN or not _is_whole(content):
             continue
-        start = start or place
+        start = start or index
         if len(content) > 1:
-            start = place
+            start = index
             break
     return [int(token) for token in prompt[start:]]
 

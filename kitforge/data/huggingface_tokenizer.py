@@ -61,7 +61,7 @@ class HuggingFaceTokenizer:
         self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         self.eos_ids = special.find_all("eos")
         self.eos_id = self.eos_ids[0]
-        self.bos_id = next(iter(special.find("bos")), None)
+        self.bos_id = next(iter(special.find("bos", _CONFIGS[:2])), None)
         self.pad_id = next(iter(special.find("pad")), self.eos_id)
         # The post-processor decides; `add_bos_token` counts only where there is no tokenizer.json, as in transformers.
         self._has_rule = bool(tokenizer.num_special_tokens_to_add(is_pair=False))
@@ -204,13 +204,14 @@ class _SpecialTokens:
     """The numbers of special tokens, which Hugging Face folders name in up to three files and two ways."""
 
     def __init__(self, files: Mapping[str, bytes], token_to_id: Callable[[str], int | None]) -> None:
-        self._configs = [parse_object(name, files[name]) for name in _CONFIGS if name in files]
+        self._configs = {name: parse_object(name, files[name]) for name in _CONFIGS if name in files}
         self._token_to_id = token_to_id
 
-    def find(self, role: str) -> tuple[int, ...]:
-        """Every token in the role ("eos", "bos", "pad"), in the order of the files, each once."""
+    def find(self, role: str, names: Sequence[str] = _CONFIGS) -> tuple[int, ...]:
+        """Every token in the role ("eos", "bos", "pad"), in the order of the files, each once. As in transformers, a
+        tokenizer has no begin token that only a generation_config.json names."""
         ids: list[int | None] = []
-        for config in self._configs:
+        for config in (self._configs[name] for name in names if name in self._configs):
             token = config.get(f"{role}_token")
             text = token.get("content") if isinstance(token, dict) else token
             if isinstance(text, str):

@@ -14,6 +14,21 @@ UNNUMBERED_TODO = re.compile(r"#.*\b(TODO|FIXME|XXX|HACK)\b(?!.*#\d)")
 VENDORS = re.compile(r"(torch\.(cuda|npu)|torch_npu)\b")
 # What can run code that came with data, or writes files that only such a reader can read.
 EXECUTING_MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
+# How often a module encodes or decodes whole texts: documents, prompts, probes.
+WHOLE_TEXTS = {
+    "kitforge.data.chat_datasets": 1,
+    "kitforge.data.gguf_tokenizer": 1,
+    "kitforge.data.streaming": 1,
+    "kitforge.data.template": 1,
+    "kitforge.data.tokenize_documents": 1,
+    "kitforge.data.tokenizer_protocol": 1,
+    "kitforge.inference.server.service": 2,
+    "kitforge.kits.rlhf.reinforcement.rollout_log": 3,
+    "kitforge.kits.rlhf.roles.rewards": 2,
+    "kitforge.kits.transformers.build": 1,
+    "kitforge.kits.transformers.evaluation": 1,
+    "kitforge.kits.transformers.seq2seq": 1,
+}
 EXECUTING_CALLS = {"eval", "exec", "torch.load", "torch.save", "yaml.unsafe_load", "yaml.full_load", "os.system"}
 
 
@@ -149,3 +164,17 @@ def local_tensors(sources: list[Source]) -> Findings:
     places = [(source, node) for source in sources for name, node in source.calls() if name.rsplit(".", 1)[-1] in gates]
     if len({source.path for source, _ in places}) > 1:
         yield from (f"{source.at(node)} is a second gate" for source, node in places)
+
+
+def parts_of_texts(sources: list[Source]) -> Findings:
+    """Part of a text is encoded and decoded by `data.continuation` alone, as it loses or gains a space elsewhere."""
+    for source in sources:
+        if source.module in ("kitforge.data.continuation", "kitforge.data.huggingface_tokenizer"):
+            continue
+        places = [
+            node
+            for name, node in source.calls()
+            if re.search(r"(^|\.)(\w*tokenizer|_own)\.(encode|decode|encode_array)$", name)
+        ]
+        if len(places) > WHOLE_TEXTS.get(source.module, 0):
+            yield from (f"{source.at(node)} encodes or decodes a text: a whole one, for once?" for node in places)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby, islice
 
 from kitforge.data.chat_datasets import PreferencePair, PromptExample, TokenizedExample, UnpairedExample
+from kitforge.data.continuation import decode_continuation
 from kitforge.data.tokenizer import HuggingFaceTokenizer, Tokenizer
 
 INSPECTED_ROWS = 3
@@ -20,24 +21,30 @@ def loss_mask_lines(
         for name, response in _responses(row).items():
             yield f"row {number}{name}: {len(response.tokens)} tokens, {sum(response.loss_mask)} trained"
             runs = groupby(zip(response.loss_mask, response.tokens, strict=True), key=lambda each: each[0])
+            before: list[int] = []
             for is_trained, run in runs:
-                text = visible_text([token for _, token in run], tokenizer)
+                tokens = [token for _, token in run]
+                text = visible_text(tokens, tokenizer, before)
+                before += tokens
                 yield f"  {'trained' if is_trained else 'context'} {text!r}"
 
 
-def visible_text(tokens: Sequence[int], tokenizer: Tokenizer) -> str:
-    """The text of tokens, special tokens included; those without text in the vocabulary are shown as `<eos>`."""
+def visible_text(tokens: Sequence[int], tokenizer: Tokenizer, before: Sequence[int] = ()) -> str:
+    """The text of tokens after those `before`, special tokens included; those without text in the vocabulary are shown
+    as `<eos>`."""
     named = {"pad": tokenizer.pad_id, "bos": tokenizer.bos_id, "eos": tokenizer.eos_id}
     special = {
-        token: f"<{name}>" for name, token in named.items() if token is not None and not tokenizer.decode([token])
+        token: f"<{name}>" for name, token in named.items() if token is not None and not tokenizer.token_bytes(token)
     }
     if isinstance(tokenizer, HuggingFaceTokenizer):
         special |= {token: text for text, token in tokenizer.special_tokens.items()}
-    runs = groupby(tokens, key=lambda token: token in special)
-    return "".join(
-        "".join(special[token] for token in run) if is_special else tokenizer.decode(list(run))
-        for is_special, run in runs
-    )
+    text, passed = "", list(before)
+    for is_special, run in groupby(tokens, key=lambda token: token in special):
+        part = list(run)
+        spelled = (special[token] for token in part)
+        text += "".join(spelled) if is_special else decode_continuation(tokenizer, passed, part)
+        passed += part
+    return text
 
 
 def _responses(row: TokenizedExample | PreferencePair | UnpairedExample | PromptExample) -> dict[str, TokenizedExample]:

@@ -8,8 +8,12 @@ from pathlib import Path
 import pytest
 
 from kitforge.cli import main as cli
+from kitforge.data.chat_datasets import ChatDatasetReader
+from kitforge.data.template import template_of
 from kitforge.foundation.errors import ConfigError
+from kitforge.kits.rlhf.inspection import loss_mask_lines
 from tests.data.chat_cases import CALL, THINKING, TOOL, assistant, save_tokenizer, user
+from tests.tokenizer_kinds import tokenizer_of
 
 ROWS = {
     "sft": {"prompt": "a", "completion": "b"},
@@ -61,3 +65,15 @@ def test_what_has_no_rows_to_learn_from_is_refused(tmp_path: Path) -> None:
     for arguments in (["task=recommendation", "data.train=x"], ["task=sft"], ["a", "b"], []):
         with pytest.raises(ConfigError, match="inspect"):
             cli.run(["inspect", *arguments])
+
+
+@pytest.mark.parametrize("kind", ["prepend and strip", "sentencepiece"])
+def test_spaces_between_context_and_what_is_trained_are_shown(kind: str) -> None:
+    tokenizer = tokenizer_of(kind)
+    row = {"prompt": "He went to", "completion": " the school"}
+    rows = ChatDatasetReader(tokenizer, template_of(tokenizer)).demonstrations([row])
+    assert list(loss_mask_lines(rows, tokenizer))[2] == f"  trained ' the school{end_of(kind)}'"
+
+
+def end_of(kind: str) -> str:
+    return "<eos>" if kind == "sentencepiece" else "</s>"

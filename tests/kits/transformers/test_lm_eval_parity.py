@@ -40,7 +40,7 @@ CONTEXTS = [
 CHOICES = ["explicit", "für Elise, 三", "x"]
 
 
-@pytest.fixture(scope="module", params=["llama3", "gpt2", "glm"])
+@pytest.fixture(scope="module", params=["llama3", "gpt2", "glm", "qwen"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = write_kind(request.param, tmp_path_factory.mktemp(request.param))
     torch.manual_seed(0)
@@ -50,6 +50,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     with torch.no_grad():
         for parameter in network.parameters():
             parameter += torch.randn_like(parameter) * 0.1
+    network.generation_config.bos_token_id = 0 if request.param == "qwen" else None
     network.save_pretrained(folder)
     return folder
 

@@ -199,7 +199,6 @@ class Episode:
     log_probs: list[float] = field(default_factory=list)  # per token of the policy
     rewards: list[float] = field(default_factory=list)  # per token of the policy
     turn_tokens: list[int] = field(default_factory=list)  # tokens of the policy in this turn
-    turn_text: str = ""  # of the last complete turn
     turn_rewards: list[float] = field(default_factory=list)
     failure: str | None = None  # error of the last step
     has_timed_out: bool = False
@@ -339,19 +338,23 @@ class EnvironmentRunner:
                 is_whole = output.finish_reason == "stop"
                 episode.is_stopped = stopping.is_stopped(output)
                 has_end = is_whole and not episode.is_stopped
-                said = episode.turn_tokens[:-1] if has_end else episode.turn_tokens
-                episode.turn_text = decode_continuation(self.tokenizer, opened[output.request], said)
-                jobs[episode] = pool.submit(partial(episode.environment.step, episode.turn_text)), is_whole
+                text = self._turn_text(episode, episode.turn_tokens, has_end=has_end)
+                jobs[episode] = pool.submit(partial(episode.environment.step, text)), is_whole
             pool.check()
         return jobs
 
     def _tokens_left(self, episode: Episode) -> int:
         return self.max_tokens - len(episode.prompt.tokens) - len(episode.tokens)
 
+    def _turn_text(self, episode: Episode, turn_tokens: Sequence[int], *, has_end: bool) -> str:
+        """The text of the last tokens of an episode, without their EOS token."""
+        before = [*episode.prompt.tokens, *episode.tokens[: len(episode.tokens) - len(turn_tokens)]]
+        return decode_continuation(self.tokenizer, before, turn_tokens[:-1] if has_end else turn_tokens)
+
     def _finish_turn(self, episode: Episode, job: Job, has_stopped: bool) -> bool:
         """Append the result of a step; returns whether the episode continues. It ends if the step says so or fails,
         after the last turn, after a truncated turn, or if the observation leaves no room for another turn."""
-        episode.turn_tokens = []
+        said, episode.turn_tokens = episode.turn_tokens, []
         if job.has_timed_out or job.error is not None:
             observation, reward, is_over = self._failed_step(episode, job)
         else:
@@ -361,7 +364,7 @@ class EnvironmentRunner:
         episode.turn_rewards.append(reward)
         if is_over or not has_stopped or len(episode.turn_rewards) == self.max_turns:
             return False
-        tokens = self._encode_observation(episode, observation)
+        tokens = self._encode_observation(episode, said, observation)
         if len(tokens) >= self._tokens_left(episode):
             return False
         episode.append_observation(tokens)
@@ -416,12 +419,12 @@ class EnvironmentRunner:
             )
         return observation, number, bool(is_over)
 
-    def _encode_observation(self, episode: Episode, observation: Reply) -> list[int]:
+    def _encode_observation(self, episode: Episode, turn_tokens: Sequence[int], observation: Reply) -> list[int]:
         """The tokens of an observation. Messages are rendered by the chat template after the policy's reply."""
         if isinstance(observation, str):
             if episode.is_stopped:
                 # The reply has no EOS token yet: the observation continues it.
-                episode.opening += episode.turn_text + observation
+                episode.opening += self._turn_text(episode, turn_tokens, has_end=False) + observation
             else:
                 episode.conversation = None
             return encode_continuation(self.tokenizer, [*episode.prompt.tokens, *episode.tokens], observation)
@@ -432,10 +435,11 @@ class EnvironmentRunner:
                 got="a prompt of plain text, or an earlier observation of plain text",
                 expected="a prompt that is a list of messages, and messages in every turn",
             )
-        reply = episode.opening + episode.turn_text
+        has_end = not episode.is_stopped
+        reply = episode.opening + self._turn_text(episode, turn_tokens, has_end=has_end)
         try:
             tokens = template_of(self.tokenizer).continuation(
-                episode.conversation, reply, observation, has_end=not episode.is_stopped, **episode.prompt.inputs
+                episode.conversation, reply, observation, has_end=has_end, **episode.prompt.inputs
             )
         except DataError as error:
             raise TrainingError(f"the chat template cannot render the messages of {name}", got=str(error)) from error
