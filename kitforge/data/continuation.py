@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from os.path import commonprefix
 from typing import final
 
-from kitforge.data.tokenizer_protocol import NO_TOKEN, Tokenizer, special_frame
+from kitforge.data.tokenizer_protocol import NO_TOKEN, Tokenizer
 
 # Decoders write it for bytes that are not a whole character.
 _REPLACEMENT_CHARACTER = "\ufffd"
@@ -167,10 +167,17 @@ def encode_completion(
         return opening, [int(token) for token in completion]
     if not isinstance(prompt, str):
         return [int(token) for token in prompt], encode_continuation(tokenizer, prompt, completion)
-    before, after = special_frame(tokenizer)
-    joined = tokenizer.encode(prompt + completion)
-    size = _num_equal(tokenizer.encode(prompt), joined)
-    return [*before, *joined[:size], *after], joined[size:]
+    opening, own, joined = (
+        tokenizer.encode_prompt(prompt),
+        tokenizer.encode(prompt),
+        tokenizer.encode(prompt + completion),
+    )
+    starts = range(len(opening) - len(own) + 1)
+    start = next((each for each in starts if opening[each : each + len(own)] == own), None)
+    if start is None:
+        return opening, encode_continuation(tokenizer, opening, completion)
+    size = _num_equal(own, joined)
+    return [*opening[:start], *joined[:size], *opening[start + len(own) :]], joined[size:]
 
 
 def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[list[int], list[int]]:

@@ -99,8 +99,8 @@ class Tokenizer(Protocol):
         ...
 
 
-def special_frame(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """The tokens that `encode_prompt` puts before and after those of a text."""
+def document_frame(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """The tokens before and after those of a document: the tokenizer's own, and one end token."""
     text, prompt = tokenizer.encode(_PROBE), tokenizer.encode_prompt(_PROBE)
     starts = range(len(prompt) - len(text) + 1)
     start = next((each for each in starts if prompt[each : each + len(text)] == text), None)
@@ -110,12 +110,7 @@ def special_frame(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
             got=f"{text} alone, {prompt} between them",
             expected="the same tokens, with others before or after them",
         )
-    return prompt[:start], prompt[start + len(text) :]
-
-
-def document_frame(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """The tokens before and after those of a document: the tokenizer's own, and one end token."""
-    before, after = special_frame(tokenizer)
+    before, after = prompt[:start], prompt[start + len(text) :]
     has_end = bool(after) and after[-1] in tokenizer.eos_ids
     return before, after if has_end else [*after, tokenizer.eos_id]
 
@@ -133,7 +128,8 @@ def decode_known(ids: Sequence[int], vocab_size: int, decode: Callable[[list[int
             continue
         # What follows such a number does not begin the text.
         text += decode([*context, *tokens])[len(decode(context)) :]
-        context = tokens if decode(tokens) else context
+        said = decode(tokens)
+        context = tokens if said and not said.endswith(_UNREADABLE) else context
     return text
 
 

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import os
 import random
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as Pieces
+from tokenizers import models, processors
 
 from kitforge.data.chat_datasets import ChatDatasetReader
 from kitforge.data.continuation import Detokenizer, decode_continuation, encode_completion, encode_continuation
+from kitforge.data.huggingface_tokenizer import HuggingFaceTokenizer
 from kitforge.data.template import ChatTemplate, template_of
+from kitforge.data.tokenizer import load_tokenizer
 from kitforge.data.tokenizer_protocol import Tokenizer
+from tests.tokenizer_folders import write_kind
 from tests.tokenizer_kinds import EXACT, MAKERS, PREFIXING, WORDS, tokenizer_of
 
 PARTS = [*WORDS.split(), *(" ", "  ", "\n", ".", "?", "(x)", "12", " school", "\n\n", "é", "🌙", ": ", "x")]
@@ -146,3 +152,28 @@ def test_a_number_that_is_no_token_does_not_begin_the_text_anew(kind: str) -> No
     first, second = tokenizer.encode("He went")
     unknown = tokenizer.vocab_size
     assert tokenizer.decode([first, unknown, second, unknown, unknown, second]) == "He\ufffd went\ufffd\ufffd went"
+
+
+def test_a_number_that_is_no_token_may_stand_within_a_character() -> None:
+    tokenizer = tokenizer_of("bytes")
+    first, *others = tokenizer.encode("€")
+    assert tokenizer.decode([first, 999, *others]) == "\ufffd" * 4
+
+
+def test_special_tokens_around_a_prompt_stay_where_they_are(tmp_path: Path) -> None:
+    """Those that end it too, and with a vocabulary that has no token for most texts."""
+    tokenizer = load_tokenizer(write_kind("both ends", tmp_path))
+    opening, tokens = encode_completion(tokenizer, "ab", "cd")
+    assert opening == tokenizer.encode_prompt("ab") and tokens == tokenizer.encode("cd")
+    words = HuggingFaceTokenizer(few_words())
+    assert words.encode("a") == []
+    assert encode_completion(words, "b b", " b") == ([1, 2, 2], [2])
+    assert encode_completion(words, "", "b") == ([1], [2])
+
+
+def few_words() -> dict[str, bytes]:
+    """A vocabulary of a begin token, an end token and a single word; what it does not know has no token."""
+    pieces = Pieces(models.BPE(vocab={"</s>": 0, "<s>": 1, "b": 2}, merges=[]))
+    pieces.add_special_tokens(["</s>", "<s>"])
+    pieces.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return {"tokenizer.json": pieces.to_str().encode(), "tokenizer_config.json": b'{"eos_token": "</s>"}'}
