@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any, final
@@ -186,15 +187,42 @@ def _everything(shard: FileShard) -> str:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Line:
-    """The location of a line. Its number is counted only for messages."""
+    """The location of a line. How many lines are before its shard is counted only for messages."""
 
     shard: FileShard
-    offset: int
+    index: int  # in the shard
 
     def __str__(self) -> str:
-        with _opened(self.shard) as stream:
-            number = stream.read(self.offset).count(b"\n") + 1
-        return f"{self.shard.path}:{number}"
+        first = _line_counter(self.shard.path, self.shard.stamp).lines_before(self.shard) if self.shard.start else 0
+        return f"{self.shard.path}:{first + self.index + 1}"
+
+
+@final
+class _LineCounter:
+    """Counts the lines before shards of a file, on from the last one: shards in order are one pass of the file."""
+
+    def __init__(self) -> None:
+        self._start = 0
+        self._lines = 0
+
+    def lines_before(self, shard: FileShard) -> int:
+        """The line breaks before the first byte of the shard."""
+        if shard.start < self._start:
+            self._start = self._lines = 0
+        if shard.start > self._start:
+            with _opened(shard) as stream:
+                stream.seek(self._start)
+                while self._start < shard.start:
+                    block = stream.read(min(_BLOCK_BYTES, shard.start - self._start))
+                    if not block:
+                        break
+                    self._start, self._lines = self._start + len(block), self._lines + block.count(b"\n")
+        return self._lines
+
+
+@lru_cache(maxsize=8)
+def _line_counter(_path: Path, _stamp: tuple[int, int, int]) -> _LineCounter:
+    return _LineCounter()
 
 
 def _read_text(shard: FileShard) -> Iterator[str]:
@@ -211,9 +239,9 @@ def _read_json_lines(shard: FileShard) -> Iterator[str]:
 
 
 def _json_lines(shard: FileShard) -> Iterator[tuple[object, Any]]:
-    for offset, raw in _split_blocks(shard, b"\n"):
+    for index, (offset, raw) in enumerate(_split_blocks(shard, b"\n")):
         if raw.strip():
-            location = _Line(shard=shard, offset=offset)
+            location = _Line(shard=shard, index=index)
             yield location, _parse(_decode(shard, offset, raw), location)
 
 
