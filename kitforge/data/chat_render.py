@@ -22,7 +22,7 @@ from kitforge.data.tokenizer_protocol import AddedTokenSpan
 from kitforge.foundation.errors import DataError
 
 # Keys of a message's reasoning; templates read the first or the second.
-_REASONING = ("reasoning_content", "thinking", "reasoning")
+REASONING = ("reasoning_content", "thinking", "reasoning")
 # Roles, types and names of fields are a template's own language as long as they are plain words.
 _WORD = re.compile(r"[\w.\-]*")
 # Substitutes of the ASCII letters and digits, and of all other characters.
@@ -146,7 +146,7 @@ class ChatRender:
         mark = f"continue{secrets.token_hex(16)} "
         kept = self.messages
         _last_text(kept[-1])
-        self.messages = [*kept[:-1], _with_mark(kept[-1], mark)]
+        self.messages = [*kept[:-1], with_mark(kept[-1], mark)]
         try:
             text = self.text(None if change is None else functools.partial(_before_mark, mark, change))
         finally:
@@ -156,6 +156,15 @@ class ChatRender:
             raise DataError("the chat template leaves out the message that is to be continued")
         return text[:at] if text.startswith(mark, at) else text[:at].rstrip()
 
+    def signed(self, marks: tuple[str, str], signs: Sequence[str]) -> str:
+        """The text with the marks of `text`, and a sign behind each content that is text."""
+        kept = self.messages
+        self.messages = [with_mark(each, sign) for each, sign in zip(kept, signs, strict=True)]
+        try:
+            return self.text(marks=marks)
+        finally:
+            self.messages = kept
+
     def end_of_reply(self, message: int) -> int:
         """Where the reply of that message ends in the prompt that all messages make, without what closes it. Raises
         DataError where the template writes it, or what is before it, differently because of the messages after it, and
@@ -163,7 +172,7 @@ class ChatRender:
         text, opened = self.text(opens_reply=True), self.text(num_messages=message, opens_reply=True)
         mark, kept = f"end{secrets.token_hex(16)}", self.messages
         reply = kept[message]
-        self.messages = [*kept[:message], _with_mark(reply, mark), *kept[message + 1 :]]
+        self.messages = [*kept[:message], with_mark(reply, mark), *kept[message + 1 :]]
         try:
             before, separator, behind = self.text(opens_reply=True).partition(mark)
         finally:
@@ -281,7 +290,7 @@ class _Alteration:
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message as Hugging Face passes it: without null values, with the reasoning under the usual keys."""
     content = {name: value for name, value in _plain(dict(message)).items() if value is not None}
-    thought = next((content[name] for name in _REASONING if name in content), None)
+    thought = next((content[name] for name in REASONING if name in content), None)
     return content if thought is None else {"thinking": thought, **content, "reasoning_content": thought}
 
 
@@ -331,8 +340,8 @@ def _before_mark(mark: str, change: Change, said: str, message: int | None) -> s
     return change(said[: -len(mark)], message) + mark if said.endswith(mark) else change(said, message)
 
 
-def _with_mark(message: Mapping[str, Any], mark: str) -> dict[str, Any]:
-    """The message with a mark behind the last text of its content."""
+def with_mark(message: Mapping[str, Any], mark: str) -> dict[str, Any]:
+    """The message with a mark behind the last text of its content, if it has one."""
     content = message.get("content")
     if isinstance(content, str):
         return {**message, "content": content + mark}
@@ -340,8 +349,8 @@ def _with_mark(message: Mapping[str, Any], mark: str) -> dict[str, Any]:
     for index, part in reversed(list(enumerate(parts))):
         if "text" in part:
             parts[index] = {**part, "text": part["text"] + mark}
-            break
-    return {**message, "content": parts}
+            return {**message, "content": parts}
+    return dict(message)
 
 
 def _last_text(message: Mapping[str, Any]) -> str:

@@ -21,12 +21,14 @@ from kitforge.foundation.errors import DataError
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplySpan:
     """A reply in characters [start, stop) of a text, its end token included. `message` is its number among the
-    messages; None where the template does not tell. `has_end`: it ends with a token, or the template marks where."""
+    messages; None where the template does not tell. `has_end`: a token ends it. `is_marked`: the template marks where
+    it, or a part of it, begins and ends."""
 
     message: int | None
     start: int
     stop: int
     has_end: bool
+    is_marked: bool = False
 
 
 def find_replies(
@@ -74,10 +76,45 @@ class _Finder:
         parts = re.split(f"({begin}|{end})", self._render.text(marks=(begin, end)))
         if parts[1::2] != [begin, end] * (len(parts) // 4) or "".join(parts[::2]) != self._text:
             raise DataError("the chat template marks its replies in a way that cannot be followed")
-        stops = np.cumsum([len(part) for part in parts[::2]])
-        numbers = self._render.replies if len(self._render.replies) == len(parts) // 4 else [None] * (len(parts) // 4)
-        spans = zip(numbers, stops[::2], stops[1::2], strict=False)
-        return [ReplySpan(message=each, start=int(start), stop=int(stop), has_end=True) for each, start, stop in spans]
+        stops = [int(stop) for stop in np.cumsum([len(part) for part in parts[::2]])]
+        numbers = self._owners(parts, nonce)
+        spans = list(zip(numbers, stops[::2], stops[1::2], strict=False))
+        # A reply of several blocks ends within one of them.
+        ended = {number for number, start, stop in spans if self._has_end_token(start, stop)}
+        return [
+            ReplySpan(message=each, start=start, stop=stop, has_end=each in ended, is_marked=True)
+            for each, start, stop in spans
+        ]
+
+    def _has_end_token(self, start: int, stop: int) -> bool:
+        within = [each for each in self._own if start <= each.start and each.stop <= stop]
+        return any(each.token in self._ends or not self._text[each.stop : stop].strip() for each in within)
+
+    def _owners(self, parts: Sequence[str], nonce: str) -> Sequence[int | None]:
+        """The replies to which marked blocks belong, one or several each: `parts` of the text, and marks between them.
+        Signs behind all contents tell; a block between the contents of two replies is of the first if it follows that
+        directly, and else of the second."""
+        replies, num_blocks = self._render.replies, len(parts) // 4
+        by_count = replies if len(replies) == num_blocks else [None] * num_blocks
+        begin, end = parts[1:4:2] if num_blocks else ("", "")
+        signs = [f"[{nonce}:{number}]" for number in range(len(self._render.messages))]
+        try:
+            signed = re.split(rf"({begin}|{end}|\[{nonce}:\d+\])", self._render.signed((begin, end), signs))
+        except DataError:
+            return by_count
+        is_same = "".join("".join(signed[::2]).split()) == "".join("".join(parts[::2]).split())
+        if not num_blocks or not is_same or [each for each in signed[1::2] if each in (begin, end)] != parts[1::2]:
+            return by_count
+        marks = [each if each in (begin, end) else int(each[len(nonce) + 2 : -1]) for each in signed[1::2]]
+        owners: list[int | None] = []
+        for at in (at for at, each in enumerate(marks) if each == begin):
+            stop = marks.index(end, at)
+            before = next((each for each in reversed(marks[:at]) if isinstance(each, int)), -1)
+            behind = next((each for each in marks[at:] if isinstance(each, int)), len(signs))
+            inside = [each for each in marks[at:stop] if each in replies]
+            between = [each for each in replies if before <= each <= behind]
+            owners.append(next((int(each) for each in [*inside, *between]), None))
+        return by_count if None in owners else owners
 
     def reply(self, message: int, after: int) -> ReplySpan:
         """The reply of a message behind that character."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast, final
@@ -34,7 +34,7 @@ from kitforge.data.tokenize_documents import run_tokenize_jobs, token_dtype
 from kitforge.data.tokenizer_protocol import Tokenizer
 from kitforge.foundation.files import atomic_file
 
-FORMAT = 1
+FORMAT = 2
 _PARTS = "parts"
 # The arrays beside tokens and masks, each in a file of its own.
 _ARRAYS = ("offsets", "values", "sources")
@@ -166,7 +166,9 @@ def build_example_cache(
             for number, shard in enumerate(shards)
         ]
         run_tokenize_jobs([job for job in jobs if not job.path.exists()], tokenizer, num_workers, lambda _size: None)
-        manifest = _assemble(jobs, folder, kind, token_dtype(tokenizer.vocab_size), spec)
+        manifest = _assemble(
+            jobs, folder, kind, token_dtype(tokenizer.vocab_size), lambda report: report.check(spec, reader.columns)
+        )
         shutil.rmtree(parts)
         return manifest
 
@@ -174,7 +176,7 @@ def build_example_cache(
     _cache_folder(folder).build(fill)
     cache: ExampleCache[Any] = ExampleCache(folder)
     if was_there:
-        cache.report.check(spec)
+        cache.report.check(spec, reader.columns)
     return cache
 
 
@@ -184,7 +186,11 @@ def _cache_folder(folder: Path) -> CacheFolder:
 
 
 def _assemble(
-    jobs: Sequence[ExampleJob], folder: Path, kind: ExampleKind, dtype: np.dtype[Any], spec: object
+    jobs: Sequence[ExampleJob],
+    folder: Path,
+    kind: ExampleKind,
+    dtype: np.dtype[Any],
+    check: Callable[[ReadReport], None],
 ) -> dict[str, Any]:
     """Join the parts into the cache's files; returns their manifest entries."""
     report = ReadReport()
@@ -204,7 +210,7 @@ def _assemble(
                 for file, hashed, array in ((tokens, content, part["tokens"]), (mask, masks, part["loss_mask"])):
                     hashed.update(array.data)
                     file.write(array.data)
-    report.check(spec)
+    check(report)
     offsets = np.concatenate([[0], np.cumsum(np.concatenate(lengths))]).astype(np.int64)
     arrays: list[NDArray[Any]] = [offsets, np.concatenate(values), np.concatenate(sources)]
     for name, array in zip(_ARRAYS, arrays, strict=True):

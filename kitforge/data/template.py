@@ -7,8 +7,8 @@ special token that the template did not write itself.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any, final
@@ -17,6 +17,7 @@ import numpy as np
 
 from kitforge.data.chat_render import ChatRender, TemplateLanguage
 from kitforge.data.chat_replies import ReplySpan, find_replies
+from kitforge.data.chat_written import check_plain, check_written
 from kitforge.data.continuation import encode_continuation
 from kitforge.data.document_shard import fingerprint_of
 from kitforge.data.huggingface_tokenizer import HuggingFaceTokenizer
@@ -26,6 +27,12 @@ from kitforge.foundation.errors import DataError
 
 # {"role": ..., "content": ...} and whatever else a template reads of it.
 Message = Mapping[str, Any]
+
+
+@final
+class BegunMessage(dict[str, Any]):
+    """A last message that is begun and not ended: a prompt goes on within it."""
+
 
 _SPEAKERS = {"user": "Human", "assistant": "Assistant"}
 # Options that callers cannot set.
@@ -50,12 +57,22 @@ class TokenizedChat:
 
     tokens: tuple[int, ...]
     replies: tuple[Reply, ...]
+    # A reply that the template marks without the token that ends it, so that its end is not learnt.
+    has_unmarked_end: bool = False
 
-    def loss_mask(self, first_message: int = 0) -> tuple[bool, ...]:
-        """Which tokens are of replies, [tokens]; those before that message do not count."""
+    def loss_mask(self, first_message: int = 0, untrained: Collection[int] = ()) -> tuple[bool, ...]:
+        """Which tokens are of replies, [tokens]; those before that message do not count, nor the `untrained` messages.
+        Raises DataError where it cannot be told which reply does."""
+        if (first_message or untrained) and any(reply.message is None for reply in self.replies):
+            raise DataError(
+                "it cannot be told which reply the chat template marks",
+                got="other {% generation %} blocks than replies, of which not all are trained on",
+                fix="enclose each reply in one block in the template",
+            )
         mask = np.zeros(len(self.tokens), dtype=np.bool_)
         for reply in self.replies:
-            mask[reply.start : reply.stop] = reply.message is None or reply.message >= first_message
+            is_trained = reply.message is None or (reply.message >= first_message and reply.message not in untrained)
+            mask[reply.start : reply.stop] = is_trained
         return tuple(mask.tolist())
 
 
@@ -104,27 +121,65 @@ class ChatTemplate:
         own, foreign = language.parted(text, said)
         return self._encode(text, own, foreign, [])[0]
 
+    def prompt(self, messages: Sequence[Message], **inputs: Any) -> list[int]:
+        """The tokens that a reply follows: what opens it, or the last message without its end if that is begun."""
+        is_begun = bool(messages) and isinstance(messages[-1], BegunMessage)
+        return self.tokens(messages, opens_reply=not is_begun, continue_final_message=is_begun, **inputs)
+
+    def check_written(self, messages: Sequence[Message], trained: Mapping[int, str], inputs: Mapping[str, Any]) -> None:
+        """Raise DataError for what the template leaves out of a conversation, and for one of the `trained` replies of
+        which nothing is written but what is so for an empty one: one with that content."""
+        if not self._languages:
+            check_plain(messages, trained, inputs)
+        else:
+            check_written(self._text, messages, trained, inputs)
+
+    def names_role(self, role: str) -> bool:
+        """Whether the template has a word for that role."""
+        return any(role in language.template.constants for language in self._languages.values())
+
+    @property
+    def marks(self) -> list[str]:
+        """The special tokens that the template writes, as text."""
+        if not isinstance(self._tokenizer, HuggingFaceTokenizer):
+            return []
+        written = [each for language in self._languages.values() for each in language.template.constants]
+        ends = [self._named[each] for each in ("bos_token", "eos_token") if each in self._named]
+        special = self._tokenizer.special_tokens
+        return [each for each in special if each in ends or any(each in text for text in written)]
+
     def training(
         self,
         messages: Sequence[Message],
         *,
+        prompt: Sequence[Message] = (),
         tools: Sequence[Mapping[str, Any]] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> TokenizedChat:
         """The conversation as tokens with its replies: what stands in `{% generation %}`, or what the template writes
-        for a reply more than for the prompt before it. Raises DataError where it cannot be told what a reply is, or
-        where no token ends one."""
+        for a reply more than for the prompt before it. A reply that goes on with the last message of a `prompt`, which
+        is begun, is what follows that. Raises DataError where it cannot be told what a reply is, or where no token ends
+        one."""
+        begun = prompt[-1] if prompt and isinstance(prompt[-1], BegunMessage) else None
         if not self._languages:
-            return _plain_chat(self._tokenizer, messages)
+            return _plain_chat(self._tokenizer, messages, begun=None if begun is None else (len(prompt) - 1, begun))
         inputs = {"tools": tools, "documents": documents, **_checked(chat_template_kwargs)}
         language, render = self._render(messages, inputs, is_training=True)
         text = render.text()
         said = render.contents(text, render.text)
         own, foreign = language.parted(text, said)
         spans = find_replies(render, text, said, own, self._tokenizer.eos_ids)
+        border = None
+        if begun is not None:
+            border = _border(text, self._render(prompt, inputs)[1].continued())
+            spans = _behind(spans, len(prompt) - 1, border)
         tokens, offsets = self._encode(text, own, foreign, spans)
-        endless = next((each for each in spans if not each.has_end), None)
+        if border is not None and any(start < border < stop for start, stop in offsets):
+            # The prompt has the same tokens alone.
+            cut = AddedTokenSpan(token=-1, start=border - 1, stop=border, is_special=False)
+            tokens, offsets = self._encode(text, own, [*foreign, cut], spans)
+        endless = next((each for each in spans if not each.has_end and not each.is_marked), None)
         if endless is not None:
             raise DataError(
                 "the chat template writes no end token behind a reply, so the model would not learn to stop",
@@ -132,7 +187,11 @@ class ChatTemplate:
                 expected="a special token where a reply ends",
                 fix="end replies with {{ eos_token }} in the template, or enclose them in {% generation %}",
             )
-        return TokenizedChat(tokens=tuple(tokens), replies=tuple(_replies(spans, offsets)))
+        return TokenizedChat(
+            tokens=tuple(tokens),
+            replies=tuple(_replies(spans, offsets)),
+            has_unmarked_end=any(not each.has_end for each in spans),
+        )
 
     def continuation(
         self,
@@ -149,6 +208,8 @@ class ChatTemplate:
 
         Raises DataError where the template writes `messages` or the reply differently once messages follow it, and
         where it leaves out one that follows."""
+        if messages and isinstance(messages[-1], BegunMessage):
+            messages, reply = messages[:-1], messages[-1]["content"] + reply
         if not self._languages:
             end = [] if has_end else [self._tokenizer.eos_id]
             said = self._tokenizer.encode(_opening("assistant") + reply)
@@ -183,6 +244,10 @@ class ChatTemplate:
         if language is None:
             raise DataError("the tokenizer has no default chat template", got=", ".join(self._languages))
         return language, ChatRender(language, self._named, messages, inputs, is_training=is_training)
+
+    def _text(self, messages: Sequence[Message], inputs: Mapping[str, Any]) -> str:
+        kwargs = _checked(inputs.get("chat_template_kwargs"))
+        return self._render(messages, {"tools": inputs.get("tools"), "documents": None, **kwargs})[1].text()
 
     def _find_added(self, text: str) -> list[AddedTokenSpan]:
         tokenizer = self._tokenizer
@@ -241,17 +306,45 @@ def _replies(spans: Sequence[ReplySpan], offsets: Sequence[tuple[int, int]]) -> 
     return replies
 
 
+def _border(text: str, opened: str) -> int:
+    """Where what is begun ends in the whole conversation."""
+    if not text.startswith(opened):
+        raise DataError(
+            "the chat template writes the beginning of a reply otherwise once the reply goes on",
+            got=f"{opened[-40:]!r} at the end of the prompt",
+            expected="a conversation that begins with its prompt",
+        )
+    return len(opened)
+
+
+def _behind(spans: Sequence[ReplySpan], message: int, border: int) -> list[ReplySpan]:
+    """The replies, without what is before the border of that message."""
+    kept = [each for each in spans if each.message != message or each.stop > border]
+    return [replace(each, start=max(each.start, border)) if each.message == message else each for each in kept]
+
+
 def _plain_chat(
-    tokenizer: Tokenizer, messages: Sequence[Message], before: Sequence[int] = (), *, opens_reply: bool = False
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    before: Sequence[int] = (),
+    *,
+    opens_reply: bool = False,
+    begun: tuple[int, Message] | None = None,
 ) -> TokenizedChat:
-    """The conversation where there is no template, as it goes on after the tokens `before`."""
+    """The conversation where there is no template, as it goes on after the tokens `before`; of the reply with the number
+    `begun` there is a beginning already."""
     tokens: list[int] = []
     replies = []
     for number, message in enumerate(messages):
         # Contents are encoded apart, so that a prompt is how its answered conversation begins.
         tokens += encode_continuation(tokenizer, [*before, *tokens], _opening(str(message["role"])))
+        content = _plain_content(message)
+        if begun is not None and begun[0] == number:
+            opening = _plain_content(begun[1])
+            tokens += encode_continuation(tokenizer, [*before, *tokens], opening)
+            content = content.removeprefix(opening)
         start = len(tokens)
-        tokens += encode_continuation(tokenizer, [*before, *tokens], _plain_content(message))
+        tokens += encode_continuation(tokenizer, [*before, *tokens], content)
         if message["role"] == "assistant":
             tokens.append(tokenizer.eos_id)
             replies.append(Reply(message=number, start=start, stop=len(tokens)))

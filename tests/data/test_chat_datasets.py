@@ -53,8 +53,16 @@ DEMONSTRATIONS: dict[str, tuple[dict[str, Any], str, str]] = {
         "Hello|",
     ),
     "chat prompt": ({"prompt": CHAT, "completion": REPLY}, "\n\nHuman: Hi\n\nAssistant: ", "Hello|"),
-    "alpaca": ({"instruction": "Add", "input": "1 2", "output": "3"}, "Add\n\n1 2", "3|"),
-    "alpaca without input": ({"instruction": "Say", "input": "", "output": "so"}, "Say", "so|"),
+    "alpaca": (
+        {"instruction": "Add", "input": "1 2", "output": "3"},
+        "\n\nHuman: Add\n1 2\n\nAssistant: ",
+        "3|",
+    ),
+    "alpaca without input": (
+        {"instruction": "Say", "input": "", "output": "so"},
+        "\n\nHuman: Say\n\nAssistant: ",
+        "so|",
+    ),
     "sharegpt": (
         {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]},
         "\n\nHuman: Hi\n\nAssistant: ",
@@ -62,7 +70,7 @@ DEMONSTRATIONS: dict[str, tuple[dict[str, Any], str, str]] = {
     ),
     "alpaca as on the hub": (
         {"instruction": "Say", "input": "", "output": "so", "text": "### Instruction:\nSay\n### Response:\nso"},
-        "Say",
+        "\n\nHuman: Say\n\nAssistant: ",
         "so|",
     ),
     "null beside text": ({"prompt": None, "completion": None, "text": "abc"}, "", "abc|"),

@@ -81,12 +81,12 @@ def _responses(
     reader, num_dropped = ChatDatasetReader(pipeline.tokenizer, template_of(pipeline.tokenizer), options.columns), 0
     for location, row in chain.from_iterable(shard.rows() for shard in open_rows(options.eval)):
         try:
-            [response] = reader.demonstrations([row])
+            response = reader.demonstration(row, location)
             if "score" in row:
                 raise DataError("the row has a column `score` already", fix="rename it: the scores are written there")
         except DataError as error:
             if options.on_invalid == "refuse":
-                raise DataError(f"{location}: {error}") from None
+                raise error if str(location) in str(error) else DataError(f"{location}: {error}") from None
             if not num_dropped:
                 _log.warning("%s: %s: row dropped; further invalid rows are dropped silently", location, error)
             num_dropped += 1

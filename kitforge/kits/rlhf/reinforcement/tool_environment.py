@@ -260,7 +260,7 @@ def with_tools(prompt: PromptExample, template: ChatTemplate, schemas: Sequence[
             fix="drop the column, or leave the role out",
         )
     inputs = {**prompt.inputs, "tools": schemas}
-    tokens = tuple(template.tokens(prompt.messages, opens_reply=True, **inputs))
+    tokens = tuple(template.prompt(prompt.messages, **inputs))
     if tokens == prompt.tokens:
         raise ConfigError("the chat template does not render tools", expected=expected)
     return replace(prompt, tokens=tokens, inputs=inputs)
