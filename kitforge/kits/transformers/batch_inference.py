@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, final
 
-from kitforge.data.template import template_of
+from kitforge.data.chat_rows import template_inputs
+from kitforge.data.template import ChatTemplate, template_of
 from kitforge.foundation.config import to_dict
 from kitforge.foundation.errors import ConfigError, DataError, KitforgeError
 from kitforge.foundation.files import atomic_file
@@ -27,7 +28,8 @@ _OUTPUT_COLUMNS = ("generated_text", "finish_reason")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPrompt:
-    """A line of the input: an object with `prompt` (a text) or `messages` (a chat). Other columns are kept, so they may
+    """A line of the input: an object with `prompt` (a text) or `messages` (a chat), for which the chat template also
+    reads `tools` and `chat_template_kwargs`. Other columns are kept, so they may
     not have the names of output columns."""
 
     where: str
@@ -134,11 +136,18 @@ def _submit(texts: TextEngine, prompt: BatchPrompt, options: InferenceOptions, i
         tokens = (
             texts.tokenizer.encode_prompt(values["prompt"])
             if "prompt" in values
-            else template_of(texts.tokenizer).tokens(values["messages"], opens_reply=True)
+            else _chat_tokens(template_of(texts.tokenizer), values, prompt.where)
         )
         return texts.submit(tokens, options, key=index)
     except KitforgeError as error:
         raise DataError(f"{prompt.where}: {error}") from None
+
+
+def _chat_tokens(template: ChatTemplate, values: Mapping[str, Any], where: str) -> list[int]:
+    """The chat with what else the template reads of its line. Raises DataError for tools that it does not write."""
+    inputs = template_inputs(values, where)
+    template.check_written(values["messages"], {}, inputs)
+    return template.tokens(values["messages"], opens_reply=True, **inputs)
 
 
 def _line(prompt: BatchPrompt, found: _Pending) -> bytes:
@@ -196,6 +205,8 @@ def _read(where: str, line: bytes) -> BatchPrompt:
         raise DataError(f"{where} has a prompt that is no text or empty", expected=expected)
     if "messages" in values and not _is_chat(values["messages"]):
         raise DataError(f"{where} has messages that are no chat", expected=expected)
+    if "messages" in values:
+        template_inputs(values, where)
     return BatchPrompt(where=where, values=values)
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kitforge.data.tokenizer import ByteTokenizer
+from kitforge.data.template import template_of
+from kitforge.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 from kitforge.foundation.errors import ConfigError, DataError
 from kitforge.inference.engine import Engine
 from kitforge.inference.options import EngineOptions
@@ -16,6 +17,7 @@ from kitforge.inference.text_engine import InferenceOptions, TextEngine
 from kitforge.kits.transformers.batch_inference import read_prompts, run_batch_inference
 from kitforge.models.catalog import config_of
 from kitforge.models.loading import build
+from tests.data.chat_cases import CHATML, THINKING, TOOLS, save_tokenizer, user
 from tests.trainer import tiny
 
 OPTIONS = InferenceOptions(max_new_tokens=8, temperature=1.0)
@@ -26,6 +28,12 @@ def texts() -> TextEngine:
     config = config_of(tiny.LLAMA | {"vocab_size": ByteTokenizer.vocab_size})
     model = build(config, device=torch.device("cpu"), seed=3).eval()
     return TextEngine(Engine(model, EngineOptions(max_num_seqs=2), stop_ids=(256,)), ByteTokenizer())
+
+
+def chat_engine(tokenizer: HuggingFaceTokenizer) -> TextEngine:
+    config = config_of(tiny.LLAMA | {"vocab_size": tokenizer.vocab_size, "max_length": 512})
+    model = build(config, device=torch.device("cpu"), seed=3).eval()
+    return TextEngine(Engine(model, EngineOptions(max_num_seqs=2), stop_ids=tokenizer.eos_ids), tokenizer)
 
 
 @pytest.fixture
@@ -93,3 +101,41 @@ def test_a_prompt_that_is_too_long_is_named_and_those_before_it_are_kept(texts: 
         run_batch_inference(texts, read_prompts(path), target, OPTIONS, "run")
     assert not target.exists()
     assert (tmp_path / "answers.jsonl.part").read_bytes().count(b"\n") > 1
+
+
+def test_tools_and_what_else_the_template_reads_reach_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("tokenizers")
+    kwargs = {"enable_thinking": False}
+    rows = [
+        {"messages": [user("2+2?")]},
+        {"messages": [user("2+2?")], "tools": TOOLS, "chat_template_kwargs": kwargs},
+        {"messages": [user("2+2?")], "tools": json.dumps(TOOLS), "chat_template_kwargs": json.dumps(kwargs)},
+    ]
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = HuggingFaceTokenizer(save_tokenizer(tmp_path / "thinking", "bytes", THINKING))
+    texts = chat_engine(tokenizer)
+    submitted: list[list[int]] = []
+    submit = texts.submit
+
+    def recorded(tokens: list[int], options: InferenceOptions, key: int) -> int:
+        submitted.append(list(tokens))
+        return submit(tokens, options, key=key)
+
+    monkeypatch.setattr(texts, "submit", recorded)
+    run_batch_inference(texts, read_prompts(path), tmp_path / "answers.jsonl", OPTIONS, "run")
+    tokens = template_of(tokenizer).tokens
+    full = tokens([user("2+2?")], opens_reply=True, tools=TOOLS, chat_template_kwargs=kwargs)
+    assert submitted == [tokens([user("2+2?")], opens_reply=True), full, full]
+
+
+def test_tools_that_the_template_does_not_write_are_refused_with_their_line(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    path, line = tmp_path / "prompts.jsonl", {"messages": [user("2+2?")], "tools": TOOLS}
+    path.write_text(json.dumps(line))
+    texts = chat_engine(HuggingFaceTokenizer(save_tokenizer(tmp_path / "chatml", "bytes", CHATML)))
+    with pytest.raises(DataError, match=r"prompts\.jsonl:1: the chat template does not write tools"):
+        run_batch_inference(texts, read_prompts(path), tmp_path / "answers.jsonl", OPTIONS, "run")
+    path.write_text(json.dumps({**line, "tools": "add"}))
+    with pytest.raises(DataError, match=r"prompts\.jsonl:1 cannot be read in column 'tools'"):
+        read_prompts(path)
