@@ -381,16 +381,16 @@ class ChatDatasetReader:
                 tokens=(*opening, *completion_tokens),
                 loss_mask=(False,) * len(opening) + (True,) * len(completion_tokens),
             )
-        if not isinstance(prompt, str) and not is_chat(prompt):
+        if prompt and not isinstance(prompt, str) and not is_chat(prompt):
             raise DataError(f"{row.location} has messages beside tokens", expected="a prompt of text or messages")
         # A plain text next to a chat is a message of its speaker.
-        asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        asked: list[Any] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         replies = list(completion) if is_chat(completion) else [{"role": "assistant", "content": completion}]
         if not isinstance(completion, str) and not is_chat(completion):
             raise DataError(f"{row.location} has tokens beside messages", expected="a response of text or messages")
         # Replies within the prompt are no answer to it.
         first, opened = len(asked), asked
-        if isinstance(asked[-1], BegunMessage) and replies[0]["role"] == "assistant":
+        if asked and isinstance(asked[-1], BegunMessage) and replies[0]["role"] == "assistant":
             first, asked, replies = first - 1, asked[:-1], [_joined(asked[-1], replies[0]), *replies[1:]]
         return self._chat([*asked, *replies], row, first, opened)
 

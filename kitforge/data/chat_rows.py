@@ -241,7 +241,11 @@ def chat_rows(shard: RecordShard, columns: Mapping[str, str]) -> Iterator[tuple[
 
 
 def iter_said(row: ChatRow) -> Iterator[str]:
-    """Everything that is said in a row of any kind, messages one by one."""
+    """Everything that is said in a row of any kind, messages one by one, but for what has no encoding."""
+    yield from (text for text in _iter_texts(row) if _lone_surrogate(text) is None)
+
+
+def _iter_texts(row: ChatRow) -> Iterator[str]:
     for value in (row.values.get(name) for name in SAID):
         if isinstance(value, str):
             value = _messages_in_json(value) or value

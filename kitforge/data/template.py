@@ -208,8 +208,6 @@ class ChatTemplate:
 
         Raises DataError where the template writes `messages` or the reply differently once messages follow it, and
         where it leaves out one that follows."""
-        if messages and isinstance(messages[-1], BegunMessage):
-            messages, reply = messages[:-1], messages[-1]["content"] + reply
         if not self._languages:
             end = [] if has_end else [self._tokenizer.eos_id]
             said = self._tokenizer.encode(_opening("assistant") + reply)
@@ -331,8 +329,8 @@ def _plain_chat(
     opens_reply: bool = False,
     begun: tuple[int, Message] | None = None,
 ) -> TokenizedChat:
-    """The conversation where there is no template, as it goes on after the tokens `before`; of the reply with the number
-    `begun` there is a beginning already."""
+    """The conversation where there is no template, as it goes on after the tokens `before`. `begun` is the number of a reply
+    and its message so far."""
     tokens: list[int] = []
     replies = []
     for number, message in enumerate(messages):

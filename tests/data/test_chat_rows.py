@@ -374,3 +374,32 @@ def test_a_line_is_named_by_its_number_in_the_whole_file(tmp_path: Path, monkeyp
     with pytest.raises(DataError, match=r"rows\.jsonl:121 "):
         list(reader().demonstrations(file))
     assert len(readers.row_file_shards(file)) > 3
+
+
+MANY: dict[str, tuple[str, list[dict[str, Any]]]] = {
+    "messages": (
+        "demonstrations",
+        [{"messages": [*CHAT, {**NO[0], "weight": 0}, *CHAT, *REPLY], "system": "Be kind", "tools": "[]"}] * 2,
+    ),
+    "JSON": ("demonstrations", [{"messages": json.dumps(CHAT + REPLY)}, {"messages": json.dumps(CHAT + NO)}]),
+    "an alpaca": ("demonstrations", [{"instruction": "a", "input": "b", "output": "c", "history": HISTORY}] * 2),
+    "an open dialogue": ("pairs", [{"prompt": OPENED.strip(" "), "chosen": " Hello", "rejected": " No"}] * 2),
+    "pairs of texts": ("pairs", [{"chosen": "A:\nyes", "rejected": "A:\nno", "margin": 1.5, "source": None}] * 2),
+    "a prefilled prompt": ("unpaired", [{"prompt": CHAT + NO, "completion": " way", "label": True}] * 2),
+}
+
+
+@pytest.mark.parametrize("name", MANY)
+def test_rows_mean_the_same_wherever_they_are(name: str, tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    kind, rows = MANY[name]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    table = datasets.Dataset.from_list(rows)
+    table.to_parquet(tmp_path / "rows.parquet")
+    read = getattr(reader(), kind)
+    wanted = list(read(rows))
+    for file in ("rows.jsonl", "rows.json", "rows.parquet"):
+        assert list(read(tmp_path / file)) == wanted, file
+    for given in (table, table.to_iterable_dataset(), table.with_format("numpy"), iter(rows)):
+        assert list(read(given)) == wanted, type(given)

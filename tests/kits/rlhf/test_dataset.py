@@ -14,7 +14,7 @@ from kitforge.data.template import template_of
 from kitforge.data.tokenizer import ByteTokenizer
 from kitforge.foundation.errors import ConfigError, DataError
 from kitforge.kits.rlhf.config import ChatDatasetOptions
-from kitforge.kits.rlhf.dataset import DatasetSplits, read_rows
+from kitforge.kits.rlhf.dataset import DatasetSplits, read_examples, read_rows
 
 TOKENIZER = ByteTokenizer()
 READER = ChatDatasetReader(TOKENIZER, template_of(TOKENIZER))
@@ -107,3 +107,14 @@ def test_evaluation_rows_are_a_share_of_those_that_fit(tmp_path: Path) -> None:
     parts = [said(row)[1][0] for part in (found.train, found.eval) for row in part]
     assert sorted(parts) == list("bcdefghij") and len(found.eval) > 0
     assert [said(row) for row in found.train[:2]] == [said(found.train[number]) for number in (0, 1)]
+
+
+def test_a_misspelt_column_of_a_source_is_refused_with_the_name_of_the_source() -> None:
+    rows = [{"question": f"Q{number}", "completion": "b", "response": "c"} for number in range(4)]
+    columns = {"prompt": "question", "completion": "respons"}
+    mixture = [{"source": tuple(rows), "weight": 1, "columns": columns}, {"source": rows, "weight": 1}]
+    reader = ChatDatasetReader(TOKENIZER, template_of(TOKENIZER), {"prompt": "question"})
+    options = ChatDatasetOptions(eval_fraction=0.0, num_workers=1)
+    with pytest.raises(DataError, match=r"source .* of the mixture: no row has the column 'respons'") as error:
+        read_examples(reader, TOKENIZER, "demonstrations", (mixture, None), options, seed=0)
+    assert "did you mean 'response'?" in str(error.value)

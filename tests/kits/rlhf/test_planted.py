@@ -135,8 +135,8 @@ def mask_one_token_off(patch: Patch) -> None:
 
 
 def replies_of_the_prompt(patch: Patch) -> None:
-    def wrong(reader: Any, prompt: Any, completion: Any, inputs: Any, place: object) -> TokenizedExample:
-        return reader._full_sequence([*prompt, {"role": "assistant", "content": completion}], inputs, place)
+    def wrong(reader: Any, prompt: Any, completion: Any, row: Any) -> TokenizedExample:
+        return reader._full_sequence([*prompt, {"role": "assistant", "content": completion}], row)
 
     patch.setattr(ChatDatasetReader, "_response", wrong)
 

@@ -24,7 +24,7 @@ import torch
 
 from kitforge.data.chat_datasets import PromptExample
 from kitforge.data.continuation import decode_continuation, encode_continuation
-from kitforge.data.template import Message, template_of
+from kitforge.data.template import BegunMessage, Message, template_of
 from kitforge.data.tokenizer import Tokenizer
 from kitforge.foundation import seed as seeds
 from kitforge.foundation.errors import DataError, TrainingError
@@ -299,6 +299,8 @@ class EnvironmentRunner:
                 )
             episode.conversation = None if episode.prompt.messages is None else list(episode.prompt.messages)
             episode.opening = job.result
+            if episode.conversation and isinstance(episode.conversation[-1], BegunMessage):
+                episode.opening = episode.conversation.pop()["content"] + job.result
             episode.append_observation(encode_continuation(self.tokenizer, episode.prompt.tokens, job.result))
             if self._tokens_left(episode) < 1:
                 raise TrainingError(

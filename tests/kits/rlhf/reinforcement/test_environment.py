@@ -246,6 +246,15 @@ def test_messages_of_an_environment_are_what_the_template_writes_after_the_reply
         assert own.count(byte.eos_id) >= len(answer.turn_rewards) - 1
 
 
+def test_a_reply_that_the_prompt_begins_is_gone_on_with_and_heard_as_one() -> None:
+    byte, begun = ByteTokenizer(), {"role": "assistant", "content": "Well"}
+    answers = chat(rows=[{**row, "prompt": [*row["prompt"], begun]} for row in CHATS])
+    for answer in answers:
+        assert byte.decode(answer.completion.prompt).endswith("\n\nAssistant: Well")
+        assert byte.eos_id not in answer.completion.prompt
+    assert max(len(each.heard) for each in Chat.played) == 3
+
+
 class Slow(Chat):
     """Those that begin first end last."""
 
