@@ -98,8 +98,8 @@ class ChatRow:
                 self._check_encodable(name, value)
                 return messages_of(value) if is_dialogue(value) else value
             self.values[name] = value = parsed
-        if isinstance(value, np.ndarray):
-            value = value.tolist()
+        if hasattr(value, "tolist"):
+            value = value.tolist()  # an array of numpy, or a tensor
         items: list[Any] | None = list(value) if isinstance(value, (list, tuple)) else None
         items = [value] if isinstance(value, Mapping) else items
         if items is not None and all(isinstance(item, Mapping) for item in items):

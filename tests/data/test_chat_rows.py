@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from kitforge.data import readers
 from kitforge.data.chat_datasets import ChatDatasetReader, TokenizedExample
@@ -271,7 +272,7 @@ def test_finite_margins_are_read(margin: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "tokens", [np.array([97, 98]), [np.int64(97), 98], (97, np.uint16(98)), np.array([97, 98], "u2")]
+    "tokens", [np.array([97, 98]), [np.int64(97), 98], (97, np.uint16(98)), torch.tensor([97, 98])]
 )
 def test_tokens_may_be_of_numpy(tokens: Any) -> None:
     (found,) = reader().demonstrations([{"prompt": tokens, "completion": tokens}])
@@ -401,5 +402,11 @@ def test_rows_mean_the_same_wherever_they_are(name: str, tmp_path: Path) -> None
     wanted = list(read(rows))
     for file in ("rows.jsonl", "rows.json", "rows.parquet"):
         assert list(read(tmp_path / file)) == wanted, file
-    for given in (table, table.to_iterable_dataset(), table.with_format("numpy"), iter(rows)):
+    for given in (
+        table,
+        table.to_iterable_dataset(),
+        table.with_format("numpy"),
+        table.with_format("torch"),
+        iter(rows),
+    ):
         assert list(read(given)) == wanted, type(given)
