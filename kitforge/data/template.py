@@ -329,8 +329,8 @@ def _plain_chat(
     opens_reply: bool = False,
     begun: tuple[int, Message] | None = None,
 ) -> TokenizedChat:
-    """The conversation where there is no template, as it goes on after the tokens `before`. `begun` is the number of a reply
-    and its message so far."""
+    """The conversation where there is no template, as it goes on after the tokens `before`. `begun` is the number of a
+    reply and its message so far."""
     tokens: list[int] = []
     replies = []
     for number, message in enumerate(messages):

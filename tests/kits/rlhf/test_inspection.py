@@ -62,7 +62,7 @@ def test_a_call_is_printed_with_the_tokens_of_its_template(tmp_path: Path, capsy
 
 
 def test_what_has_no_rows_to_learn_from_is_refused(tmp_path: Path) -> None:
-    for arguments in (["task=recommendation", "data.train=x"], ["task=sft"], ["a", "b"], []):
+    for arguments in (["task=text_generation", "data.train=x"], ["task=sft"], ["a", "b"], []):
         with pytest.raises(ConfigError, match="inspect"):
             cli.run(["inspect", *arguments])
 
