@@ -10,19 +10,22 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, final
 
+from kitforge.data.generation_config import GENERATION_CONFIG, end_tokens
 from kitforge.data.huggingface_tokenizer import HUGGINGFACE_FILE, HuggingFaceTokenizer
 from kitforge.data.sentencepiece_tokenizer import SentencePieceTokenizer
 from kitforge.data.token_bytes import BYTES_OF_LETTERS
+from kitforge.data.tokenizer_folder import CHAT_TEMPLATE, TOKENIZER_CONFIG, template_file
 from kitforge.data.tokenizer_protocol import Tokenizer, parse_object
 from kitforge.foundation.errors import DataError, ModelError, nearest
 
 _PREFIX = "tokenizer.ggml."
-_CONFIG, _GENERATION, _TEMPLATE = "tokenizer_config.json", "generation_config.json", "chat_template.jinja"
 # Token types of the format.
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 _ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator", "mask": "mask"}
 # Further tokens that end a turn or a message.
 _ENDS = ("eos", "eot", "eom")
+# An entry of ours: the generation_config.json, for which the format has no place.
+_OWN_GENERATION = "kitforge.generation_config"
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -62,14 +65,19 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, bytes]:
         raise ModelError("a GGUF file has a tokenizer of an unknown kind", got=read.model, expected="gpt2 or llama")
     named = {f"{role}_token": read.text_of(key) for role, key in _ROLES.items()}
     ends = list(dict.fromkeys(each for key in _ENDS if (each := read.id_of(key)) is not None))
+    stored = metadata.get(_OWN_GENERATION)
+    generation = parse_object(_OWN_GENERATION, stored.encode()) if isinstance(stored, str) else {}
+    ends = list(dict.fromkeys([*ends, *end_tokens(generation)]))
     files = {
         HUGGINGFACE_FILE: tokenizer,
-        _CONFIG: {name: text for name, text in named.items() if text is not None},
-        _GENERATION: {"eos_token_id": ends},
+        TOKENIZER_CONFIG: {name: text for name, text in named.items() if text is not None},
+        GENERATION_CONFIG: generation | {"eos_token_id": ends},
     }
-    template = metadata.get("tokenizer.chat_template")
+    templates = {CHAT_TEMPLATE: metadata.get("tokenizer.chat_template")}
+    names = metadata.get("tokenizer.chat_templates") or []
+    templates |= {template_file(name): metadata.get(f"tokenizer.chat_template.{name}") for name in names}
     written = {name: json.dumps(content, ensure_ascii=False).encode() for name, content in files.items()}
-    return written | ({_TEMPLATE: template.encode()} if isinstance(template, str) else {})
+    return written | {name: text.encode() for name, text in templates.items() if isinstance(text, str)}
 
 
 @final
@@ -236,12 +244,14 @@ def _merges(
 def tokenizer_metadata(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
     """The tokenizer's entries of a GGUF file, with a name for each of the model's `vocab_size` tokens. Raises DataError
     for a tokenizer that the format cannot express: the entries are read back and must encode probe texts alike."""
-    template = None
+    templates = {}
     if isinstance(tokenizer, HuggingFaceTokenizer):
         entries = _entries_of_json(parse_object(HUGGINGFACE_FILE, tokenizer.files[HUGGINGFACE_FILE]))
-        template = tokenizer.chat_templates.get("default")
+        templates = tokenizer.chat_templates
     elif isinstance(tokenizer, SentencePieceTokenizer):
+        templates = tokenizer.chat_templates
         numbers = {"normal": _NORMAL, "unknown": _UNKNOWN, "control": _CONTROL, "byte": _BYTE}
+        numbers |= {"user_defined": _USER_DEFINED, "unused": _UNUSED}
         scored = tokenizer.scored_tokens()
         entries = {
             "model": "llama",
@@ -254,7 +264,9 @@ def tokenizer_metadata(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
         entries = _entries_of_bytes(tokenizer)
     named = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id, "padding": tokenizer.pad_id}
     entries |= {f"{role}_token_id": number for role, number in named.items() if number is not None}
-    entries["eot_token_id"] = tokenizer.eos_ids[-1]
+    # Each end token has an entry, of which there are three; of one alone llama.cpp would search another by its name.
+    ends = tokenizer.eos_ids if len(tokenizer.eos_ids) > 1 else tokenizer.eos_ids * 2
+    entries |= {f"{role}_token_id": number for role, number in zip(_ENDS, ends, strict=False)}
     before, after = tokenizer.encode_prompt(""), []
     if before and before[-1] == tokenizer.eos_id:
         before, after = before[:-1], [before[-1]]
@@ -265,7 +277,12 @@ def tokenizer_metadata(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
     if "scores" in entries:
         entries["scores"] = [*entries["scores"], *(-1e4 for _ in missing)]
     metadata = {_PREFIX + name: value for name, value in entries.items()}
-    metadata |= {} if template is None else {"tokenizer.chat_template": template}
+    metadata |= {"tokenizer.chat_template": templates["default"]} if "default" in templates else {}
+    others = {name: text for name, text in templates.items() if name != "default"}
+    metadata |= {f"tokenizer.chat_template.{name}": text for name, text in others.items()}
+    metadata |= {"tokenizer.chat_templates": list(others)} if others else {}
+    generation = {**tokenizer.generation_config, "eos_token_id": list(tokenizer.eos_ids)}
+    metadata |= {_OWN_GENERATION: json.dumps(generation)} if len(generation) > 1 or len(ends) > len(_ENDS) else {}
     written = HuggingFaceTokenizer(tokenizer_files(metadata))
     for probe in _PROBES:
         if written.encode_prompt(probe) != tokenizer.encode_prompt(probe):
@@ -327,6 +344,20 @@ def _splits_of(step: Mapping[str, Any]) -> Iterator[str]:
         yield from [_GPT2] if step.get("use_regex", True) else []
     else:
         yield str(step.get("type"))
+
+
+def byte_level_json(tokenizer: Tokenizer) -> dict[str, Any]:
+    """tokenizer.json of a tokenizer whose tokens are single bytes, of which no merge is made."""
+    entries = _entries_of_bytes(tokenizer) | {"merges": []}
+    metadata = {_PREFIX + name: value for name, value in entries.items()}
+    read = _Metadata(metadata | {f"{_PREFIX}merges": []})
+    return _byte_level(read)
+
+
+def byte_level_names(tokenizer: Tokenizer) -> dict[str, str]:
+    """The special tokens of such a tokenizer by their names in tokenizer_config.json."""
+    tokens = _entries_of_bytes(tokenizer)["tokens"]
+    return {"eos_token": tokens[tokenizer.eos_id], "pad_token": tokens[tokenizer.pad_id]}
 
 
 def _entries_of_bytes(tokenizer: Tokenizer) -> dict[str, Any]:

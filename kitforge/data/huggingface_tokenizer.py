@@ -5,33 +5,28 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, final
 
 import numpy as np
 
+from kitforge.data.added_tokens import AddedTokenFinder
 from kitforge.data.optional_imports import import_optional
 from kitforge.data.token_bytes import token_decoder
+from kitforge.data.tokenizer_folder import TokenizerFolder
 from kitforge.data.tokenizer_protocol import (
     NO_TOKEN,
     AddedTokenSpan,
     Tokens,
     decode_known,
-    parse_object,
     read_tokenizer_file,
     without_end,
 )
 from kitforge.foundation.errors import DataError
-from kitforge.foundation.files import atomic_file
 
 HUGGINGFACE_FILE = "tokenizer.json"
-_CONFIGS = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
-_TEMPLATE = "chat_template.jinja"
-_NAMED = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
-# What `find_added` calls everything that is no added token; no token is spelt with a private character.
-_UNKNOWN = "\ue0f0"
 
 
 @final
@@ -40,43 +35,52 @@ class HuggingFaceTokenizer:
 
     def __init__(self, folder: str | Path | Mapping[str, bytes]) -> None:
         tokenizers = import_optional("tokenizers", needed_for="a tokenizer.json", extra="transformers")
-        if isinstance(folder, Mapping):
-            self._files = dict(folder)
-        else:
-            names = [name for name in (*_CONFIGS, _TEMPLATE) if (Path(folder) / name).is_file()]
-            self._files = {name: read_tokenizer_file(Path(folder) / name) for name in [HUGGINGFACE_FILE, *names]}
+        self._folder = TokenizerFolder(folder if isinstance(folder, Mapping) else Path(folder))
+        files = self._folder.files
+        if not isinstance(folder, Mapping):
+            files[HUGGINGFACE_FILE] = read_tokenizer_file(Path(folder) / HUGGINGFACE_FILE)
         try:
-            tokenizer = tokenizers.Tokenizer.from_buffer(self._files[HUGGINGFACE_FILE])
+            tokenizer = tokenizers.Tokenizer.from_buffer(files[HUGGINGFACE_FILE])
         except ValueError as error:
             raise DataError(f"this {HUGGINGFACE_FILE} cannot be read", got=error) from None
+        self._folder.complete({"tokenizer_class": "PreTrainedTokenizerFast"}, {}, tokenizer.token_to_id)
+        added = _add_tokens(tokenizer, self._folder)
         tokenizer.no_truncation()
         tokenizer.no_padding()
         tokenizer.encode_special_tokens = True
         self._tokenizer = tokenizer
         self._spell = token_decoder(None if tokenizer.decoder is None else tokenizer.decoder.__getstate__())
-        self._silent = {number for number, added in tokenizer.get_added_tokens_decoder().items() if added.special}
+        self._silent = {number for number, each in tokenizer.get_added_tokens_decoder().items() if each.special}
         # A random placeholder for a special token in a text that is encoded as a whole.
         self._mark = f"\ue0f0{secrets.token_hex(16)}\ue0f1"
-        special = _SpecialTokens(self._files, tokenizer.token_to_id)
         self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-        self.eos_ids = special.find_all("eos")
+        own_end = self._folder.token_of("eos", tokenizer.token_to_id)
+        self.eos_ids = self._folder.end_ids(own_end)
+        if not self.eos_ids:
+            raise without_end(f"the {HUGGINGFACE_FILE}")
         self.eos_id = self.eos_ids[0]
-        self.bos_id = next(iter(special.find("bos", _CONFIGS[:2])), None)
-        self.pad_id = next(iter(special.find("pad")), self.eos_id)
+        self.bos_id = self._folder.token_of("bos", tokenizer.token_to_id)
+        pad_id = self._folder.token_of("pad", tokenizer.token_to_id)
+        self.pad_id = self.eos_id if pad_id is None else pad_id
         # The post-processor decides; `add_bos_token` counts only where there is no tokenizer.json, as in transformers.
         self._has_rule = bool(tokenizer.num_special_tokens_to_add(is_pair=False))
         rule = [self.encode_prompt("")] if self._has_rule else []
-        named = json.dumps([self.eos_ids, self.bos_id, self.pad_id, *rule]).encode()
+        named = json.dumps([self.eos_ids, self.bos_id, self.pad_id, *rule, *added]).encode()
         tokenizer.add_tokens([tokenizers.AddedToken(self._mark, normalized=False)])
-        self.fingerprint = hashlib.sha256(self._files[HUGGINGFACE_FILE] + named).hexdigest()
+        self.fingerprint = hashlib.sha256(files[HUGGINGFACE_FILE] + named).hexdigest()
 
     def __reduce__(self) -> tuple[type[HuggingFaceTokenizer], tuple[dict[str, bytes]]]:
-        return HuggingFaceTokenizer, (self._files,)
+        return HuggingFaceTokenizer, (self._folder.files,)
 
     @property
     def files(self) -> dict[str, bytes]:
         """The files that it was read from, by name."""
-        return dict(self._files)
+        return dict(self._folder.files)
+
+    @property
+    def generation_config(self) -> Mapping[str, Any]:
+        """The values of generation_config.json."""
+        return self._folder.generation
 
     @property
     def special_tokens(self) -> dict[str, int]:
@@ -86,39 +90,18 @@ class HuggingFaceTokenizer:
 
     @property
     def named_tokens(self) -> dict[str, str]:
-        """The special tokens of tokenizer_config.json by their template names: `bos_token`, `eos_token` and so on."""
-        numbers = {"bos_token": self.bos_id, "eos_token": self.eos_id}
-        known = {number: text for text, number in self.special_tokens.items()}
-        tokens = {name: known.get(number, "") for name, number in numbers.items() if number is not None}
-        for config in (parse_object(name, self._files.get(name, b"{}")) for name in (_CONFIGS[1], _CONFIGS[0])):
-            for name in _NAMED:
-                token = config.get(name)
-                text = token.get("content") if isinstance(token, dict) else token
-                if isinstance(text, str):
-                    tokens[name] = text
-        return {name: text for name, text in tokens.items() if text}
+        """The special tokens by their template names: `bos_token`, `eos_token`, `image_token` and so on."""
+        return self._folder.named_tokens
 
     @property
     def chat_templates(self) -> dict[str, str]:
         """The Jinja templates of conversations that lie with the tokenizer, by name; a single one is "default"."""
-        if _TEMPLATE in self._files:
-            return {"default": self._files[_TEMPLATE].decode("utf-8")}
-        templates = parse_object(_CONFIGS[0], self._files.get(_CONFIGS[0], b"{}")).get("chat_template")
-        if isinstance(templates, str):
-            return {"default": templates}
-        several = [each for each in templates if isinstance(each, dict)] if isinstance(templates, list) else []
-        return {str(each.get("name")): each["template"] for each in several if isinstance(each.get("template"), str)}
+        return self._folder.chat_templates
 
     def find_added(self, text: str) -> list[AddedTokenSpan]:
         """The added tokens that a text spells, special or not, in order; of two that overlap the first, of two that
         begin alike the longer."""
-        finder, added = self._finder
-        encoding = finder.encode(text, add_special_tokens=False)
-        return [
-            AddedTokenSpan(token=added[number].token, start=start, stop=stop, is_special=added[number].is_special)
-            for number, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True)
-            if number in added
-        ]
+        return self._finder(text)
 
     def encode_marked(self, text: str, marks: Sequence[AddedTokenSpan]) -> tuple[list[int], list[tuple[int, int]]]:
         """The tokens of a text with those `marks` in it as special tokens and no others, and the characters
@@ -149,17 +132,9 @@ class HuggingFaceTokenizer:
         return tokens, offsets
 
     @cached_property
-    def _finder(self) -> tuple[Any, dict[int, AddedTokenSpan]]:
-        """A tokenizer of the added tokens only, and the token ids of its indices."""
-        tokenizers = import_optional("tokenizers", needed_for="a tokenizer.json", extra="transformers")
-        finder = tokenizers.Tokenizer(tokenizers.models.WordLevel({_UNKNOWN: 0}, unk_token=_UNKNOWN))
+    def _finder(self) -> AddedTokenFinder:
         decoder = self._tokenizer.get_added_tokens_decoder()
-        added = {token.content: number for number, token in decoder.items() if token.content != self._mark}
-        finder.add_tokens([token for token in decoder.values() if token.content in added])
-        return finder, {
-            number: AddedTokenSpan(token=added[each.content], start=0, stop=0, is_special=each.special)
-            for number, each in finder.get_added_tokens_decoder().items()
-        }
+        return AddedTokenFinder({number: each for number, each in decoder.items() if each.content != self._mark})
 
     def encode(self, text: str) -> list[int]:
         """The tokens of the text."""
@@ -191,38 +166,34 @@ class HuggingFaceTokenizer:
 
     def save(self, folder: Path) -> None:
         """Write the files that the tokenizer was read from."""
-        for name, content in self._files.items():
-            with atomic_file(folder / name) as file:
-                file.write(content)
+        self._folder.save(folder)
 
     def _decode(self, ids: list[int]) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))
 
 
-@final
-class _SpecialTokens:
-    """The numbers of special tokens, which Hugging Face folders name in up to three files and two ways."""
-
-    def __init__(self, files: Mapping[str, bytes], token_to_id: Callable[[str], int | None]) -> None:
-        self._configs = {name: parse_object(name, files[name]) for name in _CONFIGS if name in files}
-        self._token_to_id = token_to_id
-
-    def find(self, role: str, names: Sequence[str] = _CONFIGS) -> tuple[int, ...]:
-        """Every token in the role ("eos", "bos", "pad"), in the order of the files, each once. As in transformers, a
-        tokenizer has no begin token that only a generation_config.json names."""
-        ids: list[int | None] = []
-        for config in (self._configs[name] for name in names if name in self._configs):
-            token = config.get(f"{role}_token")
-            text = token.get("content") if isinstance(token, dict) else token
-            if isinstance(text, str):
-                ids.append(self._token_to_id(text))
-            number = config.get(f"{role}_token_id")
-            ids += number if isinstance(number, list) else [number]
-        return tuple(dict.fromkeys(token for token in ids if token is not None))
-
-    def find_all(self, role: str) -> tuple[int, ...]:
-        """The same, but there must be one."""
-        ids = self.find(role)
-        if not ids:
-            raise without_end(f"the {HUGGINGFACE_FILE}")
-        return ids
+def _add_tokens(tokenizer: Any, folder: TokenizerFolder) -> list[str]:
+    """Add the tokens that tokenizer_config.json adds to those of tokenizer.json or says otherwise of, and return their
+    spellings. Raises DataError for a new one that would get another number."""
+    tokenizers = import_optional("tokenizers", needed_for="a tokenizer.json", extra="transformers")
+    known = {repr(each) for each in tokenizer.get_added_tokens_decoder().values()}
+    changed = []
+    for number, entry in folder.added_tokens.items():
+        token = tokenizers.AddedToken(**entry)
+        if repr(token) in known:
+            continue
+        was_there = tokenizer.token_to_id(token.content) is not None
+        tokenizer.add_tokens([token])
+        changed.append(token.content)
+        found = tokenizer.token_to_id(token.content)
+        if found != number and not was_there:
+            raise DataError(
+                "tokenizer_config.json adds a token that does not follow on those of tokenizer.json",
+                got=f"added_tokens_decoder {number}: {token.content!r}",
+                expected=f"number {found}",
+            )
+    spelled = {each.content for each in tokenizer.get_added_tokens_decoder().values()}
+    named = dict.fromkeys([*folder.named_tokens.values(), *folder.listed_tokens])
+    own = [text for text in named if text not in spelled and tokenizer.token_to_id(text) is not None]
+    tokenizer.add_tokens([tokenizers.AddedToken(text, special=True) for text in own])
+    return [*changed, *own]

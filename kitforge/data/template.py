@@ -22,6 +22,7 @@ from kitforge.data.continuation import encode_continuation
 from kitforge.data.document_shard import fingerprint_of
 from kitforge.data.huggingface_tokenizer import HuggingFaceTokenizer
 from kitforge.data.jinja_sandbox import sandboxed
+from kitforge.data.sentencepiece_tokenizer import SentencePieceTokenizer
 from kitforge.data.tokenizer_protocol import AddedTokenSpan, Tokenizer
 from kitforge.foundation.errors import DataError
 
@@ -35,6 +36,8 @@ class BegunMessage(dict[str, Any]):
 
 
 _SPEAKERS = {"user": "Human", "assistant": "Assistant"}
+# Tokenizers that know special tokens and templates.
+_MARKING = (HuggingFaceTokenizer, SentencePieceTokenizer)
 # Options that callers cannot set.
 _RESERVED = ("messages", "add_generation_prompt")
 
@@ -249,13 +252,13 @@ class ChatTemplate:
 
     def _find_added(self, text: str) -> list[AddedTokenSpan]:
         tokenizer = self._tokenizer
-        return tokenizer.find_added(text) if isinstance(tokenizer, HuggingFaceTokenizer) else []
+        return tokenizer.find_added(text) if isinstance(tokenizer, _MARKING) else []
 
     def _encode(
         self, text: str, own: Sequence[AddedTokenSpan], foreign: Sequence[AddedTokenSpan], spans: Sequence[ReplySpan]
     ) -> tuple[list[int], list[tuple[int, int]]]:
         """The tokens and the characters [start, stop) of each. A text between two special tokens is one piece."""
-        if isinstance(self._tokenizer, HuggingFaceTokenizer):
+        if isinstance(self._tokenizer, _MARKING):
             # A token of the template's language that a content spells is cut in two.
             cuts = [
                 AddedTokenSpan(token=-1, start=each.start + 1, stop=each.start + 1, is_special=False)
@@ -275,13 +278,13 @@ class ChatTemplate:
 
 def template_of(tokenizer: Tokenizer) -> ChatTemplate:
     """The template that came with a tokenizer, or the plain one."""
-    if isinstance(tokenizer, HuggingFaceTokenizer):
+    if isinstance(tokenizer, _MARKING) and tokenizer.chat_templates:
         return _template_of_folder(tokenizer)
     return ChatTemplate(tokenizer, None, {})
 
 
 @lru_cache(maxsize=4)
-def _template_of_folder(tokenizer: HuggingFaceTokenizer) -> ChatTemplate:
+def _template_of_folder(tokenizer: HuggingFaceTokenizer | SentencePieceTokenizer) -> ChatTemplate:
     return ChatTemplate(tokenizer, tokenizer.chat_templates, tokenizer.named_tokens)
 
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 import numpy as np
 
+from kitforge.data.generation_config import GENERATION_CONFIG
 from kitforge.data.gguf_file import GGUF_SUFFIX, GgufFile, is_gguf
-from kitforge.data.gguf_tokenizer import tokenizer_files
+from kitforge.data.gguf_tokenizer import byte_level_json, byte_level_names, tokenizer_files
 from kitforge.data.huggingface_tokenizer import HUGGINGFACE_FILE, HuggingFaceTokenizer
 from kitforge.data.sentencepiece_tokenizer import SENTENCEPIECE_FILE, SentencePieceTokenizer, trained
 from kitforge.data.source import Source
+from kitforge.data.tokenizer_folder import TOKENIZER_CONFIG, TokenizerFolder
 from kitforge.data.tokenizer_protocol import (
     NO_TOKEN,
     Tokenizer,
@@ -46,14 +48,26 @@ TOKENIZER_FOLDER = "tokenizer"
 
 @final
 class ByteTokenizer:
-    """The bytes of UTF-8: 256 tokens, one more that ends a document and one that fills rows. Needs no files."""
+    """The bytes of UTF-8: 256 tokens, one more that ends a document and one that fills rows. Needs no files; a folder
+    may say of its model how texts are generated, and which other tokens end one."""
 
     vocab_size = 258
     bos_id: int | None = None
     eos_id = 256
     pad_id = 257
-    eos_ids = (256,)
+    eos_ids: tuple[int, ...] = (256,)
     fingerprint = "byte"
+
+    def __init__(self, folder: TokenizerFolder | None = None) -> None:
+        self._generation = {} if folder is None else folder.generation
+        self._written = None if folder is None else folder.files.get(GENERATION_CONFIG)
+        if folder is not None:
+            self.eos_ids = folder.end_ids(self.eos_id)
+
+    @property
+    def generation_config(self) -> Mapping[str, Any]:
+        """The values of generation_config.json."""
+        return self._generation
 
     def encode(self, text: str) -> list[int]:
         """The bytes of the text."""
@@ -83,8 +97,14 @@ class ByteTokenizer:
         return b"" if 0 <= token < self.vocab_size else NO_TOKEN
 
     def save(self, folder: Path) -> None:
-        """Write the marker file; a byte tokenizer has no other."""
+        """Write the marker file, and the files by which `transformers` reads the same tokens."""
         write_text(folder / _MARKER, json.dumps({"kind": "byte"}))
+        files = {HUGGINGFACE_FILE: byte_level_json(self)}
+        files |= {TOKENIZER_CONFIG: {"tokenizer_class": "PreTrainedTokenizerFast", **byte_level_names(self)}}
+        for name, content in files.items():
+            write_text(folder / name, json.dumps(content, ensure_ascii=False))
+        if self._written is not None:
+            write_text(folder / GENERATION_CONFIG, self._written.decode())
 
     def _decode(self, ids: list[int]) -> str:
         return bytes(token for token in ids if token < self.eos_id).decode("utf-8", "replace")
@@ -145,7 +165,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
         marker = parse_object(folder / _MARKER, read_tokenizer_file(folder / _MARKER))
         if marker.get("kind") != "byte":
             raise DataError(f"{folder / _MARKER} names an unknown tokenizer", got=marker.get("kind"), expected="byte")
-        return ByteTokenizer()
+        return ByteTokenizer(TokenizerFolder(folder))
     if (folder / HUGGINGFACE_FILE).is_file():
         return HuggingFaceTokenizer(folder)
     if (folder / SENTENCEPIECE_FILE).is_file():

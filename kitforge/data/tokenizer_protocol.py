@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -60,6 +60,11 @@ class Tokenizer(Protocol):
     @property
     def eos_ids(self) -> tuple[int, ...]:
         """Every token that ends a generated text."""
+        ...
+
+    @property
+    def generation_config(self) -> Mapping[str, Any]:
+        """The values of the generation_config.json beside it, or of config.json that belong there."""
         ...
 
     @property
@@ -138,7 +143,7 @@ def without_end(owner: str) -> DataError:
     return DataError(
         f"{owner} has no token that ends a document",
         got="no eos token",
-        expected="eos_token in tokenizer_config.json, or eos_token_id in generation_config.json",
+        expected="eos_token in tokenizer_config.json, or eos_token_id in generation_config.json or config.json",
     )
 
 
