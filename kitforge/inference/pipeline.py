@@ -14,6 +14,7 @@ from kitforge.data.tokenizer import Tokenizer
 from kitforge.foundation.config import from_dict
 from kitforge.foundation.errors import ConfigError, ModelError
 from kitforge.inference.engine import Engine
+from kitforge.inference.folder_defaults import with_folder_defaults
 from kitforge.inference.text_engine import InferenceOptions, TextDelta, TextEngine
 
 TextPrompt = str | Sequence[Message]
@@ -31,7 +32,7 @@ class TextGenerationPipeline:
     def __init__(self, model: nn.Module, tokenizer: Tokenizer, options: InferenceOptions) -> None:
         self.model = model
         self.tokenizer = tokenizer
-        self.options = options
+        self.options = with_folder_defaults(options, tokenizer.generation_config)
         self._text_engine = TextEngine(Engine(model, options.engine, stop_ids=tokenizer.eos_ids), tokenizer)
         self._deltas: dict[int, deque[TextDelta]] = {}  # of each request, not yet fetched
         self._abandoned: deque[int] = deque()  # requests of abandoned streams

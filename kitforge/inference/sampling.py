@@ -33,7 +33,9 @@ class SamplingOptions:
     min_p: float | None = None  # only tokens at least this fraction as likely as the most likely one
     presence_penalty: float = 0.0  # subtracted from the logit of every token generated before
     frequency_penalty: float = 0.0  # subtracted once for each time that a token was generated
-    repetition_penalty: float = 1.0  # divides positive and multiplies negative logits of tokens in prompt or output
+    # Divides positive and multiplies negative logits of tokens in prompt or output; None: that of the folder's
+    # generation_config.json, else 1.
+    repetition_penalty: float | None = None
     logit_bias: dict[str, float] = field(default_factory=dict)  # token id to a number added to its logit
     stop_ids: tuple[int, ...] = ()  # further stop tokens, besides the engine's
     ignore_eos: bool = False  # ignore the engine's stop tokens
@@ -53,8 +55,7 @@ class SamplingOptions:
         check(self.top_k is None or self.top_k > 0, "inference.top_k", self.top_k, "at least 1")
         check(self.top_p is None or 0 < self.top_p <= 1, "inference.top_p", self.top_p, "above 0, at most 1")
         check(self.min_p is None or 0 <= self.min_p <= 1, "inference.min_p", self.min_p, "at least 0, at most 1")
-        penalty = self.repetition_penalty
-        check(penalty > 0, "inference.repetition_penalty", penalty, "above 0; 1 changes nothing")
+        check(self.penalty > 0, "inference.repetition_penalty", self.penalty, "above 0; 1 changes nothing")
         numbers = all(token.isdecimal() and token == str(int(token)) for token in self.logit_bias)
         check(numbers, "inference.logit_bias", list(self.logit_bias), "token ids as keys")
 
@@ -64,14 +65,19 @@ class SamplingOptions:
         return self.temperature == 0
 
     @property
+    def penalty(self) -> float:
+        """The repetition penalty, 1 for none."""
+        return 1.0 if self.repetition_penalty is None else self.repetition_penalty
+
+    @property
     def needs_history(self) -> bool:
         """Whether penalties need the tokens so far."""
-        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
+        return bool(self.presence_penalty or self.frequency_penalty or self.penalty != 1)
 
     def signature(self) -> Hashable:
         """Equal for options that process logits alike."""
         shape = (self.temperature, self.top_k, self.top_p, self.min_p)
-        penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
+        penalties = (self.presence_penalty, self.frequency_penalty, self.penalty)
         # A string caches its hash, and this is looked up for every token.
         return (*shape, *penalties, repr(sorted(self.logit_bias.items())))
 
@@ -206,7 +212,7 @@ def _apply_penalties(scores: Tensor, options: SamplingOptions, draws: Sequence[S
             history = torch.tensor(draw.history, device="cpu")
             seen = copy_to(torch.unique(history), scores.device)
             old = row[seen]
-            row[seen] = torch.where(old > 0, old / options.repetition_penalty, old * options.repetition_penalty)
+            row[seen] = torch.where(old > 0, old / options.penalty, old * options.penalty)
             tokens, counts = torch.unique(history[draw.prompt_length :], return_counts=True)
             falls = options.frequency_penalty * counts + options.presence_penalty
             row[copy_to(tokens, scores.device)] -= copy_to(falls, scores.device)

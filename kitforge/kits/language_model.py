@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -32,17 +33,20 @@ from kitforge.core.parallel import collectives
 from kitforge.core.parallel.config import ParallelConfig
 from kitforge.core.parallel.parallelize import ParallelModel, parallel_model_of
 from kitforge.core.parallel.world import ALONE
+from kitforge.data.generation_config import GENERATION_CONFIG, start_token
 from kitforge.data.gguf_file import GGUF_SUFFIX
 from kitforge.data.gguf_tokenizer import tokenizer_metadata
 from kitforge.data.tokenizer import TOKENIZER_FOLDER, ByteTokenizer, Tokenizer, TokenizerConfig, find_tokenizer
 from kitforge.foundation.config import check, to_dict
 from kitforge.foundation.dtype import ExportDtype, export_dtype
 from kitforge.foundation.errors import DataError, KitforgeError, ModelError, nearest
+from kitforge.foundation.files import write_text
 from kitforge.models import loading
 from kitforge.models.catalog import config_of, config_of_network, exportable_config
 from kitforge.models.hub import resolve
 from kitforge.models.loading import StoredModel
 from kitforge.models.peft import base_of, is_adapter, read_factors, save_adapter
+from kitforge.models.t5.model import T5Config
 from kitforge.trainer.callbacks.callback import Callback, Event, RunContext, can_save_at_end
 from kitforge.trainer.options import RunOptions
 
@@ -122,8 +126,8 @@ def save_language_model(
     def write() -> None:
         try:
             if parallel.rank == 0:
-                ids = write_tokenizer(folder, tokenizer, config)
-                loading.save(model, folder, extra=ids, read=read, dtype=dtype)
+                loading.save(model, folder, extra=token_entries(folder, tokenizer, config), read=read, dtype=dtype)
+                write_tokenizer(folder, tokenizer, config)
         finally:
             finish()
 
@@ -158,22 +162,54 @@ def export_language_model(
     stored: StoredModel, folder: Path, tokenizer: Tokenizer | None, dtype: ExportDtype | None = None
 ) -> None:
     """The same for a model on disk, with one tensor at a time in memory."""
-    ids = write_tokenizer(folder, tokenizer, stored.config)
-    loading.export(stored, folder, extra=ids, dtype=dtype)
+    loading.export(stored, folder, extra=token_entries(folder, tokenizer, stored.config), dtype=dtype)
+    write_tokenizer(folder, tokenizer, stored.config)
 
 
-def write_tokenizer(folder: Path, tokenizer: Tokenizer | None, config: FamilyConfig) -> dict[str, Any]:
+def token_entries(folder: Path, tokenizer: Tokenizer | None, config: FamilyConfig) -> dict[str, Any]:
     """What config.json says of its tokens, or the metadata of a GGUF file about them."""
-    ids: dict[str, Any] = {}
+    if tokenizer is None:
+        return {}
     if folder.suffix == GGUF_SUFFIX:
-        return {} if tokenizer is None else tokenizer_metadata(tokenizer, config.vocab_size)
-    if tokenizer is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        tokenizer.save(folder)
-        ends = list(tokenizer.eos_ids)
-        ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": ends if len(ends) > 1 else ends[0]}
-        ids["pad_token_id"] = tokenizer.pad_id if tokenizer.pad_id < config.vocab_size else None
+        return tokenizer_metadata(tokenizer, config.vocab_size)
+    generation, ends = tokenizer.generation_config, list(tokenizer.eos_ids)
+    begin = generation.get("bos_token_id") if tokenizer.bos_id is None else tokenizer.bos_id
+    ids = {"bos_token_id": begin, "eos_token_id": ends if len(ends) > 1 else ends[0]}
+    ids["pad_token_id"] = tokenizer.pad_id if tokenizer.pad_id < config.vocab_size else None
+    if isinstance(config, T5Config):
+        ids["decoder_start_token_id"] = start_tokens(tokenizer, config).trained
     return ids
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartTokens:
+    """The tokens that the targets of an encoder-decoder begin with: those learned from, and those generated."""
+
+    trained: int
+    generated: int
+
+
+def start_tokens(tokenizer: Tokenizer, config: object) -> StartTokens:
+    """As in `transformers`, config.json decides for training and generation_config.json for generation, each also for
+    the other where that says nothing; where neither does, targets begin with padding."""
+    own = getattr(config, "decoder_start_id", None)
+    generated = start_token(tokenizer.generation_config)
+    known = [each for each in (own, generated, tokenizer.pad_id) if each is not None]
+    return StartTokens(trained=known[0], generated=known[0] if generated is None else generated)
+
+
+def write_tokenizer(folder: Path, tokenizer: Tokenizer | None, config: FamilyConfig) -> None:
+    """Write the tokenizer's files beside the weights, and the generation_config.json among them, which replaces that
+    of the model before; a GGUF file holds its own."""
+    if tokenizer is None or folder.suffix == GGUF_SUFFIX:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(folder)
+    generation = dict(tokenizer.generation_config)
+    if generation and isinstance(config, T5Config):
+        generation["decoder_start_token_id"] = start_tokens(tokenizer, config).generated
+        write_text(folder / GENERATION_CONFIG, json.dumps(generation, indent=2, ensure_ascii=False) + "\n")
 
 
 # The name of the adapter of a task that trains one model.

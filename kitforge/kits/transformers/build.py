@@ -27,6 +27,7 @@ from kitforge.foundation.dtype import ExportDtype, LoadDtype
 from kitforge.foundation.errors import ConfigError, ModelError
 from kitforge.foundation.progress import show_progress
 from kitforge.inference.engine import Engine
+from kitforge.inference.folder_defaults import with_folder_defaults
 from kitforge.inference.pipeline import TextGenerationPipeline
 from kitforge.inference.server.app import create_app
 from kitforge.inference.server.service import Service
@@ -202,7 +203,8 @@ class TextGeneration(Kit[TextGenerationOptions, Tokenizer]):
     ) -> Service:
         """What answers over HTTP."""
         texts = TextEngine(Engine(model, options.inference.engine, stop_ids=tokenizer.eos_ids), tokenizer)
-        return Service(texts, name, options.inference, options.serve)
+        defaults = with_folder_defaults(options.inference, tokenizer.generation_config)
+        return Service(texts, name, defaults, options.serve)
 
     def new_app(self, service: Service) -> Any:
         """The routes of that service."""
@@ -235,8 +237,9 @@ class TextGeneration(Kit[TextGenerationOptions, Tokenizer]):
         tokenizer = stored_tokenizer(folder)
         model = load_model(options.checkpoint, options.device, options.inference.dtype)
         texts = TextEngine(Engine(model, options.inference.engine, stop_ids=tokenizer.eos_ids), tokenizer)
+        chosen = with_folder_defaults(options.inference, tokenizer.generation_config)
         with show_progress("prompts answered", len(prompts), enabled=options.trainer.progress) as progress:
-            run_batch_inference(texts, prompts, target, options.inference, str(folder.resolve()), progress)
+            run_batch_inference(texts, prompts, target, chosen, str(folder.resolve()), progress)
         return target
 
     def evaluation_options(self, recorded: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from kitforge.foundation.errors import DataError, KitforgeError, ModelError
 from kitforge.foundation.log import logger
 from kitforge.inference.choice_scoring import ChoiceBatch, ChoiceScore, choice_logprobs
 from kitforge.inference.engine import Engine
+from kitforge.inference.folder_defaults import with_folder_defaults
 from kitforge.inference.text_engine import InferenceOptions, TextEngine
 from kitforge.kits.transformers.questions import Question, QuestionSet, number
 
@@ -146,7 +147,8 @@ class Evaluator:
     def _calculate(self, task: QuestionSet) -> list[QuestionResult]:
         """Exact match of the generated number."""
         texts = TextEngine(self._engine, self._tokenizer)
-        chosen = replace(self._options, stop=(*self._options.stop, _NEXT_QUESTION))
+        options = with_folder_defaults(self._options, self._tokenizer.generation_config)
+        chosen = replace(options, stop=(*options.stop, _NEXT_QUESTION))
         requests = {self._ask(texts, question, chosen, index): index for index, question in enumerate(task.questions)}
         said = [""] * len(task.questions)
         while texts.has_work:

@@ -13,6 +13,7 @@ from kitforge.data.continuation import decode_continuation
 from kitforge.data.tokenizer import TOKENIZER_FOLDER, Tokenizer
 from kitforge.foundation.files import write_text
 from kitforge.inference.engine import Engine, kv_bytes_per_token
+from kitforge.inference.folder_defaults import with_folder_defaults
 from kitforge.inference.options import EngineOptions
 from kitforge.inference.text_engine import InferenceOptions
 from kitforge.trainer.callbacks.callback import Callback, Event, RunContext
@@ -28,7 +29,7 @@ class GenerationSamples(Callback):
     def __init__(self, prompts: Sequence[str], tokenizer: Tokenizer, options: InferenceOptions) -> None:
         self._prompts = list(prompts)
         self._tokenizer = tokenizer
-        self._options = options
+        self._options = with_folder_defaults(options, tokenizer.generation_config)
         self._is_reported = False
 
     def on_event(self, event: Event, run: RunContext) -> None:

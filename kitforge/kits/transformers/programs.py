@@ -33,7 +33,7 @@ from kitforge.foundation.dtype import ExportDtype, LoadDtype
 from kitforge.foundation.errors import ConfigError
 from kitforge.foundation.files import process_name, sync_folder, write_text
 from kitforge.kits.kit import AnyKit
-from kitforge.kits.language_model import write_tokenizer
+from kitforge.kits.language_model import token_entries, write_tokenizer
 from kitforge.kits.transformers.classification import SequenceClassifier
 from kitforge.models.hub import resolve
 from kitforge.models.loading import config_values
@@ -294,7 +294,8 @@ def export_programs(kit: AnyKit, options: Any, *, use_cache: bool = True, has_to
     try:
         for program in programs:
             write_program(program, draft / f"{program.name}{_SUFFIXES[options.format]}", options.format)
-        values = config_values(stored, dtype, write_tokenizer(folder, tokenizer, stored.config))
+        values = config_values(stored, dtype, token_entries(folder, tokenizer, stored.config))
+        write_tokenizer(folder, tokenizer, stored.config)
         (folder / CONFIG).unlink(missing_ok=True)
         written = sorted(draft.iterdir())
         for path in written:

@@ -19,6 +19,7 @@ from kitforge.core.nn.encoder_decoder import EncoderDecoder
 from kitforge.core.optim.groups import ParameterGroup, decay_groups
 from kitforge.core.parallel.world import World
 from kitforge.data.document_shard import document_of, fingerprint_of
+from kitforge.data.generation_config import warn_of_ignored
 from kitforge.data.optional_imports import import_optional
 from kitforge.data.schedule import train_eval_split
 from kitforge.data.source import open_rows
@@ -30,7 +31,7 @@ from kitforge.foundation.log import logger
 from kitforge.foundation.progress import heartbeat
 from kitforge.foundation.types import MicroBatch, Sums
 from kitforge.inference.seq2seq import Seq2SeqInference, generate
-from kitforge.kits.language_model import LoraOptions
+from kitforge.kits.language_model import LoraOptions, start_tokens
 from kitforge.kits.transformers.rows import RaggedTokens, RowTask
 from kitforge.trainer.options import RunOptions
 
@@ -271,8 +272,9 @@ class Seq2SeqTask(RowTask):
         network = cast(EncoderDecoder, model)
         device = network.head_weight.device
         sources, targets, lengths = (copy_to(micro_batch[name], device) for name in ("sources", "targets", "lengths"))
-        # Targets shifted by one, behind the token that T5 begins with, its padding.
-        inputs = torch.cat([torch.full_like(targets[:, :1], self._data.pad_id), targets[:, :-1]], dim=1)
+        # Targets shifted by one, behind the token that they begin with.
+        start = start_tokens(self._tokenizer, network.config).trained
+        inputs = torch.cat([torch.full_like(targets[:, :1], start), targets[:, :-1]], dim=1)
         inputs = inputs.masked_fill(inputs == IGNORED, self._data.pad_id)
         context = Context(
             source=EncoderInput(tokens=sources, documents=source_documents(sources, lengths)), dropout=noise
@@ -292,8 +294,11 @@ def write_targets(
     model: nn.Module, sources: Sequence[Sequence[int]], tokenizer: Tokenizer, options: Seq2SeqInference
 ) -> list[str]:
     """The generated target of each source."""
-    ends = {"eos_ids": tokenizer.eos_ids, "pad_id": tokenizer.pad_id, "start_id": tokenizer.pad_id}
-    found = generate(cast(EncoderDecoder, model), sources, options, **ends)  # type: ignore[arg-type]
+    network = cast(EncoderDecoder, model)
+    warn_of_ignored(tokenizer.generation_config, ())
+    start_id = start_tokens(tokenizer, network.config).generated
+    tokens = {"eos_ids": tokenizer.eos_ids, "pad_id": tokenizer.pad_id, "start_id": start_id}
+    found = generate(network, sources, options, **tokens)  # type: ignore[arg-type]
     return [tokenizer.decode(tokens) for tokens in found]
 
 

@@ -39,12 +39,21 @@ def read_config(config: Mapping[str, Any]) -> T5Config:
         # transformers 5 always writes the embeddings as tied, and whether they were under a key of its own.
         scale_output=config.flag("scale_decoder_outputs", is_tied),
         dropout=config.number("dropout_rate", 0.1, below=1.0),
+        decoder_start_id=_start_token(config),
     )
 
 
+def _start_token(config: ConfigFile) -> int | None:
+    start = config.get("decoder_start_token_id")
+    is_token = isinstance(start, int) and not isinstance(start, bool) and 0 <= start < config.count("vocab_size")
+    config.check(start is None or is_token, "decoder_start_token_id", "a token of the vocabulary")
+    return start
+
+
 def write_config(config: T5Config) -> dict[str, Any]:
-    """The values of config.json."""
-    return {
+    """The values of config.json; without `decoder_start_token_id` where the tokenizer decides it."""
+    start = {} if config.decoder_start_id is None else {"decoder_start_token_id": config.decoder_start_id}
+    return start | {
         "architectures": ["T5ForConditionalGeneration"],
         "model_type": "t5",
         "is_encoder_decoder": True,
@@ -63,7 +72,6 @@ def write_config(config: T5Config) -> dict[str, Any]:
         "tie_word_embeddings": config.tie_embeddings,
         "scale_decoder_outputs": config.scales_output,
         "dropout_rate": config.dropout,
-        "decoder_start_token_id": 0,
     }
 
 

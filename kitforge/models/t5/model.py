@@ -14,7 +14,7 @@ from kitforge.core.nn.decoder import MAX_LAYERS
 from kitforge.core.nn.encoder_decoder import EncoderDecoderConfig
 from kitforge.core.nn.mlp import MLPConfig
 from kitforge.core.nn.positions import Relative
-from kitforge.foundation.config import check_counts
+from kitforge.foundation.config import check, check_counts
 from kitforge.foundation.dtype import WeightDtype
 
 
@@ -38,9 +38,13 @@ class T5Config:
     tie_embeddings: bool = True
     scale_output: bool | None = None  # multiply the decoder's output by dim ** -0.5; None: with tied embeddings
     dropout: float = 0.0  # of embeddings, attention weights, branches and the outputs of both stacks
+    decoder_start_id: int | None = None  # the token that targets begin with; None: the tokenizer's padding
     dtype: WeightDtype = "float32"  # of exported weights unless another is asked for; training keeps fp32
 
     def __post_init__(self) -> None:
+        start = self.decoder_start_id
+        expected = f"a token below vocab_size={self.vocab_size}, or null"
+        check(start is None or 0 <= start < self.vocab_size, "model.decoder_start_id", start, expected)
         counts = {"num_layers": self.num_layers, "num_decoder_layers": self.num_decoder_layers}
         check_counts("model", counts, MAX_LAYERS)
 

@@ -181,15 +181,8 @@ def test_transformers_writes_the_same_targets_from_a_run(tmp_path: Path) -> None
         options = Seq2SeqInference(max_new_tokens=9, num_beams=beams, batch_size=2)
         found = generate(ours, sources, options, start_id=257, eos_ids=[256], pad_id=257)
         for source, tokens in zip(sources, found, strict=True):
-            wanted = theirs.generate(
-                torch.tensor([source]),
-                max_new_tokens=9,
-                num_beams=beams,
-                do_sample=False,
-                decoder_start_token_id=257,
-                eos_token_id=256,
-                pad_token_id=257,
-            )[0].tolist()[1:]
+            found_there = theirs.generate(torch.tensor([source]), max_new_tokens=9, num_beams=beams, do_sample=False)
+            wanted = found_there[0].tolist()[1:]
             assert wanted[: wanted.index(256) if 256 in wanted else 9] == tokens
 
 
