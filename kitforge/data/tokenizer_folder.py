@@ -143,8 +143,9 @@ class TokenizerFolder:
     def complete(
         self, reader: Mapping[str, Any], tokens: Mapping[str, str], token_to_id: Callable[[str], int | None]
     ) -> None:
-        """Give a tokenizer_config.json that names no class the keys of a `reader`, by which `transformers` reads these tokens whatever
-        the model. The class that it had there by the type of the model gives its names of tokens, then `tokens`."""
+        """Give a tokenizer_config.json that names no class the keys of a `reader`, by which `transformers` reads these
+        tokens whatever the model. The class that it has, or has by the type of the model, gives its names of tokens,
+        then `tokens`."""
         declared = str(self.config.get("tokenizer_class") or "")
         names = _CLASS_TOKENS.get((declared or self._implied_class).removesuffix("Fast"), {})
         held = {name: text for name, text in names.items() if token_to_id(text) is not None}

@@ -20,6 +20,7 @@ from kitforge.data.optional_imports import import_optional
 from kitforge.foundation.dtype import ExportDtype
 from kitforge.foundation.errors import CheckpointError, ModelError, nearest
 from kitforge.foundation.files import atomic_file
+from kitforge.models.gguf_metadata import check_heads, check_metadata, read_scaling
 from kitforge.models.llama import convert as llama
 from kitforge.models.llama.model import LlamaConfig
 
@@ -49,6 +50,7 @@ class GgufWeights:
                 expected=", ".join(ARCHITECTURES),
                 fix=nearest(self._architecture, ARCHITECTURES),
             )
+        check_metadata(path, self._file.metadata, self._architecture)
         self.config = self._config()
         config = llama.read_config(self.config)
         translate = _translator(self._architecture, config.num_layers)
@@ -84,7 +86,7 @@ class GgufWeights:
             "num_hidden_layers": self._value("block_count"),
             "num_attention_heads": heads,
             "num_key_value_heads": self._value("attention.head_count_kv", heads),
-            "head_dim": self._value("attention.key_length", None) or self._value("rope.dimension_count", None),
+            "head_dim": self._value("attention.key_length", None) or dim // max(heads, 1),
             "intermediate_size": self._value("feed_forward_length"),
             "max_position_embeddings": self._value("context_length"),
             "rms_norm_eps": round(float(self._value("attention.layer_norm_rms_epsilon")), 12),
@@ -92,17 +94,14 @@ class GgufWeights:
             "attention_bias": "blk.0.attn_q.bias" in self._file.tensors,
             "mlp_bias": "blk.0.ffn_up.bias" in self._file.tensors,
         }
-        kinds = {"linear": "linear", "yarn": "yarn"}
-        scaling: dict[str, Any] = {"rope_type": "default", "rope_theta": rope}
-        if (kind := self._value("rope.scaling.type", "none")) in kinds:
-            original = self._value("rope.scaling.original_context_length", None)
-            scaling |= {"rope_type": kind, "factor": self._value("rope.scaling.factor")}
-            scaling |= {} if original is None else {"original_max_position_embeddings": original}
-        elif kind != "none":
-            raise ModelError(f"{self.path} scales its positions in an unknown way", got=kind, expected="linear or yarn")
+        check_heads(self.path, self._file.metadata, self._architecture, config["head_dim"])
+        scaling = read_scaling(self.path, self._file.metadata, self._architecture)
         if _ROPE_FACTORS in self._file.tensors:
-            scaling |= self._llama3(config, rope)
-        return config | {"rope_parameters": scaling}
+            if scaling:
+                got = f"{_ROPE_FACTORS} and {scaling['rope_type']}"
+                raise ModelError(f"{self.path} scales its positions twice", got=got, expected="one of the two")
+            scaling = self._llama3(config, rope)
+        return config | {"rope_parameters": {"rope_type": "default", "rope_theta": rope} | scaling}
 
     def _llama3(self, config: Mapping[str, Any], theta: float) -> dict[str, Any]:
         """The options of LLaMA 3's interpolation that give the file's factors."""
