@@ -24,6 +24,10 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 _ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator", "mask": "mask"}
 # Further tokens that end a turn or a message.
 _ENDS = ("eos", "eot", "eom")
+# Settings of the publisher, by the names of generation_config.json.
+_SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
+_SAMPLING |= {"penalty_repeat": "repetition_penalty"}
+_SAMPLING_PREFIX = "general.sampling."
 # An entry of ours: the generation_config.json, for which the format has no place.
 _OWN_GENERATION = "kitforge.generation_config"
 _LLAMA3 = (
@@ -66,7 +70,9 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, bytes]:
     named = {f"{role}_token": read.text_of(key) for role, key in _ROLES.items()}
     ends = list(dict.fromkeys(each for key in _ENDS if (each := read.id_of(key)) is not None))
     stored = metadata.get(_OWN_GENERATION)
-    generation = parse_object(_OWN_GENERATION, stored.encode()) if isinstance(stored, str) else {}
+    generation = {name: metadata.get(_SAMPLING_PREFIX + key) for key, name in _SAMPLING.items()}
+    generation = {name: round(value, 6) for name, value in generation.items() if isinstance(value, (int, float))}
+    generation |= parse_object(_OWN_GENERATION, stored.encode()) if isinstance(stored, str) else {}
     ends = list(dict.fromkeys([*ends, *end_tokens(generation)]))
     files = {
         HUGGINGFACE_FILE: tokenizer,
@@ -244,12 +250,10 @@ def _merges(
 def tokenizer_metadata(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
     """The tokenizer's entries of a GGUF file, with a name for each of the model's `vocab_size` tokens. Raises DataError
     for a tokenizer that the format cannot express: the entries are read back and must encode probe texts alike."""
-    templates = {}
     if isinstance(tokenizer, HuggingFaceTokenizer):
-        entries = _entries_of_json(parse_object(HUGGINGFACE_FILE, tokenizer.files[HUGGINGFACE_FILE]))
-        templates = tokenizer.chat_templates
+        content = parse_object(HUGGINGFACE_FILE, tokenizer.files[HUGGINGFACE_FILE])
+        entries = _entries_of_json(content, tokenizer.added_tokens)
     elif isinstance(tokenizer, SentencePieceTokenizer):
-        templates = tokenizer.chat_templates
         numbers = {"normal": _NORMAL, "unknown": _UNKNOWN, "control": _CONTROL, "byte": _BYTE}
         numbers |= {"user_defined": _USER_DEFINED, "unused": _UNUSED}
         scored = tokenizer.scored_tokens()
@@ -262,27 +266,23 @@ def tokenizer_metadata(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
         }
     else:
         entries = _entries_of_bytes(tokenizer)
-    named = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id, "padding": tokenizer.pad_id}
+    before, after = tokenizer.encode_prompt(""), []
+    if before and before[-1] == tokenizer.eos_id:
+        before, after = before[:-1], [before[-1]]
+    # What a post-processor begins with need not have a name.
+    begin = before[0] if tokenizer.bos_id is None and len(before) == 1 else tokenizer.bos_id
+    named = {"bos": begin, "padding": None if tokenizer.pad_id == tokenizer.eos_id else tokenizer.pad_id}
     entries |= {f"{role}_token_id": number for role, number in named.items() if number is not None}
     # Each end token has an entry, of which there are three; of one alone llama.cpp would search another by its name.
     ends = tokenizer.eos_ids if len(tokenizer.eos_ids) > 1 else tokenizer.eos_ids * 2
     entries |= {f"{role}_token_id": number for role, number in zip(_ENDS, ends, strict=False)}
-    before, after = tokenizer.encode_prompt(""), []
-    if before and before[-1] == tokenizer.eos_id:
-        before, after = before[:-1], [before[-1]]
-    entries |= {"add_bos_token": before == [tokenizer.bos_id], "add_eos_token": bool(after)}
+    entries |= {"add_bos_token": before == [begin], "add_eos_token": bool(after)}
     missing = range(len(entries["tokens"]), vocab_size)
     entries["tokens"] = [*entries["tokens"], *(f"[PAD{number}]" for number in missing)]
     entries["token_type"] = [*entries["token_type"], *(_UNUSED for _ in missing)]
     if "scores" in entries:
         entries["scores"] = [*entries["scores"], *(-1e4 for _ in missing)]
-    metadata = {_PREFIX + name: value for name, value in entries.items()}
-    metadata |= {"tokenizer.chat_template": templates["default"]} if "default" in templates else {}
-    others = {name: text for name, text in templates.items() if name != "default"}
-    metadata |= {f"tokenizer.chat_template.{name}": text for name, text in others.items()}
-    metadata |= {"tokenizer.chat_templates": list(others)} if others else {}
-    generation = {**tokenizer.generation_config, "eos_token_id": list(tokenizer.eos_ids)}
-    metadata |= {_OWN_GENERATION: json.dumps(generation)} if len(generation) > 1 or len(ends) > len(_ENDS) else {}
+    metadata = {_PREFIX + name: value for name, value in entries.items()} | _settings(tokenizer)
     written = HuggingFaceTokenizer(tokenizer_files(metadata))
     for probe in _PROBES:
         if written.encode_prompt(probe) != tokenizer.encode_prompt(probe):
@@ -292,18 +292,37 @@ def tokenizer_metadata(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
     return metadata
 
 
-def _entries_of_json(content: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of a tokenizer.json with BPE."""
-    model, added = content["model"], {each["id"]: each for each in content.get("added_tokens") or []}
+def _settings(tokenizer: Tokenizer) -> dict[str, Any]:
+    """The chat templates and the generation_config.json that lie with a tokenizer, as entries."""
+    templates = {}
+    if isinstance(tokenizer, (HuggingFaceTokenizer, SentencePieceTokenizer)):
+        templates = tokenizer.chat_templates
+    others = {name: text for name, text in templates.items() if name != "default"}
+    entries: dict[str, Any] = {f"tokenizer.chat_template.{name}": text for name, text in others.items()}
+    entries |= {"tokenizer.chat_templates": list(others)} if others else {}
+    entries |= {"tokenizer.chat_template": templates["default"]} if "default" in templates else {}
+    generation = {**tokenizer.generation_config, "eos_token_id": list(tokenizer.eos_ids)}
+    for key, name in _SAMPLING.items():
+        value = generation.get(name)
+        if isinstance(value, (int, float)):
+            entries[_SAMPLING_PREFIX + key] = int(value) if key == "top_k" else float(value)
+    if len(generation) > 1 or len(tokenizer.eos_ids) > len(_ENDS):
+        entries[_OWN_GENERATION] = json.dumps(generation)
+    return entries
+
+
+def _entries_of_json(content: Mapping[str, Any], added: Mapping[int, tuple[str, bool]]) -> dict[str, Any]:
+    """The entries of a tokenizer.json with BPE, whose added tokens have a spelling and may be special."""
+    model = content["model"]
     if model.get("type") != "BPE":
         got = f"tokenizer.json with {model.get('type')}"
         raise DataError("this tokenizer cannot be written into a GGUF file", got=got, expected="BPE")
     names = {number: text for text, number in model["vocab"].items()}
-    names |= {number: each["content"] for number, each in added.items()}
+    names |= {number: text for number, (text, _) in added.items()}
     tokens = [names.get(number, f"[PAD{number}]") for number in range(max(names) + 1)]
     types = [_NORMAL if number in names else _UNUSED for number in range(len(tokens))]
-    for number, each in added.items():
-        types[number] = _CONTROL if each["special"] else _USER_DEFINED
+    for number, (_, is_special) in added.items():
+        types[number] = _CONTROL if is_special else _USER_DEFINED
     merges = [tuple(each.split(" ")) if isinstance(each, str) else tuple(each) for each in model["merges"]]
     if not model.get("byte_fallback"):
         splits = tuple(_splits_of(content.get("pre_tokenizer") or {}))

@@ -83,6 +83,12 @@ class HuggingFaceTokenizer:
         return self._folder.generation
 
     @property
+    def added_tokens(self) -> dict[int, tuple[str, bool]]:
+        """The tokens beside the vocabulary by number: the spelling, and whether it is special."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        return {number: (each.content, each.special) for number, each in added.items() if each.content != self._mark}
+
+    @property
     def special_tokens(self) -> dict[str, int]:
         """The tokens that a chat template may write, by their spelling."""
         added = self._tokenizer.get_added_tokens_decoder()

@@ -35,6 +35,11 @@ SENTENCEPIECE_FILE = "tokenizer.model"
 _SPACE_LETTER = "\u2581"
 # A part of a model's protocol buffer that, behind a whole one, replaces `normalizer_spec.add_dummy_prefix` by false.
 _WITHOUT_PREFIX = b"\x1a\x02\x18\x00"
+# ChatGLM2/3's class puts these behind the pieces, and two of them before every text.
+_CHATGLM = "ChatGLMTokenizer"
+_CHATGLM_ROLES = tuple(f"<|{role}|>" for role in ("system", "user", "assistant", "observation"))
+_CHATGLM_TOKENS = ("[MASK]", "[gMASK]", "[sMASK]", "sop", "eop", *_CHATGLM_ROLES)
+_CHATGLM_PREFIX = ("[gMASK]", "sop")
 # Training takes about a third of a second for a million characters and learns little from more text than this.
 _TRAINING_CHARACTERS = 20_000_000
 _LINE_CHARACTERS = 4000
@@ -78,6 +83,7 @@ class SentencePieceTokenizer:
         has_prefix = self._processor.encode("a") != self._inner.encode("a")
         reader = {"tokenizer_class": "LlamaTokenizer", "add_prefix_space": has_prefix}
         self._folder.complete(reader, self._own_tokens(), self._piece_id)
+        self._is_chatglm = self._folder.config.get("tokenizer_class") == _CHATGLM
         self._added = self._added_tokens()
         self._silent = {number for number, token in self._added.items() if token["special"]}
         self._parses = len(self._silent) < len(self._added)
@@ -231,6 +237,9 @@ class SentencePieceTokenizer:
             number = self._piece_id(text)
             if text not in contents and number is not None and not processor.is_unknown(number):
                 found[number] = {"content": text, "special": True, "normalized": False}
+        if self._is_chatglm:
+            for number, text in enumerate(_CHATGLM_TOKENS, processor.vocab_size()):
+                found.setdefault(number, {"content": text, "special": True, "normalized": False})
         return found
 
     @cached_property
@@ -291,6 +300,8 @@ class SentencePieceTokenizer:
 
     def _frame(self, role: str, number: int | None) -> list[int]:
         """The tokens that the role puts around every text."""
+        if self._is_chatglm and role == "bos":
+            return [each for text in _CHATGLM_PREFIX if (each := self._token_id(text)) is not None]
         if self._folder.config.get(f"add_{role}_token") is not True:
             return []
         if number is None or self._folder.token_of(role, self._token_id) is None:

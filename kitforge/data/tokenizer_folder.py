@@ -48,7 +48,16 @@ _OBEYED = frozenset(
 _KNOWN = frozenset(
     (
         *("auto_map", "backend", "clean_up_tokenization_spaces", "do_basic_tokenize", "do_lower_case", "errors"),
-        *("extra_ids", "fix_mistral_regex", "from_slow", "init_inputs", "is_local", "local_files_only", "max_length"),
+        *(
+            "extra_ids",
+            "fix_mistral_regex",
+            "from_slow",
+            "remove_space",
+            "init_inputs",
+            "is_local",
+            "local_files_only",
+            "max_length",
+        ),
         *("merges_file", "model_input_names", "model_max_length", "name_or_path", "never_split", "padding"),
         *("pad_to_multiple_of", "pad_token_type_id", "padding_side", "processor_class", "response_schema"),
         *("return_attention_mask", "return_tensors", "return_token_type_ids", "sp_model_kwargs", "strip_accents"),

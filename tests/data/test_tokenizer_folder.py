@@ -279,6 +279,19 @@ def without_prefix(model: bytes) -> bytes:
     return model + b"\x1a\x02\x18\x00"
 
 
+def test_chatglm_begins_every_text_with_tokens_behind_its_pieces(tmp_path: Path, model: bytes) -> None:
+    config = {"tokenizer_class": "ChatGLMTokenizer", "do_lower_case": False, "remove_space": False}
+    tokenizer = load_tokenizer(write(tmp_path, tokenizer=model, tokenizer_config=config))
+    # [MASK] [gMASK] [sMASK] sop eop, then the roles of ChatGLM3.
+    assert tokenizer.encode_prompt("is") == [301, 303, *tokenizer.encode("is")]
+    assert tokenizer.vocab_size == 309
+    assert tokenizer.decode([301, 303, *tokenizer.encode("is"), 306]) == "is"
+    config |= {"chat_template": "[gMASK]sop<|user|>\n {{ messages[0].content }}<|assistant|>"}
+    tokenizer = load_tokenizer(write(tmp_path, tokenizer=model, tokenizer_config=config))
+    tokens = template_of(tokenizer).tokens(TALK[:1])
+    assert tokens[:3] == [301, 303, 306] and tokens[-1] == 307
+
+
 def test_kinds_of_folders_are_told_apart(tmp_path: Path, model: bytes) -> None:
     assert isinstance(load_tokenizer(write(tmp_path / "a", tokenizer=model)), SentencePieceTokenizer)
     folder = write_bytes_level(tmp_path / "b", ["</s>"], tokenizer_config={"eos_token": "</s>"})

@@ -15,7 +15,9 @@ import torch
 import transformers
 
 from kitforge import Trainer, load_processor, pipeline, save_model
+from kitforge.data.gguf_tokenizer import tokenizer_metadata
 from kitforge.data.source import open_source
+from kitforge.data.template import template_of
 from kitforge.data.tokenizer import ByteTokenizer, Tokenizer, TokenizerConfig, load_tokenizer, make_tokenizer
 from kitforge.foundation.errors import DataError
 from kitforge.models import loading
@@ -23,6 +25,7 @@ from kitforge.models.catalog import config_of
 from tests.small_run import WITHOUT_MODEL
 from tests.tokenizer_folders import CORPUS, write_kind
 
+CPU = torch.device("cpu")
 SETTINGS = {
     "eos_token_id": [1, 3, 5, 7],
     "do_sample": True,
@@ -44,7 +47,7 @@ TEXTS = ["Beautiful is better", "a\nb", "\u00e9\U0001f336 two  spaces"]
 
 
 def network(family: str, seed: int = 3) -> Any:
-    model = loading.build(config_of({"family": family, **FAMILIES[family]}), device=torch.device("cpu"), seed=seed)
+    model = loading.build(config_of({"family": family, **FAMILIES[family]}), device=CPU, seed=seed)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(4.0) if parameter.dim() == 2 else parameter.add_(0.1)
@@ -96,6 +99,39 @@ def test_a_gguf_file_keeps_every_end_and_every_setting(tmp_path: Path, kind: str
     save_model(tmp_path / "model.gguf", tmp_path / "folder")
     assert published(tmp_path / "folder") == SETTINGS | {"eos_token_id": list(tokenizer.eos_ids)}
     assert load_processor(tmp_path / "folder").encode_prompt(TEXTS[0]) == tokenizer.encode_prompt(TEXTS[0])
+
+
+def test_added_tokens_and_templates_beside_a_vocabulary_are_written_into_a_gguf_file(tmp_path: Path) -> None:
+    for kind, source in (("json", tmp_path / "json"), ("model", tmp_path / "model")):
+        number = tokenizer_of(kind, source).vocab_size
+        entry = {"content": "<|im_end|>", "special": True, "lstrip": False, "rstrip": False, "normalized": False}
+        config = {"added_tokens_decoder": {str(number): entry | {"single_word": False}}, "eos_token": "<|im_end|>"}
+        templates = [
+            {"name": name, "template": name + "{{ messages[0].content }}<|im_end|>"} for name in ("default", "tool_use")
+        ]
+        (source / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": templates}))
+        tokenizer = load_tokenizer(source)
+        model = loading.build(
+            config_of({"family": "llama", **FAMILIES["llama"], "vocab_size": 320}), device=CPU, seed=1
+        )
+        save_model(model, tmp_path / f"{kind}.gguf", tokenizer)
+        again = load_processor(tmp_path / f"{kind}.gguf")
+        assert again.eos_id == number
+        for tools in (None, [{"name": "is"}]):
+            talk = [{"role": "user", "content": "Beautiful"}]
+            found = [template_of(each).tokens(talk, tools=tools) for each in (tokenizer, again)]
+            assert found[0] == found[1] and found[0][-1] == number
+
+
+def test_the_settings_that_llama_cpp_writes_are_read(tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    entries = tokenizer_metadata(ByteTokenizer(), 300)
+    entries |= {"general.sampling.temp": 0.6, "general.sampling.top_k": 20, "general.sampling.penalty_repeat": 1.1}
+    loading.save(network("llama"), tmp_path / "model.gguf", extra=entries | {"tokenizer.ggml.eom_token_id": 7})
+    found = load_processor(tmp_path / "model.gguf")
+    assert found.eos_ids == (256, 7)
+    settings = {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1}
+    assert found.generation_config == settings | {"eos_token_id": [256, 7]}
 
 
 def test_another_model_in_the_folder_leaves_no_settings_behind(tmp_path: Path) -> None:
