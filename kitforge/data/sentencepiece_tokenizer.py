@@ -79,8 +79,11 @@ class SentencePieceTokenizer:
         self._processor = _processor(self._model, name)
         # Of a text that does not begin at the start: no space is put before it.
         self._inner = _processor(self._model + _WITHOUT_PREFIX, name)
-        self._prefixes_parts = bool(self._folder.config.get("legacy"))
         has_prefix = self._processor.encode("a") != self._inner.encode("a")
+        self._drops_prefix = has_prefix and self._folder.config.get("add_prefix_space") is False
+        if self._drops_prefix:
+            self._processor, has_prefix = self._inner, False
+        self._prefixes_parts = has_prefix and bool(self._folder.config.get("legacy"))
         reader = {"tokenizer_class": "LlamaTokenizer", "add_prefix_space": has_prefix}
         self._folder.complete(reader, self._own_tokens(), self._piece_id)
         self._is_chatglm = self._folder.config.get("tokenizer_class") == _CHATGLM
@@ -294,8 +297,8 @@ class SentencePieceTokenizer:
         )
         own = [(end,), None if begin < 0 else begin, end if pad < 0 else pad]
         ends = [self.eos_ids, self.bos_id, self.pad_id]
-        if added or ends != own:
-            return json.dumps([*frame, added, self._prefixes_parts, ends]).encode()
+        if added or ends != own or self._drops_prefix:
+            return json.dumps([*frame, added, self._prefixes_parts, self._drops_prefix, ends]).encode()
         return json.dumps(frame).encode() if any(frame) else b""
 
     def _frame(self, role: str, number: int | None) -> list[int]:

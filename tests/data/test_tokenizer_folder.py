@@ -157,6 +157,20 @@ def test_a_sentencepiece_model_writes_the_chat_of_its_folder(
     )
 
 
+@pytest.mark.parametrize("legacy", [False, True])
+def test_no_space_is_put_before_a_text_where_the_folder_says_so(tmp_path: Path, model: bytes, legacy: bool) -> None:
+    config = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "legacy": legacy}
+    folder = write(tmp_path / "folder", tokenizer=model, tokenizer_config=config)
+    plain = load_tokenizer(folder)
+    write(folder, tokenizer_config=config | {"add_prefix_space": False, "chat_template": INST})
+    tokenizer, theirs = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    for text in ("Beautiful is", " better"):
+        assert tokenizer.encode(text) == theirs(text, add_special_tokens=False)["input_ids"] != plain.encode(text)
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert template_of(tokenizer).tokens(TALK) == ids(theirs, TALK)
+    assert tokenizer.fingerprint != plain.fingerprint
+
+
 def test_the_older_files_of_added_tokens_are_read(tmp_path: Path, model: bytes) -> None:
     files = {"added_tokens": {"<|im_start|>": 300, "<|im_end|>": 301, "<extra>": 302}}
     files |= {"special_tokens_map": {"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>"]}}
