@@ -274,7 +274,8 @@ def tokenizer_metadata(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
     named = {"bos": begin, "padding": None if tokenizer.pad_id == tokenizer.eos_id else tokenizer.pad_id}
     entries |= {f"{role}_token_id": number for role, number in named.items() if number is not None}
     # Each end token has an entry, of which there are three; of one alone llama.cpp would search another by its name.
-    ends = tokenizer.eos_ids if len(tokenizer.eos_ids) > 1 else tokenizer.eos_ids * 2
+    ends = [each for each in tokenizer.eos_ids if each < max(len(entries["tokens"]), vocab_size)]
+    ends = ends * 2 if len(ends) == 1 else ends
     entries |= {f"{role}_token_id": number for role, number in zip(_ENDS, ends, strict=False)}
     entries |= {"add_bos_token": before == [begin], "add_eos_token": bool(after)}
     missing = range(len(entries["tokens"]), vocab_size)
@@ -306,7 +307,7 @@ def _settings(tokenizer: Tokenizer) -> dict[str, Any]:
         value = generation.get(name)
         if isinstance(value, (int, float)):
             entries[_SAMPLING_PREFIX + key] = int(value) if key == "top_k" else float(value)
-    if len(generation) > 1 or len(tokenizer.eos_ids) > len(_ENDS):
+    if len(generation) > 1 or len(tokenizer.eos_ids) > 1:
         entries[_OWN_GENERATION] = json.dumps(generation)
     return entries
 

@@ -123,6 +123,16 @@ def test_added_tokens_and_templates_beside_a_vocabulary_are_written_into_a_gguf_
             assert found[0] == found[1] and found[0][-1] == number
 
 
+def test_an_end_beyond_the_vocabulary_hinders_nothing(tmp_path: Path) -> None:
+    save_model(network("llama"), tmp_path / "folder", ByteTokenizer())
+    (tmp_path / "folder" / "generation_config.json").write_text('{"eos_token_id": [50256, 7]}')
+    save_model(tmp_path / "folder", tmp_path / "model.gguf")
+    for path in (tmp_path / "folder", tmp_path / "model.gguf"):
+        assert load_processor(path).eos_ids[:1] == (256,) and {7, 50256} < set(load_processor(path).eos_ids)
+        generate = pipeline("text_generation", str(path), options={"inference.max_new_tokens": 3})
+        assert generate("Beautiful", min_new_tokens=2)
+
+
 def test_the_settings_that_llama_cpp_writes_are_read(tmp_path: Path) -> None:
     (tmp_path / "source").mkdir()
     entries = tokenizer_metadata(ByteTokenizer(), 300)
