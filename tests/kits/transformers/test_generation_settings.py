@@ -181,6 +181,9 @@ def test_greedy_texts_have_the_penalty_of_the_folder(tmp_path: Path, name: str, 
         found = theirs.generate(tokens, do_sample=False, max_new_tokens=12, repetition_penalty=wanted, pad_token_id=1)
         text = tokenizer.decode(found[0, tokens.shape[1] :].tolist())
         assert generate("Beautiful is", **choices)[0]["generated_text"] == "Beautiful is" + text
+        named = {f"inference.{key}": value for key, value in choices.items()} | {"inference.max_new_tokens": 12}
+        again = pipeline("text_generation", str(folder), options=named)
+        assert again("Beautiful is")[0]["generated_text"] == "Beautiful is" + text
 
 
 @pytest.mark.parametrize(

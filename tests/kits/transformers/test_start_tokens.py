@@ -90,6 +90,9 @@ def test_training_begins_targets_as_config_json_says(tmp_path: Path, start: int)
     save_model(network(), folder, ByteTokenizer())
     config = json.loads((folder / "config.json").read_text()) | {"decoder_start_token_id": start}
     (folder / "config.json").write_text(json.dumps(config))
+    # What decides the generation does not decide the training.
+    generation = {"eos_token_id": 256, "decoder_start_token_id": start + 1}
+    (folder / "generation_config.json").write_text(json.dumps(generation))
     rows = [{"source": "Beautiful", "target": "better"}]
     trainer = Trainer(
         "translation",
