@@ -65,15 +65,15 @@ _OPTIONS = {
 
 @final
 class SentencePieceTokenizer:
-    """A sentencepiece model, from a file or from its bytes, with the files beside it or the bytes `beside`, of which a
-    single one is the tokenizer_config.json. Its `add_bos_token` and `add_eos_token` say what begins and ends a text; by
-    default nothing does."""
+    """A sentencepiece model and the files that lie with it, from a file or from their bytes; bytes alone are those of
+    tokenizer_config.json. Its `add_bos_token` and `add_eos_token` say what begins and ends a text; by default nothing
+    does."""
 
-    def __init__(self, model: str | Path | bytes, beside: bytes | Mapping[str, bytes] | None = None) -> None:
+    def __init__(self, model: str | Path | bytes, files: bytes | Mapping[str, bytes] | None = None) -> None:
         if not isinstance(model, bytes):
             self._folder = TokenizerFolder(Path(model).parent)
         else:
-            self._folder = TokenizerFolder({TOKENIZER_CONFIG: beside} if isinstance(beside, bytes) else beside or {})
+            self._folder = TokenizerFolder({TOKENIZER_CONFIG: files} if isinstance(files, bytes) else files or {})
         self._model = model if isinstance(model, bytes) else read_tokenizer_file(Path(model))
         name = "the bytes" if isinstance(model, bytes) else model
         self._processor = _processor(self._model, name)
@@ -85,7 +85,7 @@ class SentencePieceTokenizer:
             self._processor, has_prefix = self._inner, False
         self._prefixes_parts = has_prefix and bool(self._folder.config.get("legacy"))
         reader = {"tokenizer_class": "LlamaTokenizer", "add_prefix_space": has_prefix}
-        self._folder.complete(reader, self._own_tokens(), self._piece_id)
+        self._folder.complete(reader, self._own_tokens(), self._id_of)
         self._is_chatglm = self._folder.config.get("tokenizer_class") == _CHATGLM
         self._added = self._added_tokens()
         self._silent = {number for number, token in self._added.items() if token["special"]}
@@ -135,7 +135,7 @@ class SentencePieceTokenizer:
             for part in self._parts(text, at, mark.start):
                 tokens, offsets = [part.token], [(part.start, part.stop)]
                 if part.token < 0:
-                    tokens, offsets = self._pieces(text, part)
+                    tokens, offsets = self._encode_part(text, part)
                 ids += tokens
                 spans += offsets
             if mark.token >= 0:
@@ -221,13 +221,13 @@ class SentencePieceTokenizer:
         numbers |= {"pad": processor.pad_id()}
         return {f"{role}_token": str(processor.id_to_piece(each)) for role, each in numbers.items() if each >= 0}
 
-    def _piece_id(self, text: str) -> int | None:
+    def _id_of(self, text: str) -> int | None:
         number = int(self._processor.piece_to_id(text))
         return number if self._processor.id_to_piece(number) == text else None
 
     def _token_id(self, text: str) -> int | None:
         own = (number for number, token in self._added.items() if token["content"] == text)
-        return next(own, self._piece_id(text))
+        return next(own, self._id_of(text))
 
     def _added_tokens(self) -> dict[int, dict[str, Any]]:
         """The tokens that no text becomes, or that are added to the pieces, by number."""
@@ -237,7 +237,7 @@ class SentencePieceTokenizer:
         contents = {token["content"] for token in found.values()}
         named = (*self._folder.named_tokens.values(), *self._folder.listed_tokens)
         for text in (*named, *(str(processor.id_to_piece(each)) for each in controls)):
-            number = self._piece_id(text)
+            number = self._id_of(text)
             if text not in contents and number is not None and not processor.is_unknown(number):
                 found[number] = {"content": text, "special": True, "normalized": False}
         if self._is_chatglm:
@@ -263,7 +263,7 @@ class SentencePieceTokenizer:
         if at < stop:
             yield AddedTokenSpan(token=-1, start=at, stop=stop, is_special=False)
 
-    def _pieces(self, text: str, part: AddedTokenSpan) -> tuple[list[int], list[tuple[int, int]]]:
+    def _encode_part(self, text: str, part: AddedTokenSpan) -> tuple[list[int], list[tuple[int, int]]]:
         """The pieces of a plain part of a text, and the characters of each."""
         has_prefix = part.start == 0 or (self._prefixes_parts and text[part.start] != " ")
         processor = self._processor if has_prefix else self._inner
