@@ -19,6 +19,7 @@ from kitforge.foundation import device as devices
 from kitforge.foundation.config import check, from_dict
 from kitforge.foundation.dtype import EXPORT_DTYPES, ExportDtype, LoadDtype
 from kitforge.foundation.errors import ConfigError, ModelError, nearest
+from kitforge.foundation.log import noting_warnings
 from kitforge.kits.kit import AnyKit, OwnTaskKit, Pipeline, ReplayResult, RunInputs
 from kitforge.kits.registry import DEFAULT_TASK, kit_of, kit_of_folder, recorded_task
 from kitforge.models.hub import is_pretrained, resolve
@@ -164,10 +165,12 @@ def train_task(options: RunOptions, inputs: RunInputs[object], kit: AnyKit | Non
     """Train a task by its options and the objects handed over."""
     kit = kit_of(options.task) if kit is None else kit
     with _process_group(options) as rendezvous:
-        inputs = _with_open_model(options, inputs)
-        if rendezvous.rank >= options.parallel.world_size:
-            return kit.serve_roles(options, inputs, rendezvous)
-        return kit.assemble(options, inputs, rendezvous).train()
+        with noting_warnings() as notes:
+            inputs = _with_open_model(options, inputs)
+            if rendezvous.rank >= options.parallel.world_size:
+                return kit.serve_roles(options, inputs, rendezvous)
+            assembly = kit.assemble(options, inputs, rendezvous)
+        return assembly.train(notes)
 
 
 def evaluate(options: RunOptions, inputs: RunInputs[object], kit: AnyKit | None = None) -> dict[str, float]:

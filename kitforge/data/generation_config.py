@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from kitforge.data.tokenizer_protocol import parse_object, read_tokenizer_file
 from kitforge.foundation.errors import DataError
-from kitforge.foundation.log import logger
+from kitforge.foundation.log import logger, warn_once
 
 GENERATION_CONFIG = "generation_config.json"
 _MODEL_CONFIG = "config.json"
@@ -119,15 +118,11 @@ def warn_of_ignored(config: Mapping[str, Any], obeyed: Collection[str]) -> None:
     skipped = {*obeyed, *(_BEAMS if config.get("num_beams") in (None, 1) else ())}
     ignored = {key: value for key, value in config.items() if key not in skipped and _matters(key, value)}
     if ignored:
-        _warn(", ".join(f"{key}={value!r}" for key, value in sorted(ignored.items()))[:500])
+        keys = ", ".join(f"{key}={value!r}" for key, value in sorted(ignored.items()))[:500]
+        warn_once(_log, f"{GENERATION_CONFIG}: these keys are not obeyed: {keys}")
 
 
 def _matters(key: str, value: object) -> bool:
     if value is None or key in _KNOWN or key in _SAMPLING:
         return False
     return key not in _TEXT_DEFAULTS or value not in _TEXT_DEFAULTS[key]
-
-
-@lru_cache(maxsize=64)
-def _warn(keys: str) -> None:
-    _log.warning("%s: these keys are not obeyed: %s", GENERATION_CONFIG, keys)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any, final
 
@@ -15,7 +15,7 @@ from kitforge.data.generation_config import GENERATION_CONFIG, end_tokens, find_
 from kitforge.data.tokenizer_protocol import parse_object, read_tokenizer_file
 from kitforge.foundation.errors import DataError
 from kitforge.foundation.files import atomic_file
-from kitforge.foundation.log import logger
+from kitforge.foundation.log import logger, warn_once
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
@@ -83,7 +83,7 @@ class TokenizerFolder:
         self._implied_class = "" if isinstance(folder, Mapping) else _class_by_model(folder)
         unknown = {name: value for name, value in self.config.items() if not _is_known(name) and value is not None}
         if unknown:
-            _warn(str(unknown)[:300])
+            warn_once(_log, f"{TOKENIZER_CONFIG}: these keys are not known and change nothing: {str(unknown)[:300]}")
 
     @cached_property
     def named_tokens(self) -> dict[str, str]:
@@ -204,11 +204,6 @@ def _class_by_model(folder: Path) -> str:
     path = folder / "config.json"
     config = parse_object(path, read_tokenizer_file(path)) if path.is_file() else {}
     return str(config.get("tokenizer_class") or _CLASSES.get(str(config.get("model_type")), ""))
-
-
-@lru_cache(maxsize=64)
-def _warn(unknown: str) -> None:
-    _log.warning("%s: these keys are not known and change nothing: %s", TOKENIZER_CONFIG, unknown)
 
 
 def _content(token: object) -> str | None:

@@ -6,11 +6,17 @@ Output is plain text: names, messages and file contents cannot send control code
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import final
 
 from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderableType, RenderHook, RenderResult
 from rich.segment import Segment
+
+_PACKAGE = "kitforge"
+_MOST_NOTES = 100
+_told: set[str] = set()
 
 
 def sanitize(text: str) -> str:
@@ -59,6 +65,44 @@ errors = sanitizing_console(Console(stderr=True))
 def logger(name: str) -> logging.Logger:
     """The logger of a module, below the package's own."""
     return logging.getLogger(name)
+
+
+@final
+class _Notes(logging.Handler):
+    """Keeps the warnings of the package, each once and in one line."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep a warning."""
+        text = " ".join(sanitize(record.getMessage()).split())
+        if text not in self.texts and len(self.texts) < _MOST_NOTES:
+            self.texts.append(text)
+
+
+@contextmanager
+def noting_warnings() -> Iterator[list[str]]:
+    """The warnings that are logged meanwhile, those of `warn_once` also if an earlier run was told."""
+    notes, package = _Notes(), logger(_PACKAGE)
+    package.addHandler(notes)
+    try:
+        yield notes.texts
+    finally:
+        package.removeHandler(notes)
+
+
+def warn_once(log: logging.Logger, message: str) -> None:
+    """Log a warning that a process needs to see once."""
+    if message not in _told:
+        _told.add(message)
+        log.warning("%s", message)
+        return
+    record = log.makeRecord(log.name, logging.WARNING, "", 0, message, (), None)
+    for handler in logger(_PACKAGE).handlers:
+        if isinstance(handler, _Notes):
+            handler.handle(record)
 
 
 def log_to_terminal() -> None:

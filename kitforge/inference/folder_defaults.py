@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Any, TypeVar
 
 from kitforge.data.generation_config import GENERATION_CONFIG, repetition_penalty, warn_of_ignored
-from kitforge.foundation.log import logger
+from kitforge.foundation.log import logger, warn_once
 from kitforge.inference.sampling import SamplingOptions
 
 S = TypeVar("S", bound=SamplingOptions)
@@ -23,11 +22,8 @@ def with_folder_defaults(options: S, generation_config: Mapping[str, Any]) -> S:
         return options
     penalty = repetition_penalty(generation_config)
     if penalty != 1:
-        _tell(penalty)
+        words = (
+            f"{GENERATION_CONFIG}: repetition_penalty={penalty} is used; inference.repetition_penalty=1 goes without"
+        )
+        warn_once(_log, words)
     return dataclasses.replace(options, repetition_penalty=penalty)
-
-
-@lru_cache(maxsize=64)
-def _tell(penalty: float) -> None:
-    text = "%s: repetition_penalty=%s is used; inference.repetition_penalty=1 goes without"
-    _log.warning(text, GENERATION_CONFIG, penalty)

@@ -25,6 +25,7 @@ from kitforge.foundation.dtype import ExportDtype, LoadDtype, Precision
 from kitforge.foundation.errors import ConfigError
 from kitforge.inference.server.application import HttpService
 from kitforge.models.loading import OpenCheckpoint, StoredModel
+from kitforge.report.config_diff import NOTE
 from kitforge.trainer.callbacks.callback import Callback
 from kitforge.trainer.loop import Loop
 from kitforge.trainer.options import RunOptions
@@ -71,9 +72,11 @@ class RunAssembly(Generic[OptionsT, ProcessorT]):
     options: OptionsT
     config_text: str  # of config.yaml
 
-    def train(self) -> Run:
-        """Train, from the checkpoint that `options.resume` names if it does."""
-        metrics = train(self.loop, self.options, self.folder, self.config_text)
+    def train(self, notes: Sequence[str] = ()) -> Run:
+        """Train, from the checkpoint that `options.resume` names if it does. The notes are warnings about the inputs,
+        which stand in config.yaml and in the report."""
+        config_text = self.config_text + "".join(f"{NOTE}{note}\n" for note in notes)
+        metrics = train(self.loop, self.options, self.folder, config_text)
         model, was_interrupted = self.loop.model, self.loop.was_interrupted
         return Run(
             folder=self.folder,

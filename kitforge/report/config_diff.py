@@ -10,6 +10,13 @@ import re
 from collections.abc import Sequence
 
 _OPTION = re.compile(r"""^("[^"]*"|'[^']*'|[^\s#:'"-][^:#]*|-[^\s:#][^:#]*):(?:\s+(.*))?$""")
+# How a line begins that is a warning about the inputs of a run.
+NOTE = "# note: "
+
+
+def notes(text: str) -> list[str]:
+    """The warnings about the inputs of a run."""
+    return [line.removeprefix(NOTE) for line in text.splitlines() if line.startswith(NOTE)]
 
 
 def options(text: str) -> dict[str, str]:

@@ -13,7 +13,7 @@ from operator import itemgetter
 from typing import NamedTuple, final
 
 from kitforge.report.chart_specs import is_bad
-from kitforge.report.config_diff import differences
+from kitforge.report.config_diff import differences, notes
 from kitforge.report.metrics import LoggedEvent, RunRecord
 from kitforge.report.number_format import number
 from kitforge.report.summary import PROGRESS, Figure, headline, last_values
@@ -99,9 +99,10 @@ def configuration(runs: Sequence[RunRecord], labels: Sequence[str]) -> Panel | N
 
 
 def problems(runs: Sequence[RunRecord], labels: Sequence[str]) -> str:
-    """The files and lines that could not be read; empty if there are none."""
+    """The files and lines that could not be read, and warnings about the inputs; empty if there are none."""
     prefixes = [""] if len(runs) == 1 else [f"{label}: " for label in labels]
-    found = [prefix + problem for run, prefix in zip(runs, prefixes, strict=True) for problem in run.problems]
+    of_runs = [(*run.problems, *notes(run.config_text)) for run in runs]
+    found = [prefix + problem for own, prefix in zip(of_runs, prefixes, strict=True) for problem in own]
     if not found:
         return ""
     left = len(found) - 12

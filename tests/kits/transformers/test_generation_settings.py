@@ -22,7 +22,9 @@ from kitforge.data.tokenizer import ByteTokenizer, Tokenizer, TokenizerConfig, l
 from kitforge.foundation.errors import DataError
 from kitforge.models import loading
 from kitforge.models.catalog import config_of
-from tests.small_run import WITHOUT_MODEL
+from kitforge.report.config_diff import notes
+from kitforge.report.page import write_report
+from tests.small_run import TEXT, WITHOUT_MODEL
 from tests.tokenizer_folders import CORPUS, write_kind
 
 CPU = torch.device("cpu")
@@ -216,3 +218,19 @@ def test_an_impossible_penalty_is_refused(tmp_path: Path, penalty: Any) -> None:
     (tmp_path / "source" / "generation_config.json").write_text(json.dumps({"repetition_penalty": penalty}))
     with pytest.raises(DataError, match="repetition_penalty"):
         pipeline("text_generation", network("llama"), processor=load_tokenizer(tmp_path / "source"))
+
+
+def test_warnings_about_the_inputs_stand_in_the_configuration_and_the_report_of_every_run(tmp_path: Path) -> None:
+    (tmp_path / "corpus.txt").write_text(TEXT)
+    save_model(network("llama"), tmp_path / "source", tokenizer_of("bytes", tmp_path / "bytes"))
+    config = tmp_path / "source" / "tokenizer_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "frobnicate_spaces": "<7>"}))
+    options = {**WITHOUT_MODEL, "trainer.max_steps": 1}
+    for name in ("first", "second"):
+        folder = tmp_path / name
+        Trainer(
+            "text_generation", str(tmp_path / "source"), tmp_path / "corpus.txt", output_dir=folder, options=options
+        ).train()
+        [told] = [note for note in notes((folder / "config.yaml").read_text()) if "frobnicate" in note]
+        assert "{'frobnicate_spaces': '<7>'}" in told
+        assert "frobnicate_spaces&#x27;: &#x27;&lt;7&gt;" in write_report([folder]).read_text().split("<h2")[0]
