@@ -90,14 +90,18 @@ class TreeAttention:
         is_open = (branches.unsqueeze(0) == 0) | (branches.unsqueeze(1) == branches.unsqueeze(0))
         self._seen = same_tree & is_open
         self._positions = positions
+        # Branches share positions, so that the row of a token is not its position.
+        self._distances = positions - positions.unsqueeze(1)
         self._masks: dict[int | None, Tensor] = {}
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         """Attend under the tree mask; see `Attend`."""
-        if spec.window not in self._masks:
-            order = causal_mask(self._positions, self._positions, spec.window)
-            self._masks[spec.window] = self._seen & order
-        return spec.kernel(query, key, value, mask=self._masks[spec.window], causal=False, scale=spec.scale)
+        return spec.attend(query, key, value, mask=self._mask, causal=False, distances=self._distances)
+
+    def _mask(self, window: int | None) -> Tensor:
+        if window not in self._masks:
+            self._masks[window] = self._seen & causal_mask(self._positions, self._positions, window)
+        return self._masks[window]
 
 
 def _score_batch(network: CausalLM, trees: Sequence[ChoiceBatch]) -> list[list[ChoiceScore]]:

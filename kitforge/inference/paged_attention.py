@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kitforge.core.kernels.dispatch import Kernels
 from kitforge.core.nn.context import AttentionSpec, causal_mask
+from kitforge.foundation.errors import ModelError
 
 
 @final
@@ -110,6 +111,8 @@ class PagedAttention:
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         """Write the new keys and values [1, kv_heads, N, D] to the cache and attend; see `Attend`."""
+        if spec.bias is not None:
+            raise ModelError("paged attention has no learned bias of positions", got="bias", expected="none, or ALiBi")
         keys, values = self._cache.layer(spec.layer, key)
         keys.index_copy_(0, self._slots, key[0].transpose(0, 1).to(keys.dtype))
         values.index_copy_(0, self._slots, value[0].transpose(0, 1).to(values.dtype))
@@ -147,12 +150,15 @@ class PagedAttention:
         else:
             assert span.start is not None
             view = [slab[span.start + skipped : span.start + span.length] for slab in slabs]
-        view = [each.transpose(0, 1).unsqueeze(0) for each in view]
-        if (index, spec.window) not in self._masks:
-            self._masks[index, spec.window] = _prefill_mask(span, spec.window, query.device)
-        mask = self._masks[index, spec.window]
-        causal = mask is None and span.num_tokens > 1
-        return spec.kernel(tokens, *view, mask=mask, causal=causal, scale=spec.scale, slopes=spec.slopes)
+        keys, values = (each.transpose(0, 1).unsqueeze(0) for each in view)
+
+        def mask(window: int | None) -> Tensor | None:
+            if (index, window) not in self._masks:
+                self._masks[index, window] = _prefill_mask(span, window, query.device)
+            return self._masks[index, window]
+
+        # A mask goes before `causal`.
+        return spec.attend(tokens, keys, values, mask=mask, causal=span.num_tokens > 1)
 
 
 def _zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from kitforge.inference.choice_scoring import ChoiceBatch, choice_logprobs
 from kitforge.inference.logprobs import token_logprobs
 from kitforge.models.catalog import config_of
 from kitforge.models.loading import build
+from tests.core.nn import networks
 from tests.trainer import tiny
 
 VOCAB = 50
@@ -42,6 +43,20 @@ def test_each_is_as_likely_as_on_its_own(network: dict[str, object], max_tokens:
             greedy = model(tokens)[0].argmax(-1)[len(tree.prefix) - 1 : -1].tolist()
             assert value.greedy == tuple(greedy)
             assert value.is_greedy(greedy) and value.is_greedy(branch) == (branch == greedy)
+
+
+SHORT = [ChoiceBatch(prefix=[3, 5, 7, 9, 2], continuations=[[4, 6, 8, 1, 30], [11], [12, 13, 4]])] * 2
+
+
+@pytest.mark.parametrize("name", sorted(networks.CONFIGS.keys() - {"dynamic"}))
+def test_every_family_gives_each_choice_the_logits_that_it_has_alone(name: str) -> None:
+    model = networks.build(networks.CONFIGS[name])
+    for tree, found in zip(SHORT, choice_logprobs(model, SHORT, 512), strict=True):
+        for branch, value in zip(tree.continuations, found, strict=True):
+            with torch.no_grad():
+                logits = model(torch.tensor([[*tree.prefix, *branch[:-1]]]))[0, len(tree.prefix) - 1 :]
+            wanted = logits.log_softmax(-1).gather(-1, torch.tensor(branch)[:, None]).sum()
+            assert value.logprob == pytest.approx(float(wanted), abs=1e-9)
 
 
 def test_where_keys_depend_on_the_length_each_is_read_alone() -> None:

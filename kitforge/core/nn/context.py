@@ -6,7 +6,7 @@ B batch, T length. No layer reads a global.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -23,11 +23,12 @@ from kitforge.core.kernels.attention.reference import AttentionKernel, Mask
 from kitforge.core.kernels.dispatch import select
 from kitforge.foundation import seed
 from kitforge.foundation.device import copy_to
+from kitforge.foundation.errors import ModelError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
-    """The parameters of an attention layer for an `Attend`."""
+    """The parameters of an attention layer for an `Attend`, which calls `attend` or obeys each of them itself."""
 
     layer: int
     kernel: AttentionKernel
@@ -35,6 +36,26 @@ class AttentionSpec:
     window: int | None = None  # a query sees itself and the `window` - 1 keys before it
     slopes: Tensor | None = None  # of ALiBi [heads], of the heads on this rank
     bias: Tensor | None = None  # learned [heads, queries, keys], of the heads on this rank
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        mask: Callable[[int | None], Mask],
+        causal: bool,
+        distances: Tensor | None = None,
+    ) -> Tensor:
+        """The kernel's output with all parameters of the layer. `mask` gives the mask of a window; None: see
+        `AttentionKernel`. `distances` [queries, keys] or [B, queries, keys] are the positions of keys minus those of
+        queries, where tokens that follow one another are not at consecutive positions."""
+        slopes, bias = self.slopes, self.bias
+        if slopes is not None and distances is not None:
+            alibi = slopes.view(-1, 1, 1) * distances.unsqueeze(-3)
+            slopes, bias = None, alibi if bias is None else bias + alibi
+        seen = mask(self.window)
+        return self.kernel(query, key, value, mask=seen, causal=causal, scale=self.scale, slopes=slopes, bias=bias)
 
 
 class Attend(Protocol):
@@ -70,10 +91,8 @@ class CausalAttend:
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         """See `Attend`."""
-        mask = self._mask(query, query.shape[2], query.shape[3], spec.window)
-        return spec.kernel(
-            query, key, value, mask=mask, causal=True, scale=spec.scale, slopes=spec.slopes, bias=spec.bias
-        )
+        mask = functools.partial(self._mask, query, query.shape[2], query.shape[3])
+        return spec.attend(query, key, value, mask=mask, causal=True)
 
     def _mask(self, input: Tensor, length: int, head_dim: int, window: int | None) -> Mask:
         """For queries of the rows, device and dtype of `input`; None for plain causal attention."""
@@ -99,8 +118,12 @@ class DocumentAttend:
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         """See `Attend`."""
-        added = {"slopes": spec.slopes, "bias": spec.bias}
-        return spec.kernel(query, key, value, mask=self._mask, causal=False, scale=spec.scale, **added)
+        return spec.attend(query, key, value, mask=self._masked, causal=False)
+
+    def _masked(self, window: int | None) -> Tensor | None:
+        if window is not None:
+            raise ModelError("attention in both directions has no window", got=f"window={window}", expected="none")
+        return self._mask
 
 
 def _dense_mask(documents: Tensor | None, length: int, window: int | None, device: torch.device) -> Tensor:

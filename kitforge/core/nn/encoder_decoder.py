@@ -17,7 +17,7 @@ from kitforge.core.kernels.dispatch import REFERENCE, Kernels
 from kitforge.core.nn import compiling
 from kitforge.core.nn.block import Block, BlockConfig
 from kitforge.core.nn.causal_lm import Geometry
-from kitforge.core.nn.context import AttentionSpec, Context, DocumentAttend, EncoderInput, dropout
+from kitforge.core.nn.context import AttentionSpec, Context, DocumentAttend, EncoderInput, causal_mask, dropout
 from kitforge.core.nn.decoder import FamilyConfig
 from kitforge.core.nn.init import unfilled_embedding
 from kitforge.core.nn.norm import Norm
@@ -70,9 +70,14 @@ class DecoderCache:
         slabs = self._slabs[spec.layer]
         for slab, new in zip(slabs, (key, value), strict=True):
             slab[:, :, self.length : stop] = new
-        seen = (slab[:, :, :stop].to(query.dtype) for slab in slabs)
+        keys, values = (slab[:, :, :stop].to(query.dtype) for slab in slabs)
+        positions = torch.arange(stop, device=query.device)
+
+        def mask(window: int | None) -> Tensor | None:
+            return None if window is None else causal_mask(positions[self.length :], positions, window)
+
         # Several new tokens are those of an empty cache.
-        return spec.kernel(query, *seen, mask=None, causal=key.shape[2] > 1, scale=spec.scale, bias=spec.bias)
+        return spec.attend(query, keys, values, mask=mask, causal=key.shape[2] > 1)
 
     def select(self, rows: Tensor) -> None:
         """Keep these rows [N], in this order; a row may come more than once."""

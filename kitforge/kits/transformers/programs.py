@@ -85,12 +85,12 @@ class MaskedAttend:
             past_key, past_value = self._past[2 * spec.layer : 2 * spec.layer + 2]
             key, value = torch.cat([past_key, key], dim=2), torch.cat([past_value, value], dim=2)
         self.present += [key, value]
-        mask = (causal_mask(self._queries, self._keys, spec.window) & self._is_token) | self._is_own
-        bias = spec.bias
-        if spec.slopes is not None:
-            distance = self._keys.unsqueeze(1) - self._queries.unsqueeze(2)
-            bias = spec.slopes.view(-1, 1, 1) * distance.unsqueeze(1)
-        return spec.kernel(query, key, value, mask=mask.unsqueeze(1), causal=False, scale=spec.scale, bias=bias)
+        distances = self._keys.unsqueeze(1) - self._queries.unsqueeze(2)
+        return spec.attend(query, key, value, mask=self._mask, causal=False, distances=distances)
+
+    def _mask(self, window: int | None) -> Tensor:
+        mask = (causal_mask(self._queries, self._keys, window) & self._is_token) | self._is_own
+        return mask.unsqueeze(1)
 
 
 @final

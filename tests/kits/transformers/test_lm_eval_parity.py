@@ -40,13 +40,19 @@ CONTEXTS = [
 CHOICES = ["explicit", "für Elise, 三", "x"]
 
 
-@pytest.fixture(scope="module", params=["llama3", "gpt2", "glm", "qwen"])
+@pytest.fixture(scope="module", params=["llama3", "gpt2", "glm", "qwen", "bloom"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = write_kind(request.param, tmp_path_factory.mktemp(request.param))
+    is_bloom = request.param == "bloom"
+    folder = write_kind("gpt2" if is_bloom else request.param, tmp_path_factory.mktemp(request.param))
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
-    config = transformers.LlamaConfig(vocab_size=300, max_position_embeddings=LENGTH, bos_token_id=None, **sizes)
-    network = transformers.LlamaForCausalLM(config)
+    network: Any
+    if is_bloom:
+        shape = {"hidden_size": 64, "n_layer": 2, "n_head": 4, "pad_token_id": None}
+        network = transformers.BloomForCausalLM(transformers.BloomConfig(vocab_size=300, seq_length=LENGTH, **shape))
+    else:
+        config = transformers.LlamaConfig(vocab_size=300, max_position_embeddings=LENGTH, bos_token_id=None, **sizes)
+        network = transformers.LlamaForCausalLM(config)
     with torch.no_grad():
         for parameter in network.parameters():
             parameter += torch.randn_like(parameter) * 0.1

@@ -30,7 +30,7 @@ def attention(
     """See `AttentionKernel`."""
     if bias is not None:
         terms = _bias_and_mask(query, bias, mask, causal, slopes)
-        if query.is_cpu:
+        if query.is_cpu and bias.dim() == 3:
             return biased_attention.attention(query, *_ungrouped(query, key, value), *terms, scale)
         return _under_bias(query, key, value, *terms, scale)
     if slopes is not None:
@@ -84,7 +84,7 @@ def traceable_attention(
 def _bias_and_mask(
     query: Tensor, bias: Tensor, mask: Mask, causal: bool, slopes: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """The bias [heads, length, keys] with that of ALiBi, and the mask [batch or 1, 1, length, keys]."""
+    """The bias [heads, length, keys], or of each row, with that of ALiBi; the mask [batch or 1, 1, length, keys]."""
     if slopes is not None:
         bias = bias + alibi_bias(slopes.to(bias), *bias.shape[-2:])
     seen = causal_rows(query) if mask is None and causal else dense_mask(mask)
@@ -102,7 +102,8 @@ def _ungrouped(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tenso
 def _under_bias(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, seen: Tensor | None, scale: float) -> Tensor:
     """torch's attention under a bias, as an additive mask."""
     dtype = compute_dtype(query)
-    added = bias.unsqueeze(0) if seen is None else bias.unsqueeze(0).masked_fill(~seen, float("-inf"))
+    added = bias if bias.dim() == 4 else bias.unsqueeze(0)
+    added = added if seen is None else added.masked_fill(~seen, float("-inf"))
     key, value = _ungrouped(query, key, value)
     with torch.autocast(query.device.type, enabled=False):
         return functional.scaled_dot_product_attention(

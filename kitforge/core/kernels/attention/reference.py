@@ -18,8 +18,8 @@ class AttentionKernel(Protocol):
     `mask` is boolean, True where a query attends to a key, broadcastable to [batch, heads, length, keys]. Without one,
     attention is causal (as many keys as queries) or, with `causal` False, unrestricted. A `PackedMask` stands for a
     mask of packed rows, of as many keys as queries. `slopes` [heads] add ALiBi's bias, slope * (position of the key -
-    position of the query), where the last query is at the last key. `bias` [heads, length, keys] is added to the
-    scores.
+    position of the query), where the last query is at the last key. `bias` [heads, length, keys], or
+    [batch, heads, length, keys], is added to the scores.
     """
 
     def __call__(
