@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import final
+from typing import Literal, final
 
 import torch
 from torch import Tensor
@@ -27,11 +27,16 @@ class Seq2SeqInference:
     length_penalty: float = (
         1.0  # a finished beam's score is the sum of its log-probabilities / length ** length_penalty
     )
+    # When a source with `num_beams` finished beams is done: at once (true); once its best running beam, at its present
+    # length (false) or at any (never), cannot beat the worst of them.
+    early_stopping: bool | Literal["never"] = False
     batch_size: int = 32  # sources computed at once
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "num_beams", "batch_size"):
             check(getattr(self, name) > 0, f"inference.{name}", getattr(self, name), "a whole number of at least 1")
+        is_known = isinstance(self.early_stopping, bool) or self.early_stopping == "never"
+        check(is_known, "inference.early_stopping", self.early_stopping, "true, false or never")
 
 
 @torch.no_grad()
@@ -105,7 +110,7 @@ class _Batch:
         return found
 
     def beams(self, eos_ids: tuple[int, ...]) -> list[list[int]]:
-        """Beam search: a source is done once no running beam can beat its worst finished one."""
+        """Beam search; see `Seq2SeqInference.early_stopping`."""
         finished = [_Finished(self._options) for _ in self._start]
         running = {row: [_Beam(0.0, 0, [])] for row in range(len(finished))}
         tokens = self._start
@@ -119,7 +124,9 @@ class _Batch:
             for index, (row, beams) in enumerate(running.items()):
                 candidates = self._candidates(beams, logprobs[index], indices[index], eos_ids)
                 following = self._following(candidates, eos_ids, finished[row], length)
-                if not finished[row].is_done(following[0].score, length):
+                # Beams that end because they may not be longer compete with those that end here.
+                is_last = length == self._options.max_new_tokens
+                if is_last or not finished[row].is_done(following[0].score, length):
                     going[row] = following
                     kept += [index * len(beams) + each.parent for each in following]
             running = going
@@ -198,11 +205,14 @@ class _Finished:
             heapq.heappop(self.heap)
 
     def is_done(self, best_running: float, length: int) -> bool:
-        """Whether no running beam of `length` tokens can enter."""
-        if len(self.heap) < self.options.num_beams:
-            return False
+        """Whether no running beam of `length` tokens can enter, by the rule of `early_stopping`."""
+        if len(self.heap) < self.options.num_beams or self.options.early_stopping is True:
+            return len(self.heap) == self.options.num_beams
         worst, _, _ = self.heap[0]
-        return bool(worst >= best_running / length**self.options.length_penalty)
+        penalty = self.options.length_penalty
+        is_never = self.options.early_stopping == "never" and penalty > 0.0
+        reached = self.options.max_new_tokens if is_never else length
+        return bool(worst >= best_running / reached**penalty)
 
     def best(self) -> list[int]:
         """The tokens of the best one."""
