@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import zipfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -126,13 +126,3 @@ def decode(entry: ImageEntry, size: int, channels: int) -> Tensor:
             f"{entry.location} cannot be read as an image", got=f"{type(error).__name__}: {error}"
         ) from None
     return pixels.view(size, size, -1).permute(2, 0, 1).contiguous()
-
-
-def label_names(labels: Sequence[str | int]) -> tuple[str, ...]:
-    """The names of labels: numbers in their order, texts by the alphabet."""
-    distinct = set(labels)
-    are_numbers = all(isinstance(each, int) for each in distinct)
-    names = tuple(map(str, sorted(distinct) if are_numbers else sorted(map(str, distinct))))
-    if len(names) < 2:
-        raise DataError("the rows have one label only", got=", ".join(names), expected="two labels or more")
-    return names

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.core.nn.context import Context, DropoutKey
 from kitforge.data.document_shard import document_of, fingerprint_of
-from kitforge.data.images import label_names
+from kitforge.data.labels import index_of, label_index, label_names
 from kitforge.data.schedule import train_eval_split
 from kitforge.data.tokenizer import Tokenizer
 from kitforge.foundation.config import check
@@ -30,7 +30,6 @@ from kitforge.kits.transformers.labelling import (
     LabelledData,
     LabellingOptions,
     column,
-    label_index,
     read_rows,
 )
 from kitforge.kits.transformers.rows import RaggedTokens
@@ -107,7 +106,7 @@ def read_data(
 
     rows, held = read_rows(train, read, data), read_rows(evaluation, read, data)
     labels = known or label_names([label for _, _, label in rows])
-    index = {name: number for number, name in enumerate(labels)}
+    index = index_of(labels)
     tokens, targets = [each for _, each, _ in rows], [label_index(label, index, at) for at, _, label in rows]
     kept, held_out = np.arange(len(rows)), np.arange(0)
     if evaluation is None:

@@ -20,12 +20,13 @@ from kitforge.core.nn.vision import VisionTransformer
 from kitforge.core.optim.groups import ParameterGroup, decay_groups
 from kitforge.core.parallel.world import World
 from kitforge.data.document_shard import fingerprint_of
-from kitforge.data.images import ImageEntry, decode, find_images, label_names
+from kitforge.data.images import ImageEntry, decode, find_images
+from kitforge.data.labels import find_label, index_of, label_index, label_names
 from kitforge.data.schedule import train_eval_split
 from kitforge.foundation import seed as seeds
 from kitforge.foundation.config import check
 from kitforge.foundation.device import copy_to
-from kitforge.foundation.errors import DataError, nearest
+from kitforge.foundation.errors import DataError
 from kitforge.foundation.log import logger
 from kitforge.foundation.types import MicroBatch, Sums
 from kitforge.kits.language_model import LoraOptions
@@ -144,9 +145,9 @@ class ImageFiles:
     eval: list[ImageEntry] | None  # None: a fraction of the training images
 
     def labels(self, known: tuple[str, ...]) -> tuple[str, ...]:
-        """The known labels, where any training image has one of them or a number, else those of the images in order."""
+        """The known labels, where any training image has one of them, else those of the images in order."""
         own = [each.label for each in self.train if each.label is not None]
-        is_known = any(isinstance(each, int) or each in known for each in own) or not own
+        is_known = any(find_label(each, index_of(known)) is not None for each in own) or not own
         return known if known and is_known else label_names(own)
 
 
@@ -181,20 +182,16 @@ def _usable(
     entries: Sequence[ImageEntry], names: tuple[str, ...], data: ImageDataOptions, config: ViTConfig
 ) -> list[tuple[ImageEntry, int]]:
     """The images that can be used, and the number of each one's label."""
-    index, found, num_skipped = {name: number for number, name in enumerate(names)}, [], 0
+    index, found, num_skipped = index_of(names), [], 0
     for entry in entries:
-        label = entry.label
-        number = index.get(str(label), label if isinstance(label, int) and 0 <= label < len(names) else None)
-        if number is None:
-            got, fix = label, nearest(str(label), names)
-            raise DataError(f"{entry.location} has an unknown label", got=got, expected=", ".join(names[:20]), fix=fix)
+        number = label_index(entry.label, index, entry.location)
         if data.on_invalid == "skip":
             try:
                 decode(entry, config.image_size, config.num_channels)
             except DataError:
                 num_skipped += 1
                 continue
-        found.append((entry, int(number)))
+        found.append((entry, number))
     if num_skipped:
         _log.warning("%d images: %d more cannot be decoded and were skipped", len(found), num_skipped)
     return found

@@ -6,7 +6,7 @@ B rows, T tokens, C labels.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, Protocol, TypeVar, cast, final
 
@@ -22,7 +22,7 @@ from kitforge.data.source import open_rows
 from kitforge.data.tokenizer import TokenizerConfig
 from kitforge.foundation import seed as seeds
 from kitforge.foundation.config import check
-from kitforge.foundation.errors import DataError, nearest
+from kitforge.foundation.errors import DataError
 from kitforge.foundation.log import logger
 from kitforge.kits.language_model import LoraOptions
 from kitforge.kits.transformers.rows import ClassifierTask, TokenizedRows
@@ -158,16 +158,6 @@ def column(row: object, name: str, location: object) -> Any:
     if name not in values:
         raise missing_column(name, map(str, values), location)
     return values[name]
-
-
-def label_index(label: str | int, index: Mapping[str, int], location: object) -> int:
-    """The number of a label. A number that is no name is an index, as Hugging Face has it."""
-    found = index.get(str(label), label if isinstance(label, int) and 0 <= label < len(index) else None)
-    if found is None:
-        names = list(index)
-        fix = nearest(str(label), names)
-        raise DataError(f"{location} has an unknown label", got=label, expected=", ".join(names[:20]), fix=fix)
-    return int(found)
 
 
 class HeadedModel(nn.Module, ABC):

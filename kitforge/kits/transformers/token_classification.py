@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.core.nn.context import Context, DropoutKey
 from kitforge.data.document_shard import fingerprint_of
-from kitforge.data.images import label_names
+from kitforge.data.labels import label_index, label_names
 from kitforge.data.optional_imports import import_optional
 from kitforge.data.schedule import train_eval_split
 from kitforge.data.tokenizer import Tokenizer
@@ -32,7 +32,6 @@ from kitforge.kits.transformers.labelling import (
     LabelledData,
     LabellingOptions,
     column,
-    label_index,
     read_rows,
 )
 from kitforge.kits.transformers.rows import RaggedTokens

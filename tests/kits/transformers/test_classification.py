@@ -373,3 +373,9 @@ def test_two_ranks_write_the_whole_adapter_and_head(tmp_path: Path) -> None:
     assert torch.equal(file.tensor("base_model.model.score.weight"), model.score.weight)
     names = [name for name in file.names() if name.endswith("layers.1.self_attn.q_proj.lora_A.weight")]
     assert [tuple(file.tensor(name).shape) for name in names] == [(2, 32)]
+
+
+def test_a_number_of_an_evaluation_row_that_is_none_of_the_labels_is_refused() -> None:
+    given = [{"text": "a", "label": 1}, {"text": "b", "label": 2}, {"text": "c", "label": 3}]
+    with pytest.raises(DataError, match=r"row \d.*(?s:unknown label.*got: +0)"):
+        begin(None, {}, train_dataset=given, eval_dataset=[given[0], {"text": "d", "label": 0}])
