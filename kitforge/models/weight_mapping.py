@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any, final
 
 import torch
@@ -16,6 +17,8 @@ from kitforge.core.nn.decoder import MAX_LAYERS
 from kitforge.core.nn.rotary import RopeScaling
 from kitforge.foundation.config import from_dict, to_dict
 from kitforge.foundation.errors import ModelError
+from kitforge.foundation.known_keys import KnownKeys
+from kitforge.models.config_keys import CONFIG_KEYS
 
 # Names of an untied head in Hugging Face checkpoints.
 HEADS = ("lm_head.weight", "transformer.output_layer.weight")
@@ -74,13 +77,32 @@ class ConfigFile(dict[str, Any]):
             raise ModelError("config.json has an invalid value", got=got, expected=expected)
 
 
-def require(config: Mapping[str, Any], expected: Mapping[str, Any], network: str) -> None:
-    """Raise ModelError where config.json sets a key of `expected` to another value, as we have no such network. An
-    absent key counts as expected."""
-    for name, value in expected.items():
-        if config.get(name, value) != value:
-            message = f"a {network} of another architecture"
-            raise ModelError(message, got=f"{name}={config[name]}", expected=f"{name}={value}")
+def checked(
+    values: Mapping[str, Any], keys: KnownKeys, aliases: Mapping[str, str] = MappingProxyType({})
+) -> ConfigFile:
+    """config.json with every key known, and those of `aliases` under their present names unless these are there too.
+    Raises ModelError for a key that is unknown, or that asks for what we do not compute."""
+    renamed = {name: value for name, value in values.items() if aliases.get(name) not in values}
+    config = ConfigFile({aliases.get(name, name): value for name, value in renamed.items()})
+    keys.check(config, ModelError)
+    for name, present in aliases.items():
+        is_same = values.get(name) in (None, config.get(present))
+        config.check(is_same, present, f"{name}={values.get(name)}, as the same file has it under another name")
+    return config
+
+
+# The keys that LLaMA, Mistral, Qwen and GLM store alike.
+SHARED_KEYS = CONFIG_KEYS.with_keys(
+    """attention_bias attention_dropout head_dim hidden_size intermediate_size max_position_embeddings
+    num_attention_heads num_hidden_layers num_key_value_heads original_max_position_embeddings partial_rotary_factor
+    rms_norm_eps rope_parameters rope_scaling rope_theta""",
+    accepted={
+        "hidden_act": ("silu", "swish"),
+        "rope_interleaved": (False, None),
+        "dual_chunk_attention_config": (None, {}),
+    },
+    unused="is_llama_config",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

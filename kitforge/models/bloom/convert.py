@@ -8,15 +8,24 @@ from typing import Any
 
 from kitforge.core.nn.decoder import MAX_LAYERS
 from kitforge.models.bloom.model import BloomConfig
-from kitforge.models.weight_mapping import ConfigFile, Converter, TensorMapping, decoder_mappings, require
+from kitforge.models.config_keys import CONFIG_KEYS
+from kitforge.models.weight_mapping import Converter, TensorMapping, checked, decoder_mappings
+
+_KEYS = CONFIG_KEYS.with_keys(
+    refusal="a BLOOM of another architecture",
+    obeyed=    "attention_dropout hidden_dropout hidden_size layer_norm_epsilon n_head n_layer seq_length",
+    accepted={"apply_residual_connection_post_layernorm": False},
+    unused="""attention_softmax_in_fp32 bias_dropout_fusion masked_softmax_fusion n_embed n_inner offset_alibi skip_bias_add
+    skip_bias_add_qkv""",
+)
+# The first checkpoints of BLOOM name the width and the counts otherwise.
+_ALIASES = {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
 
 
 def read_config(config: Mapping[str, Any]) -> BloomConfig:
     """Our options from config.json. Raises ModelError."""
-    # The first checkpoints of BLOOM name the width and the counts otherwise.
-    old = {"n_embed": "hidden_size", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
-    config = ConfigFile({**{old.get(name, name): value for name, value in config.items()}, **config})
-    require(config, {"apply_residual_connection_post_layernorm": False}, "BLOOM")
+    old = {"hidden_size": config["n_embed"]} if "n_embed" in config else {}
+    config = checked(old | dict(config), _KEYS, _ALIASES)
     return BloomConfig(
         vocab_size=config.count("vocab_size"),
         dim=config.count("hidden_size"),

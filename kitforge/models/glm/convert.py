@@ -7,27 +7,50 @@ from functools import partial
 from typing import Any
 
 from kitforge.core.nn.decoder import MAX_LAYERS
+from kitforge.models.config_keys import CONFIG_KEYS
 from kitforge.models.glm.model import GLMConfig
 from kitforge.models.weight_mapping import (
+    SHARED_KEYS,
     ConfigFile,
     Converter,
     TensorMapping,
+    checked,
     decoder_mappings,
     read_rope,
     read_shared_keys,
-    require,
     write_shared_keys,
 )
 
 
 def read_config(config: Mapping[str, Any]) -> GLMConfig:
     """Our options from config.json. Raises ModelError."""
-    config = ConfigFile(config)
-    return _read_chatglm(config) if config["model_type"] == "chatglm" else _read_glm(config)
+    is_chatglm = config["model_type"] == "chatglm"
+    known = checked(config, _CHATGLM_KEYS if is_chatglm else _GLM_KEYS)
+    return _read_chatglm(known) if is_chatglm else _read_glm(known)
+
+
+_GLM_KEYS = SHARED_KEYS.with_keys(refusal="a GLM of another architecture", unused="layer_types")
+_CHATGLM_KEYS = CONFIG_KEYS.with_keys(
+    refusal="a ChatGLM of another architecture",
+    obeyed=    """add_qkv_bias ffn_hidden_size hidden_size kv_channels layernorm_epsilon multi_query_attention
+    multi_query_group_num num_attention_heads num_layers padded_vocab_size rope_ratio seq_length""",
+    accepted={
+        "rmsnorm": True,
+        "add_bias_linear": False,
+        "post_layer_norm": True,
+        "apply_residual_connection_post_layernorm": False,
+        "interleaved_qkv": (False, None),
+        "original_rope": (True, None),
+        "pre_seq_len": (None, 0),
+        "prefix_projection": (False, None),
+        "quantization_bit": (0, None),
+    },
+    unused="""apply_query_key_layer_scaling attention_softmax_in_fp32 bias_dropout_fusion fp32_residual_connection
+    num_hidden_layers""",
+)
 
 
 def _read_glm(config: ConfigFile) -> GLMConfig:
-    require(config, {"hidden_act": "silu"}, "GLM")
     return GLMConfig(
         **read_shared_keys(config),
         num_kv_heads=config.count("num_key_value_heads"),
@@ -42,9 +65,6 @@ def _read_glm(config: ConfigFile) -> GLMConfig:
 
 def _read_chatglm(config: ConfigFile) -> GLMConfig:
     """ChatGLM2/3 and the first release of glm-4-9b: the same network under other names."""
-    expected = {"rmsnorm": True, "add_bias_linear": False, "post_layer_norm": True}
-    expected |= {"apply_residual_connection_post_layernorm": False}
-    require(config, expected, "ChatGLM")
     heads = config.count("num_attention_heads")
     grouped = config.flag("multi_query_attention", False)
     return GLMConfig(

@@ -8,17 +8,30 @@ from typing import Any
 
 from kitforge.core.nn.decoder import MAX_LAYERS
 from kitforge.foundation.errors import ModelError
+from kitforge.models.config_keys import CONFIG_KEYS
 from kitforge.models.gpt2.model import GPT2Config
-from kitforge.models.weight_mapping import ConfigFile, Converter, TensorMapping, decoder_mappings, require
+from kitforge.models.weight_mapping import Converter, TensorMapping, checked, decoder_mappings
+
+_KEYS = CONFIG_KEYS.with_keys(
+    refusal="a GPT-2 of another architecture",
+    obeyed=    """activation_function attn_pdrop embd_pdrop layer_norm_epsilon n_embd n_head n_inner n_layer n_positions
+    resid_pdrop scale_attn_by_inverse_layer_idx""",
+    accepted={"scale_attn_weights": True},
+)
+_ALIASES = {
+    "hidden_size": "n_embd",
+    "max_position_embeddings": "n_positions",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+}
 
 
 def read_config(config: Mapping[str, Any]) -> GPT2Config:
     """Our options from config.json. Raises ModelError."""
-    config = ConfigFile(config)
+    config = checked(config, _KEYS, _ALIASES)
     activation = config.get("activation_function", "gelu_new")
     if activation not in ("gelu_new", "gelu_pytorch_tanh"):
         raise ModelError("GPT-2 with another activation", got=activation, expected="gelu_new")
-    require(config, {"scale_attn_weights": True, "add_cross_attention": False}, "GPT-2")
     return GPT2Config(
         vocab_size=config.count("vocab_size"),
         dim=config.count("n_embd"),

@@ -11,12 +11,14 @@ from kitforge.core.nn.decoder import MAX_LAYERS
 from kitforge.foundation.errors import ModelError
 from kitforge.models.llama.model import LlamaConfig
 from kitforge.models.weight_mapping import (
+    SHARED_KEYS,
     ConfigFile,
     Converter,
     TensorMapping,
+    checked,
     decoder_mappings,
+    read_rope,
     read_shared_keys,
-    require,
     write_rope,
     write_shared_keys,
 )
@@ -26,11 +28,12 @@ def read_config(config: Mapping[str, Any]) -> LlamaConfig:
     """Our options from config.json. Raises ModelError."""
     kind = config["model_type"]
     defaults = _DEFAULTS.get(kind, {})
-    config = ConfigFile(
-        defaults | {name: each for name, each in config.items() if each is not None or name not in defaults}
+    config = checked(
+        defaults | {name: each for name, each in config.items() if each is not None or name not in defaults},
+        _KEYS.get(kind, _WINDOW_KEYS),
     )
     own = _read_gemma3(config) if kind == "gemma3_text" else {}
-    require(config, {"hidden_act": "silu", "dual_chunk_attention_config": None}, "LLaMA")
+    config.check(read_rope(config).get("fraction", 1.0) == 1.0, "partial_rotary_factor", "1.0, the whole head")
     bias = config.flag("attention_bias", kind == "qwen2")
     return LlamaConfig(
         **read_shared_keys(config),
@@ -48,6 +51,23 @@ def read_config(config: Mapping[str, Any]) -> LlamaConfig:
     )
 
 
+_WINDOWS = "layer_types max_window_layers sliding_window use_sliding_window"
+_WINDOW_KEYS = SHARED_KEYS.with_keys(refusal="a LLaMA of another architecture", obeyed=f"mlp_bias {_WINDOWS}")
+_KEYS = {
+    # LLaMA computes no windows, whatever its file says.
+    "llama": SHARED_KEYS.with_keys(refusal="a LLaMA of another architecture", obeyed="mlp_bias", unused=_WINDOWS),
+    "smollm3": _WINDOW_KEYS.with_keys("no_rope_layers no_rope_layer_interval"),
+    "gemma3_text": _WINDOW_KEYS.with_keys(
+        refusal="a Gemma 3 of another architecture",
+        obeyed="query_pre_attn_scalar rope_local_base_freq sliding_window_pattern",
+        accepted={
+            "hidden_activation": "gelu_pytorch_tanh",
+            "use_bidirectional_attention": False,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+        },
+    ),
+}
 # What an architecture means by a key that its file lacks or has as null.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 128},
@@ -68,14 +88,14 @@ _GEMMA3 = {"mlp_kind": "geglu", "sandwich_norms": True, "scale_embedding": True}
 
 def _read_gemma3(config: ConfigFile) -> dict[str, Any]:
     """The options that Gemma 3 alone has. Leaves the keys of the layers without a window where LLaMA has them."""
-    network = {"hidden_activation": "gelu_pytorch_tanh", "use_bidirectional_attention": False}
-    network |= {"attn_logit_softcapping": None, "final_logit_softcapping": None}
-    require(config, network, "Gemma 3")
     local = ConfigFile(config)
     rope = config.group("rope_parameters")
     if "full_attention" in rope:
         config["rope_parameters"], local = rope["full_attention"], ConfigFile(rope.get("sliding_attention") or {})
-        require(local, {"rope_type": "default"}, "Gemma 3")
+        if local.get("rope_type", "default") != "default":
+            message = "config.json: a Gemma 3 of another architecture"
+            expected = "rope_type=default for sliding_attention in rope_parameters"
+            raise ModelError(message, got=f"rope_type={local['rope_type']}", expected=expected)
         local["rope_local_base_freq"] = local.get("rope_theta")
     return _GEMMA3 | {
         "local_rope_theta": local.number("rope_local_base_freq", 10000.0, least=1.0, below=1e12),
@@ -93,21 +113,26 @@ def _no_rope_layers(config: ConfigFile) -> tuple[int, ...]:
     return tuple(layer for layer in range(count) if not rotates[layer])
 
 
+_TYPES = ("full_attention", "sliding_attention")
+
+
 def _window(config: ConfigFile, kind: str) -> dict[str, Any]:
-    """Mistral uses the window in all layers. Qwen's is off by default and starts at layer max_window_layers. Gemma's is
-    in all layers but every sixth."""
+    """`layer_types` says which layers use the window. Without it Mistral's is in all layers; Qwen's is off by default
+    and starts at layer max_window_layers; Gemma's is in all layers but every sixth."""
     window = config.optional_count("sliding_window", 4096)
     if kind not in ("mistral", "gemma3_text") and not config.flag("use_sliding_window", False):
         window = None
     if window is None or kind == "llama":
         return {}
     layers = config.count("num_hidden_layers", largest=MAX_LAYERS)
-    types = config.get("layer_types") if kind != "mistral" else None
+    types = config.get("layer_types")
     config.check(
-        types is None or (isinstance(types, list) and len(types) == layers), "layer_types", f"a list of {layers} kinds"
+        types is None or (isinstance(types, list) and len(types) == layers and all(each in _TYPES for each in types)),
+        "layer_types",
+        f"a list of {layers}, each of {' or '.join(_TYPES)}",
     )
     if types is None and kind == "gemma3_text":
-        every = config.count("sliding_window_pattern", 6)
+        every = config.count("sliding_window_pattern", config.count("_sliding_window_pattern", 6))
         types = ["sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(layers)]
     if types is None and kind == "smollm3":
         without = _no_rope_layers(config)

@@ -6,17 +6,23 @@ from collections.abc import Mapping
 from typing import Any
 
 from kitforge.core.nn.decoder import MAX_LAYERS
+from kitforge.models.config_keys import CONFIG_KEYS
 from kitforge.models.pangu_alpha.model import PanguAlphaConfig
-from kitforge.models.weight_mapping import ConfigFile, Converter, TensorMapping, decoder_mappings, require
+from kitforge.models.weight_mapping import Converter, TensorMapping, checked, decoder_mappings
 
+_KEYS = CONFIG_KEYS.with_keys(
+    refusal="a PanGu-alpha of another architecture",
+    obeyed=    """activation_function attn_pdrop embd_pdrop hidden_size intermediate_size layer_norm_epsilon
+    max_position_embeddings num_heads num_layers resid_pdrop""",
+    accepted={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": (False, None)},
+)
 # MindSpore calls the activation of the published training fast_gelu; `gelu_fast` of Hugging Face is another one.
 _ACTIVATIONS = {"quick_gelu": "quick_gelu", "fast_gelu": "quick_gelu", "gelu": "gelu", "gelu_new": "gelu_tanh"}
 
 
 def read_config(config: Mapping[str, Any]) -> PanguAlphaConfig:
     """Our options from config.json. Raises ModelError."""
-    config = ConfigFile(config)
-    require(config, {"scale_attn_weights": True}, "PanGu-alpha")
+    config = checked(config, _KEYS, {"num_hidden_layers": "num_layers", "num_attention_heads": "num_heads"})
     activation = config.get("activation_function", "gelu")
     config.check(activation in _ACTIVATIONS, "activation_function", ", ".join(_ACTIVATIONS))
     return PanguAlphaConfig(

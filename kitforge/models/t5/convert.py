@@ -7,20 +7,35 @@ from typing import Any
 
 from kitforge.core.nn.decoder import MAX_LAYERS
 from kitforge.foundation.errors import ModelError
+from kitforge.models.config_keys import CONFIG_KEYS
 from kitforge.models.t5.model import T5Config
-from kitforge.models.weight_mapping import ConfigFile, Converter, TensorMapping
+from kitforge.models.weight_mapping import Converter, TensorMapping, checked
 
+_KEYS = CONFIG_KEYS.with_keys(
+    refusal="a T5 of another architecture",
+    obeyed=    """d_ff d_kv d_model dense_act_fn dropout_rate feed_forward_proj is_gated_act layer_norm_epsilon n_positions
+    num_decoder_layers num_heads num_layers relative_attention_max_distance relative_attention_num_buckets
+    scale_decoder_outputs""",
+    accepted={"is_causal": (True, False, None), "is_encoder_decoder": (True,)},
+)
+_ALIASES = {"hidden_size": "d_model", "num_attention_heads": "num_heads", "num_hidden_layers": "num_layers"}
+_ALIASES |= {"head_dim": "d_kv"}
 _ACTIVATIONS = {"relu": "relu", "gated-gelu": "geglu"}
 
 
 def read_config(config: Mapping[str, Any]) -> T5Config:
     """Our options from config.json. Raises ModelError."""
-    config = ConfigFile(config)
+    config = checked(config, _KEYS, _ALIASES)
     # The defaults of mT5 are those of version 1.1.
     is_mt5 = config["model_type"] == "mt5"
     activation = config.given("feed_forward_proj", "gated-gelu" if is_mt5 else "relu")
     if activation not in _ACTIVATIONS:
         raise ModelError("a T5 of another activation", got=activation, expected=" or ".join(_ACTIVATIONS))
+    gated = activation == "gated-gelu"
+    is_own = config.given("is_gated_act", gated) is gated
+    config.check(is_own, "is_gated_act", f"{gated}, as feed_forward_proj={activation} has it")
+    own = "gelu_new" if gated else "relu"
+    config.check(config.given("dense_act_fn", own) == own, "dense_act_fn", f"{own}, as feed_forward_proj has it")
     is_tied = config.flag("tie_word_embeddings", not is_mt5)
     return T5Config(
         vocab_size=config.count("vocab_size"),

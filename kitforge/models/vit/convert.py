@@ -7,16 +7,25 @@ from typing import Any
 
 from kitforge.core.nn.decoder import MAX_LAYERS
 from kitforge.foundation.errors import ModelError
+from kitforge.models.config_keys import CONFIG_KEYS
 from kitforge.models.vit.model import ViTConfig
-from kitforge.models.weight_mapping import ConfigFile, Converter, TensorMapping
+from kitforge.models.weight_mapping import Converter, TensorMapping, checked
 
+_KEYS = CONFIG_KEYS.with_keys(
+    refusal="a ViT of another architecture",
+    obeyed=    """attention_probs_dropout_prob hidden_act hidden_dropout_prob hidden_size image_mean image_size image_std
+    intermediate_size layer_norm_eps num_attention_heads num_channels num_hidden_layers patch_size qkv_bias""",
+    # Attention in both directions, and no pooler before the classifier.
+    accepted={"is_causal": (False, None)},
+    unused="encoder_stride pooler_act pooler_output_size",
+)
 _ACTIVATIONS = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 
 
 def read_config(config: Mapping[str, Any]) -> ViTConfig:
     """Our options from config.json, with image_mean and image_std of preprocessor_config.json where they are added.
     Raises ModelError."""
-    config = ConfigFile(config)
+    config = checked(config, _KEYS)
     activation = config.given("hidden_act", "gelu")
     if activation not in _ACTIVATIONS:
         raise ModelError("a ViT of another activation", got=activation, expected=", ".join(_ACTIVATIONS))
