@@ -11,6 +11,8 @@ factors of as many times the rank: the downs one after the other, and up with a 
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +27,8 @@ from kitforge.core.nn.lora import LoraConfig, adapter_tensors, attach, merge_fac
 from kitforge.foundation.config import check
 from kitforge.foundation.errors import ModelError
 from kitforge.foundation.files import write_text
+from kitforge.foundation.known_keys import KnownKeys
+from kitforge.foundation.log import logger
 from kitforge.foundation.types import Region
 from kitforge.foundation.untrusted import parse_json
 from kitforge.models.catalog import FAMILIES, converter_of, exportable_config
@@ -34,8 +38,63 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX, _SUFFIXES = "base_model.model.", (".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector")
 # The name of a reward model's head in PEFT and transformers.
 _HEAD = "score"
-# Options of PEFT that change what the factors mean.
-_VARIANTS = ("use_rslora", "lora_bias")
+# PEFT re-initializes an adapter when it loads it, before it reads the factors; under other names than these the base
+# model is changed with it.
+_INITIAL = (True, False, None, "gaussian", "orthogonal")
+_KEYS = KnownKeys(
+    file=CONFIG,
+    refusal="this is not a plain LoRA adapter",
+    obeyed=frozenset(
+        {
+            "alpha_pattern",
+            "base_model_name_or_path",
+            "exclude_modules",
+            "layers_pattern",
+            "layers_to_transform",
+            "lora_alpha",
+            "modules_to_save",
+            "r",
+            "rank_pattern",
+            "target_modules",
+            "target_parameters",
+            "use_dora",
+            "use_rslora",
+        }
+    ),
+    accepted={
+        "peft_type": ("LORA",),
+        "bias": ("none", None),
+        "lora_bias": (False, None),
+        "init_lora_weights": _INITIAL,
+        "alora_invocation_tokens": (None,),
+        "loftq_config": (None, {}),
+        "layer_replication": (None, []),
+        "trainable_token_indices": (None, [], {}),
+        "use_qalora": (False, None),
+    },
+    # Of the file, of training, and defaults of options that are off.
+    unused=frozenset(
+        {
+            "auto_mapping",
+            "ensure_weight_tying",
+            "eva_config",
+            "fan_in_fan_out",
+            "inference_mode",
+            "lora_dropout",
+            "megatron_core",
+            "peft_version",
+            "qalora_group_size",
+            "revision",
+            "runtime_config",
+            "task_type",
+        }
+    ),
+    fixes={
+        "init_lora_weights": "save it with path_initial_model_for_weight_conversion, which makes it a plain LoRA adapter",
+        "peft_type": "merge it into its base model with PEFT",
+    },
+)
+_log = logger(__name__)
 
 
 def save_adapter(
@@ -129,42 +188,87 @@ def _target(theirs: str, others: set[str]) -> str:
 @final
 class _AdapterFolder:
     """An adapter of a network in PEFT's format, by our names of the layers. Raises ModelError for one that is of
-    another network, or more than LoRA factors of linear layers; a head is left to `read_head`."""
+    another network, or more than LoRA factors of linear layers and whole layers; a head is left to `read_head`."""
 
     def __init__(self, config: FamilyConfig, folder: Path) -> None:
-        values = _read_config(folder / CONFIG)
+        self._values = values = _read_config(folder / CONFIG)
         self._file = TensorFile(folder / WEIGHTS, ModelError)
-        self._rank, alpha = int(values["r"]), float(values["lora_alpha"])
-        groups = _groups(config)
+        self._rank, self._alpha = int(values["r"]), float(values["lora_alpha"])
+        self._count = 3 if values.get("use_dora") else 2
+        groups, skipped = _groups(config), set[str]()
         self._layers: dict[str, tuple[str, int, list[TensorMapping]]] = {}
-        for key in (each for each in self._file.names() if not _is_head(each)):
+        self._scales: dict[str, float] = {}  # of the update, by the name of the layer in PEFT
+        self._saved = _saved_layers(config, self._file, values)
+        saved = {theirs for theirs, _ in self._saved.values()}
+        for key in (each for each in self._file.names() if not _is_head(each) and each not in saved):
             layer = key.removeprefix(_PREFIX)
             suffix = next((each for each in _SUFFIXES if layer.endswith(each)), None)
             theirs = layer.removesuffix(suffix or "")
             if suffix is None or theirs not in groups:
                 raise ModelError("the adapter is of another architecture", got=key, expected="layers of this network")
-            rank = _of_pattern(values.get("rank_pattern"), theirs, self._rank)
-            is_scaled = _of_pattern(values.get("alpha_pattern"), theirs, alpha) * self._rank != alpha * rank
+            if not is_target(values, theirs):
+                skipped.add(theirs)
+                continue
+            self._scales[theirs] = self._scale(*self._rank_and_alpha(theirs))
             members = groups[theirs]
-            if is_scaled or rank not in (self._rank, self._rank * len(members)):
-                got = f"rank {rank} for {theirs}"
-                raise ModelError("the adapter has several ranks or scales", got=got, expected=f"rank {self._rank}")
             self._layers |= {_path(each): (theirs, index, members) for index, each in enumerate(members)}
+        if skipped:
+            _log.warning("%s: factors of %s are unused, as %s does not name them", folder, sorted(skipped)[:5], CONFIG)
+
+    def _rank_and_alpha(self, theirs: str) -> tuple[int, float]:
+        rank = _of_pattern(self._values.get("rank_pattern"), theirs, self._rank)
+        return int(rank), float(_of_pattern(self._values.get("alpha_pattern"), theirs, self._alpha))
+
+    def _scale(self, rank: int, alpha: float) -> float:
+        return alpha / (math.sqrt(rank) if self._values.get("use_rslora") else rank)
+
+    def uniform(self) -> LoraConfig:
+        """The options of the adapter, for training. Raises ModelError for several ranks or scales, and whole layers."""
+        if self._saved:
+            fix = "merge it into its base model, or start from the folder as a checkpoint"
+            raise ModelError("the adapter holds whole layers", got=", ".join(sorted(self._saved)[:5]), fix=fix)
+        own = self._scale(self._rank, self._alpha)
+        for theirs, _, members in self._layers.values():
+            rank, alpha = self._rank_and_alpha(theirs)
+            is_scaled = not math.isclose(self._scale(rank, alpha), own)
+            if is_scaled or rank not in (self._rank, self._rank * len(members)):
+                got = f"rank {rank} and alpha {alpha:g} for {theirs}"
+                raise ModelError("the adapter has several ranks or scales", got=got, expected=f"rank {self._rank}")
         self._layers = {path: layer for path, layer in self._layers.items() if self._is_adapted(*layer)}
         targets = tuple(sorted({path.split(".")[-1] for path in self._layers}))
-        kind: Literal["lora", "dora"] = "dora" if values.get("use_dora") else "lora"
-        self._count = 3 if kind == "dora" else 2
-        self.config = LoraConfig(kind=kind, rank=self._rank, alpha=alpha, target_modules=targets)
+        kind: Literal["lora", "dora"] = "dora" if self._count == 3 else "lora"
+        return LoraConfig(kind=kind, rank=self._rank, alpha=own * self._rank, target_modules=targets)
 
     def paths(self) -> set[str]:
         """The adapted layers."""
         return set(self._layers)
 
-    def factors(self, path: str) -> tuple[Tensor, ...]:
-        """The factors of an adapted layer, as `adapter_tensors` gives them."""
+    def scale(self, path: str) -> float:
+        """The scale of the update of a layer."""
+        return self._scales[self._layers[path][0]]
+
+    def saved(self, name: str) -> Tensor | None:
+        """A weight of ours that the folder holds as a whole."""
+        if name not in self._saved:
+            return None
+        key, mapping = self._saved[name]
+        tensor = self._file.tensor(key)
+        return mapping.take(tensor.t() if mapping.transpose else tensor)
+
+    def whole_factors(self, path: str) -> tuple[Tensor, ...]:
+        """The factors of a layer as stored, with its rows of those that it shares."""
         theirs, index, members = self._layers[path]
         down, *rows = (self._file.tensor(f"{_PREFIX}{theirs}{suffix}") for suffix in _SUFFIXES[: self._count])
-        up, *magnitude = (members[index].take(each) for each in rows)
+        rank, _ = self._rank_and_alpha(theirs)
+        if len(down) != rank:
+            message = f"the adapter of {theirs} has another rank than its {CONFIG}"
+            raise ModelError(message, got=len(down), expected=rank)
+        return (down, *(members[index].take(each) for each in rows))
+
+    def factors(self, path: str) -> tuple[Tensor, ...]:
+        """The factors of an adapted layer of a `uniform` adapter, as `adapter_tensors` gives them."""
+        theirs, index, _ = self._layers[path]
+        down, up, *magnitude = self.whole_factors(path)
         if len(down) != self._rank:
             part = slice(index * self._rank, (index + 1) * self._rank)
             if up.count_nonzero() != up[:, part].count_nonzero():
@@ -184,7 +288,8 @@ def load_adapter(network: nn.Module, name: str, folder: Path) -> LoraConfig:
     """Attach the adapter of a folder to the network. Raises ModelError for one that does not fit, or that is more than
     LoRA factors of linear layers; a head is left to `read_head`."""
     adapter = _AdapterFolder(exportable_config(network), folder)
-    attach(network, name, adapter.config)
+    config = adapter.uniform()
+    attach(network, name, config)
     for path, factors in adapter_tensors(network, name).items():
         if path not in adapter.paths():
             raise ModelError("the adapter leaves a layer out", got=folder, expected=f"factors of {path}")
@@ -192,7 +297,7 @@ def load_adapter(network: nn.Module, name: str, folder: Path) -> LoraConfig:
             if tensor.shape != factor.shape:
                 raise ModelError(f"the adapter of {path} has another shape", got=tensor.shape, expected=factor.shape)
             factor.copy_(tensor)
-    return adapter.config
+    return config
 
 
 def merge_adapter(
@@ -204,14 +309,16 @@ def merge_adapter(
 
     def merged(name: str, region: Region | None) -> Tensor:
         path = name.removesuffix(".weight")
+        if (saved := adapter.saved(name)) is not None:
+            return saved if region is None else region.of(saved)
         if path not in adapter.paths() or path == name:
             return read(name, region)
-        factors = [factor.float() for factor in adapter.factors(path)]
+        factors = [factor.float() for factor in adapter.whole_factors(path)]
         weight = read(name, None)
         if (len(factors[1]), factors[0].shape[1]) != tuple(weight.shape):
             got = [len(factors[1]), factors[0].shape[1]]
             raise ModelError(f"the adapter of {path} has another shape", got=got, expected=list(weight.shape))
-        weight = merge_factors(weight.float(), factors, adapter.config.scale)
+        weight = merge_factors(weight.float(), factors, adapter.scale(path))
         return weight if region is None else region.of(weight)
 
     return merged
@@ -221,7 +328,7 @@ def read_factors(config: FamilyConfig, folder: str | Path, wanted: LoraConfig) -
     """The factors of every adapted layer of a folder by the layer's name, as `adapter_tensors` gives them. Raises
     ConfigError for an adapter of another rank, scale, kind or of other layers than `wanted`."""
     adapter = _AdapterFolder(config, Path(folder).expanduser())
-    check_same(adapter.config, wanted)
+    check_same(adapter.uniform(), wanted)
     return {path: adapter.factors(path) for path in adapter.paths()}
 
 
@@ -275,11 +382,75 @@ def _path(mapping: TensorMapping) -> str:
 
 
 def _of_pattern(pattern: Any, theirs: str, default: float) -> float:
-    """The number of a layer in `rank_pattern` or `alpha_pattern`, whose keys are the ends of names."""
+    """The number of a layer in `rank_pattern` or `alpha_pattern`, whose keys are regular expressions for the end of a
+    name; the first that matches counts."""
     for key, number in (pattern if isinstance(pattern, dict) else {}).items():
-        if theirs == key or theirs.endswith(f".{key}"):
+        if _matches(re.match, rf"(.*\.)?({key})$", theirs):
             return float(number)
     return default
+
+
+def is_target(values: Mapping[str, Any], theirs: str) -> bool:
+    """Whether the configuration of an adapter names a layer, by PEFT's rules: a text is a regular expression for the
+    whole name, a list has the ends of names."""
+    excluded, targets = values.get("exclude_modules"), values.get("target_modules")
+    saved = values.get("modules_to_save") or ()
+    if (excluded and _is_named(excluded, theirs)) or any(
+        _matches(re.match, rf"(^|.*\.){each}($|\..*)", theirs) for each in saved
+    ):
+        return False
+    weight = f"{theirs}.weight"
+    if any(weight == each or weight.endswith(f".{each}") for each in values.get("target_parameters") or ()):
+        return True
+    if targets is None or targets == "all-linear":
+        return True
+    if isinstance(targets, str) or theirs in targets:
+        return _is_named(targets, theirs)
+    return _is_named(targets, theirs) and _is_layer(values, theirs)
+
+
+def _is_named(names: Any, theirs: str) -> bool:
+    if isinstance(names, str):
+        return _matches(re.fullmatch, names, theirs)
+    return any(theirs == each or theirs.endswith(f".{each}") for each in names)
+
+
+def _is_layer(values: Mapping[str, Any], theirs: str) -> bool:
+    """Whether the number of a layer's block is one of `layers_to_transform`."""
+    layers, patterns = values.get("layers_to_transform"), values.get("layers_pattern") or (r"[^.]*",)
+    if layers is None or layers == []:
+        return True
+    prefix = r".*?\." if patterns == (r"[^.]*",) else r"(?:^|.*?\.)"
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        found = re.match(rf"{prefix}{pattern}\.(?P<index>\d+)\.", theirs)
+        if found is not None:
+            return int(found["index"]) in (layers if isinstance(layers, list) else [layers])
+    return False
+
+
+def _matches(match: Callable[[str, str], object], pattern: str, name: str) -> bool:
+    try:
+        return match(pattern, name) is not None
+    except re.error as error:
+        expected = "a regular expression"
+        raise ModelError(f"{CONFIG}: a pattern cannot be read", got=f"{pattern!r}: {error}", expected=expected) from None
+
+
+def _saved_layers(
+    config: FamilyConfig, file: TensorFile, values: Mapping[str, Any]
+) -> dict[str, tuple[str, TensorMapping]]:
+    """The weights of ours that an adapter's folder holds as a whole (`modules_to_save`), with its name and mapping."""
+    if not values.get("modules_to_save"):
+        return {}
+    converter, held = converter_of(config), set(file.names())
+    mappings = converter.tensor_mappings(config, converter.write_config(config)["model_type"])
+    found = {each.ours: (f"{_PREFIX}{each.theirs}", each) for each in mappings if f"{_PREFIX}{each.theirs}" in held}
+    is_tied = bool(getattr(config, "tie_embeddings", False))
+    if is_tied and "embedding.weight" in found:
+        got = f"modules_to_save={values['modules_to_save']}"
+        expected = "layers other than embeddings that are the head too"
+        raise ModelError(f"{CONFIG}: the adapter unties the embeddings", got=got, expected=expected)
+    return found
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -287,9 +458,7 @@ def _read_config(path: Path) -> dict[str, Any]:
         values = parse_json(path.read_bytes())
     except (OSError, ValueError) as error:
         raise ModelError(f"{path} is not the configuration of an adapter", got=error) from None
-    unknown = [name for name in _VARIANTS if values.get(name)]
-    if values.get("peft_type") != "LORA" or values.get("bias", "none") != "none" or unknown:
-        got = ", ".join([str(values.get("peft_type")), f"bias {values.get('bias', 'none')}", *unknown])
-        expected = "LORA, with use_dora or without, bias none, no other variant"
-        raise ModelError("this is not a plain LoRA adapter", got=got, expected=expected)
-    return dict(values)
+    if not isinstance(values, dict):
+        raise ModelError(f"{path} is not the configuration of an adapter", got=type(values).__name__)
+    _KEYS.check({"peft_type": None, **values}, ModelError)
+    return values
