@@ -20,7 +20,7 @@ from kitforge.core.nn.vision import VisionTransformer
 from kitforge.core.optim.groups import ParameterGroup, decay_groups
 from kitforge.core.parallel.world import World
 from kitforge.data.document_shard import fingerprint_of
-from kitforge.data.images import ImageEntry, decode, find_images
+from kitforge.data.images import ImageEntry, Resizing, decode, find_images
 from kitforge.data.labels import find_label, index_of, label_index, label_names
 from kitforge.data.schedule import train_eval_split
 from kitforge.foundation import seed as seeds
@@ -116,7 +116,7 @@ class ImageRows:
         size, channels = self._config.image_size, self._config.num_channels
         found = torch.empty(len(rows), channels, size, size, dtype=torch.uint8)
         for index, row in enumerate(rows):
-            found[index] = decode(self._entries[row], size, channels)
+            found[index] = decode_for(self._config, self._entries[row])
         return found
 
 
@@ -187,7 +187,7 @@ def _usable(
         number = label_index(entry.label, index, entry.location)
         if data.on_invalid == "skip":
             try:
-                decode(entry, config.image_size, config.num_channels)
+                decode_for(config, entry)
             except DataError:
                 num_skipped += 1
                 continue
@@ -252,8 +252,13 @@ class ImageProcessor:
 
     def __call__(self, entries: Sequence[ImageEntry]) -> Tensor:
         """Numbers [B, C, S, S]. Raises DataError naming what is no image."""
-        size, channels = self._config.image_size, self._config.num_channels
-        return normalized(torch.stack([decode(entry, size, channels) for entry in entries]), self._config)
+        return normalized(torch.stack([decode_for(self._config, entry) for entry in entries]), self._config)
+
+
+def decode_for(config: ViTConfig, entry: ImageEntry) -> Tensor:
+    """The image as bytes [C, S, S], as a network wants it."""
+    resizing = Resizing(target=config.image_resize, resample=config.image_resample)
+    return decode(entry, config.image_size, config.num_channels, resizing)
 
 
 def normalized(images: Tensor, config: ViTConfig) -> Tensor:

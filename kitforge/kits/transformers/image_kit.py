@@ -27,7 +27,6 @@ from kitforge.foundation.errors import ConfigError, ModelError
 from kitforge.foundation.files import atomic_file, write_text
 from kitforge.foundation.progress import show_progress
 from kitforge.foundation.types import Region
-from kitforge.foundation.untrusted import parse_json
 from kitforge.kits.kit import LoadModel, RunInputs
 from kitforge.kits.language_model import (
     LoraOptions,
@@ -45,11 +44,14 @@ from kitforge.kits.transformers.image_classification import (
     find_files,
     read_images,
 )
+from kitforge.kits.transformers.preprocessor import PREPROCESSOR, read_preprocessor, write_preprocessor
 from kitforge.kits.transformers.programs import export_programs
 from kitforge.kits.transformers.row_kit import PreparedRows, RowKit
 from kitforge.models import loading as model_folder
 from kitforge.models.catalog import config_of, config_of_network
+from kitforge.models.hub import resolve
 from kitforge.models.loading import OpenCheckpoint, StoredModel
+from kitforge.models.peft import base_of, is_adapter
 from kitforge.models.sharding import sharding_of_network
 from kitforge.models.vit.model import ViTConfig
 from kitforge.trainer.run_folder import Run
@@ -57,7 +59,6 @@ from kitforge.trainer.run_folder import Run
 Inputs: TypeAlias = RunInputs[ImageProcessor]
 # Images that a pipeline computes at once.
 _BATCH = 64
-_PREPROCESSOR = "preprocessor_config.json"
 
 
 @final
@@ -112,14 +113,14 @@ class ImageClassification(RowKit[ImageClassificationOptions, ImageProcessor]):
             stored = self.open_model(home)
             export_language_model(stored, folder, None, dtype)
             config = stored.config
-        write_text(folder / _PREPROCESSOR, json.dumps(_preprocessor(config), indent=1))
+        write_text(folder / PREPROCESSOR, json.dumps(write_preprocessor(config), indent=1))
 
     def export_program(self, options: ImageClassificationOptions) -> list[Path]:
         """Write the program of the model under `options.checkpoint` into the folder `options.output_dir`, with the
         configuration of its image processor."""
         written = export_programs(self, options, has_tokenizer=False)
         config: Any = self.open_model(Path(str(options.checkpoint))).config
-        write_text(Path(str(options.output_dir)) / _PREPROCESSOR, json.dumps(_preprocessor(config), indent=1))
+        write_text(Path(str(options.output_dir)) / PREPROCESSOR, json.dumps(write_preprocessor(config), indent=1))
         return written
 
     def open_pipeline(
@@ -160,33 +161,18 @@ class ImageClassification(RowKit[ImageClassificationOptions, ImageProcessor]):
         ]
 
 
-def _preprocessor(config: ViTConfig) -> dict[str, Any]:
-    """What transformers' image processor needs to prepare images as ours are."""
-    return {
-        "image_processor_type": "ViTImageProcessor",
-        "do_resize": True,
-        "size": {"height": config.image_size, "width": config.image_size},
-        "resample": 2,  # bilinear
-        "do_rescale": True,
-        "rescale_factor": 1 / 255,
-        "do_normalize": True,
-        "image_mean": list(config.image_mean),
-        "image_std": list(config.image_std),
-    }
-
-
 def open_vision(folder: Path, open_run: OpenCheckpoint = find_checkpoint) -> StoredModel:
     """The vision transformer of a run, a step or a Hugging Face folder; no weight is read yet."""
     stored = model_folder.open_model(folder, open_run)
     if not isinstance(cast(Any, stored.config), ViTConfig):
         got, expected = stored.config.family, "a vision transformer: vit"
         raise ModelError("this model reads no images", got=got, expected=expected)
-    path = folder / _PREPROCESSOR
+    path = folder / PREPROCESSOR
+    if not path.is_file() and is_adapter(folder):
+        path = resolve(base_of(folder)) / PREPROCESSOR
     if not path.is_file():
         return stored
-    values = parse_json(path.read_bytes())
-    found = {name: tuple(map(float, values[name])) for name in ("image_mean", "image_std") if values.get(name)}
-    return dataclasses.replace(stored, config=dataclasses.replace(cast(Any, stored.config), **found))
+    return dataclasses.replace(stored, config=read_preprocessor(path, cast(Any, stored.config)))
 
 
 @final

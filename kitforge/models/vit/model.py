@@ -36,12 +36,16 @@ class ViTConfig:
     # What pixels from 0 to 1 are normalized by, for each channel.
     image_mean: tuple[float, ...] = (0.5, 0.5, 0.5)
     image_std: tuple[float, ...] = (0.5, 0.5, 0.5)
+    image_resize: tuple[int, ...] = ()  # height and width, or the shorter side, before a crop to image_size; (): to it
+    image_resample: Literal["none", "nearest", "lanczos", "bilinear", "bicubic", "box", "hamming"] = "bilinear"
     dtype: WeightDtype = "float32"  # of exported weights unless another is asked for; training keeps fp32
 
     def __post_init__(self) -> None:
         check_counts("model", {"num_layers": self.num_layers}, MAX_LAYERS)
         divides = self.num_heads > 0 and self.dim % self.num_heads == 0
         check(divides, "model.num_heads", self.num_heads, f"a divisor of model.dim={self.dim}")
+        resize = self.image_resize
+        check(len(resize) <= 2 and all(each > 0 for each in resize), "model.image_resize", resize, "one or two numbers")
         for name in ("image_mean", "image_std"):
             value, expected = getattr(self, name), f"{self.num_channels} numbers, one for each channel"
             fits = len(value) == self.num_channels and (name == "image_mean" or all(each > 0 for each in value))
