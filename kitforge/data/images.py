@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kitforge.data.labels import Label
 from kitforge.data.optional_imports import import_optional
 from kitforge.data.source import open_rows
 from kitforge.foundation.errors import DataError
@@ -37,7 +38,7 @@ class ImageEntry:
     """An image that is not decoded yet."""
 
     location: str  # for messages
-    label: str | int | None
+    label: Label | None
     read: Callable[[], Any]  # bytes, a path, an image of Pillow, or an array [H, W] or [H, W, C] of bytes
 
 
@@ -101,8 +102,10 @@ def _of_row(row: object, location: str, image: str, label: str, home: Path | Non
     value, name = values[image], values.get(label)
     if isinstance(name, float) and name.is_integer():
         name = int(name)
-    if name is not None and (not isinstance(name, (str, int)) or name == ""):
-        raise DataError(f"{location} has no label", got=f"{label}={name!r}", expected="a text or a whole number")
+    is_list = isinstance(name, list) and all(isinstance(each, (str, int, float)) for each in name)
+    if name is not None and (not (is_list or isinstance(name, (str, int))) or name == ""):
+        expected = "a text, a whole number, or a list of them"
+        raise DataError(f"{location} has no label", got=f"{label}={name!r}", expected=expected)
     if isinstance(value, str) and home is not None:
         value = home / value
     return ImageEntry(location=location, label=name, read=lambda: value)

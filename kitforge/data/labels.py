@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeAlias
 
 from kitforge.foundation.errors import DataError, nearest
 
+# As transformers has it: one label of a row, any number of them, or numbers.
+ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
+# The label of a row; a list of labels, or of zeros and ones for all of them, where it may have several.
+Label: TypeAlias = str | int | Sequence[Any]
 _NUMBER = re.compile(r"[-+]?\d+(\.\d*)?")
 
 
@@ -18,6 +23,33 @@ def label_names(labels: Sequence[str | int]) -> tuple[str, ...]:
     if len(names) < 2:
         raise DataError("the rows have one label only", got=", ".join(names), expected="two labels or more")
     return names
+
+
+def names_of(labels: Sequence[Label]) -> tuple[str, ...]:
+    """`label_names` of rows that have one label each, or a list of them. Where all have as many zeros and ones, these
+    are LABEL_0, LABEL_1, ..."""
+    if not any(isinstance(each, (list, tuple)) for each in labels):
+        return label_names([each for each in labels if isinstance(each, (str, int))])
+    lists = [list(each) if isinstance(each, (list, tuple)) else [each] for each in labels]
+    sizes = {len(each) for each in lists}
+    if len(sizes) == 1 and max(sizes) > 1 and all(map(_is_multi_hot, lists)):
+        return tuple(f"LABEL_{number}" for number in range(max(sizes)))
+    return label_names([label for each in lists for label in each])
+
+
+def multi_hot(label: Label, index: Mapping[str, int], location: object) -> list[float]:
+    """A one for each label of a row and a zero for each other one. Raises DataError as `label_index` does."""
+    values = list(label) if isinstance(label, (list, tuple)) else [label]
+    if len(values) == len(index) and _is_multi_hot(values) and not {"0", "1"} & index.keys():
+        return [float(each) for each in values]
+    found = [0.0] * len(index)
+    for each in values:
+        found[label_index(each, index, location)] = 1.0
+    return found
+
+
+def _is_multi_hot(values: Sequence[Any]) -> bool:
+    return all(not isinstance(each, str) and each in (0, 1) for each in values)
 
 
 def find_label(label: object, index: Mapping[str, int]) -> int | None:

@@ -9,7 +9,7 @@ from functools import cache
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol, TypeAlias, cast, final
+from typing import Any, Protocol, TypeAlias, cast, final, get_args
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from kitforge.core.nn.init import init_weights, materialize
 from kitforge.core.nn.lora import FACTORS, LoraConfig, adapter_tensors, attach, merge_factors
 from kitforge.core.nn.quantized import quantize_linears
 from kitforge.data.gguf_file import GGUF_SUFFIX, is_gguf
+from kitforge.data.labels import ProblemType
 from kitforge.foundation.config import check
 from kitforge.foundation.dtype import DTYPES, EXPORT_DTYPES, ExportDtype, LoadDtype, export_dtype
 from kitforge.foundation.errors import ModelError
@@ -110,6 +111,7 @@ class StoredModel:
     # `score.<name>`.
     head: Mapping[str, Tensor] = field(default_factory=dict)
     labels: tuple[str, ...] = ("LABEL_0",)  # of a model with a head
+    problem_type: ProblemType = "single_label_classification"  # of a classifier of texts
     suffix: str = SEQUENCE_CLASSIFIER  # of the class of a model with a head in transformers
     dtype: torch.dtype = torch.float32  # of most weights as stored
     pad_id: int | None = None  # padding token of a reward model, whose scores do not count; None: all count
@@ -252,7 +254,15 @@ def open_classifier(folder: Path, suffix: str = SEQUENCE_CLASSIFIER) -> StoredMo
     # The language-model head is never used, so none is built.
     stored = _open_weights(source, {"tie_word_embeddings": True}, (*names.values(), *HEADS))
     head = {ours: source.tensor(theirs) for ours, theirs in names.items() if theirs in source.shapes()}
-    return replace(stored, head=head, labels=labels, suffix=suffix)
+    return replace(stored, head=head, labels=labels, suffix=suffix, problem_type=problem_type_of(source.config))
+
+
+def problem_type_of(config: Mapping[str, Any]) -> ProblemType:
+    """The `problem_type` of config.json. Raises ModelError for an unknown one."""
+    found, known = config.get("problem_type"), get_args(ProblemType)
+    if found is not None and found not in known:
+        raise ModelError("config.json has an unknown problem_type", got=found, expected=" or ".join(known))
+    return cast(ProblemType, found or known[0])
 
 
 def _head_names(model_type: str, suffix: str) -> dict[str, str]:
@@ -389,6 +399,8 @@ def _head_values(stored: StoredModel) -> dict[str, Any]:
     values |= {"architectures": [_classifier_architecture(written["architectures"][0], stored.suffix)]}
     values |= {"id2label": {str(number): label for number, label in enumerate(stored.labels)}}
     values |= {"label2id": {label: number for number, label in enumerate(stored.labels)}}
+    if stored.problem_type != "single_label_classification":
+        values |= {"problem_type": stored.problem_type}
     return values
 
 

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.core.nn.context import Context, DropoutKey
 from kitforge.data.document_shard import document_of, fingerprint_of
-from kitforge.data.labels import index_of, label_index, label_names
+from kitforge.data.labels import Label, ProblemType, index_of, label_index, multi_hot, names_of
 from kitforge.data.schedule import train_eval_split
 from kitforge.data.tokenizer import Tokenizer
 from kitforge.foundation.config import check
 from kitforge.foundation.device import copy_to
-from kitforge.foundation.errors import DataError
+from kitforge.foundation.errors import ConfigError, DataError
 from kitforge.foundation.types import MicroBatch, Sums
 from kitforge.kits.transformers.labelling import (
     HeadedModel,
@@ -69,10 +69,11 @@ class TextClassificationOptions(LabellingOptions):
 class LabelledRows:
     """Tokenized rows in memory, and a label for each."""
 
-    def __init__(self, tokens: Sequence[Sequence[int]], labels: Sequence[int], indices: NDArray[np.int64]) -> None:
+    def __init__(self, tokens: Sequence[Sequence[int]], labels: Sequence[Any], indices: NDArray[np.int64]) -> None:
         self._tokens = RaggedTokens(tokens[index] for index in indices)
         self.lengths = self._tokens.lengths
-        self.labels = np.array([labels[index] for index in indices], np.int64)
+        is_multi_hot = any(isinstance(each, list) for each in labels)
+        self.labels = np.array([labels[index] for index in indices], np.float32 if is_multi_hot else np.int64)
         self.fingerprint = fingerprint_of(*self._tokens.identity(), self.labels.tobytes())
 
     def __len__(self) -> int:
@@ -80,11 +81,12 @@ class LabelledRows:
 
     def batch(self, rows: NDArray[np.int64], pad_id: int) -> dict[str, Tensor]:
         """Rows padded on the right, which causal attention never reads: tokens [B, T], the position of the last token
-        `ends` [B], labels [B] and weights [B]. Without rows, one of weight 0."""
+        `ends` [B], labels [B], or zeros and ones [B, C], and weights [B]. Without rows, one of weight 0."""
         tokens = self._tokens.padded(rows, pad_id)
         if not len(rows):
             empty = torch.zeros(1, dtype=torch.int64)
-            return {"tokens": tokens, "ends": empty, "labels": empty, "weights": empty.float()}
+            labels = torch.from_numpy(np.zeros((1, *self.labels.shape[1:]), self.labels.dtype))
+            return {"tokens": tokens, "ends": empty, "labels": labels, "weights": empty.float()}
         return {
             "tokens": tokens,
             "ends": torch.from_numpy(self.lengths[rows] - 1),
@@ -100,35 +102,57 @@ def read_data(
     are those of the training rows, in order. Raises DataError naming the row of a text or label that is unusable."""
     data = options.data
 
-    def read(row: object, location: object) -> tuple[list[int], str | int]:
+    def read(row: object, location: object) -> tuple[list[int], Label]:
         text, label = _columns(row, data, location)
         return tokenizer.encode_prompt(text), label
 
     rows, held = read_rows(train, read, data), read_rows(evaluation, read, data)
-    labels = known or label_names([label for _, _, label in rows])
+    labels = known or names_of([label for _, _, label in rows])
+    problem_type = options.problem_type or _problem_type([*rows, *held])
     index = index_of(labels)
-    tokens, targets = [each for _, each, _ in rows], [label_index(label, index, at) for at, _, label in rows]
+    tokens, targets = [each for _, each, _ in rows], _targets(rows, index, problem_type)
     kept, held_out = np.arange(len(rows)), np.arange(0)
     if evaluation is None:
         kept, held_out = train_eval_split(len(rows), data.eval_fraction, options.seed)
-    held_targets = [label_index(label, index, at) for at, _, label in held]
+    held_targets = _targets(held, index, problem_type)
     elsewhere = LabelledRows([each for _, each, _ in held], held_targets, np.arange(len(held)))
     return LabelledData(
         train=LabelledRows(tokens, targets, kept),
         eval=LabelledRows(tokens, targets, held_out) if evaluation is None else elsewhere,
         labels=labels,
         pad_id=tokenizer.pad_id,
+        problem_type=problem_type,
     )
 
 
-def _columns(row: object, data: ClassificationDataOptions, location: object) -> tuple[str, str | int]:
+def _problem_type(rows: Sequence[tuple[object, list[int], Label]]) -> ProblemType:
+    has_lists = any(isinstance(label, list) for _, _, label in rows)
+    return "multi_label_classification" if has_lists else "single_label_classification"
+
+
+def _targets(
+    rows: Sequence[tuple[object, list[int], Label]], index: dict[str, int], problem_type: ProblemType
+) -> list[Any]:
+    if problem_type == "regression":
+        fix = "add problem_type=single_label_classification, or multi_label_classification"
+        raise ConfigError("numbers are not trained", got="problem_type=regression", fix=fix)
+    if problem_type == "multi_label_classification":
+        return [multi_hot(label, index, at) for at, _, label in rows]
+    for at, _, label in rows:
+        if isinstance(label, list):
+            raise DataError(f"{at} has a list of labels", got=label, expected="one, by problem_type")
+    return [label_index(label, index, at) for at, _, label in rows]
+
+
+def _columns(row: object, data: ClassificationDataOptions, location: object) -> tuple[str, Label]:
     text = document_of(row, data.text, "strict", location)
     label = column(row, data.label, location)
     if isinstance(label, float) and label.is_integer():
         label = int(label)
-    if not text.strip() or not isinstance(label, (str, int)) or label == "":
+    is_list = isinstance(label, list) and all(isinstance(each, (str, int, float)) for each in label)
+    if not text.strip() or not (is_list or isinstance(label, (str, int))) or label == "":
         got = "an empty text" if not text.strip() else f"{data.label}={label!r}"
-        raise DataError(f"{location} is no labelled text", got=got, expected="a text, and a text or a number as label")
+        raise DataError(f"{location} is no labelled text", got=got, expected="a text, and a label or a list of them")
     return text, label
 
 

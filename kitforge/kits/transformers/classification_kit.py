@@ -23,6 +23,7 @@ from kitforge.kits.transformers.classification import (
 from kitforge.kits.transformers.labelling import LabelledData
 from kitforge.kits.transformers.labelling_kit import LabellingKit, predict_rows
 from kitforge.kits.transformers.programs import export_programs
+from kitforge.kits.transformers.rows import probabilities
 from kitforge.models.loading import SEQUENCE_CLASSIFIER
 
 Inputs: TypeAlias = RunInputs[Tokenizer]
@@ -129,4 +130,5 @@ class TextClassificationPipeline:
         for number, row in enumerate(cut):
             tokens[number, : len(row)] = torch.tensor(row)
         ends = torch.tensor([len(row) - 1 for row in cut])
-        return self._model.logits_at(tokens.to(device), ends.to(device)).softmax(-1).cpu()
+        logits = self._model.logits_at(tokens.to(device), ends.to(device))
+        return probabilities(logits, self._model.problem_type).cpu()

@@ -21,12 +21,12 @@ from kitforge.core.optim.groups import ParameterGroup, decay_groups
 from kitforge.core.parallel.world import World
 from kitforge.data.document_shard import fingerprint_of
 from kitforge.data.images import ImageEntry, Resizing, decode, find_images
-from kitforge.data.labels import find_label, index_of, label_index, label_names
+from kitforge.data.labels import find_label, index_of, label_index, multi_hot, names_of
 from kitforge.data.schedule import train_eval_split
 from kitforge.foundation import seed as seeds
 from kitforge.foundation.config import check
 from kitforge.foundation.device import copy_to
-from kitforge.foundation.errors import DataError
+from kitforge.foundation.errors import ConfigError, DataError
 from kitforge.foundation.log import logger
 from kitforge.foundation.types import MicroBatch, Sums
 from kitforge.kits.language_model import LoraOptions
@@ -91,9 +91,11 @@ class ImageClassificationOptions(RunOptions):
 class ImageRows:
     """Labelled images of one size, decoded once where memory allows."""
 
-    def __init__(self, entries: Sequence[ImageEntry], labels: Sequence[int], config: ViTConfig) -> None:
+    def __init__(self, entries: Sequence[ImageEntry], labels: Sequence[Any], config: ViTConfig) -> None:
         self._entries, self._config = entries, config
-        self.labels = np.array(labels, np.int64)
+        is_multi_hot = config.problem_type == "multi_label_classification"
+        shape = (len(labels), len(config.labels)) if is_multi_hot else (len(labels),)
+        self.labels = np.array(labels, np.float32 if is_multi_hot else np.int64).reshape(shape)
         num_tokens = (config.image_size // config.patch_size) ** 2 + 1
         self.lengths = np.full(len(entries), num_tokens, np.int64)
         self.fingerprint = fingerprint_of(*(each.location for each in entries), self.labels.tobytes())
@@ -104,11 +106,13 @@ class ImageRows:
         return len(self._entries)
 
     def batch(self, rows: NDArray[np.int64], _pad_id: int) -> dict[str, Tensor]:
-        """Bytes `images` [B, C, S, S], labels [B] and weights [B]. Without rows, one of weight 0."""
+        """Bytes `images` [B, C, S, S], labels [B], or zeros and ones [B, labels], and weights [B]. Without rows,
+        one of weight 0."""
         if not len(rows):
             size = self._config.image_size
             empty = torch.zeros(1, self._config.num_channels, size, size, dtype=torch.uint8)
-            return {"images": empty, "labels": torch.zeros(1, dtype=torch.int64), "weights": torch.zeros(1)}
+            labels = torch.from_numpy(np.zeros((1, *self.labels.shape[1:]), self.labels.dtype))
+            return {"images": empty, "labels": labels, "weights": torch.zeros(1)}
         images = self._decode(rows.tolist()) if self._kept is None else self._kept[torch.from_numpy(rows)]
         return {"images": images, "labels": torch.from_numpy(self.labels[rows]), "weights": torch.ones(len(rows))}
 
@@ -147,8 +151,14 @@ class ImageFiles:
     def labels(self, known: tuple[str, ...]) -> tuple[str, ...]:
         """The known labels, where any training image has one of them, else those of the images in order."""
         own = [each.label for each in self.train if each.label is not None]
-        is_known = any(find_label(each, index_of(known)) is not None for each in own) or not own
-        return known if known and is_known else label_names(own)
+        single = [part for each in own for part in (each if isinstance(each, (list, tuple)) else (each,))]
+        is_known = any(find_label(each, index_of(known)) is not None for each in single) or not own
+        return known if known and is_known else names_of(own)
+
+    @property
+    def has_lists(self) -> bool:
+        """Whether a training image has a list of labels."""
+        return any(isinstance(each.label, (list, tuple)) for each in self.train)
 
 
 def find_files(train: object, evaluation: object, data: ImageDataOptions) -> ImageFiles:
@@ -180,11 +190,21 @@ def read_images(
 
 def _usable(
     entries: Sequence[ImageEntry], names: tuple[str, ...], data: ImageDataOptions, config: ViTConfig
-) -> list[tuple[ImageEntry, int]]:
-    """The images that can be used, and the number of each one's label."""
+) -> list[tuple[ImageEntry, int | list[float]]]:
+    """The images that can be used, and the number of each one's label, or a zero or one for each label."""
+    if config.problem_type == "regression":
+        raise ConfigError("numbers are not trained", got="problem_type=regression", expected="labels")
+    is_multi_hot = config.problem_type == "multi_label_classification"
     index, found, num_skipped = index_of(names), [], 0
     for entry in entries:
-        number = label_index(entry.label, index, entry.location)
+        if isinstance(entry.label, (list, tuple)) and not is_multi_hot:
+            expected = "one, by the problem_type of the model"
+            raise DataError(f"{entry.location} has a list of labels", got=entry.label, expected=expected)
+        number: int | list[float]
+        if is_multi_hot and entry.label is not None:
+            number = multi_hot(entry.label, index, entry.location)
+        else:
+            number = label_index(entry.label, index, entry.location)
         if data.on_invalid == "skip":
             try:
                 decode_for(config, entry)

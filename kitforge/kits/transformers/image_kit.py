@@ -47,6 +47,7 @@ from kitforge.kits.transformers.image_classification import (
 from kitforge.kits.transformers.preprocessor import PREPROCESSOR, read_preprocessor, write_preprocessor
 from kitforge.kits.transformers.programs import export_programs
 from kitforge.kits.transformers.row_kit import PreparedRows, RowKit
+from kitforge.kits.transformers.rows import probabilities
 from kitforge.models import loading as model_folder
 from kitforge.models.catalog import config_of, config_of_network
 from kitforge.models.hub import resolve
@@ -209,7 +210,7 @@ class ImageClassificationPipeline:
     def probabilities(self, entries: Sequence[ImageEntry]) -> Tensor:
         """[B, labels] on the CPU. Raises DataError naming what is no image."""
         pixels = self._process(entries).to(self._model.position.device)
-        return self._model.logits(pixels).softmax(-1).cpu()
+        return probabilities(self._model.logits(pixels), cast(ViTConfig, self._model.config).problem_type).cpu()
 
 
 def _self(value: Any) -> Any:
@@ -240,6 +241,8 @@ class _Prepared:
         # Labels that the model does not have begin with a new classifier.
         self._has_classifier = config is not None and config.labels == labels
         values = {**options.model, "labels": labels} if config is None else {**to_dict(config), "labels": labels}
+        if files.has_lists and config is None:
+            values.setdefault("problem_type", "multi_label_classification")
         self.config = cast(ViTConfig, config_of({"family": "vit", **values}, "vision"))
         self.data = read_images(files, options, labels, self.config)
         self.processor = ImageProcessor(self.config)

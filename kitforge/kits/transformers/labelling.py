@@ -18,6 +18,7 @@ from kitforge.core.optim.groups import ParameterGroup, decay_groups
 from kitforge.core.parallel.sharding import Sharding, ShardingRule
 from kitforge.core.parallel.world import World
 from kitforge.data.document_shard import fingerprint_of, missing_column
+from kitforge.data.labels import ProblemType
 from kitforge.data.source import open_rows
 from kitforge.data.tokenizer import TokenizerConfig
 from kitforge.foundation import seed as seeds
@@ -87,6 +88,8 @@ class LabellingOptions(RunOptions, ABC):
     model: dict[str, Any] = field(default_factory=dict)  # `family` and the options of that family's config
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     data: Any = None
+    # null: that of the checkpoint; else of several labels a row where the labels of the training rows are lists.
+    problem_type: ProblemType | None = None
     labels: tuple[str, ...] = ()  # in the order of the logits; null: those of the checkpoint, else of the training rows
     lora: LoraOptions = field(default_factory=LoraOptions)
     freeze: tuple[str, ...] = ()  # parameters that are not trained, as patterns: ["backbone.embedding.*"]
@@ -115,6 +118,7 @@ class LabelledData(Generic[RowsT]):
     eval: RowsT
     labels: tuple[str, ...]
     pad_id: int
+    problem_type: ProblemType = "single_label_classification"
 
     @property
     def fingerprint(self) -> str:
@@ -165,8 +169,11 @@ class HeadedModel(nn.Module, ABC):
 
     has_bias = False
 
-    def __init__(self, backbone: nn.Module, labels: Sequence[str]) -> None:
+    def __init__(
+        self, backbone: nn.Module, labels: Sequence[str], problem_type: ProblemType = "single_label_classification"
+    ) -> None:
         super().__init__()
+        self.problem_type = problem_type
         like = cast(CausalLM, backbone).head_weight
         self.backbone = backbone
         self.labels = tuple(labels)

@@ -116,6 +116,7 @@ class LabellingKit(RowKit[HeadedOptionsT, Tokenizer]):
         if HEAD not in stored.head:
             raise ModelError("there is no classifier here", got=folder, expected=f"a run of {self.OPTIONS().task}")
         model = self.MODEL(model_folder.load_stored(stored, device=device, level=level, dtype=dtype), stored.labels)
+        model.problem_type = stored.problem_type
         for name, tensor in stored.head.items():
             model.get_parameter(name).data.copy_(tensor)
         return model
@@ -174,13 +175,16 @@ class _Prepared(Generic[HeadedOptionsT]):
             raise ModelError("this model has no labels yet", fix=f"train it first: task={options.task}")
         # Other labels than those of the checkpoint begin with a new head.
         labels = options.labels or known
+        found = self._given if self._given is not None else stored
+        if options.problem_type is None and known:
+            options = dataclasses.replace(options, problem_type=getattr(found, "problem_type", None))
         self.data: LabelledData[Any] = kit.read_data(train, evaluation, self.processor, options, labels)
         self._has_head = bool(known) and known == self.data.labels
 
     def recorded(self) -> dict[str, Any]:
         """The options of the model, and its labels, as a checkpoint records them."""
         model = {} if self._config is None else {"family": self._config.family, **to_dict(self._config)}
-        return {"model": model, "labels": list(self.data.labels)}
+        return {"model": model, "labels": list(self.data.labels), "problem_type": self.data.problem_type}
 
     def build(self, world: World) -> nn.Module:
         """The classifier on the device, cut as the world's degrees say; with its adapter if it is to be trained."""
@@ -190,7 +194,7 @@ class _Prepared(Generic[HeadedOptionsT]):
             return self._prepared(self._given_model(world), lora, frozen, world)
         assert self._config is not None
         # The head of the language model is never used, so none is built.
-        model = self._kit.MODEL(model_folder.build_on_meta(self._config, options.compile_level), self.data.labels)
+        model = self._kit.MODEL(model_folder.build_on_meta(self._config, options.compile_level), self.data.labels, self.data.problem_type)
         freeze(model, frozen)
         if lora.is_on:
             with_adapter(model.backbone, lora, options.seed)
@@ -215,12 +219,13 @@ class _Prepared(Generic[HeadedOptionsT]):
         """The classifier that was handed over, or a language model with a new head."""
         given = cast(nn.Module, self._given).to(world.device)
         if isinstance(given, HeadedModel) and given.labels == self.data.labels:
+            given.problem_type = self.data.problem_type
             return given
         backbone = given.backbone if isinstance(given, HeadedModel) else given
         if not isinstance(backbone, CausalLM):
             expected = "a language model or a classifier"
             raise ModelError("this network cannot label texts", got=type(backbone).__name__, expected=expected)
-        model = self._kit.MODEL(backbone, self.data.labels)
+        model = self._kit.MODEL(backbone, self.data.labels, self.data.problem_type)
         shards = {name: (lambda whole: whole, each.data) for name, each in model.named_parameters()}
         self._fill_head(model, shards, None)
         return model
@@ -292,7 +297,8 @@ def _open_headed(folder: Path, suffix: str, open_run: OpenCheckpoint) -> StoredM
         labels, names = tuple(checkpoint.state["config"]["labels"]), checkpoint.names("model")
         head = {name: checkpoint.tensor(name) for name in (HEAD, HEAD_BIAS) if name in names}
         stored = model_folder.open_decoder(checkpoint, BACKBONE)
-        return dataclasses.replace(stored, head=head, labels=labels, suffix=suffix)
+        kind = checkpoint.state["config"].get("problem_type") or stored.problem_type
+        return dataclasses.replace(stored, head=head, labels=labels, suffix=suffix, problem_type=kind)
     if checkpoint is None and len(model_folder.labels_of(folder, suffix) or ()) > 1:
         return model_folder.open_classifier(folder, suffix)
     return model_folder.open_model(folder, lambda _folder: checkpoint)

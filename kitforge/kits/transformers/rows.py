@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from kitforge.core.nn.context import DropoutKey
 from kitforge.core.parallel.world import World
+from kitforge.data.labels import ProblemType
 from kitforge.foundation.errors import ConfigError
 from kitforge.foundation.progress import heartbeat
 from kitforge.foundation.types import Cursor, MicroBatch, Sums
@@ -170,7 +171,8 @@ class RowTask(Task, ABC):
 
 
 class ClassifierTask(RowTask, ABC):
-    """Cross entropy of labels over rows; `count` and `logits` are those of the task."""
+    """Cross entropy of labels over rows; binary, and a mean over the labels, where a row may have several. `count` and
+    `logits` are those of the task."""
 
     num_labels: int
 
@@ -178,28 +180,34 @@ class ClassifierTask(RowTask, ABC):
     def logits(
         self, model: nn.Module, micro_batch: MicroBatch, noise: DropoutKey | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Logits [B, labels], labels [B] and weights [B] on the device."""
+        """Logits [B, labels], labels [B] and weights [B] on the device; of several labels a row, zeros and ones
+        [B, labels]."""
 
     def loss(self, model: nn.Module, micro_batch: MicroBatch) -> Sums:
         """The sums of cross entropies and of right answers."""
         logits, labels, weights = self.logits(model, micro_batch, self.dropout_key(model, micro_batch))
-        losses = functional.cross_entropy(logits, labels, reduction="none")
-        right = (logits.detach().argmax(-1) == labels).to(weights)
+        losses, right = losses_of(logits, labels), rightness(logits.detach(), labels).to(weights)
         return {"loss": (losses * weights).sum(), "accuracy": (right * weights).sum()}
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """eval/loss, eval/accuracy and eval/f1 (macro) over all evaluation rows; independent of the batch size."""
+        """eval/loss, eval/accuracy and eval/f1 (macro) over all evaluation rows; independent of the batch size. Of rows
+        with several labels, those that are right have all of them."""
         if not len(self._rows.eval):
             return {}
         size = self.num_labels
         total, confusion = torch.zeros((), dtype=torch.float64), torch.zeros(size, size, dtype=torch.float64)
+        several = torch.zeros(2 + 3 * size, dtype=torch.float64)
         for micro_batch in heartbeat(self.eval_micro_batches(), "batches evaluated", enabled=self._shows_progress):
             logits, labels, weights = self.logits(model, micro_batch, None)
-            total += (functional.cross_entropy(logits, labels, reduction="none") * weights).sum().double().cpu()
+            total += (losses_of(logits, labels) * weights).sum().double().cpu()
+            if labels.dim() == 2:
+                several += _counts_of(logits, labels, weights)
+                continue
             pairs = (labels * size + logits.argmax(-1)).cpu()
             confusion.view(-1).index_add_(0, pairs, weights.double().cpu())
-        summed = self._world.sum({"sums": torch.cat([total.view(1), confusion.flatten()])})["sums"]
-        found = metrics_of(summed[0], summed[1:].view(confusion.shape))
+        summed = self._world.sum({"sums": torch.cat([total.view(1), confusion.flatten(), several])})["sums"]
+        confusion, several = summed[1 : -len(several)].view(confusion.shape), summed[-len(several) :]
+        found = metrics_of(summed[0], confusion) if several[0] == 0 else _metrics_of_several(summed[0], several)
         return {f"eval/{name}": value for name, value in found.items()}
 
 
@@ -210,3 +218,41 @@ def metrics_of(loss: Tensor, confusion: Tensor) -> dict[str, float]:
     both = confusion.sum(0) + confusion.sum(1)
     f1 = (2 * right / both.clamp(min=1))[both > 0]
     return {"loss": float(loss / count), "accuracy": float(right.sum() / count), "f1": float(f1.mean())}
+
+
+def _counts_of(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+    """Of rows with several labels: rows, right rows, and of each label right predictions, predictions and rows that
+    have it [2 + 3 labels]."""
+    exact = weights.double()
+    wanted, predicted = ((each.double() * exact.unsqueeze(1)) for each in (labels > 0.5, logits > 0))
+    rows = torch.stack([exact.sum(), (rightness(logits, labels) * exact).sum()])
+    return torch.cat([rows, *(each.sum(0) for each in (torch.minimum(wanted, predicted), predicted, wanted))]).cpu()
+
+
+def _metrics_of_several(loss: Tensor, counts: Tensor) -> dict[str, float]:
+    """`metrics_of` of rows with several labels, from the sums of `_counts_of`."""
+    right, predictions, occurrences = counts[2:].view(3, -1)
+    both = predictions + occurrences
+    f1 = (2 * right / both.clamp(min=1))[both > 0]
+    mean = float(f1.mean()) if len(f1) else 0.0
+    return {"loss": float(loss / counts[0]), "accuracy": float(counts[1] / counts[0]), "f1": mean}
+
+
+def losses_of(logits: Tensor, labels: Tensor) -> Tensor:
+    """The cross entropy [B] of rows; see `ClassifierTask.logits`."""
+    if labels.dim() == 1:
+        return functional.cross_entropy(logits, labels, reduction="none")
+    return functional.binary_cross_entropy_with_logits(logits, labels, reduction="none").mean(-1)
+
+
+def rightness(logits: Tensor, labels: Tensor) -> Tensor:
+    """Whether a row's label is the likeliest, or each of several is likelier than not [B]."""
+    return logits.argmax(-1) == labels if labels.dim() == 1 else ((logits > 0) == (labels > 0.5)).all(-1)
+
+
+def probabilities(logits: Tensor, problem_type: ProblemType) -> Tensor:
+    """The scores [B, labels] that transformers' pipelines give: of labels that exclude one another, of each label on
+    its own, or the numbers of a regression."""
+    if problem_type == "regression":
+        return logits
+    return logits.sigmoid() if problem_type == "multi_label_classification" else logits.softmax(-1)

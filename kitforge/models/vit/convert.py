@@ -19,6 +19,7 @@ _KEYS = CONFIG_KEYS.with_keys(
     accepted={"is_causal": (False, None)},
     unused="encoder_stride pooler_act pooler_output_size",
 )
+_PROBLEM_TYPES = ("single_label_classification", "multi_label_classification", "regression")
 _ACTIVATIONS = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 
 
@@ -33,6 +34,8 @@ def read_config(config: Mapping[str, Any]) -> ViTConfig:
     names = {str(number): label for number, label in labels.items()}
     is_whole = all(isinstance(names.get(str(number)), str) for number in range(len(names)))
     config.check(is_whole, "id2label", "a label for each number from 0 on")
+    problem_type = config.given("problem_type", _PROBLEM_TYPES[0])
+    config.check(problem_type in _PROBLEM_TYPES, "problem_type", " or ".join(_PROBLEM_TYPES))
     channels = config.count("num_channels", 3)
     normalized: Any = {
         name: tuple(map(float, config.given(name, [0.5] * channels))) for name in ("image_mean", "image_std")
@@ -42,6 +45,7 @@ def read_config(config: Mapping[str, Any]) -> ViTConfig:
         num_layers=config.count("num_hidden_layers", largest=MAX_LAYERS),
         num_heads=config.count("num_attention_heads"),
         labels=tuple(names[str(number)] for number in range(len(names))),
+        problem_type=problem_type,
         image_size=config.count("image_size", 224),
         patch_size=config.count("patch_size", 16),
         num_channels=channels,
@@ -75,7 +79,7 @@ def write_config(config: ViTConfig) -> dict[str, Any]:
         "attention_probs_dropout_prob": config.attention_dropout,
         "id2label": {str(number): label for number, label in enumerate(config.labels)},
         "label2id": {label: number for number, label in enumerate(config.labels)},
-    }
+    } | ({} if config.problem_type == _PROBLEM_TYPES[0] else {"problem_type": config.problem_type})
 
 
 _OUTER = {

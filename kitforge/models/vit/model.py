@@ -23,6 +23,9 @@ class ViTConfig:
     num_layers: int
     num_heads: int
     labels: tuple[str, ...] = ("LABEL_0", "LABEL_1")  # in the order of the logits
+    problem_type: Literal["single_label_classification", "multi_label_classification", "regression"] = (
+        "single_label_classification"
+    )
     image_size: int = 224  # pixels of a side
     patch_size: int = 16
     num_channels: int = 3
