@@ -114,7 +114,8 @@ class StoredModel:
     problem_type: ProblemType = "single_label_classification"  # of a classifier of texts
     suffix: str = SEQUENCE_CLASSIFIER  # of the class of a model with a head in transformers
     dtype: torch.dtype = torch.float32  # of most weights as stored
-    pad_id: int | None = None  # padding token of a reward model, whose scores do not count; None: all count
+    pad_id: int | None = None  # padding token of a published classifier, whose outputs do not count; None: all count
+    is_run: bool = False  # a classifier of ours, whose padding token is that of its tokenizer
 
     def tensors(self, regions: Mapping[str, Region]) -> Iterator[tuple[str, Tensor]]:
         """All weights by name; of weights in `regions` only that region."""
@@ -254,7 +255,15 @@ def open_classifier(folder: Path, suffix: str = SEQUENCE_CLASSIFIER) -> StoredMo
     # The language-model head is never used, so none is built.
     stored = _open_weights(source, {"tie_word_embeddings": True}, (*names.values(), *HEADS))
     head = {ours: source.tensor(theirs) for ours, theirs in names.items() if theirs in source.shapes()}
-    return replace(stored, head=head, labels=labels, suffix=suffix, problem_type=problem_type_of(source.config))
+    pad_id = source.config.get("pad_token_id")
+    return replace(
+        stored,
+        head=head,
+        labels=labels,
+        suffix=suffix,
+        problem_type=problem_type_of(source.config),
+        pad_id=pad_id if isinstance(pad_id, int) else None,
+    )
 
 
 def problem_type_of(config: Mapping[str, Any]) -> ProblemType:

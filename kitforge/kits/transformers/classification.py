@@ -32,7 +32,7 @@ from kitforge.kits.transformers.labelling import (
     column,
     read_rows,
 )
-from kitforge.kits.transformers.rows import RaggedTokens
+from kitforge.kits.transformers.rows import RaggedTokens, last_token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,10 @@ class TextClassificationOptions(LabellingOptions):
 class LabelledRows:
     """Tokenized rows in memory, and a label for each."""
 
-    def __init__(self, tokens: Sequence[Sequence[int]], labels: Sequence[Any], indices: NDArray[np.int64]) -> None:
+    def __init__(
+        self, tokens: Sequence[Sequence[int]], labels: Sequence[Any], indices: NDArray[np.int64], pad_id: int
+    ) -> None:
+        self._ends = np.array([last_token(tokens[index], pad_id) for index in indices], np.int64)
         self._tokens = RaggedTokens(tokens[index] for index in indices)
         self.lengths = self._tokens.lengths
         is_multi_hot = any(isinstance(each, list) for each in labels)
@@ -80,8 +83,8 @@ class LabelledRows:
         return len(self.labels)
 
     def batch(self, rows: NDArray[np.int64], pad_id: int) -> dict[str, Tensor]:
-        """Rows padded on the right, which causal attention never reads: tokens [B, T], the position of the last token
-        `ends` [B], labels [B], or zeros and ones [B, C], and weights [B]. Without rows, one of weight 0."""
+        """Rows padded on the right, which causal attention never reads: tokens [B, T], the position of the token
+        that classifies a row `ends` [B], labels [B], or zeros and ones [B, C], and weights [B]. Without rows, one of weight 0."""
         tokens = self._tokens.padded(rows, pad_id)
         if not len(rows):
             empty = torch.zeros(1, dtype=torch.int64)
@@ -89,7 +92,7 @@ class LabelledRows:
             return {"tokens": tokens, "ends": empty, "labels": labels, "weights": empty.float()}
         return {
             "tokens": tokens,
-            "ends": torch.from_numpy(self.lengths[rows] - 1),
+            "ends": torch.from_numpy(self._ends[rows]),
             "labels": torch.from_numpy(self.labels[rows]),
             "weights": torch.ones(len(rows)),
         }
@@ -115,10 +118,10 @@ def read_data(
     if evaluation is None:
         kept, held_out = train_eval_split(len(rows), data.eval_fraction, options.seed)
     held_targets = _targets(held, index, problem_type)
-    elsewhere = LabelledRows([each for _, each, _ in held], held_targets, np.arange(len(held)))
+    elsewhere = LabelledRows([each for _, each, _ in held], held_targets, np.arange(len(held)), tokenizer.pad_id)
     return LabelledData(
-        train=LabelledRows(tokens, targets, kept),
-        eval=LabelledRows(tokens, targets, held_out) if evaluation is None else elsewhere,
+        train=LabelledRows(tokens, targets, kept, tokenizer.pad_id),
+        eval=LabelledRows(tokens, targets, held_out, tokenizer.pad_id) if evaluation is None else elsewhere,
         labels=labels,
         pad_id=tokenizer.pad_id,
         problem_type=problem_type,
@@ -126,8 +129,8 @@ def read_data(
 
 
 def _problem_type(rows: Sequence[tuple[object, list[int], Label]]) -> ProblemType:
-    has_lists = any(isinstance(label, list) for _, _, label in rows)
-    return "multi_label_classification" if has_lists else "single_label_classification"
+    are_lists = bool(rows) and all(isinstance(label, list) for _, _, label in rows)
+    return "multi_label_classification" if are_lists else "single_label_classification"
 
 
 def _targets(
@@ -140,7 +143,8 @@ def _targets(
         return [multi_hot(label, index, at) for at, _, label in rows]
     for at, _, label in rows:
         if isinstance(label, list):
-            raise DataError(f"{at} has a list of labels", got=label, expected="one, by problem_type")
+            fix = "add problem_type=multi_label_classification where rows have several"
+            raise DataError(f"{at} is no labelled text", got=f"labels {label}", expected="one label", fix=fix)
     return [label_index(label, index, at) for at, _, label in rows]
 
 

@@ -23,7 +23,7 @@ from kitforge.kits.transformers.classification import (
 from kitforge.kits.transformers.labelling import LabelledData
 from kitforge.kits.transformers.labelling_kit import LabellingKit, predict_rows
 from kitforge.kits.transformers.programs import export_programs
-from kitforge.kits.transformers.rows import probabilities
+from kitforge.kits.transformers.rows import last_token, probabilities
 from kitforge.models.loading import SEQUENCE_CLASSIFIER
 
 Inputs: TypeAlias = RunInputs[Tokenizer]
@@ -129,6 +129,7 @@ class TextClassificationPipeline:
         tokens = torch.zeros(len(cut), max(map(len, cut)), dtype=torch.int64)
         for number, row in enumerate(cut):
             tokens[number, : len(row)] = torch.tensor(row)
-        ends = torch.tensor([len(row) - 1 for row in cut])
+        pad_id = self._tokenizer.pad_id if self._model.pad_id is False else self._model.pad_id
+        ends = torch.tensor([last_token(row, pad_id) for row in cut])
         logits = self._model.logits_at(tokens.to(device), ends.to(device))
         return probabilities(logits, self._model.problem_type).cpu()

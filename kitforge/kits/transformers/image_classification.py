@@ -157,8 +157,8 @@ class ImageFiles:
 
     @property
     def has_lists(self) -> bool:
-        """Whether a training image has a list of labels."""
-        return any(isinstance(each.label, (list, tuple)) for each in self.train)
+        """Whether each training image has a list of labels."""
+        return bool(self.train) and all(isinstance(each.label, (list, tuple)) for each in self.train)
 
 
 def find_files(train: object, evaluation: object, data: ImageDataOptions) -> ImageFiles:

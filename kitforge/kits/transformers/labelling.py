@@ -88,7 +88,7 @@ class LabellingOptions(RunOptions, ABC):
     model: dict[str, Any] = field(default_factory=dict)  # `family` and the options of that family's config
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     data: Any = None
-    # null: that of the checkpoint; else of several labels a row where the labels of the training rows are lists.
+    # null: that of the checkpoint; else of several labels a row where all labels are lists.
     problem_type: ProblemType | None = None
     labels: tuple[str, ...] = ()  # in the order of the logits; null: those of the checkpoint, else of the training rows
     lora: LoraOptions = field(default_factory=LoraOptions)
@@ -174,6 +174,8 @@ class HeadedModel(nn.Module, ABC):
     ) -> None:
         super().__init__()
         self.problem_type = problem_type
+        # The padding token of a published folder; False: that of the tokenizer.
+        self.pad_id: int | None | Literal[False] = False
         like = cast(CausalLM, backbone).head_weight
         self.backbone = backbone
         self.labels = tuple(labels)

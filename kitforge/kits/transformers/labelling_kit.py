@@ -116,7 +116,7 @@ class LabellingKit(RowKit[HeadedOptionsT, Tokenizer]):
         if HEAD not in stored.head:
             raise ModelError("there is no classifier here", got=folder, expected=f"a run of {self.OPTIONS().task}")
         model = self.MODEL(model_folder.load_stored(stored, device=device, level=level, dtype=dtype), stored.labels)
-        model.problem_type = stored.problem_type
+        model.problem_type, model.pad_id = stored.problem_type, False if stored.is_run else stored.pad_id
         for name, tensor in stored.head.items():
             model.get_parameter(name).data.copy_(tensor)
         return model
@@ -298,7 +298,7 @@ def _open_headed(folder: Path, suffix: str, open_run: OpenCheckpoint) -> StoredM
         head = {name: checkpoint.tensor(name) for name in (HEAD, HEAD_BIAS) if name in names}
         stored = model_folder.open_decoder(checkpoint, BACKBONE)
         kind = checkpoint.state["config"].get("problem_type") or stored.problem_type
-        return dataclasses.replace(stored, head=head, labels=labels, suffix=suffix, problem_type=kind)
+        return dataclasses.replace(stored, head=head, labels=labels, suffix=suffix, problem_type=kind, is_run=True)
     if checkpoint is None and len(model_folder.labels_of(folder, suffix) or ()) > 1:
         return model_folder.open_classifier(folder, suffix)
     return model_folder.open_model(folder, lambda _folder: checkpoint)

@@ -238,6 +238,13 @@ def _metrics_of_several(loss: Tensor, counts: Tensor) -> dict[str, float]:
     return {"loss": float(loss / counts[0]), "accuracy": float(counts[1] / counts[0]), "f1": mean}
 
 
+def last_token(row: Sequence[int], pad_id: int | None) -> int:
+    """The position whose output classifies a row: as in transformers that of the last token other than `pad_id`, which
+    may also be what a tokenizer ends a text with. None: the last one."""
+    kept = (number for number in reversed(range(len(row))) if row[number] != pad_id)
+    return next(kept, 0)
+
+
 def losses_of(logits: Tensor, labels: Tensor) -> Tensor:
     """The cross entropy [B] of rows; see `ClassifierTask.logits`."""
     if labels.dim() == 1:

@@ -19,6 +19,7 @@ from kitforge.data.tokenizer import ByteTokenizer
 from kitforge.foundation.errors import ConfigError, DataError, ModelError
 from tests.kits.transformers import test_classification as texts
 from tests.kits.transformers import test_image_classification as images
+from tests.tokenizer_folders import write_kind
 
 KINDS = {
     None: lambda logits: logits.softmax(-1),
@@ -64,6 +65,30 @@ def test_a_text_gets_the_scores_of_transformers(kind: str | None, text_folder: P
     assert {each["label"]: each["score"] for each in found} == pytest.approx(
         {names[number]: float(score) for number, score in enumerate(wanted)}, abs=1e-5
     )
+
+
+@pytest.mark.parametrize("pad_id", [None, 1, 5])
+def test_the_token_that_classifies_a_text_is_that_of_transformers(pad_id: int | None, tmp_path: Path) -> None:
+    write_kind("both ends", tmp_path)
+    page = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(page | {"pad_token": "</s>"}))
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
+    options = {"vocab_size": 300, "pad_token_id": pad_id, "num_labels": 3, "max_position_embeddings": 64}
+    theirs = transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**sizes, **options)).eval()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    theirs.save_pretrained(tmp_path)
+    tokenize, classify = transformers.AutoTokenizer.from_pretrained(tmp_path), pipeline("text_classification", tmp_path)
+    for text in ("ugly", "Beautiful is better", "x"):
+        tokens = tokenize(text, return_tensors="pt").input_ids
+        assert tokens[0, -1] == 1
+        with torch.no_grad():
+            wanted = theirs(tokens).logits[0].softmax(-1)
+        (found,) = classify([text], top_k=None)
+        scores = {each["label"]: each["score"] for each in found}
+        assert [scores[f"LABEL_{number}"] for number in range(3)] == pytest.approx(wanted.tolist(), abs=1e-5)
 
 
 def test_an_export_keeps_the_problem_type(text_folder: Path) -> None:
@@ -160,5 +185,5 @@ def test_what_cannot_be_is_refused(text_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="problem_type=regression"):
         texts.begin(None, {"checkpoint": str(folder), "model": {}}, train_dataset=texts.rows())
     set_kind(folder, "single_label_classification")
-    with pytest.raises(DataError, match="has a list of labels"):
+    with pytest.raises(DataError, match="no labelled text"):
         texts.begin(None, {"checkpoint": str(folder), "model": {}}, train_dataset=ROWS)
