@@ -32,7 +32,7 @@ from kitforge.foundation.log import logger
 from kitforge.foundation.types import Region
 from kitforge.foundation.untrusted import parse_json
 from kitforge.models.catalog import FAMILIES, converter_of, exportable_config
-from kitforge.models.weight_mapping import TensorMapping, by_theirs, join
+from kitforge.models.weight_mapping import ConfigFile, TensorMapping, by_theirs, join
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX, _SUFFIXES = "base_model.model.", (".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector")
@@ -193,7 +193,9 @@ class _AdapterFolder:
     def __init__(self, config: FamilyConfig, folder: Path) -> None:
         self._values = values = _read_config(folder / CONFIG)
         self._file = TensorFile(folder / WEIGHTS, ModelError)
-        self._rank, self._alpha = int(values["r"]), float(values["lora_alpha"])
+        file = ConfigFile(values)
+        file.name = CONFIG
+        self._rank, self._alpha = file.count("r", 8), file.number("lora_alpha", 8.0)
         self._count = 3 if values.get("use_dora") else 2
         groups, skipped = _groups(config), set[str]()
         self._layers: dict[str, tuple[str, int, list[TensorMapping]]] = {}

@@ -30,8 +30,10 @@ class ConfigFile(dict[str, Any]):
     """A config.json whose values are read with type and range. Null counts as absent, except where None has a meaning.
     Every reader raises ModelError naming the key."""
 
+    name = "config.json"  # for messages
+
     def __missing__(self, key: str) -> Any:
-        raise ModelError("config.json lacks a key that this architecture needs", got=", ".join(self), expected=key)
+        raise ModelError(f"{self.name} lacks a key that this architecture needs", got=", ".join(self), expected=key)
 
     def count(self, key: str, default: int | None = None, *, largest: int = MAX_COUNT) -> int:
         """A whole number from 1 to `largest`; without a default the key is required."""
@@ -74,7 +76,7 @@ class ConfigFile(dict[str, Any]):
         """Raise ModelError about the value of the key unless the condition holds."""
         if not condition:
             got = f"{key}={self.get(key)!r}"[:200]
-            raise ModelError("config.json has an invalid value", got=got, expected=expected)
+            raise ModelError(f"{self.name} has an invalid value", got=got, expected=expected)
 
 
 def checked(

@@ -64,12 +64,15 @@ def read_preprocessor(path: Path, config: ViTConfig) -> ViTConfig:
         values = parse_json(path.read_bytes())
     except (OSError, ValueError) as error:
         raise ModelError(f"{path} cannot be read", got=error) from None
+    if not isinstance(values, dict):
+        raise ModelError(f"{path} cannot be read", got=type(values).__name__, expected="a JSON object")
     _KEYS.check(values, ModelError)
     kind = values.get("image_processor_type") or values.get("feature_extractor_type")
     side = config.image_size
     plain = {"size": side, "crop_size": side, "resample": 2, "do_center_crop": False}
     defaults: dict[str, Any] = _DEIT_DEFAULTS if kind in _DEIT else plain
     file = ConfigFile(defaults | {name: value for name, value in values.items() if value is not None})
+    file.name = PREPROCESSOR
     target: tuple[int, ...] = ()
     resample, final = "none", None
     if file.flag("do_resize", True):

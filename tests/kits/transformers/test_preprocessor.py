@@ -124,7 +124,7 @@ def test_an_export_prepares_images_alike(name: str, network: Path, tmp_path: Pat
 @pytest.mark.parametrize("change", REFUSED, ids=[next(iter(each)) for each in REFUSED])
 def test_another_preparation_is_refused(change: dict[str, Any], network: Path, tmp_path: Path) -> None:
     folder = with_processor(network, tmp_path, change)
-    with pytest.raises(ModelError, match=r"(?s)preprocessor_config.json|config.json"):
+    with pytest.raises(ModelError, match=r"preprocessor_config\.json"):
         ours(folder, picture())
 
 
