@@ -30,7 +30,7 @@ def names_of(labels: Sequence[Label]) -> tuple[str, ...]:
     are LABEL_0, LABEL_1, ..."""
     if not any(isinstance(each, (list, tuple)) for each in labels):
         return label_names([each for each in labels if isinstance(each, (str, int))])
-    lists = [list(each) if isinstance(each, (list, tuple)) else [each] for each in labels]
+    lists: list[list[Any]] = [list(each) if isinstance(each, (list, tuple)) else [each] for each in labels]
     sizes = {len(each) for each in lists}
     if len(sizes) == 1 and max(sizes) > 1 and all(map(_is_multi_hot, lists)):
         return tuple(f"LABEL_{number}" for number in range(max(sizes)))
@@ -39,7 +39,7 @@ def names_of(labels: Sequence[Label]) -> tuple[str, ...]:
 
 def multi_hot(label: Label, index: Mapping[str, int], location: object) -> list[float]:
     """A one for each label of a row and a zero for each other one. Raises DataError as `label_index` does."""
-    values = list(label) if isinstance(label, (list, tuple)) else [label]
+    values: list[Any] = list(label) if isinstance(label, (list, tuple)) else [label]
     if len(values) == len(index) and _is_multi_hot(values) and not {"0", "1"} & index.keys():
         return [float(each) for each in values]
     found = [0.0] * len(index)

@@ -31,9 +31,7 @@ class KnownKeys:
             if key in self.accepted:
                 if not any(_equal(value, each) for each in self.accepted[key]):
                     expected = " or ".join(f"{key}={each}" for each in self.accepted[key])
-                    raise self._refusal(
-                        error, f"{self.file}: {self.refusal}", key, values, expected
-                    )
+                    raise self._refusal(error, f"{self.file}: {self.refusal}", key, values, expected)
             elif value and not (key in self.obeyed or key in self.unused or self.unused_names.fullmatch(key)):
                 known = self.obeyed | self.accepted.keys()
                 close = nearest(key, known)
@@ -47,7 +45,12 @@ class KnownKeys:
         return error(problem, got=f"{key}={values[key]!r}"[:200].replace("'", ""), expected=expected, fix=fix)
 
     def with_keys(
-        self, obeyed: str = "", *, refusal: str | None = None, accepted: Mapping[str, Any] = MappingProxyType({}), unused: str = ""
+        self,
+        obeyed: str = "",
+        *,
+        refusal: str | None = None,
+        accepted: Mapping[str, Any] = MappingProxyType({}),
+        unused: str = "",
     ) -> KnownKeys:
         """These keys and more, as names with spaces between them. `accepted` has one value of a key or a tuple."""
         own = {key: each if isinstance(each, tuple) else (each,) for key, each in accepted.items()}

@@ -20,7 +20,7 @@ _NOTES = """
 architectures attn_implementation auto_map dtype finetuning_task flash_attn gradient_checkpointing id2label is_decoder
 keys_to_ignore_at_inference label2id label_smoothing loss_type model_name model_type num_labels pretraining_tp
 predict_special_tokens prefix problem_type return_dict tasks task_specific_params tf_legacy_loss tokenizer_class
-torch_dtype torchscript unsloth_fixed use_bfloat16 use_flash_attn use_flash_attention use_return_dict
+torch_dtype torchscript unsloth_fixed use_bfloat16 use_return_dict
 """
 # Lengths of training that no network is made of, and how products are computed, which changes rounding alone.
 _SIZES = """
@@ -31,8 +31,8 @@ seq_length sequence_length slow_but_exact
 _SCORES = "score_bias score_mean score_deviation"
 # Private notes, versions, ids of tokens, options of outputs, of initial weights, of dropout, and of GPT-2's summary.
 _NAMES = re.compile(
-    r"_.*|.*_version|transformers\.js.*|.*_token_ids?|.*_token_index|output_.*|initializer_.*|.*dropout.*|.*_pdrop"
-    r"|summary_.*"
+    r"_.*|.*_version|transformers\.js.*|.*_token|.*_token_ids?|.*_token_index|output_.*|initializer_.*|.*dropout.*"
+    r"|.*_pdrop|summary_.*|tokenizer_.*|neftune_.*|use_flash.*"
 )
 _QUANTIZED = "load the unquantized weights; inference.engine.quantization quantizes them here"
 

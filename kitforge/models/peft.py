@@ -90,7 +90,7 @@ _KEYS = KnownKeys(
         }
     ),
     fixes={
-        "init_lora_weights": "save it with path_initial_model_for_weight_conversion, which makes it a plain LoRA adapter",
+        "init_lora_weights": "save it with path_initial_model_for_weight_conversion, which makes it a plain adapter",
         "peft_type": "merge it into its base model with PEFT",
     },
 )
@@ -435,7 +435,9 @@ def _matches(match: Callable[[str, str], object], pattern: str, name: str) -> bo
         return match(pattern, name) is not None
     except re.error as error:
         expected = "a regular expression"
-        raise ModelError(f"{CONFIG}: a pattern cannot be read", got=f"{pattern!r}: {error}", expected=expected) from None
+        raise ModelError(
+            f"{CONFIG}: a pattern cannot be read", got=f"{pattern!r}: {error}", expected=expected
+        ) from None
 
 
 def _saved_layers(

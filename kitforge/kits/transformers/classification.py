@@ -84,7 +84,8 @@ class LabelledRows:
 
     def batch(self, rows: NDArray[np.int64], pad_id: int) -> dict[str, Tensor]:
         """Rows padded on the right, which causal attention never reads: tokens [B, T], the position of the token
-        that classifies a row `ends` [B], labels [B], or zeros and ones [B, C], and weights [B]. Without rows, one of weight 0."""
+        that classifies a row `ends` [B], labels [B], or zeros and ones [B, C], and weights [B]. Without rows, one of
+        weight 0."""
         tokens = self._tokens.padded(rows, pad_id)
         if not len(rows):
             empty = torch.zeros(1, dtype=torch.int64)

@@ -173,7 +173,7 @@ def open_vision(folder: Path, open_run: OpenCheckpoint = find_checkpoint) -> Sto
         path = resolve(base_of(folder)) / PREPROCESSOR
     if not path.is_file():
         return stored
-    return dataclasses.replace(stored, config=read_preprocessor(path, cast(Any, stored.config)))
+    return dataclasses.replace(stored, config=cast(Any, read_preprocessor(path, cast(Any, stored.config))))
 
 
 @final

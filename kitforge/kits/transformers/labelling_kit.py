@@ -194,7 +194,9 @@ class _Prepared(Generic[HeadedOptionsT]):
             return self._prepared(self._given_model(world), lora, frozen, world)
         assert self._config is not None
         # The head of the language model is never used, so none is built.
-        model = self._kit.MODEL(model_folder.build_on_meta(self._config, options.compile_level), self.data.labels, self.data.problem_type)
+        model = self._kit.MODEL(
+            model_folder.build_on_meta(self._config, options.compile_level), self.data.labels, self.data.problem_type
+        )
         freeze(model, frozen)
         if lora.is_on:
             with_adapter(model.backbone, lora, options.seed)

@@ -118,7 +118,9 @@ def _sides(file: ConfigFile, key: str) -> tuple[int, ...]:
     if isinstance(value, dict):
         names = ("shortest_edge",) if set(value) == {"shortest_edge"} else ("height", "width")
         value = [value[name] for name in names] if set(value) == set(names) else []
-    are_sides = isinstance(value, (list, tuple)) and len(value) in (1, 2) and all(isinstance(each, int) for each in value)
+    are_sides = (
+        isinstance(value, (list, tuple)) and len(value) in (1, 2) and all(isinstance(each, int) for each in value)
+    )
     file.check(are_sides and all(each > 0 for each in value), key, "height and width, or shortest_edge")
     return tuple(value)
 

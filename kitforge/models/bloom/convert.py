@@ -13,10 +13,10 @@ from kitforge.models.weight_mapping import Converter, TensorMapping, checked, de
 
 _KEYS = CONFIG_KEYS.with_keys(
     refusal="a BLOOM of another architecture",
-    obeyed=    "attention_dropout hidden_dropout hidden_size layer_norm_epsilon n_head n_layer seq_length",
+    obeyed="attention_dropout hidden_dropout hidden_size layer_norm_epsilon n_head n_layer seq_length",
     accepted={"apply_residual_connection_post_layernorm": False},
-    unused="""attention_softmax_in_fp32 bias_dropout_fusion masked_softmax_fusion n_embed n_inner offset_alibi skip_bias_add
-    skip_bias_add_qkv""",
+    unused="""attention_softmax_in_fp32 bias_dropout_fusion masked_softmax_fusion n_embed n_inner offset_alibi
+    skip_bias_add skip_bias_add_qkv""",
 )
 # The first checkpoints of BLOOM name the width and the counts otherwise.
 _ALIASES = {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}

@@ -32,7 +32,7 @@ def read_config(config: Mapping[str, Any]) -> GLMConfig:
 _GLM_KEYS = SHARED_KEYS.with_keys(refusal="a GLM of another architecture", unused="layer_types")
 _CHATGLM_KEYS = CONFIG_KEYS.with_keys(
     refusal="a ChatGLM of another architecture",
-    obeyed=    """add_qkv_bias ffn_hidden_size hidden_size kv_channels layernorm_epsilon multi_query_attention
+    obeyed="""add_qkv_bias ffn_hidden_size hidden_size kv_channels layernorm_epsilon multi_query_attention
     multi_query_group_num num_attention_heads num_layers padded_vocab_size rope_ratio seq_length""",
     accepted={
         "rmsnorm": True,

@@ -14,7 +14,7 @@ from kitforge.models.weight_mapping import Converter, TensorMapping, checked, de
 
 _KEYS = CONFIG_KEYS.with_keys(
     refusal="a GPT-2 of another architecture",
-    obeyed=    """activation_function attn_pdrop embd_pdrop layer_norm_epsilon n_embd n_head n_inner n_layer n_positions
+    obeyed="""activation_function attn_pdrop embd_pdrop layer_norm_epsilon n_embd n_head n_inner n_layer n_positions
     resid_pdrop scale_attn_by_inverse_layer_idx""",
     accepted={"scale_attn_weights": True},
 )

@@ -12,7 +12,7 @@ from kitforge.models.weight_mapping import Converter, TensorMapping, checked, de
 
 _KEYS = CONFIG_KEYS.with_keys(
     refusal="a PanGu-alpha of another architecture",
-    obeyed=    """activation_function attn_pdrop embd_pdrop hidden_size intermediate_size layer_norm_epsilon
+    obeyed="""activation_function attn_pdrop embd_pdrop hidden_size intermediate_size layer_norm_epsilon
     max_position_embeddings num_heads num_layers resid_pdrop""",
     accepted={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": (False, None)},
 )

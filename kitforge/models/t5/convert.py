@@ -9,11 +9,11 @@ from kitforge.core.nn.decoder import MAX_LAYERS
 from kitforge.foundation.errors import ModelError
 from kitforge.models.config_keys import CONFIG_KEYS
 from kitforge.models.t5.model import T5Config
-from kitforge.models.weight_mapping import Converter, TensorMapping, checked
+from kitforge.models.weight_mapping import ConfigFile, Converter, TensorMapping, checked
 
 _KEYS = CONFIG_KEYS.with_keys(
     refusal="a T5 of another architecture",
-    obeyed=    """d_ff d_kv d_model dense_act_fn dropout_rate feed_forward_proj is_gated_act layer_norm_epsilon n_positions
+    obeyed="""d_ff d_kv d_model dense_act_fn dropout_rate feed_forward_proj is_gated_act layer_norm_epsilon n_positions
     num_decoder_layers num_heads num_layers relative_attention_max_distance relative_attention_num_buckets
     scale_decoder_outputs""",
     accepted={"is_causal": (True, False, None), "is_encoder_decoder": (True,)},
@@ -59,7 +59,7 @@ def read_config(config: Mapping[str, Any]) -> T5Config:
 
 
 def _start_token(config: ConfigFile) -> int | None:
-    start = config.get("decoder_start_token_id")
+    start: int | None = config.get("decoder_start_token_id")
     is_token = isinstance(start, int) and not isinstance(start, bool) and 0 <= start < config.count("vocab_size")
     config.check(start is None or is_token, "decoder_start_token_id", "a token of the vocabulary")
     return start

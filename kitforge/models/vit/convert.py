@@ -13,7 +13,7 @@ from kitforge.models.weight_mapping import Converter, TensorMapping, checked
 
 _KEYS = CONFIG_KEYS.with_keys(
     refusal="a ViT of another architecture",
-    obeyed=    """attention_probs_dropout_prob hidden_act hidden_dropout_prob hidden_size image_mean image_size image_std
+    obeyed="""attention_probs_dropout_prob hidden_act hidden_dropout_prob hidden_size image_mean image_size image_std
     intermediate_size layer_norm_eps num_attention_heads num_channels num_hidden_layers patch_size qkv_bias""",
     # Attention in both directions, and no pooler before the classifier.
     accepted={"is_causal": (False, None)},
