@@ -147,6 +147,11 @@ class Kit(ABC, Generic[OptionsT, ProcessorT]):
         """The options of a run's config.yaml that its evaluation starts from. Default: None, the task's defaults."""
         return None
 
+    def trains_given_network(self, options: OptionsT) -> bool:
+        """Whether training changes the network of `RunInputs.model` itself. Default: it does; no copy is trained."""
+        del options
+        return True
+
     def after_training(self, options: OptionsT, run: Run) -> OptionsT:
         """The options for evaluating the trained model of `run` in memory. Default: those of the training."""
         return options

@@ -250,6 +250,10 @@ class RlhfTask(Kit[StageOptions, Tokenizer]):
         """The tokenizer of a run or step."""
         return find_tokenizer(folder)
 
+    def trains_given_network(self, options: StageOptions) -> bool:
+        """Only sft does, of all weights; adapters share the given weights, and the other tasks train a copy."""
+        return isinstance(options, SFTOptions) and not options.lora.is_on
+
     def after_training(self, options: StageOptions, run: Run) -> StageOptions:
         """Options for evaluating the run: its folder as the checkpoint, which records reference and rewards."""
         return dataclasses.replace(options, checkpoint=str(run.folder))
