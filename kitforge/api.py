@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import TypeAlias, final
+from typing import Any, TypeAlias, final
 
 from torch import nn
 
@@ -141,7 +141,7 @@ class Trainer:
         if self._start is None or given.model is None or not self._kit.trains_given_network(self.options):
             return given
         if hasattr(self.options, "checkpoint") and is_stored(self._start):
-            changes: dict[str, object] = {"checkpoint": str(self._start.folder), "model": {}}
+            changes: dict[str, Any] = {"checkpoint": str(self._start.folder), "model": {}}
             self.options = dataclasses.replace(self.options, **changes)
             self._network = self._start = None
             return dataclasses.replace(given, model=None)

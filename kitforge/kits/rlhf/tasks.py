@@ -31,6 +31,7 @@ from kitforge.kits.rlhf.config import (
     StageOptions,
 )
 from kitforge.kits.rlhf.dataset import DatasetSplits, read_examples, read_rows
+from kitforge.kits.rlhf.event_loop import EventLoop
 from kitforge.kits.rlhf.reinforcement.ppo import PolicyGradientTask
 from kitforge.kits.rlhf.reinforcement.rollout_collector import Roles
 from kitforge.kits.rlhf.reinforcement.rollout_log import RolloutLog, SampleLogger
@@ -281,7 +282,8 @@ def policy_gradient(parts: TaskInputs) -> TaskBuilder:
     """Policy gradient on prompts: the policy, its reference model, a critic for GAE, initialized from the reward model
     if there is one, and the rewards. Builds only the roles placed on this rank."""
     options = cast(RLOptions, parts.options)
-    playground = environment_runner_of(parts.inputs.roles, options, parts.tokenizer)
+    loop = EventLoop()
+    playground = environment_runner_of(parts.inputs.roles, options, parts.tokenizer, loop)
     tools = None if playground is None else playground.tools
     rows = parts.rows(None, "prompt, and those that rewards read", options.rollout.max_new_tokens, tools)
     pretraining = _ptx_rows(parts)
@@ -312,7 +314,7 @@ def policy_gradient(parts: TaskInputs) -> TaskBuilder:
 
     def task(world: World) -> tuple[Task, Sequence[Callback]]:
         roles = Roles(
-            scorer=scorer_of(judge, parts.tokenizer, options.rl.max_tokens_per_microbatch)
+            scorer=scorer_of(judge, parts.tokenizer, options.rl.max_tokens_per_microbatch, loop)
             if judge is not None and "reward" in held
             else None,
             reference_model=parts.reference_model(
@@ -323,6 +325,7 @@ def policy_gradient(parts: TaskInputs) -> TaskBuilder:
             ),
             eos_ids=parts.tokenizer.eos_ids,
             environment_runner=playground,
+            event_loop=loop,
             tokenizer=parts.tokenizer,
         )
         made = PolicyGradientTask(options, rows, roles, build, world, pretraining)

@@ -6,8 +6,6 @@ the loss mask.
 
 from __future__ import annotations
 
-import asyncio
-import functools
 import inspect
 import math
 import threading
@@ -32,10 +30,9 @@ from kitforge.foundation.log import logger
 from kitforge.inference.engine import Engine, Output
 from kitforge.inference.text_engine import InferenceOptions
 from kitforge.kits.rlhf.config import EnvironmentOptions
+from kitforge.kits.rlhf.event_loop import EventLoop
 from kitforge.kits.rlhf.reinforcement.rollout_batch import Rollout, StoppingEngine
-from kitforge.kits.rlhf.roles.rewards import PromptCompletion, await_result
-
-_LOOP_LOCK = threading.Lock()
+from kitforge.kits.rlhf.roles.rewards import PromptCompletion
 
 
 @final
@@ -57,12 +54,13 @@ class StepPool:
     """Runs calls, plain or async, in up to `max_workers` daemon threads; `timeout` in seconds per call, None: no limit.
 
     Python cannot stop a thread: a timed-out call keeps its thread, and a new one replaces it. An async call is
-    cancelled. All async calls share one event loop, so that they may share connections.
+    cancelled. All async calls run in `loop`.
     """
 
-    def __init__(self, max_workers: int, timeout: float | None) -> None:
+    def __init__(self, max_workers: int, timeout: float | None, loop: EventLoop) -> None:
         self._max_workers = max_workers
         self._timeout = timeout
+        self._loop = loop
         self._pending: deque[Job] = deque()
         self._running: set[Job] = set()
         self._changed = threading.Condition()
@@ -120,9 +118,7 @@ class StepPool:
             with torch.no_grad():
                 result = job.call()
             if inspect.isawaitable(result):
-                with _LOOP_LOCK:
-                    loop = _event_loop()
-                job.awaited = asyncio.run_coroutine_threadsafe(await_result(result), loop)
+                job.awaited = self._loop.submit(result)
                 result = job.awaited.result()
         except BaseException as error:  # noqa: BLE001 (an environment is foreign code, and may even call sys.exit)
             return None, error
@@ -144,14 +140,6 @@ class StepPool:
         if self._timeout is None or not self._running:
             return None
         return max(min(job.started for job in self._running) + self._timeout - time.monotonic(), 0.0)
-
-
-@functools.cache
-def _event_loop() -> asyncio.AbstractEventLoop:
-    """The event loop of all async steps of this process; it runs in its own thread."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="environment event loop", daemon=True).start()
-    return loop
 
 
 # An observation: text, or messages that the chat template renders.
@@ -257,6 +245,7 @@ class EnvironmentRunner:
     max_turns: int
     max_tokens: int
     options: EnvironmentOptions
+    loop: EventLoop = field(default_factory=EventLoop)  # of async steps
     tools: Sequence[Mapping[str, Any]] | None = None  # JSON schemas rendered into the prompts
     has_rewards: bool = True  # rewards come from the environment instead of the role `reward`
 
@@ -270,7 +259,7 @@ class EnvironmentRunner:
     ) -> list[Rollout]:
         """`num_samples` episodes per numbered prompt, in order. Sampling noise is keyed by `name`, prompt, sample and
         turn."""
-        pool = StepPool(self.options.max_workers, self.options.timeout)
+        pool = StepPool(self.options.max_workers, self.options.timeout, self.loop)
         episodes = [
             Episode(number=number, sample=sample, prompt=prompt, environment=self.make())
             for number, prompt in prompts

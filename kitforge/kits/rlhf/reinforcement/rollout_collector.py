@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any, TypeAlias, final
 
@@ -20,6 +20,7 @@ from kitforge.inference.text_engine import InferenceOptions
 from kitforge.kits.rlhf.batching import forward_batches
 from kitforge.kits.rlhf.config import RLOptions, RolloutOptions
 from kitforge.kits.rlhf.dataset import DatasetSplits
+from kitforge.kits.rlhf.event_loop import EventLoop
 from kitforge.kits.rlhf.reinforcement.async_rollouts import AsyncRollouts
 from kitforge.kits.rlhf.reinforcement.environment import EnvironmentRunner
 from kitforge.kits.rlhf.reinforcement.rollout_batch import (
@@ -50,6 +51,7 @@ class Roles:
 
     scorer: Scorer | None  # None: the environment gives the rewards
     environment_runner: EnvironmentRunner | None = None  # runs episodes of several turns
+    event_loop: EventLoop = field(default_factory=EventLoop)  # of async rewards and environments
     reference_model: ReferenceModel  # its model is None without a KL coefficient or kl.measure
     eos_ids: tuple[int, ...]
     tokenizer: Tokenizer  # shared by policy and reference
@@ -132,11 +134,12 @@ class RolloutCollector:
         return self._fingerprint_cache
 
     def close(self, ending: RunResult) -> None:
-        """Release the inference-only ranks."""
+        """Release the inference-only ranks, and end the event loop."""
         if self._world.inference_ranks is not None and not self._world.is_inference_only:
             self._placement.broadcast_object(("end", ending))
         if self._async is not None:
             self._async.close()
+        self._roles.event_loop.close()
 
     def serve(self) -> RunResult:
         """Run commands until the run ends; returns its result."""

@@ -19,6 +19,7 @@ from kitforge.data.tokenizer import Tokenizer
 from kitforge.foundation.config import check
 from kitforge.foundation.errors import ConfigError, nearest
 from kitforge.kits.rlhf.config import RLOptions
+from kitforge.kits.rlhf.event_loop import EventLoop
 from kitforge.kits.rlhf.reinforcement.environment import EnvironmentRunner
 
 _PLAIN = {int: "integer", float: "number", str: "string", bool: "boolean", type(None): "null"}
@@ -267,9 +268,9 @@ def with_tools(prompt: PromptExample, template: ChatTemplate, schemas: Sequence[
 
 
 def environment_runner_of(
-    roles: Mapping[str, Any], options: RLOptions, tokenizer: Tokenizer
+    roles: Mapping[str, Any], options: RLOptions, tokenizer: Tokenizer, loop: EventLoop
 ) -> EnvironmentRunner | None:
-    """The runner of multi-turn rollouts; None without the role `environment` or `tools`."""
+    """The runner of multi-turn rollouts; None without the role `environment` or `tools`. Async steps run in `loop`."""
     make, functions = (roles.get(name) for name in ("environment", "tools"))
     schemas = None
     if functions is not None:
@@ -297,6 +298,7 @@ def environment_runner_of(
         max_turns=options.rollout.max_turns,
         max_tokens=options.data.sequence_length,
         options=options.environment,
+        loop=loop,
         tools=schemas,
         has_rewards=functions is None,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 import inspect
 import math
@@ -10,8 +9,7 @@ import os
 import re
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, cast, final
 
@@ -27,6 +25,7 @@ from kitforge.foundation.device import copy_to
 from kitforge.foundation.errors import ConfigError, DataError, KitforgeError, TrainingError, nearest
 from kitforge.foundation.untrusted import names_function
 from kitforge.kits.rlhf.batching import forward_batches, pad_examples
+from kitforge.kits.rlhf.event_loop import EventLoop
 from kitforge.kits.rlhf.roles.value_head import ValueHeadModel
 from kitforge.trainer.run_folder import Run
 
@@ -142,8 +141,10 @@ class FunctionScorer(Scorer):
     a list of one number per token, or a mapping with "score" whose other numbers are logged by name.
     """
 
-    def __init__(self, function: Callable[..., Any], tokenizer: Tokenizer) -> None:
+    def __init__(self, function: Callable[..., Any], tokenizer: Tokenizer, loop: EventLoop) -> None:
+        """An async function runs in `loop`."""
         self._function = function
+        self._loop = loop
         self._tokenizer = tokenizer
         self._name = getattr(function, "__name__", type(function).__name__)
         parameters = inspect.signature(function).parameters.values()
@@ -158,7 +159,7 @@ class FunctionScorer(Scorer):
         try:
             found = self._function(**arguments)
             if inspect.isawaitable(found):
-                found = _run_awaitable(found)
+                found = self._loop.run(found)
         except KitforgeError:
             raise
         except Exception as error:
@@ -288,21 +289,6 @@ VERIFIERS: dict[str, Callable[..., list[float]]] = {
 }
 
 
-async def await_result(value: Awaitable[Any]) -> Any:
-    """Wrap an awaitable as a coroutine."""
-    return await value
-
-
-def _run_awaitable(value: Awaitable[Any]) -> Any:
-    """Run a coroutine, also inside a running event loop (notebooks)."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(await_result(value))
-    with ThreadPoolExecutor(max_workers=1) as thread:
-        return thread.submit(asyncio.run, await_result(value)).result()
-
-
 def _to_python(value: Any) -> Any:
     """Tensors, arrays and iterables as lists, NumPy scalars as Python numbers."""
     if isinstance(value, (torch.Tensor, np.ndarray, np.generic)):
@@ -368,26 +354,31 @@ def critic_init(judge: Any, tokenizer: Tokenizer) -> ValueHeadModel | None:
     return model if isinstance(model, ValueHeadModel) and reads_same else None
 
 
-def scorer_of(given: Any, tokenizer: Tokenizer, most_tokens: int | None = None) -> Scorer:
+def scorer_of(
+    given: Any, tokenizer: Tokenizer, most_tokens: int | None = None, loop: EventLoop | None = None
+) -> Scorer:
     """The scorer of the role `reward`: a reward model, a function, the name of a verifier, `package.module:function`,
     or several in a list or mapping, each with an optional weight: `{"short": (0.1, shortness), "exact": "exact"}`.
-    `most_tokens` per forward pass of a model."""
+    `most_tokens` per forward pass of a model; async functions run in `loop`."""
     if isinstance(given, Scorer):
         return given
+    loop = EventLoop() if loop is None else loop
     if several := reward_members(given):
         parts = {name: weighted_member(name, each) for name, each in several.items()}
-        found = {name: (weight, scorer_of(each, tokenizer, most_tokens)) for name, (weight, each) in parts.items()}
+        found = {
+            name: (weight, scorer_of(each, tokenizer, most_tokens, loop)) for name, (weight, each) in parts.items()
+        }
         return WeightedScorer(found)
     own = reward_tokenizer(given)
     given = given.model if isinstance(given, (Run, RewardModel)) else given
     if isinstance(given, ValueHeadModel):
         return ModelScorer(given, tokenizer, own, most_tokens)
     if isinstance(given, str) and given in VERIFIERS:
-        return FunctionScorer(VERIFIERS[given], tokenizer)
+        return FunctionScorer(VERIFIERS[given], tokenizer, loop)
     if isinstance(given, str) and names_function(given):
-        return FunctionScorer(find_function(given), tokenizer)
+        return FunctionScorer(find_function(given), tokenizer, loop)
     if callable(given) and not isinstance(given, torch.nn.Module):
-        return FunctionScorer(given, tokenizer)
+        return FunctionScorer(given, tokenizer, loop)
     names = f"{', '.join(VERIFIERS)}, package.module:function"
     missing = ", and there is no such folder" if isinstance(given, str) and "/" in given else ""
     raise ConfigError(
