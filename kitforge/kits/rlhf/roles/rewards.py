@@ -6,7 +6,6 @@ import importlib
 import inspect
 import math
 import os
-import re
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,6 +25,7 @@ from kitforge.foundation.errors import ConfigError, DataError, KitforgeError, Tr
 from kitforge.foundation.untrusted import names_function
 from kitforge.kits.rlhf.batching import forward_batches, pad_examples
 from kitforge.kits.rlhf.event_loop import EventLoop
+from kitforge.kits.rlhf.roles.numbers import last_number
 from kitforge.kits.rlhf.roles.value_head import ValueHeadModel
 from kitforge.trainer.run_folder import Run
 
@@ -33,8 +33,6 @@ from kitforge.trainer.run_folder import Run
 Score: TypeAlias = float | list[float]
 # TRL's argument names of a reward function, and ours.
 _TRL_NAMES = {"prompt_ids": "prompt_tokens", "completion_ids": "completion_tokens"}
-# A number with sign, thousands separators and decimals.
-_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,7 +262,7 @@ def exact_match(*, completions: list[str], answer: list[Any]) -> list[float]:
 
 
 def gsm8k_match(*, completions: list[str], answer: list[Any]) -> list[float]:
-    """1 if the last number of the completion equals the one after "####" in the column `answer`."""
+    """1 if the last number of the completion equals the one after "####" in the column `answer`; see `last_number`."""
     wanted = [last_number(str(each).split("####")[-1]) for each in answer]
     if None in wanted:
         raise DataError("no number in column 'answer'", got=str(answer[wanted.index(None)])[-60:], expected="#### 42")
@@ -274,12 +272,6 @@ def gsm8k_match(*, completions: list[str], answer: list[Any]) -> list[float]:
 def lowercase_fraction(*, completions: list[str]) -> list[float]:
     """Toy reward: the fraction of lower-case letters."""
     return [sum("a" <= each <= "z" for each in text) / max(len(text), 1) for text in completions]
-
-
-def last_number(text: str) -> float | None:
-    """The last number in a text, None where there is none."""
-    found = _NUMBER.findall(text)
-    return float(found[-1].replace(",", "")) if found else None
 
 
 VERIFIERS: dict[str, Callable[..., list[float]]] = {

@@ -22,7 +22,6 @@ from kitforge.kits.rlhf.roles.rewards import (
     WeightedScorer,
     exact_match,
     gsm8k_match,
-    last_number,
     lowercase_fraction,
     reward_reference,
     scorer_of,
@@ -265,11 +264,6 @@ def test_checks_against_known_answers() -> None:
 def test_the_toy_counts_lower_case_letters() -> None:
     assert scores("lowercase") == [1.0, 1.0]
     assert lowercase_fraction(completions=["aB1z", ""]) == [0.5, 0.0]
-
-
-@pytest.mark.parametrize(("text", "number"), [("a 1,000.50 b", 1000.5), ("-3", -3.0), ("none", None), ("1. 2.", 2.0)])
-def test_the_last_number_is_read_as_people_write_it(text: str, number: float | None) -> None:
-    assert last_number(text) == number
 
 
 def test_a_reward_model_scores_what_was_generated_token_by_token() -> None:
