@@ -86,7 +86,8 @@ GROUP_EPSILON = 1e-6
 
 
 def group_advantages(scores: Tensor, baseline: Baseline) -> Tensor:
-    """Group-relative advantages [P, N] of N completions per prompt; exactly 0 in a group of equal scores.
+    """Group-relative advantages [P, N] of N completions per prompt; exactly 0 in a group of equal scores, see
+    `has_reward_variance`.
 
     grpo: (score - mean) / (std + 1e-6), std with n - 1 (Shao et al., 2024). dr_grpo: score - mean (Liu et al.,
     2025). rloo: score - mean of the others (Ahmadian et al., 2024). Raises ConfigError for groups of one.
@@ -105,9 +106,16 @@ def group_advantages(scores: Tensor, baseline: Baseline) -> Tensor:
     return centred * (size / (size - 1)) if baseline == "rloo" else centred
 
 
+# Rewards of a group that differ by less, relative to the largest, differ by the rounding of their sums.
+REWARD_TOLERANCE = 1e-10
+
+
 def has_reward_variance(scores: Tensor) -> Tensor:
-    """Whether each group [P, 1] has different scores; dynamic sampling keeps those (DAPO; Yu et al., 2025)."""
-    return scores.amax(-1, keepdim=True) != scores.amin(-1, keepdim=True)
+    """Whether each group [P, 1] has scores that differ by more than rounding; dynamic sampling keeps those (DAPO; Yu et
+    al., 2025)."""
+    tolerance = max(REWARD_TOLERANCE, 4 * torch.finfo(scores.dtype).eps)
+    largest, smallest = scores.amax(-1, keepdim=True), scores.amin(-1, keepdim=True)
+    return largest - smallest > tolerance * torch.maximum(largest.abs(), smallest.abs())
 
 
 WHITEN_EPSILON = 1e-8

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import itertools
 import math
 import os
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeAlias, cast, final
 
 import numpy as np
@@ -148,6 +150,7 @@ class FunctionScorer(Scorer):
         parameters = inspect.signature(function).parameters.values()
         self._wants_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
         self._wanted = {each.name for each in parameters}
+        self._bound = _bound_names(function)
         variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         self._needed = [each.name for each in parameters if each.default is each.empty and each.kind not in variable]
 
@@ -193,7 +196,11 @@ class FunctionScorer(Scorer):
                 if missing[0] in _TRL_NAMES
                 else f"data.columns.{missing[0]}=NAME; {nearest(missing[0], columns)}",
             )
-        return {name: value for name, value in known.items() if self._wants_all or name in self._wanted}
+        return {
+            name: value
+            for name, value in known.items()
+            if name not in self._bound and (self._wants_all or name in self._wanted)
+        }
 
     def _figures(self, value: Any) -> dict[str, float]:
         """The named values of a mapping."""
@@ -243,17 +250,25 @@ class WeightedScorer(Scorer):
 
     def rewards(self, completions: Sequence[PromptCompletion]) -> list[RewardOutput]:
         """The weighted sums; None where no reward applies. Further values are named REWARD/NAME."""
-        sums: list[float | None] = [None] * len(completions)
+        terms: list[list[float]] = [[] for _ in completions]
         rewards: list[dict[str, float]] = [{} for _ in completions]
         for name, (weight, scorer) in self._scorers.items():
             for index, each in enumerate(scorer.rewards(completions)):
                 if isinstance(each.score, list):
                     raise TrainingError(f"reward {name!r} returns token rewards", expected="one number per completion")
                 if each.score is not None:
-                    sums[index] = (sums[index] or 0.0) + weight * each.score
+                    terms[index].append(weight * each.score)
                     rewards[index][name] = each.score
                 rewards[index] |= {f"{name}/{own}": value for own, value in each.rewards.items()}
-        return [RewardOutput(score=total, rewards=own) for total, own in zip(sums, rewards, strict=True)]
+        return [RewardOutput(score=_sum(own), rewards=named) for own, named in zip(terms, rewards, strict=True)]
+
+
+def _sum(terms: Sequence[float]) -> float | None:
+    """The sum; None without terms, and 0 where they cancel but for their rounding, which is no difference of rewards."""
+    if not terms:
+        return None
+    total = math.fsum(terms)
+    return total if abs(total) > 1e-14 * sum(map(abs, terms)) else 0.0
 
 
 def exact_match(*, completions: list[str], answer: list[Any]) -> list[float]:
@@ -281,11 +296,18 @@ VERIFIERS: dict[str, Callable[..., list[float]]] = {
 }
 
 
+def _bound_names(function: Callable[..., Any]) -> set[str]:
+    """The arguments that a `functools.partial` binds, by name or by position."""
+    if not isinstance(function, partial):
+        return set()
+    return {*function.keywords, *list(inspect.signature(function.func).parameters)[: len(function.args)]}
+
+
 def _to_python(value: Any) -> Any:
-    """Tensors, arrays and iterables as lists, NumPy scalars as Python numbers."""
+    """Tensors, arrays and iterables as lists, NumPy scalars as Python numbers. A set has no order: it stays one."""
     if isinstance(value, (torch.Tensor, np.ndarray, np.generic)):
         return value.tolist()
-    is_several = isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping))
+    is_several = isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping, set, frozenset))
     return [_to_python(each) for each in value] if is_several else value
 
 
@@ -386,13 +408,20 @@ def reward_members(given: Any) -> dict[str, Any]:
         return dict(given)
     if not isinstance(given, list):
         return {}
+    names = [_reward_name(each) for each in given]
     found: dict[str, Any] = {}
-    for number, each in enumerate(given):
-        one = each[-1] if isinstance(each, (tuple, list)) and each else each
-        own = one if isinstance(one, str) else getattr(one, "__name__", type(one).__name__)
-        name = own.rpartition(":")[2]
-        found[name if name not in found else f"{name}_{number}"] = each
+    for index, (name, each) in enumerate(zip(names, given, strict=True)):
+        numbered = (f"{name}_{number}" for number in itertools.count(index))
+        # A made-up name is nobody's own.
+        found[name if name not in found else next(one for one in numbered if one not in {*names, *found})] = each
     return found
+
+
+def _reward_name(given: Any) -> str:
+    """The name of a member of a list of rewards."""
+    one = given[-1] if isinstance(given, (tuple, list)) and given else given
+    name: str = one if isinstance(one, str) else getattr(one, "__name__", type(one).__name__)
+    return name.rpartition(":")[2]
 
 
 def reward_reference(given: Any) -> Any:

@@ -178,6 +178,20 @@ def test_equal_scores_say_nothing_at_all(baseline: Baseline, size: int) -> None:
     assert has_reward_variance(ONE_SUCCESS).tolist() == [[True]]
 
 
+@pytest.mark.parametrize("size", [1e-12, 1e-3, 1.0, 1e9])
+@pytest.mark.parametrize("baseline", ["grpo", "dr_grpo", "rloo"])
+def test_scores_that_differ_by_rounding_are_no_signal_at_any_size(size: float, baseline: Baseline) -> None:
+    ways = (0.1 * 3, 0.3, 0.1 + 0.2, 0.1 + 0.1 + 0.1)
+    rounded = size * torch.tensor([ways], dtype=torch.float64)
+    assert len(set(rounded.flatten().tolist())) > 1
+    assert has_reward_variance(rounded).tolist() == [[False]]
+    assert group_advantages(rounded, baseline).tolist() == [[0.0] * 4]
+    differing = size * torch.tensor([[*ways[:3], 0.3 * (1 + 1e-6)]], dtype=torch.float64)
+    assert has_reward_variance(differing).tolist() == [[True]]
+    assert group_advantages(differing, baseline).abs().min() > 0
+    assert has_reward_variance(-differing).tolist() == [[True]]
+
+
 @pytest.mark.parametrize("baseline", get_args(Baseline))
 def test_groups_of_one_are_refused(baseline: Baseline) -> None:
     with pytest.raises(ConfigError, match="groups of 1"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from kitforge.kits.rlhf.roles.rewards import (
     exact_match,
     gsm8k_match,
     lowercase_fraction,
+    reward_members,
     reward_reference,
     scorer_of,
 )
@@ -285,3 +287,54 @@ def test_what_gives_no_rewards_is_refused(given: Any) -> None:
 def test_a_run_without_anything_that_scores_is_refused() -> None:
     with pytest.raises(ConfigError, match="has no reward"):
         runs.begin("ppo", None, roles={})
+
+
+def named(name: str, value: float) -> Any:
+    def function(*, completions: list[str]) -> list[float]:
+        return [value] * len(completions)
+
+    function.__name__ = name
+    return function
+
+
+@pytest.mark.parametrize(
+    "names", [("f", "f_2", "f"), ("f", "f", "f_1"), ("f_1", "f", "f"), ("f", "f", "f", "f_1", "f_2")]
+)
+def test_no_reward_of_a_list_is_lost_by_a_name(names: tuple[str, ...]) -> None:
+    given = [named(name, 10.0**place) for place, name in enumerate(names)]
+    assert scores(given) == [sum(10.0**place for place in range(len(names)))] * 2
+    members = reward_members(given)
+    assert list(members.values()) == given
+    assert all(members[name] in given and members[name].__name__ == name for name in set(names))
+
+
+@pytest.mark.parametrize("value", [{1.0, 2.0}, frozenset((1.0, 2.0)), [{1.0}, 2.0]])
+def test_rewards_without_an_order_are_refused(value: Any) -> None:
+    with pytest.raises(TrainingError, match=r"set|invalid reward"):
+        scores(lambda *, completions: value)
+    with pytest.raises(ConfigError, match=r"(?s)invalid reward.*set"):
+        scorer_of({lowercase_fraction, exact_match}, TOKENIZER)
+
+
+def test_a_bound_argument_is_not_replaced_by_a_column() -> None:
+    def scaled(scale: float, *, completions: list[str], **columns: Any) -> list[float]:
+        assert "scale" not in columns
+        return [scale * len(text) for text in completions]
+
+    def closed(*, completions: list[str], scale: float = 1.0) -> list[float]:
+        return [scale * len(text) for text in completions]
+
+    answers = [answer("a", "xyz", scale=100.0), answer("b", "x", scale=100.0)]
+    assert scores(partial(closed, scale=2.0), answers) == [6.0, 2.0]
+    assert scores(partial(scaled, scale=2.0), answers) == [6.0, 2.0]
+    assert scores(partial(scaled, 2.0), answers) == [6.0, 2.0]
+    assert scores(partial(partial(closed, scale=3.0), scale=2.0), answers) == [6.0, 2.0]
+    # What is not bound is a column's.
+    assert scores(lambda *, completions, scale: scale, answers) == [100.0, 100.0]
+
+
+def test_weighted_rewards_that_cancel_are_zero() -> None:
+    given = {"plus": (0.1, lambda *, completions: [3.0, 0.0]), "minus": (-0.3, lambda *, completions: [1.0, 0.0])}
+    assert scores(given) == [0.0, 0.0]
+    small = {"plus": (1.0, lambda *, completions: [1.0, 1.0]), "bonus": (1e-7, lambda *, completions: [1.0, 0.0])}
+    assert scores(small | {"minus": (-1.0, lambda *, completions: [1.0, 1.0])})[0] != 0.0
