@@ -93,6 +93,8 @@ class ChatTemplate:
         self._named = dict(named_tokens)
         sources = {"default": source} if isinstance(source, str) else dict(source or {})
         self.fingerprint = fingerprint_of("chat template", sources, self._named)
+        # Whether a tool call is written between <tool_call> and </tool_call>.
+        self.marks_tool_calls = any("<tool_call>" in each for each in sources.values())
         self._languages = {name: TemplateLanguage(sandboxed(each), self._find_added) for name, each in sources.items()}
 
     def tokens(

@@ -197,7 +197,9 @@ class PolicyGradientOptions:
     # Old log-probs in the PPO ratio: of the rollout engine, or recomputed by the trainer before the first update.
     old_logprobs: Literal["rollout", "recompute"] = "rollout"
     advantage: Literal["gae", "grpo", "dr_grpo", "rloo", "reinforce"] = "gae"  # gae trains a critic
-    loss_aggregation: LossAggregation = "token-mean"  # mean of the token losses; constant: divided by max_new_tokens
+    loss_aggregation: LossAggregation = (
+        "token-mean"  # mean of the token losses; constant: divided by the longest completion allowed
+    )
     # ppo: clipped surrogate per token. gspo: with the length-normalised ratio of the sequence. cispo: the clipped ratio
     # weights REINFORCE, so that no token loses its gradient.
     loss_mode: LossMode = "ppo"
@@ -370,12 +372,16 @@ class EnvironmentOptions:
     timeout: float | None = 60.0  # seconds per step; null: no limit
     # Reward of a turn whose step raised or timed out, which ends the episode; raise: abort the run.
     on_error: float | Literal["raise"] = 0.0
+    # Calls in a row whose tool raised that are told to the policy; after the next one the step fails.
+    max_consecutive_errors: int = 3
 
     def __post_init__(self) -> None:
         check(self.max_workers > 0, "environment.max_workers", self.max_workers, "a whole number of at least 1")
         check(self.timeout is None or self.timeout > 0, "environment.timeout", self.timeout, "above 0, or null")
         is_sound = isinstance(self.on_error, str) or math.isfinite(self.on_error)
         check(is_sound, "environment.on_error", self.on_error, "a finite number, or raise")
+        limit = self.max_consecutive_errors
+        check(limit >= 0, "environment.max_consecutive_errors", limit, "a whole number of at least 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ the loss mask.
 from __future__ import annotations
 
 import inspect
+import json
 import math
 import threading
 import time
@@ -32,7 +33,7 @@ from kitforge.inference.text_engine import InferenceOptions
 from kitforge.kits.rlhf.config import EnvironmentOptions
 from kitforge.kits.rlhf.event_loop import EventLoop
 from kitforge.kits.rlhf.reinforcement.rollout_batch import Rollout, StoppingEngine
-from kitforge.kits.rlhf.roles.rewards import PromptCompletion
+from kitforge.kits.rlhf.roles.rewards import Observation, PromptCompletion
 
 
 @final
@@ -188,13 +189,18 @@ class Episode:
     rewards: list[float] = field(default_factory=list)  # per token of the policy
     turn_tokens: list[int] = field(default_factory=list)  # tokens of the policy in this turn
     turn_rewards: list[float] = field(default_factory=list)
+    turn_lengths: list[int] = field(default_factory=list)  # tokens of the policy by turn
+    observations: list[Observation] = field(default_factory=list)  # before each turn
+    is_turn_ended: bool = False  # the last turn is whole, and the episode might go on
     failure: str | None = None  # error of the last step
     has_timed_out: bool = False
     is_finished: bool = False
     is_stopped: bool = False  # the last turn ended with a stop string, without an EOS token
 
-    def append_observation(self, tokens: Sequence[int]) -> None:
-        """Append tokens of an observation."""
+    def append_observation(self, said: Reply, tokens: Sequence[int]) -> None:
+        """Append an observation and its tokens."""
+        # Messages are kept as the JSON values that a rollout file holds.
+        self.observations.append(said if isinstance(said, str) else json.loads(json.dumps(said, default=str)))
         self.tokens += tokens
         self.loss_mask += [False] * len(tokens)
 
@@ -216,6 +222,9 @@ class Episode:
             is_finished=self.is_finished,
             is_stopped=self.is_stopped,
             columns=self.prompt.columns,
+            turn_lengths=tuple(self.turn_lengths),
+            observations=tuple(self.observations[: len(self.turn_lengths)]),
+            is_turn_ended=self.is_turn_ended,
         )
         tools = self.environment if isinstance(self.environment, CountsToolCalls) else None
         return Rollout(
@@ -223,6 +232,7 @@ class Episode:
             prompt_index=self.number,
             num_tool_calls=None if tools is None else tools.num_tool_calls,
             num_tool_failures=0 if tools is None else tools.num_tool_calls - tools.num_tool_results,
+            num_tool_errors=getattr(tools, "num_tool_errors", 0),
             logprobs=tuple(self.log_probs),
             score=tuple(self.rewards) if has_rewards else None if self.failure is None else self.rewards[-1],
             turn_rewards=tuple(self.turn_rewards),
@@ -290,7 +300,8 @@ class EnvironmentRunner:
             episode.opening = job.result
             if episode.conversation and isinstance(episode.conversation[-1], BegunMessage):
                 episode.opening = episode.conversation.pop()["content"] + job.result
-            episode.append_observation(encode_continuation(self.tokenizer, episode.prompt.tokens, job.result))
+            opening = encode_continuation(self.tokenizer, episode.prompt.tokens, job.result)
+            episode.append_observation(job.result, opening)
             if self._tokens_left(episode) < 1:
                 raise TrainingError(
                     f"{name} leaves no room for a completion",
@@ -353,12 +364,15 @@ class EnvironmentRunner:
             episode.is_finished = is_over and has_stopped
         episode.rewards[-1] = reward
         episode.turn_rewards.append(reward)
+        episode.turn_lengths.append(len(said))
+        episode.is_turn_ended = has_stopped and not is_over
         if is_over or not has_stopped or len(episode.turn_rewards) == self.max_turns:
             return False
         tokens = self._encode_observation(episode, said, observation)
         if len(tokens) >= self._tokens_left(episode):
+            episode.is_turn_ended = False
             return False
-        episode.append_observation(tokens)
+        episode.append_observation(observation, tokens)
         return True
 
     def _failed_step(self, episode: Episode, job: Job) -> Step:

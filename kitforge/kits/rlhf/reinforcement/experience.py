@@ -75,10 +75,12 @@ def shaped_scores(trajectories: Sequence[Rollout], options: RLOptions, mask: Ten
     """Rewards of completions [S], or of tokens [S, T], minus the missing-EOS and length penalties. With token rewards,
     the penalties are subtracted at the last token."""
     rl = options.rl
-    ended = torch.tensor([each.completion.is_finished for each in trajectories])
+    ended = torch.tensor([not each.completion.is_truncated for each in trajectories])
     costs = missing_eos_scores(torch.zeros(len(trajectories), dtype=torch.float64), ended, rl.missing_eos_penalty)
     if rl.overlong_buffer:
-        costs = costs - overlong_penalty(mask.sum(-1).double(), options.rollout.max_new_tokens, rl.overlong_buffer)
+        # The limit is that of a turn.
+        lengths = torch.tensor([each.completion.longest_turn for each in trajectories], dtype=torch.float64)
+        costs = costs - overlong_penalty(lengths, options.rollout.max_new_tokens, rl.overlong_buffer)
     if any(isinstance(each.score, tuple) for each in trajectories):
         rows = [
             each.score if isinstance(each.score, tuple) else (*[0.0] * (len(each.logprobs) - 1), each.reward)
@@ -105,7 +107,8 @@ def completion_outcomes(
     rl = options.rl
     indices = select_groups(rollouts, options).indices if rl.filter_zero_variance_groups else range(len(rollouts))
     means = (batch.advantages * batch.mask).sum(-1) / batch.mask.sum(-1)
-    advantage = dict(zip(indices, means.tolist(), strict=True))
+    outcomes = zip(indices, means.tolist(), batch.keep_mask.tolist(), strict=True)
+    advantage = {index: mean for index, mean, is_kept in outcomes if is_kept}
     named: list[dict[str, float | None]] = [{"advantage": advantage.get(index)} for index in range(len(rollouts))]
     if rl.shapes_rewards:
         shaped = shaped_rewards(rollouts, options)
@@ -188,7 +191,7 @@ def _std(values: Sequence[float]) -> float:
 
 def environment_metrics(trajectories: Sequence[Rollout]) -> dict[str, float]:
     """Turns per completion, and the number of environment steps that raised or timed out; empty without an environment.
-    With tools also the calls per completion and the fraction of calls that failed."""
+    With tools also the calls per completion and the fractions of calls that failed and whose tool raised."""
     if not any(each.turn_rewards for each in trajectories):
         return {}
     tools = [each for each in trajectories if each.num_tool_calls is not None]
@@ -196,6 +199,7 @@ def environment_metrics(trajectories: Sequence[Rollout]) -> dict[str, float]:
     frequencies = {
         "tools/call_frequency": num_calls / max(len(tools), 1),
         "tools/failure_frequency": sum(each.num_tool_failures for each in tools) / max(num_calls, 1),
+        "tools/error_frequency": sum(each.num_tool_errors for each in tools) / max(num_calls, 1),
     }
     num_timeouts = sum(each.has_timed_out for each in trajectories)
     num_failures = sum(each.failure is not None for each in trajectories)

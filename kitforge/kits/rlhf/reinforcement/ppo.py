@@ -10,7 +10,7 @@ Each iteration of `PolicyGradientTask.steps`:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, final
@@ -216,7 +216,7 @@ class PolicyGradientTask(Task):
         rows = torch.randperm(len(batch.tokens), generator=generator)[part * size : (part + 1) * size]
         mask = batch.mask[rows] & batch.keep_mask[rows].unsqueeze(-1)
         # The loop divides by the policy's denominator; the critic's loss is a mean over tokens.
-        denominator, warms_up = float(self._loss_denominator(mask)), number < rl.critic_warmup
+        denominator, warms_up = float(self._loss_denominator(mask, batch.metrics)), number < rl.critic_warmup
         value_scale = denominator / max(float(mask.sum()), 1.0)
         shared = {"metrics": batch.metrics, "value_scale": value_scale, "warms_up": warms_up}
         lengths = [last_index(each) for each in batch.mask[rows]]
@@ -228,8 +228,11 @@ class PolicyGradientTask(Task):
         weight = 0.0 if warms_up else self._options.ptx.coef * denominator
         return micro_batches + self._ptx.micro_batches(number * rl.updates_per_rollout + update, weight)
 
-    def _loss_denominator(self, mask: Tensor) -> Tensor:
-        return loss_denominator(mask, self._options.rl.loss_aggregation, self._options.rollout.max_new_tokens)
+    def _loss_denominator(self, mask: Tensor, metrics: Mapping[str, float]) -> Tensor:
+        # The limit is that of a turn; the metrics of a rollout batch say whether there are several.
+        rollout = self._options.rollout
+        longest = rollout.max_new_tokens * (rollout.max_turns if "environment/turns" in metrics else 1)
+        return loss_denominator(mask, self._options.rl.loss_aggregation, longest)
 
     def count(self, step: Sequence[MicroBatch]) -> Sums:
         """The loss denominator, generated tokens and completions of this rank's part of the step."""
@@ -237,7 +240,7 @@ class PolicyGradientTask(Task):
         for micro_batch in (each for each in step if not is_ptx(each)):
             mask = loss_mask(micro_batch)
             tokens, completions = tokens + mask.sum(), completions + micro_batch["is_real"].sum()
-            weight = weight + self._loss_denominator(mask)
+            weight = weight + self._loss_denominator(mask, micro_batch["metrics"])
         per_token = dict.fromkeys(("entropy", "clip_fraction", "approx_kl", "value_loss", "tokens"), tokens)
         metrics = next(each["metrics"] for each in step if not is_ptx(each))
         return {"loss": weight, **per_token, **dict.fromkeys((*metrics, "samples"), completions), **ptx_count(step)}
@@ -412,7 +415,7 @@ def compute_experience(rollouts: Sequence[Rollout], options: RLOptions, kl_coef:
     scores = shaped_scores(trained, options, mask)
     kl = torch.where(mask, kl_estimate(old_logprobs, ref_logprobs, options.kl.estimator), 0.0)
     penalties = kl_coef * kl if options.kl.apply_to == "reward" else torch.zeros_like(kl)
-    keep_mask = torch.tensor([each.completion.is_finished or not rl.mask_truncated_completions for each in trained])
+    keep_mask = torch.tensor([not (rl.mask_truncated_completions and each.completion.is_truncated) for each in trained])
     if selection is not None:
         keep_mask = keep_mask & torch.tensor(selection.has_signal)
     if rl.advantage in ("gae", "reinforce"):

@@ -101,6 +101,7 @@ class Rollout:
     has_timed_out: bool = False  # the step timed out
     num_tool_calls: int | None = None  # in the episode; None without tools
     num_tool_failures: int = 0  # failed calls: not runnable, raised or timed out
+    num_tool_errors: int = 0  # of these, the calls whose tool raised
 
     @property
     def reward(self) -> float:
@@ -134,12 +135,16 @@ class Rollout:
             "has_timed_out": self.has_timed_out,
             "num_tool_calls": self.num_tool_calls,
             "num_tool_failures": self.num_tool_failures,
+            "num_tool_errors": self.num_tool_errors,
+            "turn_lengths": answer.turn_lengths,
+            "observations": answer.observations,
+            "is_turn_ended": answer.is_turn_ended,
             **{name: getattr(self, name) for name in _TOKEN_FIELDS},
         }
 
     @classmethod
     def from_dict(cls, plain: dict[str, Any]) -> Rollout:
-        """The inverse of `to_dict`."""
+        """The inverse of `to_dict`; earlier files have no turns."""
         prompt, tokens, loss_mask = (tuple(plain[name]) for name in ("prompt_tokens", "tokens", "loss_mask"))
         score = plain["score"]
         return cls(
@@ -150,6 +155,9 @@ class Rollout:
                 is_finished=plain["is_finished"],
                 is_stopped=plain["is_stopped"],
                 columns={},
+                turn_lengths=tuple(plain.get("turn_lengths", ())),
+                observations=tuple(plain.get("observations", ())),
+                is_turn_ended=plain.get("is_turn_ended", False),
             ),
             prompt_index=plain["prompt_index"],
             score=tuple(score) if isinstance(score, list) else score,
@@ -159,6 +167,7 @@ class Rollout:
             has_timed_out=plain["has_timed_out"],
             num_tool_calls=plain["num_tool_calls"],
             num_tool_failures=plain["num_tool_failures"],
+            num_tool_errors=plain.get("num_tool_errors", 0),
             **{name: tuple(plain[name]) for name in _TOKEN_FIELDS},
         )
 

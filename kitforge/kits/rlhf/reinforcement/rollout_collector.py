@@ -262,7 +262,11 @@ class RolloutCollector:
     def score(self, rollouts: Sequence[Rollout], prompts: Sequence[PromptExample]) -> Iterator[dict[str, Any]]:
         """The reward of each rollout, or of each of its tokens, unless it has one."""
         unscored = [each for each in rollouts if each.score is None]
-        completions = [replace(each.completion, columns=prompts[each.prompt_index].columns) for each in unscored]
+        asked = [prompts[each.prompt_index] for each in unscored]
+        completions = [
+            replace(each.completion, columns=prompt.columns, prompt_messages=prompt.messages)
+            for each, prompt in zip(unscored, asked, strict=True)
+        ]
         scorer = self._roles.scorer
         assert scorer is not None or not completions
         outputs = iter(scorer.checked_rewards(completions) if scorer is not None and completions else ())

@@ -14,11 +14,11 @@ from functools import partial
 from typing import Any, Literal, Union, cast, final
 
 from kitforge.data.chat_datasets import PromptExample
-from kitforge.data.template import ChatTemplate, Message
+from kitforge.data.template import ChatTemplate, Message, template_of
 from kitforge.data.tokenizer import Tokenizer
 from kitforge.foundation.config import check
 from kitforge.foundation.errors import ConfigError, nearest
-from kitforge.kits.rlhf.config import RLOptions
+from kitforge.kits.rlhf.config import EnvironmentOptions, RLOptions
 from kitforge.kits.rlhf.event_loop import EventLoop
 from kitforge.kits.rlhf.reinforcement.environment import EnvironmentRunner
 
@@ -134,6 +134,7 @@ def _schema(hint: Any, name: str) -> dict[str, Any]:
 
 _HERMES = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
 _PYTHON_TAG = "<|python_tag|>"
+_ARGUMENT_KEYS = ("arguments", "parameters")
 
 
 @final
@@ -144,32 +145,57 @@ class ToolCall:
     name: str = ""
     arguments: Mapping[str, Any] | None = None
     problem: str | None = None
+    is_marked: bool = True  # between <tool_call> and </tool_call>; otherwise it may be an answer in JSON
 
 
 def parse_tool_calls(text: str) -> list[ToolCall]:
-    """The tool calls in a completion: JSON objects of name and arguments between <tool_call> and </tool_call> (Qwen,
-    Hermes), or a completion that is one JSON object of name and parameters (Llama 3.1). Empty without calls."""
+    """The tool calls in a completion: JSON objects of `name` and `arguments` or `parameters`, between <tool_call> and
+    </tool_call> (Qwen, Hermes), or the completion is one such object (Llama 3.1). Empty without calls."""
     bodies = _HERMES.findall(text)
     if bodies:
         return [_parse_call(body, "arguments") for body in bodies]
     body = text.strip().removeprefix(_PYTHON_TAG).strip()
-    if body.startswith("{") and '"name"' in body:
-        return [_parse_call(body, "parameters")]
+    if not body.startswith("{") or '"name"' not in body:
+        return []
+    call = replace(_parse_call(body, "parameters"), is_marked=False)
+    has_arguments = any(f'"{each}"' in body for each in _ARGUMENT_KEYS)
+    if call.problem is None or has_arguments:
+        return [call]
     return []
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Raised:
+    """The error of a tool."""
+
+    error: Exception
+
+
+async def _awaited(result: Any) -> Any:
+    try:
+        return await result if inspect.isawaitable(result) else result
+    except Exception as error:  # noqa: BLE001 (a tool is foreign code)
+        return _Raised(error)
 
 
 class ToolEnvironment(ABC):
     """An environment that runs Python functions, sync or async, with type hints and docstrings.
 
-    The policy receives their results, and the errors of invalid calls, as messages of the role tool. A completion
-    without a call ends the episode, as does turn `max_turns`. A tool that raises fails the step, see
-    `environment.on_error`.
+    The policy receives their results, and the errors of invalid calls and of tools that raise, as messages of the role
+    tool. After `max_consecutive_errors` calls in a row whose tool raised, the next one fails the step, see
+    `environment.on_error`. A completion without a call ends the episode, as does turn `max_turns`.
     """
+
+    max_consecutive_errors = 3  # a run sets the option of that name
+    # Whether the chat template marks calls, so that JSON without marks is an answer; a run asks its template.
+    has_call_marks = False
 
     def __init__(self, tools: Sequence[Callable[..., Any]], max_turns: int | None = None) -> None:
         self.schemas = [function_schema(each) for each in tools]
         self.row: Mapping[str, Any] = {}
-        self.num_tool_calls = self.num_tool_results = 0
+        self.num_tool_calls = self.num_tool_results = self.num_tool_errors = 0
+        self._num_consecutive_errors = 0
         self._tools = {schema["function"]["name"]: tool for schema, tool in zip(self.schemas, tools, strict=True)}
         self._parameters = {each["function"]["name"]: each["function"]["parameters"] for each in self.schemas}
         if len(self._tools) < len(tools) or not tools:
@@ -188,40 +214,67 @@ class ToolEnvironment(ABC):
         self.row = row
         return ""
 
-    async def _step(self, response: str, calls: Sequence[ToolCall], results: Sequence[Any]) -> Any:
-        return self._tool_messages(
-            response, calls, [await each if inspect.isawaitable(each) else each for each in results]
-        )
-
     def step(self, response: str) -> Any:
         """Run the tool calls of a completion; an awaitable if a tool is async."""
-        calls = [self._validated_call(each) for each in parse_tool_calls(response)]
+        calls = [self._validated_call(each) for each in parse_tool_calls(response) if self._is_call(each)]
         if not calls:
             return "", self.reward(response), True
         self.num_tool_calls += len(calls)
-        results = [
-            {"error": each.problem} if each.problem is not None else self._tools[each.name](**(each.arguments or {}))
-            for each in calls
-        ]
+        results = [self._result(each) for each in calls]
         if any(inspect.isawaitable(each) for each in results):
             return self._step(response, calls, results)
         return self._tool_messages(response, calls, results)
 
+    def _is_call(self, call: ToolCall) -> bool:
+        """Whether this is a call: marked, or where calls have no marks JSON with arguments or the name of a tool."""
+        is_like = call.problem is not None or call.arguments is not None or call.name in self._tools
+        return call.is_marked or (is_like and not self.has_call_marks)
+
+    def _result(self, call: ToolCall) -> Any:
+        """The result of a call, or an awaitable of it; a `_Raised` for the error of its tool."""
+        if call.problem is not None:
+            return {"error": call.problem}
+        try:
+            return self._tools[call.name](**(call.arguments or {}))
+        except Exception as error:  # noqa: BLE001 (a tool is foreign code)
+            return _Raised(error)
+
+    async def _step(self, response: str, calls: Sequence[ToolCall], results: Sequence[Any]) -> Any:
+        return self._tool_messages(response, calls, [await _awaited(each) for each in results])
+
     def _tool_messages(self, response: str, calls: Sequence[ToolCall], results: Sequence[Any]) -> Any:
-        self.num_tool_results += sum(each.problem is None for each in calls)
+        contents = [
+            self._content(result, is_run=call.problem is None) for call, result in zip(calls, results, strict=True)
+        ]
         messages: list[Message] = [
-            {
-                "role": "tool",
-                "name": call.name,
-                "content": result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str),
-            }
-            for call, result in zip(calls, results, strict=True)
+            {"role": "tool", "name": call.name, "content": content}
+            for call, content in zip(calls, contents, strict=True)
         ]
         if self._turns_left is None:
             return messages, 0.0, False
         self._turns_left -= 1
         is_over = self._turns_left <= 0
         return messages, self.reward(response) if is_over else 0.0, is_over
+
+    def _content(self, result: Any, *, is_run: bool) -> str:
+        """What the policy is told of a call. Raises the error of the tool if there were too many in a row."""
+        raised = result.error if isinstance(result, _Raised) else None
+        text = ""
+        if raised is None:
+            try:
+                text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
+            except Exception as error:  # noqa: BLE001 (such as an endless result)
+                raised = error
+        if raised is None:
+            if is_run:
+                self.num_tool_results += 1
+                self._num_consecutive_errors = 0
+            return text
+        self.num_tool_errors += 1
+        self._num_consecutive_errors += 1
+        if self._num_consecutive_errors > self.max_consecutive_errors:
+            raise raised
+        return json.dumps({"error": f"{type(raised).__name__}: {raised}"}, ensure_ascii=False)
 
     def _validated_call(self, call: ToolCall) -> ToolCall:
         """The call, with a problem if its tool or arguments are invalid."""
@@ -293,7 +346,7 @@ def environment_runner_of(
         if isinstance(make, type) and issubclass(make, ToolEnvironment):
             schemas = cast(Any, make)().schemas
     return EnvironmentRunner(
-        make=make,
+        make=partial(_configured, make, options.environment, template_of(tokenizer)),
         tokenizer=tokenizer,
         max_turns=options.rollout.max_turns,
         max_tokens=options.data.sequence_length,
@@ -304,12 +357,24 @@ def environment_runner_of(
     )
 
 
-def _parse_call(body: str, arguments: str) -> ToolCall:
+def _configured(make: Callable[[], Any], options: EnvironmentOptions, template: ChatTemplate) -> Any:
+    """An environment, with what the run says of its tools."""
+    made = make()
+    if isinstance(made, ToolEnvironment):
+        made.max_consecutive_errors = options.max_consecutive_errors
+        made.has_call_marks = template.marks_tool_calls
+    return made
+
+
+def _parse_call(body: str, key: str) -> ToolCall:
+    """A call; its arguments are below `key`, or below the other word for them."""
     try:
         found = json.loads(body)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return ToolCall(problem=f"the call is not JSON: {error}")
-    given = found.get(arguments, {}) if isinstance(found, dict) else None
-    if not isinstance(found, dict) or not isinstance(found.get("name"), str) or not isinstance(given, dict):
-        return ToolCall(problem=f'the call is not of the form {{"name": ..., "{arguments}": {{...}}}}')
+    is_object = isinstance(found, dict)
+    keys = [each for each in (key, *_ARGUMENT_KEYS) if each in found] if is_object else []
+    given = found[keys[0]] if keys else None
+    if not is_object or not isinstance(found.get("name"), str) or not isinstance(given, (dict, type(None))):
+        return ToolCall(problem=f'the call is not of the form {{"name": ..., "{key}": {{...}}}}')
     return ToolCall(name=found["name"], arguments=given)

@@ -19,7 +19,7 @@ import torch
 
 from kitforge.data.chat_datasets import TokenizedExample
 from kitforge.data.continuation import decode_continuation, encode_completion
-from kitforge.data.template import ChatTemplate, template_of
+from kitforge.data.template import ChatTemplate, Message, template_of
 from kitforge.data.tokenizer import Tokenizer
 from kitforge.foundation.config import check
 from kitforge.foundation.device import copy_to
@@ -33,13 +33,15 @@ from kitforge.trainer.run_folder import Run
 
 # The reward of a completion, or of each of its tokens.
 Score: TypeAlias = float | list[float]
+# What an environment said: text, or messages.
+Observation: TypeAlias = str | list[dict[str, Any]]
 # TRL's argument names of a reward function, and ours.
 _TRL_NAMES = {"prompt_ids": "prompt_tokens", "completion_ids": "completion_tokens"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptCompletion:
-    """A prompt and its completion."""
+    """A prompt and its completion: one reply, or all turns of an episode with the observations between them."""
 
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]  # with the EOS token, if generated
@@ -47,6 +49,10 @@ class PromptCompletion:
     is_stopped: bool = False  # ended by a stop string, which it keeps, without an EOS token
     columns: Mapping[str, Any]  # of the prompt's row
     loss_mask: tuple[bool, ...] = ()  # False for observations of an environment; (): all are the policy's
+    turn_lengths: tuple[int, ...] = ()  # tokens of the policy in each turn of an episode; (): no episode
+    observations: tuple[Observation, ...] = ()  # before each turn; the first is the text of `reset`
+    is_turn_ended: bool = False  # the last turn of an episode that did not end is whole
+    prompt_messages: tuple[Message, ...] | None = None  # of a chat, for the rewards
 
     @property
     def text_tokens(self) -> tuple[int, ...]:
@@ -56,6 +62,45 @@ class PromptCompletion:
     def text(self, tokenizer: Tokenizer) -> str:
         """What the completion adds to the text of the prompt."""
         return decode_continuation(tokenizer, self.prompt, self.text_tokens)
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether a token limit ended the completion, or the last turn of an episode."""
+        return not self.is_finished and not self.is_turn_ended
+
+    @property
+    def longest_turn(self) -> int:
+        """The number of tokens of the policy in its longest turn, EOS included."""
+        return max(self.turn_lengths, default=sum(self.loss_mask) or len(self.tokens))
+
+    def turns(self, tokenizer: Tokenizer) -> list[str]:
+        """The text of each turn of the policy, without the EOS token."""
+        if not self.turn_lengths:
+            return [self.text(tokenizer)]
+        own = iter([index for index, is_own in enumerate(self.loss_mask) if is_own])
+        texts = []
+        for length in self.turn_lengths:
+            indices = list(itertools.islice(own, length))
+            before, turn = self.tokens[: indices[0]], [self.tokens[index] for index in indices]
+            said = turn[:-1] if turn[-1] in tokenizer.eos_ids else turn
+            texts.append(decode_continuation(tokenizer, [*self.prompt, *before], said))
+        return texts
+
+    def messages(self, tokenizer: Tokenizer) -> list[Message]:
+        """The conversation: the prompt's messages (a plain text is one of the user), the replies, and the observations
+        between them. Text of an environment begins the first reply; later it is a message of the user."""
+        found: list[Message] = [{"role": "user", "content": tokenizer.decode(self.prompt)}]
+        if self.prompt_messages is not None:
+            found = [*self.prompt_messages]
+        opening, *observations = self.observations or ("",)
+        for observation, turn in zip([None, *observations], self.turns(tokenizer), strict=True):
+            if isinstance(observation, list):
+                found += observation
+            elif observation:
+                found.append({"role": "user", "content": observation})
+            begin = opening if observation is None and isinstance(opening, str) else ""
+            found.append({"role": "assistant", "content": begin + turn})
+        return found
 
 
 @final
@@ -124,6 +169,8 @@ class ModelScorer(Scorer):
         """The input tokens. A truncated completion has no EOS token, unless the chat template always writes one."""
         if self._own is None or self._template is None:
             return (*answer.prompt, *answer.tokens)
+        if answer.turn_lengths and answer.prompt_messages is not None:
+            return self._template.training(answer.messages(self._tokenizer)).tokens
         text, said = answer.text(self._tokenizer), answer.columns.get("prompt")
         if isinstance(said, (list, tuple)) and said and all(isinstance(each, Mapping) for each in said):
             return self._template.training([*said, {"role": "assistant", "content": text}]).tokens
@@ -133,12 +180,26 @@ class ModelScorer(Scorer):
         return (*opening, *completion, *end)
 
 
+# The arguments of a reward function that are no columns.
+_ARGUMENTS: dict[str, Callable[[PromptCompletion, Tokenizer], Any]] = {
+    "prompts": lambda each, tokenizer: tokenizer.decode(each.prompt),
+    "completions": lambda each, tokenizer: each.turns(tokenizer)[-1],
+    "prompt_tokens": lambda each, _: list(each.prompt),
+    "completion_tokens": lambda each, _: list(each.text_tokens),
+    "turns": lambda each, tokenizer: each.turns(tokenizer),
+    "messages": lambda each, tokenizer: each.messages(tokenizer),
+}
+
+
 @final
 class FunctionScorer(Scorer):
-    """A function `f(*, prompts, completions, prompt_tokens, completion_tokens, **columns)`, plain or async.
+    """A function `f(*, prompts, completions, prompt_tokens, completion_tokens, turns, messages, **columns)`, plain or
+    async.
 
-    It gets the arguments that it names; texts and tokens are without the EOS token. It returns per completion a number,
-    a list of one number per token, or a mapping with "score" whose other numbers are logged by name.
+    It gets the arguments that it names, of each completion: the text of the last reply (`completions`), of each of the
+    policy's turns, the whole conversation, and all tokens after the prompt; texts and tokens are without the EOS token.
+    It returns per completion a number, a list of one number per token, or a mapping with "score" whose other numbers
+    are logged by name.
     """
 
     def __init__(self, function: Callable[..., Any], tokenizer: Tokenizer, loop: EventLoop) -> None:
@@ -179,14 +240,8 @@ class FunctionScorer(Scorer):
         ]
 
     def _arguments(self, completions: Sequence[PromptCompletion]) -> dict[str, Any]:
-        known: dict[str, Any] = {
-            "prompts": [self._tokenizer.decode(each.prompt) for each in completions],
-            "completions": [each.text(self._tokenizer) for each in completions],
-            "prompt_tokens": [list(each.prompt) for each in completions],
-            "completion_tokens": [list(each.text_tokens) for each in completions],
-        }
         columns = dict.fromkeys(name for each in completions for name in each.columns)
-        known = {name: [each.columns.get(name) for each in completions] for name in columns} | known
+        known = [*_ARGUMENTS, *(name for name in columns if name not in _ARGUMENTS)]
         if missing := [name for name in self._needed if name not in known]:
             raise DataError(
                 f"the reward function {self._name!r} needs a column that the dataset does not have",
@@ -196,11 +251,13 @@ class FunctionScorer(Scorer):
                 if missing[0] in _TRL_NAMES
                 else f"data.columns.{missing[0]}=NAME; {nearest(missing[0], columns)}",
             )
-        return {
-            name: value
-            for name, value in known.items()
-            if name not in self._bound and (self._wants_all or name in self._wanted)
-        }
+        given = [name for name in known if (self._wants_all or name in self._wanted) and name not in self._bound]
+        return {name: [self._argument(name, each) for each in completions] for name in given}
+
+    def _argument(self, name: str, completion: PromptCompletion) -> Any:
+        """An argument of the function for one completion."""
+        of = _ARGUMENTS.get(name)
+        return completion.columns.get(name) if of is None else of(completion, self._tokenizer)
 
     def _figures(self, value: Any) -> dict[str, float]:
         """The named values of a mapping."""
@@ -264,7 +321,7 @@ class WeightedScorer(Scorer):
 
 
 def _sum(terms: Sequence[float]) -> float | None:
-    """The sum; None without terms, and 0 where they cancel but for their rounding, which is no difference of rewards."""
+    """The sum; None without terms, and 0 where they cancel but for their rounding, which is no signal."""
     if not terms:
         return None
     total = math.fsum(terms)

@@ -12,8 +12,11 @@ import pytest
 import torch
 
 from kitforge.data.template import template_of
-from kitforge.data.tokenizer import HuggingFaceTokenizer
+from kitforge.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 from kitforge.foundation.errors import ConfigError, DataError
+from kitforge.kits.rlhf.build import TASKS
+from kitforge.kits.rlhf.config import RLOptions
+from kitforge.kits.rlhf.event_loop import EventLoop
 from kitforge.kits.rlhf.reinforcement.experience import environment_metrics
 from kitforge.kits.rlhf.reinforcement.ppo import PolicyGradientTask
 from kitforge.kits.rlhf.reinforcement.rollout_batch import Rollout
@@ -21,9 +24,11 @@ from kitforge.kits.rlhf.reinforcement.tool_environment import (
     FunctionTools,
     ToolCall,
     ToolEnvironment,
+    environment_runner_of,
     function_schema,
     parse_tool_calls,
 )
+from kitforge.kits.rlhf.roles.rewards import PromptCompletion, scorer_of
 from kitforge.models.catalog import config_of
 from kitforge.models.loading import build
 from tests.data.chat_cases import CHATML, HEADERS, MERGING, THINKING, save_tokenizer
@@ -131,6 +136,58 @@ def test_a_reply_without_a_call_calls_nothing() -> None:
     assert parse_tool_calls('{"sum": 4}') == []
 
 
+ANSWERS_IN_JSON = [
+    '{"name": "Alice", "age": 5}',
+    '{"name": "Alice"}',
+    '{"name": null, "age": 5}',
+    '{"people": [{"name": "Alice"}]}',
+    '{"name": "Alice"} is the answer.',
+]
+
+
+@pytest.mark.parametrize("has_marks", [False, True])
+@pytest.mark.parametrize("text", ANSWERS_IN_JSON)
+def test_an_answer_in_json_is_no_call(text: str, has_marks: bool) -> None:
+    episode = Scored()
+    episode.reset({"answer": text})
+    episode.has_call_marks = has_marks
+    assert episode.step(text) == ("", 1.0, True)
+
+
+@pytest.mark.parametrize("key", ["arguments", "parameters"])
+def test_arguments_are_found_below_either_word(key: str) -> None:
+    text = json.dumps({"name": "add", key: {"a": 3}})
+    for said in (text, f"<|python_tag|>{text}", f"<tool_call>{text}</tool_call>"):
+        assert FunctionTools([add]).step(said)[0] == [{"role": "tool", "name": "add", "content": "5.0"}]
+    (message,) = FunctionTools([add]).step(json.dumps({"name": "add", key: {}}))[0]
+    assert "missing argument 'a'" in message["content"]
+    # Where calls have marks, JSON without them is an answer, whatever it holds.
+    episode = Scored()
+    episode.reset({"answer": text})
+    episode.has_call_marks = True
+    assert episode.step(text) == ("", 1.0, True)
+
+
+@pytest.mark.parametrize("opening", ["[", '{"a":'])
+@pytest.mark.parametrize(
+    "form", ['<tool_call>{{"name": "add", "arguments": {}</tool_call>', '{{"name": "add", "parameters": {}']
+)
+def test_a_call_that_is_nested_without_end_is_an_invalid_call(form: str, opening: str) -> None:
+    messages, _, is_over = FunctionTools([add]).step(form.format(opening * 100_000))
+    assert "not JSON" in messages[0]["content"] and not is_over
+
+
+@pytest.mark.parametrize(("source", "has_marks"), [(THINKING, True), (HEADERS, False)])
+def test_a_run_asks_its_template_whether_calls_have_marks(source: str, has_marks: bool, tmp_path: Path) -> None:
+    tokenizer = HuggingFaceTokenizer(save_tokenizer(tmp_path, "bytes", source))
+    options = cast(RLOptions, TASKS["grpo"].read_options({"environment": {"max_consecutive_errors": 7}}))
+    for roles in ({"tools": [add]}, {"environment": Scored}):
+        runner = environment_runner_of(roles, options, tokenizer, EventLoop())
+        assert runner is not None
+        made = cast(ToolEnvironment, runner.make())
+        assert (made.has_call_marks, made.max_consecutive_errors) == (has_marks, 7)
+
+
 CALLS = [call("add", a=1), call("add", a=3, b=4) + "\n" + call("ad", a=1), "It is <5>."]
 THOUGHTS = ["<think>\nwell\n</think>\n\n" + each for each in CALLS]
 NAMED = ['{"name": "add", "parameters": {"a": 1}}', '{"name": "add", "parameters": {"a": "1"}}']
@@ -184,7 +241,7 @@ CHOICES: dict[str, Any] = {
 }
 
 
-def begin(tmp_path: Path, template: str, roles: dict[str, Any], rows: Any = None) -> PolicyGradientTask:
+def begin(tmp_path: Path, template: str, roles: dict[str, Any], rows: Any = None, **choices: Any) -> PolicyGradientTask:
     tokenizer = HuggingFaceTokenizer(save_tokenizer(tmp_path / "tokenizer", "bytes", template))
     tokenizer.eos_id = tokenizer.special_tokens["<|im_end|>"]
     tokenizer.eos_ids = (tokenizer.eos_id,)
@@ -193,7 +250,7 @@ def begin(tmp_path: Path, template: str, roles: dict[str, Any], rows: Any = None
     # It often ends a turn.
     cast(Any, model).output.data[tokenizer.eos_id] += 2 * cast(Any, model).norm.weight.data
     assembly = runs.begin(
-        "grpo", None, CHOICES, model=model, processor=tokenizer, train_dataset=rows or PROMPTS, roles=roles
+        "grpo", None, CHOICES | choices, model=model, processor=tokenizer, train_dataset=rows or PROMPTS, roles=roles
     )
     task = cast(PolicyGradientTask, assembly.loop.task)
     runs.first_step(task, assembly.loop.model)
@@ -220,7 +277,7 @@ def test_a_policy_that_calls_a_tool_is_told_its_result(
     )
     assert task.collected is not None
     tokenizer, schemas = HuggingFaceTokenizer(tmp_path / "tokenizer"), [function_schema(add), function_schema(search)]
-    told = "<|im_start|>user\n<tool_response>3.0</tool_response>2<|im_end|>\n<|im_start|>assistant\n"
+    wanted = "<|im_start|>user\n<tool_response>3.0</tool_response>2<|im_end|>\n<|im_start|>assistant\n"
     heard = []
     # Every turn makes a call.
     figures = environment_metrics(task.collected[1])
@@ -239,40 +296,142 @@ def test_a_policy_that_calls_a_tool_is_told_its_result(
         assert len(each.score) == len(own)
     special = {number: text for text, number in tokenizer.special_tokens.items()}
     text = "".join(special.get(token, tokenizer.decode([token])) for token in heard)
-    assert text.replace("\n" + told, "") == ""
-    assert told in text
+    assert text.replace("\n" + wanted, "") == ""
+    assert wanted in text
 
 
-def test_failed_calls_are_counted_whoever_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(a: int) -> int:
-        """Raises.
+def broken(a: int) -> int:
+    """Raises.
 
-        Args:
-            a: Nothing.
-        """
-        raise ConnectionError("gone")
+    Args:
+        a: Nothing.
+    """
+    raise ConnectionError("gone")
 
-    # One call that is answered, or one that no tool takes and one that raises.
-    def parsed(text: str) -> list[ToolCall]:
-        failing = [ToolCall(name="ad"), ToolCall(name="broken", arguments={"a": 1})]
-        return failing if len(text) % 2 else [ToolCall(name="add", arguments={"a": 1})]
 
-    monkeypatch.setattr("kitforge.kits.rlhf.reinforcement.tool_environment.parse_tool_calls", parsed)
-    task = begin(tmp_path, THINKING, {"tools": [add, broken], "reward": of_tokens})
+async def later_broken(a: int) -> int:
+    """Raises later.
+
+    Args:
+        a: Nothing.
+    """
+    await asyncio.sleep(0)
+    raise ConnectionError("gone")
+
+
+def endless(a: int) -> list[Any]:
+    """Returns what no JSON holds.
+
+    Args:
+        a: Nothing.
+    """
+    found: list[Any] = []
+    found.append(found)
+    return found
+
+
+def told(result: Any) -> Any:
+    messages, reward, is_over = asyncio.run(cast(Any, result)) if asyncio.iscoroutine(result) else result
+    assert (reward, is_over) == (0.0, False)
+    return [json.loads(each["content"]) for each in messages]
+
+
+@pytest.mark.parametrize("tool", [broken, later_broken])
+def test_a_tool_that_raises_is_told_to_the_policy_until_it_did_so_too_often(tool: Any) -> None:
+    episode, failing, error = FunctionTools([add, tool]), call(tool.__name__, a=1), {"error": "ConnectionError: gone"}
+    assert told(episode.step(failing)) == [error]
+    assert told(episode.step(f"{failing} {failing}")) == [error, error]
+    # A call that is answered begins the count anew; one that cannot be run does not count.
+    assert told(episode.step(f"{call('add', a=1)}")) == [3.0]
+    assert told(episode.step(f"{failing} {call('ad')} {failing} {failing}"))[::2] == [error, error]
+    assert (episode.num_tool_calls, episode.num_tool_results, episode.num_tool_errors) == (8, 1, 6)
+    with pytest.raises(ConnectionError, match="gone"):
+        told(episode.step(failing))
+
+
+def test_a_result_without_a_json_form_is_an_error_of_its_tool() -> None:
+    (found,) = told(FunctionTools([endless]).step(call("endless", a=1)))
+    assert "Circular" in found["error"]
+
+
+@pytest.mark.parametrize(("most", "num_told"), [(0, 0), (1, 1), (9, 3)])
+def test_errors_of_tools_are_counted_and_end_an_episode_after_some_in_a_row(
+    most: int, num_told: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A call that no tool takes and one that raises in each turn; or an answer.
+    failing = [ToolCall(name="ad"), ToolCall(name="broken", arguments={"a": 1})]
+    place = "kitforge.kits.rlhf.reinforcement.tool_environment.parse_tool_calls"
+    monkeypatch.setattr(place, lambda text: failing if len(text) % 5 else [])
+    roles = {"tools": [add, broken], "reward": of_tokens}
+    task = begin(tmp_path, THINKING, roles, **{"environment.max_consecutive_errors": most})
     assert task.collected is not None
     answers = task.collected[1]
-    num_failed = sum(each.failure is not None for each in answers)
-    assert num_failed > 0
+    assert any(each.failure is not None for each in answers) == (num_told < 3)
     for each in answers:
-        assert each.num_tool_failures == 2 * (each.failure is not None)
-        assert each.num_tool_calls == len(each.turn_rewards) + (each.failure is not None)
+        has_failed = each.failure is not None
+        assert each.num_tool_errors <= num_told + has_failed and each.num_tool_failures == 2 * each.num_tool_errors
+        assert not has_failed or each.num_tool_errors == num_told + 1
+        said = json.dumps(each.completion.observations)
+        assert said.count("ConnectionError: gone") == min(each.num_tool_errors, len(each.turn_rewards) - 1)
         assert Rollout.from_dict(json.loads(json.dumps(each.to_dict()))) == replace(
             each, completion=replace(each.completion, columns={})
         )
-    num_calls = sum(len(each.turn_rewards) for each in answers) + num_failed
+    num_errors = sum(each.num_tool_errors for each in answers)
     figures = environment_metrics(answers)
-    assert figures["tools/call_frequency"] == num_calls / len(answers)
-    assert figures["tools/failure_frequency"] == 2 * num_failed / num_calls
+    num_calls = sum(each.num_tool_calls or 0 for each in answers)
+    assert num_errors > 0 and num_calls == 2 * num_errors
+    assert (figures["tools/failure_frequency"], figures["tools/error_frequency"]) == (1.0, 0.5)
+
+
+def test_rewards_get_the_last_reply_the_turns_and_the_conversation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[str, list[str], list[dict[str, Any]]]] = []
+
+    def reward(*, completions: list[str], turns: list[Any], messages: list[Any]) -> list[float]:
+        seen.extend(zip(completions, turns, messages, strict=True))
+        return [float(len(each) % 7) for each in completions]
+
+    place = "kitforge.kits.rlhf.reinforcement.tool_environment.parse_tool_calls"
+    monkeypatch.setattr(place, lambda text: [ToolCall(name="add", arguments={"a": len(text)})] if len(text) % 4 else [])
+    task = begin(tmp_path, THINKING, {"tools": [add], "reward": reward})
+    assert task.collected is not None
+    answers = task.collected[1]
+    assert {len(turns) for _, turns, _ in seen} >= {1, 3} and len(seen) == len(answers)
+    for (last, turns, messages), each in zip(seen, answers, strict=True):
+        assert each.reward == len(last) % 7 and turns[-1] == last
+        prompt, *talk = messages
+        assert prompt["role"] == "user" and prompt["content"].endswith("+1?")
+        assert [each["content"] for each in talk[::2]] == turns
+        assert {each["role"] for each in talk[::2]} == {"assistant"}
+        assert talk[1::2] == [{"role": "tool", "name": "add", "content": str(len(text) + 2.0)} for text in turns[:-1]]
+        assert sum(each.completion.turn_lengths) == sum(each.completion.loss_mask) == len(each.logprobs)
+
+
+def test_a_check_of_the_answer_is_not_met_by_what_a_tool_said() -> None:
+    tokenizer = ByteTokenizer()
+    call_tokens, said, reply = (tuple(tokenizer.encode(text)) for text in ("add 2 3", " 5 ", "6"))
+    end = (tokenizer.eos_id,)
+    answer = PromptCompletion(
+        prompt=tuple(tokenizer.encode("2+3?")),
+        tokens=(*call_tokens, *end, *said, *reply, *end),
+        is_finished=True,
+        columns={"answer": "5"},
+        loss_mask=(True,) * (len(call_tokens) + 1) + (False,) * len(said) + (True,) * 2,
+        turn_lengths=(len(call_tokens) + 1, 2),
+        observations=("", " 5 "),
+    )
+    scorer = scorer_of({"exact": "exact", "number": "gsm8k"}, tokenizer)
+    for text, wanted in (("6", 0.0), ("5", 1.0)):
+        tokens = (*answer.tokens[:-2], *tokenizer.encode(text), *end)
+        (found,) = scorer.checked_rewards([replace(answer, tokens=tokens)])
+        assert found.rewards == {"exact": wanted, "number": wanted}
+    assert answer.messages(tokenizer) == [
+        {"role": "user", "content": "2+3?"},
+        {"role": "assistant", "content": "add 2 3"},
+        {"role": "user", "content": " 5 "},
+        {"role": "assistant", "content": "6"},
+    ]
 
 
 def test_tools_need_a_template_that_writes_them_and_something_that_scores(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def spelled(value: float, generator: random.Random) -> str:
     size = abs(value)
     digits = f"{int(size)}" if size == int(size) else f"{size!r}"
     kind = generator.choice(("plain", "comma", "space", "exponent", "bare", "zeros"))
-    if kind == "comma" or kind == "space":
+    if kind in {"comma", "space"}:
         digits = f"{int(size):,}" + digits.removeprefix(str(int(size)))
         digits = digits.replace(",", "," if kind == "comma" else generator.choice(SPACES))
     elif kind == "exponent":
