@@ -133,6 +133,10 @@ class BatchSchedule:
         """Steps in that many passes over the rows; the last one may be smaller."""
         return math.ceil(self.num_samples(epochs) / self.batch_size)
 
+    def epoch(self, num_samples: int) -> float:
+        """Passes over the rows in that many samples. Batches run across passes."""
+        return num_samples / self.num_samples(1.0)
+
     def batches(self, sample: int) -> Iterator[Batch]:
         """The batch of each step, from that sample on."""
         limit = None if self.is_endless else self.num_samples(self.epochs or 1.0)

@@ -317,7 +317,7 @@ class Loop:
         line = {
             "kind": "train",
             "step": state.cursor.step,
-            **({} if (per_epoch := self.task.num_steps(1.0)) is None else {"epoch": state.cursor.step / per_epoch}),
+            **({} if (epoch := self.task.epoch(state.cursor)) is None else {"epoch": epoch}),
             **({"tokens": state.cursor.tokens} if state.cursor.tokens else {"samples": state.cursor.samples}),
             **means,
             **self.task.position_metrics(state.cursor.samples),

@@ -85,6 +85,12 @@ class Task(ABC):
         """Steps in that many passes over the data; None if unknown."""
         return None
 
+    def epoch(self, cursor: Cursor) -> float | None:
+        """Passes over the data so far; None if unknown. Default: steps over those of one pass, of which the last one
+        may be smaller."""
+        per_epoch = self.num_steps(1.0)
+        return None if per_epoch is None else cursor.step / per_epoch
+
     def position_metrics(self, samples: int) -> dict[str, float]:
         """Metrics of every log line that follow from the number of samples consumed, over all ranks. Default: none."""
         return {}

@@ -68,6 +68,10 @@ class RecommendationTask(Task):
         self._dataset.train_rows()
         return self._schedule.num_steps(epochs)
 
+    def epoch(self, cursor: Cursor) -> float | None:
+        """Samples over rows; None for a stream."""
+        return None if isinstance(self._dataset.train, StreamingDataset) else self._schedule.epoch(cursor.samples)
+
     def steps(self, model: nn.Module, cursor: Cursor) -> Iterator[list[MicroBatch]]:
         """Batches from the cursor on, made ready in the background; then their rows, where a cache fetches ahead."""
         depth = self._options.cache.prefetch_batches

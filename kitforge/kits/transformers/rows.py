@@ -128,6 +128,10 @@ class RowTask(Task, ABC):
         """Steps in that many passes over the rows; the last one may be smaller."""
         return self._schedule.num_steps(epochs)
 
+    def epoch(self, cursor: Cursor) -> float | None:
+        """Samples over rows."""
+        return self._schedule.epoch(cursor.samples)
+
     def steps(self, model: nn.Module, cursor: Cursor) -> Iterator[list[MicroBatch]]:
         """Batches from the cursor on; rows of like lengths share a micro-batch."""
         for step, batch in enumerate(self._schedule.batches(cursor.samples), start=cursor.step):

@@ -64,6 +64,10 @@ class TextGenerationTask(Task):
         self._train_rows()
         return self._schedule.num_steps(epochs)
 
+    def epoch(self, cursor: Cursor) -> float | None:
+        """Samples over rows; None for a stream."""
+        return None if self._corpus.stream is not None else self._schedule.epoch(cursor.samples)
+
     def is_endless(self) -> bool:
         """Whether the data last for any number of steps."""
         return self._schedule.is_endless

@@ -348,6 +348,13 @@ class PolicyGradientTask(Task):
         batches = math.ceil(len(self._rows.train) * epochs / self._options.rl.prompts_per_rollout)
         return batches * self._options.rl.updates_per_rollout
 
+    def epoch(self, cursor: Cursor) -> float | None:
+        """Prompts over rows: those drawn with dynamic sampling, else those of the updates so far."""
+        rl, num_rows = self._options.rl, len(self._rows.train)
+        if rl.filter_zero_variance_groups:
+            return self._next_prompt_index / num_rows
+        return cursor.step * rl.prompts_per_rollout / (rl.updates_per_rollout * num_rows)
+
     def needs_checkpoint(self, step: int, max_steps: int) -> bool:
         """Without periodic checkpoints: before the first logged rollout batch, so that its steps can be replayed."""
         kept, per_batch = self._options.rollout.keep_rollout_files, self._options.rl.updates_per_rollout

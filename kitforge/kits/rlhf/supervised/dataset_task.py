@@ -62,6 +62,10 @@ class DatasetTask(Task, Generic[Options, Row]):
         """Steps in that many passes over the rows."""
         return self._schedule.num_steps(epochs)
 
+    def epoch(self, cursor: Cursor) -> float | None:
+        """Samples over rows."""
+        return self._schedule.epoch(cursor.samples)
+
     def is_endless(self) -> bool:
         """Whether the data last for any number of steps."""
         return self._schedule.is_endless
