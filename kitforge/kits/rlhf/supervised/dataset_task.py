@@ -79,6 +79,12 @@ class DatasetTask(Task, Generic[Options, Row]):
         for step, batch in enumerate(self._schedule.batches(cursor.samples), start=cursor.step):
             yield self.micro_batches(model, [self._rows.train[index] for index in batch.rows], step)
 
+    def eval_micro_batches(self, model: nn.Module) -> Iterator[MicroBatch]:
+        """This rank's micro-batches of the evaluation rows."""
+        rows = self._rows.eval
+        for batch in self._schedule.eval_batches(len(rows)):
+            yield from self.micro_batches(model, [rows[index] for index in batch], 0)
+
     def eval_sums(self, model: nn.Module, micro_batch: MicroBatch) -> Sums:
         """The sums of an evaluation; by default those of the loss."""
         return self.loss(model, micro_batch)
@@ -89,16 +95,10 @@ class DatasetTask(Task, Generic[Options, Row]):
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """eval/NAME for all sums, over the evaluation rows; independent of the batch size."""
-        rows = self._rows.eval
-        if not rows:
+        if not self._rows.eval:
             return {}
-        batches = ([rows[index] for index in batch] for batch in self._schedule.eval_batches(len(rows)))
         means = weighted_means(
-            heartbeat(
-                (each for batch in batches for each in self.micro_batches(model, batch, 0)),
-                "batches evaluated",
-                enabled=self._options.trainer.progress,
-            ),
+            heartbeat(self.eval_micro_batches(model), "batches evaluated", enabled=self._options.trainer.progress),
             lambda batch: self.eval_sums(model, batch),
             self.eval_counts,
             self._world.sum,

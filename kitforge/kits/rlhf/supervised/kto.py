@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Iterator, Sequence
 from typing import cast, final
 
 import numpy as np
@@ -25,14 +26,31 @@ class KTOTask(DatasetTask[KTOOptions, UnpairedExample]):
 
     The KL baseline is the mean log-ratio of policy and reference for mismatched completions: each prompt of the step
     with the completion of the previous row. It is computed once per step over all ranks, so that it depends neither on
-    micro-batches nor on ranks.
+    micro-batches nor on ranks. An evaluation has one baseline over all of its rows, in an order by their content.
     """
 
     def micro_batches(self, model: nn.Module, rows: Sequence[UnpairedExample], step: int) -> list[MicroBatch]:
         """Micro-batches with the KL baseline of the whole batch."""
         parts = [range(part.start, part.stop) for part in self._schedule.micro_batches(len(rows))]
-        baseline = self._kl_baseline(model, rows, parts)
+        responses = [row.response for row in rows]
+        mismatched = self._mismatched_sum(model, responses, mismatched_completions(responses)) if len(rows) > 1 else 0.0
+        baseline = self._kl_baseline(mismatched, len(rows))
         return [{**self._padded_batch([rows[index] for index in part]), "kl_baseline": baseline} for part in parts]
+
+    def eval_micro_batches(self, model: nn.Module) -> Iterator[MicroBatch]:
+        """Micro-batches with the KL baseline of all evaluation rows, whatever their batches and their order."""
+        rows, batches = self._rows.eval, list(self._schedule.eval_batches(len(self._rows.eval)))
+        # The digests of the rows order them: neighbours by content would share their prompt.
+        order = sorted(np.concatenate(batches).tolist(), key=lambda index: _digest(rows[index].response))
+        previous = dict(zip(order, [order[-1], *order], strict=False))
+        mismatched = 0.0
+        for batch in batches if len(order) > 1 else ():
+            others = [rows[previous[index]].response for index in batch.tolist()]
+            mismatched += self._mismatched_sum(model, [rows[index].response for index in batch], others)
+        baseline = self._kl_baseline(mismatched, len(order))
+        for batch in batches:
+            for part in self._schedule.micro_batches(len(batch)):
+                yield {**self._padded_batch([rows[index] for index in batch[part]]), "kl_baseline": baseline}
 
     def count(self, step: Sequence[MicroBatch]) -> Sums:
         """Completions of this rank's part of the step, in total and by label."""
@@ -64,20 +82,25 @@ class KTOTask(DatasetTask[KTOOptions, UnpairedExample]):
             "rewards/undesirable": (rewards * ~good * weights).sum(),
         }
 
+    def _kl_baseline(self, mismatched: float, num_rows: int) -> Tensor:
+        """The KL estimate in nats per completion, 0-dim, at least 0, from this rank's sum over mismatched completions.
+        One row alone, such as the last batch of an epoch, has no mismatched completion: the estimate is 0."""
+        total = torch.tensor(mismatched, dtype=torch.float64)
+        return (self._world.sum({"sum": total})["sum"] / num_rows).clamp(min=0)
+
     @torch.no_grad()
-    def _kl_baseline(self, model: nn.Module, rows: Sequence[UnpairedExample], parts: Sequence[range]) -> Tensor:
-        """The KL estimate in nats per completion, 0-dim, at least 0, from prompts with mismatched completions. A batch
-        of one row, such as the last of an epoch, has no mismatched completion: the estimate is 0."""
-        if len(rows) == 1:
-            return torch.zeros((), dtype=torch.float64)
-        others, total = mismatched_completions([row.response for row in rows]), torch.zeros((), dtype=torch.float64)
+    def _mismatched_sum(
+        self, model: nn.Module, prompts: Sequence[TokenizedExample], completions: Sequence[TokenizedExample]
+    ) -> float:
+        """The log-ratios of this rank's part of a batch of prompts, with the completions of other rows, summed."""
+        total, longest = 0.0, self._options.data.sequence_length
         with autocast(self._world.device, self._options.precision):
-            for part in parts:
-                longest = self._options.data.sequence_length
-                crossed = [_mismatched_example(rows[index].response, others[index], longest) for index in part]
+            for part in self._schedule.micro_batches(len(prompts)):
+                pairs = zip(prompts[part], completions[part], strict=True)
+                crossed = [_mismatched_example(prompt, completion, longest) for prompt, completion in pairs]
                 # A rank without rows computes a padding row: with a sharded model the forward pass is a collective.
-                total += self._log_ratios(model, pad_examples(crossed, self._rows.pad_id)).double().sum().cpu()
-        return (self._world.sum({"sum": total})["sum"] / len(rows)).clamp(min=0)
+                total += float(self._log_ratios(model, pad_examples(crossed, self._rows.pad_id)).double().sum())
+        return total
 
     def _log_ratios(self, model: nn.Module, batch: MicroBatch) -> Tensor:
         """log(policy / reference) of each completion [S]."""
@@ -93,6 +116,12 @@ class KTOTask(DatasetTask[KTOOptions, UnpairedExample]):
             "is_desirable": torch.tensor([row.is_desirable for row in rows] or [True]),
             "weights": torch.ones(len(rows)) if rows else torch.zeros(1),
         }
+
+
+def _digest(example: TokenizedExample) -> bytes:
+    """A hash of the tokens of an example, and of which are trained on."""
+    content = np.asarray([example.tokens, example.loss_mask], dtype=np.int64)
+    return hashlib.blake2b(content.tobytes(), digest_size=16).digest()
 
 
 def _mismatched_example(

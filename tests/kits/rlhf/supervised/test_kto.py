@@ -57,3 +57,29 @@ def test_good_answers_become_likelier_and_bad_ones_less() -> None:
 def test_a_batch_of_one_has_no_other_prompt() -> None:
     with pytest.raises(ConfigError, match="at least 2"):
         runs.begin("kto", None, {"data.batch_size": 1})
+
+
+def evaluated(rows: list[dict[str, Any]], **choices: Any) -> dict[str, float]:
+    """The evaluation of a policy that is some way from its reference."""
+    given = {f"data.{name}": value for name, value in choices.items()}
+    assembly = runs.begin("kto", None, given, model=runs.network(torch.float64), eval_dataset=rows)
+    with torch.no_grad():
+        next(iter(assembly.loop.model.parameters())).mul_(0.8)
+    return assembly.loop.evaluate()
+
+
+ROWS = [{"prompt": f"Q{n}: ", "completion": "yes no maybe"[n : 2 * n + 2], "label": n % 2 == 0} for n in range(9)]
+
+
+@pytest.mark.parametrize("kept", [ROWS, [*ROWS[:5], ROWS[0], {**ROWS[1], "label": True}]], ids=["rows", "repeated"])
+def test_an_evaluation_depends_neither_on_its_batches_nor_on_the_order_of_rows(kept: list[dict[str, Any]]) -> None:
+    whole = evaluated(kept, batch_size=len(kept))
+    assert whole["eval/kl_baseline"] > 1e-3
+    for size in (2, 3, 4):
+        assert evaluated(kept, batch_size=size) == pytest.approx(whole, abs=1e-6)
+    for order in (kept[::-1], kept[3:] + kept[:3], kept[1::2] + kept[::2]):
+        assert evaluated(order, batch_size=4) == pytest.approx(whole, abs=1e-6)
+
+
+def test_an_evaluation_of_one_row_has_no_baseline() -> None:
+    assert evaluated(ROWS[:1])["eval/kl_baseline"] == 0.0
