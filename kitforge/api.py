@@ -3,32 +3,30 @@
 from __future__ import annotations
 
 import atexit
-import copy
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeAlias, final
+from typing import TypeAlias, final
 
 from torch import nn
 
 from kitforge.composition import check_name, compose_config, compose_predict, dotted, nested, presets, recorded_values
 from kitforge.core.parallel.config import ParallelConfig
-from kitforge.core.parallel.parallelize import parallel_model_of
 from kitforge.core.parallel.rendezvous import Rendezvous
-from kitforge.core.parallel.world import ALONE
 from kitforge.foundation import device as devices
 from kitforge.foundation.config import check, from_dict
 from kitforge.foundation.dtype import EXPORT_DTYPES, ExportDtype, LoadDtype
 from kitforge.foundation.errors import ConfigError, ModelError, nearest
 from kitforge.foundation.log import noting_warnings
 from kitforge.kits.kit import AnyKit, OwnTaskKit, Pipeline, ReplayResult, RunInputs
-from kitforge.kits.registry import DEFAULT_TASK, kit_of, kit_of_folder, recorded_task
+from kitforge.kits.registry import DEFAULT_TASK, kit_of, kit_of_folder
+from kitforge.kits.start import apart_from_run, with_open_model
 from kitforge.models.hub import is_pretrained, resolve
 from kitforge.trainer.callbacks.callback import Callback
 from kitforge.trainer.options import RunOptions
-from kitforge.trainer.run_folder import Run, is_stored
+from kitforge.trainer.run_folder import Run
 from kitforge.trainer.task import Task
 
 # A run, the folder of a run, a step or a Hugging Face model, or a network in memory.
@@ -39,10 +37,8 @@ Model: TypeAlias = Run | nn.Module | str | Path
 class Trainer:
     """Trains, evaluates and predicts. `model` is a preset, a folder, a Run or an nn.Module; `options` are nested or
     dotted: `{"trainer.max_steps": 100}`. `task` is a name, or a Task of your own, which brings model and data.
-    `processor` is a tokenizer, a preset or a folder of one, or the feature encoder of a recommender.
-
-    A Run is never changed: training starts from the weights in its folder, or from a copy if they are not there. An
-    nn.Module is trained in place by the tasks that do not train a copy (docs/training.md)."""
+    `processor` is a tokenizer, a preset or a folder of one, or the feature encoder of a recommender. Training leaves a
+    Run as it was; an nn.Module is trained in place by the tasks that do not train a copy (docs/training.md)."""
 
     def __init__(
         self,
@@ -63,7 +59,7 @@ class Trainer:
         self._roles = dict(roles or {})
         self._run: Run | None = None
         self._network = model.model if isinstance(model, Run) else model if isinstance(model, nn.Module) else None
-        self._start = model if isinstance(model, Run) else None
+        self._model_folder = model.folder if isinstance(model, Run) else None
         if isinstance(task, Task):
             if any(given is not None for given in (model, train_dataset, eval_dataset, processor, roles)):
                 fix = "give them to the task instead of to Trainer"
@@ -89,7 +85,9 @@ class Trainer:
 
     def train(self, resume: str | Path | None = None) -> Run:
         """Train and return the run. `resume`: "auto" for the newest checkpoint of output_dir, or a folder."""
-        inputs = self._training_inputs()
+        self.options, inputs = apart_from_run(self._kit, self.options, self._inputs())
+        # The network of a Run that is loaded again is in memory only as long as the caller keeps the Run.
+        self._network = None if inputs.model is None else self._network
         options = self.options if resume is None else dataclasses.replace(self.options, resume=str(resume))
         self._run = train_task(options, inputs, self._kit)
         return self._run
@@ -134,33 +132,13 @@ class Trainer:
         found = opened([inputs] if isinstance(inputs, str) else list(inputs))
         return [result[0] if isinstance(result, list) else result for result in found]
 
-    def _training_inputs(self) -> RunInputs[object]:
-        """The objects that were handed over. Where training would change the network of a Run, its folder is the
-        checkpoint instead and the network is let go, so that it is in memory only as long as the caller keeps it."""
-        given = self._inputs()
-        if self._start is None or given.model is None or not self._kit.trains_given_network(self.options):
-            return given
-        if hasattr(self.options, "checkpoint") and is_stored(self._start):
-            changes: dict[str, Any] = {"checkpoint": str(self._start.folder), "model": {}}
-            self.options = dataclasses.replace(self.options, **changes)
-            self._network = self._start = None
-            return dataclasses.replace(given, model=None)
-        if parallel_model_of(given.model, ALONE).mesh is not None:
-            raise ModelError(
-                "a Run on several ranks cannot be copied, and its folder does not hold its weights",
-                got=self._start.folder,
-                fix="pass its network, which is then trained in place: model=run.model",
-            )
-        return dataclasses.replace(given, model=copy.deepcopy(given.model))
-
     def _inputs(self, run: Run | None = None) -> RunInputs[object]:
         """The objects that were handed over, with the network and processor of the run, if there is one."""
-        origin = self._start if run is None else run
         return RunInputs(
             train_dataset=self._datasets[0],
             eval_dataset=self._datasets[1],
             model=self._network if run is None else run.model,
-            model_folder=None if origin is None else origin.folder,
+            model_folder=self._model_folder if run is None else run.folder,
             initial_model=None if run is None else self._network,
             processor=self._processor if run is None else run.processor,
             roles=self._roles,
@@ -193,7 +171,7 @@ def train_task(options: RunOptions, inputs: RunInputs[object], kit: AnyKit | Non
     kit = kit_of(options.task) if kit is None else kit
     with _process_group(options) as rendezvous:
         with noting_warnings() as notes:
-            inputs = _with_open_model(options, inputs)
+            inputs = with_open_model(options, inputs)
             if rendezvous.rank >= options.parallel.world_size:
                 return kit.serve_roles(options, inputs, rendezvous)
             assembly = kit.assemble(options, inputs, rendezvous)
@@ -204,15 +182,7 @@ def evaluate(options: RunOptions, inputs: RunInputs[object], kit: AnyKit | None 
     """The metrics of the evaluation set for a model in memory or under `options.checkpoint`."""
     kit = kit_of(options.task) if kit is None else kit
     with _process_group(options) as rendezvous:
-        return kit.evaluate(options, _with_open_model(options, inputs), rendezvous)
-
-
-def _with_open_model(options: RunOptions, inputs: RunInputs[object]) -> RunInputs[object]:
-    """The inputs, with the loader of the kit that trained the checkpoint if that is another task's."""
-    trained_for = recorded_task(getattr(options, "checkpoint", None))
-    if inputs.model is not None or trained_for is None or trained_for == options.task:
-        return inputs
-    return dataclasses.replace(inputs, open_model=kit_of(trained_for).open_model)
+        return kit.evaluate(options, with_open_model(options, inputs), rendezvous)
 
 
 def pipeline(

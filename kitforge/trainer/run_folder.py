@@ -11,18 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
-from kitforge.core.checkpoint.load import find_checkpoint
-from kitforge.core.parallel import collectives
-from kitforge.core.parallel.parallelize import ParallelModel, parallel_model_of
-from kitforge.core.parallel.world import ALONE, World
+from kitforge.core.parallel.world import World
 from kitforge.foundation.config import check
 from kitforge.foundation.errors import ConfigError, KitforgeError
 from kitforge.foundation.files import write_text
 from kitforge.foundation.log import console
-from kitforge.foundation.untrusted import load_yaml
 from kitforge.trainer.callbacks.callback import Callback
 from kitforge.trainer.callbacks.checkpointing import CheckpointCallback
 from kitforge.trainer.callbacks.early_stopping import EarlyStopping
@@ -47,35 +42,6 @@ class Run:
     processor: Any
     metrics: dict[str, float]
     was_interrupted: bool = False
-
-
-def is_stored(run: Run) -> bool:
-    """Whether the folder of a run holds the weights of `run.model`, bit for bit. It does not if they were changed in
-    memory, if the run was resumed since, or for a network of the caller's own, which no folder can rebuild. Reads one
-    tensor at a time; all ranks of the model call it."""
-    config = run.folder / "config.yaml"
-    parallel = parallel_model_of(run.model, ALONE)
-    is_equal = False
-    if config.is_file() and load_yaml(config.read_text(encoding="utf-8")).get("model"):
-        parallel.reshard()
-        is_equal = _has_weights(run.folder, parallel)
-    group = None if parallel.mesh is None else parallel.mesh.world
-    return all(collectives.all_gather_object(is_equal, group=group))
-
-
-def _has_weights(folder: Path, parallel: ParallelModel) -> bool:
-    """Whether the result of a run folder holds this rank's weights."""
-    try:
-        checkpoint = find_checkpoint(folder, verify=False)
-    except KitforgeError:
-        return False
-    if checkpoint is None:
-        return False
-    names, shards = set(checkpoint.names("model")), parallel.parameters()
-    return all(
-        torch.equal(checkpoint.read(name, parallel.region(name)).to(shards[name]), shards[name])
-        for name in names & shards.keys()
-    )
 
 
 def default_folder(options: RunOptions, model_name: str) -> Path:
