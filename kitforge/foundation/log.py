@@ -16,7 +16,7 @@ from rich.segment import Segment
 
 _PACKAGE = "kitforge"
 _MOST_NOTES = 100
-_told: set[str] = set()
+_warned: set[str] = set()
 
 
 def sanitize(text: str) -> str:
@@ -95,8 +95,8 @@ def noting_warnings() -> Iterator[list[str]]:
 
 def warn_once(log: logging.Logger, message: str) -> None:
     """Log a warning that a process needs to see once."""
-    if message not in _told:
-        _told.add(message)
+    if message not in _warned:
+        _warned.add(message)
         log.warning("%s", message)
         return
     record = log.makeRecord(log.name, logging.WARNING, "", 0, message, (), None)

@@ -16,6 +16,7 @@ VENDORS = re.compile(r"(torch\.(cuda|npu)|torch_npu)\b")
 EXECUTING_MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 # How often a module encodes or decodes whole texts: documents, prompts, probes.
 WHOLE_TEXTS = {
+    "kitforge.data.added_tokens": 1,
     "kitforge.data.chat_datasets": 1,
     "kitforge.data.gguf_tokenizer": 1,
     "kitforge.data.streaming": 1,
@@ -24,7 +25,7 @@ WHOLE_TEXTS = {
     "kitforge.data.tokenizer_protocol": 1,
     "kitforge.inference.server.service": 2,
     "kitforge.kits.rlhf.reinforcement.rollout_log": 3,
-    "kitforge.kits.rlhf.roles.rewards": 2,
+    "kitforge.kits.rlhf.roles.rewards": 3,
     "kitforge.kits.transformers.build": 1,
     "kitforge.kits.transformers.evaluation": 1,
     "kitforge.kits.transformers.seq2seq": 1,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import itertools
 import math
 import os
 import sys
@@ -12,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from typing import Any, TypeAlias, cast, final
 
 import numpy as np
@@ -77,21 +77,20 @@ class PromptCompletion:
         """The text of each turn of the policy, without the EOS token."""
         if not self.turn_lengths:
             return [self.text(tokenizer)]
-        own = iter([index for index, is_own in enumerate(self.loss_mask) if is_own])
-        texts = []
+        texts, start = [], 0
         for length in self.turn_lengths:
-            indices = list(itertools.islice(own, length))
-            before, turn = self.tokens[: indices[0]], [self.tokens[index] for index in indices]
+            start = self.loss_mask.index(True, start)
+            before, turn = self.tokens[:start], self.tokens[start : start + length]
             said = turn[:-1] if turn[-1] in tokenizer.eos_ids else turn
             texts.append(decode_continuation(tokenizer, [*self.prompt, *before], said))
+            start += length
         return texts
 
     def messages(self, tokenizer: Tokenizer) -> list[Message]:
         """The conversation: the prompt's messages (a plain text is one of the user), the replies, and the observations
         between them. Text of an environment begins the first reply; later it is a message of the user."""
-        found: list[Message] = [{"role": "user", "content": tokenizer.decode(self.prompt)}]
-        if self.prompt_messages is not None:
-            found = [*self.prompt_messages]
+        question = [{"role": "user", "content": tokenizer.decode(self.prompt)}]
+        found: list[Message] = list(self.prompt_messages or question)
         opening, *observations = self.observations or ("",)
         for observation, turn in zip([None, *observations], self.turns(tokenizer), strict=True):
             if isinstance(observation, list):
@@ -146,9 +145,8 @@ class ModelScorer(Scorer):
         self.model = model
         self._most_tokens = most_tokens
         self._tokenizer = tokenizer
-        is_other = own is not None and own.fingerprint != tokenizer.fingerprint
-        self._own = own if is_other else None
-        self._template: ChatTemplate | None = template_of(own) if own is not None and is_other else None
+        self._own = None if own is None or own.fingerprint == tokenizer.fingerprint else own
+        self._template: ChatTemplate | None = None if self._own is None else template_of(self._own)
 
     @torch.no_grad()
     def rewards(self, completions: Sequence[PromptCompletion]) -> list[RewardOutput]:
@@ -196,10 +194,9 @@ class FunctionScorer(Scorer):
     """A function `f(*, prompts, completions, prompt_tokens, completion_tokens, turns, messages, **columns)`, plain or
     async.
 
-    It gets the arguments that it names, of each completion: the text of the last reply (`completions`), of each of the
-    policy's turns, the whole conversation, and all tokens after the prompt; texts and tokens are without the EOS token.
-    It returns per completion a number, a list of one number per token, or a mapping with "score" whose other numbers
-    are logged by name.
+    It gets what it names: the last reply (`completions`), each turn of the policy, the whole conversation, all tokens
+    after the prompt; without the EOS token. It returns per completion a number, a list of one number per token, or a
+    mapping with "score" whose other numbers are logged by name.
     """
 
     def __init__(self, function: Callable[..., Any], tokenizer: Tokenizer, loop: EventLoop) -> None:
@@ -436,9 +433,8 @@ def scorer_of(
     loop = EventLoop() if loop is None else loop
     if several := reward_members(given):
         parts = {name: weighted_member(name, each) for name, each in several.items()}
-        found = {
-            name: (weight, scorer_of(each, tokenizer, most_tokens, loop)) for name, (weight, each) in parts.items()
-        }
+        build = partial(scorer_of, tokenizer=tokenizer, most_tokens=most_tokens, loop=loop)
+        found = {name: (weight, build(each)) for name, (weight, each) in parts.items()}
         return WeightedScorer(found)
     own = reward_tokenizer(given)
     given = given.model if isinstance(given, (Run, RewardModel)) else given
@@ -468,7 +464,7 @@ def reward_members(given: Any) -> dict[str, Any]:
     names = [_reward_name(each) for each in given]
     found: dict[str, Any] = {}
     for index, (name, each) in enumerate(zip(names, given, strict=True)):
-        numbered = (f"{name}_{number}" for number in itertools.count(index))
+        numbered = (f"{name}_{number}" for number in count(index))
         # A made-up name is nobody's own.
         found[name if name not in found else next(one for one in numbered if one not in {*names, *found})] = each
     return found

@@ -12,6 +12,7 @@ import torch
 from kitforge.data.continuation import encode_continuation
 from kitforge.data.tokenizer_protocol import Tokenizer
 from kitforge.inference.engine import Engine
+from kitforge.kits.rlhf.event_loop import EventLoop
 from kitforge.kits.rlhf.reinforcement.ppo import PolicyGradientTask
 from kitforge.kits.rlhf.reinforcement.rollout_batch import Rollout
 from kitforge.kits.rlhf.roles.rewards import FunctionScorer, PromptCompletion
@@ -89,5 +90,5 @@ def test_a_reward_function_reads_what_follows_the_prompt(kind: str) -> None:
         read.extend((*prompts, *completions))
         return [0.0]
 
-    FunctionScorer(score, tokenizer).rewards([answer])
+    FunctionScorer(score, tokenizer, EventLoop()).rewards([answer])
     assert read[1] == " the school" and read[0].strip() == PROMPT
