@@ -310,10 +310,10 @@ def messages_of(text: str) -> list[Message]:
 
 def with_open_end(prompt: Said) -> Said:
     """The prompt, of which a last message of the assistant is begun and not ended; an empty one is only announced."""
-    if not is_chat(prompt) or prompt[-1]["role"] != "assistant" or prompt[-1].get("tool_calls"):
+    if not is_chat(prompt) or prompt[-1].get("role") != "assistant" or prompt[-1].get("tool_calls"):
         return prompt
     last = prompt[-1]
-    if not last["content"] and not any(last.get(name) for name in _THOUGHTS):
+    if not last.get("content") and not any(last.get(name) for name in _THOUGHTS):
         return list(prompt[:-1])
     return [*prompt[:-1], BegunMessage(last)]
 

@@ -9,7 +9,8 @@ from typing import Any, cast, final
 
 from torch import nn
 
-from kitforge.data.template import Message, template_of
+from kitforge.data.chat_rows import with_open_end
+from kitforge.data.template import BegunMessage, Message, template_of
 from kitforge.data.tokenizer import Tokenizer
 from kitforge.foundation.config import from_dict
 from kitforge.foundation.errors import ConfigError, ModelError
@@ -57,8 +58,7 @@ class TextGenerationPipeline:
             if isinstance(text, str):
                 results.append([{"generated_text": text + sample} for sample in samples])
             else:
-                replies = [{"role": "assistant", "content": sample} for sample in samples]
-                results.append([{"generated_text": [*text, reply]} for reply in replies])
+                results.append([{"generated_text": _with_reply(text, sample)} for sample in samples])
         return results
 
     def stream(self, text: TextPrompt, **options: Any) -> Iterator[str]:
@@ -77,7 +77,7 @@ class TextGenerationPipeline:
         if isinstance(text, str):
             tokens = self.tokenizer.encode_prompt(text)
         else:
-            tokens = template_of(self.tokenizer).tokens(text, opens_reply=True)
+            tokens = template_of(self.tokenizer).prompt(cast(Sequence[Message], with_open_end(text)))
         with self._text_engine.engine.lock:
             request = self._text_engine.submit(tokens, options, num_samples=num_samples, key=index)
             self._deltas[request] = deque()
@@ -137,6 +137,14 @@ class TextGenerationPipeline:
                 self._weights = weights
                 self._text_engine.engine.update_weights(self._text_engine.engine.version + 1)
         return from_dict(InferenceOptions, dataclasses.asdict(self.options) | options, "inference")
+
+
+def _with_reply(chat: Sequence[Message], reply: str) -> list[Message]:
+    """The chat with a reply, or with the end of the one that it had begun."""
+    prompt = cast(Sequence[Message], with_open_end(chat))
+    if isinstance(prompt[-1], BegunMessage):
+        return [*prompt[:-1], {**prompt[-1], "content": prompt[-1]["content"] + reply}]
+    return [*prompt, {"role": "assistant", "content": reply}]
 
 
 def _weights_fingerprint(model: nn.Module) -> int:

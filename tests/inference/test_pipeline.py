@@ -69,10 +69,21 @@ def test_a_chat_is_answered_in_its_own_shape(pipeline: TextGenerationPipeline) -
     assert answer[-1]["role"] == "assistant"
     plain = pipeline("\n\nHuman: the sun?\n\nAssistant: ")[0]["generated_text"]
     assert plain.endswith(answer[-1]["content"])
-    several = pipeline([chat, answer], num_samples=2)
+    again = [*answer, {"role": "user", "content": "and the river?"}]
+    several = pipeline([chat, again], num_samples=2)
     assert several[0][0]["generated_text"] == answer
-    assert [len(sample["generated_text"]) for sample in several[1]] == [3, 3]
+    assert [len(sample["generated_text"]) for sample in several[1]] == [4, 4]
     assert "".join(pipeline.stream(chat)) == answer[-1]["content"]
+
+
+def test_a_reply_that_the_chat_has_begun_goes_on(pipeline: TextGenerationPipeline) -> None:
+    chat = [{"role": "user", "content": "the sun?"}, {"role": "assistant", "content": "It s"}]
+    before, reply = pipeline(chat)[0]["generated_text"]
+    assert before == chat[0]
+    plain = pipeline("\n\nHuman: the sun?\n\nAssistant: It s")[0]["generated_text"]
+    assert plain.endswith(reply["content"])
+    assert reply["content"].startswith("It s")
+    assert reply["content"] == "It s" + "".join(pipeline.stream(chat))
 
 
 def test_a_weight_that_changes_is_heard(pipeline: TextGenerationPipeline) -> None:

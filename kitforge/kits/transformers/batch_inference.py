@@ -12,10 +12,10 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, final
+from typing import IO, Any, cast, final
 
-from kitforge.data.chat_rows import template_inputs
-from kitforge.data.template import ChatTemplate, template_of
+from kitforge.data.chat_rows import template_inputs, with_open_end
+from kitforge.data.template import ChatTemplate, Message, template_of
 from kitforge.foundation.config import to_dict
 from kitforge.foundation.errors import ConfigError, DataError, KitforgeError
 from kitforge.foundation.files import atomic_file
@@ -147,7 +147,7 @@ def _chat_tokens(template: ChatTemplate, values: Mapping[str, Any], where: str) 
     """The chat with what else the template reads of its line. Raises DataError for tools that it does not write."""
     inputs = template_inputs(values, where)
     template.check_written(values["messages"], {}, inputs)
-    return template.tokens(values["messages"], opens_reply=True, **inputs)
+    return template.prompt(cast(Sequence[Message], with_open_end(values["messages"])), **inputs)
 
 
 def _line(prompt: BatchPrompt, found: _Pending) -> bytes:
