@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kitforge.data.optional_imports import import_optional
-from kitforge.data.tables.bad_rows import ArrowChunk, BadRow, Problem
+from kitforge.data.tables.bad_rows import ArrowChunk, BadRow, DecimalMark, Problem
+from kitforge.data.tables.cells import array_of, decoded, is_text, is_unsure, plain, pyarrow, texts_of, with_points
 from kitforge.data.tables.columns import ColumnLayout, Columns, KeyColumn, KeyKind, LabelColumn, ListColumn, ListValues
 from kitforge.data.tables.hashing import hash_texts
 from kitforge.foundation.errors import DataError
 
 _LARGEST = 2**63
+_BOOLS = {"false": 0, "true": 1}
 # Row and its fault.
 RowProblem = tuple[int, Problem]
-
-
-def pyarrow(module: str = "pyarrow") -> Any:
-    """pyarrow or one of its modules."""
-    return import_optional(module, needed_for="reading tables", extra="recommender")
 
 
 def to_columns(chunk: ArrowChunk, layout: ColumnLayout) -> tuple[Columns, list[BadRow]]:
@@ -36,7 +32,7 @@ def to_columns(chunk: ArrowChunk, layout: ColumnLayout) -> tuple[Columns, list[B
     # Columns are written one by one, so each lies in one piece.
     numbers = np.empty((table.num_rows, len(layout.numbers)), order="F")
     for index, name in enumerate(layout.numbers):
-        numbers[:, index], problems = _numbers(_array(table, name), name)
+        numbers[:, index], problems = _numbers(_array(table, name), name, chunk.decimal)
         note(name, problems)
     keys = np.empty((table.num_rows, len(layout.keys)), np.int64, order="F")
     absent = np.empty(keys.shape, bool, order="F")
@@ -51,7 +47,7 @@ def to_columns(chunk: ArrowChunk, layout: ColumnLayout) -> tuple[Columns, list[B
         note(item.name, problems)
     labels = None
     if layout.label is not None:
-        labels, problems = _labels(_array(table, layout.label.name), layout.label)
+        labels, problems = _labels(_array(table, layout.label.name), layout.label, chunk.decimal)
         note(layout.label.name, problems)
     columns = Columns(numbers=numbers, keys=keys, absent=absent, lists=lists, labels=labels)
     if not problem_of:
@@ -76,43 +72,25 @@ def _array(table: Any, name: str) -> Any:
     return column if hasattr(column, "buffers") else pyarrow().concat_arrays(column.chunks)
 
 
-def _is_text(array: Any) -> bool:
-    types = pyarrow().types
-    return bool(types.is_string(array.type) or types.is_large_string(array.type))
-
-
-def _plain(array: Any) -> Any:
-    """Without a dictionary; bytes and views of text as text."""
-    arrow = pyarrow()
-    types = arrow.types
-    if types.is_dictionary(array.type):
-        array = array.dictionary_decode()
-    if types.is_string_view(array.type) or types.is_binary(array.type) or types.is_large_binary(array.type):
-        array = array.cast(arrow.large_string())
-    return _without_empty(array) if _is_text(array) else array
-
-
-def _without_empty(texts: Any) -> Any:
-    """An empty text is no value, as in a file an empty cell is none."""
-    compute = pyarrow("pyarrow.compute")
-    is_empty = compute.equal(compute.binary_length(texts), 0)
-    return compute.if_else(is_empty, None, texts) if compute.any(is_empty).as_py() else texts
-
-
-def _numbers(array: Any, name: str) -> tuple[NDArray[np.float64], list[RowProblem]]:
+def _numbers(array: Any, name: str, decimal: DecimalMark) -> tuple[NDArray[np.float64], list[RowProblem]]:
     """Values [n], NaN where there is none or no number."""
-    arrow, array = pyarrow(), _plain(array)
+    arrow, array = pyarrow(), decoded(array)
     types = arrow.types
     if types.is_boolean(array.type):
         array = array.cast(arrow.uint8())
     is_number = types.is_integer(array.type) or types.is_floating(array.type) or types.is_decimal(array.type)
-    if not (is_number or types.is_null(array.type) or _is_text(array)):
+    if not (is_number or types.is_null(array.type) or is_text(array)):
         raise _wrong_type(name, array, "numbers")
     problems: list[RowProblem] = []
     try:
-        values = np.array(array.cast(arrow.float64(), safe=False).to_numpy(zero_copy_only=False))
+        values = _floats(array)
     except arrow.ArrowInvalid:
-        values, problems = _one_by_one(array.to_pylist(), _number, np.nan, "holds no number", "a number")
+        # The slower way, by which texts with blanks or commas are read.
+        array = with_points(plain(array), decimal)
+        try:
+            values = _floats(array)
+        except arrow.ArrowInvalid:
+            values, problems = _one_by_one(array.to_pylist(), _number, np.nan, "holds no number", "a number")
     infinite = np.flatnonzero(np.isinf(values))
     for row in infinite:
         got = str(array[int(row)])
@@ -121,18 +99,24 @@ def _numbers(array: Any, name: str) -> tuple[NDArray[np.float64], list[RowProble
     return values, problems
 
 
+def _floats(array: Any) -> NDArray[np.float64]:
+    return np.array(array.cast(pyarrow().float64(), safe=False).to_numpy(zero_copy_only=False))
+
+
 def _number(text: str) -> float:
-    """A number, or nothing at all. Python alone would take 1_0 for ten."""
+    """A number, or a bool as one. Python alone would take 1_0 for ten."""
+    if text.lower() in _BOOLS:
+        return float(_BOOLS[text.lower()])
     if "_" in text:
         raise ValueError(text)
-    return float(text) if text.strip() else float("nan")
+    return float(text)
 
 
 def _keys(array: Any, kind: KeyKind, name: str) -> tuple[NDArray[np.int64], NDArray[np.bool_], list[RowProblem]]:
     """Keys [n], a mask of missing ones [n], and invalid cells."""
     arrow = pyarrow()
     types = arrow.types
-    if kind == "text" and types.is_dictionary(array.type) and _is_text(array.dictionary):
+    if kind == "text" and types.is_dictionary(array.type) and is_text(array.dictionary):
         # Each different text is hashed once.
         words, nothing, problems = _keys(array.dictionary, kind, name)
         codes = array.indices.fill_null(0).to_numpy(zero_copy_only=False)
@@ -141,61 +125,56 @@ def _keys(array: Any, kind: KeyKind, name: str) -> tuple[NDArray[np.int64], NDAr
             return np.zeros(len(array), np.int64), absent, problems
         absent = absent | nothing[codes]
         return np.where(absent, 0, words[codes]), absent, problems
-    array = _plain(array)
+    array = plain(array)
     absent = array.is_null().to_numpy(zero_copy_only=False)
     if types.is_null(array.type):
         return np.zeros(len(array), np.int64), absent, []
-    array = _discrete(array, name)
+    if kind == "integer" and (types.is_integer(array.type) or types.is_boolean(array.type)):
+        texts = array
+    else:
+        texts = _texts(array, name)
     if kind == "text":
-        return np.where(absent, 0, hash_texts(_as_texts(array))), absent, []
+        return np.where(absent, 0, hash_texts(texts)), absent, []
     try:
         # No step from text to a smaller type or past the range of int64 is taken in silence.
-        integers = array.cast(arrow.int64())
+        integers = texts.cast(arrow.int64())
     except arrow.ArrowInvalid:
         wrong, right = "holds no 64-bit id", f"a whole number from {-_LARGEST} to {_LARGEST - 1}"
-        keys, problems = _one_by_one(array.to_pylist(), _integer, 0, wrong, right)
+        keys, problems = _one_by_one(texts.to_pylist(), _integer, 0, wrong, right)
         return keys.astype(np.int64), absent, problems
     return integers.fill_null(0).to_numpy(zero_copy_only=False), absent, []
 
 
-def texts_of(table: Any, column: KeyColumn | ListColumn) -> Any:
+def keys_of(values: Sequence[Any], kind: KeyKind) -> NDArray[np.int64]:
+    """The keys [n] of Python values, as columns have them. Raises ValueError for one that has none."""
+    keys, absent, problems = _keys(array_of(values), kind, "items")
+    if problems or absent.any():
+        raise ValueError(problems[0][1].got if problems else "no value")
+    return keys
+
+
+def texts_of_column(table: Any, column: KeyColumn | ListColumn) -> Any:
     """The different texts of a column, in the order of their first rows: what becomes its keys."""
-    array = _plain(_array(table, column.name))
+    array = plain(_array(table, column.name))
     if isinstance(column, ListColumn):
-        array = _plain(_cut(array, column)[0])
+        array = plain(_cut(array, column)[0])
     if pyarrow().types.is_null(array.type):
         return pyarrow().array([], pyarrow().string())
-    return _as_texts(_discrete(array, column.name)).drop_null().unique()
+    return _texts(array, column.name).drop_null().unique()
 
 
-def _discrete(array: Any, name: str) -> Any:
-    """Texts or whole numbers, no others."""
-    types = pyarrow().types
-    if types.is_floating(array.type):
-        array = _integers(array, name)
-    if not (_is_text(array) or types.is_integer(array.type) or types.is_boolean(array.type)):
-        raise _wrong_type(name, array, "texts or whole numbers")
-    return array
-
-
-def _as_texts(array: Any) -> Any:
-    return array if _is_text(array) else array.cast(pyarrow().string())
+def _texts(array: Any, name: str) -> Any:
+    texts = texts_of(array)
+    if texts is None:
+        raise _wrong_type(name, array, "texts or numbers")
+    return texts
 
 
 def _integer(text: object) -> int:
-    number = int(str(text))
+    number = _BOOLS[str(text)] if text in _BOOLS else int(str(text))
     if "_" in str(text) or not -_LARGEST <= number < _LARGEST:
         raise ValueError(text)
     return number
-
-
-def _integers(array: Any, name: str) -> Any:
-    """Ids that became floating-point numbers because some were missing."""
-    arrow = pyarrow()
-    try:
-        return array.cast(arrow.int64())
-    except arrow.ArrowInvalid:
-        raise _wrong_type(name, array, "texts or whole numbers") from None
 
 
 def _one_by_one(
@@ -210,9 +189,13 @@ def _one_by_one(
         except ValueError:
             parsed.append(nothing)
             is_id = expected.startswith("a whole")
-            fix = "read the column as text (kind: text)" if is_id else _missing_fix(str(value))
+            fix = "read the column as text (kind: text)" if is_id else _number_fix(str(value))
             problems.append((row, Problem(reason=reason, got=repr(value)[:60], expected=expected, fix=fix)))
     return np.array(parsed, dtype=np.float64 if isinstance(nothing, float) else np.int64), problems
+
+
+def _number_fix(text: str) -> str:
+    return "say what the comma is: data.decimal=',' or data.decimal='.'" if is_unsure(text) else _missing_fix(text)
 
 
 def _missing_fix(text: str) -> str:
@@ -222,7 +205,7 @@ def _missing_fix(text: str) -> str:
 
 
 def _lists(array: Any, column: ListColumn) -> tuple[ListValues, list[RowProblem]]:
-    values, lengths = _cut(_plain(array), column)
+    values, lengths = _cut(plain(array), column)
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
     keys, absent, problems = _keys(values, column.kind, column.name)
     problems += [(int(row), _NO_VALUE) for row in np.flatnonzero(absent)]
@@ -234,11 +217,15 @@ def _cut(array: Any, column: ListColumn) -> tuple[Any, NDArray[np.int64]]:
     """The items of all lists end to end, and how many each row [n] has."""
     arrow, compute = pyarrow(), pyarrow("pyarrow.compute")
     types = arrow.types
-    cut = _is_text(array)
+    if types.is_struct(array.type) and [field.name for field in array.type] == ["list", "text"]:
+        # Of rows in Python, some with lists and some with texts.
+        texts = compute.split_pattern(plain(array.field("text")), column.separator)
+        array = compute.coalesce(array.field("list"), texts)
+    cut = is_text(array)
     if cut:
         array = compute.split_pattern(array, column.separator)
-    elif types.is_null(array.type):
-        array = array.cast(arrow.list_(arrow.string()))
+    elif array.null_count == len(array):
+        array = arrow.nulls(len(array), arrow.list_(arrow.string()))
     if not (types.is_list(array.type) or types.is_large_list(array.type)):
         raise _wrong_type(column.name, array, "lists, or texts with a separator")
     lengths = compute.list_value_length(array).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
@@ -251,22 +238,29 @@ def _cut(array: Any, column: ListColumn) -> tuple[Any, NDArray[np.int64]]:
     return values, lengths
 
 
-def _labels(array: Any, label: LabelColumn) -> tuple[NDArray[np.float32], list[RowProblem]]:
+def _labels(array: Any, label: LabelColumn, decimal: DecimalMark) -> tuple[NDArray[np.float32], list[RowProblem]]:
     if label.positive is None:
-        values, problems = _numbers(array, label.name)
+        values, problems = _numbers(array, label.name, decimal)
         wrong = np.flatnonzero((values != 0) & (values != 1))
         known = {row for row, _ in problems}
         rows = [int(row) for row in wrong if int(row) not in known]
         expected = "0 or 1"
     else:
-        array = _plain(array).cast(pyarrow().string())
-        is_positive, problems = _equals(array, label.positive), list[RowProblem]()
-        is_negative = _equals(array, label.negative) if label.negative is not None else _equals(array, None)
+        array = plain(array)
+        array = array.cast(pyarrow().string()) if pyarrow().types.is_null(array.type) else _texts(array, label.name)
+        positive, negative = (None if text is None else _text(text) for text in (label.positive, label.negative))
+        is_positive, problems = _equals(array, positive), list[RowProblem]()
+        is_negative = _equals(array, negative)
         values, rows = is_positive.astype(np.float64), np.flatnonzero(~(is_positive | is_negative)).tolist()
         expected = f"{label.positive!r} or {'another text' if label.negative is None else repr(label.negative)}"
     for row in rows:
         problems.append((row, Problem(reason="holds no label", got=array[row], expected=expected)))
     return np.nan_to_num(values).astype(np.float32), problems
+
+
+def _text(text: str) -> str:
+    """A text of the options in the form of cells."""
+    return str(_texts(plain(array_of([text])), "label")[0])
 
 
 def _equals(texts: Any, wanted: str | None) -> NDArray[np.bool_]:
@@ -281,5 +275,5 @@ def _wrong_type(name: str, array: Any, expected: str) -> DataError:
         f"column {name!r} is of a type that cannot be used so",
         got=str(array.type),
         expected=expected,
-        fix="leave the column out of data.schema, or write it as text or whole numbers",
+        fix="leave the column out of data.schema, or write it as text or numbers",
     )

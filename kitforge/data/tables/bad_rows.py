@@ -13,6 +13,8 @@ from kitforge.foundation.log import logger
 _log = logger(__name__)
 
 OnBadRow = Literal["error", "skip"]
+# What separates the decimals of a number that is written as text: a point, a comma, or either where a cell shows it.
+DecimalMark = Literal["auto", ".", ","]
 
 
 @final
@@ -43,6 +45,7 @@ class ArrowChunk:
     table: Any  # pyarrow.Table with the columns that were asked for
     location: Callable[[int], str]  # location of a row, for messages
     bad: tuple[BadRow, ...] = ()  # rows that could not be parsed into the table
+    decimal: DecimalMark = "auto"
 
 
 @final

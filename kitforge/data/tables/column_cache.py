@@ -29,7 +29,7 @@ from kitforge.data.tables.source import TableSource
 from kitforge.foundation.errors import DataError
 from kitforge.foundation.files import sha256, write_text
 
-FORMAT = 3
+FORMAT = 4
 _PROGRESS = "progress.json"
 # A build that is killed loses at most about as many bytes of columns.
 _STRIDE = 2**27

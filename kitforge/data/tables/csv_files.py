@@ -13,8 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, final
 
-from kitforge.data.tables.arrow_to_columns import pyarrow
 from kitforge.data.tables.bad_rows import ArrowChunk, BadRow, Problem
+from kitforge.data.tables.cells import pyarrow
 from kitforge.foundation.errors import DataError
 
 # The rows of a chunk follow from this, here and in the other formats; half-built column caches count in chunks, so a

@@ -12,8 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kitforge.data.document_shard import fingerprint_of
-from kitforge.data.tables.arrow_to_columns import pyarrow, to_columns
+from kitforge.data.tables.arrow_to_columns import to_columns
 from kitforge.data.tables.bad_rows import ArrowChunk, BadRow, Problem
+from kitforge.data.tables.cells import pyarrow
 from kitforge.data.tables.columns import ColumnLayout, KeyColumn, ListValues
 from kitforge.data.tables.csv_files import Job
 from kitforge.data.tables.source import TableSource
@@ -68,7 +69,7 @@ def sequences_of(source: TableSource, events: EventColumns, lists: Sequence[str]
     dated = replace(source, times=(events.time,))
     part = EventRows(source=dated, events=events, lists=tuple(lists))
     mark = None if source.fingerprint is None else fingerprint_of("events", 1, source.fingerprint, events, part.lists)
-    return replace(dated, parts=(part,), fingerprint=mark, missing_values=(), times=())
+    return replace(dated, parts=(part,), fingerprint=mark, cells=replace(source.cells, missing_values=()), times=())
 
 
 @final

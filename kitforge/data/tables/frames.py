@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
 
-from kitforge.data.tables.arrow_to_columns import pyarrow
 from kitforge.data.tables.bad_rows import ArrowChunk
+from kitforge.data.tables.cells import array_of, pyarrow
 from kitforge.data.tables.csv_files import Job
 from kitforge.foundation.errors import DataError
 
@@ -54,37 +54,35 @@ def open_frame(spec: Any) -> FrameRows:
                     got=f"a single value for {', '.join(scalars[:8])}",
                     expected="arrays by column, all of one length; or a list of rows",
                 )
-            spec = {str(name): arrow.array(values) for name, values in spec.items()}
-        table = arrow.table(spec)
+            spec = {str(name): array_of(values) for name, values in spec.items()}
+        table = _table(spec)
     except (arrow.ArrowInvalid, arrow.ArrowTypeError, arrow.ArrowNotImplementedError) as error:
         raise DataError(
             "these columns are no table", got=error, expected="one type a column, and one length for all"
         ) from error
     # pandas hands over an index that has values of its own as one more column.
     names = tuple(name for name in table.column_names if not name.startswith("__index_level_"))
-    for index, column in enumerate(table.columns):
-        kind = column.type.value_type if arrow.types.is_dictionary(column.type) else column.type
-        if arrow.types.is_string_view(kind):
-            # The form in which polars hands over texts, for which Arrow lacks most functions.
-            table = table.set_column(index, table.column_names[index], column.cast(arrow.large_string()))
     if table.num_rows == 0:
         raise DataError("there are no rows in the data", got=f"columns {', '.join(names)}", expected="at least one row")
     return FrameRows(table=table, names=names)
 
 
-def as_missing(job: Job, missing_values: tuple[str, ...]) -> ArrowChunk:
-    """The chunk, without a value where a cell holds one of these texts."""
-    arrow, compute = pyarrow(), pyarrow("pyarrow.compute")
-    chunk, types = job(), arrow.types
-    table = chunk.table
-    for index, name in enumerate(table.column_names):
-        column = table.column(name)
-        if not (types.is_string(column.type) or types.is_large_string(column.type)):
-            continue
-        is_missing = compute.is_in(column, value_set=arrow.array(missing_values, column.type))
-        if compute.any(is_missing).as_py():
-            table = table.set_column(index, name, compute.if_else(is_missing, None, column))
-    return replace(chunk, table=table)
+def _table(spec: Any) -> Any:
+    """The table of an object. Columns of Python objects of pandas are read cell by cell, as rows in Python are."""
+    arrow = pyarrow()
+    if not (hasattr(spec, "items") and any(map(_holds_objects, getattr(spec, "dtypes", ())))):
+        return arrow.table(spec)
+    names, columns = zip(*spec.items(), strict=True)
+    arrays = [
+        array_of(column.tolist()) if _holds_objects(column.dtype) else arrow.array(column, from_pandas=True)
+        for column in columns
+    ]
+    return arrow.Table.from_arrays(arrays, list(map(str, names)))
+
+
+def _holds_objects(dtype: Any) -> bool:
+    categories = getattr(dtype, "categories", None)
+    return str(dtype if categories is None else categories.dtype) == "object"
 
 
 def _location(start: int, row: int) -> str:

@@ -48,15 +48,20 @@ def hash_text(text: str) -> int:
     return state - 2**64 if state >= 2**63 else state
 
 
-def _buffers(texts: Any) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
-    """Offsets [n + 1] into bytes, with a word of zeros behind the last."""
+def text_views(texts: Any) -> tuple[NDArray[Any], NDArray[np.uint8]]:
+    """Offsets [n + 1] of a pyarrow array of texts into bytes, both as they lie in memory."""
     width = np.int64 if "large" in str(texts.type) else np.int32
     _, offsets, data = texts.buffers()
     if offsets is None or len(texts) == 0:
-        return np.zeros(1, np.int64), np.zeros(_WORD, np.uint8)
-    buffers = np.frombuffer(offsets, dtype=width, offset=texts.offset * np.dtype(width).itemsize, count=len(texts) + 1)
-    used = np.empty(int(buffers[-1] - buffers[0]) + _WORD, np.uint8)
+        return np.zeros(1, np.int64), np.zeros(1, np.uint8)
+    begins = np.frombuffer(offsets, dtype=width, offset=texts.offset * np.dtype(width).itemsize, count=len(texts) + 1)
+    return begins, np.frombuffer(data, dtype=np.uint8) if data is not None and data.size else np.zeros(1, np.uint8)
+
+
+def _buffers(texts: Any) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
+    """Offsets [n + 1] into bytes, with a word of zeros behind the last."""
+    offsets, data = text_views(texts)
+    used = np.empty(int(offsets[-1] - offsets[0]) + _WORD, np.uint8)
     used[-_WORD:] = 0
-    if len(used) > _WORD:
-        used[:-_WORD] = np.frombuffer(data, dtype=np.uint8)[buffers[0] : buffers[-1]]
-    return (buffers - buffers[0]).astype(np.int64), used
+    used[:-_WORD] = data[offsets[0] : offsets[-1]]
+    return (offsets - offsets[0]).astype(np.int64), used

@@ -12,14 +12,14 @@ from numpy.typing import NDArray
 
 from kitforge.data.cache_folder import CacheFolder
 from kitforge.data.document_shard import fingerprint_of
-from kitforge.data.tables.arrow_to_columns import texts_of
+from kitforge.data.tables.arrow_to_columns import texts_of_column
 from kitforge.data.tables.columns import KeyColumn, ListColumn
 from kitforge.data.tables.hashing import hash_texts
 from kitforge.data.tables.id_index import IdIndex
 from kitforge.data.tables.source import TableSource
 from kitforge.foundation.files import atomic_file
 
-FORMAT = 1
+FORMAT = 2
 
 
 @final
@@ -77,7 +77,7 @@ def _find_names(source: TableSource, column: KeyColumn | ListColumn, keys: NDArr
     index, names, num_left = IdIndex(keys), [""] * len(keys), len(keys)
     is_open = np.ones(len(keys), bool)
     for job in source.jobs([column.name]):
-        texts = texts_of(job().table, column)
+        texts = texts_of_column(job().table, column)
         positions = index.find(hash_texts(texts))
         rows = np.flatnonzero((positions >= 0) & is_open[positions])
         for row, position in zip(rows.tolist(), positions[rows].tolist(), strict=True):

@@ -11,8 +11,9 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from kitforge.data.tables.arrow_to_columns import pyarrow, to_columns
+from kitforge.data.tables.arrow_to_columns import to_columns
 from kitforge.data.tables.bad_rows import ArrowChunk, BadRow
+from kitforge.data.tables.cells import pyarrow
 from kitforge.data.tables.columns import ColumnLayout, KeyColumn
 from kitforge.data.tables.csv_files import Job, TextFile
 from kitforge.foundation.errors import DataError

@@ -8,8 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, final
 
-from kitforge.data.tables.arrow_to_columns import pyarrow
 from kitforge.data.tables.bad_rows import ArrowChunk
+from kitforge.data.tables.cells import pyarrow
 from kitforge.data.tables.csv_files import Job
 from kitforge.foundation.errors import DataError
 

@@ -8,8 +8,8 @@ from functools import partial
 from itertools import chain, islice
 from typing import Any, final
 
-from kitforge.data.tables.arrow_to_columns import pyarrow
 from kitforge.data.tables.bad_rows import ArrowChunk, BadRow, Problem
+from kitforge.data.tables.cells import array_of, pyarrow
 from kitforge.data.tables.csv_files import Job
 from kitforge.foundation.errors import DataError
 
@@ -83,7 +83,7 @@ def chunk_of(rows: Sequence[object], start: int, columns: Sequence[str]) -> Arro
         else:
             bad.append(BadRow(problem=problem, location=partial(_location, [number], 0)))
     arrow = pyarrow()
-    table = arrow.table({name: _array([row[name] for row in good]) for name in columns})
+    table = arrow.table({name: array_of([row[name] for row in good]) for name in columns})
     return ArrowChunk(table=table, location=partial(_location, numbers), bad=tuple(bad))
 
 
@@ -98,15 +98,6 @@ def _problem(row: object, columns: Sequence[str]) -> Problem | None:
             expected=f"a column {missing[0]!r}, None where there is no value",
         )
     return None
-
-
-def _array(values: list[Any]) -> Any:
-    """A column. Values of several types, or beyond int64, become text; invalid ones are detected later."""
-    arrow = pyarrow()
-    try:
-        return arrow.array(values)
-    except (arrow.ArrowInvalid, arrow.ArrowTypeError, OverflowError):
-        return arrow.array([None if value is None else str(value) for value in values])
 
 
 def _location(numbers: list[int], row: int) -> str:

@@ -12,6 +12,7 @@ import numpy as np
 
 from kitforge.data.tables.arrow_to_columns import to_columns
 from kitforge.data.tables.bad_rows import BadRows
+from kitforge.data.tables.cells import CellRules
 from kitforge.data.tables.columns import ColumnLayout, Columns, concatenate
 from kitforge.data.tables.python_rows import chunk_of
 from kitforge.foundation.errors import DataError, nearest
@@ -41,8 +42,9 @@ class SeekableSource(Protocol):
 class RowStream:
     """Reads a source on demand, never ahead. One thread reads; another one may mark rows and take the state."""
 
-    def __init__(self, source: Iterator[Any], layout: ColumnLayout) -> None:
+    def __init__(self, source: Iterator[Any], layout: ColumnLayout, cells: CellRules) -> None:
         self._source = source
+        self._cells = cells
         self._seekable = source if isinstance(source, SeekableSource) else None
         self._layout = layout
         # Pairs (position or None, row). Rows in `_unread` were read before and are read again before the source
@@ -61,7 +63,8 @@ class RowStream:
         parts: list[Columns] = []
         num_good = num_pulled = 0
         while num_good < num_rows and (rows := self._pull(num_rows - num_good)):
-            columns, bad_rows = to_columns(chunk_of(rows, self._num_read - len(rows), self._layout.names), self._layout)
+            chunk = chunk_of(rows, self._num_read - len(rows), self._layout.names)
+            columns, bad_rows = to_columns(self._cells.apply(chunk), self._layout)
             bad.handle(bad_rows)
             num_good, num_pulled = num_good + len(columns), num_pulled + len(rows)
             parts.append(columns)

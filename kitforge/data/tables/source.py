@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal, Protocol, final
@@ -13,9 +13,10 @@ from typing import Literal, Protocol, final
 from kitforge.data.document_shard import fingerprint_of
 from kitforge.data.file_resolver import resolve_files
 from kitforge.data.in_memory import is_dataset
-from kitforge.data.tables.bad_rows import OnBadRow
+from kitforge.data.tables.bad_rows import ArrowChunk, DecimalMark, OnBadRow
+from kitforge.data.tables.cells import CellRules
 from kitforge.data.tables.csv_files import CRITEO_COLUMNS, Job, TextFile, first_line
-from kitforge.data.tables.frames import as_missing, is_frame, open_frame
+from kitforge.data.tables.frames import is_frame, open_frame
 from kitforge.data.tables.interactions import InteractionFile
 from kitforge.data.tables.json_files import open_json_lines
 from kitforge.data.tables.parquet_files import open_parquet
@@ -42,11 +43,19 @@ class TableSourceConfig:
     delimiter: str | None = None
     # Texts that mean a missing value, besides an empty cell.
     missing_values: tuple[str, ...] = ()
+    # Decimal mark of numbers that are written as text. auto: a comma in a csv file that ; delimits; else what a cell
+    # shows (1.5, 12,5, 1,250.5), and a cell that shows neither (1,250) is a bad row.
+    decimal: DecimalMark = "auto"
     on_bad_row: OnBadRow = "error"
 
     def __post_init__(self) -> None:
         is_one = self.delimiter is None or (len(self.delimiter) == 1 and self.delimiter not in '"\r\n')
         check(is_one, "data.delimiter", self.delimiter, "one character, and no quote or line break")
+
+    @property
+    def cells(self) -> CellRules:
+        """How cells are read."""
+        return CellRules(missing_values=self.missing_values, decimal=self.decimal)
 
 
 _DEFAULT = TableSourceConfig()
@@ -82,7 +91,7 @@ class TableSource:
     is_once: bool = False  # an iterator, which cannot be read a second time and may have no end
     # Of files: path, size in bytes and time of change in nanoseconds when the table was opened.
     stamps: tuple[tuple[Path, int, int], ...] = ()
-    missing_values: tuple[str, ...] = ()
+    cells: CellRules = CellRules()
     times: tuple[str, ...] = ()  # columns of numbers or dates, of which dates become seconds since 1970
 
     @property
@@ -108,7 +117,7 @@ class TableSource:
                         fix=nearest(column, part.names),
                     )
             for job in part.jobs(columns):
-                job = partial(as_missing, job, self.missing_values) if self.missing_values else job
+                job = partial(_ruled, job, self.cells)
                 yield partial(as_times, job, self.times) if self.times else job
 
 
@@ -127,11 +136,10 @@ def open_table(spec: object, config: TableSourceConfig = _DEFAULT) -> TableSourc
         names = tuple(spec.column_names)  # type: ignore[attr-defined]
         mark = fingerprint_of("dataset", spec._fingerprint)  # type: ignore[attr-defined]
         part = HFDatasetTable(dataset=spec, names=names)
-        mark, missing = fingerprint_of(mark, config.missing_values), config.missing_values
-        return TableSource(name="the dataset", parts=(part,), fingerprint=mark, missing_values=missing)
+        mark = fingerprint_of(mark, config.cells)
+        return TableSource(name="the dataset", parts=(part,), fingerprint=mark, cells=config.cells)
     if is_frame(spec) or isinstance(spec, Mapping):
-        frame, missing = open_frame(spec), config.missing_values
-        return TableSource(name="the data", parts=(frame,), fingerprint=None, missing_values=missing)
+        return TableSource(name="the data", parts=(open_frame(spec),), fingerprint=None, cells=config.cells)
     if isinstance(spec, (list, tuple)) and spec and all(isinstance(item, (str, os.PathLike)) for item in spec):
         files = [file for item in spec for file in _table_files(item)]
         return _of_files(", ".join(map(str, spec)), files, config)
@@ -141,7 +149,7 @@ def open_table(spec: object, config: TableSourceConfig = _DEFAULT) -> TableSourc
             parts=(open_rows(spec),),
             fingerprint=None,
             is_once=iter(spec) is spec,
-            missing_values=config.missing_values,
+            cells=config.cells,
         )
     raise DataError(
         "this is no table",
@@ -155,9 +163,15 @@ def _of_files(name: str, files: Sequence[Path], config: TableSourceConfig) -> Ta
     parts = tuple(_open_file(file.absolute(), config) for file in files)
     # The last time is the system's own, which changes with the bytes though the other be put back.
     mark = fingerprint_of("table", [(str(path), size, time, path.stat().st_ctime_ns) for path, size, time in stamps])
-    fingerprint = fingerprint_of(mark, config.format, config.columns, config.delimiter, config.missing_values)
-    missing = config.missing_values
-    return TableSource(name=name, parts=parts, fingerprint=fingerprint, stamps=stamps, missing_values=missing)
+    cells = config.cells
+    if cells.decimal == "auto" and any(isinstance(part, TextFile) and part.delimiter == ";" for part in parts):
+        cells = replace(cells, decimal=",")
+    fingerprint = fingerprint_of(mark, config.format, config.columns, config.delimiter, cells)
+    return TableSource(name=name, parts=parts, fingerprint=fingerprint, stamps=stamps, cells=cells)
+
+
+def _ruled(job: Job, cells: CellRules) -> ArrowChunk:
+    return cells.apply(job())
 
 
 def _stamp(path: Path) -> tuple[Path, int, int]:

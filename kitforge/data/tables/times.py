@@ -7,8 +7,8 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
-from kitforge.data.tables.arrow_to_columns import pyarrow
 from kitforge.data.tables.bad_rows import ArrowChunk
+from kitforge.data.tables.cells import pyarrow
 from kitforge.data.tables.csv_files import Job
 
 _NUMBER = r"^\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*$"

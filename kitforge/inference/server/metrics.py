@@ -105,6 +105,7 @@ class BatchMetrics(ServerMetrics):
         super().__init__()
         self.step = 0  # training step of the served model
         self.num_live = 0  # active and waiting requests
+        self.unknown_shares: Mapping[str, float] = {}  # by feature, of the values so far
         self.rows = self._counter("rows", "Rows scored.")
         self.batch_rows = self._histogram("batch_rows", "Rows of a batch.", _ROWS)
         self.queue_time = self._histogram(
@@ -114,7 +115,12 @@ class BatchMetrics(ServerMetrics):
         self.refresh_failures = self._counter("refresh_failures", "Newer checkpoints that could not be loaded.")
 
     def figures(self) -> Iterator[Any]:
-        """The step of the served model, and the number of live requests."""
+        """The step of the served model, the number of live requests, and the shares of unknown values."""
         core = import_optional("prometheus_client.core", needed_for="kitforge serve", extra="serve")
         yield core.GaugeMetricFamily("kitforge_model_step", "Training step of the served model.", self.step)
         yield core.GaugeMetricFamily("kitforge_live_requests", "Active and waiting requests.", self.num_live)
+        words = "Share of the values of a feature that never occurred in training."
+        shares = core.GaugeMetricFamily("kitforge_unknown_share", words, labels=("feature",))
+        for name, share in self.unknown_shares.items():
+            shares.add_metric((name,), share)
+        yield shares

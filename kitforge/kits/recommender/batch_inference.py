@@ -13,8 +13,9 @@ from typing import IO, Any, Protocol, final
 
 import numpy as np
 
-from kitforge.data.tables.arrow_to_columns import pyarrow, to_columns
+from kitforge.data.tables.arrow_to_columns import to_columns
 from kitforge.data.tables.bad_rows import BadRows
+from kitforge.data.tables.cells import pyarrow
 from kitforge.data.tables.columns import ColumnLayout, Columns, KeyColumn, NamedColumns
 from kitforge.data.tables.reader import blocks
 from kitforge.data.tables.source import TableSource

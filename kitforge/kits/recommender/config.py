@@ -9,7 +9,7 @@ from typing import Any, Literal
 from kitforge.core.nn.embedding_spec import TableKind
 from kitforge.core.optim.build import OptimizerConfig
 from kitforge.core.optim.row_optimizers import SparseOptimizerConfig, SparseOptimizerName
-from kitforge.data.tables.bad_rows import OnBadRow
+from kitforge.data.tables.bad_rows import DecimalMark, OnBadRow
 from kitforge.data.tables.source import TableFormat
 from kitforge.data.tables.split import SplitRule
 from kitforge.embedding_cache.options import AdmissionOptions, ExpiryOptions, PolicyOptions, RemoteOptions
@@ -72,6 +72,9 @@ class RecommendationDataOptions:
     # into most cells.
     delimiter: str | None = None
     missing_values: tuple[str, ...] = ()  # texts that mean a missing value, besides an empty cell
+    # Decimal mark of numbers that are written as text. auto: a comma in a csv file that ; delimits; else what a cell
+    # shows (1.5, 12,5, 1,250.5); one that may be either (1,250) is a bad row.
+    decimal: DecimalMark = "auto"
     negatives: NegativeOptions = field(default_factory=NegativeOptions)
     batch_size: int | None = None  # samples per step; None: rows / 256, from 64 (sequences: 16) to 4096
     eval_fraction: float = 0.05  # fraction of the training rows held out for evaluation if data.eval is not given

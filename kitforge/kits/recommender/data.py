@@ -120,7 +120,7 @@ def _streaming(
         "a file, a list or a dataset, since events are sorted",
     )
     bad = BadRows(policy=options.on_bad_row)
-    stream = StreamingDataset(spec, schema, bad, encoder, options.num_fit_rows)
+    stream = StreamingDataset(spec, schema, bad, encoder, options.num_fit_rows, table_config(options).cells)
     held_out = None if evaluation is None else _all(evaluation, options, stream.encoder)
     return RecommendationDataset(train=stream, eval=held_out, encoder=stream.encoder)
 
@@ -167,6 +167,7 @@ def table_config(options: RecommendationDataOptions) -> TableSourceConfig:
         columns=options.columns,
         delimiter=options.delimiter,
         missing_values=options.missing_values,
+        decimal=options.decimal,
         on_bad_row=options.on_bad_row,
     )
 

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from kitforge.data.document_shard import fingerprint_of
 from kitforge.data.tables.bad_rows import BadRows
+from kitforge.data.tables.cells import CellRules
 from kitforge.data.tables.columns import Columns, ColumnTable, InMemoryTable, NamedColumns
 from kitforge.data.tables.row_stream import RowStream
 from kitforge.data.tables.split import RowRange, RowSet
@@ -22,6 +23,7 @@ from kitforge.kits.recommender.features import FeatureEncoder, id_features
 from kitforge.kits.recommender.schema import FeatureSchema
 
 _log = logger(__name__)
+_CELLS = CellRules()
 
 
 @final
@@ -76,9 +78,10 @@ class StreamingDataset:
         bad: BadRows,
         encoder: FeatureEncoder | None,
         num_fit_rows: int,
+        cells: CellRules = _CELLS,
     ) -> None:
         self._layout = schema.layout()
-        self._rows = RowStream(source, self._layout)
+        self._rows = RowStream(source, self._layout, cells)
         self._bad = bad
         self.encoder = self._fitted(schema, num_fit_rows) if encoder is None else encoder
 

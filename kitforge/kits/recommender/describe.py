@@ -12,8 +12,8 @@ from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
-from kitforge.data.tables.arrow_to_columns import pyarrow
 from kitforge.data.tables.bad_rows import BadRows
+from kitforge.data.tables.cells import pyarrow
 from kitforge.data.tables.columns import LabelColumn
 from kitforge.data.tables.source import TableSource, TableSourceConfig, open_table
 from kitforge.foundation.errors import DataError

@@ -26,6 +26,7 @@ from kitforge.kits.recommender.metrics import (
     ranks_without,
 )
 from kitforge.kits.recommender.model import Recommender
+from kitforge.kits.recommender.unknown_values import UnknownValues
 
 Batch = TypeVar("Batch")
 
@@ -34,6 +35,9 @@ class Objective(ABC, Generic[Batch]):
     """A loss summed over samples, and metrics that do not depend on the batch size."""
 
     metric_for_best: str  # higher is better
+
+    def __init__(self) -> None:
+        self._warned = set[str]()  # features that a warning about unknown values has named
 
     @abstractmethod
     def read(self, rows: ClickDataset, indices: NDArray[np.int64], own: slice, step: int) -> Batch:
@@ -67,6 +71,7 @@ class RetrievalObjective(Objective[Batch]):
     num_held_out = 0  # last items of each history that are evaluated and never trained on
 
     def __init__(self, catalogue: ItemCatalog, retrieval: RetrievalOptions, seed: int) -> None:
+        super().__init__()
         self._catalogue = catalogue
         self._excludes_seen = retrieval.exclude_seen
         self._top = retrieval.top_k
@@ -93,13 +98,15 @@ class RetrievalObjective(Objective[Batch]):
         self, model: Recommender, rows: ClickDataset, batches: Iterable[NDArray[np.int64]], world: World
     ) -> dict[str, float]:
         """hr@k, ndcg@k and mrr of the wanted item among all items of the training rows; cold_share, the share of wanted
-        items that training never saw (misses); the hr@k of a popularity ranking; the loss over the other items."""
+        items that training never saw (misses); the hr@k of a popularity ranking; the loss over the other items;
+        unknown_share of each feature."""
         items = model(lambda: self.item_vectors(model))
         cuts = sorted({*CUTS, self._top})
         metrics, popular, total = RankingMetrics(cuts), RankingMetrics(cuts), 0.0
-        popularity = self._catalogue.popularity_ranks()
+        popularity, unknown = self._catalogue.popularity_ranks(), UnknownValues(rows.encoder)
         for indices in batches:
             batch = rows.batch(indices)
+            unknown.add(batch)
             users, wanted, wants = self.evaluation_queries(model, batch)
             item_indices = self._catalogue.indices_of(wanted)
             asks = wants & (item_indices >= 0)
@@ -114,7 +121,8 @@ class RetrievalObjective(Objective[Batch]):
                 counted.add(counted_ranks)
                 counted.num_cold += int((wants & (item_indices < 0)).sum())
         baseline = {f"popularity_hr@{self._top}": all_reduce_ranking_metrics(popular, 0.0, world)[f"hr@{self._top}"]}
-        return all_reduce_ranking_metrics(metrics, total, world) | baseline
+        values = all_reduce_ranking_metrics(metrics, total, world)
+        return values | baseline | unknown.all_reduce(world, self._warned)
 
     def _block_scores(self, model: Recommender, users: Tensor, items: Tensor, block: slice) -> Tensor:
         return self.scores(model, users[block], items)

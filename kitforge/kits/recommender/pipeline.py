@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kitforge.data.document_shard import fingerprint_of
+from kitforge.data.tables.arrow_to_columns import keys_of
 from kitforge.data.tables.bad_rows import BadRows
 from kitforge.data.tables.column_cache import load_table
 from kitforge.data.tables.columns import NamedColumns
-from kitforge.data.tables.hashing import hash_text
 from kitforge.data.tables.source import open_table
 from kitforge.data.token_cache import default_root
 from kitforge.foundation.config import check
@@ -121,8 +121,7 @@ class RecommendationPipeline:
         """The catalogue indices of items, given as in the data; -1 if absent."""
         finding, catalogue, _ = self._ready()
         feature = finding.item_feature
-        is_text = self.encoder.schema.column_of(feature).kind == "text"
-        keys = np.array([hash_text(str(item)) if is_text else int(item) for item in items], np.int64)
+        keys = keys_of(items, self.encoder.schema.column_of(feature).kind)
         item_indices = catalogue.indices_of(torch.from_numpy(self.encoder.ids_of(feature, keys)))
         return np.where((item_indices >= 0) & (catalogue.keys[item_indices] == keys), item_indices, -1)
 

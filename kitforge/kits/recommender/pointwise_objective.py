@@ -21,6 +21,7 @@ from kitforge.kits.recommender.metrics import ClickMetrics, all_reduce_click_met
 from kitforge.kits.recommender.model import EmbeddingRequestPlan, Recommender, inputs_of
 from kitforge.kits.recommender.negatives import ClickRows, NegativeSampler
 from kitforge.kits.recommender.objective import Objective
+from kitforge.kits.recommender.unknown_values import UnknownValues
 
 
 @final
@@ -30,6 +31,7 @@ class PointwiseObjective(Objective[ClickRows]):
     metric_for_best = "eval/auc"
 
     def __init__(self, plan: EmbeddingRequestPlan, seed: int, negatives: NegativeSampler | None = None) -> None:
+        super().__init__()
         self._plan = plan
         self._seed = seed
         self._negatives = negatives
@@ -72,12 +74,13 @@ class PointwiseObjective(Objective[ClickRows]):
         self, model: Recommender, rows: ClickDataset, batches: Iterable[NDArray[np.int64]], world: World
     ) -> dict[str, float]:
         """loss in nats per sample, auc, normalized_entropy, calibration; grouped_auc with a group column; best_auc of
-        the true probabilities for synthetic logs."""
+        the true probabilities for synthetic logs; unknown_share of each feature."""
         is_grouped = rows.encoder.schema.group is not None
-        metrics, truth = ClickMetrics(is_grouped=is_grouped), ClickMetrics()
+        metrics, truth, unknown = ClickMetrics(is_grouped=is_grouped), ClickMetrics(), UnknownValues(rows.encoder)
         for indices in batches:
             result = None if self._negatives is None else self._negatives.evaluation_rows(rows, indices)
             batch = rows.batch(indices) if result is None else result.batch
+            unknown.add(batch)
             inputs = inputs_of(batch, self._plan)
             logits = model(lambda inputs=inputs: model.logits(inputs)).double().cpu().numpy()
             groups = None if batch.groups is None else batch.groups.numpy()
@@ -89,7 +92,7 @@ class PointwiseObjective(Objective[ClickRows]):
         best = {}
         if rows.is_synthetic:
             best["best_auc"] = all_reduce_click_metrics(truth, world)["auc"]
-        return {"loss": values.pop("log_loss"), **values, **best}
+        return {"loss": values.pop("log_loss"), **values, **best, **unknown.all_reduce(world, self._warned)}
 
 
 def labels_of(batch: FeatureBatch) -> Tensor:

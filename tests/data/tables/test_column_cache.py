@@ -276,7 +276,7 @@ def test_a_cache_of_another_version_is_refused(path: Path) -> None:
     cached(path)
     (found,) = (path.parent / "cache").rglob("table.json")
     found.write_text(json.dumps({"format": 0}))
-    with pytest.raises(DataError, match=r"(?s)is damaged.*format 3"):
+    with pytest.raises(DataError, match=r"(?s)is damaged.*format 4"):
         ColumnCache(found.parent, LAYOUT)
 
 

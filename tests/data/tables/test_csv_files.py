@@ -126,7 +126,7 @@ def test_ids_reach_from_the_smallest_to_the_largest_int64(tmp_path: Path) -> Non
     assert columns_of(path, IDS).keys[:, 0].tolist() == [-(2**63), 2**63 - 1, 0]
 
 
-@pytest.mark.parametrize("value", [str(2**63), str(-(2**63) - 1), "1.0", "abc", "1_0"])
+@pytest.mark.parametrize("value", [str(2**63), str(-(2**63) - 1), "1.5", "abc", "1_0"])
 def test_an_id_beyond_int64_is_refused(tmp_path: Path, value: str) -> None:
     with pytest.raises(DataError, match=r"(?s)a\.csv:3 holds no 64-bit id.*kind: text"):
         columns_of(write(tmp_path / "a.csv", f"id,x\n1,a\n{value},a\n"), IDS)

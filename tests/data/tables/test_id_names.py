@@ -67,7 +67,7 @@ def test_a_file_is_read_once_for_its_names(tmp_path: Path, monkeypatch: pytest.M
     source, column, keys = open_table(tmp_path / "a.csv"), KeyColumn(name="x"), keys_of(["c", "b"])
     first = listed(load_id_names(source, column, keys, tmp_path / "cache"))
     with monkeypatch.context() as patch:
-        patch.setattr(id_names, "texts_of", None)
+        patch.setattr(id_names, "texts_of_column", None)
         assert listed(load_id_names(source, column, keys, tmp_path / "cache")) == first == ["c", "b"]
     assert listed(load_id_names(source, column, keys[:1], tmp_path / "cache")) == ["c"]
     (kept,) = [path.parent for path in (tmp_path / "cache").rglob("data.bin") if path.stat().st_size == 2]

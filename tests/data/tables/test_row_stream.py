@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kitforge.data.tables.bad_rows import BadRows
+from kitforge.data.tables.cells import CellRules
 from kitforge.data.tables.columns import ColumnLayout, KeyColumn, ListColumn
 from kitforge.data.tables.row_stream import RowStream
 from kitforge.foundation.errors import DataError
@@ -68,7 +69,7 @@ def test_rows_in_are_rows_out(is_seekable: bool, num_rows: int, num_fit: int, ru
     # The last run goes to the end.
     for size, num_steps, ahead in [*runs, (5, 100, 1)]:
         # A source that can seek is opened anew; another one goes on where it was left.
-        stream = RowStream(Numbers(num_rows) if is_seekable else plain, LAYOUT)
+        stream = RowStream(Numbers(num_rows) if is_seekable else plain, LAYOUT, CellRules())
         if state is None:
             stream.read(num_fit, BadRows(policy="skip"))
             stream.rewind()
@@ -88,7 +89,7 @@ def test_rows_in_are_rows_out(is_seekable: bool, num_rows: int, num_fit: int, ru
 
 def test_a_source_is_read_no_further_than_it_is_asked() -> None:
     source = iter([row(number) for number in range(20)])
-    columns = RowStream(source, LAYOUT).read(5, BadRows(policy="skip"))
+    columns = RowStream(source, LAYOUT, CellRules()).read(5, BadRows(policy="skip"))
     assert columns is not None
     # Of six rows the fourth is a bad one.
     assert (columns.keys[:, 0].tolist(), next(source)["id"]) == ([0, 1, 2, 4, 5], 6)  # type: ignore[index]
@@ -97,6 +98,6 @@ def test_a_source_is_read_no_further_than_it_is_asked() -> None:
 def test_a_column_that_the_rows_lack_is_named_with_the_nearest() -> None:
     rows = iter([{"id": 1, "prise": 2.0, "seen": []}])
     with pytest.raises(DataError, match=r"no column 'price'[^$]*prise"):
-        RowStream(rows, LAYOUT).read(1, BadRows())
+        RowStream(rows, LAYOUT, CellRules()).read(1, BadRows())
     with pytest.raises(DataError, match="these are no rows of a table"):
-        RowStream(iter([7]), LAYOUT).read(1, BadRows())
+        RowStream(iter([7]), LAYOUT, CellRules()).read(1, BadRows())

@@ -118,7 +118,7 @@ def test_a_parquet_row_is_named_by_its_number(tmp_path: Path, kind: pyarrow.Data
     ("layout", "values"),
     [
         (ColumnLayout(numbers=("x",)), [[1]]),
-        (ColumnLayout(keys=(KeyColumn(name="x"),)), [1.5]),
+        (ColumnLayout(keys=(KeyColumn(name="x"),)), [{"a": 1}]),
         (ColumnLayout(keys=(KeyColumn(name="x"),)), [[1]]),
         (ColumnLayout(lists=(ListColumn(name="x"),)), [1]),
     ],

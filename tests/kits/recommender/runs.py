@@ -77,11 +77,15 @@ def ready(folder: Path, family: str, choices: Mapping[str, Any], rows: Any = Non
 
 
 def run(
-    folder: Path, family: str = "wide_deep", choices: Mapping[str, Any] | None = None, stop_at: int | None = None
+    folder: Path,
+    family: str = "wide_deep",
+    choices: Mapping[str, Any] | None = None,
+    stop_at: int | None = None,
+    rows: Any = None,
 ) -> tuple[Losses, dict[str, torch.Tensor]]:
     """Train; the lines of the log, and every weight and row of this rank."""
     torch.set_num_threads(1)
-    assembly, told = ready(folder, family, choices or {})
+    assembly, told = ready(folder, family, choices or {}, rows)
     told.stop_at = stop_at
     try:
         train(assembly.loop, assembly.options, assembly.folder, assembly.config_text)

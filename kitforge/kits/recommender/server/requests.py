@@ -8,6 +8,7 @@ from typing import Any, final
 
 from kitforge.data.tables.arrow_to_columns import to_columns
 from kitforge.data.tables.bad_rows import Problem
+from kitforge.data.tables.cells import CellRules
 from kitforge.data.tables.columns import NamedColumns
 from kitforge.data.tables.python_rows import chunk_of
 from kitforge.foundation.errors import DataError, nearest
@@ -25,9 +26,15 @@ class RowReader:
     `ignored` columns may be present and are not read."""
 
     def __init__(
-        self, encoder: FeatureEncoder, wanted: Collection[str], ignored: Collection[str], max_rows: int
+        self,
+        encoder: FeatureEncoder,
+        wanted: Collection[str],
+        ignored: Collection[str],
+        max_rows: int,
+        cells: CellRules,
     ) -> None:
         self._encoder = encoder
+        self._cells = cells
         self._layout = encoder.schema.layout(with_label=False)
         self._wanted = [name for name in self._layout.names if name in wanted]
         self._known = {*self._wanted, *ignored}
@@ -46,7 +53,8 @@ class RowReader:
         others = dict.fromkeys(name for name in self._layout.names if name not in self._wanted)
         chunk = chunk_of([{**others, **row} for row in rows], 0, self._layout.names)
         try:
-            columns, bad = to_columns(dataclasses.replace(chunk, location=lambda row: f"rows[{row}]"), self._layout)
+            chunk = self._cells.apply(dataclasses.replace(chunk, location=lambda row: f"rows[{row}]"))
+            columns, bad = to_columns(chunk, self._layout)
         except DataError as error:
             raise ApiError(400, str(error), parameter="rows", code="invalid_value") from None
         if bad:

@@ -24,9 +24,11 @@ from kitforge.inference.server.errors import queue_full
 from kitforge.inference.server.metrics import BatchMetrics
 from kitforge.kits.recommender.artifacts import find_features
 from kitforge.kits.recommender.batch import FeatureBatch
+from kitforge.kits.recommender.data import table_config
 from kitforge.kits.recommender.pipeline import RecommendationPipeline
 from kitforge.kits.recommender.server.requests import RowReader
 from kitforge.kits.recommender.serving import refreshed
+from kitforge.kits.recommender.unknown_values import UnknownValues
 from kitforge.models.sasrec.model import SASRec
 
 _log = logger(__name__)
@@ -207,18 +209,19 @@ class RecommenderService:
         checkpoint = open_checkpoint(origin, verify=False)
         self.version = Version(step=checkpoint.step, pipeline=pipeline, marks=marks_of(checkpoint))
         self.metrics.step = checkpoint.step
-        schema = pipeline.encoder.schema
+        schema, cells = pipeline.encoder.schema, table_config(pipeline.options.data).cells
         ignored = [name for name in (schema.label and schema.label.name, schema.group) if name]
         self.row_reader: RowReader | None = None
         self.user_reader: RowReader | None = None
         if not isinstance(pipeline.model.network, SASRec):
             encoder = pipeline.scoring_encoder()
             names = encoder.schema.layout(with_label=False).names
-            self.row_reader = RowReader(encoder, names, ignored, limits.max_rows)
+            self.row_reader = RowReader(encoder, names, ignored, limits.max_rows, cells)
         if pipeline.is_retrieval:
             encoder, wanted = pipeline.user_encoder()
             others = [*ignored, *schema.layout(with_label=False).names]
-            self.user_reader = RowReader(encoder, wanted, others, limits.max_rows)
+            self.user_reader = RowReader(encoder, wanted, others, limits.max_rows, cells)
+        self._unknown, self._warned = UnknownValues(pipeline.encoder), set[str]()
         self.batcher: Batcher = DynamicBatcher(
             self.answer, self.metrics, max_rows=limits.max_batch_rows, max_wait_ms=limits.max_wait_ms
         )
@@ -242,6 +245,10 @@ class RecommenderService:
     def answer(self, queries: Sequence[Query]) -> list[ScoringReply]:
         """The replies to a batch of queries, all by one version."""
         version = self.version
+        for query in queries:
+            self._unknown.add(query.batch)
+        self._unknown.warn("requests", self._warned)
+        self.metrics.unknown_shares = self._unknown.shares()
         replies: list[ScoringReply | None] = [None] * len(queries)
         for answer, is_wanted in ((_scored, False), (_found, True)):
             numbers = [number for number, query in enumerate(queries) if (query.k is not None) == is_wanted]
