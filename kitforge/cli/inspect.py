@@ -6,9 +6,14 @@ from pathlib import Path
 
 from kitforge.cli.console import say
 from kitforge.composition import compose_config, parse, task_of
+from kitforge.data.tables.source import open_table
 from kitforge.foundation.errors import ConfigError
 from kitforge.foundation.log import console
 from kitforge.kits.registry import RLHF_TASKS, kit_of
+
+# Columns of rows of text and of chats.
+_CHAT_COLUMNS = {"messages", "conversations", "conversation", "prompt", "completion", "chosen", "rejected", "text",
+                 "instruction", "question", "answer"}  # fmt: skip
 
 
 def inspect(arguments: list[str]) -> int:
@@ -46,5 +51,8 @@ def _inspect_rows(choices: dict[str, object]) -> int:
 
 
 def _is_table(source: object) -> bool:
-    """Whether a file can be nothing but a table. Parquet and JSON may hold rows of either kind: `task` decides."""
-    return isinstance(source, str) and {".csv", ".tsv"} & set(Path(source).suffixes) != set()
+    """Whether a file is a table: by its suffix, or as Parquet and JSON Lines by columns that no chat rows have."""
+    suffixes = set(Path(source).suffixes) if isinstance(source, str) else set()
+    if not suffixes & {".parquet", ".jsonl"}:
+        return bool(suffixes & {".csv", ".tsv", ".inter"})
+    return not _CHAT_COLUMNS & set(open_table(source).names)

@@ -10,7 +10,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kitforge.data.tables.bad_rows import ArrowChunk, BadRow, DecimalMark, Problem
-from kitforge.data.tables.cells import array_of, decoded, is_text, is_unsure, plain, pyarrow, texts_of, with_points
+from kitforge.data.tables.cells import (
+    array_of,
+    decoded,
+    is_text,
+    is_unsure,
+    one_array,
+    plain,
+    pyarrow,
+    texts_of,
+    with_points,
+)
 from kitforge.data.tables.columns import ColumnLayout, Columns, KeyColumn, KeyKind, LabelColumn, ListColumn, ListValues
 from kitforge.data.tables.hashing import hash_texts
 from kitforge.foundation.errors import DataError
@@ -32,22 +42,24 @@ def to_columns(chunk: ArrowChunk, layout: ColumnLayout) -> tuple[Columns, list[B
     # Columns are written one by one, so each lies in one piece.
     numbers = np.empty((table.num_rows, len(layout.numbers)), order="F")
     for index, name in enumerate(layout.numbers):
-        numbers[:, index], problems = _numbers(_array(table, name), name, chunk.decimal)
+        numbers[:, index], problems = _numbers(one_array(table.column(name)), name, chunk.decimal)
         note(name, problems)
     keys = np.empty((table.num_rows, len(layout.keys)), np.int64, order="F")
     absent = np.empty(keys.shape, bool, order="F")
     for index, column in enumerate(layout.keys):
-        keys[:, index], absent[:, index], problems = _keys(_array(table, column.name), column.kind, column.name)
+        keys[:, index], absent[:, index], problems = _keys(
+            one_array(table.column(column.name)), column.kind, column.name
+        )
         note(column.name, problems)
         if column.is_required:
             note(column.name, ((int(row), _NO_VALUE) for row in np.flatnonzero(absent[:, index])))
     lists = {}
     for item in layout.lists:
-        lists[item.name], problems = _lists(_array(table, item.name), item)
+        lists[item.name], problems = _lists(one_array(table.column(item.name)), item)
         note(item.name, problems)
     labels = None
     if layout.label is not None:
-        labels, problems = _labels(_array(table, layout.label.name), layout.label, chunk.decimal)
+        labels, problems = _labels(one_array(table.column(layout.label.name)), layout.label, chunk.decimal)
         note(layout.label.name, problems)
     columns = Columns(numbers=numbers, keys=keys, absent=absent, lists=lists, labels=labels)
     if not problem_of:
@@ -64,12 +76,6 @@ _NO_VALUE = Problem(reason="has no value", got="nothing", expected="a value in e
 def _about(name: str, problem: Problem) -> Problem:
     reason = f"{problem.reason} in column {name!r}"
     return Problem(reason=reason, got=problem.got, expected=problem.expected, fix=problem.fix)
-
-
-def _array(table: Any, name: str) -> Any:
-    """A column as one Arrow array."""
-    column = table.column(name).combine_chunks()
-    return column if hasattr(column, "buffers") else pyarrow().concat_arrays(column.chunks)
 
 
 def _numbers(array: Any, name: str, decimal: DecimalMark) -> tuple[NDArray[np.float64], list[RowProblem]]:
@@ -155,7 +161,7 @@ def keys_of(values: Sequence[Any], kind: KeyKind) -> NDArray[np.int64]:
 
 def texts_of_column(table: Any, column: KeyColumn | ListColumn) -> Any:
     """The different texts of a column, in the order of their first rows: what becomes its keys."""
-    array = plain(_array(table, column.name))
+    array = plain(one_array(table.column(column.name)))
     if isinstance(column, ListColumn):
         array = plain(_cut(array, column)[0])
     if pyarrow().types.is_null(array.type):

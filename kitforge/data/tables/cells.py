@@ -63,8 +63,7 @@ class CellRules:
     def _is_missing(self, column: Any) -> Any:
         """Where a column holds a missing value; None for a type that texts have no form of."""
         arrow, compute, types = pyarrow(), pyarrow("pyarrow.compute"), pyarrow().types
-        column = decoded(column).combine_chunks()
-        column = column if hasattr(column, "buffers") else arrow.concat_arrays(column.chunks)
+        column = one_array(decoded(column))
         if is_text(column):
             column = _one_form(_trimmed(column))
         elif not (types.is_integer(column.type) or types.is_floating(column.type) or types.is_boolean(column.type)):
@@ -119,6 +118,31 @@ def text_of(value: Any) -> str | None:
     if isinstance(value, Decimal):
         return format(value.normalize(), "f")
     return value.isoformat() if isinstance(value, (date, time)) else str(value)
+
+
+def one_array(column: Any) -> Any:
+    """A chunked column as one Arrow array."""
+    column = column.combine_chunks()
+    return column if hasattr(column, "buffers") else pyarrow().concat_arrays(column.chunks)
+
+
+def join_tables(tables: Sequence[Any]) -> Any:
+    """Tables of the same columns, one after the other. A column whose type changes along the tables gets the type that
+    all of its values have as rows in Python: floats for whole numbers and floats, else texts."""
+    arrow = pyarrow()
+    names = tables[0].column_names
+    columns = [_join_columns([table.column(name) for table in tables]) for name in names]
+    return arrow.Table.from_arrays(columns, names)
+
+
+def _join_columns(columns: Sequence[Any]) -> Any:
+    arrow = pyarrow()
+    kinds = {column.type for column in columns if not arrow.types.is_null(column.type)}
+    kind = next(iter(kinds), arrow.null())
+    if len(kinds) < 2:
+        parts = [part.cast(kind) for column in columns for part in column.chunks]
+        return arrow.chunked_array(parts, kind)
+    return array_of([value for column in columns for value in column.to_pylist()])
 
 
 def is_text(array: Any) -> bool:

@@ -8,6 +8,7 @@ from typing import final
 from kitforge.foundation.errors import DataError
 from kitforge.kits.recommender.features import FeatureEncoder, load_features, save_features
 from kitforge.kits.recommender.item_catalog import ItemCatalog, load_item_catalog, save_item_catalog
+from kitforge.kits.recommender.schema import schema_summary
 from kitforge.trainer.callbacks.callback import Callback, Event, RunContext
 from kitforge.trainer.options import RunOptions
 
@@ -17,8 +18,8 @@ ITEMS = "items.safetensors"
 
 @final
 class SaveFeatures(Callback):
-    """Writes features.json when the run starts, and items.safetensors for retrieval families; logs the features of
-    the network, and hash collisions."""
+    """Writes features.json when the run starts, and items.safetensors for retrieval families; logs what the columns
+    are, the features of the network, and hash collisions."""
 
     def __init__(self, encoder: FeatureEncoder, catalogue: ItemCatalog | None, used: str) -> None:
         self._encoder = encoder
@@ -28,6 +29,7 @@ class SaveFeatures(Callback):
     def on_event(self, event: Event, run: RunContext) -> None:
         """Save at the start; log at the first step, when the other logs are open."""
         if event.kind == "step" and run.state.cursor.step == 1:
+            run.log_event("schema", "; ".join(schema_summary(self._encoder.schema)))
             run.log_event("features", self._used)
         if event.kind == "step" and run.state.cursor.step == 1 and (words := self._encoder.statistics.collisions()):
             run.log_event("collisions", words)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeAlias, final
+from typing import Any, Literal, TypeAlias, final
 
 import torch
 from rich.console import RenderableType
@@ -337,7 +337,9 @@ def _dataset(options: RecommendationOptions, inputs: Inputs, config: Recommender
     is_guessed = encoder is None and data.schema is None and train is not None and iter_of(train) is None
     if isinstance(config, (TwoTowerConfig, SASRecConfig)) and is_guessed:
         # Every item is to be found, however rare and however many there are.
-        guessed = schema_of(train, data, wants_sequences=isinstance(config, SASRecConfig))
+        named = {*config.user, *config.item} if isinstance(config, TwoTowerConfig) else set()
+        kind: Literal["towers", "sequences"] = "sequences" if isinstance(config, SASRecConfig) else "towers"
+        guessed = schema_of(train, data, retrieval=kind, ids=named)
         if isinstance(config, SASRecConfig) and guessed.events is not None:
             guessed = with_length(guessed, max(LONGEST, config.max_length + NUM_HELD_OUT))
         items = config.item[:1] if isinstance(config, TwoTowerConfig) else tuple(guessed.sequences)

@@ -66,6 +66,10 @@ class RecommendationDataOptions:
     eval: Any = None  # None: a fraction of the training rows (eval_fraction)
     # Features and their columns: a YAML file or its content; None: inferred from the table.
     schema: dict[str, Any] | str | None = None
+    # Without a schema: the column of the label, and the value of it that counts as 1. None: guessed by name, place and
+    # values; what they do not say is an error.
+    label: str | None = None
+    positive: str | None = None
     format: TableFormat = "auto"  # auto: by the suffix and the first line
     columns: tuple[str, ...] | None = None  # column names of a csv or tsv file without a header
     # Delimiter of a csv or tsv file. None: a tab for tsv; for csv, the one of , ; | and tab that splits the first line
@@ -94,6 +98,9 @@ class RecommendationDataOptions:
         for name in ("batch_size", "prefetch", "num_fit_rows"):
             value = getattr(self, name)
             check(value is None or value > 0, f"data.{name}", value, "a whole number of at least 1")
+        is_given = self.schema is not None and (self.label, self.positive) != (None, None)
+        name = "data.label" if self.label is not None else "data.positive"
+        check(not is_given, name, self.label or self.positive, "null beside data.schema, whose label says both")
         check(0 <= self.eval_fraction < 1, "data.eval_fraction", self.eval_fraction, "at least 0, below 1")
 
     @property

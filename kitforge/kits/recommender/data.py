@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from kitforge.data.document_shard import fingerprint_of
 from kitforge.data.tables.bad_rows import BadRows
@@ -22,7 +22,7 @@ from kitforge.foundation.log import logger
 from kitforge.foundation.progress import Advance
 from kitforge.kits.recommender.config import RecommendationDataOptions
 from kitforge.kits.recommender.dataset import ClickDataset, StreamingDataset
-from kitforge.kits.recommender.describe import describe
+from kitforge.kits.recommender.describe import TableDescription, describe
 from kitforge.kits.recommender.feature_fitting import fit_features
 from kitforge.kits.recommender.features import FeatureEncoder
 from kitforge.kits.recommender.item_catalog import ItemCatalog
@@ -36,6 +36,7 @@ from kitforge.kits.recommender.schema import (
     SequenceFeature,
     read_schema,
 )
+from kitforge.kits.recommender.schema_inference import LabelChoice
 
 _log = logger(__name__)
 
@@ -125,13 +126,21 @@ def _streaming(
     return RecommendationDataset(train=stream, eval=held_out, encoder=stream.encoder)
 
 
-def schema_of(spec: Any, options: RecommendationDataOptions, *, wants_sequences: bool = False) -> FeatureSchema:
-    """The schema of the options, or one inferred from the rows. `wants_sequences`: events become sequences."""
+def schema_of(
+    spec: Any,
+    options: RecommendationDataOptions,
+    *,
+    retrieval: Literal["towers", "sequences"] | None = None,
+    ids: Collection[str] = (),
+) -> FeatureSchema:
+    """The schema of the options, or one inferred from the rows. A family of retrieval takes a column as the label only
+    by its name; `sequences`: events become sequences. `ids`: columns that are ids if in doubt."""
     if options.schema is not None:
         return read_schema(options.schema)
     if (log := click_log(spec)) is not None:
         return click_log_schema(log)
-    description = describe(spec, table_config(options))
+    choice = LabelChoice(name=options.label, positive=options.positive, by_place=retrieval is None)
+    description = describe(spec, table_config(options), choice=choice, ids=ids)
     if options.negatives.num_negatives:
         expected = "a schema, or columns called user_id, item_id and timestamp, or much like that"
         check(
@@ -142,15 +151,18 @@ def schema_of(spec: Any, options: RecommendationDataOptions, *, wants_sequences:
             "write data.schema: events, or group and features",
         )
         assert description.targets is not None
-        used = description.targets.layout().names
-        left_out = ", ".join(view.name for view in description.columns if view.name not in used)
-        _log.info("the guessed schema uses user, item and time; left out: %s", left_out or "nothing")
-        return description.targets
-    return (
-        description.sequences
-        if wants_sequences and not description.schema.sequences and description.sequences
-        else description.schema
-    )
+        return _without_others(description.targets, description)
+    if retrieval == "sequences" and not description.schema.sequences and description.sequences:
+        return _without_others(description.sequences, description)
+    return description.schema
+
+
+def _without_others(schema: FeatureSchema, description: TableDescription) -> FeatureSchema:
+    """A schema of events that says which columns it leaves out."""
+    used = {*schema.layout().names, *(() if schema.events is None else (schema.events.user, schema.events.time))}
+    others = [view.name for view in description.columns if view.name not in used]
+    _log.info("the guessed schema uses user, item and time; left out: %s", ", ".join(others) or "nothing")
+    return replace(schema, left_out=dict.fromkeys(others, "events are read as user, item and time"))
 
 
 def time_column(options: RecommendationDataOptions, schema: FeatureSchema) -> str | None:

@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, final
 
 import numpy as np
+from numpy.typing import NDArray
 from rich.console import Group, RenderableType
 from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
-from kitforge.data.tables.bad_rows import BadRows
-from kitforge.data.tables.cells import pyarrow
+from kitforge.data.tables.bad_rows import BadRows, DecimalMark
+from kitforge.data.tables.cells import is_text, join_tables, one_array, plain, pyarrow, texts_of, with_points
 from kitforge.data.tables.columns import LabelColumn
 from kitforge.data.tables.source import TableSource, TableSourceConfig, open_table
 from kitforge.foundation.errors import DataError
-from kitforge.kits.recommender.schema import (
+from kitforge.kits.recommender.schema import FeatureSchema, schema_summary, schema_yaml
+from kitforge.kits.recommender.schema_inference import (
+    ANY_LABEL,
+    FEW_VALUES,
     ColumnView,
-    FeatureSchema,
+    LabelChoice,
     guess_targets,
     infer_event_schema,
     infer_label,
     infer_schema,
-    schema_yaml,
     why_no_label,
 )
 
@@ -33,6 +36,11 @@ _HEAD_COLUMNS = 12
 _HEAD_ROWS = 5
 # A column with at least this fraction of numbers is numeric; its other cells probably mean missing values.
 _MIN_NUMERIC_FRACTION = 0.95
+# Whole numbers that may be ids occur so often on average; of ids, neighbours have unlike counts, and the gaps of the
+# larger half are like those of the smaller one.
+_MIN_REPEATS = 3
+_MAX_LIKENESS = 0.2
+_MAX_GAP_RATIO = 4
 _LIST = r"^\d{1,18}( \d{1,18})*$"
 _DIGITS_IN_THREES = r"^\d{1,3}( \d{3})*$"
 _NUMBER = r"^\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*$"
@@ -49,12 +57,16 @@ class TableDescription:
     columns: tuple[ColumnView, ...]
     head: tuple[tuple[str, ...], ...]  # the first rows, as text
     schema: FeatureSchema
-    left_out: Mapping[str, str]  # columns that the schema does not use, and why
     label_rate: float | None
     bad_rows: Mapping[str, int]  # rows that could not be read, by reason
     no_label: str | None = None  # why no column is the label
     sequences: FeatureSchema | None = None  # the same rows as events: one sequence per user
     targets: FeatureSchema | None = None  # the same events: a row each, with the user and the history
+
+    @property
+    def left_out(self) -> Mapping[str, str]:
+        """Columns that the schema does not use, and why."""
+        return self.schema.left_out
 
     @property
     def missing_values(self) -> tuple[str, ...]:
@@ -67,8 +79,15 @@ class TableDescription:
         return schema_yaml(self.schema)
 
 
-def describe(spec: object, config: TableSourceConfig | None = None, num_rows: int = DESCRIBED_ROWS) -> TableDescription:
-    """Describe the first rows of a table. Bad rows are counted under any policy. Raises DataError for a table without
+def describe(
+    spec: object,
+    config: TableSourceConfig | None = None,
+    num_rows: int = DESCRIBED_ROWS,
+    choice: LabelChoice = ANY_LABEL,
+    ids: Collection[str] = (),
+) -> TableDescription:
+    """Describe the first rows of a table. `choice`: what is known of the label; `ids`: columns that are ids where
+    neither name nor values say otherwise. Bad rows are counted under any policy. Raises DataError for a table without
     rows or features, and for an iterator, whose rows would be consumed."""
     source = spec if isinstance(spec, TableSource) else open_table(spec, config or TableSourceConfig())
     if source.is_once:
@@ -81,9 +100,10 @@ def describe(spec: object, config: TableSourceConfig | None = None, num_rows: in
     table, bad, is_complete = _first_rows(source, num_rows)
     if table.num_rows == 0:
         raise DataError(f"there are no rows in {source.name}", got=f"{bad.total} bad ones", expected="at least one")
-    columns = tuple(_view(name, table.column(name)) for name in table.column_names)
-    label = infer_label(columns)
-    schema, left_out = infer_schema(columns, label, table.num_rows, is_complete=is_complete)
+    decimal = source.cells.decimal
+    columns = tuple(_view(name, table.column(name), decimal) for name in table.column_names)
+    label = infer_label(columns, choice)
+    schema = infer_schema(columns, label, table.num_rows, is_complete=is_complete, ids=ids)
     texts = [[_cell(value) for value in column.to_pylist()] for column in table.slice(0, _HEAD_ROWS).columns]
     return TableDescription(
         name=source.name,
@@ -92,10 +112,9 @@ def describe(spec: object, config: TableSourceConfig | None = None, num_rows: in
         columns=columns,
         head=tuple(zip(*texts, strict=True)),
         schema=schema,
-        left_out=left_out,
         label_rate=None if label is None else _label_rate(table, label),
         bad_rows=dict(bad.counts),
-        no_label=why_no_label(columns, table.num_rows) if label is None else None,
+        no_label=why_no_label(columns, table.num_rows, choice) if label is None else None,
         sequences=infer_event_schema(columns),
         targets=guess_targets(columns),
     )
@@ -106,45 +125,42 @@ def _first_rows(source: TableSource, num_rows: int) -> tuple[Any, BadRows, bool]
     bad, count = BadRows(policy="skip"), 0
     for job in source.jobs(source.names):
         if count >= num_rows:
-            return pyarrow().concat_tables(tables).slice(0, num_rows), bad, False
+            return join_tables(tables).slice(0, num_rows), bad, False
         chunk = job()
         bad.handle(chunk.bad)
         tables.append(chunk.table)
         count += chunk.table.num_rows
-    options = {"promote_options": "permissive"} if len(tables) > 1 else {}
-    table = pyarrow().concat_tables(tables, **options)
-    return table.slice(0, num_rows), bad, count <= num_rows
+    return join_tables(tables).slice(0, num_rows), bad, count <= num_rows
 
 
-def _view(name: str, column: Any) -> ColumnView:
-    arrow, compute = pyarrow(), pyarrow("pyarrow.compute")
-    types = arrow.types
-    if types.is_dictionary(column.type):
-        column = compute.cast(column, column.type.value_type)
-    if types.is_null(column.type):
-        return ColumnView(name=name, type="nothing", stored="null", num_values=0, num_missing=len(column))
-    if types.is_list(column.type) or types.is_large_list(column.type):
-        values = compute.count_distinct(compute.list_flatten(column)).as_py()
-        return ColumnView(
-            name=name, type="list", stored=str(column.type), num_values=values, num_missing=column.null_count
-        )
-    if types.is_string(column.type) or types.is_large_string(column.type):
-        column = compute.if_else(compute.equal(compute.binary_length(column), 0), None, column)
-        if _holds_lists(column.drop_null()):
-            items = compute.list_flatten(compute.split_pattern(column.drop_null(), " "))
-            values, missing = compute.count_distinct(items).as_py(), column.null_count
-            return ColumnView(name=name, type="list", stored="list<int64>", num_values=values, num_missing=missing)
-    counts = compute.value_counts(column.drop_null().combine_chunks())
+def _view(name: str, column: Any, decimal: DecimalMark) -> ColumnView:
+    types, compute = pyarrow().types, pyarrow("pyarrow.compute")
+    stored, array = str(column.type), plain(one_array(column))
+    missing = array.null_count
+    if missing == len(array):
+        return ColumnView(name=name, type="nothing", stored=stored, num_values=0, num_missing=missing)
+    if is_text(array) and _holds_lists(array.drop_null()):
+        array, stored = compute.split_pattern(array, " "), "list<int64>"
+    if types.is_list(array.type) or types.is_large_list(array.type):
+        items = texts_of(plain(compute.list_flatten(array)))
+        if items is None or types.is_floating(array.type.value_type):
+            return ColumnView(name=name, type="other", stored=stored, num_values=0, num_missing=missing)
+        num_values = compute.count_distinct(items).as_py()
+        return ColumnView(name=name, type="list", stored=stored, num_values=num_values, num_missing=missing)
+    texts = texts_of(array)
+    if texts is None:
+        return ColumnView(name=name, type="other", stored=stored, num_values=0, num_missing=missing)
+    counts = compute.value_counts(texts.drop_null())
     frequent = np.argsort(-np.asarray(counts.field("counts")), kind="stable")[:3]
     view = ColumnView(
         name=name,
-        type="text" if len(counts) else "nothing",
-        stored=str(column.type),
+        type="text",
+        stored=stored,
         num_values=len(counts),
-        num_missing=column.null_count,
-        common=tuple((_cell(pair["values"]), pair["counts"]) for pair in counts.take(frequent).to_pylist()),
+        num_missing=missing,
+        common=tuple((pair["values"], pair["counts"]) for pair in counts.take(frequent).to_pylist()),
     )
-    return _with_range(view, column)
+    return _with_range(view, array.drop_null(), decimal)
 
 
 def _holds_lists(texts: Any) -> bool:
@@ -157,25 +173,23 @@ def _holds_lists(texts: Any) -> bool:
     return len(texts) > 0 and fraction(_LIST) == 1.0 and fraction(" ") >= 0.5 and fraction(_DIGITS_IN_THREES) < 1.0
 
 
-def _with_range(view: ColumnView, column: Any) -> ColumnView:
+def _with_range(view: ColumnView, values: Any, decimal: DecimalMark) -> ColumnView:
     """The view with numeric statistics, if nearly all values are finite numbers; the others are listed."""
     arrow, compute = pyarrow(), pyarrow("pyarrow.compute")
-    values, odd = column.drop_null(), None
-    if arrow.types.is_string(values.type) or arrow.types.is_large_string(values.type):
-        is_number = compute.match_substring_regex(values, _NUMBER)
-        values, odd = values.filter(is_number), values.filter(compute.invert(is_number))
-    try:
-        numbers = np.asarray(compute.cast(values, arrow.float64(), safe=False))
-    except (arrow.ArrowInvalid, arrow.ArrowNotImplementedError):
+    if arrow.types.is_boolean(values.type):
         return view
-    if odd is None:
+    if is_text(values):
+        texts = with_points(values, decimal)
+        is_number = compute.match_substring_regex(texts, _NUMBER)
+        numbers = np.asarray(compute.cast(texts.filter(is_number), arrow.float64(), safe=False))
+        odd = values.filter(compute.invert(is_number))
+    else:
+        numbers = np.asarray(compute.cast(values, arrow.float64(), safe=False))
         odd = values.filter(arrow.array(np.isinf(numbers)))
-        view = replace(view, num_missing=view.num_missing + int(np.isnan(numbers).sum()))
         numbers = numbers[np.isfinite(numbers)]
     if len(numbers) == 0 or len(numbers) < _MIN_NUMERIC_FRACTION * (len(numbers) + len(odd)):
         return view
-    texts = compute.value_counts(odd.combine_chunks()).to_pylist()
-    texts = sorted(((_cell(pair["values"]), pair["counts"]) for pair in texts), key=lambda pair: -pair[1])
+    counts = sorted(compute.value_counts(odd).to_pylist(), key=lambda pair: -pair["counts"])
     is_integer = bool((numbers == np.floor(numbers)).all())
     return replace(
         view,
@@ -183,8 +197,22 @@ def _with_range(view: ColumnView, column: Any) -> ColumnView:
         smallest=float(numbers.min()),
         largest=float(numbers.max()),
         median=float(np.median(numbers)),
-        no_numbers=tuple(texts),
+        no_numbers=tuple((_cell(pair["values"]), pair["counts"]) for pair in counts),
+        behaves_as_ids=is_integer and _behave_as_ids(numbers),
     )
+
+
+def _behave_as_ids(numbers: NDArray[np.float64]) -> bool:
+    """Whether whole numbers repeat, and nothing depends on their size: close numbers are not equally frequent, as close
+    quantities are, and large ones are no farther apart than small ones."""
+    values, counts = np.unique(numbers, return_counts=True)
+    if len(values) <= FEW_VALUES or len(numbers) < _MIN_REPEATS * len(values) or counts.min() == counts.max():
+        return False
+    gaps = np.diff(values)
+    half = len(gaps) // 2
+    is_even = gaps[half:].mean() < _MAX_GAP_RATIO * gaps[:half].mean()
+    likeness = float(np.corrcoef(counts[:-1], counts[1:])[0, 1]) if counts[1:].std() and counts[:-1].std() else 0.0
+    return bool(is_even and likeness < max(_MAX_LIKENESS, 2 / len(values) ** 0.5))
 
 
 def _cell(value: object) -> str:
@@ -196,14 +224,15 @@ def _cell(value: object) -> str:
 
 
 def _label_rate(table: Any, label: LabelColumn) -> float:
-    labels = table.column(label.name).cast(pyarrow().string()).to_pylist()
-    positive = ("1", "true", "True", "1.0") if label.positive is None else (label.positive,)
-    return sum(value in positive for value in labels) / len(labels)
+    texts: Any = texts_of(plain(one_array(table.column(label.name))))
+    positive = ("1", "true") if label.positive is None else (label.positive,)
+    return sum(value in positive for value in texts.to_pylist()) / len(texts)
 
 
 def render(inspection: TableDescription) -> RenderableType:
     """The output of `kitforge inspect`."""
     parts: list[RenderableType] = [_summary(inspection), _columns(inspection), _head(inspection)]
+    parts += [Text(line) for line in schema_summary(replace(inspection.schema, left_out={}))]
     for name, reason in inspection.left_out.items():
         parts.append(Text(f"left out of the schema: {name}, {reason}"))
     parts.append(Text("\nA schema to begin with; data.schema=FILE reads it:\n"))
@@ -245,7 +274,7 @@ def _columns(inspection: TableDescription) -> Table:
 def _row(view: ColumnView, num_rows: int) -> list[str]:
     numbers = ["" if value is None else f"{value:g}" for value in (view.smallest, view.median, view.largest)]
     missing = f"{view.num_missing / num_rows:.1%}" if view.num_missing else ""
-    common = ", ".join(f"{value} ({count:,})" for value, count in view.common)
+    common = ", ".join(f"{_cell(value)} ({count:,})" for value, count in view.common)
     return [view.name, view.type, f"{view.num_values:,}", missing, *numbers, common]
 
 

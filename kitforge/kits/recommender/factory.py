@@ -12,6 +12,7 @@ from kitforge.core.checkpoint.table_reader import tables_of
 from kitforge.core.nn.embedding_spec import RecommenderConfig
 from kitforge.core.parallel.world import World
 from kitforge.data.tables.id_names import load_id_names
+from kitforge.data.tables.source import TableSource
 from kitforge.foundation.config import check, from_dict
 from kitforge.foundation.errors import ConfigError, DataError, ModelError
 from kitforge.kits.recommender.config import TASK, RecommendationDataOptions, RecommendationOptions
@@ -31,6 +32,7 @@ from kitforge.kits.recommender.model import (
 from kitforge.kits.recommender.negatives import NegativeSampler
 from kitforge.kits.recommender.objective import Objective, RetrievalObjective
 from kitforge.kits.recommender.pointwise_objective import PointwiseObjective
+from kitforge.kits.recommender.schema_inference import LabelChoice
 from kitforge.kits.recommender.sequential_objective import NUM_HELD_OUT, SampledSoftmax
 from kitforge.kits.recommender.tables import EMPTY, shard_tables
 from kitforge.kits.recommender.two_tower_objective import InBatchSoftmax
@@ -96,12 +98,17 @@ def build_objective(
         is_guessed = options.data.schema is None and dataset.source is not None
         raise DataError(
             "these rows have no label",
-            got=describe(dataset.source).no_label if is_guessed else "a data.schema without a label",
-            expected="a column of 0 and 1, of two texts, or of -1 and 1",
-            fix="name it in data.schema: `label: {name: COLUMN}`, with `positive: TEXT` where it is not 0 and 1; where "
-            "all rows are positives (purchases, ratings, views), data.negatives.num_negatives=4 draws the others",
+            got=_no_label(dataset.source, options.data) if is_guessed else "a data.schema without a label",
+            expected="a column of 0 and 1, of -1 and 1, or of two texts that say which is positive",
+            fix="data.label=COLUMN names it and data.positive=VALUE what counts as 1 (in data.schema: `label: {name: "
+            "COLUMN, positive: TEXT}`); where all rows are positives (purchases, ratings, views), "
+            "data.negatives.num_negatives=4 draws the others",
         )
     return PointwiseObjective(build_request_plan(config, dataset.encoder), options.seed)
+
+
+def _no_label(source: TableSource | None, data: RecommendationDataOptions) -> str | None:
+    return describe(source, choice=LabelChoice(name=data.label, positive=data.positive)).no_label
 
 
 def build_retrieval_objective(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import re
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, final
@@ -13,26 +12,9 @@ from typing import Any, Literal, final
 from kitforge.data.tables.columns import ColumnLayout, KeyColumn, KeyKind, LabelColumn, ListColumn
 from kitforge.data.tables.events import EventColumns
 from kitforge.foundation.config import check, from_dict, to_yaml
-from kitforge.foundation.errors import ConfigError, DataError, nearest
+from kitforge.foundation.errors import ConfigError, nearest
 from kitforge.foundation.untrusted import load_yaml
 
-ColumnType = Literal["number", "integer", "text", "list", "nothing"]
-_LABELS = ("label", "click", "clicked", "is_click", "target", "y", "income")
-# Integer columns with at most this many distinct values are categorical.
-_FEW_VALUES = 20
-# Names of id columns, whatever their values.
-_ID_NAME = re.compile(r"(^|_)(id|ids|user|item)$", re.IGNORECASE)
-_NUMBERED_NAME = re.compile(r"^C\d+$", re.IGNORECASE)  # a category of a log without names
-_TIME_NAME = re.compile(r"history|sequence|items|clicked", re.IGNORECASE)
-# Names of event columns, without RecBole's type suffix (user_id:token).
-_USERS = ("user_id", "userid", "user", "uid", "customer_id", "visitor_id", "visitorid", "session_id", "sessionid")
-_ITEMS = ("item_id", "itemid", "item", "iid", "movie_id", "movieid", "product_id", "productid", "parent_asin", "asin")
-_TIMES = ("timestamp", "time", "ts", "datetime", "event_time", "date", "created_at")
-_VOCABULARY = 1000
-_MIN_COUNT = 2
-_MAX_BUCKETS = 2**20
-# Numbers enter as values and as buckets, which express non-monotonic effects and single values early in training.
-_RANGES = 32
 # hash: into num_buckets, collisions are counted; vocabulary: the values seen in training, by frequency;
 # exact: the 64-bit key itself, for growing tables.
 Encoding = Literal["hash", "vocabulary", "exact"]
@@ -145,6 +127,8 @@ class FeatureSchema:
     crosses: dict[str, CrossFeature] = field(default_factory=dict)
     group: str | None = None  # the user or session column, for grouped metrics
     group_kind: KeyKind = "text"
+    # Of an inferred schema: columns that are not used, and why.
+    left_out: dict[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         names = [*self.numeric, *self.bucketed, *self.categorical, *self.bags, *self.sequences, *self.crosses]
@@ -199,6 +183,26 @@ class FeatureSchema:
         )
 
 
+def schema_summary(schema: FeatureSchema) -> list[str]:
+    """What the columns of a schema are, a line for each kind: the label with its positive value, ids and categories,
+    numbers, lists, and what is left out."""
+    label = schema.label
+    lines = []
+    if label is not None:
+        positive = "1" if label.positive is None else repr(label.positive)
+        negative = "0" if label.positive is None else "all other values"
+        negative = negative if label.negative is None else repr(label.negative)
+        lines.append(f"label: {label.name} (positive: {positive}, negative: {negative})")
+    kinds = {"categories": schema.categorical, "numbers": schema.numeric or schema.bucketed, "bags": schema.bags}
+    for name, features in {**kinds, "sequences": schema.sequences}.items():
+        if features:
+            columns = dict.fromkeys(schema.source_column(feature) for feature in features)
+            lines.append(f"{name}: {', '.join(columns)}")
+    if schema.left_out:
+        lines.append("left out: " + ", ".join(f"{name} ({reason})" for name, reason in schema.left_out.items()))
+    return lines
+
+
 def read_schema(spec: object) -> FeatureSchema:
     """The schema of `data.schema`: a mapping, or the path of a YAML file, with or without a top-level `schema:`."""
     if isinstance(spec, FeatureSchema):
@@ -227,7 +231,7 @@ def _with_items(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def schema_yaml(schema: FeatureSchema) -> str:
     """The schema as YAML, without defaults."""
-    return to_yaml({"schema": _non_default(schema)})
+    return to_yaml({"schema": _non_default(replace(schema, left_out={}))})
 
 
 def _non_default(config: Any) -> dict[str, Any]:
@@ -250,140 +254,6 @@ def _add(keys: dict[str, KeyColumn], column: str, kind: KeyKind, is_required: bo
     present = keys.get(column, KeyColumn(name=column, kind=kind))
     check(present.kind == kind, f"data.schema {column}", f"{present.kind} and {kind}", "one kind")
     keys[column] = KeyColumn(name=column, kind=kind, is_required=present.is_required or is_required)
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ColumnView:
-    """Statistics of a column."""
-
-    name: str
-    type: ColumnType
-    stored: str  # the Arrow type
-    num_values: int  # distinct ones
-    num_missing: int
-    smallest: float | None = None  # of numbers
-    largest: float | None = None
-    median: float | None = None
-    common: tuple[tuple[str, int], ...] = ()  # the most frequent values, with their counts
-    # Numeric columns: the few other texts with their counts. Only data.missing_values makes them missing values.
-    no_numbers: tuple[tuple[str, int], ...] = ()
-
-
-def infer_label(columns: Sequence[ColumnView]) -> LabelColumn | None:
-    """The label column: it has two values, and a known name or the first or last position. None if there is none."""
-    two = [view for view in columns if view.num_values == 2 and view.num_missing == 0 and view.type != "list"]
-    named = [view for view in two if view.name.lower() in _LABELS]
-    ends = [view for view in two if view in (columns[0], columns[-1])]
-    for view in (*named, *ends):
-        values = sorted(value for value, _ in view.common)
-        if values in (["0", "1"], ["False", "True"]):
-            return LabelColumn(name=view.name)
-        if values == ["-1", "1"] and view.type == "integer":
-            return LabelColumn(name=view.name, positive="1", negative="-1")
-        if view.type == "text":
-            # The rarer value is the positive one.
-            (negative, _), (positive, _) = view.common[:2]
-            return LabelColumn(name=view.name, positive=positive, negative=negative)
-    return None
-
-
-def why_no_label(columns: Sequence[ColumnView], num_rows: int) -> str:
-    """Why no column is the label."""
-    named = [view for view in columns if view.name.lower() in _LABELS]
-    for view in named or [columns[0], columns[-1]]:
-        values = ", ".join(value for value, _ in view.common)
-        if view.type != "list" and view.num_missing and view.num_values <= 2:
-            return f"{view.name!r} has no value in {view.num_missing:,} of {num_rows:,} rows"
-        if named and view.num_values == 1:
-            return f"{view.name!r} is {values} in every row"
-        if named:
-            return f"{view.name!r} holds {view.num_values:,} different values ({values}...), a label has two: 0 and 1"
-    two = [view.name for view in columns if view.num_values == 2 and view.num_missing == 0 and view.type != "list"]
-    reason = f"of those with two values ({', '.join(two)}) none is first or last" if two else "none has two values"
-    return f"no column is called {', '.join(_LABELS)}, and {reason}"
-
-
-def infer_schema(
-    columns: Sequence[ColumnView], label: LabelColumn | None, num_rows: int, *, is_complete: bool
-) -> tuple[FeatureSchema, dict[str, str]]:
-    """Features for the useful columns, and the reasons why others are left out."""
-    names = {view.name for view in columns}
-    numeric: dict[str, NumericFeature] = {}
-    bucketed: dict[str, BucketFeature] = {}
-    categorical: dict[str, CategoricalFeature] = {}
-    bags: dict[str, BagFeature] = {}
-    sequences: dict[str, SequenceFeature] = {}
-    left_out: dict[str, str] = {}
-    for view in columns:
-        reason = _useless(view, label, num_rows)
-        if reason is not None:
-            left_out[view.name] = reason
-        elif view.type == "list" and _TIME_NAME.search(view.name):
-            sequences[view.name] = SequenceFeature(**_ids(view))
-        elif view.type == "list":
-            bags[view.name] = BagFeature(**_ids(view))
-        elif _is_quantity(view):
-            numeric[view.name] = NumericFeature(log=_is_skewed(view))
-            bucketed[_unused(f"{view.name}_range", names)] = BucketFeature(column=view.name, num_buckets=_RANGES)
-        else:
-            categorical[view.name] = CategoricalFeature(**_categories(view, is_complete=is_complete))
-    if label is not None:
-        del left_out[label.name]
-    if not (numeric or categorical or bags or sequences):
-        raise DataError("no column of the table can be a feature", got=", ".join(left_out), fix="write data.schema")
-    schema = FeatureSchema(
-        label=label, numeric=numeric, bucketed=bucketed, categorical=categorical, bags=bags, sequences=sequences
-    )
-    return schema, left_out
-
-
-def infer_event_schema(columns: Sequence[ColumnView]) -> FeatureSchema | None:
-    """Events as one sequence of items per user, if column names identify user, item and time."""
-    matched = _events(columns)
-    if matched is None:
-        return None
-    events, _, item = matched
-    name, column = _feature_name(item)
-    return FeatureSchema(
-        events=events, sequences={name: SequenceFeature(column=column, kind=_kind(item), encoding="vocabulary")}
-    )
-
-
-def guess_targets(columns: Sequence[ColumnView]) -> FeatureSchema | None:
-    """Events as rows with user, item and history, if column names identify user, item and time."""
-    found = _events(columns)
-    if found is None:
-        return None
-    events, user, item = found
-    (user_name, user_column), (item_name, item_column) = _feature_name(user), _feature_name(item)
-    history = _unused("history", {view.name for view in columns})
-    ids: dict[str, Any] = {"kind": _kind(item), "encoding": "vocabulary", "table": "items"}
-    return FeatureSchema(
-        events=replace(events, history=history),
-        categorical={
-            user_name: CategoricalFeature(column=user_column, **_ids(user)),
-            item_name: CategoricalFeature(column=item_column, **ids),
-        },
-        sequences={history: SequenceFeature(**ids)},
-        group=user.name,
-        group_kind=_kind(user),
-    )
-
-
-def _events(columns: Sequence[ColumnView]) -> tuple[EventColumns, ColumnView, ColumnView] | None:
-    """The event columns, and the views of user and item; None if names do not identify them."""
-    by_name = {view.name.lower().partition(":")[0]: view for view in columns if view.type != "list"}
-    found = [next((by_name[name] for name in names if name in by_name), None) for names in (_USERS, _ITEMS, _TIMES)]
-    user, item, time = found
-    if user is None or item is None or time is None:
-        return None
-    return EventColumns(user=user.name, item=item.name, time=time.name), user, item
-
-
-def _feature_name(view: ColumnView) -> tuple[str, str | None]:
-    """The name of a feature, and its column if that differs."""
-    return view.name.partition(":")[0], view.name if ":" in view.name else None
 
 
 def with_length(schema: FeatureSchema, length: int) -> FeatureSchema:
@@ -412,53 +282,3 @@ def with_own_items(schema: FeatureSchema, items: Container[str]) -> FeatureSchem
             for name, feature in schema.sequences.items()
         },
     )
-
-
-def _useless(view: ColumnView, label: LabelColumn | None, num_rows: int) -> str | None:
-    if label is not None and view.name == label.name:
-        return "the label"
-    if view.num_values <= 1 and view.num_missing == 0:
-        return "always the same"
-    if view.type == "nothing":
-        return "no values"
-    if view.type in ("text", "integer") and view.num_values == num_rows > _FEW_VALUES and not _is_quantity(view):
-        return "a different value in every row"
-    return None
-
-
-def _unused(name: str, names: Container[str]) -> str:
-    return name if name not in names else _unused(f"{name}_", names)
-
-
-def _is_quantity(view: ColumnView) -> bool:
-    if view.type == "number":
-        return True
-    is_name = _ID_NAME.search(view.name) or _NUMBERED_NAME.search(view.name)
-    return view.type == "integer" and view.num_values > _FEW_VALUES and not is_name
-
-
-def _is_skewed(view: ColumnView) -> bool:
-    """Whether to take the logarithm: values over several magnitudes, hardly any negative."""
-    assert view.median is not None and view.largest is not None and view.smallest is not None
-    return view.largest > 20 * max(view.median, 1.0) and view.smallest > -10
-
-
-def _categories(view: ColumnView, *, is_complete: bool) -> dict[str, Any]:
-    """The encoding of a category. Rare values of non-id columns share the unknown id, since they are mostly noise."""
-    if _ID_NAME.search(view.name) or not (is_complete or view.num_values <= _VOCABULARY):
-        return _ids(view)
-    return {"kind": _kind(view), "encoding": "vocabulary", "min_count": _MIN_COUNT}
-
-
-def _kind(view: ColumnView) -> KeyKind:
-    # Text columns stay text: a number in them may exceed 64 bits.
-    return "integer" if "int" in view.stored else "text"
-
-
-def _ids(view: ColumnView) -> dict[str, Any]:
-    """Encoding of ids: a vocabulary for few values, hashing for many."""
-    kind = _kind(view)
-    if view.num_values <= _VOCABULARY:
-        return {"kind": kind, "encoding": "vocabulary"}
-    buckets = 2 ** (4 * view.num_values - 1).bit_length()
-    return {"kind": kind, "encoding": "hash", "num_buckets": min(buckets, _MAX_BUCKETS)}
