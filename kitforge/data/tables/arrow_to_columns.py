@@ -26,6 +26,8 @@ from kitforge.data.tables.hashing import hash_texts
 from kitforge.foundation.errors import DataError
 
 _LARGEST = 2**63
+# Features are float32.
+_LARGEST_NUMBER = float(np.finfo(np.float32).max)
 _BOOLS = {"false": 0, "true": 1}
 # Row and its fault.
 RowProblem = tuple[int, Problem]
@@ -97,11 +99,16 @@ def _numbers(array: Any, name: str, decimal: DecimalMark) -> tuple[NDArray[np.fl
             values = _floats(array)
         except arrow.ArrowInvalid:
             values, problems = _one_by_one(array.to_pylist(), _number, np.nan, "holds no number", "a number")
-    infinite = np.flatnonzero(np.isinf(values))
-    for row in infinite:
-        got = str(array[int(row)])
-        problem = Problem(reason="holds no finite number", got=got, expected="a finite number", fix=_missing_fix(got))
-        problems.append((int(row), problem))
+    for row in np.flatnonzero(np.abs(values) > _LARGEST_NUMBER).tolist():
+        got = str(array[row])
+        if np.isinf(values[row]):
+            problem = Problem(
+                reason="holds no finite number", got=got, expected="a finite number", fix=_missing_fix(got)
+            )
+        else:
+            expected = f"a number from {-_LARGEST_NUMBER:.3g} to {_LARGEST_NUMBER:.3g}"
+            problem = Problem(reason="holds a number beyond float32", got=got, expected=expected, fix=_missing_fix(got))
+        problems.append((row, problem))
     return values, problems
 
 

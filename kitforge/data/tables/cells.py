@@ -78,6 +78,11 @@ def array_of(values: Sequence[Any]) -> Any:
     arrow = pyarrow()
     kinds = {_kind(value) for value in values} - {None} if isinstance(values, (list, tuple)) else set()
     if len(kinds) < 2:
+        if any(type(value).__name__ == "Timestamp" and value.nanosecond for value in values):
+            # Arrow would read timestamps of pandas as microseconds.
+            zone = next((str(value.tz) for value in values if getattr(value, "tz", None) is not None), None)
+            nanoseconds = [None if _kind(value) is None else value.value for value in values]
+            return arrow.array(nanoseconds, arrow.int64()).cast(arrow.timestamp("ns", zone))
         try:
             return arrow.array(values, from_pandas=True)
         except (arrow.ArrowInvalid, arrow.ArrowTypeError, arrow.ArrowNotImplementedError, OverflowError, TypeError):

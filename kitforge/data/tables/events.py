@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 from kitforge.data.document_shard import fingerprint_of
 from kitforge.data.tables.arrow_to_columns import to_columns
 from kitforge.data.tables.bad_rows import ArrowChunk, BadRow, Problem
-from kitforge.data.tables.cells import pyarrow
-from kitforge.data.tables.columns import ColumnLayout, KeyColumn, ListValues
+from kitforge.data.tables.cells import join_tables, one_array, pyarrow
+from kitforge.data.tables.columns import ColumnLayout, KeyColumn, ListValues, NamedColumns
 from kitforge.data.tables.csv_files import Job
 from kitforge.data.tables.source import TableSource
+from kitforge.data.tables.times import Times, with_times
 from kitforge.foundation.config import check
 from kitforge.foundation.errors import DataError
 from kitforge.foundation.log import logger
@@ -96,7 +97,8 @@ class EventRows:
         """Chunks of whole users, in the order of their first events."""
         held, users, bad = self._read(columns)
         if not len(users):
-            yield partial(ArrowChunk, table=held.select([]), location=str, bad=tuple(bad))
+            nothing = pyarrow().table({name: pyarrow().nulls(0) for name in columns})
+            yield partial(ArrowChunk, table=nothing, location=str, bad=tuple(bad))
             return
         make = self._users if self.events.history is None else self._histories
         for start, stop in _cuts(users.offsets):
@@ -110,16 +112,16 @@ class EventRows:
         own = [name for name in (events.user, events.item, *columns) if name != events.history]
         wanted = list(dict.fromkeys([*own, events.time]))
         tables: list[Any] = []
-        users, times, bad, num_read, limit = np.zeros(0, np.int64), np.zeros(0), list[BadRow](), 0, _HELD_EVENTS
+        users, times, bad, num_read, limit = np.zeros(0, np.int64), Times.empty(), list[BadRow](), 0, _HELD_EVENTS
         for job in self.source.jobs(wanted):
             table, more_users, more_times, more_bad = self._part(job())
             tables.append(table.select(list(dict.fromkeys(own))))
-            users, times = np.append(users, more_users), np.append(times, more_times)
+            users, times = np.append(users, more_users), Times.joined([times, more_times])
             bad += more_bad
             num_read += len(more_users)
             if events.max_events is not None and len(users) > limit:
                 kept = np.sort(_by_user(users, times, events.max_events).values)
-                tables, users, times = [_joined(tables).take(kept)], users[kept], times[kept]
+                tables, users, times = [_joined(tables).take(kept)], users[kept], times.take(kept)
                 limit = max(_HELD_EVENTS, 2 * len(users))
         lists = _by_user(users, times, events.max_events)
         if len(lists.values) < num_read:
@@ -128,23 +130,24 @@ class EventRows:
             _log.warning(words, self.name, f"{count:,}", f"{num_read:,}", events.max_events)
         return _joined(tables), lists, bad
 
-    def _part(self, chunk: ArrowChunk) -> tuple[Any, Ints, NDArray[np.float64], list[BadRow]]:
+    def _part(self, chunk: ArrowChunk) -> tuple[Any, Ints, Times, list[BadRow]]:
         """The good events of a chunk, their users and times, and the bad ones."""
         arrow, events = pyarrow(), self.events
         table = chunk.table.append_column(_ROW, arrow.array(np.arange(chunk.table.num_rows)))
         keys = tuple(KeyColumn(name=name, is_required=True) for name in (events.user, events.item))
-        columns, bad = to_columns(replace(chunk, table=table), ColumnLayout(numbers=(_ROW, events.time), keys=keys))
-        rows, times = columns.numbers[:, 0].astype(np.int64), columns.numbers[:, 1]
-        timeless = np.isnan(times)
+        layout = with_times(ColumnLayout(numbers=(_ROW,), keys=keys), events.time)
+        columns, bad = to_columns(replace(chunk, table=table), layout)
+        named = NamedColumns(columns, layout)
+        rows, users, times = named.numbers(_ROW).astype(np.int64), columns.keys[:, 0], Times.of(named, events.time)
+        timeless = np.isnan(times.fraction)
         bad += [BadRow(problem=_NO_TIME, location=partial(chunk.location, int(row))) for row in rows[timeless]]
-        good = rows[~timeless]
-        return chunk.table.take(good), columns.keys[~timeless, 0], times[~timeless], bad
+        return chunk.table.take(rows[~timeless]), users[~timeless], times.take(~timeless), bad
 
     def _users(self, table: Any, users: ListValues, columns: tuple[str, ...], bad: tuple[BadRow, ...]) -> ArrowChunk:
         """A row a user."""
         arrays = {}
         for name in columns:
-            values = _combined(table.column(name))
+            values = one_array(table.column(name))
             is_list = name in self.lists
             arrays[name] = _lists(users.offsets, values) if is_list else values.take(users.offsets[1:] - 1)
         return ArrowChunk(
@@ -163,7 +166,7 @@ class EventRows:
         before = np.arange(offsets[-1]) + np.repeat(positions - lengths - offsets[:-1], lengths)
         arrays = {}
         for name in columns:
-            values = _combined(table.column(self.events.item if name == history else name))
+            values = one_array(table.column(self.events.item if name == history else name))
             arrays[name] = _lists(offsets, values.take(before)) if name == history else values
         return ArrowChunk(table=pyarrow().table(arrays), location=partial(self._location, table, positions), bad=bad)
 
@@ -171,9 +174,9 @@ class EventRows:
         return f"{self.name}, user {table.column(self.events.user)[int(rows[row])].as_py()},"
 
 
-def _by_user(users: Ints, times: NDArray[np.float64], most: int | None) -> ListValues:
+def _by_user(users: Ints, times: Times, most: int | None) -> ListValues:
     """The numbers of the newest `most` events of each user in order of time, users by their first rows."""
-    order = np.lexsort((times, users))
+    order = np.lexsort((times.fraction, times.whole, users))
     ends = np.append(np.flatnonzero(users[order][1:] != users[order][:-1]) + 1, len(users)) if len(users) else order
     offsets = np.append(0, ends).astype(np.int64)
     firsts = np.minimum.reduceat(order, offsets[:-1]) if len(users) else order
@@ -198,13 +201,7 @@ def _cuts(offsets: Ints) -> Iterator[tuple[int, int]]:
 
 def _joined(tables: Sequence[Any]) -> Any:
     """One table. Texts have 64-bit offsets, since there may be more of them than a chunk holds."""
-    arrow = pyarrow()
-    try:
-        table = arrow.concat_tables([_large(table) for table in tables], promote_options="permissive")
-    except (arrow.ArrowInvalid, arrow.ArrowTypeError) as error:
-        fix = "write the column as one type"
-        raise DataError("the columns of the events are of several types", got=error, expected="one", fix=fix) from error
-    return table.combine_chunks()
+    return _large(join_tables(tables)).combine_chunks()
 
 
 def _large(table: Any) -> Any:
@@ -213,11 +210,6 @@ def _large(table: Any) -> Any:
         field.with_type(arrow.large_string()) if arrow.types.is_string(field.type) else field for field in table.schema
     ]
     return table.cast(arrow.schema(fields))
-
-
-def _combined(column: Any) -> Any:
-    array = column.combine_chunks()
-    return array if hasattr(array, "buffers") else pyarrow().concat_arrays(array.chunks)
 
 
 def _lists(offsets: Ints, values: Any) -> Any:

@@ -21,7 +21,7 @@ from kitforge.data.tables.interactions import InteractionFile
 from kitforge.data.tables.json_files import open_json_lines
 from kitforge.data.tables.parquet_files import open_parquet
 from kitforge.data.tables.python_rows import HFDatasetTable, open_rows
-from kitforge.data.tables.times import as_times
+from kitforge.data.tables.times import as_times, without_order
 from kitforge.foundation.config import check
 from kitforge.foundation.errors import DataError, nearest
 
@@ -107,6 +107,7 @@ class TableSource:
 
     def jobs(self, columns: Sequence[str]) -> Iterator[Job]:
         """Chunks of all parts in order. DataError for a column that a part lacks; the nearest one is named."""
+        columns = without_order(columns, self.times)
         for part in self.parts:
             for column in columns:
                 if column not in part.names:
@@ -117,8 +118,7 @@ class TableSource:
                         fix=nearest(column, part.names),
                     )
             for job in part.jobs(columns):
-                job = partial(_ruled, job, self.cells)
-                yield partial(as_times, job, self.times) if self.times else job
+                yield partial(_ruled, job, self.cells, self.times)
 
 
 def open_table(spec: object, config: TableSourceConfig = _DEFAULT) -> TableSource:
@@ -170,8 +170,9 @@ def _of_files(name: str, files: Sequence[Path], config: TableSourceConfig) -> Ta
     return TableSource(name=name, parts=parts, fingerprint=fingerprint, stamps=stamps, cells=cells)
 
 
-def _ruled(job: Job, cells: CellRules) -> ArrowChunk:
-    return cells.apply(job())
+def _ruled(job: Job, cells: CellRules, times: tuple[str, ...]) -> ArrowChunk:
+    chunk = cells.apply(job())
+    return as_times(chunk, times) if times else chunk
 
 
 def _stamp(path: Path) -> tuple[Path, int, int]:

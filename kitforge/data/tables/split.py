@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from kitforge.data.splitmix64 import hash_array
 from kitforge.data.tables.columns import ColumnTable, NamedColumns
+from kitforge.data.tables.times import Times
 from kitforge.foundation.errors import ConfigError, DataError
 from kitforge.foundation.seed import key
 
@@ -110,13 +111,13 @@ def split_rows(
 
 
 def _by_time(table: ColumnTable, fraction: float, time: str | None) -> tuple[RowSet, RowSet]:
-    """The newest share of the rows is kept for evaluation; rows of one time are all on one side of the cut. 8 bytes a
+    """The newest share of the rows is kept for evaluation; rows of one time are all on one side of the cut. 24 bytes a
     row while it is found. DataError where a row has no time, or all rows of training would be held out."""
     if time is None:
         fix = "data.time_column=COLUMN, or data.schema.events where rows are events"
         raise ConfigError("a split by time needs a column of times", got="data.split=time", fix=fix)
-    times = np.concatenate([columns.numbers(time) for columns in _chunks(table)])
-    if (missing := int(np.isnan(times).sum())) > 0:
+    times = Times.joined([Times.of(columns, time) for columns in _chunks(table)])
+    if (missing := int(np.isnan(times.fraction).sum())) > 0:
         raise DataError(
             f"rows without a time cannot be split by {time!r}",
             got=f"{missing:,} of {len(times):,} rows",
@@ -124,12 +125,12 @@ def _by_time(table: ColumnTable, fraction: float, time: str | None) -> tuple[Row
             fix="leave these rows out, or data.split=random",
         )
     boundary = min(max(len(times) - round(len(times) * fraction), 0), len(times) - 1)
-    cut = np.partition(times, boundary)[boundary]
-    is_held_out = times >= cut
+    cut = int(np.lexsort((times.fraction, times.whole))[boundary])
+    is_held_out = times.is_from(cut)
     if is_held_out.all():
         raise DataError(
             f"all rows of training would be held out by {time!r}",
-            got=f"the time {cut:g} in the {1 - fraction:.0%} oldest of {len(times):,} rows",
+            got=f"the time {times.whole[cut]} in the {1 - fraction:.0%} oldest of {len(times):,} rows",
             expected="older rows to train on",
             fix="lower data.eval_fraction, or take another data.split",
         )

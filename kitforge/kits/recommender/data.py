@@ -15,6 +15,7 @@ from kitforge.data.tables.events import EventColumns, sequences_of
 from kitforge.data.tables.source import TableSource, TableSourceConfig, open_table
 from kitforge.data.tables.split import RowRange, split_rows
 from kitforge.data.tables.synthetic_clicks import SyntheticClicks, SyntheticClicksConfig
+from kitforge.data.tables.times import with_times
 from kitforge.data.token_cache import default_root
 from kitforge.foundation.config import check
 from kitforge.foundation.errors import ConfigError
@@ -233,7 +234,7 @@ def _table(
     layout, root = schema.layout(), cache_root(options)
     if time is not None:
         source = replace(source, times=(time,))
-        layout = replace(layout, numbers=tuple(dict.fromkeys((*layout.numbers, time))))
+        layout = with_times(layout, time)
     return load_table(source, layout, root, bad, num_workers=options.num_workers, progress=progress)
 
 

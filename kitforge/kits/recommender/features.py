@@ -29,6 +29,7 @@ FORMAT = 1
 _MAX_TABLES = 4
 _FOLD = 0x9E3779B97F4A7C15
 MISSING, UNKNOWN = 0, 1
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 @final
@@ -226,7 +227,16 @@ class FeatureEncoder:
         column = 0
         for name, feature in self.schema.numeric.items():
             raw = read.numbers(feature.column or name)
-            dense[:, column] = standardize(raw, feature, self.statistics.moments[name])
+            values = standardize(raw, feature, self.statistics.moments[name])
+            if np.abs(values).max(initial=0.0) > _LARGEST:
+                raise DataError(
+                    f"feature {name!r} has a value that float32 cannot hold once it is standardized",
+                    got=f"{raw[np.argmax(np.abs(values))]:g}, standard deviation "
+                    f"{self.statistics.moments[name].deviation:g}",
+                    expected="values like those of training",
+                    fix=f"repair the value, or train with data.schema.numeric.{name}.log=true",
+                )
+            dense[:, column] = values
             column += 1
             if feature.indicator:
                 dense[:, column] = np.isnan(raw)

@@ -24,7 +24,10 @@ NUM_BINS = 2**20
 # Sums are integers in units of 2^-36; rounding changes a row's term by less than 1e-11.
 _UNIT = 2.0**36
 _CHUNK_ROWS = 65_536
+# A chunk of smaller terms cannot overflow int64.
+_SMALL = 1024.0
 CUTS = (1, 5, 10, 20)
+NO_RANK = -1  # of a target among scores that are NaN
 # Scores of users with all items that are held at once, in float32 and in float64.
 _SCORES_AT_ONCE = 2**24
 Floats = NDArray[np.floating[Any]]
@@ -154,15 +157,14 @@ class ClickMetrics:
         auc_error: only if the AUC is not exact. grouped_auc and groups_skipped: only with groups. A metric without a
         denominator is NaN; a non-finite logit makes all of them NaN.
         """
-        sums = {name: value / _UNIT for name, value in self._sums.items() if name in ("predicted", "log_loss")}
         num_rows, num_positive = self._sums["rows"], self._sums["positives"]
-        loss = sums["log_loss"] / num_rows if num_rows else math.nan
+        loss = _mean(self._sums["log_loss"], num_rows)
         rate = num_positive / num_rows if num_rows else math.nan
         entropy = sum(-each * math.log(each) for each in (rate, 1 - rate) if each > 0) if num_rows else math.nan
         result = {
             "log_loss": loss,
             "normalized_entropy": loss / entropy if entropy > 0 else math.nan,
-            "calibration": sums["predicted"] / num_positive if num_positive else math.nan,
+            "calibration": _mean(self._sums["predicted"], num_positive),
         }
         state = self.state()
         if self._bins is None:
@@ -199,7 +201,17 @@ def _probabilities(logits: Floats) -> Floats:
 
 
 def _units(values: Floats) -> int:
-    return int(np.rint(values * _UNIT).astype(np.int64).sum())
+    """The sum of non-negative values in units, exact for values of any size."""
+    is_small = values < _SMALL
+    small = int(np.rint(values[is_small] * _UNIT).astype(np.int64).sum())
+    # Python's integers have no largest one; a float has.
+    large = (int(value * _UNIT) if value < 1e290 else int(value) << 36 for value in values[~is_small].tolist())
+    return small + sum(large)
+
+
+def _mean(units: int, count: int) -> float:
+    """A sum in units over a count, of integers of any size; NaN without a count."""
+    return units / (count * int(_UNIT)) if count else math.nan
 
 
 def _count(counts: NDArray[np.int64], logits: Floats, is_positive: NDArray[np.bool_]) -> None:
@@ -214,7 +226,7 @@ def rank_users(
     num_items: int,
     seen: NDArray[np.int64] | None = None,
 ) -> tuple[NDArray[np.int64], float]:
-    """The ranks of the targets [n], and the sum of the cross entropies over all items.
+    """The ranks of the targets [n], NO_RANK where a score is NaN, and the sum of the cross entropies over all items.
 
     `scores_of` computes the scores [users, num_items] of a block of users, so memory does not grow with n. Items at
     indices `seen` [n, L] (-1: none) rank last, except the target; the loss is over all items.
@@ -228,7 +240,9 @@ def rank_users(
         if seen is not None:
             rows, columns = np.nonzero((seen[block] >= 0) & (seen[block] != wanted[:, None]))
             scores[torch.from_numpy(rows), torch.from_numpy(seen[block][rows, columns])] = -torch.inf
-        ranks.append(target_ranks(scores.numpy(), wanted))
+        own = target_ranks(scores.numpy(), wanted)
+        own[torch.isnan(scores).any(1).numpy()] = NO_RANK
+        ranks.append(own)
     return np.concatenate(ranks), total
 
 
@@ -264,6 +278,7 @@ class RankingMetrics:
         self._cuts = tuple(cuts)
         self.counts = np.zeros(0, np.int64)  # [ranks]
         self.num_cold = 0  # targets that training never saw: misses
+        self.num_invalid = 0  # targets among scores that are NaN
 
     def empty(self) -> RankingMetrics:
         """Metrics of the same kind without any rows."""
@@ -271,16 +286,19 @@ class RankingMetrics:
 
     def add(self, ranks: NDArray[np.int64]) -> None:
         """Count targets by rank [n], 0 for the first."""
-        self.merge(np.bincount(ranks, minlength=1))
+        is_valid = ranks != NO_RANK
+        self.merge(np.bincount(ranks[is_valid], minlength=1), num_invalid=int((~is_valid).sum()))
 
-    def merge(self, counts: NDArray[np.int64], num_cold: int = 0) -> None:
+    def merge(self, counts: NDArray[np.int64], num_cold: int = 0, num_invalid: int = 0) -> None:
         """Add the counts of another process."""
         self.num_cold += num_cold
+        self.num_invalid += num_invalid
         size = max(len(self.counts), len(counts))
         self.counts = np.pad(self.counts, (0, size - len(self.counts))) + np.pad(counts, (0, size - len(counts)))
 
     def result(self) -> dict[str, float]:
-        """hr@k, ndcg@k (one relevant item: 1 / log2(rank + 1) within k), mrr and cold_share; NaN without targets."""
+        """hr@k, ndcg@k (one relevant item: 1 / log2(rank + 1) within k), mrr and cold_share; NaN without targets, and
+        where a score is NaN."""
         total = int(self.counts.sum()) + self.num_cold
         positions = np.arange(1, len(self.counts) + 1)
         discounts = self.counts / np.log2(positions + 1)
@@ -289,14 +307,15 @@ class RankingMetrics:
         for cut in self._cuts:
             result[f"hr@{cut}"] = float(self.counts[:cut].sum()) / total if total else float("nan")
             result[f"ndcg@{cut}"] = float(discounts[:cut].sum()) / total if total else float("nan")
-        return result
+        return dict.fromkeys(result, math.nan) if self.num_invalid else result
 
 
 def all_reduce_ranking_metrics(metrics: RankingMetrics, loss: float, world: World) -> dict[str, float]:
     """The metrics over the targets of all ranks, the same on each."""
     merged, total = metrics.empty(), 0.0
-    for counts, num_cold, rank_loss in world.all_gather_object((metrics.counts, metrics.num_cold, loss)):
-        merged.merge(counts, num_cold)
+    own = (metrics.counts, metrics.num_cold, metrics.num_invalid, loss)
+    for counts, num_cold, num_invalid, rank_loss in world.all_gather_object(own):
+        merged.merge(counts, num_cold, num_invalid)
         total += rank_loss
     return {"loss": total / max(int(merged.counts.sum()), 1), **merged.result()}
 

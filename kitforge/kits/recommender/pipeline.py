@@ -69,10 +69,12 @@ class RecommendationPipeline:
 
     @torch.no_grad()
     def scores(self, batch: FeatureBatch) -> Tensor:
-        """Click probabilities [n] of encoded rows."""
+        """Click probabilities [n] of encoded rows. Raises ModelError for a score that is NaN."""
         inputs = inputs_of(batch, self.model.requests)
         logits: Tensor = self.model(lambda: self.model.logits(inputs))
-        return logits.float().sigmoid()
+        scores = logits.float().sigmoid()
+        _check_finite(scores)
+        return scores
 
     @torch.no_grad()
     def retrieve(self, users: Row | Sequence[Row], k: int = 10) -> Any:
@@ -100,7 +102,9 @@ class RecommendationPipeline:
     def queries(self, users: FeatureBatch) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         """User vectors [B, dim], and catalogue indices [B, L] of items to exclude (-1: none)."""
         finding, catalogue, _ = self._ready()
-        vectors = finding.user_vectors(self.model, users).float().cpu().numpy()
+        found = finding.user_vectors(self.model, users).float()
+        _check_finite(found)
+        vectors = found.cpu().numpy()
         if not self.options.retrieval.exclude_seen:
             return vectors, np.zeros((len(vectors), 0), np.int64)
         return vectors, catalogue.history_indices(users, finding.histories)
@@ -206,6 +210,17 @@ class RecommendationPipeline:
         starts = range(0, table.num_rows, ROWS_AT_ONCE)
         parts = (np.arange(start, min(start + ROWS_AT_ONCE, table.num_rows)) for start in starts)
         return [encoder.encode(NamedColumns(table.rows(part), layout)) for part in parts]
+
+
+def _check_finite(values: Tensor) -> None:
+    if not (is_finite := values.isfinite().reshape(len(values), -1).all(1)).all():
+        raise ModelError(
+            "the model gives no score",
+            got=f"NaN or infinite values for {int((~is_finite).sum()):,} of {len(values):,} rows",
+            expected="finite scores",
+            fix="look for values unlike those of training; where all rows fail, the training has diverged: take an "
+            "earlier checkpoint, or train with a smaller optimizer.learning_rate",
+        )
 
 
 def build_index(vectors: Tensor, kind: str) -> Any:

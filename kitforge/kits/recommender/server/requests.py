@@ -59,7 +59,10 @@ class RowReader:
             raise ApiError(400, str(error), parameter="rows", code="invalid_value") from None
         if bad:
             raise _of_problem(bad[0].location(), bad[0].problem)
-        return self._encoder.encode(NamedColumns(columns, self._layout))
+        try:
+            return self._encoder.encode(NamedColumns(columns, self._layout))
+        except DataError as error:
+            raise ApiError(400, str(error), parameter="rows", code="invalid_value") from None
 
     def schema(self) -> dict[str, Any]:
         """The rows as JSON Schema: the properties of a body, one of which is required."""
