@@ -64,7 +64,7 @@ def sweep_runs(verb: Command, overrides: Sequence[str], *, is_sweep: bool = Fals
         choices.pop("task", None)
         unread = verb.ignored_sections + (kit_of(task).OPTIONS.INFERENCE_ONLY_SECTIONS if verb.starts_run else ())
         compose = compose_eval_config if verb.measures_run else compose_config
-        compose = compose_predict if verb.predicts else compose
+        compose = compose_predict if verb.predicts or (verb.serves and kit.IS_SERVED) else compose
         found.append(SweepRun(chosen=compose(task, choices, unread), arguments=tuple(arguments)))
     folders = [folder for member in found if (folder := member.chosen.values.get("output_dir")) is not None]
     if len(folders) != len(set(folders)):

@@ -26,7 +26,7 @@ from kitforge.foundation.progress import show_progress
 from kitforge.kits.kit import AnyKit, Kit, LoadModel, RunAssembly, RunInputs, evaluate_model
 from kitforge.kits.recommender.artifacts import SaveFeatures, find_features, find_item_catalog, resumed_features
 from kitforge.kits.recommender.batch_inference import check_target, write_predictions
-from kitforge.kits.recommender.config import RecommendationOptions, with_size_defaults
+from kitforge.kits.recommender.config import TASK, RecommendationOptions, with_size_defaults
 from kitforge.kits.recommender.data import (
     RecommendationDataset,
     as_sequences,
@@ -41,13 +41,12 @@ from kitforge.kits.recommender.describe import describe, render
 from kitforge.kits.recommender.export import export_program
 from kitforge.kits.recommender.factory import (
     build_objective,
-    merge_data_options,
-    merge_options,
     new_recommender,
     open_run_checkpoint,
     recorded_options,
     restore_recommender,
     with_item_catalog,
+    with_run_options,
 )
 from kitforge.kits.recommender.features import FeatureEncoder
 from kitforge.kits.recommender.model import Recommender, sample_shape
@@ -78,6 +77,15 @@ class Recommendation(Kit[RecommendationOptions, FeatureEncoder]):
 
     OPTIONS = RecommendationOptions
     IS_SERVED = True
+    PREDICTS_AS_TRAINED = True
+
+    def evaluation_options(self, recorded: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:
+        """The recorded options that every use of a run starts from: how rows are read and items are found. If
+        other rows are given, neither of the run's own tables is read."""
+        found = {name: recorded[name] for name in ("seed", "data", "retrieval", "predict") if name in recorded}
+        if {"data.train", "data.eval"} & set(chosen):
+            found["data"] = {**found["data"], "train": None, "eval": None}
+        return {"task": TASK, **found, "inherits_run": True}
 
     def assemble(self, options: RecommendationOptions, inputs: Inputs, rendezvous: Rendezvous) -> Assembly:
         """Everything that a run needs, in the order in which mistakes are cheapest to find."""
@@ -127,15 +135,14 @@ class Recommendation(Kit[RecommendationOptions, FeatureEncoder]):
             if options.checkpoint is None:
                 raise ModelError("there is no model to evaluate", fix="add checkpoint=RUN, or train one first")
             checkpoint = open_run_checkpoint(Path(options.checkpoint))
-            recorded = recorded_options(checkpoint)
-            data = merge_data_options(options.data, recorded.data)
+            recorded, options = recorded_options(checkpoint), with_run_options(options, checkpoint)
+            data = options.data
             if data.negatives.num_negatives and data.train is None:
                 # Which items there are, and who has taken which, is known of the training rows.
                 data = dataclasses.replace(data, train=recorded.data.train)
-            retrieval = merge_options(options.retrieval, recorded.retrieval)
             # What is said goes to programs, which want the metrics alone.
             trainer = dataclasses.replace(options.trainer, progress=False)
-            options = dataclasses.replace(options, seed=recorded.seed, data=data, retrieval=retrieval, trainer=trainer)
+            options = dataclasses.replace(options, data=data, trainer=trainer)
             config = recommender_of(recorded.model)
         else:
             config = model.config
@@ -168,6 +175,8 @@ class Recommendation(Kit[RecommendationOptions, FeatureEncoder]):
         """What scores rows, and finds items for users."""
         recommender = _model_of(Inputs(model=model))
         assert recommender is not None
+        if recommender.checkpoint_folder is not None:
+            options = with_run_options(options, open_checkpoint(recommender.checkpoint_folder, verify=False))
         if options.tables.serving_dtype is not None:
             serve_quantized(recommender, options.tables.serving_dtype)
         return RecommendationPipeline(recommender, tokenizer, options)
@@ -187,9 +196,6 @@ class Recommendation(Kit[RecommendationOptions, FeatureEncoder]):
                 f"tables.serving_dtype={options.tables.serving_dtype}",
                 fix="name the run folder, and leave tables.serving_dtype out",
             )
-        recorded = recorded_options(open_checkpoint(found.checkpoint_folder, verify=False))
-        retrieval = merge_options(options.retrieval, recorded.retrieval)
-        options = dataclasses.replace(options, seed=recorded.seed, retrieval=retrieval)
         return RecommenderService(self.open_pipeline(found, tokenizer, options), name)
 
     def new_app(self, service: RecommenderService) -> Any:
@@ -206,13 +212,8 @@ class Recommendation(Kit[RecommendationOptions, FeatureEncoder]):
                 fix="add checkpoint=RUN data.eval=rows.csv output=scores.csv",
             )
         target, folder = Path(options.output).expanduser(), Path(options.checkpoint)
-        recorded = recorded_options(open_run_checkpoint(folder))
-        data, retrieval = (
-            merge_data_options(options.data, recorded.data),
-            merge_options(options.retrieval, recorded.retrieval),
-        )
-        options = dataclasses.replace(options, seed=recorded.seed, data=data, retrieval=retrieval)
-        source = open_table(spec, table_config(data))
+        options = with_run_options(options, open_run_checkpoint(folder))
+        source = open_table(spec, table_config(options.data))
         check_target(target, source)
         encoder = self.find_processor(folder)
         events = encoder.schema.events

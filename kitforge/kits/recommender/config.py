@@ -255,6 +255,8 @@ class RecommendationOptions(RunOptions):
     output: str | None = None  # file that `predict` writes: .csv, .jsonl or .parquet; or `export`: .pt2
     # Format of `export`: index (of items, into output_dir) or torch_export (the network, to output).
     format: Literal["index", "torch_export"] = "index"
+    # Set where the options are those of the run under `checkpoint`, with the given ones over them; not to be given.
+    inherits_run: bool = False
     port: int = 8000  # port of `serve`; 0: any free port
     serve: RecommenderServeOptions = field(default_factory=RecommenderServeOptions)
 

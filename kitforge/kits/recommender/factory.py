@@ -166,6 +166,19 @@ def recorded_options(checkpoint: Checkpoint) -> RecommendationOptions:
     return from_dict(RecommendationOptions, values)
 
 
+def with_run_options(options: RecommendationOptions, checkpoint: Checkpoint) -> RecommendationOptions:
+    """The options of a run with the given ones over them. The command line and `pipeline` compose them so, and know
+    what was given; of options that were built otherwise, those that differ from their defaults count as given."""
+    if options.inherits_run:
+        return options
+    recorded = recorded_options(checkpoint)
+    sections = {
+        name: merge_options(getattr(options, name), getattr(recorded, name)) for name in ("retrieval", "predict")
+    }
+    data = merge_data_options(options.data, recorded.data)
+    return dataclasses.replace(options, seed=recorded.seed, data=data, inherits_run=True, **sections)
+
+
 def merge_data_options(
     given: RecommendationDataOptions, recorded: RecommendationDataOptions
 ) -> RecommendationDataOptions:
