@@ -85,6 +85,8 @@ class CachedEmbedding(nn.Module):
         self.register_state_dict_pre_hook(_refuse_state_dict)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_report_missing_rows)  # type: ignore[no-untyped-call]
 
+    # Which rows are moved is decided in Python: torch.compile compiles the network around a table.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, ids: Tensor, offsets: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
         """mode None: the rows [..., dim] of ids [...]. Else bags, as ids [num_bags, n] or flat ids [N] with offsets,
         pooled to [num_bags, dim]; `weights`, of the shape of the ids, multiply rows before pooling.

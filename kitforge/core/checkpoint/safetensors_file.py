@@ -252,7 +252,9 @@ def _bytes_of(name: str, expected: Tensor, found: tuple[str, Tensor] | None) -> 
             got=got,
             expected=(name, expected.dtype, expected.shape),
         )
-    flat = found[1].detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    # An empty tensor may have a stride of 0, which no view of bytes takes.
+    whole = found[1].detach().cpu().contiguous()
+    flat = whole.reshape(-1).view(torch.uint8) if whole.numel() else torch.empty(0, dtype=torch.uint8)
     view: memoryview = flat.numpy().data
     return view
 

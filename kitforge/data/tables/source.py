@@ -205,8 +205,8 @@ def _open_file(path: Path, config: TableSourceConfig) -> TablePart:
         )
     delimiter = config.delimiter or ("\t" if form == "tsv" else "")
     if not delimiter:  # the one that splits the first line into the most cells; a comma if all are equal
-        delimiter = max(_DELIMITERS, key=lambda each: len(next(csv.reader([line], delimiter=each))))
-    names = tuple(next(csv.reader([line], delimiter=delimiter))) if config.columns is None else config.columns
+        delimiter = max(_DELIMITERS, key=lambda each: len(_cells(path, line, each)))
+    names = tuple(_cells(path, line, delimiter)) if config.columns is None else config.columns
     _check_header(path, names)
     return TextFile(
         path=path,
@@ -216,6 +216,19 @@ def _open_file(path: Path, config: TableSourceConfig) -> TablePart:
         has_quotes=True,
         missing=missing,
     )
+
+
+def _cells(path: Path, line: str, delimiter: str) -> list[str]:
+    """The cells of a first line."""
+    try:
+        return next(csv.reader([line], delimiter=delimiter))
+    except csv.Error as error:
+        raise DataError(
+            f"{path}:1 cannot be divided into cells",
+            got=error,
+            expected="lines that end in \\n or \\r\\n, and cells of at most 128 KiB",
+            fix="convert the line ends: tr '\\r' '\\n'" if "\r" in line else "repair the first line",
+        ) from None
 
 
 def _format(path: Path) -> TableFormat:

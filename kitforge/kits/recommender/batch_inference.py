@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, Protocol, final
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from kitforge.data.tables.arrow_to_columns import to_columns
 from kitforge.data.tables.bad_rows import BadRows
-from kitforge.data.tables.cells import pyarrow
+from kitforge.data.tables.cells import join_tables, pyarrow, text_of
 from kitforge.data.tables.columns import ColumnLayout, Columns, KeyColumn, NamedColumns
 from kitforge.data.tables.reader import blocks
 from kitforge.data.tables.source import TableSource
@@ -51,12 +51,13 @@ def write_predictions(pipeline: RecommendationPipeline, source: TableSource, tar
         fix = "name the columns to keep: predict.columns=[...], or rename these"
         raise DataError("the input has columns that predictions would overwrite", got=", ".join(taken), fix=fix)
     writer: _Writer | None = None
+    kinds = _column_types(source, tuple(kept)) if target.suffix.lower() == ".parquet" else {}
     done, bad = 0, BadRows(policy=pipeline.options.data.on_bad_row)
     with atomic_file(target) as file:
         for rows, predictions in _predicted(pipeline, source, tuple(kept), bad):
             for name, values in zip(added, predictions, strict=True):
                 rows = rows.append_column(name, values)
-            writer = writer or _open_writer(target.suffix.lower(), file, rows.schema)
+            writer = writer or _open_writer(target.suffix.lower(), file, kinds, rows.schema)
             writer.write_table(rows)
             done += rows.num_rows
             progress(done)
@@ -77,7 +78,7 @@ def _predicted(
     columns = layout.names if wanted is None else [name for name in layout.names if name in wanted]
     waiting: list[Any] = []
     for block in blocks(_good_rows(source, (layout, columns), kept, bad, waiting.append), ROWS_AT_ONCE):
-        table = arrow.concat_tables(waiting)
+        table = join_tables(waiting)
         rows, waiting[:] = table.slice(0, len(block)), [table.slice(len(block))]
         batch = encoder.encode(NamedColumns(block, layout))
         if not pipeline.is_retrieval:
@@ -115,20 +116,75 @@ def _good_rows(
         yield dataclasses.replace(parsed, keys=parsed.keys[:, :-1], absent=parsed.absent[:, :-1])
 
 
-def _open_writer(suffix: str, file: IO[bytes], schema: Any) -> _Writer:
+def _column_types(source: TableSource, kept: tuple[str, ...]) -> dict[str, Any]:
+    """The types of the kept columns over all rows, since a file of Parquet has one for each. Whole numbers and floats
+    become floats, other types that differ become texts."""
+    kinds: dict[str, Any] = dict.fromkeys(kept, pyarrow().null())
+    for job in source.jobs(kept):
+        schema = job().table.schema
+        kinds = {name: _joint_type(kind, schema.field(name).type) for name, kind in kinds.items()}
+    return kinds
+
+
+def _joint_type(one: Any, other: Any) -> Any:
+    arrow, types = pyarrow(), pyarrow().types
+    if one == other or types.is_null(other):
+        return one
+    if types.is_null(one):
+        return other
+    if types.is_list(one) and types.is_list(other):
+        return arrow.list_(_joint_type(one.value_type, other.value_type))
+    are_numbers = all(types.is_integer(kind) or types.is_floating(kind) for kind in (one, other))
+    return arrow.float64() if are_numbers else arrow.string()
+
+
+def _as_type(column: Any, kind: Any) -> Any:
+    """A column as another type that all of its values have."""
+    if column.type == kind:
+        return column
+    arrow = pyarrow()
+    try:
+        return column.cast(kind)
+    except (arrow.ArrowInvalid, arrow.ArrowNotImplementedError):
+        if not arrow.types.is_string(kind):
+            raise
+    return arrow.chunked_array([[_text(value) for value in column.to_pylist()]], kind)
+
+
+def _text(value: Any) -> str | None:
+    return _json(value) if isinstance(value, (list, dict)) else text_of(value)
+
+
+def _open_writer(suffix: str, file: IO[bytes], kinds: Mapping[str, Any], schema: Any) -> _Writer:
     if suffix == ".parquet":
-        writer: _Writer = pyarrow("pyarrow.parquet").ParquetWriter(file, schema)
-        return writer
-    return _TextWriter(file, schema, is_csv=suffix == ".csv")
+        return _ParquetWriter(file, kinds, schema)
+    return _TextWriter(file, is_csv=suffix == ".csv")
+
+
+@final
+class _ParquetWriter:
+    """Writes Parquet, with one type for each column."""
+
+    def __init__(self, file: IO[bytes], kinds: Mapping[str, Any], schema: Any) -> None:
+        arrow = pyarrow()
+        self._schema = arrow.schema([field.with_type(kinds.get(field.name, field.type)) for field in schema])
+        self._writer = pyarrow("pyarrow.parquet").ParquetWriter(file, self._schema)
+
+    def write_table(self, table: Any) -> None:
+        """Append rows."""
+        columns = [_as_type(table.column(field.name), field.type) for field in self._schema]
+        self._writer.write_table(pyarrow().Table.from_arrays(columns, schema=self._schema))
+
+    def close(self) -> None:
+        """Write what is left."""
+        self._writer.close()
 
 
 @final
 class _TextWriter:
     """Writes CSV, with lists as cells of JSON, or JSON lines."""
 
-    def __init__(self, file: IO[bytes], schema: Any, *, is_csv: bool) -> None:
-        types = pyarrow().types
-        self._lists = [field.name for field in schema if types.is_nested(field.type)]
+    def __init__(self, file: IO[bytes], *, is_csv: bool) -> None:
         self._file = file
         self._is_csv = is_csv
         self._has_header = False
@@ -139,10 +195,11 @@ class _TextWriter:
             self._file.writelines(_json(row).encode() + b"\n" for row in table.to_pylist())
             return
         arrow, reader = pyarrow(), pyarrow("pyarrow.csv")
-        for name in self._lists:
-            texts = [None if value is None else _json(value) for value in table.column(name).to_pylist()]
-            column_index = table.column_names.index(name)
-            table = table.set_column(column_index, name, arrow.array(texts, arrow.string()))
+        types = arrow.types
+        for index, field in enumerate(table.schema):
+            if types.is_nested(field.type) or types.is_duration(field.type):
+                texts = [_text(value) for value in table.column(index).to_pylist()]
+                table = table.set_column(index, field.name, arrow.array(texts, arrow.string()))
         options = reader.WriteOptions(include_header=not self._has_header)
         reader.write_csv(table, self._file, options)
         self._has_header = True
@@ -151,9 +208,16 @@ class _TextWriter:
         """Nothing is buffered."""
 
 
+def _plain(value: Any) -> str | None:
+    """A value of a type that JSON lacks, such as a date, as text."""
+    if isinstance(value, (bytes, set)):
+        raise TypeError(f"{type(value).__name__} is no type of JSON")
+    return text_of(value)
+
+
 def _json(value: Any) -> str:
     try:
-        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+        return json.dumps(value, ensure_ascii=False, allow_nan=False, default=_plain)
     except (TypeError, ValueError) as error:
         fix = "write .parquet, or leave the column out with predict.columns=[...]"
         raise DataError("the input has a value that JSON has no form for", got=error, fix=fix) from None

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from kitforge.core.checkpoint.safetensors_file import TensorFile, write
 from kitforge.data.tables.id_names import TextArray
 from kitforge.foundation.config import check
-from kitforge.foundation.errors import ModelError
+from kitforge.foundation.errors import DataError, ModelError
 from kitforge.kits.recommender.batch import FeatureBatch, IdBag
 from kitforge.kits.recommender.dataset import ClickDataset
 from kitforge.kits.recommender.features import UNKNOWN
@@ -82,6 +82,13 @@ def build_item_catalog(rows: ClickDataset, feature: str, held_out: int = 0) -> I
         keys, firsts, counts = np.unique(keys, return_index=True, return_counts=True)
         chunks.append((keys, owners[firsts], counts))
     keys, owners, counts = (np.concatenate(parts) for parts in zip(*chunks, strict=True))
+    if len(keys) == 0:
+        raise DataError(
+            "there is nothing to train on",
+            got=f"no item in column {rows.encoder.schema.source_column(feature)!r}"
+            + (f" but the last {held_out} of each sequence, which are evaluated" if held_out else ""),
+            expected=f"rows with {held_out + 2} items or more" if is_sequence else "rows with an item",
+        )
     keys, firsts, inverse = np.unique(keys, return_index=True, return_inverse=True)
     totals = np.bincount(inverse, weights=counts, minlength=len(keys)).astype(np.int64)
     ids = rows.encoder.ids_of(feature, keys)
