@@ -201,7 +201,7 @@ def _edges(texts: Any, *positions: int) -> list[NDArray[Any]]:
     any byte where a text is too short."""
     offsets, data = text_views(texts)
     starts, ends = offsets[:-1], offsets[1:]
-    bytes_of = [data.take((ends if place < 0 else starts) + place, mode="clip") for place in positions]
+    bytes_of = [data.take((ends if position < 0 else starts) + position, mode="clip") for position in positions]
     return [ends - starts, *bytes_of]
 
 

@@ -125,12 +125,12 @@ def _second(text: str | None) -> str | None:
     """One date as the text of a number, or the text unchanged: the slow path, which keeps only bad cells."""
     if text is None or re.match(_NUMBER, text):
         return text
-    stem = re.sub(_ZONE, "+00:00", text)
+    iso_text = re.sub(_ZONE, "+00:00", text)
     # Python knows microseconds only.
-    digits = re.search(r"\.(\d+)", stem)
+    digits = re.search(r"\.(\d+)", iso_text)
     nanoseconds = f"{digits[1]:0<9}"[:9] if digits else "0" * 9
     try:
-        date = datetime.fromisoformat(stem.replace(digits[0], "", 1) if digits else stem)
+        date = datetime.fromisoformat(iso_text.replace(digits[0], "", 1) if digits else iso_text)
     except ValueError:
         return text
     whole = int((date if date.tzinfo else date.replace(tzinfo=UTC)).timestamp())

@@ -121,6 +121,6 @@ class BatchMetrics(ServerMetrics):
         yield core.GaugeMetricFamily("kitforge_live_requests", "Active and waiting requests.", self.num_live)
         words = "Share of the values of a feature that never occurred in training."
         shares = core.GaugeMetricFamily("kitforge_unknown_share", words, labels=("feature",))
-        for name, share in self.unknown_shares.items():
-            shares.add_metric((name,), share)
+        for name, fraction in self.unknown_shares.items():
+            shares.add_metric((name,), fraction)
         yield shares

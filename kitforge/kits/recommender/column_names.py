@@ -60,8 +60,8 @@ _TYPES: dict[str, NameKind] = {"token": "id", "token_seq": "id", "float": "quant
 
 def without_type(name: str) -> str:
     """A name without the type suffix of RecBole."""
-    stem, _, suffix = name.rpartition(":")
-    return stem if stem and suffix in _TYPES else name
+    plain, _, suffix = name.rpartition(":")
+    return plain if plain and suffix in _TYPES else name
 
 
 def words_of(name: str) -> list[str]:

@@ -140,7 +140,7 @@ def schema_of(
         return read_schema(options.schema)
     if (log := click_log(spec)) is not None:
         return click_log_schema(log)
-    choice = LabelChoice(name=options.label, positive=options.positive, by_place=retrieval is None)
+    choice = LabelChoice(name=options.label, positive=options.positive, by_position=retrieval is None)
     description = describe(spec, table_config(options), choice=choice, ids=ids)
     if options.negatives.num_negatives:
         expected = "a schema, or columns called user_id, item_id and timestamp, or much like that"

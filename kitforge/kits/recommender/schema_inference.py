@@ -68,7 +68,7 @@ class LabelChoice:
 
     name: str | None = None  # its column; None: guessed by name, then by place
     positive: str | None = None  # the value that counts as 1; None: guessed where the values say it
-    by_place: bool = True  # whether a column of two values that comes first or last may be the label
+    by_position: bool = True  # whether a column of two values that comes first or last may be the label
 
 
 ANY_LABEL = LabelChoice()
@@ -85,7 +85,7 @@ def infer_label(columns: Sequence[ColumnView], choice: LabelChoice = ANY_LABEL) 
         return _label_of(columns[names.index(choice.name)], choice.positive)
     two = [view for view in columns if _is_binary(view)]
     named = [view for view in two if plain_name(view.name) in LABELS]
-    ends = [view for view in two if view in (columns[0], columns[-1])] if choice.by_place else []
+    ends = [view for view in two if view in (columns[0], columns[-1])] if choice.by_position else []
     for view in (*named, *ends):
         if (label := _label_of(view, choice.positive)) is not None:
             return label
@@ -132,7 +132,7 @@ def why_no_label(columns: Sequence[ColumnView], num_rows: int, choice: LabelChoi
     two = [view.name for view in columns if _is_binary(view)]
     ends = [view.name for view in columns if _is_binary(view) and view in (columns[0], columns[-1])]
     reason = f"of those with two values ({', '.join(two)}) none is first or last" if two else "none has two values"
-    reason = f"{ends[0]!r} has two values that do not say what is positive" if ends and choice.by_place else reason
+    reason = f"{ends[0]!r} has two values that do not say what is positive" if ends and choice.by_position else reason
     return f"no column is called label, click, clicked, target, y or much like that, and {reason}"
 
 

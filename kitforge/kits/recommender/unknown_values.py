@@ -53,12 +53,12 @@ class UnknownValues:
             self.counts[name] = sum(part[name][0] for part in parts), sum(part[name][1] for part in parts)
         if world.rank == 0:
             self.warn("evaluation", warned)
-        return {f"{PREFIX}{name}": share for name, share in self.shares().items()}
+        return {f"{PREFIX}{name}": fraction for name, fraction in self.shares().items()}
 
     def warn(self, what: str, known: set[str]) -> None:
         """Log the features of which most values are unknown, but those in `known`, to which they are added."""
-        for name, share in self.shares().items():
-            if share > 0.5 and self.counts[name][1] >= _MIN_VALUES and name not in known:
+        for name, fraction in self.shares().items():
+            if fraction > 0.5 and self.counts[name][1] >= _MIN_VALUES and name not in known:
                 known.add(name)
                 words = "%s: %.0f%% of the values of %r never occurred in training: is it written as it was there?"
-                _log.warning(words, what, 100 * share, name)
+                _log.warning(words, what, 100 * fraction, name)
