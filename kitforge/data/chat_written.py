@@ -29,7 +29,8 @@ def check_written(
     marked = _attempt(write, [_marked(each, f"{nonce}x{number}") for number, each in enumerate(messages)], inputs) or ""
     for number, message in enumerate(messages):
         for name in _parts(message):
-            is_marked = f"{nonce}x{number}{_letter(name)}" in marked
+            letter = {"content": "c", "tool_calls": "k"}.get(name, "r")
+            is_marked = f"{nonce}x{number}{letter}" in marked
             if not is_marked and not _is_written(write, messages, number, name, inputs):
                 raise _left_out(name, f"{name} of message {number}, which is the {message['role']}'s")
     for number, content in trained.items():
@@ -57,10 +58,6 @@ def _parts(message: Message) -> list[str]:
     has_content = bool(content.strip()) if isinstance(content, str) else bool(content)
     thoughts = [name for name in REASONING if message.get(name)][:1]
     return ["content"] * has_content + ["tool_calls"] * bool(message.get("tool_calls")) + thoughts
-
-
-def _letter(name: str) -> str:
-    return {"content": "c", "tool_calls": "k"}.get(name, "r")
 
 
 def _marked(message: Message, mark: str) -> Message:

@@ -81,7 +81,8 @@ class TokenizerFolder:
         if "added_tokens_decoder" not in self.config:
             self.config |= self._object(_TOKENS_MAP)
         self._implied_class = "" if isinstance(folder, Mapping) else _class_by_model(folder)
-        unknown = {name: value for name, value in self.config.items() if not _is_known(name) and value is not None}
+        others = {name: value for name, value in self.config.items() if name not in _OBEYED and name not in _KNOWN}
+        unknown = {name: each for name, each in others.items() if each is not None and not name.endswith("_token")}
         if unknown:
             warn_once(_log, f"{TOKENIZER_CONFIG}: these keys are not known and change nothing: {str(unknown)[:300]}")
 
@@ -214,7 +215,3 @@ def _content(token: object) -> str | None:
 
 def _is_added_token(number: str, value: object) -> bool:
     return number.isdecimal() and isinstance(value, dict) and isinstance(value.get("content"), str)
-
-
-def _is_known(name: str) -> bool:
-    return name in _OBEYED or name in _KNOWN or name.endswith("_token")

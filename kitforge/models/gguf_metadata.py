@@ -60,7 +60,7 @@ def check_metadata(path: Path, metadata: Mapping[str, Any], architecture: str) -
         if not known and not _is_default(value, defaults):
             expected = f"no such entry, or {' or '.join(map(str, defaults))}"
             raise ModelError(
-                f"{path} has an entry that is not obeyed", got=f"{name}={_short(value)}", expected=expected
+                f"{path} has an entry that is not obeyed", got=f"{name}={str(value)[:60]}", expected=expected
             )
 
 
@@ -106,7 +106,3 @@ def _is_default(value: object, defaults: tuple[Any, ...]) -> bool:
     if isinstance(value, list):
         return all(each in defaults for each in value)
     return not value and 0 in defaults if isinstance(value, str) else value in defaults
-
-
-def _short(value: object) -> str:
-    return str(value)[:60]
