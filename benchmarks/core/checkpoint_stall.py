@@ -8,7 +8,7 @@ tensor by tensor. Copies and saves alternate, nothing is being written while the
 
 from __future__ import annotations
 
-import argparse
+import datetime
 import os
 import statistics
 import tempfile
@@ -20,14 +20,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from benchmarks.command_line import CommandLine, write_result
 from kitforge.core.checkpoint.load import open_checkpoint
 from kitforge.core.checkpoint.manifest import step_folder
 from kitforge.core.checkpoint.save import CheckpointWriter
 from kitforge.foundation.device import describe, pick
-from kitforge.foundation.files import write_text
 
 TABLE = Path(__file__).with_suffix(".md")
 SIZES = {"GPT-2, 6 x 384": (6, 384, 8192), "GPT-2 small, 12 x 768": (12, 768, 50257)}
+SMOKE = {"SIZES": {"GPT-2, 1 x 16": (1, 16, 64)}, "rounds": 1}
 
 
 def parameters(layers: int, dim: int, vocabulary: int) -> dict[str, Tensor]:
@@ -83,8 +84,8 @@ def table(results: dict[str, dict[str, float]], rounds: int) -> str:
     lines = [
         "# Stall of a checkpoint",
         "",
-        f"{describe(pick('cpu'))}, torch {torch.__version__}, 2026-11-21; medians of {rounds} rounds; load average "
-        f"{os.getloadavg()[0]:.0f} at the end (1 is ours).",
+        f"{describe(pick('cpu'))}, torch {torch.__version__}, {datetime.date.today()}; medians of {rounds} rounds; "
+        f"load average {os.getloadavg()[0]:.0f} at the end (1 is ours).",
         "The first save also maps the buffers, once a run. Writing and checking are bound by SHA-256 and the disk.",
         "",
         "| State | Size, MB | One flat copy, ms | Copy tensor by tensor, ms | Stall of save, ms "
@@ -101,14 +102,14 @@ def table(results: dict[str, dict[str, float]], rounds: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = CommandLine(__doc__)
     parser.add_argument("--rounds", type=int, default=15)
-    rounds = parser.parse_args().rounds
+    rounds = parser.parse(SMOKE, globals()).rounds
     results = {}
     for name, size in SIZES.items():
         with tempfile.TemporaryDirectory() as folder:
             results[name] = measure(Path(folder), parameters(*size), rounds)
-    write_text(TABLE, table(results, rounds))
+    write_result(TABLE, table(results, rounds))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ Every contestant gets the same parameters and gradients; rounds are interleaved 
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from benchmarks.command_line import CommandLine, write_result
 from kitforge.core.optim.build import OptimizerConfig, build_optimizer
 from kitforge.core.optim.grad_norm import global_norm
 from kitforge.core.optim.groups import decay_groups
@@ -24,6 +24,7 @@ from kitforge.foundation.device import describe, pick, synchronize
 
 LAYERS, DIM, HIDDEN, VOCABULARY = 8, 512, 1376, 8192
 TABLE = Path(__file__).with_suffix(".md")
+SMOKE = {"LAYERS": 1, "DIM": 16, "HIDDEN": 32, "VOCABULARY": 64, "rounds": 1}
 
 
 def shapes() -> dict[str, tuple[int, ...]]:
@@ -122,13 +123,13 @@ def table(rounds: int, date: str, device: torch.device) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = CommandLine(__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--date", default=time.strftime("%Y-%m-%d"))
     parser.add_argument("--device", default="cpu")
-    arguments = parser.parse_args()
+    arguments = parser.parse(SMOKE, globals())
     text = table(arguments.rounds, arguments.date, pick(arguments.device))
-    TABLE.write_text(text, encoding="utf-8")
+    write_result(TABLE, text)
     print(text)
 
 

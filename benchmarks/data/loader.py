@@ -1,11 +1,11 @@
 """How fast packed rows come out of the cache in the shuffled order of training, and the memory that documents take.
 
-Run: python benchmarks/data/loader.py [--date YYYY-MM-DD]; the table is written to loader.md beside this script.
+Run from the checkout: `python -m benchmarks.data.loader [--date 2026-11-22]`; it writes its table to
+benchmarks/data/loader.md.
 """
 
 from __future__ import annotations
 
-import argparse
 import platform
 import statistics
 import tempfile
@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from benchmarks.command_line import CommandLine, write_result
 from kitforge.data.collate import split_micro_batches
 from kitforge.data.packing import DocumentSplit, PackedRows, split_documents
 from kitforge.data.schedule import shuffled_indices
@@ -32,12 +33,13 @@ BATCHES_A_CALL = (1, 16)
 REPEATS = 7
 MANY_DOCUMENTS = 4_000_000
 SECONDS = 0.5
+SMOKE = {"SHAPES": ((2, 16),), "NUM_TOKENS": 95_000, "REPEATS": 1, "MANY_DOCUMENTS": 1000, "SECONDS": 0.001}
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser()
-    arguments.add_argument("--date", default=time.strftime("%Y-%m-%d"))
-    date = arguments.parse_args().date
+    parser = CommandLine(__doc__)
+    parser.add_argument("--date", default=time.strftime("%Y-%m-%d"))
+    date = parser.parse(SMOKE, globals()).date
     torch.set_num_threads(1)
     # As the trainer does.
     keep_malloc_arenas()
@@ -47,7 +49,7 @@ def main() -> None:
         lines = [_line(cache, train, *shape) for shape in SHAPES]
     text = _page(cache, lines, date)
     console.print(text, markup=False, soft_wrap=True)
-    Path(__file__).with_suffix(".md").write_text(text)
+    write_result(Path(__file__).with_suffix(".md"), text)
 
 
 def _cache(folder: Path) -> TokenCache:
@@ -104,7 +106,7 @@ def _page(cache: TokenCache, lines: list[str], date: str) -> str:
             f"holds {cache.num_tokens:,} tokens in {cache.num_documents:,} documents of mixed length, of which a",
             "twentieth is taken out for validation.",
             "",
-            f"{machine}, torch {torch.__version__}; {date}. Made by `python benchmarks/data/loader.py`.",
+            f"{machine}, torch {torch.__version__}; {date}. Made by `python -m benchmarks.data.loader`.",
             "",
             f"| rows x length | {head} |",
             "|---|---|---|",

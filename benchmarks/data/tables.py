@@ -1,28 +1,30 @@
 """Rows a second that click logs are read, cached, encoded and drawn in shuffled order, beside pyarrow and pandas.
 
-Run: python benchmarks/data/tables.py [--date YYYY-MM-DD]; the table is written to tables.md beside this script.
+Run from the checkout: `python -m benchmarks.data.tables [--date 2026-11-22]`; it writes its table to
+benchmarks/data/tables.md.
 """
 
 from __future__ import annotations
 
-import argparse
 import gzip
+import importlib.metadata
 import os
 import platform
 import resource
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas
 import pyarrow
 import torch
 from pyarrow import csv, parquet
 
+from benchmarks.command_line import CommandLine, is_smoke, write_result
 from kitforge.data.schedule import shuffled_indices
 from kitforge.data.tables.bad_rows import BadRows
 from kitforge.data.tables.column_cache import load_table
@@ -37,11 +39,12 @@ from kitforge.foundation.log import console
 from kitforge.kits.recommender.dataset import ClickDataset
 from kitforge.kits.recommender.feature_fitting import fit_features
 from kitforge.kits.recommender.features import FeatureEncoder
-from kitforge.kits.recommender.schema import CategoricalFeature, FeatureSchema, NumericFeature
+from kitforge.kits.recommender.schema import CategoricalFeature, Encoding, FeatureSchema, NumericFeature
 
 TEXT_ROWS, PARQUET_ROWS, GROUP_ROWS = 300_000, 1_000_000, 100_000
 BATCH = 16_000
 REPEATS = 5
+SMOKE = {"TEXT_ROWS": 50, "PARQUET_ROWS": 200, "GROUP_ROWS": 50, "BATCH": 16, "REPEATS": 1}
 NUMBERS, CATEGORIES = CRITEO_COLUMNS[1:14], CRITEO_COLUMNS[14:]
 LABEL = LabelColumn(name="label")
 
@@ -53,9 +56,9 @@ def layout(kind: KeyKind) -> ColumnLayout:
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser()
-    arguments.add_argument("--date", default=time.strftime("%Y-%m-%d"))
-    date = arguments.parse_args().date
+    parser = CommandLine(__doc__)
+    parser.add_argument("--date", default=time.strftime("%Y-%m-%d"))
+    date = parser.parse(SMOKE, globals()).date
     torch.set_num_threads(os.cpu_count() or 1)
     # As the trainer does.
     keep_malloc_arenas()
@@ -65,7 +68,7 @@ def main() -> None:
         lines = [*_readers(folder), *_epochs(folder)]
     text = _page(lines, sizes, date)
     console.print(text, markup=False, soft_wrap=True)
-    Path(__file__).with_suffix(".md").write_text(text)
+    write_result(Path(__file__).with_suffix(".md"), text)
 
 
 def _write(folder: Path) -> dict[str, float]:
@@ -95,39 +98,44 @@ def _write(folder: Path) -> dict[str, float]:
     return {path.name: path.stat().st_size / 1e6 for path in folder.iterdir()}
 
 
-def _readers(folder: Path) -> Iterable[str]:
-    """Ours and the peers to the same columns; the peers read by default, and texts are hashed by pandas."""
+def _readers(folder: Path) -> Iterator[str]:
+    """Ours and the peers to the same columns."""
+    files: tuple[tuple[str, str, KeyKind, int], ...] = (
+        ("criteo.tsv", "Criteo TSV", "text", TEXT_ROWS),
+        ("packed.tsv.gz", "Criteo TSV, packed", "text", TEXT_ROWS),
+        ("texts.parquet", "Parquet, categories as text", "text", TEXT_ROWS),
+        ("ids.parquet", "Parquet, categories as 64-bit ids", "integer", PARQUET_ROWS),
+    )
+    for name, title, kind, rows in files:
+        peers = [] if is_smoke() else _peers(folder / name)
+        yield _line(title, rows, [partial(_read, folder / name, kind), *peers])
+
+
+def _peers(path: Path) -> list[Callable[[], object]]:
+    """pyarrow and pandas; they read by default, and texts are hashed by pandas."""
+    import pandas
+
+    if path.suffix == ".parquet":
+        return [
+            lambda: _same_columns(parquet.read_table(path).to_pandas()),
+            lambda: _same_columns(pandas.read_parquet(path)),
+        ]
     converted = csv.ConvertOptions(
         column_types={name: pyarrow.float32() for name in NUMBERS} | dict.fromkeys(CATEGORIES, pyarrow.string())
     )
     named = csv.ReadOptions(column_names=CRITEO_COLUMNS)
     tabs = csv.ParseOptions(delimiter="\t", quote_char=False)
-
-    def with_pyarrow(name: str) -> None:
-        _same_columns(csv.read_csv(folder / name, named, tabs, converted).to_pandas())
-
-    def with_pandas(name: str) -> None:
-        types = dict.fromkeys(CATEGORIES, "str")
-        _same_columns(pandas.read_csv(folder / name, sep="\t", names=list(CRITEO_COLUMNS), dtype=types))
-
-    for name, kind, rows in (("criteo.tsv", "text", TEXT_ROWS), ("packed.tsv.gz", "text", TEXT_ROWS)):
-        peers = [lambda name=name: with_pyarrow(name), lambda name=name: with_pandas(name)]
-        yield _line(
-            f"Criteo TSV{', packed' if 'gz' in name else ''}",
-            rows,
-            [lambda name=name, kind=kind: _read(folder / name, kind), *peers],
-        )
-    for name, kind, rows in (("texts.parquet", "text", TEXT_ROWS), ("ids.parquet", "integer", PARQUET_ROWS)):
-        peers = [
-            lambda name=name: _same_columns(parquet.read_table(folder / name).to_pandas()),
-            lambda name=name: _same_columns(pandas.read_parquet(folder / name)),
-        ]
-        label = "Parquet, categories as text" if kind == "text" else "Parquet, categories as 64-bit ids"
-        yield _line(label, rows, [lambda name=name, kind=kind: _read(folder / name, kind), *peers])
+    types = dict.fromkeys(CATEGORIES, "str")
+    return [
+        lambda: _same_columns(csv.read_csv(path, named, tabs, converted).to_pandas()),
+        lambda: _same_columns(pandas.read_csv(path, sep="\t", names=list(CRITEO_COLUMNS), dtype=types)),
+    ]
 
 
 def _same_columns(frame: Any) -> tuple[Any, Any, Any]:
     """A peer's table as numbers [n, 13], 64-bit keys [n, 26] and labels [n]."""
+    import pandas
+
     texts = [pandas.util.hash_array(frame[name].array) for name in CATEGORIES if frame[name].dtype != "int64"]
     keys = np.stack(texts, axis=1) if texts else frame[list(CATEGORIES)].to_numpy()
     return frame[list(NUMBERS)].to_numpy(np.float64), keys, frame["label"].to_numpy(np.float32)
@@ -138,14 +146,15 @@ def _read(path: Path, kind: KeyKind) -> None:
         pass
 
 
-def _epochs(folder: Path) -> Iterable[str]:
+def _epochs(folder: Path) -> Iterator[str]:
     source, bad = open_table(folder / "ids.parquet"), BadRows()
     begin = time.perf_counter()
     table = load_table(source, layout("integer"), folder / "cache", bad)
     built = time.perf_counter() - begin
     bytes_a_row = sum(path.stat().st_size for path in (folder / "cache").rglob("*.bin")) / PARQUET_ROWS
     yield f"| building the column cache ({bytes_a_row:.0f} bytes a row) | {_thousands(PARQUET_ROWS / built)} | | |"
-    for encoding in ("hash", "vocabulary"):
+    encodings: tuple[Encoding, ...] = ("hash", "vocabulary")
+    for encoding in encodings:
         schema = FeatureSchema(
             label=LABEL,
             numeric={name: NumericFeature(log=True) for name in NUMBERS},
@@ -155,9 +164,7 @@ def _epochs(folder: Path) -> Iterable[str]:
         encoder = FeatureEncoder(schema, fit_features(schema, table, RowRange(0, PARQUET_ROWS)))
         yield f"| fitting the features ({encoding}) | {_thousands(PARQUET_ROWS / (time.perf_counter() - begin))} | | |"
         samples = ClickDataset(table, RowRange(0, PARQUET_ROWS), encoder)
-        yield _line(
-            f"shuffled batches of {BATCH:,}, encoded ({encoding})", 10 * BATCH, [lambda samples=samples: _draw(samples)]
-        )
+        yield _line(f"shuffled batches of {BATCH:,}, encoded ({encoding})", 10 * BATCH, [partial(_draw, samples)])
     log = SyntheticClicks(SyntheticClicksConfig())
     yield _line("the synthetic click log", BATCH, [lambda: log.rows(np.arange(BATCH))])
 
@@ -187,9 +194,8 @@ def _thousands(speed: float) -> str:
 
 
 def _page(lines: list[str], sizes: dict[str, float], date: str) -> str:
-    versions = (
-        f"numpy {np.__version__}, pyarrow {pyarrow.__version__}, pandas {pandas.__version__}, torch {torch.__version__}"
-    )
+    packages = ("numpy", "pyarrow", *([] if is_smoke() else ["pandas"]), "torch")
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     files = ", ".join(f"{name} {size:.0f} MB" for name, size in sorted(sizes.items()))
     return "\n".join(
@@ -203,7 +209,7 @@ def _page(lines: list[str], sizes: dict[str, float], date: str) -> str:
             "",
             f"{describe(torch.device('cpu'))}; Python {platform.python_version()}, {versions}; {date}.",
             f"Largest memory {peak:.1f} GiB, the peers' whole tables among it.",
-            "Made by `python benchmarks/data/tables.py`.",
+            "Made by `python -m benchmarks.data.tables`.",
             "",
             "| | ours | pyarrow | pandas |",
             "|---|---|---|---|",

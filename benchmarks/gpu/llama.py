@@ -10,7 +10,6 @@ stand beside each other. On one GPU it takes at most 9 minutes and writes `resul
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import importlib.util
 import statistics
@@ -25,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from benchmarks.command_line import CommandLine, is_smoke, write_result
 from kitforge.core.nn.decoder import Decoder
 from kitforge.foundation import device as devices
 from kitforge.foundation.dtype import Precision
@@ -43,6 +43,7 @@ SIZES: dict[str, dict[str, int]] = {
 }
 # Rows and tokens of a batch, and new tokens of a decoded text.
 BATCHES = {"1b": (4, 4096, 256), "tiny": (2, 64, 8)}
+SMOKE = {"size": "tiny", "rounds": 1}
 Step = Callable[[Tensor], Tensor]
 
 
@@ -110,8 +111,10 @@ def contestants(size: str, device: torch.device, folder: Path) -> dict[str, Call
     found: dict[str, Callable[[], Step]] = {
         "ours": lambda: our_step(new_model(size, device), "bf16"),
         "ours, fp8": lambda: our_step(new_model(size, device), "fp8"),
-        "transformers": lambda: peer_step(new_peer(folder, device)),
     }
+    if is_smoke():
+        return found
+    found["transformers"] = lambda: peer_step(new_peer(folder, device))
     if importlib.util.find_spec("liger_kernel"):
         # It patches the classes of transformers, so it comes last.
         found["transformers + Liger"] = lambda: peer_step(new_peer(folder, device, with_liger=True))
@@ -150,7 +153,7 @@ def train(size: str, device: torch.device, folder: Path, rounds: int) -> list[st
 def decode(size: str, device: torch.device, folder: Path, rounds: int) -> list[str]:
     """Rows of tokens a second with one text and with 64, in bfloat16."""
     model = new_model(size, device).to(torch.bfloat16).eval().requires_grad_(False)
-    peer: Any = new_peer(folder, device).to(torch.bfloat16).eval()
+    peer: Any = None if is_smoke() else new_peer(folder, device).to(torch.bfloat16).eval()
     engine, new = Engine(model), BATCHES[size][2]
     num_bytes = 2 * sum(each.numel() for each in model.parameters())
     lines = ["", "| decoding | texts | tokens/s | ours / it | weights read GB/s |", "|---|---:|---:|---:|---:|"]
@@ -164,7 +167,7 @@ def decode(size: str, device: torch.device, folder: Path, rounds: int) -> list[s
 
         runs: dict[str, Callable[[], object]] = {
             "ours": lambda prompts=prompts, options=options: engine.generate(prompts.tolist(), options),  # type: ignore[misc]
-            "transformers": theirs,
+            **({} if peer is None else {"transformers": theirs}),
         }
         seconds: dict[str, list[float]] = {name: [] for name in runs}
         for _ in range(rounds + 1):
@@ -184,11 +187,11 @@ def decode(size: str, device: torch.device, folder: Path, rounds: int) -> list[s
 
 def main() -> None:
     """Print the table and, on an accelerator, write it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandLine(__doc__)
     parser.add_argument("--size", default="1b", choices=SIZES)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", default="auto")
-    given = parser.parse_args()
+    given = parser.parse(SMOKE, globals())
     device = devices.pick(given.device)
     title = f"# LLaMA {given.size} on {devices.describe(device)}"
     words = f"{datetime.date.today()}, torch {torch.__version__}, bfloat16, {given.rounds} interleaved rounds."
@@ -198,9 +201,8 @@ def main() -> None:
         lines += decode(given.size, device, Path(folder), given.rounds)
     sys.stdout.write("\n".join(lines) + "\n")
     if device.type != "cpu":
-        RESULTS.mkdir(exist_ok=True)
         name = devices.describe(device).replace(" ", "-")
-        (RESULTS / f"llama-{given.size}-{name}.md").write_text("\n".join(lines) + "\n")
+        write_result(RESULTS / f"llama-{given.size}-{name}.md", "\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

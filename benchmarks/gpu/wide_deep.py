@@ -10,7 +10,6 @@ those of pairs. On one GPU it takes at most 9 minutes and writes `results/wide-d
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import statistics
 import sys
@@ -19,8 +18,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.recommender.clicks import BATCH, batch
-from benchmarks.recommender.wide_deep import CONFIGURATIONS, OURS, Steps
+from benchmarks.command_line import CommandLine, write_result
+from benchmarks.recommender import clicks, wide_deep
 from kitforge.core.parallel.world import ALONE, World
 from kitforge.foundation import device as devices
 from kitforge.foundation.types import Cursor
@@ -29,17 +28,19 @@ from kitforge.trainer.loop import Loop
 RESULTS = Path(__file__).parent / "results"
 FOOTPRINT = 0.8
 TARGET = 1.34e6  # samples a second
+SMOKE = wide_deep.SMALLEST | {"steps": 1, "rounds": 1}
 
 
 def rows_needed() -> int:
     """Distinct rows of the four batches, of all fields."""
-    ids = torch.cat([torch.from_numpy(batch(seed)[0]) for seed in range(4)])
+    ids = torch.cat([torch.from_numpy(clicks.batch(seed)[0]) for seed in range(4)])
     return sum(len(torch.unique(column)) for column in ids.t())
 
 
-def new_loop(device: torch.device, **cache: int) -> tuple[Steps, Loop]:
+def new_loop(device: torch.device, **cache: int) -> tuple[wide_deep.Steps, Loop]:
     """The trainer's own loop; its steps are called one by one."""
-    task = Steps(*CONFIGURATIONS["benchmark"], OURS["ours rowwise_adagrad"], "bf16", on=str(device), **cache)
+    rules = wide_deep.OURS["ours rowwise_adagrad"]
+    task = wide_deep.Steps(*wide_deep.CONFIGURATIONS["benchmark"], rules, "bf16", on=str(device), **cache)
     world = ALONE if device.type == "cpu" else World(device=device)
     loop = Loop(task, task.options, world)
     loop.model.train()
@@ -49,11 +50,11 @@ def new_loop(device: torch.device, **cache: int) -> tuple[Steps, Loop]:
 
 def main() -> None:
     """Print the table and, on an accelerator, write it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandLine(__doc__)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--device", default="auto")
-    given = parser.parse_args()
+    given = parser.parse(SMOKE, vars(clicks), vars(wide_deep))
     device = devices.pick(given.device)
     runs = {
         "whole": new_loop(device),
@@ -76,18 +77,18 @@ def main() -> None:
     lines = [
         f"# Wide & Deep on {devices.describe(device)}",
         "",
-        f"{datetime.date.today()}, torch {torch.__version__}, bf16, batch {BATCH:,}; median of {given.rounds} "
+        f"{datetime.date.today()}, torch {torch.__version__}, bf16, batch {clicks.BATCH:,}; median of {given.rounds} "
         f"rounds of {given.steps} steps.",
         "",
         "| tables | ms a step | samples/s | target |",
         "|---|---:|---:|---|",
-        f"| whole | {1e3 * step:.1f} | {BATCH / step:,.0f} | {TARGET:,.0f} |",
+        f"| whole | {1e3 * step:.1f} | {clicks.BATCH / step:,.0f} | {TARGET:,.0f} |",
         f"| cached at {FOOTPRINT} | {1e3 * statistics.median(cached):.1f} | {ratio:.2f}x the time | 1.5x |",
     ]
     sys.stdout.write("\n".join(lines) + "\n")
     if device.type != "cpu":
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / f"wide-deep-{devices.describe(device).replace(' ', '-')}.md").write_text("\n".join(lines) + "\n")
+        name = f"wide-deep-{devices.describe(device).replace(' ', '-')}.md"
+        write_result(RESULTS / name, "\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -2,14 +2,13 @@
 
     python -m benchmarks.inference.against_llama_cpp --peer-python OTHER/bin/python [--threads 1] [--rounds 3]
 
-The other environment has llama-cpp-python and gguf. Every measurement is a process of its own, in turn; ratios are
-those of one round. What is timed is a step of the engine, choice of the token and bookkeeping included, against
-`llama_decode` alone. The table goes to against_llama_cpp.md.
+The other environment has llama-cpp-python and gguf; without it, ours runs alone. Every measurement is a process of its
+own, in turn; ratios are those of one round. What is timed is a step of the engine, choice of the token and bookkeeping
+included, against `llama_decode` alone. The table goes to against_llama_cpp.md.
 """
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import json
 import os
@@ -20,7 +19,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.inference.engine_claims import LARGE, network, step_seconds
+from benchmarks.command_line import CommandLine, write_result
+from benchmarks.inference.engine_claims import LARGE, SMALLEST, network, step_seconds
 from kitforge.foundation.device import describe
 from kitforge.inference.engine import Engine
 from kitforge.inference.options import EngineOptions
@@ -29,6 +29,7 @@ TABLE = Path(__file__).with_suffix(".md")
 CASES = [(name, batch) for name in ("fp32", "bf16", "int8") for batch in (1, 8)]
 # At most this many times the seconds of llama.cpp; None: not asked.
 ASKED = {("bf16", 1): 1.0, ("bf16", 8): 1.0, ("int8", 1): 2.0}
+SMOKE = {"LARGE": SMALLEST, "CASES": [("fp32", 1), ("int8", 2)], "rounds": 1}
 
 
 def ours(name: str, batch: int) -> float:
@@ -50,6 +51,9 @@ def launched(command: list[str], threads: int) -> float | None:
 
 def row(name: str, batch: int, pairs: list[tuple[float | None, float | None]]) -> str:
     """A line of the table, from (ours, the peer's) of every round."""
+    alone = [own for own, other in pairs if own is not None]
+    if alone and all(other is None for _, other in pairs):
+        return f"| {name} | {batch} | {1000 * statistics.median(alone):.1f} | | | |"
     whole = [(own, other) for own, other in pairs if own is not None and other is not None]
     if not whole:
         return f"| {name} | {batch} | | died | | |"
@@ -62,12 +66,12 @@ def row(name: str, batch: int, pairs: list[tuple[float | None, float | None]]) -
 
 def main() -> None:
     """All measurements, or, for a process of its own, one of ours."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandLine(__doc__)
     parser.add_argument("--peer-python", type=Path)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--one", nargs=2)
-    arguments = parser.parse_args()
+    arguments = parser.parse(SMOKE, globals())
     if arguments.one:
         sys.stdout.write(f"{ours(arguments.one[0], int(arguments.one[1]))}\n")
         return
@@ -85,13 +89,17 @@ def main() -> None:
     ]
     for name, batch in CASES:
         own = [sys.executable, "-m", "benchmarks.inference.against_llama_cpp", "--one", name, str(batch)]
-        peer = [str(arguments.peer_python), "-m", "benchmarks.inference.peer_llama_cpp"]
-        other = [*peer, shape, name, str(batch), str(threads)]
-        pairs = [(launched(own, threads), launched(other, threads)) for _ in range(arguments.rounds)]
+        pairs = []
+        for _ in range(arguments.rounds):
+            found, other = launched(own, threads), None
+            if arguments.peer_python:
+                peer = [str(arguments.peer_python), "-m", "benchmarks.inference.peer_llama_cpp"]
+                other = launched([*peer, shape, name, str(batch), str(threads)], threads)
+            pairs.append((found, other))
         lines.append(row(name, batch, pairs))
         sys.stdout.write(lines[-1] + "\n")
         sys.stdout.flush()
-    TABLE.write_text("\n".join(lines) + "\n")
+    write_result(TABLE, "\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

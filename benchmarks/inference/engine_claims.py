@@ -13,7 +13,6 @@ scheduler  the share of a step at 64 sequences that goes into planning it
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import os
 import platform
@@ -26,6 +25,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.command_line import CommandLine, write_result
 from kitforge.core.nn.decoder import Decoder
 from kitforge.foundation.device import describe
 from kitforge.inference.engine import Engine
@@ -38,6 +38,10 @@ TABLE = Path(__file__).with_suffix(".md")
 LARGE = {"dim": 768, "num_layers": 12, "num_heads": 12, "mlp_dim": 2048, "vocab_size": 32000, "max_length": 1024}
 SMALL = {"dim": 384, "num_layers": 6, "num_heads": 6, "vocab_size": 8192, "max_length": 1024}
 SLOTS, REQUESTS, MEAN = 8, 64, 64
+# Numbers that a plain read of memory sums.
+READ = 2**26
+SMALLEST = {"dim": 32, "num_layers": 1, "num_heads": 2, "mlp_dim": 64, "vocab_size": 8192, "max_length": 1024}
+SMOKE = {"LARGE": SMALLEST, "SMALL": SMALLEST, "SLOTS": 2, "REQUESTS": 4, "MEAN": 2, "READ": 2**10}
 
 
 def network(family: str, sizes: dict[str, Any]) -> Decoder:
@@ -52,8 +56,8 @@ def seconds(call: Callable[[], object]) -> float:
 
 
 def read_bandwidth() -> float:
-    """Bytes a second of the best of several plain sums over 256 MiB."""
-    memory = torch.ones(2**26)
+    """Bytes a second of the best of several plain sums."""
+    memory = torch.ones(READ)
     return memory.nbytes / min(seconds(memory.sum) for _ in range(6))
 
 
@@ -215,11 +219,11 @@ CLAIMS = {"workload": workload, "prefix": prefix, "waste": waste, "scheduler": s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandLine(__doc__)
     parser.add_argument("--only", nargs="+", choices=CLAIMS, default=list(CLAIMS))
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--table", type=Path, default=TABLE)
-    arguments = parser.parse_args()
+    arguments = parser.parse(SMOKE, globals())
     torch.set_num_threads(arguments.threads)
     lines = [
         "# Effect of each part of the engine",
@@ -233,7 +237,7 @@ def main() -> None:
     for name in arguments.only:
         lines += CLAIMS[name]()
         print(lines[-1], flush=True)
-    arguments.table.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    write_result(arguments.table, "\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ class PlainLoop:
         positions = torch.arange(used, used + length)
         if model.position is not None:
             stream = stream + model.position(positions)
-        angles = None if model._angles is None else model._angles(positions)
+        angles = model._angles[0](positions) if model._angles else None
         for block, (weight, bias), (keys, values) in zip(model.blocks, self.fused, cache, strict=True):
             features = F.linear(_normal(block.attention_norm, stream), weight, bias)
             query, key, value = features.view(batch, length, 3, -1, self.head_dim).permute(2, 0, 3, 1, 4)

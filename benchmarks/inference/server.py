@@ -9,7 +9,6 @@ they take turns. Then so many streams at once, each of which must come to its ow
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import datetime
@@ -26,7 +25,8 @@ from pathlib import Path
 import httpx
 import torch
 
-from benchmarks.inference.engine_claims import SMALL, network, reached, seconds
+from benchmarks.command_line import CommandLine, write_result
+from benchmarks.inference.engine_claims import SMALL, SMALLEST, network, reached, seconds
 from kitforge.data.tokenizer import ByteTokenizer
 from kitforge.foundation.device import describe
 from kitforge.inference.engine import Engine
@@ -39,6 +39,7 @@ from kitforge.inference.text_engine import InferenceOptions, TextEngine
 
 TABLE = Path(__file__).with_suffix(".md")
 PROMPT, NEW = "The quick brown fox jumps over", 16
+SMOKE = {"SMALL": SMALLEST, "NEW": 2, "rounds": 1, "streams": 2}
 
 
 def texts(slots: int) -> TextEngine:
@@ -119,12 +120,12 @@ def streams(number: int) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandLine(__doc__)
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--streams", type=int, default=200)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--table", type=Path, default=TABLE)
-    arguments = parser.parse_args()
+    arguments = parser.parse(SMOKE, globals())
     torch.set_num_threads(arguments.threads)
     lines = [
         "# Overhead of the server",
@@ -139,7 +140,7 @@ def main() -> None:
         *streams(arguments.streams),
     ]
     print("\n".join(lines[4:]))
-    arguments.table.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    write_result(arguments.table, "\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ The state is a GPT-2's parameters and their two AdamW moments in fp32, every ten
 checkpoint can beat: each rank writes as many bytes as it owns, a mebibyte at a time, and flushes them to the disk.
 The same save with SHA-256 of every file, as a process that saves alone takes it, shows what the quick checksum is for.
 
-Run from the checkout: `python -m benchmarks.parallel.checkpoint [--rounds N] [--folder PLACE]`; it writes its table to
+Run from the checkout: `python -m benchmarks.parallel.checkpoint [--rounds 9] [--folder PLACE]`; it writes its table to
 benchmarks/parallel/checkpoint.md. Contestants take turns and medians are shown. A save is timed from the return of
 `save` to the published folder; the copy before it, for which training waits, has a column of its own. What was written
 is deleted, and the disk left to come to rest, before the next is timed.
@@ -12,7 +12,6 @@ is deleted, and the disk left to come to rest, before the next is timed.
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import hashlib
 import os
@@ -28,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, multiprocessing
 
+from benchmarks.command_line import CommandLine, write_result
 from benchmarks.core.checkpoint_stall import moments, parameters
 from kitforge.core.checkpoint import safetensors_file
 from kitforge.core.checkpoint.load import open_checkpoint
@@ -38,11 +38,11 @@ from kitforge.core.parallel.layout import Layout
 from kitforge.core.parallel.mesh import Mesh
 from kitforge.core.parallel.world import World
 from kitforge.foundation.device import describe, pick
-from kitforge.foundation.files import write_text
 
 TABLE = Path(__file__).with_suffix(".md")
 RANKS = 2
 SIZE = (9, 512, 12288)  # layers, dim, vocabulary: about 400 MB with both moments
+SMOKE = {"SIZE": (1, 16, 64), "rounds": 1}
 Times = dict[str, list[float]]
 
 
@@ -136,7 +136,7 @@ def rank_main(rank: int, meeting: str, root: str, rounds: int) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
     results = measure(rank, Path(root), rounds)
     if rank == 0:
-        write_text(TABLE, table(*results, rounds))
+        write_result(TABLE, table(*results, rounds))
     dist.destroy_process_group()
 
 
@@ -170,12 +170,12 @@ def table(times: Times, num_state: int, num_written: int, rounds: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = CommandLine(__doc__)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument(
         "--folder", default=None, help="a place on the disk to measure; by default that for temporary files"
     )
-    given = parser.parse_args()
+    given = parser.parse(SMOKE, globals())
     with tempfile.TemporaryDirectory() as meeting, tempfile.TemporaryDirectory(dir=given.folder) as root:
         multiprocessing.start_processes(rank_main, (meeting, root, given.rounds), nprocs=RANKS, start_method="fork")
 

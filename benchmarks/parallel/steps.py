@@ -5,13 +5,12 @@
 - data: our summed buckets beside DistributedDataParallel.
 - zero3: our use of `fully_shard` beside a plain one.
 
-Run from the checkout: `python -m benchmarks.parallel.steps [--rounds N]`. Every round launches each contestant once in
+Run from the checkout: `python -m benchmarks.parallel.steps [--rounds 5]`. Every round launches each contestant once in
 fresh ranks; the median over the rounds of each launch's fastest step is shown, in benchmarks/parallel/steps.md.
 """
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import platform
 import statistics
@@ -36,6 +35,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.command_line import CommandLine, write_result
 from kitforge.core.nn.context import Context
 from kitforge.core.nn.init import init_weights
 from kitforge.core.parallel.config import ParallelConfig
@@ -219,6 +219,10 @@ CONTESTANTS: dict[str, tuple[int, Callable[[], Step]]] = {
     "zero3: ours, 2 ranks": (2, lambda: ours(LARGE, ParallelConfig(shard=2), 4, 128)),
     "zero3: fully_shard, 2 ranks": (2, lambda: sharded(LARGE, 4, 128)),
 }
+SMOKE = {
+    "CONTESTANTS": {name: made for name, made in CONTESTANTS.items() if "ours" in name or "one process" in name},
+    **{"LARGE": SMALL, "STEPS": 1, "WARMUP": 1, "rounds": 1},
+}
 PAIRS = [
     ("tensor: ours, 2 ranks", "tensor: parallelize_module, 2 ranks"),
     ("data: ours, 2 ranks", "data: DistributedDataParallel, 2 ranks"),
@@ -269,21 +273,21 @@ def render(times: dict[str, list[float]]) -> str:
         "|---|---:|",
     ]
     floor = medians["tensor: one process"]
-    for mine, peer in PAIRS:
+    pairs = [(mine, peer) for mine, peer in PAIRS if peer in medians]
+    for mine, peer in pairs:
         lines.append(f"| {mine.split(',')[0]} / {peer.split(': ')[1]} | {medians[peer] / medians[mine]:.2f} |")
-    own, theirs = (medians[name] - floor / 2 for name in PAIRS[0])
-    lines += [
-        "",
-        f"Beyond half of one process's step, the tensor axis costs {theirs / own:.2f}x less than the peer's.",
-    ]
+    if pairs:
+        own, theirs = (medians[name] - floor / 2 for name in pairs[0])
+        cost = f"the tensor axis costs {theirs / own:.2f}x less than the peer's"
+        lines += ["", f"Beyond half of one process's step, {cost}."]
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = CommandLine(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", default="")
-    arguments = parser.parse_args()
+    arguments = parser.parse(SMOKE, globals())
     times: dict[str, list[float]] = {}
     for _ in range(arguments.rounds):
         for name in CONTESTANTS:
@@ -291,8 +295,8 @@ def main() -> None:
                 times.setdefault(name, []).append(launch(name))
                 print(f"{name}: {times[name][-1] * 1e3:.1f} ms")
     if not arguments.only:
-        TABLE.write_text(render(times), encoding="utf-8")
-        print(TABLE.read_text(encoding="utf-8"))
+        print(render(times))
+        write_result(TABLE, render(times))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import torch
 
+from benchmarks.command_line import CommandLine
 from kitforge.core.optim.row_optimizers import SparseOptimizerConfig, build_row_optimizer
 from kitforge.embedding_cache.table import CachedEmbedding
 from kitforge.foundation.log import logger
@@ -19,6 +20,7 @@ from kitforge.foundation.log import logger
 _log = logger(__name__)
 DIM, NUM_ROWS, NUM_LOOKED_UP, REPEATS = 16, 4096, 1000, 7
 STEPS = (10, 10_000, 100_000, 1_000_000, 10_000_000)
+SMOKE = {"NUM_ROWS": 8, "NUM_LOOKED_UP": 8, "REPEATS": 1, "STEPS": (10, 100)}
 
 
 def milliseconds(work: Callable[[], object]) -> float:
@@ -61,6 +63,7 @@ def lookup_time(step: int) -> float:
 
 def main() -> None:
     """Log one line of the table for each number of steps."""
+    CommandLine(__doc__).parse(SMOKE, globals())
     torch.set_num_threads(1)
     for step in STEPS:
         times = (*(step_time(name, step) for name in ("adagrad", "lazy_adam", "adam")), lookup_time(step))

@@ -1,13 +1,12 @@
 """Overhead of the cache over a table in one tier, tables larger than memory, cold rows, sizes of tables.
 
-Run from the checkout, a part at a time: `python -m benchmarks.recommender.cache overhead|larger|cold|sizes`. Each part
+Run from the checkout, parts by name: `python -m benchmarks.recommender.cache overhead larger cold sizes`. Each part
 writes its section of benchmarks/recommender/cache.md. A step is lookup, backward pass and update of one table; there
 is no network, whose time would hide the difference. Rounds are interleaved, and the median of ratios is shown.
 """
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import mmap
 import os
@@ -23,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.command_line import CommandLine, write_result
 from kitforge.core.kernels.dispatch import select_table
 from kitforge.embedding_cache.miss_ratio_curve import stack_distances
 from kitforge.embedding_cache.table import CachedEmbedding
@@ -31,6 +31,8 @@ from kitforge.foundation.device import describe, keep_malloc_arenas, pick
 
 TABLE = Path(__file__).with_suffix(".md")
 BATCH, FIELDS, DIM, VOCABULARY = 4000, 26, 16, 300_000
+# Rows of the table that is larger than its memory, and of the one that is read cold.
+LARGER, COLD = 2_000_000, 12_000_000
 PAGE = 4096
 
 
@@ -107,10 +109,10 @@ def overhead(_folder: str) -> list[str]:
 
 
 def larger(folder: str) -> list[str]:
-    num_rows, budget = 2_000_000, 200_000
+    num_rows, budget = LARGER, LARGER // 10
     random = np.random.default_rng(1)
-    batches = [torch.from_numpy(random.permutation(num_rows)[:20_000].reshape(-1, 1)) for _ in range(40)]
-    batches += [torch.arange(first, first + 50_000).view(-1, 1) for first in range(0, num_rows, 50_000)]
+    batches = [torch.from_numpy(random.permutation(num_rows)[: num_rows // 100].reshape(-1, 1)) for _ in range(40)]
+    batches += [part.view(-1, 1) for part in torch.arange(num_rows).split(num_rows // 40)]
     results = []
     for options in ({}, {"device_rows": budget // 4, "host_rows": budget - budget // 4, "path": folder}):
         with CachedEmbedding(num_rows, DIM, optimizer="lazy_adam", seed=1, **options) as table:
@@ -133,7 +135,7 @@ def larger(folder: str) -> list[str]:
         f"All {len(ids):,} records are those of the uncached table, bit for bit. "
         f"{1000 * seconds / len(batches):.0f} ms a step, in memory {1000 * whole_seconds / len(batches):.0f} ms; "
         f"{stats.hits['file']:,} rows read from the file, {stats.moved.get('file', 0):,} written to it, "
-        f"{stats.waits} waits, {stats.overflow} overflows.",
+        f"{stats.waits} waits, {stats.overflow_rows} rows of overflow.",
     ]
 
 
@@ -149,7 +151,7 @@ def resident(store: FileStore) -> float:
 
 
 def cold(folder: str) -> list[str]:
-    width, num_rows, asked = 48, 12_000_000, 20_000
+    width, num_rows, asked = 48, COLD, COLD // 600
     random, rates = np.random.default_rng(2), []
     with FileStore(folder, "cold", width, select_table()) as store:
         for keys in torch.split(torch.arange(num_rows), 500_000):
@@ -210,6 +212,9 @@ PARTS: dict[str, tuple[str, Any]] = {
 }
 
 
+SMOKE = {"BATCH": 8, "VOCABULARY": 26 * 20, "LARGER": 4000, "COLD": 6000, "parts": list(PARTS)}
+
+
 def sections(text: str) -> Iterator[tuple[str, str]]:
     """Title and body of every section of the page."""
     for part in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
@@ -218,22 +223,28 @@ def sections(text: str) -> Iterator[tuple[str, str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("part", choices=PARTS)
+    parser = CommandLine(__doc__)
+    parser.add_argument("parts", nargs="+", choices=PARTS)
     parser.add_argument("--folder", help="on the disk that is to be measured; default: a temporary one")
     parser.add_argument("--date", default=time.strftime("%Y-%m-%d"))
-    arguments = parser.parse_args()
+    arguments = parser.parse(SMOKE, globals())
     keep_malloc_arenas()
-    title, measure = PARTS[arguments.part]
-    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        lines = measure(folder)
-    where = f"{arguments.date}, {describe(pick('cpu'))}, torch {torch.__version__}, load {os.getloadavg()[0]:.1f}."
+    for part in arguments.parts:
+        title, measure = PARTS[part]
+        with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+            lines = measure(folder)
+        write_part(title, lines, arguments.date)
+
+
+def write_part(title: str, lines: list[str], date: str) -> None:
+    """Put the section of that title into the page, in the order of the parts."""
+    where = f"{date}, {describe(pick('cpu'))}, torch {torch.__version__}, load {os.getloadavg()[0]:.1f}."
     kept = dict(sections(TABLE.read_text(encoding="utf-8"))) if TABLE.exists() else {}
     kept[title] = "\n".join(["", where, "", *lines])
     page = ["# The embedding cache", ""]
     for name, _ in PARTS.values():
         page += [f"## {name}", "", kept[name].strip("\n"), ""] if name in kept else []
-    TABLE.write_text("\n".join(page), encoding="utf-8")
+    write_result(TABLE, "\n".join(page))
     print("\n".join([where, *lines]))
 
 

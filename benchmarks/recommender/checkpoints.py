@@ -1,6 +1,6 @@
 """Tables in checkpoints: how long training stands still, how fast rows are written and read, and what serving takes.
 
-Run from the checkout: `python -m benchmarks.recommender.checkpoints --only snapshot` (then `serving`, `remote`); each
+Run from the checkout: `python -m benchmarks.recommender.checkpoints --only snapshot serving remote`; each of them
 writes its own part of benchmarks/recommender/checkpoints.md. Rows are 16 numbers with element-wise Adagrad's sums.
 
 snapshot: a save between steps of 60,000 Zipf-distributed ids, for a table in memory, with a host tier and with a file
@@ -11,8 +11,8 @@ in files of fp16 and int8. remote: the rows of one table to a Redis server of th
 
 from __future__ import annotations
 
-import argparse
 import json
+import math
 import os
 import shutil
 import socket
@@ -29,22 +29,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.command_line import CommandLine, is_smoke, write_result
 from kitforge.core.checkpoint.load import Checkpoint, open_checkpoint
 from kitforge.core.checkpoint.save import CheckpointWriter
-from kitforge.core.optim.table_protocols import HeldRows
 from kitforge.embedding_cache.options import RemoteOptions
 from kitforge.embedding_cache.serving.quantize import quantize_tables
 from kitforge.embedding_cache.serving.table import ServedTable
 from kitforge.embedding_cache.table import CachedEmbedding
 from kitforge.embedding_cache.tiers.redis import RedisStore
 from kitforge.foundation.device import describe, pick
-from kitforge.foundation.files import write_text
+from tests.sharded_table import HeldRows
 
 TABLE = Path(__file__).with_suffix(".md")
 DIM = 16
 NUM_IDS = 60_000
 # What was measured, beside the table, so that its parts can be measured one by one.
 RESULTS = TABLE.with_suffix(".json")
+SMOKE = {"NUM_IDS": 64, "rows": 1000, "rounds": 1, "only": ["snapshot", "serving", "remote"]}
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -115,9 +116,10 @@ def measure_snapshot(root: Path, tiers: str, num_rows: int, rounds: int) -> dict
         return {
             "rows": num_rows,
             "megabytes": slab.nbytes / 1e6,
-            **{name: statistics.median(values) for name, values in got.items()},
+            # A small table is written before a step begins.
+            **{name: statistics.median(values or [math.nan]) for name, values in got.items()},
             "steps": len(got["during"]) / rounds,
-            "slowest": max(got["during"]),
+            "slowest": max(got["during"], default=math.nan),
             "slowest before": max(got["before"]),
             "delta megabytes": delta_bytes / 1e6,
             "opening": opening,
@@ -247,28 +249,43 @@ def remote_lines(got: dict[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", choices=("snapshot", "serving", "remote"), required=True)
+    parser = CommandLine(__doc__)
+    parser.add_argument("--only", choices=("snapshot", "serving", "remote"), nargs="+", required=True)
     parser.add_argument("--rows", type=int, default=2_000_000)
     parser.add_argument("--rounds", type=int, default=5)
-    chosen = parser.parse_args()
-    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    with tempfile.TemporaryDirectory() as folder:
-        root = Path(folder)
-        if chosen.only == "snapshot":
-            results["snapshot"] = {}
-            for tiers in ("memory", "memory + host", "memory + file"):
-                results["snapshot"][tiers] = measure_snapshot(root / "one", tiers, chosen.rows, chosen.rounds)
-                shutil.rmtree(root / "one")
-        elif chosen.only == "serving":
-            results["serving"] = measure_serving(root, chosen.rows, 4 * chosen.rounds)
-        else:
-            results["remote"] = measure_remote(root, chosen.rows // 10, chosen.rounds)
-    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    chosen = parser.parse(SMOKE, globals())
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() and not is_smoke() else {}
+    for part in chosen.only:
+        if is_smoke() and part == "remote" and shutil.which("redis-server") is None:
+            print("remote is left out: there is no redis-server on the path")
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            results[part] = measure(part, Path(folder), chosen.rows, chosen.rounds)
+    write_result(RESULTS, json.dumps(results, indent=1) + "\n")
+    text = page(results, chosen.rounds)
+    print(text)
+    write_result(TABLE, text)
+
+
+def measure(part: str, root: Path, num_rows: int, rounds: int) -> dict[str, Any]:
+    """What a part says of tables of so many rows."""
+    if part == "serving":
+        return measure_serving(root, num_rows, 4 * rounds)
+    if part == "remote":
+        return measure_remote(root, num_rows // 10, rounds)
+    found = {}
+    for tiers in ("memory", "memory + host", "memory + file"):
+        found[tiers] = measure_snapshot(root / "one", tiers, num_rows, rounds)
+        shutil.rmtree(root / "one")
+    return found
+
+
+def page(results: dict[str, Any], rounds: int) -> str:
+    """The parts that were measured, now or before."""
     lines = [
         "# Tables in checkpoints",
         "",
-        f"{describe(pick('cpu'))}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}; medians of {chosen.rounds} "
+        f"{describe(pick('cpu'))}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}; medians of {rounds} "
         f"rounds; load average {os.getloadavg()[0]:.0f} at the end (1 is ours).",
         "The stall is the duration of the save call. The files are written during the following steps, which share CPU",
         "and disk with the writes; other load on the machine is included.",
@@ -281,7 +298,7 @@ def main() -> None:
     for name, make in makers.items():
         if name in results:
             lines += ["", *make(results[name])]
-    write_text(TABLE, "\n".join(lines) + "\n")
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

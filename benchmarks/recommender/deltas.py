@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from benchmarks.command_line import CommandLine
 from kitforge.core.checkpoint.save import CheckpointWriter
 from kitforge.embedding_cache.table import CachedEmbedding
 from kitforge.embedding_cache.tiers.file import FileStore
@@ -22,6 +23,7 @@ from kitforge.foundation.log import logger
 _log = logger(__name__)
 DIM, NUM_CHANGED, IN_MEMORY = 16, 1000, 20_000
 SIZES = (100_000, 400_000, 1_600_000)
+SMOKE = {"SIZES": (40_000,)}
 NUM_READ = [0]
 
 
@@ -61,6 +63,7 @@ def measure(folder: Path, num_rows: int) -> tuple[int, float, float]:
 
 def main() -> None:
     """Log one line of the table for each size."""
+    CommandLine(__doc__).parse(SMOKE, globals())
     torch.set_num_threads(1)
     count_reads()
     for num_rows in SIZES:

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from benchmarks.command_line import CommandLine
 from kitforge.embedding_cache.options import ExpiryOptions
 from kitforge.embedding_cache.table import CachedEmbedding
 from kitforge.foundation.log import logger
@@ -20,6 +21,7 @@ from kitforge.foundation.log import logger
 _log = logger(__name__)
 DIM, NUM_DUE, BATCH, IN_MEMORY = 16, 1000, 10_000, 20_000
 SIZES = (100_000, 400_000, 1_600_000)
+SMOKE = {"SIZES": (40_000,)}
 
 
 def train(table: CachedEmbedding, ids: Tensor) -> None:
@@ -43,6 +45,7 @@ def measure(folder: Path, num_rows: int) -> tuple[float, int]:
 
 def main() -> None:
     """Log one line of the table for each size."""
+    CommandLine(__doc__).parse(SMOKE, globals())
     torch.set_num_threads(1)
     for num_rows in SIZES:
         with tempfile.TemporaryDirectory() as folder:

@@ -11,7 +11,6 @@ there. One thread each, one run at a time.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import json
 import statistics
@@ -23,6 +22,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.command_line import CommandLine, is_smoke, write_result
 from kitforge.api import Trainer
 from kitforge.foundation.log import logger
 
@@ -48,6 +48,11 @@ OPTIONS: dict[str, Any] = {
     "model.num_layers": NUM_LAYERS,
     "model.max_length": LENGTH,
     "model.dropout": DROPOUT,
+}
+SMOKE = {
+    "OPTIONS": OPTIONS
+    | {"model.dim": 8, "model.num_layers": 1, "model.dropout": 0.0, "trainer.max_steps": 1, "data.batch_size": 8},
+    **{"data": None, "kept": Path("not-written.jsonl"), "seeds": [0]},
 }
 
 
@@ -93,18 +98,27 @@ def recbole(python: str, folder: Path, seed: int) -> dict[str, Any]:
     return found
 
 
+def write_sample(folder: Path) -> None:
+    """A few events of a few users."""
+    events = [f"{user}\t{(user + place) % 15}\t5\t{place}\n" for user in range(12) for place in range(6)]
+    (folder / "ml-100k.inter").write_text("user_id\titem_id\trating\ttimestamp\n" + "".join(events), encoding="utf-8")
+
+
 def main() -> None:
     """Run what is not known yet, and log a line of the table for each model."""
-    parser = argparse.ArgumentParser()
+    parser = CommandLine(__doc__)
     parser.add_argument("data", type=Path)
     parser.add_argument("kept", type=Path)
     parser.add_argument("--peer")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    given = parser.parse_args()
+    given = parser.parse(SMOKE, globals())
     torch.set_num_threads(1)
     found = [json.loads(line) for line in given.kept.read_text().splitlines()] if given.kept.exists() else []
     models = ["ours", *(["recbole"] if given.peer else [])]
     with tempfile.TemporaryDirectory() as scratch:
+        if is_smoke():
+            given.data = Path(scratch)
+            write_sample(given.data)
         test, train = prepare(given.data / "ml-100k.inter", Path(scratch))
         for seed in given.seeds:
             for model in models:
@@ -112,8 +126,7 @@ def main() -> None:
                     continue
                 scores = ours(test, train, seed) if model == "ours" else recbole(given.peer, test.parent, seed)
                 found.append({"model": model, "seed": seed, **scores})
-                with open(given.kept, "a", encoding="utf-8") as file:
-                    file.write(json.dumps(found[-1]) + "\n")
+                write_result(given.kept, "".join(json.dumps(each) + "\n" for each in found))
     for model in dict.fromkeys(each["model"] for each in found):
         cells = []
         for name in ("hr@10", "ndcg@10", "seconds"):

@@ -33,10 +33,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from sklearn.feature_extraction import FeatureHasher
-from sklearn.linear_model import LogisticRegression
-from sklearn.metrics import log_loss, roc_auc_score
 
+from benchmarks.command_line import CommandLine, is_smoke, write_result
 from kitforge.api import Trainer
 
 PARTS = ("criteo", "avazu", "adult", "video", "beauty", "click_log", "families")
@@ -47,6 +45,13 @@ T_95 = 2.262
 NUMBERS_OF_ADULT = ("age", "fnlwgt", "education_num", "capital_gain", "capital_loss", "hours_per_week")
 # What a run is given beside its rows: nothing that changes what is learned.
 OPTIONS: dict[str, Any] = {"trainer.progress": False, "trainer.log_every": 1000, "device": "cpu"}
+# What a smoke run adds.
+SMALLER: dict[str, Any] = {}
+PEERS = ("logistic", "lightgbm")
+SMOKE = {
+    "SMALLER": {"trainer.max_steps": 1, "trainer.eval_batches": 1, "model.dim": 4, "model.dropout": 0.0},
+    **{"PEERS": (), "NUM_FOLDS": 2, "FAMILIES": ("wide_deep", "dlrm"), "data": None, "seeds": [0]},
+}
 Rows = list[dict[str, Any]]
 
 
@@ -93,9 +98,9 @@ def clicks(name: str, data: Path, seeds: Iterable[int], families: Sequence[str],
     known = {(each["model"], each["on"], each["number"]) for each in found}
     order = np.random.default_rng(0).permutation(len(rows))
     parts = [[rows[place] for place in order[fold::NUM_FOLDS]] for fold in range(NUM_FOLDS)]
-    jobs = [(model, "fold", fold) for fold in range(NUM_FOLDS) for model in ("logistic", "lightgbm", *families)]
+    jobs = [(model, "fold", fold) for fold in range(NUM_FOLDS) for model in (*PEERS, *families)]
     jobs += [(model, "test", seed) for seed in seeds for model in families]
-    jobs += [("logistic", "test", 0), ("lightgbm", "test", 0)]
+    jobs += [(model, "test", 0) for model in PEERS]
     for model, on, number in jobs:
         if (model, on, number) in known:
             continue
@@ -109,20 +114,20 @@ def clicks(name: str, data: Path, seeds: Iterable[int], families: Sequence[str],
             scores = train_clicks(model, learnt, held_out, 0 if on == "fold" else number)
         found.append({"part": name, "model": model, "on": on, "number": number, **scores})
         tell(found[-1])
-        with open(file, "a", encoding="utf-8") as lines:
-            lines.write(json.dumps(found[-1]) + "\n")
+        write_result(file, "".join(json.dumps(each) + "\n" for each in found))
     compare(name, found)
 
 
 def compare(name: str, found: Sequence[dict[str, Any]]) -> None:
-    """For every model: means, and by the folds its paired difference from the logistic regression with the half width
-    of the 95 % interval (Student's t, nine degrees of freedom)."""
+    """For every model: means, and by the folds its paired difference from the first one, the logistic regression, with
+    the half width of the 95 % interval (Student's t, nine degrees of freedom)."""
+    first = found[0]["model"]
     for model in dict.fromkeys(each["model"] for each in found):
         record: dict[str, Any] = {"part": name, "model": model}
         for metric in ("auc", "log_loss"):
             by_fold = {(each["model"], each["number"]): each[metric] for each in found if each["on"] == "fold"}
             own = [by_fold[model, fold] for fold in range(NUM_FOLDS)]
-            gains = [by_fold[model, fold] - by_fold["logistic", fold] for fold in range(NUM_FOLDS)]
+            gains = [by_fold[model, fold] - by_fold[first, fold] for fold in range(NUM_FOLDS)]
             width = T_95 * statistics.stdev(gains) / NUM_FOLDS**0.5
             record[metric] = f"{statistics.mean(own):.4f} ({statistics.mean(gains):+.4f} +- {width:.4f})"
             test = [each[metric] for each in found if (each["model"], each["on"]) == (model, "test")]
@@ -133,7 +138,7 @@ def compare(name: str, found: Sequence[dict[str, Any]]) -> None:
 def train_clicks(model: str, learnt: Any, held_out: Any, seed: int) -> dict[str, float]:
     """AUC and log loss of a family trained on some rows, on others, with the schema and the options that are chosen."""
     with tempfile.TemporaryDirectory() as folder:
-        options = {**OPTIONS, "seed": seed, "data.cache": f"{folder}/cache"}
+        options = {**OPTIONS, **SMALLER, "seed": seed, "data.cache": f"{folder}/cache"}
         trainer = Trainer("recommendation", model, learnt, held_out, output_dir=f"{folder}/run", options=options)
         found = trainer.train().metrics
         return {"auc": found["eval/auc"], "log_loss": found["eval/loss"]}
@@ -142,6 +147,9 @@ def train_clicks(model: str, learnt: Any, held_out: Any, seed: int) -> dict[str,
 def logistic(name: str, learnt: Rows, held_out: Rows, label: str) -> dict[str, float]:
     """A logistic regression over hashed values, numbers by the logarithm of their size. Its strength was
     chosen on these very folds."""
+    from sklearn.feature_extraction import FeatureHasher
+    from sklearn.linear_model import LogisticRegression
+
     hasher = FeatureHasher(2**18, input_type="string", alternate_sign=False)
 
     def features(rows: Rows) -> Any:
@@ -206,6 +214,8 @@ def boosted(learnt: Rows, held_out: Rows, label: str) -> dict[str, float]:
 
 def scores_of(rows: Rows, label: str, chances: Any) -> dict[str, float]:
     """AUC and log loss of the chances that were told."""
+    from sklearn.metrics import log_loss, roc_auc_score
+
     labels = [row[label] for row in rows]
     return {"auc": float(roc_auc_score(labels, chances)), "log_loss": float(log_loss(labels, chances))}
 
@@ -230,8 +240,8 @@ def families(data: Path, seeds: Sequence[int], models: Sequence[str], kept: Path
             known = {each["seed"]: each for each in found if (each["part"], each["model"]) == (name, model)}
             for seed in (each for each in seeds if each not in known):
                 known[seed] = {"part": name, "model": model, "seed": seed, **train_clicks(model, rows, test, seed)}
-                with open(file, "a", encoding="utf-8") as lines:
-                    lines.write(json.dumps(known[seed]) + "\n")
+                found.append(known[seed])
+                write_result(file, "".join(json.dumps(each) + "\n" for each in found))
             record = {"part": name, "rows": len(rows), "test_rows": len(test), "model": model, "seeds": list(seeds)}
             for metric in ("log_loss", "auc"):
                 values = [known[seed][metric] for seed in seeds]
@@ -242,7 +252,8 @@ def families(data: Path, seeds: Sequence[int], models: Sequence[str], kept: Path
 def constant_log_loss(learnt: Rows, held_out: Rows, label: str) -> float:
     """The log loss of the base rate of some rows on others."""
     rate = statistics.mean(row[label] for row in learnt)
-    return scores_of(held_out, label, np.full(len(held_out), rate))["log_loss"]
+    share = statistics.mean(row[label] for row in held_out)
+    return -(share * math.log(rate) + (1 - share) * math.log(1 - rate))
 
 
 def sequences(name: str, data: Path, kept: Path, num_steps: int | None) -> None:
@@ -261,6 +272,7 @@ def sequences(name: str, data: Path, kept: Path, num_steps: int | None) -> None:
     if num_steps is not None:
         options |= {"data.batch_size": 256, "trainer.max_steps": num_steps}
         options |= {"retrieval.num_negatives": 1024, "model.dropout": 0.3}
+    options |= SMALLER
     started = time.process_time()
     trainer = Trainer("recommendation", "sasrec", str(source), output_dir=str(kept / name), options=options)
     run = trainer.train(resume="auto")
@@ -281,11 +293,33 @@ def click_log() -> None:
     """The defaults on the click log: seconds, and the distance from the best AUC."""
     with tempfile.TemporaryDirectory() as folder:
         started = time.perf_counter()
-        options = {"trainer.progress": False, "device": "cpu"}
+        options = {"trainer.progress": False, "device": "cpu", **SMALLER}
         run = Trainer("recommendation", output_dir=f"{folder}/run", options=options).train()
         gap = run.metrics["eval/best_auc"] - run.metrics["eval/auc"]
         seconds = time.perf_counter() - started
         tell({"part": "click_log", "auc": run.metrics["eval/auc"], "below_best": gap, "seconds": seconds})
+
+
+def write_sample(data: Path) -> None:
+    """A few rows in every file that the parts read."""
+    tables: dict[str, list[list[Any]]] = {}
+    for part in ("train", "test"):
+        tables[f"criteo_kaggle_10k/{part}.tsv.gz"] = [
+            [number % 2, *(number + place / 2 for place in range(13)), *(f"{number % 3:08x}" for _ in range(26))]
+            for number in range(40)
+        ]
+        clicks = [[number, number % 2, 14102100, f"site{number % 3}"] for number in range(40)]
+        tables[f"avazu_9k/{part}.csv.gz"] = [["id", "click", "hour", "site_id"], *clicks]
+        people = [[*(n + place / 2 for place in range(6)), "ab"[n % 2], ("<=50K", ">50K")[n % 2]] for n in range(40)]
+        tables[f"adult_income/{part}.csv.gz"] = [[*NUMBERS_OF_ADULT, "workclass", "income"], *people]
+    for name in ("video", "beauty"):
+        events = [[user, (user + place) % 15] for user in range(20) for place in range(5)]
+        tables[f"amazon_{name}/interactions.txt.gz"] = events
+    for name, rows in tables.items():
+        separator = {"tsv": "\t", "csv": ",", "txt": " "}[name.split(".")[1]]
+        text = "".join(separator.join(map(str, row)) + "\n" for row in rows)
+        (data / name).parent.mkdir(exist_ok=True)
+        (data / name).write_bytes(gzip.compress(text.encode()))
 
 
 def tell(record: dict[str, Any]) -> None:
@@ -296,28 +330,37 @@ def tell(record: dict[str, Any]) -> None:
 
 def main() -> None:
     """Every part that is named, or all."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = CommandLine(__doc__)
     parser.add_argument("data", type=Path)
     parser.add_argument("parts", nargs="*", default=PARTS)
     parser.add_argument("--seeds", type=int, nargs="+", help="0 1 2 3 4 by default; of families: 0 1 2")
     parser.add_argument("--families", nargs="+", help="wide_deep by default; of the part families: all")
     parser.add_argument("--steps", type=int, help="of the sequences' training, with the options that were tuned for it")
     parser.add_argument("--kept", type=Path)
-    chosen = parser.parse_args()
-    kept = chosen.kept or Path(tempfile.mkdtemp())
-    kept.mkdir(parents=True, exist_ok=True)
+    chosen = parser.parse(SMOKE, globals())
+    with tempfile.TemporaryDirectory() as folder:
+        kept = chosen.kept or Path(folder)
+        kept.mkdir(parents=True, exist_ok=True)
+        if is_smoke():
+            chosen.data = Path(folder)
+            write_sample(chosen.data)
+        for part in chosen.parts:
+            run(part, chosen, kept)
+
+
+def run(part: str, chosen: argparse.Namespace, kept: Path) -> None:
+    """One part."""
     seeds = chosen.seeds or range(5)
-    for part in chosen.parts:
-        if part in ("criteo", "avazu"):
-            clicks(part, chosen.data, seeds, chosen.families or ["wide_deep"], kept)
-        elif part == "adult":
-            adult(chosen.data, seeds)
-        elif part == "families":
-            families(chosen.data, chosen.seeds or range(3), chosen.families or FAMILIES, kept)
-        elif part == "click_log":
-            click_log()
-        else:
-            sequences(part, chosen.data, kept, chosen.steps)
+    if part in ("criteo", "avazu"):
+        clicks(part, chosen.data, seeds, chosen.families or ["wide_deep"], kept)
+    elif part == "adult":
+        adult(chosen.data, seeds)
+    elif part == "families":
+        families(chosen.data, chosen.seeds or range(3), chosen.families or FAMILIES, kept)
+    elif part == "click_log":
+        click_log()
+    else:
+        sequences(part, chosen.data, kept, chosen.steps)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """A step of Wide & Deep beside its peers: batch 16,000, 5,860,000 rows, fp32 and bf16 towers, speed and memory.
 
-    python -m benchmarks.recommender.wide_deep --peer-python PYTHON [--rounds 3] [--steps 3] [CONFIGURATION] [PRECISION]
+    python -m benchmarks.recommender.wide_deep --peer-python PYTHON [--rounds 3] [--steps 3] [benchmark] [fp32]
 
 Ours is the trainer's own loop over the kit's network and tables; the peers are in wide_deep_peers.py. Every round
 launches each of them once, in turn; a step's time is the median over a launch, and ratios are taken within a round.
@@ -9,7 +9,6 @@ The table goes to wide_deep.md.
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import itertools
 import json
@@ -25,6 +24,8 @@ from typing import Any, final
 import torch
 from torch import nn
 
+from benchmarks.command_line import CommandLine, write_section
+from benchmarks.recommender import clicks
 from benchmarks.recommender.clicks import BATCH, NUM_DENSE, batch, sizes
 from kitforge.core.parallel.world import ALONE, World
 from kitforge.data.tables.columns import LabelColumn
@@ -53,6 +54,8 @@ PEERS = ("sparse_adam", "adagrad", "deepctr", "fbgemm", "torchrec")
 TABLE = Path(__file__).with_suffix(".md")
 # Samples of a forward pass: their activations stay in the caches, and the sums are those of the whole batch.
 MICRO_BATCH = 2000
+SMALLEST = {"ROWS": 60_000, "BATCH": 32, "MICRO_BATCH": 32, "CONFIGURATIONS": {"benchmark": (4, [8])}}
+SMOKE = SMALLEST | {"only": list(OURS), "steps": 1}
 
 
 @final
@@ -180,7 +183,7 @@ def launch(name: str, configuration: str, precision: str, num_steps: int, peer_p
 
 def main() -> None:
     """See the module."""
-    parser = argparse.ArgumentParser()
+    parser = CommandLine(__doc__)
     parser.add_argument("configuration", nargs="?", default="benchmark", choices=CONFIGURATIONS)
     parser.add_argument("precision", nargs="?", default="fp32", choices=("fp32", "bf16"))
     parser.add_argument("--one")
@@ -188,7 +191,7 @@ def main() -> None:
     parser.add_argument("--peer-python", default=sys.executable)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--steps", type=int, default=3)
-    given = parser.parse_args()
+    given = parser.parse(SMOKE, globals(), vars(clicks))
     if given.one:
         found = ours(given.one, given.configuration, given.precision, given.steps)
         sys.stdout.write(json.dumps(found) + "\n")
@@ -205,12 +208,7 @@ def main() -> None:
                 sys.stdout.flush()
     text = section(rounds, f"{given.configuration}, {given.precision}", least)
     sys.stdout.write(text)
-    pages = (
-        TABLE.read_text(encoding="utf-8").split("\n## ") if TABLE.exists() else ["# Wide & Deep against its peers\n"]
-    )
-    title = text.partition("\n")[0]
-    pages = [page for page in pages if page.partition("\n")[0] != title] + [text]
-    TABLE.write_text("\n## ".join(page.rstrip("\n") + "\n" for page in pages), encoding="utf-8")
+    write_section(TABLE, "Wide & Deep against its peers", text)
 
 
 def section(rounds: list[dict[str, dict[str, Any]]], title: str, least: float) -> str:

@@ -11,7 +11,6 @@ gradients clipped at 1. Every worker is its own process; the peers take turns, a
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import datetime
 import json
@@ -26,6 +25,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+from benchmarks.command_line import CommandLine, write_result
 
 BATCH, LENGTH, VOCAB = 8, 256, 8192
 WARMUP, STEPS = 2, 6
@@ -264,9 +265,16 @@ WORKERS: dict[str, Callable[[str, str], dict[str, float]]] = {
 }
 
 
+SMOKE = {
+    "SIZES": {"gpt2": {"dim": 32, "num_layers": 1, "num_heads": 2, "max_length": 64}},
+    **{"BATCH": 2, "LENGTH": 16, "VOCAB": 64, "WARMUP": 1, "STEPS": 1},
+    **{"rounds": 1, "only": ["ours"], "arch": ["gpt2"], "dtype": ["fp32"]},
+}
+
+
 def measure(worker: str, arch: str, dtype: str) -> dict[str, float]:
     """One worker in its own process; `first_step` becomes seconds since the command."""
-    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.trainer.training", "--worker", worker, arch, dtype]
+    command = [sys.executable, "-m", "benchmarks.trainer.training", "--worker", worker, arch, dtype]
     started = time.time()
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -294,14 +302,14 @@ def rounds(workers: list[str], arch: str, dtype: str, count: int) -> Iterator[st
 
 def main() -> None:
     """Run one worker, or all of them in turn."""
-    parser = argparse.ArgumentParser()
+    parser = CommandLine(__doc__)
     parser.add_argument("--worker", nargs=3, metavar=("WORKER", "ARCH", "DTYPE"))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", nargs="*", default=list(WORKERS))
     parser.add_argument("--arch", nargs="*", default=["gpt2", "llama"], choices=list(SIZES))
     parser.add_argument("--dtype", nargs="*", default=["fp32", "bf16"])
     parser.add_argument("--table", default="training.md")
-    arguments = parser.parse_args()
+    arguments = parser.parse(SMOKE, globals())
     if arguments.worker:
         worker, arch, dtype = arguments.worker
         sys.stdout.write(json.dumps(WORKERS[worker](arch, dtype)) + "\n")
@@ -323,7 +331,7 @@ def main() -> None:
             lines += rounds(arguments.only, arch, dtype, arguments.rounds)
             sys.stdout.write("\n".join(lines[-len(arguments.only) :]) + "\n")
             sys.stdout.flush()
-            Path(__file__).with_name(arguments.table).write_text("\n".join(lines) + "\n")
+            write_result(Path(__file__).with_name(arguments.table), "\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

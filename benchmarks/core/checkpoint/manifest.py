@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.command_line import CommandLine, write_result
 from kitforge.core.checkpoint.load import Checkpoint
 from kitforge.core.checkpoint.manifest import (
     FORMAT_VERSION,
@@ -39,6 +40,7 @@ LLAMA3_70B = LlamaConfig(
     vocab_size=128256, dim=8192, num_layers=80, num_heads=64, num_kv_heads=8, mlp_dim=28672, max_length=8192
 )
 RANKS = (1, 16, 64, 256)
+SMOKE = {"RANKS": (1, 2)}
 STATES: dict[Part, tuple[str, ...]] = {"model": ("",), "optimizer": (".exp_avg", ".exp_avg_sq")}
 
 
@@ -86,6 +88,7 @@ def measure(folder: Path, shapes: dict[str, tuple[int, ...]], num_ranks: int) ->
 
 
 def main() -> None:
+    CommandLine(__doc__).parse(SMOKE, globals())
     shapes = {name: tuple(each.shape) for name, each in build_on_meta(LLAMA3_70B).named_parameters()}
     rows = []
     with tempfile.TemporaryDirectory() as folder:
@@ -98,7 +101,7 @@ def main() -> None:
         "|---|---|---|---|---|---|",
         *(f"| {' | '.join(row)} |" for row in rows),
     ]
-    (Path(__file__).parent / "manifest.md").write_text("\n".join(table) + "\n", encoding="utf-8")
+    write_result(Path(__file__).with_suffix(".md"), "\n".join(table) + "\n")
 
 
 if __name__ == "__main__":

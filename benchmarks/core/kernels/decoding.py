@@ -9,7 +9,6 @@ in which the contestants take turns.
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import os
 import platform
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from benchmarks.command_line import CommandLine, write_result
 from kitforge.core.kernels.decode_attention.numba import decode_attention
 from kitforge.core.kernels.linear.numba import linear
 from kitforge.foundation.device import describe
@@ -30,6 +30,9 @@ SHAPES = [(512, 512), (1376, 512), (8192, 512)]
 ROWS = [1, 4, 8, 16, 32]
 TEXTS = [(1, 64), (1, 512), (8, 100), (8, 512)]
 HEADS, HEAD_DIM, ROOM = 8, 64, 512
+# Numbers in the weights of one call, more than the caches hold.
+WEIGHTS = 2**24
+SMOKE = {"SHAPES": [(64, 32)], "ROWS": [1, 8], "TEXTS": [(2, 4)], "ROOM": 8, "WEIGHTS": 1}
 
 
 def best(calls: list[Callable[[], object]], count: int) -> list[float]:
@@ -62,7 +65,7 @@ def product(weights: list[Tensor], num_rows: int) -> str:
 def products() -> list[str]:
     lines = ["| weight | rows | fp32 | torch | | bf16 | torch | |", "|---|---:|---:|---:|---:|---:|---:|---:|"]
     for shape in SHAPES:
-        weights = [torch.randn(shape) * 0.02 for _ in range(max(2, 2**24 // (shape[0] * shape[1])))]
+        weights = [torch.randn(shape) * 0.02 for _ in range(max(2, WEIGHTS // (shape[0] * shape[1])))]
         lines += [product(weights, num_rows) for num_rows in ROWS]
     return lines
 
@@ -94,10 +97,10 @@ def attention() -> list[str]:
 
 @torch.no_grad()
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandLine(__doc__)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--table", type=Path, default=TABLE)
-    arguments = parser.parse_args()
+    arguments = parser.parse(SMOKE, globals())
     torch.set_num_threads(arguments.threads)
     lines = [
         "# Loops of a decoding step",
@@ -112,7 +115,7 @@ def main() -> None:
         *attention(),
     ]
     print("\n".join(lines))
-    arguments.table.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    write_result(arguments.table, "\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

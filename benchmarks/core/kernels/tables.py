@@ -5,8 +5,9 @@ the hash map and writes into memory that it keeps; the peers index their tables.
 interpreter of their own, which is named by --peer-python, on the same ids and gradients.
 
 Run from the checkout: `python -m benchmarks.core.kernels.tables --peer-python PYTHON`. Every round launches each side
-once, one after the other; of a launch the fastest step counts, of the rounds the median ratio. --dims does some widths
-only; --results keeps what was measured, later runs add their rounds to it, and --rounds 0 just writes the table.
+once, one after the other; of a launch the fastest step counts, of the rounds the median ratio. Without
+--peer-python, FBGEMM is left out. --dims does some widths only; --results keeps what was measured, later runs add their
+rounds to it, and --rounds 0 just writes the table.
 """
 
 from __future__ import annotations
@@ -24,10 +25,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from benchmarks.command_line import CommandLine, is_smoke, write_result
 
 TABLE = Path(__file__).with_suffix(".md")
 ROWS, BATCH, FIELDS, SKEW = 5_860_000, 16_000, 39, 1.05
@@ -40,7 +44,9 @@ NAMES = {
     "fbgemm": {16: ["sgd", "adagrad", "rowwise_adagrad"], 80: ["sgd", "rowwise_adagrad"]},
     "torch": {16: ["sgd", "adagrad", "lazy_adam"], 80: ["sgd"]},
 }
+MEASURED = ("ours", "fbgemm", "torch")
 Step = Callable[[int], None]
+Kept = dict[str, dict[str, list[dict[str, Any]]]]  # by width and side, what each launch said
 REMARKS = """Predicted for sgd at 16 numbers: unique 15, slots 5, gather 15, sum 12, update 10 ms, together 57; twice
 FBGEMM. The target is twice FBGEMM. On 2026-11-22 sgd and rowwise_adagrad met it at both widths; adagrad
 narrowly missed it (1.98): its update takes 26 ms, that of sgd 15, on records nearly twice as wide. The
@@ -134,6 +140,10 @@ def plain_torch(name: str, dim: int, ids: list[Tensor], gradient: Tensor, _parts
 
 
 SIDES = {"ours": ours, "fbgemm": fbgemm, "torch": plain_torch}
+SMOKE = {
+    **{"ROWS": 1000, "BATCH": 8, "NUM_IDS": 8 * FIELDS, "NUM_BATCHES": 1, "WARMUP": 1, "STEPS": 1},
+    **{"MEASURED": ("ours",), "dims": [16], "rounds": 1},
+}
 
 
 def work(side: str, dim: int) -> None:
@@ -155,31 +165,33 @@ def work(side: str, dim: int) -> None:
     print(json.dumps(found))
 
 
-def launch(python: str, side: str, dim: int) -> dict[str, object]:
+def launch(python: str, side: str, dim: int) -> dict[str, Any]:
     """What a side says of itself in a fresh process."""
     command = [python, "-m", "benchmarks.core.kernels.tables", "--work", side, "--dims", str(dim)]
     environment = os.environ | {"OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "2"}
     answer = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
-    found: dict[str, object] = json.loads(answer.splitlines()[-1])
+    found: dict[str, Any] = json.loads(answer.splitlines()[-1])
     return found
 
 
-def measure(dim: int, rounds: int, peer_python: str, keep: Path) -> None:
+def measure(dim: int, rounds: int, peer_python: str | None, kept: Kept, keep: Path) -> None:
     """Launch each side in turn, and keep what each says."""
-    kept = json.loads(keep.read_text()) if keep.exists() else {}
     found = kept.setdefault(str(dim), {side: [] for side in SIDES})
+    pythons = {"ours": sys.executable, "fbgemm": peer_python, "torch": sys.executable}
     for number in range(rounds):
-        # torch's own are far away, and cost more time than they tell.
-        for side in SIDES if not found["torch"] else [side for side in SIDES if side != "torch"]:
-            python = peer_python if side == "fbgemm" else sys.executable
+        for side in MEASURED:
+            python = pythons[side]
+            # torch's own are far away, and cost more time than they tell.
+            if python is None or (side == "torch" and found[side]):
+                continue
             found[side].append(launch(python, side, dim))
             print(dim, number, side, json.dumps(found[side][-1]), flush=True)
-            keep.write_text(json.dumps(kept))
+            write_result(keep, json.dumps(kept))
 
 
-def value(answers: list[dict[str, object]], name: str) -> float | None:
+def value(answers: list[dict[str, Any]], name: str) -> float | None:
     """The median over launches, or None where the side has no such optimizer."""
-    times = [float(answer[name]) for answer in answers if name in answer]  # type: ignore[arg-type]
+    times = [float(answer[name]) for answer in answers if name in answer]
     return statistics.median(times) if times else None
 
 
@@ -187,14 +199,14 @@ def shown(number: float | None, unit: str = "") -> str:
     return "" if number is None else f"{number:.0f}{unit}" if number >= 10 or unit == "" else f"{number:.2f}{unit}"
 
 
-def rows(found: dict[str, list[dict[str, object]]], dim: int) -> Iterator[str]:
+def rows(found: dict[str, list[dict[str, Any]]], dim: int) -> Iterator[str]:
     """The lines of one width: times, and ratios by round, so that a slow minute counts for both sides."""
     yield f"| {dim} numbers a row | ours, ms | FBGEMM, ms | FBGEMM / ours | torch, ms | torch / ours |"
     yield "|---|---|---|---|---|---|"
     for name in NAMES["ours"][dim]:
         times = {side: value(found[side], name) for side in SIDES}
         pairs = zip(found["ours"], found["fbgemm"], strict=False)
-        by_round = [float(peer[name]) / float(our[name]) for our, peer in pairs if name in peer]  # type: ignore[arg-type]
+        by_round = [float(peer[name]) / float(our[name]) for our, peer in pairs if name in peer]
         ratio = f"{statistics.median(by_round):.2f}" if by_round else ""
         beside = "" if times["torch"] is None else f"{times['torch'] / (times['ours'] or 1.0):.1f}"
         cells = [shown(times[side]) for side in ("ours", "fbgemm")]
@@ -204,24 +216,28 @@ def rows(found: dict[str, list[dict[str, object]]], dim: int) -> Iterator[str]:
     yield "|---|---|---|---|---|---|"
     for name in NAMES["ours"][dim]:
         launches = [answer[f"{name} parts"] for answer in found["ours"]]
-        parts = [statistics.median(each[part] for each in launches) for part in launches[0]]  # type: ignore[attr-defined, index]
+        parts = [statistics.median(each[part] for each in launches) for part in launches[0]]
         yield f"| {name} | " + " | ".join(f"{part:.1f}" for part in parts) + " |"
     yield ""
 
 
-def report(keep: Path, peer_python: str) -> str:
-    """The whole table, of all widths that were measured."""
-    found = json.loads(keep.read_text())
+def peer_version(peer_python: str | None) -> str:
+    """FBGEMM's and its torch's."""
+    if peer_python is None:
+        return "not measured"
     asked = "import torch, fbgemm_gpu; print(fbgemm_gpu.__version__, 'with torch', torch.__version__)"
-    peer = subprocess.run([peer_python, "-c", asked], capture_output=True, text=True, check=True).stdout.splitlines()[
-        -1
-    ]
+    done = subprocess.run([peer_python, "-c", asked], capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()[-1]
+
+
+def report(found: Kept, peer_python: str | None) -> str:
+    """The whole table, of all widths that were measured."""
     first = next(iter(found.values()))["ours"]
     lines = [
         "# The embedding part of a recommender, alone",
         "",
         f"{datetime.date.today()}, {processor()}, 2 threads, torch {torch.__version__}, numba {numba_version()},",
-        f"fbgemm-gpu-cpu {peer}; fp32. {len(first)} interleaved launches a side (torch: one),",
+        f"fbgemm-gpu-cpu {peer_version(peer_python)}; fp32. {len(first)} interleaved launches a side (torch: one),",
         f"fastest of {STEPS} steps each, median ratio over the rounds. {BATCH} x {FIELDS} ids by Zipf's law ({SKEW}),",
         f"{first[0]['unique']} of them distinct, of {ROWS / 1e6:.2f} million rows. Forward, backward and optimizer.",
         "torch's lazy_adam is SparseAdam.",
@@ -246,21 +262,20 @@ def numba_version() -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandLine(__doc__)
     parser.add_argument("--peer-python", help="an interpreter that has fbgemm-gpu-cpu")
     parser.add_argument("--dims", type=int, nargs="*", default=[16, 80])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--results", type=Path, default=Path("tables.json"))
     parser.add_argument("--work", choices=SIDES, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parser.parse(SMOKE, globals())
     if options.work:
         work(options.work, options.dims[0])
         return
-    if not options.peer_python:
-        parser.error("--peer-python: which interpreter has fbgemm-gpu-cpu?")
+    kept: Kept = json.loads(options.results.read_text()) if options.results.exists() and not is_smoke() else {}
     for dim in options.dims:
-        measure(dim, options.rounds, options.peer_python, options.results)
-    TABLE.write_text(report(options.results, options.peer_python))
+        measure(dim, options.rounds, options.peer_python, kept, options.results)
+    write_result(TABLE, report(kept, options.peer_python))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from benchmarks.command_line import CommandLine
 from kitforge.core.kernels.keep_mask import reference
 from kitforge.core.nn.context import DropoutKey, dropout
 from kitforge.foundation import seed
@@ -23,6 +24,7 @@ SHAPES = {"attention": (2, 12, 1024, 1024), "stream": (2, 1024, 768)}
 KEY = DropoutKey(seed=0, step=0, samples=(0, 1))
 CPU = torch.device("cpu")
 RATE = 0.1
+SMOKE = {"SHAPES": {"attention": (2, 1, 8, 8), "stream": (2, 8, 8)}}
 
 
 def row_by_row(shape: torch.Size) -> Tensor:
@@ -45,6 +47,7 @@ def milliseconds(work: Callable[[], object]) -> float:
 
 def main() -> None:
     """Print the table."""
+    CommandLine(__doc__).parse(SMOKE, globals())
     print("| | torch's generator, row by row | Philox, torch's operations | Philox, compiled |\n|---|---|---|---|")
     for name, sizes in SHAPES.items():
         shape = torch.Size(sizes)

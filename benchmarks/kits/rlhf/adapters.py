@@ -8,7 +8,6 @@ most memory that a process had in it during two rounds of PPO, each in a process
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import resource
 import subprocess
@@ -20,6 +19,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from benchmarks.command_line import CommandLine, write_result
 from kitforge.composition import compose_config
 from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.data.tokenizer import ByteTokenizer
@@ -31,6 +31,7 @@ from kitforge.models.catalog import config_of
 from kitforge.models.loading import build
 
 TABLE = Path(__file__).with_suffix(".md")
+SMOKE = {"model": "gpt2_tiny", "rank": 2}
 
 
 def state_bytes(*networks: nn.Module) -> int:
@@ -66,11 +67,11 @@ def peak(model: str, rank: int) -> int:
 
 def main() -> None:
     """Both, and their ratio."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = CommandLine(__doc__)
     parser.add_argument("--model", default="gpt2_small")
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--peak", action="store_true", help="run two rounds and print the bytes that were needed")
-    chosen = parser.parse_args()
+    chosen = parser.parse(SMOKE, globals())
     torch.set_num_threads(1)
     shape = dict(compose_config("sft", {"model": chosen.model}).values["model"])
     shape = shape | {"vocab_size": shape.get("vocab_size") or ByteTokenizer.vocab_size}
@@ -96,7 +97,7 @@ def main() -> None:
         )
     where = f"{datetime.date.today()}, {describe(torch.device('cpu'))}; 8 answers of 32 tokens a round."
     page = "\n".join(["# Memory of adapters", "", where, "", *lines]) + "\n"
-    TABLE.write_text(page, encoding="utf-8")
+    write_result(TABLE, page)
     sys.stdout.write(page)
 
 

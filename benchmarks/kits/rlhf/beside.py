@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.command_line import CommandLine, is_smoke, write_section
 from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.data.tokenizer import ByteTokenizer
 from kitforge.foundation.device import describe
@@ -27,16 +28,21 @@ from kitforge.models.loading import build
 from kitforge.trainer.run_folder import train
 
 VOCAB, DIM, LAYERS = 1024, 256, 4
-SHAPE = {"family": "gpt2", "vocab_size": VOCAB, "dim": DIM, "num_layers": LAYERS, "num_heads": 4, "max_length": 512}
+# Samples of a step.
+BATCH = 32
 # Tokens of a prompt on average.
 PROMPT = 40
+SMOKE = {"VOCAB": 300, "DIM": 16, "LAYERS": 1, "BATCH": 8, "launches": 1}
+# Those of a smoke run, where a script has them.
+SMALLEST = {"episodes": 16, "response": 4}
 CPU = torch.device("cpu")
 Spent = dict[str, float]
 
 
 def network(seed: int) -> torch.nn.Module:
     """A network of the shape that both sides have."""
-    return build(config_of(SHAPE), device=CPU, seed=seed)
+    shape = {"vocab_size": VOCAB, "dim": DIM, "num_layers": LAYERS, "num_heads": 4, "max_length": 512}
+    return build(config_of({"family": "gpt2", **shape}), device=CPU, seed=seed)
 
 
 def lists(number: int, seed: int, shortest: int, longest: int) -> Iterator[list[int]]:
@@ -49,10 +55,10 @@ def lists(number: int, seed: int, shortest: int, longest: int) -> Iterator[list[
 def timed(spent: Spent, phase: str, work: Callable[..., Any]) -> Callable[..., Any]:
     """The same work, its CPU seconds added to those of its phase; also when the first began and the last ended."""
 
-    def found(*given: Any) -> Any:
+    def found(*given: Any, **named: Any) -> Any:
         begun = time.process_time()
         try:
-            return work(*given)
+            return work(*given, **named)
         finally:
             spent["end"] = time.process_time()
             spent.setdefault("begin", begun)
@@ -64,11 +70,14 @@ def timed(spent: Spent, phase: str, work: Callable[..., Any]) -> Callable[..., A
 def run(values: dict[str, Any], rows: list[dict[str, Any]], **roles: Any) -> None:
     """Train a stage over rows in memory, from a network of the shape, on one thread."""
     torch.set_num_threads(1)
-    values |= {"device": "cpu", "output_dir": str(Path(tempfile.mkdtemp()) / "run")}
-    options = TASKS[values["task"]].read_options(values)
-    inputs = Inputs(processor=ByteTokenizer(), model=network(1), train_dataset=rows, roles=roles)
-    assembly = TASKS[values["task"]].assemble(options, inputs, Rendezvous.open(options.parallel, options.device))
-    train(assembly.loop, assembly.options, assembly.folder, assembly.config_text)
+    # The rows are tokens already, which the tokenizer has to know.
+    tokenizer = ByteTokenizer()
+    tokenizer.vocab_size, tokenizer.fingerprint = VOCAB, f"numbers below {VOCAB}"
+    inputs = Inputs(processor=tokenizer, model=network(1), train_dataset=rows, roles=roles)
+    with tempfile.TemporaryDirectory() as folder:
+        options = TASKS[values["task"]].read_options(values | {"device": "cpu", "output_dir": f"{folder}/run"})
+        assembly = TASKS[values["task"]].assemble(options, inputs, Rendezvous.open(options.parallel, options.device))
+        train(assembly.loop, assembly.options, assembly.folder, assembly.config_text)
 
 
 def seconds_and_rest(spent: Spent, episodes: int) -> Spent:
@@ -99,30 +108,46 @@ def products(passes: float, rows: int, heads: float, read: int, precision: str) 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """One script beside its peer's."""
+    """One script beside its peer's, which lies in the same folder, with peer_ before its name."""
 
-    script: str  # its __file__; the peer's lies beside it, with peer_ before its name
+    module: dict[str, Any]  # the script's globals
     heading: str
     phases: tuple[str, ...]
-    choices: Mapping[str, Any]  # what both sides are told, with what each is by default
+    # What both sides are told, in the order of the peer's arguments; the first of a tuple is the default.
+    choices: Mapping[str, Any]
     ours: Callable[[Any], Spent]
-    floor: Callable[[Any], float]  # CPU seconds of the products of 32 samples
+    floor: Callable[[Any], float]  # CPU seconds of the products of a step's samples
 
 
 def main(comparison: Comparison) -> None:
     """Launch both in turn, or be the child."""
-    script = Path(comparison.script)
-    parser = argparse.ArgumentParser(description=comparison.heading)
-    parser.add_argument("--peer-python")
+    script = Path(comparison.module["__file__"])
+    parser = CommandLine(comparison.module["__doc__"])
+    parser.add_argument("--peer-python", help="an interpreter that has TRL; without one, ours runs alone")
     parser.add_argument("--launches", type=int, default=3)
     parser.add_argument("--table", type=Path, default=script.with_suffix(".md"))
     parser.add_argument("--child", action="store_true")
     for name, usual in comparison.choices.items():
-        parser.add_argument(f"--{name}", type=type(usual), default=usual)
-    chosen = parser.parse_args()
+        values = usual if isinstance(usual, tuple) else None
+        first = values[0] if values else usual
+        parser.add_argument(f"--{name}", type=type(first), default=first, choices=values)
+    smoke = SMOKE | {name: value for name, value in SMALLEST.items() if name in comparison.choices}
+    chosen = parser.parse(smoke, comparison.module, globals())
     if chosen.child:
         sys.stdout.write(f"RESULT {json.dumps(comparison.ours(chosen))}\n")
         return
+    if is_smoke() and "task" in comparison.choices:
+        runs = [argparse.Namespace(**(vars(chosen) | {"task": task})) for task in comparison.choices["task"]]
+    else:
+        runs = [chosen]
+    for chosen in runs:
+        section = _compare(comparison, script, chosen)
+        sys.stdout.write(section)
+        write_section(chosen.table, comparison.heading, section)
+
+
+def _compare(comparison: Comparison, script: Path, chosen: Any) -> str:
+    """A part of the page: both sides, launched in turn."""
     shape = {name: str(getattr(chosen, name)) for name in comparison.choices}
     own = ["--child", *(part for name, value in shape.items() for part in (f"--{name}", value))]
     sides = {"kitforge": [sys.executable, "-m", f"benchmarks.kits.rlhf.{script.stem}", *own]}
@@ -136,9 +161,7 @@ def main(comparison: Comparison) -> None:
             found[name].append(_launched(command))
     told = ", ".join(f"{name} {value}" for name, value in shape.items() if name not in ("task", "episodes"))
     title = f"{shape.get('task', script.stem)}: {told}"
-    text = _section(title, found, comparison.floor(chosen), comparison.phases)
-    sys.stdout.write(text)
-    _write(chosen.table, comparison.heading, title, text)
+    return _section(title, found, comparison.floor(chosen), comparison.phases)
 
 
 def _launched(command: Sequence[str]) -> Spent:
@@ -155,7 +178,8 @@ def _section(title: str, found: dict[str, list[Spent]], least: float, phases: Se
         title,
         "",
         f"{datetime.date.today()}, {describe(CPU)}, torch {torch.__version__}. Median of "
-        f"{len(found['kitforge'])} interleaved rounds. The matrix products of 32 samples alone take {least:.2f} CPU-s.",
+        f"{len(found['kitforge'])} interleaved rounds. The matrix products of {BATCH} samples alone take "
+        f"{least:.2f} CPU-s.",
         "",
         "| | samples/CPU-s | speedup of ours | time / products | " + " | ".join(phases) + " |",
         "|---|---:|---:|---:" + "|---:" * len(phases) + "|",
@@ -168,13 +192,6 @@ def _section(title: str, found: dict[str, list[Spent]], least: float, phases: Se
             f"{statistics.median(each[phase] / each['seconds'] for each in results):.0%}" if phase in results[0] else ""
             for phase in phases
         ]
-        figures = [f"{1 / seconds:.2f}", f"{ratio:.2f}x", f"{32 * seconds / least:.2f}x", *shares]
+        figures = [f"{1 / seconds:.2f}", f"{ratio:.2f}x", f"{BATCH * seconds / least:.2f}x", *shares]
         lines.append(f"| {name} | " + " | ".join(figures) + " |")
     return "\n".join([*lines, ""])
-
-
-def _write(table: Path, heading: str, title: str, text: str) -> None:
-    """Put the section where one of the same title was, else at the end."""
-    pages = table.read_text(encoding="utf-8").split("\n## ") if table.exists() else [f"# {heading}\n"]
-    pages = [page for page in pages if page.partition("\n")[0] != title] + [text]
-    table.write_text("\n## ".join(page.rstrip("\n") + "\n" for page in pages), encoding="utf-8")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.kits.rlhf.beside import PROMPT, Comparison, Spent, lists, main, products, run, seconds_and_rest
+from benchmarks.kits.rlhf.beside import BATCH, PROMPT, Comparison, Spent, lists, main, products, run, seconds_and_rest
 from benchmarks.kits.rlhf.ppo import FIRST, PHASES, watched
 
 ADVANTAGES: dict[str, dict[str, Any]] = {
@@ -36,29 +36,29 @@ def ours(chosen: Any) -> Spent:
         "task": chosen.task,
         "precision": chosen.precision,
         "data": {"sequence_length": 512, "eval_fraction": 0.0},
-        "rl": {"prompts_per_rollout": 8, "num_generations": 4, **shaped["rl"]},
+        "rl": {"prompts_per_rollout": BATCH // 4, "num_generations": 4, **shaped["rl"]},
         "rollout": {"max_new_tokens": chosen.response},
-        "trainer": {"max_steps": chosen.episodes // 32, "progress": False},
+        "trainer": {"max_steps": chosen.episodes // BATCH, "progress": False},
         "optimizer": {"learning_rate": 3e-6},
     }
     run(values, [{"prompt": tokens} for tokens in lists(chosen.episodes // 4, 0, 16, 64)], reward=distinct)
     spent["scoring"] -= spent["generating"]
-    return seconds_and_rest(spent, chosen.episodes - 32 * FIRST)
+    return seconds_and_rest(spent, chosen.episodes - BATCH * FIRST)
 
 
 def floor(chosen: Any) -> float:
     """A pass to answer, one of the reference, a forward and a backward pass of the policy."""
-    written = 32 * chosen.response
-    return products(2 + 3, written + 32 * PROMPT, 2 + 3, written, chosen.precision)
+    written = BATCH * chosen.response
+    return products(2 + 3, written + BATCH * PROMPT, 2 + 3, written, chosen.precision)
 
 
 if __name__ == "__main__":
     main(
         Comparison(
-            script=__file__,
+            module=globals(),
             heading="GRPO and RLOO against TRL",
             phases=PHASES,
-            choices={"task": "grpo", "episodes": 96, "response": 128, "precision": "fp32"},
+            choices={"task": ("grpo", "rloo"), "episodes": 96, "response": 128, "precision": "fp32"},
             ours=ours,
             floor=floor,
         )

@@ -10,7 +10,6 @@ some of the pairs. The presets as they are, but for the learning rate, which is 
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import itertools
 import math
@@ -24,6 +23,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.command_line import CommandLine, write_result
 from kitforge import Run, Trainer
 from kitforge.foundation.device import describe
 
@@ -42,6 +42,15 @@ ROUNDS: dict[str, dict[str, Any]] = {
     "ppo": {"rl.prompts_per_rollout": 64, "trainer.max_steps": 300},
     "grpo": GROUPS,
     "rloo": GROUPS,
+}
+STEPS = {"sft": 200, "reward": 90}
+PAIRS = 1500
+SMOKE = {
+    "ROUNDS": {
+        "ppo": {"rl.prompts_per_rollout": 4, "trainer.max_steps": 1},
+        **dict.fromkeys(("grpo", "rloo"), GROUPS | {"rl.num_generations": 2, "trainer.max_steps": 1}),
+    },
+    **{"STEPS": {"sft": 1, "reward": 1}, "PAIRS": 64, "seeds": [0]},
 }
 
 
@@ -109,21 +118,21 @@ def preferred(folder: str, seed: int, number: int = 1500) -> tuple[float, float]
     (train, _), (held_out, truth) = planted(noise, number), planted(noise, number)
     values = {f"model.{name}": value for name, value in SHAPE.items()}
     values |= COMMON | {"seed": seed, "output_dir": f"{folder}/reward", "data.batch_size": 32}
-    values |= {"trainer.max_steps": 90, "optimizer.learning_rate": 3e-3}
+    values |= {"trainer.max_steps": STEPS["reward"], "optimizer.learning_rate": 3e-3}
     return truth, Trainer("reward", None, train, held_out, options=values).train().metrics["eval/rewards/accuracy"]
 
 
 def rows(seed: int) -> Iterator[tuple[str, float, float, float, str]]:
     """What was learnt, from what to what, in how many CPU seconds, and what was asked."""
     with tempfile.TemporaryDirectory() as folder:
-        policy = beginner(folder, seed)
+        policy = beginner(folder, seed, steps=STEPS["sft"])
         for task in ROUNDS:
             begun = time.process_time()
             before, after = learnt(folder, task, policy, seed)
             verdict = "met" if after > 0.95 else "missed"
             yield f"{task}, reward", before, after, time.process_time() - begun, f"{verdict}: 0.95"
         begun = time.process_time()
-        truth, found = preferred(folder, seed)
+        truth, found = preferred(folder, seed, PAIRS)
         verdict = "met" if found > truth - 0.01 else "missed"
         yield (
             "reward, accuracy",
@@ -136,17 +145,17 @@ def rows(seed: int) -> Iterator[tuple[str, float, float, float, str]]:
 
 def main() -> None:
     """A line for each run."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = CommandLine(__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     torch.set_num_threads(1)
     lines = ["| task | seed | before | after | CPU seconds | target |", "|---|---:|---:|---:|---:|---|"]
-    for seed in parser.parse_args().seeds:
+    for seed in parser.parse(SMOKE, globals()).seeds:
         for name, before, after, taken, asked in rows(seed):
             lines.append(f"| {name} | {seed} | {before:.3f} | {after:.3f} | {taken:.1f} | {asked} |")
             sys.stdout.write(lines[-1] + "\n")
             sys.stdout.flush()
     where = f"{datetime.date.today()}, {describe(torch.device('cpu'))}."
-    TABLE.write_text("\n".join(["# Learning on synthetic tasks", "", where, "", *lines]) + "\n", encoding="utf-8")
+    write_result(TABLE, "\n".join(["# Learning on synthetic tasks", "", where, "", *lines]) + "\n")
 
 
 if __name__ == "__main__":

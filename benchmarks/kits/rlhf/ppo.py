@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from benchmarks.kits.rlhf.beside import (
+    BATCH,
     PROMPT,
     Comparison,
     Spent,
@@ -41,7 +42,7 @@ def watched(spent: Spent) -> None:
     rollout_collector.generate_rollouts = timed(spent, "generating", generate_rollouts)  # type: ignore[attr-defined]
     # The scores are those of whole answers: what answering takes beside the engine.
     RolloutCollector._generate = timed(spent, "scoring", RolloutCollector._generate)  # type: ignore[method-assign]
-    RolloutCollector.annotate = timed(spent, "looking", RolloutCollector.annotate)  # type: ignore[method-assign]
+    RolloutCollector.annotate = timed(spent, "log-probs", RolloutCollector.annotate)  # type: ignore[method-assign]
     Loop._step = timed(spent, "updating", Loop._step)  # type: ignore[method-assign]
     collect = PolicyGradientTask._next_batch
 
@@ -65,32 +66,32 @@ def ours(chosen: Any) -> Spent:
         "precision": chosen.precision,
         "data": {"sequence_length": 512, "eval_fraction": 0.0},
         "rl": {
-            "prompts_per_rollout": 32,
+            "prompts_per_rollout": BATCH,
             "epochs": chosen.epochs,
             "whiten_advantages": True,
             "missing_eos_penalty": 1.0,
         },
         "rollout": {"max_new_tokens": chosen.response, "temperature": 0.7},
-        "trainer": {"max_steps": chosen.episodes // 32 * chosen.epochs, "progress": False},
+        "trainer": {"max_steps": chosen.episodes // BATCH * chosen.epochs, "progress": False},
         "optimizer": {"learning_rate": 3e-6},
     }
     run(values, [{"prompt": tokens} for tokens in lists(chosen.episodes, 0, 16, 64)], reward=judge)
     spent["scoring"] -= spent["generating"]
-    return seconds_and_rest(spent, chosen.episodes - 32 * FIRST)
+    return seconds_and_rest(spent, chosen.episodes - BATCH * FIRST)
 
 
 def floor(chosen: Any) -> float:
     """A pass to answer, one each of the reference, the critic and the reward model, and in each epoch a forward and a
     backward pass of the policy and of the critic."""
-    written = 32 * chosen.response
-    rows = written + 32 * PROMPT
+    written = BATCH * chosen.response
+    rows = written + BATCH * PROMPT
     return products(4 + 6 * chosen.epochs, rows, 2 + 3 * chosen.epochs, written, chosen.precision)
 
 
 if __name__ == "__main__":
     main(
         Comparison(
-            script=__file__,
+            module=globals(),
             heading="PPO against TRL",
             phases=PHASES,
             choices={"epochs": 1, "episodes": 96, "response": 128, "precision": "fp32"},

@@ -8,7 +8,6 @@ quality.md: the mean over the seeds, and what each of them gave.
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import gzip
 import json
@@ -23,6 +22,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.command_line import CommandLine, is_smoke, write_section
 from kitforge import Run, Trainer
 from kitforge.foundation.device import describe
 
@@ -40,6 +40,20 @@ COMMON: dict[str, Any] = {
 }
 SHAPE = {"model.dim": 64, "model.num_layers": 2, "model.num_heads": 2, "model.max_length": LONGEST}
 VOCABULARY = {"tokenizer": "sentencepiece", "tokenizer.vocab_size": 2048}
+# Of a smoke run: what replaces the options that a part gives.
+SMALLER: dict[str, Any] = {}
+SMOKE = {
+    "SMALLER": {
+        **{"tokenizer.vocab_size": 300, "data.batch_size": 4, "trainer.max_steps": 1, "trainer.eval_batches": 1},
+        **{
+            "rl.prompts_per_rollout": 2,
+            "rl.num_generations": 2,
+            "rollout.max_new_tokens": 2,
+            "trainer.micro_batch_size": 2,
+        },
+    },
+    **{"data": None, "seeds": [0]},
+}
 Row = tuple[str, float, str]  # what was measured, what came out, what it is to be compared with
 
 
@@ -62,7 +76,9 @@ def trained(
     task: str, model: Any, place: Place, data: tuple[Any, Any], choices: dict[str, Any], **roles: Any
 ) -> tuple[dict[str, float], Run]:
     """The metrics of the evaluation rows before the first step, and the run."""
-    options = COMMON | choices | {"output_dir": f"{place.folder}/{task}", "seed": place.seed}
+    options = COMMON | choices
+    options |= {name: value for name, value in SMALLER.items() if name in options}
+    options |= {"output_dir": f"{place.folder}/{task}", "seed": place.seed}
     learner = Trainer(task, model, *data, roles=roles, options=options)
     before = learner.evaluate() if roles else {}
     return before, learner.train()
@@ -150,6 +166,32 @@ def svamp(place: Place) -> Iterator[Row]:
 PARTS: dict[str, Callable[[Place], Iterator[Row]]] = {"dialogues": dialogues, "gsm8k": gsm8k, "svamp": svamp}
 
 
+def write_sample(data: Path) -> None:
+    """A few rows in every file that the parts read."""
+    dialogue = "\n\nHuman: How is the sea today?\n\nAssistant: "
+    pairs = [
+        {"chosen": f"{dialogue}It is calm and {n}.", "rejected": f"{dialogue}No {n}.", "tranche": "a"}
+        for n in range(12)
+    ]
+    for part in ("train", "test"):
+        write_rows(data / "hh_rlhf" / f"helpful_{part}.jsonl.gz", pairs)
+        problems = [
+            {"question": f"What is {n} and 1?", "answer": f"It is {n} and one.\n#### {n + 1}"} for n in range(12)
+        ]
+        write_rows(data / "gsm8k" / f"{part}.jsonl.gz", problems)
+    told = [
+        {"Body": f"Ann has {n} shells", "Question": "How many?", "Equation": f"{n}", "Answer": float(n)}
+        for n in range(120)
+    ]
+    write_rows(data / "svamp" / "svamp.jsonl.gz", told)
+
+
+def write_rows(file: Path, rows: list[dict[str, Any]]) -> None:
+    """A packed jsonl file."""
+    file.parent.mkdir(exist_ok=True)
+    file.write_bytes(gzip.compress("\n".join(map(json.dumps, rows)).encode()))
+
+
 def section(part: str, data: Path, seeds: list[int]) -> str:
     """A part of the page."""
     begun = time.process_time()
@@ -174,16 +216,17 @@ def section(part: str, data: Path, seeds: list[int]) -> str:
 
 def main() -> None:
     """A section for each part."""
-    parser = argparse.ArgumentParser()
+    parser = CommandLine(__doc__)
     parser.add_argument("data", type=Path)
     parser.add_argument("parts", nargs="*")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    chosen = parser.parse_args()
+    chosen = parser.parse(SMOKE, globals())
     torch.set_num_threads(1)
-    pages = TABLE.read_text(encoding="utf-8").split("\n## ") if TABLE.exists() else ["# Results on real data\n"]
-    for part in chosen.parts or PARTS:
-        pages = [page for page in pages if page.partition("\n")[0] != part] + [section(part, chosen.data, chosen.seeds)]
-    TABLE.write_text("\n## ".join(page.rstrip("\n") + "\n" for page in pages), encoding="utf-8")
+    with tempfile.TemporaryDirectory() as sample:
+        if is_smoke():
+            write_sample(Path(sample))
+        for part in chosen.parts or PARTS:
+            write_section(TABLE, "Results on real data", section(part, chosen.data or Path(sample), chosen.seeds))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.kits.rlhf.beside import PROMPT, Comparison, Spent, lists, main, products, run, seconds_and_rest, timed
+from benchmarks.kits.rlhf.beside import (
+    BATCH,
+    PROMPT,
+    Comparison,
+    Spent,
+    lists,
+    main,
+    products,
+    run,
+    seconds_and_rest,
+    timed,
+)
 from kitforge.trainer.loop import Loop
 
 PHASES = ("updating", "rest")
@@ -32,8 +43,8 @@ def ours(chosen: Any) -> Spent:
     values = {
         "task": chosen.task,
         "precision": chosen.precision,
-        "data": {"sequence_length": 512, "eval_fraction": 0.0, "batch_size": 32},
-        "trainer": {"max_steps": chosen.episodes // 32, "progress": False},
+        "data": {"sequence_length": 512, "eval_fraction": 0.0, "batch_size": BATCH},
+        "trainer": {"max_steps": chosen.episodes // BATCH, "progress": False},
         "optimizer": {"learning_rate": 3e-6},
     }
     run(values, rows(chosen.task, chosen.episodes))
@@ -43,7 +54,7 @@ def ours(chosen: Any) -> Spent:
 def floor(chosen: Any) -> float:
     """A forward and a backward pass over each response; of dpo also a pass of the reference. The head over the tokens
     that are learnt, which the reward model has none of."""
-    responses = 32 if chosen.task == "sft" else 64
+    responses = BATCH if chosen.task == "sft" else 2 * BATCH
     passes = 4 if chosen.task == "dpo" else 3
     heads = 0 if chosen.task == "reward" else passes
     return products(passes, responses * (PROMPT + RESPONSE), heads, responses * RESPONSE, chosen.precision)
@@ -52,10 +63,10 @@ def floor(chosen: Any) -> float:
 if __name__ == "__main__":
     main(
         Comparison(
-            script=__file__,
+            module=globals(),
             heading="SFT, reward model and DPO against TRL",
             phases=PHASES,
-            choices={"task": "sft", "episodes": 192, "precision": "fp32"},
+            choices={"task": ("sft", "reward", "dpo"), "episodes": 192, "precision": "fp32"},
             ours=ours,
             floor=floor,
         )

@@ -10,7 +10,6 @@ take turns, and the ratios are medians over pairs. Memory is the peak of the who
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import json
 import platform
@@ -25,8 +24,12 @@ from typing import Any
 
 import torch
 
+from benchmarks.command_line import CommandLine, is_smoke, write_result
+from benchmarks.kits.transformers.small_model import write_small_model
+
 BATCH, LENGTH, WARMUP, STEPS = 8, 256, 1, 4
 PRECISIONS = ("fp32", "bf16")
+KINDS = {"lora (fp32)": "lora", "dora (fp32)": "dora", "qlora (int4)": "qlora"}
 
 
 class Laps:
@@ -88,8 +91,9 @@ def ours(precision: str, kind: str) -> dict[str, float]:
             "trainer.progress": False,
             "trainer.checkpoint_every": None,
         }
+        base = write_small_model(Path(folder)) if is_smoke() else "smollm2"
         place = f"{folder}/run"
-        Trainer("text_generation", "smollm2", text, output_dir=place, options=options, callbacks=[watch]).train()
+        Trainer("text_generation", base, text, output_dir=place, options=options, callbacks=[watch]).train()
     return watch.found
 
 
@@ -144,11 +148,15 @@ def peft_trainer(precision: str, _kind: str) -> dict[str, float]:
 
 
 WORKERS = {"ours": ours, "PEFT": peft_trainer}
+SMOKE = {
+    **{"BATCH": 2, "LENGTH": 32, "STEPS": 1, "PRECISIONS": ("fp32",), "KINDS": {"qlora (int4)": "qlora"}},
+    **{"WORKERS": {"ours": ours}, "pairs": 1},
+}
 
 
 def launch(name: str, precision: str, kind: str = "lora") -> dict[str, float]:
     """The figures of one worker, in a process of its own."""
-    command = [sys.executable, "-W", "ignore", "-m", __spec__.name, "--worker", name, precision, kind]
+    command = [sys.executable, "-m", __spec__.name, "--worker", name, precision, kind]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -168,8 +176,11 @@ def table(pairs: int) -> list[str]:
             {name: statistics.median(each[key] for each in runs) for name, runs in found.items()}
             for key in ("seconds", "peak")
         )
-        ratios = [theirs["seconds"] / own["seconds"] for own, theirs in zip(*found.values(), strict=True)]
         weights = found["ours"][0]["weights"]
+        if "PEFT" not in found:
+            lines.append(f"| {precision} | {seconds['ours']:.2f} | | | {peaks['ours'] / 1e6:.0f} | | |")
+            continue
+        ratios = [theirs["seconds"] / own["seconds"] for own, theirs in zip(*found.values(), strict=True)]
         lines.append(
             f"| {precision} | {seconds['ours']:.2f} | {seconds['PEFT']:.2f} | {statistics.median(ratios):.2f}x "
             f"({min(ratios):.2f} to {max(ratios):.2f}) | {peaks['ours'] / 1e6:.0f} | {peaks['PEFT'] / 1e6:.0f} "
@@ -177,7 +188,7 @@ def table(pairs: int) -> list[str]:
         )
         print(lines[-1], flush=True)
     lines += ["", "| base | seconds a step, bf16 | bytes of all weights | of LoRA's |", "|---|---|---|---|"]
-    for label, kind in (("lora (fp32)", "lora"), ("dora (fp32)", "dora"), ("qlora (int4)", "qlora")):
+    for label, kind in KINDS.items():
         own = launch("ours", "bf16", kind)
         lines.append(
             f"| {label} | {own['seconds']:.2f} | {own['weights'] / 1e6:.0f} MB | {own['weights'] / weights:.2f}x |"
@@ -187,10 +198,10 @@ def table(pairs: int) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = CommandLine(__doc__)
     parser.add_argument("--worker", nargs=3, metavar=("NAME", "PRECISION", "KIND"))
     parser.add_argument("--pairs", type=int, default=3)
-    arguments = parser.parse_args()
+    arguments = parser.parse(SMOKE, globals())
     if arguments.worker:
         name, precision, kind = arguments.worker
         print(json.dumps(WORKERS[name](precision, kind)))
@@ -203,7 +214,7 @@ def main() -> None:
         f"{arguments.pairs} interleaved pairs; rows of {LENGTH} tokens, batch {BATCH}, rank 8 on queries and values.",
         "",
     ]
-    page.write_text("\n".join([*head, *table(arguments.pairs)]) + "\n", encoding="utf-8")
+    write_result(page, "\n".join([*head, *table(arguments.pairs)]) + "\n")
 
 
 if __name__ == "__main__":

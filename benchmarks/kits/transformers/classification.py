@@ -10,32 +10,42 @@ minutes for a seed on two cores. Writes classification.md.
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import json
 import platform
 import statistics
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.command_line import CommandLine, is_smoke, write_result
+from benchmarks.kits.transformers.small_model import write_small_model
+
 LAYERS = ["query", "key", "value", "out", "gate", "up", "down"]
 
 
-def train(files: tuple[str, str], seed: int) -> Path:
-    """The folder of a run under that seed."""
+OPTIONS: dict[str, Any] = {
+    "lora.rank": 8,
+    "lora.target_modules": LAYERS,
+    "trainer.epochs": 1,
+    "trainer.max_steps": None,
+    "trainer.eval_every": 178,
+}
+SMOKE = {"OPTIONS": OPTIONS | {"lora.rank": 2, "data.batch_size": 8}, "files": None, "seeds": [0]}
+
+
+def train(files: Sequence[str], seed: int, model: Path | str = "smollm2", folder: str | None = None) -> Path:
+    """The folder of a run under that seed: `folder`, or where runs go."""
     from kitforge import Trainer
 
-    options = {
-        "seed": seed,
-        "lora.rank": 8,
-        "lora.target_modules": LAYERS,
-        "trainer.epochs": 1,
-        "trainer.max_steps": None,
-        "trainer.eval_every": 178,
-    }
-    return Trainer("text_classification", "smollm2", *files, options=options).train().folder
+    return (
+        Trainer("text_classification", model, *files, output_dir=folder, options={**OPTIONS, "seed": seed})
+        .train()
+        .folder
+    )
 
 
 def measured(folder: Path) -> dict[str, float]:
@@ -46,7 +56,7 @@ def measured(folder: Path) -> dict[str, float]:
     return {name: last[f"eval/{name}"] for name in ("accuracy", "f1", "loss")} | {"minutes": seconds / 60}
 
 
-def tf_idf(files: tuple[str, str]) -> float:
+def tf_idf(files: Sequence[str]) -> float:
     """Accuracy of a logistic regression on tf-idf of words and pairs of words."""
     from sklearn.feature_extraction.text import TfidfVectorizer
     from sklearn.linear_model import LogisticRegression
@@ -63,13 +73,25 @@ def tf_idf(files: tuple[str, str]) -> float:
     return float(model.score(texts[1], labels[1]))
 
 
+def smoke() -> None:
+    """A run over a few rows."""
+    with tempfile.TemporaryDirectory() as folder:
+        rows = [{"text": ("a good film", "a bad film")[number % 2], "label": number % 2} for number in range(32)]
+        file = Path(folder) / "rows.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        print(measured(train([str(file)] * 2, 0, write_small_model(Path(folder)), f"{folder}/run")))
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = CommandLine(__doc__)
     parser.add_argument("files", nargs=2)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--runs", type=Path, nargs="*", help="finished runs, instead of training")
-    arguments = parser.parse_args()
-    files = (arguments.files[0], arguments.files[1])
+    arguments = parser.parse(SMOKE, globals())
+    if is_smoke():
+        smoke()
+        return
+    files = arguments.files
     found = [measured(folder) for folder in arguments.runs or [train(files, seed) for seed in arguments.seeds]]
     accuracies = [each["accuracy"] for each in found]
     spread = f" (spread {max(accuracies) - min(accuracies):.3f})" if len(found) > 1 else ""
@@ -88,7 +110,7 @@ def main() -> None:
         for number, each in enumerate(found)
     ]
     lines += ["", f"Mean accuracy {statistics.mean(accuracies):.3f}{spread}."]
-    Path(__file__).with_suffix(".md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    write_result(Path(__file__).with_suffix(".md"), "\n".join(lines) + "\n")
     print("\n".join(lines))
 
 

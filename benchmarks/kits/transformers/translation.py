@@ -11,7 +11,6 @@ ratios are medians over pairs, memory is the peak of the whole process. Both pri
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import resource
@@ -20,35 +19,41 @@ import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
+
+from benchmarks.command_line import CommandLine, is_smoke
 
 BATCH, LENGTH, VOCAB, WARMUP, STEPS = 32, 64, 8192, 2, 6
 SHAPE = {"dim": 256, "num_layers": 4, "num_heads": 4, "head_dim": 64, "mlp_dim": 1024}
 
 
-def quality(files: list[str], seeds: list[int]) -> None:
-    """Train a tiny T5 under each seed; BLEU of the whole test set, greedy and with four beams."""
+OPTIONS: dict[str, Any] = {
+    "model.dropout": 0.1,
+    "tokenizer.name": "sentencepiece",
+    "tokenizer.vocab_size": 8000,
+    "data.source": "en",
+    "data.target": "de",
+    "data.batch_size": 128,
+    "optimizer.learning_rate": 2e-3,
+    "trainer.max_steps": 1200,
+    "trainer.epochs": 6,
+    "trainer.eval_every": 600,
+}
+
+
+def quality(files: list[str], seeds: list[int], folder: str | None = None) -> None:
+    """Train a tiny T5 under each seed, in `folder` or where runs go; BLEU of the whole test set, greedy and with four
+    beams."""
     from kitforge import Trainer
 
     train, held, test = files
     for seed in seeds:
-        options = {
-            "seed": seed,
-            "model.dropout": 0.1,
-            "tokenizer.name": "sentencepiece",
-            "tokenizer.vocab_size": 8000,
-            "data.source": "en",
-            "data.target": "de",
-            "data.batch_size": 128,
-            "optimizer.learning_rate": 2e-3,
-            "trainer.max_steps": 1200,
-            "trainer.epochs": 6,
-            "trainer.eval_every": 600,
-        }
+        options = {**OPTIONS, "seed": seed}
         began = time.perf_counter()
-        run = Trainer("translation", "t5_tiny", train, held, options=options).train()
+        run = Trainer("translation", "t5_tiny", train, held, output_dir=folder, options=options).train()
         minutes, found = (time.perf_counter() - began) / 60, []
         for beams in (1, 4):
             command = [sys.executable, "-m", "kitforge", "evaluate", f"checkpoint={run.folder}", f"data.eval={test}"]
@@ -193,7 +198,7 @@ WORKERS = {"ours": ours, "HF Trainer": hugging_face}
 
 def launch(name: str, precision: str) -> dict[str, float]:
     """The figures of one worker, in a process of its own."""
-    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.kits.transformers.translation", "speed"]
+    command = [sys.executable, "-m", "benchmarks.kits.transformers.translation", "speed"]
     done = subprocess.run([*command, "--worker", name, precision], capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{name} {precision} failed:\n{done.stderr[-3000:]}")
@@ -208,9 +213,8 @@ def speed(pairs: int) -> None:
         for _ in range(pairs):
             for name in WORKERS:
                 found[name].append(launch(name, precision))
-        ratios = [
-            theirs["seconds"] / own["seconds"] for own, theirs in zip(found["ours"], found["HF Trainer"], strict=True)
-        ]
+        peer = next(reversed(WORKERS))
+        ratios = [theirs["seconds"] / own["seconds"] for own, theirs in zip(found["ours"], found[peer], strict=True)]
         for name, results in found.items():
             seconds, peak = (statistics.median(each[key] for each in results) for key in ("seconds", "peak"))
             ratio = statistics.median(ratios) if name != "ours" else 1.0
@@ -219,18 +223,38 @@ def speed(pairs: int) -> None:
         sys.stdout.flush()
 
 
+SMOKE = {
+    **{"SHAPE": {"dim": 16, "num_layers": 1, "num_heads": 1, "head_dim": 16, "mlp_dim": 32}, "BATCH": 2, "LENGTH": 16},
+    **{"VOCAB": 258, "WARMUP": 1, "STEPS": 1, "WORKERS": {"ours": ours}, "pairs": 1, "what": None},
+    "OPTIONS": OPTIONS
+    | {"model.dropout": 0.0, "tokenizer.vocab_size": 300, "data.batch_size": 4, "trainer.max_steps": 1},
+}
+
+
+def smoke() -> None:
+    """A step of a run, its evaluation, and a round of our worker."""
+    with tempfile.TemporaryDirectory() as folder:
+        rows = [{"en": f"the number {number}", "de": f"die Zahl {number}"} for number in range(32)]
+        file = Path(folder) / "pairs.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        quality([str(file)] * 3, [0], f"{folder}/run")
+    speed(1)
+
+
 def main() -> None:
     """Print the rows of a table."""
-    parser = argparse.ArgumentParser()
+    parser = CommandLine(__doc__)
     parser.add_argument("what", choices=("quality", "speed"))
     parser.add_argument("files", nargs="*")
     parser.add_argument("--seeds", type=int, nargs="*", default=[0])
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--worker", nargs=2, metavar=("NAME", "PRECISION"))
-    arguments = parser.parse_args()
+    arguments = parser.parse(SMOKE, globals())
     if arguments.worker:
         name, precision = arguments.worker
         sys.stdout.write(json.dumps(WORKERS[name](precision)) + "\n")
+    elif is_smoke():
+        smoke()
     elif arguments.what == "speed":
         speed(arguments.pairs)
     elif len(arguments.files) == 3:
