@@ -81,7 +81,14 @@ class Sizes:
     network: dict[str, int]  # of the LLaMA whose speed is measured
 
 
-LLAMA = {"family": "llama", "dim": 512, "num_layers": 8, "num_heads": 8, "num_kv_heads": 4, "mlp_dim": 1408}
+LLAMA: dict[str, Any] = {
+    "family": "llama",
+    "dim": 512,
+    "num_layers": 8,
+    "num_heads": 8,
+    "num_kv_heads": 4,
+    "mlp_dim": 1408,
+}
 GPU = Sizes(
     shape=LLAMA,
     steps=20,
@@ -235,7 +242,7 @@ def check_tables(device: torch.device) -> Iterator[Row]:
         results = {"embedding_bag": pooled, "embedding_bag_backward": sums, "copy_rows": copied}
         results |= {"unique": torch.cat([distinct, numbers]), "hash_map": table.lookup(of * 7 - 3)}
         for name in ("sgd", "adagrad", "rowwise_adagrad", "lazy_adam", "adam", "ftrl"):
-            rule = build_row_optimizer(SparseOptimizerConfig(name=name), kernels)  # type: ignore[arg-type]
+            rule = build_row_optimizer(SparseOptimizerConfig(name=name), kernels)
             records = rule.new_records(rows[:, :32])
             for step in (1, 2, 3):
                 rule.catch_up(records, at, step - 1, torch.full((9,), 0.1, dtype=torch.float64))
@@ -346,7 +353,8 @@ def check_resumption(device: torch.device, sizes: Sizes, place: Path) -> Row:
 
 def build_llama(shape: dict[str, int], device: torch.device, dtype: torch.dtype) -> Decoder:
     """A LLaMA with random weights that do not depend on the device."""
-    config = LlamaConfig(**{"max_length": 4096, "vocab_size": 512, **shape})
+    values: dict[str, Any] = {"max_length": 4096, "vocab_size": 512, **shape}
+    config = LlamaConfig(**values)
     with torch.device("meta"):
         model = Decoder(config, select("O1", device.type))
     model = model.to_empty(device="cpu") if device.type == "cpu" else model.to_empty(device=device)
@@ -356,7 +364,7 @@ def build_llama(shape: dict[str, int], device: torch.device, dtype: torch.dtype)
 
 def check_one_step(device: torch.device) -> Row:
     """Loss and gradients of a LLaMA on the device and on the CPU, in fp32."""
-    shape = {name: int(LLAMA[name]) // 4 for name in ("dim", "mlp_dim")} | {"num_layers": 2}
+    shape = {name: LLAMA[name] // 4 for name in ("dim", "mlp_dim")} | {"num_layers": 2}
     shape |= {"num_heads": 8, "num_kv_heads": 4}
     tokens = torch.arange(96).view(2, 48) % 500
     outcomes = []
@@ -373,7 +381,8 @@ def check_one_step(device: torch.device) -> Row:
 def check_wide_deep(device: torch.device, sizes: Sizes, place: Path) -> Row:
     """Wide & Deep over cached tables on made-up clicks, on the device and on the CPU."""
     kit = kit_of("recommendation")
-    results, rates = [], []
+    results: list[dict[int, float]] = []
+    rates: list[float] = []
     clicks = SyntheticClicks(SyntheticClicksConfig(num_rows=40 * sizes.clicks))
     for where in (torch.device("cpu"), device):
         options = kit.read_options(

@@ -40,7 +40,8 @@ def rows_needed() -> int:
 def new_loop(device: torch.device, **cache: int) -> tuple[wide_deep.Steps, Loop]:
     """The trainer's own loop; its steps are called one by one."""
     rules = wide_deep.OURS["ours rowwise_adagrad"]
-    task = wide_deep.Steps(*wide_deep.CONFIGURATIONS["benchmark"], rules, "bf16", on=str(device), **cache)
+    dim, hidden = wide_deep.CONFIGURATIONS["benchmark"]
+    task = wide_deep.Steps(dim, hidden, rules, "bf16", on=str(device), **cache)
     world = ALONE if device.type == "cpu" else World(device=device)
     loop = Loop(task, task.options, world)
     loop.model.train()

@@ -77,7 +77,7 @@ def theirs(model: Decoder) -> Contestant:
 def contestants(name: str, batch: int, dtype: torch.dtype) -> dict[str, Contestant]:
     config = config_of({"family": name, "vocab_size": VOCAB} | SIZES[name])
     model = build(config, device=torch.device("cpu"), seed=0).to(dtype).eval().requires_grad_(False)
-    size = {"max_num_seqs": batch, "prefix_cache": False}
+    size: dict[str, Any] = {"max_num_seqs": batch, "prefix_cache": False}
     return {
         "ours": ours(model, EngineOptions(**size)),
         "ours, int8": ours(model, EngineOptions(**size, quantization="int8")),

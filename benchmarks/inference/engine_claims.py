@@ -20,8 +20,9 @@ import random
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -79,7 +80,9 @@ def bandwidth() -> list[str]:
     lines = [f"| plain read of memory | {limit / 1e9:.1f} GB/s | |"]
     halved = network("llama", LARGE).to(torch.bfloat16)
     steps: dict[tuple[str, int], float] = {}
-    for name, running, weights in (("fp32", model, "none"), ("bf16", halved, "none"), ("int8", model, "int8")):
+    kinds: tuple[tuple[str, Decoder, Literal["none", "int8"]], ...]
+    kinds = (("fp32", model, "none"), ("bf16", halved, "none"), ("int8", model, "int8"))
+    for name, running, weights in kinds:
         for batch in (1, 8):
             engine = Engine(running, EngineOptions(max_num_seqs=batch, quantization=weights))
             step_seconds(engine, batch, 4)
@@ -144,7 +147,8 @@ def workload() -> list[str]:
 
 def ideal_seconds(wanted: list[int], costs: dict[int, float]) -> float:
     """Of decoding alone, where a slot that is free takes the next request at once."""
-    waiting, running, spent = list(wanted), [], 0.0
+    waiting, spent = list(wanted), 0.0
+    running: list[int] = []
     while waiting or running:
         while waiting and len(running) < SLOTS:
             running.append(waiting.pop(0))
@@ -167,8 +171,8 @@ def prefix() -> list[str]:
     for _ in range(5):
         engine = Engine(model, EngineOptions(max_num_seqs=4))
         engine.generate([[1] * 8], options)
-        fresh.append(seconds(lambda engine=engine: engine.generate([prompt], options)))
-        again.append(seconds(lambda engine=engine: engine.generate([prompt], options)))
+        fresh.append(seconds(partial(engine.generate, [prompt], options)))
+        again.append(seconds(partial(engine.generate, [prompt], options)))
     gain = statistics.median(one / other for one, other in zip(fresh, again, strict=True))
     return [
         f"| first token of a 512-token prompt | {1000 * statistics.median(fresh):.0f} ms | |",
@@ -197,9 +201,9 @@ def scheduler() -> list[str]:
         engine.submit([place + 1] * 32, SamplingOptions(max_new_tokens=30))
     for _ in range(6):
         engine.step()
-    plan = []
+    plan: list[float] = []
     schedule = engine._scheduler.schedule
-    engine._scheduler.schedule = lambda: planned(schedule, plan)
+    engine._scheduler.schedule = lambda: planned(schedule, plan)  # type: ignore[method-assign]
     steps = [seconds(engine.step) for _ in range(20)]
     share = statistics.median(one / other for one, other in zip(plan, steps, strict=True))
     return [

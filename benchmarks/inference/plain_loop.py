@@ -7,13 +7,13 @@ B texts of equal length, T tokens of a pass.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from kitforge.core.nn.decoder import Decoder
-from kitforge.core.nn.norm import Norm
 
 
 class PlainLoop:
@@ -22,7 +22,8 @@ class PlainLoop:
     def __init__(self, model: Decoder) -> None:
         self.model = model
         self.head_dim = model.geometry.head_dim
-        self.fused = [_fused(block.attention) for block in model.blocks]
+        self.blocks: Any = model.blocks
+        self.fused = [_fused(block.attention) for block in self.blocks]
 
     @torch.inference_mode()
     def __call__(self, tokens: Tensor, num_new: int) -> list[list[int]]:
@@ -45,7 +46,7 @@ class PlainLoop:
         if model.position is not None:
             stream = stream + model.position(positions)
         angles = model._angles[0](positions) if model._angles else None
-        for block, (weight, bias), (keys, values) in zip(model.blocks, self.fused, cache, strict=True):
+        for block, (weight, bias), (keys, values) in zip(self.blocks, self.fused, cache, strict=True):
             features = F.linear(_normal(block.attention_norm, stream), weight, bias)
             query, key, value = features.view(batch, length, 3, -1, self.head_dim).permute(2, 0, 3, 1, 4)
             if angles is not None:
@@ -65,13 +66,13 @@ class PlainLoop:
         return _normal(model.norm, stream)
 
 
-def _fused(attention: torch.nn.Module) -> tuple[Tensor, Tensor | None]:
+def _fused(attention: Any) -> tuple[Tensor, Tensor | None]:
     layers = [attention.query, attention.key, attention.value]
     weight = torch.cat([layer.weight for layer in layers])
     return weight, None if layers[0].bias is None else torch.cat([layer.bias for layer in layers])
 
 
-def _normal(norm: Norm, input: Tensor) -> Tensor:
+def _normal(norm: Any, input: Tensor) -> Tensor:
     shape = (input.shape[-1],)
     if norm.bias is None:
         return F.rms_norm(input, shape, norm.weight, norm.eps)

@@ -78,7 +78,8 @@ def added(rounds: int) -> list[str]:
         def asked() -> None:
             client.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": NEW, "temperature": 0})
 
-        direct(), asked()
+        direct()
+        asked()
         pairs = [(seconds(direct), seconds(asked)) for _ in range(rounds)]
     extra = statistics.median(other - one for one, other in pairs)
     middle = statistics.median(one for one, _ in pairs)

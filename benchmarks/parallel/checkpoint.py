@@ -21,7 +21,9 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -100,7 +102,7 @@ def measure(rank: int, root: Path, rounds: int) -> tuple[Times, int, int]:
     num_written = 0
 
     def save(step: int) -> list[float]:
-        stream = {"model": model.items(), "optimizer": optimizer.items()}
+        stream: dict[str, Any] = {"model": model.items(), "optimizer": optimizer.items()}
         return seconds(lambda: writer.save(step, **stream, state={}, layouts=layouts), writer.wait)
 
     def rest(*left: Path) -> None:
@@ -115,13 +117,13 @@ def measure(rank: int, root: Path, rounds: int) -> tuple[Times, int, int]:
         folder = step_folder(root / "checkpoints", step)
         plain = root / "plain"
         plain.mkdir(exist_ok=True)
-        times["plain"] += seconds(lambda plain=plain: write_plainly(plain / f"{rank}", data))
+        times["plain"] += seconds(partial(write_plainly, plain / f"{rank}", data))
         rest(plain)
         copy, write = save(step)
         times["copy"].append(copy)
         times["save"].append(write)
         num_written = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-        times["verify"] += seconds(lambda folder=folder: open_checkpoint(folder, world=world))
+        times["verify"] += seconds(partial(open_checkpoint, folder, world=world))
         rest(folder)
         with slow_checksum():
             times["sha256"].append(save(step)[1])

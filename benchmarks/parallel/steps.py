@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, multiprocessing, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -107,8 +107,9 @@ class Block(nn.Module):
 
 class Attend(nn.Module):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, head_dim: int) -> Tensor:
-        heads = [each.unflatten(-1, (-1, head_dim)).transpose(1, 2) for each in (query, key, value)]
-        return functional.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2)
+        query, key, value = (each.unflatten(-1, (-1, head_dim)).transpose(1, 2) for each in (query, key, value))
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return mixed.transpose(1, 2).flatten(2)
 
 
 class Plain(nn.Module):
@@ -198,6 +199,7 @@ def sharded(config: LlamaConfig, rows: int, length: int) -> Step:
     register_fsdp_forward_method(model, "hidden")
     model.to_empty(device="cpu")
     for parameter in model.parameters():
+        assert isinstance(parameter, DTensor)
         nn.init.normal_(parameter.to_local(), std=0.02)
     tokens, targets = data(config, rows, length)
 

@@ -13,12 +13,13 @@ from collections.abc import Callable
 import torch
 
 from benchmarks.command_line import CommandLine
-from kitforge.core.optim.row_optimizers import SparseOptimizerConfig, build_row_optimizer
+from kitforge.core.optim.row_optimizers import SparseOptimizerConfig, SparseOptimizerName, build_row_optimizer
 from kitforge.embedding_cache.table import CachedEmbedding
 from kitforge.foundation.log import logger
 
 _log = logger(__name__)
 DIM, NUM_ROWS, NUM_LOOKED_UP, REPEATS = 16, 4096, 1000, 7
+NAMES: tuple[SparseOptimizerName, ...] = ("adagrad", "lazy_adam", "adam")
 STEPS = (10, 10_000, 100_000, 1_000_000, 10_000_000)
 SMOKE = {"NUM_ROWS": 8, "NUM_LOOKED_UP": 8, "REPEATS": 1, "STEPS": (10, 100)}
 
@@ -32,7 +33,7 @@ def milliseconds(work: Callable[[], object]) -> float:
     return 1e3 * min(times)
 
 
-def step_time(name: str, step: int) -> float:
+def step_time(name: SparseOptimizerName, step: int) -> float:
     """The time of one step with that number, of rows that have had as many."""
     rule = build_row_optimizer(SparseOptimizerConfig(name=name))
     slab, slots, layout = rule.new_records(torch.zeros(NUM_ROWS, DIM)), torch.arange(NUM_ROWS), rule.layout(DIM)
@@ -66,7 +67,7 @@ def main() -> None:
     CommandLine(__doc__).parse(SMOKE, globals())
     torch.set_num_threads(1)
     for step in STEPS:
-        times = (*(step_time(name, step) for name in ("adagrad", "lazy_adam", "adam")), lookup_time(step))
+        times = (*(step_time(name, step) for name in NAMES), lookup_time(step))
         _log.warning("| %s | %s |", f"{step:,}", " | ".join(f"{each:.2f}" for each in times))
 
 

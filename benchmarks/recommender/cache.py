@@ -114,7 +114,8 @@ def larger(folder: str) -> list[str]:
     batches = [torch.from_numpy(random.permutation(num_rows)[: num_rows // 100].reshape(-1, 1)) for _ in range(40)]
     batches += [part.view(-1, 1) for part in torch.arange(num_rows).split(num_rows // 40)]
     results = []
-    for options in ({}, {"device_rows": budget // 4, "host_rows": budget - budget // 4, "path": folder}):
+    tiers: dict[str, Any] = {"device_rows": budget // 4, "host_rows": budget - budget // 4, "path": folder}
+    for options in ({}, tiers):
         with CachedEmbedding(num_rows, DIM, optimizer="lazy_adam", seed=1, **options) as table:
             start = time.perf_counter()
             for ids in table.prefetch(batches, 2 if options else 0):
@@ -147,7 +148,7 @@ def resident(store: FileStore) -> float:
         view = (ctypes.c_char * size).from_buffer(memory)
         ctypes.CDLL(None).mincore(ctypes.c_void_p(ctypes.addressof(view)), ctypes.c_size_t(size), flags)
         del view
-    return float(np.frombuffer(flags, np.uint8).mean())
+    return float(np.frombuffer(bytes(flags), np.uint8).mean())
 
 
 def cold(folder: str) -> list[str]:

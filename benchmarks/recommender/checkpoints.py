@@ -149,7 +149,7 @@ def measure_serving(root: Path, num_rows: int, rounds: int) -> dict[str, Any]:
         serve(tables, got, "checkpoint, fp32", checkpoint, root / "run" / "step_1")
         for dtype in ("fp32", "fp16", "int8"):
             start = time.perf_counter()
-            made = quantize_tables(checkpoint, root / dtype, dtype)["table"]  # type: ignore[arg-type]
+            made = quantize_tables(checkpoint, root / dtype, dtype)["table"]
             got[dtype] = {"rows/s": num_rows / (time.perf_counter() - start), "error": made.largest_error}
             serve(tables, got, dtype, open_checkpoint(root / dtype), root / dtype)
         ids = batches(num_rows)
@@ -158,7 +158,7 @@ def measure_serving(root: Path, num_rows: int, rounds: int) -> dict[str, Any]:
             for _ in range(rounds + 1):
                 asked = next(ids)
                 for name, each in tables.items():
-                    times[name].append(seconds(lambda each=each, asked=asked: each(asked)))
+                    times[name].append(seconds(partial(each, asked)))
         for name, values in times.items():
             got[name]["lookup"] = statistics.median(values[1:])
         return got
@@ -181,9 +181,14 @@ def measure_remote(root: Path, num_rows: int, rounds: int) -> dict[str, Any]:
             got["write"].append(seconds(lambda: store.write(keys, rows)))
             got["read"].append(seconds(lambda: store.read(keys, torch.empty_like(rows))))
             got["scan"].append(seconds(lambda: list(store.scan(4096))))
-            got["take"].append(seconds(lambda: (store.read(keys, torch.empty_like(rows)), store.delete(keys))))
+            got["take"].append(seconds(lambda: take(store, keys, torch.empty_like(rows))))
         store.close()
     return {"rows": num_rows, **{name: num_rows / statistics.median(values) for name, values in got.items()}}
+
+
+def take(store: RedisStore, keys: Tensor, out: Tensor) -> None:
+    store.read(keys, out)
+    store.delete(keys)
 
 
 @contextmanager

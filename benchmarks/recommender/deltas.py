@@ -10,6 +10,7 @@ import tempfile
 import time
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ def count_reads() -> None:
         NUM_READ[0] += len(keys)
         return read(store, keys, out)
 
-    FileStore.read = counted  # type: ignore[method-assign]
+    FileStore.read = counted  # type: ignore[method-assign, assignment]
 
 
 def train(table: CachedEmbedding, ids: Tensor) -> None:
@@ -45,7 +46,7 @@ def train(table: CachedEmbedding, ids: Tensor) -> None:
 
 def measure(folder: Path, num_rows: int) -> tuple[int, float, float]:
     """Rows read, CPU seconds and KiB of a delta."""
-    tiers = {"device_rows": IN_MEMORY, "host_rows": IN_MEMORY, "path": str(folder / "tier")}
+    tiers: dict[str, Any] = {"device_rows": IN_MEMORY, "host_rows": IN_MEMORY, "path": str(folder / "tier")}
     with CachedEmbedding(None, DIM, optimizer="adagrad", **tiers) as table:
         for first in range(0, num_rows, 10_000):
             train(table, torch.arange(first, first + 10_000))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ def measure(folder: Path, num_rows: int) -> tuple[float, int]:
     """CPU seconds of the step after which the first 1,000 rows of so many are too old, and how many went."""
     starts = range(NUM_DUE, num_rows, BATCH)
     rule = ExpiryOptions(every=len(starts) + 2, max_age=len(starts))
-    tiers = {"device_rows": IN_MEMORY, "host_rows": IN_MEMORY, "path": str(folder / "tier")}
+    tiers: dict[str, Any] = {"device_rows": IN_MEMORY, "host_rows": IN_MEMORY, "path": str(folder / "tier")}
     with CachedEmbedding(None, DIM, optimizer="adagrad", expiry=rule, **tiers) as table:
         train(table, torch.arange(NUM_DUE))
         for first in starts:

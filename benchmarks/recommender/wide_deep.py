@@ -138,7 +138,7 @@ def ours(name: str, configuration: str, precision: str, num_steps: int) -> dict[
     seconds = []
     for _ in range(num_steps + 1):
         started = time.perf_counter()
-        loop._step(next(steps))  # type: ignore[arg-type]
+        loop._step(next(steps))
         seconds.append(time.perf_counter() - started)
     return {"seconds": seconds[1:], "megabytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
 

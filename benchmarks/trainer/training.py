@@ -124,9 +124,10 @@ def ours(arch: str, dtype: str, level: str = "O1") -> dict[str, float]:
         "compile_level": level,
     }
     options = kit.read_options(values)
+    tokenizer: Any = Numbers()
     with tempfile.TemporaryDirectory() as place:
         cache = build_token_cache(
-            open_source([str(n) for n in range(512)]), Numbers(), Path(place) / "cache", num_workers=1
+            open_source([str(n) for n in range(512)]), tokenizer, Path(place) / "cache", num_workers=1
         )
         corpus = Corpus(train=PackedRows(cache, length=LENGTH, pad_id=1), eval=None, fingerprint=cache.fingerprint)
 
@@ -161,11 +162,11 @@ def hugging_face(arch: str, dtype: str) -> dict[str, float]:
         def __getitem__(self, index: int) -> dict[str, Any]:
             return {"input_ids": tokens[index % 512], "labels": tokens[index % 512]}
 
-    class Laps(TrainerCallback):  # type: ignore[misc]
+    class Laps(TrainerCallback):
         def on_train_begin(self, *_: Any, **__: Any) -> None:
             self.meter = Meter()
 
-        def on_step_end(self, _arguments: Any, _state: Any, control: Any, **__: Any) -> None:
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             control.should_training_stop = self.meter.lap()
 
     laps = Laps()
@@ -192,6 +193,7 @@ def peer_model(arch: str) -> Any:
     import transformers
 
     size = SIZES[arch]
+    config: Any
     if arch == "gpt2":
         config = transformers.GPT2Config(
             n_layer=size["num_layers"],

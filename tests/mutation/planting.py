@@ -139,7 +139,8 @@ def candidates(definition: Definition) -> Iterator[tuple[int, str]]:
 def apply(operator: str, node: ast.AST) -> ast.AST | None:
     """The node with the fault; None where the operator does not fit it."""
     name, _, argument = operator.partition(":")
-    return OPERATORS[name](copy.deepcopy(node), argument)
+    faulty: ast.AST | None = OPERATORS[name](copy.deepcopy(node), argument)
+    return faulty
 
 
 def _comparison(node: ast.AST, _: str) -> ast.AST | None:

@@ -51,7 +51,7 @@ def product(weights: list[Tensor], num_rows: int) -> str:
     halves = [weight.bfloat16() for weight in weights]
     input = torch.randn(num_rows, num_features)
     half = input.bfloat16()
-    calls = [
+    calls: list[Callable[[], object]] = [
         lambda: [linear(input, weight) for weight in weights],
         lambda: [functional.linear(input, weight) for weight in weights],
         lambda: [linear(half, weight) for weight in halves],
@@ -83,8 +83,8 @@ def attended(texts: int, length: int) -> str:
 
     def torchs() -> None:
         for slabs in layers:
-            views = [slab.view(texts, ROOM, HEADS, HEAD_DIM)[:, :length].transpose(1, 2) for slab in slabs]
-            functional.scaled_dot_product_attention(query.unsqueeze(2), *views, scale=0.125)
+            keys, values = (slab.view(texts, ROOM, HEADS, HEAD_DIM)[:, :length].transpose(1, 2) for slab in slabs)
+            functional.scaled_dot_product_attention(query.unsqueeze(2), keys, values, scale=0.125)
 
     one, peer, two = best([lambda: ours(layers), torchs, lambda: ours(halves)], len(layers))
     return f"| {texts} | {length} | {one:.0f} | {peer:.0f} | {peer / one:.2f}x | {two:.0f} |"

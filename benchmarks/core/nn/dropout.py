@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -35,6 +36,10 @@ def row_by_row(shape: torch.Size) -> Tensor:
     return (torch.stack(rows) >= RATE).float() / (1.0 - RATE)
 
 
+def masked_row_by_row(input: Tensor) -> Tensor:
+    return input * row_by_row(input.shape)
+
+
 def milliseconds(work: Callable[[], object]) -> float:
     """Of processor time, the best of five after one that is not counted."""
     found = []
@@ -53,12 +58,12 @@ def main() -> None:
         shape = torch.Size(sizes)
         input = torch.randn(shape)
         rows, count = torch.arange(shape[0]), shape[1:].numel()
-        before = milliseconds(lambda shape=shape: row_by_row(shape))
-        slow = milliseconds(lambda rows=rows, count=count: reference.keep_mask(1, rows, 0, count, RATE))
-        fast = milliseconds(lambda shape=shape: KEY.mask("attention.0", shape, RATE, CPU))
+        before = milliseconds(partial(row_by_row, shape))
+        slow = milliseconds(partial(reference.keep_mask, 1, rows, 0, count, RATE))
+        fast = milliseconds(partial(KEY.mask, "attention.0", shape, RATE, CPU))
         print(f"| mask, {name} {sizes} | {before:.1f} | {slow:.1f} | {fast:.1f} |")
-        applied = milliseconds(lambda shape=shape, input=input: input * row_by_row(shape))
-        now = milliseconds(lambda input=input: dropout(input, RATE, "attention.0", KEY))
+        applied = milliseconds(partial(masked_row_by_row, input))
+        now = milliseconds(partial(dropout, input, RATE, "attention.0", KEY))
         print(f"| with its use, {name} | {applied:.1f} | | {now:.1f} |")
 
 

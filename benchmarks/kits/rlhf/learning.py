@@ -100,7 +100,8 @@ def learnt(folder: str, task: str, policy: Run, seed: int, length: int = 3, **ch
 
 def planted(noise: random.Random, number: int) -> tuple[list[dict[str, str]], float]:
     """Pairs, and about how many of them the truth is right."""
-    rows, sure = [], 0
+    rows: list[dict[str, str]] = []
+    sure = 0
     while len(rows) < number:
         left, right = ("".join(noise.choice("ab") for _ in range(6)) for _ in range(2))
         further = left.count("a") - right.count("a")

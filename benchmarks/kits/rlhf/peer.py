@@ -4,6 +4,7 @@ import json
 import os
 import tempfile
 import time
+from typing import Any
 
 os.environ |= {"TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
 
@@ -45,10 +46,10 @@ def tokenizer():
 def network(is_scalar=False):
     """The network of `beside.network`, read from a folder, which the peer wants to find a reference in."""
     torch.manual_seed(0)
-    shape = {"vocab_size": VOCAB, "n_positions": 512, "n_embd": 256, "n_layer": 4, "n_head": 4}
-    ids = {"bos_token_id": END, "eos_token_id": END, "pad_token_id": FILLING}
+    shape: dict[str, Any] = {"vocab_size": VOCAB, "n_positions": 512, "n_embd": 256, "n_layer": 4, "n_head": 4}
+    ids: dict[str, Any] = {"bos_token_id": END, "eos_token_id": END, "pad_token_id": FILLING}
     if is_scalar:
-        return GPT2ForSequenceClassification(GPT2Config(**shape, **ids, num_labels=1))
+        return GPT2ForSequenceClassification(GPT2Config(**shape, **(ids | {"num_labels": 1})))
     folder = tempfile.mkdtemp()
     GPT2LMHeadModel(GPT2Config(**shape, **ids)).save_pretrained(folder)
     return GPT2LMHeadModel.from_pretrained(folder)

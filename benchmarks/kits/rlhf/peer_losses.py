@@ -77,6 +77,8 @@ def found() -> dict[str, float]:
     load = importlib.import_module
     # The client of a server that nobody starts here; it wants a package that TRL does not name.
     sys.modules["trl.generation.vllm_client"] = MagicMock()
+    dpo: Any
+    kto: Any
     dpo, kto, grpo, reward = (load(f"trl.trainer.{name}_trainer") for name in ("dpo", "kto", "grpo", "reward"))
     orpo, cpo, ppo = (load(f"trl.experimental.{name}.{name}_trainer") for name in ("orpo", "cpo", "ppo"))
     for module in (dpo, kto):

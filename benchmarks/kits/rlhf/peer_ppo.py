@@ -5,6 +5,7 @@ import os
 import sys
 import tempfile
 import time
+from typing import Any
 
 os.environ |= {"TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
 
@@ -20,7 +21,7 @@ words = {f"w{number}": number for number in range(vocab - 2)} | {"<eos>": vocab 
 pieces = Tokenizer(models.WordLevel(words, unk_token="w0"))
 pieces.pre_tokenizer = pre_tokenizers.Whitespace()
 tokenizer = PreTrainedTokenizerFast(tokenizer_object=pieces, eos_token="<eos>", pad_token="<pad>", padding_side="left")
-shape = {"vocab_size": vocab, "n_positions": 512, "n_embd": 256, "n_layer": 4, "n_head": 4}
+shape: dict[str, Any] = {"vocab_size": vocab, "n_positions": 512, "n_embd": 256, "n_layer": 4, "n_head": 4}
 config = GPT2Config(**shape, bos_token_id=vocab - 2, eos_token_id=vocab - 2, pad_token_id=vocab - 1)
 torch.manual_seed(0)
 policy, reference = GPT2LMHeadModel(config), GPT2LMHeadModel(config)

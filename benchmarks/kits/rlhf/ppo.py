@@ -52,7 +52,7 @@ def watched(spent: Spent) -> None:
             spent.update(dict.fromkeys(PHASES[:-1], 0.0))
         return collect(task, model, number)
 
-    PolicyGradientTask._next_batch = collected  # type: ignore[method-assign]
+    PolicyGradientTask._next_batch = collected  # type: ignore[method-assign, assignment]
 
 
 def ours(chosen: Any) -> Spent:

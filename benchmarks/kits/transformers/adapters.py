@@ -115,11 +115,11 @@ def peft_trainer(precision: str, _kind: str) -> dict[str, float]:
         def __getitem__(self, index: int) -> dict[str, Any]:
             return {"input_ids": rows[index % len(rows)], "labels": rows[index % len(rows)]}
 
-    class Watch(transformers.TrainerCallback):  # type: ignore[misc]
+    class Watch(transformers.TrainerCallback):
         def on_train_begin(self, *_: Any, **__: Any) -> None:
             self.laps = Laps()
 
-        def on_step_end(self, _arguments: Any, _state: Any, control: Any, **__: Any) -> None:
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             control.should_training_stop = self.laps.lap()
 
     watch = Watch()

@@ -157,15 +157,16 @@ def hugging_face(precision: str) -> dict[str, float]:
             row = tokens[index % len(tokens)]
             return {"input_ids": row["source"], "labels": row["target"]}
 
-    class Watch(transformers.TrainerCallback):  # type: ignore[misc]
+    class Watch(transformers.TrainerCallback):
         def on_train_begin(self, *_: Any, **__: Any) -> None:
             self.laps = Laps()
 
-        def on_step_end(self, _arguments: Any, _state: Any, control: Any, **__: Any) -> None:
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             control.should_training_stop = self.laps.lap()
 
     watch = Watch()
-    config = transformers.T5Config(
+    config_class: Any = transformers.T5Config
+    config = config_class(
         vocab_size=VOCAB,
         d_model=SHAPE["dim"],
         d_kv=SHAPE["head_dim"],

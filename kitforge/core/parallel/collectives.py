@@ -49,7 +49,7 @@ def start_all_reduce_(input: Tensor, group: dist.ProcessGroup) -> dist.Work:
 
 def broadcast_(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
     """Broadcast tensors from the first rank of the group in place; small ones are coalesced."""
-    dist._broadcast_coalesced(group, list(tensors), BROADCAST_BYTES, 0)  # type: ignore[attr-defined]
+    dist._broadcast_coalesced(group, list(tensors), BROADCAST_BYTES, 0)
 
 
 def all_gather_object(value: Any, group: Group) -> list[Any]:
