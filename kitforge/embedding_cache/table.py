@@ -85,14 +85,18 @@ class CachedEmbedding(nn.Module):
         self.register_state_dict_pre_hook(_refuse_state_dict)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_report_missing_rows)  # type: ignore[no-untyped-call]
 
-    # Which rows are moved is decided in Python: torch.compile compiles the network around a table.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, ids: Tensor, offsets: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
         """mode None: the rows [..., dim] of ids [...]. Else bags, as ids [num_bags, n] or flat ids [N] with offsets,
         pooled to [num_bags, dim]; `weights`, of the shape of the ids, multiply rows before pooling.
 
         The values are those after the last step. Raises DataError for invalid ids and bags.
         """
+        if torch.compiler.is_compiling():
+            # Which rows are moved is decided in Python. As a decorator, this would import the compiler with the module.
+            return torch.compiler.disable(self._look_up)(ids, offsets, weights)  # type: ignore[no-untyped-call, no-any-return]
+        return self._look_up(ids, offsets, weights)
+
+    def _look_up(self, ids: Tensor, offsets: Tensor | None, weights: Tensor | None) -> Tensor:
         query = parse_lookup_input(self.options, ids, offsets, weights)
         handle = self.rows.prefetched.pop(ids) or self.rows.plan(query.ids, ahead=False)
         # Training lookups are counted here, not where they are planned: batches planned ahead may be dropped.
