@@ -93,10 +93,7 @@ class CachedEmbedding(nn.Module):
         """
         if torch.compiler.is_compiling():
             # Which rows are moved is decided in Python. As a decorator, this would import the compiler with the module.
-            return torch.compiler.disable(self._look_up)(ids, offsets, weights)  # type: ignore[no-untyped-call, no-any-return]
-        return self._look_up(ids, offsets, weights)
-
-    def _look_up(self, ids: Tensor, offsets: Tensor | None, weights: Tensor | None) -> Tensor:
+            return torch.compiler.disable(self.forward)(ids, offsets, weights)  # type: ignore[no-untyped-call, no-any-return]
         query = parse_lookup_input(self.options, ids, offsets, weights)
         handle = self.rows.prefetched.pop(ids) or self.rows.plan(query.ids, ahead=False)
         # Training lookups are counted here, not where they are planned: batches planned ahead may be dropped.
