@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import fnmatch
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, final
@@ -16,19 +15,14 @@ from torch import Tensor, nn
 from kitforge.core.checkpoint.all_or_none import collective_try
 from kitforge.core.checkpoint.gather import GatheredParameters
 from kitforge.core.nn.decoder import FamilyConfig
-from kitforge.core.nn.linear import Linear, quantize_weight
+from kitforge.core.nn.linear import Linear
 from kitforge.core.nn.lora import (
-    FACTORS,
     LoraConfig,
     active_adapter,
     adapter_tensors,
-    attach,
-    initial_down,
     merge_factors,
-    row_norms,
 )
 from kitforge.core.nn.lora import config_of as config_of_adapter
-from kitforge.core.nn.quantized import quantize_linears
 from kitforge.core.parallel import collectives
 from kitforge.core.parallel.config import ParallelConfig
 from kitforge.core.parallel.parallelize import ParallelModel, parallel_model_of
@@ -39,16 +33,19 @@ from kitforge.data.gguf_tokenizer import tokenizer_metadata
 from kitforge.data.tokenizer import TOKENIZER_FOLDER, ByteTokenizer, Tokenizer, TokenizerConfig, find_tokenizer
 from kitforge.foundation.config import check, to_dict
 from kitforge.foundation.dtype import ExportDtype, export_dtype
-from kitforge.foundation.errors import DataError, KitforgeError, ModelError, nearest
+from kitforge.foundation.errors import DataError, KitforgeError, ModelError
 from kitforge.foundation.files import write_text
 from kitforge.models import loading
 from kitforge.models.catalog import config_of, config_of_network, exportable_config
 from kitforge.models.hub import resolve
 from kitforge.models.loading import StoredModel
-from kitforge.models.peft import base_of, is_adapter, read_factors, save_adapter
+from kitforge.models.peft import base_of, is_adapter, save_adapter
 from kitforge.models.t5.model import T5Config
 from kitforge.trainer.callbacks.callback import Callback, Event, RunContext, can_save_at_end
 from kitforge.trainer.options import RunOptions
+
+# The name of the adapter of a task that trains one model.
+ADAPTER = "default"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +92,37 @@ class LoraOptions:
             for axis in ("tensor", "shard"):
                 degree, expected = getattr(degrees, axis), "1 with lora.kind=qlora, whose blocks are not cut"
                 check(degree == 1, f"parallel.{axis}", degree, expected, fix)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NetworkOptions(RunOptions):
+    """Options of every task whose network is one of a family with pretrained weights."""
+
+    model: dict[str, Any] = field(default_factory=dict)  # `family` and the options of that family's config
+    data: Any = None  # those of the task
+    lora: LoraOptions = field(default_factory=LoraOptions)
+    # Run, folder, .gguf file, named checkpoint (`kitforge models`) or Hub id (NAME/MODEL@REVISION) with the weights.
+    checkpoint: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FineTuningOptions(NetworkOptions):
+    """Options of the tasks that train the network itself, whole or in part, and label or write rows of a file."""
+
+    freeze: tuple[str, ...] = ()  # parameters that are not trained, as patterns: ["embedding.*", "blocks.[0-3].*"]
+    output: str | None = None  # jsonl file of `predict`
+
+    def __post_init__(self) -> None:
+        self.lora.check_parallel(self.parallel)
+        is_one = not (self.freeze and self.lora.is_on)
+        check(is_one, "freeze", list(self.freeze), "nothing with lora.rank, which freezes all weights")
+
+
+def check_whole_rows(degrees: ParallelConfig) -> None:
+    """Raise ConfigError for sequence parallelism over rows of any length."""
+    is_whole = degrees.tensor == 1 or not degrees.sequence_parallel
+    fix = "add parallel.sequence_parallel=false"
+    check(is_whole, "parallel.sequence_parallel", True, "false for rows of any length", fix)
 
 
 def resolved_options(
@@ -212,64 +240,8 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer | None, config: FamilyCon
         write_text(folder / GENERATION_CONFIG, json.dumps(generation, indent=2, ensure_ascii=False) + "\n")
 
 
-# The name of the adapter of a task that trains one model.
-ADAPTER = "default"
 # Finds, in a model that was trained, the adapted language model, the name of its adapter, and the tensors of its head.
 FindAdapted = Callable[[nn.Module], tuple[nn.Module, str, Mapping[str, Tensor] | None]]
-
-
-def with_adapter(network: nn.Module, lora: LoraOptions, seed: int) -> None:
-    """Freeze a network, of which nothing else has a copy, and add an adapter to it; with QLoRA its linear layers are
-    quantized. On the meta device the adapter's values come from `load_weights`."""
-    attach(network, ADAPTER, lora.config, seed)
-    if lora.quantized_bits is not None:
-        quantize_linears(network, lora.quantized_bits)
-
-
-@torch.no_grad()
-def load_weights(parallel: ParallelModel, stored: StoredModel, lora: LoraOptions, seed: int, prefix: str = "") -> None:
-    """Fill this rank's shards of a language model with stored weights, quantized if its layers are, and its adapter
-    with the factors of `lora.path`, or with initial ones. Its parameters have the prefix. One tensor at a time is in
-    memory, besides what is memory-mapped."""
-    held = parallel.parameters().items()
-    shards = {name.removeprefix(prefix): each for name, each in held if name.startswith(prefix)}
-    for name, shard in shards.items():
-        path, last = name.rpartition(".")[::2]
-        if f".adapters.{ADAPTER}." in name or last == "scales":
-            continue
-        if f"{path}.scales" not in shards or last != "weight":
-            shard.copy_(stored.read(name, parallel.region(prefix + name)))
-            continue
-        assert lora.quantized_bits is not None
-        whole, scales = quantize_weight(stored.read(name, None), lora.quantized_bits)
-        shard.copy_(whole)
-        shards[f"{path}.scales"].copy_(scales)
-    given = None if lora.path is None else read_factors(stored.config, lora.path, lora.config)
-    for name, shard in shards.items():
-        path, _, kind = name.partition(f".adapters.{ADAPTER}.")
-        if not kind:
-            continue
-        shape = torch.Size(parallel.layouts[prefix + name].shape)
-        if given is not None:
-            value = given[path][FACTORS.index(kind)]
-        elif kind == "magnitude":
-            value = row_norms(stored.read(f"{path}.weight", None))
-        else:
-            value = initial_down(seed, ADAPTER, path, shape) if kind == "down" else torch.zeros(shape)
-        shard.copy_(parallel.region(prefix + name).of(value))
-
-
-def freeze(network: nn.Module, patterns: Sequence[str]) -> None:
-    """Leave the parameters out of training whose names match a pattern. Raises ConfigError for a pattern that matches
-    none, and where none would be trained."""
-    names = [name for name, _ in network.named_parameters()]
-    for pattern in patterns:
-        found = fnmatch.filter(names, pattern)
-        check(bool(found), "freeze", pattern, "a pattern of parameter names", nearest(pattern, names))
-        for name in found:
-            network.get_parameter(name).requires_grad_(False)
-    is_trained = any(parameter.requires_grad for parameter in network.parameters())
-    check(not patterns or is_trained, "freeze", list(patterns), "patterns that leave something to train")
 
 
 def stored_tokenizer(folder: Path) -> Tokenizer:

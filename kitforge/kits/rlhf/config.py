@@ -11,12 +11,11 @@ from kitforge.data.tokenizer import TokenizerConfig
 from kitforge.foundation.config import check
 from kitforge.inference.options import EngineOptions
 from kitforge.inference.text_engine import InferenceOptions
-from kitforge.kits.language_model import LoraOptions
+from kitforge.kits.language_model import NetworkOptions
 from kitforge.kits.rlhf.algorithms.kl import KlControllerOptions, KlEstimator
 from kitforge.kits.rlhf.algorithms.losses import ClipOptions, ImportanceSamplingOptions, LossAggregation, LossMode
 from kitforge.kits.rlhf.algorithms.pass_at_k import EvaluationOptions
 from kitforge.kits.rlhf.role_ranks import ROLES, RoleRanksOptions, rank_list
-from kitforge.trainer.options import RunOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,19 +48,14 @@ class ChatDatasetOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StageOptions(RunOptions):
+class StageOptions(NetworkOptions):
     """Options that all RLHF tasks share."""
 
     INFERENCE_ONLY_SECTIONS = ("inference",)
 
-    model: dict[str, Any] = field(default_factory=dict)  # model family and the options of its config
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     data: ChatDatasetOptions = field(default_factory=ChatDatasetOptions)
-    lora: LoraOptions = field(default_factory=LoraOptions)
     inference: InferenceOptions = field(default_factory=InferenceOptions)
-    # Run, step or Hugging Face folder, .gguf file, named checkpoint (`kitforge models`) or Hub id (NAME/MODEL@REVISION)
-    # to start from, evaluate or generate with.
-    checkpoint: str | None = None
     format: Literal["huggingface", "gguf"] = "huggingface"  # of `export`
     prompt: Any = None  # prompt or list of prompts for generation and report samples
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, final
 
@@ -15,11 +14,8 @@ from kitforge.core.checkpoint.load import find_checkpoint
 from kitforge.core.kernels.dispatch import CompileLevel
 from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.core.nn.decoder import FamilyConfig
-from kitforge.core.nn.lora import config_of as config_of_adapter
-from kitforge.core.parallel.parallelize import init_sharded, parallel_model_of, parallelize
+from kitforge.core.parallel.parallelize import parallel_model_of
 from kitforge.core.parallel.rendezvous import Rendezvous
-from kitforge.core.parallel.sharding import check_geometry
-from kitforge.core.parallel.world import World
 from kitforge.data.source import Source
 from kitforge.data.tokenizer import ByteTokenizer, Tokenizer
 from kitforge.foundation.config import check, to_dict, to_yaml
@@ -35,16 +31,13 @@ from kitforge.inference.text_engine import TextEngine
 from kitforge.kits.kit import AnyKit, Kit, LoadModel, RunAssembly, RunInputs, evaluate_model
 from kitforge.kits.language_model import (
     ADAPTER,
-    LoraOptions,
     SaveAdapter,
     export_language_model,
-    freeze,
-    load_weights,
     resolved_options,
     save_language_model,
     stored_tokenizer,
-    with_adapter,
 )
+from kitforge.kits.network_source import NetworkSource, check_splits, find_run_tokenizer
 from kitforge.kits.transformers.batch_inference import read_prompts, run_batch_inference
 from kitforge.kits.transformers.classification_kit import TextClassification
 from kitforge.kits.transformers.config import DataOptions, TextGenerationOptions
@@ -53,16 +46,14 @@ from kitforge.kits.transformers.evaluation import Evaluator
 from kitforge.kits.transformers.evaluation_log import log_files, write_log
 from kitforge.kits.transformers.generation_samples import GenerationSamples
 from kitforge.kits.transformers.image_kit import IMAGE_CLASSIFICATION
-from kitforge.kits.transformers.network import check_fit, find_run_tokenizer, new_config, prepare
 from kitforge.kits.transformers.programs import export_programs
 from kitforge.kits.transformers.questions import load_task
 from kitforge.kits.transformers.seq2seq_kit import SUMMARIZATION, TRANSLATION
 from kitforge.kits.transformers.task import TextGenerationTask
 from kitforge.kits.transformers.token_classification_kit import TokenClassification
 from kitforge.models import loading as model_folder
-from kitforge.models.catalog import config_of, config_of_network, families_of
+from kitforge.models.catalog import config_of, families_of
 from kitforge.models.loading import OpenCheckpoint, StoredModel
-from kitforge.models.sharding import sharding_of_network
 from kitforge.trainer.run_folder import Run, default_folder, make_loop
 
 # Options of a run that say where it ran, what it began with, or what is asked of it besides; its evaluation does not
@@ -73,9 +64,6 @@ TRAINING_ONLY_OPTIONS = frozenset(
         *("tasks", "limit", "output", "port"),
     )
 )
-_NAME_WEIGHTS = "name a run, a folder, or a pretrained model: checkpoint=smollm2"
-# Opens the model of a folder, whose checkpoint the second finds.
-OpenModel: TypeAlias = Callable[[Path, OpenCheckpoint], StoredModel]
 Inputs: TypeAlias = RunInputs[Tokenizer]
 Assembly: TypeAlias = RunAssembly[TextGenerationOptions, Tokenizer]
 
@@ -93,18 +81,11 @@ class TextGeneration(Kit[TextGenerationOptions, Tokenizer]):
         """Everything that a run needs, in the order in which mistakes are cheapest to find."""
         train = _source(inputs.train_dataset, options.data.train, options, open_training_text)
         evaluation = _source(inputs.eval_dataset, options.data.eval, options)
-        given = _given_network(inputs)
-        if options.lora.is_on and given is None and options.checkpoint is None:
-            raise ConfigError(
-                "an adapter needs a model to adapt", got=f"lora.rank={options.lora.rank}", fix=_NAME_WEIGHTS
-            )
-        opened = inputs.open_model or self.open_model
-        config = _stored_config(options, given, opened)
-        tokenizer = find_run_tokenizer(options, inputs.processor, train or evaluation)
-        if config is None and given is None:
-            config = new_config(options, tokenizer)
-        if config is not None:
-            check_fit(config, options, tokenizer)
+        source = self._source(options, inputs, is_evaluation=False)
+        tokenizer = find_run_tokenizer(
+            options.tokenizer, options.checkpoint, inputs.processor, train or evaluation, options.data.cache
+        )
+        source = source.fitted(tokenizer)
         # Token caches are built by one rank, before ranks wait for one another.
         with (
             rendezvous.local_rank_zero_first(),
@@ -113,41 +94,38 @@ class TextGeneration(Kit[TextGenerationOptions, Tokenizer]):
             corpus = load_corpus(train, evaluation, tokenizer, options.data, options.seed, progress)
         world = rendezvous.init_process_group().with_precision(options.precision)
         recorded = to_dict(options)
-        if config is not None:
-            recorded["model"] = {"family": config.family, **to_dict(config)}
+        if source.config is not None:
+            recorded["model"] = source.recorded()
         config_text = to_yaml(recorded)
         rendezvous.check_same({"configuration": config_text, "training text": corpus.fingerprint})
-
-        def build(world: World) -> nn.Module:
-            if given is not None or options.checkpoint is not None:
-                return prepare(_sharded_model(options, given, world, opened, is_trained=True), options)
-            assert config is not None
-            network = model_folder.build_on_meta(config, options.compile_level)
-            freeze(network, options.freeze)
-            return prepare(init_sharded(network, sharding_of_network(network), world, options.seed), options)
-
         folder = world.broadcast_object(default_folder(options, inputs.model_name))
         adapter = SaveAdapter(lambda model: (model, ADAPTER, None), options.checkpoint, tokenizer)
         loop = make_loop(
-            TextGenerationTask(options, corpus, build, world),
+            TextGenerationTask(options, corpus, source.build, world),
             dataclasses.replace(options, device=str(world.device)),
             folder,
             world=world,
             config=recorded,
-            callbacks=[*inputs.callbacks, _samples(options, config, corpus, tokenizer), adapter],
+            callbacks=[*inputs.callbacks, _samples(options, source.config, corpus, tokenizer), adapter],
         )
         return Assembly(loop=loop, folder=folder, processor=tokenizer, options=options, config_text=config_text)
+
+    def _source(self, options: TextGenerationOptions, inputs: Inputs, *, is_evaluation: bool) -> NetworkSource:
+        if inputs.model is not None and not isinstance(inputs.model, CausalLM):
+            raise ModelError(
+                "this network cannot be trained on text_generation",
+                got=type(inputs.model).__name__,
+                expected="a network with geometry, hidden(), head() and head_weight (kitforge.core.nn.causal_lm)",
+                fix="or give it its own loss in a Task of your own (docs/tasks.md)",
+            )
+        opened = inputs.open_model or self.open_model
+        return NetworkSource.find(options, inputs.model, opened, is_evaluation=is_evaluation)
 
     def check_parallel(self, options: TextGenerationOptions) -> None:
         """Raise ConfigError, with the arithmetic, for a network that the degrees of `options` cannot split; before any
         rank is started."""
+        check_splits(options)
         degrees = options.parallel
-        if options.checkpoint is None:
-            config = config_of(
-                {**options.model, "vocab_size": options.model.get("vocab_size") or ByteTokenizer.vocab_size}
-            )
-            network = model_folder.build_on_meta(config)
-            check_geometry(sharding_of_network(network), network.geometry, degrees)
         length = options.data.sequence_length
         check(
             not degrees.sequence_parallel or length % degrees.tensor == 0,
@@ -255,18 +233,17 @@ class TextGeneration(Kit[TextGenerationOptions, Tokenizer]):
         train = _source(inputs.train_dataset, options.data.train, options) if evaluation is None else None
         if train is None and evaluation is None:
             raise ConfigError("there is nothing to evaluate on", got="data.eval=null", fix="add data.eval=FILE")
-        given = _given_network(inputs)
-        if given is None and options.checkpoint is None:
+        if inputs.model is None and options.checkpoint is None:
             raise ModelError("there is no model to evaluate", fix="add checkpoint=RUN, or train one first")
-        opened = inputs.open_model or self.open_model
-        config = _stored_config(options, given, opened)
-        tokenizer = find_run_tokenizer(options, inputs.processor, evaluation or train)
-        if config is not None:
-            check_fit(config, options, tokenizer)
+        source = self._source(options, inputs, is_evaluation=True)
+        tokenizer = find_run_tokenizer(
+            options.tokenizer, options.checkpoint, inputs.processor, evaluation or train, options.data.cache
+        )
+        source = source.fitted(tokenizer)
         with rendezvous.local_rank_zero_first():
             corpus = load_corpus(train, evaluation, tokenizer, options.data, options.seed)
         world = rendezvous.init_process_group().with_precision(options.precision)
-        model = _sharded_model(options, given, world, opened)
+        model = source.build(world)
         task = TextGenerationTask(options, corpus, lambda _world: model, world)
         return evaluate_model(task, parallel_model_of(model, world), world.device, options.precision)
 
@@ -312,58 +289,6 @@ def _source(
 ) -> Source | None:
     spec = named if dataset is None else dataset
     return None if spec is None else opened(spec, options.data)
-
-
-def _given_network(inputs: Inputs) -> nn.Module | None:
-    """The network handed over; None for a checkpoint's, or one that is to be built from `options.model`."""
-    if inputs.model is not None and not isinstance(inputs.model, CausalLM):
-        raise ModelError(
-            "this network cannot be trained on text_generation",
-            got=type(inputs.model).__name__,
-            expected="a network with geometry, hidden(), head() and head_weight (kitforge.core.nn.causal_lm)",
-            fix="or give it its own loss in a Task of your own (docs/tasks.md)",
-        )
-    return inputs.model
-
-
-def _stored_config(options: TextGenerationOptions, given: nn.Module | None, opened: OpenModel) -> FamilyConfig | None:
-    """The options of a network that is there already, handed over or under `options.checkpoint`: a first look, at names
-    and sizes, before anything is read. None for one of the caller's own making and for one that is to be built."""
-    if given is not None:
-        return config_of_network(given)
-    if options.checkpoint is None:
-        return None
-    return opened(Path(options.checkpoint), partial(find_checkpoint, verify=False)).config
-
-
-def _sharded_model(
-    options: TextGenerationOptions,
-    given: nn.Module | None,
-    world: World,
-    opened: OpenModel,
-    *,
-    is_trained: bool = False,
-) -> nn.Module:
-    """The network handed over or the checkpoint's on the device, cut as the world's degrees say. One to be trained gets
-    its adapter. Of the checkpoint's, no rank ever holds more than its shards, and each verifies a share of the
-    files."""
-    lora = options.lora if is_trained else LoraOptions()
-    frozen = options.freeze if is_trained else ()
-    if given is not None:
-        freeze(given, frozen)
-        if lora.is_on and config_of_adapter(given) is None:
-            with_adapter(given, lora, options.seed)
-        parallel_model_of(given.to(world.device), world, sharding_of_network(given))
-        return given
-    stored = opened(Path(str(options.checkpoint)), partial(find_checkpoint, world=world))
-    network = model_folder.build_on_meta(stored.config, options.compile_level)
-    freeze(network, frozen)
-    if lora.is_on:
-        with_adapter(network, lora, options.seed)
-    parallel = parallelize(network, sharding_of_network(network), world)
-    parallel.materialize(world.device)
-    load_weights(parallel, stored, lora, options.seed)
-    return network
 
 
 def _samples(

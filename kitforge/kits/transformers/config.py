@@ -10,8 +10,7 @@ from kitforge.data.tokenizer import TokenizerConfig
 from kitforge.foundation.config import check
 from kitforge.inference.server.options import ServeOptions
 from kitforge.inference.text_engine import InferenceOptions
-from kitforge.kits.language_model import LoraOptions
-from kitforge.trainer.options import RunOptions
+from kitforge.kits.language_model import FineTuningOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,18 +46,13 @@ class DataOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TextGenerationOptions(RunOptions):
+class TextGenerationOptions(FineTuningOptions):
     """All options of the task."""
 
     task: str = "text_generation"
-    model: dict[str, Any] = field(default_factory=dict)  # `family` and the options of that family's config
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     data: DataOptions = field(default_factory=DataOptions)
-    lora: LoraOptions = field(default_factory=LoraOptions)
-    freeze: tuple[str, ...] = ()  # parameters that are not trained, as patterns: ["embedding.*","blocks.[0-3].*"]
     inference: InferenceOptions = field(default_factory=InferenceOptions)
-    # Run, folder, .gguf file, named checkpoint (`kitforge models`) or Hub id (NAME/MODEL@REVISION) with the weights.
-    checkpoint: str | None = None
     format: Literal["huggingface", "gguf", "onnx", "torch_export"] = "huggingface"  # of `export`
     # `export` to onnx and torch_export: past keys and values are inputs; False: whole texts only.
     use_cache: bool = True
@@ -72,9 +66,7 @@ class TextGenerationOptions(RunOptions):
     serve: ServeOptions = field(default_factory=ServeOptions)
 
     def __post_init__(self) -> None:
-        self.lora.check_parallel(self.parallel)
-        is_one = not (self.freeze and self.lora.is_on)
-        check(is_one, "freeze", list(self.freeze), "nothing with lora.rank, which freezes all weights")
+        FineTuningOptions.__post_init__(self)
         max_steps, epochs = self.trainer.max_steps, self.trainer.epochs
         fits = not self.data.streaming or (max_steps is not None and epochs is None)
         given = f"trainer.max_steps={max_steps} trainer.epochs={epochs}"

@@ -29,10 +29,9 @@ from kitforge.foundation.device import copy_to
 from kitforge.foundation.errors import ConfigError, DataError
 from kitforge.foundation.log import logger
 from kitforge.foundation.types import MicroBatch, Sums
-from kitforge.kits.language_model import LoraOptions
+from kitforge.kits.language_model import FineTuningOptions, check_whole_rows
 from kitforge.kits.transformers.rows import ClassifierTask
 from kitforge.models.vit.model import ViTConfig
-from kitforge.trainer.options import RunOptions
 
 CLASSIFIER = "classifier."
 # Decoded images that are kept in memory, in bytes; with more, each is decoded whenever it is needed.
@@ -62,29 +61,18 @@ class ImageDataOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ImageClassificationOptions(RunOptions):
+class ImageClassificationOptions(FineTuningOptions):
     """All options of the task."""
 
     task: str = "image_classification"
-    model: dict[str, Any] = field(default_factory=dict)  # `family` and the options of that family's config
     data: ImageDataOptions = field(default_factory=ImageDataOptions)
     labels: tuple[str, ...] = ()  # in the order of the logits; null: those of the checkpoint, else of the training rows
-    lora: LoraOptions = field(default_factory=LoraOptions)
-    freeze: tuple[str, ...] = ()  # parameters that are not trained, as patterns: ["blocks.*"]
-    # Run, folder, or Hub id (NAME/MODEL@REVISION) with the weights.
-    checkpoint: str | None = None
     format: Literal["huggingface", "onnx", "torch_export"] = "huggingface"  # of `export`
-    output: str | None = None  # jsonl file of `predict`
 
     def __post_init__(self) -> None:
-        self.lora.check_parallel(self.parallel)
-        is_one = not (self.freeze and self.lora.is_on)
-        check(is_one, "freeze", list(self.freeze), "nothing with lora.rank, which freezes all weights")
+        FineTuningOptions.__post_init__(self)
         check(len(set(self.labels)) == len(self.labels) != 1, "labels", list(self.labels), "two or more, all distinct")
-        degrees = self.parallel
-        is_whole = degrees.tensor == 1 or not degrees.sequence_parallel
-        fix = "add parallel.sequence_parallel=false"
-        check(is_whole, "parallel.sequence_parallel", True, "false for images", fix)
+        check_whole_rows(self.parallel)
 
 
 @final

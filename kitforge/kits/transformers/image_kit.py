@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, cast, final
@@ -14,11 +14,7 @@ from torch import Tensor, nn
 
 from kitforge.core.checkpoint.load import find_checkpoint
 from kitforge.core.kernels.dispatch import CompileLevel
-from kitforge.core.nn.init import init_weights
-from kitforge.core.nn.lora import config_of as config_of_adapter
 from kitforge.core.nn.vision import VisionTransformer
-from kitforge.core.parallel.parallelize import parallel_model_of, parallelize
-from kitforge.core.parallel.sharding import check_geometry
 from kitforge.core.parallel.world import World
 from kitforge.data.images import ImageEntry, find_images
 from kitforge.foundation.config import check, to_dict
@@ -29,13 +25,10 @@ from kitforge.foundation.progress import show_progress
 from kitforge.foundation.types import Region
 from kitforge.kits.kit import LoadModel, RunInputs
 from kitforge.kits.language_model import (
-    LoraOptions,
     export_language_model,
-    freeze,
-    load_weights,
     save_language_model,
-    with_adapter,
 )
+from kitforge.kits.network_source import NetworkSource, check_splits
 from kitforge.kits.transformers.image_classification import (
     CLASSIFIER,
     ImageClassificationOptions,
@@ -53,7 +46,6 @@ from kitforge.models.catalog import config_of, config_of_network
 from kitforge.models.hub import resolve
 from kitforge.models.loading import OpenCheckpoint, StoredModel
 from kitforge.models.peft import base_of, is_adapter
-from kitforge.models.sharding import sharding_of_network
 from kitforge.models.vit.model import ViTConfig
 from kitforge.trainer.run_folder import Run
 
@@ -85,9 +77,7 @@ class ImageClassification(RowKit[ImageClassificationOptions, ImageProcessor]):
 
     def check_parallel(self, options: ImageClassificationOptions) -> None:
         """Raise ConfigError for a network that the degrees of `options` cannot split; before any rank is started."""
-        if options.checkpoint is None and options.model:
-            network: Any = model_folder.build_on_meta(config_of(options.model, "vision"))
-            check_geometry(sharding_of_network(network), network.geometry, options.parallel)
+        check_splits(options, "vision")
 
     def load(
         self, folder: Path, device: torch.device, level: CompileLevel = "O1", dtype: LoadDtype = "fp32"
@@ -222,107 +212,51 @@ class _Prepared:
     """Images and labels of a run, and how its network is built."""
 
     def __init__(self, options: ImageClassificationOptions, inputs: Inputs, *, is_evaluation: bool) -> None:
-        self._options, self._given, self._is_evaluation = options, inputs.model, is_evaluation
         train = options.data.train if inputs.train_dataset is None else inputs.train_dataset
         evaluation = options.data.eval if inputs.eval_dataset is None else inputs.eval_dataset
         # An evaluation reads the training images only if the evaluation images are split off them.
         train = None if is_evaluation and evaluation is not None else train
         if train is None and evaluation is None:
             raise ConfigError("there are no images", got="data.train=null", fix="add data.train=FOLDER")
-        stored = None
-        if self._given is None and options.checkpoint is not None:
-            stored = open_vision(Path(options.checkpoint), partial(find_checkpoint, verify=False))
-        elif options.lora.is_on and self._given is None:
-            fix = "name a run or a folder: checkpoint=RUN"
-            raise ConfigError("an adapter needs a model to adapt", got=f"lora.rank={options.lora.rank}", fix=fix)
+        given = inputs.model
+        if given is not None and not isinstance(given, VisionTransformer):
+            got, expected = type(given).__name__, "a vision transformer: vit"
+            raise ModelError("this network reads no images", got=got, expected=expected)
+        source = NetworkSource.find(options, given, open_vision, is_evaluation=is_evaluation)
         files = find_files(train, evaluation, options.data)
-        config = self._known_config(stored)
+        config = cast(ViTConfig | None, source.config)
         labels = options.labels or files.labels(() if config is None else config.labels)
-        # Labels that the model does not have begin with a new classifier.
-        self._has_classifier = config is not None and config.labels == labels
         values = {**options.model, "labels": labels} if config is None else {**to_dict(config), "labels": labels}
         if files.has_lists and config is None:
             values.setdefault("problem_type", "multi_label_classification")
         self.config = cast(ViTConfig, config_of({"family": "vit", **values}, "vision"))
         self.data = read_images(files, options, labels, self.config)
         self.processor = ImageProcessor(self.config)
+        source = dataclasses.replace(source, config=cast(Any, self.config))
+        if config is not None and config.labels != labels:
+            # Labels that the model does not have begin with a new classifier.
+            source = dataclasses.replace(source, given=None, open_stored=partial(_with_new_classifier, source))
+        self.build = source.build
 
     def recorded(self) -> dict[str, Any]:
         """The options of the model, and its labels, as a checkpoint records them."""
         return {"model": {"family": self.config.family, **to_dict(self.config)}, "labels": list(self.data.labels)}
 
-    def build(self, world: World) -> nn.Module:
-        """The network on the device, cut as the world's degrees say; with its adapter if it is to be trained."""
-        options = self._options
-        lora, frozen = (LoraOptions(), ()) if self._is_evaluation else (options.lora, options.freeze)
-        if self._given is not None and self._has_classifier:
-            model = self._given.to(world.device)
-            _adapt(model, lora if config_of_adapter(model) is None else LoraOptions(), frozen, options.seed)
-            parallel_model_of(model, world, sharding_of_network(model))
-            return self._ready(model)
-        model = cast(Any, model_folder.build_on_meta(cast(Any, self.config), options.compile_level))
-        _adapt(model, lora, frozen, options.seed)
-        parallel = parallelize(model, sharding_of_network(model), world)
-        parallel.materialize(world.device)
-        shards = parallel.parameters()
-        regions = {name: parallel.region(name) for name in shards}
-        plain = {
-            name: shard for name, shard in shards.items() if ".adapters." not in name and not name.endswith("scales")
-        }
-        init_weights(plain.items(), self.config.num_layers, options.seed, regions)
-        if self._given is not None:
-            held = dict(self._given.named_parameters())
-            self._copy(plain, lambda name, region: region.of(held[name].detach()), regions)
-        elif options.checkpoint is not None:
-            stored = open_vision(Path(options.checkpoint), partial(find_checkpoint, world=world))
-            kept = {name: shard.clone() for name, shard in plain.items() if name.startswith(CLASSIFIER)}
-            source = stored if self._has_classifier else _without_classifier(stored, self.config)
-            load_weights(parallel, source, lora, options.seed)
-            if not self._has_classifier:
-                for name, shard in kept.items():
-                    plain[name].data.copy_(shard)
-        return self._ready(model)
 
-    @torch.no_grad()
-    def _copy(self, shards: Mapping[str, Tensor], read: Any, regions: Mapping[str, Region]) -> None:
-        for name, shard in shards.items():
-            if not name.startswith(CLASSIFIER):
-                shard.copy_(read(name, regions[name]))
-
-    def _ready(self, model: Any) -> nn.Module:
-        model.recompute = self._options.trainer.activation_checkpointing
-        if self._options.compile_level == "O2":
-            model.compile_blocks()
-        return cast(nn.Module, model)
-
-    def _known_config(self, stored: StoredModel | None) -> ViTConfig | None:
-        if self._given is None:
-            return None if stored is None else cast(Any, stored.config)
-        if not isinstance(self._given, VisionTransformer):
-            got, expected = type(self._given).__name__, "a vision transformer: vit"
-            raise ModelError("this network reads no images", got=got, expected=expected)
-        return cast(ViTConfig, self._given.config)
-
-
-def _without_classifier(stored: StoredModel, config: ViTConfig) -> StoredModel:
-    """The model with a classifier of zeros for other labels."""
-    shapes = {f"{CLASSIFIER}weight": (len(config.labels), config.dim), f"{CLASSIFIER}bias": (len(config.labels),)}
+def _with_new_classifier(source: NetworkSource, open_run: OpenCheckpoint) -> StoredModel:
+    """The weights of a source, and the first values of a classifier for the labels of its config."""
+    stored = None if source.open_stored is None else source.open_stored(open_run)
 
     def read(name: str, region: Region | None) -> Tensor:
-        if name not in shapes:
+        if name.startswith(CLASSIFIER):
+            return source.initial(name, region)
+        if stored is not None:
             return stored.read(name, region)
-        whole = torch.zeros(shapes[name])
+        assert source.given is not None
+        whole = source.given.get_parameter(name).detach()
         return whole if region is None else region.of(whole)
 
-    return dataclasses.replace(stored, read=read)
-
-
-def _adapt(model: Any, lora: LoraOptions, frozen: Sequence[str], seed: int) -> None:
-    """Freeze parameters, or add an adapter beside which the classifier is trained."""
-    freeze(model, frozen)
-    if lora.is_on:
-        with_adapter(model, lora, seed)
-        model.classifier.requires_grad_(True)
+    return StoredModel(config=source.family, names=(), read=read)
 
 
 IMAGE_CLASSIFICATION = ImageClassification()

@@ -25,13 +25,13 @@ from kitforge.foundation import seed as seeds
 from kitforge.foundation.config import check
 from kitforge.foundation.errors import DataError
 from kitforge.foundation.log import logger
-from kitforge.kits.language_model import LoraOptions
+from kitforge.kits.language_model import FineTuningOptions, check_whole_rows
+from kitforge.kits.network_source import BACKBONE
 from kitforge.kits.transformers.rows import ClassifierTask, TokenizedRows
 from kitforge.kits.transformers.task import EMBEDDINGS
 from kitforge.models.sharding import sharding_of_network
-from kitforge.trainer.options import RunOptions
 
-BACKBONE, HEAD, HEAD_BIAS = "backbone.", "score.weight", "score.bias"
+HEAD, HEAD_BIAS = "score.weight", "score.bias"
 RowsT = TypeVar("RowsT", bound=TokenizedRows)
 TargetT = TypeVar("TargetT")
 _log = logger(__name__)
@@ -82,31 +82,19 @@ class LabelledRowOptions(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LabellingOptions(RunOptions, ABC):
+class LabellingOptions(FineTuningOptions, ABC):
     """Options of a task with a head over labels; its `data` are those of the task."""
 
-    model: dict[str, Any] = field(default_factory=dict)  # `family` and the options of that family's config
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
-    data: Any = None
     # null: that of the checkpoint; else of several labels a row where all labels are lists.
     problem_type: ProblemType | None = None
     labels: tuple[str, ...] = ()  # in the order of the logits; null: those of the checkpoint, else of the training rows
-    lora: LoraOptions = field(default_factory=LoraOptions)
-    freeze: tuple[str, ...] = ()  # parameters that are not trained, as patterns: ["backbone.embedding.*"]
-    # Run, folder, .gguf file, named checkpoint (`kitforge models`) or Hub id (NAME/MODEL@REVISION) with the weights.
-    checkpoint: str | None = None
     format: Literal["huggingface", "onnx", "torch_export"] = "huggingface"  # of `export`
-    output: str | None = None  # jsonl file of `predict`
 
     def __post_init__(self) -> None:
-        self.lora.check_parallel(self.parallel)
-        is_one = not (self.freeze and self.lora.is_on)
-        check(is_one, "freeze", list(self.freeze), "nothing with lora.rank, which freezes all weights")
+        FineTuningOptions.__post_init__(self)
         check(len(set(self.labels)) == len(self.labels) != 1, "labels", list(self.labels), "two or more, all distinct")
-        degrees = self.parallel
-        is_whole = degrees.tensor == 1 or not degrees.sequence_parallel
-        fix = "add parallel.sequence_parallel=false"
-        check(is_whole, "parallel.sequence_parallel", True, "false for rows of any length", fix)
+        check_whole_rows(self.parallel)
 
 
 @final
@@ -192,8 +180,9 @@ def initial_head(num_labels: int, dim: int, seed: int) -> Tensor:
     return torch.randn((num_labels, dim), generator=seeds.generator(seed, "init", HEAD)) * 0.02
 
 
-def sharding_of_classifier(model: HeadedModel) -> Sharding:
+def sharding_of_classifier(model: nn.Module) -> Sharding:
     """How a classifier is sharded. The head is replicated, and so is its gradient."""
+    assert isinstance(model, HeadedModel)
     backbone = sharding_of_network(model.backbone).with_prefix("backbone")
     score = Sharding(rules=(ShardingRule(module="score", gradient="whole"),) if backbone.rules else ())
     merged = backbone.merged_with(score)

@@ -6,7 +6,6 @@ import dataclasses
 import json
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeAlias, TypeVar, cast, final
 
@@ -16,15 +15,10 @@ from torch import Tensor, nn
 from kitforge.core.checkpoint.load import find_checkpoint
 from kitforge.core.kernels.dispatch import CompileLevel
 from kitforge.core.nn.causal_lm import CausalLM
-from kitforge.core.nn.decoder import FamilyConfig
-from kitforge.core.nn.init import init_weights
-from kitforge.core.nn.lora import config_of as config_of_adapter
-from kitforge.core.parallel.parallelize import parallel_model_of, parallelize
-from kitforge.core.parallel.sharding import check_geometry
 from kitforge.core.parallel.world import World
 from kitforge.data.source import open_rows
-from kitforge.data.tokenizer import ByteTokenizer, Tokenizer
-from kitforge.foundation.config import check, to_dict
+from kitforge.data.tokenizer import Tokenizer
+from kitforge.foundation.config import check
 from kitforge.foundation.dtype import ExportDtype, LoadDtype
 from kitforge.foundation.errors import ConfigError, ModelError
 from kitforge.foundation.files import atomic_file
@@ -32,18 +26,14 @@ from kitforge.foundation.progress import show_progress
 from kitforge.kits.kit import LoadModel, RunInputs
 from kitforge.kits.language_model import (
     ADAPTER,
-    LoraOptions,
     SaveAdapter,
     SaveTokenizer,
     export_language_model,
-    freeze,
-    load_weights,
     resolved_options,
     stored_tokenizer,
-    with_adapter,
 )
+from kitforge.kits.network_source import BACKBONE, HeadSource, NetworkSource, check_splits, find_run_tokenizer
 from kitforge.kits.transformers.labelling import (
-    BACKBONE,
     HEAD,
     HEAD_BIAS,
     HeadedModel,
@@ -53,12 +43,9 @@ from kitforge.kits.transformers.labelling import (
     initial_head,
     sharding_of_classifier,
 )
-from kitforge.kits.transformers.network import check_fit, find_run_tokenizer, new_config, prepare
 from kitforge.kits.transformers.row_kit import PreparedRows, RowKit
 from kitforge.models import loading as model_folder
-from kitforge.models.catalog import config_of, config_of_network
 from kitforge.models.loading import OpenCheckpoint, StoredModel
-from kitforge.models.sharding import sharding_of_network
 from kitforge.trainer.callbacks.callback import Callback
 from kitforge.trainer.run_folder import Run
 
@@ -103,10 +90,7 @@ class LabellingKit(RowKit[HeadedOptionsT, Tokenizer]):
 
     def check_parallel(self, options: HeadedOptionsT) -> None:
         """Raise ConfigError for a network that the degrees of `options` cannot split; before any rank is started."""
-        if options.checkpoint is None and options.model:
-            size = options.model.get("vocab_size") or ByteTokenizer.vocab_size
-            network = model_folder.build_on_meta(config_of({**options.model, "vocab_size": size}))
-            check_geometry(sharding_of_network(network), network.geometry, options.parallel)
+        check_splits(options)
 
     def load(
         self, folder: Path, device: torch.device, level: CompileLevel = "O1", dtype: LoadDtype = "fp32"
@@ -150,25 +134,23 @@ class _Prepared(Generic[HeadedOptionsT]):
     def __init__(
         self, kit: LabellingKit[HeadedOptionsT], options: HeadedOptionsT, inputs: Inputs, *, is_evaluation: bool
     ) -> None:
-        self._kit = kit
-        self._options, self._given, self._is_evaluation = options, inputs.model, is_evaluation
-        self._open = kit.open_model if inputs.open_model is None else inputs.open_model
+        self._kit, self._seed, self._given = kit, options.seed, inputs.model
         train = options.data.train if inputs.train_dataset is None else inputs.train_dataset
         evaluation = options.data.eval if inputs.eval_dataset is None else inputs.eval_dataset
         # An evaluation reads the training rows only if the evaluation rows are split off them.
         train = None if is_evaluation and evaluation is not None else train
         if train is None and evaluation is None:
             raise ConfigError("there are no labelled rows", got="data.train=null", fix="add data.train=ROWS.jsonl")
-        stored = None
-        if self._given is None and options.checkpoint is not None:
-            stored = self._open(Path(options.checkpoint), partial(find_checkpoint, verify=False))
-        elif options.lora.is_on and self._given is None:
-            fix = "name a run, a folder, or a pretrained model: checkpoint=smollm2"
-            raise ConfigError("an adapter needs a model to adapt", got=f"lora.rank={options.lora.rank}", fix=fix)
-        self.processor = find_run_tokenizer(options, inputs.processor, None)
-        self._config = self._network_config(stored)
-        if self._config is not None:
-            check_fit(self._config, options, self.processor)
+        given = self._given.backbone if isinstance(self._given, HeadedModel) else self._given
+        opened = inputs.open_model or kit.open_model
+        source = NetworkSource.find(options, given, opened, is_evaluation=is_evaluation)
+        self.processor = find_run_tokenizer(
+            options.tokenizer, options.checkpoint, inputs.processor, None, options.data.cache
+        )
+        source, stored = source.fitted(self.processor), source.outlook
+        # The head of the language model is never used, so none is built. Every family's options have this field.
+        tied = source.config and dataclasses.replace(cast(Any, source.config), tie_embeddings=True)
+        self._source = dataclasses.replace(source, config=source.config if given is not None else tied)
         own = self._given.labels if isinstance(self._given, HeadedModel) else ()
         known = own or (stored.labels if stored is not None and HEAD in stored.head else ())
         if is_evaluation and not known:
@@ -183,85 +165,34 @@ class _Prepared(Generic[HeadedOptionsT]):
 
     def recorded(self) -> dict[str, Any]:
         """The options of the model, and its labels, as a checkpoint records them."""
-        model = {} if self._config is None else {"family": self._config.family, **to_dict(self._config)}
-        return {"model": model, "labels": list(self.data.labels), "problem_type": self.data.problem_type}
+        kind = self.data.problem_type
+        return {"model": self._source.recorded(), "labels": list(self.data.labels), "problem_type": kind}
 
     def build(self, world: World) -> nn.Module:
         """The classifier on the device, cut as the world's degrees say; with its adapter if it is to be trained."""
-        options = self._options
-        lora, frozen = (LoraOptions(), ()) if self._is_evaluation else (options.lora, options.freeze)
-        if self._given is not None:
-            return self._prepared(self._given_model(world), lora, frozen, world)
-        assert self._config is not None
-        # The head of the language model is never used, so none is built.
-        model = self._kit.MODEL(
-            model_folder.build_on_meta(self._config, options.compile_level), self.data.labels, self.data.problem_type
-        )
-        freeze(model, frozen)
-        if lora.is_on:
-            with_adapter(model.backbone, lora, options.seed)
-        parallel = parallelize(model, sharding_of_classifier(model), world)
-        parallel.materialize(world.device)
-        head = None
-        if options.checkpoint is not None:
-            stored = self._open(Path(options.checkpoint), partial(find_checkpoint, world=world))
-            load_weights(parallel, stored, lora, options.seed, BACKBONE)
-            head = stored.head if self._has_head else None
-        else:
-            layers = self._config.num_layers
-            for name, shard in parallel.parameters().items():
-                own, region = name.removeprefix(BACKBONE), parallel.region(name)
-                init_weights([(own, shard)], layers, options.seed, {own: region})
-        shards = parallel.parameters()
-        self._fill_head(model, {each: (parallel.region(each).of, shards[each]) for each in shards}, head)
-        prepare(model.backbone, options)
-        return model
-
-    def _given_model(self, world: World) -> HeadedModel:
-        """The classifier that was handed over, or a language model with a new head."""
-        given = cast(nn.Module, self._given).to(world.device)
-        if isinstance(given, HeadedModel) and given.labels == self.data.labels:
-            given.problem_type = self.data.problem_type
-            return given
-        backbone = given.backbone if isinstance(given, HeadedModel) else given
-        if not isinstance(backbone, CausalLM):
+        given = self._given
+        if given is not None and not isinstance(given, (HeadedModel, CausalLM)):
             expected = "a language model or a classifier"
-            raise ModelError("this network cannot label texts", got=type(backbone).__name__, expected=expected)
-        model = self._kit.MODEL(backbone, self.data.labels, self.data.problem_type)
-        shards = {name: (lambda whole: whole, each.data) for name, each in model.named_parameters()}
-        self._fill_head(model, shards, None)
-        return model
+            raise ModelError("this network cannot label texts", got=type(given).__name__, expected=expected)
+        head = HeadSource(wrap=self._with_head, sharding=sharding_of_classifier, tensors=self._head)
+        return self._source.build(world, head)
 
-    def _prepared(self, model: HeadedModel, lora: LoraOptions, frozen: tuple[str, ...], world: World) -> HeadedModel:
-        freeze(model, frozen)
-        if lora.is_on and config_of_adapter(model.backbone) is None:
-            with_adapter(model.backbone, lora, self._options.seed)
-        parallel_model_of(model, world, sharding_of_classifier(model))
-        prepare(model.backbone, self._options)
-        return model
+    def _with_head(self, backbone: nn.Module) -> HeadedModel:
+        """The classifier that was handed over, or one with another head on the network."""
+        given, labels, kind = self._given, self.data.labels, self.data.problem_type
+        if not isinstance(given, HeadedModel) or given.labels != labels:
+            return self._kit.MODEL(backbone, labels, kind)
+        given.problem_type = kind
+        return given.to(cast(CausalLM, backbone).head_weight.device)
 
-    def _fill_head(
-        self,
-        model: HeadedModel,
-        shards: Mapping[str, tuple[Callable[[Tensor], Tensor], Tensor]],
-        stored: Mapping[str, Tensor] | None,
-    ) -> None:
-        """Write a stored head, or the first one; `shards` are the parameters with what cuts a whole tensor for them."""
-        size, dim = len(self.data.labels), cast(CausalLM, model.backbone).geometry.dim
-        first = {HEAD: initial_head(size, dim, self._options.seed), HEAD_BIAS: torch.zeros(size)}
-        with torch.no_grad():
-            for name in (HEAD, HEAD_BIAS)[: 1 + model.has_bias]:
-                cut, shard = shards[name]
-                shard.copy_(cut((stored or first).get(name, first[name])))
-
-    def _network_config(self, stored: StoredModel | None) -> FamilyConfig | None:
-        """The options of the backbone, its embeddings tied: the head of the language model is not built."""
-        if self._given is not None:
-            backbone = self._given.backbone if isinstance(self._given, HeadedModel) else self._given
-            return config_of_network(backbone)
-        config = new_config(self._options, self.processor) if stored is None else stored.config
-        # Every family's options are a dataclass with this field.
-        return cast(FamilyConfig, dataclasses.replace(cast(Any, config), tie_embeddings=True))
+    def _head(self, model: nn.Module, stored: StoredModel | None) -> Mapping[str, Tensor]:
+        """The head of the model if it has these labels, or a new one."""
+        if model is self._given:
+            return {}
+        size, dim = len(self.data.labels), cast(CausalLM, cast(HeadedModel, model).backbone).geometry.dim
+        first = {HEAD: initial_head(size, dim, self._seed), HEAD_BIAS: torch.zeros(size)}
+        old = stored.head if stored is not None and self._has_head else {}
+        return {name: old.get(name, first[name]) for name in (HEAD, HEAD_BIAS)[: 1 + self._kit.MODEL.has_bias]}
 
 
 def predict_rows(

@@ -31,9 +31,8 @@ from kitforge.foundation.log import logger
 from kitforge.foundation.progress import heartbeat
 from kitforge.foundation.types import MicroBatch, Sums
 from kitforge.inference.seq2seq import Seq2SeqInference, generate
-from kitforge.kits.language_model import LoraOptions, start_tokens
+from kitforge.kits.language_model import FineTuningOptions, check_whole_rows, start_tokens
 from kitforge.kits.transformers.rows import RaggedTokens, RowTask
-from kitforge.trainer.options import RunOptions
 
 IGNORED = -100
 _EMBEDDINGS = ("embedding.weight", "output", "encoder.relative.weight", "decoder.relative.weight")
@@ -67,29 +66,18 @@ class PairDataOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seq2SeqOptions(RunOptions):
+class Seq2SeqOptions(FineTuningOptions):
     """All options of both tasks."""
 
     task: str = "translation"
-    model: dict[str, Any] = field(default_factory=dict)  # `family` and the options of that family's config
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     data: PairDataOptions = field(default_factory=PairDataOptions)
-    lora: LoraOptions = field(default_factory=LoraOptions)
-    freeze: tuple[str, ...] = ()  # parameters that are not trained, as patterns: ["encoder.*"]
     inference: Seq2SeqInference = field(default_factory=Seq2SeqInference)
-    # Run, folder, or Hub id (NAME/MODEL@REVISION) with the weights.
-    checkpoint: str | None = None
     format: Literal["huggingface", "onnx", "torch_export"] = "huggingface"  # of `export`
-    output: str | None = None  # jsonl file of `predict`
 
     def __post_init__(self) -> None:
-        self.lora.check_parallel(self.parallel)
-        is_one = not (self.freeze and self.lora.is_on)
-        check(is_one, "freeze", list(self.freeze), "nothing with lora.rank, which freezes all weights")
-        degrees = self.parallel
-        is_whole = degrees.tensor == 1 or not degrees.sequence_parallel
-        fix = "add parallel.sequence_parallel=false"
-        check(is_whole, "parallel.sequence_parallel", True, "false for rows of any length", fix)
+        FineTuningOptions.__post_init__(self)
+        check_whole_rows(self.parallel)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

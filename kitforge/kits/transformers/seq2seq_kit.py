@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, final
 
@@ -13,16 +12,11 @@ from torch import nn
 
 from kitforge.core.checkpoint.load import find_checkpoint
 from kitforge.core.kernels.dispatch import CompileLevel
-from kitforge.core.nn.decoder import FamilyConfig
 from kitforge.core.nn.encoder_decoder import EncoderDecoder
-from kitforge.core.nn.init import init_weights
-from kitforge.core.nn.lora import config_of as config_of_adapter
-from kitforge.core.parallel.parallelize import parallel_model_of, parallelize
-from kitforge.core.parallel.sharding import check_geometry
 from kitforge.core.parallel.world import World
 from kitforge.data.source import open_rows, open_source
-from kitforge.data.tokenizer import ByteTokenizer, Tokenizer
-from kitforge.foundation.config import check, to_dict
+from kitforge.data.tokenizer import Tokenizer
+from kitforge.foundation.config import check
 from kitforge.foundation.dtype import ExportDtype, LoadDtype
 from kitforge.foundation.errors import ConfigError, DataError, ModelError
 from kitforge.foundation.files import atomic_file
@@ -30,18 +24,14 @@ from kitforge.foundation.progress import show_progress
 from kitforge.kits.kit import LoadModel, RunInputs
 from kitforge.kits.language_model import (
     ADAPTER,
-    LoraOptions,
     SaveAdapter,
     SaveTokenizer,
     export_language_model,
-    freeze,
-    load_weights,
     resolved_options,
     save_language_model,
     stored_tokenizer,
-    with_adapter,
 )
-from kitforge.kits.transformers.network import check_fit, find_run_tokenizer, new_config, prepare
+from kitforge.kits.network_source import NetworkSource, check_splits, find_run_tokenizer
 from kitforge.kits.transformers.programs import export_programs
 from kitforge.kits.transformers.row_kit import PreparedRows, RowKit
 from kitforge.kits.transformers.seq2seq import (
@@ -57,9 +47,7 @@ from kitforge.kits.transformers.seq2seq import (
     write_targets,
 )
 from kitforge.models import loading as model_folder
-from kitforge.models.catalog import config_of, config_of_network, initial_deviations
 from kitforge.models.loading import OpenCheckpoint, StoredModel
-from kitforge.models.sharding import sharding_of_network
 from kitforge.trainer.callbacks.callback import Callback
 from kitforge.trainer.run_folder import Run
 
@@ -97,11 +85,7 @@ class Seq2Seq(RowKit[Seq2SeqOptions, Tokenizer]):
 
     def check_parallel(self, options: Seq2SeqOptions) -> None:
         """Raise ConfigError for a network that the degrees of `options` cannot split; before any rank is started."""
-        if options.checkpoint is None and options.model:
-            size = options.model.get("vocab_size") or ByteTokenizer.vocab_size
-            config = config_of({**options.model, "vocab_size": size}, "encoder-decoder")
-            network = model_folder.build_on_meta(config)
-            check_geometry(sharding_of_network(network), network.geometry, options.parallel)
+        check_splits(options, "encoder-decoder")
 
     def load(
         self, folder: Path, device: torch.device, level: CompileLevel = "O1", dtype: LoadDtype = "fp32"
@@ -222,20 +206,17 @@ class _Prepared:
     """Tokenizer and pairs of a run, and how its network is built."""
 
     def __init__(self, options: Seq2SeqOptions, inputs: Inputs, *, is_evaluation: bool) -> None:
-        self._options, self._given, self._is_evaluation = options, inputs.model, is_evaluation
-        self._open = model_folder.open_model if inputs.open_model is None else inputs.open_model
         train = options.data.train if inputs.train_dataset is None else inputs.train_dataset
         evaluation = options.data.eval if inputs.eval_dataset is None else inputs.eval_dataset
         # An evaluation reads the training rows only if the evaluation rows are split off them.
         train = None if is_evaluation and evaluation is not None else train
         if train is None and evaluation is None:
             raise ConfigError("there are no pairs", got="data.train=null", fix="add data.train=ROWS.jsonl")
-        stored = None
-        if self._given is None and options.checkpoint is not None:
-            stored = self._open(Path(options.checkpoint), partial(find_checkpoint, verify=False))
-        elif options.lora.is_on and self._given is None:
-            fix = "name a run or a folder: checkpoint=RUN"
-            raise ConfigError("an adapter needs a model to adapt", got=f"lora.rank={options.lora.rank}", fix=fix)
+        if inputs.model is not None and not isinstance(inputs.model, EncoderDecoder):
+            got, expected = type(inputs.model).__name__, "an encoder-decoder, such as t5"
+            raise ModelError("this network reads no source", got=got, expected=expected)
+        opened = inputs.open_model or model_folder.open_model
+        found = NetworkSource.find(options, inputs.model, opened, is_evaluation=is_evaluation)
         if options.data.eval_texts:
             # Refused now, not at the first evaluation.
             metric_library(options.task)
@@ -244,53 +225,19 @@ class _Prepared:
         # What a tokenizer is trained on, if the options name one that is to be trained.
         texts = [text for _, pair in rows for text in (options.data.prefix + pair[0], pair[1])]
         source = open_source(texts) if texts else None
-        self.processor = find_run_tokenizer(options, inputs.processor, source)
-        self._config = self._network_config(stored)
-        if self._config is not None:
-            check_fit(self._config, options, self.processor)
+        self.processor = find_run_tokenizer(
+            options.tokenizer, options.checkpoint, inputs.processor, source, options.data.cache
+        )
+        self.network = found.fitted(self.processor, "encoder-decoder")
         self.data: PairData = read_pairs(rows, held, self.processor, options)
 
     def recorded(self) -> dict[str, Any]:
         """The options of the model, as a checkpoint records them."""
-        model = {} if self._config is None else {"family": self._config.family, **to_dict(self._config)}
-        return {"model": model}
+        return {"model": self.network.recorded()}
 
     def build(self, world: World) -> nn.Module:
         """The network on the device, cut as the world's degrees say; with its adapter if it is to be trained."""
-        options = self._options
-        lora, frozen = (LoraOptions(), ()) if self._is_evaluation else (options.lora, options.freeze)
-        if self._given is not None:
-            model = self._given.to(world.device)
-            freeze(model, frozen)
-            if lora.is_on and config_of_adapter(model) is None:
-                with_adapter(model, lora, options.seed)
-            parallel_model_of(model, world, sharding_of_network(model))
-            return prepare(model, options)
-        assert self._config is not None
-        model = model_folder.build_on_meta(self._config, options.compile_level)
-        freeze(model, frozen)
-        if lora.is_on:
-            with_adapter(model, lora, options.seed)
-        parallel = parallelize(model, sharding_of_network(model), world)
-        parallel.materialize(world.device)
-        if options.checkpoint is not None:
-            stored = self._open(Path(options.checkpoint), partial(find_checkpoint, world=world))
-            load_weights(parallel, stored, lora, options.seed)
-        else:
-            shards = parallel.parameters()
-            regions = {name: parallel.region(name) for name in shards}
-            own = initial_deviations(self._config)
-            init_weights(shards.items(), self._config.num_layers, options.seed, regions, own)
-        return prepare(model, options)
-
-    def _network_config(self, stored: StoredModel | None) -> FamilyConfig | None:
-        if self._given is not None:
-            if not isinstance(self._given, EncoderDecoder):
-                got, expected = type(self._given).__name__, "an encoder-decoder, such as t5"
-                raise ModelError("this network reads no source", got=got, expected=expected)
-            return config_of_network(self._given)
-        config = new_config(self._options, self.processor, "encoder-decoder") if stored is None else stored.config
-        return config_of({"family": config.family, **to_dict(config)}, "encoder-decoder")
+        return self.network.build(world)
 
 
 def _adapted(model: nn.Module) -> tuple[nn.Module, str, None]:
