@@ -11,7 +11,6 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import nn
 
-from kitforge.core.nn.causal_lm import Trainable
 from kitforge.core.parallel.parallelize import parallel_model_of
 from kitforge.core.parallel.world import World
 from kitforge.data.chat_datasets import ChatDatasetReader, ExampleKind, TokenizedExample
@@ -21,6 +20,7 @@ from kitforge.foundation.config import check
 from kitforge.foundation.errors import ConfigError, ModelError
 from kitforge.kits.kit import RunInputs
 from kitforge.kits.language_model import LoraOptions
+from kitforge.kits.network_source import NetworkSource, prepare_training
 from kitforge.kits.rlhf.config import (
     ChatDatasetOptions,
     KTOOptions,
@@ -39,17 +39,22 @@ from kitforge.kits.rlhf.reinforcement.tool_environment import environment_runner
 from kitforge.kits.rlhf.role_ranks import ROLES
 from kitforge.kits.rlhf.roles.model_copy import copy_model, copy_with_adapter
 from kitforge.kits.rlhf.roles.model_loading import (
-    BaseModelSource,
+    actor_critic,
+    adapted_reward_model,
     base_model_of,
     find_tokenizer_or_none,
+    frozen_copy,
     is_reward_model,
     load_reward_model,
     open_policy,
     open_reward_model,
     recorded_reference_model,
+    reference_of,
     sharding_of,
     stored_base_model,
     tokenizer_of,
+    trainable_copy,
+    value_head_model,
 )
 from kitforge.kits.rlhf.roles.reference_model import ReferenceModel
 from kitforge.kits.rlhf.roles.rewards import (
@@ -126,13 +131,13 @@ class TaskInputs:
 
         return read_rows(prompts, specs, data, seed=seed, pad_id=pad_id, reserved=reserved)
 
-    def base_model(self, given: nn.Module | None, *, is_shared: bool = False) -> BaseModelSource:
+    def base_model(self, given: nn.Module | None, *, is_shared: bool = False) -> NetworkSource:
         """The source of a language model; `is_shared` if several models are made from it."""
         return base_model_of(self.options, given, self.tokenizer, self.device, is_shared=is_shared)
 
     def reference_model(
         self,
-        origin: BaseModelSource,
+        origin: NetworkSource,
         reference: nn.Module | None = None,
         critics: ValueHeadModel | None = None,
         known: str | None = None,
@@ -145,14 +150,15 @@ class TaskInputs:
         given = networks_in([self.inputs.model, *self.inputs.roles.values()])
         return ReferenceModel(reference, own, known, judges=networks_in(judge), given=given)
 
-    def reference_base(self, named: str | None) -> BaseModelSource | None:
+    def reference_base(self, named: str | None) -> NetworkSource | None:
         """The reference model: the role `reference` (a Run, folder or module), else the folder `named`. An evaluation
         without either uses the reference that the run was trained with. None without a reference."""
-        given = self.inputs.roles.get("reference", named)
+        given, plain = self.inputs.roles.get("reference", named), replace(self.options, lora=LoraOptions())
         if isinstance(given, (Run, nn.Module)):
-            return BaseModelSource(given=policy_of(given.model if isinstance(given, Run) else given), config=None)
+            # An initial adapter (lora.path) belongs to the policy's base model only.
+            return NetworkSource(options=plain, given=policy_of(given.model if isinstance(given, Run) else given))
         if given is not None:
-            return stored_base_model(self.options, self.tokenizer, partial(open_policy, Path(given)))
+            return stored_base_model(plain, self.tokenizer, partial(open_policy, Path(given)))
         return (
             recorded_reference_model(self.options, self.inputs, self.tokenizer, self.device)
             if self.is_evaluation
@@ -198,13 +204,13 @@ def sft(parts: TaskInputs) -> TaskBuilder:
 
     def build(world: World) -> nn.Module:
         if options.lora.is_on and not parts.is_evaluation:
-            return _sharded(origin.trainable_copy(options, world.device), options, world)
-        return _prepared_for_training(origin.policy(options, world), options)
+            return _sharded(trainable_copy(origin, world.device), options, world)
+        return origin.build(world)
 
     return TaskBuilder(
         task=lambda world: (SFTTask(options, rows, build, world, parts.reference_model(origin)), ()),
         fingerprint=rows.fingerprint,
-        network=origin.config_dict(),
+        network=origin.recorded(),
     )
 
 
@@ -218,9 +224,9 @@ def reward(parts: TaskInputs) -> TaskBuilder:
     def build(world: World) -> nn.Module:
         if trained is not None and parts.is_evaluation:
             return trained
-        if origin.is_sharded_init:
-            return _prepared_for_training(origin.value_head_model(options, world), options)
-        model = ValueHeadModel(origin.trainable_copy(options, world.device, "reward"))
+        if origin.given is None:
+            return value_head_model(origin, world)
+        model = ValueHeadModel(trainable_copy(origin, world.device, "reward"))
         if trained is not None:
             model.copy_head(trained)
         elif options.lora.path is not None and (head := read_head(Path(options.lora.path))):
@@ -233,7 +239,7 @@ def reward(parts: TaskInputs) -> TaskBuilder:
         made = RewardTask(options, rows, build, world, parts.reference_model(origin))
         return made, [NormalizeRewards(made)] if options.reward.normalize_rewards else []
 
-    return TaskBuilder(task=task, fingerprint=rows.fingerprint, network=origin.config_dict())
+    return TaskBuilder(task=task, fingerprint=rows.fingerprint, network=origin.recorded())
 
 
 def preference(parts: TaskInputs) -> TaskBuilder:
@@ -248,7 +254,7 @@ def preference(parts: TaskInputs) -> TaskBuilder:
             (),
         ),
         fingerprint=rows.fingerprint,
-        network=origin.config_dict(),
+        network=origin.recorded(),
     )
 
 
@@ -261,20 +267,17 @@ def kto(parts: TaskInputs) -> TaskBuilder:
     return TaskBuilder(
         task=lambda world: (KTOTask(options, rows, build, world, _reference_model(parts, origin, compared, world)), ()),
         fingerprint=rows.fingerprint,
-        network=origin.config_dict(),
+        network=origin.recorded(),
     )
 
 
 def _reference_model(
-    parts: TaskInputs, origin: BaseModelSource, compared: BaseModelSource | None, world: World
+    parts: TaskInputs, origin: NetworkSource, compared: NetworkSource | None, world: World
 ) -> ReferenceModel:
     """The frozen reference model, sharded like the policy: all ranks of a replica process the same rows."""
     if compared is None:
         return parts.reference_model(origin)
-    options = parts.options
-    # An initial adapter (lora.path) belongs to the policy's base model only.
-    plain = options if compared is origin else replace(options, lora=LoraOptions())
-    network, known = compared.reference(plain, world)
+    network, known = reference_of(compared, world)
     return parts.reference_model(origin, network, known=known)
 
 
@@ -303,12 +306,11 @@ def policy_gradient(parts: TaskInputs) -> TaskBuilder:
     def build(world: World) -> nn.Module:
         if sources is not None and world.is_sharded:
             is_pair, first = options.rl.has_critic and not parts.is_evaluation, sources[0]
-            both = first.actor_critic(sources[1], options, world) if is_pair else first.policy(options, world)
-            return _prepared_for_training(both, options)
+            return actor_critic(first, sources[1], world) if is_pair else first.build(world)
         network = origin().given
         if parts.is_evaluation and network is not None and not world.is_sharded:
             return network
-        policy = origin().trainable_copy(options, world.device)
+        policy = trainable_copy(origin(), world.device)
         model = ActorCritic(policy, _critic(basis, origin(), options, world)) if options.rl.has_critic else policy
         return _sharded(model, options, world)
 
@@ -318,7 +320,7 @@ def policy_gradient(parts: TaskInputs) -> TaskBuilder:
             if judge is not None and "reward" in held
             else None,
             reference_model=parts.reference_model(
-                origin() if is_built and sources is None else BaseModelSource(given=None, config=None),
+                origin() if is_built and sources is None else NetworkSource(options=options),
                 reference,
                 basis,
                 judge=judge if "reward" in held else None,
@@ -334,12 +336,12 @@ def policy_gradient(parts: TaskInputs) -> TaskBuilder:
             RolloutLog(made, parts.tokenizer, options.rollout.keep_rollout_files, options.rl.updates_per_rollout),
         ]
 
-    network = (origin() if sources is None else sources[0]).config_dict() if is_built else None
+    network = (origin() if sources is None else sources[0]).recorded() if is_built else None
     fingerprint = rows.fingerprint if pretraining is None else f"{rows.fingerprint} and {pretraining.fingerprint}"
     return TaskBuilder(task=task, fingerprint=fingerprint, network=network)
 
 
-def _sharded_sources(parts: TaskInputs, scores: Any) -> tuple[BaseModelSource, BaseModelSource] | None:
+def _sharded_sources(parts: TaskInputs, scores: Any) -> tuple[NetworkSource, NetworkSource] | None:
     """The stored models from which policy and critic are loaded shard by shard. None without sharding, for models in
     memory, and with LoRA, whose base weights are loaded whole."""
     options = cast(RLOptions, parts.options)
@@ -358,12 +360,12 @@ def _sharded_sources(parts: TaskInputs, scores: Any) -> tuple[BaseModelSource, B
     return policy, stored_base_model(options, parts.tokenizer, partial(open_reward_model, folder))
 
 
-def _full_reference(parts: TaskInputs, named: str | None, origin: Callable[[], BaseModelSource]) -> nn.Module | None:
+def _full_reference(parts: TaskInputs, named: str | None, origin: Callable[[], NetworkSource]) -> nn.Module | None:
     """The reference model of RL, whole on this rank, as each rank has a different number of completions."""
-    options, compared = parts.options, parts.reference_base(named)
-    if compared is not None:
-        return _prepared_for_training(compared.frozen_copy(replace(options, lora=LoraOptions()), parts.device), options)
-    return None if parts.is_evaluation else _prepared_for_training(origin().frozen_copy(options, parts.device), options)
+    compared = parts.reference_base(named)
+    if compared is None and parts.is_evaluation:
+        return None
+    return prepare_training(frozen_copy(compared or origin(), parts.device), parts.options)
 
 
 def _ptx_rows(parts: TaskInputs) -> DatasetSplits[TokenizedExample] | None:
@@ -379,7 +381,7 @@ def _ptx_rows(parts: TaskInputs) -> DatasetSplits[TokenizedExample] | None:
     return found
 
 
-def _reference(parts: TaskInputs, named: str | None, origin: BaseModelSource) -> BaseModelSource:
+def _reference(parts: TaskInputs, named: str | None, origin: NetworkSource) -> NetworkSource:
     """The reference model: the role `reference`, else the initial policy."""
     given = parts.reference_base(named)
     if given is None and parts.is_evaluation:
@@ -390,13 +392,13 @@ def _reference(parts: TaskInputs, named: str | None, origin: BaseModelSource) ->
     return given or origin
 
 
-def _policy(parts: TaskInputs, origin: BaseModelSource) -> Callable[[World], nn.Module]:
+def _policy(parts: TaskInputs, origin: NetworkSource) -> Callable[[World], nn.Module]:
     """The constructor of the trained copy of the policy."""
 
     def build(world: World) -> nn.Module:
-        if parts.is_evaluation or origin.is_sharded_init:
-            return _prepared_for_training(origin.policy(parts.options, world), parts.options)
-        return _sharded(origin.trainable_copy(parts.options, world.device), parts.options, world)
+        if parts.is_evaluation or origin.given is None:
+            return origin.build(world)
+        return _sharded(trainable_copy(origin, world.device), parts.options, world)
 
     return build
 
@@ -424,7 +426,7 @@ def _rewards(parts: TaskInputs) -> Any:
     return given
 
 
-def _reward_source(parts: TaskInputs, source: Any, origin: Callable[[], BaseModelSource]) -> Any:
+def _reward_source(parts: TaskInputs, source: Any, origin: Callable[[], NetworkSource]) -> Any:
     """The reward source: a reward model with its tokenizer, a function, a name, or several."""
     if several := reward_members(source):
         weights = {name: weighted_member(name, each) for name, each in several.items()}
@@ -433,18 +435,18 @@ def _reward_source(parts: TaskInputs, source: Any, origin: Callable[[], BaseMode
         return source
     folder = Path(source).expanduser()
     if is_adapter(folder):
-        return origin().reward_model(folder, parts.options)
+        return adapted_reward_model(origin(), folder)
     model = load_reward_model(folder, parts.device, parts.options.compile_level)
     return RewardModel(model=model, tokenizer=find_tokenizer_or_none(folder))
 
 
-def _critic(basis: ValueHeadModel | None, origin: BaseModelSource, options: RLOptions, world: World) -> ValueHeadModel:
+def _critic(basis: ValueHeadModel | None, origin: NetworkSource, options: RLOptions, world: World) -> ValueHeadModel:
     """The critic: a value head model."""
     if basis is not None:
         critic = ValueHeadModel(_critic_backbone(basis.backbone, options, world.device))
         critic.init_from_reward_model(basis)
     else:
-        critic = ValueHeadModel(origin.trainable_copy(options, world.device, "critic"))
+        critic = ValueHeadModel(trainable_copy(origin, world.device, "critic"))
         critic.reset_head(options.seed)
     return critic
 
@@ -456,7 +458,7 @@ def _critic_backbone(backbone: nn.Module, options: RLOptions, device: torch.devi
     return copy_model(backbone, device, options.compile_level)
 
 
-def _stored_reward_model(parts: TaskInputs) -> BaseModelSource | None:
+def _stored_reward_model(parts: TaskInputs) -> NetworkSource | None:
     """The stored reward model to train on or to evaluate, loaded shard by shard. None if there is none, and with LoRA,
     whose base weights are loaded whole."""
     folder = parts.options.checkpoint
@@ -485,14 +487,5 @@ def _loaded_reward_model(parts: TaskInputs) -> ValueHeadModel | None:
 
 def _sharded(model: nn.Module, options: StageOptions, world: World) -> nn.Module:
     """The model prepared for training and sharded over the world."""
-    parallel_model_of(_prepared_for_training(model, options), world, sharding_of(model))
-    return model
-
-
-def _prepared_for_training(model: nn.Module, options: StageOptions) -> nn.Module:
-    """The model with activation checkpointing and compiled blocks, by the options."""
-    for network in (each for each in model.modules() if isinstance(each, Trainable)):
-        network.recompute = options.trainer.activation_checkpointing
-        if options.compile_level == "O2":
-            network.compile_blocks()
+    parallel_model_of(prepare_training(model, options), world, sharding_of(model))
     return model

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +16,9 @@ from kitforge.core.checkpoint.load import Checkpoint, find_checkpoint
 from kitforge.core.kernels.dispatch import CompileLevel, select
 from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.core.nn.decoder import FamilyConfig
-from kitforge.core.nn.init import init_weights
 from kitforge.core.nn.lora import config_of as config_of_adapter
 from kitforge.core.nn.quantized import quantize_linears, quantized_bits
-from kitforge.core.parallel.parallelize import parallel_model_of, parallelize
+from kitforge.core.parallel.parallelize import parallel_model_of
 from kitforge.core.parallel.sharding import Sharding, ShardingRule
 from kitforge.core.parallel.world import ALONE, World
 from kitforge.data.chat_datasets import iter_texts
@@ -27,13 +26,14 @@ from kitforge.data.mixture import weighted_sources
 from kitforge.data.source import open_source
 from kitforge.data.token_cache import default_root
 from kitforge.data.tokenizer import Tokenizer, TokenizerConfig, find_tokenizer, make_tokenizer
-from kitforge.foundation.config import check, from_dict, to_dict
+from kitforge.foundation.config import from_dict
 from kitforge.foundation.dtype import LoadDtype
 from kitforge.foundation.errors import DataError, ModelError
 from kitforge.foundation.log import logger
 from kitforge.foundation.types import Region
 from kitforge.kits.kit import RunInputs
 from kitforge.kits.language_model import LoraOptions
+from kitforge.kits.network_source import BACKBONE, HeadSource, NetworkSource, fill_head, prepare_training
 from kitforge.kits.rlhf.config import StageOptions
 from kitforge.kits.rlhf.roles.model_copy import (
     alias_weights,
@@ -52,201 +52,138 @@ from kitforge.kits.rlhf.roles.value_head import (
     policy_of,
 )
 from kitforge.models import loading as model_folder
-from kitforge.models.catalog import config_of, config_of_network
-from kitforge.models.loading import OpenCheckpoint, StoredModel
+from kitforge.models.catalog import config_of_network
+from kitforge.models.loading import OpenCheckpoint, StoredModel, build_on_meta
 from kitforge.models.peft import check_same, load_adapter, read_head
 from kitforge.models.sharding import sharding_of_network
 
 # Prefixes of parameter names in checkpoints.
-POLICY, BACKBONE = "policy.", "backbone."
+POLICY = "policy."
 HEAD = ("score.weight", "score.bias")
 _log = logger(__name__)
 
 
-Network = TypeVar("Network", bound=nn.Module)
 Head: TypeAlias = dict[str, Tensor]
-# Fills a shard of a parameter, given its name and region.
-FillShard: TypeAlias = Callable[[str, Tensor, Region], None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BaseModelSource:
-    """The base model of a policy: a given module, a stored model, or a config to initialize."""
+def value_head_model(source: NetworkSource, world: World) -> nn.Module:
+    """A reward model with the stored or a new value head, initialized shard by shard."""
 
-    given: nn.Module | None
-    config: FamilyConfig | None  # None: the caller's own module class
-    open_stored: Callable[[OpenCheckpoint], StoredModel] | None = None  # opens the stored model
+    def head(model: nn.Module, stored: StoredModel | None) -> Head:
+        whole = _whole_head(source, stored)
+        model.get_buffer("mean").copy_(whole["score.mean"])
+        model.get_buffer("deviation").copy_(whole["score.deviation"])
+        return {name: whole[name] for name in HEAD}
 
-    def config_dict(self) -> dict[str, Any]:
-        """The model options that a checkpoint records."""
-        return {} if self.config is None else {"family": self.config.family, **to_dict(self.config)}
+    return source.build(world, HeadSource(wrap=ValueHeadModel, sharding=sharding_of, tensors=head))
 
-    def policy(self, options: StageOptions, world: World) -> nn.Module:
-        """The model itself, to be trained: the given one, or one initialized shard by shard."""
-        if self.given is not None:
-            parallel_model_of(self.given.to(world.device), world, sharding_of(self.given))
-            return self.given
-        network = model_folder.build_on_meta(self.family, options.compile_level)
-        return init_sharded_model(network, world, self.source(options, world)[0])
 
-    def value_head_model(self, options: StageOptions, world: World) -> ValueHeadModel:
-        """A reward model with the stored or a new value head, initialized shard by shard."""
-        model = ValueHeadModel(model_folder.build_on_meta(self.family, options.compile_level))
-        fill, head = self.value_head_source(options, world)
-        init_sharded_model(model, world, fill)
-        model.mean.copy_(head["score.mean"])
-        model.deviation.copy_(head["score.deviation"])
-        return model
+def actor_critic(source: NetworkSource, critic: NetworkSource, world: World) -> nn.Module:
+    """A policy and a critic, initialized shard by shard; the critic from the reward model in `critic`, if any, so that
+    its scores are the normalized ones of that model's head."""
+    model = ActorCritic(source.outline(), ValueHeadModel(critic.outline()))
+    parallel = parallel_model_of(model, world, sharding_of(model))
+    parallel.materialize(world.device)
+    source.fill(parallel, source.opened(world), POLICY)
+    stored = critic.opened(world)
+    critic.fill(parallel, stored, f"critic.{BACKBONE}")
+    head = normalized_head(_whole_head(critic, stored))
+    fill_head(parallel, {name: head[name] for name in HEAD}, "critic.")
+    model.critic.mean.zero_()
+    model.critic.deviation.fill_(1.0)
+    return prepare_training(model, source.options)
 
-    def value_head_source(
-        self, options: StageOptions, world: World, *, is_plain: bool = False
-    ) -> tuple[FillShard, Head]:
-        """How to fill the shards of a value head model, and its whole head. `is_plain` for a critic: its scores are the
-        normalized ones of the stored head."""
-        backbone, stored = self.source(options, world)
-        dim = model_folder.build_on_meta(self.family).geometry.dim
-        head = complete_head((stored.head if stored is not None else {}) or init_head(dim, options.seed), dim)
-        head = normalized_head(head) if is_plain else head
 
-        def fill(name: str, shard: Tensor, region: Region) -> None:
-            if name in HEAD:
-                shard.copy_(region.of(head[name]))
-            else:
-                backbone(name.removeprefix(BACKBONE), shard, region)
+def _whole_head(source: NetworkSource, stored: StoredModel | None) -> Head:
+    dim = build_on_meta(source.family).geometry.dim
+    return complete_head((stored.head if stored is not None else {}) or init_head(dim, source.options.seed), dim)
 
-        return fill, head
 
-    def actor_critic(self, critic: BaseModelSource, options: StageOptions, world: World) -> ActorCritic:
-        """A policy and a critic, initialized shard by shard; the critic from the reward model in `critic`, if any."""
-        level = options.compile_level
-        model = ActorCritic(
-            model_folder.build_on_meta(self.family, level),
-            ValueHeadModel(model_folder.build_on_meta(critic.family, level)),
+def reference_of(source: NetworkSource, world: World) -> tuple[nn.Module, str | None]:
+    """The reference model, sharded as the world says, and its fingerprint if it was loaded in shards."""
+    if source.given is not None:
+        return frozen_copy(source, world.device), None
+    return source.build(world).requires_grad_(False), source_fingerprint(source, world)
+
+
+def source_fingerprint(source: NetworkSource, world: World = ALONE) -> str:
+    """The fingerprint of the fp32 weights of a model that is not in memory; each rank reads its share, tensor by
+    tensor."""
+    outline, read = build_on_meta(source.family), source.initial if source.outlook is None else source.outlook.read
+    names = sorted(name for name, _ in outline.named_parameters())
+    found = {
+        name: weight_digest(read(name, Region.full(outline.get_parameter(name).shape)), torch.float32)
+        for name in names[world.rank :: world.num_training]
+    }
+    gathered: list[dict[str, str]] = world.all_gather_object(found)
+    return fingerprint_of({name: each for digests in gathered for name, each in digests.items()})
+
+
+def frozen_copy(source: NetworkSource, device: torch.device) -> nn.Module:
+    """A frozen view of the base model with the policy's kernels; it shares the memory of a given model."""
+    given, level = source.given, source.options.compile_level
+    if given is None or source.options.lora.path is not None:
+        return trainable_copy(source, device).requires_grad_(False)
+    is_plain = config_of_network(given) is not None and config_of_adapter(given) is None
+    if is_plain and cast(CausalLM, given).kernels not in (select(level), select(level, device.type)):
+        return alias_weights(given, level)
+    return given
+
+
+def trainable_copy(source: NetworkSource, device: torch.device, name: str = "policy") -> nn.Module:
+    """An unsharded trainable copy of the base model; with LoRA, a view of the base weights plus a new adapter."""
+    given, options, lora = source.given, source.options, source.options.lora
+    level = options.compile_level
+    if lora.is_on:
+        assert given is not None
+        if lora.path is None:
+            return copy_with_adapter(given, name, lora.config, options.seed, level)
+        if name == "policy" and read_head(Path(lora.path)):
+            expected = "an adapter of a language model"
+            raise ModelError("the adapter is of a reward model", got=lora.path, expected=expected)
+        shared = alias_weights(given, level)
+        check_same(load_adapter(shared, name, Path(lora.path)), lora.config)
+        return shared
+    if given is not None:
+        return copy_model(given, device, level)
+    # Without a world: the caller shards it.
+    if source.open_stored is not None:
+        return model_folder.load_stored(source.open_stored(find_checkpoint), device=device, level=level)
+    return model_folder.build(source.family, device=device, level=level, seed=options.seed)
+
+
+def adapted_reward_model(source: NetworkSource, folder: Path) -> ValueHeadModel:
+    """A reward model from a PEFT folder over the base weights. Raises ModelError without both."""
+    if source.given is None or config_of_network(source.given) is None:
+        raise ModelError(
+            "an adapter needs its base weights",
+            got=folder,
+            fix="start the policy from them (checkpoint=RUN), or name the run of the task reward itself",
         )
-        policy, _ = self.source(options, world)
-        critical, _ = critic.value_head_source(options, world, is_plain=True)
-
-        def fill(name: str, shard: Tensor, region: Region) -> None:
-            part, _, own = name.partition(".")
-            (policy if part == "policy" else critical)(own, shard, region)
-
-        init_sharded_model(model, world, fill)
-        model.critic.mean.zero_()
-        model.critic.deviation.fill_(1.0)
-        return model
-
-    def source(self, options: StageOptions, world: World) -> tuple[FillShard, StoredModel | None]:
-        """How to fill shards: from files, of which each rank verifies a part, or by initialization with the seed."""
-        if self.open_stored is not None:
-            stored = self.open_stored(partial(find_checkpoint, world=world))
-
-            def read(name: str, shard: Tensor, region: Region) -> None:
-                shard.copy_(stored.read(name, region))
-
-            return read, stored
-        layers = self.family.num_layers
-        return lambda name, shard, region: init_weights([(name, shard)], layers, options.seed, {name: region}), None
-
-    def reference(self, options: StageOptions, world: World) -> tuple[nn.Module, str | None]:
-        """The reference model, sharded as the world says, and its fingerprint if it was loaded in shards."""
-        if not self.is_sharded_init:
-            return self.frozen_copy(options, world.device), None
-        network = self.policy(options, world).requires_grad_(False)
-        return network, self.fingerprint(options, world)
-
-    def fingerprint(self, options: StageOptions, world: World = ALONE) -> str:
-        """The fingerprint of the fp32 weights; each rank reads its share, tensor by tensor."""
-        stored = None if self.open_stored is None else self.open_stored(partial(find_checkpoint, verify=False))
-        outline = model_folder.build_on_meta(self.family)
-        names = sorted(name for name, _ in outline.named_parameters())
-        found = {}
-        for name in names[world.rank :: world.num_training]:
-            if stored is not None:
-                weight = stored.read(name, None)
-            else:
-                weight = torch.empty(outline.get_parameter(name).shape)
-                init_weights([(name, weight)], self.family.num_layers, options.seed)
-            found[name] = weight_digest(weight, torch.float32)
-        gathered: list[dict[str, str]] = world.all_gather_object(found)
-        return fingerprint_of({name: each for digests in gathered for name, each in digests.items()})
-
-    @property
-    def is_sharded_init(self) -> bool:
-        """Whether no model is in memory yet, so that each rank initializes its own shards."""
-        return self.given is None
-
-    @property
-    def family(self) -> FamilyConfig:
-        """The config of a model that is not in memory yet."""
-        assert self.config is not None
-        return self.config
-
-    def frozen_copy(self, options: StageOptions, device: torch.device) -> nn.Module:
-        """A frozen view of the base model with the policy's kernels; it shares the memory of a given model."""
-        if self.given is None or options.lora.path is not None:
-            return self.trainable_copy(options, device).requires_grad_(False)
-        given, level = self.given, options.compile_level
-        is_plain = config_of_network(given) is not None and config_of_adapter(given) is None
-        if is_plain and cast(CausalLM, given).kernels not in (select(level), select(level, device.type)):
-            return alias_weights(given, level)
-        return given
-
-    def trainable_copy(self, options: StageOptions, device: torch.device, name: str = "policy") -> nn.Module:
-        """An unsharded trainable copy of the base model; with LoRA, a view of the base weights plus a new adapter."""
-        if options.lora.is_on:
-            assert self.given is not None
-            if options.lora.path is None:
-                return copy_with_adapter(self.given, name, options.lora.config, options.seed, options.compile_level)
-            if name == "policy" and read_head(Path(options.lora.path)):
-                expected = "an adapter of a language model"
-                raise ModelError("the adapter is of a reward model", got=options.lora.path, expected=expected)
-            shared = alias_weights(self.given, options.compile_level)
-            found = load_adapter(shared, name, Path(options.lora.path))
-            check_same(found, options.lora.config)
-            return shared
-        if self.given is not None:
-            return copy_model(self.given, device, options.compile_level)
-        # Without a world: the caller shards it.
-        if self.open_stored is not None:
-            return model_folder.load_stored(
-                self.open_stored(find_checkpoint), device=device, level=options.compile_level
-            )
-        return model_folder.build(self.family, device=device, level=options.compile_level, seed=options.seed)
-
-    def reward_model(self, folder: Path, options: StageOptions) -> ValueHeadModel:
-        """A reward model from a PEFT folder over the base weights. Raises ModelError without both."""
-        if self.given is None or config_of_network(self.given) is None:
-            raise ModelError(
-                "an adapter needs its base weights",
-                got=folder,
-                fix="start the policy from them (checkpoint=RUN), or name the run of the task reward itself",
-            )
-        if not (head := read_head(folder)):
-            raise ModelError("there is no reward model here", got=folder, expected="an adapter with a head, `score`")
-        backbone = alias_weights(self.given, options.compile_level)
-        load_adapter(backbone, "reward", folder)
-        model = ValueHeadModel(backbone)
-        model.load_head(head)
-        return model
+    if not (head := read_head(folder)):
+        raise ModelError("there is no reward model here", got=folder, expected="an adapter with a head, `score`")
+    backbone = alias_weights(source.given, source.options.compile_level)
+    load_adapter(backbone, "reward", folder)
+    model = ValueHeadModel(backbone)
+    model.load_head(head)
+    return model
 
 
 def stored_base_model(
     options: StageOptions, tokenizer: Tokenizer, open_stored: Callable[[OpenCheckpoint], StoredModel]
-) -> BaseModelSource:
+) -> NetworkSource:
     """A stored base model; reads names and shapes, no weights. Raises ConfigError if it does not fit the options."""
-    config = open_stored(partial(find_checkpoint, verify=False)).config
-    _check_fit(config, options, tokenizer)
-    return BaseModelSource(given=None, config=config, open_stored=open_stored)
+    return NetworkSource(options=options).stored_as(open_stored).fitted(tokenizer)
 
 
 def base_model_of(
     options: StageOptions, given: nn.Module | None, tokenizer: Tokenizer, device: torch.device, *, is_shared: bool
-) -> BaseModelSource:
+) -> NetworkSource:
     """The base model of a policy. With `is_shared`, when several models share the weights, they are loaded whole now.
     Raises ModelError and ConfigError for a model that does not fit."""
-    if given is None and options.checkpoint is not None and not (is_shared or options.lora.is_on):
-        return stored_base_model(options, tokenizer, partial(open_policy, Path(options.checkpoint)))
     if given is None and options.checkpoint is not None:
+        if not (is_shared or options.lora.is_on):
+            return stored_base_model(options, tokenizer, partial(open_policy, Path(options.checkpoint)))
         given = load_policy(Path(options.checkpoint), device, options.compile_level)
     if given is not None and not isinstance(given, CausalLM):
         raise ModelError(
@@ -255,19 +192,13 @@ def base_model_of(
             expected="a network with geometry, hidden(), head() and head_weight (kitforge.core.nn.causal_lm)",
         )
     config = None if given is None else config_of_network(given)
-    if given is None:
-        values = dict(options.model)
-        if values.get("vocab_size") is None:
-            values["vocab_size"] = tokenizer.vocab_size
-        config = config_of(values)
-    if config is not None:
-        _check_fit(config, options, tokenizer)
-    return BaseModelSource(given=_merged_base(given, config, options, device), config=config)
+    found = NetworkSource(options=options, given=given, config=config).fitted(tokenizer)
+    return replace(found, given=_merged_base(given, found.config, options, device))
 
 
 def recorded_reference_model(
     options: StageOptions, inputs: RunInputs[Tokenizer], tokenizer: Tokenizer, device: torch.device
-) -> BaseModelSource | None:
+) -> NetworkSource | None:
     """The reference model of the run in `options.checkpoint`: the folder that it names, else its initial policy. None
     for a run without one, and with a warning if it is no longer available."""
     checkpoint = find_checkpoint(Path(options.checkpoint), verify=False) if options.checkpoint is not None else None
@@ -277,7 +208,7 @@ def recorded_reference_model(
     config = checkpoint.state["config"]
     named, start = config.get("reference"), config["checkpoint"]
     lost = next((each for each in (named or start,) if each is not None and not Path(each).exists()), None)
-    origin: BaseModelSource | None = None
+    origin: NetworkSource | None = None
     begun = replace(options, checkpoint=named, lora=LoraOptions())
     if named is not None and lost is None:
         origin = base_model_of(begun, None, tokenizer, device, is_shared=False)
@@ -287,23 +218,13 @@ def recorded_reference_model(
         given = None if inputs.initial_model is None else policy_of(inputs.initial_model)
         origin = base_model_of(begun, given, tokenizer, device, is_shared=False)
     if origin is not None:
-        is_sharded_load = origin.is_sharded_init
-        network = None if is_sharded_load else origin.frozen_copy(begun, device)
-        if (origin.fingerprint(begun) if network is None else fingerprint(network)) == wanted:
-            return origin if network is None else BaseModelSource(given=network, config=None)
+        network = None if origin.given is None else frozen_copy(origin, device)
+        if (source_fingerprint(origin) if network is None else fingerprint(network)) == wanted:
+            plain = replace(begun, lora=LoraOptions())
+            return origin if network is None else NetworkSource(options=plain, given=network)
     got = f"no folder {lost}" if lost else f"other weights in {named or start or 'the initial policy of its seed'}"
     _log.warning("cannot find the reference model of %s (%s): add reference=FOLDER", checkpoint.folder, got)
     return None
-
-
-def init_sharded_model(model: Network, world: World, fill: FillShard) -> Network:
-    """Shard a model of the meta device, allocate and fill the shards; no rank ever holds it whole."""
-    parallel = parallelize(model, sharding_of(model), world)
-    parallel.materialize(world.device)
-    with torch.no_grad():
-        for name, shard in parallel.parameters().items():
-            fill(name, shard, parallel.region(name))
-    return model
 
 
 def find_tokenizer_or_none(folder: Path) -> Tokenizer | None:
@@ -413,19 +334,3 @@ def sharding_of(network: nn.Module) -> Sharding:
         score = Sharding(rules=(ShardingRule(module="score", gradient="whole"),) if backbone.rules else ())
         return replace(backbone.merged_with(score), fsdp_roots={"": ("scores_at",)})
     return sharding_of_network(network)
-
-
-def _check_fit(config: FamilyConfig, options: StageOptions, tokenizer: Tokenizer) -> None:
-    check(
-        config.vocab_size >= tokenizer.vocab_size,
-        "model.vocab_size",
-        config.vocab_size,
-        f"at least the tokenizer's {tokenizer.vocab_size}",
-        "use the tokenizer that the model was trained with",
-    )
-    check(
-        options.data.sequence_length <= config.max_length,
-        "data.sequence_length",
-        options.data.sequence_length,
-        f"at most the model's max_length={config.max_length}",
-    )
