@@ -1,14 +1,14 @@
 """The kit interface: what the trainer front end and the command line know of a task.
 
-A kit is a package with a dict `TASKS: dict[str, Kit]`. `Kit` is abstract in two methods, `assemble` and `evaluate`; all
-others have defaults, which refuse with words what a task cannot do. `TaskKit` is a whole kit around one `Task`.
+A kit is a package with a dict `TASKS: dict[str, Kit]`. `Kit` is abstract in one method, `prepare`; all others have
+defaults, which raise ConfigError for what a task does not support. `TaskKit` is a whole kit around one `Task`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar, final
 
@@ -18,8 +18,9 @@ from torch import nn
 
 from kitforge.core.checkpoint.load import find_checkpoint
 from kitforge.core.kernels.dispatch import CompileLevel
-from kitforge.core.parallel.parallelize import ParallelModel
+from kitforge.core.parallel.parallelize import ParallelModel, parallel_model_of
 from kitforge.core.parallel.rendezvous import Rendezvous
+from kitforge.core.parallel.world import World
 from kitforge.foundation.config import from_dict, to_dict, to_yaml
 from kitforge.foundation.dtype import ExportDtype, LoadDtype, Precision
 from kitforge.foundation.errors import ConfigError
@@ -31,7 +32,7 @@ from kitforge.trainer.loop import Loop
 from kitforge.trainer.options import RunOptions
 from kitforge.trainer.precision import autocast, use_precision
 from kitforge.trainer.run_folder import Run, default_folder, make_loop, train
-from kitforge.trainer.task import Task
+from kitforge.trainer.task import RunResult, Task
 
 OptionsT = TypeVar("OptionsT", bound=RunOptions)
 # What reads the rows of a task: a tokenizer, or the feature encoder of a recommender.
@@ -87,6 +88,18 @@ class RunAssembly(Generic[OptionsT, ProcessorT]):
         )
 
 
+@final
+@dataclass(frozen=True, kw_only=True)
+class Prepared(Generic[OptionsT, ProcessorT]):
+    """Everything of a run that is read before ranks wait for one another."""
+
+    options: OptionsT
+    recorded: dict[str, Any]  # the options as config.yaml and checkpoints record them
+    fingerprints: Mapping[str, str]  # of the rows, by their name in messages; the same on all ranks
+    processor: ProcessorT
+    task: Callable[[World], tuple[Task, Sequence[Callback]]]  # the task, and the callbacks that it brings
+
+
 class ReplayResult(Protocol):
     """The metrics of one step: as recorded, and as replayed."""
 
@@ -130,18 +143,67 @@ class Kit(ABC, Generic[OptionsT, ProcessorT]):
         """Raise ConfigError for parallel degrees that cannot be, before a rank is started. Default: all can."""
 
     @abstractmethod
+    def prepare(
+        self, options: OptionsT, inputs: RunInputs[ProcessorT], rendezvous: Rendezvous, *, is_evaluation: bool
+    ) -> Prepared[OptionsT, ProcessorT]:
+        """Read what a run needs, in the order in which mistakes are cheapest to find. All ranks call it."""
+
     def assemble(
         self, options: OptionsT, inputs: RunInputs[ProcessorT], rendezvous: Rendezvous
     ) -> RunAssembly[OptionsT, ProcessorT]:
-        """Everything that a run needs, in the order in which mistakes are cheapest to find. All ranks call it."""
+        """A run ready to start. All ranks call it."""
+        prepared = self.prepare(options, inputs, rendezvous, is_evaluation=False)
+        world, folder, recorded = self.join(prepared, inputs, rendezvous)
+        task, callbacks = prepared.task(world)
+        loop = make_loop(
+            task,
+            replace(prepared.options, device=str(world.device)),
+            folder,
+            world=world,
+            config=recorded,
+            callbacks=[*inputs.callbacks, *callbacks],
+        )
+        return RunAssembly(
+            loop=loop,
+            folder=folder,
+            processor=prepared.processor,
+            options=prepared.options,
+            config_text=to_yaml(recorded),
+        )
+
+    def join(
+        self, prepared: Prepared[OptionsT, ProcessorT], inputs: RunInputs[ProcessorT], rendezvous: Rendezvous
+    ) -> tuple[World, Path, dict[str, Any]]:
+        """Join the process group, and check that all ranks have the same options and rows: the world, the run folder,
+        and the recorded options."""
+        options, recorded = prepared.options, prepared.recorded
+        world = rendezvous.init_process_group().with_precision(options.precision)
+        # A rank that builds no network takes its options from rank 0.
+        network = world.broadcast_object(recorded.get("model"))
+        if "model" in recorded and recorded["model"] is None:
+            recorded = recorded | {"model": network}
+        rendezvous.check_same({"configuration": to_yaml(recorded), **prepared.fingerprints})
+        return world, world.broadcast_object(default_folder(options, inputs.model_name)), recorded
 
     def serve_roles(self, options: OptionsT, inputs: RunInputs[ProcessorT], rendezvous: Rendezvous) -> Run:
         """The work of a rank that trains nothing, until the run ends. Default: there are no such ranks."""
         raise self._unsupported("has no ranks besides those that train")
 
-    @abstractmethod
+    def serve_task(self, task: Task, options: OptionsT) -> RunResult:
+        """The work of such a rank in an evaluation. Default: there are none."""
+        raise self._unsupported("has no ranks besides those that train")
+
     def evaluate(self, options: OptionsT, inputs: RunInputs[ProcessorT], rendezvous: Rendezvous) -> dict[str, float]:
         """Metrics of the evaluation set, for `inputs.model` or the model under `options.checkpoint`."""
+        prepared = self.prepare(options, inputs, rendezvous, is_evaluation=True)
+        world = rendezvous.init_process_group().with_precision(prepared.options.precision)
+        task, _ = prepared.task(world)
+        if world.is_inference_only:
+            return self.serve_task(task, options).metrics
+        model = task.build(world)
+        metrics = evaluate_model(task, parallel_model_of(model, world), world.device, prepared.options.precision)
+        task.on_run_end(RunResult(metrics=metrics))
+        return metrics
 
     def evaluation_options(self, recorded: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any] | None:
         """The options of a run's config.yaml that its evaluation starts from. Default: None, the task's defaults."""
@@ -253,19 +315,25 @@ class TaskKit(Kit[OptionsT, ProcessorT]):
         """What reads rows, kept in `Run.processor`. Default: the one that was handed over, else None."""
         return inputs.processor
 
+    def prepare(
+        self, options: OptionsT, inputs: RunInputs[ProcessorT], rendezvous: Rendezvous, *, is_evaluation: bool
+    ) -> Prepared[OptionsT, ProcessorT]:
+        """The task and the processor."""
+        return Prepared(
+            options=options,
+            recorded=to_dict(options),
+            fingerprints={},
+            processor=self.processor(options, inputs),
+            task=lambda _world: (self.task(options, inputs), ()),
+        )
+
     def assemble(
         self, options: OptionsT, inputs: RunInputs[ProcessorT], rendezvous: Rendezvous
     ) -> RunAssembly[OptionsT, ProcessorT]:
-        """Everything that a run needs."""
-        world = rendezvous.init_process_group().with_precision(options.precision)
-        config = to_dict(options)
-        rendezvous.check_same({"configuration": to_yaml(config)})
-        folder = world.broadcast_object(default_folder(options, inputs.model_name))
-        task = self.task(options, inputs)
-        loop = make_loop(task, options, folder, world=world, config=config, callbacks=inputs.callbacks)
-        self._trained = loop.model, loop
-        processor = self.processor(options, inputs)
-        return RunAssembly(loop=loop, folder=folder, processor=processor, options=options, config_text=to_yaml(config))
+        """A run ready to start."""
+        assembly = super().assemble(options, inputs, rendezvous)
+        self._trained = assembly.loop.model, assembly.loop
+        return assembly
 
     def evaluate(self, options: OptionsT, inputs: RunInputs[ProcessorT], rendezvous: Rendezvous) -> dict[str, float]:
         """Metrics of the task, of the model that was trained last or of a new one."""
@@ -287,6 +355,14 @@ class OwnTaskKit(TaskKit[RunOptions, None]):
     def task(self, options: RunOptions, inputs: RunInputs[None]) -> Task:
         """The task that was handed over."""
         return self._task
+
+
+def datasets(options: Any, inputs: RunInputs[Any], *, is_evaluation: bool) -> tuple[Any, Any]:
+    """What names the training and the evaluation rows: the objects handed over, else `options.data`. An evaluation
+    reads the training rows only if the evaluation rows are split off them."""
+    train = options.data.train if inputs.train_dataset is None else inputs.train_dataset
+    evaluation = options.data.eval if inputs.eval_dataset is None else inputs.eval_dataset
+    return None if is_evaluation and evaluation is not None else train, evaluation
 
 
 def evaluate_model(task: Task, parallel: ParallelModel, device: torch.device, precision: Precision) -> dict[str, float]:

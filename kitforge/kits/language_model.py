@@ -30,13 +30,13 @@ from kitforge.core.parallel.world import ALONE
 from kitforge.data.generation_config import GENERATION_CONFIG, start_token
 from kitforge.data.gguf_file import GGUF_SUFFIX
 from kitforge.data.gguf_tokenizer import tokenizer_metadata
-from kitforge.data.tokenizer import TOKENIZER_FOLDER, ByteTokenizer, Tokenizer, TokenizerConfig, find_tokenizer
-from kitforge.foundation.config import check, to_dict
+from kitforge.data.tokenizer import TOKENIZER_FOLDER, Tokenizer, TokenizerConfig, find_tokenizer
+from kitforge.foundation.config import check
 from kitforge.foundation.dtype import ExportDtype, export_dtype
 from kitforge.foundation.errors import DataError, KitforgeError, ModelError
 from kitforge.foundation.files import write_text
 from kitforge.models import loading
-from kitforge.models.catalog import config_of, config_of_network, exportable_config
+from kitforge.models.catalog import config_of_network, exportable_config
 from kitforge.models.hub import resolve
 from kitforge.models.loading import StoredModel
 from kitforge.models.peft import base_of, is_adapter, save_adapter
@@ -118,26 +118,36 @@ class FineTuningOptions(NetworkOptions):
         check(is_one, "freeze", list(self.freeze), "nothing with lora.rank, which freezes all weights")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizedOptions(FineTuningOptions):
+    """Those of them that read texts."""
+
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+
+
+# Options of a run that say where it ran, what it began with, or what is asked of it besides; its evaluation does not
+# begin with them.
+TRAINING_ONLY_OPTIONS = frozenset(
+    (
+        *("checkpoint", "model", "lora", "freeze", "reference", "resume", "output_dir", "device", "parallel"),
+        *("role_ranks", "prompt", "tasks", "limit", "output", "port"),
+    )
+)
+
+
+def evaluation_options(recorded: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """The run's options without those of its training. With a new data.train, data.eval is a part of it."""
+    found = {name: value for name, value in recorded.items() if name not in TRAINING_ONLY_OPTIONS}
+    if "data.train" in chosen and "data.eval" not in chosen:
+        found["data"] = {**found["data"], "eval": None}
+    return found
+
+
 def check_whole_rows(degrees: ParallelConfig) -> None:
     """Raise ConfigError for sequence parallelism over rows of any length."""
     is_whole = degrees.tensor == 1 or not degrees.sequence_parallel
     fix = "add parallel.sequence_parallel=false"
     check(is_whole, "parallel.sequence_parallel", True, "false for rows of any length", fix)
-
-
-def resolved_options(
-    options: RunOptions, checkpoint: str | None, model: Mapping[str, Any], tokenizer: TokenizerConfig
-) -> dict[str, Any]:
-    """All options, with the defaults of the model unless a checkpoint brings it."""
-    values = to_dict(options)
-    if checkpoint is not None:
-        return values
-    network = dict(model)
-    if network.get("vocab_size") is None:
-        # The size that the tokenizer will have; that of a folder is not read for this.
-        network["vocab_size"] = ByteTokenizer.vocab_size if tokenizer.name == "byte" else tokenizer.vocab_size
-    config = config_of(network)
-    return values | {"model": {"family": config.family, **to_dict(config)}}
 
 
 def save_language_model(

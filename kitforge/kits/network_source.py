@@ -32,9 +32,17 @@ from kitforge.data.source import Source
 from kitforge.data.token_cache import default_root
 from kitforge.data.tokenizer import ByteTokenizer, Tokenizer, TokenizerConfig, make_tokenizer
 from kitforge.foundation.config import check, to_dict
-from kitforge.foundation.errors import ConfigError, DataError, nearest
+from kitforge.foundation.errors import ConfigError, DataError, ModelError, nearest
 from kitforge.foundation.types import Region
-from kitforge.kits.language_model import ADAPTER, FineTuningOptions, LoraOptions, NetworkOptions, stored_tokenizer
+from kitforge.kits.kit import RunInputs
+from kitforge.kits.language_model import (
+    ADAPTER,
+    FineTuningOptions,
+    LoraOptions,
+    NetworkOptions,
+    TokenizedOptions,
+    stored_tokenizer,
+)
 from kitforge.models.catalog import Kind, config_of, config_of_network, initial_deviations
 from kitforge.models.loading import OpenCheckpoint, StoredModel, build_on_meta
 from kitforge.models.peft import read_factors
@@ -72,10 +80,13 @@ class NetworkSource:
 
     @classmethod
     def find(
-        cls, options: FineTuningOptions, given: nn.Module | None, opened: OpenModel, *, is_evaluation: bool
+        cls, options: FineTuningOptions, inputs: RunInputs[Any], opened: OpenModel, *, is_evaluation: bool
     ) -> NetworkSource:
         """The source that options and objects name. One to be evaluated gets no adapter. Raises ConfigError for an
-        adapter without a model."""
+        adapter without a model, ModelError for an evaluation without one."""
+        given, opened = inputs.model, inputs.open_model or opened
+        if is_evaluation and given is None and options.checkpoint is None:
+            raise ModelError("there is no model to evaluate", fix="add checkpoint=RUN, or train one first")
         lora, frozen = (LoraOptions(), ()) if is_evaluation else (options.lora, options.freeze)
         found = cls(options=options, given=given, adapter=lora, freeze=frozen)
         if given is not None:
@@ -248,16 +259,15 @@ def check_fit(config: FamilyConfig, options: NetworkOptions, tokenizer: Tokenize
     check(length <= config.max_length, "data.sequence_length", length, expected)
 
 
-def find_run_tokenizer(
-    config: TokenizerConfig, checkpoint: str | None, given: Tokenizer | None, source: Source | None, cache: str | None
-) -> Tokenizer:
+def find_run_tokenizer(options: TokenizedOptions, given: Tokenizer | None, source: Source | None) -> Tokenizer:
     """The one handed over, else the one that lies with the weights, else the one that the options name."""
     if given is not None:
         return given
-    if checkpoint is not None:
+    if options.checkpoint is not None:
         try:
-            return stored_tokenizer(Path(checkpoint))
+            return stored_tokenizer(Path(options.checkpoint))
         except DataError:
-            if config == TokenizerConfig():
+            if options.tokenizer == TokenizerConfig():
                 raise
-    return make_tokenizer(config, source, default_root() if cache is None else Path(cache))
+    cache = options.data.cache
+    return make_tokenizer(options.tokenizer, source, default_root() if cache is None else Path(cache))

@@ -19,11 +19,11 @@ from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.core.parallel.sharding import Sharding
 from kitforge.core.parallel.world import World
 from kitforge.data.tables.source import open_table
-from kitforge.foundation.config import check, to_dict, to_yaml
+from kitforge.foundation.config import check, to_dict
 from kitforge.foundation.dtype import LoadDtype
 from kitforge.foundation.errors import ConfigError, ModelError
 from kitforge.foundation.progress import show_progress
-from kitforge.kits.kit import AnyKit, Kit, LoadModel, RunAssembly, RunInputs, evaluate_model
+from kitforge.kits.kit import AnyKit, Kit, LoadModel, Prepared, RunAssembly, RunInputs
 from kitforge.kits.recommender.artifacts import SaveFeatures, find_features, find_item_catalog, resumed_features
 from kitforge.kits.recommender.batch_inference import check_target, write_predictions
 from kitforge.kits.recommender.config import TASK, RecommendationOptions, with_size_defaults
@@ -61,7 +61,9 @@ from kitforge.kits.recommender.task import RecommendationTask
 from kitforge.models.catalog import families_of, recommender_of
 from kitforge.models.sasrec.model import SASRecConfig
 from kitforge.models.two_tower.model import TwoTowerConfig
-from kitforge.trainer.run_folder import Run, default_folder, make_loop
+from kitforge.trainer.callbacks.callback import Callback
+from kitforge.trainer.run_folder import Run
+from kitforge.trainer.task import Task
 
 # Events of a user that a sasrec is trained on where no schema says how many, the newest ones: in windows of max_length.
 LONGEST = 1000
@@ -87,75 +89,54 @@ class Recommendation(Kit[RecommendationOptions, FeatureEncoder]):
             found["data"] = {**found["data"], "train": None, "eval": None}
         return {"task": TASK, **found, "inherits_run": True}
 
-    def assemble(self, options: RecommendationOptions, inputs: Inputs, rendezvous: Rendezvous) -> Assembly:
-        """Everything that a run needs, in the order in which mistakes are cheapest to find."""
-        given = _model_of(inputs)
-        start = None if options.checkpoint is None else open_run_checkpoint(Path(options.checkpoint))
+    def prepare(
+        self, options: RecommendationOptions, inputs: Inputs, rendezvous: Rendezvous, *, is_evaluation: bool
+    ) -> Prepared[RecommendationOptions, FeatureEncoder]:
+        """Rows and their features, the configuration of the network, and the objective."""
+        given, start = _model_of(inputs), None
+        if given is None and options.checkpoint is None and is_evaluation:
+            raise ModelError("there is no model to evaluate", fix="add checkpoint=RUN, or train one first")
+        if options.checkpoint is not None and not (is_evaluation and given is not None):
+            start = open_run_checkpoint(Path(options.checkpoint))
+        if is_evaluation and start is not None:
+            options = _evaluation_of_run(options, start)
         config = _network_config(options, given, start)
         with rendezvous.local_rank_zero_first():
             dataset = _dataset(options, inputs, config)
-        num_rows = dataset.train.num_rows if isinstance(dataset.train, ClickDataset) else None
-        options = with_size_defaults(options, num_rows, config.family)
+        if is_evaluation and (dataset.eval is None or dataset.eval.num_rows == 0):
+            raise ConfigError("there is nothing to evaluate on", got="data.eval=null", fix="add data.eval=FILE")
+        if not is_evaluation:
+            num_rows = dataset.train.num_rows if isinstance(dataset.train, ClickDataset) else None
+            options = with_size_defaults(options, num_rows, config.family)
         objective = build_objective(config, options, dataset)
-        world = rendezvous.init_process_group().with_precision(options.precision)
-        recorded = _recorded(options, config)
-        config_text = to_yaml(recorded)
-        rendezvous.check_same({"configuration": config_text, "training rows": dataset.fingerprint})
 
         def build(world: World) -> nn.Module:
             if given is not None:
                 parallel_model_of(given.to(world.device), world)
                 return given
-            distinct = {} if world.mesh is None else distinct_rows(config, options, dataset, objective)
+            is_counted = world.mesh is not None and not is_evaluation
+            distinct = distinct_rows(config, options, dataset, objective) if is_counted else {}
             known = (dataset.encoder, options, world, distinct)
             model = new_recommender(config, *known) if start is None else restore_recommender(start, *known)
             model.item_catalog = dataset.catalogue
-            parallelize(model, Sharding(), world)
+            parallelize(model.to(world.device), Sharding(), world)
             return model
 
-        folder = world.broadcast_object(default_folder(options, inputs.model_name))
-        loop = make_loop(
-            RecommendationTask(options, dataset, objective, build, world),
-            dataclasses.replace(options, device=str(world.device)),
-            folder,
-            world=world,
-            config=recorded,
-            callbacks=[
-                *inputs.callbacks,
-                SaveFeatures(dataset.encoder, dataset.catalogue, used_features(config, sample_shape(dataset.encoder))),
-                TableStatsCallback(hit_rate_curves(config, options, dataset, objective)),
-            ],
-        )
-        return Assembly(loop=loop, folder=folder, processor=dataset.encoder, options=options, config_text=config_text)
+        def task(world: World) -> tuple[Task, list[Callback]]:
+            made = RecommendationTask(options, dataset, objective, build, world)
+            if is_evaluation:
+                return made, []
+            features = used_features(config, sample_shape(dataset.encoder))
+            stats = TableStatsCallback(hit_rate_curves(config, options, dataset, objective))
+            return made, [SaveFeatures(dataset.encoder, dataset.catalogue, features), stats]
 
-    def evaluate(self, options: RecommendationOptions, inputs: Inputs, rendezvous: Rendezvous) -> dict[str, float]:
-        """The objective's metrics of the evaluation rows, for a model in memory or under `options.checkpoint`."""
-        model, checkpoint = _model_of(inputs), None
-        if model is None:
-            if options.checkpoint is None:
-                raise ModelError("there is no model to evaluate", fix="add checkpoint=RUN, or train one first")
-            checkpoint = open_run_checkpoint(Path(options.checkpoint))
-            recorded, options = recorded_options(checkpoint), with_run_options(options, checkpoint)
-            data = options.data
-            if data.negatives.num_negatives and data.train is None:
-                # Which items there are, and who has taken which, is known of the training rows.
-                data = dataclasses.replace(data, train=recorded.data.train)
-            # What is said goes to programs, which want the metrics alone.
-            trainer = dataclasses.replace(options.trainer, progress=False)
-            options = dataclasses.replace(options, data=data, trainer=trainer)
-            config = recommender_of(recorded.model)
-        else:
-            config = model.config
-        with rendezvous.local_rank_zero_first():
-            dataset = _dataset(options, inputs, config)
-        world = rendezvous.init_process_group().with_precision(options.precision)
-        if model is None:
-            assert checkpoint is not None
-            model = restore_recommender(checkpoint, dataset.encoder, options, world)
-        metrics = _evaluate_model(model, options, dataset, world)
-        if not metrics:
-            raise ConfigError("there is nothing to evaluate on", got="data.eval=null", fix="add data.eval=FILE")
-        return metrics
+        return Prepared(
+            options=options,
+            recorded=_recorded(options, config),
+            fingerprints={"training rows": dataset.fingerprint},
+            processor=dataset.encoder,
+            task=task,
+        )
 
     def load(
         self, folder: Path, device: torch.device, level: CompileLevel = "O1", dtype: LoadDtype = "fp32"
@@ -283,13 +264,15 @@ class Recommendation(Kit[RecommendationOptions, FeatureEncoder]):
         ]
 
 
-def _evaluate_model(
-    model: Recommender, options: RecommendationOptions, dataset: RecommendationDataset, world: World
-) -> dict[str, float]:
-    parallel = parallel_model_of(model.to(world.device), world)
-    objective = build_objective(model.config, options, dataset)
-    task = RecommendationTask(options, dataset, objective, lambda _world: model, world)
-    return evaluate_model(task, parallel, world.device, options.precision)
+def _evaluation_of_run(options: RecommendationOptions, checkpoint: Checkpoint) -> RecommendationOptions:
+    """The options for evaluating a run."""
+    recorded, options = recorded_options(checkpoint), with_run_options(options, checkpoint)
+    data = options.data
+    if data.negatives.num_negatives and data.train is None:
+        # Which items there are, and who has taken which, is known of the training rows.
+        data = dataclasses.replace(data, train=recorded.data.train)
+    # No progress output: callers parse the metrics.
+    return dataclasses.replace(options, data=data, trainer=dataclasses.replace(options.trainer, progress=False))
 
 
 def _network_config(

@@ -13,27 +13,28 @@ from torch import Tensor, nn
 
 from kitforge.core.checkpoint.load import find_checkpoint
 from kitforge.core.kernels.dispatch import CompileLevel
-from kitforge.core.parallel.parallelize import parallel_model_of
 from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.core.parallel.world import World
 from kitforge.data.chat_datasets import ChatDatasetReader
 from kitforge.data.mixture import weighted_sources
 from kitforge.data.tokenizer import Tokenizer, find_tokenizer
 from kitforge.foundation import device as devices
-from kitforge.foundation.config import check, to_dict, to_yaml
+from kitforge.foundation.config import check, to_dict
 from kitforge.foundation.dtype import ExportDtype, LoadDtype
 from kitforge.foundation.errors import ConfigError, ModelError
 from kitforge.foundation.progress import show_progress
 from kitforge.foundation.untrusted import load_yaml, names_function
 from kitforge.inference.pipeline import TextGenerationPipeline
-from kitforge.kits.kit import Kit, LoadModel, RunAssembly, evaluate_model
+from kitforge.kits.kit import LoadModel, Prepared, RunAssembly
 from kitforge.kits.language_model import (
+    TRAINING_ONLY_OPTIONS,
     SaveAdapter,
     SaveTokenizer,
+    check_whole_rows,
     export_language_model,
-    resolved_options,
     save_language_model,
 )
+from kitforge.kits.network_kit import NetworkKit
 from kitforge.kits.rlhf import tasks
 from kitforge.kits.rlhf.config import KTOOptions, PreferenceOptions, RewardOptions, RLOptions, SFTOptions, StageOptions
 from kitforge.kits.rlhf.inspection import loss_mask_lines
@@ -45,32 +46,28 @@ from kitforge.kits.rlhf.roles.model_loading import (
     load_reward_model,
     open_policy,
     open_reward_model,
-    sharding_of,
 )
 from kitforge.kits.rlhf.roles.rewards import reward_reference
 from kitforge.kits.rlhf.roles.role_checks import DisableDropout, check_role_tokenizers
 from kitforge.kits.rlhf.roles.value_head import ValueHeadModel, policy_of
 from kitforge.kits.rlhf.tasks import Inputs, TaskBuilder, TaskInputs, task_inputs_of
 from kitforge.models.loading import OpenCheckpoint, StoredModel
-from kitforge.trainer.run_folder import Run, default_folder, make_loop
+from kitforge.trainer.callbacks.callback import Callback
+from kitforge.trainer.run_folder import Run
 from kitforge.trainer.signals import interrupt_signals
 from kitforge.trainer.task import RunResult, Task
 
-# Recorded options that an evaluation of the run does not take over: devices, ranks and initial weights.
-TRAINING_ONLY_OPTIONS = frozenset(
-    ("checkpoint", "model", "lora", "reference", "resume", "output_dir", "prompt", "device", "parallel", "role_ranks")
-)
 Assembly: TypeAlias = RunAssembly[StageOptions, Tokenizer]
 
 
 @final
-class RlhfTask(Kit[StageOptions, Tokenizer]):
+class RlhfTask(NetworkKit[StageOptions, Tokenizer]):
     """The kit of one RLHF task: its options and the builder of its `Task`."""
 
     def __init__(
         self,
         options: type[StageOptions],
-        prepare: Callable[[TaskInputs], TaskBuilder],
+        build_task: Callable[[TaskInputs], TaskBuilder],
         roles: tuple[str, ...] = (),
         fine_tuning: str = "finetune_policy",
     ) -> None:
@@ -79,52 +76,52 @@ class RlhfTask(Kit[StageOptions, Tokenizer]):
         self.ROLES = roles
         self.TEXT_TASK = None if options is RewardOptions else "text_generation"
         self.RATE_SECTIONS = ("optimizer", "critic") if options is RLOptions else ("optimizer",)
-        self.prepare = prepare
+        self.build_task = build_task
 
-    def assemble(self, options: StageOptions, inputs: Inputs, rendezvous: Rendezvous) -> Assembly:
-        """Assemble a run; cheap checks come first."""
-        parts = _checked_inputs(options, inputs, rendezvous)
-        prepared = self.prepare(parts)
-        recorded = _recorded(options, inputs, prepared.network)
-        world, folder = _join(options, inputs, rendezvous, prepared)
-        task, watching = prepared.task(world)
-        quiet = [] if isinstance(options, SFTOptions) else [DisableDropout()]
-        adapter = SaveAdapter(_adapted, options.checkpoint, parts.tokenizer)
-        loop = make_loop(
-            task,
-            dataclasses.replace(options, device=str(world.device)),
-            folder,
-            world=world,
-            config=recorded,
-            callbacks=[*inputs.callbacks, SaveTokenizer(parts.tokenizer), adapter, *quiet, *watching],
+    def prepare(
+        self, options: StageOptions, inputs: Inputs, rendezvous: Rendezvous, *, is_evaluation: bool
+    ) -> Prepared[StageOptions, Tokenizer]:
+        """Rows, tokenizer and models. Raises ConfigError for a role whose tokenizer does not fit the policy's."""
+        parts = task_inputs_of(options, inputs, rendezvous.device, rank=rendezvous.rank, is_evaluation=is_evaluation)
+        tokenizer = parts.tokenizer
+        check_role_tokenizers(options, inputs.roles, tokenizer)
+        builder = self.build_task(parts)
+
+        def task(world: World) -> tuple[Task, list[Callback]]:
+            made, watching = builder.task(world)
+            quiet = [] if isinstance(options, SFTOptions) else [DisableDropout()]
+            adapter = SaveAdapter(_adapted, options.checkpoint, tokenizer)
+            return made, [SaveTokenizer(tokenizer), adapter, *quiet, *watching]
+
+        return Prepared(
+            options=options,
+            recorded=_recorded(options, inputs, builder.network),
+            fingerprints={"training rows": builder.fingerprint},
+            processor=tokenizer,
+            task=task,
         )
-        config_text = to_yaml(recorded)
-        return Assembly(loop=loop, folder=folder, processor=parts.tokenizer, options=options, config_text=config_text)
 
     def serve_roles(self, options: StageOptions, inputs: Inputs, rendezvous: Rendezvous) -> Run:
         """Run the roles of an inference-only rank until the run ends."""
-        parts = _checked_inputs(options, inputs, rendezvous)
-        prepared = self.prepare(parts)
-        world, folder = _join(options, inputs, rendezvous, prepared)
+        prepared = self.prepare(options, inputs, rendezvous, is_evaluation=False)
+        tokenizer = prepared.processor
+        world, folder, _ = self.join(prepared, inputs, rendezvous)
         task, _ = prepared.task(world)
         # Frees the models that the roles were copied from.
         del prepared
-        ending = _serve_until_end(task, options)
+        ending = self.serve_task(task, options)
         return Run(
             folder=folder,
             model=PlaceholderModel(),
-            processor=parts.tokenizer,
+            processor=tokenizer,
             metrics=ending.metrics,
             was_interrupted=ending.was_interrupted,
         )
 
     def check_parallel(self, options: StageOptions) -> None:
         """Raise ConfigError for parallel axes that the task does not support, before any rank starts."""
-        degrees = options.parallel
-        options.lora.check_parallel(degrees)
-        is_whole = degrees.tensor == 1 or not degrees.sequence_parallel
-        expected, fix = "false for rows of any length", "add parallel.sequence_parallel=false"
-        check(is_whole, "parallel.sequence_parallel", degrees.sequence_parallel, expected, fix)
+        options.lora.check_parallel(options.parallel)
+        check_whole_rows(options.parallel)
 
     def evaluation_options(self, recorded: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:
         """The recorded options of a run that its evaluation takes over. Raises ConfigError for a reward function that
@@ -138,18 +135,15 @@ class RlhfTask(Kit[StageOptions, Tokenizer]):
             )
         return {name: value for name, value in recorded.items() if name not in TRAINING_ONLY_OPTIONS}
 
-    def evaluate(self, options: StageOptions, inputs: Inputs, rendezvous: Rendezvous) -> dict[str, float]:
-        """The metrics of the evaluation rows, for a model in memory or under `options.checkpoint`."""
-        prepared = self.prepare(_checked_inputs(options, inputs, rendezvous, is_evaluation=True))
-        world = rendezvous.init_process_group().with_precision(options.precision)
-        task, _ = prepared.task(world)
-        if world.is_inference_only:
-            return _serve_until_end(task, options).metrics
-        model = task.build(world)
-        parallel = parallel_model_of(model, world, sharding_of(model))
-        metrics = evaluate_model(task, parallel, world.device, options.precision)
-        task.on_run_end(RunResult(metrics=metrics))
-        return metrics
+    def serve_task(self, task: Task, options: StageOptions) -> RunResult:
+        """Run commands on an inference-only rank until the run ends; its result. Signals are left to the training
+        ranks."""
+        assert isinstance(task, PolicyGradientTask)
+        devices.keep_malloc_arenas()
+        devices.set_deterministic(options.deterministic)
+        torch.manual_seed(options.seed)
+        with interrupt_signals(lambda: None):
+            return task.serve_roles()
 
     def inspect_rows(self, options: StageOptions) -> Iterator[str]:
         """The loss mask of the first training rows, as lines of text."""
@@ -186,7 +180,7 @@ class RlhfTask(Kit[StageOptions, Tokenizer]):
                 expected="a policy gradient task, such as ppo or grpo",
                 fix="resume from a checkpoint before the step instead",
             )
-        return replay(folder, step, options, self.prepare)
+        return replay(folder, step, options, self.build_task)
 
     def open_pipeline(self, model: nn.Module, tokenizer: Tokenizer, options: StageOptions) -> Any:
         """A pipeline that generates text, or that scores text with a reward model."""
@@ -246,10 +240,6 @@ class RlhfTask(Kit[StageOptions, Tokenizer]):
             raise ModelError("this run holds no language model", got=f"a reward model in {folder}", expected=expected)
         return open_policy(folder, open_run)
 
-    def find_processor(self, folder: Path) -> Tokenizer:
-        """The tokenizer of a run or step."""
-        return find_tokenizer(folder)
-
     def trains_given_network(self, options: StageOptions) -> bool:
         """Only sft does, of all weights; adapters share the given weights, and the other tasks train a copy."""
         return isinstance(options, SFTOptions) and not options.lora.is_on
@@ -257,10 +247,6 @@ class RlhfTask(Kit[StageOptions, Tokenizer]):
     def after_training(self, options: StageOptions, run: Run) -> StageOptions:
         """Options for evaluating the run: its folder as the checkpoint, which records reference and rewards."""
         return dataclasses.replace(options, checkpoint=str(run.folder))
-
-    def resolved(self, options: StageOptions) -> dict[str, Any]:
-        """All options, with the model's defaults unless a checkpoint determines the model."""
-        return resolved_options(options, options.checkpoint, options.model, options.tokenizer)
 
     def next_steps(self, folder: Path) -> list[str]:
         """Commands to try after a run."""
@@ -275,25 +261,6 @@ def _reward_argument(reward: Any) -> str:
     return f"reward=[{','.join(map(str, several))}]" if isinstance(several, list) else f"reward={several}"
 
 
-def _checked_inputs(
-    options: StageOptions, inputs: Inputs, rendezvous: Rendezvous, *, is_evaluation: bool = False
-) -> TaskInputs:
-    """Rows and tokenizer. Raises ConfigError for a role whose tokenizer does not fit the policy's."""
-    parts = task_inputs_of(options, inputs, rendezvous.device, rank=rendezvous.rank, is_evaluation=is_evaluation)
-    check_role_tokenizers(options, inputs.roles, parts.tokenizer)
-    return parts
-
-
-def _join(options: StageOptions, inputs: Inputs, rendezvous: Rendezvous, prepared: TaskBuilder) -> tuple[World, Path]:
-    """Join the process group and check that all ranks have the same options and rows; the world and the run folder."""
-    world = rendezvous.init_process_group().with_precision(options.precision)
-    # A rank without the policy takes its config from rank 0.
-    network = world.broadcast_object(prepared.network)
-    recorded = _recorded(options, inputs, network if prepared.network is None else prepared.network)
-    rendezvous.check_same({"configuration": to_yaml(recorded), "training rows": prepared.fingerprint})
-    return world, world.broadcast_object(default_folder(options, inputs.model_name))
-
-
 def _recorded(options: StageOptions, inputs: Inputs, network: dict[str, Any] | None) -> dict[str, Any]:
     """The options as config.yaml records them; roles by their folder or function name, if they have one."""
     recorded = to_dict(options) | {"model": network}
@@ -303,16 +270,6 @@ def _recorded(options: StageOptions, inputs: Inputs, network: dict[str, Any] | N
         if inputs.roles.get(role) is not None and role in recorded:
             recorded[role] = reward_reference(inputs.roles[role])
     return recorded
-
-
-def _serve_until_end(task: Task, options: StageOptions) -> RunResult:
-    """Run commands on an inference-only rank until the run ends; its result. Signals are left to the training ranks."""
-    assert isinstance(task, PolicyGradientTask)
-    devices.keep_malloc_arenas()
-    devices.set_deterministic(options.deterministic)
-    torch.manual_seed(options.seed)
-    with interrupt_signals(lambda: None):
-        return task.serve_roles()
 
 
 @final

@@ -18,7 +18,7 @@ from kitforge.data.template import template_of
 from kitforge.data.tokenizer import Tokenizer
 from kitforge.foundation.config import check
 from kitforge.foundation.errors import ConfigError, ModelError
-from kitforge.kits.kit import RunInputs
+from kitforge.kits.kit import RunInputs, datasets
 from kitforge.kits.language_model import LoraOptions
 from kitforge.kits.network_source import NetworkSource, prepare_training
 from kitforge.kits.rlhf.config import (
@@ -179,10 +179,7 @@ def task_inputs_of(
     options: StageOptions, inputs: Inputs, device: torch.device, *, rank: int = 0, is_evaluation: bool = False
 ) -> TaskInputs:
     """Load rows and tokenizer."""
-    train = options.data.train if inputs.train_dataset is None else inputs.train_dataset
-    evaluation = options.data.eval if inputs.eval_dataset is None else inputs.eval_dataset
-    # An evaluation reads the training rows only if the evaluation rows are split off them.
-    train = None if is_evaluation and evaluation is not None else train
+    train, evaluation = datasets(options, inputs, is_evaluation=is_evaluation)
     tokenizer = tokenizer_of(options, inputs.processor, train)
     return TaskInputs(
         options=options,
@@ -223,7 +220,7 @@ def reward(parts: TaskInputs) -> TaskBuilder:
 
     def build(world: World) -> nn.Module:
         if trained is not None and parts.is_evaluation:
-            return trained
+            return _sharded(trained, options, world)
         if origin.given is None:
             return value_head_model(origin, world)
         model = ValueHeadModel(trainable_copy(origin, world.device, "reward"))
@@ -309,7 +306,7 @@ def policy_gradient(parts: TaskInputs) -> TaskBuilder:
             return actor_critic(first, sources[1], world) if is_pair else first.build(world)
         network = origin().given
         if parts.is_evaluation and network is not None and not world.is_sharded:
-            return network
+            return _sharded(network, options, world)
         policy = trainable_copy(origin(), world.device)
         model = ActorCritic(policy, _critic(basis, origin(), options, world)) if options.rl.has_critic else policy
         return _sharded(model, options, world)

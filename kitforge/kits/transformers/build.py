@@ -10,16 +10,14 @@ from typing import Any, TypeAlias, final
 import torch
 from torch import nn
 
-from kitforge.core.checkpoint.load import find_checkpoint
-from kitforge.core.kernels.dispatch import CompileLevel
 from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.core.nn.decoder import FamilyConfig
-from kitforge.core.parallel.parallelize import parallel_model_of
 from kitforge.core.parallel.rendezvous import Rendezvous
+from kitforge.core.parallel.world import World
 from kitforge.data.source import Source
 from kitforge.data.tokenizer import ByteTokenizer, Tokenizer
-from kitforge.foundation.config import check, to_dict, to_yaml
-from kitforge.foundation.dtype import ExportDtype, LoadDtype
+from kitforge.foundation.config import check, to_dict
+from kitforge.foundation.dtype import LoadDtype
 from kitforge.foundation.errors import ConfigError, ModelError
 from kitforge.foundation.progress import show_progress
 from kitforge.inference.engine import Engine
@@ -28,16 +26,14 @@ from kitforge.inference.pipeline import TextGenerationPipeline
 from kitforge.inference.server.app import create_app
 from kitforge.inference.server.service import Service
 from kitforge.inference.text_engine import TextEngine
-from kitforge.kits.kit import AnyKit, Kit, LoadModel, RunAssembly, RunInputs, evaluate_model
+from kitforge.kits.kit import AnyKit, LoadModel, Prepared, RunAssembly, RunInputs, datasets
 from kitforge.kits.language_model import (
     ADAPTER,
     SaveAdapter,
-    export_language_model,
-    resolved_options,
-    save_language_model,
     stored_tokenizer,
 )
-from kitforge.kits.network_source import NetworkSource, check_splits, find_run_tokenizer
+from kitforge.kits.network_kit import NetworkKit
+from kitforge.kits.network_source import NetworkSource, find_run_tokenizer
 from kitforge.kits.transformers.batch_inference import read_prompts, run_batch_inference
 from kitforge.kits.transformers.classification_kit import TextClassification
 from kitforge.kits.transformers.config import DataOptions, TextGenerationOptions
@@ -53,64 +49,30 @@ from kitforge.kits.transformers.task import TextGenerationTask
 from kitforge.kits.transformers.token_classification_kit import TokenClassification
 from kitforge.models import loading as model_folder
 from kitforge.models.catalog import config_of, families_of
-from kitforge.models.loading import OpenCheckpoint, StoredModel
-from kitforge.trainer.run_folder import Run, default_folder, make_loop
+from kitforge.trainer.callbacks.callback import Callback
+from kitforge.trainer.task import Task
 
-# Options of a run that say where it ran, what it began with, or what is asked of it besides; its evaluation does not
-# begin with them.
-TRAINING_ONLY_OPTIONS = frozenset(
-    (
-        *("checkpoint", "model", "lora", "freeze", "resume", "output_dir", "prompt", "device", "parallel"),
-        *("tasks", "limit", "output", "port"),
-    )
-)
 Inputs: TypeAlias = RunInputs[Tokenizer]
 Assembly: TypeAlias = RunAssembly[TextGenerationOptions, Tokenizer]
 
 
 @final
-class TextGeneration(Kit[TextGenerationOptions, Tokenizer]):
+class TextGeneration(NetworkKit[TextGenerationOptions, Tokenizer]):
     """The task `text_generation`."""
 
     OPTIONS = TextGenerationOptions
     TEXT_TASK = "text_generation"
-    FINE_TUNING = "adamw_finetune"
     IS_SERVED = True
 
-    def assemble(self, options: TextGenerationOptions, inputs: Inputs, rendezvous: Rendezvous) -> Assembly:
-        """Everything that a run needs, in the order in which mistakes are cheapest to find."""
-        train = _source(inputs.train_dataset, options.data.train, options, open_training_text)
-        evaluation = _source(inputs.eval_dataset, options.data.eval, options)
-        source = self._source(options, inputs, is_evaluation=False)
-        tokenizer = find_run_tokenizer(
-            options.tokenizer, options.checkpoint, inputs.processor, train or evaluation, options.data.cache
-        )
-        source = source.fitted(tokenizer)
-        # Token caches are built by one rank, before ranks wait for one another.
-        with (
-            rendezvous.local_rank_zero_first(),
-            show_progress("tokenizing, bytes", enabled=options.trainer.progress) as progress,
-        ):
-            corpus = load_corpus(train, evaluation, tokenizer, options.data, options.seed, progress)
-        world = rendezvous.init_process_group().with_precision(options.precision)
-        recorded = to_dict(options)
-        if source.config is not None:
-            recorded["model"] = source.recorded()
-        config_text = to_yaml(recorded)
-        rendezvous.check_same({"configuration": config_text, "training text": corpus.fingerprint})
-        folder = world.broadcast_object(default_folder(options, inputs.model_name))
-        adapter = SaveAdapter(lambda model: (model, ADAPTER, None), options.checkpoint, tokenizer)
-        loop = make_loop(
-            TextGenerationTask(options, corpus, source.build, world),
-            dataclasses.replace(options, device=str(world.device)),
-            folder,
-            world=world,
-            config=recorded,
-            callbacks=[*inputs.callbacks, _samples(options, source.config, corpus, tokenizer), adapter],
-        )
-        return Assembly(loop=loop, folder=folder, processor=tokenizer, options=options, config_text=config_text)
-
-    def _source(self, options: TextGenerationOptions, inputs: Inputs, *, is_evaluation: bool) -> NetworkSource:
+    def prepare(
+        self, options: TextGenerationOptions, inputs: Inputs, rendezvous: Rendezvous, *, is_evaluation: bool
+    ) -> Prepared[TextGenerationOptions, Tokenizer]:
+        """Text, tokenizer and network."""
+        named, held = datasets(options, inputs, is_evaluation=is_evaluation)
+        train = _source(named, options, open_text if is_evaluation else open_training_text)
+        evaluation = _source(held, options)
+        if is_evaluation and train is None and evaluation is None:
+            raise ConfigError("there is nothing to evaluate on", got="data.eval=null", fix="add data.eval=FILE")
         if inputs.model is not None and not isinstance(inputs.model, CausalLM):
             raise ModelError(
                 "this network cannot be trained on text_generation",
@@ -118,13 +80,34 @@ class TextGeneration(Kit[TextGenerationOptions, Tokenizer]):
                 expected="a network with geometry, hidden(), head() and head_weight (kitforge.core.nn.causal_lm)",
                 fix="or give it its own loss in a Task of your own (docs/tasks.md)",
             )
-        opened = inputs.open_model or self.open_model
-        return NetworkSource.find(options, inputs.model, opened, is_evaluation=is_evaluation)
+        source = NetworkSource.find(options, inputs, self.open_model, is_evaluation=is_evaluation)
+        tokenizer = find_run_tokenizer(
+            options, inputs.processor, (evaluation or train) if is_evaluation else (train or evaluation)
+        )
+        source = source.fitted(tokenizer)
+        # Token caches are built by one rank, before ranks wait for one another.
+        is_shown = options.trainer.progress and not is_evaluation
+        with (
+            rendezvous.local_rank_zero_first(),
+            show_progress("tokenizing, bytes", enabled=is_shown) as progress,
+        ):
+            corpus = load_corpus(train, evaluation, tokenizer, options.data, options.seed, progress)
+        recorded = to_dict(options) | ({} if source.config is None else {"model": source.recorded()})
+
+        def task(world: World) -> tuple[Task, list[Callback]]:
+            made = TextGenerationTask(options, corpus, source.build, world)
+            if is_evaluation:
+                return made, []
+            adapter = SaveAdapter(lambda model: (model, ADAPTER, None), options.checkpoint, tokenizer)
+            return made, [_samples(options, source.config, corpus, tokenizer), adapter]
+
+        fingerprints = {"training text": corpus.fingerprint}
+        return Prepared(options=options, recorded=recorded, fingerprints=fingerprints, processor=tokenizer, task=task)
 
     def check_parallel(self, options: TextGenerationOptions) -> None:
         """Raise ConfigError, with the arithmetic, for a network that the degrees of `options` cannot split; before any
         rank is started."""
-        check_splits(options)
+        super().check_parallel(options)
         degrees = options.parallel
         length = options.data.sequence_length
         check(
@@ -135,36 +118,9 @@ class TextGeneration(Kit[TextGenerationOptions, Tokenizer]):
             "or parallel.sequence_parallel=false, which splits no sequence",
         )
 
-    def load(
-        self, folder: Path, device: torch.device, level: CompileLevel = "O1", dtype: LoadDtype = "fp32"
-    ) -> nn.Module:
-        """The model of a run folder, a step folder or a Hugging Face folder."""
-        return model_folder.load(folder, device=device, level=level, dtype=dtype)
-
     def load_dtype(self, options: TextGenerationOptions) -> LoadDtype:
         """`inference.dtype`."""
         return options.inference.dtype
-
-    def save(
-        self,
-        source: nn.Module | Run | Path,
-        folder: Path,
-        processor: Tokenizer | None,
-        dtype: ExportDtype | None = None,
-    ) -> None:
-        """Write a Hugging Face folder: of a model in memory, see `save_language_model`, or of a folder."""
-        if isinstance(source, Path):
-            export_language_model(self.open_model(source), folder, processor, dtype)
-        else:
-            save_language_model(source.model if isinstance(source, Run) else source, folder, processor, dtype)
-
-    def find_processor(self, folder: Path) -> Tokenizer:
-        """The tokenizer that lies with a run, a step or a Hugging Face folder."""
-        return stored_tokenizer(folder)
-
-    def open_model(self, folder: Path, open_run: OpenCheckpoint = find_checkpoint) -> StoredModel:
-        """The model of a run folder, a step folder or a Hugging Face folder, of which no weight is read yet."""
-        return model_folder.open_model(folder, open_run)
 
     def export_program(self, options: TextGenerationOptions) -> list[Path]:
         """Write the programs of the model under `options.checkpoint` into the folder `options.output_dir`."""
@@ -220,37 +176,6 @@ class TextGeneration(Kit[TextGenerationOptions, Tokenizer]):
             run_batch_inference(texts, prompts, target, chosen, str(folder.resolve()), progress)
         return target
 
-    def evaluation_options(self, recorded: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:
-        """The run's options without those of its training. With a new data.train, data.eval is a fraction of it."""
-        found = {name: value for name, value in recorded.items() if name not in TRAINING_ONLY_OPTIONS}
-        if "data.train" in chosen and "data.eval" not in chosen:
-            found["data"] = {**found["data"], "eval": None}
-        return found
-
-    def evaluate(self, options: TextGenerationOptions, inputs: Inputs, rendezvous: Rendezvous) -> dict[str, float]:
-        """Loss and perplexity of the evaluation text, for a model in memory or under `options.checkpoint`."""
-        evaluation = _source(inputs.eval_dataset, options.data.eval, options)
-        train = _source(inputs.train_dataset, options.data.train, options) if evaluation is None else None
-        if train is None and evaluation is None:
-            raise ConfigError("there is nothing to evaluate on", got="data.eval=null", fix="add data.eval=FILE")
-        if inputs.model is None and options.checkpoint is None:
-            raise ModelError("there is no model to evaluate", fix="add checkpoint=RUN, or train one first")
-        source = self._source(options, inputs, is_evaluation=True)
-        tokenizer = find_run_tokenizer(
-            options.tokenizer, options.checkpoint, inputs.processor, evaluation or train, options.data.cache
-        )
-        source = source.fitted(tokenizer)
-        with rendezvous.local_rank_zero_first():
-            corpus = load_corpus(train, evaluation, tokenizer, options.data, options.seed)
-        world = rendezvous.init_process_group().with_precision(options.precision)
-        model = source.build(world)
-        task = TextGenerationTask(options, corpus, lambda _world: model, world)
-        return evaluate_model(task, parallel_model_of(model, world), world.device, options.precision)
-
-    def resolved(self, options: TextGenerationOptions) -> dict[str, Any]:
-        """All options, with the defaults of the model unless a checkpoint brings it."""
-        return resolved_options(options, options.checkpoint, options.model, options.tokenizer)
-
     def next_steps(self, folder: Path) -> list[str]:
         """Commands to try after a run."""
         return [
@@ -282,12 +207,8 @@ class TextGeneration(Kit[TextGenerationOptions, Tokenizer]):
 
 
 def _source(
-    dataset: Any,
-    named: Any,
-    options: TextGenerationOptions,
-    opened: Callable[[object, DataOptions], Source] = open_text,
+    spec: object, options: TextGenerationOptions, opened: Callable[[object, DataOptions], Source] = open_text
 ) -> Source | None:
-    spec = named if dataset is None else dataset
     return None if spec is None else opened(spec, options.data)
 
 

@@ -6,11 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from kitforge.data.schedule import OnSourceEnd
-from kitforge.data.tokenizer import TokenizerConfig
 from kitforge.foundation.config import check
 from kitforge.inference.server.options import ServeOptions
 from kitforge.inference.text_engine import InferenceOptions
-from kitforge.kits.language_model import FineTuningOptions
+from kitforge.kits.language_model import TokenizedOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,11 +45,10 @@ class DataOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TextGenerationOptions(FineTuningOptions):
+class TextGenerationOptions(TokenizedOptions):
     """All options of the task."""
 
     task: str = "text_generation"
-    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     data: DataOptions = field(default_factory=DataOptions)
     inference: InferenceOptions = field(default_factory=InferenceOptions)
     format: Literal["huggingface", "gguf", "onnx", "torch_export"] = "huggingface"  # of `export`
@@ -66,7 +64,7 @@ class TextGenerationOptions(FineTuningOptions):
     serve: ServeOptions = field(default_factory=ServeOptions)
 
     def __post_init__(self) -> None:
-        FineTuningOptions.__post_init__(self)
+        TokenizedOptions.__post_init__(self)
         max_steps, epochs = self.trainer.max_steps, self.trainer.epochs
         fits = not self.data.streaming or (max_steps is not None and epochs is None)
         given = f"trainer.max_steps={max_steps} trainer.epochs={epochs}"

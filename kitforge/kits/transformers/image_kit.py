@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, cast, final
@@ -13,22 +13,22 @@ import torch
 from torch import Tensor, nn
 
 from kitforge.core.checkpoint.load import find_checkpoint
-from kitforge.core.kernels.dispatch import CompileLevel
 from kitforge.core.nn.vision import VisionTransformer
-from kitforge.core.parallel.world import World
+from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.data.images import ImageEntry, find_images
 from kitforge.foundation.config import check, to_dict
-from kitforge.foundation.dtype import ExportDtype, LoadDtype
+from kitforge.foundation.dtype import ExportDtype
 from kitforge.foundation.errors import ConfigError, ModelError
 from kitforge.foundation.files import atomic_file, write_text
 from kitforge.foundation.progress import show_progress
 from kitforge.foundation.types import Region
-from kitforge.kits.kit import LoadModel, RunInputs
+from kitforge.kits.kit import LoadModel, Prepared, RunInputs, datasets
 from kitforge.kits.language_model import (
     export_language_model,
     save_language_model,
 )
-from kitforge.kits.network_source import NetworkSource, check_splits
+from kitforge.kits.network_kit import NetworkKit
+from kitforge.kits.network_source import NetworkSource
 from kitforge.kits.transformers.image_classification import (
     CLASSIFIER,
     ImageClassificationOptions,
@@ -39,7 +39,6 @@ from kitforge.kits.transformers.image_classification import (
 )
 from kitforge.kits.transformers.preprocessor import PREPROCESSOR, read_preprocessor, write_preprocessor
 from kitforge.kits.transformers.programs import export_programs
-from kitforge.kits.transformers.row_kit import PreparedRows, RowKit
 from kitforge.kits.transformers.rows import probabilities
 from kitforge.models import loading as model_folder
 from kitforge.models.catalog import config_of, config_of_network
@@ -55,35 +54,43 @@ _BATCH = 64
 
 
 @final
-class ImageClassification(RowKit[ImageClassificationOptions, ImageProcessor]):
+class ImageClassification(NetworkKit[ImageClassificationOptions, ImageProcessor]):
     """The task `image_classification`. Its models say themselves how they want their images."""
 
     OPTIONS = ImageClassificationOptions
+    KIND = "vision"
+    PREDICTS_AS_TRAINED = True
 
-    def prepare(self, options: ImageClassificationOptions, inputs: Inputs, *, is_evaluation: bool) -> _Prepared:
-        """Everything that can be read before any rank is started."""
-        return _Prepared(options, inputs, is_evaluation=is_evaluation)
-
-    def task(
-        self,
-        options: ImageClassificationOptions,
-        prepared: PreparedRows,
-        build: Callable[[World], nn.Module],
-        world: World,
-    ) -> ImageClassificationTask:
-        """The loss over the rows, of the network that `build` gives."""
-        assert isinstance(prepared, _Prepared)
-        return ImageClassificationTask(options, prepared.data, build, world)
-
-    def check_parallel(self, options: ImageClassificationOptions) -> None:
-        """Raise ConfigError for a network that the degrees of `options` cannot split; before any rank is started."""
-        check_splits(options, "vision")
-
-    def load(
-        self, folder: Path, device: torch.device, level: CompileLevel = "O1", dtype: LoadDtype = "fp32"
-    ) -> nn.Module:
-        """The model of a run folder, a step folder or a Hugging Face folder, adapters merged."""
-        return model_folder.load_stored(self.open_model(folder), device=device, level=level, dtype=dtype)
+    def prepare(
+        self, options: ImageClassificationOptions, inputs: Inputs, rendezvous: Rendezvous, *, is_evaluation: bool
+    ) -> Prepared[ImageClassificationOptions, ImageProcessor]:
+        """Images, labels and network."""
+        train, evaluation = datasets(options, inputs, is_evaluation=is_evaluation)
+        if train is None and evaluation is None:
+            raise ConfigError("there are no images", got="data.train=null", fix="add data.train=FOLDER")
+        if inputs.model is not None and not isinstance(inputs.model, VisionTransformer):
+            got, expected = type(inputs.model).__name__, "a vision transformer: vit"
+            raise ModelError("this network reads no images", got=got, expected=expected)
+        source = NetworkSource.find(options, inputs, open_vision, is_evaluation=is_evaluation)
+        files = find_files(train, evaluation, options.data)
+        known = cast(ViTConfig | None, source.config)
+        labels = options.labels or files.labels(() if known is None else known.labels)
+        values = {**options.model, "labels": labels} if known is None else {**to_dict(known), "labels": labels}
+        if files.has_lists and known is None:
+            values.setdefault("problem_type", "multi_label_classification")
+        config: Any = config_of({"family": "vit", **values}, "vision")
+        data = read_images(files, options, labels, config)
+        source = dataclasses.replace(source, config=config)
+        if known is not None and known.labels != labels:
+            # Labels that the model does not have begin with a new classifier.
+            source = dataclasses.replace(source, given=None, open_stored=partial(_with_new_classifier, source))
+        return Prepared(
+            options=options,
+            recorded=to_dict(options) | {"model": source.recorded(), "labels": list(data.labels)},
+            fingerprints={"rows": data.fingerprint},
+            processor=ImageProcessor(config),
+            task=lambda world: (ImageClassificationTask(options, data, source.build, world), ()),
+        )
 
     def open_model(self, folder: Path, open_run: OpenCheckpoint = find_checkpoint) -> StoredModel:
         """The model of a folder, with the normalization of its images; no weight is read yet."""
@@ -93,7 +100,9 @@ class ImageClassification(RowKit[ImageClassificationOptions, ImageProcessor]):
         """What prepares images for the model of a folder."""
         return ImageProcessor(cast(Any, self.open_model(folder).config))
 
-    def save(self, source: nn.Module | Run | Path, folder: Path, processor: Any, dtype: ExportDtype | None) -> None:
+    def save(
+        self, source: nn.Module | Run | Path, folder: Path, processor: Any, dtype: ExportDtype | None = None
+    ) -> None:
         """Write a Hugging Face folder, adapters merged, with the configuration of its image processor."""
         del processor
         home = source.folder if isinstance(source, Run) else source
@@ -205,42 +214,6 @@ class ImageClassificationPipeline:
 
 def _self(value: Any) -> Any:
     return value
-
-
-@final
-class _Prepared:
-    """Images and labels of a run, and how its network is built."""
-
-    def __init__(self, options: ImageClassificationOptions, inputs: Inputs, *, is_evaluation: bool) -> None:
-        train = options.data.train if inputs.train_dataset is None else inputs.train_dataset
-        evaluation = options.data.eval if inputs.eval_dataset is None else inputs.eval_dataset
-        # An evaluation reads the training images only if the evaluation images are split off them.
-        train = None if is_evaluation and evaluation is not None else train
-        if train is None and evaluation is None:
-            raise ConfigError("there are no images", got="data.train=null", fix="add data.train=FOLDER")
-        given = inputs.model
-        if given is not None and not isinstance(given, VisionTransformer):
-            got, expected = type(given).__name__, "a vision transformer: vit"
-            raise ModelError("this network reads no images", got=got, expected=expected)
-        source = NetworkSource.find(options, given, open_vision, is_evaluation=is_evaluation)
-        files = find_files(train, evaluation, options.data)
-        config = cast(ViTConfig | None, source.config)
-        labels = options.labels or files.labels(() if config is None else config.labels)
-        values = {**options.model, "labels": labels} if config is None else {**to_dict(config), "labels": labels}
-        if files.has_lists and config is None:
-            values.setdefault("problem_type", "multi_label_classification")
-        self.config = cast(ViTConfig, config_of({"family": "vit", **values}, "vision"))
-        self.data = read_images(files, options, labels, self.config)
-        self.processor = ImageProcessor(self.config)
-        source = dataclasses.replace(source, config=cast(Any, self.config))
-        if config is not None and config.labels != labels:
-            # Labels that the model does not have begin with a new classifier.
-            source = dataclasses.replace(source, given=None, open_stored=partial(_with_new_classifier, source))
-        self.build = source.build
-
-    def recorded(self) -> dict[str, Any]:
-        """The options of the model, and its labels, as a checkpoint records them."""
-        return {"model": {"family": self.config.family, **to_dict(self.config)}, "labels": list(self.data.labels)}
 
 
 def _with_new_classifier(source: NetworkSource, open_run: OpenCheckpoint) -> StoredModel:

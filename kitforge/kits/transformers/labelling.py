@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Generic, Literal, Protocol, TypeVar, cast, final
 
 import torch
@@ -20,12 +20,11 @@ from kitforge.core.parallel.world import World
 from kitforge.data.document_shard import fingerprint_of, missing_column
 from kitforge.data.labels import ProblemType
 from kitforge.data.source import open_rows
-from kitforge.data.tokenizer import TokenizerConfig
 from kitforge.foundation import seed as seeds
 from kitforge.foundation.config import check
 from kitforge.foundation.errors import DataError
 from kitforge.foundation.log import logger
-from kitforge.kits.language_model import FineTuningOptions, check_whole_rows
+from kitforge.kits.language_model import TokenizedOptions, check_whole_rows
 from kitforge.kits.network_source import BACKBONE
 from kitforge.kits.transformers.rows import ClassifierTask, TokenizedRows
 from kitforge.kits.transformers.task import EMBEDDINGS
@@ -82,17 +81,16 @@ class LabelledRowOptions(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LabellingOptions(FineTuningOptions, ABC):
+class LabellingOptions(TokenizedOptions, ABC):
     """Options of a task with a head over labels; its `data` are those of the task."""
 
-    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     # null: that of the checkpoint; else of several labels a row where all labels are lists.
     problem_type: ProblemType | None = None
     labels: tuple[str, ...] = ()  # in the order of the logits; null: those of the checkpoint, else of the training rows
     format: Literal["huggingface", "onnx", "torch_export"] = "huggingface"  # of `export`
 
     def __post_init__(self) -> None:
-        FineTuningOptions.__post_init__(self)
+        TokenizedOptions.__post_init__(self)
         check(len(set(self.labels)) == len(self.labels) != 1, "labels", list(self.labels), "two or more, all distinct")
         check_whole_rows(self.parallel)
 

@@ -6,8 +6,9 @@ import dataclasses
 import json
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeAlias, TypeVar, cast, final
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,24 +16,25 @@ from torch import Tensor, nn
 from kitforge.core.checkpoint.load import find_checkpoint
 from kitforge.core.kernels.dispatch import CompileLevel
 from kitforge.core.nn.causal_lm import CausalLM
+from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.core.parallel.world import World
 from kitforge.data.source import open_rows
 from kitforge.data.tokenizer import Tokenizer
-from kitforge.foundation.config import check
+from kitforge.foundation.config import check, to_dict
 from kitforge.foundation.dtype import ExportDtype, LoadDtype
 from kitforge.foundation.errors import ConfigError, ModelError
 from kitforge.foundation.files import atomic_file
 from kitforge.foundation.progress import show_progress
-from kitforge.kits.kit import LoadModel, RunInputs
+from kitforge.kits.kit import LoadModel, Prepared, RunInputs, datasets
 from kitforge.kits.language_model import (
     ADAPTER,
     SaveAdapter,
     SaveTokenizer,
     export_language_model,
-    resolved_options,
     stored_tokenizer,
 )
-from kitforge.kits.network_source import BACKBONE, HeadSource, NetworkSource, check_splits, find_run_tokenizer
+from kitforge.kits.network_kit import NetworkKit
+from kitforge.kits.network_source import BACKBONE, HeadSource, NetworkSource, find_run_tokenizer
 from kitforge.kits.transformers.labelling import (
     HEAD,
     HEAD_BIAS,
@@ -43,7 +45,6 @@ from kitforge.kits.transformers.labelling import (
     initial_head,
     sharding_of_classifier,
 )
-from kitforge.kits.transformers.row_kit import PreparedRows, RowKit
 from kitforge.models import loading as model_folder
 from kitforge.models.loading import OpenCheckpoint, StoredModel
 from kitforge.trainer.callbacks.callback import Callback
@@ -55,9 +56,10 @@ _BATCH = 32
 HeadedOptionsT = TypeVar("HeadedOptionsT", bound=LabellingOptions)
 
 
-class LabellingKit(RowKit[HeadedOptionsT, Tokenizer]):
+class LabellingKit(NetworkKit[HeadedOptionsT, Tokenizer]):
     """A kit of a head on a language model."""
 
+    PREDICTS_AS_TRAINED = True
     MODEL: type[HeadedModel]
     TASK: type[HeadedTask]
     SUFFIX: str  # of the class in transformers
@@ -68,29 +70,61 @@ class LabellingKit(RowKit[HeadedOptionsT, Tokenizer]):
     ) -> LabelledData[Any]:
         """Read and tokenize labelled rows. `known` are the labels of the options or of the checkpoint."""
 
-    def prepare(self, options: HeadedOptionsT, inputs: Inputs, *, is_evaluation: bool) -> _Prepared[HeadedOptionsT]:
-        """Everything that can be read before any rank is started."""
-        return _Prepared(self, options, inputs, is_evaluation=is_evaluation)
+    def prepare(
+        self, options: HeadedOptionsT, inputs: Inputs, rendezvous: Rendezvous, *, is_evaluation: bool
+    ) -> Prepared[HeadedOptionsT, Tokenizer]:
+        """Rows and labels, tokenizer and network."""
+        train, evaluation = datasets(options, inputs, is_evaluation=is_evaluation)
+        if train is None and evaluation is None:
+            raise ConfigError("there are no labelled rows", got="data.train=null", fix="add data.train=ROWS.jsonl")
+        given = inputs.model
+        if given is not None and not isinstance(given, (HeadedModel, CausalLM)):
+            expected = "a language model or a classifier"
+            raise ModelError("this network cannot label texts", got=type(given).__name__, expected=expected)
+        backbone = given.backbone if isinstance(given, HeadedModel) else given
+        source = NetworkSource.find(
+            options, dataclasses.replace(inputs, model=backbone), self.open_model, is_evaluation=is_evaluation
+        )
+        tokenizer = find_run_tokenizer(options, inputs.processor, None)
+        source, stored = source.fitted(tokenizer), source.outlook
+        if given is None:
+            # The head of the language model is never used, so none is built. Every family's options have this field.
+            tied: Any = dataclasses.replace(cast(Any, source.config), tie_embeddings=True)
+            source = dataclasses.replace(source, config=tied)
+        own = given.labels if isinstance(given, HeadedModel) else ()
+        known = own or (stored.labels if stored is not None and HEAD in stored.head else ())
+        if is_evaluation and not known:
+            raise ModelError("this model has no labels yet", fix=f"train it first: task={options.task}")
+        found, reading = stored if given is None else given, options
+        if options.problem_type is None and known:
+            reading = dataclasses.replace(options, problem_type=getattr(found, "problem_type", None))
+        # Other labels than those of the checkpoint begin with a new head.
+        data = self.read_data(train, evaluation, tokenizer, reading, options.labels or known)
+        head = HeadSource(
+            wrap=partial(self._with_head, given, data),
+            sharding=sharding_of_classifier,
+            tensors=partial(_head_tensors, given, known == data.labels, options.seed),
+        )
 
-    def task(
-        self,
-        options: HeadedOptionsT,
-        prepared: PreparedRows,
-        build: Callable[[World], nn.Module],
-        world: World,
-    ) -> HeadedTask:
-        """The loss over the rows, of the network that `build` gives."""
-        assert isinstance(prepared, _Prepared)
-        return self.TASK(options, prepared.data, build, world)
+        def task(world: World) -> tuple[HeadedTask, list[Callback]]:
+            made = self.TASK(options, data, partial(source.build, head=head), world)
+            return made, [SaveTokenizer(tokenizer), SaveAdapter(_adapted, options.checkpoint, tokenizer)]
 
-    def callbacks(self, options: HeadedOptionsT, prepared: PreparedRows) -> list[Callback]:
-        """The tokenizer and the adapter are kept with the run."""
-        tokenizer = prepared.processor
-        return [SaveTokenizer(tokenizer), SaveAdapter(_adapted, options.checkpoint, tokenizer)]
+        labels = {"labels": list(data.labels), "problem_type": data.problem_type}
+        return Prepared(
+            options=options,
+            recorded=to_dict(options) | {"model": source.recorded()} | labels,
+            fingerprints={"rows": data.fingerprint},
+            processor=tokenizer,
+            task=task,
+        )
 
-    def check_parallel(self, options: HeadedOptionsT) -> None:
-        """Raise ConfigError for a network that the degrees of `options` cannot split; before any rank is started."""
-        check_splits(options)
+    def _with_head(self, given: nn.Module | None, data: LabelledData[Any], backbone: nn.Module) -> HeadedModel:
+        """The classifier that was handed over, or one with another head on the network."""
+        if not isinstance(given, HeadedModel) or given.labels != data.labels:
+            return self.MODEL(backbone, data.labels, data.problem_type)
+        given.problem_type = data.problem_type
+        return given.to(cast(CausalLM, backbone).head_weight.device)
 
     def load(
         self, folder: Path, device: torch.device, level: CompileLevel = "O1", dtype: LoadDtype = "fp32"
@@ -109,12 +143,12 @@ class LabellingKit(RowKit[HeadedOptionsT, Tokenizer]):
         """The model of a folder, with head and labels where it is a classifier's; no weight is read yet."""
         return _open_headed(folder, self.SUFFIX, open_run)
 
-    def find_processor(self, folder: Path) -> Tokenizer:
-        """The tokenizer that lies with a run, a step or a Hugging Face folder."""
-        return stored_tokenizer(folder)
-
     def save(
-        self, source: nn.Module | Run | Path, folder: Path, processor: Tokenizer | None, dtype: ExportDtype | None
+        self,
+        source: nn.Module | Run | Path,
+        folder: Path,
+        processor: Tokenizer | None,
+        dtype: ExportDtype | None = None,
     ) -> None:
         """Write the Hugging Face folder of the task's class in transformers, from the folder of a run."""
         home = source.folder if isinstance(source, Run) else source
@@ -122,77 +156,18 @@ class LabellingKit(RowKit[HeadedOptionsT, Tokenizer]):
             raise ConfigError("a classifier is exported from its folder", fix="pass the Run or its folder instead")
         export_language_model(self.open_model(home), folder, processor, dtype)
 
-    def resolved(self, options: HeadedOptionsT) -> dict[str, Any]:
-        """All options, with the defaults of the model unless a checkpoint brings it."""
-        return resolved_options(options, options.checkpoint, options.model, options.tokenizer)
 
-
-@final
-class _Prepared(Generic[HeadedOptionsT]):
-    """Tokenizer, rows and labels of a run, and how its network is built."""
-
-    def __init__(
-        self, kit: LabellingKit[HeadedOptionsT], options: HeadedOptionsT, inputs: Inputs, *, is_evaluation: bool
-    ) -> None:
-        self._kit, self._seed, self._given = kit, options.seed, inputs.model
-        train = options.data.train if inputs.train_dataset is None else inputs.train_dataset
-        evaluation = options.data.eval if inputs.eval_dataset is None else inputs.eval_dataset
-        # An evaluation reads the training rows only if the evaluation rows are split off them.
-        train = None if is_evaluation and evaluation is not None else train
-        if train is None and evaluation is None:
-            raise ConfigError("there are no labelled rows", got="data.train=null", fix="add data.train=ROWS.jsonl")
-        given = self._given.backbone if isinstance(self._given, HeadedModel) else self._given
-        opened = inputs.open_model or kit.open_model
-        source = NetworkSource.find(options, given, opened, is_evaluation=is_evaluation)
-        self.processor = find_run_tokenizer(
-            options.tokenizer, options.checkpoint, inputs.processor, None, options.data.cache
-        )
-        source, stored = source.fitted(self.processor), source.outlook
-        # The head of the language model is never used, so none is built. Every family's options have this field.
-        tied = source.config and dataclasses.replace(cast(Any, source.config), tie_embeddings=True)
-        self._source = dataclasses.replace(source, config=source.config if given is not None else tied)
-        own = self._given.labels if isinstance(self._given, HeadedModel) else ()
-        known = own or (stored.labels if stored is not None and HEAD in stored.head else ())
-        if is_evaluation and not known:
-            raise ModelError("this model has no labels yet", fix=f"train it first: task={options.task}")
-        # Other labels than those of the checkpoint begin with a new head.
-        labels = options.labels or known
-        found = self._given if self._given is not None else stored
-        if options.problem_type is None and known:
-            options = dataclasses.replace(options, problem_type=getattr(found, "problem_type", None))
-        self.data: LabelledData[Any] = kit.read_data(train, evaluation, self.processor, options, labels)
-        self._has_head = bool(known) and known == self.data.labels
-
-    def recorded(self) -> dict[str, Any]:
-        """The options of the model, and its labels, as a checkpoint records them."""
-        kind = self.data.problem_type
-        return {"model": self._source.recorded(), "labels": list(self.data.labels), "problem_type": kind}
-
-    def build(self, world: World) -> nn.Module:
-        """The classifier on the device, cut as the world's degrees say; with its adapter if it is to be trained."""
-        given = self._given
-        if given is not None and not isinstance(given, (HeadedModel, CausalLM)):
-            expected = "a language model or a classifier"
-            raise ModelError("this network cannot label texts", got=type(given).__name__, expected=expected)
-        head = HeadSource(wrap=self._with_head, sharding=sharding_of_classifier, tensors=self._head)
-        return self._source.build(world, head)
-
-    def _with_head(self, backbone: nn.Module) -> HeadedModel:
-        """The classifier that was handed over, or one with another head on the network."""
-        given, labels, kind = self._given, self.data.labels, self.data.problem_type
-        if not isinstance(given, HeadedModel) or given.labels != labels:
-            return self._kit.MODEL(backbone, labels, kind)
-        given.problem_type = kind
-        return given.to(cast(CausalLM, backbone).head_weight.device)
-
-    def _head(self, model: nn.Module, stored: StoredModel | None) -> Mapping[str, Tensor]:
-        """The head of the model if it has these labels, or a new one."""
-        if model is self._given:
-            return {}
-        size, dim = len(self.data.labels), cast(CausalLM, cast(HeadedModel, model).backbone).geometry.dim
-        first = {HEAD: initial_head(size, dim, self._seed), HEAD_BIAS: torch.zeros(size)}
-        old = stored.head if stored is not None and self._has_head else {}
-        return {name: old.get(name, first[name]) for name in (HEAD, HEAD_BIAS)[: 1 + self._kit.MODEL.has_bias]}
+def _head_tensors(
+    given: nn.Module | None, is_kept: bool, seed: int, model: nn.Module, stored: StoredModel | None
+) -> dict[str, Tensor]:
+    """The stored head where it is kept, or a new one; none for the classifier that was handed over."""
+    if model is given:
+        return {}
+    assert isinstance(model, HeadedModel)
+    size = len(model.labels)
+    first = {HEAD: initial_head(size, cast(CausalLM, model.backbone).geometry.dim, seed), HEAD_BIAS: torch.zeros(size)}
+    old = stored.head if stored is not None and is_kept else {}
+    return {name: old.get(name, first[name]) for name in (HEAD, HEAD_BIAS)[: 1 + model.has_bias]}
 
 
 def predict_rows(

@@ -23,7 +23,7 @@ from kitforge.data.generation_config import warn_of_ignored
 from kitforge.data.optional_imports import import_optional
 from kitforge.data.schedule import train_eval_split
 from kitforge.data.source import open_rows
-from kitforge.data.tokenizer import Tokenizer, TokenizerConfig
+from kitforge.data.tokenizer import Tokenizer
 from kitforge.foundation.config import check
 from kitforge.foundation.device import copy_to
 from kitforge.foundation.errors import DataError
@@ -31,7 +31,7 @@ from kitforge.foundation.log import logger
 from kitforge.foundation.progress import heartbeat
 from kitforge.foundation.types import MicroBatch, Sums
 from kitforge.inference.seq2seq import Seq2SeqInference, generate
-from kitforge.kits.language_model import FineTuningOptions, check_whole_rows, start_tokens
+from kitforge.kits.language_model import TokenizedOptions, check_whole_rows, start_tokens
 from kitforge.kits.transformers.rows import RaggedTokens, RowTask
 
 IGNORED = -100
@@ -66,17 +66,16 @@ class PairDataOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seq2SeqOptions(FineTuningOptions):
+class Seq2SeqOptions(TokenizedOptions):
     """All options of both tasks."""
 
     task: str = "translation"
-    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     data: PairDataOptions = field(default_factory=PairDataOptions)
     inference: Seq2SeqInference = field(default_factory=Seq2SeqInference)
     format: Literal["huggingface", "onnx", "torch_export"] = "huggingface"  # of `export`
 
     def __post_init__(self) -> None:
-        FineTuningOptions.__post_init__(self)
+        TokenizedOptions.__post_init__(self)
         check_whole_rows(self.parallel)
 
 

@@ -54,7 +54,7 @@ def trained(_rank: int, degrees: ParallelConfig, stages: tuple[str, ...] = STAGE
         roles |= {"ptx": TEXTS} if cut else {}
         model = runs.network(torch.float64)
         inputs = Inputs(processor=ByteTokenizer(), model=model, train_dataset=rows, roles=roles)
-        task, _ = TASKS[stage].prepare(task_inputs_of(options, inputs, CPU)).task(world)
+        task, _ = TASKS[stage].build_task(task_inputs_of(options, inputs, CPU)).task(world)
         loop = Loop(task, options, world)
         metrics = loop.train()
         weights = torch.cat(
@@ -69,7 +69,7 @@ def trained_by_recipe(world: World) -> list[dict[str, float]]:
     small = {"model.dim": 32, "model.num_layers": 1, "model.mlp_dim": 48, "trainer.max_steps": 3, "device": "cpu"}
     task = task_of({"recipe": "rlhf_tiny"})
     options = TASKS[task].read_options(compose_config(task, {"recipe": "rlhf_tiny", **small}).values)
-    made, _ = TASKS[task].prepare(task_inputs_of(options, Inputs(), CPU)).task(world)
+    made, _ = TASKS[task].build_task(task_inputs_of(options, Inputs(), CPU)).task(world)
     heard = Heard()
     Loop(made, options, world, callbacks=[heard]).train()
     return heard.lines

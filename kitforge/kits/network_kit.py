@@ -1,0 +1,82 @@
+"""What the kits share that train a network of a family: how it is checked, opened, loaded and exported."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import nn
+
+from kitforge.core.checkpoint.load import find_checkpoint
+from kitforge.core.kernels.dispatch import CompileLevel
+from kitforge.data.tokenizer import ByteTokenizer
+from kitforge.foundation.config import to_dict
+from kitforge.foundation.dtype import ExportDtype, LoadDtype
+from kitforge.kits.kit import Kit, ProcessorT
+from kitforge.kits.language_model import (
+    NetworkOptions,
+    evaluation_options,
+    export_language_model,
+    save_language_model,
+    stored_tokenizer,
+)
+from kitforge.kits.network_source import check_splits
+from kitforge.models import loading as model_folder
+from kitforge.models.catalog import Kind, config_of
+from kitforge.models.loading import OpenCheckpoint, StoredModel
+from kitforge.trainer.run_folder import Run
+
+NetworkOptionsT = TypeVar("NetworkOptionsT", bound=NetworkOptions)
+
+
+class NetworkKit(Kit[NetworkOptionsT, ProcessorT]):
+    """A kit around a network of one kind."""
+
+    FINE_TUNING = "adamw_finetune"
+    KIND: Kind = "language model"
+
+    def check_parallel(self, options: NetworkOptionsT) -> None:
+        """Raise ConfigError for a network that the degrees of `options` cannot split; before any rank is started."""
+        check_splits(options, self.KIND)
+
+    def evaluation_options(self, recorded: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:
+        """The run's options without those of its training. With a new data.train, data.eval is a part of it."""
+        return evaluation_options(recorded, chosen)
+
+    def load(
+        self, folder: Path, device: torch.device, level: CompileLevel = "O1", dtype: LoadDtype = "fp32"
+    ) -> nn.Module:
+        """The model of a run folder, a step folder or a Hugging Face folder, adapters merged."""
+        return model_folder.load_stored(self.open_model(folder), device=device, level=level, dtype=dtype)
+
+    def open_model(self, folder: Path, open_run: OpenCheckpoint = find_checkpoint) -> StoredModel:
+        """The model of a run folder, a step folder or a Hugging Face folder, of which no weight is read yet."""
+        return model_folder.open_model(folder, open_run)
+
+    def find_processor(self, folder: Path) -> Any:
+        """The tokenizer that lies with a run, a step or a Hugging Face folder."""
+        return stored_tokenizer(folder)
+
+    def save(
+        self, source: nn.Module | Run | Path, folder: Path, processor: Any, dtype: ExportDtype | None = None
+    ) -> None:
+        """Write a Hugging Face folder, adapters merged: of a model in memory, see `save_language_model`, or of a
+        folder."""
+        if isinstance(source, Path):
+            export_language_model(self.open_model(source), folder, processor, dtype)
+        else:
+            save_language_model(source.model if isinstance(source, Run) else source, folder, processor, dtype)
+
+    def resolved(self, options: NetworkOptionsT) -> dict[str, Any]:
+        """All options, with the defaults of the model unless a checkpoint brings it."""
+        values = to_dict(options)
+        if options.checkpoint is not None or self.KIND == "vision":
+            return values
+        network, tokenizer = dict(options.model), cast(Any, options).tokenizer
+        if network.get("vocab_size") is None:
+            # The size that the tokenizer will have; that of a folder is not read for this.
+            network["vocab_size"] = ByteTokenizer.vocab_size if tokenizer.name == "byte" else tokenizer.vocab_size
+        config = config_of(network)
+        return values | {"model": {"family": config.family, **to_dict(config)}}
