@@ -23,6 +23,7 @@ from kitforge.foundation.config import check, to_dict
 from kitforge.foundation.dtype import LoadDtype
 from kitforge.foundation.errors import ConfigError, ModelError
 from kitforge.foundation.progress import show_progress
+from kitforge.kits.batch_predict import prediction_files
 from kitforge.kits.kit import AnyKit, Kit, LoadModel, Prepared, RunAssembly, RunInputs
 from kitforge.kits.recommender.artifacts import SaveFeatures, find_features, find_item_catalog, resumed_features
 from kitforge.kits.recommender.batch_inference import check_target, write_predictions
@@ -185,16 +186,9 @@ class Recommendation(Kit[RecommendationOptions, FeatureEncoder]):
 
     def predict_file(self, options: RecommendationOptions, load_model: LoadModel) -> Path:
         """Score the rows of `data.eval`, or find items for them, into the file `output`."""
-        spec = options.data.eval
-        if options.checkpoint is None or spec is None or options.output is None:
-            raise ConfigError(
-                "predictions need a run, rows and a file to write",
-                got=f"checkpoint={options.checkpoint} data.eval={spec} output={options.output}",
-                fix="add checkpoint=RUN data.eval=rows.csv output=scores.csv",
-            )
-        target, folder = Path(options.output).expanduser(), Path(options.checkpoint)
+        folder, target = prediction_files(options, "data.eval=rows.csv output=scores.csv")
         options = with_run_options(options, open_run_checkpoint(folder))
-        source = open_table(spec, table_config(options.data))
+        source = open_table(options.data.eval, table_config(options.data))
         check_target(target, source)
         encoder = self.find_processor(folder)
         events = encoder.schema.events

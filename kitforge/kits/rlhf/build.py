@@ -25,6 +25,7 @@ from kitforge.foundation.errors import ConfigError, ModelError
 from kitforge.foundation.progress import show_progress
 from kitforge.foundation.untrusted import load_yaml, names_function
 from kitforge.inference.pipeline import TextGenerationPipeline
+from kitforge.kits.batch_predict import prediction_files
 from kitforge.kits.kit import LoadModel, Prepared, RunAssembly
 from kitforge.kits.language_model import (
     TRAINING_ONLY_OPTIONS,
@@ -191,15 +192,9 @@ class RlhfTask(NetworkKit[StageOptions, Tokenizer]):
     def predict_file(self, options: StageOptions, load_model: LoadModel) -> Path:
         """Score the rows of `data.eval` with a reward model and write them to the file `output`."""
         assert isinstance(options, RewardOptions)  # `predict` of all other tasks goes to text generation
-        if options.checkpoint is None or options.data.eval is None or options.output is None:
-            raise ConfigError(
-                "predictions need a run, rows and a file to write",
-                got=f"checkpoint={options.checkpoint} data.eval={options.data.eval} output={options.output}",
-                fix="add checkpoint=RUN data.eval=rows.jsonl output=scores.jsonl",
-            )
-        target = Path(options.output).expanduser()
-        model = load_model(options.checkpoint, options.device, "fp32")
-        opened = self.open_pipeline(model, find_tokenizer(Path(options.checkpoint)), options)
+        folder, target = prediction_files(options, "data.eval=rows.jsonl output=scores.jsonl")
+        model = load_model(str(folder), options.device, "fp32")
+        opened = self.open_pipeline(model, find_tokenizer(folder), options)
         with show_progress("rows scored", enabled=options.trainer.progress) as progress:
             write_scores(opened, options.data, target, progress)
         return target

@@ -26,6 +26,7 @@ from kitforge.inference.pipeline import TextGenerationPipeline
 from kitforge.inference.server.app import create_app
 from kitforge.inference.server.service import Service
 from kitforge.inference.text_engine import TextEngine
+from kitforge.kits.batch_predict import prediction_files
 from kitforge.kits.kit import AnyKit, LoadModel, Prepared, RunAssembly, RunInputs, datasets
 from kitforge.kits.language_model import (
     ADAPTER,
@@ -161,15 +162,11 @@ class TextGeneration(NetworkKit[TextGenerationOptions, Tokenizer]):
 
     def predict_file(self, options: TextGenerationOptions, load_model: LoadModel) -> Path:
         """Answer the prompts of `data.eval` into `output` by the model under `options.checkpoint`."""
-        if options.checkpoint is None or options.output is None or not isinstance(options.data.eval, str):
-            raise ConfigError(
-                "answers need a model, a file of prompts and a file for the answers",
-                fix="add checkpoint=RUN data.eval=prompts.jsonl output=answers.jsonl",
-            )
-        folder, target = Path(options.checkpoint).expanduser(), Path(options.output).expanduser()
+        folder, target = prediction_files(options, "data.eval=prompts.jsonl output=answers.jsonl")
+        check(isinstance(options.data.eval, str), "data.eval", options.data.eval, "a file of prompts")
         prompts = read_prompts(Path(options.data.eval).expanduser())
         tokenizer = stored_tokenizer(folder)
-        model = load_model(options.checkpoint, options.device, options.inference.dtype)
+        model = load_model(str(folder), options.device, options.inference.dtype)
         texts = TextEngine(Engine(model, options.inference.engine, stop_ids=tokenizer.eos_ids), tokenizer)
         chosen = with_folder_defaults(options.inference, tokenizer.generation_config)
         with show_progress("prompts answered", len(prompts), enabled=options.trainer.progress) as progress:

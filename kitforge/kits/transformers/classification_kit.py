@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias, cast, final
 
@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.data.tokenizer import Tokenizer
 from kitforge.foundation.errors import DataError, ModelError
+from kitforge.kits.batch_predict import Predict, predict_rows, row_batches
 from kitforge.kits.kit import LoadModel, RunInputs
+from kitforge.kits.language_model import stored_tokenizer
 from kitforge.kits.transformers.classification import (
     LabelledRows,
     SequenceClassifier,
@@ -21,7 +23,7 @@ from kitforge.kits.transformers.classification import (
     read_data,
 )
 from kitforge.kits.transformers.labelling import LabelledData
-from kitforge.kits.transformers.labelling_kit import LabellingKit, predict_rows
+from kitforge.kits.transformers.labelling_kit import LabellingKit
 from kitforge.kits.transformers.programs import export_programs
 from kitforge.kits.transformers.rows import last_token, probabilities
 from kitforge.models.loading import SEQUENCE_CLASSIFIER
@@ -63,16 +65,14 @@ class TextClassification(LabellingKit[TextClassificationOptions]):
     def predict_file(self, options: TextClassificationOptions, load_model: LoadModel) -> Path:
         """Write each row of `data.eval` with `predicted_label` and `score` to the jsonl file `output`."""
 
-        def open_labeller(model: nn.Module, tokenizer: Tokenizer) -> Callable[[list[dict[str, Any]]], list[Any]]:
-            classify = self.open_pipeline(model, tokenizer, options)
+        def opened(model: nn.Module, folder: Path) -> Predict[dict[str, Any]]:
+            classify = self.open_pipeline(model, stored_tokenizer(folder), options)
+            return lambda rows: (
+                row | {"predicted_label": each["label"], "score": each["score"]}
+                for row, each in zip(rows, classify([str(row[options.data.text]) for row in rows]), strict=True)
+            )
 
-            def label(rows: list[dict[str, Any]]) -> list[Any]:
-                found = classify([str(row[options.data.text]) for row in rows])
-                return [{"predicted_label": each["label"], "score": each["score"]} for each in found]
-
-            return label
-
-        return predict_rows(options, options.data.text, load_model, open_labeller)
+        return predict_rows(options, row_batches(options.data.eval, options.data.text, _BATCH), load_model, opened)
 
     def next_steps(self, folder: Path) -> list[str]:
         """Commands to try after a run."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, cast, final
@@ -16,12 +16,12 @@ from kitforge.core.checkpoint.load import find_checkpoint
 from kitforge.core.nn.vision import VisionTransformer
 from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.data.images import ImageEntry, find_images
-from kitforge.foundation.config import check, to_dict
+from kitforge.foundation.config import to_dict
 from kitforge.foundation.dtype import ExportDtype
 from kitforge.foundation.errors import ConfigError, ModelError
-from kitforge.foundation.files import atomic_file, write_text
-from kitforge.foundation.progress import show_progress
+from kitforge.foundation.files import write_text
 from kitforge.foundation.types import Region
+from kitforge.kits.batch_predict import Predict, predict_rows
 from kitforge.kits.kit import LoadModel, Prepared, RunInputs, datasets
 from kitforge.kits.language_model import (
     export_language_model,
@@ -132,26 +132,25 @@ class ImageClassification(NetworkKit[ImageClassificationOptions, ImageProcessor]
 
     def predict_file(self, options: ImageClassificationOptions, load_model: LoadModel) -> Path:
         """Write `image`, `predicted_label` and `score` of each image of `data.eval` to the jsonl file `output`."""
-        if options.checkpoint is None or options.output is None or options.data.eval is None:
-            fix = "add checkpoint=RUN data.eval=FOLDER output=labels.jsonl"
-            raise ConfigError("labels need a model, images and a file for the labels", fix=fix)
-        target = Path(options.output).expanduser()
-        check(not target.exists(), "output", target, "a file that does not exist yet")
-        classify = ImageClassificationPipeline(load_model(options.checkpoint, options.device, "fp32"))
-        entries = find_images(options.data.eval, "eval", options.data.image, options.data.label)
-        with (
-            atomic_file(target) as file,
-            show_progress("images labelled", enabled=options.trainer.progress) as progress,
-        ):
-            for start in range(0, len(entries), _BATCH):
-                part = entries[start : start + _BATCH]
+        data = options.data
+
+        def batches() -> Iterator[Sequence[ImageEntry]]:
+            entries = find_images(data.eval, "eval", data.image, data.label)
+            yield from (entries[start : start + _BATCH] for start in range(0, len(entries), _BATCH))
+
+        def opened(model: nn.Module, folder: Path) -> Predict[ImageEntry]:
+            del folder
+            classify = ImageClassificationPipeline(model)
+
+            def predict(part: Sequence[ImageEntry]) -> Iterator[dict[str, Any]]:
                 for entry, scores in zip(part, classify.probabilities(part), strict=True):
                     best = int(scores.argmax())
-                    row: dict[str, Any] = {"image": entry.location, "label": entry.label}
-                    row |= {"predicted_label": classify.labels[best], "score": float(scores[best])}
-                    file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
-                progress(start + len(part))
-        return target
+                    row = {"image": entry.location, "label": entry.label}
+                    yield row | {"predicted_label": classify.labels[best], "score": float(scores[best])}
+
+            return predict
+
+        return predict_rows(options, batches(), load_model, opened)
 
     def next_steps(self, folder: Path) -> list[str]:
         """Commands to try after a run."""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, cast
@@ -18,20 +17,16 @@ from kitforge.core.kernels.dispatch import CompileLevel
 from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.core.parallel.world import World
-from kitforge.data.source import open_rows
 from kitforge.data.tokenizer import Tokenizer
-from kitforge.foundation.config import check, to_dict
+from kitforge.foundation.config import to_dict
 from kitforge.foundation.dtype import ExportDtype, LoadDtype
 from kitforge.foundation.errors import ConfigError, ModelError
-from kitforge.foundation.files import atomic_file
-from kitforge.foundation.progress import show_progress
-from kitforge.kits.kit import LoadModel, Prepared, RunInputs, datasets
+from kitforge.kits.kit import Prepared, RunInputs, datasets
 from kitforge.kits.language_model import (
     ADAPTER,
     SaveAdapter,
     SaveTokenizer,
     export_language_model,
-    stored_tokenizer,
 )
 from kitforge.kits.network_kit import NetworkKit
 from kitforge.kits.network_source import BACKBONE, HeadSource, NetworkSource, find_run_tokenizer
@@ -51,8 +46,6 @@ from kitforge.trainer.callbacks.callback import Callback
 from kitforge.trainer.run_folder import Run
 
 Inputs: TypeAlias = RunInputs[Tokenizer]
-# Rows that are labelled at once.
-_BATCH = 32
 HeadedOptionsT = TypeVar("HeadedOptionsT", bound=LabellingOptions)
 
 
@@ -168,33 +161,6 @@ def _head_tensors(
     first = {HEAD: initial_head(size, cast(CausalLM, model.backbone).geometry.dim, seed), HEAD_BIAS: torch.zeros(size)}
     old = stored.head if stored is not None and is_kept else {}
     return {name: old.get(name, first[name]) for name in (HEAD, HEAD_BIAS)[: 1 + model.has_bias]}
-
-
-def predict_rows(
-    options: LabellingOptions,
-    text: str,
-    load_model: LoadModel,
-    open_labeller: Callable[[nn.Module, Tokenizer], Callable[[list[dict[str, Any]]], list[Any]]],
-) -> Path:
-    """Write each row of `data.eval` with what the labeller of a model and its tokenizer adds to it, a dict for each of
-    some rows, to the jsonl file `output`. A row that is no dict is its column `text`."""
-    if options.checkpoint is None or options.output is None or options.data.eval is None:
-        fix = "add checkpoint=RUN data.eval=rows.jsonl output=labels.jsonl"
-        raise ConfigError("labels need a model, a file of rows and a file for the labels", fix=fix)
-    folder, target = Path(options.checkpoint).expanduser(), Path(options.output).expanduser()
-    check(not target.exists(), "output", target, "a file that does not exist yet")
-    label = open_labeller(load_model(options.checkpoint, options.device, "fp32"), stored_tokenizer(folder))
-    with atomic_file(target) as file, show_progress("rows labelled", enabled=options.trainer.progress) as progress:
-        done = 0
-        for shard in open_rows(options.data.eval):
-            rows = [dict(row) if isinstance(row, Mapping) else {text: row} for _, row in shard.rows()]
-            for start in range(0, len(rows), _BATCH):
-                part = rows[start : start + _BATCH]
-                for row, each in zip(part, label(part), strict=True):
-                    file.write(json.dumps(row | each, ensure_ascii=False).encode() + b"\n")
-                done += len(part)
-                progress(done)
-    return target
 
 
 def _open_headed(folder: Path, suffix: str, open_run: OpenCheckpoint) -> StoredModel:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias, final
 
@@ -12,12 +11,11 @@ from torch import nn
 from kitforge.core.nn.encoder_decoder import EncoderDecoder
 from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.core.parallel.world import World
-from kitforge.data.source import open_rows, open_source
+from kitforge.data.source import open_source
 from kitforge.data.tokenizer import Tokenizer
-from kitforge.foundation.config import check, to_dict
+from kitforge.foundation.config import to_dict
 from kitforge.foundation.errors import ConfigError, DataError, ModelError
-from kitforge.foundation.files import atomic_file
-from kitforge.foundation.progress import show_progress
+from kitforge.kits.batch_predict import Predict, predict_rows, row_batches
 from kitforge.kits.kit import LoadModel, Prepared, RunInputs, datasets
 from kitforge.kits.language_model import (
     ADAPTER,
@@ -98,26 +96,16 @@ class Seq2Seq(NetworkKit[Seq2SeqOptions, Tokenizer]):
 
     def predict_file(self, options: Seq2SeqOptions, load_model: LoadModel) -> Path:
         """Write each row of `data.eval` with its generated target, `predicted_<data.target>`, to `output`."""
-        if options.checkpoint is None or options.output is None or options.data.eval is None:
-            fix = "add checkpoint=RUN data.eval=rows.jsonl output=written.jsonl"
-            raise ConfigError("targets need a model, a file of sources and a file to write", fix=fix)
-        folder, target = Path(options.checkpoint).expanduser(), Path(options.output).expanduser()
-        check(not target.exists(), "output", target, "a file that does not exist yet")
-        write = self.open_pipeline(
-            load_model(options.checkpoint, options.device, "fp32"), stored_tokenizer(folder), options
-        )
         column, name = options.data.source, f"predicted_{options.data.target}"
-        with (
-            atomic_file(target) as file,
-            show_progress("targets written", enabled=options.trainer.progress) as progress,
-        ):
-            done = 0
-            for rows in _row_batches(options.data.eval, column):
-                for row, text in zip(rows, write.texts([str(row[column]) for row in rows]), strict=True):
-                    file.write(json.dumps({**row, name: text}, ensure_ascii=False).encode() + b"\n")
-                done += len(rows)
-                progress(done)
-        return target
+
+        def opened(model: nn.Module, folder: Path) -> Predict[dict[str, Any]]:
+            write = self.open_pipeline(model, stored_tokenizer(folder), options)
+            return lambda rows: (
+                row | {name: text}
+                for row, text in zip(rows, write.texts([str(row[column]) for row in rows]), strict=True)
+            )
+
+        return predict_rows(options, row_batches(options.data.eval, column, _BATCH), load_model, opened)
 
     def next_steps(self, folder: Path) -> list[str]:
         """Commands to try after a run."""
@@ -125,22 +113,6 @@ class Seq2Seq(NetworkKit[Seq2SeqOptions, Tokenizer]):
             f"kitforge predict checkpoint={folder} data.eval=ROWS.jsonl output=WRITTEN.jsonl",
             f"kitforge evaluate checkpoint={folder} data.eval=ROWS.jsonl",
         ]
-
-
-def _row_batches(spec: object, column: str) -> Any:
-    """The rows of a file, some at a time, each a dict."""
-    for shard in open_rows(spec):
-        rows = list[dict[str, Any]]()
-        for location, row in shard.rows():
-            values = dict(row) if isinstance(row, Mapping) else {column: row}
-            if column not in values:
-                raise DataError(f"{location} lacks a column", got=", ".join(map(str, values)), expected=column)
-            rows.append(values)
-            if len(rows) == _BATCH:
-                yield rows
-                rows = []
-        if rows:
-            yield rows
 
 
 @final

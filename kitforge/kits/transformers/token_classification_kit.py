@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, cast, final
 
@@ -13,9 +13,11 @@ from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.data.tokenizer import Tokenizer
 from kitforge.foundation.config import check
 from kitforge.foundation.errors import DataError, ModelError
+from kitforge.kits.batch_predict import Predict, predict_rows, row_batches
 from kitforge.kits.kit import LoadModel
+from kitforge.kits.language_model import stored_tokenizer
 from kitforge.kits.transformers.labelling import LabelledData
-from kitforge.kits.transformers.labelling_kit import LabellingKit, predict_rows
+from kitforge.kits.transformers.labelling_kit import LabellingKit
 from kitforge.kits.transformers.token_classification import (
     TaggedRows,
     TokenClassificationOptions,
@@ -56,11 +58,11 @@ class TokenClassification(LabellingKit[TokenClassificationOptions]):
     def predict_file(self, options: TokenClassificationOptions, load_model: LoadModel) -> Path:
         """Write each row of `data.eval` with `predicted_tags`, one for each word, to the jsonl file `output`."""
 
-        def open_labeller(model: nn.Module, tokenizer: Tokenizer) -> Callable[[list[dict[str, Any]]], list[Any]]:
-            tag = self.open_pipeline(model, tokenizer, options)
-            return lambda rows: [{"predicted_tags": tag.tags_of(row[options.data.words])} for row in rows]
+        def opened(model: nn.Module, folder: Path) -> Predict[dict[str, Any]]:
+            tag = self.open_pipeline(model, stored_tokenizer(folder), options)
+            return lambda rows: (row | {"predicted_tags": tag.tags_of(row[options.data.words])} for row in rows)
 
-        return predict_rows(options, options.data.words, load_model, open_labeller)
+        return predict_rows(options, row_batches(options.data.eval, options.data.words, 32), load_model, opened)
 
     def next_steps(self, folder: Path) -> list[str]:
         """Commands to try after a run."""

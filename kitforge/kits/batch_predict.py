@@ -1,0 +1,68 @@
+"""Predictions for a file of rows: the rows in order, each with the columns that a model adds, in a jsonl file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar
+
+from torch import nn
+
+from kitforge.data.source import open_rows
+from kitforge.foundation.config import check
+from kitforge.foundation.errors import ConfigError, DataError
+from kitforge.foundation.files import atomic_file
+from kitforge.foundation.progress import show_progress
+from kitforge.kits.kit import LoadModel
+
+RowT = TypeVar("RowT")
+# The lines of some rows.
+Predict: TypeAlias = Callable[[Sequence[RowT]], Iterable[Mapping[str, Any]]]
+
+
+def prediction_files(options: Any, example: str) -> tuple[Path, Path]:
+    """The folder of the model and the file to write. Raises ConfigError unless `options` name both, and rows."""
+    spec = options.data.eval
+    if options.checkpoint is None or spec is None or options.output is None:
+        raise ConfigError(
+            "predictions need a run, rows and a file to write",
+            got=f"checkpoint={options.checkpoint} data.eval={spec} output={options.output}",
+            fix=f"add checkpoint=RUN {example}",
+        )
+    return Path(options.checkpoint).expanduser(), Path(options.output).expanduser()
+
+
+def row_batches(spec: object, column: str, size: int) -> Iterator[list[dict[str, Any]]]:
+    """The rows of a file, some at a time; one that is no dict is its `column`. Raises DataError for one without it."""
+    for shard in open_rows(spec):
+        rows = list[dict[str, Any]]()
+        for location, row in shard.rows():
+            rows.append(dict(row) if isinstance(row, Mapping) else {column: row})
+            if column not in rows[-1]:
+                raise DataError(f"{location} lacks a column", got=", ".join(map(str, rows[-1])), expected=column)
+            if len(rows) == size:
+                yield rows
+                rows = []
+        if rows:
+            yield rows
+
+
+def predict_rows(
+    options: Any,
+    batches: Iterable[Sequence[RowT]],
+    load_model: LoadModel,
+    opened: Callable[[nn.Module, Path], Predict[RowT]],
+) -> Path:
+    """Write the lines of the rows of all batches to `options.output`, which appears when all are done. `opened` is
+    given the model and its folder. Raises ConfigError for a file that exists."""
+    folder, target = prediction_files(options, "data.eval=ROWS output=predictions.jsonl")
+    check(not target.exists(), "output", target, "a file that does not exist yet")
+    predict, done = opened(load_model(str(folder), options.device, "fp32"), folder), 0
+    with atomic_file(target) as file, show_progress("rows predicted", enabled=options.trainer.progress) as progress:
+        for rows in batches:
+            for line in predict(rows):
+                file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
+            done += len(rows)
+            progress(done)
+    return target
