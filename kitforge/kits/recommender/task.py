@@ -16,18 +16,18 @@ from kitforge.core.parallel.world import World
 from kitforge.data.prefetch import BackgroundPrefetcher
 from kitforge.data.schedule import Batch
 from kitforge.embedding_cache.collection import EmbeddingCollection
-from kitforge.foundation.errors import ConfigError
 from kitforge.foundation.types import Cursor, MicroBatch, Sums
 from kitforge.kits.recommender.config import RecommendationOptions
 from kitforge.kits.recommender.data import RecommendationDataset
 from kitforge.kits.recommender.dataset import ClickDataset, StreamingDataset
 from kitforge.kits.recommender.model import Recommender
 from kitforge.kits.recommender.objective import Objective
-from kitforge.trainer.task import BestMetric, Task, batch_schedule
+from kitforge.trainer.dataset_task import DatasetTask
+from kitforge.trainer.task import BestMetric, batch_schedule
 
 
 @final
-class RecommendationTask(Task):
+class RecommendationTask(DatasetTask):
     """A micro-batch holds what the objective makes of some rows, their global numbers [B], and the step's number."""
 
     def __init__(
@@ -41,17 +41,11 @@ class RecommendationTask(Task):
         self._options = options
         self._dataset = dataset
         self._objective = objective
-        self._build = build
-        self._world = world
         num_rows = 0 if dataset.train is None or isinstance(dataset.train, StreamingDataset) else dataset.train.num_rows
         data = options.data
-        self._schedule = batch_schedule(
-            options, world, num_rows=num_rows, batch_size=data.step_size, shuffle=data.shuffle
-        )
-
-    def build(self, world: World) -> nn.Module:
-        """The network with its tables, its dense part as the world's degrees say."""
-        return self._build(world)
+        schedule = batch_schedule(options, world, num_rows=num_rows, batch_size=data.step_size, shuffle=data.shuffle)
+        num_eval_rows = 0 if dataset.eval is None else dataset.eval.num_rows
+        super().__init__(options, build, world, schedule, {"rows": dataset.fingerprint}, num_eval_rows)
 
     def metric_for_best(self) -> BestMetric:
         """The objective's own."""
@@ -67,10 +61,6 @@ class RecommendationTask(Task):
             return None
         self._dataset.train_rows()
         return self._schedule.num_steps(epochs)
-
-    def epoch(self, cursor: Cursor) -> float | None:
-        """Samples over rows; None for a stream."""
-        return None if isinstance(self._dataset.train, StreamingDataset) else self._schedule.epoch(cursor.samples)
 
     def steps(self, model: nn.Module, cursor: Cursor) -> Iterator[list[MicroBatch]]:
         """Batches from the cursor on, made ready in the background; then their rows, where a cache fetches ahead."""
@@ -106,17 +96,11 @@ class RecommendationTask(Task):
         """Which rows the cursor counts, and where a stream goes on."""
         train = self._dataset.train
         stream_state = {"stream": train.state()} if isinstance(train, StreamingDataset) else {}
-        return {"rows": self._dataset.fingerprint, **stream_state}
+        return super().state() | stream_state
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Refuse to go on over other rows than those the run began with."""
-        if state["rows"] != self._dataset.fingerprint and not self._options.trainer.allow_data_changes:
-            raise ConfigError(
-                "the training rows are not the ones that the run began with",
-                got=f"rows {self._dataset.fingerprint[:12]}",
-                expected=f"rows {state['rows'][:12]}",
-                fix="put the files back, or add trainer.allow_data_changes=true to go on all the same",
-            )
+        super().load_state(state)
         if isinstance(self._dataset.train, StreamingDataset) and "stream" in state:
             self._dataset.train.load_state(state["stream"])
 

@@ -25,7 +25,7 @@ from kitforge.data.schedule import Mixture, train_eval_split
 from kitforge.data.token_cache import default_root
 from kitforge.data.tokenizer import Tokenizer
 from kitforge.foundation.config import check
-from kitforge.foundation.errors import ConfigError, DataError
+from kitforge.foundation.errors import DataError
 from kitforge.foundation.log import logger
 from kitforge.kits.rlhf.config import ChatDatasetOptions
 
@@ -42,16 +42,6 @@ class DatasetSplits(Generic[Row]):
     pad_id: int
     fingerprint: str
     mixture: Mixture | None = None  # of the sources of `train`, if they are weighted
-
-    def check_same(self, fingerprint: str, allowed: bool) -> None:
-        """Raise ConfigError for another fingerprint, unless changes are allowed."""
-        if fingerprint != self.fingerprint and not allowed:
-            raise ConfigError(
-                "the training rows changed since the run began",
-                got=f"rows {self.fingerprint[:12]}",
-                expected=f"rows {fingerprint[:12]}",
-                fix="restore the files (and weights), or add trainer.allow_data_changes=true to train on these rows",
-            )
 
 
 @final

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol, final
+from typing import Protocol, final
 
 import numpy as np
 import torch
@@ -15,11 +15,10 @@ from torch.nn import functional
 from kitforge.core.nn.context import DropoutKey
 from kitforge.core.parallel.world import World
 from kitforge.data.labels import ProblemType
-from kitforge.foundation.errors import ConfigError
-from kitforge.foundation.progress import heartbeat
 from kitforge.foundation.types import Cursor, MicroBatch, Sums
+from kitforge.trainer.dataset_task import DatasetTask
 from kitforge.trainer.options import RunOptions
-from kitforge.trainer.task import Task, batch_schedule
+from kitforge.trainer.task import batch_schedule
 
 # Tokens of a micro-batch on a CPU, padding included: with more, activations leave its caches.
 _CPU_TOKENS = 2048
@@ -92,7 +91,7 @@ class RowSplits(Protocol):
         ...
 
 
-class RowTask(Task, ABC):
+class RowTask(DatasetTask, ABC):
     """Batches of rows, of which those of like lengths share a micro-batch. A micro-batch is that of
     `TokenizedRows.batch`, with the numbers of its samples and of the step."""
 
@@ -106,12 +105,8 @@ class RowTask(Task, ABC):
         batch_size: int,
         shuffle: bool,
     ) -> None:
-        self._seed, self._allows_changes = options.seed, options.trainer.allow_data_changes
-        self._shows_progress = options.trainer.progress
         self._rows = data
-        self._build = build
-        self._world = world
-        self._schedule = batch_schedule(
+        schedule = batch_schedule(
             options,
             world,
             num_rows=len(data.train),
@@ -119,49 +114,17 @@ class RowTask(Task, ABC):
             shuffle=shuffle,
             max_tokens=_CPU_TOKENS if world.device.type == "cpu" else None,
         )
-
-    def build(self, world: World) -> nn.Module:
-        """The network, on the device, cut as the world's degrees say."""
-        return self._build(world)
-
-    def num_steps(self, epochs: float) -> int | None:
-        """Steps in that many passes over the rows; the last one may be smaller."""
-        return self._schedule.num_steps(epochs)
-
-    def epoch(self, cursor: Cursor) -> float | None:
-        """Samples over rows."""
-        return self._schedule.epoch(cursor.samples)
+        super().__init__(options, build, world, schedule, {"rows": data.fingerprint}, len(data.eval))
 
     def steps(self, model: nn.Module, cursor: Cursor) -> Iterator[list[MicroBatch]]:
         """Batches from the cursor on; rows of like lengths share a micro-batch."""
         for step, batch in enumerate(self._schedule.batches(cursor.samples), start=cursor.step):
             yield self._micro_batches(self._rows.train, batch.rows, batch.start, step)
 
-    def eval_micro_batches(self) -> Iterator[MicroBatch]:
+    def eval_micro_batches(self, model: nn.Module) -> Iterator[MicroBatch]:
         """This rank's evaluation rows."""
         for batch in self._schedule.eval_batches(len(self._rows.eval)):
             yield from self._micro_batches(self._rows.eval, batch, 0, 0)
-
-    def dropout_key(self, model: nn.Module, micro_batch: MicroBatch) -> DropoutKey | None:
-        """The key of a training micro-batch; None in evaluation."""
-        if not model.training:
-            return None
-        samples = tuple(micro_batch["samples"].tolist())
-        return DropoutKey(seed=self._seed, step=micro_batch["step"], samples=samples)
-
-    def state(self) -> dict[str, Any]:
-        """Which rows the cursor counts."""
-        return {"rows": self._rows.fingerprint}
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Refuse to go on over other rows than those that the run began with."""
-        if state["rows"] != self._rows.fingerprint and not self._allows_changes:
-            raise ConfigError(
-                "the rows are not those that the run began with",
-                got=f"rows {self._rows.fingerprint[:12]}",
-                expected=f"rows {state['rows'][:12]}",
-                fix="put the files back, or add trainer.allow_data_changes=true to go on all the same",
-            )
 
     def _micro_batches(
         self, rows: TokenizedRows, indices: NDArray[np.int64], first: int, step: int
@@ -196,12 +159,12 @@ class ClassifierTask(RowTask, ABC):
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """eval/loss, eval/accuracy and eval/f1 (macro) over all evaluation rows; independent of the batch size. Of rows
         with several labels, those that are right have all of them."""
-        if not len(self._rows.eval):
+        if not self._num_eval_rows:
             return {}
         size = self.num_labels
         total, confusion = torch.zeros((), dtype=torch.float64), torch.zeros(size, size, dtype=torch.float64)
         several = torch.zeros(2 + 3 * size, dtype=torch.float64)
-        for micro_batch in heartbeat(self.eval_micro_batches(), "batches evaluated", enabled=self._shows_progress):
+        for micro_batch in self.shown(self.eval_micro_batches(model)):
             logits, labels, weights = self.logits(model, micro_batch, None)
             total += (losses_of(logits, labels) * weights).sum().double().cpu()
             if labels.dim() == 2:

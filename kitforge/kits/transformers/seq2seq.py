@@ -28,7 +28,6 @@ from kitforge.foundation.config import check
 from kitforge.foundation.device import copy_to
 from kitforge.foundation.errors import DataError
 from kitforge.foundation.log import logger
-from kitforge.foundation.progress import heartbeat
 from kitforge.foundation.types import MicroBatch, Sums
 from kitforge.inference.seq2seq import Seq2SeqInference, generate
 from kitforge.kits.language_model import TokenizedOptions, check_whole_rows, start_tokens
@@ -236,15 +235,8 @@ class Seq2SeqTask(RowTask):
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """eval/loss, a mean over all target tokens, and BLEU or ROUGE of generated targets."""
-        if not len(self._data.eval):
-            return {}
-        sums = torch.zeros(2, dtype=torch.float64)
-        parts = self.eval_micro_batches()
-        for micro_batch in heartbeat(parts, "batches evaluated", enabled=self._options.trainer.progress):
-            count = (micro_batch["targets"] != IGNORED).sum()
-            sums += torch.stack([self._loss(model, micro_batch, None).double().cpu(), count.double()])
-        total, count = self._world.sum({"sums": sums})["sums"].tolist()
-        return {"eval/loss": total / max(count, 1.0), **self._text_metrics(model)}
+        found = super().evaluate(model)
+        return found | self._text_metrics(model) if found else {}
 
     def _text_metrics(self, model: nn.Module) -> dict[str, float]:
         """Of the first evaluation rows. All ranks generate the same texts, since they share each forward pass."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from kitforge.core.nn.causal_lm import CausalLM
-from kitforge.core.nn.context import Context, DropoutKey
+from kitforge.core.nn.context import Context
 from kitforge.core.optim.groups import ParameterGroup, decay_groups
 from kitforge.core.parallel.world import World
 from kitforge.data.collate import drop_trivial_columns
@@ -22,16 +22,15 @@ from kitforge.data.prefetch import BackgroundPrefetcher
 from kitforge.data.streaming import Position, TextStream
 from kitforge.foundation.device import copy_to
 from kitforge.foundation.errors import ConfigError
-from kitforge.foundation.progress import heartbeat
 from kitforge.foundation.types import Cursor, MicroBatch, Sums
 from kitforge.kits.transformers.config import TextGenerationOptions
 from kitforge.kits.transformers.data import Corpus
-from kitforge.trainer.metric_means import weighted_means
-from kitforge.trainer.task import Task, batch_schedule
+from kitforge.trainer.dataset_task import DatasetTask
+from kitforge.trainer.task import batch_schedule
 
 
 @final
-class TextGenerationTask(Task):
+class TextGenerationTask(DatasetTask):
     """A micro-batch holds tokens, targets and positions [rows, length], samples [rows], the step's number, and
     documents [rows, length] where a row holds more than one."""
 
@@ -40,17 +39,14 @@ class TextGenerationTask(Task):
     ) -> None:
         self._options = options
         self._corpus = corpus
-        self._build = build
-        self._world = world
         data = options.data
         num_rows = 0 if corpus.train is None else corpus.train.num_rows
         schedule = batch_schedule(options, world, num_rows=num_rows, batch_size=data.batch_size, shuffle=data.shuffle)
-        self._schedule = dataclasses.replace(schedule, mixture=corpus.mixture)
+        schedule = dataclasses.replace(schedule, mixture=corpus.mixture)
+        fingerprints = {"corpus": corpus.fingerprint, "eval": corpus.eval_fingerprint}
+        num_eval_rows = 0 if corpus.eval is None else corpus.eval.num_rows
+        super().__init__(options, build, world, schedule, fingerprints, num_eval_rows)
         self._positions: dict[str, Position] = {}  # of the lanes of a stream, after the last step that was yielded
-
-    def build(self, world: World) -> nn.Module:
-        """The network, on the device, cut as the world's degrees say."""
-        return self._build(world)
 
     def parameter_groups(self, model: nn.Module, weight_decay: float) -> list[ParameterGroup]:
         """Weight decay for matrices only: not for embeddings, the head, norms and biases."""
@@ -63,18 +59,6 @@ class TextGenerationTask(Task):
             return None
         self._train_rows()
         return self._schedule.num_steps(epochs)
-
-    def epoch(self, cursor: Cursor) -> float | None:
-        """Samples over rows; None for a stream."""
-        return None if self._corpus.stream is not None else self._schedule.epoch(cursor.samples)
-
-    def is_endless(self) -> bool:
-        """Whether the data last for any number of steps."""
-        return self._schedule.is_endless
-
-    def position_metrics(self, samples: int) -> dict[str, float]:
-        """Samples of each source of a mixture so far."""
-        return {} if self._corpus.mixture is None else self._corpus.mixture.metrics(samples)
 
     def steps(self, model: nn.Module, cursor: Cursor) -> Iterator[list[MicroBatch]]:
         """Batches from the cursor on, made ready in the background."""
@@ -98,7 +82,7 @@ class TextGenerationTask(Task):
         """The sum of cross entropies over the valid targets."""
         network = cast(CausalLM, model)
         device = network.head_weight.device
-        noise = self._dropout_key(micro_batch) if model.training else None
+        noise = self.dropout_key(model, micro_batch)
         context = Context.packed(micro_batch["positions"], micro_batch.get("documents"), noise, device)
         hidden = network.hidden(copy_to(micro_batch["tokens"], device), context)
         targets = copy_to(micro_batch["targets"], device).flatten()
@@ -106,41 +90,21 @@ class TextGenerationTask(Task):
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """eval/loss in nats per token, eval/perplexity; independent of the batch size."""
-        rows = self._corpus.eval
-        if rows is None:
-            return {}
-        means = weighted_means(
-            heartbeat(self._evaluation_batches(rows), "batches evaluated", enabled=self._options.trainer.progress),
-            lambda batch: self.loss(model, batch),
-            lambda batch: self.count([batch]),
-            self._world.sum,
-        )
-        loss = means["loss"]
-        return {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0))}
+        found = super().evaluate(model)
+        return found | {"eval/perplexity": math.exp(min(found["eval/loss"], 700.0))} if found else {}
 
     def state(self) -> dict[str, Any]:
         """Which tokens the cursor counts, and of a stream the positions of all lanes."""
-        state = {"corpus": self._corpus.fingerprint, "eval": self._corpus.eval_fingerprint}
         if self._corpus.stream is None:
-            return state
+            return super().state()
         positions: dict[str, Position] = {}
         for own in self._world.all_gather_object(self._positions):
             positions |= own
-        return state | {"stream": positions}
+        return super().state() | {"stream": positions}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Refuse to go on over other tokens than those the run began with."""
-        now = self.state()
-        words = {"corpus": "training", "eval": "evaluation"}
-        changed = [name for name in words if state[name] != now[name]]
-        if changed and not self._options.trainer.allow_data_changes:
-            raise ConfigError(
-                f"the {words[changed[0]]} text is not the one that the run began with",
-                got=f"tokens {now[changed[0]][:12]}",
-                expected=f"tokens {state[changed[0]][:12]}",
-                fix="put the files (and weights) back, or add trainer.allow_data_changes=true to go on all the same",
-            )
-
+        super().load_state(state)
         self._positions = state.get("stream", {})
         num_lanes = 0 if self._corpus.stream is None else self._corpus.stream.num_lanes
         if len(self._positions) not in (0, num_lanes):
@@ -193,7 +157,10 @@ class TextGenerationTask(Task):
             return self._empty_micro_batch(step)
         return {**drop_trivial_columns({name: column[part] for name, column in gathered.items()}), "step": step}
 
-    def _evaluation_batches(self, rows: PackedRows | ConcatenatedRows) -> Iterator[MicroBatch]:
+    def eval_micro_batches(self, model: nn.Module) -> Iterator[MicroBatch]:
+        """This rank's evaluation rows."""
+        rows = self._corpus.eval
+        assert rows is not None
         for indices in self._schedule.eval_shards(rows.num_rows):
             if len(indices):
                 yield {**drop_trivial_columns(rows.rows(indices)), "samples": torch.from_numpy(indices), "step": 0}
@@ -211,10 +178,6 @@ class TextGenerationTask(Task):
             "samples": torch.tensor([NO_SAMPLE]),
             "step": step,
         }
-
-    def _dropout_key(self, micro_batch: MicroBatch) -> DropoutKey:
-        samples = tuple(micro_batch["samples"].tolist())
-        return DropoutKey(seed=self._options.seed, step=micro_batch["step"], samples=samples)
 
 
 IGNORED = -100

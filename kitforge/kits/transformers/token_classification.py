@@ -227,7 +227,7 @@ class TokenClassificationTask(HeadedTask):
         if not found or not all(_CHUNK_TAG.fullmatch(label) for label in self._data.labels):
             return found
         counts = torch.zeros(3, dtype=torch.float64)
-        for micro_batch in self.eval_micro_batches():
+        for micro_batch in self.eval_micro_batches(model):
             logits = self.logits(model, micro_batch, None)[0].view(*micro_batch["labels"].shape, -1)
             best = logits.argmax(-1).cpu()
             for firsts, *both in zip(micro_batch["firsts"], micro_batch["labels"], best, strict=True):

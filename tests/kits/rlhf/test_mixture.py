@@ -11,7 +11,7 @@ import pytest
 from kitforge.cli import main as cli
 from kitforge.data.tokenizer import ByteTokenizer
 from kitforge.foundation.errors import ConfigError, DataError
-from kitforge.kits.rlhf.supervised.dataset_task import DatasetTask
+from kitforge.kits.rlhf.supervised.example_task import ExampleTask
 from kitforge.trainer.callbacks.callback import Callback, Event, RunContext
 from tests.kits.rlhf import runs
 from tests.trainer import tiny
@@ -36,7 +36,7 @@ def mixed(folder: Path, weights: tuple[float, ...] = (2, 1, 1)) -> list[dict[str
     return spec
 
 
-def letters_of(task: DatasetTask[Any, Any], step: list[Any]) -> dict[str, int]:
+def letters_of(task: ExampleTask[Any, Any], step: list[Any]) -> dict[str, int]:
     text = ByteTokenizer().decode([token for each in step for token in each["tokens"].flatten().tolist()])
     completions = [part.split(": ")[1].rstrip("\x00")[:1] for part in text.split("Q")[1:]]
     return {letter: completions.count(letter) for letter in ANSWERS}
@@ -45,7 +45,7 @@ def letters_of(task: DatasetTask[Any, Any], step: list[Any]) -> dict[str, int]:
 def test_batches_hold_samples_by_weight(tmp_path: Path) -> None:
     assembly = runs.begin("sft", train_dataset=mixed(tmp_path))
     task, state = assembly.loop.task, assembly.loop.state
-    assert isinstance(task, DatasetTask)
+    assert isinstance(task, ExampleTask)
     steps = [step for _, step in zip(range(12), task.steps(assembly.loop.model, state.cursor), strict=False)]
     assert [letters_of(task, step) for step in steps] == [{"a": 2, "b": 1, "c": 1}] * 12
 
@@ -88,7 +88,7 @@ def test_stop_ends_the_run(tmp_path: Path) -> None:
     choices = {"data.on_source_end": "stop", "trainer.max_steps": 1000}
     assembly = runs.begin("sft", tmp_path / "run", choices, train_dataset=mixed(tmp_path))
     task = assembly.loop.task
-    assert isinstance(task, DatasetTask)
+    assert isinstance(task, ExampleTask)
     runs.finish(assembly)
     mixture = task._rows.mixture
     assert mixture is not None

@@ -72,6 +72,7 @@ from kitforge.kits.rlhf.reinforcement.rollout_collector import Annotator, Roles,
 from kitforge.kits.rlhf.roles.model_copy import actor_critic_groups
 from kitforge.kits.rlhf.roles.reference_model import check_frozen_weights
 from kitforge.kits.rlhf.roles.value_head import critic_of, policy_of
+from kitforge.trainer.dataset_task import check_same_rows
 from kitforge.trainer.task import BestMetric, RunResult, Task
 
 # An update may exceed rl.target_kl by this factor, as in OpenAI's baselines and Stable-Baselines3.
@@ -388,11 +389,11 @@ class PolicyGradientTask(Task):
     def load_state(self, state: dict[str, Any]) -> None:
         """Inverse of `state`. Raises ConfigError for other prompts, another reference or another base model."""
         trainer = self._options.trainer
-        self._rows.check_same(state["rows"], trainer.allow_data_changes)
+        check_same_rows(state, {"rows": self._rows.fingerprint}, self._options)
         if self.recorded is None:
             check_frozen_weights(self._collector.fingerprints(), state, trainer.allow_config_changes)
         if self._ptx is not None:
-            self._ptx.rows.check_same(state["pretraining"], trainer.allow_data_changes)
+            check_same_rows({"rows": state["pretraining"]}, {"rows": self._ptx.rows.fingerprint}, self._options)
         self._controller.load_state(state["controller"])
         self._next_prompt_index = state["next_prompt"]
         self._is_stopped, self._num_stops = state["is_stopped"], state["num_stops"]

@@ -21,7 +21,7 @@ from kitforge.kits.rlhf.algorithms.preference_losses import (
 )
 from kitforge.kits.rlhf.batching import split_pairs
 from kitforge.kits.rlhf.config import PreferenceOptions
-from kitforge.kits.rlhf.supervised.dataset_task import PairTask
+from kitforge.kits.rlhf.supervised.example_task import PairTask
 
 
 @final

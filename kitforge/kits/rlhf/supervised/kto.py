@@ -15,13 +15,13 @@ from kitforge.foundation.types import MicroBatch, Sums
 from kitforge.kits.rlhf.algorithms.preference_losses import kto_loss, mismatched_completions
 from kitforge.kits.rlhf.batching import input_tokens, pad_examples
 from kitforge.kits.rlhf.config import KTOOptions
-from kitforge.kits.rlhf.supervised.dataset_task import DatasetTask
 from kitforge.kits.rlhf.supervised.dpo import sequence_logprobs
+from kitforge.kits.rlhf.supervised.example_task import ExampleTask
 from kitforge.trainer.precision import autocast
 
 
 @final
-class KTOTask(DatasetTask[KTOOptions, UnpairedExample]):
+class KTOTask(ExampleTask[KTOOptions, UnpairedExample]):
     """A micro-batch holds tokens and targets [S, T], is_desirable and weights [S], and the baseline of the whole step.
 
     The KL baseline is the mean log-ratio of policy and reference for mismatched completions: each prompt of the step

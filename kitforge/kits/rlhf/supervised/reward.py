@@ -14,7 +14,7 @@ from kitforge.kits.rlhf.algorithms.preference_losses import pairwise_loss
 from kitforge.kits.rlhf.batching import split_pairs
 from kitforge.kits.rlhf.config import RewardOptions
 from kitforge.kits.rlhf.roles.value_head import ValueHeadModel
-from kitforge.kits.rlhf.supervised.dataset_task import PairTask
+from kitforge.kits.rlhf.supervised.example_task import PairTask
 from kitforge.trainer.callbacks.callback import Callback, Event, RunContext, can_save_at_end
 
 # Training pairs for the mean and standard deviation of the scores.

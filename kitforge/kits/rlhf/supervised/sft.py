@@ -19,11 +19,11 @@ from kitforge.foundation.device import copy_to
 from kitforge.foundation.types import MicroBatch, Sums
 from kitforge.kits.rlhf.batching import input_tokens, pack_examples
 from kitforge.kits.rlhf.config import SFTOptions
-from kitforge.kits.rlhf.supervised.dataset_task import DatasetTask
+from kitforge.kits.rlhf.supervised.example_task import ExampleTask
 
 
 @final
-class SFTTask(DatasetTask[SFTOptions, TokenizedExample]):
+class SFTTask(ExampleTask[SFTOptions, TokenizedExample]):
     """A micro-batch holds tokens, targets and positions [rows, length], documents if a row packs several responses,
     members [rows], the number of responses in a row, places [rows], the index of a row in the batch, and the step.
 

@@ -13,20 +13,18 @@ from torch import nn
 from kitforge.core.optim.groups import ParameterGroup
 from kitforge.core.parallel.world import World
 from kitforge.data.chat_datasets import PreferencePair
-from kitforge.foundation.progress import heartbeat
 from kitforge.foundation.types import Cursor, MicroBatch, Sums
 from kitforge.kits.rlhf.batching import input_tokens, pair_batches, row_schedule
 from kitforge.kits.rlhf.config import StageOptions
 from kitforge.kits.rlhf.dataset import DatasetSplits, Row
 from kitforge.kits.rlhf.roles.model_copy import decoder_groups
 from kitforge.kits.rlhf.roles.reference_model import ReferenceModel, check_frozen_weights
-from kitforge.trainer.metric_means import weighted_means
-from kitforge.trainer.task import Task
+from kitforge.trainer.dataset_task import DatasetTask
 
 Options = TypeVar("Options", bound=StageOptions)
 
 
-class DatasetTask(Task, Generic[Options, Row]):
+class ExampleTask(DatasetTask, Generic[Options, Row]):
     """Subclasses implement `micro_batches`, `count` and `loss`."""
 
     def __init__(
@@ -39,10 +37,9 @@ class DatasetTask(Task, Generic[Options, Row]):
     ) -> None:
         self._options = options
         self._rows = rows
-        self._build = build
-        self._world = world
         self._reference_model = frozen
-        self._schedule = replace(row_schedule(len(rows.train), options, world), mixture=rows.mixture)
+        schedule = replace(row_schedule(len(rows.train), options, world), mixture=rows.mixture)
+        super().__init__(options, build, world, schedule, {"rows": rows.fingerprint}, len(rows.eval))
 
     @abstractmethod
     def micro_batches(self, model: nn.Module, rows: Sequence[Row], step: int) -> list[MicroBatch]:
@@ -50,29 +47,13 @@ class DatasetTask(Task, Generic[Options, Row]):
 
     def build(self, world: World) -> nn.Module:
         """The sharded network, on the device."""
-        model = self._build(world)
+        model = super().build(world)
         self._reference_model.hold_in(self._options.precision, model)
         return model
 
     def parameter_groups(self, model: nn.Module, weight_decay: float) -> list[ParameterGroup]:
         """Matrices decay; embeddings, the head, norms and biases do not."""
         return decoder_groups(model, weight_decay)
-
-    def num_steps(self, epochs: float) -> int | None:
-        """Steps in that many passes over the rows."""
-        return self._schedule.num_steps(epochs)
-
-    def epoch(self, cursor: Cursor) -> float | None:
-        """Samples over rows."""
-        return self._schedule.epoch(cursor.samples)
-
-    def is_endless(self) -> bool:
-        """Whether the data last for any number of steps."""
-        return self._schedule.is_endless
-
-    def position_metrics(self, samples: int) -> dict[str, float]:
-        """Samples of each source of a mixture so far."""
-        return {} if self._rows.mixture is None else self._rows.mixture.metrics(samples)
 
     def steps(self, model: nn.Module, cursor: Cursor) -> Iterator[list[MicroBatch]]:
         """Batches from the cursor on."""
@@ -85,37 +66,17 @@ class DatasetTask(Task, Generic[Options, Row]):
         for batch in self._schedule.eval_batches(len(rows)):
             yield from self.micro_batches(model, [rows[index] for index in batch], 0)
 
-    def eval_sums(self, model: nn.Module, micro_batch: MicroBatch) -> Sums:
-        """The sums of an evaluation; by default those of the loss."""
-        return self.loss(model, micro_batch)
-
-    def eval_counts(self, micro_batch: MicroBatch) -> Sums:
-        """The denominators of `eval_sums`."""
-        return self.count([micro_batch])
-
-    def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """eval/NAME for all sums, over the evaluation rows; independent of the batch size."""
-        if not self._rows.eval:
-            return {}
-        means = weighted_means(
-            heartbeat(self.eval_micro_batches(model), "batches evaluated", enabled=self._options.trainer.progress),
-            lambda batch: self.eval_sums(model, batch),
-            self.eval_counts,
-            self._world.sum,
-        )
-        return {f"eval/{name}": value for name, value in means.items()}
-
     def state(self) -> dict[str, Any]:
         """Fingerprints of the rows and the reference model."""
-        return {"rows": self._rows.fingerprint, **self._reference_model.state}
+        return super().state() | self._reference_model.state
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Restore; refuse other rows, another reference model or another base model."""
-        self._rows.check_same(state["rows"], self._options.trainer.allow_data_changes)
+        super().load_state(state)
         check_frozen_weights(self._reference_model.state, state, self._options.trainer.allow_config_changes)
 
 
-class PairTask(DatasetTask[Options, PreferencePair], ABC):
+class PairTask(ExampleTask[Options, PreferencePair], ABC):
     """A task over preference pairs. Micro-batches are those of `pair_batches`."""
 
     def micro_batches(self, model: nn.Module, rows: Sequence[PreferencePair], step: int) -> list[MicroBatch]:
