@@ -36,18 +36,18 @@ from kitforge.kits.language_model import (
 from kitforge.kits.network_kit import NetworkKit
 from kitforge.kits.network_source import NetworkSource, find_run_tokenizer
 from kitforge.kits.transformers.batch_inference import read_prompts, run_batch_inference
-from kitforge.kits.transformers.classification_kit import TextClassification
+from kitforge.kits.transformers.classification import TextClassification
 from kitforge.kits.transformers.config import DataOptions, TextGenerationOptions
 from kitforge.kits.transformers.data import Corpus, load_corpus, open_text, open_training_text
 from kitforge.kits.transformers.evaluation import Evaluator
 from kitforge.kits.transformers.evaluation_log import log_files, write_log
 from kitforge.kits.transformers.generation_samples import GenerationSamples
-from kitforge.kits.transformers.image_kit import IMAGE_CLASSIFICATION
+from kitforge.kits.transformers.image_classification import ImageClassification
 from kitforge.kits.transformers.programs import export_programs
 from kitforge.kits.transformers.questions import load_task
-from kitforge.kits.transformers.seq2seq_kit import SUMMARIZATION, TRANSLATION
+from kitforge.kits.transformers.seq2seq import SUMMARIZATION, TRANSLATION
 from kitforge.kits.transformers.task import TextGenerationTask
-from kitforge.kits.transformers.token_classification_kit import TokenClassification
+from kitforge.kits.transformers.token_classification import TokenClassification
 from kitforge.models import loading as model_folder
 from kitforge.models.catalog import config_of, families_of
 from kitforge.trainer.callbacks.callback import Callback
@@ -250,7 +250,7 @@ TASKS: dict[str, AnyKit] = {
     "text_generation": TextGeneration(),
     "text_classification": TextClassification(),
     "token_classification": TokenClassification(),
-    "image_classification": IMAGE_CLASSIFICATION,
+    "image_classification": ImageClassification(),
     "translation": TRANSLATION,
     "summarization": SUMMARIZATION,
 }

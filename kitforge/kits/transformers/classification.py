@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast, final
+from pathlib import Path
+from typing import Any, TypeAlias, cast, final
 
 import numpy as np
 import torch
@@ -15,46 +16,38 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from kitforge.core.nn.causal_lm import CausalLM
-from kitforge.core.nn.context import Context, DropoutKey
+from kitforge.core.nn.context import DropoutKey
 from kitforge.data.document_shard import document_of, fingerprint_of
 from kitforge.data.labels import Label, ProblemType, index_of, label_index, multi_hot, names_of
 from kitforge.data.schedule import train_eval_split
 from kitforge.data.tokenizer import Tokenizer
-from kitforge.foundation.config import check
 from kitforge.foundation.device import copy_to
-from kitforge.foundation.errors import ConfigError, DataError
+from kitforge.foundation.errors import ConfigError, DataError, ModelError
 from kitforge.foundation.types import MicroBatch, Sums
+from kitforge.kits.batch_predict import Predict, predict_rows, row_batches
+from kitforge.kits.kit import LoadModel, RunInputs
+from kitforge.kits.language_model import stored_tokenizer
 from kitforge.kits.transformers.labelling import (
-    HeadedModel,
     HeadedTask,
     LabelledData,
+    LabelledRowOptions,
+    LabellingKit,
     LabellingOptions,
+    SequenceClassifier,
     column,
     read_rows,
 )
-from kitforge.kits.transformers.rows import RaggedTokens, last_token
+from kitforge.kits.transformers.programs import export_programs
+from kitforge.kits.transformers.rows import RaggedTokens, last_token, probabilities
+from kitforge.models.loading import SEQUENCE_CLASSIFIER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClassificationDataOptions:
-    """Labelled rows."""
+class ClassificationDataOptions(LabelledRowOptions):
+    """Texts and labels."""
 
-    train: Any = None  # a jsonl, json, csv or parquet file, a folder, a glob, a list of them, or rows
-    eval: Any = None  # None: a fraction of the training rows (eval_fraction)
     text: str = "text"  # column of the text
     label: str = "label"  # column of the label: a text or a whole number
-    batch_size: int = 16  # rows per step
-    sequence_length: int = 256  # largest number of tokens of a row
-    on_too_long: Literal["refuse", "cut_right"] = "refuse"  # rows of more tokens: refuse, or drop the last ones
-    on_invalid: Literal["refuse", "skip"] = "refuse"  # rows without a text or a label
-    eval_fraction: float = 0.05  # fraction of the training rows held out if data.eval is not given
-    shuffle: bool = True
-    cache: str | None = None  # folder of trained tokenizers; None: $KITFORGE_CACHE or ~/.cache/kitforge
-
-    def __post_init__(self) -> None:
-        for name in ("batch_size", "sequence_length"):
-            check(getattr(self, name) > 0, f"data.{name}", getattr(self, name), "a whole number of at least 1")
-        check(0 <= self.eval_fraction < 1, "data.eval_fraction", self.eval_fraction, "at least 0, below 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,23 +155,6 @@ def _columns(row: object, data: ClassificationDataOptions, location: object) -> 
 
 
 @final
-class SequenceClassifier(HeadedModel):
-    """A decoder with a linear head [C, dim] on the output of a row's last token, as `*ForSequenceClassification` of
-    transformers."""
-
-    def logits_at(self, tokens: Tensor, ends: Tensor, dropout: DropoutKey | None = None) -> Tensor:
-        """Logits [B, C] of rows [B, T] whose last tokens are at `ends` [B]."""
-        hidden = cast(CausalLM, self.backbone).hidden(tokens, Context(dropout=dropout))
-        last = hidden[torch.arange(len(ends), device=hidden.device), ends]
-        scores: Tensor = self.score(last)
-        return scores.float()
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Logits [B, C] of rows [B, T] without padding."""
-        return self.logits_at(tokens, torch.full((len(tokens),), tokens.shape[1] - 1, device=tokens.device))
-
-
-@final
 class TextClassificationTask(HeadedTask):
     """Cross entropy of the labels. A micro-batch is that of `LabelledRows.batch`, with the numbers of its samples and
     of the step."""
@@ -199,3 +175,110 @@ class TextClassificationTask(HeadedTask):
             copy_to(micro_batch[name], device) for name in ("tokens", "ends", "labels", "weights")
         )
         return network.logits_at(tokens, ends, noise), labels, weights
+
+
+Inputs: TypeAlias = RunInputs[Tokenizer]
+# Rows that a pipeline computes at once.
+_BATCH = 32
+
+
+@final
+class TextClassification(LabellingKit[TextClassificationOptions]):
+    """The task `text_classification`."""
+
+    OPTIONS = TextClassificationOptions
+
+    MODEL, TASK, SUFFIX = SequenceClassifier, TextClassificationTask, SEQUENCE_CLASSIFIER
+
+    def read_data(
+        self,
+        train: object,
+        evaluation: object,
+        tokenizer: Tokenizer,
+        options: TextClassificationOptions,
+        known: tuple[str, ...],
+    ) -> LabelledData[LabelledRows]:
+        """Texts and labels."""
+        return read_data(train, evaluation, tokenizer, options, known)
+
+    def export_program(self, options: TextClassificationOptions) -> list[Path]:
+        """Write the programs of the model under `options.checkpoint` into the folder `options.output_dir`."""
+        return export_programs(self, options)
+
+    def open_pipeline(
+        self, model: nn.Module, processor: Tokenizer, options: TextClassificationOptions
+    ) -> TextClassificationPipeline:
+        """What labels texts."""
+        return TextClassificationPipeline(model, processor, options)
+
+    def predict_file(self, options: TextClassificationOptions, load_model: LoadModel) -> Path:
+        """Write each row of `data.eval` with `predicted_label` and `score` to the jsonl file `output`."""
+
+        def opened(model: nn.Module, folder: Path) -> Predict[dict[str, Any]]:
+            classify = self.open_pipeline(model, stored_tokenizer(folder), options)
+            return lambda rows: (
+                row | {"predicted_label": each["label"], "score": each["score"]}
+                for row, each in zip(rows, classify([str(row[options.data.text]) for row in rows]), strict=True)
+            )
+
+        return predict_rows(options, row_batches(options.data.eval, options.data.text, _BATCH), load_model, opened)
+
+    def next_steps(self, folder: Path) -> list[str]:
+        """Commands to try after a run."""
+        return [
+            f"kitforge predict checkpoint={folder} data.eval=ROWS.jsonl output=LABELS.jsonl",
+            f"kitforge evaluate checkpoint={folder} data.eval=ROWS.jsonl",
+        ]
+
+
+@final
+class TextClassificationPipeline:
+    """Labels texts, in the shapes of Hugging Face's pipeline."""
+
+    def __init__(self, model: nn.Module, tokenizer: Tokenizer, options: TextClassificationOptions) -> None:
+        if not isinstance(model, SequenceClassifier):
+            expected = "the model of a run of text_classification"
+            raise ModelError("this model does not label texts", got=type(model).__name__, expected=expected)
+        self._model = model.eval()
+        self._tokenizer = tokenizer
+        self._cuts = options.data.on_too_long == "cut_right"
+        self._longest = cast(CausalLM, model.backbone).geometry.max_length
+
+    @torch.no_grad()
+    def __call__(self, texts: str | Sequence[str], top_k: int | None = 1) -> list[Any]:
+        """`{"label", "score"}` of each text, in order; of a single text, a list of one. With another `top_k` a list of
+        that many for each, the most probable first; None: of all labels. Raises DataError for a text that is longer
+        than the model's context, or without tokens."""
+        rows = [texts] if isinstance(texts, str) else list(texts)
+        tokens = [self._tokenizer.encode_prompt(text) for text in rows]
+        for number, each in enumerate(tokens):
+            fits, got = len(each) <= self._longest or self._cuts, f"{len(each)} tokens"
+            fix = "shorten it, or add data.on_too_long=cut_right"
+            if not (fits and each):
+                message = f"text {number} does not fit into the model"
+                raise DataError(message, got=got, expected=f"1 to {self._longest}", fix=fix)
+        found: list[Any] = [None] * len(rows)
+        order = sorted(range(len(rows)), key=lambda row: -len(tokens[row]))
+        for start in range(0, len(order), _BATCH):
+            part = order[start : start + _BATCH]
+            for row, scores in zip(part, self._probabilities([tokens[row] for row in part]), strict=True):
+                chosen = scores.topk(min(top_k or len(scores), len(scores)))
+                labels = [self._model.labels[index] for index in chosen.indices.tolist()]
+                ranked = [
+                    {"label": label, "score": score}
+                    for label, score in zip(labels, chosen.values.tolist(), strict=True)
+                ]
+                found[row] = ranked[0] if top_k == 1 else ranked
+        return found
+
+    def _probabilities(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        """[B, C] on the CPU."""
+        device = self._model.score.weight.device
+        cut = [row[: self._longest] for row in rows]
+        tokens = torch.zeros(len(cut), max(map(len, cut)), dtype=torch.int64)
+        for number, row in enumerate(cut):
+            tokens[number, : len(row)] = torch.tensor(row)
+        pad_id = self._tokenizer.pad_id if self._model.pad_id is False else self._model.pad_id
+        ends = torch.tensor([last_token(row, pad_id) for row in cut])
+        logits = self._model.logits_at(tokens.to(device), ends.to(device))
+        return probabilities(logits, self._model.problem_type).cpu()

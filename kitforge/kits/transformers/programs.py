@@ -34,7 +34,7 @@ from kitforge.foundation.errors import ConfigError
 from kitforge.foundation.files import process_name, sync_folder, write_text
 from kitforge.kits.kit import AnyKit
 from kitforge.kits.language_model import token_entries, write_tokenizer
-from kitforge.kits.transformers.classification import SequenceClassifier
+from kitforge.kits.transformers.labelling import SequenceClassifier
 from kitforge.models.hub import resolve
 from kitforge.models.loading import config_values
 

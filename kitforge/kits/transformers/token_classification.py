@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, cast, final
 
 import numpy as np
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from kitforge.core.nn.causal_lm import CausalLM
-from kitforge.core.nn.context import Context, DropoutKey
+from kitforge.core.nn.context import DropoutKey
 from kitforge.data.document_shard import fingerprint_of
 from kitforge.data.labels import label_index, label_names
 from kitforge.data.optional_imports import import_optional
@@ -24,43 +25,35 @@ from kitforge.data.schedule import train_eval_split
 from kitforge.data.tokenizer import Tokenizer
 from kitforge.foundation.config import check
 from kitforge.foundation.device import copy_to
-from kitforge.foundation.errors import DataError
+from kitforge.foundation.errors import DataError, ModelError
 from kitforge.foundation.types import MicroBatch, Sums
+from kitforge.kits.batch_predict import Predict, predict_rows, row_batches
+from kitforge.kits.kit import LoadModel
+from kitforge.kits.language_model import stored_tokenizer
 from kitforge.kits.transformers.labelling import (
-    HeadedModel,
     HeadedTask,
     LabelledData,
+    LabelledRowOptions,
+    LabellingKit,
     LabellingOptions,
+    TokenClassifier,
     column,
     read_rows,
 )
 from kitforge.kits.transformers.rows import RaggedTokens
+from kitforge.models.loading import TOKEN_CLASSIFIER
 
 # O, or a chunk tag of one of the schemes that seqeval reads: BIO, IOE, IOBES, BILOU.
 _CHUNK_TAG = re.compile(r"O|[BIESLU]-.+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TokenDataOptions:
+class TokenDataOptions(LabelledRowOptions):
     """Rows of words and a tag for each."""
 
-    train: Any = None  # a jsonl, json or parquet file, a folder, a glob, a list of them, or rows
-    eval: Any = None  # None: a fraction of the training rows (eval_fraction)
     words: str = "tokens"  # column of the list of words
     tags: str = "ner_tags"  # column of the list of their labels: texts or whole numbers
     label_all_tokens: bool = False  # train on every token of a word; false: on its first
-    batch_size: int = 16  # rows per step
-    sequence_length: int = 256  # largest number of tokens of a row
-    on_too_long: Literal["refuse", "cut_right"] = "refuse"  # rows of more tokens: refuse, or drop the last ones
-    on_invalid: Literal["refuse", "skip"] = "refuse"  # rows without words, or with another number of tags
-    eval_fraction: float = 0.05  # fraction of the training rows held out if data.eval is not given
-    shuffle: bool = True
-    cache: str | None = None  # folder of trained tokenizers; None: $KITFORGE_CACHE or ~/.cache/kitforge
-
-    def __post_init__(self) -> None:
-        for name in ("batch_size", "sequence_length"):
-            check(getattr(self, name) > 0, f"data.{name}", getattr(self, name), "a whole number of at least 1")
-        check(0 <= self.eval_fraction < 1, "data.eval_fraction", self.eval_fraction, "at least 0, below 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,24 +173,6 @@ def _codes(text: TaggedText, index: dict[str, int], location: object, labels_all
 
 
 @final
-class TokenClassifier(HeadedModel):
-    """A decoder with a linear head [C, dim] and bias on the output of every token, as `*ForTokenClassification` of
-    transformers."""
-
-    has_bias = True
-
-    def logits_at(self, tokens: Tensor, dropout: DropoutKey | None = None) -> Tensor:
-        """Logits [B T, C] of rows [B, T], one row after another: no view, which FSDP cannot hook."""
-        hidden = cast(CausalLM, self.backbone).hidden(tokens, Context(dropout=dropout))
-        scores: Tensor = self.score(hidden.flatten(0, 1))
-        return scores.float()
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Logits [B, T, C] of rows [B, T]."""
-        return self.logits_at(tokens).view(*tokens.shape, -1)
-
-
-@final
 class TokenClassificationTask(HeadedTask):
     """Cross entropy of the tokens that have a label. A micro-batch is that of `TaggedRows.batch`, with the numbers of
     its samples and of the step."""
@@ -247,3 +222,150 @@ def entity_counts(wanted: Sequence[str], predicted: Sequence[str]) -> tuple[floa
     seqeval = import_optional("seqeval.metrics.sequence_labeling", needed_for="entity F1", extra="transformers")
     theirs, ours = (set(seqeval.get_entities(list(each))) for each in (wanted, predicted))
     return float(len(theirs & ours)), float(len(ours)), float(len(theirs))
+
+
+Aggregation = Literal["none", "simple", "first", "average", "max"]
+
+
+@final
+class TokenClassification(LabellingKit[TokenClassificationOptions]):
+    """The task `token_classification`."""
+
+    OPTIONS = TokenClassificationOptions
+    MODEL, TASK, SUFFIX = TokenClassifier, TokenClassificationTask, TOKEN_CLASSIFIER
+
+    def read_data(
+        self,
+        train: object,
+        evaluation: object,
+        tokenizer: Tokenizer,
+        options: TokenClassificationOptions,
+        known: tuple[str, ...],
+    ) -> LabelledData[TaggedRows]:
+        """Words and tags."""
+        return read_tagged(train, evaluation, tokenizer, options, known)
+
+    def open_pipeline(
+        self, model: nn.Module, processor: Tokenizer, options: TokenClassificationOptions
+    ) -> TokenClassificationPipeline:
+        """What finds the entities of texts."""
+        return TokenClassificationPipeline(model, processor, options)
+
+    def predict_file(self, options: TokenClassificationOptions, load_model: LoadModel) -> Path:
+        """Write each row of `data.eval` with `predicted_tags`, one for each word, to the jsonl file `output`."""
+
+        def opened(model: nn.Module, folder: Path) -> Predict[dict[str, Any]]:
+            tag = self.open_pipeline(model, stored_tokenizer(folder), options)
+            return lambda rows: (row | {"predicted_tags": tag.tags_of(row[options.data.words])} for row in rows)
+
+        return predict_rows(options, row_batches(options.data.eval, options.data.words, 32), load_model, opened)
+
+    def next_steps(self, folder: Path) -> list[str]:
+        """Commands to try after a run."""
+        return [
+            f"kitforge predict checkpoint={folder} data.eval=ROWS.jsonl output=TAGS.jsonl",
+            f"kitforge evaluate checkpoint={folder} data.eval=ROWS.jsonl",
+        ]
+
+
+@final
+class TokenClassificationPipeline:
+    """Finds entities, in the shapes of Hugging Face's pipeline."""
+
+    def __init__(self, model: nn.Module, tokenizer: Tokenizer, options: TokenClassificationOptions) -> None:
+        if not isinstance(model, TokenClassifier):
+            expected = "the model of a run of token_classification"
+            raise ModelError("this model does not label tokens", got=type(model).__name__, expected=expected)
+        self._model = model.eval()
+        self._tokenizer = tokenizer
+        self._cuts = options.data.on_too_long == "cut_right"
+        self._longest = cast(CausalLM, model.backbone).geometry.max_length
+
+    def __call__(
+        self,
+        texts: str | Sequence[str],
+        aggregation_strategy: Aggregation = "none",
+        ignore_labels: Sequence[str] = ("O",),
+    ) -> list[Any]:
+        """The tokens of a text that have a label, as `{"entity", "score", "index", "word", "start", "end"}`, or with an
+        aggregation its entities, as `{"entity_group", "score", "word", "start", "end"}`; of several texts a list of
+        these. `word` is the text between `start` and `end`, in characters. "simple" joins tokens of one label; "first",
+        "average" and "max" first give each word, up to the next space, one label. Raises DataError for a text that is
+        longer than the model's context, or without tokens."""
+        allowed = ("none", "simple", "first", "average", "max")
+        check(aggregation_strategy in allowed, "aggregation_strategy", aggregation_strategy, ", ".join(allowed))
+        rows = [texts] if isinstance(texts, str) else list(texts)
+        found = [self._entities(text, number, aggregation_strategy) for number, text in enumerate(rows)]
+        kept = [
+            [each for each in entities if each.get("entity", each.get("entity_group")) not in ignore_labels]
+            for entities in found
+        ]
+        return kept[0] if isinstance(texts, str) else kept
+
+    def tags_of(self, words: Sequence[str]) -> list[str | None]:
+        """The label of each word, by its first token; None of words that were cut off."""
+        tokens, owners = words_of(self._tokenizer, words)
+        best = self._probabilities(tokens, repr(" ".join(words))[:60]).argmax(-1).tolist()
+        found: dict[int, str] = {}
+        for word, label in zip(owners, best, strict=False):
+            found.setdefault(word, self._model.labels[label])
+        return [found.get(number) for number in range(len(words))]
+
+    def _entities(self, text: str, number: int, strategy: Aggregation) -> list[dict[str, Any]]:
+        tokens, spans = self._tokenizer.encode_offsets(text)
+        scores = self._probabilities(tokens, f"text {number}")
+        found: list[dict[str, Any]] = []
+        for index, (row, (start, stop)) in enumerate(zip(scores, spans, strict=False)):
+            start += len(text[start:stop]) - len(text[start:stop].lstrip())
+            if start < stop:
+                found.append({"scores": row, "index": index, "start": start, "end": stop})
+        if strategy not in ("none", "simple"):
+            words: list[list[dict[str, Any]]] = []
+            for token in found:
+                is_inside = words and token["start"] > 0 and not text[token["start"] - 1].isspace()
+                words[-1].append(token) if is_inside else words.append([token])
+            found = [_word(each, strategy) for each in words]
+        labelled = []
+        for each in found:
+            best = int(each["scores"].argmax())
+            entity, score = self._model.labels[best], float(each["scores"][best])
+            where = {"word": text[each["start"] : each["end"]], "start": each["start"], "end": each["end"]}
+            labelled.append({"entity": entity, "score": score, "index": each["index"], **where})
+        return labelled if strategy == "none" else _groups(labelled, text)
+
+    @torch.no_grad()
+    def _probabilities(self, tokens: Sequence[int], name: str) -> Tensor:
+        """[T, C] on the CPU, of no more tokens than the context has."""
+        if not tokens or (len(tokens) > self._longest and not self._cuts):
+            fix = "shorten it, or add data.on_too_long=cut_right"
+            got, expected = f"{len(tokens)} tokens", f"1 to {self._longest}"
+            raise DataError(f"{name} does not fit into the model", got=got, expected=expected, fix=fix)
+        row = torch.tensor([tokens[: self._longest]], device=self._model.score.weight.device)
+        return self._model.logits_at(row).softmax(-1).cpu()
+
+
+def _word(tokens: list[dict[str, Any]], strategy: Aggregation) -> dict[str, Any]:
+    """The tokens of a word as one, with scores by the strategy."""
+    scores = torch.stack([each["scores"] for each in tokens])
+    chosen = {"first": scores[0], "average": scores.mean(0), "max": scores[int(scores.max(-1).values.argmax())]}
+    return {**tokens[0], "scores": chosen[strategy], "end": tokens[-1]["end"]}
+
+
+def _groups(labelled: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
+    """Neighbours of one type as one entity, unless a B- begins the next; the score is their mean."""
+    groups: list[list[dict[str, Any]]] = []
+    for each in labelled:
+        is_chunk = each["entity"][:2] in ("B-", "I-")
+        kind = each["entity"][2:] if is_chunk else each["entity"]
+        is_same = groups and groups[-1][0]["kind"] == kind and not each["entity"].startswith("B-")
+        groups[-1].append(each | {"kind": kind}) if is_same else groups.append([each | {"kind": kind}])
+    return [
+        {
+            "entity_group": group[0]["kind"],
+            "score": sum(each["score"] for each in group) / len(group),
+            "word": text[group[0]["start"] : group[-1]["end"]],
+            "start": group[0]["start"],
+            "end": group[-1]["end"],
+        }
+        for group in groups
+    ]

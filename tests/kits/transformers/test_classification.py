@@ -22,7 +22,7 @@ from kitforge.foundation.errors import ConfigError, DataError, ModelError
 from kitforge.kits.kit import RunInputs
 from kitforge.kits.registry import kit_of_folder, recorded_task
 from kitforge.kits.transformers.build import TASKS
-from kitforge.kits.transformers.classification import SequenceClassifier
+from kitforge.kits.transformers.labelling import SequenceClassifier
 from kitforge.kits.transformers.rows import metrics_of
 from kitforge.trainer.run_folder import train
 from tests.distributed.ranks import run_ranks

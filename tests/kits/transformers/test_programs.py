@@ -22,7 +22,7 @@ from kitforge.core.nn.encoder_decoder import EncoderDecoder
 from kitforge.core.nn.init import init_weights
 from kitforge.core.nn.vision import VisionTransformer
 from kitforge.foundation.errors import ConfigError, DependencyError
-from kitforge.kits.transformers.classification import SequenceClassifier
+from kitforge.kits.transformers.labelling import SequenceClassifier
 from kitforge.kits.transformers.programs import Program, programs_of, write_program
 from kitforge.models import loading
 from kitforge.models.catalog import config_of
