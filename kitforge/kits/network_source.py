@@ -24,9 +24,10 @@ from kitforge.core.nn.linear import quantize_weight
 from kitforge.core.nn.lora import FACTORS, attach, initial_down, row_norms
 from kitforge.core.nn.lora import config_of as config_of_adapter
 from kitforge.core.nn.quantized import quantize_linears
+from kitforge.core.nn.score_head import BACKBONE, ScoreModel
 from kitforge.core.nn.vision import VisionTransformer
 from kitforge.core.parallel.parallelize import ParallelModel, parallel_model_of
-from kitforge.core.parallel.sharding import Sharding, check_geometry
+from kitforge.core.parallel.sharding import Sharding, ShardingRule, check_geometry
 from kitforge.core.parallel.world import World
 from kitforge.data.source import Source
 from kitforge.data.token_cache import default_root
@@ -48,7 +49,6 @@ from kitforge.models.loading import OpenCheckpoint, StoredModel, build_on_meta
 from kitforge.models.peft import read_factors
 from kitforge.models.sharding import sharding_of_network
 
-BACKBONE = "backbone."  # prefix of the network's parameters in a model with a head
 # Opens the model of a folder, whose checkpoint the second finds.
 OpenModel: TypeAlias = Callable[[Path, OpenCheckpoint], StoredModel]
 
@@ -59,7 +59,6 @@ class HeadSource:
     """A head on a network, which is its `backbone`."""
 
     wrap: Callable[[nn.Module], nn.Module]  # the model with the head, of the network
-    sharding: Callable[[nn.Module], Sharding]  # of that model
     # The whole tensors of the head of that model by name, also from the stored network, if there is one; none where
     # `wrap` has filled it.
     tensors: Callable[[nn.Module, StoredModel | None], Mapping[str, Tensor]]
@@ -144,8 +143,7 @@ class NetworkSource:
         freeze(model, self.freeze)
         if self.adapter.is_on and config_of_adapter(network) is None:
             with_adapter(network, self.adapter, seed)
-        sharding = sharding_of_network(network) if head is None else head.sharding(model)
-        parallel = parallel_model_of(model, world, sharding)
+        parallel = parallel_model_of(model, world, sharding_of(model))
         stored = self.opened(world)
         if is_new:
             parallel.materialize(world.device)
@@ -200,6 +198,15 @@ def fill_head(parallel: ParallelModel, tensors: Mapping[str, Tensor], prefix: st
     shards = parallel.parameters()
     for name, tensor in tensors.items():
         shards[prefix + name].copy_(parallel.region(prefix + name).of(tensor))
+
+
+def sharding_of(model: nn.Module) -> Sharding:
+    """How a network is sharded, or one with a head, which is replicated, and so is its gradient."""
+    if not isinstance(model, ScoreModel):
+        return sharding_of_network(model)
+    backbone = sharding_of_network(model.backbone).with_prefix("backbone")
+    score = Sharding(rules=(ShardingRule(module="score", gradient="whole"),) if backbone.rules else ())
+    return replace(backbone.merged_with(score), fsdp_roots={"": (model.fsdp_root,)})
 
 
 def prepare_training(model: nn.Module, options: NetworkOptions) -> nn.Module:

@@ -22,6 +22,7 @@ from kitforge.core.nn.decoder import Decoder, FamilyConfig
 from kitforge.core.nn.init import init_weights, materialize
 from kitforge.core.nn.lora import FACTORS, LoraConfig, adapter_tensors, attach, merge_factors
 from kitforge.core.nn.quantized import quantize_linears
+from kitforge.core.nn.score_head import BACKBONE, HEAD, HEAD_BIAS
 from kitforge.data.gguf_file import GGUF_SUFFIX, is_gguf
 from kitforge.data.labels import ProblemType
 from kitforge.foundation.config import check
@@ -46,8 +47,7 @@ from kitforge.models.weight_mapping import HEADS, export_order, export_tensors, 
 
 # The suffixes of classifiers in transformers: of whole texts, and of each token.
 SEQUENCE_CLASSIFIER, TOKEN_CLASSIFIER = "ForSequenceClassification", "ForTokenClassification"
-# The weight and bias of a head. Token classifiers of GPT-2 and BLOOM call it otherwise.
-_HEAD, _BIAS = "score.weight", "score.bias"
+# Token classifiers of GPT-2 and BLOOM call their head otherwise.
 _TOKEN_HEADS = {"gpt2": "classifier", "bloom": "classifier"}
 # Further numbers of our reward head, stored as `score_<name>` in config.json, which transformers ignores.
 SCORE_KEYS = ("bias", "mean", "deviation")
@@ -209,6 +209,14 @@ def open_decoder(checkpoint: Checkpoint, prefix: str = "") -> StoredModel:
     return StoredModel(config=config, names=names, read=read)
 
 
+def open_scored(checkpoint: Checkpoint) -> StoredModel:
+    """The decoder of a run that trained it with a head, and the head, see `StoredModel.head`."""
+    held, names = checkpoint.names("model"), {name: name for name in (HEAD, HEAD_BIAS)}
+    names |= {f"score.{name}": name for name in ("mean", "deviation")}
+    head = {ours: checkpoint.tensor(name) for ours, name in names.items() if name in held}
+    return replace(open_decoder(checkpoint, BACKBONE), head=head)
+
+
 def is_reward_model(folder: Path) -> bool:
     """Whether the folder is a Hugging Face folder of a `*ForSequenceClassification` model with one label."""
     labels = labels_of(folder)
@@ -248,22 +256,12 @@ def open_classifier(folder: Path, suffix: str = SEQUENCE_CLASSIFIER) -> StoredMo
     no weights of the backbone. Raises ModelError for a head of other labels than config.json names."""
     source, labels = read_folder(folder), labels_of(folder, suffix) or ()
     names = _head_names(str(source.config.get("model_type")), suffix)
-    shape = source.shapes().get(names[_HEAD])
+    shape = source.shapes().get(names[HEAD])
     if shape is None or shape[0] != len(labels):
-        got = f"no {names[_HEAD]}" if shape is None else f"a head of {shape[0]}"
+        got = f"no {names[HEAD]}" if shape is None else f"a head of {shape[0]}"
         raise ModelError(f"{folder} does not hold its classifier", got=got, expected=f"{len(labels)} labels")
-    # The language-model head is never used, so none is built.
-    stored = _open_weights(source, {"tie_word_embeddings": True}, (*names.values(), *HEADS))
-    head = {ours: source.tensor(theirs) for ours, theirs in names.items() if theirs in source.shapes()}
-    pad_id = source.config.get("pad_token_id")
-    return replace(
-        stored,
-        head=head,
-        labels=labels,
-        suffix=suffix,
-        problem_type=problem_type_of(source.config),
-        pad_id=pad_id if isinstance(pad_id, int) else None,
-    )
+    kind = problem_type_of(source.config)
+    return replace(_open_headed(source, names), labels=labels, suffix=suffix, problem_type=kind)
 
 
 def problem_type_of(config: Mapping[str, Any]) -> ProblemType:
@@ -277,29 +275,35 @@ def problem_type_of(config: Mapping[str, Any]) -> ProblemType:
 def _head_names(model_type: str, suffix: str) -> dict[str, str]:
     """The names of a classifier's tensors in transformers by ours."""
     if suffix == SEQUENCE_CLASSIFIER:
-        return {_HEAD: _HEAD}
+        return {HEAD: HEAD}
     theirs = _TOKEN_HEADS.get(model_type, "score")
-    return {_HEAD: f"{theirs}.weight", _BIAS: f"{theirs}.bias"}
+    return {HEAD: f"{theirs}.weight", HEAD_BIAS: f"{theirs}.bias"}
 
 
 def open_reward_model(folder: Path) -> StoredModel:
     """Open the Hugging Face folder of a reward model: backbone and head; reads no weights of the backbone. Raises
     ModelError unless it has exactly one label."""
     source = read_folder(folder)
-    shape = source.shapes().get(_HEAD)
+    shape = source.shapes().get(HEAD)
     if shape is None or shape[0] != 1:
         raise ModelError(
             f"{folder} does not hold a reward model",
             got="no score.weight" if shape is None else f"{shape[0]} scores a text",
             expected="one score a text (num_labels=1)",
         )
-    # The language-model head is never used, so none is built.
-    stored = _open_weights(source, {"tie_word_embeddings": True}, (_HEAD, "score.bias", *HEADS))
-    head = {name: source.tensor(name) for name in (_HEAD, "score.bias") if name in source.shapes()}
+    stored = _open_headed(source, {name: name for name in (HEAD, HEAD_BIAS)})
     ours = {name: source.config.get(f"score_{name}") for name in SCORE_KEYS}
     numbers = {f"score.{name}": torch.tensor(value) for name, value in ours.items() if isinstance(value, (int, float))}
+    return replace(stored, head={**numbers, **stored.head})
+
+
+def _open_headed(source: WeightFiles, names: Mapping[str, str]) -> StoredModel:
+    """Published weights with a head, whose tensors have these names there."""
+    # The language-model head is never used, so none is built.
+    stored = _open_weights(source, {"tie_word_embeddings": True}, (*names.values(), *HEADS))
+    head = {ours: source.tensor(theirs) for ours, theirs in names.items() if theirs in source.shapes()}
     pad_id = source.config.get("pad_token_id")
-    return replace(stored, head=numbers | head, pad_id=pad_id if isinstance(pad_id, int) else None)
+    return replace(stored, head=head, pad_id=pad_id if isinstance(pad_id, int) else None)
 
 
 def _open_weights(

@@ -50,7 +50,7 @@ from kitforge.kits.rlhf.roles.model_loading import (
     open_reward_model,
     recorded_reference_model,
     reference_of,
-    sharding_of,
+    sharding_of_role,
     stored_base_model,
     tokenizer_of,
     trainable_copy,
@@ -65,7 +65,7 @@ from kitforge.kits.rlhf.roles.rewards import (
     scorer_of,
     weighted_member,
 )
-from kitforge.kits.rlhf.roles.value_head import ActorCritic, ValueHeadModel, policy_of
+from kitforge.kits.rlhf.roles.value_head import ActorCritic, ValueHeadModel, normalized_head, policy_of
 from kitforge.kits.rlhf.supervised.dpo import PreferenceTask
 from kitforge.kits.rlhf.supervised.kto import KTOTask
 from kitforge.kits.rlhf.supervised.reward import NormalizeRewards, RewardTask
@@ -225,7 +225,7 @@ def reward(parts: TaskInputs) -> TaskBuilder:
             return value_head_model(origin, world)
         model = ValueHeadModel(trainable_copy(origin, world.device, "reward"))
         if trained is not None:
-            model.copy_head(trained)
+            model.load_head(trained.head())
         elif options.lora.path is not None and (head := read_head(Path(options.lora.path))):
             model.load_head(head)
         else:
@@ -441,7 +441,7 @@ def _critic(basis: ValueHeadModel | None, origin: NetworkSource, options: RLOpti
     """The critic: a value head model."""
     if basis is not None:
         critic = ValueHeadModel(_critic_backbone(basis.backbone, options, world.device))
-        critic.init_from_reward_model(basis)
+        critic.load_head(normalized_head(basis.head()))
     else:
         critic = ValueHeadModel(trainable_copy(origin, world.device, "critic"))
         critic.reset_head(options.seed)
@@ -484,5 +484,5 @@ def _loaded_reward_model(parts: TaskInputs) -> ValueHeadModel | None:
 
 def _sharded(model: nn.Module, options: StageOptions, world: World) -> nn.Module:
     """The model prepared for training and sharded over the world."""
-    parallel_model_of(prepare_training(model, options), world, sharding_of(model))
+    parallel_model_of(prepare_training(model, options), world, sharding_of_role(model))
     return model

@@ -20,15 +20,14 @@ from kitforge.core.checkpoint.load import find_checkpoint
 from kitforge.core.kernels.dispatch import CompileLevel
 from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.core.nn.context import Context, DropoutKey
+from kitforge.core.nn.score_head import BACKBONE, HEAD, HEAD_BIAS, ScoreModel, initial_head
 from kitforge.core.optim.groups import ParameterGroup, decay_groups
 from kitforge.core.parallel.rendezvous import Rendezvous
-from kitforge.core.parallel.sharding import Sharding, ShardingRule
 from kitforge.core.parallel.world import World
 from kitforge.data.document_shard import fingerprint_of, missing_column
 from kitforge.data.labels import ProblemType
 from kitforge.data.source import open_rows
 from kitforge.data.tokenizer import Tokenizer
-from kitforge.foundation import seed as seeds
 from kitforge.foundation.config import check, to_dict
 from kitforge.foundation.dtype import ExportDtype, LoadDtype
 from kitforge.foundation.errors import ConfigError, DataError, ModelError
@@ -43,16 +42,14 @@ from kitforge.kits.language_model import (
     export_language_model,
 )
 from kitforge.kits.network_kit import NetworkKit
-from kitforge.kits.network_source import BACKBONE, HeadSource, NetworkSource, find_run_tokenizer
+from kitforge.kits.network_source import HeadSource, NetworkSource, find_run_tokenizer
 from kitforge.kits.transformers.rows import ClassifierTask, TokenizedRows
 from kitforge.kits.transformers.task import EMBEDDINGS
 from kitforge.models import loading as model_folder
 from kitforge.models.loading import OpenCheckpoint, StoredModel
-from kitforge.models.sharding import sharding_of_network
 from kitforge.trainer.callbacks.callback import Callback
 from kitforge.trainer.run_folder import Run
 
-HEAD, HEAD_BIAS = "score.weight", "score.bias"
 RowsT = TypeVar("RowsT", bound=TokenizedRows)
 TargetT = TypeVar("TargetT")
 _log = logger(__name__)
@@ -148,23 +145,18 @@ def column(row: object, name: str, location: object) -> Any:
     return values[name]
 
 
-class HeadedModel(nn.Module, ABC):
+class HeadedModel(ScoreModel, ABC):
     """A decoder with a linear head [C, dim]; `logits_at` is its forward pass in training."""
 
-    has_bias = False
+    has_bias, fsdp_root = False, "logits_at"
 
     def __init__(
         self, backbone: nn.Module, labels: Sequence[str], problem_type: ProblemType = "single_label_classification"
     ) -> None:
-        super().__init__()
-        self.problem_type = problem_type
+        super().__init__(backbone, len(labels), has_bias=self.has_bias)
+        self.labels, self.problem_type = tuple(labels), problem_type
         # The padding token of a published folder; False: that of the tokenizer.
         self.pad_id: int | None | Literal[False] = False
-        like = cast(CausalLM, backbone).head_weight
-        self.backbone = backbone
-        self.labels = tuple(labels)
-        dim = cast(CausalLM, backbone).geometry.dim
-        self.score = nn.Linear(dim, len(self.labels), bias=self.has_bias, device=like.device, dtype=like.dtype)
 
     @abstractmethod
     def logits_at(self, *inputs: Any) -> Tensor:
@@ -178,10 +170,7 @@ class SequenceClassifier(HeadedModel):
 
     def logits_at(self, tokens: Tensor, ends: Tensor, dropout: DropoutKey | None = None) -> Tensor:
         """Logits [B, C] of rows [B, T] whose last tokens are at `ends` [B]."""
-        hidden = cast(CausalLM, self.backbone).hidden(tokens, Context(dropout=dropout))
-        last = hidden[torch.arange(len(ends), device=hidden.device), ends]
-        scores: Tensor = self.score(last)
-        return scores.float()
+        return self.pooled_scores(tokens, Context(dropout=dropout), ends).float()
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits [B, C] of rows [B, T] without padding."""
@@ -197,27 +186,11 @@ class TokenClassifier(HeadedModel):
 
     def logits_at(self, tokens: Tensor, dropout: DropoutKey | None = None) -> Tensor:
         """Logits [B T, C] of rows [B, T], one row after another: no view, which FSDP cannot hook."""
-        hidden = cast(CausalLM, self.backbone).hidden(tokens, Context(dropout=dropout))
-        scores: Tensor = self.score(hidden.flatten(0, 1))
-        return scores.float()
+        return self.pooled_scores(tokens, Context(dropout=dropout)).float()
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits [B, T, C] of rows [B, T]."""
         return self.logits_at(tokens).view(*tokens.shape, -1)
-
-
-def initial_head(num_labels: int, dim: int, seed: int) -> Tensor:
-    """The first weights [C, dim] of a head, with standard deviation 0.02."""
-    return torch.randn((num_labels, dim), generator=seeds.generator(seed, "init", HEAD)) * 0.02
-
-
-def sharding_of_classifier(model: nn.Module) -> Sharding:
-    """How a classifier is sharded. The head is replicated, and so is its gradient."""
-    assert isinstance(model, HeadedModel)
-    backbone = sharding_of_network(model.backbone).with_prefix("backbone")
-    score = Sharding(rules=(ShardingRule(module="score", gradient="whole"),) if backbone.rules else ())
-    merged = backbone.merged_with(score)
-    return Sharding(rules=merged.rules, divisible=merged.divisible, fsdp_roots={"": ("logits_at",)})
 
 
 class HeadedTask(ClassifierTask, ABC):
@@ -292,7 +265,6 @@ class LabellingKit(NetworkKit[HeadedOptionsT, Tokenizer]):
         data = self.read_data(train, evaluation, tokenizer, reading, options.labels or known)
         head = HeadSource(
             wrap=partial(self._with_head, given, data),
-            sharding=sharding_of_classifier,
             tensors=partial(_head_tensors, given, known == data.labels, options.seed),
         )
 
@@ -365,11 +337,9 @@ def _open_headed(folder: Path, suffix: str, open_run: OpenCheckpoint) -> StoredM
     lies there. No weight is read yet."""
     checkpoint = open_run(folder) if folder.is_dir() else None
     if checkpoint is not None and HEAD in checkpoint.names("model") and checkpoint.state["config"].get("labels"):
-        labels, names = tuple(checkpoint.state["config"]["labels"]), checkpoint.names("model")
-        head = {name: checkpoint.tensor(name) for name in (HEAD, HEAD_BIAS) if name in names}
-        stored = model_folder.open_decoder(checkpoint, BACKBONE)
+        labels, stored = tuple(checkpoint.state["config"]["labels"]), model_folder.open_scored(checkpoint)
         kind = checkpoint.state["config"].get("problem_type") or stored.problem_type
-        return dataclasses.replace(stored, head=head, labels=labels, suffix=suffix, problem_type=kind, is_run=True)
+        return dataclasses.replace(stored, labels=labels, suffix=suffix, problem_type=kind, is_run=True)
     if checkpoint is None and len(model_folder.labels_of(folder, suffix) or ()) > 1:
         return model_folder.open_classifier(folder, suffix)
     return model_folder.open_model(folder, lambda _folder: checkpoint)

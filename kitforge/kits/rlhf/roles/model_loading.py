@@ -18,8 +18,9 @@ from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.core.nn.decoder import FamilyConfig
 from kitforge.core.nn.lora import config_of as config_of_adapter
 from kitforge.core.nn.quantized import quantize_linears, quantized_bits
+from kitforge.core.nn.score_head import BACKBONE, HEAD, HEAD_BIAS
 from kitforge.core.parallel.parallelize import parallel_model_of
-from kitforge.core.parallel.sharding import Sharding, ShardingRule
+from kitforge.core.parallel.sharding import Sharding
 from kitforge.core.parallel.world import ALONE, World
 from kitforge.data.chat_datasets import iter_texts
 from kitforge.data.mixture import weighted_sources
@@ -33,7 +34,7 @@ from kitforge.foundation.log import logger
 from kitforge.foundation.types import Region
 from kitforge.kits.kit import RunInputs
 from kitforge.kits.language_model import LoraOptions
-from kitforge.kits.network_source import BACKBONE, HeadSource, NetworkSource, fill_head, prepare_training
+from kitforge.kits.network_source import HeadSource, NetworkSource, fill_head, prepare_training, sharding_of
 from kitforge.kits.rlhf.config import StageOptions
 from kitforge.kits.rlhf.roles.model_copy import (
     alias_weights,
@@ -55,11 +56,9 @@ from kitforge.models import loading as model_folder
 from kitforge.models.catalog import config_of_network
 from kitforge.models.loading import OpenCheckpoint, StoredModel, build_on_meta
 from kitforge.models.peft import check_same, load_adapter, read_head
-from kitforge.models.sharding import sharding_of_network
 
 # Prefixes of parameter names in checkpoints.
 POLICY = "policy."
-HEAD = ("score.weight", "score.bias")
 _log = logger(__name__)
 
 
@@ -73,22 +72,22 @@ def value_head_model(source: NetworkSource, world: World) -> nn.Module:
         whole = _whole_head(source, stored)
         model.get_buffer("mean").copy_(whole["score.mean"])
         model.get_buffer("deviation").copy_(whole["score.deviation"])
-        return {name: whole[name] for name in HEAD}
+        return {name: whole[name] for name in (HEAD, HEAD_BIAS)}
 
-    return source.build(world, HeadSource(wrap=ValueHeadModel, sharding=sharding_of, tensors=head))
+    return source.build(world, HeadSource(wrap=ValueHeadModel, tensors=head))
 
 
 def actor_critic(source: NetworkSource, critic: NetworkSource, world: World) -> nn.Module:
     """A policy and a critic, initialized shard by shard; the critic from the reward model in `critic`, if any, so that
     its scores are the normalized ones of that model's head."""
     model = ActorCritic(source.outline(), ValueHeadModel(critic.outline()))
-    parallel = parallel_model_of(model, world, sharding_of(model))
+    parallel = parallel_model_of(model, world, sharding_of_role(model))
     parallel.materialize(world.device)
     source.fill(parallel, source.opened(world), POLICY)
     stored = critic.opened(world)
     critic.fill(parallel, stored, f"critic.{BACKBONE}")
     head = normalized_head(_whole_head(critic, stored))
-    fill_head(parallel, {name: head[name] for name in HEAD}, "critic.")
+    fill_head(parallel, {name: head[name] for name in (HEAD, HEAD_BIAS)}, "critic.")
     model.critic.mean.zero_()
     model.critic.deviation.fill_(1.0)
     return prepare_training(model, source.options)
@@ -306,9 +305,7 @@ def open_reward_model(folder: Path, open_run: OpenCheckpoint = find_checkpoint) 
     if checkpoint is None or not _has(checkpoint, BACKBONE):
         expected = "a run of the task reward, or a *ForSequenceClassification of Hugging Face"
         raise ModelError("there is no reward model here", got=folder, expected=expected)
-    names = {f"score.{name}": name for name in ("mean", "deviation")} | {name: name for name in HEAD}
-    head = {ours: checkpoint.tensor(name) for ours, name in names.items()}
-    return replace(model_folder.open_decoder(checkpoint, BACKBONE), head=head)
+    return model_folder.open_scored(checkpoint)
 
 
 def load_reward_model(folder: Path, device: torch.device, level: CompileLevel = "O1") -> ValueHeadModel:
@@ -324,13 +321,9 @@ def _has(checkpoint: Checkpoint, prefix: str) -> bool:
     return any(name.startswith(prefix) for name in checkpoint.names("model"))
 
 
-def sharding_of(network: nn.Module) -> Sharding:
-    """How a model is sharded. A value head is replicated, and so is its gradient."""
+def sharding_of_role(network: nn.Module) -> Sharding:
+    """How a policy, a reward model or an actor-critic pair is sharded."""
     if isinstance(network, ActorCritic):
         policy, critic = sharding_of(network.policy), sharding_of(network.critic)
         return policy.with_prefix("policy").merged_with(critic.with_prefix("critic"))
-    if isinstance(network, ValueHeadModel):
-        backbone = sharding_of(network.backbone).with_prefix("backbone")
-        score = Sharding(rules=(ShardingRule(module="score", gradient="whole"),) if backbone.rules else ())
-        return replace(backbone.merged_with(score), fsdp_roots={"": ("scores_at",)})
-    return sharding_of_network(network)
+    return sharding_of(network)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from kitforge.core.kernels.dispatch import Kernels
 from kitforge.core.nn.causal_lm import CausalLM, Geometry, Trainable
 from kitforge.core.nn.context import Context
-from kitforge.foundation import seed as seeds
+from kitforge.core.nn.score_head import HEAD, ScoreModel, initial_head
 from kitforge.foundation.errors import ModelError
 
 
@@ -31,7 +31,7 @@ def complete_head(tensors: Mapping[str, Tensor], dim: int) -> dict[str, Tensor]:
 
 
 def normalized_head(head: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A value head whose scores are the normalized scores of another."""
+    """A value head whose scores are the normalized scores of another: that of a critic, of a reward model."""
     deviation = head["score.deviation"]
     bias = (head["score.bias"] - head["score.mean"]) / deviation
     return complete_head(
@@ -41,48 +41,35 @@ def normalized_head(head: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def init_head(dim: int, seed: int) -> dict[str, Tensor]:
     """An initial value head, by the names of `ValueHeadModel.head`."""
-    noise = torch.randn((1, dim), generator=seeds.generator(seed, "init", "score.weight"))
-    return {"score.weight": noise / (dim + 1) ** 0.5}
+    return {HEAD: initial_head(1, dim, seed, 1.0) / (dim + 1) ** 0.5}
 
 
 @final
-class ValueHeadModel(nn.Module):
+class ValueHeadModel(ScoreModel):
     """A decoder with a value head: `score(hidden)`, unbounded, for tokens [B, T].
 
     `mean` and `deviation` are those of the scores of the training texts; `normalized` applies them. They are stored
     with the weights.
     """
 
+    fsdp_root = "scores_at"
     mean: Tensor
     deviation: Tensor
 
     def __init__(self, backbone: nn.Module) -> None:
-        super().__init__()
-        network = cast(CausalLM, backbone)
-        self.backbone = backbone
+        super().__init__(backbone, 1, has_bias=True)
         # Trailing tokens of this id are ignored, as in transformers; None: none are.
         self.pad_id: int | None = None
         if isinstance(backbone, Trainable):
             backbone.freeze_head()
-        like = network.head_weight
-        self.score = nn.Linear(network.geometry.dim, 1, device=like.device, dtype=like.dtype)
         # Scalar buffers in double, as scores may have any dtype.
-        self.register_buffer("mean", torch.zeros((), dtype=torch.float64, device=like.device))
-        self.register_buffer("deviation", torch.ones((), dtype=torch.float64, device=like.device))
+        device = self.score.weight.device
+        self.register_buffer("mean", torch.zeros((), dtype=torch.float64, device=device))
+        self.register_buffer("deviation", torch.ones((), dtype=torch.float64, device=device))
 
-    @torch.no_grad()
     def reset_head(self, seed: int) -> None:
         """Weights with deviation 1 / sqrt(dim + 1) and no bias (Stiennon et al., 2020)."""
-        first = init_head(self.score.weight.shape[1], seed)
-        self.score.weight.copy_(first["score.weight"])
-        self.score.bias.zero_()
-
-    @torch.no_grad()
-    def copy_head(self, other: ValueHeadModel) -> None:
-        """Copy the value head of another model over the same backbone."""
-        self.score.load_state_dict(other.score.state_dict())
-        self.mean.copy_(other.mean)
-        self.deviation.copy_(other.deviation)
+        self.load_head(init_head(self.score.weight.shape[1], seed))
 
     def head(self) -> dict[str, Tensor]:
         """The value head by the tensor names of an adapter folder."""
@@ -96,17 +83,12 @@ class ValueHeadModel(nn.Module):
         for name, own in self.head().items():
             own.copy_(whole[name])
 
-    @torch.no_grad()
-    def init_from_reward_model(self, other: ValueHeadModel) -> None:
-        """Initialize a critic: its scores are the normalized scores of the reward model."""
-        head = normalized_head(other.head())
-        self.score.weight.copy_(head["score.weight"])
-        self.score.bias.copy_(head["score.bias"])
-
     def forward(self, tokens: Tensor, context: Context | None = None) -> Tensor:
         """Scores [B, T], one after each token."""
         hidden = cast(CausalLM, self.backbone).hidden(tokens, context)
-        return self._scores(hidden)
+        # A sum over one number instead of a view, whose in-place changes would escape a sharded module.
+        scores: Tensor = self.score(hidden.to(self.score.weight.dtype)).sum(-1)
+        return scores
 
     def scores_at(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Scores [B] of rows [B, T] at `positions` [B], or at the last tokens before them that are not `pad_id`."""
@@ -114,13 +96,7 @@ class ValueHeadModel(nn.Module):
             order = torch.arange(tokens.shape[1], device=tokens.device)
             counts = (tokens != self.pad_id) & (order <= positions.unsqueeze(-1))
             positions = (order * counts).argmax(-1)
-        hidden = cast(CausalLM, self.backbone).hidden(tokens)
-        return self._scores(hidden[torch.arange(len(positions), device=hidden.device), positions])
-
-    def _scores(self, hidden: Tensor) -> Tensor:
-        # A sum over one number instead of a view, whose in-place changes would escape a sharded module.
-        scores: Tensor = self.score(hidden.to(self.score.weight.dtype)).sum(-1)
-        return scores
+        return self.pooled_scores(tokens, None, positions).sum(-1)
 
     def normalized(self, scores: Tensor) -> Tensor:
         """Scores with mean 0 and standard deviation 1 over the training texts."""

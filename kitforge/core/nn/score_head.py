@@ -1,0 +1,45 @@
+"""A decoder with a linear head that scores its rows or its tokens: classifiers, reward models, critics.
+
+B rows, T tokens, C scores.
+"""
+
+from __future__ import annotations
+
+from abc import ABC
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from kitforge.core.nn.causal_lm import CausalLM
+from kitforge.core.nn.context import Context
+from kitforge.foundation import seed as seeds
+
+BACKBONE = "backbone."  # prefix of the decoder's parameters
+HEAD, HEAD_BIAS = "score.weight", "score.bias"
+
+
+class ScoreModel(nn.Module, ABC):
+    """A decoder and a head [C, dim]."""
+
+    fsdp_root: str  # the method besides `forward` that computes with the weights
+
+    def __init__(self, backbone: nn.Module, num_scores: int, *, has_bias: bool) -> None:
+        super().__init__()
+        network = cast(CausalLM, backbone)
+        like, dim = network.head_weight, network.geometry.dim
+        self.backbone = backbone
+        self.score = nn.Linear(dim, num_scores, bias=has_bias, device=like.device, dtype=like.dtype)
+
+    def pooled_scores(self, tokens: Tensor, context: Context | None, ends: Tensor | None = None) -> Tensor:
+        """Scores [B, C] of rows [B, T] at the positions `ends` [B]; without them those of every token [B T, C], one row
+        after another: no view, which FSDP cannot hook."""
+        hidden = cast(CausalLM, self.backbone).hidden(tokens, context)
+        pooled = hidden.flatten(0, 1) if ends is None else hidden[torch.arange(len(ends), device=hidden.device), ends]
+        scores: Tensor = self.score(pooled.to(self.score.weight.dtype))
+        return scores
+
+
+def initial_head(num_scores: int, dim: int, seed: int, deviation: float = 0.02) -> Tensor:
+    """The first weights [C, dim] of a head."""
+    return torch.randn((num_scores, dim), generator=seeds.generator(seed, "init", HEAD)) * deviation
