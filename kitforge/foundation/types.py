@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
-import torch
 from torch import Tensor
 
 # The input of one forward and backward: names to tensors (first dim: samples) or plain values.
@@ -51,12 +50,3 @@ class Cursor:
     def advance(self, *, samples: int, tokens: int) -> Cursor:
         """The cursor after one more step."""
         return replace(self, step=self.step + 1, samples=self.samples + samples, tokens=self.tokens + tokens)
-
-
-@runtime_checkable
-class Savable(Protocol):
-    """An object that is saved as a stream of named tensors, without a second copy of all of them."""
-
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Name and tensor, in a fixed order."""
-        ...

@@ -19,8 +19,12 @@ from kitforge.trainer.metric_means import weighted_means
 from kitforge.trainer.options import RunOptions
 from kitforge.trainer.task import Task
 
-# What the fingerprints in a state are of.
-_WORDS = {"corpus": "training text", "eval": "evaluation text", "rows": "training data"}
+# What is said of a fingerprint in a state that has changed.
+_CHANGES = {
+    "corpus": "training text is not the one",
+    "eval": "evaluation text is not the one",
+    "rows": "rows are not those",
+}
 
 
 class DatasetTask(Task, ABC):
@@ -108,7 +112,7 @@ def check_same_rows(state: Mapping[str, Any], fingerprints: Mapping[str, str], o
     if changed and not options.trainer.allow_data_changes:
         name = changed[0]
         raise ConfigError(
-            f"the {_WORDS[name]} is not the one that the run began with",
+            f"the {_CHANGES[name]} that the run began with",
             got=f"rows {fingerprints[name][:12]}",
             expected=f"rows {state[name][:12]}",
             fix="put the files (and weights) back, or add trainer.allow_data_changes=true to go on all the same",

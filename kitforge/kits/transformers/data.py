@@ -13,7 +13,7 @@ from kitforge.data.schedule import Mixture
 from kitforge.data.source import Source, SourceConfig, open_source, open_stream
 from kitforge.data.streaming import IterableReader, ShardReader, StreamOptions, TextStream
 from kitforge.data.token_cache import TokenCache, build_token_cache, default_root
-from kitforge.data.tokenizer import Tokenizer, TokenizerConfig, make_tokenizer
+from kitforge.data.tokenizer import Tokenizer
 from kitforge.foundation.errors import ConfigError, DataError
 from kitforge.kits.transformers.config import DataOptions
 
@@ -44,11 +44,6 @@ def open_training_text(spec: object, options: DataOptions) -> Source:
 
 def _source_config(options: DataOptions) -> SourceConfig:
     return SourceConfig(column=options.column, separator=options.separator, encoding_errors=options.encoding_errors)
-
-
-def tokenizer_for(config: TokenizerConfig, source: Source | None, options: DataOptions) -> Tokenizer:
-    """The tokenizer of the options, trained on the source if requested."""
-    return make_tokenizer(config, source, cache_root(options))
 
 
 def cache_root(options: DataOptions) -> Path:

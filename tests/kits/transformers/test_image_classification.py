@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from kitforge.api import Trainer, load_model, pipeline, save_model
 from kitforge.cli.main import run as run_command
+from kitforge.core.nn.lora import initial_down
 from kitforge.core.nn.vision import VisionTransformer
 from kitforge.core.parallel.config import ParallelConfig
 from kitforge.core.parallel.rendezvous import Rendezvous
@@ -306,3 +307,17 @@ def test_ranks_train_what_one_process_trains(degrees: ParallelConfig, tmp_path: 
     one, two = (cast(Any, load_model(tmp_path / name)) for name in ("alone", "ranks"))
     for name, parameter in one.named_parameters():
         assert torch.allclose(parameter, two.get_parameter(name), atol=1e-4), name
+
+
+def test_an_adapter_beside_the_classifier_of_new_labels_has_initial_factors() -> None:
+    given = begin(None, {"trainer.max_steps": 1}).loop.model
+    renamed = [row | {"label": f"very {row['label']}"} for row in rows()]
+    model = begin(
+        None, {"lora.rank": 2, "lora.target_modules": ["query"]}, model=given, train_dataset=renamed
+    ).loop.model
+    factors = {name: each for name, each in model.named_parameters() if ".adapters." in name}
+    for name, factor in factors.items():
+        path, _, kind = name.partition(".adapters.default.")
+        wanted = initial_down(0, "default", path, factor.shape) if kind == "down" else torch.zeros(factor.shape)
+        assert torch.equal(factor, wanted)
+    assert len(factors) == 4
