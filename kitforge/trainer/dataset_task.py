@@ -110,10 +110,10 @@ def check_same_rows(state: Mapping[str, Any], fingerprints: Mapping[str, str], o
     """Raise ConfigError for fingerprints that are not those in a state, unless trainer.allow_data_changes is on."""
     changed = [name for name, now in fingerprints.items() if state[name] != now]
     if changed and not options.trainer.allow_data_changes:
-        name = changed[0]
+        name, split = changed[0], "evaluation" if changed[0] == "eval" else "training"
         raise ConfigError(
             f"the {_CHANGES[name]} that the run began with",
-            got=f"rows {fingerprints[name][:12]}",
-            expected=f"rows {state[name][:12]}",
+            got=f"{split} rows {fingerprints[name][:12]}",
+            expected=f"{split} rows {state[name][:12]}",
             fix="put the files (and weights) back, or add trainer.allow_data_changes=true to go on all the same",
         )
