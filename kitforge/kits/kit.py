@@ -41,6 +41,8 @@ ProcessorT = TypeVar("ProcessorT")
 LoadModel: TypeAlias = Callable[[str, str, LoadDtype], nn.Module]
 # Inference: called with one input or a list of them. Kits add methods of their own (`stream`, `retrieve`).
 Pipeline: TypeAlias = Callable[..., Any]
+# Options by name, nested.
+OptionValues: TypeAlias = dict[str, Any]
 
 
 # Without slots: Python 3.11 cannot make an instance of a frozen, slotted generic dataclass through RunInputs[int].
@@ -94,7 +96,7 @@ class Prepared(Generic[OptionsT, ProcessorT]):
     """Everything of a run that is read before ranks wait for one another."""
 
     options: OptionsT
-    recorded: dict[str, Any]  # the options as config.yaml and checkpoints record them
+    recorded: OptionValues  # the options as config.yaml and checkpoints record them
     fingerprints: Mapping[str, str]  # of the rows, by their name in messages; the same on all ranks
     processor: ProcessorT
     task: Callable[[World], tuple[Task, Sequence[Callback]]]  # the task, and the callbacks that it brings
@@ -173,7 +175,7 @@ class Kit(ABC, Generic[OptionsT, ProcessorT]):
 
     def join(
         self, prepared: Prepared[OptionsT, ProcessorT], inputs: RunInputs[ProcessorT], rendezvous: Rendezvous
-    ) -> tuple[World, Path, dict[str, Any]]:
+    ) -> tuple[World, Path, OptionValues]:
         """Join the process group, and check that all ranks have the same options and rows: the world, the run folder,
         and the recorded options."""
         options, recorded = prepared.options, prepared.recorded
@@ -205,7 +207,7 @@ class Kit(ABC, Generic[OptionsT, ProcessorT]):
         task.on_run_end(RunResult(metrics=metrics))
         return metrics
 
-    def evaluation_options(self, recorded: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any] | None:
+    def evaluation_options(self, recorded: Mapping[str, Any], chosen: Mapping[str, Any]) -> OptionValues | None:
         """The options of a run's config.yaml that its evaluation starts from. Default: None, the task's defaults."""
         return None
 
@@ -270,7 +272,7 @@ class Kit(ABC, Generic[OptionsT, ProcessorT]):
         """Train a step of a run again from its kept rollouts."""
         raise self._unsupported("keeps no rollouts to replay", "resume from a checkpoint before the step")
 
-    def resolved(self, options: OptionsT) -> dict[str, Any]:
+    def resolved(self, options: OptionsT) -> OptionValues:
         """All options, with the defaults of the model unless a checkpoint brings it."""
         return to_dict(options)
 
@@ -357,7 +359,7 @@ class OwnTaskKit(TaskKit[RunOptions, None]):
         return self._task
 
 
-def datasets(options: Any, inputs: RunInputs[Any], *, is_evaluation: bool) -> tuple[Any, Any]:
+def datasets(options: Any, inputs: RunInputs[ProcessorT], *, is_evaluation: bool) -> tuple[object, object]:
     """What names the training and the evaluation rows: the objects handed over, else `options.data`. An evaluation
     reads the training rows only if the evaluation rows are split off them."""
     train = options.data.train if inputs.train_dataset is None else inputs.train_dataset
