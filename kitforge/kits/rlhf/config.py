@@ -359,7 +359,8 @@ class RolloutOptions(InferenceOptions):
             "a whole number of at least 0",
         )
         # Stop strings are allowed: they end a completion without changing the sampling distribution.
-        for name in ("top_k", "top_p", "min_p", "needs_history", "logit_bias"):
+        unset = ("top_k", "top_p", "min_p", "needs_history", "logit_bias", "suppress_tokens", "ignored_settings")
+        for name in unset:
             expected = "unset, as sampling and training must use the same distribution"
             check(not getattr(self, name), f"rollout.{name}", getattr(self, name), expected)
 
