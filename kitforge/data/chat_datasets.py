@@ -315,7 +315,7 @@ class ChatDatasetReader:
         inputs = row.inputs()
         messages = tuple(opening) if is_chat(opening) else None
         if messages is not None:
-            _with_contents(partial(self._template.check_written, trained={}, inputs=inputs), messages)
+            with_contents(partial(self._template.check_written, trained={}, inputs=inputs), messages)
         tokens = self._prompt_tokens(opening, inputs)
         if not opening or not tokens:
             raise DataError(f"{row.location} has an empty prompt", expected="at least one token", fix=LEAVE_OUT)
@@ -404,8 +404,8 @@ class ChatDatasetReader:
         trained = {number: "" for number in replies if number not in untrained}
         if first < len(prompt) and first in trained:
             trained[first] = prompt[-1]["content"]
-        _with_contents(partial(self._template.check_written, trained=trained, inputs=inputs), messages)
-        chat = _with_contents(partial(self._template.training, prompt=prompt, **inputs), messages)
+        with_contents(partial(self._template.check_written, trained=trained, inputs=inputs), messages)
+        chat = with_contents(partial(self._template.training, prompt=prompt, **inputs), messages)
         loss_mask = chat.loss_mask(first, untrained)
         if not any(loss_mask):
             got = "no reply that is trained on" if replies else "no reply"
@@ -421,7 +421,7 @@ class ChatDatasetReader:
 
     def _prompt_tokens(self, prompt: Said, inputs: Mapping[str, Any]) -> list[int]:
         if is_chat(prompt):
-            return _with_contents(partial(self._template.prompt, **inputs), prompt)
+            return with_contents(partial(self._template.prompt, **inputs), prompt)
         return encode_completion(self._tokenizer, cast(str | Sequence[int], prompt), ())[0]
 
 
@@ -446,7 +446,7 @@ def _joined(begun: Message, reply: Message) -> Message:
     return {**kept, **reply, "content": begun["content"] + (reply["content"] or "")}
 
 
-def _with_contents(write: Callable[[Sequence[Message]], Row], messages: Sequence[Message]) -> Row:
+def with_contents(write: Callable[[Sequence[Message]], Row], messages: Sequence[Message]) -> Row:
     """The messages as the template reads them: null contents become empty texts."""
     try:
         return write(messages)

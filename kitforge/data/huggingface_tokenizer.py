@@ -188,7 +188,7 @@ def _written(tokenizer: Any, text: str) -> str:
     if tokenizer.normalizer is not None:
         text = tokenizer.normalizer.normalize_str(text)
     if tokenizer.pre_tokenizer is not None:
-        text = "".join(piece for piece, _ in tokenizer.pre_tokenizer.pre_tokenize_str(text))
+        text = "".join(part for part, _ in tokenizer.pre_tokenizer.pre_tokenize_str(text))
     return text
 
 
