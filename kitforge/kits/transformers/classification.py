@@ -17,12 +17,21 @@ from torch import Tensor, nn
 from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.core.nn.context import Context, DropoutKey
 from kitforge.data.document_shard import document_of, fingerprint_of
-from kitforge.data.labels import Label, ProblemType, index_of, label_index, multi_hot, names_of
+from kitforge.data.labels import (
+    Label,
+    ProblemType,
+    index_of,
+    label_index,
+    multi_hot,
+    names_of,
+    number_names,
+    numbers_of,
+)
 from kitforge.data.schedule import train_eval_split
 from kitforge.data.tokenizer import Tokenizer
 from kitforge.foundation.config import check
 from kitforge.foundation.device import copy_to
-from kitforge.foundation.errors import ConfigError, DataError
+from kitforge.foundation.errors import DataError
 from kitforge.foundation.types import MicroBatch, Sums
 from kitforge.kits.transformers.labelling import (
     HeadedModel,
@@ -42,7 +51,7 @@ class ClassificationDataOptions:
     train: Any = None  # a jsonl, json, csv or parquet file, a folder, a glob, a list of them, or rows
     eval: Any = None  # None: a fraction of the training rows (eval_fraction)
     text: str = "text"  # column of the text
-    label: str = "label"  # column of the label: a text or a whole number
+    label: str = "label"  # column of the label: a text or a whole number; a list of them; the numbers of a regression
     batch_size: int = 16  # rows per step
     sequence_length: int = 256  # largest number of tokens of a row
     on_too_long: Literal["refuse", "cut_right"] = "refuse"  # rows of more tokens: refuse, or drop the last ones
@@ -75,8 +84,8 @@ class LabelledRows:
         self._ends = np.array([last_token(tokens[index], pad_id) for index in indices], np.int64)
         self._tokens = RaggedTokens(tokens[index] for index in indices)
         self.lengths = self._tokens.lengths
-        is_multi_hot = any(isinstance(each, list) for each in labels)
-        self.labels = np.array([labels[index] for index in indices], np.float32 if is_multi_hot else np.int64)
+        are_lists = any(isinstance(each, list) for each in labels)
+        self.labels = np.array([labels[index] for index in indices], np.float32 if are_lists else np.int64)
         self.fingerprint = fingerprint_of(*self._tokens.identity(), self.labels.tobytes())
 
     def __len__(self) -> int:
@@ -84,8 +93,8 @@ class LabelledRows:
 
     def batch(self, rows: NDArray[np.int64], pad_id: int) -> dict[str, Tensor]:
         """Rows padded on the right, which causal attention never reads: tokens [B, T], the position of the token
-        that classifies a row `ends` [B], labels [B], or zeros and ones [B, C], and weights [B]. Without rows, one of
-        weight 0."""
+        that classifies a row `ends` [B], labels [B], or zeros and ones or numbers [B, C], and weights [B]. Without
+        rows, one of weight 0."""
         tokens = self._tokens.padded(rows, pad_id)
         if not len(rows):
             empty = torch.zeros(1, dtype=torch.int64)
@@ -107,12 +116,15 @@ def read_data(
     data = options.data
 
     def read(row: object, location: object) -> tuple[list[int], Label]:
-        text, label = _columns(row, data, location)
+        text, label = _columns(row, options, location)
         return tokenizer.encode_prompt(text), label
 
     rows, held = read_rows(train, read, data), read_rows(evaluation, read, data)
-    labels = known or names_of([label for _, _, label in rows])
     problem_type = options.problem_type or _problem_type([*rows, *held])
+    if problem_type == "regression":
+        labels = number_names([(at, label) for at, _, label in rows or held], known)
+    else:
+        labels = known or names_of([label for _, _, label in rows])
     index = index_of(labels)
     tokens, targets = [each for _, each, _ in rows], _targets(rows, index, problem_type)
     kept, held_out = np.arange(len(rows)), np.arange(0)
@@ -138,8 +150,7 @@ def _targets(
     rows: Sequence[tuple[object, list[int], Label]], index: dict[str, int], problem_type: ProblemType
 ) -> list[Any]:
     if problem_type == "regression":
-        fix = "add problem_type=single_label_classification, or multi_label_classification"
-        raise ConfigError("numbers are not trained", got="problem_type=regression", fix=fix)
+        return [numbers_of(label, list(index), at) for at, _, label in rows]
     if problem_type == "multi_label_classification":
         return [multi_hot(label, index, at) for at, _, label in rows]
     for at, _, label in rows:
@@ -149,15 +160,21 @@ def _targets(
     return [label_index(label, index, at) for at, _, label in rows]
 
 
-def _columns(row: object, data: ClassificationDataOptions, location: object) -> tuple[str, Label]:
+def _columns(row: object, options: TextClassificationOptions, location: object) -> tuple[str, Label]:
+    data = options.data
     text = document_of(row, data.text, "strict", location)
     label = column(row, data.label, location)
+    if options.problem_type == "regression" and text.strip():
+        numbers_of(label, None, location)
+        return text, label
     if isinstance(label, float) and label.is_integer():
         label = int(label)
     is_list = isinstance(label, list) and all(isinstance(each, (str, int, float)) for each in label)
     if not text.strip() or not (is_list or isinstance(label, (str, int))) or label == "":
         got = "an empty text" if not text.strip() else f"{data.label}={label!r}"
-        raise DataError(f"{location} is no labelled text", got=got, expected="a text, and a label or a list of them")
+        fix = "add problem_type=regression to learn numbers" if isinstance(label, float) else None
+        expected = "a text, and a label or a list of them"
+        raise DataError(f"{location} is no labelled text", got=got, expected=expected, fix=fix)
     return text, label
 
 

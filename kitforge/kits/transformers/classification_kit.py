@@ -61,13 +61,17 @@ class TextClassification(LabellingKit[TextClassificationOptions]):
         return TextClassificationPipeline(model, processor, options)
 
     def predict_file(self, options: TextClassificationOptions, load_model: LoadModel) -> Path:
-        """Write each row of `data.eval` with `predicted_label` and `score` to the jsonl file `output`."""
+        """Write each row of `data.eval` with `predicted_label` and `score` to the jsonl file `output`; of a regression
+        with its `score`, or with the `scores` of several outputs by name."""
 
         def open_labeller(model: nn.Module, tokenizer: Tokenizer) -> Callable[[list[dict[str, Any]]], list[Any]]:
             classify = self.open_pipeline(model, tokenizer, options)
 
             def label(rows: list[dict[str, Any]]) -> list[Any]:
-                found = classify([str(row[options.data.text]) for row in rows])
+                texts = [str(row[options.data.text]) for row in rows]
+                if cast(SequenceClassifier, model).problem_type == "regression":
+                    return [_numbers(each) for each in classify(texts, top_k=None)]
+                found = classify(texts)
                 return [{"predicted_label": each["label"], "score": each["score"]} for each in found]
 
             return label
@@ -80,6 +84,12 @@ class TextClassification(LabellingKit[TextClassificationOptions]):
             f"kitforge predict checkpoint={folder} data.eval=ROWS.jsonl output=LABELS.jsonl",
             f"kitforge evaluate checkpoint={folder} data.eval=ROWS.jsonl",
         ]
+
+
+def _numbers(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The outputs of a regression as columns of a row."""
+    scores = {each["label"]: each["score"] for each in sorted(found, key=lambda each: str(each["label"]))}
+    return {"scores": scores} if len(scores) > 1 else {"score": found[0]["score"]}
 
 
 @final

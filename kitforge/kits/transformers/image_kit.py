@@ -237,11 +237,17 @@ class _Prepared:
             raise ConfigError("an adapter needs a model to adapt", got=f"lora.rank={options.lora.rank}", fix=fix)
         files = find_files(train, evaluation, options.data)
         config = self._known_config(stored)
-        labels = options.labels or files.labels(() if config is None else config.labels)
+        kind = options.model.get("problem_type") if config is None else config.problem_type
+        # As in transformers, a single output that is not said to be a label is a number.
+        is_number = kind != "multi_label_classification" and config is not None and len(config.labels) == 1
+        kind = "regression" if is_number else kind or "single_label_classification"
+        labels = options.labels or files.labels(() if config is None else config.labels, kind)
         # Labels that the model does not have begin with a new classifier.
         self._has_classifier = config is not None and config.labels == labels
         values = {**options.model, "labels": labels} if config is None else {**to_dict(config), "labels": labels}
-        if files.has_lists and config is None:
+        if kind == "regression":
+            values["problem_type"] = kind
+        elif files.has_lists and config is None:
             values.setdefault("problem_type", "multi_label_classification")
         self.config = cast(ViTConfig, config_of({"family": "vit", **values}, "vision"))
         self.data = read_images(files, options, labels, self.config)

@@ -88,7 +88,7 @@ class LabellingOptions(RunOptions, ABC):
     model: dict[str, Any] = field(default_factory=dict)  # `family` and the options of that family's config
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     data: Any = None
-    # null: that of the checkpoint; else of several labels a row where all labels are lists.
+    # null: that of the checkpoint; else of several labels a row where all labels are lists. regression: numbers.
     problem_type: ProblemType | None = None
     labels: tuple[str, ...] = ()  # in the order of the logits; null: those of the checkpoint, else of the training rows
     lora: LoraOptions = field(default_factory=LoraOptions)
@@ -102,7 +102,9 @@ class LabellingOptions(RunOptions, ABC):
         self.lora.check_parallel(self.parallel)
         is_one = not (self.freeze and self.lora.is_on)
         check(is_one, "freeze", list(self.freeze), "nothing with lora.rank, which freezes all weights")
-        check(len(set(self.labels)) == len(self.labels) != 1, "labels", list(self.labels), "two or more, all distinct")
+        least = 1 if self.problem_type == "regression" else 2
+        is_sound = len(set(self.labels)) == len(self.labels) and (not self.labels or len(self.labels) >= least)
+        check(is_sound, "labels", list(self.labels), "two or more, all distinct; one with problem_type=regression")
         degrees = self.parallel
         is_whole = degrees.tensor == 1 or not degrees.sequence_parallel
         fix = "add parallel.sequence_parallel=false"
@@ -214,6 +216,7 @@ class HeadedTask(ClassifierTask, ABC):
         super().__init__(options, data, build, world, batch_size=rows.batch_size, shuffle=rows.shuffle)
         self._data = data
         self.num_labels = len(data.labels)
+        self.problem_type = data.problem_type
 
     def parameter_groups(self, model: nn.Module, weight_decay: float) -> list[ParameterGroup]:
         """Weight decay for matrices only: not for embeddings, norms and biases."""

@@ -177,7 +177,10 @@ class _Prepared(Generic[HeadedOptionsT]):
         labels = options.labels or known
         found = self._given if self._given is not None else stored
         if options.problem_type is None and known:
-            options = dataclasses.replace(options, problem_type=getattr(found, "problem_type", None))
+            kind = getattr(found, "problem_type", None)
+            # As in transformers, a single output that is not said to be a label is a number.
+            is_number = len(known) == 1 and kind != "multi_label_classification"
+            options = dataclasses.replace(options, problem_type="regression" if is_number else kind)
         self.data: LabelledData[Any] = kit.read_data(train, evaluation, self.processor, options, labels)
         self._has_head = bool(known) and known == self.data.labels
 
@@ -301,7 +304,7 @@ def _open_headed(folder: Path, suffix: str, open_run: OpenCheckpoint) -> StoredM
         stored = model_folder.open_decoder(checkpoint, BACKBONE)
         kind = checkpoint.state["config"].get("problem_type") or stored.problem_type
         return dataclasses.replace(stored, head=head, labels=labels, suffix=suffix, problem_type=kind, is_run=True)
-    if checkpoint is None and len(model_folder.labels_of(folder, suffix) or ()) > 1:
+    if checkpoint is None and model_folder.labels_of(folder, suffix):
         return model_folder.open_classifier(folder, suffix)
     return model_folder.open_model(folder, lambda _folder: checkpoint)
 
