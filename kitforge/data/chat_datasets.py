@@ -45,6 +45,7 @@ _FORMAT = 3  # changes with what a row becomes, so that no older cache is read
 _log = logger(__name__)
 Row = TypeVar("Row")
 ExampleKind = Literal["demonstrations", "pairs", "unpaired"]
+_VERDICTS = {"true": True, "false": False, "1": True, "0": False}
 # What data.columns may name for examples.
 _COLUMNS = (*SAID, *MEANT, "margin", "source", "label", "instruction", "input", "output", "conversations")
 
@@ -272,6 +273,9 @@ class ChatDatasetReader:
 
     def _unpaired(self, row: ChatRow) -> UnpairedExample:
         label = row.required("label")
+        if isinstance(label, str):
+            # As tables spell it.
+            label = _VERDICTS.get(label.strip().lower(), label)
         if label not in (True, False):
             raise DataError(f"{row.location} has no verdict", got=f"label {label!r}", expected="true or false")
         return UnpairedExample(response=self._prompt_completion(row), is_desirable=bool(label))

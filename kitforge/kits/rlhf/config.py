@@ -23,7 +23,7 @@ from kitforge.trainer.options import RunOptions
 class ChatDatasetOptions:
     """The dataset and its batches."""
 
-    # A jsonl, json or parquet file, a folder, a glob, a list of them, or a mixture [{source: ..., weight: 0.7}, ...]
+    # A jsonl, json, csv, tsv or parquet file, a folder, a glob, a list, or a mixture [{source: ..., weight: 0.7}, ...]
     train: Any = None
     eval: Any = None  # like data.train; null: data.eval_fraction of the training rows
     batch_size: int = 8  # rows per step, over all ranks

@@ -48,7 +48,7 @@ from kitforge.kits.transformers.rows import RaggedTokens, last_token
 class ClassificationDataOptions:
     """Labelled rows."""
 
-    train: Any = None  # a jsonl, json, csv or parquet file, a folder, a glob, a list of them, or rows
+    train: Any = None  # a jsonl, json, csv, tsv or parquet file, a folder, a glob, a list of them, or rows
     eval: Any = None  # None: a fraction of the training rows (eval_fraction)
     text: str = "text"  # column of the text
     label: str = "label"  # column of the label: a text or a whole number; a list of them; the numbers of a regression

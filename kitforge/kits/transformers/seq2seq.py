@@ -44,7 +44,7 @@ _log = logger(__name__)
 class PairDataOptions:
     """Pairs of texts."""
 
-    train: Any = None  # a jsonl, json, csv or parquet file, a folder, a glob, a list of them, or rows
+    train: Any = None  # a jsonl, json, csv, tsv or parquet file, a folder, a glob, a list of them, or rows
     eval: Any = None  # None: a fraction of the training rows (eval_fraction)
     source: str = "source"  # column of the text that is read
     target: str = "target"  # column of the text that is written
