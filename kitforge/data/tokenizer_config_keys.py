@@ -51,7 +51,7 @@ _KEYS = KnownKeys(
     fix="remove the key if it changes nothing in how a text is cut",
 )
 # Classes that do what `add_prefix_space` says even where a tokenizer.json does otherwise.
-_PREFIXING = re.compile(r"(GPT2|Qwen2|Llama|CodeLlama|Roberta|Longformer|GPTNeoX|Deberta|Bart|Codegen|Cohere)Tokenizer")
+_PREFIXING = re.compile(r"(GPT2|Qwen2|Llama|CodeLlama|Roberta|Longformer|GPTNeoX|Deberta|Bart|CodeGen|Cohere)Tokenizer")
 # The same of `do_lower_case` and `strip_accents`.
 _WORDS = re.compile(
     r"(Bert|DistilBert|Electra|MobileBert|MPNet|Funnel|Splinter|RoFormer|SqueezeBert|LayoutLM|ConvBert)Tokenizer"
