@@ -178,10 +178,19 @@ def decoded(array: Any) -> Any:
         array = pyarrow("pyarrow.compute").run_end_decode(array)
     is_bytes = types.is_binary(array.type) or types.is_large_binary(array.type) or types.is_binary_view(array.type)
     if types.is_string_view(array.type) or is_bytes:
-        array = array.cast(arrow.large_string())
+        array = _texts_of_bytes(array)
     if types.is_fixed_size_list(array.type) or types.is_list_view(array.type):
         array = array.cast(arrow.list_(array.type.value_type))
     return array.cast(arrow.float32()) if types.is_float16(array.type) else array
+
+
+def _texts_of_bytes(array: Any) -> Any:
+    kind = pyarrow().large_string()
+    try:
+        return array.cast(kind)
+    except pyarrow().ArrowInvalid:
+        # Bytes that are no UTF-8.
+        return pyarrow().array(map(text_of, array.to_pylist()), kind)
 
 
 def _trimmed(texts: Any) -> Any:
