@@ -27,6 +27,8 @@ _SMALLEST, _LARGEST = -(2.0**63), 2.0**63
 _WHOLE = r"^(-?(?:0|[1-9]\d*))\.0+$"
 # As Python and pandas write large floats. A hexadecimal hash such as 0012e345 has no sign.
 _EXPONENT = r"-?\d(\.\d+)?e\+\d{2}"
+# Of one of these types, values need no look at each.
+_PLAIN = {str, bool, bytes, list, dict}
 _NOTHING = ("NAType", "NaTType")  # of pandas
 _TRUE, _FALS = (int.from_bytes(word, "little") for word in (b"true", b"fals"))
 _DECIMAL_COMMA = r"^([+-]?\d*),(\d+)$"
@@ -76,9 +78,12 @@ def array_of(values: Sequence[Any]) -> Any:
     """A column of Python values as an Arrow array. Values of several types, or beyond int64, become texts. Lists beside
     texts become structs of a list and a text, of which one is null."""
     arrow = pyarrow()
-    kinds = {_kind(value) for value in values} - {None} if isinstance(values, (list, tuple)) else set()
+    is_sequence = isinstance(values, (list, tuple))
+    types = set(map(type, values)) - {type(None)} if is_sequence else set()
+    is_plain = len(types) > 0 and (types <= {int, float} or (len(types) == 1 and types <= _PLAIN))
+    kinds = {_kind(value) for value in values} - {None} if is_sequence and not is_plain else set()
     if len(kinds) < 2:
-        if any(type(value).__name__ == "Timestamp" and value.nanosecond for value in values):
+        if not is_plain and any(type(value).__name__ == "Timestamp" and value.nanosecond for value in values):
             # Arrow would read timestamps of pandas as microseconds.
             zone = next((str(value.tz) for value in values if getattr(value, "tz", None) is not None), None)
             nanoseconds = [None if _kind(value) is None else value.value for value in values]
@@ -224,8 +229,8 @@ def _bytes_of(texts: Any) -> NDArray[np.uint8]:
 def _has_outer_blanks(texts: Any) -> bool:
     """Whether texts may begin or end in a blank."""
     offsets, data = text_views(texts)
-    places = offsets.astype(np.intp)
-    first, last = data.take(places[:-1], mode="clip"), data.take(places[1:] - 1, mode="clip")
+    positions = offsets.astype(np.intp)
+    first, last = data.take(positions[:-1], mode="clip"), data.take(positions[1:] - 1, mode="clip")
     if min(first.min(initial=255), last.min(initial=255)) <= ord(" "):
         return True
     # The blanks of Unicode begin with one of the first bytes, and end in one of the others.
@@ -315,8 +320,8 @@ def _with_exponents(texts: Any) -> NDArray[np.intp]:
     if not (_bytes_of(texts) == ord("+")).any():
         return np.empty(0, np.intp)
     offsets, data = text_views(texts)
-    places = offsets.astype(np.intp)
-    first, third = data.take(places[:-1], mode="clip"), data.take(places[1:] - 3, mode="clip")
+    positions = offsets.astype(np.intp)
+    first, third = data.take(positions[:-1], mode="clip"), data.take(positions[1:] - 3, mode="clip")
     return np.flatnonzero((third == ord("+")) & (first <= ord("9")))
 
 
@@ -326,15 +331,15 @@ def _with_zeros(texts: Any) -> NDArray[np.intp]:
     if not (_bytes_of(texts) == ord(".")).any():
         return found[0]
     offsets, data = text_views(texts)
-    places = offsets.astype(np.intp)
-    first, last = data.take(places[:-1], mode="clip"), data.take(places[1:] - 1, mode="clip")
+    positions = offsets.astype(np.intp)
+    first, last = data.take(positions[:-1], mode="clip"), data.take(positions[1:] - 1, mode="clip")
     rows = np.flatnonzero((last == ord("0")) & (first <= ord("9")))
-    ends = places[1:][rows] - 1
+    ends = positions[1:][rows] - 1
     while len(rows):
         ends = ends - 1
         bytes_before = data.take(ends, mode="clip")
         found.append(rows[bytes_before == ord(".")])
-        goes_on = (bytes_before == ord("0")) & (ends > places[:-1][rows])
+        goes_on = (bytes_before == ord("0")) & (ends > positions[:-1][rows])
         rows, ends = rows[goes_on], ends[goes_on]
     return np.concatenate(found)
 
