@@ -208,7 +208,8 @@ def _open_file(path: Path, config: TableSourceConfig) -> TablePart:
     delimiter = config.delimiter or ("\t" if form == "tsv" else "")
     if not delimiter:  # the one that splits the first line into the most cells; a comma if all are equal
         delimiter = max(_DELIMITERS, key=lambda each: len(_cells(path, line, each)))
-    names = tuple(_cells(path, line, delimiter)) if config.columns is None else config.columns
+    # Blanks around a name are no part of it, as around any other cell.
+    names = tuple(cell.strip() for cell in _cells(path, line, delimiter)) if config.columns is None else config.columns
     if config.columns is None and names[0] == "" and len(names) > 1:
         # The row numbers that pandas writes.
         names = (f"{UNNAMED}0", *names[1:])
