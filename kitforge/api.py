@@ -127,7 +127,7 @@ class Trainer:
         source = checkpoint if given.model is None else given.model
         if source is None:
             raise ModelError("there is nothing to predict with yet", fix="call train() first, or use pipeline()")
-        model = load_model(source, self.options.device, self._kit.load_dtype(self.options))
+        model = load_model(source, self.options.device, self._kit.load_dtype(self.options), self.options.task)
         opened = self._kit.open_pipeline(model, given.processor or load_processor(source), self.options)
         found = opened([inputs] if isinstance(inputs, str) else list(inputs))
         return [result[0] if isinstance(result, list) else result for result in found]
@@ -193,7 +193,7 @@ def pipeline(
     chosen = kit.read_options(compose_predict(task, dict(options or {}), model=model).values)
     if isinstance(processor, (str, Path)):
         processor = load_processor(processor)
-    network = load_model(model, chosen.device, kit.load_dtype(chosen))
+    network = load_model(model, chosen.device, kit.load_dtype(chosen), task)
     return kit.open_pipeline(network, processor or load_processor(model), chosen)
 
 
@@ -209,12 +209,13 @@ def replay(folder: str | Path, step: int, changes: Mapping[str, object] | None =
     return kit.replay(run_folder, step, kit.read_options(values))
 
 
-def load_model(model: Model, device: str = "auto", dtype: LoadDtype = "fp32") -> nn.Module:
-    """The network of a run, step or Hugging Face folder, weights in `dtype` ("auto": as stored); a model as it is."""
+def load_model(model: Model, device: str = "auto", dtype: LoadDtype = "fp32", task: str | None = None) -> nn.Module:
+    """The network of a run, step or Hugging Face folder, weights in `dtype` ("auto": as stored); a model as it is. A
+    Hugging Face folder with one output is a reward model, or with `task="text_classification"` a regression."""
     if isinstance(model, (Run, nn.Module)):
         return model.model if isinstance(model, Run) else model
     folder = _folder(model)
-    return kit_of_folder(folder).load(folder, devices.pick(device), dtype=dtype).eval()
+    return kit_of_folder(folder, task).load(folder, devices.pick(device), dtype=dtype).eval()
 
 
 def load_processor(model: Model) -> object:

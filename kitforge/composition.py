@@ -317,7 +317,10 @@ def _similar_names(name: str, known: Iterable[str], cutoff: float) -> list[str]:
 def option_names(options: type[Any], path: str = "") -> dict[str, Any]:
     """All options by dotted name, with their types."""
     result: dict[str, Any] = {}
+    internal = _internal_names(options)
     for name, hint in typing.get_type_hints(options).items():
+        if name in internal:
+            continue
         if dataclasses.is_dataclass(hint):
             result |= option_names(hint, f"{path}{name}.")  # type: ignore[arg-type]
         else:
@@ -328,14 +331,20 @@ def option_names(options: type[Any], path: str = "") -> dict[str, Any]:
 def option_help(options: type[Any], path: str = "") -> dict[str, str]:
     """The help text of each option by dotted name: the comment at its field."""
     result: dict[str, str] = {}
+    internal = _internal_names(options)
     for owner in reversed(options.__mro__[:-1]):
         source = inspect.getsource(owner)
         for above, name, trailing in FIELD.findall(source):
-            result[path + name] = trailing or " ".join(above.replace("#", " ").split())
+            if name not in internal:
+                result[path + name] = trailing or " ".join(above.replace("#", " ").split())
     for name, hint in typing.get_type_hints(options).items():
         if dataclasses.is_dataclass(hint):
             result |= option_help(hint, f"{path}{name}.")  # type: ignore[arg-type]
     return result
+
+
+def _internal_names(options: type[Any]) -> set[str]:
+    return {field.name for field in dataclasses.fields(options) if field.metadata.get("internal")}
 
 
 def groups() -> list[str]:

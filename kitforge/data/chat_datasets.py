@@ -45,6 +45,7 @@ _FORMAT = 3  # changes with what a row becomes, so that no older cache is read
 _log = logger(__name__)
 Row = TypeVar("Row")
 ExampleKind = Literal["demonstrations", "pairs", "unpaired"]
+_VERDICTS = {"true": True, "false": False, "1": True, "0": False}
 # What data.columns may name for examples.
 _COLUMNS = (*SAID, *MEANT, "margin", "source", "label", "instruction", "input", "output", "conversations")
 
@@ -272,6 +273,9 @@ class ChatDatasetReader:
 
     def _unpaired(self, row: ChatRow) -> UnpairedExample:
         label = row.required("label")
+        if isinstance(label, str):
+            # As tables spell it.
+            label = _VERDICTS.get(label.strip().lower(), label)
         if label not in (True, False):
             raise DataError(f"{row.location} has no verdict", got=f"label {label!r}", expected="true or false")
         return UnpairedExample(response=self._prompt_completion(row), is_desirable=bool(label))
@@ -315,7 +319,7 @@ class ChatDatasetReader:
         inputs = row.inputs()
         messages = tuple(opening) if is_chat(opening) else None
         if messages is not None:
-            _with_contents(partial(self._template.check_written, trained={}, inputs=inputs), messages)
+            with_contents(partial(self._template.check_written, trained={}, inputs=inputs), messages)
         tokens = self._prompt_tokens(opening, inputs)
         if not opening or not tokens:
             raise DataError(f"{row.location} has an empty prompt", expected="at least one token", fix=LEAVE_OUT)
@@ -404,8 +408,8 @@ class ChatDatasetReader:
         trained = {number: "" for number in replies if number not in untrained}
         if first < len(prompt) and first in trained:
             trained[first] = prompt[-1]["content"]
-        _with_contents(partial(self._template.check_written, trained=trained, inputs=inputs), messages)
-        chat = _with_contents(partial(self._template.training, prompt=prompt, **inputs), messages)
+        with_contents(partial(self._template.check_written, trained=trained, inputs=inputs), messages)
+        chat = with_contents(partial(self._template.training, prompt=prompt, **inputs), messages)
         loss_mask = chat.loss_mask(first, untrained)
         if not any(loss_mask):
             got = "no reply that is trained on" if replies else "no reply"
@@ -421,7 +425,7 @@ class ChatDatasetReader:
 
     def _prompt_tokens(self, prompt: Said, inputs: Mapping[str, Any]) -> list[int]:
         if is_chat(prompt):
-            return _with_contents(partial(self._template.prompt, **inputs), prompt)
+            return with_contents(partial(self._template.prompt, **inputs), prompt)
         return encode_completion(self._tokenizer, cast(str | Sequence[int], prompt), ())[0]
 
 
@@ -446,7 +450,7 @@ def _joined(begun: Message, reply: Message) -> Message:
     return {**kept, **reply, "content": begun["content"] + (reply["content"] or "")}
 
 
-def _with_contents(write: Callable[[Sequence[Message]], Row], messages: Sequence[Message]) -> Row:
+def with_contents(write: Callable[[Sequence[Message]], Row], messages: Sequence[Message]) -> Row:
     """The messages as the template reads them: null contents become empty texts."""
     try:
         return write(messages)

@@ -36,6 +36,7 @@ _ROLES = {
 _STANDARD_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _CALL = "function_call"  # as ShareGPT has it, with JSON of name and arguments as its value
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 # How Python spells a list of messages.
 _PYTHON_LIST = re.compile(r"\[\s*\{\s*'(role|content|from|value)'\s*:")
 # Columns that chat templates read besides messages: their type, and its name in errors.
@@ -142,8 +143,10 @@ class ChatRow:
         return [*context, *messages]
 
     def number(self, name: str) -> float:
-        """A finite number; 0 where the column has none."""
+        """A finite number, which tables spell as text; 0 where the column has none."""
         value = self.values.get(name)
+        if isinstance(value, str) and _NUMBER.fullmatch(value.strip()):
+            value = float(value)
         try:
             number = float(0 if value is None else value)
         except (TypeError, ValueError, OverflowError):

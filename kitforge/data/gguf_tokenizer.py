@@ -14,7 +14,8 @@ from kitforge.data.generation_config import GENERATION_CONFIG, end_tokens
 from kitforge.data.huggingface_tokenizer import HUGGINGFACE_FILE, HuggingFaceTokenizer
 from kitforge.data.sentencepiece_tokenizer import SentencePieceTokenizer
 from kitforge.data.token_bytes import BYTES_OF_LETTERS
-from kitforge.data.tokenizer_folder import CHAT_TEMPLATE, TOKENIZER_CONFIG, template_file
+from kitforge.data.tokenizer_config_keys import TOKENIZER_CONFIG
+from kitforge.data.tokenizer_folder import CHAT_TEMPLATE, template_file
 from kitforge.data.tokenizer_protocol import Tokenizer, parse_object
 from kitforge.foundation.errors import DataError, ModelError, nearest
 

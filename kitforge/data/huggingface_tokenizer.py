@@ -6,7 +6,7 @@ import hashlib
 import json
 import secrets
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, final
 
@@ -15,6 +15,7 @@ import numpy as np
 from kitforge.data.added_tokens import AddedTokenFinder
 from kitforge.data.optional_imports import import_optional
 from kitforge.data.token_bytes import token_decoder
+from kitforge.data.tokenizer_config_keys import check_cutting, warn_of_frame
 from kitforge.data.tokenizer_folder import TokenizerFolder
 from kitforge.data.tokenizer_protocol import (
     NO_TOKEN,
@@ -44,6 +45,7 @@ class HuggingFaceTokenizer:
         except ValueError as error:
             raise DataError(f"this {HUGGINGFACE_FILE} cannot be read", got=error) from None
         self._folder.complete({"tokenizer_class": "PreTrainedTokenizerFast"}, {}, tokenizer.token_to_id)
+        check_cutting(self._folder.config, partial(_written, tokenizer), HUGGINGFACE_FILE)
         added = _add_tokens(tokenizer, self._folder)
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -65,6 +67,9 @@ class HuggingFaceTokenizer:
         # The post-processor decides; `add_bos_token` counts only where there is no tokenizer.json, as in transformers.
         self._has_rule = bool(tokenizer.num_special_tokens_to_add(is_pair=False))
         rule = [self.encode_prompt("")] if self._has_rule else []
+        frame = rule[0] if rule else []
+        begins = frame[:1] == [self.bos_id]
+        warn_of_frame(self._folder.config, begins=begins, ends=frame[begins:][-1:] == [self.eos_id])
         named = json.dumps([self.eos_ids, self.bos_id, self.pad_id, *rule, *added]).encode()
         tokenizer.add_tokens([tokenizers.AddedToken(self._mark, normalized=False)])
         self.fingerprint = hashlib.sha256(files[HUGGINGFACE_FILE] + named).hexdigest()
@@ -176,6 +181,15 @@ class HuggingFaceTokenizer:
 
     def _decode(self, ids: list[int]) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+
+
+def _written(tokenizer: Any, text: str) -> str:
+    """The text as the vocabulary sees it, after the steps before it."""
+    if tokenizer.normalizer is not None:
+        text = tokenizer.normalizer.normalize_str(text)
+    if tokenizer.pre_tokenizer is not None:
+        text = "".join(part for part, _ in tokenizer.pre_tokenizer.pre_tokenize_str(text))
+    return text
 
 
 def _add_tokens(tokenizer: Any, folder: TokenizerFolder) -> list[str]:

@@ -103,8 +103,8 @@ def _of_row(row: object, location: str, image: str, label: str, home: Path | Non
     if isinstance(name, float) and name.is_integer():
         name = int(name)
     is_list = isinstance(name, list) and all(isinstance(each, (str, int, float)) for each in name)
-    if name is not None and (not (is_list or isinstance(name, (str, int))) or name == ""):
-        expected = "a text, a whole number, or a list of them"
+    if name is not None and (not (is_list or isinstance(name, (str, int, float))) or name == ""):
+        expected = "a text, a number, or a list of them"
         raise DataError(f"{location} has no label", got=f"{label}={name!r}", expected=expected)
     if isinstance(value, str) and home is not None:
         value = home / value

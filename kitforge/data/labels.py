@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from math import isfinite
 from typing import Any, Literal, TypeAlias
 
 from kitforge.foundation.errors import DataError, nearest
@@ -11,7 +12,8 @@ from kitforge.foundation.errors import DataError, nearest
 # As transformers has it: one label of a row, any number of them, or numbers.
 ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
 # The label of a row; a list of labels, or of zeros and ones for all of them, where it may have several.
-Label: TypeAlias = str | int | Sequence[Any]
+# A number or a list of them, in a regression.
+Label: TypeAlias = str | int | float | Sequence[Any]
 _NUMBER = re.compile(r"[-+]?\d+(\.\d*)?")
 
 
@@ -46,6 +48,35 @@ def multi_hot(label: Label, index: Mapping[str, int], location: object) -> list[
     for each in values:
         found[label_index(each, index, location)] = 1.0
     return found
+
+
+def number_names(labels: Sequence[tuple[object, Label]], known: tuple[str, ...]) -> tuple[str, ...]:
+    """The names of the numbers of a regression: the known ones, else LABEL_0, ..., as many as the first row has."""
+    width = len(numbers_of(labels[0][1], None, labels[0][0])) if labels else 1
+    return known or tuple(f"LABEL_{number}" for number in range(width))
+
+
+def numbers_of(label: Label | None, names: Sequence[str] | None, location: object) -> list[float]:
+    """The numbers of a row for each of `names`, which may be spelt as texts. Raises DataError naming the row of what is
+    no finite number, and of another count of them."""
+    values: list[Any] = list(label) if isinstance(label, (list, tuple)) else [label]
+    found = [_number(each) for each in values]
+    wrong = [each for each, number in zip(values, found, strict=True) if number is None]
+    expected = "a finite number, or a list of them" if names is None else f"a finite number for each of {list(names)}"
+    if wrong or not values:
+        raise DataError(f"{location} is no row of numbers", got=f"{wrong[0] if wrong else values!r}", expected=expected)
+    if names is not None and len(found) != len(names):
+        fix = 'labels=["score"] begins a new head for other numbers'
+        raise DataError(f"{location} has another count of numbers", got=f"{label!r}", expected=expected, fix=fix)
+    return [number for number in found if number is not None]
+
+
+def _number(value: object) -> float | None:
+    try:
+        number = None if isinstance(value, bool) else float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return None
+    return number if number is not None and isfinite(number) else None
 
 
 def _is_multi_hot(values: Sequence[Any]) -> bool:

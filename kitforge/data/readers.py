@@ -270,6 +270,25 @@ def _parse(text: str, location: object) -> Any:
 
 
 def _read_table(shard: FileShard) -> Iterator[str]:
+    for location, header, cells in _table_lines(shard):
+        if shard.column not in header:
+            raise missing_column(shard.column, header, f"{shard.path}:1")
+        if location is not None:
+            yield cells[header.index(shard.column)]
+
+
+def _table_rows(shard: FileShard) -> Iterator[tuple[object, Any]]:
+    """The rows of a table, cells as texts. An empty cell is no value."""
+    for location, header, cells in _table_lines(shard):
+        twice = [name for number, name in enumerate(header) if name in header[:number]]
+        if twice:
+            raise DataError(f"{shard.path}:1 names a column twice", got=twice[0], expected="a name for each column")
+        if location is not None:
+            yield location, {name: cell or None for name, cell in zip(header, cells, strict=True)}
+
+
+def _table_lines(shard: FileShard) -> Iterator[tuple[str | None, list[str], list[str]]]:
+    """Location, header and cells of every line of a table that is not empty; first the header without a location."""
     # The limit belongs to the process, and a document may well be longer than its 128 KiB.
     csv.field_size_limit(_FIELD_CHARACTERS)
     delimiter = "\t" if kind_of(shard.path) == ".tsv" else ","
@@ -279,29 +298,24 @@ def _read_table(shard: FileShard) -> Iterator[str]:
     ):
         lines = csv.reader(text, delimiter=delimiter, strict=True)
         try:
-            yield from _table_documents(shard, lines)
+            header: list[str] = next(lines, [])
+            yield None, header, []
+            for cells in lines:
+                location = f"{shard.path}:{lines.line_num}"
+                if cells and len(cells) != len(header):
+                    raise DataError(
+                        f"{location} has the wrong number of cells",
+                        got=len(cells),
+                        expected=f"{len(header)}, as in the header",
+                        fix="put cells that hold separators, quotes or line breaks in double quotes",
+                    )
+                if cells:
+                    yield location, header, cells
         except csv.Error as error:
             raise DataError(f"{shard.path}:{lines.line_num} is no row of a table", got=error) from None
         except UnicodeDecodeError:
             # The reader decodes block by block without offsets; this raises the error again, with the offset.
             _everything(shard)
-
-
-def _table_documents(shard: FileShard, lines: Any) -> Iterator[str]:
-    header: list[str] = next(lines, [])
-    if shard.column not in header:
-        raise missing_column(shard.column, header, f"{shard.path}:1")
-    column = header.index(shard.column)
-    for cells in lines:
-        if cells and len(cells) != len(header):
-            raise DataError(
-                f"{shard.path}:{lines.line_num} has the wrong number of cells",
-                got=len(cells),
-                expected=f"{len(header)}, as in the header",
-                fix="put cells that hold separators, quotes or line breaks in double quotes",
-            )
-        if cells:
-            yield cells[column]
 
 
 def _read_parquet(shard: FileShard) -> Iterator[str]:
@@ -354,5 +368,7 @@ _READERS: dict[str, Callable[[FileShard], Iterator[str]]] = {
 _ROWS: dict[str, Callable[[FileShard], Iterator[tuple[object, Any]]]] = {
     ".jsonl": _json_lines,
     ".json": _json_rows,
+    ".csv": _table_rows,
+    ".tsv": _table_rows,
     ".parquet": _parquet_rows,
 }

@@ -17,7 +17,8 @@ from kitforge.data.added_tokens import AddedTokenFinder
 from kitforge.data.document_shard import fingerprint_of
 from kitforge.data.optional_imports import import_optional
 from kitforge.data.source import Source
-from kitforge.data.tokenizer_folder import TOKENIZER_CONFIG, TokenizerFolder
+from kitforge.data.tokenizer_config_keys import TOKENIZER_CONFIG, check_cutting
+from kitforge.data.tokenizer_folder import TokenizerFolder
 from kitforge.data.tokenizer_protocol import (
     NO_TOKEN,
     AddedTokenSpan,
@@ -77,6 +78,8 @@ class SentencePieceTokenizer:
         self._model = model if isinstance(model, bytes) else read_tokenizer_file(Path(model))
         name = "the bytes" if isinstance(model, bytes) else model
         self._processor = _processor(self._model, name)
+        asked = {key: each for key, each in self._folder.config.items() if (key, each) != ("add_prefix_space", False)}
+        check_cutting(asked, self._processor.normalize, SENTENCEPIECE_FILE)
         # Of a text that does not begin at the start: no space is put before it.
         self._inner = _processor(self._model + _WITHOUT_PREFIX, name)
         has_prefix = self._processor.encode("a") != self._inner.encode("a")

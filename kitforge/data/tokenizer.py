@@ -16,7 +16,8 @@ from kitforge.data.gguf_tokenizer import byte_level_json, byte_level_names, toke
 from kitforge.data.huggingface_tokenizer import HUGGINGFACE_FILE, HuggingFaceTokenizer
 from kitforge.data.sentencepiece_tokenizer import SENTENCEPIECE_FILE, SentencePieceTokenizer, trained
 from kitforge.data.source import Source
-from kitforge.data.tokenizer_folder import TOKENIZER_CONFIG, TokenizerFolder
+from kitforge.data.tokenizer_config_keys import TOKENIZER_CONFIG
+from kitforge.data.tokenizer_folder import TokenizerFolder
 from kitforge.data.tokenizer_protocol import (
     NO_TOKEN,
     Tokenizer,

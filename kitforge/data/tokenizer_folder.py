@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any, final
 
 from kitforge.data.generation_config import GENERATION_CONFIG, end_tokens, find_generation_config
+from kitforge.data.tokenizer_config_keys import TOKENIZER_CONFIG, check_keys
 from kitforge.data.tokenizer_protocol import parse_object, read_tokenizer_file
 from kitforge.foundation.errors import DataError
 from kitforge.foundation.files import atomic_file
-from kitforge.foundation.log import logger, warn_once
 
-TOKENIZER_CONFIG = "tokenizer_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 _TOKENS_MAP, _ADDED_TOKENS = "special_tokens_map.json", "added_tokens.json"
 _TEMPLATES = "additional_chat_templates"
@@ -36,38 +35,6 @@ _CLASSES = {
     **dict.fromkeys(("qwen2", "qwen3"), "Qwen2Tokenizer"),
     **dict.fromkeys(("t5", "mt5"), "T5Tokenizer"),
 }
-# Keys of tokenizer_config.json that are read here or with a tokenizer.model, beside those that end in `_token`.
-_OBEYED = frozenset(
-    (
-        *("added_tokens_decoder", "additional_special_tokens", "extra_special_tokens", "chat_template"),
-        *("model_specific_special_tokens", "legacy", "add_prefix_space", "tokenizer_class"),
-    )
-)
-# Those that are about padding and cutting, which are the caller's here, name files or classes, or change nothing where
-# a tokenizer.json or a sentencepiece model says how a text is cut.
-_KNOWN = frozenset(
-    (
-        *("auto_map", "backend", "clean_up_tokenization_spaces", "do_basic_tokenize", "do_lower_case", "errors"),
-        *(
-            "extra_ids",
-            "fix_mistral_regex",
-            "from_slow",
-            "remove_space",
-            "init_inputs",
-            "is_local",
-            "local_files_only",
-            "max_length",
-        ),
-        *("merges_file", "model_input_names", "model_max_length", "name_or_path", "never_split", "padding"),
-        *("pad_to_multiple_of", "pad_token_type_id", "padding_side", "processor_class", "response_schema"),
-        *("return_attention_mask", "return_tensors", "return_token_type_ids", "sp_model_kwargs", "strip_accents"),
-        *("spaces_between_special_tokens", "special_tokens_map_file", "split_special_tokens", "stride"),
-        *("tokenize_chinese_chars", "tokenizer_file", "tokenizer_version", "transformers_version", "trim_offsets"),
-        *("truncation", "truncation_side", "truncation_strategy", "use_default_system_prompt", "use_fast"),
-        *("vocab_file", "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id"),
-    )
-)
-_log = logger(__name__)
 
 
 @final
@@ -81,10 +48,7 @@ class TokenizerFolder:
         if "added_tokens_decoder" not in self.config:
             self.config |= self._object(_TOKENS_MAP)
         self._implied_class = "" if isinstance(folder, Mapping) else _class_by_model(folder)
-        others = {name: value for name, value in self.config.items() if name not in _OBEYED and name not in _KNOWN}
-        unknown = {name: each for name, each in others.items() if each is not None and not name.endswith("_token")}
-        if unknown:
-            warn_once(_log, f"{TOKENIZER_CONFIG}: these keys are not known and change nothing: {str(unknown)[:300]}")
+        check_keys(self.config)
 
     @cached_property
     def named_tokens(self) -> dict[str, str]:

@@ -20,6 +20,8 @@ _MOST_SHOWN = 100
 # Metadata of a field whose value is never recorded, and the text recorded instead.
 SECRET = {"secret": True}
 MASK = "***"
+# Metadata of a field that the composition of options sets: no option that anyone names, and not recorded.
+INTERNAL = {"internal": True}
 
 
 def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
@@ -50,10 +52,11 @@ def _hints(cls: type) -> dict[str, Any]:
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """The plain dict of a dataclass, ready for YAML or JSON (tuples become lists, secrets are masked)."""
+    """The plain dict of a dataclass, ready for YAML or JSON (tuples become lists, secrets are masked, internal
+    fields left out)."""
     values = {}
     for field in dataclasses.fields(config):
-        if field.init:
+        if field.init and not field.metadata.get("internal"):
             value = getattr(config, field.name)
             is_masked = field.metadata.get("secret") and value is not None
             values[field.name] = MASK if is_masked else _plain(value)

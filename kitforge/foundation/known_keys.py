@@ -24,6 +24,7 @@ class KnownKeys:
     unused: frozenset[str] = frozenset()  # change nothing that is computed
     unused_names: re.Pattern[str] = re.compile("(?!)")  # the same, by the form of their names
     fixes: Mapping[str, str] = field(default_factory=dict)  # what to do where a key is refused
+    fix: str = "remove the key if it changes nothing in what this network computes"  # for the others; {key} is its name
 
     def check(self, values: Mapping[str, Any], error: type[KitforgeError]) -> None:
         """Raise `error`, naming file, key, value and what is accepted, for the first key that is refused."""
@@ -41,7 +42,7 @@ class KnownKeys:
     def _refusal(
         self, error: type[KitforgeError], problem: str, key: str, values: Mapping[str, Any], expected: str
     ) -> KitforgeError:
-        fix = self.fixes.get(key, "remove the key if it changes nothing in what this network computes")
+        fix = self.fixes.get(key, self.fix).replace("{key}", key)
         return error(problem, got=f"{key}={values[key]!r}"[:200].replace("'", ""), expected=expected, fix=fix)
 
     def with_keys(
@@ -62,6 +63,7 @@ class KnownKeys:
             unused=self.unused | set(unused.split()),
             unused_names=self.unused_names,
             fixes=self.fixes,
+            fix=self.fix,
         )
 
 

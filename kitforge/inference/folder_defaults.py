@@ -6,24 +6,60 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from kitforge.data.generation_config import GENERATION_CONFIG, repetition_penalty, warn_of_ignored
+from kitforge.data.generation_config import (
+    GENERATION_CONFIG,
+    TARGET_SETTINGS,
+    TEXT_SETTINGS,
+    check_settings,
+    repetition_penalty,
+    searched_beams,
+    stop_strings,
+    suppressed_tokens,
+)
 from kitforge.foundation.log import logger, warn_once
-from kitforge.inference.sampling import SamplingOptions
+from kitforge.inference.seq2seq import Seq2SeqInference
+from kitforge.inference.text_engine import InferenceOptions
 
-S = TypeVar("S", bound=SamplingOptions)
+T = TypeVar("T", bound=InferenceOptions)
 _log = logger(__name__)
 
 
-def with_folder_defaults(options: S, generation_config: Mapping[str, Any]) -> S:
-    """The options, with the repetition penalty of a folder's generation_config.json unless they set one. Warns once of
-    keys there that are not obeyed. Raises DataError for an impossible penalty."""
-    warn_of_ignored(generation_config, ("repetition_penalty",))
-    if options.repetition_penalty is not None:
-        return options
-    penalty = repetition_penalty(generation_config)
-    if penalty != 1:
-        words = (
-            f"{GENERATION_CONFIG}: repetition_penalty={penalty} is used; inference.repetition_penalty=1 goes without"
-        )
-        warn_once(_log, words)
-    return dataclasses.replace(options, repetition_penalty=penalty)
+def with_folder_defaults(options: T, generation_config: Mapping[str, Any], *, in_training: bool = False) -> T:
+    """The options, and where they set none the repetition penalty, stop strings and excluded tokens of a folder's
+    generation_config.json. Raises DataError for a setting there that would give another text and is not computed;
+    within a training such a setting is named once in the log."""
+    chosen = {
+        "repetition_penalty": options.repetition_penalty is not None,
+        "stop_strings": bool(options.stop),
+        "suppress_tokens": options.suppress_tokens is not None,
+        "bad_words_ids": options.suppress_tokens is not None,
+        "min_new_tokens": options.min_new_tokens > 0,
+        "min_length": options.min_new_tokens > 0,
+    }
+    ignored = {*options.ignored_settings, *(key for key, is_chosen in chosen.items() if is_chosen)}
+    settings = check_settings(generation_config, TEXT_SETTINGS, ignored, in_training=in_training)
+    values: dict[str, Any] = {}
+    if options.repetition_penalty is None:
+        values["repetition_penalty"] = repetition_penalty(settings)
+    if options.suppress_tokens is None:
+        values["suppress_tokens"] = suppressed_tokens(settings)
+    if not options.stop:
+        values["stop"] = stop_strings(settings)
+    _tell({name: value for name, value in values.items() if value and value != 1})
+    return dataclasses.replace(options, **values)
+
+
+def with_folder_search(
+    options: Seq2SeqInference, generation_config: Mapping[str, Any], *, in_training: bool = False
+) -> Seq2SeqInference:
+    """The options, and where they set none the beams of a folder's generation_config.json; the same for an
+    encoder-decoder."""
+    settings = check_settings(generation_config, TARGET_SETTINGS, options.ignored_settings, in_training=in_training)
+    found = {name: value for name, value in searched_beams(settings).items() if getattr(options, name) is None}
+    _tell(found if found.get("num_beams", 1) > 1 else {})
+    return dataclasses.replace(options, **found)
+
+
+def _tell(values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        warn_once(_log, f"{GENERATION_CONFIG}: {name}={value} is used where inference.{name} is not given")

@@ -125,9 +125,9 @@ class TextGenerationPipeline:
 
     def _resolve_options(self, options: dict[str, Any]) -> InferenceOptions:
         """The options of a call; tells the engine if a weight has changed."""
-        for name in sorted({"engine", "dtype"} & options.keys()):
+        for name in sorted({"engine", "dtype", "ignored_settings"} & options.keys()):
             raise ConfigError(
-                "the engine and its weights are fixed when a pipeline is made",
+                "the engine, its weights and the folder's settings are fixed when a pipeline is made",
                 got=f"{name}={options[name]!r} for one call",
                 fix='pipeline(..., options={"inference.engine.max_num_seqs": 8, "inference.dtype": "bf16"})',
             )

@@ -36,6 +36,10 @@ class SamplingOptions:
     # Divides positive and multiplies negative logits of tokens in prompt or output; None: that of the folder's
     # generation_config.json, else 1.
     repetition_penalty: float | None = None
+    # Tokens that are never generated; None: those of the folder's generation_config.json.
+    suppress_tokens: tuple[int, ...] | None = None
+    # Keys of the folder's generation_config.json to generate without.
+    ignored_settings: tuple[str, ...] = ()
     logit_bias: dict[str, float] = field(default_factory=dict)  # token id to a number added to its logit
     stop_ids: tuple[int, ...] = ()  # further stop tokens, besides the engine's
     ignore_eos: bool = False  # ignore the engine's stop tokens
@@ -56,6 +60,8 @@ class SamplingOptions:
         check(self.top_p is None or 0 < self.top_p <= 1, "inference.top_p", self.top_p, "above 0, at most 1")
         check(self.min_p is None or 0 <= self.min_p <= 1, "inference.min_p", self.min_p, "at least 0, at most 1")
         check(self.penalty > 0, "inference.repetition_penalty", self.penalty, "above 0; 1 changes nothing")
+        negative = any(token < 0 for token in self.suppress_tokens or ())
+        check(not negative, "inference.suppress_tokens", self.suppress_tokens, "token ids")
         numbers = all(token.isdecimal() and token == str(int(token)) for token in self.logit_bias)
         check(numbers, "inference.logit_bias", list(self.logit_bias), "token ids as keys")
 
@@ -79,7 +85,7 @@ class SamplingOptions:
         shape = (self.temperature, self.top_k, self.top_p, self.min_p)
         penalties = (self.presence_penalty, self.frequency_penalty, self.penalty)
         # A string caches its hash, and this is looked up for every token.
-        return (*shape, *penalties, repr(sorted(self.logit_bias.items())))
+        return (*shape, *penalties, self.suppress_tokens, repr(sorted(self.logit_bias.items())))
 
     def bias(self, device: torch.device) -> LogitBias | None:
         """`logit_bias` as tensors on a device, made once for each request; None where there is none."""
@@ -172,7 +178,7 @@ def process_logits(logits: Tensor, options: SamplingOptions, draws: Sequence[Sam
     """
     scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
     is_banned = any(draw.banned for draw in draws)
-    if options.needs_history or options.logit_bias or is_banned:
+    if options.needs_history or options.logit_bias or options.suppress_tokens or is_banned:
         scores = _apply_penalties(scores.clone(), options, draws)
     if options.is_greedy:
         return scores
@@ -220,6 +226,10 @@ def _apply_penalties(scores: Tensor, options: SamplingOptions, draws: Sequence[S
     if bias is not None:
         tokens, values = bias
         scores.index_add_(1, tokens, values.to(scores.dtype).expand(len(scores), -1))
+    # A publisher may name tokens that its network does not have.
+    suppressed = [token for token in options.suppress_tokens or () if token < scores.shape[-1]]
+    if suppressed:
+        scores[:, suppressed] = float("-inf")
     for row, draw in zip(scores, draws, strict=False):
         if draw.banned:
             row[list(draw.banned)] = float("-inf")

@@ -23,20 +23,27 @@ class Seq2SeqInference:
     """Options of generation from a source."""
 
     max_new_tokens: int = 128
-    num_beams: int = 1  # 1: greedy
-    length_penalty: float = (
-        1.0  # a finished beam's score is the sum of its log-probabilities / length ** length_penalty
-    )
+    # None, here and below: what the folder's generation_config.json says, else 1, 1 and false.
+    num_beams: int | None = None  # 1: greedy
+    # A finished beam's score is the sum of its log-probabilities / length ** length_penalty.
+    length_penalty: float | None = None
     # When a source with `num_beams` finished beams is done: at once (true); once its best running beam, at its present
     # length (false) or at any (never), cannot beat the worst of them.
-    early_stopping: bool | Literal["never"] = False
+    early_stopping: bool | Literal["never"] | None = None
+    ignored_settings: tuple[str, ...] = ()  # keys of the folder's generation_config.json to generate without
     batch_size: int = 32  # sources computed at once
 
     def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "num_beams", "batch_size"):
-            check(getattr(self, name) > 0, f"inference.{name}", getattr(self, name), "a whole number of at least 1")
-        is_known = isinstance(self.early_stopping, bool) or self.early_stopping == "never"
+        for name in ("max_new_tokens", "beams", "batch_size"):
+            option = f"inference.{'num_beams' if name == 'beams' else name}"
+            check(getattr(self, name) > 0, option, getattr(self, name), "a whole number of at least 1")
+        is_known = isinstance(self.early_stopping, bool) or self.early_stopping in (None, "never")
         check(is_known, "inference.early_stopping", self.early_stopping, "true, false or never")
+
+    @property
+    def beams(self) -> int:
+        """The beams of a source, 1 for none."""
+        return 1 if self.num_beams is None else self.num_beams
 
 
 @torch.no_grad()
@@ -52,15 +59,13 @@ def generate(
     """The tokens that follow from each source, in order, without `start_id` and the end. Sources of like lengths are
     computed together."""
     largest = model.geometry.vocab_size // (1 + len(eos_ids))
-    check(
-        options.num_beams <= largest, "inference.num_beams", options.num_beams, f"at most {largest}, by the vocabulary"
-    )
+    check(options.beams <= largest, "inference.num_beams", options.beams, f"at most {largest}, by the vocabulary")
     found: list[list[int]] = [[] for _ in sources]
     order = sorted(range(len(sources)), key=lambda index: -len(sources[index]))
     for first in range(0, len(order), options.batch_size):
         part = order[first : first + options.batch_size]
         batch = _Batch(model, [sources[index] for index in part], options, start_id, pad_id)
-        search = batch.greedy if options.num_beams == 1 else batch.beams
+        search = batch.greedy if options.beams == 1 else batch.beams
         for index, tokens in zip(part, search(tuple(eos_ids)), strict=True):
             found[index] = tokens
     return found
@@ -142,7 +147,7 @@ class _Batch:
 
     def _num_candidates(self, eos_ids: tuple[int, ...]) -> int:
         """So many that enough of them do not end."""
-        return self._options.num_beams * (1 + len(eos_ids))
+        return self._options.beams * (1 + len(eos_ids))
 
     def _following(
         self, candidates: Iterable[_Beam], eos_ids: tuple[int, ...], finished: _Finished, length: int
@@ -152,9 +157,9 @@ class _Batch:
         for rank, each in enumerate(candidates):
             if each.tokens[-1] not in eos_ids:
                 following.append(each)
-            elif rank < self._options.num_beams:
+            elif rank < self._options.beams:
                 finished.add(each.score, length, each.tokens[:-1])
-        return following[: self._options.num_beams]
+        return following[: self._options.beams]
 
     def _candidates(
         self, beams: list[_Beam], logprobs: Tensor, tokens: Tensor, eos_ids: tuple[int, ...]
@@ -197,19 +202,24 @@ class _Finished:
     heap: list[tuple[float, int, list[int]]] = field(default_factory=list)
     count: int = 0  # tells beams of equal scores apart
 
+    @property
+    def penalty(self) -> float:
+        """The power of a length by which a score is divided."""
+        return 1.0 if self.options.length_penalty is None else self.options.length_penalty
+
     def add(self, score: float, length: int, text: list[int]) -> None:
         """A beam of `length` tokens, its end included, with the sum of their log-probabilities."""
         self.count += 1
-        heapq.heappush(self.heap, (score / length**self.options.length_penalty, -self.count, text))
-        if len(self.heap) > self.options.num_beams:
+        heapq.heappush(self.heap, (score / length**self.penalty, -self.count, text))
+        if len(self.heap) > self.options.beams:
             heapq.heappop(self.heap)
 
     def is_done(self, best_running: float, length: int) -> bool:
         """Whether no running beam of `length` tokens can enter, by the rule of `early_stopping`."""
-        if len(self.heap) < self.options.num_beams or self.options.early_stopping is True:
-            return len(self.heap) == self.options.num_beams
+        if len(self.heap) < self.options.beams or self.options.early_stopping is True:
+            return len(self.heap) == self.options.beams
         worst, _, _ = self.heap[0]
-        penalty = self.options.length_penalty
+        penalty = self.penalty
         is_never = self.options.early_stopping == "never" and penalty > 0.0
         reached = self.options.max_new_tokens if is_never else length
         return bool(worst >= best_running / reached**penalty)

@@ -107,6 +107,9 @@ def recorded_task(folder: object) -> str | None:
     return task if isinstance(task, str) and task in task_names() else None
 
 
-def kit_of_folder(folder: Path) -> AnyKit:
-    """The kit of the task recorded in a run, or of the network that a Hugging Face folder holds."""
-    return kit_of(recorded_task(folder) or DEFAULT_TASK)
+def kit_of_folder(folder: Path, task: str | None = None) -> AnyKit:
+    """The kit of the task recorded in a run, or of the network that a Hugging Face folder holds. One output is a reward
+    model, or what the `task` makes of it."""
+    found = recorded_task(folder) or DEFAULT_TASK
+    is_regression = found == "reward" and task == "text_classification" and recorded_config(folder) is None
+    return kit_of("text_classification" if is_regression else found)

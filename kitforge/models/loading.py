@@ -414,7 +414,8 @@ def _head_values(stored: StoredModel) -> dict[str, Any]:
     values |= {"label2id": {label: number for number, label in enumerate(stored.labels)}}
     if stored.problem_type != "single_label_classification":
         values |= {"problem_type": stored.problem_type}
-    return values
+    # The token by which a published classifier finds the end of a text may be another than the tokenizer's.
+    return values | ({} if stored.pad_id is None else {"pad_token_id": stored.pad_id})
 
 
 def _classifier_architecture(name: str, suffix: str) -> str:

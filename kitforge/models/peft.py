@@ -235,7 +235,9 @@ class _AdapterFolder:
             is_scaled = not math.isclose(self._scale(rank, alpha), own)
             if is_scaled or rank not in (self._rank, self._rank * len(members)):
                 got = f"rank {rank} and alpha {alpha:g} for {theirs}"
-                raise ModelError("the adapter has several ranks or scales", got=got, expected=f"rank {self._rank}")
+                fix = "name the folder as the checkpoint, which merges it, and train a new adapter on that"
+                expected = f"rank {self._rank} and alpha {self._alpha:g} in every layer that is to be trained on"
+                raise ModelError("the adapter has several ranks or scales", got=got, expected=expected, fix=fix)
         self._layers = {path: layer for path, layer in self._layers.items() if self._is_adapted(*layer)}
         targets = tuple(sorted({path.split(".")[-1] for path in self._layers}))
         kind: Literal["lora", "dora"] = "dora" if self._count == 3 else "lora"

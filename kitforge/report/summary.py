@@ -22,6 +22,8 @@ _TITLES = {
     "eval/loss": "Validation loss",
     "eval/accuracy": "Validation accuracy",
     "eval/f1": "Validation F1 (macro)",
+    "eval/mse": "Validation mean squared error",
+    "eval/pearson": "Validation correlation (Pearson)",
     "best_auc": "Best possible AUC",
     "kl": "KL to the reference",
     "approx_kl": "Approx. KL",
@@ -70,6 +72,7 @@ _HIGHER = frozenset(
         "margin",
         "margins",
         "explained",
+        "pearson",
     }
 )
 # Neither way is better: one side of a pair, a standard deviation.

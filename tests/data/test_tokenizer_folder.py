@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -253,15 +252,6 @@ def test_templates_know_tokens_of_further_names(tmp_path: Path, names: dict[str,
     tokens = template_of(load_tokenizer(folder)).tokens(TALK)
     assert tokens == ids(AutoTokenizer.from_pretrained(folder), TALK)
     assert tokens[0] == 2
-
-
-def test_a_key_that_nobody_knows_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    config = {"eos_token": "</s>", "frobnicate_spaces": 7, "model_max_length": 9, "clean_up_tokenization_spaces": True}
-    folder = write_bytes_level(tmp_path, ["<s>", "</s>"], tokenizer_config=config)
-    with caplog.at_level(logging.WARNING):
-        load_tokenizer(folder)
-        load_tokenizer(folder)
-    assert [each.getMessage().split(": ", 2)[2] for each in caplog.records] == ["{'frobnicate_spaces': 7}"]
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "bloom", "glm", "t5"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import transformers
 from transformers import CONFIG_MAPPING
 
 from kitforge.foundation.errors import ModelError
+from kitforge.models import loading
 from kitforge.models.catalog import FAMILIES, converter_of_type
 from tests.models.conftest import GetPeer
 from tests.models.variants import converter_and_config, largest_difference, logits_of, ours_from, tokens
@@ -128,6 +130,20 @@ def test_layer_types_of_a_mistral_are_obeyed(types: list[str], peer: GetPeer, tm
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     assert type(theirs).__name__ == "MinistralForCausalLM"
     assert largest_difference(logits_of(ours_from(tmp_path), tokens()), logits_of(theirs, tokens())) < 1e-4
+
+
+@pytest.mark.parametrize("types", [["full_attention", "sliding_attention"], ["full_attention"] * 2], ids=str)
+def test_a_mistral_with_layer_types_is_exported_as_it_was_read(types: list[str], peer: GetPeer, tmp_path: Any) -> None:
+    source = peer("mistral")
+    source.model.save_pretrained(tmp_path / "source")
+    config = json.loads((tmp_path / "source" / "config.json").read_text()) | {"layer_types": types}
+    (tmp_path / "source" / "config.json").write_text(json.dumps(config))
+    loading.save(ours_from(tmp_path / "source"), tmp_path / "again")
+    written = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert (written["model_type"], written["layer_types"]) == ("mistral", types)
+    ours, theirs = ours_from(tmp_path / "again"), transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+    assert largest_difference(logits_of(ours, tokens()), logits_of(theirs, tokens())) < 1e-4
+    assert ours.config == ours_from(tmp_path / "source").config
 
 
 def test_layer_types_of_a_llama_change_nothing(peer: GetPeer) -> None:

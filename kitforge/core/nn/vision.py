@@ -42,7 +42,7 @@ class VisionConfig:
         check_counts("model", {"num_channels": self.num_channels, "num_layers": len(self.blocks)})
         fits = self.image_size % self.patch_size == 0
         check(fits, "model.patch_size", self.patch_size, f"a divisor of model.image_size={self.image_size}")
-        check(self.num_labels > 1, "labels", self.num_labels, "two or more")
+        check(self.num_labels > 0, "labels", self.num_labels, "at least one")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

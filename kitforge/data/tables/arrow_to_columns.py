@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -28,6 +29,7 @@ from kitforge.foundation.errors import DataError
 _LARGEST = 2**63
 # Features are float32.
 _LARGEST_NUMBER = float(np.finfo(np.float32).max)
+_DATE = r"\d{1,4}([./-])\d{1,2}\1\d{2,4}\b"
 _BOOLS = {"false": 0, "true": 1}
 # Row and its fault.
 RowProblem = tuple[int, Problem]
@@ -208,6 +210,8 @@ def _one_by_one(
 
 
 def _number_fix(text: str) -> str:
+    if re.match(_DATE, text):
+        return "a date is read as ISO 8601 has it (2024-12-31, 2024-12-31T23:59:59Z): rewrite the column"
     return "say what the comma is: data.decimal=',' or data.decimal='.'" if is_unsure(text) else _missing_fix(text)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, final
 
@@ -46,6 +46,14 @@ class ArrowChunk:
     location: Callable[[int], str]  # location of a row, for messages
     bad: tuple[BadRow, ...] = ()  # rows that could not be parsed into the table
     decimal: DecimalMark = "auto"
+
+
+def check_names(table: str, names: Sequence[str]) -> None:
+    """Raise DataError where two columns of a table have one name."""
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        got = f"columns {', '.join(twice[:8])} twice"
+        raise DataError(f"{table} has columns of one name", got=got, expected="a different name for every column")
 
 
 @final

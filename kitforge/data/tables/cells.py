@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date, time
 from decimal import Decimal
@@ -26,9 +26,11 @@ from kitforge.data.tables.hashing import text_views
 _SMALLEST, _LARGEST = -(2.0**63), 2.0**63
 _WHOLE = r"^(-?(?:0|[1-9]\d*))\.0+$"
 # As Python and pandas write large floats. A hexadecimal hash such as 0012e345 has no sign.
-_EXPONENT = r"^-?\d(\.\d+)?e\+\d{2}$"
+_EXPONENT = r"-?\d(\.\d+)?e\+\d{2}"
+# Of one of these types, values need no look at each.
+_PLAIN = {str, bool, bytes, list, dict}
 _NOTHING = ("NAType", "NaTType")  # of pandas
-_BOOLEAN = r"(?i)^(true|false)$"
+_TRUE, _FALS = (int.from_bytes(word, "little") for word in (b"true", b"fals"))
 _DECIMAL_COMMA = r"^([+-]?\d*),(\d+)$"
 _GROUPED_COMMA = r"^[+-]?[1-9]\d{0,2}((\.\d{3})+),\d+$"
 _GROUPS = r"^[+-]?[1-9]\d{0,2}(,\d{3})+(\.\d+)?$"
@@ -76,9 +78,12 @@ def array_of(values: Sequence[Any]) -> Any:
     """A column of Python values as an Arrow array. Values of several types, or beyond int64, become texts. Lists beside
     texts become structs of a list and a text, of which one is null."""
     arrow = pyarrow()
-    kinds = {_kind(value) for value in values} - {None} if isinstance(values, (list, tuple)) else set()
+    is_sequence = isinstance(values, (list, tuple))
+    types = set(map(type, values)) - {type(None)} if is_sequence else set()
+    is_plain = len(types) > 0 and (types <= {int, float} or (len(types) == 1 and types <= _PLAIN))
+    kinds = {_kind(value) for value in values} - {None} if is_sequence and not is_plain else set()
     if len(kinds) < 2:
-        if any(type(value).__name__ == "Timestamp" and value.nanosecond for value in values):
+        if not is_plain and any(type(value).__name__ == "Timestamp" and value.nanosecond for value in values):
             # Arrow would read timestamps of pandas as microseconds.
             zone = next((str(value.tz) for value in values if getattr(value, "tz", None) is not None), None)
             nanoseconds = [None if _kind(value) is None else value.value for value in values]
@@ -178,31 +183,61 @@ def decoded(array: Any) -> Any:
         array = pyarrow("pyarrow.compute").run_end_decode(array)
     is_bytes = types.is_binary(array.type) or types.is_large_binary(array.type) or types.is_binary_view(array.type)
     if types.is_string_view(array.type) or is_bytes:
-        array = array.cast(arrow.large_string())
+        array = _texts_of_bytes(array)
     if types.is_fixed_size_list(array.type) or types.is_list_view(array.type):
         array = array.cast(arrow.list_(array.type.value_type))
     return array.cast(arrow.float32()) if types.is_float16(array.type) else array
 
 
+def _texts_of_bytes(array: Any) -> Any:
+    kind = pyarrow().large_string()
+    try:
+        return array.cast(kind)
+    except pyarrow().ArrowInvalid:
+        # Bytes that are no UTF-8.
+        return pyarrow().array(map(text_of, array.to_pylist()), kind)
+
+
 def _trimmed(texts: Any) -> Any:
     compute = pyarrow("pyarrow.compute")
-    lengths, first, last = _edges(texts, 0, -1)
-    # The blanks of Unicode begin with one of these bytes and end in one above 127.
-    if ((lengths > 0) & ((first <= 32) | (last <= 32) | ((first >= 0xC2) & (first <= 0xE3) & (last >= 128)))).any():
+    lowest, highest = _byte_range(texts)
+    if (lowest <= ord(" ") or highest >= 0xC2) and _has_outer_blanks(texts):
         texts = compute.utf8_trim_whitespace(texts)
-        lengths = _edges(texts)[0]
-    if (lengths == 0).any():
+    offsets = text_views(texts)[0]
+    is_empty = offsets[1:] == offsets[:-1]
+    # A null has no bytes either.
+    if np.count_nonzero(is_empty) > texts.null_count or (texts.null_count and _any_valid(texts, is_empty)):
         texts = compute.if_else(compute.equal(compute.binary_length(texts), 0), None, texts)
     return texts
 
 
-def _edges(texts: Any, *positions: int) -> list[NDArray[Any]]:
-    """The lengths in bytes of texts [n], and their bytes at positions from the start or, negative ones, from the end;
-    any byte where a text is too short."""
+def _any_valid(texts: Any, rows: NDArray[np.bool_]) -> bool:
+    return bool((rows & texts.is_valid().to_numpy(zero_copy_only=False)).any())
+
+
+def _byte_range(texts: Any) -> tuple[int, int]:
+    """The lowest and the highest byte of texts; a pass over bytes costs a tenth of one over texts."""
+    used = _bytes_of(texts)
+    return (int(used.min()), int(used.max())) if len(used) else (255, 0)
+
+
+def _bytes_of(texts: Any) -> NDArray[np.uint8]:
     offsets, data = text_views(texts)
-    starts, ends = offsets[:-1], offsets[1:]
-    bytes_of = [data.take((ends if position < 0 else starts) + position, mode="clip") for position in positions]
-    return [ends - starts, *bytes_of]
+    return data[offsets[0] : offsets[-1]]
+
+
+def _has_outer_blanks(texts: Any) -> bool:
+    """Whether texts may begin or end in a blank."""
+    offsets, data = text_views(texts)
+    positions = offsets.astype(np.intp)
+    first, last = data.take(positions[:-1], mode="clip"), data.take(positions[1:] - 1, mode="clip")
+    if min(first.min(initial=255), last.min(initial=255)) <= ord(" "):
+        return True
+    # The blanks of Unicode begin with one of the first bytes, and end in one of the others.
+    may_begin = (first == 0xC2) | ((first >= 0xE1) & (first <= 0xE3))
+    rows = np.flatnonzero(may_begin | ((last >= 0x80) & (last <= 0xAF)))
+    chosen = texts.take(pyarrow().array(rows))
+    return not pyarrow("pyarrow.compute").utf8_trim_whitespace(chosen).equals(chosen)
 
 
 def texts_of(array: Any) -> Any | None:
@@ -232,39 +267,79 @@ def _texts_of_floats(array: Any) -> Any:
 
 def _one_form(texts: Any) -> Any:
     """Texts [n] with bools and whole numbers in the form that they have in columns of these types."""
-    arrow, compute = pyarrow(), pyarrow("pyarrow.compute")
-    lengths, first, last, third = _edges(texts, 0, -1, -3)
-    is_candidate = (last | 32 == ord("e")) & ((first | 32 == ord("t")) | (first | 32 == ord("f"))) & (lengths <= 5)
-    is_candidate |= (third == ord("+")) & (first <= ord("9"))
-    is_candidate[_with_zeros(texts, np.flatnonzero((last == ord("0")) & (first <= ord("9"))))] = True
-    rows = np.flatnonzero(is_candidate)
+    lowest, highest = _byte_range(texts)
+    if highest > ord("9"):
+        texts = _replaced(texts, _with_bools(texts), pyarrow("pyarrow.compute").utf8_lower)
+    if lowest <= ord("."):
+        texts = _replaced(texts, _with_zeros(texts), _without_zeros)
+        texts = _replaced(texts, _with_exponents(texts), _without_exponents)
+    return texts
+
+
+def _replaced(texts: Any, rows: NDArray[np.intp], form: Callable[[Any], Any]) -> Any:
+    """Texts [n] with another form of the rows [m]. Each different text gets its form once."""
     if not len(rows):
-        return texts
-    chosen = texts.take(arrow.array(rows))
-    forms = compute.replace_substring_regex(chosen, _WHOLE, r"\1")
-    forms = compute.if_else(compute.equal(forms, "-0"), "0", forms)
-    forms = compute.if_else(compute.match_substring_regex(chosen, _BOOLEAN), compute.utf8_lower(chosen), forms)
-    is_large = compute.match_substring_regex(chosen, _EXPONENT)
-    if compute.any(is_large).as_py():
-        texts_and_flags = zip(chosen.to_pylist(), is_large.to_pylist(), strict=True)
-        large = [text_of(float(text)) if flag else None for text, flag in texts_and_flags]
-        forms = compute.if_else(is_large, arrow.array(large, chosen.type), forms)
-    if forms.equals(chosen):
         return texts
     mask = np.zeros(len(texts), bool)
     mask[rows] = True
-    return compute.replace_with_mask(texts, arrow.array(mask), forms)
+    chosen = texts.filter(pyarrow().array(mask)).dictionary_encode()
+    forms = form(chosen.dictionary)
+    if forms.equals(chosen.dictionary):
+        return texts
+    return pyarrow("pyarrow.compute").replace_with_mask(texts, pyarrow().array(mask), forms.take(chosen.indices))
 
 
-def _with_zeros(texts: Any, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The rows [m] of texts whose zeros at the end come after a point."""
+def _without_zeros(texts: Any) -> Any:
+    compute = pyarrow("pyarrow.compute")
+    forms = compute.replace_substring_regex(texts, _WHOLE, r"\1")
+    return compute.if_else(compute.equal(forms, "-0"), "0", forms)
+
+
+def _without_exponents(texts: Any) -> Any:
+    forms = [text_of(float(text)) if re.fullmatch(_EXPONENT, text) else text for text in texts.to_pylist()]
+    return pyarrow().array(forms, texts.type)
+
+
+def _with_bools(texts: Any) -> NDArray[np.intp]:
+    """The rows [m] of texts that are true or false in any case."""
     offsets, data = text_views(texts)
-    ends, found = offsets[1:][rows] - 1, [rows[:0]]
+    lengths = np.diff(offsets)
+    rows = np.flatnonzero((lengths == 4) | (lengths == 5))
+    if not len(rows):
+        return rows
+    # Every byte begins a word of four.
+    words: NDArray[np.uint32] = np.ndarray((len(data) - 3,), dtype="<u4", buffer=data, strides=(1,))
+    heads, ends = words[offsets[:-1][rows]] | 0x20202020, data[offsets[1:][rows] - 1] | 0x20
+    is_true = (heads == _TRUE) & (lengths[rows] == 4)
+    is_false = (heads == _FALS) & (lengths[rows] == 5) & (ends == ord("e"))
+    return rows.compress(is_true | is_false)
+
+
+def _with_exponents(texts: Any) -> NDArray[np.intp]:
+    """The rows [m] of texts that may be numbers with an exponent."""
+    if not (_bytes_of(texts) == ord("+")).any():
+        return np.empty(0, np.intp)
+    offsets, data = text_views(texts)
+    positions = offsets.astype(np.intp)
+    first, third = data.take(positions[:-1], mode="clip"), data.take(positions[1:] - 3, mode="clip")
+    return np.flatnonzero((third == ord("+")) & (first <= ord("9")))
+
+
+def _with_zeros(texts: Any) -> NDArray[np.intp]:
+    """The rows [m] of texts that may be numbers with nothing but zeros after a point."""
+    found = [np.empty(0, np.intp)]
+    if not (_bytes_of(texts) == ord(".")).any():
+        return found[0]
+    offsets, data = text_views(texts)
+    positions = offsets.astype(np.intp)
+    first, last = data.take(positions[:-1], mode="clip"), data.take(positions[1:] - 1, mode="clip")
+    rows = np.flatnonzero((last == ord("0")) & (first <= ord("9")))
+    ends = positions[1:][rows] - 1
     while len(rows):
         ends = ends - 1
         bytes_before = data.take(ends, mode="clip")
         found.append(rows[bytes_before == ord(".")])
-        goes_on = (bytes_before == ord("0")) & (ends > offsets[:-1][rows])
+        goes_on = (bytes_before == ord("0")) & (ends > positions[:-1][rows])
         rows, ends = rows[goes_on], ends[goes_on]
     return np.concatenate(found)
 

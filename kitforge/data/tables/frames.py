@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
 
-from kitforge.data.tables.bad_rows import ArrowChunk
+from kitforge.data.tables.bad_rows import ArrowChunk, check_names
 from kitforge.data.tables.cells import array_of, pyarrow
 from kitforge.data.tables.csv_files import Job
 from kitforge.foundation.errors import DataError
@@ -55,6 +55,8 @@ def open_frame(spec: Any) -> FrameRows:
                     expected="arrays by column, all of one length; or a list of rows",
                 )
             spec = {str(name): array_of(values) for name, values in spec.items()}
+        if hasattr(spec, "dtypes"):
+            check_names("the data", list(map(str, spec.columns)))
         table = _table(spec)
     except (arrow.ArrowInvalid, arrow.ArrowTypeError, arrow.ArrowNotImplementedError) as error:
         raise DataError(
@@ -62,6 +64,7 @@ def open_frame(spec: Any) -> FrameRows:
         ) from error
     # pandas hands over an index that has values of its own as one more column.
     names = tuple(name for name in table.column_names if not name.startswith("__index_level_"))
+    check_names("the data", table.column_names)
     if table.num_rows == 0:
         raise DataError("there are no rows in the data", got=f"columns {', '.join(names)}", expected="at least one row")
     return FrameRows(table=table, names=names)

@@ -27,14 +27,15 @@ def hash_texts(texts: Any) -> NDArray[np.int64]:
     state = left.astype(np.uint64) * np.uint64(_FOLD)
     # Every byte begins a word, so that a text may begin anywhere.
     words: NDArray[np.uint64] = np.ndarray((len(data) - _WORD + 1,), dtype="<u8", buffer=data, strides=(1,))
-    if len(left) and int(left.max()) <= _WORD:
-        return hash_array(state ^ (words[starts] & _MASKS[left]), _FOLD).view(np.int64)
-    rows = np.arange(len(left))
+    state ^= words[starts] & _MASKS[np.minimum(left, _WORD)]
+    state = hash_array(state, _FOLD)
+    rows = np.flatnonzero(left > _WORD)
+    starts, left = starts[rows], left[rows]
     while len(rows):
-        word = words[starts[rows]] & _MASKS[np.minimum(left[rows], _WORD)]
-        state[rows] = hash_array(state[rows] ^ word, _FOLD)
         starts, left = starts + _WORD, left - _WORD
-        rows = rows[left[rows] > 0]
+        state[rows] = hash_array(state[rows] ^ (words[starts] & _MASKS[np.minimum(left, _WORD)]), _FOLD)
+        goes_on = left > _WORD
+        rows, starts, left = rows[goes_on], starts[goes_on], left[goes_on]
     return state.view(np.int64)
 
 

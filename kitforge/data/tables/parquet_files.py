@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, final
 
-from kitforge.data.tables.bad_rows import ArrowChunk
+from kitforge.data.tables.bad_rows import ArrowChunk, check_names
 from kitforge.data.tables.cells import pyarrow
 from kitforge.data.tables.csv_files import Job
 from kitforge.foundation.errors import DataError
@@ -73,6 +73,7 @@ class ParquetFile:
 def open_parquet(path: Path) -> ParquetFile:
     """The file at `path`. Raises DataError when it is none."""
     with _opened(path) as file:
+        check_names(str(path), file.schema_arrow.names)
         return ParquetFile(path=path, names=tuple(file.schema_arrow.names))
 
 

@@ -27,6 +27,8 @@ from kitforge.foundation.errors import DataError, nearest
 
 TableFormat = Literal["auto", "criteo", "csv", "tsv", "parquet", "jsonl", "interactions"]
 _SUFFIXES = (".csv", ".tsv", ".txt", ".inter", ".parquet", ".jsonl")
+# What pandas calls a column without a name.
+UNNAMED = "Unnamed: "
 _DELIMITERS = (",", ";", "\t", "|")
 
 
@@ -206,7 +208,11 @@ def _open_file(path: Path, config: TableSourceConfig) -> TablePart:
     delimiter = config.delimiter or ("\t" if form == "tsv" else "")
     if not delimiter:  # the one that splits the first line into the most cells; a comma if all are equal
         delimiter = max(_DELIMITERS, key=lambda each: len(_cells(path, line, each)))
-    names = tuple(_cells(path, line, delimiter)) if config.columns is None else config.columns
+    # Blanks around a name are no part of it, as around any other cell.
+    names = tuple(cell.strip() for cell in _cells(path, line, delimiter)) if config.columns is None else config.columns
+    if config.columns is None and names[0] == "" and len(names) > 1:
+        # The row numbers that pandas writes.
+        names = (f"{UNNAMED}0", *names[1:])
     _check_header(path, names)
     return TextFile(
         path=path,

@@ -110,6 +110,13 @@ class ServedTable(nn.Module):
             vectors[is_missing] = initial_rows(self.config, ids[is_missing]).float()
         return vectors
 
+    def has_rows(self, ids: Tensor) -> Tensor:
+        """Which of the ids [m] have a row; the others are looked up as their initial rows."""
+        found = torch.zeros(len(ids), dtype=torch.bool)
+        for shard in self._column_shards:
+            found |= shard.index.find(ids) >= 0
+        return found
+
     def ids(self) -> Tensor:
         """All ids that have a row, in ascending order."""
         ids = [shard.index.ids()[0] for shard in self._column_shards]

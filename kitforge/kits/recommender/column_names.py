@@ -97,11 +97,12 @@ def kind_of(name: str) -> NameKind | None:
 _POSITIVE = frozenset((
     "1", "true", "t", "yes", "y", "positive", "pos", "clicked", "click", "bought", "buy", "purchase", "purchased",
     "converted", "conversion", "like", "liked", "good", "success", "successful", "won", "win", "relevant", "accepted",
-    "accept", "subscribed", "watched", "viewed", "opened", "on",
+    "accept", "subscribed", "watched", "viewed", "opened", "on", "ja", "oui", "si", "sí", "sì", "sim",
+    "tak", "да", "是", "はい",
 ))  # fmt: skip
 _NEGATIVE = frozenset((
     "0", "-1", "false", "f", "no", "n", "negative", "neg", "none", "dislike", "disliked", "bad", "failure", "fail",
-    "failed", "lost", "lose", "off",
+    "failed", "lost", "lose", "off", "nein", "nee", "nej", "non", "não", "nao", "nie", "нет", "否", "不是", "いいえ",
 ))  # fmt: skip
 
 

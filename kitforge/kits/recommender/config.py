@@ -15,7 +15,7 @@ from kitforge.data.tables.split import SplitRule
 from kitforge.embedding_cache.options import AdmissionOptions, ExpiryOptions, PolicyOptions, RemoteOptions
 from kitforge.embedding_cache.serving.table import ServingDtype
 from kitforge.embedding_cache.sharding.planner import ShardingType
-from kitforge.foundation.config import check
+from kitforge.foundation.config import INTERNAL, check
 from kitforge.inference.server.options import HttpOptions
 from kitforge.trainer.options import RunOptions
 
@@ -255,8 +255,8 @@ class RecommendationOptions(RunOptions):
     output: str | None = None  # file that `predict` writes: .csv, .jsonl or .parquet; or `export`: .pt2
     # Format of `export`: index (of items, into output_dir) or torch_export (the network, to output).
     format: Literal["index", "torch_export"] = "index"
-    # Set where the options are those of the run under `checkpoint`, with the given ones over them; not to be given.
-    inherits_run: bool = False
+    # Whether the options are those of the run under `checkpoint`, with the given ones over them.
+    inherits_run: bool = field(default=False, metadata=INTERNAL)
     port: int = 8000  # port of `serve`; 0: any free port
     serve: RecommenderServeOptions = field(default_factory=RecommenderServeOptions)
 

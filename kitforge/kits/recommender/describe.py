@@ -135,7 +135,8 @@ def _first_rows(source: TableSource, num_rows: int) -> tuple[Any, BadRows, bool]
 
 def _view(name: str, column: Any, decimal: DecimalMark) -> ColumnView:
     types, compute = pyarrow().types, pyarrow("pyarrow.compute")
-    stored, array = str(column.type), plain(one_array(column))
+    array = plain(one_array(column))
+    stored = str(array.type)
     missing = array.null_count
     if missing == len(array):
         return ColumnView(name=name, type="nothing", stored=stored, num_values=0, num_missing=missing)

@@ -192,6 +192,9 @@ def merge_data_options(
 def merge_options(given: Options, recorded: Options) -> Options:
     """The recorded options, overridden by given values that are not defaults."""
     plain: Any = type(given)()
-    names = (field.name for field in dataclasses.fields(recorded))  # type: ignore[arg-type]
-    asked = {name: value for name in names if (value := getattr(given, name)) != getattr(plain, name)}
+    asked: dict[str, Any] = {}
+    for field in dataclasses.fields(recorded):  # type: ignore[arg-type]
+        value, known = getattr(given, field.name), getattr(recorded, field.name)
+        if value != getattr(plain, field.name):
+            asked[field.name] = merge_options(value, known) if dataclasses.is_dataclass(known) else value
     return dataclasses.replace(recorded, **asked)  # type: ignore[type-var]

@@ -214,6 +214,10 @@ class FeatureEncoder:
             ids[absent] = encoding.missing
         return ids
 
+    def missing_id(self, feature: str) -> int:
+        """The id of a missing value of a feature."""
+        return self._encodings[self._tables[feature]].missing
+
     def cross_keys(
         self, read: NamedColumns, ranges: dict[str, NDArray[np.int64]] | None = None
     ) -> dict[str, NDArray[np.int64]]:

@@ -149,6 +149,14 @@ class EmbeddingRequestPlan:
         ]
         return shared + alone
 
+    def rows_of(self, feature: str, ids: Tensor) -> tuple[str, Tensor] | None:
+        """A table with the rows of a feature, and those of ids [n] in it; None if no lookup reads the feature."""
+        if not any(feature in lookup.features for lookup in self.lookups):
+            return None
+        name = self._shape.table_of(feature)
+        table = next(table for table in self.tables.values() if name in table.starts)
+        return table.name, ids + table.starts[name]
+
     def _parts_of(self, lookup: EmbeddingLookup) -> list[_TableCall]:
         """The calls of a lookup: single ids of one table share a call; each bag and each sequence has its own."""
         together: dict[tuple[str, str], list[str]] = {}

@@ -10,6 +10,7 @@ from typing import Any, Literal, final
 
 from kitforge.data.tables.columns import KeyKind, LabelColumn
 from kitforge.data.tables.events import EventColumns
+from kitforge.data.tables.source import UNNAMED
 from kitforge.foundation.errors import DataError, nearest
 from kitforge.kits.recommender.column_names import (
     ITEMS,
@@ -107,8 +108,9 @@ def _label_of(view: ColumnView, positive: str | None) -> LabelColumn | None:
         return None
     if values in (["0", "1"], ["false", "true"]):
         return LabelColumn(name=view.name)
-    if values == ["-1", "1"]:
-        return LabelColumn(name=view.name, positive="1", negative="-1")
+    if values in (["-1", "1"], ["+1", "-1"]):
+        negative, positive = sorted(values, key=int)
+        return LabelColumn(name=view.name, positive=positive, negative=negative)
     # Of other numbers, such as 1 and 2, either may be the positive one.
     pair = positive_of(*values) if view.type == "text" else None
     return None if pair is None else LabelColumn(name=view.name, positive=pair[0], negative=pair[1])
@@ -235,6 +237,8 @@ def _useless(view: ColumnView, label: LabelColumn | None, num_rows: int, is_id: 
         return "the label"
     if plain_name(view.name) in LABELS and view.num_values == 2 and label is None:
         return "a label whose values do not say which is positive (data.label=COLUMN data.positive=VALUE)"
+    if view.name.startswith(UNNAMED):
+        return "a column without a name"
     if view.type == "other":
         return f"of type {view.stored}, which is neither a number, a text nor a list of ids"
     if view.num_values <= 1 and view.num_missing == 0:

@@ -6,11 +6,14 @@ from __future__ import annotations
 from typing import final
 
 import torch
+from torch import Tensor
 
 from kitforge.core.parallel.world import World
+from kitforge.embedding_cache.serving.table import ServedTable
 from kitforge.foundation.log import logger
 from kitforge.kits.recommender.batch import FeatureBatch
-from kitforge.kits.recommender.features import MISSING, UNKNOWN, FeatureEncoder, feature_tables, table_features
+from kitforge.kits.recommender.features import UNKNOWN, FeatureEncoder, feature_tables, table_features
+from kitforge.kits.recommender.model import ReadOnlyTables, Recommender
 from kitforge.kits.recommender.schema import IdFeature
 
 _log = logger(__name__)
@@ -22,24 +25,35 @@ _MIN_VALUES = 20
 
 @final
 class UnknownValues:
-    """Counts the values of features with a vocabulary. Hashed and exact features have no unknown values."""
+    """Counts the values outside the vocabulary of a feature; with a served `model`, also other ids without a row in its
+    checkpoint. Of hashed ids this is a lower bound: an unknown one may share the row of another."""
 
-    def __init__(self, encoder: FeatureEncoder) -> None:
+    def __init__(self, encoder: FeatureEncoder, model: Recommender | None = None) -> None:
         tables, owners = feature_tables(encoder.schema), table_features(encoder.schema)
-        words = {name for name, item in owners.items() if isinstance(item, IdFeature) and item.encoding == "vocabulary"}
-        self._names = [name for name, table in tables.items() if table in words]
+        ids = {name: item.encoding for name, item in owners.items() if isinstance(item, IdFeature)}
+        encodings = {name: ids[table] for name, table in tables.items() if table in ids}
+        self._words = {name for name, encoding in encodings.items() if encoding == "vocabulary"}
+        self._names = [name for name in encodings if name in self._words or model is not None]
+        self._encoder, self.model = encoder, model
         self.counts = {name: (0, 0) for name in self._names}  # unknown values and all that are present
 
     def add(self, batch: FeatureBatch) -> None:
         """Count the values of rows."""
         for name in self._names:
-            if name in batch.ids:
-                ids = batch.ids[name]
-            else:
-                ids = batch.bags[name].ids if name in batch.bags else batch.sequences[name].ids
+            ids = _ids_of(batch, name)
+            ids = ids[ids != self._encoder.missing_id(name)]
+            is_unknown = ids == UNKNOWN if name in self._words else self._has_no_row(name, ids)
             unknown, present = self.counts[name]
-            more = int(torch.count_nonzero(ids == UNKNOWN)), int(torch.count_nonzero(ids != MISSING))
-            self.counts[name] = unknown + more[0], present + more[1]
+            self.counts[name] = unknown + int(torch.count_nonzero(is_unknown)), present + len(ids)
+
+    def _has_no_row(self, name: str, ids: Tensor) -> Tensor:
+        assert self.model is not None and isinstance(self.model.tables, ReadOnlyTables)
+        found = self.model.requests.rows_of(name, ids)
+        if found is None:
+            return torch.zeros(len(ids), dtype=torch.bool)
+        table = self.model.tables.tables[found[0]]
+        assert isinstance(table, ServedTable)
+        return ~table.has_rows(found[1])
 
     def shares(self) -> dict[str, float]:
         """The share of unknown values by feature; 0 without values."""
@@ -62,3 +76,13 @@ class UnknownValues:
                 known.add(name)
                 words = "%s: %.0f%% of the values of %r never occurred in training: is it written as it was there?"
                 _log.warning(words, what, 100 * fraction, name)
+
+
+def _ids_of(batch: FeatureBatch, name: str) -> Tensor:
+    """The ids [n] of a feature in a batch, without padding."""
+    if name in batch.ids:
+        return batch.ids[name]
+    if name in batch.bags:
+        return batch.bags[name].ids
+    found = batch.sequences[name]
+    return found.ids[torch.arange(found.ids.shape[1]) < found.lengths[:, None]]

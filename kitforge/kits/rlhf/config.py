@@ -22,7 +22,7 @@ from kitforge.kits.rlhf.role_ranks import ROLES, RoleRanksOptions, rank_list
 class ChatDatasetOptions:
     """The dataset and its batches."""
 
-    # A jsonl, json or parquet file, a folder, a glob, a list of them, or a mixture [{source: ..., weight: 0.7}, ...]
+    # A jsonl, json, csv, tsv or parquet file, a folder, a glob, a list, or a mixture [{source: ..., weight: 0.7}, ...]
     train: Any = None
     eval: Any = None  # like data.train; null: data.eval_fraction of the training rows
     batch_size: int = 8  # rows per step, over all ranks
@@ -353,7 +353,8 @@ class RolloutOptions(InferenceOptions):
             "a whole number of at least 0",
         )
         # Stop strings are allowed: they end a completion without changing the sampling distribution.
-        for name in ("top_k", "top_p", "min_p", "needs_history", "logit_bias"):
+        unset = ("top_k", "top_p", "min_p", "needs_history", "logit_bias", "suppress_tokens", "ignored_settings")
+        for name in unset:
             expected = "unset, as sampling and training must use the same distribution"
             check(not getattr(self, name), f"rollout.{name}", getattr(self, name), expected)
 

@@ -5,7 +5,7 @@ B rows, T tokens, C labels.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias, cast, final
@@ -18,11 +18,20 @@ from torch import Tensor, nn
 from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.core.nn.context import DropoutKey
 from kitforge.data.document_shard import document_of, fingerprint_of
-from kitforge.data.labels import Label, ProblemType, index_of, label_index, multi_hot, names_of
+from kitforge.data.labels import (
+    Label,
+    ProblemType,
+    index_of,
+    label_index,
+    multi_hot,
+    names_of,
+    number_names,
+    numbers_of,
+)
 from kitforge.data.schedule import train_eval_split
 from kitforge.data.tokenizer import Tokenizer
 from kitforge.foundation.device import copy_to
-from kitforge.foundation.errors import ConfigError, DataError, ModelError
+from kitforge.foundation.errors import DataError, ModelError
 from kitforge.foundation.types import MicroBatch, Sums
 from kitforge.kits.batch_predict import Predict, predict_rows, row_batches
 from kitforge.kits.kit import LoadModel, RunInputs
@@ -47,7 +56,7 @@ class ClassificationDataOptions(LabelledRowOptions):
     """Texts and labels."""
 
     text: str = "text"  # column of the text
-    label: str = "label"  # column of the label: a text or a whole number
+    label: str = "label"  # column of the label: a text or a whole number; a list of them; the numbers of a regression
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +77,8 @@ class LabelledRows:
         self._ends = np.array([last_token(tokens[index], pad_id) for index in indices], np.int64)
         self._tokens = RaggedTokens(tokens[index] for index in indices)
         self.lengths = self._tokens.lengths
-        is_multi_hot = any(isinstance(each, list) for each in labels)
-        self.labels = np.array([labels[index] for index in indices], np.float32 if is_multi_hot else np.int64)
+        are_lists = any(isinstance(each, list) for each in labels)
+        self.labels = np.array([labels[index] for index in indices], np.float32 if are_lists else np.int64)
         self.fingerprint = fingerprint_of(*self._tokens.identity(), self.labels.tobytes())
 
     def __len__(self) -> int:
@@ -77,8 +86,8 @@ class LabelledRows:
 
     def batch(self, rows: NDArray[np.int64], pad_id: int) -> dict[str, Tensor]:
         """Rows padded on the right, which causal attention never reads: tokens [B, T], the position of the token
-        that classifies a row `ends` [B], labels [B], or zeros and ones [B, C], and weights [B]. Without rows, one of
-        weight 0."""
+        that classifies a row `ends` [B], labels [B], or zeros and ones or numbers [B, C], and weights [B]. Without
+        rows, one of weight 0."""
         tokens = self._tokens.padded(rows, pad_id)
         if not len(rows):
             empty = torch.zeros(1, dtype=torch.int64)
@@ -100,12 +109,15 @@ def read_data(
     data = options.data
 
     def read(row: object, location: object) -> tuple[list[int], Label]:
-        text, label = _columns(row, data, location)
+        text, label = _columns(row, options, location)
         return tokenizer.encode_prompt(text), label
 
     rows, held = read_rows(train, read, data), read_rows(evaluation, read, data)
-    labels = known or names_of([label for _, _, label in rows])
     problem_type = options.problem_type or _problem_type([*rows, *held])
+    if problem_type == "regression":
+        labels = number_names([(at, label) for at, _, label in rows or held], known)
+    else:
+        labels = known or names_of([label for _, _, label in rows])
     index = index_of(labels)
     tokens, targets = [each for _, each, _ in rows], _targets(rows, index, problem_type)
     kept, held_out = np.arange(len(rows)), np.arange(0)
@@ -131,8 +143,7 @@ def _targets(
     rows: Sequence[tuple[object, list[int], Label]], index: dict[str, int], problem_type: ProblemType
 ) -> list[Any]:
     if problem_type == "regression":
-        fix = "add problem_type=single_label_classification, or multi_label_classification"
-        raise ConfigError("numbers are not trained", got="problem_type=regression", fix=fix)
+        return [numbers_of(label, list(index), at) for at, _, label in rows]
     if problem_type == "multi_label_classification":
         return [multi_hot(label, index, at) for at, _, label in rows]
     for at, _, label in rows:
@@ -142,15 +153,21 @@ def _targets(
     return [label_index(label, index, at) for at, _, label in rows]
 
 
-def _columns(row: object, data: ClassificationDataOptions, location: object) -> tuple[str, Label]:
+def _columns(row: object, options: TextClassificationOptions, location: object) -> tuple[str, Label]:
+    data = options.data
     text = document_of(row, data.text, "strict", location)
     label = column(row, data.label, location)
+    if options.problem_type == "regression" and text.strip():
+        numbers_of(label, None, location)
+        return text, label
     if isinstance(label, float) and label.is_integer():
         label = int(label)
     is_list = isinstance(label, list) and all(isinstance(each, (str, int, float)) for each in label)
     if not text.strip() or not (is_list or isinstance(label, (str, int))) or label == "":
         got = "an empty text" if not text.strip() else f"{data.label}={label!r}"
-        raise DataError(f"{location} is no labelled text", got=got, expected="a text, and a label or a list of them")
+        fix = "add problem_type=regression to learn numbers" if isinstance(label, float) else None
+        expected = "a text, and a label or a list of them"
+        raise DataError(f"{location} is no labelled text", got=got, expected=expected, fix=fix)
     return text, label
 
 
@@ -212,14 +229,19 @@ class TextClassification(LabellingKit[TextClassificationOptions]):
         return TextClassificationPipeline(model, processor, options)
 
     def predict_file(self, options: TextClassificationOptions, load_model: LoadModel) -> Path:
-        """Write each row of `data.eval` with `predicted_label` and `score` to the jsonl file `output`."""
+        """Write each row of `data.eval` with `predicted_label` and `score` to the jsonl file `output`; of a regression
+        with its `score`, or with the `scores` of several outputs by name."""
 
         def opened(model: nn.Module, folder: Path) -> Predict[dict[str, Any]]:
             classify = self.open_pipeline(model, stored_tokenizer(folder), options)
-            return lambda rows: (
-                row | {"predicted_label": each["label"], "score": each["score"]}
-                for row, each in zip(rows, classify([str(row[options.data.text]) for row in rows]), strict=True)
-            )
+            is_regression = cast(SequenceClassifier, model).problem_type == "regression"
+
+            def predict(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+                found = classify([str(row[options.data.text]) for row in rows], top_k=None if is_regression else 1)
+                for row, each in zip(rows, found, strict=True):
+                    yield row | (_numbers(each) if is_regression else _label(each))
+
+            return predict
 
         return predict_rows(options, row_batches(options.data.eval, options.data.text, _BATCH), load_model, opened)
 
@@ -229,6 +251,17 @@ class TextClassification(LabellingKit[TextClassificationOptions]):
             f"kitforge predict checkpoint={folder} data.eval=ROWS.jsonl output=LABELS.jsonl",
             f"kitforge evaluate checkpoint={folder} data.eval=ROWS.jsonl",
         ]
+
+
+def _label(found: dict[str, Any]) -> dict[str, Any]:
+    """The best label as columns of a row."""
+    return {"predicted_label": found["label"], "score": found["score"]}
+
+
+def _numbers(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The outputs of a regression as columns of a row."""
+    scores = {each["label"]: each["score"] for each in sorted(found, key=lambda each: str(each["label"]))}
+    return {"scores": scores} if len(scores) > 1 else {"score": found[0]["score"]}
 
 
 @final

@@ -29,7 +29,8 @@ class GenerationSamples(Callback):
     def __init__(self, prompts: Sequence[str], tokenizer: Tokenizer, options: InferenceOptions) -> None:
         self._prompts = list(prompts)
         self._tokenizer = tokenizer
-        self._options = with_folder_defaults(options, tokenizer.generation_config)
+        settings = tokenizer.generation_config if prompts else {}
+        self._options = with_folder_defaults(options, settings, in_training=True)
         self._is_reported = False
 
     def on_event(self, event: Event, run: RunContext) -> None:

@@ -27,7 +27,16 @@ from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.core.parallel.world import World
 from kitforge.data.document_shard import fingerprint_of
 from kitforge.data.images import ImageEntry, Resizing, decode, find_images
-from kitforge.data.labels import find_label, index_of, label_index, multi_hot, names_of
+from kitforge.data.labels import (
+    ProblemType,
+    find_label,
+    index_of,
+    label_index,
+    multi_hot,
+    names_of,
+    number_names,
+    numbers_of,
+)
 from kitforge.data.schedule import train_eval_split
 from kitforge.foundation import seed as seeds
 from kitforge.foundation.config import check, to_dict
@@ -96,7 +105,7 @@ class ImageClassificationOptions(FineTuningOptions):
 
     def __post_init__(self) -> None:
         FineTuningOptions.__post_init__(self)
-        check(len(set(self.labels)) == len(self.labels) != 1, "labels", list(self.labels), "two or more, all distinct")
+        check(len(set(self.labels)) == len(self.labels), "labels", list(self.labels), "labels that are all distinct")
         check_whole_rows(self.parallel)
 
 
@@ -106,9 +115,9 @@ class ImageRows:
 
     def __init__(self, entries: Sequence[ImageEntry], labels: Sequence[Any], config: ViTConfig) -> None:
         self._entries, self._config = entries, config
-        is_multi_hot = config.problem_type == "multi_label_classification"
-        shape = (len(labels), len(config.labels)) if is_multi_hot else (len(labels),)
-        self.labels = np.array(labels, np.float32 if is_multi_hot else np.int64).reshape(shape)
+        are_lists = config.problem_type != "single_label_classification"
+        shape = (len(labels), len(config.labels)) if are_lists else (len(labels),)
+        self.labels = np.array(labels, np.float32 if are_lists else np.int64).reshape(shape)
         num_tokens = (config.image_size // config.patch_size) ** 2 + 1
         self.lengths = np.full(len(entries), num_tokens, np.int64)
         self.fingerprint = fingerprint_of(*(each.location for each in entries), self.labels.tobytes())
@@ -119,8 +128,8 @@ class ImageRows:
         return len(self._entries)
 
     def batch(self, rows: NDArray[np.int64], _pad_id: int) -> dict[str, Tensor]:
-        """Bytes `images` [B, C, S, S], labels [B], or zeros and ones [B, labels], and weights [B]. Without rows,
-        one of weight 0."""
+        """Bytes `images` [B, C, S, S], labels [B], or zeros and ones or numbers [B, labels], and weights [B].
+        Without rows, one of weight 0."""
         if not len(rows):
             size = self._config.image_size
             empty = torch.zeros(1, self._config.num_channels, size, size, dtype=torch.uint8)
@@ -145,6 +154,7 @@ class ImageData:
     train: ImageRows
     eval: ImageRows
     labels: tuple[str, ...]
+    problem_type: ProblemType
     pad_id: int = 0
 
     @property
@@ -161,8 +171,16 @@ class ImageFiles:
     train: list[ImageEntry]
     eval: list[ImageEntry] | None  # None: a fraction of the training images
 
-    def labels(self, known: tuple[str, ...]) -> tuple[str, ...]:
-        """The known labels, where any training image has one of them, else those of the images in order."""
+    def labels(self, known: tuple[str, ...], problem_type: ProblemType) -> tuple[str, ...]:
+        """The known labels, where any training image has one of them, else those of the images in order; those of a
+        regression by the count of its numbers."""
+        if problem_type == "regression":
+            every = [*self.train, *(self.eval or [])]
+            return number_names([(each.location, each.label) for each in every if each.label is not None], known)
+        fraction = next((each for each in self.train if isinstance(each.label, float)), None)
+        if fraction is not None:
+            expected, fix = "a text, a whole number, or a list of them", "add model.problem_type=regression"
+            raise DataError(f"{fraction.location} has no label", got=fraction.label, expected=expected, fix=fix)
         own = [each.label for each in self.train if each.label is not None]
         single = [part for each in own for part in (each if isinstance(each, (list, tuple)) else (each,))]
         is_known = any(find_label(each, index_of(known)) is not None for each in single) or not own
@@ -198,23 +216,23 @@ def read_images(
         kept, held_out = train_eval_split(len(train), options.data.eval_fraction, options.seed)
         train, held = [train[index] for index in kept], [train[index] for index in held_out]
     rows = [ImageRows([entry for entry, _ in each], [label for _, label in each], config) for each in (train, held)]
-    return ImageData(train=rows[0], eval=rows[1], labels=labels)
+    return ImageData(train=rows[0], eval=rows[1], labels=labels, problem_type=config.problem_type)
 
 
 def _usable(
     entries: Sequence[ImageEntry], names: tuple[str, ...], data: ImageDataOptions, config: ViTConfig
 ) -> list[tuple[ImageEntry, int | list[float]]]:
     """The images that can be used, and the number of each one's label, or a zero or one for each label."""
-    if config.problem_type == "regression":
-        raise ConfigError("numbers are not trained", got="problem_type=regression", expected="labels")
-    is_multi_hot = config.problem_type == "multi_label_classification"
+    is_multi_hot, is_number = (config.problem_type == each for each in ("multi_label_classification", "regression"))
     index, found, num_skipped = index_of(names), [], 0
     for entry in entries:
-        if isinstance(entry.label, (list, tuple)) and not is_multi_hot:
+        if isinstance(entry.label, (list, tuple)) and not (is_multi_hot or is_number):
             expected = "one, by the problem_type of the model"
             raise DataError(f"{entry.location} has a list of labels", got=entry.label, expected=expected)
         number: int | list[float]
-        if is_multi_hot and entry.label is not None:
+        if is_number:
+            number = numbers_of(entry.label, names, entry.location)
+        elif is_multi_hot and entry.label is not None:
             number = multi_hot(entry.label, index, entry.location)
         else:
             number = label_index(entry.label, index, entry.location)
@@ -246,6 +264,7 @@ class ImageClassificationTask(ClassifierTask):
         super().__init__(options, data, build, world, batch_size=rows.batch_size, shuffle=rows.shuffle)
         self._options = options
         self.num_labels = len(data.labels)
+        self.problem_type = data.problem_type
 
     def parameter_groups(self, model: nn.Module, weight_decay: float) -> list[ParameterGroup]:
         """Weight decay for matrices only: not for positions, the class token, norms and biases."""
@@ -343,9 +362,15 @@ class ImageClassification(NetworkKit[ImageClassificationOptions, ImageProcessor]
         source = NetworkSource.find(options, inputs, open_vision, is_evaluation=is_evaluation)
         files = find_files(train, evaluation, options.data)
         known = cast(ViTConfig | None, source.config)
-        labels = options.labels or files.labels(() if known is None else known.labels)
+        kind = options.model.get("problem_type") if known is None else known.problem_type
+        # As in transformers, a single output that is not said to be a label is a number.
+        is_number = kind != "multi_label_classification" and known is not None and len(known.labels) == 1
+        kind = "regression" if is_number else kind or "single_label_classification"
+        labels = options.labels or files.labels(() if known is None else known.labels, kind)
         values = {**options.model, "labels": labels} if known is None else {**to_dict(known), "labels": labels}
-        if files.has_lists and known is None:
+        if kind == "regression":
+            values["problem_type"] = kind
+        elif files.has_lists and known is None:
             values.setdefault("problem_type", "multi_label_classification")
         config: Any = config_of({"family": "vit", **values}, "vision")
         data = read_images(files, options, labels, config)

@@ -59,7 +59,7 @@ _log = logger(__name__)
 class LabelledRowOptions:
     """Rows with labels; their columns are those of the task."""
 
-    train: Any = None  # a jsonl, json, csv or parquet file, a folder, a glob, a list of them, or rows
+    train: Any = None  # a jsonl, json, csv, tsv or parquet file, a folder, a glob, a list of them, or rows
     eval: Any = None  # None: a fraction of the training rows (eval_fraction)
     batch_size: int = 16  # rows per step
     sequence_length: int = 256  # largest number of tokens of a row
@@ -79,14 +79,16 @@ class LabelledRowOptions:
 class LabellingOptions(TokenizedOptions, ABC):
     """Options of a task with a head over labels; its `data` are those of the task."""
 
-    # null: that of the checkpoint; else of several labels a row where all labels are lists.
+    # null: that of the checkpoint; else of several labels a row where all labels are lists. regression: numbers.
     problem_type: ProblemType | None = None
     labels: tuple[str, ...] = ()  # in the order of the logits; null: those of the checkpoint, else of the training rows
     format: Literal["huggingface", "onnx", "torch_export"] = "huggingface"  # of `export`
 
     def __post_init__(self) -> None:
         TokenizedOptions.__post_init__(self)
-        check(len(set(self.labels)) == len(self.labels) != 1, "labels", list(self.labels), "two or more, all distinct")
+        least = 1 if self.problem_type == "regression" else 2
+        is_sound = len(set(self.labels)) == len(self.labels) and (not self.labels or len(self.labels) >= least)
+        check(is_sound, "labels", list(self.labels), "two or more, all distinct; one with problem_type=regression")
         check_whole_rows(self.parallel)
 
 
@@ -207,6 +209,7 @@ class HeadedTask(ClassifierTask, ABC):
         super().__init__(options, data, build, world, batch_size=rows.batch_size, shuffle=rows.shuffle)
         self._data = data
         self.num_labels = len(data.labels)
+        self.problem_type = data.problem_type
 
     def parameter_groups(self, model: nn.Module, weight_decay: float) -> list[ParameterGroup]:
         """Weight decay for matrices only: not for embeddings, norms and biases."""
@@ -260,7 +263,10 @@ class LabellingKit(NetworkKit[HeadedOptionsT, Tokenizer]):
             raise ModelError("this model has no labels yet", fix=f"train it first: task={options.task}")
         found, reading = stored if given is None else given, options
         if options.problem_type is None and known:
-            reading = dataclasses.replace(options, problem_type=getattr(found, "problem_type", None))
+            kind = getattr(found, "problem_type", None)
+            # As in transformers, a single output that is not said to be a label is a number.
+            is_number = len(known) == 1 and kind != "multi_label_classification"
+            reading = dataclasses.replace(options, problem_type="regression" if is_number else kind)
         # Other labels than those of the checkpoint begin with a new head.
         data = self.read_data(train, evaluation, tokenizer, reading, options.labels or known)
         head = HeadSource(
@@ -340,7 +346,7 @@ def _open_headed(folder: Path, suffix: str, open_run: OpenCheckpoint) -> StoredM
         labels, stored = tuple(checkpoint.state["config"]["labels"]), model_folder.open_scored(checkpoint)
         kind = checkpoint.state["config"].get("problem_type") or stored.problem_type
         return dataclasses.replace(stored, labels=labels, suffix=suffix, problem_type=kind, is_run=True)
-    if checkpoint is None and len(model_folder.labels_of(folder, suffix) or ()) > 1:
+    if checkpoint is None and model_folder.labels_of(folder, suffix):
         return model_folder.open_classifier(folder, suffix)
     return model_folder.open_model(folder, lambda _folder: checkpoint)
 

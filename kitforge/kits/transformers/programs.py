@@ -114,11 +114,13 @@ class CausalLMProgram(nn.Module):
 
 @final
 class ClassifierProgram(nn.Module):
-    """`input_ids` [B, T] and `attention_mask` [B, T] -> logits [B, labels] of each row's last token."""
+    """`input_ids` [B, T] and `attention_mask` [B, T] -> logits [B, labels] of each row's last token; as in `last_token`
+    that is the last one other than the padding token, which may also be what a tokenizer ends a text with."""
 
     def __init__(self, classifier: SequenceClassifier) -> None:
         super().__init__()
         self.classifier = classifier
+        self._pad_id = None if classifier.pad_id is False else classifier.pad_id
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """See the class."""
@@ -126,7 +128,10 @@ class ClassifierProgram(nn.Module):
         positions = (attention_mask.cumsum(1) - 1).clamp(min=0)
         context = Context(positions=positions, attend=MaskedAttend(attention_mask, length))
         hidden = cast(CausalLM, self.classifier.backbone).hidden(input_ids, context)
-        ends = (attention_mask * torch.arange(length, device=input_ids.device)).argmax(1)
+        kept = attention_mask if self._pad_id is None else attention_mask * (input_ids != self._pad_id)
+        numbers = kept * torch.arange(1, length + 1, device=input_ids.device)
+        # Of nothing but padding tokens, the first one.
+        ends = torch.where(numbers.amax(1) > 0, numbers.argmax(1), attention_mask.argmax(1))
         last = hidden.gather(1, ends.view(-1, 1, 1).expand(-1, -1, hidden.shape[2])).squeeze(1)
         logits: Tensor = self.classifier.score(last)
         return logits.float()
@@ -286,6 +291,8 @@ def export_programs(kit: AnyKit, options: Any, *, use_cache: bool = True, has_to
     tokenizer = kit.find_processor(source) if has_tokenizer else None
     # The reference kernels are plain torch operations.
     model = kit.load(source, torch.device("cpu"), "O0", _LOAD_DTYPES[dtype]).eval().requires_grad_(False)
+    if isinstance(model, SequenceClassifier) and model.pad_id is False and tokenizer is not None:
+        model.pad_id = tokenizer.pad_id
     programs = programs_of(model, use_cache=use_cache)
     folder.mkdir(parents=True, exist_ok=True)
     clean(folder)

@@ -138,29 +138,35 @@ class RowTask(DatasetTask, ABC):
 
 
 class ClassifierTask(RowTask, ABC):
-    """Cross entropy of labels over rows; binary, and a mean over the labels, where a row may have several. `count` and
-    `logits` are those of the task."""
+    """Cross entropy of labels over rows; binary, and a mean over the labels, where a row may have several; the mean
+    squared error of numbers in a regression. `count` and `logits` are those of the task."""
 
     num_labels: int
+    problem_type: ProblemType = "single_label_classification"
 
     @abstractmethod
     def logits(
         self, model: nn.Module, micro_batch: MicroBatch, noise: DropoutKey | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Logits [B, labels], labels [B] and weights [B] on the device; of several labels a row, zeros and ones
-        [B, labels]."""
+        [B, labels]; of a regression, numbers [B, labels]."""
 
     def loss(self, model: nn.Module, micro_batch: MicroBatch) -> Sums:
-        """The sums of cross entropies and of right answers."""
+        """The sums of cross entropies and of right answers, or of squared errors."""
         logits, labels, weights = self.logits(model, micro_batch, self.dropout_key(model, micro_batch))
+        if self.problem_type == "regression":
+            return {"loss": (squared_errors(logits, labels) * weights).sum()}
         losses, right = losses_of(logits, labels), rightness(logits.detach(), labels).to(weights)
         return {"loss": (losses * weights).sum(), "accuracy": (right * weights).sum()}
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """eval/loss, eval/accuracy and eval/f1 (macro) over all evaluation rows; independent of the batch size. Of rows
-        with several labels, those that are right have all of them."""
+        with several labels, those that are right have all of them. Of a regression eval/loss, eval/mse, which is the
+        same, and eval/pearson, a mean over the outputs."""
         if not self._num_eval_rows:
             return {}
+        if self.problem_type == "regression":
+            return self._evaluate_numbers(model)
         size = self.num_labels
         total, confusion = torch.zeros((), dtype=torch.float64), torch.zeros(size, size, dtype=torch.float64)
         several = torch.zeros(2 + 3 * size, dtype=torch.float64)
@@ -176,6 +182,29 @@ class ClassifierTask(RowTask, ABC):
         confusion, several = summed[1 : -len(several)].view(confusion.shape), summed[-len(several) :]
         found = metrics_of(summed[0], confusion) if several[0] == 0 else _metrics_of_several(summed[0], several)
         return {f"eval/{name}": value for name, value in found.items()}
+
+    def _evaluate_numbers(self, model: nn.Module) -> dict[str, float]:
+        """See `evaluate`."""
+        sums = torch.zeros(7, self.num_labels, dtype=torch.float64)
+        for micro_batch in self.shown(self.eval_micro_batches(model)):
+            logits, labels, weights = (each.double().cpu() for each in self.logits(model, micro_batch, None))
+            parts = [torch.ones_like(logits), (logits - labels).square(), logits, labels]
+            parts += [logits.square(), labels.square(), logits * labels]
+            sums += torch.stack([(each * weights.unsqueeze(1)).sum(0) for each in parts])
+        found = self._world.sum({"sums": sums})["sums"]
+        error = float((found[1] / found[0].clamp(min=1)).mean())
+        return {"eval/loss": error, "eval/mse": error, "eval/pearson": float(_correlations(found).mean())}
+
+
+def _correlations(sums: Tensor) -> Tensor:
+    """Pearson's correlation of each output [labels] with its numbers, 0 where either does not vary; from the sums of
+    `_evaluate_numbers`."""
+    means = sums[2:] / sums[0].clamp(min=1)
+    variances = (means[2:4] - means[:2].square()).clamp(min=0)
+    covariance = means[4] - means[0] * means[1]
+    # Smaller ones are rounding.
+    varies = (variances > 1e-12 * means[2:4]).all(0)
+    return torch.where(varies, covariance / variances.prod(0).sqrt(), 0.0).clamp(-1, 1)
 
 
 def metrics_of(loss: Tensor, confusion: Tensor) -> dict[str, float]:
@@ -219,6 +248,11 @@ def losses_of(logits: Tensor, labels: Tensor) -> Tensor:
     return functional.binary_cross_entropy_with_logits(logits, labels, reduction="none").mean(-1)
 
 
+def squared_errors(logits: Tensor, numbers: Tensor) -> Tensor:
+    """The squared error [B] of rows, a mean over the outputs."""
+    return (logits - numbers).square().mean(-1)
+
+
 def rightness(logits: Tensor, labels: Tensor) -> Tensor:
     """Whether a row's label is the likeliest, or each of several is likelier than not [B]."""
     return logits.argmax(-1) == labels if labels.dim() == 1 else ((logits > 0) == (labels > 0.5)).all(-1)
@@ -226,7 +260,8 @@ def rightness(logits: Tensor, labels: Tensor) -> Tensor:
 
 def probabilities(logits: Tensor, problem_type: ProblemType) -> Tensor:
     """The scores [B, labels] that transformers' pipelines give: of labels that exclude one another, of each label on
-    its own, or the numbers of a regression."""
+    its own or of a single one, or the numbers of a regression."""
     if problem_type == "regression":
         return logits
-    return logits.sigmoid() if problem_type == "multi_label_classification" else logits.softmax(-1)
+    is_own = problem_type == "multi_label_classification" or logits.shape[-1] == 1
+    return logits.sigmoid() if is_own else logits.softmax(-1)

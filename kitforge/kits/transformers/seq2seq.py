@@ -21,7 +21,6 @@ from kitforge.core.optim.groups import ParameterGroup, decay_groups
 from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.core.parallel.world import World
 from kitforge.data.document_shard import document_of, fingerprint_of
-from kitforge.data.generation_config import warn_of_ignored
 from kitforge.data.optional_imports import import_optional
 from kitforge.data.schedule import train_eval_split
 from kitforge.data.source import open_rows, open_source
@@ -31,6 +30,7 @@ from kitforge.foundation.device import copy_to
 from kitforge.foundation.errors import ConfigError, DataError, ModelError
 from kitforge.foundation.log import logger
 from kitforge.foundation.types import MicroBatch, Sums
+from kitforge.inference.folder_defaults import with_folder_search
 from kitforge.inference.seq2seq import Seq2SeqInference, generate
 from kitforge.kits.batch_predict import Predict, predict_rows, row_batches
 from kitforge.kits.kit import LoadModel, Prepared, RunInputs, datasets
@@ -59,7 +59,7 @@ _log = logger(__name__)
 class PairDataOptions:
     """Pairs of texts."""
 
-    train: Any = None  # a jsonl, json, csv or parquet file, a folder, a glob, a list of them, or rows
+    train: Any = None  # a jsonl, json, csv, tsv or parquet file, a folder, a glob, a list of them, or rows
     eval: Any = None  # None: a fraction of the training rows (eval_fraction)
     source: str = "source"  # column of the text that is read
     target: str = "target"  # column of the text that is written
@@ -260,7 +260,8 @@ class Seq2SeqTask(RowTask):
         pairs = self._data.eval.pairs[: self._options.data.eval_texts]
         if not pairs:
             return {}
-        texts = write_targets(model, [each.source for each in pairs], self._tokenizer, self._options.inference)
+        sources = [each.source for each in pairs]
+        texts = write_targets(model, sources, self._tokenizer, self._options.inference, in_training=True)
         measure = bleu if self._options.task == "translation" else rouge
         return {f"eval/{name}": value for name, value in measure(texts, [each.texts[1] for each in pairs]).items()}
 
@@ -287,14 +288,20 @@ def source_documents(sources: Tensor, lengths: Tensor) -> Tensor:
 
 
 def write_targets(
-    model: nn.Module, sources: Sequence[Sequence[int]], tokenizer: Tokenizer, options: Seq2SeqInference
+    model: nn.Module,
+    sources: Sequence[Sequence[int]],
+    tokenizer: Tokenizer,
+    options: Seq2SeqInference,
+    *,
+    in_training: bool = False,
 ) -> list[str]:
-    """The generated target of each source."""
+    """The generated target of each source. Raises DataError for a setting of the folder that is not computed; within a
+    training it is named in the log."""
     network = cast(EncoderDecoder, model)
-    warn_of_ignored(tokenizer.generation_config, ())
+    chosen = with_folder_search(options, tokenizer.generation_config, in_training=in_training)
     start_id = start_tokens(tokenizer, network.config).generated
     tokens = {"eos_ids": tokenizer.eos_ids, "pad_id": tokenizer.pad_id, "start_id": start_id}
-    found = generate(network, sources, options, **tokens)  # type: ignore[arg-type]
+    found = generate(network, sources, chosen, **tokens)  # type: ignore[arg-type]
     return [tokenizer.decode(tokens) for tokens in found]
 
 

@@ -160,7 +160,7 @@ def model_type(config: LlamaConfig) -> str:
     elif config.qkv_bias and not config.out_bias:
         kind, plain = "qwen2", not config.mlp_bias
     elif config.sliding_window is not None:
-        kind, plain = "mistral", not (config.out_bias or config.mlp_bias or config.window_layers is not None)
+        kind, plain = "mistral", not (config.out_bias or config.mlp_bias)
     else:
         kind, plain = "llama", config.qkv_bias == config.out_bias
     needs_gemma3 = config.local_rope_theta is not None or config.query_pre_attn_scalar is not None
@@ -178,7 +178,8 @@ def write_config(config: LlamaConfig) -> dict[str, Any]:
     names["gemma3_text"] = "Gemma3"
     written = {"architectures": [f"{names[kind]}ForCausalLM"], "model_type": kind} | write_shared_keys(config)
     if kind == "mistral":
-        return written | {"sliding_window": config.sliding_window}
+        windows = {} if config.window_layers is None else {"layer_types": _layer_types(config)["layer_types"]}
+        return written | {"sliding_window": config.sliding_window} | windows
     if kind.startswith("qwen"):
         return written | _layer_types(config) | ({"attention_bias": config.qkv_bias} if kind == "qwen3" else {})
     written |= {"attention_bias": config.qkv_bias}

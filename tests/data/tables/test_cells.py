@@ -123,6 +123,12 @@ def test_a_value_has_one_key_beside_any_other(container: Container, neighbours: 
                 assert found.keys[row, 0] == key_of(spellings[0]), order
 
 
+@pytest.mark.parametrize("blank", [" ", "\t", "\xa0", "\u1680", "\u2003", "\u202f", "\u205f", "\u3000"], ids=ascii)
+def test_every_blank_of_unicode_on_either_side_is_no_part_of_a_text(blank: str) -> None:
+    for text in (f"{blank}12.0", f"12.0{blank}", f"{blank}Tür", f"名{blank}"):
+        assert key_of(text) == key_of(text.strip()), ascii(text)
+
+
 @pytest.mark.parametrize("neighbours", ([], ["x"], [7.5], [True], ["2"]), ids=str)
 @pytest.mark.parametrize(
     "container", (in_rows, in_object_frame, in_json, in_csv, in_arrays), ids=lambda c: c.__name__[3:]

@@ -48,6 +48,11 @@ def test_a_tsv_has_a_header_unless_it_is_criteos(tmp_path: Path) -> None:
     assert np.isnan(found.numbers[1]).all()
 
 
+def test_blanks_around_a_name_are_no_part_of_it(tmp_path: Path) -> None:
+    found = columns_of(write(tmp_path / "a.csv", TABLE.replace("price,", " price , ", 1)), LAYOUT)
+    assert np.array_equal(found.numbers[:, 0], [2.5, np.nan, -3, 1000], equal_nan=True)
+
+
 def test_a_file_without_a_header_is_given_names(tmp_path: Path) -> None:
     path = write(tmp_path / "a.csv", "1,2.5,x\n0,3,y\n")
     assert len(columns_of(path, LAYOUT, columns=("click", "price", "site"))) == 2

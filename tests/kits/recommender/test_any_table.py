@@ -157,6 +157,45 @@ def test_sequences_without_a_target_are_nothing_to_train_on(lists: list[list[int
         ready(tmp_path, "sasrec", {}, [{"items": items} for items in lists * 10])
 
 
+@pytest.mark.parametrize("kind", ["dictionary", "bytes", "bytes that are no text"])
+def test_texts_of_any_type_in_parquet_are_categories(kind: str, tmp_path: Path) -> None:
+    texts = [f"c{n % 7}" for n in range(60)]
+    arrays = {
+        "dictionary": pyarrow.array(texts).dictionary_encode(),
+        "bytes": pyarrow.array([text.encode() for text in texts]),
+        "bytes that are no text": pyarrow.array([text.encode() + b"\xff" for text in texts]),
+    }
+    parquet.write_table(
+        pyarrow.table({"city": arrays[kind], "click": [n % 2 for n in range(60)]}), tmp_path / "a.parquet"
+    )
+    assembly, _ = ready(tmp_path / "run", "wide_deep", {}, str(tmp_path / "a.parquet"))
+    assert assembly.processor.schema.categorical["city"].kind == "text"
+
+
+def test_columns_of_one_name_are_refused_in_every_container(tmp_path: Path) -> None:
+    arrays = [pyarrow.array([1, 2]), pyarrow.array([1, 2]), pyarrow.array([0, 1])]
+    table = pyarrow.Table.from_arrays(arrays, ["user", "user", "click"])
+    parquet.write_table(table, tmp_path / "a.parquet")
+    (tmp_path / "a.csv").write_text("user,user,click\n1,2,0\n")
+    frame = pandas.DataFrame([[1, 2, 0]], columns=["user", "user", "click"])
+    for rows in (str(tmp_path / "a.parquet"), str(tmp_path / "a.csv"), table, frame, frame.astype(object)):
+        with pytest.raises(DataError, match=r"(?s)user twice.*a different name"):
+            open_table(rows)
+
+
+def test_the_row_numbers_that_pandas_writes_are_no_feature(tmp_path: Path) -> None:
+    pandas.DataFrame({"x": [0.5, 1.5, 2.5] * 20, "click": [0, 1, 0] * 20}).to_csv(tmp_path / "a.csv")
+    schema = describe(str(tmp_path / "a.csv")).schema
+    assert list(schema.numeric) == ["x"] and schema.left_out == {"Unnamed: 0": "a column without a name"}
+
+
+@pytest.mark.parametrize("time", ["31.12.2024", "12/31/2024", "2024/12/31 10:00"])
+def test_a_date_in_another_form_is_refused_with_the_form_that_is_read(time: str, tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text(f"user_id,item_id,timestamp\n1,2,{time}\n1,3,{time}\n")
+    with pytest.raises(DataError, match=r"(?s)column 'timestamp'.*ISO 8601"):
+        ready(tmp_path / "run", "sasrec", {"data.schema": None}, str(tmp_path / "a.csv"))
+
+
 def test_an_empty_tensor_of_any_strides_is_written(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     tensors = {"a": torch.zeros(1, 0).expand(3, 0)[:, ::1], "b": torch.zeros(1, dtype=torch.int64).expand(5)[:0]}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,12 @@ import pytest
 
 from kitforge import pipeline
 from kitforge.cli import main as cli
-from kitforge.composition import parse
+from kitforge.composition import option_help, option_names, parse
+from kitforge.foundation.errors import ConfigError
 from kitforge.kits.recommender import build
 from kitforge.kits.recommender.build import TASKS
-from kitforge.kits.recommender.config import RecommendationOptions
+from kitforge.kits.recommender.config import NegativeOptions, RecommendationDataOptions, RecommendationOptions
+from kitforge.kits.recommender.factory import merge_options
 from tests.kits.recommender.runs import run
 
 KIT = TASKS["recommendation"]
@@ -24,7 +25,8 @@ SCHEMA = {
     "sequences": {"history": {"kind": "integer", "encoding": "vocabulary", "table": "item"}},
 }
 # Another value than the default for every option of a run that is read again, and the default as it is typed.
-CHANGED: dict[str, tuple[Any, str]] = {
+Changes = dict[str, tuple[Any, str]]
+RETRIEVAL: Changes = {
     "data.format": ("csv", "auto"),
     "data.columns": (["user", "item", "history"], "null"),
     "data.delimiter": ("|", "null"),
@@ -46,23 +48,71 @@ CHANGED: dict[str, tuple[Any, str]] = {
     "predict.top_k": (4, "10"),
     "predict.columns": (["user"], "null"),
 }
+SAMPLED: Changes = {
+    "data.split": ("time", "random"),
+    "data.time_column": ("time", "null"),
+    "data.cache": ("columns", "null"),
+    "data.negatives.num_negatives": (2, "0"),
+    "data.negatives.negative_sampling": ("popularity", "uniform"),
+    "data.negatives.item": ("item", "null"),
+    "data.negatives.item_features": (["kind"], "[]"),
+    "data.negatives.exclude_seen": (False, "true"),
+    "retrieval.index": ("HNSW8", "Flat"),
+    "retrieval.ef_search": (32, "null"),
+}
+LABELLED: Changes = {"data.label": ("bought", "null"), "data.positive": ("b", "null")}
+RUNS: dict[str, tuple[str, Changes, dict[str, Any]]] = {
+    "retrieval": (
+        "two_tower",
+        RETRIEVAL,
+        {"model.user": ["user", "history"], "model.item": ["item"], "data.schema": SCHEMA},
+    ),
+    "sampled": (
+        "deepfm",
+        SAMPLED,
+        {"data.schema": {"categorical": {name: {"encoding": "vocabulary"} for name in ("user", "item", "kind")}}},
+    ),
+    "labelled": ("deepfm", LABELLED, {}),
+}
 
 
 def rows(num_rows: int = 240) -> list[dict[str, Any]]:
     draw = np.random.default_rng(0)
     return [
-        {"user": int(draw.integers(0, 20)), "item": n % 40, "history": [int(each) for each in draw.integers(0, 40, 3)]}
+        {
+            "user": int(draw.integers(0, 20)),
+            "item": n % 40,
+            "history": [int(each) for each in draw.integers(0, 40, 3)],
+            "kind": f"k{n % 40 % 3}",
+            "time": n,
+            "bought": "ab"[n % 2],
+        }
         for n in range(num_rows)
     ]
 
 
+@pytest.fixture(scope="module", params=RUNS)
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Changes]:
+    """A run whose options all differ from their defaults, and these options."""
+    return _trained(tmp_path_factory.mktemp("run"), request.param)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("run")
-    towers = {"model.user": ["user", "history"], "model.item": ["item"], "data.schema": SCHEMA}
-    changes = {name: value for name, (value, _) in CHANGED.items()}
-    run(folder, "two_tower", {**towers, **changes, "trainer.max_steps": 2}, rows=rows())
-    return folder
+    return _trained(tmp_path_factory.mktemp("run"), "retrieval")[0]
+
+
+def _trained(folder: Path, name: str) -> tuple[Path, Changes]:
+    family, changed, further = RUNS[name]
+    if "data.cache" in changed:
+        changed = {**changed, "data.cache": (str(folder / "columns"), "null")}
+    values = {name: value for name, (value, _) in changed.items()}
+    run(folder, family, {**further, **values, "trainer.max_steps": 2}, rows=rows())
+    return folder, changed
+
+
+def _delimiter(folder: Path) -> str:
+    return "|" if 'delimiter: "|"' in (folder / "config.yaml").read_text() else ","
 
 
 Door = Callable[[Path, Mapping[str, str], Path, pytest.MonkeyPatch], RecommendationOptions]
@@ -95,7 +145,7 @@ def by_pipeline(folder: Path, given: Mapping[str, str], _: Path, patch: pytest.M
 def by_predict(folder: Path, given: Mapping[str, str], files: Path, patch: pytest.MonkeyPatch) -> RecommendationOptions:
     typed = [f"{name}={value}" for name, value in given.items()]
     arguments = ["predict", f"checkpoint={folder}", f"data.eval={files / 'a.csv'}", f"output={files / 'b.csv'}", *typed]
-    (files / "a.csv").write_text("user|item|history\n1|2|3\n")
+    (files / "a.csv").write_text("user|item|history|kind|time|bought\n1|2|3|k0|4|a\n".replace("|", _delimiter(folder)))
     opened = _caught(patch, build, "write_predictions", 0, lambda: cli.run(arguments))
     return opened.options  # type: ignore[no-any-return]
 
@@ -115,8 +165,9 @@ def by_http(folder: Path, given: Mapping[str, str], _: Path, patch: pytest.Monke
 
 
 def value_of(options: RecommendationOptions, name: str) -> Any:
-    section, _, key = name.partition(".")
-    value = getattr(getattr(options, section), key)
+    value: Any = options
+    for key in name.split("."):
+        value = getattr(value, key)
     return list(value) if isinstance(value, tuple) else value
 
 
@@ -125,28 +176,57 @@ DOORS: tuple[Door, ...] = (by_pipeline, by_predict, by_evaluate, by_http)
 
 @pytest.mark.parametrize("door", DOORS, ids=lambda each: each.__name__)
 def test_every_option_of_a_run_reaches_every_door(
-    door: Door, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    door: Door, trained: tuple[Path, Changes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    folder, changed = trained
     options = door(folder, {}, tmp_path, monkeypatch)
-    assert {name: value_of(options, name) for name in CHANGED} == {name: value for name, (value, _) in CHANGED.items()}
+    assert {name: value_of(options, name) for name in changed} == {name: value for name, (value, _) in changed.items()}
 
 
 @pytest.mark.parametrize("door", DOORS, ids=lambda each: each.__name__)
 def test_a_given_option_wins_also_where_it_is_the_default(
-    door: Door, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    door: Door, trained: tuple[Path, Changes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    folder, changed = trained
     plain = RecommendationOptions()
-    given = {name: typed for name, (_, typed) in CHANGED.items() if name != "retrieval.nprobe"}
-    options = door(folder, {**given, "retrieval.nprobe": "null"}, tmp_path, monkeypatch)
-    assert {name: value_of(options, name) for name in CHANGED} == {name: value_of(plain, name) for name in CHANGED}
+    options = door(folder, {name: typed for name, (_, typed) in changed.items()}, tmp_path, monkeypatch)
+    assert {name: value_of(options, name) for name in changed} == {name: value_of(plain, name) for name in changed}
 
 
 def test_the_matrix_has_every_option_that_is_read_again() -> None:
-    others = {"train", "eval", "schema", "label", "positive", "negatives", "time_column", "cache", "ef_search"}
-    plain = RecommendationOptions()
-    for section in ("data", "retrieval", "predict"):
-        names = {field.name for field in dataclasses.fields(getattr(plain, section))} - others
-        assert names == {name.partition(".")[2] for name in CHANGED if name.startswith(f"{section}.")}
+    others = {"data.train", "data.eval", "data.schema"}
+    known = {
+        name for name in option_names(RecommendationOptions) if name.startswith(("data.", "retrieval.", "predict."))
+    }
+    assert known - others == {*RETRIEVAL, *SAMPLED, *LABELLED}
+
+
+@pytest.mark.parametrize("verb", ["train", "predict", "evaluate", "serve"])
+def test_whether_options_are_those_of_a_run_is_no_option(verb: str, folder: Path) -> None:
+    with pytest.raises(ConfigError, match="unknown option 'inherits_run'"):
+        cli.run([verb, f"checkpoint={folder}", "inherits_run=true", "port=-1"])
+
+
+def test_whether_options_are_those_of_a_run_is_neither_shown_nor_recorded(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cli.run(["train", "task=recommendation", "--help"])
+    assert "inherits" not in capsys.readouterr().out
+    assert "inherits" not in (folder / "config.yaml").read_text()
+    assert "inherits_run" not in option_help(RecommendationOptions)
+
+
+def test_of_options_built_by_hand_each_that_differs_from_its_default_is_given() -> None:
+    recorded = NegativeOptions(num_negatives=4, item="item", exclude_seen=False)
+    given = RecommendationDataOptions(negatives=NegativeOptions(num_negatives=2))
+    merged = merge_options(given, RecommendationDataOptions(negatives=recorded, split="last"))
+    assert merged.negatives == NegativeOptions(num_negatives=2, item="item", exclude_seen=False)
+    assert merged.split == "last"
+
+
+def test_a_pipeline_takes_no_word_on_whether_options_are_those_of_a_run(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="unknown option 'inherits_run'"):
+        pipeline("recommendation", model=folder, options={"inherits_run": True})
 
 
 def test_seen_items_and_missing_values_are_those_of_the_run_at_every_door(folder: Path) -> None:

@@ -90,7 +90,9 @@ def test_whole_numbers_that_behave_as_ids_are_ids(values: Any, is_id: bool) -> N
 
 POSITIVE = [("yes", "no"), ("Y", "N"), ("true", "false"), (True, False), ("TRUE", "FALSE"), ("clicked", "not clicked"),
             ("1", "0"), (1.0, 0.0), ("positive", "negative"), ("click", "no_click"), ("buy", "skip"), (1, -1),
-            (">50K", "<=50K"), ("T", "F"), (" 1", " 0"), ("liked", "unliked"), ("t", "f"), ("Yes.", "No.")]  # fmt: skip
+            (">50K", "<=50K"), ("T", "F"), (" 1", " 0"), ("liked", "unliked"), ("t", "f"), ("Yes.", "No."),
+            ("+1", "-1"), ("ja", "nein"), ("Oui", "Non"), ("sí", "no"), ("是", "否"), ("да", "нет"),
+            ("sim", "não")]  # fmt: skip
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])

@@ -100,6 +100,35 @@ def test_a_server_says_how_many_values_of_each_feature_are_unknown(
     assert sum("never occurred" in record.getMessage() for record in caplog.records) == 1
 
 
+@pytest.mark.parametrize("serving_dtype", [None, "int8"])
+@pytest.mark.parametrize("encoding", ["hash", "exact"])
+def test_a_server_tells_ids_without_a_vocabulary_by_their_rows(
+    encoding: str, serving_dtype: str | None, tmp_path: Path
+) -> None:
+    feature = {"encoding": encoding}
+    schema = {
+        "label": {"name": "click"},
+        "categorical": {"city": feature, "zip": {**feature, "kind": "integer"}},
+        "bags": {"tags": feature},
+        "sequences": {"visited": {**feature, "table": "city", "max_length": 3}},
+    }
+    rows = [{**row, "visited": ["a", "b"]} for row in table().to_dict("records")]
+    run(tmp_path, "wide_deep", {"data.schema": schema}, rows=rows)
+    options = KIT.read_options(
+        {"task": "recommendation", "checkpoint": str(tmp_path), "tables": {"serving_dtype": serving_dtype}}
+    )
+    service: RecommenderService = KIT.open_service(load_model(tmp_path, "cpu"), load_processor(tmp_path), "m", options)
+    assert service.row_reader is not None
+    row = {"zip": 104, "tags": [1], "visited": ["a"]}
+    asked = [{**row, "city": f"nowhere {n}"} for n in range(30)] + [
+        {**row, "city": "a", "zip": None, "visited": []}
+    ] * 10
+    body = json.dumps({"rows": asked}).encode()
+    service.answer([Query(batch=service.row_reader.read(fields_of(body, ("rows", "columns"))))])
+    shares = service.metrics.unknown_shares
+    assert shares == {"city": pytest.approx(0.75, abs=0.03), "zip": 0.0, "tags": 0.0, "visited": 0.0}
+
+
 def test_every_door_reads_a_cell_in_the_same_way(folder: Path, tmp_path: Path) -> None:
     scored = pipeline("recommendation", model=folder)
     options = KIT.read_options({"task": "recommendation", "checkpoint": str(folder)})

@@ -19,7 +19,7 @@ from kitforge.data.gguf_tokenizer import tokenizer_metadata
 from kitforge.data.source import open_source
 from kitforge.data.template import template_of
 from kitforge.data.tokenizer import ByteTokenizer, Tokenizer, TokenizerConfig, load_tokenizer, make_tokenizer
-from kitforge.foundation.errors import DataError
+from kitforge.foundation.errors import ConfigError, DataError
 from kitforge.models import loading
 from kitforge.models.catalog import config_of
 from kitforge.report.config_diff import notes
@@ -188,28 +188,163 @@ def test_greedy_texts_have_the_penalty_of_the_folder(tmp_path: Path, name: str, 
         assert again("Beautiful is")[0]["generated_text"] == "Beautiful is" + text
 
 
+REFUSED: list[dict[str, Any]] = [
+    {"no_repeat_ngram_size": 3},
+    {"forced_bos_token_id": 4},
+    {"num_beams": 4, "early_stopping": True},
+    {"penalty_alpha": 0.6, "top_k": 4},
+    {"begin_suppress_tokens": [220, 50257]},
+    {"guidance_scale": 1.5},
+    {"encoder_repetition_penalty": 1.2},
+    {"bad_words_ids": [[4, 5]]},
+    {"sequence_bias": [[[4], -1.0]]},
+    {"min_length": 30},
+    {"min_new_tokens": 3},
+    {"num_beems": 2},
+    {"some_rule": "on"},
+]
+HARMLESS: list[dict[str, Any]] = [
+    {"early_stopping": True, "length_penalty": 2.0, "suppress_tokens": [], "min_length": 0, "use_cache": False},
+    {"no_repeat_ngram_size": 0, "num_beams": 1, "encoder_repetition_penalty": 1.0, "bad_words_ids": None},
+    {"some_rule": None},
+]
+
+
+def told_folder(folder: Path, settings: dict[str, Any], family: str = "llama") -> Path:
+    save_model(network(family), folder, ByteTokenizer())
+    tokens = {"decoder_start_token_id": ByteTokenizer().pad_id, "eos_token_id": ByteTokenizer().eos_id}
+    (folder / "generation_config.json").write_text(json.dumps((tokens if family == "t5" else {}) | settings))
+    return folder
+
+
+@pytest.mark.parametrize("settings", REFUSED, ids=str)
+def test_a_setting_that_is_not_computed_is_refused_where_texts_are_generated(
+    tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    folder = told_folder(tmp_path / "folder", settings)
+    key = next(iter(settings))
+    with pytest.raises(DataError, match="generation_config.json") as refused:
+        pipeline("text_generation", str(folder))
+    assert f"{key}=" in str(refused.value) and f"inference.ignored_settings=[{key}]" in str(refused.value)
+    generate = pipeline(
+        "text_generation", str(folder), options={"inference.ignored_settings": [key], "inference.max_new_tokens": 4}
+    )
+    assert generate("Beautiful")
+
+
+@pytest.mark.parametrize("settings", HARMLESS, ids=str)
+def test_a_setting_that_changes_no_text_is_taken_without_a_word(
+    tmp_path: Path, settings: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = told_folder(tmp_path / "folder", settings)
+    with caplog.at_level(logging.WARNING):
+        assert pipeline("text_generation", str(folder), options={"inference.max_new_tokens": 4})("Beautiful")
+    assert not caplog.records
+
+
 @pytest.mark.parametrize(
-    ("settings", "named"),
-    [
-        ({"no_repeat_ngram_size": 3, "num_beams": 1, "temperature": 0.6, "top_k": 9}, "no_repeat_ngram_size=3"),
-        ({"forced_bos_token_id": 4}, "forced_bos_token_id=4"),
-        ({"suppress_tokens": [1], "max_length": 20}, "suppress_tokens=[1]"),
-        ({"num_beams": 4, "early_stopping": True}, "early_stopping=True, num_beams=4"),
-        ({"chat_format": "chatml"}, "chat_format='chatml'"),
-        ({"early_stopping": True, "length_penalty": 2.0, "suppress_tokens": [], "min_length": 0, "use_cache": 0}, None),
-    ],
+    "settings", [{"num_beams": 4, "no_repeat_ngram_size": 3}, {"bad_words_ids": [[4, 5]]}], ids=str
+)
+def test_a_folder_with_such_a_setting_is_trained_and_exported_with_it(
+    tmp_path: Path, settings: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = told_folder(tmp_path / "folder", settings)
+    (tmp_path / "corpus.txt").write_text(CORPUS[0])
+    options = WITHOUT_MODEL | {
+        "data.cache": str(tmp_path / "cache"),
+        "trainer.max_steps": 1,
+        "trainer.eval_every": 1,
+        "checkpoint": str(folder),
+    }
+    run = Trainer("text_generation", None, tmp_path / "corpus.txt", output_dir=tmp_path / "run", options=options)
+    with caplog.at_level(logging.WARNING):
+        trained = run.train().folder
+    key, value = next(iter(settings.items()))
+    assert any(f"{key}={value!r}" in each.getMessage() for each in caplog.records)
+    save_model(trained, tmp_path / "exported")
+    assert published(tmp_path / "exported") == settings
+    with pytest.raises(DataError, match=key):
+        pipeline("text_generation", str(trained))
+
+
+@pytest.mark.parametrize("words", ["suppress_tokens", "bad_words_ids"])
+def test_greedy_texts_are_without_the_tokens_that_the_folder_excludes(tmp_path: Path, words: str) -> None:
+    folder = told_folder(tmp_path / "folder", {})
+    generate = pipeline("text_generation", str(folder), options={"inference.max_new_tokens": 9})
+    tokenizer = load_processor(folder)
+    prompt = torch.tensor([tokenizer.encode_prompt("Beautiful")])
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    plain = theirs.generate(prompt, do_sample=False, max_new_tokens=9, pad_token_id=1)[0, prompt.shape[1] :].tolist()
+    told = {words: plain[:2] if words == "suppress_tokens" else [[token] for token in plain[:2]]}
+    (folder / "generation_config.json").write_text(json.dumps(told))
+    found = theirs.generate(prompt, do_sample=False, max_new_tokens=9, pad_token_id=1, **told)[0, prompt.shape[1] :]
+    assert not {*plain[:2]} & {*found.tolist()}
+    without = generate("Beautiful")
+    generate = pipeline("text_generation", str(folder), options={"inference.max_new_tokens": 9})
+    assert generate("Beautiful") == [{"generated_text": "Beautiful" + tokenizer.decode(found.tolist())}] != without
+    assert generate("Beautiful", suppress_tokens=()) == without
+
+
+def test_texts_end_at_the_stop_strings_of_the_folder_unless_others_are_given(tmp_path: Path) -> None:
+    folder = told_folder(tmp_path / "folder", {})
+    options = {"inference.max_new_tokens": 12}
+    text = pipeline("text_generation", str(folder), options=options)("Beautiful")[0]["generated_text"]
+    middle, later = text[12], text[16]
+    (folder / "generation_config.json").write_text(json.dumps({"stop_strings": [middle]}))
+    generate = pipeline("text_generation", str(folder), options=options)
+    [found] = generate("Beautiful")
+    assert found["generated_text"] == "Beautiful" + text[9:].split(middle)[0]
+    [found] = generate("Beautiful", stop=(later,))
+    assert found["generated_text"] == "Beautiful" + text[9:].split(later)[0]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"stop_strings": [3]}, {"suppress_tokens": ["a"]}, {"suppress_tokens": 4.5}, {"bad_words_ids": "x"}],
     ids=str,
 )
-def test_what_is_not_obeyed_is_named_once(
-    tmp_path: Path, settings: dict[str, Any], named: str | None, caplog: pytest.LogCaptureFixture
-) -> None:
-    tokenizer_of("bytes", tmp_path / "source")
-    (tmp_path / "source" / "generation_config.json").write_text(json.dumps(settings))
-    with caplog.at_level(logging.WARNING):
-        for _ in range(2):
-            pipeline("text_generation", network("llama"), processor=load_tokenizer(tmp_path / "source"))
-    told = [each.getMessage().split(": ")[-1] for each in caplog.records]
-    assert told == ([] if named is None else [named])
+def test_settings_that_are_no_tokens_or_strings_are_refused(tmp_path: Path, settings: dict[str, Any]) -> None:
+    with pytest.raises(DataError, match="generation_config.json"):
+        pipeline("text_generation", str(told_folder(tmp_path / "folder", settings)))
+
+
+def test_a_number_of_new_tokens_that_is_given_comes_before_that_of_the_folder(tmp_path: Path) -> None:
+    folder = told_folder(tmp_path / "folder", {"min_new_tokens": 30, "min_length": 40})
+    assert pipeline("text_generation", str(folder), options={"inference.min_new_tokens": 1})("Beautiful")
+
+
+def test_ignored_settings_are_no_option_of_a_single_call(tmp_path: Path) -> None:
+    generate = pipeline("text_generation", str(told_folder(tmp_path / "folder", {"repetition_penalty": 1.2})))
+    with pytest.raises(ConfigError, match="ignored_settings"):
+        generate("Beautiful", ignored_settings=("repetition_penalty",))
+
+
+SEARCHES: list[dict[str, Any]] = [
+    {"num_beams": 4},
+    {"num_beams": 3, "length_penalty": 2.0, "early_stopping": True},
+    {"num_beams": 2, "length_penalty": 0.5, "early_stopping": "never"},
+]
+
+
+@pytest.mark.parametrize("settings", SEARCHES, ids=str)
+def test_targets_are_searched_with_the_beams_of_the_folder(tmp_path: Path, settings: dict[str, Any]) -> None:
+    folder = told_folder(tmp_path / "folder", settings, "t5")
+    theirs = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder)
+    tokenizer = load_processor(folder)
+    source = torch.tensor([tokenizer.encode_prompt("Beautiful is") + [tokenizer.eos_id]])
+    for given, asked in ({}, {}), ({"inference.num_beams": 1}, {"num_beams": 1, "early_stopping": False}):
+        found = theirs.generate(source, max_new_tokens=9, do_sample=False, **asked)[0, 1:].tolist()
+        translate = pipeline("translation", str(folder), options={"inference.max_new_tokens": 9, **given})
+        assert translate("Beautiful is") == [{"translation_text": tokenizer.decode(found)}]
+
+
+def test_a_setting_of_targets_that_is_not_computed_is_refused(tmp_path: Path) -> None:
+    settings = {"no_repeat_ngram_size": 3, "min_length": 56, "forced_bos_token_id": 0, "num_beams": 2}
+    folder = told_folder(tmp_path / "folder", settings, "t5")
+    with pytest.raises(DataError, match="no_repeat_ngram_size=3"):
+        pipeline("translation", str(folder))("Beautiful")
+    named = {"inference.ignored_settings": [*settings], "inference.max_new_tokens": 3}
+    assert pipeline("translation", str(folder), options=named)("Beautiful")
 
 
 @pytest.mark.parametrize("penalty", ["1.1", 0, -1.0, True])
@@ -223,8 +358,7 @@ def test_an_impossible_penalty_is_refused(tmp_path: Path, penalty: Any) -> None:
 def test_warnings_about_the_inputs_stand_in_the_configuration_and_the_report_of_every_run(tmp_path: Path) -> None:
     (tmp_path / "corpus.txt").write_text(TEXT)
     save_model(network("llama"), tmp_path / "source", tokenizer_of("bytes", tmp_path / "bytes"))
-    config = tmp_path / "source" / "tokenizer_config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "frobnicate_spaces": "<7>"}))
+    (tmp_path / "source" / "generation_config.json").write_text(json.dumps({"frobnicate": "<7>"}))
     options = {**WITHOUT_MODEL, "trainer.max_steps": 1}
     for name in ("first", "second"):
         folder = tmp_path / name
@@ -232,5 +366,5 @@ def test_warnings_about_the_inputs_stand_in_the_configuration_and_the_report_of_
             "text_generation", str(tmp_path / "source"), tmp_path / "corpus.txt", output_dir=folder, options=options
         ).train()
         [told] = [note for note in notes((folder / "config.yaml").read_text()) if "frobnicate" in note]
-        assert "{'frobnicate_spaces': '<7>'}" in told
-        assert "frobnicate_spaces&#x27;: &#x27;&lt;7&gt;" in write_report([folder]).read_text().split("<h2")[0]
+        assert "frobnicate='<7>'" in told
+        assert "frobnicate=&#x27;&lt;7&gt;" in write_report([folder]).read_text().split("<h2")[0]

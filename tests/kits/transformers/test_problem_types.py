@@ -16,7 +16,7 @@ from kitforge import pipeline
 from kitforge.api import load_model, save_model
 from kitforge.data.labels import index_of, multi_hot, names_of
 from kitforge.data.tokenizer import ByteTokenizer
-from kitforge.foundation.errors import ConfigError, DataError, ModelError
+from kitforge.foundation.errors import DataError, ModelError
 from tests.kits.transformers import test_classification as texts
 from tests.kits.transformers import test_image_classification as images
 from tests.tokenizer_folders import write_kind
@@ -182,7 +182,7 @@ def test_what_cannot_be_is_refused(text_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"problem_type\n.*of_tomorrow"):
         pipeline("text_classification", model=folder)
     set_kind(folder, "regression")
-    with pytest.raises(ConfigError, match="problem_type=regression"):
+    with pytest.raises(DataError, match="no row of numbers"):
         texts.begin(None, {"checkpoint": str(folder), "model": {}}, train_dataset=texts.rows())
     set_kind(folder, "single_label_classification")
     with pytest.raises(DataError, match="no labelled text"):

@@ -23,7 +23,8 @@ from kitforge.core.nn.init import init_weights
 from kitforge.core.nn.vision import VisionTransformer
 from kitforge.foundation.errors import ConfigError, DependencyError
 from kitforge.kits.transformers.labelling import SequenceClassifier
-from kitforge.kits.transformers.programs import Program, programs_of, write_program
+from kitforge.kits.transformers.programs import ClassifierProgram, Program, programs_of, write_program
+from kitforge.kits.transformers.rows import last_token
 from kitforge.models import loading
 from kitforge.models.catalog import config_of
 from kitforge.models.t5.model import T5Config
@@ -225,6 +226,21 @@ def test_a_classifier_of_texts(format: str, tmp_path: Path) -> None:
         (logits,) = run(*padded(rows, columns))
         expected = torch.cat([model(row.unsqueeze(0)) for row in rows])
         assert_near(logits, expected)
+
+
+@pytest.mark.parametrize("pad_id", [7, 0, None])
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_a_classifier_pools_where_ours_and_transformers_do(pad_id: int | None, side: str) -> None:
+    model = filled(SequenceClassifier(network("llama"), ("bad", "fair", "good")))
+    model.pad_id = pad_id
+    # Texts that end with, hold, or are nothing but the padding token.
+    rows = [torch.tensor(each) for each in ([5, 7, 9, 7, 7], [3, 4], [0, 6, 0], [7], [0], [7, 0])]
+    columns = [range(len(row)) if side == "right" else range(6 - len(row), 6) for row in rows]
+    logits = ClassifierProgram(model)(*padded(rows, columns))
+    ends = [last_token(row.tolist(), pad_id) for row in rows]
+    pairs = zip(rows, ends, strict=True)
+    expected = torch.cat([model.logits_at(row.unsqueeze(0), torch.tensor([end])) for row, end in pairs])
+    assert_near(logits, expected)
 
 
 ALONE = """

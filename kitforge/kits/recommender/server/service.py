@@ -221,7 +221,7 @@ class RecommenderService:
             encoder, wanted = pipeline.user_encoder()
             others = [*ignored, *schema.layout(with_label=False).names]
             self.user_reader = RowReader(encoder, wanted, others, limits.max_rows, cells)
-        self._unknown, self._warned = UnknownValues(pipeline.encoder), set[str]()
+        self._unknown, self._warned = UnknownValues(pipeline.encoder, pipeline.model), set[str]()
         self.batcher: Batcher = DynamicBatcher(
             self.answer, self.metrics, max_rows=limits.max_batch_rows, max_wait_ms=limits.max_wait_ms
         )
@@ -238,6 +238,7 @@ class RecommenderService:
         """Serve another version from the next batch on."""
         _log.info("step %d answers in the place of step %d", version.step, self.version.step)
         self.version = version
+        self._unknown.model = version.pipeline.model
         self.metrics.step = version.step
         self.metrics.refreshes.inc()
 

@@ -33,7 +33,7 @@ from kitforge.inference.text_engine import InferenceOptions
 from kitforge.kits.rlhf.config import EnvironmentOptions
 from kitforge.kits.rlhf.event_loop import EventLoop
 from kitforge.kits.rlhf.reinforcement.rollout_batch import Rollout, StoppingEngine
-from kitforge.kits.rlhf.roles.rewards import Observation, PromptCompletion
+from kitforge.kits.rlhf.roles.prompt_completion import Observation, PromptCompletion
 
 
 @final

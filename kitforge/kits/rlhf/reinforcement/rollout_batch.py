@@ -24,7 +24,7 @@ from kitforge.foundation.types import MicroBatch
 from kitforge.inference.engine import Engine, Output
 from kitforge.inference.text_engine import InferenceOptions
 from kitforge.kits.rlhf.batching import pad_examples
-from kitforge.kits.rlhf.roles.rewards import PromptCompletion
+from kitforge.kits.rlhf.roles.prompt_completion import PromptCompletion
 from kitforge.kits.rlhf.roles.value_head import ValueHeadModel
 
 

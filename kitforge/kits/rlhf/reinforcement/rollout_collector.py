@@ -263,8 +263,15 @@ class RolloutCollector:
         """The reward of each rollout, or of each of its tokens, unless it has one."""
         unscored = [each for each in rollouts if each.score is None]
         asked = [prompts[each.prompt_index] for each in unscored]
+        runner = self._roles.environment_runner
+        tools = {} if runner is None or runner.tools is None else {"tools": runner.tools}
         completions = [
-            replace(each.completion, columns=prompt.columns, prompt_messages=prompt.messages)
+            replace(
+                each.completion,
+                columns=prompt.columns,
+                prompt_messages=prompt.messages,
+                prompt_inputs={**prompt.inputs, **tools},
+            )
             for each, prompt in zip(unscored, asked, strict=True)
         ]
         scorer = self._roles.scorer

@@ -9,7 +9,7 @@ import os
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from typing import Any, TypeAlias, cast, final
@@ -17,8 +17,9 @@ from typing import Any, TypeAlias, cast, final
 import numpy as np
 import torch
 
-from kitforge.data.chat_datasets import TokenizedExample
-from kitforge.data.continuation import decode_continuation, encode_completion
+from kitforge.data.chat_datasets import TokenizedExample, with_contents
+from kitforge.data.chat_rows import is_chat, with_open_end
+from kitforge.data.continuation import encode_completion
 from kitforge.data.template import ChatTemplate, Message, template_of
 from kitforge.data.tokenizer import Tokenizer
 from kitforge.foundation.config import check
@@ -28,78 +29,14 @@ from kitforge.foundation.untrusted import names_function
 from kitforge.kits.rlhf.batching import forward_batches, pad_examples
 from kitforge.kits.rlhf.event_loop import EventLoop
 from kitforge.kits.rlhf.roles.numbers import last_number
+from kitforge.kits.rlhf.roles.prompt_completion import PromptCompletion
 from kitforge.kits.rlhf.roles.value_head import ValueHeadModel
 from kitforge.trainer.run_folder import Run
 
 # The reward of a completion, or of each of its tokens.
 Score: TypeAlias = float | list[float]
-# What an environment said: text, or messages.
-Observation: TypeAlias = str | list[dict[str, Any]]
 # TRL's argument names of a reward function, and ours.
 _TRL_NAMES = {"prompt_ids": "prompt_tokens", "completion_ids": "completion_tokens"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptCompletion:
-    """A prompt and its completion: one reply, or all turns of an episode with the observations between them."""
-
-    prompt: tuple[int, ...]
-    tokens: tuple[int, ...]  # with the EOS token, if generated
-    is_finished: bool
-    is_stopped: bool = False  # ended by a stop string, which it keeps, without an EOS token
-    columns: Mapping[str, Any]  # of the prompt's row
-    loss_mask: tuple[bool, ...] = ()  # False for observations of an environment; (): all are the policy's
-    turn_lengths: tuple[int, ...] = ()  # tokens of the policy in each turn of an episode; (): no episode
-    observations: tuple[Observation, ...] = ()  # before each turn; the first is the text of `reset`
-    is_turn_ended: bool = False  # the last turn of an episode that did not end is whole
-    prompt_messages: tuple[Message, ...] | None = None  # of a chat, for the rewards
-
-    @property
-    def text_tokens(self) -> tuple[int, ...]:
-        """The tokens without the EOS token."""
-        return self.tokens[:-1] if self.is_finished and not self.is_stopped else self.tokens
-
-    def text(self, tokenizer: Tokenizer) -> str:
-        """What the completion adds to the text of the prompt."""
-        return decode_continuation(tokenizer, self.prompt, self.text_tokens)
-
-    @property
-    def is_truncated(self) -> bool:
-        """Whether a token limit ended the completion, or the last turn of an episode."""
-        return not self.is_finished and not self.is_turn_ended
-
-    @property
-    def longest_turn(self) -> int:
-        """The number of tokens of the policy in its longest turn, EOS included."""
-        return max(self.turn_lengths, default=sum(self.loss_mask) or len(self.tokens))
-
-    def turns(self, tokenizer: Tokenizer) -> list[str]:
-        """The text of each turn of the policy, without the EOS token."""
-        if not self.turn_lengths:
-            return [self.text(tokenizer)]
-        texts, start = [], 0
-        for length in self.turn_lengths:
-            start = self.loss_mask.index(True, start)
-            before, turn = self.tokens[:start], self.tokens[start : start + length]
-            said = turn[:-1] if turn[-1] in tokenizer.eos_ids else turn
-            texts.append(decode_continuation(tokenizer, [*self.prompt, *before], said))
-            start += length
-        return texts
-
-    def messages(self, tokenizer: Tokenizer) -> list[Message]:
-        """The conversation: the prompt's messages (a plain text is one of the user), the replies, and the observations
-        between them. Text of an environment begins the first reply; later it is a message of the user."""
-        question = [{"role": "user", "content": tokenizer.decode(self.prompt)}]
-        found: list[Message] = list(self.prompt_messages or question)
-        opening, *observations = self.observations or ("",)
-        for observation, turn in zip([None, *observations], self.turns(tokenizer), strict=True):
-            if isinstance(observation, list):
-                found += observation
-            elif observation:
-                found.append({"role": "user", "content": observation})
-            begin = opening if observation is None and isinstance(opening, str) else ""
-            found.append({"role": "assistant", "content": begin + turn})
-        return found
 
 
 @final
@@ -135,8 +72,8 @@ class Scorer(ABC):
 
 @final
 class ModelScorer(Scorer):
-    """A reward model. With its own tokenizer it reads text: messages of the column `prompt` and the completion through
-    its chat template, other prompts as plain text. Otherwise it reads the policy's tokens."""
+    """A reward model. With its own tokenizer it reads text: the dialogue that the policy saw and the completion through
+    its own chat template, other prompts as plain text. Otherwise it reads the policy's tokens."""
 
     def __init__(
         self, model: ValueHeadModel, tokenizer: Tokenizer, own: Tokenizer | None = None, most_tokens: int | None = None
@@ -167,11 +104,14 @@ class ModelScorer(Scorer):
         """The input tokens. A truncated completion has no EOS token, unless the chat template always writes one."""
         if self._own is None or self._template is None:
             return (*answer.prompt, *answer.tokens)
-        if answer.turn_lengths and answer.prompt_messages is not None:
-            return self._template.training(answer.messages(self._tokenizer)).tokens
-        text, said = answer.text(self._tokenizer), answer.columns.get("prompt")
-        if isinstance(said, (list, tuple)) and said and all(isinstance(each, Mapping) for each in said):
-            return self._template.training([*said, {"role": "assistant", "content": text}]).tokens
+        said = answer.columns.get("prompt")
+        if answer.prompt_messages is None and isinstance(said, (list, tuple)) and is_chat(said):
+            answer = replace(answer, prompt_messages=tuple(cast(Sequence[Message], with_open_end(said))))
+        if answer.prompt_messages is not None:
+            # The reply goes on with a message that the prompt has begun, as in the rows of the reward model.
+            write = partial(self._template.training, prompt=answer.prompt_messages, **answer.prompt_inputs)
+            return with_contents(write, answer.messages(self._tokenizer)).tokens
+        text = answer.text(self._tokenizer)
         prompt = said if isinstance(said, str) else self._tokenizer.decode(answer.prompt)
         end = [self._own.eos_id] if answer.is_finished else []
         opening, completion = encode_completion(self._own, prompt, text)

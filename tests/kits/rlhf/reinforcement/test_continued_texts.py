@@ -15,7 +15,8 @@ from kitforge.inference.engine import Engine
 from kitforge.kits.rlhf.event_loop import EventLoop
 from kitforge.kits.rlhf.reinforcement.ppo import PolicyGradientTask
 from kitforge.kits.rlhf.reinforcement.rollout_batch import Rollout
-from kitforge.kits.rlhf.roles.rewards import FunctionScorer, PromptCompletion
+from kitforge.kits.rlhf.roles.prompt_completion import PromptCompletion
+from kitforge.kits.rlhf.roles.rewards import FunctionScorer
 from kitforge.models.catalog import config_of
 from kitforge.models.loading import build
 from tests.kits.rlhf import runs

@@ -15,7 +15,7 @@ from kitforge.kits.rlhf.config import RLOptions
 from kitforge.kits.rlhf.reinforcement.experience import completion_outcomes, shaped_rewards
 from kitforge.kits.rlhf.reinforcement.ppo import PolicyGradientTask, compute_experience
 from kitforge.kits.rlhf.reinforcement.rollout_batch import Rollout
-from kitforge.kits.rlhf.roles.rewards import PromptCompletion
+from kitforge.kits.rlhf.roles.prompt_completion import PromptCompletion
 from tests.kits.rlhf import runs
 from tests.trainer import tiny
 

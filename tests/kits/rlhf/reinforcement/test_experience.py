@@ -21,7 +21,7 @@ from kitforge.kits.rlhf.reinforcement.experience import completion_metrics, mism
 from kitforge.kits.rlhf.reinforcement.ppo import PolicyGradientTask
 from kitforge.kits.rlhf.reinforcement.rollout_batch import Rollout
 from kitforge.kits.rlhf.reinforcement.rollout_log import rollout_file
-from kitforge.kits.rlhf.roles.rewards import PromptCompletion
+from kitforge.kits.rlhf.roles.prompt_completion import PromptCompletion
 from kitforge.trainer.callbacks.callback import Callback, Event, RunContext
 from tests.kits.rlhf import runs
 from tests.kits.rlhf.reinforcement.plain_round import PlainRun

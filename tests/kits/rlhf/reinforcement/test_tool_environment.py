@@ -28,7 +28,8 @@ from kitforge.kits.rlhf.reinforcement.tool_environment import (
     function_schema,
     parse_tool_calls,
 )
-from kitforge.kits.rlhf.roles.rewards import PromptCompletion, scorer_of
+from kitforge.kits.rlhf.roles.prompt_completion import PromptCompletion
+from kitforge.kits.rlhf.roles.rewards import scorer_of
 from kitforge.models.catalog import config_of
 from kitforge.models.loading import build
 from tests.data.chat_cases import CHATML, HEADERS, MERGING, THINKING, save_tokenizer

@@ -18,8 +18,8 @@ from kitforge.data.template import template_of
 from kitforge.data.tokenizer import ByteTokenizer
 from kitforge.foundation.errors import ConfigError, DataError, TrainingError
 from kitforge.kits.rlhf import batching
+from kitforge.kits.rlhf.roles.prompt_completion import PromptCompletion
 from kitforge.kits.rlhf.roles.rewards import (
-    PromptCompletion,
     WeightedScorer,
     exact_match,
     gsm8k_match,

@@ -1,0 +1,201 @@
+"""Heads that give numbers: trained by the mean squared error, as in transformers, with one output and with several."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from kitforge import pipeline
+from kitforge.api import save_model
+from kitforge.cli.main import run as run_command
+from kitforge.data.images import ImageEntry
+from kitforge.data.labels import number_names, numbers_of
+from kitforge.data.tokenizer import ByteTokenizer
+from kitforge.foundation.errors import DataError
+from kitforge.foundation.types import Cursor
+from kitforge.kits.transformers.rows import probabilities
+from tests.kits.transformers import test_classification as texts
+from tests.kits.transformers import test_image_classification as images
+
+ONE = [{"text": f"text {number} {'x' * (number % 5)}", "label": number % 5 / 2 - 0.3} for number in range(18)]
+TWO = [{**row, "label": [row["label"], number % 3]} for number, row in enumerate(ONE)]
+SIZES = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
+
+
+def published(folder: Path, num_labels: int, kind: str | None) -> Any:
+    """A classifier of texts as transformers writes it, over bytes."""
+    torch.manual_seed(0)
+    options = {"vocab_size": 258, "num_labels": num_labels, "max_position_embeddings": 64, "pad_token_id": 257}
+    theirs = transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**SIZES, **options)).eval()
+    theirs.config.problem_type = kind
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    theirs.save_pretrained(folder)
+    ByteTokenizer().save(folder)
+    return theirs
+
+
+def their_loss(theirs: Any, rows: list[dict[str, Any]]) -> torch.Tensor:
+    losses = []
+    for row in rows:
+        labels = row["label"] if isinstance(row["label"], list) else [row["label"]]
+        tokens = torch.tensor([ByteTokenizer().encode_prompt(row["text"])])
+        losses.append(theirs(tokens, labels=torch.tensor([labels], dtype=torch.float32)).loss)
+    return torch.stack(losses).mean()
+
+
+@pytest.mark.parametrize(
+    ("rows", "kind"), [(ONE, "regression"), (ONE, None), (TWO, "regression")], ids=["one", "one unsaid", "two"]
+)
+def test_the_loss_and_the_first_step_are_those_of_transformers(
+    rows: list[dict[str, Any]], kind: str | None, tmp_path: Path
+) -> None:
+    theirs = published(tmp_path / "folder", 2 if rows is TWO else 1, kind)
+    choices = {
+        "checkpoint": str(tmp_path / "folder"),
+        "model": {},
+        "data.eval_fraction": 0.0,
+        "data.batch_size": 18,
+        "data.shuffle": False,
+        "trainer.max_steps": 1,
+    }
+    assembly = texts.begin(tmp_path / "run", choices, train_dataset=rows, eval_dataset=rows[:7])
+    found = assembly.loop.evaluate()
+    with torch.no_grad():
+        wanted = float(their_loss(theirs, rows[:7]))
+    assert found["eval/loss"] == found["eval/mse"] == pytest.approx(wanted, rel=1e-4)
+    task, model = assembly.loop.task, assembly.loop.model
+    step = next(iter(task.steps(model, Cursor())))
+    model.zero_grad()
+    sum(task.loss(model, each)["loss"] for each in step).backward()
+    their_loss(theirs, rows).backward()
+    assert torch.allclose(model.score.weight.grad / len(rows), theirs.score.weight.grad, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [ONE, TWO], ids=["one", "two"])
+def test_a_run_of_numbers_is_exported_and_read_by_transformers(rows: list[dict[str, Any]], tmp_path: Path) -> None:
+    texts.run(tmp_path / "run", {"problem_type": "regression", "trainer.max_steps": 3}, train_dataset=rows)
+    save_model(tmp_path / "run", tmp_path / "folder")
+    config = json.loads((tmp_path / "folder" / "config.json").read_text())
+    names = ["LABEL_0", "LABEL_1"][: 2 if rows is TWO else 1]
+    assert config["problem_type"] == "regression" and list(config["id2label"].values()) == names
+    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "folder").eval()
+    with torch.no_grad():
+        wanted = theirs(torch.tensor([ByteTokenizer().encode_prompt("text 3")])).logits[0].tolist()
+    for source in (tmp_path / "run", tmp_path / "folder"):
+        (found,) = pipeline("text_classification", model=source)(["text 3"], top_k=None)
+        scores = {each["label"]: each["score"] for each in found}
+        assert [scores[name] for name in names] == pytest.approx(wanted, abs=1e-5)
+    found = texts.begin(None, {"checkpoint": str(tmp_path / "folder"), "model": {}}, train_dataset=rows)
+    assert set(found.loop.evaluate()) == {"eval/loss", "eval/mse", "eval/pearson"}
+
+
+def test_numbers_are_learned_and_correlate(tmp_path: Path) -> None:
+    choices = {"problem_type": "regression", "trainer.max_steps": 40, "trainer.epochs": 40, "data.eval_fraction": 0.0}
+    assembly = texts.begin(tmp_path, choices, train_dataset=ONE, eval_dataset=ONE)
+    before = assembly.loop.evaluate()["eval/mse"]
+    after = texts.finish(assembly)
+    assert after["eval/mse"] < before / 2 and after["eval/pearson"] > 0.7
+
+
+def test_the_correlation_is_that_of_the_definition(tmp_path: Path) -> None:
+    choices = {"problem_type": "regression", "data.eval_fraction": 0.0}
+    found = []
+    for size in (1, 7):
+        assembly = texts.begin(None, {**choices, "data.batch_size": size}, train_dataset=TWO, eval_dataset=TWO)
+        found.append(assembly.loop.evaluate())
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+    model = assembly.loop.model
+    with torch.no_grad():
+        rows = [model(torch.tensor([ByteTokenizer().encode_prompt(row["text"])]))[0] for row in TWO]
+    said, wanted = torch.stack(rows).double(), torch.tensor([row["label"] for row in TWO], dtype=torch.float64)
+    pearson = [float(torch.corrcoef(torch.stack([said[:, each], wanted[:, each]]))[0, 1]) for each in (0, 1)]
+    assert found[0]["eval/pearson"] == pytest.approx(sum(pearson) / 2, abs=1e-5)
+
+
+def test_micro_batches_of_numbers_are_one_batch(tmp_path: Path) -> None:
+    losses = []
+    for size in (1, 5):
+        choices = {"problem_type": "regression", "trainer.micro_batch_size": size, "trainer.max_steps": 2}
+        losses.append(texts.finish(texts.begin(tmp_path / str(size), choices, train_dataset=TWO))["loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_numbers_may_be_spelt_as_texts_and_what_is_none_is_named() -> None:
+    assert numbers_of("1.5", None, "row 1") == [1.5]
+    assert numbers_of(["1", 2, 0.5], ("a", "b", "c"), "row 1") == [1.0, 2.0, 0.5]
+    for wrong in ("good", True, None, float("nan"), "inf", [1, "x"], []):
+        with pytest.raises(DataError, match="row 7 is no row of numbers"):
+            numbers_of(wrong, None, "row 7")
+    with pytest.raises(DataError, match=r"(?s)row 7 has another count of numbers.*labels="):
+        numbers_of([1.0, 2.0], ("a",), "row 7")
+    assert number_names([("row 1", [1, 2])], ()) == ("LABEL_0", "LABEL_1")
+    assert number_names([("row 1", 3)], ("stars",)) == ("stars",)
+
+
+def test_fractions_without_the_option_name_it() -> None:
+    with pytest.raises(DataError, match="problem_type=regression"):
+        texts.begin(None, train_dataset=ONE)
+
+
+def test_whole_numbers_are_numbers_with_the_option(tmp_path: Path) -> None:
+    given = [{**row, "label": number % 4} for number, row in enumerate(ONE)]
+    choices = {"problem_type": "regression", "labels": ["stars"], "trainer.max_steps": 1}
+    model = texts.run(tmp_path / "run", choices, train_dataset=given).loop.model
+    assert model.labels == ("stars",) and model.score.weight.shape[0] == 1
+
+
+def test_a_single_label_that_excludes_nothing_has_the_score_of_transformers() -> None:
+    logits = torch.tensor([[0.3]])
+    assert torch.equal(probabilities(logits, "single_label_classification"), logits.sigmoid())
+    assert torch.equal(probabilities(logits, "regression"), logits)
+
+
+def test_a_file_of_rows_gets_its_numbers(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "text 3"}) + "\n")
+    texts.run(tmp_path / "run", {"problem_type": "regression", "trainer.max_steps": 1}, train_dataset=TWO)
+    named = [f"data.eval={tmp_path / 'rows.jsonl'}", f"output={tmp_path / 'out.jsonl'}"]
+    assert run_command(["predict", f"checkpoint={tmp_path / 'run'}", *named]) == 0
+    [row] = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
+    assert set(row["scores"]) == {"LABEL_0", "LABEL_1"}
+
+
+def image_rows() -> list[dict[str, Any]]:
+    return [{**row, "label": number / 7 - 0.5} for number, row in enumerate(images.rows())]
+
+
+@pytest.mark.parametrize("kind", ["regression", None])
+def test_images_learn_the_numbers_of_a_published_folder(kind: str | None, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = transformers.ViTConfig(**SIZES, image_size=16, patch_size=8, num_labels=1, problem_type=kind)
+    theirs = transformers.ViTForImageClassification(config).eval()
+    theirs.save_pretrained(tmp_path / "folder")
+    rows = image_rows()
+    choices = {"checkpoint": str(tmp_path / "folder"), "model": {}, "data.eval_fraction": 0.0}
+    assembly = images.begin(tmp_path / "run", choices, train_dataset=rows, eval_dataset=rows[:4])
+    found = assembly.loop.evaluate()
+    losses = []
+    for row in rows[:4]:
+        entry = assembly.processor([images_entry(row)])
+        with torch.no_grad():
+            losses.append(float((theirs(entry).logits[0, 0] - row["label"]) ** 2))
+    assert found["eval/mse"] == pytest.approx(sum(losses) / 4, rel=1e-3)
+
+
+def images_entry(row: dict[str, Any]) -> Any:
+    return ImageEntry(location="row", label=None, read=lambda: row["image"])
+
+
+def test_images_learn_numbers_from_the_start(tmp_path: Path) -> None:
+    assembly = images.begin(
+        tmp_path, {"model": {**images.VIT, "problem_type": "regression"}}, train_dataset=image_rows()
+    )
+    assert assembly.loop.model.config.labels == ("LABEL_0",)
+    with pytest.raises(DataError, match="problem_type=regression"):
+        images.begin(tmp_path, train_dataset=image_rows())
