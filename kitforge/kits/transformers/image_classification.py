@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.nn import functional
 
 from kitforge.core.checkpoint.load import find_checkpoint
 from kitforge.core.nn.context import Context, DropoutKey
@@ -26,7 +25,7 @@ from kitforge.core.optim.groups import ParameterGroup, decay_groups
 from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.core.parallel.world import World
 from kitforge.data.document_shard import fingerprint_of
-from kitforge.data.images import ImageEntry, Resizing, decode, find_images
+from kitforge.data.images import ImageEntry, find_images
 from kitforge.data.labels import (
     ProblemType,
     find_label,
@@ -38,7 +37,6 @@ from kitforge.data.labels import (
     numbers_of,
 )
 from kitforge.data.schedule import train_eval_split
-from kitforge.foundation import seed as seeds
 from kitforge.foundation.config import check, to_dict
 from kitforge.foundation.device import copy_to
 from kitforge.foundation.dtype import ExportDtype
@@ -56,7 +54,14 @@ from kitforge.kits.language_model import (
 )
 from kitforge.kits.network_kit import NetworkKit
 from kitforge.kits.network_source import NetworkSource
-from kitforge.kits.transformers.preprocessor import PREPROCESSOR, read_preprocessor, write_preprocessor
+from kitforge.kits.transformers.preprocessor import (
+    PREPROCESSOR,
+    augmented,
+    decode_for,
+    normalized,
+    read_preprocessor,
+    write_preprocessor,
+)
 from kitforge.kits.transformers.programs import export_programs
 from kitforge.kits.transformers.rows import ClassifierTask, probabilities
 from kitforge.models import loading as model_folder
@@ -305,35 +310,6 @@ class ImageProcessor:
     def __call__(self, entries: Sequence[ImageEntry]) -> Tensor:
         """Numbers [B, C, S, S]. Raises DataError naming what is no image."""
         return normalized(torch.stack([decode_for(self._config, entry) for entry in entries]), self._config)
-
-
-def decode_for(config: ViTConfig, entry: ImageEntry) -> Tensor:
-    """The image as bytes [C, S, S], as a network wants it."""
-    resizing = Resizing(target=config.image_resize, resample=config.image_resample)
-    return decode(entry, config.image_size, config.num_channels, resizing)
-
-
-def normalized(images: Tensor, config: ViTConfig) -> Tensor:
-    """Bytes [B, C, S, S] as numbers that the network was trained with."""
-    mean, deviation = (
-        torch.tensor(each, device=images.device).view(-1, 1, 1) for each in (config.image_mean, config.image_std)
-    )
-    return (images.float() / 255 - mean) / deviation
-
-
-def augmented(images: Tensor, kinds: Sequence[str], seed: int, step: int, samples: Sequence[int]) -> Tensor:
-    """Bytes [B, C, S, S], each mirrored at random and moved by up to an eighth of its side over black; a function of
-    seed, step and the number of the sample, not of the batch around it."""
-    size = images.shape[-1]
-    reach = size // 8 if "crop" in kinds else 0
-    padded = functional.pad(images, (reach,) * 4)
-    found = torch.empty_like(images)
-    for row, sample in enumerate(samples):
-        draw = torch.randint(0, 2**31, (3,), generator=seeds.generator(seed, "augment", step, sample)).tolist()
-        top, left = (number % (2 * reach + 1) for number in draw[:2])
-        image = padded[row, :, top : top + size, left : left + size]
-        found[row] = image.flip(-1) if "flip" in kinds and draw[2] % 2 else image
-    return found
 
 
 Inputs: TypeAlias = RunInputs[ImageProcessor]

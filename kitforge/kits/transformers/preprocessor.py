@@ -1,13 +1,19 @@
-"""preprocessor_config.json: how a published vision model wants its images, read and written."""
+"""preprocessor_config.json: how a published vision model wants its images, read, written and done."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
-from kitforge.data.images import Resample
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kitforge.data.images import ImageEntry, Resample, Resizing, decode
+from kitforge.foundation import seed as seeds
 from kitforge.foundation.errors import ModelError
 from kitforge.foundation.known_keys import KnownKeys
 from kitforge.foundation.untrusted import parse_json
@@ -142,3 +148,32 @@ def write_preprocessor(config: ViTConfig) -> dict[str, Any]:
         "image_std": list(config.image_std),
     }
     return values | ({"do_center_crop": True, "crop_size": square} if config.image_resize else {})
+
+
+def decode_for(config: ViTConfig, entry: ImageEntry) -> Tensor:
+    """The image as bytes [C, S, S], as a network wants it."""
+    resizing = Resizing(target=config.image_resize, resample=config.image_resample)
+    return decode(entry, config.image_size, config.num_channels, resizing)
+
+
+def normalized(images: Tensor, config: ViTConfig) -> Tensor:
+    """Bytes [B, C, S, S] as numbers that the network was trained with."""
+    mean, deviation = (
+        torch.tensor(each, device=images.device).view(-1, 1, 1) for each in (config.image_mean, config.image_std)
+    )
+    return (images.float() / 255 - mean) / deviation
+
+
+def augmented(images: Tensor, kinds: Sequence[str], seed: int, step: int, samples: Sequence[int]) -> Tensor:
+    """Bytes [B, C, S, S], each mirrored at random and moved by up to an eighth of its side over black; a function of
+    seed, step and the number of the sample, not of the batch around it."""
+    size = images.shape[-1]
+    reach = size // 8 if "crop" in kinds else 0
+    padded = functional.pad(images, (reach,) * 4)
+    found = torch.empty_like(images)
+    for row, sample in enumerate(samples):
+        draw = torch.randint(0, 2**31, (3,), generator=seeds.generator(seed, "augment", step, sample)).tolist()
+        top, left = (number % (2 * reach + 1) for number in draw[:2])
+        image = padded[row, :, top : top + size, left : left + size]
+        found[row] = image.flip(-1) if "flip" in kinds and draw[2] % 2 else image
+    return found
