@@ -148,16 +148,20 @@ def executed_data(sources: list[Source]) -> Findings:
 
 
 def decoder_checks(sources: list[Source]) -> Findings:
-    """Outside of `models` nobody asks for the class of a network: it asks for a capability, such as `CausalLM`."""
+    """Outside of `models` nobody asks for the class of a network: it asks for a capability, such as `CausalLM`. A kit
+    may tell its kinds of networks apart."""
     for source in sources:
         if source.module.startswith("kitforge.models."):
             continue
+        in_core = source.module.startswith("kitforge.core.")
+        banned = {"Decoder", "EncoderDecoder", "VisionTransformer"} if in_core else {"Decoder"}
         calls = [node for name, node in source.calls() if name in {"isinstance", "issubclass"}]
         classes = [part for call in calls for argument in call.args[1:] for part in ast.walk(argument)]
         patterns = [node.cls for node in ast.walk(source.tree) if isinstance(node, ast.MatchClass)]
         for node in (*classes, *patterns):
-            if isinstance(node, (ast.Name, ast.Attribute)) and dotted(node).rsplit(".", 1)[-1] == "Decoder":
-                yield f"{source.at(node)} asks for a Decoder"
+            name = dotted(node).rsplit(".", 1)[-1] if isinstance(node, (ast.Name, ast.Attribute)) else ""
+            if name in banned:
+                yield f"{source.at(node)} asks for a network, {name}"
 
 
 def local_tensors(sources: list[Source]) -> Findings:

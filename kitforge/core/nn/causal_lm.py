@@ -62,7 +62,7 @@ class Quantizable(CausalLM, Protocol):
 
 @runtime_checkable
 class Shardable(CausalLM, Protocol):
-    """A language model whose modules have the names of the shared decoder, so that one declaration splits them."""
+    """A language model of `Stack`s with the names of the shared decoder, so that one declaration splits its modules."""
 
     @property
     def head_name(self) -> str:

@@ -215,6 +215,7 @@ class Context:
     attend: Attend = field(default_factory=lambda: CausalAttend())
     dropout: DropoutKey | None = None  # None: no dropout
     source: EncoderInput | None = None  # of a decoder with an encoder
+    past: int = 0  # the positions before these tokens that a cache holds, as a relative bias counts them
 
     def __post_init__(self) -> None:
         # Plain causal attention does not know the documents, which must be isolated.

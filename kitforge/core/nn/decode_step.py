@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any, cast, final
 
 import torch
@@ -10,14 +11,26 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from kitforge.core.kernels.fused_decode_step.reference import BlockWeights, DecoderWeights, DecodeStepKernel
+from kitforge.core.nn.attention import Attention
 from kitforge.core.nn.block import Block
 from kitforge.core.nn.context import Context
 from kitforge.core.nn.decoder import Decoder
 from kitforge.core.nn.linear import Linear
+from kitforge.core.nn.mlp import MLP
 from kitforge.core.nn.norm import Norm
 
 # With more sequences the vendor's products are faster.
 MAX_SEQUENCES = 32
+# What a step computes: the modules of a block, and those around the blocks.
+_PARTS: dict[str, type[nn.Module]] = {
+    **dict.fromkeys(("attention.query", "attention.key", "attention.value", "attention.out"), Linear),
+    **dict.fromkeys(("mlp.gate", "mlp.up", "mlp.down"), Linear),
+    **dict.fromkeys(("attention.query_norm", "attention.key_norm", "attention_norm", "attention_out_norm"), Norm),
+    **dict.fromkeys(("mlp_norm", "mlp_out_norm"), Norm),
+}
+_BLOCK = {"": Block, ".attention": Attention, ".mlp": MLP} | {f".{name}": kind for name, kind in _PARTS.items()}
+_STACK = {"": Decoder, "embedding": nn.Embedding, "position": nn.Embedding, "blocks": nn.ModuleList}
+_STACK |= {"embedding_norm": Norm, "norm": Norm}
 
 
 @final
@@ -54,7 +67,8 @@ class FusedDecodeStep:
             self._addresses, self._blocks = addresses, self._new_blocks()
         if self._blocks is None:
             return None
-        stream, positions = cast(Decoder, self._model).enter(tokens, context)
+        model = cast(Decoder, self._model)
+        stream, positions = model.embed(tokens, context), model.encode_positions(tokens, context)
         angles = None
         if rotations := positions.rotary:
             angles = torch.stack([cos[0] for cos, _ in rotations]), torch.stack([sin[0] for _, sin in rotations])
@@ -66,8 +80,6 @@ class FusedDecodeStep:
             return None
         blocks = cast(list[Block], list(model.blocks))
         if len(set(map(_shape, blocks))) > 1 or blocks[0].mlp.kind not in ("gelu_tanh", "swiglu", "geglu"):
-            return None
-        if blocks[-1].query_position is not None:
             return None
         head_dim = model.geometry.head_dim
         like = model.head_weight.new_empty(1, len(blocks[0].attention.key.weight) // head_dim, 1, head_dim)
@@ -100,28 +112,11 @@ def stack_of(model: Decoder) -> DecoderWeights:
 
 
 def _layer(block: Block) -> BlockWeights:
-    attention, mlp = block.attention, block.mlp
-    linears = {
-        "query": attention.query,
-        "key": attention.key,
-        "value": attention.value,
-        "out": attention.out,
-        "gate": mlp.gate,
-        "up": mlp.up,
-        "down": mlp.down,
-    }
-    norms = {
-        "attention_norm": block.attention_norm,
-        "attention_out_norm": block.attention_out_norm,
-        "mlp_norm": block.mlp_norm,
-        "mlp_out_norm": block.mlp_out_norm,
-    }
-    heads = {"query_norm": attention.query_norm, "key_norm": attention.key_norm}
+    parts = {name.rpartition(".")[2]: attrgetter(name)(block) for name in _PARTS}
     found: dict[str, Any] = {}
-    for name, each in (linears | norms | heads).items():
-        found[name] = None if each is None else each.weight
-    for name, each in (linears | norms).items():
-        found[f"{name}_bias"] = None if each is None else each.bias
+    for name in BlockWeights.__slots__:
+        owner = name.removesuffix("_bias")
+        found[name] = getattr(parts[owner], "weight" if name == owner else "bias", None)
     return BlockWeights(**found)
 
 
@@ -138,6 +133,11 @@ def _is_wrapped(module: nn.Module) -> bool:
 
 
 def _is_plain(model: Decoder) -> bool:
+    layers = range(len(model.blocks))
+    known = _STACK | {f"blocks.{layer}{name}": kind for layer in layers for name, kind in _BLOCK.items()}
+    # A module that a step does not know would be skipped.
+    if None in set(model.blocks) or any(type(each) is not known.get(name) for name, each in model.named_modules()):
+        return False
     dtype = model.head_weight.dtype
     if any(isinstance(each, Linear) and (each.is_float8 or each.scales is not None) for each in model.modules()):
         return False

@@ -6,24 +6,22 @@ B batch, T length.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, final
+from typing import Protocol, final
 
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_exporting
-from torch.utils.checkpoint import checkpoint
 
 from kitforge.core.kernels.dispatch import REFERENCE, Kernels
-from kitforge.core.nn import compiling
-from kitforge.core.nn.block import DROPOUT, Block, BlockConfig
+from kitforge.core.nn.block import DROPOUT, BlockConfig
 from kitforge.core.nn.causal_lm import Geometry
-from kitforge.core.nn.context import CausalAttend, Context, dropout
+from kitforge.core.nn.context import Context, dropout
 from kitforge.core.nn.init import unfilled_embedding
 from kitforge.core.nn.norm import Norm
 from kitforge.core.nn.positions import ALiBi, Learned, PositionEncoding, Positions, alibi_slopes
 from kitforge.core.nn.rotary import RotaryAngles, RotaryConfig, document_lengths
+from kitforge.core.nn.stack import Stack
 from kitforge.foundation.config import check, check_counts
 from kitforge.foundation.dtype import WeightDtype
 
@@ -90,7 +88,7 @@ class DecoderFamily(FamilyConfig, Protocol):
 
 
 @final
-class Decoder(nn.Module):
+class Decoder(Stack):
     """A causal language model: tokens [B, T] -> logits [B, T, vocab]."""
 
     def __init__(self, config: DecoderFamily, kernels: Kernels = REFERENCE) -> None:
@@ -116,18 +114,13 @@ class Decoder(nn.Module):
         self.embedding = unfilled_embedding(shape.vocab_size, dim)
         self.embedding_norm = Norm(block.norm, dim, block.norm_eps, kernels) if shape.embedding_norm else None
         self.position = unfilled_embedding(shape.max_length, dim) if isinstance(positions, Learned) else None
-        self.blocks = nn.ModuleList(Block(each, layer, kernels) for layer, each in enumerate(shape.blocks))
-        self._has_query_layer = shape.blocks[-1].query_positions is not None
-        # A query layer has the last norm before it.
-        self.norm = nn.Identity() if self._has_query_layer else Norm(block.norm, dim, block.norm_eps, kernels)
+        self.add_blocks(shape.blocks, kernels)
         self.output = None if shape.tie_embeddings else nn.Parameter(torch.empty(shape.vocab_size, dim))
-        self.recompute = False
         self._angles = angles
         self._has_slopes = isinstance(positions, ALiBi)
+        self._has_query_layer = shape.blocks[-1].query_positions is not None
         self._embedding_dropout = shape.embedding_dropout
         self._embedding_scale = shape.embedding_scale
-        self._windows = list(dict.fromkeys(each.attention.window for each in shape.blocks))
-        self._run: list[Callable[..., Tensor]] | None = None
 
     @property
     def head_weight(self) -> Tensor:
@@ -145,41 +138,26 @@ class Decoder(nn.Module):
         # The tensor axis replaces `forward` of modules; torch's FSDP makes a class of its own.
         return type(self) is Decoder and not any("forward" in module.__dict__ for module in self.modules())
 
-    def hidden(self, tokens: Tensor, context: Context | None = None) -> Tensor:
-        """Normalized output [B, T, dim] of the last block for tokens [B, T]."""
-        context = Context() if context is None else context
-        stream, positions = self.enter(tokens, context)
-        # With a cache each token would be a shape of its own to torch.compile.
-        compiled = None
-        if isinstance(context.attend, CausalAttend):
-            compiled = self._run
-            context.attend.prepare(stream, tokens.shape[1], self._windows, self.geometry.head_dim)
-        for block in compiled or self.blocks:
-            if self.recompute and torch.is_grad_enabled():
-                stream = checkpoint(block, stream, positions, context, use_reentrant=False, preserve_rng_state=False)
-            else:
-                stream = block(stream, positions, context)
-        hidden: Tensor = self.norm(stream)
-        return hidden
-
-    def enter(self, tokens: Tensor, context: Context) -> tuple[Tensor, PositionEncoding]:
-        """The input of the first block for tokens [B, T]: the stream [B, T, dim], and the encoding of positions."""
-        positions = self._positions(tokens, context)
-        stream = self.embedding(tokens)
+    def embed(self, input: Tensor, context: Context) -> Tensor:
+        """The stream [B, T, dim] of tokens [B, T] into the first block."""
+        stream = self.embedding(input)
         if self._embedding_scale is not None:
             stream = stream * stream.new_full((), self._embedding_scale)  # rounded to the stream's dtype, as published
         if self.embedding_norm is not None:
             stream = self.embedding_norm.unrounded(stream)
         if self.position is not None:
-            stream = stream + self.position(positions)
-        stream = dropout(stream, self._embedding_dropout, "embedding", context.dropout)
+            stream = stream + self.position(self._positions(input, context))
+        return dropout(stream, self._embedding_dropout, "embedding", context.dropout)
+
+    def encode_positions(self, input: Tensor, context: Context) -> PositionEncoding:
+        """The encoding of the positions of tokens [B, T]."""
         if not self._angles:
-            indices = positions.expand(tokens.shape) if self._has_query_layer else None
-            return stream, PositionEncoding(slopes=self.slopes(tokens.device), indices=indices)
-        lengths = context.lengths
+            indices = self._positions(input, context).expand(input.shape) if self._has_query_layer else None
+            return PositionEncoding(slopes=self.slopes(input.device), indices=indices)
+        positions, lengths = self._positions(input, context), context.lengths
         if lengths is None and context.documents is not None and self.geometry.depends_on_length:
             lengths = document_lengths(positions, context.documents)
-        return stream, PositionEncoding(rotary=tuple(each(positions, lengths) for each in self._angles))
+        return PositionEncoding(rotary=tuple(each(positions, lengths) for each in self._angles))
 
     def slopes(self, device: torch.device) -> Tensor | None:
         """The slopes of ALiBi [heads] on the device; None with other positions."""
@@ -192,11 +170,6 @@ class Decoder(nn.Module):
     def forward(self, tokens: Tensor, context: Context | None = None) -> Tensor:
         """Logits [B, T, vocab]."""
         return self.head(self.hidden(tokens, context))
-
-    def compile_blocks(self) -> None:
-        """Compile each block with torch.compile (level O2), over the same weights."""
-        compiling.make_room()
-        self._run = [torch.compile(block, dynamic=False) for block in self.blocks]
 
     def freeze_head(self) -> None:
         """Do not train the head, for models that read hidden states only. A head tied to the embedding stays."""
@@ -218,7 +191,3 @@ class Decoder(nn.Module):
         expected = f"at most the model's max_length={self.geometry.max_length}"
         check(self.position is None or length <= self.geometry.max_length, "data.sequence_length", length, expected)
         return positions
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Compiled blocks are not pickled."""
-        return {**self.__dict__, "_run": None}

@@ -5,23 +5,20 @@ B batch, S source length, T target length.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol, final
+from dataclasses import dataclass, replace
+from typing import Protocol, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from kitforge.core.kernels.dispatch import REFERENCE, Kernels
-from kitforge.core.nn import compiling
-from kitforge.core.nn.block import Block, BlockConfig
+from kitforge.core.nn.block import BlockConfig
 from kitforge.core.nn.causal_lm import Geometry
 from kitforge.core.nn.context import AttentionSpec, Context, DocumentAttend, EncoderInput, causal_mask, dropout
 from kitforge.core.nn.decoder import FamilyConfig
 from kitforge.core.nn.init import unfilled_embedding
-from kitforge.core.nn.norm import Norm
 from kitforge.core.nn.positions import PositionEncoding, Relative, RelativeBias
+from kitforge.core.nn.stack import Stack
 from kitforge.foundation.config import check_counts
 from kitforge.foundation.errors import ModelError
 
@@ -85,31 +82,31 @@ class DecoderCache:
 
 
 @final
-class Stack(nn.Module):
-    """Blocks with a relative bias that they share, and a norm."""
+class RelativeStack(Stack):
+    """Blocks with a relative bias that they share, over embeddings [B, T, dim], as the network embeds for both stacks.
+    `name` tells its dropout from that of the other stack."""
 
-    def __init__(self, blocks: tuple[BlockConfig, ...], positions: Relative, name: str, kernels: Kernels) -> None:
+    def __init__(
+        self, blocks: tuple[BlockConfig, ...], shape: EncoderDecoderConfig, name: str, kernels: Kernels
+    ) -> None:
         super().__init__()
         first = blocks[0]
-        self.relative = RelativeBias(positions, first.attention.num_heads, is_causal=first.cross is not None)
-        self.blocks = nn.ModuleList(Block(each, layer, kernels, name) for layer, each in enumerate(blocks))
-        self.norm = Norm(first.norm, first.attention.dim, first.norm_eps, kernels)
-        self.recompute = False
-        self.run: list[Callable[..., Tensor]] | None = None
+        self.relative = RelativeBias(shape.positions, first.attention.num_heads, is_causal=first.cross is not None)
+        self.add_blocks(blocks, kernels, name)
+        self._rate, self._name = shape.dropout, name
 
-    def forward(self, stream: Tensor, start: int, context: Context) -> Tensor:
-        """The normalized output of the last block for embeddings [B, T, dim] of positions from `start` on."""
-        positions = torch.arange(start + stream.shape[1], device=stream.device)
-        encoding = PositionEncoding(bias=self.relative(positions[start:], positions))
-        # With a cache each token would be a shape of its own to torch.compile.
-        compiled = None if isinstance(context.attend, DecoderCache) else self.run
-        for block in compiled or self.blocks:
-            if self.recompute and torch.is_grad_enabled():
-                stream = checkpoint(block, stream, encoding, context, use_reentrant=False, preserve_rng_state=False)
-            else:
-                stream = block(stream, encoding, context)
-        hidden: Tensor = self.norm(stream)
-        return hidden
+    def embed(self, input: Tensor, context: Context) -> Tensor:
+        """The stream [B, T, dim] into the first block."""
+        return dropout(input, self._rate, f"{self._name}embedding", context.dropout)
+
+    def encode_positions(self, input: Tensor, context: Context) -> PositionEncoding:
+        """The bias of positions that follow `context.past`."""
+        positions = torch.arange(context.past + input.shape[1], device=input.device)
+        return PositionEncoding(bias=self.relative(positions[context.past :], positions))
+
+    def leave(self, stream: Tensor, context: Context) -> Tensor:
+        """The normalized output [B, T, dim] of the last block's stream, with dropout."""
+        return dropout(super().leave(stream, context), self._rate, f"{self._name}output", context.dropout)
 
 
 @final
@@ -132,11 +129,10 @@ class EncoderDecoder(nn.Module):
             max_length=shape.max_length,
         )
         self.embedding = unfilled_embedding(shape.vocab_size, attention.dim)
-        self.encoder = Stack(shape.encoder, shape.positions, "encoder.", kernels)
-        self.decoder = Stack(shape.decoder, shape.positions, "", kernels)
+        self.encoder = RelativeStack(shape.encoder, shape, "encoder.", kernels)
+        self.decoder = RelativeStack(shape.decoder, shape, "", kernels)
         self.output = None if shape.tie_embeddings else nn.Parameter(torch.empty(shape.vocab_size, attention.dim))
         self._output_scale = attention.dim**-0.5 if shape.scale_output else 1.0
-        self._rate = shape.dropout
 
     @property
     def recompute(self) -> bool:
@@ -160,27 +156,22 @@ class EncoderDecoder(nn.Module):
     def encode(self, source: EncoderInput, context: Context) -> Tensor:
         """The output [B, S, dim] of the encoder."""
         own = Context(attend=DocumentAttend(source.documents), dropout=context.dropout)
-        stream = dropout(self.embedding(source.tokens), self._rate, "encoder.embedding", context.dropout)
-        return dropout(self.encoder(stream, 0, own), self._rate, "encoder.output", context.dropout)
+        return self.encoder.hidden(self.embedding(source.tokens), own)
 
     def hidden(self, tokens: Tensor, context: Context | None = None) -> Tensor:
-        """Normalized output [B, T, dim] of the decoder for tokens [B, T], which follow those in a `DecoderCache`. The
-        source is encoded by the first call. Raises ModelError without one."""
+        """Normalized output [B, T, dim] of the decoder for tokens [B, T], which follow those in a `DecoderCache` or
+        `context.past` others. The source is encoded by the first call, unless the keys of all layers are given. Raises
+        ModelError without one."""
         if context is None or context.source is None:
             raise ModelError("an encoder-decoder needs a source", fix="pass Context(source=EncoderInput(tokens=...))")
-        source, attend = context.source, context.attend
-        if source.states is None:
+        source, cache = context.source, context.attend
+        if source.states is None and not source.keys:
             source.states = self.encode(source, context)
-        if not isinstance(attend, DecoderCache):
-            return self.decode(tokens, 0, context)
-        hidden = self.decode(tokens, attend.length, context)
-        attend.length += tokens.shape[1]
-        return hidden
-
-    def decode(self, tokens: Tensor, start: int, context: Context) -> Tensor:
-        """The same for tokens at positions from `start` on, and a source with its states or the keys of all layers."""
-        stream = dropout(self.embedding(tokens), self._rate, "embedding", context.dropout)
-        hidden = dropout(self.decoder(stream, start, context), self._rate, "output", context.dropout)
+        if isinstance(cache, DecoderCache):
+            context = replace(context, past=cache.length)
+        hidden = self.decoder.hidden(self.embedding(tokens), context)
+        if isinstance(cache, DecoderCache):
+            cache.length += tokens.shape[1]
         return hidden if self._output_scale == 1.0 else hidden * self._output_scale
 
     def head(self, hidden: Tensor) -> Tensor:
@@ -193,16 +184,10 @@ class EncoderDecoder(nn.Module):
 
     def compile_blocks(self) -> None:
         """Compile each block with torch.compile (level O2), over the same weights."""
-        compiling.make_room()
-        for stack in (self.encoder, self.decoder):
-            stack.run = [torch.compile(block, dynamic=False) for block in stack.blocks]
+        self.encoder.compile_blocks()
+        self.decoder.compile_blocks()
 
     def freeze_head(self) -> None:
         """Do not train the head, for models that read hidden states only. A head tied to the embedding stays."""
         if self.output is not None:
             self.output.requires_grad_(False)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Compiled blocks are not pickled."""
-        self.encoder.run = self.decoder.run = None
-        return self.__dict__

@@ -5,22 +5,18 @@ B batch, C channels, H height, W width, N patches and the class token.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, final
+from typing import Protocol, final
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 from kitforge.core.kernels.dispatch import REFERENCE, Kernels
 from kitforge.core.kernels.mixed_precision import product_operands
-from kitforge.core.nn import compiling
-from kitforge.core.nn.block import Block, BlockConfig
-from kitforge.core.nn.context import Context, DocumentAttend, DropoutKey, dropout
-from kitforge.core.nn.norm import Norm
-from kitforge.core.nn.positions import PositionEncoding
+from kitforge.core.nn.block import BlockConfig
+from kitforge.core.nn.context import Context, DocumentAttend, dropout
+from kitforge.core.nn.stack import Stack
 from kitforge.foundation.config import check, check_counts
 from kitforge.foundation.dtype import WeightDtype
 from kitforge.foundation.errors import ModelError
@@ -97,7 +93,7 @@ class PatchEmbedding(nn.Module):
 
 
 @final
-class VisionTransformer(nn.Module):
+class VisionTransformer(Stack):
     """Images [B, C, H, W] -> logits [B, labels] of the class token."""
 
     def __init__(self, config: VisionFamily, kernels: Kernels = REFERENCE) -> None:
@@ -113,32 +109,24 @@ class VisionTransformer(nn.Module):
         self.patches = PatchEmbedding(dim, shape.num_channels, shape.patch_size)
         self.class_token = nn.Parameter(torch.empty(1, 1, dim))
         self.position = nn.Parameter(torch.empty(1, num_patches + 1, dim))
-        self.blocks = nn.ModuleList(Block(each, layer, kernels) for layer, each in enumerate(shape.blocks))
-        self.norm = Norm(block.norm, dim, block.norm_eps, kernels)
+        self.add_blocks(shape.blocks, kernels)
         self.classifier = nn.Linear(dim, shape.num_labels, device=self.position.device)
-        self.recompute = False
+        self.length = num_patches + 1
         self._rate = shape.dropout
-        self._run: list[Callable[..., Tensor]] | None = None
 
-    def hidden(self, images: Tensor, context: Context | None = None) -> Tensor:
-        """Normalized output [B, N, dim] of the last block; the class token comes first. Raises ModelError for images of
-        another size."""
-        if tuple(images.shape[1:]) != self.input_shape:
-            raise ModelError("images of another size", got=list(images.shape[1:]), expected=list(self.input_shape))
-        noise: DropoutKey | None = None if context is None else context.dropout
-        own = Context(attend=DocumentAttend(), dropout=noise)
-        patches = self.patches(images)
+    def hidden(self, input: Tensor, context: Context | None = None) -> Tensor:
+        """Normalized output [B, N, dim] of the last block for images; the class token comes first. Of a context only
+        the dropout is read. Raises ModelError for images of another size."""
+        if tuple(input.shape[1:]) != self.input_shape:
+            raise ModelError("images of another size", got=list(input.shape[1:]), expected=list(self.input_shape))
+        noise = None if context is None else context.dropout
+        return super().hidden(input, Context(attend=DocumentAttend(), dropout=noise))
+
+    def embed(self, input: Tensor, context: Context) -> Tensor:
+        """The stream [B, N, dim] of images into the first block."""
+        patches = self.patches(input)
         stream = torch.cat([self.class_token.to(patches.dtype).expand(patches.shape[0], -1, -1), patches], dim=1)
-        stream = dropout(stream + self.position, self._rate, "embedding", noise)
-        for block in self._run or self.blocks:
-            if self.recompute and torch.is_grad_enabled():
-                stream = checkpoint(
-                    block, stream, PositionEncoding(), own, use_reentrant=False, preserve_rng_state=False
-                )
-            else:
-                stream = block(stream, PositionEncoding(), own)
-        hidden: Tensor = self.norm(stream)
-        return hidden
+        return dropout(stream + self.position, self._rate, "embedding", context.dropout)
 
     def logits(self, images: Tensor, context: Context | None = None) -> Tensor:
         """Logits [B, labels], in fp32 at least."""
@@ -148,12 +136,3 @@ class VisionTransformer(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """Logits [B, labels]."""
         return self.logits(images)
-
-    def compile_blocks(self) -> None:
-        """Compile each block with torch.compile (level O2), over the same weights."""
-        compiling.make_room()
-        self._run = [torch.compile(block, dynamic=False) for block in self.blocks]
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Compiled blocks are not pickled."""
-        return {**self.__dict__, "_run": None}

@@ -23,7 +23,7 @@ from kitforge.core.nn.causal_lm import Shardable
 from kitforge.core.nn.context import Context, DropoutShard
 from kitforge.core.nn.linear import Linear
 from kitforge.core.nn.lora import LowRank, owner_of
-from kitforge.core.nn.vision import VisionTransformer
+from kitforge.core.nn.stack import Stack
 from kitforge.core.parallel import collectives
 from kitforge.core.parallel.layout import Layout
 from kitforge.core.parallel.mesh import Mesh
@@ -42,8 +42,9 @@ class SequenceLayout:
         self.is_sharded = mesh.degrees.sequence_parallel
         self._may_shard = mesh.degrees.sequence_parallel
 
-    def begin(self, length: int) -> None:
-        """Set the layout for a forward pass over sequences of that length."""
+    def begin(self, length: int, context: Context) -> Context:
+        """Set the layout for a forward pass over sequences of that length, whose context gets this rank's part of the
+        dropout masks."""
         self.is_sharded = self._may_shard and length % self.degree == 0
         if self._may_shard and not self.is_sharded and torch.is_grad_enabled():
             raise ModelError(
@@ -51,6 +52,9 @@ class SequenceLayout:
                 got=f"{length} tokens, parallel.tensor={self.degree}",
                 fix="choose such a data.sequence_length, or parallel.sequence_parallel=false",
             )
+        if context.dropout is None:
+            return context
+        return dataclasses.replace(context, dropout=dataclasses.replace(context.dropout, shard=self.dropout_shard()))
 
     def redistribute(self, kind: Redistribute, input: Tensor) -> Tensor:
         """Redistribute the residuals by a rule."""
@@ -97,10 +101,10 @@ class TensorParallelModel:
             if isinstance(module, Attention):
                 module.first_head = self.stream.index * (module.config.num_heads // self.stream.degree)
         for name, module in model.named_modules():
+            if isinstance(module, Stack):
+                module.begin = self.stream.begin
             if isinstance(module, Shardable):
                 _wrap_language_model(module, self, f"{name}." if name else "")
-            elif isinstance(module, VisionTransformer):
-                _wrap_vision(module, self.stream)
 
     def partial_gradients(self) -> list[str]:
         """Names of the parameters whose gradients are summed over the axis."""
@@ -153,25 +157,6 @@ def _wrap(module: nn.Module, rule: ShardingRule, stream: SequenceLayout, first_r
     module.forward = forward
 
 
-def _wrap_vision(model: VisionTransformer, stream: SequenceLayout) -> None:
-    """A pass over images begins in `hidden`."""
-    hidden = model.hidden
-
-    def sharded_hidden(images: Tensor, context: Context | None = None) -> Tensor:
-        return hidden(images, _with_shard(context, stream))
-
-    model.__dict__["hidden"] = sharded_hidden
-
-
-def _with_shard(context: Context | None, stream: SequenceLayout) -> Context:
-    """The context with this rank's part of the dropout masks."""
-    context = Context() if context is None else context
-    if context.dropout is None:
-        return context
-    noise = dataclasses.replace(context.dropout, shard=stream.dropout_shard())
-    return dataclasses.replace(context, dropout=noise)
-
-
 def _product(module: nn.Linear) -> Callable[[Tensor], Tensor]:
     return lambda input: functional.linear(input, module.weight)
 
@@ -192,8 +177,8 @@ def _lookup(module: nn.Embedding, first_row: int) -> Callable[[Tensor], Tensor]:
 
 
 def _wrap_language_model(model: Shardable, split: TensorParallelModel, prefix: str) -> None:
-    """The ends of a language model: passes begin in `hidden`, logits and losses end in the cut vocabulary. `prefix`
-    stands before the names of its parameters.
+    """The end of a language model: logits and losses are of a sharded vocabulary. `prefix` stands before the names of
+    its parameters.
 
     Whoever takes a loss of hidden states or of logits takes the same one on every rank, so both arrive whole, each with
     the whole of its gradient. Only what the cut vocabulary makes of hidden states is a part, and is summed there.
@@ -206,11 +191,7 @@ def _wrap_language_model(model: Shardable, split: TensorParallelModel, prefix: s
         max_rows=widest,
         gather=lambda values: collectives.all_gather(values.unsqueeze(0), stream.group, 0),
     )
-    hidden, head = model.hidden, model.head
-
-    def sharded_hidden(tokens: Tensor, context: Context | None = None) -> Tensor:
-        stream.begin(tokens.shape[1])
-        return hidden(tokens, _with_shard(context, stream))
+    head = model.head
 
     def whole_logits(hidden: Tensor) -> Tensor:
         logits = head(collectives.copy_to_group(hidden, stream.group))
@@ -229,6 +210,5 @@ def _wrap_language_model(model: Shardable, split: TensorParallelModel, prefix: s
         return kernels.linear_log_probs(hidden, *operands, shard=vocab, **options)
 
     # Set past nn.Module's own bookkeeping, which takes attributes for modules and parameters.
-    model.__dict__["hidden"] = sharded_hidden
     model.__dict__["head"] = whole_logits
     model.kernels = dataclasses.replace(model.kernels, linear_cross_entropy=loss, linear_log_probs=log_probs)

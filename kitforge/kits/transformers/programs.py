@@ -175,7 +175,7 @@ class DecoderProgram(nn.Module):
             given.states = source
         start = past[0].shape[2] if past else 0
         attend = MaskedAttend(input_ids.new_ones(input_ids.shape[0], start + length), length, past)
-        logits = network.head(network.decode(input_ids, start, Context(attend=attend, source=given)))
+        logits = network(input_ids, Context(attend=attend, source=given, past=start))
         present = attend.present
         if not self._has_past:
             pairs = zip(present[::2], present[1::2], given.keys.values(), strict=True)

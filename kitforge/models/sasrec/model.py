@@ -12,12 +12,11 @@ from torch.nn import functional
 
 from kitforge.core.kernels.dispatch import REFERENCE, Kernels
 from kitforge.core.nn.attention import AttentionConfig
-from kitforge.core.nn.block import Block, BlockConfig
+from kitforge.core.nn.block import BlockConfig
 from kitforge.core.nn.context import Context, DropoutKey, dropout
 from kitforge.core.nn.embedding_spec import EmbeddingLookup, RecommenderConfig, SampleShape
 from kitforge.core.nn.mlp import MLPConfig
-from kitforge.core.nn.norm import Norm
-from kitforge.core.nn.positions import PositionEncoding
+from kitforge.core.nn.stack import Stack
 from kitforge.foundation.config import check
 from kitforge.foundation.errors import ConfigError
 
@@ -88,7 +87,7 @@ class SASRecConfig(RecommenderConfig):
 
 
 @final
-class SASRec(nn.Module):
+class SASRec(Stack):
     """Hidden states [B, L, dim] of item embeddings [B, L, dim]; the dot product of a state with an item's embedding is
     the logit of that item coming next. The layers are the shared block; the paper's normalise queries only.
 
@@ -101,8 +100,7 @@ class SASRec(nn.Module):
         config.items(shape)
         self.config = config
         self.position = nn.Embedding(config.max_length, config.dim)
-        self.blocks = nn.ModuleList(Block(config.block(), layer, kernels) for layer in range(config.num_layers))
-        self.norm = Norm("layer", config.dim, NORM_EPS, kernels)
+        self.add_blocks((config.block(),) * config.num_layers, kernels)
 
     def forward(self, items: Tensor, lengths: Tensor, noise: DropoutKey | None = None) -> Tensor:
         """Hidden states; positions beyond `lengths` [B] change nothing before them.
@@ -120,23 +118,20 @@ class SASRec(nn.Module):
             rows = (width_of == width).nonzero().squeeze(1)
             samples = () if noise is None else tuple(noise.samples[row] for row in rows.tolist())
             of_rows = None if noise is None else replace(noise, samples=samples)
-            states = self._states(items[rows, :width], lengths[rows], of_rows)
+            context = Context(lengths=lengths[rows].unsqueeze(1), dropout=of_rows)
+            states = self.hidden(items[rows, :width], context).float()
             parts.append(functional.pad(states, (0, 0, 0, longest - width)))
             order.append(rows)
         return torch.cat(parts)[torch.cat(order).argsort()]
 
-    def _states(self, items: Tensor, lengths: Tensor, noise: DropoutKey | None) -> Tensor:
-        length = items.shape[1]
-        positions = torch.arange(length, device=items.device)
-        padding = positions >= lengths.unsqueeze(1)
-        from_end = (lengths.unsqueeze(1) - 1 - positions).clamp(min=0)
-        stream = items.masked_fill(padding.unsqueeze(2), 0.0) * self.config.dim**0.5 + self.position(from_end)
-        context = Context(dropout=noise)
-        stream = dropout(stream, self.config.dropout, "items", noise)
-        for block in self.blocks:
-            stream = block(stream, PositionEncoding(), context)
-        states: Tensor = self.norm(stream).float()
-        return states
+    def embed(self, input: Tensor, context: Context) -> Tensor:
+        """The stream of items [B, L, dim] into the first block; the context tells the lengths of the histories."""
+        positions, lengths = torch.arange(input.shape[1], device=input.device), context.lengths
+        assert lengths is not None
+        from_end = (lengths - 1 - positions).clamp(min=0)
+        known = input.masked_fill((positions >= lengths).unsqueeze(2), 0.0)
+        stream = known * self.config.dim**0.5 + self.position(from_end)
+        return dropout(stream, self.config.dropout, "items", context.dropout)
 
     def last(self, states: Tensor, lengths: Tensor) -> Tensor:
         """The last states [B, dim] of histories that are not empty."""

@@ -16,6 +16,7 @@ from kitforge.core.nn.decoder import Decoder
 from kitforge.core.nn.linear import Linear
 from kitforge.core.nn.mlp import MLP, MLPConfig
 from kitforge.core.nn.quantized import quantized_copy
+from kitforge.foundation.errors import ModelError
 from tests.core.kernels.comparison import relative
 from tests.core.nn.networks import CONFIGS, PANGU_ALPHA, VOCAB, build
 
@@ -134,8 +135,6 @@ def test_others_are_asked_module_by_module_from_the_start() -> None:
     for block in other.blocks:
         block.mlp = MLP(MLPConfig(dim=24, hidden_dim=32, kind="relu"), other.kernels)  # type: ignore[union-attr]
     assert step(single(other), tokens[:, 0], 0) is None
-    topped = build(replace(PANGU_ALPHA, activation="gelu_tanh"), dtype=torch.float32)
-    assert step(single(topped), tokens[:, 0], 0) is None
     rounded = build(CONFIGS["glm"], dtype=torch.float32)
     for module in rounded.modules():
         if isinstance(module, Linear):
@@ -143,6 +142,41 @@ def test_others_are_asked_module_by_module_from_the_start() -> None:
     assert step(single(rounded), tokens[:, 0], 0) is None
     model.blocks[1] = build(replace(CONFIGS["llama"], mlp_dim=40), dtype=torch.float32).blocks[1]
     assert step(single(model), tokens[:, 0], 0) is None
+
+
+@pytest.mark.parametrize("place", ["", "embedding", "blocks", "blocks.0", "blocks.1.attention", "blocks.1.mlp.up"])
+@pytest.mark.parametrize("layer", [nn.Linear(24, 24), nn.Tanh()], ids=["with weights", "without weights"])
+@torch.no_grad()
+def test_a_layer_that_the_step_does_not_read_is_not_skipped(place: str, layer: nn.Module) -> None:
+    model, tokens = build(CONFIGS["llama"], dtype=torch.float32), texts()
+    assert step(single(model), tokens[:, 0], 0) is not None
+    model.get_submodule(place).add_module("another", layer)
+    assert step(single(model), tokens[:, 0], 0) is None
+
+
+@torch.no_grad()
+def test_a_query_layer_is_not_skipped() -> None:
+    topped = build(replace(PANGU_ALPHA, activation="gelu_tanh"), dtype=torch.float32)
+    assert step(single(topped), texts()[:, 0], 0) is None
+
+
+@pytest.mark.parametrize("name", ["norm", "blocks.0", "blocks.1.attention", "blocks.0.mlp", "blocks.1.mlp.down"])
+@torch.no_grad()
+def test_a_layer_of_another_kind_is_not_computed_as_the_usual_one(name: str) -> None:
+    model, tokens = build(CONFIGS["llama"], dtype=torch.float32), texts()
+    model.set_submodule(name, nn.Identity())
+    assert step(single(model), tokens[:, 0], 0) is None
+
+
+@torch.no_grad()
+def test_a_stack_without_some_of_its_blocks_is_not_taken_for_a_whole_one() -> None:
+    model, tokens = build(CONFIGS["llama"], dtype=torch.float32), texts()
+    names = [name for name in model.state_dict() if not name.startswith("blocks.0.")]
+    model.blocks._modules["0"] = None
+    assert list(model.state_dict()) == names
+    assert step(single(model), tokens[:, 0], 0) is None
+    with pytest.raises(ModelError, match="blocks.0"):
+        model(tokens)
 
 
 def scale(model: Decoder) -> None:

@@ -1,0 +1,121 @@
+"""A stack of blocks, and what stands before and after it: the one place that runs, recomputes and compiles blocks.
+
+B batch, T length.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from kitforge.core.kernels.dispatch import Kernels
+from kitforge.core.nn.block import Block, BlockConfig
+from kitforge.core.nn.context import CausalAttend, Context, DocumentAttend
+from kitforge.core.nn.norm import Norm
+from kitforge.core.nn.positions import PositionEncoding
+from kitforge.foundation.errors import ModelError
+
+# A run compiles blocks for training and evaluation, with one document in a row and several, for full and last batches,
+# with a window and without: at most 16 graphs. torch's default limit is 8.
+_GRAPHS = 32
+
+
+class Stack(nn.Module, ABC):
+    """A pass is `leave(run(embed(input)))`. A block that is absent on a rank is None at its own index, so that the
+    others keep their names."""
+
+    norm: nn.Module
+    recompute = False  # activation checkpointing: a block's activations are recomputed in the backward pass
+    # Called first in each pass with the length of the stream; set by `core.parallel`.
+    begin: Callable[[int, Context], Context] | None = None
+    length: int | None = None  # of every stream; None: of the input [B, T]
+    _compiled: list[Callable[..., Tensor] | None] | None = None
+
+    def add_blocks(self, blocks: tuple[BlockConfig, ...], kernels: Kernels, name: str = "") -> None:
+        """Add the blocks and the norm; parameters are in the order of the calls. `name` is that of `Block`."""
+        first = blocks[0]
+        self.blocks = nn.ModuleList(Block(each, layer, kernels, name) for layer, each in enumerate(blocks))
+        # A query layer has the last norm before it.
+        has_norm = blocks[-1].query_positions is None
+        self.norm = Norm(first.norm, first.attention.dim, first.norm_eps, kernels) if has_norm else nn.Identity()
+        self._head_dim = first.attention.head_dim
+        self._windows = list(dict.fromkeys(each.attention.window for each in blocks))
+
+    @abstractmethod
+    def embed(self, input: Tensor, context: Context) -> Tensor:
+        """The stream [B, T, dim] into the first block, for an input such as tokens [B, T]."""
+
+    def encode_positions(self, input: Tensor, context: Context) -> PositionEncoding:
+        """The positions of an input, for the attention of all blocks. Default: the stream tells them apart."""
+        return PositionEncoding()
+
+    def run(self, stream: Tensor, encoding: PositionEncoding, context: Context, layers: range | None = None) -> Tensor:
+        """The stream [B, T, dim] after those of the blocks, by default all. Raises ModelError for an absent block."""
+        # With a cache each token would be a shape of its own to torch.compile.
+        has_cache = not isinstance(context.attend, (CausalAttend, DocumentAttend))
+        blocks = list(self.blocks) if has_cache or self._compiled is None else self._compiled
+        for layer in range(len(blocks)) if layers is None else layers:
+            block = blocks[layer]
+            if block is None:
+                raise ModelError("a block is not on this rank", got=f"blocks.{layer}", expected="layers of this rank")
+            if self.recompute and torch.is_grad_enabled():
+                stream = checkpoint(block, stream, encoding, context, use_reentrant=False, preserve_rng_state=False)
+            else:
+                stream = block(stream, encoding, context)
+        return stream
+
+    def leave(self, stream: Tensor, context: Context) -> Tensor:
+        """The normalized output [B, T, dim] of the last block's stream."""
+        hidden: Tensor = self.norm(stream)
+        return hidden
+
+    def hidden(self, input: Tensor, context: Context | None = None) -> Tensor:
+        """Normalized output [B, T, dim] of the last block for an input such as tokens [B, T]."""
+        context = Context() if context is None else context
+        length = input.shape[1] if self.length is None else self.length
+        if self.begin is not None:
+            context = self.begin(length, context)
+        stream, encoding = self.embed(input, context), self.encode_positions(input, context)
+        if isinstance(context.attend, CausalAttend):
+            context.attend.prepare(stream, length, self._windows, self._head_dim)
+        return self.leave(self.run(stream, encoding, context), context)
+
+    def compile_blocks(self) -> None:
+        """Compile each block with torch.compile (level O2), over the same weights."""
+        _make_room()
+        self._compiled = [block and torch.compile(block, dynamic=False) for block in self.blocks]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Compiled blocks are not pickled."""
+        return {**self.__dict__, "_compiled": None}
+
+
+def _make_room() -> None:
+    """Raise the recompile limit of torch.compile to `_GRAPHS`, and warn the user when that is reached."""
+    options = torch._dynamo.config
+    options.recompile_limit = max(options.recompile_limit, _GRAPHS)
+    log = logging.getLogger("torch._dynamo.convert_frame")
+    if not any(isinstance(each, _LimitNotice) for each in log.filters):
+        log.addFilter(_LimitNotice())
+
+
+@final
+class _LimitNotice(logging.Filter):
+    """Turns torch's log record of the limit into a warning."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Let every record pass."""
+        if "recompile_limit" in record.getMessage():
+            warnings.warn(
+                "compile_level=O2: torch has reached its limit of compiled graphs of a block, and runs every further "
+                "shape of batch uncompiled. Give all batches one shape, or train with compile_level=O1.",
+                stacklevel=2,
+            )
+        return True
