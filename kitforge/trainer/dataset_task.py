@@ -70,10 +70,8 @@ class DatasetTask(Task, ABC):
         """Samples of each source of a mixture so far."""
         return {} if self._schedule.mixture is None else self._schedule.mixture.metrics(samples)
 
-    def dropout_key(self, model: nn.Module, micro_batch: MicroBatch) -> DropoutKey | None:
-        """The key of a training micro-batch; None in evaluation."""
-        if not model.training:
-            return None
+    def dropout_key(self, micro_batch: MicroBatch) -> DropoutKey:
+        """The key of a training micro-batch."""
         samples = tuple(micro_batch["samples"].tolist())
         return DropoutKey(seed=self._run_options.seed, step=micro_batch["step"], samples=samples)
 

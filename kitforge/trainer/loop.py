@@ -6,6 +6,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -15,6 +16,7 @@ from kitforge.core.checkpoint.load import Checkpoint, newest, open_checkpoint
 from kitforge.core.checkpoint.manifest import step_folder
 from kitforge.core.optim.build import build_optimizer
 from kitforge.core.optim.schedules import Plateau, lr_scale
+from kitforge.core.parallel.micro_batches import run_micro_batches
 from kitforge.core.parallel.parallelize import parallel_model_of
 from kitforge.core.parallel.rank_errors import describe_error
 from kitforge.core.parallel.world import World
@@ -256,17 +258,9 @@ class Loop:
 
     def _accumulate(self, step: Sequence[MicroBatch], counts: Sums) -> Sums:
         """Gradients of loss / count, summed over the micro-batches; returns the sums by name."""
-        totals: Sums = {}
         weight = self.state.scaler.scale / max(float(counts["loss"]), 1.0)
-        for number, micro_batch in enumerate(step, start=1):
-            self._parallel.micro_batch(is_last=number == len(step))
-            with autocast(self.world.device, self._run_options.precision):
-                sums = self.task.loss(self.model, micro_batch)
-            torch.autograd.backward(sums["loss"] * weight)
-            for name, value in sums.items():
-                totals[name] = totals[name] + value.detach() if name in totals else value.detach()
-        self._parallel.reduce_gradients()
-        return totals
+        precision = partial(autocast, self.world.device, self._run_options.precision)
+        return run_micro_batches(self._parallel, self.task, step, weight, precision)
 
     def _handle_skip(self, norm: float) -> None:
         state = self.state

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from kitforge.core.optim.groups import ParameterGroup, decay_groups
+from kitforge.core.parallel.micro_batches import Losses
 from kitforge.core.parallel.world import World
 from kitforge.data.schedule import BatchSchedule
 from kitforge.foundation.types import Cursor, MicroBatch, Sums
@@ -33,8 +34,9 @@ class BestMetric:
     mode: Literal["min", "max"]
 
 
-class Task(ABC):
-    """A network, its data and its loss. Three methods are abstract; the others have defaults.
+class Task(Losses, ABC):
+    """A network, its data and its loss: `build`, `steps`, and either `loss` or `inputs` and `loss_of`. The other
+    methods have defaults.
 
     The loop divides sums by counts: `loss` returns sums over a micro-batch, `count` the denominators of a whole step,
     known before its first forward pass. So k micro-batches equal one batch exactly.
@@ -48,10 +50,6 @@ class Task(ABC):
     def steps(self, model: nn.Module, cursor: Cursor) -> Iterator[list[MicroBatch]]:
         """The micro-batches of each step from `cursor` on, on any device, until the data end. A step without
         micro-batches (on all ranks) is counted as skipped."""
-
-    @abstractmethod
-    def loss(self, model: nn.Module, micro_batch: MicroBatch) -> Sums:
-        """Sums over the micro-batch: "loss", which is differentiated, and further metrics by name."""
 
     def count(self, step: Sequence[MicroBatch]) -> Sums:
         """Denominators of the step by name. "loss" is also that of sums without their own; "samples" and "tokens"

@@ -216,6 +216,7 @@ class Context:
     dropout: DropoutKey | None = None  # None: no dropout
     source: EncoderInput | None = None  # of a decoder with an encoder
     past: int = 0  # the positions before these tokens that a cache holds, as a relative bias counts them
+    loss_weight: float | None = None  # the factor of the loss in the backward pass, for layers with losses of their own
 
     def __post_init__(self) -> None:
         # Plain causal attention does not know the documents, which must be isolated.

@@ -153,7 +153,8 @@ class ClassifierTask(RowTask, ABC):
 
     def loss(self, model: nn.Module, micro_batch: MicroBatch) -> Sums:
         """The sums of cross entropies and of right answers, or of squared errors."""
-        logits, labels, weights = self.logits(model, micro_batch, self.dropout_key(model, micro_batch))
+        noise = self.dropout_key(micro_batch) if model.training else None
+        logits, labels, weights = self.logits(model, micro_batch, noise)
         if self.problem_type == "regression":
             return {"loss": (squared_errors(logits, labels) * weights).sum()}
         losses, right = losses_of(logits, labels), rightness(logits.detach(), labels).to(weights)

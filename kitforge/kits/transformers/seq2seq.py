@@ -248,7 +248,7 @@ class Seq2SeqTask(RowTask):
 
     def loss(self, model: nn.Module, micro_batch: MicroBatch) -> Sums:
         """The sum of cross entropies."""
-        return {"loss": self._loss(model, micro_batch, self.dropout_key(model, micro_batch))}
+        return {"loss": self._loss(model, micro_batch, self.dropout_key(micro_batch) if model.training else None)}
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """eval/loss, a mean over all target tokens, and BLEU or ROUGE of generated targets."""

@@ -78,14 +78,16 @@ class TextGenerationTask(DatasetTask):
         samples = sum((micro_batch["samples"] != NO_SAMPLE).sum() for micro_batch in step)
         return {"loss": torch.as_tensor(valid), "samples": torch.as_tensor(samples), "tokens": torch.as_tensor(valid)}
 
-    def loss(self, model: nn.Module, micro_batch: MicroBatch) -> Sums:
+    def inputs(self, micro_batch: MicroBatch) -> tuple[Tensor, Context]:
+        """The tokens, and the documents that share a row."""
+        noise, device = self.dropout_key(micro_batch), self._world.device
+        context = Context.packed(micro_batch["positions"], micro_batch.get("documents"), noise, device)
+        return copy_to(micro_batch["tokens"], device), context
+
+    def loss_of(self, model: nn.Module, hidden: Tensor, micro_batch: MicroBatch) -> Sums:
         """The sum of cross entropies over the valid targets."""
         network = cast(CausalLM, model)
-        device = network.head_weight.device
-        noise = self.dropout_key(model, micro_batch)
-        context = Context.packed(micro_batch["positions"], micro_batch.get("documents"), noise, device)
-        hidden = network.hidden(copy_to(micro_batch["tokens"], device), context)
-        targets = copy_to(micro_batch["targets"], device).flatten()
+        targets = copy_to(micro_batch["targets"], hidden.device).flatten()
         return {"loss": network.kernels.linear_cross_entropy(hidden.flatten(0, 1), network.head_weight, targets)}
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:

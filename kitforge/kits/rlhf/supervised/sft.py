@@ -43,16 +43,17 @@ class SFTTask(ExampleTask[SFTOptions, TokenizedExample]):
         samples = torch.tensor(sum(int(micro_batch["members"].sum()) for micro_batch in step))
         return {"loss": num_trained, "samples": samples, "tokens": num_trained, "input_tokens": input_tokens(step)}
 
-    def loss(self, model: nn.Module, micro_batch: MicroBatch) -> Sums:
+    def inputs(self, micro_batch: MicroBatch) -> tuple[Tensor, Context]:
+        """The tokens, and the responses that share a row."""
+        indices, device = tuple(micro_batch["places"].tolist()), self._world.device
+        noise = DropoutKey(seed=self._options.seed, step=micro_batch["step"], samples=indices)
+        context = Context.packed(micro_batch["positions"], micro_batch.get("documents"), noise, device)
+        return copy_to(micro_batch["tokens"], device), context
+
+    def loss_of(self, model: nn.Module, hidden: Tensor, micro_batch: MicroBatch) -> Sums:
         """The sum of cross-entropies over the trained tokens."""
         network = cast(CausalLM, model)
-        device = network.head_weight.device
-        indices = tuple(micro_batch["places"].tolist())
-        noise = DropoutKey(seed=self._options.seed, step=micro_batch["step"], samples=indices)
-        documents, dropout = micro_batch.get("documents"), noise if model.training else None
-        context = Context.packed(micro_batch["positions"], documents, dropout, device)
-        hidden = network.hidden(copy_to(micro_batch["tokens"], device), context)
-        targets = copy_to(micro_batch["targets"], device).flatten()
+        targets = copy_to(micro_batch["targets"], hidden.device).flatten()
         return {"loss": network.kernels.linear_cross_entropy(hidden.flatten(0, 1), network.head_weight, targets)}
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:

@@ -1,0 +1,65 @@
+"""The micro-batches of a training step: a forward and a backward pass of each, and the sums of their losses."""
+
+from __future__ import annotations
+
+from abc import ABC
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from kitforge.core.nn.causal_lm import CausalLM
+from kitforge.core.nn.context import Context
+from kitforge.core.parallel.parallelize import ParallelModel
+from kitforge.foundation.errors import TrainingError
+from kitforge.foundation.types import MicroBatch, Sums
+
+
+class Losses(ABC):  # noqa: B024 (a task gives one method or two)
+    """The losses of micro-batches: `loss`, or `inputs` and `loss_of`, so that the network between these two may be on
+    other ranks."""
+
+    def inputs(self, micro_batch: MicroBatch) -> tuple[Tensor, Context]:
+        """The tokens and the context for `hidden` of the network; in evaluation its dropout is left out."""
+        raise TrainingError(f"{type(self).__name__} gives no loss", fix="define loss, or inputs and loss_of")
+
+    def loss_of(self, model: nn.Module, hidden: Tensor, micro_batch: MicroBatch) -> Sums:
+        """`loss` of the hidden states of `inputs`."""
+        raise TrainingError(f"{type(self).__name__} gives no loss of hidden states", fix="define loss_of, or loss")
+
+    def loss(self, model: nn.Module, micro_batch: MicroBatch) -> Sums:
+        """Sums over the micro-batch: "loss", which is differentiated, and further metrics by name. Default: `loss_of`
+        the hidden states of `inputs`."""
+        return composed_loss(self, model, micro_batch)
+
+
+def composed_loss(task: Losses, model: nn.Module, micro_batch: MicroBatch, weight: float | None = None) -> Sums:
+    """`loss_of` the hidden states of `inputs`; layers see the weight of the loss in their context."""
+    tokens, context = task.inputs(micro_batch)
+    noise = context.dropout if model.training else None
+    hidden = cast(CausalLM, model).hidden(tokens, replace(context, dropout=noise, loss_weight=weight))
+    return task.loss_of(model, hidden, micro_batch)
+
+
+def run_micro_batches(
+    parallel: ParallelModel,
+    task: Losses,
+    step: Sequence[MicroBatch],
+    weight: float,
+    autocast: Callable[[], AbstractContextManager[Any]],
+) -> Sums:
+    """Gradients of loss * weight, summed over the micro-batches and the ranks; returns this rank's sums by name."""
+    totals, model = Sums(), parallel.model
+    is_composed = getattr(task.loss, "__func__", None) is Losses.loss
+    for number, micro_batch in enumerate(step, start=1):
+        parallel.micro_batch(is_last=number == len(step))
+        with autocast():
+            sums = composed_loss(task, model, micro_batch, weight) if is_composed else task.loss(model, micro_batch)
+        torch.autograd.backward(sums["loss"] * weight)
+        for name, value in sums.items():
+            totals[name] = totals[name] + value.detach() if name in totals else value.detach()
+    parallel.reduce_gradients()
+    return totals
