@@ -1,6 +1,7 @@
 """What every test shares: repeatable examples from Hypothesis, a skip where there is no accelerator, one small run,
 and a shell that starts at once."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -15,7 +16,7 @@ if not torch.accelerator.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 from tests.small_run import write_run
-from tests.warm.shell import run, warm
+from tests.warm.shell import CLIENT, run, warm
 
 __all__ = ["run", "warm"]
 
@@ -25,6 +26,9 @@ settings.load_profile("kitforge")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if isinstance(item, pytest.Function) and _is_to_run_alone(item):
+            item.fixturenames.append("warm")
     if torch.accelerator.is_available():
         return
     for item in items:
@@ -32,12 +36,31 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="no accelerator here"))
 
 
+def pytest_collection_finish() -> None:
+    """What collection has made stays until the end: a look for garbage among it takes most of a second, and a forked
+    rank that looks makes all of it its own."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    """Libraries that count at the end what is left find it freed."""
+    gc.unfreeze()
+
+
+def _is_to_run_alone(item: pytest.Item) -> bool:
+    return item.get_closest_marker("alone") is not None and "KITFORGE_TEST_ALONE" not in os.environ
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """A test that is marked `alone` runs in a process that ran nothing else."""
-    if pyfuncitem.get_closest_marker("alone") is None or "KITFORGE_TEST_ALONE" in os.environ:
+    """A test that is marked `alone` runs in a process that ran nothing else, a copy of the one that has torch."""
+    if not _is_to_run_alone(pyfuncitem):
         return None
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", pyfuncitem.nodeid]
+    # The process holds modules in whose assertions pytest can no longer look.
+    ignored = ["-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning"]
+    pytest_alone = ["-m", "pytest", "-q", "-p", "no:cacheprovider", *ignored, pyfuncitem.nodeid]
+    command = [sys.executable, "-S", "-E", str(CLIENT), str(pyfuncitem.funcargs["warm"]), *pytest_alone]
     environment = {**os.environ, "KITFORGE_TEST_ALONE": "1"}
     done = subprocess.run(
         command, cwd=pyfuncitem.config.rootpath, env=environment, capture_output=True, text=True, check=False
