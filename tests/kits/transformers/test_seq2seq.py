@@ -218,6 +218,7 @@ def test_frozen_parameters_stay_as_they_are(tmp_path: Path) -> None:
     assert frozen == {name for name in before if name.startswith("encoder.")}
 
 
+@pytest.mark.slow
 def test_python_trains_evaluates_and_predicts_in_a_few_lines(tmp_path: Path) -> None:
     start = base(tmp_path / "base")
     short = {"trainer.max_steps": 2, "trainer.progress": False, "device": "cpu", "data.eval_texts": 2}
@@ -232,6 +233,7 @@ def test_python_trains_evaluates_and_predicts_in_a_few_lines(tmp_path: Path) -> 
     assert Trainer("summarization", first, rows(), options=options).train().metrics
 
 
+@pytest.mark.slow
 def test_the_command_line_trains_evaluates_and_writes_a_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
