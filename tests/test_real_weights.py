@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -39,6 +40,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
+@pytest.fixture(scope="module")
+def theirs(folder: Path) -> Any:
+    """The network of transformers, read from that folder."""
+    return transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+
+
 def chat(run: Run, folder: Path, lines: str) -> list[str]:
     """The replies of the terminal's chat to those lines."""
     options = "checkpoint=smollm2 temperature=0 max_new_tokens=30"
@@ -52,9 +59,8 @@ def test_the_capital_of_france_is_paris_by_the_command_of_the_readme(run: Run, t
 
 
 def test_a_second_question_is_answered_as_transformers_answers_the_whole_chat(
-    folder: Path, run: Run, tmp_path: Path
+    folder: Path, theirs: Any, run: Run, tmp_path: Path
 ) -> None:
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     replies = chat(run, tmp_path, "What is the capital of France?\nAnd of Italy?\n")
     messages = [
@@ -67,22 +73,20 @@ def test_a_second_question_is_answered_as_transformers_answers_the_whole_chat(
     assert replies[1] == tokenizer.decode(found[0, asked["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
-def test_transformers_computes_the_same_on_the_exported_folder_and_on_the_file(folder: Path) -> None:
+def test_transformers_computes_the_same_on_the_exported_folder_and_on_the_file(theirs: Any) -> None:
     ours, tokenizer = load_model("smollm2"), load_processor("smollm2")
     file = resolve("smollm2")
-    exported = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     read = transformers.AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name).eval()
     for text in TEXTS:
         ids = torch.tensor([tokenizer.encode(text)])  # type: ignore[attr-defined]
         with torch.no_grad():
             found = ours(ids).log_softmax(-1)
-            for theirs in (exported, read):
-                assert float((theirs(ids).logits.log_softmax(-1) - found).abs().max()) < 1e-3
+            for other in (theirs, read):
+                assert float((other(ids).logits.log_softmax(-1) - found).abs().max()) < 1e-3
 
 
-def test_transformers_generates_the_same_text(folder: Path) -> None:
+def test_transformers_generates_the_same_text(folder: Path, theirs: Any) -> None:
     generate = pipeline("text_generation", model="smollm2", options=GREEDY)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     for text in TEXTS:
         ids = tokenizer(text, return_tensors="pt", add_special_tokens=False)
