@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
-import subprocess
-import sys
 from typing import Any
+
+from kitforge.cli.main import run
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
@@ -14,6 +16,6 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def _help(found: re.Match[str]) -> str:
-    command = [sys.executable, "-m", "kitforge", "train", f"task={found[1]}", "--help"]
-    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    return f"```text\n{text.rstrip()}\n```"
+    with contextlib.redirect_stdout(io.StringIO()) as text:
+        run(["train", f"task={found[1]}", "--help"])
+    return f"```text\n{text.getvalue().rstrip()}\n```"

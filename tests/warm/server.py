@@ -18,6 +18,7 @@ import select
 import shutil
 import socket
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,20 +32,31 @@ import kitforge.kits.rlhf.build
 import kitforge.kits.transformers.build
 from kitforge.core.kernels.linear.numba import linear
 from kitforge.data import standard_library
+from kitforge.data.tables.synthetic_clicks import SyntheticClicks, SyntheticClicksConfig
 from kitforge.trainer import loop
 
 __all__ = ["kitforge", "shorten"]
-SHORT_STEPS = 5
+SHORT_STEPS, MOST_STEPS = 5, 20
 SHORT_CORPUS = ("json/", "logging/")
+SHORT_LOG = 20_000
 
 
 def shorten() -> None:
-    """Let runs without a length and runs on the standard library be just long enough to show that they train."""
+    """Let runs without a length, long ones, and those on the standard library or the click log be just long enough to
+    show that they train."""
     all_files = standard_library._source_files
     standard_library._source_files = lambda folder: filter(
         lambda name: name.startswith(SHORT_CORPUS), all_files(folder)
     )
     loop.DEFAULT_MAX_STEPS = SHORT_STEPS
+    max_steps = loop._max_steps
+    loop._max_steps = lambda task, options: min(max_steps(task, options), MOST_STEPS)
+    make_log = SyntheticClicks.__init__
+
+    def make_short(log: SyntheticClicks, config: SyntheticClicksConfig, *start: int) -> None:
+        make_log(log, replace(config, num_rows=min(config.num_rows, SHORT_LOG)), *start)
+
+    setattr(SyntheticClicks, "__init__", make_short)  # noqa: B010
 
 
 def serve(path: Path) -> dict[str, Any]:
