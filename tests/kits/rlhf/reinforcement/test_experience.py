@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 import statistics
 from collections.abc import Mapping
 from pathlib import Path
@@ -203,8 +204,8 @@ OF_CRITICS: list[Choices] = [
     {"rl.whiten_rewards": True},
     {"rl.critic_warmup": 1},
 ]
-PRODUCT: list[Choices] = [
-    *(PPO | each for each in [*AXES, *OF_CRITICS]),
+ALONE: list[Choices] = [PPO | each for each in [*AXES, *OF_CRITICS]]
+PAIRS: list[Choices] = [
     *({"rl.advantage": name} | each for name in ("grpo", "dr_grpo", "rloo") for each in AXES[:12]),
     *(
         {"rl.advantage": name, "rl.filter_zero_variance_groups": True} | each
@@ -213,9 +214,12 @@ PRODUCT: list[Choices] = [
     ),
     *(PPO | one | other for one, other in itertools.islice(itertools.product(OF_CRITICS, AXES), 0, None, 17)),
 ]
+# Every option, and every fifth pair of options.
+PRODUCT = ALONE + (PAIRS if "KITFORGE_PROVE" in os.environ else PAIRS[::5])
 
 
 @pytest.mark.slow
+@pytest.mark.prove
 @pytest.mark.parametrize("part", range(12))
 def test_rounds_of_all_options_are_those_of_the_papers(part: int, tmp_path: Path) -> None:
     for number, choices in enumerate(PRODUCT[part::12]):
