@@ -68,7 +68,6 @@ def test_half_precision_weights_stay_half(peer: GetPeer, tmp_path: Path) -> None
         {"qkv_bias": True, "mlp_bias": True},
         {"out_bias": True},
         {"sliding_window": 8, "mlp_bias": True},
-        {"sliding_window": 8, "window_layers": (1,)},
         {"sliding_window": 8, "out_bias": True},
         {"qk_norm": True, "qkv_bias": True},
         {"qk_norm": True, "mlp_bias": True},

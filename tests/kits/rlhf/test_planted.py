@@ -53,8 +53,8 @@ def replace_everywhere(patch: Patch, right: Callable[..., Any], wrong: Callable[
 
 
 def bounded_scores(patch: Patch) -> None:
-    scores = ValueHeadModel._scores
-    patch.setattr(ValueHeadModel, "_scores", lambda model, hidden: scores(model, hidden).sigmoid())
+    scores = ValueHeadModel.forward
+    patch.setattr(ValueHeadModel, "forward", lambda model, *inputs: scores(model, *inputs).sigmoid())
 
 
 def ends_masked_by_number(patch: Patch) -> None:
