@@ -8,6 +8,7 @@ from math import isfinite
 from typing import Any, Literal, TypeAlias
 
 from kitforge.foundation.errors import DataError, nearest
+from kitforge.foundation.log import logger, warn_once
 
 # As transformers has it: one label of a row, any number of them, or numbers.
 ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
@@ -15,15 +16,22 @@ ProblemType = Literal["single_label_classification", "multi_label_classification
 # A number or a list of them, in a regression.
 Label: TypeAlias = str | int | float | Sequence[Any]
 _NUMBER = re.compile(r"[-+]?\d+(\.\d*)?")
+_log = logger(__name__)
+_WHOLE = re.compile(r"0|-?[1-9]\d*")  # as str(int) writes it
 
 
 def label_names(labels: Sequence[str | int]) -> tuple[str, ...]:
-    """The names of labels: numbers in their order, texts by the alphabet. 1 and "1" are one label. Raises DataError for
-    fewer than two."""
-    are_numbers = all(isinstance(each, int) for each in labels)
-    names = tuple(map(str, sorted(set(labels)))) if are_numbers else tuple(sorted(set(map(str, labels))))
+    """The names of labels: whole numbers in their order, texts by the alphabet. 1 and "1" are one label. Raises
+    DataError for fewer than two."""
+    texts = set(map(str, labels))
+    are_numbers = all(_WHOLE.fullmatch(each) for each in texts)
+    names = tuple(sorted(texts, key=int)) if are_numbers else tuple(sorted(texts))
     if len(names) < 2:
         raise DataError("the rows have one label only", got=", ".join(names), expected="two labels or more")
+    fraction = next((each for each in names if "." in each), None)
+    if fraction and all(map(_NUMBER.fullmatch, names)):
+        # As tables spell numbers.
+        warn_once(_log, f"labels such as {fraction} are taken as names; problem_type=regression learns numbers")
     return names
 
 
