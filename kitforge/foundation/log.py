@@ -76,7 +76,15 @@ class _Notes(logging.Handler):
         self.texts: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep a warning."""
+        """Keep a warning, and show it as logging does without this handler: on standard error where no other is set."""
+        self.keep(record)
+        handlers = [*logger(_PACKAGE).handlers, *logging.root.handlers]
+        notes = [each for each in handlers if isinstance(each, _Notes)]
+        if handlers == notes and notes[-1] is self and logging.lastResort is not None:
+            logging.lastResort.handle(record)
+
+    def keep(self, record: logging.LogRecord) -> None:
+        """Keep a warning that has been shown."""
         text = " ".join(sanitize(record.getMessage()).split())
         if text not in self.texts and len(self.texts) < _MOST_NOTES:
             self.texts.append(text)
@@ -102,7 +110,7 @@ def warn_once(log: logging.Logger, message: str) -> None:
     record = log.makeRecord(log.name, logging.WARNING, "", 0, message, (), None)
     for handler in logger(_PACKAGE).handlers:
         if isinstance(handler, _Notes):
-            handler.handle(record)
+            handler.keep(record)
 
 
 def log_to_terminal() -> None:
