@@ -9,6 +9,7 @@ from typing import cast, final
 import torch
 from torch import Tensor, nn
 
+from kitforge.core.kernels.fused_decode_step.reference import Places
 from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.core.nn.context import Context
 from kitforge.core.nn.decode_step import FusedDecodeStep
@@ -55,12 +56,13 @@ class ModelRunner:
         of all tokens show whether they are finite."""
         if self._cuda_graphs is not None and all(work.is_single_token and work.needs_logits for work in works):
             return self._cuda_graphs.run([work.sequence for work in works]), None
-        if not self._is_paged and all(work.is_single_token and work.needs_logits for work in works):
-            result = self._run_fused_decode(works)
-            if result is not None:
-                return result
         network = cast(CausalLM, self.model)
         device = network.head_weight.device
+        if device.type == "cpu":
+            result = self._run_fused(works)
+            if result is not None:
+                self._add_prompt_logprobs(works, result[1])
+                return result
         tokens: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
@@ -102,26 +104,36 @@ class ModelRunner:
                     logprobs += prompt_logprobs_of(network, rows, targets, num_alternatives)
             first += work.num_tokens + len(work.draft_tokens)
 
-    def _run_fused_decode(self, works: list[ScheduledTokens]) -> tuple[Tensor, Tensor] | None:
-        """`run` for single tokens of sequences with consecutive blocks, in one fused call; None where impossible."""
-        texts = [work.sequence for work in works]
-        if not all(text.is_consecutive for text in texts):
-            return None
-        tokens, positions, starts, lengths = torch.tensor(
-            [
-                [text.tokens[text.num_cached] for text in texts],
-                [text.num_cached for text in texts],
-                [text.block_table[0] * self._size for text in texts],
-                [text.num_cached + 1 for text in texts],
-            ]
+    def _run_fused(self, works: list[ScheduledTokens]) -> tuple[Tensor, Tensor] | None:
+        """`run` in one fused call; None where impossible."""
+        tokens: list[int] = []
+        positions: list[int] = []
+        starts: list[int] = []
+        rows: list[int] = []
+        slots: list[int] = []
+        for work in works:
+            sequence, first = work.sequence, work.sequence.num_cached
+            count = work.num_tokens + len(work.draft_tokens)
+            tokens += sequence.tokens[first : first + work.num_tokens]
+            tokens += work.draft_tokens
+            positions += range(first, first + count)
+            start = sequence.block_table[0] * self._size
+            if not sequence.is_consecutive:
+                start = -1 - len(slots)
+                slots += self._slots(sequence, 0, first + count)
+            starts += [start] * count
+            if work.needs_logits:
+                rows += range(len(tokens) - len(work.draft_tokens) - 1, len(tokens))
+        own, place, start_slots = torch.tensor([tokens, positions, starts])
+        places = Places(
+            starts=start_slots,
+            lengths=place + 1,
+            slots=torch.tensor(slots, dtype=torch.long),
+            rows=torch.tensor(rows, dtype=torch.long),
         )
-        max_lengths = self._max_lengths(works, tokens.device)
-        context = Context(positions=positions.unsqueeze(0), lengths=max_lengths)
-        result = self._fused_decode(tokens.unsqueeze(0), context, starts, lengths)
-        if result is None:
-            return None
-        hidden, logits = result
-        return logits, hidden
+        context = Context(positions=place.unsqueeze(0), lengths=self._max_lengths(works, own.device))
+        result = self._fused_decode(own.unsqueeze(0), context, places)
+        return None if result is None else (result[1], result[0])
 
     def _slots(self, sequence: Sequence, start: int, end: int) -> Iterable[int]:
         """The slots of positions start .. end - 1 of the sequence."""

@@ -174,8 +174,8 @@ def test_log_probabilities_are_those_of_the_trainers_forward_pass(name: str) -> 
         assert float((wanted - torch.tensor(completion.logprobs)).abs().max()) < 2e-6
 
 
-def test_decoding_steps_ask_no_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Except where a text's blocks lie apart, or its guesses are verified."""
+def test_steps_ask_no_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither for prompts, nor where a text's blocks lie apart, nor where its guesses are verified."""
     pytest.importorskip("numba")
     model, lengths = network("llama", torch.float32), []
     hidden = Decoder.hidden
@@ -185,10 +185,12 @@ def test_decoding_steps_ask_no_module(monkeypatch: pytest.MonkeyPatch) -> None:
         return hidden(own, tokens, context)
 
     monkeypatch.setattr(Decoder, "hidden", watched)
-    Engine(model).generate([[3, 1, 4], [1, 5]], SamplingOptions(max_new_tokens=9))
-    assert lengths == [5]
-    Engine(model, EngineOptions(kv_layout="paged")).generate([[3, 1, 4]], SamplingOptions(max_new_tokens=3))
-    assert lengths == [5, 3, 1, 1]
+    options = EngineOptions(kv_layout="paged", block_size=2, prompt_lookup_tokens=2)
+    for each in (EngineOptions(), options):
+        Engine(model, each).generate([[3, 1, 4], [3, 1, 4, 1, 5]], SamplingOptions(max_new_tokens=9))
+    assert lengths == []
+    Engine(network("llama", torch.float64)).generate([[3, 1, 4]], SamplingOptions(max_new_tokens=1))
+    assert lengths == [3]
 
 
 @pytest.mark.parametrize("name", CONFIGS)

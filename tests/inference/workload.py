@@ -46,7 +46,9 @@ def engine_options(chance: random.Random, model: Decoder) -> EngineOptions:
     """Any options; half of the time with so little memory that texts push one another out."""
     size = chance.choice([1, 2, 3, 4, 8])
     geometry = model.geometry
-    block = 2 * geometry.num_layers * geometry.num_kv_heads * geometry.head_dim * 8 * size
+    block = (
+        2 * geometry.num_layers * geometry.num_kv_heads * geometry.head_dim * model.head_weight.element_size() * size
+    )
     longest = -(-geometry.max_length // size)
     max_sequences = chance.choice([1, 2, 3, 5])
     return EngineOptions(

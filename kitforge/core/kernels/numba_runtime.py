@@ -232,13 +232,15 @@ def parallel_for(work: Callable[[int, int], Any], count: int, grain: int) -> lis
     return results
 
 
-def run_on_two_threads(work: Callable[[], Any]) -> None:
-    """Call `work` on this thread and on a second one if one is free. They share the work through a counter, so a late
-    one may find none left."""
-    future = _pool(os.getpid(), 1).submit(work)
+def run_on_threads(work: Callable[[], Any], count: int) -> None:
+    """Call `work` on this thread and on others, `count` in all, as far as they are free. They share the work through a
+    counter, so a late one may find none left."""
+    pool = _pool(os.getpid(), count - 1) if count > 1 else None
+    futures = [] if pool is None else [pool.submit(work) for _ in range(count - 1)]
     work()
-    if not future.cancel():
-        future.result()
+    for future in futures:
+        if not future.cancel():
+            future.result()
 
 
 @functools.cache

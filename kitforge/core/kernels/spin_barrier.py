@@ -17,7 +17,7 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from kitforge.core.kernels.numba_runtime import compiled, intrinsic, run_on_two_threads
+from kitforge.core.kernels.numba_runtime import compiled, intrinsic, run_on_threads
 from kitforge.core.kernels.threads import num_threads
 
 BYTES_PER_PHASE = 128
@@ -110,7 +110,7 @@ class ThreadAutotuner:
         is_regular = number > self.NUM_TRIALS and number % self.RETRY_INTERVAL > 0
         choice = (signature, self._uses_two_threads(signature, number))
         start = time.perf_counter()
-        run_on_two_threads(work) if choice[1] else work()
+        run_on_threads(work, 2) if choice[1] else work()
         seconds = time.perf_counter() - start
         before = self._seconds.get(choice, seconds)
         if number <= self.NUM_TRIALS:

@@ -1,4 +1,5 @@
-"""A decoding step of a decoder in one fused kernel, where its kernels have one and the model is not sharded."""
+"""A step of a decoder over a key-value cache in one fused kernel, where its kernels have one and the model is not
+sharded."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from kitforge.core.kernels.fused_decode_step.reference import BlockWeights, DecoderWeights, DecodeStepKernel
+from kitforge.core.kernels.fused_decode_step.reference import BlockWeights, DecoderWeights, DecodeStepKernel, Places
 from kitforge.core.nn.attention import Attention
 from kitforge.core.nn.block import Block
 from kitforge.core.nn.context import Context
@@ -19,8 +20,6 @@ from kitforge.core.nn.linear import Linear
 from kitforge.core.nn.mlp import MLP
 from kitforge.core.nn.norm import Norm
 
-# With more sequences the vendor's products are faster.
-MAX_SEQUENCES = 32
 # What a step computes: the modules of a block, and those around the blocks.
 _PARTS: dict[str, type[nn.Module]] = {
     **dict.fromkeys(("attention.query", "attention.key", "attention.value", "attention.out"), Linear),
@@ -50,13 +49,10 @@ class FusedDecodeStep:
         self._addresses: list[int] = []
         self._blocks: DecodeStepKernel | None = None
 
-    def __call__(
-        self, tokens: Tensor, context: Context, starts: Tensor, lengths: Tensor
-    ) -> tuple[Tensor, Tensor] | None:
-        """Normalized output [sequences, dim] and logits [sequences, vocab] of tokens [1, sequences], each the last of a
-        sequence of `lengths` [sequences] consecutive slots from `starts` [sequences] on. None where the modules must
-        run one by one."""
-        if len(starts) > MAX_SEQUENCES or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
+    def __call__(self, tokens: Tensor, context: Context, places: Places) -> tuple[Tensor, Tensor] | None:
+        """Normalized output [tokens, dim] and logits [rows, vocab] of tokens [1, tokens] at these places. None where
+        the modules must run one by one."""
+        if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
             return None
         if cast(Any, _has_any_global_hook)() or any(map(_is_wrapped, self._modules)):
             return None
@@ -72,7 +68,7 @@ class FusedDecodeStep:
         angles = None
         if rotations := positions.rotary:
             angles = torch.stack([cos[0] for cos, _ in rotations]), torch.stack([sin[0] for _, sin in rotations])
-        return self._blocks(stream[0], angles, starts, lengths)
+        return self._blocks(stream[0], angles, places)
 
     def _new_blocks(self) -> DecodeStepKernel | None:
         model = self._model

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kitforge.core.kernels.fused_decode_step.reference import BlockWeights, DecoderWeights
+from kitforge.core.kernels.fused_decode_step.reference import BlockWeights, DecoderWeights, Places
 from kitforge.core.kernels.fused_decode_step.reference import ReferenceDecodeStep as Reference
-from kitforge.core.kernels.numba_runtime import run_on_two_threads
+from kitforge.core.kernels.numba_runtime import run_on_threads
 from kitforge.core.kernels.spin_barrier import ThreadAutotuner
 from tests.core.kernels.comparison import poison, random, relative
 
@@ -92,7 +92,13 @@ def inputs(num_texts: int, kind: str, dtype: torch.dtype) -> tuple[Any, ...]:
     pairs = 2 if kind == "sandwich" else HEAD_DIM // 2
     angles = 3 * random(2, num_texts, pairs, dtype=torch.float32)
     rotary = None if kind in {"plain", "alibi"} else (angles.cos(), angles.sin())
-    return slabs, random(num_texts, DIM).to(dtype), rotary, starts, lengths
+    return slabs, random(num_texts, DIM).to(dtype), rotary, places(starts, lengths)
+
+
+def places(starts: Tensor, lengths: Tensor) -> Places:
+    """With logits of all tokens."""
+    slots = torch.empty(0, dtype=torch.long)
+    return Places(starts=starts, lengths=lengths, slots=slots, rows=torch.arange(len(starts)))
 
 
 def run(kind: str, num_texts: int, dtype: torch.dtype, made: Callable[..., Any]) -> tuple[Tensor, Tensor, Tensor]:
@@ -157,7 +163,7 @@ def at_once(work: Callable[[], None]) -> None:
         thread.join()
 
 
-@pytest.mark.parametrize("way", [late, at_once, run_on_two_threads])
+@pytest.mark.parametrize("way", [late, at_once, lambda work: run_on_threads(work, 2)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @torch.no_grad()
 def test_threads_change_no_bit(
@@ -193,3 +199,37 @@ def test_large_numbers_pass_both_activations() -> None:
         (slabs, *rest), (others, *_) = inputs(3, kind, torch.float32), inputs(3, kind, torch.float32)
         found, wanted = fast(large, slabs)(*rest), Reference(large, others)(*rest)
         assert relative(found[1], wanted[1]) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_a_prompt_in_one_call_has_the_bits_of_its_tokens_one_by_one(kind: str, dtype: torch.dtype) -> None:
+    """Of two prompts, whose slots are consecutive or not, and with a part of the logits."""
+    length, windows = 41, (None, 7)
+    stream = random(2 * length, DIM).to(dtype)
+    angles = 3 * random(2, 2 * length, HEAD_DIM // 2, dtype=torch.float32)
+    rotary = None if kind in {"plain", "alibi"} else (angles.cos(), angles.sin())
+    order = torch.randperm(length, generator=torch.Generator().manual_seed(1)) + 50
+    starts = torch.tensor([2] * length + [-1] * length)
+    lengths = torch.arange(1, length + 1).repeat(2)
+
+    def step() -> Any:
+        slabs = torch.zeros(2, 2, 99, KV_HEADS, HEAD_DIM, dtype=dtype)
+        return fast(stack(kind, dtype, windows), [(pair[0], pair[1]) for pair in slabs])
+
+    def called(step: Any, tokens: list[int], rows: list[int]) -> tuple[Tensor, Tensor]:
+        own = Places(starts=starts[tokens], lengths=lengths[tokens], slots=order, rows=torch.tensor(rows))
+        found: tuple[Tensor, Tensor] = step(stream[tokens], rotary and tuple(each[:, tokens] for each in rotary), own)
+        return found
+
+    single = step()
+    wanted = [called(single, [token], [0]) for token in range(2 * length)]
+    for parts in ([2 * length], [1, 30, 2 * length - 31], [length + 3, length - 3]):
+        tried, first = step(), 0
+        for size in parts:
+            tokens, first = list(range(first, first + size)), first + size
+            rows = list(range(0, size, 3))
+            hidden, logits = called(tried, tokens, rows)
+            assert torch.equal(hidden, torch.cat([wanted[token][0] for token in tokens]))
+            assert torch.equal(logits, torch.cat([wanted[tokens[row]][1] for row in rows]))

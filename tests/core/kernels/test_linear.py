@@ -184,7 +184,7 @@ def test_an_older_processor_multiplies_them_in_shorter_vectors() -> None:
         [sys.executable, "-c", OLD], env=os.environ | older, capture_output=True, text=True, check=True
     )
     found = ast.literal_eval(done.stdout)
-    assert (found["rows"], found["pairs"]) == (4, False)
+    assert (found["rows"], found["pairs"]) == (6, False)
     assert found["torch.float32"] < 1e-5
     assert found["torch.bfloat16"] < 2**-8
 

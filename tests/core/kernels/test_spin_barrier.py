@@ -18,7 +18,7 @@ class Machine:
         self.now, self.alone, self.shared = 0.0, 2.0, 1.0
         self.ways: list[bool] = []
 
-    def run_on_two_threads(self, work: Callable[[], None]) -> None:
+    def run_on_threads(self, work: Callable[[], None], _count: int) -> None:
         self.now += self.shared - self.alone
         self.ways.append(True)
         work()
@@ -38,7 +38,7 @@ class Machine:
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     machine = Machine()
-    monkeypatch.setattr(spin_barrier, "run_on_two_threads", machine.run_on_two_threads)
+    monkeypatch.setattr(spin_barrier, "run_on_threads", machine.run_on_threads)
     monkeypatch.setattr("time.perf_counter", lambda: machine.now)
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)

@@ -1,7 +1,9 @@
 """`fused_decode_step` in one compiled call, since single operations between the products cost more than their work.
 
-Threads share each phase of a layer and wait for one another after it (`spin_barrier`). Bits do not depend on the number
-of threads. Half precision is rounded at the same points as in the network of modules.
+Threads share each phase of a layer and wait for one another after it (`spin_barrier`). The bits of a token depend
+neither on the number of threads nor on the tokens beside it: products and attention sum in a fixed order, and all else
+is computed row by row, in segments that do not depend on the number of rows. Half precision is rounded at the same
+points as in the network of modules.
 """
 
 from __future__ import annotations
@@ -14,9 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kitforge.core.kernels.decode_attention.numba import attend
-from kitforge.core.kernels.fused_decode_step.reference import BlockWeights, DecoderWeights
-from kitforge.core.kernels.linear.numba import multiply
+from kitforge.core.kernels.decode_attention.numba import Slabs, attend, attention_scratch, slot_of
+from kitforge.core.kernels.fused_decode_step.reference import BlockWeights, DecoderWeights, Places
+from kitforge.core.kernels.linear.gemm_microkernel import PANEL
+from kitforge.core.kernels.linear.numba import LINE, aligned, multiply, scratch_size
 from kitforge.core.kernels.numba_runtime import (
     FLOAT,
     HALF,
@@ -27,16 +30,22 @@ from kitforge.core.kernels.numba_runtime import (
     int64_at,
     narrowed,
     rounded,
+    run_on_threads,
     widened,
 )
 from kitforge.core.kernels.spin_barrier import BYTES_PER_PHASE, ThreadAutotuner, barrier, finish, next_chunk
+from kitforge.core.kernels.threads import num_threads
 
-# Chunks of a product: enough to balance two threads of different speed.
-NUM_CHUNKS = 8
 # Multiplications of a step that are worth a second thread.
 GRAIN = 2**23
+# With more tokens, all threads are faster than one; with fewer, that is measured.
+MANY_TOKENS = 16
+# Query rows of a tile of attention, and their scores, at most.
+TILE_ROWS, TILE_SCORES = 48, 2**18
+# Outputs of an activation at once: a fixed number, since vectors and the remainder are not rounded alike.
+SEGMENT = 512
 # Phases of a layer, and phases before and after all layers.
-_PHASES, _ENDS = 7, 2
+_PHASES, _ENDS = 9, 3
 
 
 @final
@@ -63,40 +72,64 @@ class NumbaDecodeStep:
         )
         (vocab, dim), first = weights.head.shape, weights.layers[0]
         num_kv_heads = len(first.key) // weights.head_dim
-        self._sizes = dim, num_heads, num_kv_heads, weights.head_dim, len(first.up), vocab, len(slabs[0][0])
+        self._sizes = dim, num_heads, num_kv_heads, weights.head_dim, len(first.up), vocab
 
-    def __call__(
-        self, stream: Tensor, rotary: tuple[Tensor, Tensor] | None, starts: Tensor, lengths: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def __call__(self, stream: Tensor, rotary: tuple[Tensor, Tensor] | None, places: Places) -> tuple[Tensor, Tensor]:
         """See `DecodeStepKernel`."""
-        num_sequences = len(stream)
-        dim, num_heads, num_kv_heads, head_dim, mlp_dim, vocab, num_slots = self._sizes
+        num_tokens, rows = len(stream), places.rows
+        dim, num_heads, num_kv_heads, head_dim, mlp_dim, vocab = self._sizes
         own = torch.empty(stream.shape).copy_(stream)
         angles = [each.contiguous() for each in rotary or (own, own)]
-        hidden, logits = torch.empty(stream.shape, dtype=self._dtype), torch.empty(num_sequences, vocab)
-        widths = [dim, *[num_heads * head_dim] * 3, *[num_kv_heads * head_dim] * 2, *[mlp_dim] * 3]
+        hidden, logits = torch.empty(stream.shape, dtype=self._dtype), torch.empty(len(rows), vocab)
+        tiles, is_decode = self._tiles(places)
+        logit_rows = np.full(num_tokens, -1)
+        logit_rows[rows.numpy()] = np.arange(len(rows))
+        widths = [dim, *[num_heads * head_dim] * 2, *[num_kv_heads * head_dim] * 2, *[mlp_dim] * 3, dim]
         # Each begins at a cache line.
-        ends = list(itertools.accumulate((num_sequences * width + 15) // 16 * 64 for width in widths))
-        scratch = torch.empty(ends[-1] // 4)
+        ends = list(itertools.accumulate((num_tokens * width + 15) // 16 * 64 for width in widths))
+        scratch = torch.empty(ends[-1] // 4 + 16)
+        first = -(-scratch.data_ptr() // LINE) * LINE
         counts = torch.zeros((_PHASES * len(self._table) + _ENDS) * BYTES_PER_PHASE // 8, dtype=torch.long)
-        is_large = num_sequences * self._num_weights >= GRAIN
+        tensors = own, *angles, places.starts, places.lengths, hidden, logits, self._slopes
         step = _Step(
             FLOAT if self._dtype is torch.float32 else HALF,
             *self._options,
-            num_sequences,
+            is_decode,
+            num_tokens,
+            len(rows),
+            len(tiles),
             *self._sizes,
             angles[0].shape[2] if rotary else 0,
-            NUM_CHUNKS if is_large else 1,
-            *(each.data_ptr() for each in (own, *angles, starts, lengths, hidden, logits, self._slopes)),
-            *(scratch.data_ptr() + start for start in (0, *ends[:-1])),
+            int(places.lengths.max()),
+            places.slots.data_ptr(),
+            tiles.ctypes.data,
+            logit_rows.ctypes.data,
+            *(each.data_ptr() for each in tensors),
+            *(first + start for start in (0, *ends[:-1])),
         )
         tables = self._table, self._ends, self._scales, self._windows, self._rotations
         work = functools.partial(_run, step, *tables, counts.data_ptr())
-        if is_large:
-            self._autotuner.call(num_sequences, work)
-        else:
+        if num_tokens * self._num_weights < GRAIN:
             work()
+        elif num_tokens < MANY_TOKENS:
+            self._autotuner.call(num_tokens, work)
+        else:
+            run_on_threads(work, num_threads())
         return hidden, logits
+
+    def _tiles(self, places: Places) -> tuple[Any, bool]:
+        """The first token and the number of tokens of each tile of attention [tiles, 2], which follow one another in a
+        text; and whether no tile has several."""
+        starts, lengths = places.starts.numpy(), places.lengths.numpy()
+        follows = (starts[1:] == starts[:-1]) & (lengths[1:] == lengths[:-1] + 1)
+        if not follows.any():
+            first = np.arange(len(starts))
+            return np.stack([first, np.ones_like(first)], axis=1), True
+        size = max(1, min(TILE_ROWS, TILE_SCORES // int(lengths.max())) * self._sizes[2] // self._sizes[1])
+        firsts = np.flatnonzero(np.concatenate([[True], ~follows]))
+        runs = zip(firsts, np.append(firsts[1:], len(starts)), strict=True)
+        tiles = [(row, min(size, stop - row)) for first, stop in runs for row in range(first, stop, size)]
+        return np.array(tiles), False
 
 
 def _address(tensor: Tensor | None) -> int:
@@ -120,144 +153,218 @@ class _Step(NamedTuple):
     qk_eps: float
     interleaved: bool
     has_gelu_gate: bool
-    num_sequences: int
+    is_decode: bool  # every token is the only one of its text
+    num_tokens: int
+    num_rows: int  # whose logits are computed
+    num_tiles: int
     dim: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
     mlp_dim: int
     vocab: int
-    num_slots: int
     num_pairs: int
-    num_chunks: int
-    stream: int  # [sequences, dim]
-    cos: int  # [rotations, sequences, pairs]
-    sin: int  # [rotations, sequences, pairs]
-    starts: int  # int64 [sequences]
-    lengths: int  # int64 [sequences]
-    normal: int  # [sequences, dim], like weights
-    logits: int  # [sequences, vocab]
+    longest: int
+    slots: int  # int64 [..]
+    tiles: int  # int64 [tiles, 2]
+    logit_rows: int  # int64 [tokens], -1 where no logits are computed
+    stream: int  # [tokens, dim]
+    cos: int  # [rotations, tokens, pairs]
+    sin: int  # [rotations, tokens, pairs]
+    starts: int  # int64 [tokens]
+    lengths: int  # int64 [tokens]
+    normal: int  # [tokens, dim], like weights
+    logits: int  # [rows, vocab]
     slopes: int  # [heads]
-    branch: int  # [sequences, dim]
-    query: int  # [sequences, heads, head_dim]
-    exact: int  # [sequences, heads, head_dim]
-    mixed: int  # [sequences, heads, head_dim], like weights
-    key: int  # [sequences, kv_heads, head_dim]
-    value: int  # [sequences, kv_heads, head_dim]
-    gate: int  # [sequences, mlp_dim]
-    up: int  # [sequences, mlp_dim]
-    inner: int  # [sequences, mlp_dim], like weights
+    branch: int  # [tokens, dim]
+    query: int  # [tokens, heads, head_dim]
+    mixed: int  # [tokens, heads, head_dim], like weights
+    key: int  # [tokens, kv_heads, head_dim]
+    value: int  # [tokens, kv_heads, head_dim]
+    gate: int  # [tokens, mlp_dim]
+    up: int  # [tokens, mlp_dim]
+    inner: int  # [tokens, mlp_dim], like weights
+    chosen: int  # [rows, dim], like weights
 
 
 @compiled_fastmath
 def _run(step: Any, table: Any, ends: Any, scales: Any, windows: Any, rotations: Any, phase: int) -> None:
     """Run all layers on one thread, or on several that share the chunks. Rows of the table are `BlockWeights`."""
-    width, last = step.num_heads * step.head_dim, len(table) - 1
+    width, kv_width, last = step.num_heads * step.head_dim, step.num_kv_heads * step.head_dim, len(table) - 1
+    slabs = Slabs(step.num_heads, step.num_kv_heads, step.head_dim, 0, 0, step.slots, step.slopes)
+    size = max(scratch_size(step.num_tokens, max(step.dim, max(width, step.mlp_dim))), _attention_bytes(step, slabs))
+    memory = np.empty((size + LINE) // 4, dtype=np.float32)
+    scratch = aligned(memory.ctypes.data)
     phase = _join(step, ends[3:], table[0, _ATTENTION_NORM:], phase, False)
     for layer in range(len(table)):
         row = table[layer]
-        phase = _project(step, row, phase)
-        phase = _attend(step, row, windows[layer], rotations[layer], scales[layer], phase)
-        phase = _product(step, step.mixed, width, row[_OUT:], step.branch, step.dim, phase)
+        outputs = (step.query, width), (step.key, kv_width), (step.value, kv_width)
+        phase = _products(
+            step, (step.normal, step.dim), (row[_QUERY:], row[_KEY:], row[_VALUE:]), outputs, scratch, phase
+        )
+        phase = _attend(step, row, windows[layer], rotations[layer], scales[layer], scratch, phase)
+        phase = _product(step, (step.mixed, width), row[_OUT:], (step.branch, step.dim), scratch, phase)
         phase = _join(step, row[_ATTENTION_OUT_NORM:], row[_MLP_NORM:], phase, True)
-        phase = _expand(step, row, phase)
-        phase = _product(step, step.inner, step.mlp_dim, row[_DOWN:], step.branch, step.dim, phase)
+        phase = _expand(step, row, scratch, phase)
+        phase = _product(step, (step.inner, step.mlp_dim), row[_DOWN:], (step.branch, step.dim), scratch, phase)
         following = table[layer + 1, _ATTENTION_NORM:] if layer < last else ends
         phase = _join(step, row[_MLP_OUT_NORM:], following, phase, True)
-    _product(step, step.normal, step.dim, ends[2:], step.logits, step.vocab, phase)
-
-
-@compiled_fastmath
-def _multiply(step: Any, rows: int, num_features: int, weights: Any, output: int, num_outputs: int, chunk: int) -> None:
-    """One chunk of the outputs of a linear layer, whose weight and bias come first in `weights`."""
-    start, stop = num_outputs * chunk // step.num_chunks, num_outputs * (chunk + 1) // step.num_chunks
-    multiply(
-        step.like, rows, weights[0], weights[1], output, step.num_sequences, num_outputs, num_features, start, stop
-    )
-    result = float32_at(output, (step.num_sequences, num_outputs))
-    for row in range(step.num_sequences):
-        for column in range(start, stop):
-            result[row, column] = rounded(result[row, column], step.like)
-
-
-@compiled_fastmath
-def _product(step: Any, rows: int, num_features: int, weights: Any, output: int, num_outputs: int, phase: int) -> Any:
+    phase = _choose(step, phase)
+    rows = step.num_rows
     chunk = next_chunk(phase)
-    while chunk < step.num_chunks:
-        _multiply(step, rows, num_features, weights, output, num_outputs, chunk)
+    while chunk < _num_panels(step.vocab):
+        multiply(step.like, step.chosen, ends[2], 0, step.logits, rows, step.vocab, step.dim, chunk, scratch)
         chunk = finish(phase)
-    return barrier(phase, step.num_chunks)
+    barrier(phase, _num_panels(step.vocab))
 
 
 @compiled_fastmath
-def _project(step: Any, row: Any, phase: int) -> Any:
-    """Queries, keys and values."""
-    width, kv_width = step.num_heads * step.head_dim, step.num_kv_heads * step.head_dim
+def _attention_bytes(step: Any, slabs: Any) -> Any:
+    tiles, size = int64_at(step.tiles, (step.num_tiles, 2)), 0
+    for tile in range(step.num_tiles):
+        size = max(size, tiles[tile, 1])
+    return attention_scratch(slabs, size, step.longest)
+
+
+@compiled_fastmath
+def _num_panels(num_outputs: int) -> Any:
+    return (num_outputs + PANEL - 1) // PANEL
+
+
+@compiled_fastmath
+def _multiply(step: Any, rows: Any, weights: Any, output: Any, panel: int, scratch: int) -> None:
+    """A panel of the outputs of a linear layer, whose weight and bias come first in `weights`; rows and output are
+    addresses and widths."""
+    sizes = step.num_tokens, output[1], rows[1]
+    multiply(step.like, rows[0], weights[0], weights[1], output[0], sizes[0], sizes[1], sizes[2], panel, scratch)
+
+
+@compiled_fastmath
+def _product(step: Any, rows: Any, weights: Any, output: Any, scratch: int, phase: int) -> Any:
+    num_panels = _num_panels(output[1])
+    panel = next_chunk(phase)
+    while panel < num_panels:
+        _multiply(step, rows, weights, output, panel, scratch)
+        panel = finish(phase)
+    return barrier(phase, num_panels)
+
+
+@compiled_fastmath
+def _products(step: Any, rows: Any, weights: Any, outputs: Any, scratch: int, phase: int) -> Any:
+    """Three linear layers of the same rows; the last two have as many outputs."""
+    first, second = _num_panels(outputs[0][1]), _num_panels(outputs[1][1])
+    panel = next_chunk(phase)
+    while panel < first + 2 * second:
+        if panel < first:
+            _multiply(step, rows, weights[0], outputs[0], panel, scratch)
+        elif panel < first + second:
+            _multiply(step, rows, weights[1], outputs[1], panel - first, scratch)
+        else:
+            _multiply(step, rows, weights[2], outputs[2], panel - first - second, scratch)
+        panel = finish(phase)
+    return barrier(phase, first + 2 * second)
+
+
+@compiled_fastmath
+def _attend(step: Any, row: Any, window: int, rotation: int, scale: Any, scratch: int, phase: int) -> Any:
+    """Write the new keys and values, and attend, tile by tile and for each key head."""
+    num_tokens, num_kv_heads = step.num_tokens, step.num_kv_heads
+    addresses = row[_KEYS], row[_VALUES], step.slots, step.slopes
+    slabs = Slabs(step.num_heads, num_kv_heads, step.head_dim, addresses[0], addresses[1], addresses[2], addresses[3])
+    tiles = int64_at(step.tiles, (step.num_tiles, 2))
+    starts, lengths = int64_at(step.starts, (num_tokens,)), int64_at(step.lengths, (num_tokens,))
+    width, itemsize = step.num_heads * step.head_dim, array_at(step.mixed, (1,), step.like).itemsize
+    if not step.is_decode:
+        # A token sees keys that other threads write.
+        token = next_chunk(phase)
+        while token < num_tokens:
+            for kv_head in range(num_kv_heads):
+                _write_key(step, slabs, row, rotation, token, kv_head)
+            token = finish(phase)
+        phase = barrier(phase, num_tokens)
     chunk = next_chunk(phase)
-    while chunk < step.num_chunks:
-        _multiply(step, step.normal, step.dim, row[_QUERY:], step.query, width, chunk)
-        _multiply(step, step.normal, step.dim, row[_KEY:], step.key, kv_width, chunk)
-        _multiply(step, step.normal, step.dim, row[_VALUE:], step.value, kv_width, chunk)
+    while chunk < step.num_tiles * num_kv_heads:
+        tile, kv_head = chunk // num_kv_heads, chunk % num_kv_heads
+        first, count = tiles[tile]
+        if step.is_decode:
+            _write_key(step, slabs, row, rotation, first, kv_head)
+        for token in range(first, first + count):
+            _turn_queries(step, row, rotation, token, kv_head)
+        tokens = step.query + 4 * width * first, step.mixed + itemsize * width * first
+        position = lengths[first] - 1
+        attend(step.like, slabs, tokens, starts[first], position, count, kv_head, window, scale, scratch)
         chunk = finish(phase)
-    return barrier(phase, step.num_chunks)
+    return barrier(phase, step.num_tiles * num_kv_heads)
 
 
 @compiled_fastmath
-def _attend(step: Any, row: Any, window: int, rotation: int, scale: Any, phase: int) -> Any:
-    """Attention from queries, keys and values, sequence by sequence; writes the new keys and values."""
-    like, num_sequences = step.like, step.num_sequences
-    heads, kv_heads = (num_sequences, step.num_heads, step.head_dim), (num_sequences, step.num_kv_heads, step.head_dim)
-    query, key, value = float32_at(step.query, heads), float32_at(step.key, kv_heads), float32_at(step.value, kv_heads)
-    exact, mixed = float32_at(step.exact, heads), array_at(step.mixed, heads, like)
-    # No pairs where the layer has no rotary positions.
-    pairs = num_sequences, step.num_pairs if rotation >= 0 else 0
-    start = 4 * max(rotation, 0) * num_sequences * step.num_pairs
-    cos, sin = float32_at(step.cos + start, pairs), float32_at(step.sin + start, pairs)
-    starts, lengths = int64_at(step.starts, (num_sequences,)), int64_at(step.lengths, (num_sequences,))
-    slopes = float32_at(step.slopes, (step.num_heads,))
-    slab = step.num_slots, step.num_kv_heads, step.head_dim
-    keys, values = array_at(row[_KEYS], slab, like), array_at(row[_VALUES], slab, like)
-    sequence = next_chunk(phase)
-    while sequence < num_sequences:
-        slot, one = starts[sequence] + lengths[sequence] - 1, slice(sequence, sequence + 1)
-        _rotate(step, query[sequence], row[_QUERY_NORM], cos[sequence], sin[sequence])
-        _rotate(step, key[sequence], row[_KEY_NORM], cos[sequence], sin[sequence])
-        _write(key[sequence], keys[slot], like)
-        _write(value[sequence], values[slot], like)
-        attend(query[one], keys, values, starts[one], lengths[one], slopes, exact[one], window, scale)
-        _write(exact[sequence], mixed[sequence], like)
-        sequence = finish(phase)
-    return barrier(phase, num_sequences)
+def _angles(step: Any, rotation: int, token: int) -> Any:
+    """Cosines and sines of a token; no pairs where the layer has no rotary positions."""
+    pairs = step.num_pairs if rotation >= 0 else 0
+    start = 4 * (max(rotation, 0) * step.num_tokens + token) * step.num_pairs
+    return float32_at(step.cos + start, (pairs,)), float32_at(step.sin + start, (pairs,))
 
 
 @compiled_fastmath
-def _expand(step: Any, row: Any, phase: int) -> Any:
+def _turn_queries(step: Any, row: Any, rotation: int, token: int, kv_head: int) -> None:
+    """Normalize and rotate the queries of a token that share a key head, in place."""
+    group, (cos, sin) = step.num_heads // step.num_kv_heads, _angles(step, rotation, token)
+    query = float32_at(step.query, (step.num_tokens, step.num_heads, step.head_dim))
+    for head in range(kv_head * group, kv_head * group + group):
+        _rotate(step, query[token, head], row[_QUERY_NORM], cos, sin)
+
+
+@compiled_fastmath
+def _write_key(step: Any, slabs: Any, row: Any, rotation: int, token: int, kv_head: int) -> None:
+    """Normalize and rotate a key of a token, and write it and its value to the cache."""
+    cos, sin = _angles(step, rotation, token)
+    shape = step.num_tokens, step.num_kv_heads, step.head_dim
+    key, value = float32_at(step.key, shape)[token, kv_head], float32_at(step.value, shape)[token, kv_head]
+    start, length = int64_at(step.starts, shape[:1])[token], int64_at(step.lengths, shape[:1])[token]
+    slot, itemsize = slot_of(slabs, start, length - 1), array_at(slabs.keys, (1,), step.like).itemsize
+    offset = (slot * step.num_kv_heads + kv_head) * step.head_dim * itemsize
+    _rotate(step, key, row[_KEY_NORM], cos, sin)
+    _write(key, array_at(slabs.keys + offset, (step.head_dim,), step.like), step.like)
+    _write(value, array_at(slabs.values + offset, (step.head_dim,), step.like), step.like)
+
+
+@compiled_fastmath
+def _expand(step: Any, row: Any, scratch: int, phase: int) -> Any:
     """The hidden layer of the MLP."""
+    num_panels, rows, has_gate = _num_panels(step.mlp_dim), (step.normal, step.dim), row[_GATE] != 0
+    num_chunks = 2 * num_panels if has_gate else num_panels
+    panel = next_chunk(phase)
+    while panel < num_chunks:
+        if panel < num_panels:
+            _multiply(step, rows, row[_UP:], (step.up, step.mlp_dim), panel, scratch)
+        else:
+            _multiply(step, rows, row[_GATE:], (step.gate, step.mlp_dim), panel - num_panels, scratch)
+        panel = finish(phase)
+    phase = barrier(phase, num_chunks)
+    num_segments = (step.mlp_dim + SEGMENT - 1) // SEGMENT
+    num_chunks = step.num_tokens * num_segments
     chunk = next_chunk(phase)
-    while chunk < step.num_chunks:
-        _multiply(step, step.normal, step.dim, row[_UP:], step.up, step.mlp_dim, chunk)
-        if row[_GATE]:
-            _multiply(step, step.normal, step.dim, row[_GATE:], step.gate, step.mlp_dim, chunk)
-        start, stop = step.mlp_dim * chunk // step.num_chunks, step.mlp_dim * (chunk + 1) // step.num_chunks
-        _activate(step, row[_GATE] != 0, start, stop)
+    while chunk < num_chunks:
+        start = chunk % num_segments * SEGMENT
+        _activate(step, has_gate, chunk // num_segments, start, min(start + SEGMENT, step.mlp_dim))
         chunk = finish(phase)
-    return barrier(phase, step.num_chunks)
+    return barrier(phase, num_chunks)
 
 
 @compiled_fastmath
 def _join(step: Any, out_norm: Any, norm: Any, phase: int, has_branch: bool) -> Any:
-    """Sequence by sequence: add the branch, normalized if it has a norm, to the stream, and normalize the stream for
-    the next branch."""
-    like, num_sequences, dim = step.like, step.num_sequences, step.dim
-    shape = num_sequences, dim
+    """Token by token: add the branch, normalized if it has a norm, to the stream, and normalize the stream for the next
+    branch."""
+    like, num_tokens, dim = step.like, step.num_tokens, step.dim
+    shape = num_tokens, dim
     streams, branches, normals = (
         float32_at(step.stream, shape),
         float32_at(step.branch, shape),
         array_at(step.normal, shape, like),
     )
-    sequence = next_chunk(phase)
-    while sequence < num_sequences:
-        stream, branch, normal = streams[sequence], branches[sequence], normals[sequence]
+    token = next_chunk(phase)
+    while token < num_tokens:
+        stream, branch, normal = streams[token], branches[token], normals[token]
         if has_branch:
             if out_norm[0]:
                 _normalise(branch, like, out_norm[0], out_norm[1], step.eps)
@@ -268,16 +375,31 @@ def _join(step: Any, out_norm: Any, norm: Any, phase: int, has_branch: bool) -> 
         _normalise(branch, like, norm[0], norm[1], step.eps)
         for k in range(dim):
             normal[k] = narrowed(branch[k], like)
-        sequence = finish(phase)
-    return barrier(phase, num_sequences)
+        token = finish(phase)
+    return barrier(phase, num_tokens)
+
+
+@compiled_fastmath
+def _choose(step: Any, phase: int) -> Any:
+    """Copy the normalized tokens whose logits are computed."""
+    normals = array_at(step.normal, (step.num_tokens, step.dim), step.like)
+    chosen, rows = (
+        array_at(step.chosen, (step.num_rows, step.dim), step.like),
+        int64_at(step.logit_rows, (step.num_tokens,)),
+    )
+    if next_chunk(phase) == 0:
+        for token in range(step.num_tokens):
+            if rows[token] >= 0:
+                chosen[rows[token]] = normals[token]
+        finish(phase)
+    return barrier(phase, 1)
 
 
 @compiled_fastmath
 def _write(source: Any, target: Any, like: Any) -> None:
-    """Copy [heads, head_dim], rounded to the type of `like`."""
-    for head in range(len(source)):
-        for k in range(source.shape[1]):
-            target[head, k] = narrowed(source[head, k], like)
+    """Copy a head, rounded to the type of `like`."""
+    for k in range(len(source)):
+        target[k] = narrowed(source[k], like)
 
 
 @compiled_fastmath
@@ -301,18 +423,16 @@ def _normalise(row: Any, like: Any, weight: int, bias: int, eps: float) -> None:
 
 
 @compiled_fastmath
-def _rotate(step: Any, heads: Any, norm: int, cos: Any, sin: Any) -> None:
-    """Normalize heads [heads, head_dim] of a token if there is a norm, then rotate them; in place."""
+def _rotate(step: Any, row: Any, norm: int, cos: Any, sin: Any) -> None:
+    """Normalize a head if there is a norm, then rotate it; in place."""
     like = step.like
     stride, offset = (2, 1) if step.interleaved else (1, len(cos))
-    for head in range(len(heads)):
-        row = heads[head]
-        if norm:
-            _normalise(row, like, norm, 0, step.qk_eps)
-        for pair in range(len(cos)):
-            x, y = row[pair * stride], row[pair * stride + offset]
-            row[pair * stride] = rounded(x * cos[pair] - y * sin[pair], like)
-            row[pair * stride + offset] = rounded(y * cos[pair] + x * sin[pair], like)
+    if norm:
+        _normalise(row, like, norm, 0, step.qk_eps)
+    for pair in range(len(cos)):
+        x, y = row[pair * stride], row[pair * stride + offset]
+        row[pair * stride] = rounded(x * cos[pair] - y * sin[pair], like)
+        row[pair * stride + offset] = rounded(y * cos[pair] + x * sin[pair], like)
 
 
 _LARGEST = np.float32(88)
@@ -328,16 +448,16 @@ def _gated(number: Any, power: Any) -> Any:
 
 
 @compiled_fastmath
-def _activate(step: Any, has_gate: bool, start: int, stop: int) -> None:
-    like, shape = step.like, (step.num_sequences, step.mlp_dim)
-    gate, up, inner = float32_at(step.gate, shape), float32_at(step.up, shape), array_at(step.inner, shape, like)
-    for row in range(len(up)):
-        if has_gate:
-            for k in range(start, stop):
-                x = gate[row, k]
-                power = x * (_LINEAR + _CUBIC * x * x) if step.has_gelu_gate else x
-                inner[row, k] = narrowed(rounded(_gated(x, power), like) * up[row, k], like)
-        else:
-            for k in range(start, stop):
-                x = up[row, k]
-                inner[row, k] = narrowed(_gated(x, x * (_LINEAR + _CUBIC * x * x)), like)
+def _activate(step: Any, has_gate: bool, row: int, start: int, stop: int) -> None:
+    like, shape = step.like, (step.num_tokens, step.mlp_dim)
+    gate, up = float32_at(step.gate, shape)[row], float32_at(step.up, shape)[row]
+    inner = array_at(step.inner, shape, like)[row]
+    if has_gate:
+        for k in range(start, stop):
+            x = gate[k]
+            power = x * (_LINEAR + _CUBIC * x * x) if step.has_gelu_gate else x
+            inner[k] = narrowed(rounded(_gated(x, power), like) * up[k], like)
+    else:
+        for k in range(start, stop):
+            x = up[k]
+            inner[k] = narrowed(_gated(x, x * (_LINEAR + _CUBIC * x * x)), like)

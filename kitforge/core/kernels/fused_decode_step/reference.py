@@ -74,17 +74,26 @@ class DecoderWeights:
     slopes: Tensor | None = None  # of ALiBi [heads]
 
 
-class DecodeStepKernel(Protocol):
-    """A decoder over the last token of each sequence: stream [sequences, dim], cos and sin [rotations, sequences,
-    pairs] or None.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Places:
+    """Where the tokens of a step are; all int64. Tokens of the same text are adjacent and in order."""
 
-    A sequence has `lengths` int64 [sequences] consecutive slots from `starts` int64 [sequences] on; the keys and values
-    of the last one are written. Returns the normalized output [sequences, dim] and logits [sequences, vocab] in fp32 at
-    least.
+    starts: Tensor  # [tokens], the first slot of each token's text; -1 - n: its slots begin at `slots[n]`
+    lengths: Tensor  # [tokens], how many positions it sees: those up to its own
+    slots: Tensor  # [..], of all positions of texts whose slots are not consecutive
+    rows: Tensor  # [rows], the tokens whose logits are computed
+
+
+class DecodeStepKernel(Protocol):
+    """A decoder over the last tokens of texts, one or several of each: stream [tokens, dim], cos and sin [rotations,
+    tokens, pairs] or None.
+
+    Keys and values of the tokens are written to the slots of their positions, before any token attends. Returns the
+    normalized output [tokens, dim] and logits [rows, vocab] in fp32 at least.
     """
 
     def __call__(
-        self, stream: Tensor, rotary: tuple[Tensor, Tensor] | None, starts: Tensor, lengths: Tensor
+        self, stream: Tensor, rotary: tuple[Tensor, Tensor] | None, places: Places
     ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -104,21 +113,21 @@ class ReferenceDecodeStep:
         self._weights = weights
         self._slabs = slabs
 
-    def __call__(self, stream: Tensor, rotary: Angles | None, starts: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(self, stream: Tensor, rotary: Angles | None, places: Places) -> tuple[Tensor, Tensor]:
         """See `DecodeStepKernel`."""
         weights = self._weights
         for index, layer in enumerate(weights.layers):
             normal = _norm(stream, layer.attention_norm, layer.attention_norm_bias, weights.norm_eps)
-            mixed = self._attended(index, normal, rotary, starts, lengths)
+            mixed = self._attended(index, normal, rotary, places)
             branch = linear(mixed, layer.out, layer.out_bias)
             stream = stream + _norm(branch, layer.attention_out_norm, layer.attention_out_norm_bias, weights.norm_eps)
             normal = _norm(stream, layer.mlp_norm, layer.mlp_norm_bias, weights.norm_eps)
             branch = linear(_activated(layer, normal, weights.gate), layer.down, layer.down_bias)
             stream = stream + _norm(branch, layer.mlp_out_norm, layer.mlp_out_norm_bias, weights.norm_eps)
         hidden = _norm(stream, weights.norm, weights.norm_bias, weights.norm_eps)
-        return hidden, linear(hidden, weights.head).to(torch.promote_types(hidden.dtype, torch.float32))
+        return hidden, linear(hidden[places.rows], weights.head).to(torch.promote_types(hidden.dtype, torch.float32))
 
-    def _attended(self, index: int, normal: Tensor, rotary: Angles | None, starts: Tensor, lengths: Tensor) -> Tensor:
+    def _attended(self, index: int, normal: Tensor, rotary: Angles | None, places: Places) -> Tensor:
         weights, layer, (keys, values) = self._weights, self._weights.layers[index], self._slabs[index]
 
         def heads(weight: Tensor, bias: Tensor | None, norm: Tensor | None) -> Tensor:
@@ -137,13 +146,23 @@ class ReferenceDecodeStep:
                 rotate(each.transpose(0, 1).unsqueeze(0), cos, sin, weights.interleaved_rotary)[0].transpose(0, 1)
                 for each in (query, key)
             )
-        last = starts + lengths - 1
+        seen = [_slots(places, token) for token in range(len(query))]
+        last = torch.stack([slots[-1] for slots in seen]) if seen else places.starts
         keys[last], values[last] = key, value
-        scale, window = weights.scales[index], weights.windows[index]
-        mixed = decode_attention(
-            query, keys, values, starts, lengths, window=window, scale=scale, slopes=weights.slopes
-        )
+        scale, window, start = weights.scales[index], weights.windows[index], torch.zeros(1, dtype=torch.long)
+        mixed = torch.empty_like(query)
+        for token, slots in enumerate(seen):
+            one, own = slice(token, token + 1), (keys[slots], values[slots])
+            mixed[one] = decode_attention(
+                query[one], *own, start, places.lengths[one], window=window, scale=scale, slopes=weights.slopes
+            )
         return mixed.flatten(1)
+
+
+def _slots(places: Places, token: int) -> Tensor:
+    """The slots of the positions that a token sees."""
+    start, length = int(places.starts[token]), int(places.lengths[token])
+    return torch.arange(start, start + length) if start >= 0 else places.slots[-1 - start :][:length]
 
 
 def _norm(input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:

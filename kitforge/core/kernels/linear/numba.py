@@ -1,8 +1,8 @@
-"""`linear` for a few rows, in fp32 or bfloat16, at the speed of memory.
+"""`linear` in fp32 or bfloat16 without gradients: an output's bits depend on its own row and weights alone.
 
-Vendors' matrix products are optimized for many rows. For the few of a decoding step they read the weight up to three
-times slower than memory allows, since they repack it first. Here each row of the weight is read once and multiplied
-with eight rows of the input at a time. Sums are in fp32.
+Few rows, as those of a decoding step, are multiplied at the speed of memory: vendors' products repack a weight first
+and then read it up to three times slower than memory allows. Here a panel of the weight is transposed in registers and
+multiplied with all rows while it lies in the caches. Sums are in fp32.
 """
 
 from __future__ import annotations
@@ -13,20 +13,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kitforge.core.kernels.linear.gemm_microkernel import FEATURES, PAIRS, ROWS, tile
+from kitforge.core.kernels.linear.gemm_microkernel import LANES, PAIRS, PANEL, ROWS, tile, transpose
 from kitforge.core.kernels.numba_runtime import (
     FLOAT,
     HALF,
     array_at,
     compiled_fastmath,
     float32_at,
+    int64_at,
     parallel_for,
+    rounded,
     widened,
 )
 
 # Multiplications per thread, at least: waking one takes as long as a million of them, and a single thread nearly
 # saturates the memory bandwidth.
 GRAIN = 2**23
+# Words of a panel that are multiplied at once: few enough for the L2 cache.
+PANEL_WORDS = 1024
+# Bytes of a cache line: vectors of a panel must not cross two.
+LINE = 64
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -46,15 +52,44 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         num_outputs,
         num_features,
     )
-    grain = GRAIN // max(rows.numel(), 1) + 1
-    if num_outputs < 2 * grain:
-        multiply(*arguments, 0, num_outputs)
-    else:
-        parallel_for(lambda start, stop: multiply(*arguments, start, stop), num_outputs, grain)
+    panels, grain = -(-num_outputs // PANEL), GRAIN // max(rows.numel() * PANEL, 1) + 1
+    parallel_for(lambda start, stop: _multiply_panels(*arguments, start, stop), panels, grain)
     return output if input.dtype is torch.float32 else output.to(input.dtype)
 
 
-_eight, _four, _two, _one = (tile(rows) for rows in (8, 4, 2, 1))
+_all, _four, _one = (tile(rows) for rows in (ROWS, 4, 1))
+
+
+@compiled_fastmath
+def aligned(address: int) -> int:
+    """The first address from this one on that begins a cache line."""
+    return (address + LINE - 1) // LINE * LINE
+
+
+@compiled_fastmath
+def scratch_size(num_rows: int, num_features: int) -> int:
+    """Bytes that `multiply` needs besides."""
+    exact = 0 if PAIRS else num_rows * num_features
+    return 4 * (PANEL * (PANEL_WORDS + num_rows + 2) + exact)
+
+
+@compiled_fastmath
+def _multiply_panels(
+    like: Any,
+    rows: int,
+    weight: int,
+    bias: int,
+    output: int,
+    num_rows: int,
+    num_outputs: int,
+    num_features: int,
+    start: int,
+    stop: int,
+) -> None:
+    memory = np.empty(scratch_size(num_rows, num_features) // 4 + LINE // 4, dtype=np.float32)
+    scratch = aligned(memory.ctypes.data)
+    for panel in range(start, stop):
+        multiply(like, rows, weight, bias, output, num_rows, num_outputs, num_features, panel, scratch)
 
 
 @compiled_fastmath
@@ -67,79 +102,115 @@ def multiply(
     num_rows: int,
     num_outputs: int,
     num_features: int,
-    start: int,
-    stop: int,
+    panel: int,
+    scratch: int,
 ) -> None:
-    """output [rows, out] = rows [rows, in] @ weight [out, in].T + bias [out] for the outputs start .. stop - 1, by
-    addresses. The output is fp32, all others have the element type of `like`; a bias at 0 is none."""
-    sizes = num_rows, num_outputs, num_features
-    input, result = array_at(rows, (num_rows, num_features), like), float32_at(output, (num_rows, num_outputs))
-    if PAIRS:
-        _multiply(like, like, rows, weight, output, *sizes, start, stop)
-    else:
-        exact = np.empty((num_rows, num_features), dtype=np.float32)
-        for row in range(num_rows):
-            for k in range(num_features):
-                exact[row, k] = widened(input[row, k])
-        _multiply(FLOAT, like, exact.ctypes.data, weight, output, *sizes, start, stop)
-    if num_features % FEATURES:
-        _add_remainder(input, array_at(weight, (num_outputs, num_features), like), result, start, stop)
+    """output [rows, out] = rows [rows, in] @ weight [out, in].T + bias [out], rounded to the type of `like`, for the
+    outputs `PANEL * panel` to `PANEL * (panel + 1) - 1`, by addresses. The output is fp32, all others have the element
+    type of `like`; a bias at 0 is none. `scratch` is an `aligned` address of `scratch_size` bytes."""
+    start, itemsize = PANEL * panel, array_at(rows, (1,), like).itemsize
+    addresses, words = int64_at(scratch, (PANEL,)), scratch + 8 * PANEL
+    sums = words + 4 * PANEL * PANEL_WORDS
+    for lane in range(PANEL):
+        # Where a panel is narrower, the last row is multiplied again.
+        addresses[lane] = weight + min(start + lane, num_outputs - 1) * num_features * itemsize
+    features_per_word = 4 // itemsize
+    num_words = num_features // features_per_word // LANES * LANES
+    for first in range(0, num_words, PANEL_WORDS):
+        count = min(PANEL_WORDS, num_words - first)
+        # The next panel is prefetched while this one is packed, or while it is multiplied if that takes longer.
+        ahead = addresses[PANEL - 1] + num_features * itemsize + 4 * PANEL * first
+        pack(scratch, first, count, words, ahead if num_rows < ROWS // 2 else words)
+        _add_products(like, rows, num_rows, num_features, first, count, words, sums, ahead)
+    tiled = num_words * features_per_word
+    result, part = float32_at(output, (num_rows, num_outputs)), float32_at(sums, (num_rows, PANEL))
+    width = min(PANEL, num_outputs - start)
+    if tiled == 0:
+        part[:] = 0
+    if tiled < num_features:
+        input, matrix = (
+            array_at(rows, (num_rows, num_features), like),
+            array_at(weight, (num_outputs, num_features), like),
+        )
+        _add_remainder(input, matrix[start : start + width], part, tiled)
     if bias:
-        _add(array_at(bias, (num_outputs,), like), result, start, stop)
+        shifts = array_at(bias, (num_outputs,), like)
+        for row in range(num_rows):
+            for lane in range(width):
+                part[row, lane] += widened(shifts[start + lane])
+    # A single loop over adjacent memory is vectorized without checks for overlaps.
+    numbers = float32_at(sums, (num_rows * PANEL,))
+    for k in range(num_rows * PANEL):
+        numbers[k] = rounded(numbers[k], like)
+    for row in range(num_rows):
+        result[row, start : start + width] = part[row, :width]
 
 
 @compiled_fastmath
-def _multiply(
+def pack(addresses: int, first: int, count: int, words: int, ahead: int) -> None:
+    """Transpose `count` words of the rows at `PANEL` addresses, from word `first` on, to a panel at `words`. Memory
+    from `ahead` on is prefetched."""
+    for word in range(0, count, LANES):
+        offset, target = 4 * (first + word), words + 4 * PANEL * word
+        near, far = ahead + 4 * PANEL * word, ahead + 4 * PANEL * word + 4 * LANES * LANES
+        transpose(addresses, offset, target, near)
+        transpose(addresses + 8 * LANES, offset, target + 4 * LANES, far)
+
+
+@compiled_fastmath
+def _add_products(
+    like: Any, rows: int, num_rows: int, num_features: int, first: int, count: int, words: int, sums: int, ahead: int
+) -> None:
+    """Write the products of all rows with a panel of `count` words, from word `first` on, to sums [rows, `PANEL`]; add
+    them after the first words."""
+    if PAIRS:
+        row_bytes = num_features * array_at(rows, (1,), like).itemsize
+        multiply_panel(like, like, rows + 4 * first, row_bytes, num_rows, words, count, sums, first, ahead)
+    else:
+        per_word = 4 // array_at(rows, (1,), like).itemsize
+        input = array_at(rows, (num_rows, num_features), like)
+        exact = float32_at(sums + 4 * PANEL * num_rows, (num_rows, per_word * count))
+        for row in range(num_rows):
+            for k in range(per_word * count):
+                exact[row, k] = widened(input[row, per_word * first + k])
+        multiply_panel(
+            FLOAT, like, sums + 4 * PANEL * num_rows, 4 * per_word * count, num_rows, words, count, sums, first, ahead
+        )
+
+
+@compiled_fastmath
+def multiply_panel(
     one: Any,
     other: Any,
     rows: int,
-    weight: int,
-    output: int,
+    row_bytes: int,
     num_rows: int,
-    num_outputs: int,
-    num_features: int,
-    start: int,
-    stop: int,
+    panel: int,
+    num_words: int,
+    sums: int,
+    adds: int,
+    ahead: int,
 ) -> None:
-    """The products of the features that fill tiles; `one` is the element type of rows, `other` that of the weight."""
-    row_bytes, output_bytes = num_features * array_at(rows, (1,), one).itemsize, 4 * num_outputs
-    weight_bytes, tiled_features = (
-        num_features * array_at(weight, (1,), other).itemsize,
-        num_features - num_features % FEATURES,
-    )
-    # Three rows of the weight at a time, one of each third, so that the hardware prefetcher sees three sequential
-    # streams. Where a third is short, the last row is multiplied again.
-    third = (stop - start + 2) // 3
-    for first in range(start, start + third):
-        second, last = min(first + third, stop - 1), min(first + 2 * third, stop - 1)
-        a, b, c = weight + first * weight_bytes, weight + second * weight_bytes, weight + last * weight_bytes
-        for row in range(0, num_rows, ROWS):
-            x, y, left = rows + row * row_bytes, output + row * output_bytes, min(num_rows - row, ROWS)
-            at, bt, ct = y + 4 * first, y + 4 * second, y + 4 * last
-            if left > 4:
-                _eight(one, other, x, row_bytes, left - 1, a, b, c, tiled_features, at, bt, ct, output_bytes)
-            elif left > 2:
-                _four(one, other, x, row_bytes, left - 1, a, b, c, tiled_features, at, bt, ct, output_bytes)
-            elif left > 1:
-                _two(one, other, x, row_bytes, 1, a, b, c, tiled_features, at, bt, ct, output_bytes)
-            else:
-                _one(one, other, x, row_bytes, 0, a, b, c, tiled_features, at, bt, ct, output_bytes)
+    """Products of rows with a panel; `one` is the element type of rows, `other` that of the panel. See `tile`."""
+    if num_rows < ROWS // 2:
+        ahead = panel
+    for row in range(0, num_rows, ROWS):
+        x, y, last = rows + row * row_bytes, sums + 4 * PANEL * row, min(num_rows - row, ROWS) - 1
+        if last >= 4:
+            _all(one, other, x, row_bytes, last, panel, num_words, y, adds, ahead)
+        elif last:
+            _four(one, other, x, row_bytes, last, panel, num_words, y, adds, ahead)
+        else:
+            _one(one, other, x, row_bytes, 0, panel, num_words, y, adds, ahead)
+        ahead = panel
 
 
 @compiled_fastmath
-def _add_remainder(rows: Any, weight: Any, output: Any, start: int, stop: int) -> None:
-    """Add the products of the features that do not fill a tile."""
-    num_features = rows.shape[1]
+def _add_remainder(rows: Any, weight: Any, sums: Any, start: int) -> None:
+    """Add the products of the features from `start` on, which do not fill a tile."""
     for row in range(len(rows)):
-        for column in range(start, stop):
-            total = output[row, column]
-            for k in range(num_features - num_features % FEATURES, num_features):
-                total += widened(rows[row, k]) * widened(weight[column, k])
-            output[row, column] = total
-
-
-@compiled_fastmath
-def _add(bias: Any, output: Any, start: int, stop: int) -> None:
-    for row in range(len(output)):
-        for column in range(start, stop):
-            output[row, column] += widened(bias[column])
+        for lane in range(len(weight)):
+            total = np.float32(0)
+            for k in range(start, rows.shape[1]):
+                total += widened(rows[row, k]) * widened(weight[lane, k])
+            sums[row, lane] += total

@@ -1,0 +1,111 @@
+"""In fp32 and in bfloat16 a text has the bits that it has alone: whatever is batched with it, however it is chunked."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+
+from kitforge.core.nn.decoder import Decoder, FamilyConfig
+from kitforge.inference.engine import Completion, Engine
+from kitforge.inference.options import EngineOptions
+from kitforge.inference.sampling import SamplingOptions
+from tests.core.nn.networks import BLOOM, GLM, GPT2, LLAMA, VOCAB, build
+from tests.inference import workload
+
+pytest.importorskip("numba")
+# Longer than a block of keys that attention reads at once.
+LENGTH = 72
+FAMILIES: dict[str, FamilyConfig] = {
+    "llama": LLAMA,
+    "llama_tied": replace(LLAMA, num_heads=6, num_kv_heads=1, tie_embeddings=True, dim=48, mlp_dim=80),
+    "gpt2": GPT2,
+    "bloom": BLOOM,
+    "glm": GLM,
+    "qwen3": replace(LLAMA, qk_norm=True, sliding_window=37, window_layers=(1,)),
+}
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@cache
+def network(family: str, dtype: torch.dtype) -> Decoder:
+    return build(replace(FAMILIES[family], max_length=LENGTH), dtype=dtype).requires_grad_(False).eval()
+
+
+def alone(model: Decoder, prompt: list[int], options: SamplingOptions, key: int | str, stop: int) -> Completion:
+    engine = Engine(model, EngineOptions(max_num_seqs=1, prefix_cache=False), stop_ids=[stop])
+    engine.submit(prompt, options, key=key)
+    found = Completion(tokens=[], logprobs=[])
+    while engine.has_work:
+        for output in engine.step():
+            found.tokens += output.tokens
+            found.logprobs += output.logprobs
+    return found
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_text_of_a_schedule_has_the_bits_that_it_has_alone(family: str, dtype: torch.dtype) -> None:
+    """Prefixes, chunks, cancellations, preemption, penalties, seeds and drafts, as the workload mixes them."""
+    model = network(family, dtype)
+    for seed in range(6):
+        wanted, result = workload.run(model, seed)
+        for place, request in enumerate(wanted):
+            for sample, got in enumerate(result.completions[place]):
+                key = place if sample == 0 else f"{place}/{sample}"
+                own = alone(model, request.prompt, request.options, key, workload.STOP)
+                size = len(got.tokens)
+                assert (got.tokens, got.logprobs) == (own.tokens[:size], own.logprobs[:size])
+                assert got.finish_reason == "cancelled" or size == len(own.tokens)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_prompt_has_the_bits_of_its_decoding(family: str, dtype: torch.dtype) -> None:
+    """In chunks of one token, of 16 and of 512; so do those of a prefix that is cached."""
+    model, chance = network(family, dtype), random.Random(2)
+    prompt = [chance.randrange(VOCAB) for _ in range(LENGTH - 6)]
+    options = SamplingOptions(max_new_tokens=6, temperature=0.7, seed=4)
+    found = []
+    for size in (1, 16, 512):
+        for prefix_cache in (False, True):
+            sizes = EngineOptions(max_num_batched_tokens=size, max_num_seqs=1, prefix_cache=prefix_cache, block_size=8)
+            engine = Engine(model, sizes)
+            found += [engine.generate([prompt], options)[0][0] for _ in range(2)]
+            assert engine.stats()["prefix_cache_hits"] == (64 if prefix_cache else 0)
+    assert all((each.tokens, each.logprobs) == (found[0].tokens, found[0].logprobs) for each in found)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_crowd_in_bfloat16_says_what_each_says_alone(family: str) -> None:
+    model, chance = network(family, torch.bfloat16), random.Random(3)
+    prompts = [[chance.randrange(VOCAB) for _ in range(chance.randint(1, 40))] for _ in range(64)]
+    options = SamplingOptions(max_new_tokens=9)
+    crowd = Engine(model, EngineOptions(max_num_seqs=64)).generate(prompts, options)
+    one = Engine(model, EngineOptions(max_num_seqs=1)).generate(prompts, options)
+    assert [each[0].tokens for each in crowd] == [each[0].tokens for each in one]
+    assert [each[0].logprobs for each in crowd] == [each[0].logprobs for each in one]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_log_probabilities_in_bfloat16_are_those_of_a_forward_pass_to_its_rounding(family: str) -> None:
+    """No further from the exact ones than those of the trainer's own forward pass, by more than a half."""
+    model, chance = network(family, torch.bfloat16), random.Random(5)
+    exact = build(replace(FAMILIES[family], max_length=LENGTH), dtype=torch.bfloat16).double()
+    prompts = [[chance.randrange(VOCAB) for _ in range(20)] for _ in range(8)]
+    completions = Engine(model).generate(prompts, SamplingOptions(max_new_tokens=40, temperature=1.0))
+    sampled, trained = [], []
+    for prompt, (completion,) in zip(prompts, completions, strict=True):
+        tokens = torch.tensor([prompt + completion.tokens])
+        targets, places = torch.tensor(completion.tokens), slice(len(prompt) - 1, -1)
+        with torch.no_grad():
+            true, own = (
+                net(tokens)[0, places].double().log_softmax(-1).gather(1, targets.unsqueeze(1))[:, 0]
+                for net in (exact, model)
+            )
+        sampled.append(torch.tensor(completion.logprobs) - true)
+        trained.append(own - true)
+    assert torch.cat(sampled).norm() < 1.5 * torch.cat(trained).norm()
