@@ -33,6 +33,11 @@ from kitforge.inference.sequence import FinishReason, Sequence
 
 # Default limit of the KV cache on CPU in bytes; one sequence of full length always fits.
 DEFAULT_KV_CACHE_BYTES = 4 * 2**30
+# Sequences at once by default, by device type: with more, a step takes longer and no more tokens come of a second.
+MOST_SEQUENCES = {"cpu": 64}
+_MOST_SEQUENCES = 256
+# Tokens that the cache must hold for each of them, or the full length of a model if it is shorter.
+LEAST_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,19 +97,20 @@ class Engine:
         self._undelivered: list[Output] = []
         self._generated: dict[int, list[Completion]] = {}  # the completions of running `generate` calls
         num_blocks = self._num_blocks()
+        self.max_num_seqs = self._max_num_seqs(num_blocks)  # sequences generated at once
         device, layout = self._network.head_weight.device, self.options.kv_layout
         is_contiguous = layout == "contiguous" or (layout == "auto" and device.type == "cpu")
         size = self.options.block_size
         self._blocks = BlockManager(
             num_blocks,
             size,
-            self.options.max_num_seqs,
+            self.max_num_seqs,
             is_contiguous=is_contiguous,
             has_prefix_cache=self.options.prefix_cache,
         )
         self._scheduler = Scheduler(
             self._blocks,
-            self.options.max_num_seqs,
+            self.max_num_seqs,
             self.options.max_num_batched_tokens,
             self.options.prompt_lookup_tokens,
         )
@@ -400,14 +406,15 @@ class Engine:
                 )
 
     def _num_blocks(self) -> int:
-        """Blocks that fit the memory, or that `max_num_seqs` sequences of full length need if these are fewer."""
+        """Blocks that fit the memory, or that all sequences need at full length if these are fewer."""
         geometry, options = self._geometry, self.options
         block = kv_bytes_per_token(self.model) * options.block_size
         blocks_per_sequence = -(-geometry.max_length // options.block_size)
         if options.kv_cache_bytes is None:
             free = devices.free_memory(self._network.head_weight.device)
             budget = DEFAULT_KV_CACHE_BYTES if free is None else free // 2
-            return max(blocks_per_sequence, min(blocks_per_sequence * options.max_num_seqs, budget // block))
+            most = options.max_num_seqs or self._most_sequences()
+            return max(blocks_per_sequence, min(blocks_per_sequence * most, budget // block))
         if options.kv_cache_bytes < block:
             raise ConfigError(
                 "inference.engine.kv_cache_bytes is smaller than one block",
@@ -415,3 +422,22 @@ class Engine:
                 expected=f"at least {block}",
             )
         return options.kv_cache_bytes // block
+
+    def _most_sequences(self) -> int:
+        most = MOST_SEQUENCES.get(self._network.head_weight.device.type, _MOST_SEQUENCES)
+        return min(most, self.options.max_num_batched_tokens)
+
+    def _max_num_seqs(self, num_blocks: int) -> int:
+        """The option, or by default as many as the cache holds `LEAST_TOKENS` of."""
+        wanted, size = self.options.max_num_seqs, self.options.block_size
+        if wanted is None:
+            least = min(LEAST_TOKENS, self._geometry.max_length)
+            return max(1, min(self._most_sequences(), num_blocks * size // least))
+        if wanted > num_blocks:
+            raise ConfigError(
+                "the KV cache has no block for each of max_num_seqs sequences",
+                got=f"inference.engine.max_num_seqs={wanted}",
+                expected=f"at most {num_blocks}: the cache holds {num_blocks} blocks of {size} tokens",
+                fix="lower inference.engine.max_num_seqs or block_size, or raise kv_cache_bytes",
+            )
+        return wanted

@@ -12,10 +12,11 @@ from kitforge.foundation.config import check
 class EngineOptions:
     """Memory and scheduling of an engine. None of these options changes a generated token, except quantization."""
 
-    # Bytes of the KV cache, over all ranks of a model; None: max_num_seqs sequences of full length, within the memory.
+    # Bytes of the KV cache, over all ranks of a model; None: all sequences at full length, within the memory.
     kv_cache_bytes: int | None = None
     block_size: int = 16  # positions of a block of the KV cache
-    max_num_seqs: int = 16  # sequences generated at once; others wait
+    # Sequences generated at once; others wait. None: as many as the cache holds and the processor is faster with.
+    max_num_seqs: int | None = None
     max_num_batched_tokens: int = 512  # tokens of one forward pass; longer prompts are prefilled in chunks
     prefix_cache: bool = True  # keep the blocks of finished sequences, for prompts with the same prefix
     # contiguous: the blocks of a sequence are consecutive and a cached prefix is copied, which attention on CPU reads
@@ -29,10 +30,10 @@ class EngineOptions:
     def __post_init__(self) -> None:
         for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):
             value = getattr(self, name)
-            check(value > 0, f"inference.engine.{name}", value, "a whole number of at least 1")
+            check(value is None or value > 0, f"inference.engine.{name}", value, "a whole number of at least 1")
         size, drafts = self.kv_cache_bytes, self.prompt_lookup_tokens
         check(size is None or size > 0, "inference.engine.kv_cache_bytes", size, "a number of bytes")
         check(drafts >= 0, "inference.engine.prompt_lookup_tokens", drafts, "at least 0")
-        fits = self.max_num_batched_tokens >= self.max_num_seqs
+        fits = self.max_num_batched_tokens >= (self.max_num_seqs or 1)
         expected = f"at least max_num_seqs={self.max_num_seqs}"
         check(fits, "inference.engine.max_num_batched_tokens", self.max_num_batched_tokens, expected)

@@ -14,7 +14,7 @@ import torch
 from kitforge.core.nn.decoder import Decoder
 from kitforge.foundation.errors import ConfigError, DataError
 from kitforge.inference.block_manager import BlockManager
-from kitforge.inference.engine import Completion, Engine, Output
+from kitforge.inference.engine import Completion, Engine, Output, kv_bytes_per_token
 from kitforge.inference.model_runner import ModelRunner
 from kitforge.inference.options import EngineOptions
 from kitforge.inference.sampling import SamplingOptions
@@ -283,12 +283,33 @@ def test_a_text_larger_than_the_memory_is_refused() -> None:
         {"max_num_seqs": 0},
         {"kv_cache_bytes": 0},
         {"prompt_lookup_tokens": -1},
-        {"max_num_batched_tokens": 3},
+        {"max_num_batched_tokens": 3, "max_num_seqs": 4},
     ],
 )
 def test_options_out_of_range_are_refused(choices: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match=f"inference.engine.{next(iter(choices))}"):
         EngineOptions(**choices)
+
+
+def test_as_many_texts_run_at_once_as_the_cache_and_the_processor_have_room_for() -> None:
+    model, token = network("llama"), kv_bytes_per_token(network("llama"))
+    assert Engine(model).max_num_seqs == 64
+    assert Engine(model, EngineOptions(max_num_batched_tokens=9)).max_num_seqs == 9
+    length = model.geometry.max_length
+    assert Engine(model, EngineOptions(kv_cache_bytes=3 * length * token, block_size=4)).max_num_seqs == 3
+    assert Engine(model, EngineOptions(kv_cache_bytes=4 * token, block_size=4)).max_num_seqs == 1
+    engine = Engine(model)
+    for _ in range(65):
+        engine.submit([1], EIGHT)
+    engine.step()
+    assert engine.stats()["running"] == 64
+
+
+def test_more_texts_at_once_than_the_cache_has_blocks_are_refused() -> None:
+    token = kv_bytes_per_token(network("llama"))
+    with pytest.raises(ConfigError, match=r"max_num_seqs=6(.|\n)*at most 5: the cache holds 5 blocks(.|\n)*lower"):
+        Engine(network("llama"), EngineOptions(kv_cache_bytes=20 * token, block_size=4, max_num_seqs=6))
+    Engine(network("llama"), EngineOptions(kv_cache_bytes=20 * token, block_size=4, max_num_seqs=5))
 
 
 def test_a_guess_is_what_followed_the_longest_ending_last_time() -> None:

@@ -339,7 +339,7 @@ class RolloutOptions(InferenceOptions):
     max_staleness: int = 0
     keep_rollout_files: int = 8  # rollout files kept: the latest, and after each kept checkpoint
     # Throughput matters more than latency: many sequences per step.
-    engine: EngineOptions = field(default_factory=lambda: EngineOptions(max_num_seqs=64, max_num_batched_tokens=4096))
+    engine: EngineOptions = field(default_factory=lambda: EngineOptions(max_num_batched_tokens=4096))
 
     def __post_init__(self) -> None:
         InferenceOptions.__post_init__(self)

@@ -100,7 +100,7 @@ def _output_lines(
     texts: TextEngine, prompts: Sequence[BatchPrompt], options: InferenceOptions, start: int
 ) -> Iterator[bytes]:
     """The output lines from `start` on, in order. Prompts are submitted a bounded number of lines ahead."""
-    ahead = 4 * texts.engine.options.max_num_seqs
+    ahead = 4 * texts.engine.max_num_seqs
     pending: dict[int, _Pending] = {}
     finished: dict[int, _Pending] = {}
     submitted = written = start

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -173,6 +176,19 @@ def test_threads_change_no_bit(
     monkeypatch.setattr(ThreadAutotuner, "call", lambda _company, _kind, work: way(work))
     for _ in range(30):
         assert equal(run("gated", 9, dtype, fast), alone)
+
+
+@pytest.mark.slow
+def test_memory_is_not_freed_before_its_last_use_by_address() -> None:
+    """With glibc returning every freed block to the system, a late read is a segmentation fault."""
+    code = (
+        "import torch; from tests.core.kernels.test_fused_decode_step import fast, run\n"
+        "with torch.no_grad(): run('gated', 9, torch.float32, fast)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "4096"}, check=False
+    )
+    assert done.returncode == 0
 
 
 @pytest.mark.parametrize("kind", KINDS)

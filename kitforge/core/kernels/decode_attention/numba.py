@@ -86,6 +86,8 @@ def _attend_each(
         own = query + 4 * width * token, output + itemsize * width * token
         for kv_head in range(slabs.num_kv_heads):
             attend(like, slabs, own, first[token], counts[token] - 1, 1, kv_head, window, np.float32(scale), scratch)
+    # numba frees an array after its last use, and does not know of addresses.
+    memory[0] = 0
 
 
 @compiled_fastmath

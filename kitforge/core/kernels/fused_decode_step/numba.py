@@ -216,6 +216,8 @@ def _run(step: Any, table: Any, ends: Any, scales: Any, windows: Any, rotations:
         multiply(step.like, step.chosen, ends[2], 0, step.logits, rows, step.vocab, step.dim, chunk, scratch)
         chunk = finish(phase)
     barrier(phase, _num_panels(step.vocab))
+    # numba frees an array after its last use, and does not know of addresses.
+    memory[0] = 0
 
 
 @compiled_fastmath

@@ -90,6 +90,8 @@ def _multiply_panels(
     scratch = aligned(memory.ctypes.data)
     for panel in range(start, stop):
         multiply(like, rows, weight, bias, output, num_rows, num_outputs, num_features, panel, scratch)
+    # numba frees an array after its last use, and does not know of addresses.
+    memory[0] = 0
 
 
 @compiled_fastmath
