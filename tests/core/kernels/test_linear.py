@@ -222,3 +222,38 @@ def test_a_weight_that_was_multiplied_may_still_give_up_its_memory() -> None:
     weight = torch.randn(3, 4)
     few_rows.linear(torch.randn(1, 4), weight)
     assert weight.untyped_storage().resizable()
+
+
+@pytest.fixture(params=["tiles", "vendor"])
+def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Call:
+    """The compiled product, by our tiles or by oneDNN's where this processor has it."""
+    module = pytest.importorskip("kitforge.core.kernels.linear.numba")
+    vendor = module.vendor_functions() if request.param == "vendor" else module.NONE
+    if request.param == "vendor" and vendor == module.NONE:
+        pytest.skip("no oneDNN kernel for bfloat16 here")
+    monkeypatch.setattr(module, "faster_vendor", lambda: vendor)
+    call: Call = module.linear
+    return call
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("sizes", [(576, 70), (70, 45), (31, 3), (2100, 33)], ids=str)
+@torch.no_grad()
+def test_the_bits_of_a_row_do_not_depend_on_the_rows_beside_it(
+    sizes: tuple[int, int], dtype: torch.dtype, compiled: Call
+) -> None:
+    weight, bias = random(sizes[1], sizes[0], seed=1).to(dtype), random(sizes[1], seed=2).to(dtype)
+    rows = random(141, sizes[0], seed=3).to(dtype)
+    many = compiled(rows, weight, bias)
+    exact = functional.linear(rows.double(), weight.double(), bias.double())
+    assert relative(many, exact) < (1e-5 if dtype is torch.float32 else 2**-8)
+    for first, count in ((0, 1), (3, 1), (5, 2), (1, 4), (7, 9), (2, 13), (9, 64), (3, 70)):
+        assert torch.equal(compiled(rows[first : first + count], weight, bias), many[first : first + count])
+
+
+@pytest.mark.slow
+def test_a_masked_processor_keeps_to_our_tiles() -> None:
+    pytest.importorskip("numba")
+    code = "from kitforge.core.kernels.linear.numba import NONE, faster_vendor; assert faster_vendor() == NONE"
+    masked = os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX2"}
+    subprocess.run([sys.executable, "-c", code], env=masked, check=True)

@@ -19,7 +19,8 @@ from torch import Tensor
 from kitforge.core.kernels.decode_attention.numba import Slabs, attend, attention_scratch, slot_of
 from kitforge.core.kernels.fused_decode_step.reference import BlockWeights, DecoderWeights, Places
 from kitforge.core.kernels.linear.gemm_microkernel import PANEL
-from kitforge.core.kernels.linear.numba import LINE, aligned, multiply, scratch_size
+from kitforge.core.kernels.linear.numba import LINE, aligned, faster_vendor, multiply, scratch_size
+from kitforge.core.kernels.linear.vendor_microkernel import NONE, release
 from kitforge.core.kernels.numba_runtime import (
     FLOAT,
     HALF,
@@ -93,6 +94,7 @@ class NumbaDecodeStep:
         tensors = own, *angles, places.starts, places.lengths, hidden, logits, self._slopes
         step = _Step(
             FLOAT if self._dtype is torch.float32 else HALF,
+            NONE if self._dtype is torch.float32 else faster_vendor(),
             *self._options,
             is_decode,
             num_tokens,
@@ -149,6 +151,7 @@ class _Step(NamedTuple):
     """Arguments of all phases: sizes, then addresses of arrays in fp32, or in the dtype of the weights where noted."""
 
     like: Any
+    vendor: Any  # of the products, see `vendor_microkernel`
     eps: float
     qk_eps: float
     interleaved: bool
@@ -213,9 +216,12 @@ def _run(step: Any, table: Any, ends: Any, scales: Any, windows: Any, rotations:
     rows = step.num_rows
     chunk = next_chunk(phase)
     while chunk < _num_panels(step.vocab):
-        multiply(step.like, step.chosen, ends[2], 0, step.logits, rows, step.vocab, step.dim, chunk, scratch)
+        multiply(
+            step.like, step.vendor, step.chosen, ends[2], 0, step.logits, rows, step.vocab, step.dim, chunk, scratch
+        )
         chunk = finish(phase)
     barrier(phase, _num_panels(step.vocab))
+    release(step.vendor)
     # numba frees an array after its last use, and does not know of addresses.
     memory[0] = 0
 
@@ -238,7 +244,9 @@ def _multiply(step: Any, rows: Any, weights: Any, output: Any, panel: int, scrat
     """A panel of the outputs of a linear layer, whose weight and bias come first in `weights`; rows and output are
     addresses and widths."""
     sizes = step.num_tokens, output[1], rows[1]
-    multiply(step.like, rows[0], weights[0], weights[1], output[0], sizes[0], sizes[1], sizes[2], panel, scratch)
+    multiply(
+        step.like, step.vendor, rows[0], weights[0], weights[1], output[0], sizes[0], sizes[1], sizes[2], panel, scratch
+    )
 
 
 @compiled_fastmath

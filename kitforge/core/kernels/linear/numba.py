@@ -7,6 +7,9 @@ multiplied with all rows while it lies in the caches. Sums are in fp32.
 
 from __future__ import annotations
 
+import functools
+import logging
+import time
 from typing import Any
 
 import numpy as np
@@ -14,6 +17,7 @@ import torch
 from torch import Tensor
 
 from kitforge.core.kernels.linear.gemm_microkernel import LANES, PAIRS, PANEL, ROWS, tile, transpose
+from kitforge.core.kernels.linear.vendor_microkernel import NONE, VENDOR_ROWS, Vendor, brgemm, release, vendor_functions
 from kitforge.core.kernels.numba_runtime import (
     FLOAT,
     HALF,
@@ -26,6 +30,7 @@ from kitforge.core.kernels.numba_runtime import (
     widened,
 )
 
+_log = logging.getLogger(__name__)
 # Multiplications per thread, at least: waking one takes as long as a million of them, and a single thread nearly
 # saturates the memory bandwidth.
 GRAIN = 2**23
@@ -44,6 +49,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     # gathers and frees parameters.
     arguments = (
         FLOAT if weight.dtype is torch.float32 else HALF,
+        NONE if weight.dtype is torch.float32 else faster_vendor(),
         rows.data_ptr(),
         weight.data_ptr(),
         0 if bias is None else bias.data_ptr(),
@@ -55,6 +61,35 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     panels, grain = -(-num_outputs // PANEL), GRAIN // max(rows.numel() * PANEL, 1) + 1
     parallel_for(lambda start, stop: _multiply_panels(*arguments, start, stop), panels, grain)
     return output if input.dtype is torch.float32 else output.to(input.dtype)
+
+
+# oneDNN multiplies where it takes at most this part of the time of our tiles, for panels of so many words.
+_WORTH, _WORDS = 0.6, 288
+
+
+@functools.cache
+def faster_vendor() -> Vendor:
+    """oneDNN's functions where they multiply 64 rows much faster than our tiles, as with matrix units; measured once a
+    process. A narrow victory would make the choice, and the bits, a matter of chance."""
+    vendor = vendor_functions()
+    if vendor == NONE:
+        return NONE
+    own, other = _seconds(NONE), _seconds(vendor)
+    rates = [2 * VENDOR_ROWS * PANEL * 2 * _WORDS / each / 1e9 for each in (own, other)]
+    _log.info("products of %d rows in bfloat16: compiled %.0f, oneDNN %.0f GFLOP/s a thread", VENDOR_ROWS, *rates)
+    return vendor if other < _WORTH * own else NONE
+
+
+def _seconds(vendor: Vendor) -> float:
+    """Of the fastest of several calls, which are too short for another process to disturb all of them."""
+    rows, panel = (np.zeros((count, 2 * _WORDS), dtype=np.uint16) for count in (VENDOR_ROWS, PANEL))
+    sums, times = np.zeros((VENDOR_ROWS, PANEL), dtype=np.float32), []
+    one, other, result = rows.ctypes.data, panel.ctypes.data, sums.ctypes.data
+    for _ in range(50):
+        start = time.perf_counter()
+        multiply_rows(HALF, vendor, one, 4 * _WORDS, VENDOR_ROWS, other, _WORDS, result, 0, other)
+        times.append(time.perf_counter() - start)
+    return min(times)
 
 
 _all, _four, _one = (tile(rows) for rows in (ROWS, 4, 1))
@@ -76,6 +111,7 @@ def scratch_size(num_rows: int, num_features: int) -> int:
 @compiled_fastmath
 def _multiply_panels(
     like: Any,
+    vendor: Any,
     rows: int,
     weight: int,
     bias: int,
@@ -89,7 +125,8 @@ def _multiply_panels(
     memory = np.empty(scratch_size(num_rows, num_features) // 4 + LINE // 4, dtype=np.float32)
     scratch = aligned(memory.ctypes.data)
     for panel in range(start, stop):
-        multiply(like, rows, weight, bias, output, num_rows, num_outputs, num_features, panel, scratch)
+        multiply(like, vendor, rows, weight, bias, output, num_rows, num_outputs, num_features, panel, scratch)
+    release(vendor)
     # numba frees an array after its last use, and does not know of addresses.
     memory[0] = 0
 
@@ -97,6 +134,7 @@ def _multiply_panels(
 @compiled_fastmath
 def multiply(
     like: Any,
+    vendor: Any,
     rows: int,
     weight: int,
     bias: int,
@@ -122,8 +160,8 @@ def multiply(
         count = min(PANEL_WORDS, num_words - first)
         # The next panel is prefetched while this one is packed, or while it is multiplied if that takes longer.
         ahead = addresses[PANEL - 1] + num_features * itemsize + 4 * PANEL * first
-        pack(scratch, first, count, words, ahead if num_rows < ROWS // 2 else words)
-        _add_products(like, rows, num_rows, num_features, first, count, words, sums, ahead)
+        pack(scratch, first, count, words, ahead if num_rows < ROWS // 2 or vendor[0] else words)
+        _add_products(like, vendor, rows, num_rows, num_features, first, count, words, sums, ahead)
     tiled = num_words * features_per_word
     result, part = float32_at(output, (num_rows, num_outputs)), float32_at(sums, (num_rows, PANEL))
     width = min(PANEL, num_outputs - start)
@@ -161,13 +199,22 @@ def pack(addresses: int, first: int, count: int, words: int, ahead: int) -> None
 
 @compiled_fastmath
 def _add_products(
-    like: Any, rows: int, num_rows: int, num_features: int, first: int, count: int, words: int, sums: int, ahead: int
+    like: Any,
+    vendor: Any,
+    rows: int,
+    num_rows: int,
+    num_features: int,
+    first: int,
+    count: int,
+    words: int,
+    sums: int,
+    ahead: int,
 ) -> None:
     """Write the products of all rows with a panel of `count` words, from word `first` on, to sums [rows, `PANEL`]; add
     them after the first words."""
     if PAIRS:
         row_bytes = num_features * array_at(rows, (1,), like).itemsize
-        multiply_panel(like, like, rows + 4 * first, row_bytes, num_rows, words, count, sums, first, ahead)
+        multiply_rows(like, vendor, rows + 4 * first, row_bytes, num_rows, words, count, sums, first, ahead)
     else:
         per_word = 4 // array_at(rows, (1,), like).itemsize
         input = array_at(rows, (num_rows, num_features), like)
@@ -178,6 +225,28 @@ def _add_products(
         multiply_panel(
             FLOAT, like, sums + 4 * PANEL * num_rows, 4 * per_word * count, num_rows, words, count, sums, first, ahead
         )
+
+
+@compiled_fastmath
+def multiply_rows(
+    like: Any,
+    vendor: Any,
+    rows: int,
+    row_bytes: int,
+    num_rows: int,
+    panel: int,
+    num_words: int,
+    sums: int,
+    adds: int,
+    ahead: int,
+) -> None:
+    """`multiply_panel` of rows and a panel of one type, by the vendor's functions if there are any."""
+    if vendor[0]:
+        for row in range(0, num_rows, VENDOR_ROWS):
+            x, y, count = rows + row * row_bytes, sums + 4 * PANEL * row, min(num_rows - row, VENDOR_ROWS)
+            brgemm(vendor[0], x, row_bytes // 2, count, panel, 2 * num_words, y, adds)
+    else:
+        multiply_panel(like, like, rows, row_bytes, num_rows, panel, num_words, sums, adds, ahead)
 
 
 @compiled_fastmath
