@@ -22,7 +22,7 @@ class EngineOptions:
     # contiguous: the blocks of a sequence are consecutive and a cached prefix is copied, which attention on CPU reads
     # fastest. paged: a shared prefix is stored once. auto: contiguous on CPU.
     kv_layout: Literal["auto", "contiguous", "paged"] = "auto"
-    # int8, int4: linear layers run on a quantized copy of the weights; int4 on an accelerator only.
+    # int8, int4: linear layers run on a quantized copy of the weights; int4 on a CPU for widths of whole groups of 32.
     quantization: Literal["none", "int8", "int4"] = "none"
     prompt_lookup_tokens: int = 0  # draft tokens a step from prompt lookup, verified in one pass; 0: none
     cuda_graphs: bool = True  # replay captured decoding steps on a GPU

@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from functools import cache
+from typing import Literal
 
 import pytest
 import torch
 
 from kitforge.core.nn.decoder import Decoder, FamilyConfig
+from kitforge.foundation.errors import ModelError
 from kitforge.inference.engine import Completion, Engine
 from kitforge.inference.options import EngineOptions
 from kitforge.inference.sampling import SamplingOptions
@@ -109,3 +111,26 @@ def test_log_probabilities_in_bfloat16_are_those_of_a_forward_pass_to_its_roundi
         sampled.append(torch.tensor(completion.logprobs) - true)
         trained.append(own - true)
     assert torch.cat(sampled).norm() < 1.5 * torch.cat(trained).norm()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_quantized_texts_do_not_depend_on_their_neighbours_either(
+    kind: Literal["int8", "int4"], dtype: torch.dtype
+) -> None:
+    config = replace(LLAMA, num_heads=4, num_kv_heads=2, dim=64, mlp_dim=96, max_length=LENGTH)
+    model, chance = build(config, dtype=dtype).requires_grad_(False).eval(), random.Random(3)
+    prompts = [[chance.randrange(VOCAB) for _ in range(chance.randint(1, 40))] for _ in range(20)]
+    options, found = SamplingOptions(max_new_tokens=9, temperature=0.9), []
+    for number, size in ((20, 512), (1, 16)):
+        engine = Engine(model, EngineOptions(max_num_seqs=number, max_num_batched_tokens=size, quantization=kind))
+        found.append([(each[0].tokens, each[0].logprobs) for each in engine.generate(prompts, options)])
+    assert found[0] == found[1]
+    plain = Engine(model).generate(prompts, options)
+    assert [logprobs for _, logprobs in found[0]] != [each[0].logprobs for each in plain]
+
+
+def test_int4_of_widths_that_no_group_divides_is_refused() -> None:
+    model = network("gpt2", torch.bfloat16)
+    with pytest.raises(ModelError, match=r"blocks.0(.|\n)*24 features, no multiple of 32|head with 24 features"):
+        Engine(model, EngineOptions(quantization="int4"))

@@ -136,6 +136,19 @@ def narrowed(_context: Any, _number: Any, like: Any) -> Any:
     return (types.float32 if like == types.float32 else types.uint16)(types.float32, like), generate
 
 
+@intrinsic
+def truncated(_context: Any, _number: Any, like: Any) -> Any:
+    """In a compiled loop, `truncated(number, like)` is `narrowed` for numbers that the type of `like` holds exactly."""
+
+    def generate(_context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        if signature.args[1] == types.float32:
+            return arguments[0]
+        wide, short = ir.IntType(32), ir.IntType(16)
+        return builder.trunc(builder.lshr(builder.bitcast(arguments[0], wide), wide(16)), short)
+
+    return (types.float32 if like == types.float32 else types.uint16)(types.float32, like), generate
+
+
 @compiled_fastmath
 def rounded(number: Any, like: Any) -> Any:
     """In a compiled loop, the fp32 number rounded to the precision of `like`."""

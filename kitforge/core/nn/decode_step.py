@@ -72,17 +72,24 @@ class FusedDecodeStep:
 
     def _new_blocks(self) -> DecodeStepKernel | None:
         model = self._model
-        if type(model) is not Decoder or model.kernels.fused_decode_step is None or not _is_plain(model):
+        if not is_fusable(model):
             return None
-        blocks = cast(list[Block], list(model.blocks))
-        if len(set(map(_shape, blocks))) > 1 or blocks[0].mlp.kind not in ("gelu_tanh", "swiglu", "geglu"):
-            return None
-        head_dim = model.geometry.head_dim
-        like = model.head_weight.new_empty(1, len(blocks[0].attention.key.weight) // head_dim, 1, head_dim)
+        decoder = cast(Decoder, model)
+        head_dim, blocks = decoder.geometry.head_dim, cast(list[Block], list(decoder.blocks))
+        like = decoder.head_weight.new_empty(1, len(blocks[0].attention.key.weight) // head_dim, 1, head_dim)
         slabs = [self._slabs(layer, like) for layer in range(len(blocks))]
         if any(each.dtype is not like.dtype for pair in slabs for each in pair):
             return None
-        return model.kernels.fused_decode_step(stack_of(model), slabs)
+        assert decoder.kernels.fused_decode_step is not None
+        return decoder.kernels.fused_decode_step(stack_of(decoder), slabs)
+
+
+def is_fusable(model: nn.Module) -> bool:
+    """Whether the kernel can run the model: a plain decoder, in fp32 or bfloat16 on CPU, with blocks of one shape."""
+    if type(model) is not Decoder or model.kernels.fused_decode_step is None or not _is_plain(model):
+        return False
+    blocks = cast(list[Block], list(model.blocks))
+    return len(set(map(_shape, blocks))) == 1 and blocks[0].mlp.kind in ("gelu_tanh", "swiglu", "geglu")
 
 
 def stack_of(model: Decoder) -> DecoderWeights:
@@ -104,6 +111,7 @@ def stack_of(model: Decoder) -> DecoderWeights:
         qk_norm_eps=0.0 if first.query_norm is None else first.query_norm.eps,
         interleaved_rotary=first.config.interleaved_rotary,
         slopes=model.slopes(model.head_weight.device),
+        bits=getattr(model.kernels.linear, "bits", None),
     )
 
 

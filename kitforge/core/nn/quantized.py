@@ -1,12 +1,12 @@
 """Quantized linear layers: a copy of a network that shares all but the weights of its linear layers with the original.
 
-On an accelerator only weights are quantized: to int8 with a scale for each row, or to int4 with one for each 128
-features of a row; see `quantized_linear`.
+Only weights are quantized: to int8 with a scale for each row, or to int4 with one for each group of features of a row;
+see `quantized_linear`. On a CPU the compiled step of a decoder does so (`DecoderWeights.bits`).
 
-On CPU, in int8 alone, weights have one scale per row. Activations are quantized dynamically with one scale for all
-tokens of a call, to seven bits, since processors without VNNI add pairs of products in 16 bits (torch's `fbgemm`
-kernels, Khudia et al., 2021). That scale does not go below 6e-5, which normalized streams never need. So an output
-depends slightly on the other sequences of its batch.
+Networks that have no such step run on a CPU in int8 alone, with weights of one scale per row and activations that are
+quantized dynamically with one scale for all tokens of a call, to seven bits, since processors without VNNI add pairs of
+products in 16 bits (torch's `fbgemm` kernels, Khudia et al., 2021). That scale does not go below 6e-5, which normalized
+streams never need. So an output depends slightly on the other sequences of its batch.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ import torch
 from torch import Tensor, nn
 
 from kitforge.core.kernels.mixed_precision import compute_dtype
+from kitforge.core.kernels.quantized_linear.reference import GROUP as STEP_GROUP
 from kitforge.core.kernels.quantized_linear.reference import QuantizedLinearKernel, quantize
 from kitforge.core.nn.causal_lm import Quantizable
+from kitforge.core.nn.decode_step import is_fusable
 from kitforge.core.nn.linear import Linear
-from kitforge.foundation.errors import DeviceError, ModelError
+from kitforge.foundation.errors import ModelError
 
 Quantization = Literal["int8", "int4"]
-# Features of a row that share a scale in int4.
+# Features of a row that share a scale in int4 on an accelerator.
 GROUP = 128
 
 
@@ -60,19 +62,20 @@ class Int8Linear:
 
 @final
 class WeightOnlyLinear:
-    """The same on an accelerator: activations stay as they are."""
+    """The same with activations as they are. `group` features share a scale in int4, where they divide a row."""
 
-    def __init__(self, kind: Quantization, kernel: QuantizedLinearKernel) -> None:
-        self._kind = kind
+    def __init__(self, kind: Quantization, kernel: QuantizedLinearKernel, group: int = GROUP) -> None:
+        self.bits: Literal[4, 8] = 4 if kind == "int4" else 8  # read by the compiled step
         self._kernel = kernel
+        self._group = group
         self._packed: dict[int, tuple[Tensor, tuple[Tensor, Tensor]]] = {}
 
     def __call__(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """`input [..., in] @ weight [out, in].T + bias`, about 0.5 % off in int8 and 10 % in int4."""
         found = self._packed.get(id(weight))
         if found is None:
-            is_int4, features = self._kind == "int4" and weight.shape[1] % 2 == 0, weight.shape[1]
-            group = GROUP if is_int4 and features % GROUP == 0 else None
+            is_int4, features = self.bits == 4 and weight.shape[1] % 2 == 0, weight.shape[1]
+            group = self._group if is_int4 and features % self._group == 0 else None
             found = self._packed[id(weight)] = (weight, quantize(weight, 4 if is_int4 else 8, group))
         return self._kernel(input.to(compute_dtype(input)), *found[1], bias)
 
@@ -112,7 +115,8 @@ def pack(weight: Tensor) -> Any:
 def quantized_copy(model: nn.Module, kind: Quantization = "int8") -> tuple[nn.Module, Int8Linear | WeightOnlyLinear]:
     """A network like `model` that shares its parameters and runs linear layers and head in int8 or int4.
 
-    Raises ModelError for a network that is not `Quantizable` or is sharded, and DeviceError for int4 on CPU.
+    Raises ModelError for a network that is not `Quantizable` or is sharded, and for int4 on CPU for one that has no
+    compiled step or widths that no group divides.
     """
     if quantized_bits(model) is not None:
         got, fix = "a base model of QLoRA", "inference.engine.quantization=none"
@@ -123,18 +127,36 @@ def quantized_copy(model: nn.Module, kind: Quantization = "int8") -> tuple[nn.Mo
             got=f"{type(model).__name__}, perhaps sharded",
             fix="inference.engine.quantization=none",
         )
-    is_cpu = model.head_weight.device.type == "cpu"
-    if is_cpu and kind == "int4":
-        fix = "inference.engine.quantization=int8"
-        raise DeviceError("int4 weights run on an accelerator only", got="device=cpu", fix=fix)
-    linear = Int8Linear() if is_cpu else WeightOnlyLinear(kind, model.kernels.quantized_linear)
+    linear: Int8Linear | WeightOnlyLinear = WeightOnlyLinear(kind, model.kernels.quantized_linear)
+    if model.head_weight.device.type == "cpu":
+        fault = _step_fault(cast(nn.Module, model))
+        if fault is None:
+            linear = WeightOnlyLinear(kind, model.kernels.quantized_linear, STEP_GROUP)
+        elif kind == "int4":
+            fix = "inference.engine.quantization=int8"
+            raise ModelError("int4 on a CPU needs the compiled step of a decoder", got=fault, fix=fix)
+        else:
+            linear = Int8Linear()
     return with_linear(model, linear), linear
+
+
+def _step_fault(model: nn.Module) -> str | None:
+    """Why the compiled step cannot run it in int8 or int4; None: it can."""
+    if not is_fusable(model):
+        return f"{type(model).__name__}: not a dense decoder in fp32 or bfloat16, or numba is missing"
+    weights = [("head", cast(Quantizable, model).head_weight)]
+    weights += [(name, each.weight) for name, each in model.named_modules() if isinstance(each, Linear)]
+    for name, weight in weights:
+        if weight.shape[1] % STEP_GROUP:
+            return f"{name} with {weight.shape[1]} features, no multiple of {STEP_GROUP}"
+    return None
 
 
 def with_linear(model: Quantizable, linear: Int8Linear | WeightOnlyLinear) -> nn.Module:
     """A network like `model` that shares its parameters and calls `linear` in linear layers and head."""
     network: Any = _shared(cast(nn.Module, model), linear)
-    network.kernels = replace(model.kernels, linear=linear, fused_decode_step=None)
+    step = model.kernels.fused_decode_step if isinstance(linear, WeightOnlyLinear) else None
+    network.kernels = replace(model.kernels, linear=linear, fused_decode_step=step)
     return cast(nn.Module, network)
 
 

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import functools
 import itertools
-from typing import Any, NamedTuple, final
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple, final
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kitforge.core.kernels.decode_attention.numba import Slabs, attend, attention_scratch, slot_of
-from kitforge.core.kernels.fused_decode_step.reference import BlockWeights, DecoderWeights, Places
+from kitforge.core.kernels.fused_decode_step.reference import LINEARS, BlockWeights, DecoderWeights, Places
 from kitforge.core.kernels.linear.gemm_microkernel import PANEL
 from kitforge.core.kernels.linear.numba import LINE, aligned, faster_vendor, multiply, scratch_size
 from kitforge.core.kernels.linear.vendor_microkernel import NONE, release
@@ -34,6 +35,7 @@ from kitforge.core.kernels.numba_runtime import (
     run_on_threads,
     widened,
 )
+from kitforge.core.kernels.quantized_linear.numba import multiply_quantized, packed
 from kitforge.core.kernels.spin_barrier import BYTES_PER_PHASE, ThreadAutotuner, barrier, finish, next_chunk
 from kitforge.core.kernels.threads import num_threads
 
@@ -54,13 +56,17 @@ class NumbaDecodeStep:
     """See `DecodeStepKernel`; for contiguous weights and slabs of one dtype, fp32 or bfloat16, on CPU."""
 
     def __init__(self, weights: DecoderWeights, slabs: list[tuple[Tensor, Tensor]]) -> None:
+        sizes = weights.layers[0], weights.head.shape
+        bits = weights.bits
+        if bits is not None:
+            weights = _packed(weights, bits)
         layers = [[*layer.tensors(), *pair] for layer, pair in zip(weights.layers, slabs, strict=True)]
-        num_heads = len(weights.layers[0].query) // weights.head_dim
+        num_heads = len(sizes[0].query) // weights.head_dim
         slopes = torch.zeros(num_heads) if weights.slopes is None else weights.slopes.float().contiguous()
         # Tensors that are read by address must stay alive.
         self._keepalive = weights, slabs
         self._slopes = slopes
-        self._dtype = weights.head.dtype
+        self._dtype, self._bits = weights.norm.dtype, bits or 0
         self._autotuner = ThreadAutotuner()
         self._options = weights.norm_eps, weights.qk_norm_eps, weights.interleaved_rotary, weights.gate == "gelu"
         self._table = np.array([[_address(each) for each in layer] for layer in layers])
@@ -71,7 +77,7 @@ class NumbaDecodeStep:
         self._num_weights = sum(
             each.numel() for layer in weights.layers for each in layer.tensors() if each is not None
         )
-        (vocab, dim), first = weights.head.shape, weights.layers[0]
+        first, (vocab, dim) = sizes
         num_kv_heads = len(first.key) // weights.head_dim
         self._sizes = dim, num_heads, num_kv_heads, weights.head_dim, len(first.up), vocab
 
@@ -96,6 +102,7 @@ class NumbaDecodeStep:
             FLOAT if self._dtype is torch.float32 else HALF,
             NONE if self._dtype is torch.float32 else faster_vendor(),
             *self._options,
+            self._bits,
             is_decode,
             num_tokens,
             len(rows),
@@ -134,6 +141,14 @@ class NumbaDecodeStep:
         return np.array(tiles), False
 
 
+def _packed(weights: DecoderWeights, bits: Literal[4, 8]) -> DecoderWeights:
+    layers = tuple(
+        replace(layer, **{name: packed(each, bits) for name in LINEARS if (each := getattr(layer, name)) is not None})
+        for layer in weights.layers
+    )
+    return replace(weights, layers=layers, head=packed(weights.head, bits))
+
+
 def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
@@ -156,6 +171,7 @@ class _Step(NamedTuple):
     qk_eps: float
     interleaved: bool
     has_gelu_gate: bool
+    bits: int  # of the weights; 0: like all else
     is_decode: bool  # every token is the only one of its text
     num_tokens: int
     num_rows: int  # whose logits are computed
@@ -213,14 +229,12 @@ def _run(step: Any, table: Any, ends: Any, scales: Any, windows: Any, rotations:
         following = table[layer + 1, _ATTENTION_NORM:] if layer < last else ends
         phase = _join(step, row[_MLP_OUT_NORM:], following, phase, True)
     phase = _choose(step, phase)
-    rows = step.num_rows
-    chunk = next_chunk(phase)
-    while chunk < _num_panels(step.vocab):
-        multiply(
-            step.like, step.vendor, step.chosen, ends[2], 0, step.logits, rows, step.vocab, step.dim, chunk, scratch
-        )
-        chunk = finish(phase)
-    barrier(phase, _num_panels(step.vocab))
+    num_panels = _num_panels(step.vocab)
+    panel = next_chunk(phase)
+    while panel < num_panels:
+        _multiply(step, (step.chosen, step.dim), (ends[2], 0), (step.logits, step.vocab), panel, scratch, step.num_rows)
+        panel = finish(phase)
+    barrier(phase, num_panels)
     release(step.vendor)
     # numba frees an array after its last use, and does not know of addresses.
     memory[0] = 0
@@ -240,13 +254,38 @@ def _num_panels(num_outputs: int) -> Any:
 
 
 @compiled_fastmath
-def _multiply(step: Any, rows: Any, weights: Any, output: Any, panel: int, scratch: int) -> None:
-    """A panel of the outputs of a linear layer, whose weight and bias come first in `weights`; rows and output are
-    addresses and widths."""
-    sizes = step.num_tokens, output[1], rows[1]
-    multiply(
-        step.like, step.vendor, rows[0], weights[0], weights[1], output[0], sizes[0], sizes[1], sizes[2], panel, scratch
-    )
+def _multiply(step: Any, rows: Any, weights: Any, output: Any, panel: int, scratch: int, count: int) -> None:
+    """A panel of the outputs of a linear layer, whose weight and bias come first in `weights`, for `count` rows; rows
+    and output are addresses and widths."""
+    like, num_outputs, num_features = step.like, output[1], rows[1]
+    if step.bits:
+        multiply_quantized(
+            like,
+            step.bits,
+            rows[0],
+            weights[0],
+            weights[1],
+            output[0],
+            count,
+            num_outputs,
+            num_features,
+            panel,
+            scratch,
+        )
+    else:
+        multiply(
+            like,
+            step.vendor,
+            rows[0],
+            weights[0],
+            weights[1],
+            output[0],
+            count,
+            num_outputs,
+            num_features,
+            panel,
+            scratch,
+        )
 
 
 @compiled_fastmath
@@ -254,7 +293,7 @@ def _product(step: Any, rows: Any, weights: Any, output: Any, scratch: int, phas
     num_panels = _num_panels(output[1])
     panel = next_chunk(phase)
     while panel < num_panels:
-        _multiply(step, rows, weights, output, panel, scratch)
+        _multiply(step, rows, weights, output, panel, scratch, step.num_tokens)
         panel = finish(phase)
     return barrier(phase, num_panels)
 
@@ -266,11 +305,11 @@ def _products(step: Any, rows: Any, weights: Any, outputs: Any, scratch: int, ph
     panel = next_chunk(phase)
     while panel < first + 2 * second:
         if panel < first:
-            _multiply(step, rows, weights[0], outputs[0], panel, scratch)
+            _multiply(step, rows, weights[0], outputs[0], panel, scratch, step.num_tokens)
         elif panel < first + second:
-            _multiply(step, rows, weights[1], outputs[1], panel - first, scratch)
+            _multiply(step, rows, weights[1], outputs[1], panel - first, scratch, step.num_tokens)
         else:
-            _multiply(step, rows, weights[2], outputs[2], panel - first - second, scratch)
+            _multiply(step, rows, weights[2], outputs[2], panel - first - second, scratch, step.num_tokens)
         panel = finish(phase)
     return barrier(phase, first + 2 * second)
 
@@ -346,9 +385,9 @@ def _expand(step: Any, row: Any, scratch: int, phase: int) -> Any:
     panel = next_chunk(phase)
     while panel < num_chunks:
         if panel < num_panels:
-            _multiply(step, rows, row[_UP:], (step.up, step.mlp_dim), panel, scratch)
+            _multiply(step, rows, row[_UP:], (step.up, step.mlp_dim), panel, scratch, step.num_tokens)
         else:
-            _multiply(step, rows, row[_GATE:], (step.gate, step.mlp_dim), panel - num_panels, scratch)
+            _multiply(step, rows, row[_GATE:], (step.gate, step.mlp_dim), panel - num_panels, scratch, step.num_tokens)
         panel = finish(phase)
     phase = barrier(phase, num_chunks)
     num_segments = (step.mlp_dim + SEGMENT - 1) // SEGMENT

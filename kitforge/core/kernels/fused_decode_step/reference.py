@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Literal, Protocol
 
 import torch
@@ -12,12 +12,15 @@ from torch.nn import functional
 from kitforge.core.kernels.decode_attention.reference import decode_attention
 from kitforge.core.kernels.geglu.reference import geglu
 from kitforge.core.kernels.linear.reference import linear
+from kitforge.core.kernels.quantized_linear.reference import GROUP, dequantize, quantize
 from kitforge.core.kernels.rms_norm.reference import rms_norm
 from kitforge.core.kernels.rotary.reference import rotary as rotate
 from kitforge.core.kernels.swiglu.reference import swiglu
 
 Slabs = list[tuple[Tensor, Tensor]]
 Angles = tuple[Tensor, Tensor]
+# The fields of a block that are weights of linear layers.
+LINEARS = ("query", "key", "value", "out", "gate", "up", "down")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +75,7 @@ class DecoderWeights:
     rotations: tuple[int | None, ...]  # which of the rotations turns each layer's heads; None: none
     gate: Literal["silu", "gelu"]  # the activation of the MLPs' gates
     slopes: Tensor | None = None  # of ALiBi [heads]
+    bits: Literal[4, 8] | None = None  # of linear layers and head, which a step quantizes for itself; None: as they are
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +114,7 @@ class ReferenceDecodeStep:
     """See `DecodeStepKernel`."""
 
     def __init__(self, weights: DecoderWeights, slabs: Slabs) -> None:
-        self._weights = weights
+        self._weights = weights if weights.bits is None else _dequantized(weights, weights.bits)
         self._slabs = slabs
 
     def __call__(self, stream: Tensor, rotary: Angles | None, places: Places) -> tuple[Tensor, Tensor]:
@@ -157,6 +161,19 @@ class ReferenceDecodeStep:
                 query[one], *own, start, places.lengths[one], window=window, scale=scale, slopes=weights.slopes
             )
         return mixed.flatten(1)
+
+
+def _dequantized(weights: DecoderWeights, bits: Literal[4, 8]) -> DecoderWeights:
+    """The weights that a step of quantized ones multiplies with."""
+
+    def rounded(weight: Tensor) -> Tensor:
+        return dequantize(*quantize(weight, bits, GROUP if bits == 4 else None)).to(weight.dtype)
+
+    layers = tuple(
+        replace(layer, **{name: rounded(each) for name in LINEARS if (each := getattr(layer, name)) is not None})
+        for layer in weights.layers
+    )
+    return replace(weights, layers=layers, head=rounded(weights.head), bits=None)
 
 
 def _slots(places: Places, token: int) -> Tensor:

@@ -105,7 +105,7 @@ def aligned(address: int) -> int:
 def scratch_size(num_rows: int, num_features: int) -> int:
     """Bytes that `multiply` needs besides."""
     exact = 0 if PAIRS else num_rows * num_features
-    return 4 * (PANEL * (PANEL_WORDS + num_rows + 2) + exact)
+    return 4 * (PANEL * (PANEL_WORDS + 2 * num_rows + 2) + exact)
 
 
 @compiled_fastmath
@@ -161,10 +161,9 @@ def multiply(
         # The next panel is prefetched while this one is packed, or while it is multiplied if that takes longer.
         ahead = addresses[PANEL - 1] + num_features * itemsize + 4 * PANEL * first
         pack(scratch, first, count, words, ahead if num_rows < ROWS // 2 or vendor[0] else words)
-        _add_products(like, vendor, rows, num_rows, num_features, first, count, words, sums, ahead)
+        add_products(like, vendor, rows, num_rows, num_features, first, count, words, sums, first, ahead)
     tiled = num_words * features_per_word
-    result, part = float32_at(output, (num_rows, num_outputs)), float32_at(sums, (num_rows, PANEL))
-    width = min(PANEL, num_outputs - start)
+    part = float32_at(sums, (num_rows, PANEL))
     if tiled == 0:
         part[:] = 0
     if tiled < num_features:
@@ -172,7 +171,16 @@ def multiply(
             array_at(rows, (num_rows, num_features), like),
             array_at(weight, (num_outputs, num_features), like),
         )
-        _add_remainder(input, matrix[start : start + width], part, tiled)
+        _add_remainder(input, matrix[start : min(start + PANEL, num_outputs)], part, tiled)
+    write_sums(like, sums, bias, output, num_rows, num_outputs, start)
+
+
+@compiled_fastmath
+def write_sums(like: Any, sums: int, bias: int, output: int, num_rows: int, num_outputs: int, start: int) -> None:
+    """Write sums [rows, `PANEL`] with a bias [out], or none at 0, to the columns of an output [rows, out] from `start`
+    on, rounded to the type of `like`."""
+    result, part = float32_at(output, (num_rows, num_outputs)), float32_at(sums, (num_rows, PANEL))
+    width = min(PANEL, num_outputs - start)
     if bias:
         shifts = array_at(bias, (num_outputs,), like)
         for row in range(num_rows):
@@ -198,7 +206,7 @@ def pack(addresses: int, first: int, count: int, words: int, ahead: int) -> None
 
 
 @compiled_fastmath
-def _add_products(
+def add_products(
     like: Any,
     vendor: Any,
     rows: int,
@@ -208,13 +216,14 @@ def _add_products(
     count: int,
     words: int,
     sums: int,
+    adds: int,
     ahead: int,
 ) -> None:
     """Write the products of all rows with a panel of `count` words, from word `first` on, to sums [rows, `PANEL`]; add
-    them after the first words."""
+    them unless `adds` is 0."""
     if PAIRS:
         row_bytes = num_features * array_at(rows, (1,), like).itemsize
-        multiply_rows(like, vendor, rows + 4 * first, row_bytes, num_rows, words, count, sums, first, ahead)
+        multiply_rows(like, vendor, rows + 4 * first, row_bytes, num_rows, words, count, sums, adds, ahead)
     else:
         per_word = 4 // array_at(rows, (1,), like).itemsize
         input = array_at(rows, (num_rows, num_features), like)

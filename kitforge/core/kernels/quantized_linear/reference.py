@@ -14,6 +14,9 @@ from torch.nn import functional
 
 from kitforge.foundation.errors import ModelError
 
+# Features that share a scale in int4 on a CPU.
+GROUP = 32
+
 
 class QuantizedLinearKernel(Protocol):
     """`input [..., in] @ weight.T + bias [out]`, in the dtype of the input, of a weight [out, in] in int8 or int4.
