@@ -91,9 +91,17 @@ def _widen(like: Any, bits: int, numbers: int, count: int, words: int) -> None:
         for k in range(count):
             panel[k] = truncated(np.float32(source[k]), like)
         return
-    pairs, width = array_at(numbers, (count // 2,), _BYTE), PANEL * (4 // panel.itemsize)
-    for first in range(0, count // 2, width):
+    itemsize, zero = panel.itemsize, np.float32(_ZERO)
+    width = PANEL * (4 // itemsize)
+    for first in range(0, count, 2 * width):
+        # Arrays of their own, since an index that is a sum is checked for its sign and not vectorized.
+        pairs = array_at(numbers + first // 2, (width,), _BYTE)
+        lower, upper = (
+            array_at(words + itemsize * first, (width,), like),
+            array_at(words + itemsize * (first + width), (width,), like),
+        )
         for k in range(width):
-            panel[2 * first + k] = truncated(np.float32(np.int32(pairs[first + k] & 15) - _ZERO), like)
+            # Numbers of 8 bits become fp32 at once, those of 64 bits, in which numba computes, one by one.
+            lower[k] = truncated(np.float32(np.uint8(pairs[k] & 15)) - zero, like)
         for k in range(width):
-            panel[2 * first + width + k] = truncated(np.float32(np.int32(pairs[first + k] >> 4) - _ZERO), like)
+            upper[k] = truncated(np.float32(np.uint8(pairs[k] >> 4)) - zero, like)
