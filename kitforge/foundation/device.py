@@ -7,8 +7,9 @@ import platform
 import resource
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache
+from pathlib import Path
 from typing import Any, final
 
 import torch
@@ -134,6 +135,21 @@ def recorded(function: Callable[[], torch.Tensor], device: torch.device) -> Call
 def free_memory(device: torch.device) -> int | None:
     """Free bytes of the device; None if unknown."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
+
+
+def free_host_memory() -> int:
+    """Bytes that processes may still take on the host, within the limit of this control group; 0 if unknown."""
+    try:
+        facts = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        free = 1024 * int(facts["MemAvailable"].split()[0])
+    except (OSError, KeyError):
+        return 0
+    group = Path("/sys/fs/cgroup")
+    with suppress(OSError, ValueError):
+        # Without a limit the file says "max".
+        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+        free = min(free, limit - used)
+    return free
 
 
 def describe(device: torch.device) -> str:

@@ -272,6 +272,8 @@ class Engine:
             if not works:
                 return
             self._num_steps += 1
+            if self._scheduler.admitted:
+                self._runner.on_admission()
             with eval_mode(self._runner.model):
                 if self._blocks.copies:
                     self._runner.cache.copy(self._blocks.copies)

@@ -49,6 +49,10 @@ class ModelRunner:
         if self._cuda_graphs is not None:
             self._cuda_graphs.drop_graphs_of_moved_weights()
 
+    def on_admission(self) -> None:
+        """A text begins, with the weights as they are now: they may have changed in place since the last step."""
+        self._fused_decode.reread()
+
     def run(self, works: list[ScheduledTokens]) -> tuple[Tensor, Tensor | None]:
         """Logits [R, vocab], and hidden states [N, dim] of all tokens. Each work that needs logits has, in order, one
         row for its last token and one for each draft token. Works must be ordered by `decodes_first`. Prompt

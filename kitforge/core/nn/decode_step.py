@@ -46,8 +46,13 @@ class FusedDecodeStep:
         """Read the network anew: it has changed."""
         self._modules = list(self._model.modules())
         self._owners = [(each._parameters, name) for each in self._modules for name in each._parameters]
-        self._addresses: list[int] = []
+        self._marks: list[tuple[int, int]] = []
         self._blocks: DecodeStepKernel | None = None
+        self._rereads = False
+
+    def reread(self) -> None:
+        """At the next step, read weights anew: they may have changed in place, with or without a trace."""
+        self._rereads = True
 
     def __call__(self, tokens: Tensor, context: Context, places: Places) -> tuple[Tensor, Tensor] | None:
         """Normalized output [tokens, dim] and logits [rows, vocab] of tokens [1, tokens] at these places. None where
@@ -56,11 +61,11 @@ class FusedDecodeStep:
             return None
         if cast(Any, _has_any_global_hook)() or any(map(_is_wrapped, self._modules)):
             return None
-        # Weights are read by address: one that was moved or replaced has another.
-        parameters = [owned[name] for owned, name in self._owners]
-        addresses = [0 if each is None else each.data_ptr() for each in parameters]
-        if addresses != self._addresses:
-            self._addresses, self._blocks = addresses, self._new_blocks()
+        # Weights are read by address: one that was moved or replaced has another. Copies of them are of one version.
+        marks = [(0, 0) if (each := owned[name]) is None else _mark(each) for owned, name in self._owners]
+        if marks != self._marks:
+            self._blocks = None  # its memory is free before the next one takes as much
+            self._marks, self._blocks = marks, self._new_blocks()
         if self._blocks is None:
             return None
         model = cast(Decoder, self._model)
@@ -68,7 +73,9 @@ class FusedDecodeStep:
         angles = None
         if rotations := positions.rotary:
             angles = torch.stack([cos[0] for cos, _ in rotations]), torch.stack([sin[0] for _, sin in rotations])
-        return self._blocks(stream[0], angles, places)
+        result = self._blocks(stream[0], angles, places, rereads=self._rereads)
+        self._rereads = False
+        return result
 
     def _new_blocks(self) -> DecodeStepKernel | None:
         model = self._model
@@ -129,6 +136,11 @@ def _shape(block: Block) -> tuple[object, ...]:
     shapes = [None if each is None else each.shape for each in _layer(block).tensors()]
     norms = [each.eps for each in block.modules() if isinstance(each, Norm)]
     return (*shapes, *norms, block.attention.config.head_dim, block.attention.config.interleaved_rotary)
+
+
+def _mark(parameter: Tensor) -> tuple[int, int]:
+    """Address and version. An inference tensor has no version, and `Tensor.data` changes none."""
+    return parameter.data_ptr(), 0 if parameter.is_inference() else parameter._version
 
 
 def _is_wrapped(module: nn.Module) -> bool:

@@ -20,7 +20,7 @@ from torch import Tensor
 from kitforge.core.kernels.decode_attention.numba import Slabs, attend, attention_scratch, slot_of
 from kitforge.core.kernels.fused_decode_step.reference import LINEARS, BlockWeights, DecoderWeights, Places
 from kitforge.core.kernels.linear.gemm_microkernel import PANEL
-from kitforge.core.kernels.linear.numba import LINE, aligned, faster_vendor, multiply, scratch_size
+from kitforge.core.kernels.linear.numba import LINE, aligned, faster_vendor, multiply, packed_size, scratch_size
 from kitforge.core.kernels.linear.vendor_microkernel import NONE, release
 from kitforge.core.kernels.numba_runtime import (
     FLOAT,
@@ -38,6 +38,7 @@ from kitforge.core.kernels.numba_runtime import (
 from kitforge.core.kernels.quantized_linear.numba import multiply_quantized, packed
 from kitforge.core.kernels.spin_barrier import BYTES_PER_PHASE, ThreadAutotuner, barrier, finish, next_chunk
 from kitforge.core.kernels.threads import num_threads
+from kitforge.foundation import device as devices
 
 # Multiplications of a step that are worth a second thread.
 GRAIN = 2**23
@@ -47,13 +48,19 @@ MANY_TOKENS = 16
 TILE_ROWS, TILE_SCORES = 48, 2**18
 # Outputs of an activation at once: a fixed number, since vectors and the remainder are not rounded alike.
 SEGMENT = 512
+# Of free memory, how much panels of weights may take.
+KEPT_PART = 0.25
 # Phases of a layer, and phases before and after all layers.
 _PHASES, _ENDS = 9, 3
 
 
 @final
 class NumbaDecodeStep:
-    """See `DecodeStepKernel`; for contiguous weights and slabs of one dtype, fp32 or bfloat16, on CPU."""
+    """See `DecodeStepKernel`; for contiguous weights and slabs of one dtype, fp32 or bfloat16, on CPU.
+
+    Where memory allows, the panels that the first step packs are kept for those that follow, with the same bits: for a
+    few rows, packing takes as long as multiplying. A step that rereads the weights packs them again.
+    """
 
     def __init__(self, weights: DecoderWeights, slabs: list[tuple[Tensor, Tensor]]) -> None:
         sizes = weights.layers[0], weights.head.shape
@@ -69,8 +76,9 @@ class NumbaDecodeStep:
         self._dtype, self._bits = weights.norm.dtype, bits or 0
         self._autotuner = ThreadAutotuner()
         self._options = weights.norm_eps, weights.qk_norm_eps, weights.interleaved_rotary, weights.gate == "gelu"
-        self._table = np.array([[_address(each) for each in layer] for layer in layers])
-        self._ends = np.array([_address(each) for each in (weights.norm, weights.norm_bias, weights.head, None)])
+        self._are_kept, (*kept, head) = False, self._panels(weights)
+        self._table = np.array([[*map(_address, layer), *panels] for layer, panels in zip(layers, kept, strict=True)])
+        self._ends = np.array([*map(_address, (weights.norm, weights.norm_bias, weights.head, None)), *head])
         self._scales = np.array(weights.scales, dtype=np.float32)
         self._windows = np.array([window or 0 for window in weights.windows])
         self._rotations = np.array([-1 if each is None else each for each in weights.rotations])
@@ -81,7 +89,26 @@ class NumbaDecodeStep:
         num_kv_heads = len(first.key) // weights.head_dim
         self._sizes = dim, num_heads, num_kv_heads, weights.head_dim, len(first.up), vocab
 
-    def __call__(self, stream: Tensor, rotary: tuple[Tensor, Tensor] | None, places: Places) -> tuple[Tensor, Tensor]:
+    def _panels(self, weights: DecoderWeights) -> list[list[int]]:
+        """Addresses of the panels of each layer's `LINEARS`, and of the head's, that are kept; else 0."""
+        matrices = [[getattr(layer, name) for name in LINEARS] for layer in weights.layers] + [[weights.head]]
+        sizes = [[0 if each is None else packed_size(each) for each in layer] for layer in matrices]
+        total = sum(map(sum, sizes))
+        if weights.bits is not None or total > KEPT_PART * devices.free_host_memory():
+            self._kept = torch.empty(0)
+            return [[0] * len(layer) for layer in sizes]
+        self._kept = torch.empty(total + LINE, dtype=torch.uint8)
+        places = itertools.accumulate(itertools.chain(*sizes), initial=-(-self._kept.data_ptr() // LINE) * LINE)
+        return [[next(places) for _ in layer] for layer in sizes]
+
+    def panels(self) -> Tensor:
+        """The bytes of the panels that are kept."""
+        first = -self._kept.data_ptr() % LINE
+        return self._kept[first : len(self._kept) - LINE + first] if len(self._kept) else self._kept
+
+    def __call__(
+        self, stream: Tensor, rotary: tuple[Tensor, Tensor] | None, places: Places, *, rereads: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """See `DecodeStepKernel`."""
         num_tokens, rows = len(stream), places.rows
         dim, num_heads, num_kv_heads, head_dim, mlp_dim, vocab = self._sizes
@@ -103,6 +130,7 @@ class NumbaDecodeStep:
             NONE if self._dtype is torch.float32 else faster_vendor(),
             *self._options,
             self._bits,
+            rereads or not self._are_kept,
             is_decode,
             num_tokens,
             len(rows),
@@ -124,6 +152,7 @@ class NumbaDecodeStep:
             self._autotuner.call(num_tokens, work)
         else:
             run_on_threads(work, num_threads())
+        self._are_kept = self._kept.numel() > 0
         return hidden, logits
 
     def _tiles(self, places: Places) -> tuple[Any, bool]:
@@ -160,6 +189,9 @@ _QUERY_NORM, _KEY_NORM = _NAMES.index("query_norm"), _NAMES.index("key_norm")
 _ATTENTION_NORM, _ATTENTION_OUT_NORM = _NAMES.index("attention_norm"), _NAMES.index("attention_out_norm")
 _MLP_NORM, _MLP_OUT_NORM = _NAMES.index("mlp_norm"), _NAMES.index("mlp_out_norm")
 _KEYS, _VALUES = len(_NAMES), len(_NAMES) + 1
+_KEPT = {name: len(_NAMES) + 2 + index for index, name in enumerate(LINEARS)}
+_KEPT_QUERY, _KEPT_KEY, _KEPT_VALUE, _KEPT_OUT = (_KEPT[name] for name in ("query", "key", "value", "out"))
+_KEPT_GATE, _KEPT_UP, _KEPT_DOWN = (_KEPT[name] for name in ("gate", "up", "down"))
 
 
 class _Step(NamedTuple):
@@ -172,6 +204,7 @@ class _Step(NamedTuple):
     interleaved: bool
     has_gelu_gate: bool
     bits: int  # of the weights; 0: like all else
+    packs: bool  # weights, as they are now
     is_decode: bool  # every token is the only one of its text
     num_tokens: int
     num_rows: int  # whose logits are computed
@@ -214,25 +247,30 @@ def _run(step: Any, table: Any, ends: Any, scales: Any, windows: Any, rotations:
     size = max(scratch_size(step.num_tokens, max(step.dim, max(width, step.mlp_dim))), _attention_bytes(step, slabs))
     memory = np.empty((size + LINE) // 4, dtype=np.float32)
     scratch = aligned(memory.ctypes.data)
-    phase = _join(step, ends[3:], table[0, _ATTENTION_NORM:], phase, False)
+    phase = _join(step, ends[3:4], table[0, _ATTENTION_NORM:], phase, False)
     for layer in range(len(table)):
         row = table[layer]
         outputs = (step.query, width), (step.key, kv_width), (step.value, kv_width)
-        phase = _products(
-            step, (step.normal, step.dim), (row[_QUERY:], row[_KEY:], row[_VALUE:]), outputs, scratch, phase
+        weights = (
+            _linear(row, _QUERY, _KEPT_QUERY),
+            _linear(row, _KEY, _KEPT_KEY),
+            _linear(row, _VALUE, _KEPT_VALUE),
         )
+        phase = _products(step, (step.normal, step.dim), weights, outputs, scratch, phase)
         phase = _attend(step, row, windows[layer], rotations[layer], scales[layer], scratch, phase)
-        phase = _product(step, (step.mixed, width), row[_OUT:], (step.branch, step.dim), scratch, phase)
+        out, down = _linear(row, _OUT, _KEPT_OUT), _linear(row, _DOWN, _KEPT_DOWN)
+        phase = _product(step, (step.mixed, width), out, (step.branch, step.dim), scratch, phase)
         phase = _join(step, row[_ATTENTION_OUT_NORM:], row[_MLP_NORM:], phase, True)
         phase = _expand(step, row, scratch, phase)
-        phase = _product(step, (step.inner, step.mlp_dim), row[_DOWN:], (step.branch, step.dim), scratch, phase)
+        phase = _product(step, (step.inner, step.mlp_dim), down, (step.branch, step.dim), scratch, phase)
         following = table[layer + 1, _ATTENTION_NORM:] if layer < last else ends
         phase = _join(step, row[_MLP_OUT_NORM:], following, phase, True)
     phase = _choose(step, phase)
     num_panels = _num_panels(step.vocab)
+    chosen, head, logits = (step.chosen, step.dim), (ends[2], 0, ends[4]), (step.logits, step.vocab)
     panel = next_chunk(phase)
     while panel < num_panels:
-        _multiply(step, (step.chosen, step.dim), (ends[2], 0), (step.logits, step.vocab), panel, scratch, step.num_rows)
+        _multiply(step, chosen, head, logits, panel, scratch, step.num_rows)
         panel = finish(phase)
     barrier(phase, num_panels)
     release(step.vendor)
@@ -254,9 +292,15 @@ def _num_panels(num_outputs: int) -> Any:
 
 
 @compiled_fastmath
+def _linear(row: Any, weight: int, kept: int) -> Any:
+    """Addresses of a weight, its bias and its panels."""
+    return row[weight], row[weight + 1], row[kept]
+
+
+@compiled_fastmath
 def _multiply(step: Any, rows: Any, weights: Any, output: Any, panel: int, scratch: int, count: int) -> None:
-    """A panel of the outputs of a linear layer, whose weight and bias come first in `weights`, for `count` rows; rows
-    and output are addresses and widths."""
+    """A panel of the outputs of a linear layer by its `_linear` for `count` rows; rows and output are addresses and
+    widths."""
     like, num_outputs, num_features = step.like, output[1], rows[1]
     if step.bits:
         multiply_quantized(
@@ -279,6 +323,8 @@ def _multiply(step: Any, rows: Any, weights: Any, output: Any, panel: int, scrat
             rows[0],
             weights[0],
             weights[1],
+            weights[2],
+            step.packs,
             output[0],
             count,
             num_outputs,
@@ -381,13 +427,14 @@ def _write_key(step: Any, slabs: Any, row: Any, rotation: int, token: int, kv_he
 def _expand(step: Any, row: Any, scratch: int, phase: int) -> Any:
     """The hidden layer of the MLP."""
     num_panels, rows, has_gate = _num_panels(step.mlp_dim), (step.normal, step.dim), row[_GATE] != 0
+    up, gate = _linear(row, _UP, _KEPT_UP), _linear(row, _GATE, _KEPT_GATE)
     num_chunks = 2 * num_panels if has_gate else num_panels
     panel = next_chunk(phase)
     while panel < num_chunks:
         if panel < num_panels:
-            _multiply(step, rows, row[_UP:], (step.up, step.mlp_dim), panel, scratch, step.num_tokens)
+            _multiply(step, rows, up, (step.up, step.mlp_dim), panel, scratch, step.num_tokens)
         else:
-            _multiply(step, rows, row[_GATE:], (step.gate, step.mlp_dim), panel - num_panels, scratch, step.num_tokens)
+            _multiply(step, rows, gate, (step.gate, step.mlp_dim), panel - num_panels, scratch, step.num_tokens)
         panel = finish(phase)
     phase = barrier(phase, num_chunks)
     num_segments = (step.mlp_dim + SEGMENT - 1) // SEGMENT

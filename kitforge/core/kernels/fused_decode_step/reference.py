@@ -93,11 +93,12 @@ class DecodeStepKernel(Protocol):
     tokens, pairs] or None.
 
     Keys and values of the tokens are written to the slots of their positions, before any token attends. Returns the
-    normalized output [tokens, dim] and logits [rows, vocab] in fp32 at least.
+    normalized output [tokens, dim] and logits [rows, vocab] in fp32 at least. Weights may have been copied by an
+    earlier call: one that `rereads` sees those that have changed in place since, unless a step quantizes them.
     """
 
     def __call__(
-        self, stream: Tensor, rotary: tuple[Tensor, Tensor] | None, places: Places
+        self, stream: Tensor, rotary: tuple[Tensor, Tensor] | None, places: Places, *, rereads: bool = False
     ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -117,7 +118,9 @@ class ReferenceDecodeStep:
         self._weights = weights if weights.bits is None else _dequantized(weights, weights.bits)
         self._slabs = slabs
 
-    def __call__(self, stream: Tensor, rotary: Angles | None, places: Places) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, stream: Tensor, rotary: Angles | None, places: Places, *, rereads: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """See `DecodeStepKernel`."""
         weights = self._weights
         for index, layer in enumerate(weights.layers):

@@ -125,10 +125,15 @@ def _multiply_panels(
     memory = np.empty(scratch_size(num_rows, num_features) // 4 + LINE // 4, dtype=np.float32)
     scratch = aligned(memory.ctypes.data)
     for panel in range(start, stop):
-        multiply(like, vendor, rows, weight, bias, output, num_rows, num_outputs, num_features, panel, scratch)
+        multiply(like, vendor, rows, weight, bias, 0, True, output, num_rows, num_outputs, num_features, panel, scratch)
     release(vendor)
     # numba frees an array after its last use, and does not know of addresses.
     memory[0] = 0
+
+
+def packed_size(weight: Tensor) -> int:
+    """Bytes of a weight whose panels are kept; the features that do not fill a tile are not in them."""
+    return -(-len(weight) // PANEL) * 4 * PANEL * (weight[0].nbytes // 4 // LANES * LANES)
 
 
 @compiled_fastmath
@@ -138,6 +143,8 @@ def multiply(
     rows: int,
     weight: int,
     bias: int,
+    kept: int,
+    packs: bool,
     output: int,
     num_rows: int,
     num_outputs: int,
@@ -147,7 +154,10 @@ def multiply(
 ) -> None:
     """output [rows, out] = rows [rows, in] @ weight [out, in].T + bias [out], rounded to the type of `like`, for the
     outputs `PANEL * panel` to `PANEL * (panel + 1) - 1`, by addresses. The output is fp32, all others have the element
-    type of `like`; a bias at 0 is none. `scratch` is an `aligned` address of `scratch_size` bytes."""
+    type of `like`; a bias at 0 is none. `scratch` is an `aligned` address of `scratch_size` bytes.
+
+    The panels of the weight are at `kept`, of `packed_size` bytes: written there if the call `packs`, else only read.
+    At 0 none are kept, and a call must pack."""
     start, itemsize = PANEL * panel, array_at(rows, (1,), like).itemsize
     addresses, words = int64_at(scratch, (PANEL,)), scratch + 8 * PANEL
     sums = words + 4 * PANEL * PANEL_WORDS
@@ -156,11 +166,19 @@ def multiply(
         addresses[lane] = weight + min(start + lane, num_outputs - 1) * num_features * itemsize
     features_per_word = 4 // itemsize
     num_words = num_features // features_per_word // LANES * LANES
+    is_few = num_rows < ROWS // 2
     for first in range(0, num_words, PANEL_WORDS):
         count = min(PANEL_WORDS, num_words - first)
-        # The next panel is prefetched while this one is packed, or while it is multiplied if that takes longer.
-        ahead = addresses[PANEL - 1] + num_features * itemsize + 4 * PANEL * first
-        pack(scratch, first, count, words, ahead if num_rows < ROWS // 2 or vendor[0] else words)
+        if kept:
+            words = kept + 4 * PANEL * (panel * num_words + first)
+        if packs:
+            # The next panel is prefetched while this one is packed, or while it is multiplied if that takes longer.
+            ahead = addresses[PANEL - 1] + num_features * itemsize + 4 * PANEL * first
+            pack(scratch, first, count, words, ahead if is_few or vendor[0] else words)
+            ahead = words if is_few else ahead
+        else:
+            # The processor itself prefetches for few rows, which take no longer than reading.
+            ahead = words if is_few else words + 4 * PANEL * num_words
         add_products(like, vendor, rows, num_rows, num_features, first, count, words, sums, first, ahead)
     tiled = num_words * features_per_word
     part = float32_at(sums, (num_rows, PANEL))
@@ -272,8 +290,6 @@ def multiply_panel(
     ahead: int,
 ) -> None:
     """Products of rows with a panel; `one` is the element type of rows, `other` that of the panel. See `tile`."""
-    if num_rows < ROWS // 2:
-        ahead = panel
     for row in range(0, num_rows, ROWS):
         x, y, last = rows + row * row_bytes, sums + 4 * PANEL * row, min(num_rows - row, ROWS) - 1
         if last >= 4:
