@@ -9,7 +9,7 @@ from typing import cast, final
 import torch
 from torch import Tensor, nn
 
-from kitforge.core.kernels.fused_decode_step.reference import Places
+from kitforge.core.kernels.fused_decode_step.reference import Locations
 from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.core.nn.context import Context
 from kitforge.core.nn.decode_step import FusedDecodeStep
@@ -128,15 +128,15 @@ class ModelRunner:
             starts += [start] * count
             if work.needs_logits:
                 rows += range(len(tokens) - len(work.draft_tokens) - 1, len(tokens))
-        own, place, start_slots = torch.tensor([tokens, positions, starts])
-        places = Places(
+        own, position, start_slots = torch.tensor([tokens, positions, starts])
+        locations = Locations(
             starts=start_slots,
-            lengths=place + 1,
+            lengths=position + 1,
             slots=torch.tensor(slots, dtype=torch.long),
             rows=torch.tensor(rows, dtype=torch.long),
         )
-        context = Context(positions=place.unsqueeze(0), lengths=self._max_lengths(works, own.device))
-        result = self._fused_decode(own.unsqueeze(0), context, places)
+        context = Context(positions=position.unsqueeze(0), lengths=self._max_lengths(works, own.device))
+        result = self._fused_decode(own.unsqueeze(0), context, locations)
         return None if result is None else (result[1], result[0])
 
     def _slots(self, sequence: Sequence, start: int, end: int) -> Iterable[int]:

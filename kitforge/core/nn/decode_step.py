@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from kitforge.core.kernels.fused_decode_step.reference import BlockWeights, DecoderWeights, DecodeStepKernel, Places
+from kitforge.core.kernels.fused_decode_step.reference import BlockWeights, DecoderWeights, DecodeStepKernel, Locations
 from kitforge.core.nn.attention import Attention
 from kitforge.core.nn.block import Block
 from kitforge.core.nn.context import Context
@@ -54,8 +54,8 @@ class FusedDecodeStep:
         """At the next step, read weights anew: they may have changed in place, with or without a trace."""
         self._rereads = True
 
-    def __call__(self, tokens: Tensor, context: Context, places: Places) -> tuple[Tensor, Tensor] | None:
-        """Normalized output [tokens, dim] and logits [rows, vocab] of tokens [1, tokens] at these places. None where
+    def __call__(self, tokens: Tensor, context: Context, locations: Locations) -> tuple[Tensor, Tensor] | None:
+        """Normalized output [tokens, dim] and logits [rows, vocab] of tokens [1, tokens] at these locations. None where
         the modules must run one by one."""
         if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
             return None
@@ -73,7 +73,7 @@ class FusedDecodeStep:
         angles = None
         if rotations := positions.rotary:
             angles = torch.stack([cos[0] for cos, _ in rotations]), torch.stack([sin[0] for _, sin in rotations])
-        result = self._blocks(stream[0], angles, places, rereads=self._rereads)
+        result = self._blocks(stream[0], angles, locations, rereads=self._rereads)
         self._rereads = False
         return result
 

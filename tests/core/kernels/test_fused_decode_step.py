@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kitforge.core.kernels.fused_decode_step.reference import BlockWeights, DecoderWeights, Places
+from kitforge.core.kernels.fused_decode_step.reference import BlockWeights, DecoderWeights, Locations
 from kitforge.core.kernels.fused_decode_step.reference import ReferenceDecodeStep as Reference
 from kitforge.core.kernels.numba_runtime import run_on_threads
 from kitforge.core.kernels.spin_barrier import ThreadAutotuner
@@ -95,13 +95,13 @@ def inputs(num_texts: int, kind: str, dtype: torch.dtype) -> tuple[Any, ...]:
     pairs = 2 if kind == "sandwich" else HEAD_DIM // 2
     angles = 3 * random(2, num_texts, pairs, dtype=torch.float32)
     rotary = None if kind in {"plain", "alibi"} else (angles.cos(), angles.sin())
-    return slabs, random(num_texts, DIM).to(dtype), rotary, places(starts, lengths)
+    return slabs, random(num_texts, DIM).to(dtype), rotary, locations(starts, lengths)
 
 
-def places(starts: Tensor, lengths: Tensor) -> Places:
+def locations(starts: Tensor, lengths: Tensor) -> Locations:
     """With logits of all tokens."""
     slots = torch.empty(0, dtype=torch.long)
-    return Places(starts=starts, lengths=lengths, slots=slots, rows=torch.arange(len(starts)))
+    return Locations(starts=starts, lengths=lengths, slots=slots, rows=torch.arange(len(starts)))
 
 
 def run(kind: str, num_texts: int, dtype: torch.dtype, made: Callable[..., Any]) -> tuple[Tensor, Tensor, Tensor]:
@@ -235,7 +235,7 @@ def test_a_prompt_in_one_call_has_the_bits_of_its_tokens_one_by_one(kind: str, d
         return fast(stack(kind, dtype, windows), [(pair[0], pair[1]) for pair in slabs])
 
     def called(step: Any, tokens: list[int], rows: list[int]) -> tuple[Tensor, Tensor]:
-        own = Places(starts=starts[tokens], lengths=lengths[tokens], slots=order, rows=torch.tensor(rows))
+        own = Locations(starts=starts[tokens], lengths=lengths[tokens], slots=order, rows=torch.tensor(rows))
         found: tuple[Tensor, Tensor] = step(stream[tokens], rotary and tuple(each[:, tokens] for each in rotary), own)
         return found
 

@@ -18,7 +18,7 @@ from kitforge.core.nn.mlp import MLP, MLPConfig
 from kitforge.core.nn.quantized import quantized_copy
 from kitforge.foundation.errors import ModelError
 from tests.core.kernels.comparison import relative
-from tests.core.kernels.test_fused_decode_step import places
+from tests.core.kernels.test_fused_decode_step import locations
 from tests.core.nn.networks import CONFIGS, PANGU_ALPHA, VOCAB, build
 
 pytest.importorskip("numba")
@@ -44,7 +44,7 @@ def step(single: FusedDecodeStep, tokens: Tensor, position: int) -> tuple[Tensor
     num_texts = len(tokens)
     context = Context(positions=torch.full((1, num_texts), position), lengths=torch.full((1, num_texts), LENGTH))
     starts, lengths = torch.arange(num_texts) * LENGTH, torch.full((num_texts,), position + 1)
-    return single(tokens.unsqueeze(0), context, places(starts, lengths))
+    return single(tokens.unsqueeze(0), context, locations(starts, lengths))
 
 
 def single(model: nn.Module, num_texts: int = 3) -> FusedDecodeStep:

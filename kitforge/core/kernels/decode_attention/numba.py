@@ -174,17 +174,17 @@ def _copy_queries(like: Any, slabs: Any, queries: int, num_tokens: int, kv_head:
     query = float32_at(queries, (num_tokens, slabs.num_heads, dim))
     for token in range(num_tokens):
         for head in range(group):
-            place = (token * group + head) * width
+            index = (token * group + head) * width
             if PAIRS:
-                row = array_at(rows, (place + width,), like)
-                row[place:] = narrowed(np.float32(0), like)
+                row = array_at(rows, (index + width,), like)
+                row[index:] = narrowed(np.float32(0), like)
                 for k in range(dim):
-                    row[place + k] = narrowed(query[token, kv_head * group + head, k], like)
+                    row[index + k] = narrowed(query[token, kv_head * group + head, k], like)
             else:
-                exact = float32_at(rows, (place + width,))
-                exact[place:] = 0
+                exact = float32_at(rows, (index + width,))
+                exact[index:] = 0
                 for k in range(dim):
-                    exact[place + k] = query[token, kv_head * group + head, k]
+                    exact[index + k] = query[token, kv_head * group + head, k]
 
 
 @compiled_fastmath
@@ -216,17 +216,17 @@ def _widen_values(
     """The features from `feature` on of the values of the positions from `first` on, in fp32; `last` repeats."""
     words, dim = float32_at(panel, (PANEL, PANEL)), slabs.head_dim
     itemsize, width = array_at(slabs.values, (1,), like).itemsize, min(PANEL, dim - feature)
-    for place in range(PANEL):
-        slot = slot_of(slabs, start, min(first + place, last))
+    for index in range(PANEL):
+        slot = slot_of(slabs, start, min(first + index, last))
         address = slabs.values + ((slot * slabs.num_kv_heads + kv_head) * dim + feature) * itemsize
         value = array_at(address, (width,), like)
         if width == PANEL:
             for lane in range(PANEL):
-                words[place, lane] = widened(value[lane])
+                words[index, lane] = widened(value[lane])
         else:
-            words[place] = 0
+            words[index] = 0
             for lane in range(width):
-                words[place, lane] = widened(value[lane])
+                words[index, lane] = widened(value[lane])
 
 
 @compiled_fastmath
@@ -234,12 +234,12 @@ def _softmax(scores: Any, start: int, stop: int) -> None:
     """The softmax of the scores from `start` to `stop` - 1, in place; zero for the others."""
     seen = scores[start:stop]
     largest, total = np.float32(-np.inf), np.float32(0)
-    for place in range(len(seen)):
-        largest = max(largest, seen[place])
-    for place in range(len(seen)):
-        seen[place] = exponential(seen[place] - largest)
-        total += seen[place]
-    for place in range(len(seen)):
-        seen[place] /= total
+    for index in range(len(seen)):
+        largest = max(largest, seen[index])
+    for index in range(len(seen)):
+        seen[index] = exponential(seen[index] - largest)
+        total += seen[index]
+    for index in range(len(seen)):
+        seen[index] /= total
     scores[:start] = 0
     scores[stop:] = 0

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kitforge.core.kernels.decode_attention.numba import Slabs, attend, attention_scratch, slot_of
-from kitforge.core.kernels.fused_decode_step.reference import LINEARS, BlockWeights, DecoderWeights, Places
+from kitforge.core.kernels.fused_decode_step.reference import LINEARS, BlockWeights, DecoderWeights, Locations
 from kitforge.core.kernels.linear.gemm_microkernel import PANEL
 from kitforge.core.kernels.linear.numba import LINE, aligned, faster_vendor, multiply, packed_size, scratch_size
 from kitforge.core.kernels.linear.vendor_microkernel import NONE, release
@@ -98,8 +98,8 @@ class NumbaDecodeStep:
             self._kept = torch.empty(0)
             return [[0] * len(layer) for layer in sizes]
         self._kept = torch.empty(total + LINE, dtype=torch.uint8)
-        places = itertools.accumulate(itertools.chain(*sizes), initial=-(-self._kept.data_ptr() // LINE) * LINE)
-        return [[next(places) for _ in layer] for layer in sizes]
+        addresses = itertools.accumulate(itertools.chain(*sizes), initial=-(-self._kept.data_ptr() // LINE) * LINE)
+        return [[next(addresses) for _ in layer] for layer in sizes]
 
     def panels(self) -> Tensor:
         """The bytes of the panels that are kept."""
@@ -107,15 +107,15 @@ class NumbaDecodeStep:
         return self._kept[first : len(self._kept) - LINE + first] if len(self._kept) else self._kept
 
     def __call__(
-        self, stream: Tensor, rotary: tuple[Tensor, Tensor] | None, places: Places, *, rereads: bool = False
+        self, stream: Tensor, rotary: tuple[Tensor, Tensor] | None, locations: Locations, *, rereads: bool = False
     ) -> tuple[Tensor, Tensor]:
         """See `DecodeStepKernel`."""
-        num_tokens, rows = len(stream), places.rows
+        num_tokens, rows = len(stream), locations.rows
         dim, num_heads, num_kv_heads, head_dim, mlp_dim, vocab = self._sizes
         own = torch.empty(stream.shape).copy_(stream)
         angles = [each.contiguous() for each in rotary or (own, own)]
         hidden, logits = torch.empty(stream.shape, dtype=self._dtype), torch.empty(len(rows), vocab)
-        tiles, is_decode = self._tiles(places)
+        tiles, is_decode = self._tiles(locations)
         logit_rows = np.full(num_tokens, -1)
         logit_rows[rows.numpy()] = np.arange(len(rows))
         widths = [dim, *[num_heads * head_dim] * 2, *[num_kv_heads * head_dim] * 2, *[mlp_dim] * 3, dim]
@@ -124,7 +124,7 @@ class NumbaDecodeStep:
         scratch = torch.empty(ends[-1] // 4 + 16)
         first = -(-scratch.data_ptr() // LINE) * LINE
         counts = torch.zeros((_PHASES * len(self._table) + _ENDS) * BYTES_PER_PHASE // 8, dtype=torch.long)
-        tensors = own, *angles, places.starts, places.lengths, hidden, logits, self._slopes
+        tensors = own, *angles, locations.starts, locations.lengths, hidden, logits, self._slopes
         step = _Step(
             FLOAT if self._dtype is torch.float32 else HALF,
             NONE if self._dtype is torch.float32 else faster_vendor(),
@@ -137,8 +137,8 @@ class NumbaDecodeStep:
             len(tiles),
             *self._sizes,
             angles[0].shape[2] if rotary else 0,
-            int(places.lengths.max()),
-            places.slots.data_ptr(),
+            int(locations.lengths.max()),
+            locations.slots.data_ptr(),
             tiles.ctypes.data,
             logit_rows.ctypes.data,
             *(each.data_ptr() for each in tensors),
@@ -155,10 +155,10 @@ class NumbaDecodeStep:
         self._are_kept = self._kept.numel() > 0
         return hidden, logits
 
-    def _tiles(self, places: Places) -> tuple[Any, bool]:
+    def _tiles(self, locations: Locations) -> tuple[Any, bool]:
         """The first token and the number of tokens of each tile of attention [tiles, 2], which follow one another in a
         text; and whether no tile has several."""
-        starts, lengths = places.starts.numpy(), places.lengths.numpy()
+        starts, lengths = locations.starts.numpy(), locations.lengths.numpy()
         follows = (starts[1:] == starts[:-1]) & (lengths[1:] == lengths[:-1] + 1)
         if not follows.any():
             first = np.arange(len(starts))

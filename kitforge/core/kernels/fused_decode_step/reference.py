@@ -79,7 +79,7 @@ class DecoderWeights:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Places:
+class Locations:
     """Where the tokens of a step are; all int64. Tokens of the same text are adjacent and in order."""
 
     starts: Tensor  # [tokens], the first slot of each token's text; -1 - n: its slots begin at `slots[n]`
@@ -98,7 +98,7 @@ class DecodeStepKernel(Protocol):
     """
 
     def __call__(
-        self, stream: Tensor, rotary: tuple[Tensor, Tensor] | None, places: Places, *, rereads: bool = False
+        self, stream: Tensor, rotary: tuple[Tensor, Tensor] | None, locations: Locations, *, rereads: bool = False
     ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -119,22 +119,22 @@ class ReferenceDecodeStep:
         self._slabs = slabs
 
     def __call__(
-        self, stream: Tensor, rotary: Angles | None, places: Places, *, rereads: bool = False
+        self, stream: Tensor, rotary: Angles | None, locations: Locations, *, rereads: bool = False
     ) -> tuple[Tensor, Tensor]:
         """See `DecodeStepKernel`."""
         weights = self._weights
         for index, layer in enumerate(weights.layers):
             normal = _norm(stream, layer.attention_norm, layer.attention_norm_bias, weights.norm_eps)
-            mixed = self._attended(index, normal, rotary, places)
+            mixed = self._attended(index, normal, rotary, locations)
             branch = linear(mixed, layer.out, layer.out_bias)
             stream = stream + _norm(branch, layer.attention_out_norm, layer.attention_out_norm_bias, weights.norm_eps)
             normal = _norm(stream, layer.mlp_norm, layer.mlp_norm_bias, weights.norm_eps)
             branch = linear(_activated(layer, normal, weights.gate), layer.down, layer.down_bias)
             stream = stream + _norm(branch, layer.mlp_out_norm, layer.mlp_out_norm_bias, weights.norm_eps)
         hidden = _norm(stream, weights.norm, weights.norm_bias, weights.norm_eps)
-        return hidden, linear(hidden[places.rows], weights.head).to(torch.promote_types(hidden.dtype, torch.float32))
+        return hidden, linear(hidden[locations.rows], weights.head).to(torch.promote_types(hidden.dtype, torch.float32))
 
-    def _attended(self, index: int, normal: Tensor, rotary: Angles | None, places: Places) -> Tensor:
+    def _attended(self, index: int, normal: Tensor, rotary: Angles | None, locations: Locations) -> Tensor:
         weights, layer, (keys, values) = self._weights, self._weights.layers[index], self._slabs[index]
 
         def heads(weight: Tensor, bias: Tensor | None, norm: Tensor | None) -> Tensor:
@@ -153,15 +153,15 @@ class ReferenceDecodeStep:
                 rotate(each.transpose(0, 1).unsqueeze(0), cos, sin, weights.interleaved_rotary)[0].transpose(0, 1)
                 for each in (query, key)
             )
-        seen = [_slots(places, token) for token in range(len(query))]
-        last = torch.stack([slots[-1] for slots in seen]) if seen else places.starts
+        seen = [_slots(locations, token) for token in range(len(query))]
+        last = torch.stack([slots[-1] for slots in seen]) if seen else locations.starts
         keys[last], values[last] = key, value
         scale, window, start = weights.scales[index], weights.windows[index], torch.zeros(1, dtype=torch.long)
         mixed = torch.empty_like(query)
         for token, slots in enumerate(seen):
             one, own = slice(token, token + 1), (keys[slots], values[slots])
             mixed[one] = decode_attention(
-                query[one], *own, start, places.lengths[one], window=window, scale=scale, slopes=weights.slopes
+                query[one], *own, start, locations.lengths[one], window=window, scale=scale, slopes=weights.slopes
             )
         return mixed.flatten(1)
 
@@ -179,10 +179,10 @@ def _dequantized(weights: DecoderWeights, bits: Literal[4, 8]) -> DecoderWeights
     return replace(weights, layers=layers, head=rounded(weights.head), bits=None)
 
 
-def _slots(places: Places, token: int) -> Tensor:
+def _slots(locations: Locations, token: int) -> Tensor:
     """The slots of the positions that a token sees."""
-    start, length = int(places.starts[token]), int(places.lengths[token])
-    return torch.arange(start, start + length) if start >= 0 else places.slots[-1 - start :][:length]
+    start, length = int(locations.starts[token]), int(locations.lengths[token])
+    return torch.arange(start, start + length) if start >= 0 else locations.slots[-1 - start :][:length]
 
 
 def _norm(input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
