@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -77,3 +79,27 @@ def test_determinism_that_nobody_asked_for_does_not_load_the_compiler(monkeypatc
     assert asked == [True, False]
     monkeypatch.undo()
     device.set_deterministic(torch.are_deterministic_algorithms_enabled())
+
+
+def test_free_host_memory_is_part_of_what_the_host_has() -> None:
+    assert 0 < device.free_host_memory() <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def test_a_host_that_does_not_tell_its_memory_has_none_to_spare(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(path: Path) -> str:
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(Path, "read_text", missing)
+    assert device.free_host_memory() == 0
+
+
+def test_the_limit_of_a_control_group_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {
+        "meminfo": "MemTotal: 9000 kB\nMemAvailable: 4000 kB\n",
+        "memory.max": "5000\n",
+        "memory.current": "2000\n",
+    }
+    monkeypatch.setattr(Path, "read_text", lambda path: files[path.name])
+    assert device.free_host_memory() == 3000
+    files["memory.max"] = "max\n"
+    assert device.free_host_memory() == 4000 * 1024
