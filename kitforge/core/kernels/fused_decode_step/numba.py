@@ -44,6 +44,8 @@ from kitforge.foundation import device as devices
 GRAIN = 2**23
 # With more tokens, all threads are faster than one; with fewer, that is measured.
 MANY_TOKENS = 16
+# Of each linear layer, with fewer tokens.
+NUM_CHUNKS = 8
 # Query rows of a tile of attention, and their scores, at most.
 TILE_ROWS, TILE_SCORES = 48, 2**18
 # Outputs of an activation at once: a fixed number, since vectors and the remainder are not rounded alike.
@@ -259,20 +261,16 @@ def _run(step: Any, table: Any, ends: Any, scales: Any, windows: Any, rotations:
         phase = _products(step, (step.normal, step.dim), weights, outputs, scratch, phase)
         phase = _attend(step, row, windows[layer], rotations[layer], scales[layer], scratch, phase)
         out, down = _linear(row, _OUT, _KEPT_OUT), _linear(row, _DOWN, _KEPT_DOWN)
-        phase = _product(step, (step.mixed, width), out, (step.branch, step.dim), scratch, phase)
+        phase = _product(step, (step.mixed, width), out, (step.branch, step.dim), scratch, phase, step.num_tokens)
         phase = _join(step, row[_ATTENTION_OUT_NORM:], row[_MLP_NORM:], phase, True)
         phase = _expand(step, row, scratch, phase)
-        phase = _product(step, (step.inner, step.mlp_dim), down, (step.branch, step.dim), scratch, phase)
+        inner, branch = (step.inner, step.mlp_dim), (step.branch, step.dim)
+        phase = _product(step, inner, down, branch, scratch, phase, step.num_tokens)
         following = table[layer + 1, _ATTENTION_NORM:] if layer < last else ends
         phase = _join(step, row[_MLP_OUT_NORM:], following, phase, True)
     phase = _choose(step, phase)
-    num_panels = _num_panels(step.vocab)
-    chosen, head, logits = (step.chosen, step.dim), (ends[2], 0, ends[4]), (step.logits, step.vocab)
-    panel = next_chunk(phase)
-    while panel < num_panels:
-        _multiply(step, chosen, head, logits, panel, scratch, step.num_rows)
-        panel = finish(phase)
-    barrier(phase, num_panels)
+    head, logits = (ends[2], 0, ends[4]), (step.logits, step.vocab)
+    _product(step, (step.chosen, step.dim), head, logits, scratch, phase, step.num_rows)
     release(step.vendor)
     # numba frees an array after its last use, and does not know of addresses.
     memory[0] = 0
@@ -335,29 +333,40 @@ def _multiply(step: Any, rows: Any, weights: Any, output: Any, panel: int, scrat
 
 
 @compiled_fastmath
-def _product(step: Any, rows: Any, weights: Any, output: Any, scratch: int, phase: int) -> Any:
+def _num_chunks(step: Any, num_panels: int) -> Any:
+    """A panel of few rows takes hardly longer than a thread takes to get it, so that threads share them by chunks."""
+    return min(num_panels, NUM_CHUNKS) if step.num_tokens < MANY_TOKENS else num_panels
+
+
+@compiled_fastmath
+def _product(step: Any, rows: Any, weights: Any, output: Any, scratch: int, phase: int, num_rows: int) -> Any:
     num_panels = _num_panels(output[1])
-    panel = next_chunk(phase)
-    while panel < num_panels:
-        _multiply(step, rows, weights, output, panel, scratch, step.num_tokens)
-        panel = finish(phase)
-    return barrier(phase, num_panels)
+    num_chunks = _num_chunks(step, num_panels)
+    chunk = next_chunk(phase)
+    while chunk < num_chunks:
+        for panel in range(num_panels * chunk // num_chunks, num_panels * (chunk + 1) // num_chunks):
+            _multiply(step, rows, weights, output, panel, scratch, num_rows)
+        chunk = finish(phase)
+    return barrier(phase, num_chunks)
 
 
 @compiled_fastmath
 def _products(step: Any, rows: Any, weights: Any, outputs: Any, scratch: int, phase: int) -> Any:
     """Three linear layers of the same rows; the last two have as many outputs."""
     first, second = _num_panels(outputs[0][1]), _num_panels(outputs[1][1])
-    panel = next_chunk(phase)
-    while panel < first + 2 * second:
-        if panel < first:
-            _multiply(step, rows, weights[0], outputs[0], panel, scratch, step.num_tokens)
-        elif panel < first + second:
-            _multiply(step, rows, weights[1], outputs[1], panel - first, scratch, step.num_tokens)
-        else:
-            _multiply(step, rows, weights[2], outputs[2], panel - first - second, scratch, step.num_tokens)
-        panel = finish(phase)
-    return barrier(phase, first + 2 * second)
+    num_panels = first + 2 * second
+    num_chunks = _num_chunks(step, num_panels)
+    chunk = next_chunk(phase)
+    while chunk < num_chunks:
+        for panel in range(num_panels * chunk // num_chunks, num_panels * (chunk + 1) // num_chunks):
+            if panel < first:
+                _multiply(step, rows, weights[0], outputs[0], panel, scratch, step.num_tokens)
+            elif panel < first + second:
+                _multiply(step, rows, weights[1], outputs[1], panel - first, scratch, step.num_tokens)
+            else:
+                _multiply(step, rows, weights[2], outputs[2], panel - first - second, scratch, step.num_tokens)
+        chunk = finish(phase)
+    return barrier(phase, num_chunks)
 
 
 @compiled_fastmath
@@ -428,14 +437,16 @@ def _expand(step: Any, row: Any, scratch: int, phase: int) -> Any:
     """The hidden layer of the MLP."""
     num_panels, rows, has_gate = _num_panels(step.mlp_dim), (step.normal, step.dim), row[_GATE] != 0
     up, gate = _linear(row, _UP, _KEPT_UP), _linear(row, _GATE, _KEPT_GATE)
-    num_chunks = 2 * num_panels if has_gate else num_panels
-    panel = next_chunk(phase)
-    while panel < num_chunks:
-        if panel < num_panels:
-            _multiply(step, rows, up, (step.up, step.mlp_dim), panel, scratch, step.num_tokens)
-        else:
-            _multiply(step, rows, gate, (step.gate, step.mlp_dim), panel - num_panels, scratch, step.num_tokens)
-        panel = finish(phase)
+    both = 2 * num_panels if has_gate else num_panels
+    num_chunks = _num_chunks(step, both)
+    chunk = next_chunk(phase)
+    while chunk < num_chunks:
+        for panel in range(both * chunk // num_chunks, both * (chunk + 1) // num_chunks):
+            if panel < num_panels:
+                _multiply(step, rows, up, (step.up, step.mlp_dim), panel, scratch, step.num_tokens)
+            else:
+                _multiply(step, rows, gate, (step.gate, step.mlp_dim), panel - num_panels, scratch, step.num_tokens)
+        chunk = finish(phase)
     phase = barrier(phase, num_chunks)
     num_segments = (step.mlp_dim + SEGMENT - 1) // SEGMENT
     num_chunks = step.num_tokens * num_segments

@@ -161,9 +161,10 @@ def multiply(
     start, itemsize = PANEL * panel, array_at(rows, (1,), like).itemsize
     addresses, words = int64_at(scratch, (PANEL,)), scratch + 8 * PANEL
     sums = words + 4 * PANEL * PANEL_WORDS
-    for lane in range(PANEL):
-        # Where a panel is narrower, the last row is multiplied again.
-        addresses[lane] = weight + min(start + lane, num_outputs - 1) * num_features * itemsize
+    if packs:
+        for lane in range(PANEL):
+            # Where a panel is narrower, the last row is multiplied again.
+            addresses[lane] = weight + min(start + lane, num_outputs - 1) * num_features * itemsize
     features_per_word = 4 // itemsize
     num_words = num_features // features_per_word // LANES * LANES
     is_few = num_rows < ROWS // 2
