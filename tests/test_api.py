@@ -17,7 +17,7 @@ from torch import nn
 from kitforge.api import Trainer, load_model, load_processor, pipeline, replay, save_model
 from kitforge.core.checkpoint.manifest import steps
 from kitforge.core.parallel.world import World
-from kitforge.data.tokenizer import ByteTokenizer
+from kitforge.data.tokenizers.loading import ByteTokenizer
 from kitforge.foundation.errors import ConfigError, KitforgeError, ModelError
 from kitforge.foundation.types import Cursor, MicroBatch, Sums
 from kitforge.trainer.run_folder import Run

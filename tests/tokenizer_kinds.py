@@ -12,11 +12,11 @@ import sentencepiece
 from tokenizers import Tokenizer as Pieces
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from kitforge.data.gguf_tokenizer import tokenizer_files
-from kitforge.data.huggingface_tokenizer import HuggingFaceTokenizer
-from kitforge.data.sentencepiece_tokenizer import SentencePieceTokenizer
-from kitforge.data.tokenizer import ByteTokenizer
-from kitforge.data.tokenizer_protocol import Tokenizer
+from kitforge.data.tokenizers.gguf import tokenizer_files
+from kitforge.data.tokenizers.huggingface import HuggingFaceTokenizer
+from kitforge.data.tokenizers.loading import ByteTokenizer
+from kitforge.data.tokenizers.protocol import Tokenizer
+from kitforge.data.tokenizers.sentencepiece import SentencePieceTokenizer
 
 WORDS = "the school said hello to return x and He went Q A what answer is a ok def if two"
 CORPUS = [f"{WORDS} . , ? : ( ) 1 2 3\nQ: what?\nA: school\n    return x\n" * 8]

@@ -18,11 +18,11 @@ import torch
 
 from benchmarks.command_line import CommandLine, write_result
 from kitforge.data.collate import split_micro_batches
-from kitforge.data.packing import DocumentSplit, PackedRows, split_documents
 from kitforge.data.schedule import shuffled_indices
 from kitforge.data.source import open_source
-from kitforge.data.token_cache import TokenCache, build_token_cache
-from kitforge.data.tokenizer import ByteTokenizer
+from kitforge.data.text.packing import DocumentSplit, PackedRows, split_documents
+from kitforge.data.text.token_cache import TokenCache, build_token_cache
+from kitforge.data.tokenizers.loading import ByteTokenizer
 from kitforge.foundation.device import describe, keep_malloc_arenas
 from kitforge.foundation.log import console
 

@@ -27,7 +27,7 @@ import torch
 
 from benchmarks.command_line import CommandLine, write_result
 from benchmarks.inference.engine_claims import SMALL, SMALLEST, network, reached, seconds
-from kitforge.data.tokenizer import ByteTokenizer
+from kitforge.data.tokenizers.loading import ByteTokenizer
 from kitforge.foundation.device import describe
 from kitforge.inference.engine import Engine
 from kitforge.inference.options import EngineOptions

@@ -83,9 +83,9 @@ def ours(arch: str, dtype: str, level: str = "O1") -> dict[str, float]:
     import numpy as np
 
     from kitforge.core.parallel.world import ALONE, World
-    from kitforge.data.packing import PackedRows
     from kitforge.data.source import open_source
-    from kitforge.data.token_cache import build_token_cache
+    from kitforge.data.text.packing import PackedRows
+    from kitforge.data.text.token_cache import build_token_cache
     from kitforge.kits.transformers.build import TASKS
 
     kit = TASKS["text_generation"]

@@ -1,1 +1,1 @@
-"""From text to rows of tokens: sources, tokenizers, token cache, packing, sample order, prefetching."""
+"""From files to rows: readers, sampling order, prefetching; text, chat, tokenizers, tables and images."""

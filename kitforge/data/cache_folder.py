@@ -7,6 +7,7 @@ process build while others wait for it; what one that was killed has left is the
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,11 @@ from kitforge.foundation.log import logger
 from kitforge.foundation.untrusted import parse_json
 
 _log = logger(__name__)
+
+
+def default_root() -> Path:
+    """The folder that holds all caches: $KITFORGE_CACHE or ~/.cache/kitforge."""
+    return Path(os.environ.get("KITFORGE_CACHE") or Path.home() / ".cache" / "kitforge")
 
 
 @final

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from kitforge.data.generation_config import (
+from kitforge.data.tokenizers.generation_config import (
     GENERATION_CONFIG,
     TARGET_SETTINGS,
     TEXT_SETTINGS,

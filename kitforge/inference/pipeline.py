@@ -9,9 +9,9 @@ from typing import Any, cast, final
 
 from torch import nn
 
-from kitforge.data.chat_rows import with_open_end
-from kitforge.data.template import BegunMessage, Message, template_of
-from kitforge.data.tokenizer import Tokenizer
+from kitforge.data.chat.rows import with_open_end
+from kitforge.data.chat.template import BegunMessage, Message, template_of
+from kitforge.data.tokenizers.loading import Tokenizer
 from kitforge.foundation.config import from_dict
 from kitforge.foundation.errors import ConfigError, ModelError
 from kitforge.inference.engine import Engine

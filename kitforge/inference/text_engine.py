@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import final
 
-from kitforge.data.continuation import Detokenizer
-from kitforge.data.tokenizer import Tokenizer
+from kitforge.data.text.continuation import Detokenizer
+from kitforge.data.tokenizers.loading import Tokenizer
 from kitforge.foundation.config import check
 from kitforge.foundation.dtype import LoadDtype
 from kitforge.inference.engine import Engine, Output

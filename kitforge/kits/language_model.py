@@ -27,10 +27,10 @@ from kitforge.core.parallel import collectives
 from kitforge.core.parallel.config import ParallelConfig
 from kitforge.core.parallel.parallelize import ParallelModel, parallel_model_of
 from kitforge.core.parallel.world import ALONE
-from kitforge.data.generation_config import GENERATION_CONFIG, start_token
 from kitforge.data.gguf_file import GGUF_SUFFIX
-from kitforge.data.gguf_tokenizer import tokenizer_metadata
-from kitforge.data.tokenizer import TOKENIZER_FOLDER, Tokenizer, TokenizerConfig, find_tokenizer
+from kitforge.data.tokenizers.generation_config import GENERATION_CONFIG, start_token
+from kitforge.data.tokenizers.gguf import tokenizer_metadata
+from kitforge.data.tokenizers.loading import TOKENIZER_FOLDER, Tokenizer, TokenizerConfig, find_tokenizer
 from kitforge.foundation.config import check
 from kitforge.foundation.dtype import ExportDtype, export_dtype
 from kitforge.foundation.errors import DataError, KitforgeError, ModelError

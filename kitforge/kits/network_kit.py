@@ -11,7 +11,7 @@ from torch import nn
 
 from kitforge.core.checkpoint.load import find_checkpoint
 from kitforge.core.kernels.dispatch import CompileLevel
-from kitforge.data.tokenizer import ByteTokenizer
+from kitforge.data.tokenizers.loading import ByteTokenizer
 from kitforge.foundation.config import to_dict
 from kitforge.foundation.dtype import ExportDtype, LoadDtype
 from kitforge.kits.kit import Kit, ProcessorT

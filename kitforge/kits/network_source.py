@@ -29,9 +29,9 @@ from kitforge.core.nn.vision import VisionTransformer
 from kitforge.core.parallel.parallelize import ParallelModel, parallel_model_of
 from kitforge.core.parallel.sharding import Sharding, ShardingRule, check_geometry
 from kitforge.core.parallel.world import World
+from kitforge.data.cache_folder import default_root
 from kitforge.data.source import Source
-from kitforge.data.token_cache import default_root
-from kitforge.data.tokenizer import ByteTokenizer, Tokenizer, TokenizerConfig, make_tokenizer
+from kitforge.data.tokenizers.loading import ByteTokenizer, Tokenizer, TokenizerConfig, make_tokenizer
 from kitforge.foundation.config import check, to_dict
 from kitforge.foundation.errors import ConfigError, DataError, ModelError, nearest
 from kitforge.foundation.types import Region

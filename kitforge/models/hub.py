@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
+from kitforge.data.cache_folder import default_root
 from kitforge.data.gguf_file import GGUF_SUFFIX, is_gguf
 from kitforge.data.optional_imports import import_optional
-from kitforge.data.token_cache import default_root
 from kitforge.foundation.errors import DependencyError, ModelError
 from kitforge.foundation.files import atomic_file, sha256
 

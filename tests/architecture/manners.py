@@ -16,13 +16,13 @@ VENDORS = re.compile(r"(torch\.(cuda|npu)|torch_npu)\b")
 EXECUTING_MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 # How often a module encodes or decodes whole texts: documents, prompts, probes.
 WHOLE_TEXTS = {
-    "kitforge.data.added_tokens": 1,
-    "kitforge.data.chat_datasets": 1,
-    "kitforge.data.gguf_tokenizer": 1,
-    "kitforge.data.streaming": 1,
-    "kitforge.data.template": 1,
-    "kitforge.data.tokenize_documents": 1,
-    "kitforge.data.tokenizer_protocol": 1,
+    "kitforge.data.tokenizers.added_tokens": 1,
+    "kitforge.data.chat.datasets": 1,
+    "kitforge.data.tokenizers.gguf": 1,
+    "kitforge.data.text.streaming": 1,
+    "kitforge.data.chat.template": 1,
+    "kitforge.data.text.tokenize_documents": 1,
+    "kitforge.data.tokenizers.protocol": 1,
     "kitforge.inference.server.service": 2,
     "kitforge.kits.rlhf.reinforcement.rollout_log": 3,
     "kitforge.kits.rlhf.roles.prompt_completion": 1,
@@ -175,7 +175,7 @@ def local_tensors(sources: list[Source]) -> Findings:
 def parts_of_texts(sources: list[Source]) -> Findings:
     """Part of a text is encoded and decoded by `data.continuation` alone, as it loses or gains a space elsewhere."""
     for source in sources:
-        if source.module in ("kitforge.data.continuation", "kitforge.data.huggingface_tokenizer"):
+        if source.module in ("kitforge.data.text.continuation", "kitforge.data.tokenizers.huggingface"):
             continue
         places = [
             node

@@ -114,7 +114,7 @@ def test_every_import_goes_down() -> None:
     ("path", "line"),
     [
         ("foundation/seed.py", "import kitforge.core.nn"),
-        ("data/packing.py", "import kitforge.report"),
+        ("data/text/packing.py", "import kitforge.report"),
         ("trainer/loop.py", "import kitforge.models.catalog"),
         ("core/optim/muon.py", "def f():\n    import kitforge.core.nn"),
         ("trainer/loop.py", "import omegaconf"),

@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kitforge.data.mixture import weighted_sources
-from kitforge.data.packing import ConcatenatedRows, PackedRows
 from kitforge.data.schedule import BatchSchedule, Mixture, shuffled_indices
 from kitforge.data.source import open_rows, open_source
-from kitforge.data.token_cache import build_token_cache
-from kitforge.data.tokenizer import ByteTokenizer
+from kitforge.data.text.packing import ConcatenatedRows, PackedRows
+from kitforge.data.text.token_cache import build_token_cache
+from kitforge.data.tokenizers.loading import ByteTokenizer
 from kitforge.foundation.errors import ConfigError, DataError
 
 WEIGHTS = st.lists(st.floats(1e-3, 1e3) | st.integers(1, 50), min_size=1, max_size=7)

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from kitforge.data.chat_datasets import ChatDatasetReader
+from kitforge.data.chat.datasets import ChatDatasetReader
+from kitforge.data.chat.template import template_of
 from kitforge.data.source import open_rows
-from kitforge.data.template import template_of
-from kitforge.data.tokenizer import ByteTokenizer
+from kitforge.data.tokenizers.loading import ByteTokenizer
 from kitforge.foundation.errors import DataError
 from tests.kits.transformers import test_classification as texts
 

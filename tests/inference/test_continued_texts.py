@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kitforge.core.nn.decoder import Decoder
-from kitforge.data.huggingface_tokenizer import HuggingFaceTokenizer
+from kitforge.data.tokenizers.huggingface import HuggingFaceTokenizer
 from kitforge.inference.engine import Engine
 from kitforge.inference.pipeline import TextGenerationPipeline
 from kitforge.inference.sampling import SamplingOptions

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kitforge.core.nn.decoder import Decoder
-from kitforge.data.tokenizer import ByteTokenizer
+from kitforge.data.tokenizers.loading import ByteTokenizer
 from kitforge.foundation.errors import ModelError
 from kitforge.inference.engine import Engine, Output
 from kitforge.inference.options import EngineOptions

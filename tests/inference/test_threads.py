@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from kitforge.core.kernels.dispatch import CompileLevel
-from kitforge.data.tokenizer import ByteTokenizer
+from kitforge.data.tokenizers.loading import ByteTokenizer
 from kitforge.inference.engine import Engine
 from kitforge.inference.fair_lock import FairLock
 from kitforge.inference.model_runner import ModelRunner

@@ -22,7 +22,7 @@ from torch import nn
 from benchmarks.command_line import CommandLine, write_result
 from kitforge.composition import compose_config
 from kitforge.core.parallel.rendezvous import Rendezvous
-from kitforge.data.tokenizer import ByteTokenizer
+from kitforge.data.tokenizers.loading import ByteTokenizer
 from kitforge.foundation.device import describe
 from kitforge.kits.rlhf.build import TASKS, Assembly
 from kitforge.kits.rlhf.roles.value_head import ValueHeadModel

@@ -19,7 +19,7 @@ import torch
 
 from benchmarks.command_line import CommandLine, is_smoke, write_section
 from kitforge.core.parallel.rendezvous import Rendezvous
-from kitforge.data.tokenizer import ByteTokenizer
+from kitforge.data.tokenizers.loading import ByteTokenizer
 from kitforge.foundation.device import describe
 from kitforge.kits.rlhf.build import TASKS
 from kitforge.kits.rlhf.tasks import Inputs

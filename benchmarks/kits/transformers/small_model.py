@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from kitforge.data.tokenizer import ByteTokenizer
+from kitforge.data.tokenizers.loading import ByteTokenizer
 from kitforge.models.catalog import config_of
 from kitforge.models.loading import build, save
 

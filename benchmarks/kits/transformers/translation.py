@@ -104,7 +104,7 @@ def rows() -> list[dict[str, str]]:
 def ours(precision: str) -> dict[str, float]:
     """The Trainer."""
     from kitforge import Trainer
-    from kitforge.data.tokenizer import ByteTokenizer
+    from kitforge.data.tokenizers.loading import ByteTokenizer
     from kitforge.trainer.callbacks.callback import Callback, Event, RunContext
 
     class Watch(Callback):

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast, final
 
 from kitforge.core.nn.causal_lm import CausalLM
-from kitforge.data.continuation import Detokenizer
-from kitforge.data.template import ChatTemplate, template_of
-from kitforge.data.tokenizer import Tokenizer
+from kitforge.data.chat.template import ChatTemplate, template_of
+from kitforge.data.text.continuation import Detokenizer
+from kitforge.data.tokenizers.loading import Tokenizer
 from kitforge.foundation.errors import ConfigError, DataError, KitforgeError
 from kitforge.foundation.log import logger
 from kitforge.inference.logprobs import PromptLogprob

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from kitforge.data.cache_folder import default_root
 from kitforge.data.document_shard import fingerprint_of
 from kitforge.data.tables.bad_rows import BadRows
 from kitforge.data.tables.column_cache import load_table
@@ -16,7 +17,6 @@ from kitforge.data.tables.source import TableSource, TableSourceConfig, open_tab
 from kitforge.data.tables.split import RowRange, split_rows
 from kitforge.data.tables.synthetic_clicks import SyntheticClicks, SyntheticClicksConfig
 from kitforge.data.tables.times import with_times
-from kitforge.data.token_cache import default_root
 from kitforge.foundation.config import check
 from kitforge.foundation.errors import ConfigError
 from kitforge.foundation.log import logger

@@ -13,13 +13,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kitforge.data.cache_folder import default_root
 from kitforge.data.document_shard import fingerprint_of
 from kitforge.data.tables.arrow_to_columns import keys_of
 from kitforge.data.tables.bad_rows import BadRows
 from kitforge.data.tables.column_cache import load_table
 from kitforge.data.tables.columns import NamedColumns
 from kitforge.data.tables.source import open_table
-from kitforge.data.token_cache import default_root
 from kitforge.foundation.config import check
 from kitforge.foundation.errors import ConfigError, ModelError
 from kitforge.foundation.log import logger

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from kitforge.core.parallel.world import World
-from kitforge.data.chat_datasets import PreferencePair, TokenizedExample
-from kitforge.data.packing import IGNORED
+from kitforge.data.chat.datasets import PreferencePair, TokenizedExample
 from kitforge.data.schedule import BatchSchedule, Indices, token_budget_batches
+from kitforge.data.text.packing import IGNORED
 from kitforge.foundation.types import MicroBatch
 from kitforge.kits.rlhf.config import StageOptions
 from kitforge.trainer.task import batch_schedule

@@ -15,9 +15,9 @@ from kitforge.core.checkpoint.load import find_checkpoint
 from kitforge.core.kernels.dispatch import CompileLevel
 from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.core.parallel.world import World
-from kitforge.data.chat_datasets import ChatDatasetReader
+from kitforge.data.chat.datasets import ChatDatasetReader
 from kitforge.data.mixture import weighted_sources
-from kitforge.data.tokenizer import Tokenizer, find_tokenizer
+from kitforge.data.tokenizers.loading import Tokenizer, find_tokenizer
 from kitforge.foundation import device as devices
 from kitforge.foundation.config import check, to_dict
 from kitforge.foundation.dtype import ExportDtype, LoadDtype

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from kitforge.data.schedule import OnSourceEnd
-from kitforge.data.tokenizer import TokenizerConfig
+from kitforge.data.tokenizers.loading import TokenizerConfig
 from kitforge.foundation.config import check
 from kitforge.inference.options import EngineOptions
 from kitforge.inference.text_engine import InferenceOptions

@@ -11,19 +11,19 @@ from typing import Any, Generic, TypeVar, cast, final
 import numpy as np
 from numpy.typing import NDArray
 
-from kitforge.data.chat_datasets import (
+from kitforge.data.cache_folder import default_root
+from kitforge.data.chat.datasets import (
     ChatDatasetReader,
     ExampleKind,
     PreferencePair,
     TokenizedExample,
     UnpairedExample,
 )
+from kitforge.data.chat.example_cache import ExampleCache, build_example_cache
 from kitforge.data.document_shard import fingerprint_of
-from kitforge.data.example_cache import ExampleCache, build_example_cache
 from kitforge.data.mixture import source_error, weighted_sources
 from kitforge.data.schedule import Mixture, train_eval_split
-from kitforge.data.token_cache import default_root
-from kitforge.data.tokenizer import Tokenizer
+from kitforge.data.tokenizers.loading import Tokenizer
 from kitforge.foundation.config import check
 from kitforge.foundation.errors import DataError
 from kitforge.foundation.log import logger

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import groupby, islice
 
-from kitforge.data.chat_datasets import PreferencePair, PromptExample, TokenizedExample, UnpairedExample
-from kitforge.data.continuation import decode_continuation
-from kitforge.data.tokenizer import HuggingFaceTokenizer, Tokenizer
+from kitforge.data.chat.datasets import PreferencePair, PromptExample, TokenizedExample, UnpairedExample
+from kitforge.data.text.continuation import decode_continuation
+from kitforge.data.tokenizers.loading import HuggingFaceTokenizer, Tokenizer
 
 INSPECTED_ROWS = 3
 

@@ -10,10 +10,10 @@ from typing import Any, final
 
 import torch
 
-from kitforge.data.chat_datasets import ChatDatasetReader, TokenizedExample
+from kitforge.data.chat.datasets import ChatDatasetReader, TokenizedExample
+from kitforge.data.chat.template import template_of
 from kitforge.data.source import open_rows
-from kitforge.data.template import template_of
-from kitforge.data.tokenizer import Tokenizer
+from kitforge.data.tokenizers.loading import Tokenizer
 from kitforge.foundation.errors import ConfigError, DataError
 from kitforge.foundation.files import atomic_file
 from kitforge.foundation.log import logger

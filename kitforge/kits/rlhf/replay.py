@@ -14,7 +14,7 @@ from kitforge.core.checkpoint.load import open_checkpoint
 from kitforge.core.checkpoint.manifest import step_folder, steps
 from kitforge.core.parallel.config import ParallelConfig
 from kitforge.core.parallel.world import World
-from kitforge.data.tokenizer import find_tokenizer
+from kitforge.data.tokenizers.loading import find_tokenizer
 from kitforge.foundation.errors import CheckpointError, ConfigError, DataError
 from kitforge.kits.rlhf.config import RLOptions
 from kitforge.kits.rlhf.reinforcement.ppo import PolicyGradientTask

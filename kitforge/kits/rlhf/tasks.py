@@ -13,9 +13,9 @@ from torch import nn
 
 from kitforge.core.parallel.parallelize import parallel_model_of
 from kitforge.core.parallel.world import World
-from kitforge.data.chat_datasets import ChatDatasetReader, ExampleKind, TokenizedExample
-from kitforge.data.template import template_of
-from kitforge.data.tokenizer import Tokenizer
+from kitforge.data.chat.datasets import ChatDatasetReader, ExampleKind, TokenizedExample
+from kitforge.data.chat.template import template_of
+from kitforge.data.tokenizers.loading import Tokenizer
 from kitforge.foundation.config import check
 from kitforge.foundation.errors import ConfigError, ModelError
 from kitforge.kits.kit import RunInputs, datasets

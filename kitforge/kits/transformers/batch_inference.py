@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast, final
 
-from kitforge.data.chat_rows import template_inputs, with_open_end
-from kitforge.data.template import ChatTemplate, Message, template_of
+from kitforge.data.chat.rows import template_inputs, with_open_end
+from kitforge.data.chat.template import ChatTemplate, Message, template_of
 from kitforge.foundation.config import to_dict
 from kitforge.foundation.errors import ConfigError, DataError, KitforgeError
 from kitforge.foundation.files import atomic_file

@@ -15,7 +15,7 @@ from kitforge.core.nn.decoder import FamilyConfig
 from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.core.parallel.world import World
 from kitforge.data.source import Source
-from kitforge.data.tokenizer import ByteTokenizer, Tokenizer
+from kitforge.data.tokenizers.loading import ByteTokenizer, Tokenizer
 from kitforge.foundation.config import check, to_dict
 from kitforge.foundation.dtype import LoadDtype
 from kitforge.foundation.errors import ConfigError, ModelError

@@ -29,7 +29,7 @@ from kitforge.data.labels import (
     numbers_of,
 )
 from kitforge.data.schedule import train_eval_split
-from kitforge.data.tokenizer import Tokenizer
+from kitforge.data.tokenizers.loading import Tokenizer
 from kitforge.foundation.device import copy_to
 from kitforge.foundation.errors import DataError, ModelError
 from kitforge.foundation.types import MicroBatch, Sums

@@ -6,14 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from kitforge.data.cache_folder import default_root
 from kitforge.data.document_shard import fingerprint_of
 from kitforge.data.mixture import source_error
-from kitforge.data.packing import ConcatenatedRows, DocumentSplit, PackedRows, split_documents
 from kitforge.data.schedule import Mixture
 from kitforge.data.source import Source, SourceConfig, open_source, open_stream
-from kitforge.data.streaming import IterableReader, ShardReader, StreamOptions, TextStream
-from kitforge.data.token_cache import TokenCache, build_token_cache, default_root
-from kitforge.data.tokenizer import Tokenizer
+from kitforge.data.text.packing import ConcatenatedRows, DocumentSplit, PackedRows, split_documents
+from kitforge.data.text.streaming import IterableReader, ShardReader, StreamOptions, TextStream
+from kitforge.data.text.token_cache import TokenCache, build_token_cache
+from kitforge.data.tokenizers.loading import Tokenizer
 from kitforge.foundation.errors import ConfigError, DataError
 from kitforge.kits.transformers.config import DataOptions
 

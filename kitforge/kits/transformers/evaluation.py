@@ -15,8 +15,8 @@ from typing import Any, Literal, TypeAlias, cast, final
 from torch import nn
 
 from kitforge.core.nn.causal_lm import CausalLM
-from kitforge.data.continuation import decode_continuation, encode_pair, prefix_token
-from kitforge.data.tokenizer_protocol import Tokenizer, document_frame
+from kitforge.data.text.continuation import decode_continuation, encode_pair, prefix_token
+from kitforge.data.tokenizers.protocol import Tokenizer, document_frame
 from kitforge.foundation.errors import DataError, KitforgeError, ModelError
 from kitforge.foundation.log import logger
 from kitforge.inference.choice_scoring import ChoiceBatch, ChoiceScore, choice_logprobs

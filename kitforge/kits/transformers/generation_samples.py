@@ -9,8 +9,8 @@ from typing import final
 
 from torch import nn
 
-from kitforge.data.continuation import decode_continuation
-from kitforge.data.tokenizer import TOKENIZER_FOLDER, Tokenizer
+from kitforge.data.text.continuation import decode_continuation
+from kitforge.data.tokenizers.loading import TOKENIZER_FOLDER, Tokenizer
 from kitforge.foundation.files import write_text
 from kitforge.inference.engine import Engine, kv_bytes_per_token
 from kitforge.inference.folder_defaults import with_folder_defaults

@@ -25,7 +25,7 @@ from kitforge.core.optim.groups import ParameterGroup, decay_groups
 from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.core.parallel.world import World
 from kitforge.data.document_shard import fingerprint_of
-from kitforge.data.images import ImageEntry, find_images
+from kitforge.data.images.labelled import ImageEntry, find_images
 from kitforge.data.labels import (
     ProblemType,
     find_label,

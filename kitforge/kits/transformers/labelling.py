@@ -27,7 +27,7 @@ from kitforge.core.parallel.world import World
 from kitforge.data.document_shard import fingerprint_of, missing_column
 from kitforge.data.labels import ProblemType
 from kitforge.data.source import open_rows
-from kitforge.data.tokenizer import Tokenizer
+from kitforge.data.tokenizers.loading import Tokenizer
 from kitforge.foundation.config import check, to_dict
 from kitforge.foundation.dtype import ExportDtype, LoadDtype
 from kitforge.foundation.errors import ConfigError, DataError, ModelError

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kitforge.data.images import ImageEntry, Resample, Resizing, decode
+from kitforge.data.images.labelled import ImageEntry
+from kitforge.data.images.pixels import Resample, Resizing, decode
 from kitforge.foundation import seed as seeds
 from kitforge.foundation.errors import ModelError
 from kitforge.foundation.known_keys import KnownKeys

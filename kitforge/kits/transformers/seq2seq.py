@@ -24,7 +24,7 @@ from kitforge.data.document_shard import document_of, fingerprint_of
 from kitforge.data.optional_imports import import_optional
 from kitforge.data.schedule import train_eval_split
 from kitforge.data.source import open_rows, open_source
-from kitforge.data.tokenizer import Tokenizer
+from kitforge.data.tokenizers.loading import Tokenizer
 from kitforge.foundation.config import check, to_dict
 from kitforge.foundation.device import copy_to
 from kitforge.foundation.errors import ConfigError, DataError, ModelError

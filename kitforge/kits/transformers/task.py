@@ -17,9 +17,9 @@ from kitforge.core.nn.context import Context
 from kitforge.core.optim.groups import ParameterGroup, decay_groups
 from kitforge.core.parallel.world import World
 from kitforge.data.collate import drop_trivial_columns
-from kitforge.data.packing import ConcatenatedRows, PackedRows
 from kitforge.data.prefetch import BackgroundPrefetcher
-from kitforge.data.streaming import Position, TextStream
+from kitforge.data.text.packing import ConcatenatedRows, PackedRows
+from kitforge.data.text.streaming import Position, TextStream
 from kitforge.foundation.device import copy_to
 from kitforge.foundation.errors import ConfigError
 from kitforge.foundation.types import Cursor, MicroBatch, Sums

@@ -22,7 +22,7 @@ from kitforge.data.document_shard import fingerprint_of
 from kitforge.data.labels import label_index, label_names
 from kitforge.data.optional_imports import import_optional
 from kitforge.data.schedule import train_eval_split
-from kitforge.data.tokenizer import Tokenizer
+from kitforge.data.tokenizers.loading import Tokenizer
 from kitforge.foundation.config import check
 from kitforge.foundation.device import copy_to
 from kitforge.foundation.errors import DataError, ModelError

@@ -16,7 +16,7 @@ import torch
 import uvicorn
 
 from kitforge.core.nn.decoder import Decoder
-from kitforge.data.tokenizer import ByteTokenizer
+from kitforge.data.tokenizers.loading import ByteTokenizer
 from kitforge.inference.engine import Engine
 from kitforge.inference.options import EngineOptions
 from kitforge.inference.server.app import create_app

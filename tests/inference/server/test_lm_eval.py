@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from kitforge.data.tokenizer import HuggingFaceTokenizer
+from kitforge.data.tokenizers.loading import HuggingFaceTokenizer
 from kitforge.inference.choice_scoring import ChoiceBatch, choice_logprobs
 from kitforge.inference.engine import Engine
 from kitforge.inference.server.options import ServeOptions

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from kitforge.core.nn.decoder import Decoder
-from kitforge.data.tokenizer import ByteTokenizer
+from kitforge.data.tokenizers.loading import ByteTokenizer
 from kitforge.inference.engine import Engine
 from kitforge.inference.options import EngineOptions
 from kitforge.inference.server.options import ServeOptions

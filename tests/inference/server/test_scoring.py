@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from kitforge.core.nn.decoder import Decoder
-from kitforge.data.template import ChatTemplate
-from kitforge.data.tokenizer import ByteTokenizer
+from kitforge.data.chat.template import ChatTemplate
+from kitforge.data.tokenizers.loading import ByteTokenizer
 from kitforge.inference.choice_scoring import ChoiceBatch, choice_logprobs
 from kitforge.inference.options import EngineOptions
 from kitforge.inference.server.options import ServeOptions

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kitforge.data.tokenizer import ByteTokenizer
+from kitforge.data.tokenizers.loading import ByteTokenizer
 from kitforge.inference.server.responses import ChoiceReader, CompletionFormat, ResponseOptions, TokenLogprob
 from kitforge.inference.server.service import EncodedPrompt, TokenTexts
 from kitforge.inference.text_engine import Detokenizer, TextDelta

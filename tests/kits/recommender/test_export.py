@@ -13,11 +13,11 @@ import torch
 
 from kitforge.api import load_model, load_processor, pipeline
 from kitforge.cli import main as cli
+from kitforge.data.cache_folder import default_root
 from kitforge.data.tables.bad_rows import BadRows
 from kitforge.data.tables.column_cache import load_table
 from kitforge.data.tables.columns import NamedColumns
 from kitforge.data.tables.source import open_table
-from kitforge.data.token_cache import default_root
 from kitforge.foundation.errors import ConfigError, ModelError
 from kitforge.kits.recommender.build import TASKS
 from kitforge.kits.recommender.export import program_inputs

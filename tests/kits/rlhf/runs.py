@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from kitforge.core.parallel.rendezvous import Rendezvous
-from kitforge.data.tokenizer import ByteTokenizer
+from kitforge.data.tokenizers.loading import ByteTokenizer
 from kitforge.foundation.types import Cursor, MicroBatch
 from kitforge.kits.rlhf.build import TASKS, Assembly
 from kitforge.kits.rlhf.tasks import Inputs

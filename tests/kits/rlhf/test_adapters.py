@@ -18,7 +18,7 @@ from kitforge.core.checkpoint.safetensors_file import TensorFile
 from kitforge.core.nn.decoder import Decoder
 from kitforge.core.nn.lora import adapter_tensors, config_of
 from kitforge.core.nn.quantized import quantized_bits
-from kitforge.data.tokenizer import ByteTokenizer
+from kitforge.data.tokenizers.loading import ByteTokenizer
 from kitforge.foundation.errors import ConfigError, ModelError
 from kitforge.foundation.types import Region
 from kitforge.kits.rlhf.reinforcement.ppo import PolicyGradientTask

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kitforge.data.chat_datasets import ChatDatasetReader, ExampleKind
-from kitforge.data.example_cache import build_example_cache
-from kitforge.data.template import template_of
-from kitforge.data.tokenizer import ByteTokenizer
+from kitforge.data.chat.datasets import ChatDatasetReader, ExampleKind
+from kitforge.data.chat.example_cache import build_example_cache
+from kitforge.data.chat.template import template_of
+from kitforge.data.tokenizers.loading import ByteTokenizer
 from kitforge.foundation.errors import ConfigError, DataError
 from kitforge.kits.rlhf.config import ChatDatasetOptions
 from kitforge.kits.rlhf.dataset import DatasetSplits, read_examples, read_rows

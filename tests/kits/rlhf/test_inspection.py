@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from kitforge.cli import main as cli
-from kitforge.data.chat_datasets import ChatDatasetReader
-from kitforge.data.template import template_of
+from kitforge.data.chat.datasets import ChatDatasetReader
+from kitforge.data.chat.template import template_of
 from kitforge.foundation.errors import ConfigError
 from kitforge.kits.rlhf.inspection import loss_mask_lines
-from tests.data.chat_cases import CALL, THINKING, TOOL, assistant, save_tokenizer, user
+from tests.data.chat.cases import CALL, THINKING, TOOL, assistant, save_tokenizer, user
 from tests.tokenizer_kinds import tokenizer_of
 
 ROWS = {

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.kits.rlhf import adapters
 from benchmarks.kits.rlhf.learning import beginner, learnt
-from kitforge.data.tokenizer import ByteTokenizer
+from kitforge.data.tokenizers.loading import ByteTokenizer
 from tests.trainer import tiny
 
 FEW = {"grpo": 40, "ppo": 90}

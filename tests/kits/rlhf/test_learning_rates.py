@@ -15,7 +15,7 @@ import yaml
 from kitforge.api import Trainer
 from kitforge.cli.main import run
 from kitforge.composition import compose_config
-from kitforge.data.tokenizer import ByteTokenizer
+from kitforge.data.tokenizers.loading import ByteTokenizer
 from kitforge.foundation.errors import ConfigError
 from kitforge.kits.registry import RLHF_TASKS
 from tests.kits.rlhf import runs

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from kitforge.core.checkpoint.load import find_checkpoint
 from kitforge.core.parallel.config import ParallelConfig
-from kitforge.data.tokenizer import ByteTokenizer
+from kitforge.data.tokenizers.loading import ByteTokenizer
 from kitforge.kits.rlhf.build import TASKS
 from kitforge.kits.rlhf.roles.model_copy import fingerprint
 from kitforge.kits.rlhf.roles.model_loading import load_policy, load_reward_model

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kitforge.cli import main as cli
-from kitforge.data.tokenizer import ByteTokenizer
+from kitforge.data.tokenizers.loading import ByteTokenizer
 from kitforge.foundation.errors import ConfigError, DataError
 from kitforge.kits.rlhf.supervised.example_task import ExampleTask
 from kitforge.trainer.callbacks.callback import Callback, Event, RunContext

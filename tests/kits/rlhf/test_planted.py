@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from kitforge.core.nn.context import Context, DropoutKey
 from kitforge.core.optim.build import Optimizer
-from kitforge.data.chat_datasets import ChatDatasetReader, TokenizedExample
-from kitforge.data.packing import IGNORED
+from kitforge.data.chat.datasets import ChatDatasetReader, TokenizedExample
+from kitforge.data.text.packing import IGNORED
 from kitforge.inference.text_engine import InferenceOptions
 from kitforge.kits.rlhf import batching
 from kitforge.kits.rlhf.algorithms.kl import KlController
@@ -27,7 +27,7 @@ from kitforge.kits.rlhf.config import RolloutOptions
 from kitforge.kits.rlhf.reinforcement import rollout_batch
 from kitforge.kits.rlhf.roles.value_head import ValueHeadModel, critic_of
 from kitforge.trainer.state import TrainingState
-from tests.data import test_chat_datasets
+from tests.data.chat import test_datasets
 from tests.kits.rlhf import test_contracts
 from tests.kits.rlhf.reinforcement import test_ppo, test_rollout_batch
 from tests.kits.rlhf.supervised import test_reward, test_sft
@@ -214,7 +214,7 @@ MISTAKES = {
         project="NVIDIA-NeMo/RL",
         link="https://github.com/NVIDIA-NeMo/RL/issues/2176",
         plant=replies_of_the_prompt,
-        notices=lambda *_: test_chat_datasets.test_replies_within_a_prompt_are_not_learnt(),
+        notices=lambda *_: test_datasets.test_replies_within_a_prompt_are_not_learnt(),
     ),
     "a mask that is one token off": Mistake(
         project="volcengine/verl",

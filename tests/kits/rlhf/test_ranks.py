@@ -11,7 +11,7 @@ from kitforge.composition import compose_config, task_of
 from kitforge.core.parallel.config import ParallelConfig
 from kitforge.core.parallel.mesh import Mesh
 from kitforge.core.parallel.world import World
-from kitforge.data.tokenizer import ByteTokenizer
+from kitforge.data.tokenizers.loading import ByteTokenizer
 from kitforge.kits.rlhf.build import TASKS
 from kitforge.kits.rlhf.tasks import Inputs, task_inputs_of
 from kitforge.trainer.callbacks.callback import Callback, Event, RunContext

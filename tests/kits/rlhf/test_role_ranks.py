@@ -19,7 +19,7 @@ import torch
 
 from kitforge.cli import main as cli
 from kitforge.core.nn.decoder import Decoder
-from kitforge.data.tokenizer import ByteTokenizer
+from kitforge.data.tokenizers.loading import ByteTokenizer
 from kitforge.foundation.errors import ConfigError, TrainingError
 from kitforge.kits.rlhf import tasks
 from kitforge.kits.rlhf.build import TASKS

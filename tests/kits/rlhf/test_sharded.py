@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kitforge.core.checkpoint.safetensors_file import TensorFile
 from kitforge.core.parallel.config import ParallelConfig
-from kitforge.data.tokenizer import ByteTokenizer
+from kitforge.data.tokenizers.loading import ByteTokenizer
 from kitforge.foundation.errors import ConfigError, ModelError
 from kitforge.kits.rlhf.build import TASKS
 from kitforge.kits.rlhf.roles.model_loading import load_policy

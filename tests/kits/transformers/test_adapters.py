@@ -19,7 +19,7 @@ from kitforge.core.nn.decoder import Decoder
 from kitforge.core.nn.linear import quantize_weight
 from kitforge.core.nn.lora import adapter_tensors
 from kitforge.core.nn.quantized import quantized_copy
-from kitforge.data.tokenizer import ByteTokenizer
+from kitforge.data.tokenizers.loading import ByteTokenizer
 from kitforge.foundation.errors import ConfigError, ModelError
 from kitforge.kits.language_model import ADAPTER
 from kitforge.models import loading

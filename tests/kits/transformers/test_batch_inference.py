@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kitforge.data.template import template_of
-from kitforge.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer
+from kitforge.data.chat.template import template_of
+from kitforge.data.tokenizers.loading import ByteTokenizer, HuggingFaceTokenizer
 from kitforge.foundation.errors import ConfigError, DataError
 from kitforge.inference.engine import Engine
 from kitforge.inference.options import EngineOptions
@@ -17,7 +17,7 @@ from kitforge.inference.text_engine import InferenceOptions, TextEngine
 from kitforge.kits.transformers.batch_inference import read_prompts, run_batch_inference
 from kitforge.models.catalog import config_of
 from kitforge.models.loading import build
-from tests.data.chat_cases import CHATML, THINKING, TOOLS, save_tokenizer, user
+from tests.data.chat.cases import CHATML, THINKING, TOOLS, save_tokenizer, user
 from tests.trainer import tiny
 
 OPTIONS = InferenceOptions(max_new_tokens=8, temperature=1.0)

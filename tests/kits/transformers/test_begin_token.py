@@ -17,7 +17,7 @@ import transformers
 
 from kitforge import Trainer, load_model, load_processor, pipeline
 from kitforge.cli import main as cli
-from kitforge.data.template import template_of
+from kitforge.data.chat.template import template_of
 from kitforge.inference.logprobs import token_logprobs
 from tests.small_run import WITHOUT_MODEL
 from tests.tokenizer_folders import CORPUS, KINDS, write_kind
@@ -131,7 +131,7 @@ def test_a_folder_that_is_finetuned_keeps_its_begin(folder: Path, tmp_path: Path
 
 
 def test_plain_text_of_alignment_begins_so_too(tmp_path: Path) -> None:
-    from kitforge.data.chat_datasets import ChatDatasetReader
+    from kitforge.data.chat.datasets import ChatDatasetReader
 
     tokenizer = load_processor(write_kind("glm", tmp_path))
     reader = ChatDatasetReader(tokenizer, template_of(tokenizer))

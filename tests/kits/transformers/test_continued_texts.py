@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from kitforge.data.tokenizer_protocol import Tokenizer
+from kitforge.data.tokenizers.protocol import Tokenizer
 from kitforge.inference.text_engine import InferenceOptions
 from kitforge.kits.transformers.evaluation import Evaluator
 from kitforge.kits.transformers.generation_samples import GenerationSamples

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from kitforge.core.parallel.rendezvous import Rendezvous
-from kitforge.data.tokenizer import ByteTokenizer
+from kitforge.data.tokenizers.loading import ByteTokenizer
 from kitforge.kits.transformers.build import TASKS, Inputs
 from kitforge.models.catalog import config_of
 from kitforge.models.loading import build

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from kitforge.data.tokenizer import ByteTokenizer
+from kitforge.data.tokenizers.loading import ByteTokenizer
 from kitforge.inference.engine import Engine
 from kitforge.inference.options import EngineOptions
 from kitforge.inference.text_engine import InferenceOptions

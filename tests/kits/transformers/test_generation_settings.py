@@ -15,10 +15,10 @@ import torch
 import transformers
 
 from kitforge import Trainer, load_processor, pipeline, save_model
-from kitforge.data.gguf_tokenizer import tokenizer_metadata
+from kitforge.data.chat.template import template_of
 from kitforge.data.source import open_source
-from kitforge.data.template import template_of
-from kitforge.data.tokenizer import ByteTokenizer, Tokenizer, TokenizerConfig, load_tokenizer, make_tokenizer
+from kitforge.data.tokenizers.gguf import tokenizer_metadata
+from kitforge.data.tokenizers.loading import ByteTokenizer, Tokenizer, TokenizerConfig, load_tokenizer, make_tokenizer
 from kitforge.foundation.errors import ConfigError, DataError
 from kitforge.models import loading
 from kitforge.models.catalog import config_of

@@ -21,7 +21,8 @@ from kitforge.core.nn.lora import initial_down
 from kitforge.core.nn.vision import VisionTransformer
 from kitforge.core.parallel.config import ParallelConfig
 from kitforge.core.parallel.rendezvous import Rendezvous
-from kitforge.data.images import decode, find_images
+from kitforge.data.images.labelled import find_images
+from kitforge.data.images.pixels import decode
 from kitforge.foundation.errors import ConfigError, DataError, ModelError
 from kitforge.kits.kit import RunInputs
 from kitforge.kits.transformers.build import TASKS

@@ -15,7 +15,7 @@ from torch.nn import functional
 from kitforge import pipeline
 from kitforge.api import load_model, save_model
 from kitforge.data.labels import index_of, multi_hot, names_of
-from kitforge.data.tokenizer import ByteTokenizer
+from kitforge.data.tokenizers.loading import ByteTokenizer
 from kitforge.foundation.errors import DataError, ModelError
 from tests.kits.transformers import test_classification as texts
 from tests.kits.transformers import test_image_classification as images

@@ -13,9 +13,9 @@ import transformers
 from kitforge import pipeline
 from kitforge.api import save_model
 from kitforge.cli.main import run as run_command
-from kitforge.data.images import ImageEntry
+from kitforge.data.images.labelled import ImageEntry
 from kitforge.data.labels import number_names, numbers_of
-from kitforge.data.tokenizer import ByteTokenizer
+from kitforge.data.tokenizers.loading import ByteTokenizer
 from kitforge.foundation.errors import DataError
 from kitforge.foundation.types import Cursor
 from kitforge.kits.transformers.rows import probabilities

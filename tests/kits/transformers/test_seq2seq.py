@@ -20,7 +20,7 @@ from kitforge.core.nn.context import Context, EncoderInput
 from kitforge.core.nn.encoder_decoder import EncoderDecoder
 from kitforge.core.parallel.config import ParallelConfig
 from kitforge.core.parallel.rendezvous import Rendezvous
-from kitforge.data.tokenizer import ByteTokenizer
+from kitforge.data.tokenizers.loading import ByteTokenizer
 from kitforge.foundation.errors import ConfigError, DataError, ModelError
 from kitforge.inference.seq2seq import Seq2SeqInference, generate
 from kitforge.kits.kit import RunInputs

@@ -15,7 +15,7 @@ import transformers
 
 from kitforge import Trainer, load_model, load_processor, pipeline, save_model
 from kitforge.data.source import open_source
-from kitforge.data.tokenizer import ByteTokenizer, Tokenizer, TokenizerConfig, load_tokenizer, make_tokenizer
+from kitforge.data.tokenizers.loading import ByteTokenizer, Tokenizer, TokenizerConfig, load_tokenizer, make_tokenizer
 from kitforge.models import loading
 from kitforge.models.catalog import config_of
 from tests.tokenizer_folders import CORPUS, write_kind

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kitforge.foundation.errors import ConfigError
-from tests.data.test_streaming import Plain, Stateful
+from tests.data.text.test_streaming import Plain, Stateful
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import run_training
 from tests.kits.transformers.test_mixture import begin, finish, losses

@@ -16,7 +16,7 @@ from kitforge.api import Trainer, load_model, pipeline, save_model
 from kitforge.cli.main import run as run_command
 from kitforge.core.parallel.config import ParallelConfig
 from kitforge.core.parallel.rendezvous import Rendezvous
-from kitforge.data.tokenizer import ByteTokenizer
+from kitforge.data.tokenizers.loading import ByteTokenizer
 from kitforge.foundation.errors import ConfigError, DataError, ModelError
 from kitforge.kits.kit import RunInputs
 from kitforge.kits.registry import kit_of_folder, recorded_task

@@ -21,10 +21,10 @@ from typing import Any, Protocol, TypeAlias, final, runtime_checkable
 import numpy as np
 import torch
 
-from kitforge.data.chat_datasets import PromptExample
-from kitforge.data.continuation import decode_continuation, encode_continuation
-from kitforge.data.template import BegunMessage, Message, template_of
-from kitforge.data.tokenizer import Tokenizer
+from kitforge.data.chat.datasets import PromptExample
+from kitforge.data.chat.template import BegunMessage, Message, template_of
+from kitforge.data.text.continuation import decode_continuation, encode_continuation
+from kitforge.data.tokenizers.loading import Tokenizer
 from kitforge.foundation import seed as seeds
 from kitforge.foundation.errors import DataError, TrainingError
 from kitforge.foundation.log import logger

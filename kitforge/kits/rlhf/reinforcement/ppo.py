@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from kitforge.core.optim.groups import ParameterGroup
 from kitforge.core.parallel.world import World
-from kitforge.data.chat_datasets import PromptExample, TokenizedExample
-from kitforge.data.packing import IGNORED
+from kitforge.data.chat.datasets import PromptExample, TokenizedExample
+from kitforge.data.text.packing import IGNORED
 from kitforge.foundation import seed as seeds
 from kitforge.foundation.types import Cursor, MicroBatch, Sums
 from kitforge.kits.rlhf.algorithms.advantages import (

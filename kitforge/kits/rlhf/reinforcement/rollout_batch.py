@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from kitforge.core.nn.causal_lm import CausalLM
-from kitforge.data.chat_datasets import PromptExample, TokenizedExample
-from kitforge.data.continuation import Detokenizer
-from kitforge.data.packing import IGNORED
-from kitforge.data.tokenizer import Tokenizer
+from kitforge.data.chat.datasets import PromptExample, TokenizedExample
+from kitforge.data.text.continuation import Detokenizer
+from kitforge.data.text.packing import IGNORED
+from kitforge.data.tokenizers.loading import Tokenizer
 from kitforge.foundation import seed as seeds
 from kitforge.foundation.device import copy_to
 from kitforge.foundation.types import MicroBatch

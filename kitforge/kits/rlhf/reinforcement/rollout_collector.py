@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from kitforge.core.parallel.world import World
-from kitforge.data.chat_datasets import PromptExample
-from kitforge.data.packing import IGNORED
+from kitforge.data.chat.datasets import PromptExample
 from kitforge.data.schedule import shuffled_indices
-from kitforge.data.tokenizer import Tokenizer
+from kitforge.data.text.packing import IGNORED
+from kitforge.data.tokenizers.loading import Tokenizer
 from kitforge.inference.engine import Engine
 from kitforge.inference.text_engine import InferenceOptions
 from kitforge.kits.rlhf.batching import forward_batches

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, final
 
 from kitforge.core.checkpoint.manifest import steps
-from kitforge.data.tokenizer import Tokenizer
+from kitforge.data.tokenizers.loading import Tokenizer
 from kitforge.foundation.errors import DataError
 from kitforge.foundation.files import write_text
 from kitforge.kits.rlhf.reinforcement.ppo import PolicyGradientTask

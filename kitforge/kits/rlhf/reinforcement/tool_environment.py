@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, Union, cast, final
 
-from kitforge.data.chat_datasets import PromptExample
-from kitforge.data.template import ChatTemplate, Message, template_of
-from kitforge.data.tokenizer import Tokenizer
+from kitforge.data.chat.datasets import PromptExample
+from kitforge.data.chat.template import ChatTemplate, Message, template_of
+from kitforge.data.tokenizers.loading import Tokenizer
 from kitforge.foundation.config import check
 from kitforge.foundation.errors import ConfigError, nearest
 from kitforge.kits.rlhf.config import EnvironmentOptions, RLOptions

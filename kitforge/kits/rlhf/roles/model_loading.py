@@ -22,11 +22,11 @@ from kitforge.core.nn.score_head import BACKBONE, HEAD, HEAD_BIAS
 from kitforge.core.parallel.parallelize import parallel_model_of
 from kitforge.core.parallel.sharding import Sharding
 from kitforge.core.parallel.world import ALONE, World
-from kitforge.data.chat_datasets import iter_texts
+from kitforge.data.cache_folder import default_root
+from kitforge.data.chat.datasets import iter_texts
 from kitforge.data.mixture import weighted_sources
 from kitforge.data.source import open_source
-from kitforge.data.token_cache import default_root
-from kitforge.data.tokenizer import Tokenizer, TokenizerConfig, find_tokenizer, make_tokenizer
+from kitforge.data.tokenizers.loading import Tokenizer, TokenizerConfig, find_tokenizer, make_tokenizer
 from kitforge.foundation.config import from_dict
 from kitforge.foundation.dtype import LoadDtype
 from kitforge.foundation.errors import DataError, ModelError

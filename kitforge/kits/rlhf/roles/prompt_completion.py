@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from kitforge.data.continuation import decode_continuation
-from kitforge.data.template import BegunMessage, Message
-from kitforge.data.tokenizer import Tokenizer
+from kitforge.data.chat.template import BegunMessage, Message
+from kitforge.data.text.continuation import decode_continuation
+from kitforge.data.tokenizers.loading import Tokenizer
 
 # What an environment said: text, or messages.
 Observation: TypeAlias = str | list[dict[str, Any]]

@@ -17,11 +17,11 @@ from typing import Any, TypeAlias, cast, final
 import numpy as np
 import torch
 
-from kitforge.data.chat_datasets import TokenizedExample, with_contents
-from kitforge.data.chat_rows import is_chat, with_open_end
-from kitforge.data.continuation import encode_completion
-from kitforge.data.template import ChatTemplate, Message, template_of
-from kitforge.data.tokenizer import Tokenizer
+from kitforge.data.chat.datasets import TokenizedExample, with_contents
+from kitforge.data.chat.rows import is_chat, with_open_end
+from kitforge.data.chat.template import ChatTemplate, Message, template_of
+from kitforge.data.text.continuation import encode_completion
+from kitforge.data.tokenizers.loading import Tokenizer
 from kitforge.foundation.config import check
 from kitforge.foundation.device import copy_to
 from kitforge.foundation.errors import ConfigError, DataError, KitforgeError, TrainingError, nearest

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from kitforge.core.nn.causal_lm import CausalLM
-from kitforge.data.tokenizer import Tokenizer
+from kitforge.data.tokenizers.loading import Tokenizer
 from kitforge.foundation.config import to_dict
 from kitforge.foundation.errors import ConfigError
 from kitforge.kits.rlhf.config import StageOptions

@@ -12,7 +12,7 @@ from torch import nn
 
 from kitforge.core.optim.groups import ParameterGroup
 from kitforge.core.parallel.world import World
-from kitforge.data.chat_datasets import PreferencePair
+from kitforge.data.chat.datasets import PreferencePair
 from kitforge.foundation.types import Cursor, MicroBatch, Sums
 from kitforge.kits.rlhf.batching import input_tokens, pair_batches, row_schedule
 from kitforge.kits.rlhf.config import StageOptions

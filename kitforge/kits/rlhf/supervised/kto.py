@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from kitforge.data.chat_datasets import TokenizedExample, UnpairedExample
+from kitforge.data.chat.datasets import TokenizedExample, UnpairedExample
 from kitforge.foundation.types import MicroBatch, Sums
 from kitforge.kits.rlhf.algorithms.preference_losses import kto_loss, mismatched_completions
 from kitforge.kits.rlhf.batching import input_tokens, pad_examples

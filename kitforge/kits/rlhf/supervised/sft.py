@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.core.nn.context import Context, DropoutKey
-from kitforge.data.chat_datasets import TokenizedExample
+from kitforge.data.chat.datasets import TokenizedExample
 from kitforge.data.collate import drop_trivial_columns
-from kitforge.data.packing import IGNORED
 from kitforge.data.schedule import Indices
+from kitforge.data.text.packing import IGNORED
 from kitforge.foundation.device import copy_to
 from kitforge.foundation.types import MicroBatch, Sums
 from kitforge.kits.rlhf.batching import input_tokens, pack_examples

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kitforge.data.schedule import shuffled_indices
-from kitforge.data.tokenizer import ByteTokenizer
+from kitforge.data.tokenizers.loading import ByteTokenizer
 from kitforge.foundation import seed as seeds
 from kitforge.kits.rlhf.reinforcement.rollout_batch import Rollout
 from kitforge.kits.rlhf.roles.value_head import critic_of, policy_of

@@ -9,8 +9,8 @@ from typing import Any, cast
 import pytest
 import torch
 
-from kitforge.data.continuation import encode_continuation
-from kitforge.data.tokenizer_protocol import Tokenizer
+from kitforge.data.text.continuation import encode_continuation
+from kitforge.data.tokenizers.protocol import Tokenizer
 from kitforge.inference.engine import Engine
 from kitforge.kits.rlhf.event_loop import EventLoop
 from kitforge.kits.rlhf.reinforcement.ppo import PolicyGradientTask

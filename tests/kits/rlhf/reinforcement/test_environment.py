@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import nn
 
-from kitforge.data.template import template_of
-from kitforge.data.tokenizer import ByteTokenizer
+from kitforge.data.chat.template import template_of
+from kitforge.data.tokenizers.loading import ByteTokenizer
 from kitforge.foundation.errors import ConfigError, TrainingError
 from kitforge.foundation.types import MicroBatch
 from kitforge.inference.engine import Engine

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from kitforge.data.tokenizer import ByteTokenizer
+from kitforge.data.tokenizers.loading import ByteTokenizer
 from kitforge.kits.rlhf.build import TASKS
 from kitforge.kits.rlhf.config import RLOptions
 from kitforge.kits.rlhf.reinforcement.experience import completion_outcomes, shaped_rewards

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from kitforge.core.nn.causal_lm import CausalLM
-from kitforge.data.tokenizer import ByteTokenizer
+from kitforge.data.tokenizers.loading import ByteTokenizer
 from kitforge.foundation.errors import ConfigError
 from kitforge.kits.rlhf.algorithms.losses import ImportanceSamplingOptions, importance_weights
 from kitforge.kits.rlhf.reinforcement.experience import completion_metrics, mismatch_metrics

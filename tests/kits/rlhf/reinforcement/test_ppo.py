@@ -16,7 +16,7 @@ from kitforge.core.checkpoint.load import find_checkpoint
 from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.core.nn.context import Context
 from kitforge.core.nn.decoder import Decoder
-from kitforge.data.tokenizer import ByteTokenizer
+from kitforge.data.tokenizers.loading import ByteTokenizer
 from kitforge.foundation.errors import CheckpointError, ConfigError, TrainingError
 from kitforge.foundation.types import MicroBatch
 from kitforge.kits.rlhf.build import TASKS

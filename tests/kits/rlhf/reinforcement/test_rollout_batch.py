@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from kitforge.core.nn.decoder import Decoder
 from kitforge.core.nn.linear import Linear
-from kitforge.data.tokenizer import ByteTokenizer
+from kitforge.data.tokenizers.loading import ByteTokenizer
 from kitforge.foundation.errors import TrainingError
 from kitforge.foundation.types import Cursor
 from kitforge.kits.rlhf.reinforcement.ppo import PolicyGradientTask

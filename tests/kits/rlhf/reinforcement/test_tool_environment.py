@@ -11,8 +11,8 @@ from typing import Any, Literal, cast
 import pytest
 import torch
 
-from kitforge.data.template import template_of
-from kitforge.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer
+from kitforge.data.chat.template import template_of
+from kitforge.data.tokenizers.loading import ByteTokenizer, HuggingFaceTokenizer
 from kitforge.foundation.errors import ConfigError, DataError
 from kitforge.kits.rlhf.build import TASKS
 from kitforge.kits.rlhf.config import RLOptions
@@ -32,7 +32,7 @@ from kitforge.kits.rlhf.roles.prompt_completion import PromptCompletion
 from kitforge.kits.rlhf.roles.rewards import scorer_of
 from kitforge.models.catalog import config_of
 from kitforge.models.loading import build
-from tests.data.chat_cases import CHATML, HEADERS, MERGING, THINKING, save_tokenizer
+from tests.data.chat.cases import CHATML, HEADERS, MERGING, THINKING, save_tokenizer
 from tests.kits.rlhf import runs
 from tests.trainer import tiny
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kitforge.api import load_model, pipeline, save_model
 from kitforge.cli.main import run
-from kitforge.data.tokenizer import ByteTokenizer
+from kitforge.data.tokenizers.loading import ByteTokenizer
 from kitforge.foundation.errors import ModelError
 from kitforge.kits.registry import recorded_task
 from kitforge.kits.rlhf.roles.model_loading import is_reward_model, load_reward_model

@@ -11,16 +11,16 @@ from torch import Tensor
 
 pytest.importorskip("tokenizers")
 
-from kitforge.data.chat_rows import with_open_end
-from kitforge.data.template import template_of
-from kitforge.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from kitforge.data.chat.rows import with_open_end
+from kitforge.data.chat.template import template_of
+from kitforge.data.tokenizers.loading import ByteTokenizer, Tokenizer, load_tokenizer
 from kitforge.kits.rlhf.roles.prompt_completion import PromptCompletion
 from kitforge.kits.rlhf.roles.rewards import scorer_of
 from kitforge.kits.rlhf.roles.value_head import ValueHeadModel
 from kitforge.models.catalog import config_of
 from kitforge.models.loading import build
 from kitforge.trainer.run_folder import Run
-from tests.data.chat_cases import TOOLS, assistant, save_tokenizer, user
+from tests.data.chat.cases import TOOLS, assistant, save_tokenizer, user
 from tests.kits.rlhf import runs
 from tests.trainer import tiny
 

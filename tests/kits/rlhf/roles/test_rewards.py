@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from kitforge.data.chat_datasets import ChatDatasetReader
-from kitforge.data.template import template_of
-from kitforge.data.tokenizer import ByteTokenizer
+from kitforge.data.chat.datasets import ChatDatasetReader
+from kitforge.data.chat.template import template_of
+from kitforge.data.tokenizers.loading import ByteTokenizer
 from kitforge.foundation.errors import ConfigError, DataError, TrainingError
 from kitforge.kits.rlhf import batching
 from kitforge.kits.rlhf.roles.prompt_completion import PromptCompletion

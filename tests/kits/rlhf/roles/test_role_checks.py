@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from kitforge.core.nn.context import Context
 from kitforge.core.nn.decoder import Decoder
-from kitforge.data.tokenizer import ByteTokenizer
+from kitforge.data.tokenizers.loading import ByteTokenizer
 from kitforge.foundation.errors import ConfigError
 from kitforge.kits.rlhf.roles.value_head import ActorCritic, ValueHeadModel
 from kitforge.models.catalog import config_of

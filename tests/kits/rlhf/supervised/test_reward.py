@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.kits.rlhf.learning import preferred
-from kitforge.data.tokenizer import ByteTokenizer
+from kitforge.data.tokenizers.loading import ByteTokenizer
 from kitforge.foundation.errors import ModelError
 from kitforge.kits.rlhf.pipeline import RewardPipeline
 from kitforge.kits.rlhf.roles.model_loading import load_policy, load_reward_model

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from kitforge.data.chat_datasets import TokenizedExample
-from kitforge.data.tokenizer import ByteTokenizer
+from kitforge.data.chat.datasets import TokenizedExample
+from kitforge.data.tokenizers.loading import ByteTokenizer
 from kitforge.foundation.errors import ConfigError, DataError
 from kitforge.kits.rlhf.batching import input_tokens, pack_examples, pad_examples
 from tests.kits.rlhf import runs

@@ -1,0 +1,1 @@
+"""From conversations to tokens: rows of dialogues, chat templates, and a cache of examples."""

@@ -1,0 +1,489 @@
+"""Rows of dialogue data sets under one set of names: columns, speakers, messages, and dialogues spelt as text."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, TypeGuard, final
+
+import numpy as np
+
+from kitforge.data.chat.template import BegunMessage, Message
+from kitforge.data.document_shard import RecordShard
+from kitforge.foundation.errors import DataError, nearest
+
+# Text, messages or tokens.
+Said = str | Sequence[Message] | Sequence[int]
+
+LEAVE_OUT = "leave such rows out, with data.on_invalid=drop"
+# Columns in which something is said.
+SAID = ("text", "messages", "prompt", "completion", "chosen", "rejected")
+_TURN = re.compile(r"\n\n(Human|Assistant): ?")
+_TOOL_WORDS = ("observation", "tool", "function", "function_response", "tool_response")
+_ASSISTANT_WORDS = ("gpt", "assistant", "chatgpt", "bing", "bard", "model", "bot", "ai", "claude", "chatbot", "output")
+# The names that data sets give to speakers, in small letters, and their roles.
+_ROLES = {
+    **dict.fromkeys(("human", "user", "prompter", "input"), "user"),
+    **dict.fromkeys(_ASSISTANT_WORDS, "assistant"),
+    **dict.fromkeys(_TOOL_WORDS, "tool"),
+    "system": "system",
+    "developer": "developer",
+}
+# Roles that chat templates know by these names.
+_STANDARD_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+_CALL = "function_call"  # as ShareGPT has it, with JSON of name and arguments as its value
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
+# How Python spells a list of messages.
+_PYTHON_LIST = re.compile(r"\[\s*\{\s*'(role|content|from|value)'\s*:")
+# Columns that chat templates read besides messages: their type, and its name in errors.
+_INPUTS: tuple[tuple[str, type, str], ...] = (
+    ("tools", list, "a list of JSON schemas of functions"),
+    ("chat_template_kwargs", dict, "a mapping, such as {'enable_thinking': false}"),
+)
+# Columns that change the meaning of others: named once where they are not read.
+CONTEXT = ("system", "history")
+MEANT = (*CONTEXT, "tools", "chat_template_kwargs", "weight", "train")
+# Scripts without spaces, of which a character counts as a word.
+_UNSPACED = (
+    r"\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u2e80-\u30ff\u31f0-\u31ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
+)
+_LETTER = rf"(?:(?![{_UNSPACED}])[\w\u0300-\u036f\u0591-\u05c7\u0610-\u065f\u0900-\u0dff])"
+_WORD = re.compile(rf"{_LETTER}+(?:[.,'’-]{_LETTER}+)*")
+
+
+@final
+class ChatRow:
+    """A row under our names; `location` names it in errors. `columns` maps our names to those that the row had."""
+
+    def __init__(self, row: Mapping[str, Any], location: object, columns: Mapping[str, str]) -> None:
+        self.location = location
+        self.notes: dict[str, str] = {}  # what is to be said once, by its kind
+        renamed = {name: row[own] for name, own in columns.items() if own in row}
+        self.values = to_standard_columns({**row, **renamed})
+        # Columns that hold messages and nothing else.
+        self._chats = {"messages"} | ({"prompt"} if "conversations" in row and "chosen" in row else set())
+        self._columns = columns
+        self._read: set[str] = set()
+
+    def has(self, name: str) -> bool:
+        """Whether the column has a value."""
+        return self.values.get(name) is not None
+
+    def required(self, name: str) -> Any:
+        """The value of a column. Raises DataError for null, and for no such column."""
+        self._read.add(name)
+        if name in self.values and self.values[name] is None:
+            expected = "text, messages or tokens" if name in SAID else "a value"
+            raise DataError(f"{self.location} has null in column {name!r}", expected=expected, fix=LEAVE_OUT)
+        if name not in self.values:
+            own, names = self._columns.get(name, name), list(map(str, self.values))
+            raise DataError(
+                f"{self.location} has no column {own!r}",
+                got=f"columns {', '.join(names)}",
+                expected=name if own == name else f"{own}, as data.columns.{name} says",
+                fix=f"data.columns.{name}=NAME; {nearest(own, names)}",
+            )
+        return self.values[name]
+
+    def said(self, name: str, knows_role: Callable[[str], bool]) -> Said:
+        """The text, messages or tokens of a column; messages may be spelt as JSON or as a dialogue. `knows_role` tells
+        whether the chat template names a role. Raises DataError for anything else."""
+        value = self.required(name)
+        if isinstance(value, str):
+            parsed = self._parsed(name, value)
+            if parsed is None:
+                self._check_encodable(name, value)
+                return messages_of(value) if is_dialogue(value) else value
+            self.values[name] = value = parsed
+        if hasattr(value, "tolist"):
+            value = value.tolist()  # an array of numpy, or a tensor
+        items: list[Any] | None = list(value) if isinstance(value, (list, tuple)) else None
+        items = [value] if isinstance(value, Mapping) else items
+        if items is not None and all(isinstance(item, Mapping) for item in items):
+            self._check_encodable(name, items)
+            return [_message(item, self.location, knows_role) for item in items]
+        is_number = (isinstance(item, (int, np.integer)) and not isinstance(item, bool) for item in items or ())
+        if items is not None and all(is_number):
+            return [int(item) for item in items]
+        raise DataError(
+            f"{self.location} cannot be read in column {name!r}",
+            got=f"{type(value).__name__} {str(value)[:60]!r}",
+            expected="text, a list of messages with role and content, or a list of tokens",
+        )
+
+    def spells_dialogue(self, name: str) -> bool:
+        """Whether the column is a dialogue in the form of a text."""
+        return isinstance(self.values.get(name), str) and is_dialogue(self.values[name])
+
+    def inputs(self) -> dict[str, Any]:
+        """What the chat template is given beside the messages: the columns tools and chat_template_kwargs, each of
+        which may be spelt as JSON."""
+        self._read |= {name for name, _, _ in _INPUTS}
+        found = template_inputs(self.values, self.location)
+        self._check_encodable("tools", found)
+        return found
+
+    def with_context(self, said: Said) -> Said:
+        """The messages behind those of the columns `system` and `history`; a text is what the user says then. A system
+        message among the messages counts more than the column."""
+        context = [*self._system(), *self._history()]
+        if not context:
+            return said
+        if said and not isinstance(said, str) and not is_chat(said):
+            raise DataError(f"{self.location} has tokens beside a system or a history", expected="text or messages")
+        messages: list[Any] = [{"role": "user", "content": said}] if isinstance(said, str) else list(said)
+        if messages and messages[0]["role"] == "system":
+            self._read.discard("system")
+            context = [*messages[:1], *(each for each in context if each["role"] != "system")]
+            messages = messages[1:]
+        return [*context, *messages]
+
+    def number(self, name: str) -> float:
+        """A finite number, which tables spell as text; 0 where the column has none."""
+        value = self.values.get(name)
+        if isinstance(value, str) and _NUMBER.fullmatch(value.strip()):
+            value = float(value)
+        try:
+            number = float(0 if value is None else value)
+        except (TypeError, ValueError, OverflowError):
+            number = math.nan
+        # Trained in single precision.
+        if isinstance(value, (bool, str, bytes)) or not abs(number) <= float(np.finfo(np.float32).max):
+            raise DataError(
+                f"{self.location} has a {name} that is no number", got=str(value)[:60], expected="a finite number"
+            )
+        return number
+
+    def note_unread(self, names: Sequence[str]) -> None:
+        """Note those of the columns that have a value and were not read."""
+        unread = [each for each in names if each not in self._read and not _is_blank(self.values.get(each))]
+        if unread:
+            read = " and ".join(each for each in SAID if each in self._read)
+            self.notes["columns"] = (
+                f"{self.location} has {' and '.join(unread)} beside {read}: only the latter are trained on, and the "
+                "other columns are ignored"
+            )
+
+    def _parsed(self, name: str, text: str) -> list[Any] | None:
+        """The messages that a text spells as JSON. Raises DataError where a column of messages holds other text, and
+        for a list as Python writes it."""
+        found = _messages_in_json(text)
+        is_chat_column = name in self._chats
+        if found is not None and (found or is_chat_column):
+            return found
+        if _PYTHON_LIST.match(text.lstrip()):
+            raise DataError(
+                f"{self.location} has a Python list in column {name!r}, spelt as text",
+                got=f"{text[:60]!r}",
+                expected="JSON, with double quotes, or a list of messages",
+                fix="write the column with json.dumps(messages)",
+            )
+        if is_chat_column and not is_dialogue(text):
+            raise DataError(
+                f"{self.location} has a text in column {name!r}",
+                got=f"{text[:60]!r}",
+                expected="a list of messages with role and content, also as JSON",
+                fix="call a column of plain text `text`: data.columns.text=NAME",
+            )
+        return None
+
+    def _system(self) -> list[Message]:
+        self._read.add("system")
+        text = self.values.get("system")
+        if text is None or text == "":
+            return []
+        if not isinstance(text, str):
+            raise DataError(f"{self.location} cannot be read in column 'system'", got=str(text)[:60], expected="text")
+        self._check_encodable("system", text)
+        return [{"role": "system", "content": text}]
+
+    def _history(self) -> list[Message]:
+        self._read.add("history")
+        turns = self.values.get("history")
+        if isinstance(turns, str):
+            with suppress(ValueError):
+                turns = json.loads(turns or "[]")
+        turns = turns.tolist() if isinstance(turns, np.ndarray) else turns or []
+        is_read = isinstance(turns, (list, tuple)) and all(
+            isinstance(turn, (list, tuple, np.ndarray))
+            and len(turn) == 2
+            and all(isinstance(each, str) for each in turn)
+            for turn in turns
+        )
+        if not is_read:
+            raise DataError(
+                f"{self.location} cannot be read in column 'history'",
+                got=str(turns)[:60],
+                expected="a list of pairs: what was asked and what was answered",
+            )
+        self._check_encodable("history", turns)
+        roles = ("user", "assistant")
+        return [{"role": role, "content": text} for turn in turns for role, text in zip(roles, turn, strict=True)]
+
+    def _check_encodable(self, name: str, value: Any) -> None:
+        broken = _lone_surrogate(value)
+        if broken is not None:
+            raise DataError(
+                f"{self.location} holds half of a surrogate pair in column {name!r}, which no encoding can write",
+                got=f"U+{ord(broken):04X}",
+                expected="text that UTF-8 can hold",
+                fix=f"repair the row, or {LEAVE_OUT}",
+            )
+
+
+def chat_rows(shard: RecordShard, columns: Mapping[str, str]) -> Iterator[tuple[Mapping[str, Any], ChatRow]]:
+    """Every row as it is and under our names."""
+    for location, row in shard.rows():
+        if not isinstance(row, Mapping):
+            raise DataError(f"{location} is no row", got=type(row).__name__, expected="a mapping of columns")
+        yield row, ChatRow(row, location, columns)
+
+
+def iter_said(row: ChatRow) -> Iterator[str]:
+    """Everything that is said in a row of any kind, messages one by one, but for what has no encoding."""
+    yield from (text for text in _iter_texts(row) if _lone_surrogate(text) is None)
+
+
+def _iter_texts(row: ChatRow) -> Iterator[str]:
+    for value in (row.values.get(name) for name in SAID):
+        if isinstance(value, str):
+            value = _messages_in_json(value) or value
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, (Mapping, list, tuple, np.ndarray)):
+            messages = [value] if isinstance(value, Mapping) else value
+            parts = (part.get("content", part.get("value")) for part in messages if isinstance(part, Mapping))
+            yield from (part for part in parts if isinstance(part, str))
+
+
+def to_standard_columns(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The row with the columns of Alpaca (instruction, input, output) or ShareGPT (conversations) under our names. An
+    instruction with its input is what the user says."""
+    columns = dict(row)
+    if "instruction" in columns and "prompt" not in columns:
+        columns["prompt"] = columns["instruction"]
+        if isinstance(columns["prompt"], str):
+            asked = "\n".join(str(each) for each in (columns["prompt"], columns.get("input")) if each)
+            columns["prompt"] = [{"role": "user", "content": asked}]
+        if "output" in columns:
+            columns.setdefault("completion", columns["output"])
+    if "conversations" in columns:
+        # Next to a chosen and a rejected reply, the conversation is their prompt.
+        columns.setdefault("prompt" if "chosen" in columns else "messages", columns.pop("conversations"))
+    return columns
+
+
+def template_inputs(row: Mapping[str, Any], location: object) -> dict[str, Any]:
+    """The columns tools and chat_template_kwargs, either of which may be spelt as JSON, as the chat template reads
+    them. Raises DataError for other values."""
+    inputs: dict[str, Any] = {}
+    for name, kind, expected in _INPUTS:
+        value: Any = row.get(name)
+        if isinstance(value, str):
+            try:
+                value = json.loads(value or "null")
+            except ValueError:
+                value = row[name]
+        value = value.tolist() if isinstance(value, np.ndarray) else value
+        members: Any = value if kind is list and isinstance(value, list) else []
+        if not isinstance(value, kind | None) or not all(isinstance(each, dict) for each in members):
+            raise DataError(f"{location} cannot be read in column {name!r}", got=str(value)[:60], expected=expected)
+        # Tables fill in what other rows have.
+        if isinstance(value, dict):
+            value = {key: each for key, each in value.items() if each is not None}
+        inputs[name] = value or None
+    return inputs
+
+
+def is_dialogue(text: str) -> bool:
+    """Whether a text is spelt "\\n\\nHuman: ... \\n\\nAssistant: ..."."""
+    return _TURN.match(text) is not None
+
+
+def messages_of(text: str) -> list[Message]:
+    """The messages of a dialogue that is spelt "\\n\\nHuman: ... \\n\\nAssistant: ..."."""
+    _, *parts = _TURN.split(text)
+    pairs = zip(parts[::2], parts[1::2], strict=True)
+    return [{"role": _ROLES[speaker.lower()], "content": content.strip()} for speaker, content in pairs]
+
+
+def with_open_end(prompt: Said) -> Said:
+    """The prompt, of which a last message of the assistant is begun and not ended; an empty one is only announced."""
+    if not is_chat(prompt) or prompt[-1].get("role") != "assistant" or prompt[-1].get("tool_calls"):
+        return prompt
+    last = prompt[-1]
+    if not last.get("content") and not any(last.get(name) for name in _THOUGHTS):
+        return list(prompt[:-1])
+    return [*prompt[:-1], BegunMessage(last)]
+
+
+def is_untrained(message: Message) -> bool:
+    """Whether the row says that a reply is not to be trained on."""
+    return message.get("train") is False
+
+
+def is_chat(said: Said) -> TypeGuard[Sequence[Message]]:
+    """Whether it is messages."""
+    return not isinstance(said, str) and bool(said) and isinstance(said[0], Mapping)
+
+
+def is_conversation(completion: Said) -> TypeGuard[Sequence[Message]]:
+    """Whether it is messages that hold the prompt too, and not what follows one."""
+    return is_chat(completion) and completion[0]["role"] in ("system", "developer", "user")
+
+
+def common_prompt(chosen: Said, rejected: Said, location: object) -> tuple[Said, Said, Said]:
+    """The common prompt of two responses and the rest of each, split at whole messages, words or tokens. Raises
+    DataError where nothing is left of one, and where they are of different kinds."""
+    if isinstance(chosen, str) != isinstance(rejected, str) or is_chat(chosen) != is_chat(rejected):
+        raise DataError(
+            f"{location} has responses of two kinds, which have no common prompt",
+            got=f"{_kind(chosen)} and {_kind(rejected)}",
+            expected="two texts, two lists of messages or two lists of tokens; or a column 'prompt'",
+            fix=LEAVE_OUT,
+        )
+    if chosen == rejected:
+        raise DataError(f"{location} prefers a response to itself", fix=LEAVE_OUT)
+    pairs = enumerate(zip(chosen, rejected, strict=False))
+    length = next((at for at, (left, right) in pairs if left != right), min(len(chosen), len(rejected)))
+    if isinstance(chosen, str):
+        # A common beginning of the first word belongs to the responses, not to the prompt.
+        length = min(_word_start(text, length) for text in (chosen, str(rejected)))
+    if length == min(len(chosen), len(rejected)):
+        raise DataError(
+            f"{location} has an empty response",
+            got="one response is how the other begins" if length else "no token",
+            expected="at least one token in each behind the prompt",
+            fix=LEAVE_OUT,
+        )
+    if is_chat(chosen) and not length:
+        raise DataError(
+            f"{location} has conversations that share no message",
+            got=f"{str(chosen[0])[:60]} and {str(rejected[0])[:60]}",
+            expected="a prompt that both begin with, or a column 'prompt'",
+            fix=LEAVE_OUT,
+        )
+    return chosen[:length], chosen[length:], rejected[length:]
+
+
+def _is_blank(value: Any) -> bool:
+    return value is None or (isinstance(value, (str, list, tuple, dict)) and not value)
+
+
+def _kind(said: Said) -> str:
+    return "a text" if isinstance(said, str) else "messages" if is_chat(said) else "tokens"
+
+
+def _word_start(text: str, at: int) -> int:
+    """Where the word begins that lies across this position; the position itself where none does."""
+    begin = at
+    while begin > 0 and not text[begin - 1].isspace():
+        begin -= 1
+    for word in _WORD.finditer(text, begin):
+        if word.end() > at:
+            return min(word.start(), at)
+    return at
+
+
+def _messages_in_json(text: str) -> list[Any] | None:
+    """The messages of a text that is JSON of them."""
+    if (text.lstrip()[:1], text.rstrip()[-1:]) not in (("[", "]"), ("{", "}")):
+        return None
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    items = value if isinstance(value, list) else [value]
+    return items if all(isinstance(each, dict) and ("role" in each or "from" in each) for each in items) else None
+
+
+def _message(item: Mapping[str, Any], location: object, knows_role: Callable[[str], bool]) -> Message:
+    """A message with the keys that templates read, and `train` if it is not to be trained on."""
+    flags = [item[name] for name in ("weight", "train") if item.get(name) is not None]
+    if any(flag not in (0, 1) for flag in flags):
+        raise DataError(
+            f"{location} has a message that is partly trained on",
+            got=", ".join(f"{name}={item[name]!r}" for name in ("weight", "train") if item.get(name) is not None),
+            expected="weight 0 or 1, train false or true",
+        )
+    kept = {name: value for name, value in item.items() if name not in ("weight", "train")}
+    message = _speech(kept, location, knows_role)
+    return {**message, "train": False} if any(not flag for flag in flags) else message
+
+
+def _speech(item: Mapping[str, Any], location: object, knows_role: Callable[[str], bool]) -> Message:
+    if _CALL in (item.get("from"), item.get("role")):
+        return _tool_call({}, item.get("value", item.get("content")), location)
+    role, content = _role(item, location, knows_role), item.get("content", item.get("value"))
+    if item.get(_CALL) and not item.get("tool_calls"):
+        rest = {name: value for name, value in item.items() if name != _CALL}
+        return _tool_call({**rest, "role": role, "content": content}, item[_CALL], location)
+    # A reply may be calls or thoughts alone, and a content a list of parts.
+    has_more = any(item.get(name) for name in ("tool_calls", *_THOUGHTS))
+    content = content.tolist() if isinstance(content, np.ndarray) else content
+    if not (isinstance(content, (str, list, tuple)) or (content is None and has_more)):
+        raise DataError(f"{location} holds a message without role or content", got=str(dict(item))[:80])
+    if isinstance(content, (list, tuple)) and all(isinstance(part, Mapping) for part in content):
+        # Templates for text alone leave parts out, or write them as a list.
+        is_text = all(part.get("type", "text") == "text" and isinstance(part.get("text"), str) for part in content)
+        content = "".join(part["text"] for part in content) if is_text else content
+    return {**item, "role": role, "content": content}
+
+
+def _role(item: Mapping[str, Any], location: object, knows_role: Callable[[str], bool]) -> str:
+    """The role of a speaker; a name that is neither usual nor one of the template's is refused."""
+    role, speaker = item.get("role"), item.get("from")
+    name = speaker if role is None else role
+    if not isinstance(name, str):
+        raise DataError(f"{location} holds a message without role or content", got=str(dict(item))[:80])
+    if role is not None and (name in _STANDARD_ROLES or knows_role(name)):
+        return name
+    found = _ROLES.get(name.lower(), name if knows_role(name) else None)
+    if found is None:
+        raise DataError(
+            f"{location} has an unknown speaker",
+            got=f"{name!r}",
+            expected=f"a role that the chat template names, or one of {', '.join(_ROLES)}, {_CALL}",
+            fix=f"{nearest(name, _ROLES)}",
+        )
+    return found
+
+
+def _tool_call(message: Mapping[str, Any], value: Any, location: object) -> Message:
+    """A call of a function, which is the assistant's."""
+    try:
+        call = json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        call = None
+    calls = call if isinstance(call, list) else [call]
+    if not calls or not all(isinstance(each, Mapping) and "name" in each for each in calls):
+        expected = "JSON with name and arguments, or a list of these"
+        raise DataError(f"{location} has a {_CALL} that cannot be read", got=str(value)[:60], expected=expected)
+    return {
+        "role": "assistant",
+        "content": None,
+        **message,
+        "tool_calls": [{"type": "function", "function": dict(each)} for each in calls],
+    }
+
+
+def _lone_surrogate(value: Any) -> str | None:
+    """The first half of a surrogate pair in a text, or in those of a value."""
+    if isinstance(value, str):
+        if value.isascii():
+            return None
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            return value[error.start]
+        return None
+    parts: Any = ()
+    if isinstance(value, Mapping):
+        parts = (*value, *value.values())
+    elif isinstance(value, (list, tuple)):
+        parts = value
+    return next((found for found in map(_lone_surrogate, parts) if found is not None), None)

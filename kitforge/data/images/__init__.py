@@ -1,0 +1,1 @@
+"""Labelled images: where they lie, and their pixels."""

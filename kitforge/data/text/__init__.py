@@ -1,0 +1,1 @@
+"""From documents to rows of tokens: token cache, packing, streams, continuations."""

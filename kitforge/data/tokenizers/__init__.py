@@ -1,0 +1,1 @@
+"""Tokenizers of every kind of file, and the settings beside a vocabulary."""
