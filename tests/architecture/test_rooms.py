@@ -115,6 +115,9 @@ def test_every_import_goes_down() -> None:
     [
         ("foundation/seed.py", "import kitforge.core.nn"),
         ("data/text/packing.py", "import kitforge.report"),
+        ("data/tokenizers/folder.py", "import kitforge.data.text.packing"),
+        ("data/tables/source.py", "import kitforge.data.text.token_cache"),
+        ("data/source.py", "import kitforge.data.labels, kitforge.data.chat.rows"),
         ("trainer/loop.py", "import kitforge.models.catalog"),
         ("core/optim/muon.py", "def f():\n    import kitforge.core.nn"),
         ("trainer/loop.py", "import omegaconf"),
