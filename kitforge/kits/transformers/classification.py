@@ -74,6 +74,7 @@ class LabelledRows:
     def __init__(
         self, tokens: Sequence[Sequence[int]], labels: Sequence[Any], indices: NDArray[np.int64], pad_id: int
     ) -> None:
+        self._pad_id = pad_id
         self._ends = np.array([last_token(tokens[index], pad_id) for index in indices], np.int64)
         self._tokens = RaggedTokens(tokens[index] for index in indices)
         self.lengths = self._tokens.lengths
@@ -84,11 +85,11 @@ class LabelledRows:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def batch(self, rows: NDArray[np.int64], pad_id: int) -> dict[str, Tensor]:
+    def batch(self, rows: NDArray[np.int64]) -> dict[str, Tensor]:
         """Rows padded on the right, which causal attention never reads: tokens [B, T], the position of the token
         that classifies a row `ends` [B], labels [B], or zeros and ones or numbers [B, C], and weights [B]. Without
         rows, one of weight 0."""
-        tokens = self._tokens.padded(rows, pad_id)
+        tokens = self._tokens.padded(rows, self._pad_id)
         if not len(rows):
             empty = torch.zeros(1, dtype=torch.int64)
             labels = torch.from_numpy(np.zeros((1, *self.labels.shape[1:]), self.labels.dtype))
@@ -129,7 +130,6 @@ def read_data(
         train=LabelledRows(tokens, targets, kept, tokenizer.pad_id),
         eval=LabelledRows(tokens, targets, held_out, tokenizer.pad_id) if evaluation is None else elsewhere,
         labels=labels,
-        pad_id=tokenizer.pad_id,
         problem_type=problem_type,
     )
 

@@ -132,7 +132,7 @@ class ImageRows:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def batch(self, rows: NDArray[np.int64], _pad_id: int) -> dict[str, Tensor]:
+    def batch(self, rows: NDArray[np.int64]) -> dict[str, Tensor]:
         """Bytes `images` [B, C, S, S], labels [B], or zeros and ones or numbers [B, labels], and weights [B].
         Without rows, one of weight 0."""
         if not len(rows):
@@ -160,7 +160,6 @@ class ImageData:
     eval: ImageRows
     labels: tuple[str, ...]
     problem_type: ProblemType
-    pad_id: int = 0
 
     @property
     def fingerprint(self) -> str:

@@ -43,14 +43,14 @@ from kitforge.kits.language_model import (
 )
 from kitforge.kits.network_kit import NetworkKit
 from kitforge.kits.network_source import HeadSource, NetworkSource, find_run_tokenizer
-from kitforge.kits.transformers.rows import ClassifierTask, TokenizedRows
+from kitforge.kits.transformers.rows import ClassifierTask, SplitRows
 from kitforge.kits.transformers.task import EMBEDDINGS
 from kitforge.models import loading as model_folder
 from kitforge.models.loading import OpenCheckpoint, StoredModel
 from kitforge.trainer.callbacks.callback import Callback
 from kitforge.trainer.run_folder import Run
 
-RowsT = TypeVar("RowsT", bound=TokenizedRows)
+RowsT = TypeVar("RowsT", bound=SplitRows)
 TargetT = TypeVar("TargetT")
 _log = logger(__name__)
 
@@ -100,7 +100,6 @@ class LabelledData(Generic[RowsT]):
     train: RowsT
     eval: RowsT
     labels: tuple[str, ...]
-    pad_id: int
     problem_type: ProblemType = "single_label_classification"
 
     @property

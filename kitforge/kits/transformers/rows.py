@@ -52,7 +52,7 @@ class RaggedTokens:
         return self._tokens.tobytes(), self.lengths.tobytes()
 
 
-class TokenizedRows(Protocol):
+class SplitRows(Protocol):
     """Rows of a split."""
 
     @property
@@ -62,7 +62,7 @@ class TokenizedRows(Protocol):
 
     def __len__(self) -> int: ...
 
-    def batch(self, rows: NDArray[np.int64], pad_id: int) -> dict[str, Tensor]:
+    def batch(self, rows: NDArray[np.int64]) -> dict[str, Tensor]:
         """The tensors of some rows; without rows, those of one that does not count."""
         ...
 
@@ -71,18 +71,13 @@ class RowSplits(Protocol):
     """Training and evaluation rows."""
 
     @property
-    def train(self) -> TokenizedRows:
+    def train(self) -> SplitRows:
         """Rows of training."""
         ...
 
     @property
-    def eval(self) -> TokenizedRows:
+    def eval(self) -> SplitRows:
         """Rows of evaluation; may be empty."""
-        ...
-
-    @property
-    def pad_id(self) -> int:
-        """The token that fills rows."""
         ...
 
     @property
@@ -93,7 +88,7 @@ class RowSplits(Protocol):
 
 class RowTask(DatasetTask, ABC):
     """Batches of rows, of which those of like lengths share a micro-batch. A micro-batch is that of
-    `TokenizedRows.batch`, with the numbers of its samples and of the step."""
+    `SplitRows.batch`, with the numbers of its samples and of the step."""
 
     def __init__(
         self,
@@ -126,14 +121,12 @@ class RowTask(DatasetTask, ABC):
         for batch in self._schedule.eval_batches(len(self._rows.eval)):
             yield from self._micro_batches(self._rows.eval, batch, 0, 0)
 
-    def _micro_batches(
-        self, rows: TokenizedRows, indices: NDArray[np.int64], first: int, step: int
-    ) -> list[MicroBatch]:
+    def _micro_batches(self, rows: SplitRows, indices: NDArray[np.int64], first: int, step: int) -> list[MicroBatch]:
         """This rank's micro-batches of the rows of a step, whose samples are counted from `first` on."""
         found: list[MicroBatch] = []
         for part in self._schedule.length_buckets(rows.lengths[indices].tolist()):
             samples = torch.from_numpy(first + part) if len(part) else torch.full((1,), -1)
-            found.append({**rows.batch(indices[part], self._rows.pad_id), "samples": samples, "step": step})
+            found.append({**rows.batch(indices[part]), "samples": samples, "step": step})
         return found
 
 

@@ -106,8 +106,8 @@ class SummarizationOptions(Seq2SeqOptions):
 class PairRows:
     """Tokenized pairs in memory."""
 
-    def __init__(self, pairs: Sequence[Pair]) -> None:
-        self.pairs = pairs
+    def __init__(self, pairs: Sequence[Pair], pad_id: int) -> None:
+        self.pairs, self._pad_id = pairs, pad_id
         self._sources, self._targets = (RaggedTokens(getattr(each, side) for each in pairs) for side in SIDES)
         self.lengths = np.maximum(self._sources.lengths, self._targets.lengths)
         self.fingerprint = fingerprint_of(*self._sources.identity(), *self._targets.identity())
@@ -115,12 +115,12 @@ class PairRows:
     def __len__(self) -> int:
         return len(self.pairs)
 
-    def batch(self, rows: NDArray[np.int64], pad_id: int) -> dict[str, Tensor]:
+    def batch(self, rows: NDArray[np.int64]) -> dict[str, Tensor]:
         """Pairs padded on the right: sources [B, S], targets [B, T] with IGNORED for padding, and `lengths` [B] of the
         sources. Without rows, a pair without targets."""
         targets = self._targets.padded(rows, IGNORED)
         lengths = torch.from_numpy(self._sources.lengths[rows]) if len(rows) else torch.ones(1, dtype=torch.int64)
-        return {"sources": self._sources.padded(rows, pad_id), "targets": targets, "lengths": lengths}
+        return {"sources": self._sources.padded(rows, self._pad_id), "targets": targets, "lengths": lengths}
 
 
 @final
@@ -143,7 +143,6 @@ class PairData:
 
     train: PairRows
     eval: PairRows
-    pad_id: int
 
     @property
     def fingerprint(self) -> str:
@@ -190,7 +189,7 @@ def read_pairs(
         pairs = [pairs[index] for index in kept]
     else:
         held = [_pair(location, texts, tokenizer, data) for location, texts in evaluation]
-    return PairData(train=PairRows(pairs), eval=PairRows(held), pad_id=tokenizer.pad_id)
+    return PairData(train=PairRows(pairs, tokenizer.pad_id), eval=PairRows(held, tokenizer.pad_id))
 
 
 def _pair(location: object, texts: tuple[str, str], tokenizer: Tokenizer, data: PairDataOptions) -> Pair:
@@ -272,7 +271,7 @@ class Seq2SeqTask(RowTask):
         # Targets shifted by one, behind the token that they begin with.
         start = start_tokens(self._tokenizer, network.config).trained
         inputs = torch.cat([torch.full_like(targets[:, :1], start), targets[:, :-1]], dim=1)
-        inputs = inputs.masked_fill(inputs == IGNORED, self._data.pad_id)
+        inputs = inputs.masked_fill(inputs == IGNORED, self._tokenizer.pad_id)
         context = Context(
             source=EncoderInput(tokens=sources, documents=source_documents(sources, lengths)), dropout=noise
         )

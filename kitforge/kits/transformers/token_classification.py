@@ -77,7 +77,8 @@ class TaggedText:
 class TaggedRows:
     """Tokenized rows in memory, and the label of each token."""
 
-    def __init__(self, tokens: Sequence[Sequence[int]], codes: Sequence[Sequence[int]]) -> None:
+    def __init__(self, tokens: Sequence[Sequence[int]], codes: Sequence[Sequence[int]], pad_id: int) -> None:
+        self._pad_id = pad_id
         self._tokens, self._codes = RaggedTokens(tokens), RaggedTokens(codes)
         self.lengths = self._tokens.lengths
         self.fingerprint = fingerprint_of(*self._tokens.identity(), *self._codes.identity())
@@ -85,14 +86,14 @@ class TaggedRows:
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def batch(self, rows: NDArray[np.int64], pad_id: int) -> dict[str, Tensor]:
+    def batch(self, rows: NDArray[np.int64]) -> dict[str, Tensor]:
         """Rows padded on the right, which causal attention never reads: tokens [B, T], labels [B, T] (-1: none),
         `firsts` [B, T], true at the first token of a word, and the number of tokens `sizes` [B]. Without rows, one
         without labels, of size 0."""
         codes = self._codes.padded(rows, 0)
         sizes = torch.from_numpy(self.lengths[rows]) if len(rows) else torch.zeros(1, dtype=torch.int64)
         labels = torch.div(codes - 1, 2, rounding_mode="floor")
-        tokens = self._tokens.padded(rows, pad_id)
+        tokens = self._tokens.padded(rows, self._pad_id)
         return {"tokens": tokens, "labels": labels, "firsts": codes % 2 == 1, "sizes": sizes}
 
 
@@ -135,15 +136,12 @@ def read_tagged(
     kept, held_out = np.arange(len(rows)), np.arange(0)
     if evaluation is None:
         kept, held_out = train_eval_split(len(rows), data.eval_fraction, options.seed)
-    tokens = [each for _, each, _ in rows]
-    parts = [TaggedRows([tokens[row] for row in each], [codes[row] for row in each]) for each in (kept, held_out)]
-    elsewhere = TaggedRows([each for _, each, _ in held], held_codes)
-    return LabelledData(
-        train=parts[0],
-        eval=parts[1] if evaluation is None else elsewhere,
-        labels=labels,
-        pad_id=tokenizer.pad_id,
-    )
+    tokens, pad_id = [each for _, each, _ in rows], tokenizer.pad_id
+    parts = [
+        TaggedRows([tokens[row] for row in each], [codes[row] for row in each], pad_id) for each in (kept, held_out)
+    ]
+    elsewhere = TaggedRows([each for _, each, _ in held], held_codes, pad_id)
+    return LabelledData(train=parts[0], eval=parts[1] if evaluation is None else elsewhere, labels=labels)
 
 
 def _columns(row: object, data: TokenDataOptions, location: object) -> tuple[list[str], list[str | int]]:

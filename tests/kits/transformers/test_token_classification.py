@@ -79,7 +79,7 @@ def test_a_label_lies_on_the_first_token_of_its_word() -> None:
     for labels_all, wanted in ((False, [1, -1, -1, -1, -1, 3, -1]), (True, [1, 2, 2, 2, -1, 3, 3])):
         choices = {"data.eval_fraction": 0.0, "labels": list(LABELS), "data.label_all_tokens": labels_all}
         data = begin(None, choices, train_dataset=given).loop.task._data
-        batch = cast(TaggedRows, data.train).batch(torch.arange(1).numpy(), 257)
+        batch = cast(TaggedRows, data.train).batch(torch.arange(1).numpy())
         assert batch["labels"].tolist() == [wanted]
         assert batch["firsts"].nonzero()[:, 1].tolist() == [0, 5]
 
