@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import csv
-import gzip
 import io
 import json
-import os
-import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import IO, Any, final
+from typing import Any, final
 
 from kitforge.data.document_shard import SHARD_BYTES, EncodingErrors, document_of, fingerprint_of, missing_column
+from kitforge.data.file_bytes import (
+    BYTE_ORDER_MARK,
+    FileStamp,
+    check_unchanged,
+    format_suffix,
+    is_packed,
+    opened,
+    stamp_of,
+)
 from kitforge.data.optional_imports import import_optional
 from kitforge.foundation.errors import DataError
 
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _BLOCK_BYTES = 2**20
 _FIELD_CHARACTERS = 2**31 - 1
 
@@ -34,9 +38,7 @@ class FileShard:
     column: str
     separator: str | None
     encoding_errors: EncodingErrors
-    # When the corpus was opened: size in bytes, and in nanoseconds the times of change of the bytes, which anyone can
-    # set, and of the file's entry, which only the system does.
-    stamp: tuple[int, int, int]
+    stamp: FileStamp  # when the corpus was opened
     start: int = 0
     # In bytes; None reads to the end, which is unknown for a compressed file.
     stop: int | None = None
@@ -55,26 +57,19 @@ class FileShard:
 
     def documents(self) -> Iterator[str]:
         """Read the file. Raises DataError for whatever is wrong with it, by line or byte where there is one."""
-        self._check_unchanged()
+        check_unchanged(self.path, self.stamp, "corpus")
         yield from filter(None, _READERS[kind_of(self.path)](self))
 
     def rows(self) -> Iterator[tuple[object, Any]]:
         """Every row with its location, which is formatted only for messages."""
-        self._check_unchanged()
+        check_unchanged(self.path, self.stamp, "corpus")
         yield from _ROWS[kind_of(self.path)](self)
-
-    def _check_unchanged(self) -> None:
-        # A new name or other rights change the entry and no byte.
-        if _stamp(self.path)[:2] != self.stamp[:2]:
-            raise DataError(f"{self.path} has changed since the corpus was opened", fix="run the command again")
 
 
 def kind_of(path: Path) -> str:
     """The suffix of the format: ".jsonl" for `a.jsonl.gz`. Raises DataError for an unknown one."""
-    suffixes = [suffix.lower() for suffix in path.suffixes]
-    is_packed = suffixes[-1:] == [".gz"]
-    kind = "".join(suffixes[:-1][-1:] if is_packed else suffixes[-1:])
-    if kind not in _READERS or (is_packed and kind == ".parquet"):
+    kind = format_suffix(path)
+    if kind not in _READERS or (is_packed(path) and kind == ".parquet"):
         raise DataError(
             f"{path} is of no format that can be read",
             got=f"suffix {kind!r}" if kind else "no suffix",
@@ -99,10 +94,10 @@ def file_shards(path: Path, column: str, separator: str | None, encoding_errors:
     if kind == ".parquet":
         _pyarrow()
     single = FileShard(
-        path=path, column=column, separator=separator, encoding_errors=encoding_errors, stamp=_stamp(path)
+        path=path, column=column, separator=separator, encoding_errors=encoding_errors, stamp=stamp_of(path)
     )
     mark = "\n" if kind == ".jsonl" else separator if _READERS[kind] is _read_text else None
-    if mark is None or _is_packed(path) or single.size < 2 * SHARD_BYTES:
+    if mark is None or is_packed(path) or single.size < 2 * SHARD_BYTES:
         return [single]
     # Matches of a separator that can overlap itself depend on where the search starts.
     if any(mark.startswith(mark[start:]) for start in range(1, len(mark))):
@@ -122,33 +117,10 @@ def _cuts(shard: FileShard, mark: bytes) -> Iterator[int]:
                 yield cut
 
 
-def _stamp(path: Path) -> tuple[int, int, int]:
-    try:
-        status = os.stat(path)
-    except OSError as error:
-        raise DataError(f"cannot read {path}", got=error.strerror) from None
-    return status.st_size, status.st_mtime_ns, status.st_ctime_ns
-
-
-def _is_packed(path: Path) -> bool:
-    return path.suffix.lower() == ".gz"
-
-
-@contextmanager
-def _opened(shard: FileShard) -> Iterator[IO[bytes]]:
-    try:
-        with gzip.open(shard.path) if _is_packed(shard.path) else open(shard.path, "rb") as stream:
-            yield stream  # type: ignore[misc]
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(
-            f"cannot read {shard.path}", got=error, fix="check the file's permissions and that it is complete"
-        ) from None
-
-
 def _split_blocks(shard: FileShard, separator: bytes) -> Iterator[tuple[int, bytes]]:
     """The texts between separators, with the offset of their first byte in the (decompressed) file."""
     offset, remaining, position = shard.start, b"", shard.start
-    with _opened(shard) as stream:
+    with opened(shard.path) as stream:
         stream.seek(shard.start)
         while True:
             # Blocks grow with an unfinished piece, or a very long one would be searched again for every block.
@@ -165,9 +137,9 @@ def _split_blocks(shard: FileShard, separator: bytes) -> Iterator[tuple[int, byt
 
 
 def _decode(shard: FileShard, offset: int, raw: bytes) -> str:
-    """The text of bytes that begin at `offset`. The mark that some editors put at a file's head is no text."""
-    if offset == 0 and raw.startswith(_BYTE_ORDER_MARK):
-        offset, raw = len(_BYTE_ORDER_MARK), raw[len(_BYTE_ORDER_MARK) :]
+    """The text of bytes that begin at `offset`; a byte order mark is no text."""
+    if offset == 0 and raw.startswith(BYTE_ORDER_MARK):
+        offset, raw = len(BYTE_ORDER_MARK), raw[len(BYTE_ORDER_MARK) :]
     try:
         return raw.decode("utf-8", shard.encoding_errors)
     except UnicodeDecodeError as error:
@@ -180,7 +152,7 @@ def _decode(shard: FileShard, offset: int, raw: bytes) -> str:
 
 
 def _everything(shard: FileShard) -> str:
-    with _opened(shard) as stream:
+    with opened(shard.path) as stream:
         return _decode(shard, 0, stream.read())
 
 
@@ -210,7 +182,7 @@ class _LineCounter:
         if shard.start < self._start:
             self._start = self._lines = 0
         if shard.start > self._start:
-            with _opened(shard) as stream:
+            with opened(shard.path) as stream:
                 stream.seek(self._start)
                 while self._start < shard.start:
                     block = stream.read(min(_BLOCK_BYTES, shard.start - self._start))
@@ -221,7 +193,7 @@ class _LineCounter:
 
 
 @lru_cache(maxsize=8)
-def _line_counter(_path: Path, _stamp: tuple[int, int, int]) -> _LineCounter:
+def _line_counter(_path: Path, _stamp: FileStamp) -> _LineCounter:
     return _LineCounter()
 
 
@@ -233,8 +205,8 @@ def _read_text(shard: FileShard) -> Iterator[str]:
         yield _decode(shard, offset, raw)
 
 
-def _read_json_lines(shard: FileShard) -> Iterator[str]:
-    for location, row in _json_lines(shard):
+def _read_rows(shard: FileShard) -> Iterator[str]:
+    for location, row in _ROWS[kind_of(shard.path)](shard):
         yield document_of(row, shard.column, shard.encoding_errors, location)
 
 
@@ -243,11 +215,6 @@ def _json_lines(shard: FileShard) -> Iterator[tuple[object, Any]]:
         if raw.strip():
             location = _Line(shard=shard, index=index)
             yield location, _parse(_decode(shard, offset, raw), location)
-
-
-def _read_json(shard: FileShard) -> Iterator[str]:
-    for location, row in _json_rows(shard):
-        yield document_of(row, shard.column, shard.encoding_errors, location)
 
 
 def _json_rows(shard: FileShard) -> Iterator[tuple[object, Any]]:
@@ -293,7 +260,7 @@ def _table_lines(shard: FileShard) -> Iterator[tuple[str | None, list[str], list
     csv.field_size_limit(_FIELD_CHARACTERS)
     delimiter = "\t" if kind_of(shard.path) == ".tsv" else ","
     with (
-        _opened(shard) as stream,
+        opened(shard.path) as stream,
         io.TextIOWrapper(stream, encoding="utf-8-sig", errors=shard.encoding_errors, newline="") as text,
     ):
         lines = csv.reader(text, delimiter=delimiter, strict=True)
@@ -319,22 +286,19 @@ def _table_lines(shard: FileShard) -> Iterator[tuple[str | None, list[str], list
 
 
 def _read_parquet(shard: FileShard) -> Iterator[str]:
+    for location, row in _parquet_rows(shard, [shard.column]):
+        yield document_of(row, shard.column, shard.encoding_errors, location)
+
+
+def _parquet_rows(shard: FileShard, columns: Sequence[str] | None = None) -> Iterator[tuple[object, Any]]:
+    """The rows with these columns, or with all."""
     try:
         with _pyarrow().ParquetFile(shard.path) as file:
-            if shard.column not in file.schema_arrow.names:
-                raise missing_column(shard.column, file.schema_arrow.names, str(shard.path))
-            batches = file.iter_batches(batch_size=1024, columns=[shard.column])
+            for column in columns or ():
+                if column not in file.schema_arrow.names:
+                    raise missing_column(column, file.schema_arrow.names, str(shard.path))
+            batches = file.iter_batches(batch_size=1024, columns=columns)
             rows = (row for batch in batches for row in batch.to_pylist())
-            for number, row in enumerate(rows, start=1):
-                yield document_of(row, shard.column, shard.encoding_errors, f"{shard.path}, row {number}")
-    except (OSError, ValueError) as error:
-        raise DataError(f"cannot read {shard.path}", got=error, expected="a whole Parquet file") from None
-
-
-def _parquet_rows(shard: FileShard) -> Iterator[tuple[object, Any]]:
-    try:
-        with _pyarrow().ParquetFile(shard.path) as file:
-            rows = (row for batch in file.iter_batches(batch_size=1024) for row in batch.to_pylist())
             for number, row in enumerate(rows, start=1):
                 yield f"{shard.path}, row {number}", row
     except (OSError, ValueError) as error:
@@ -359,8 +323,8 @@ _READERS: dict[str, Callable[[FileShard], Iterator[str]]] = {
     ".txt": _read_text,
     ".py": _read_text,
     ".md": _read_text,
-    ".jsonl": _read_json_lines,
-    ".json": _read_json,
+    ".jsonl": _read_rows,
+    ".json": _read_rows,
     ".csv": _read_table,
     ".tsv": _read_table,
     ".parquet": _read_parquet,

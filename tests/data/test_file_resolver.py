@@ -60,4 +60,4 @@ def test_texts_and_tables_read_the_same_files(folder: Path) -> None:
     (folder / "notes.md").unlink()
     texts = list(open_source(str(folder)).documents())
     assert texts == ["A.csv", "a-b/x.csv", "a/x.csv", "b/x.csv", "z.csv"]
-    assert [path.relative_to(folder).as_posix() for path, _, _ in open_table(str(folder)).stamps] == texts
+    assert [path.relative_to(folder).as_posix() for path, _ in open_table(str(folder)).stamps] == texts

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import csv
-import gzip
 import io
-import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, final
+from typing import Any, final
 
+from kitforge.data.file_bytes import BYTE_ORDER_MARK, opened
 from kitforge.data.tables.bad_rows import ArrowChunk, BadRow, Problem
 from kitforge.data.tables.cells import pyarrow
 from kitforge.foundation.errors import DataError
@@ -22,7 +20,6 @@ from kitforge.foundation.errors import DataError
 _BLOCK_BYTES = 2**21
 # A record is at most this long; a quote that is never closed would swallow the whole file.
 _RECORD_BYTES = 2**25
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 CRITEO_COLUMNS = ("label", *(f"I{index}" for index in range(1, 14)), *(f"C{index}" for index in range(1, 27)))
 
 Job = Callable[[], ArrowChunk]
@@ -168,25 +165,13 @@ def _empty(columns: tuple[str, ...]) -> Any:
     return pyarrow().table({name: pyarrow().array([], pyarrow().string()) for name in columns})
 
 
-@contextmanager
-def opened(path: Path) -> Iterator[IO[bytes]]:
-    """The bytes of a file, decompressed. Raises DataError for a damaged file."""
-    try:
-        with gzip.open(path) if path.suffix.lower() == ".gz" else open(path, "rb") as stream:
-            yield stream  # type: ignore[misc]
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(
-            f"cannot read {path}", got=error, fix="check the file's permissions and that it is complete"
-        ) from None
-
-
 def text_blocks(path: Path, has_quotes: bool) -> Iterator[tuple[int, bytes]]:
     """Whole records, with the number of the first line."""
     line, remaining = 1, b""
     with opened(path) as stream:
         while block := stream.read(_BLOCK_BYTES):
-            if line == 1 and not remaining and block.startswith(_BYTE_ORDER_MARK):
-                block = block[len(_BYTE_ORDER_MARK) :]
+            if line == 1 and not remaining and block.startswith(BYTE_ORDER_MARK):
+                block = block[len(BYTE_ORDER_MARK) :]
             remaining += block
             cut = _last_record(remaining) if has_quotes and b'"' in remaining else remaining.rfind(b"\n") + 1
             if cut:
@@ -220,7 +205,7 @@ def _last_record(raw: bytes) -> int:
 def first_line(path: Path) -> str:
     """The first line of a file, for detecting its format. Raises DataError for an empty file."""
     with opened(path) as stream:
-        raw = stream.readline(_RECORD_BYTES).removeprefix(_BYTE_ORDER_MARK)
+        raw = stream.readline(_RECORD_BYTES).removeprefix(BYTE_ORDER_MARK)
     if not raw.strip():
         raise DataError(f"{path} is empty", got="no first line", expected="rows of a table")
     try:

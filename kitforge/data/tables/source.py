@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal, Protocol, final
 
 from kitforge.data.document_shard import fingerprint_of
+from kitforge.data.file_bytes import FileStamp, check_unchanged, format_suffix, stamp_of
 from kitforge.data.file_resolver import resolve_files
 from kitforge.data.in_memory import is_dataset
 from kitforge.data.tables.bad_rows import ArrowChunk, DecimalMark, OnBadRow
@@ -91,8 +92,7 @@ class TableSource:
     # Changes whenever the rows may have changed; None for rows that were handed over and have no name.
     fingerprint: str | None
     is_once: bool = False  # an iterator, which cannot be read a second time and may have no end
-    # Of files: path, size in bytes and time of change in nanoseconds when the table was opened.
-    stamps: tuple[tuple[Path, int, int], ...] = ()
+    stamps: tuple[tuple[Path, FileStamp], ...] = ()  # of files, when the table was opened
     cells: CellRules = CellRules()
     times: tuple[str, ...] = ()  # columns of numbers or dates, of which dates become seconds since 1970
 
@@ -103,9 +103,8 @@ class TableSource:
 
     def check_unchanged(self) -> None:
         """Raise DataError when a file is no longer the one that was opened."""
-        for stamp in self.stamps:
-            if not stamp[0].exists() or _stamp(stamp[0]) != stamp:
-                raise DataError(f"{stamp[0]} has changed since the table was opened", fix="run the command again")
+        for path, stamp in self.stamps:
+            check_unchanged(path, stamp, "table")
 
     def jobs(self, columns: Sequence[str]) -> Iterator[Job]:
         """Chunks of all parts in order. DataError for a column that a part lacks; the nearest one is named."""
@@ -161,10 +160,9 @@ def open_table(spec: object, config: TableSourceConfig = _DEFAULT) -> TableSourc
 
 
 def _of_files(name: str, files: Sequence[Path], config: TableSourceConfig) -> TableSource:
-    stamps = tuple(_stamp(file.absolute()) for file in files)
+    stamps = tuple((file.absolute(), stamp_of(file.absolute())) for file in files)
     parts = tuple(_open_file(file.absolute(), config) for file in files)
-    # The last time is the system's own, which changes with the bytes though the other be put back.
-    mark = fingerprint_of("table", [(str(path), size, time, path.stat().st_ctime_ns) for path, size, time in stamps])
+    mark = fingerprint_of("table", [(str(path), *stamp) for path, stamp in stamps])
     cells = config.cells
     if cells.decimal == "auto" and any(isinstance(part, TextFile) and part.delimiter == ";" for part in parts):
         cells = replace(cells, decimal=",")
@@ -177,18 +175,8 @@ def _ruled(job: Job, cells: CellRules, times: tuple[str, ...]) -> ArrowChunk:
     return as_times(chunk, times) if times else chunk
 
 
-def _stamp(path: Path) -> tuple[Path, int, int]:
-    status = path.stat()
-    return path, status.st_size, status.st_mtime_ns
-
-
 def _table_files(spec: str | os.PathLike[str]) -> list[Path]:
-    return resolve_files(spec, lambda path: _suffix(path) in _SUFFIXES, " ".join(_SUFFIXES))
-
-
-def _suffix(path: Path) -> str:
-    suffixes = [suffix.lower() for suffix in path.suffixes]
-    return "".join(suffixes[:-1][-1:] if suffixes[-1:] == [".gz"] else suffixes[-1:])
+    return resolve_files(spec, lambda path: format_suffix(path) in _SUFFIXES, " ".join(_SUFFIXES))
 
 
 def _open_file(path: Path, config: TableSourceConfig) -> TablePart:
@@ -239,7 +227,7 @@ def _cells(path: Path, line: str, delimiter: str) -> list[str]:
 
 def _format(path: Path) -> TableFormat:
     """The format of a file by its suffix; for .tsv and .txt by the first line too."""
-    suffix = _suffix(path)
+    suffix = format_suffix(path)
     if suffix in (".csv", ".parquet", ".jsonl"):
         return {".csv": "csv", ".parquet": "parquet", ".jsonl": "jsonl"}[suffix]  # type: ignore[return-value]
     cells = first_line(path).split("\t") if suffix in (".tsv", ".txt") else []

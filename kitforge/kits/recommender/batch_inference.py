@@ -37,7 +37,7 @@ def check_target(target: Path, source: TableSource) -> None:
     """Raise ConfigError for an unknown format, and for an output that is also an input."""
     if target.suffix.lower() not in SUFFIXES:
         raise ConfigError("invalid value for option 'output'", got=target, expected=f"a file {', '.join(SUFFIXES)}")
-    if target.exists() and any(path.exists() and path.samefile(target) for path, _, _ in source.stamps):
+    if target.exists() and any(path.exists() and path.samefile(target) for path, _ in source.stamps):
         raise ConfigError("the predictions would overwrite their input", got=f"output={target}", fix="name another")
 
 

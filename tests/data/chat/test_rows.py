@@ -340,7 +340,7 @@ def test_marks_of_the_template_in_a_text_are_warned_of_once(
 def test_lines_are_counted_once_however_many_rows_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     good, bad = {"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": ""}
     num_bytes = [0]
-    opened = readers._opened
+    opened = readers.opened
 
     class Counting:
         def __init__(self, stream: Any) -> None:
@@ -352,11 +352,11 @@ def test_lines_are_counted_once_however_many_rows_are_dropped(tmp_path: Path, mo
             return found
 
     @contextmanager
-    def counting(shard: Any) -> Iterator[Any]:
-        with opened(shard) as stream:
+    def counting(path: Path) -> Iterator[Any]:
+        with opened(path) as stream:
             yield Counting(stream)
 
-    monkeypatch.setattr(readers, "_opened", counting)
+    monkeypatch.setattr(readers, "opened", counting)
     monkeypatch.setattr(readers, "SHARD_BYTES", 2000)
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in [good, *[bad] * 999]))
