@@ -157,7 +157,8 @@ def write_gguf(
             for name, value in (metadata | {"general.file_type": _FILE_TYPES[dtype]} | dict(tokenizer)).items():
                 _add_value(writer, name, value)
             for name, shape in shapes.items():
-                stored = _stored_shape(gguf, shape, kinds[name])
+                elements, size = gguf.GGML_QUANT_SIZES[kinds[name]]
+                stored = *shape[:-1], shape[-1] // elements * size
                 own = name if name == _ROPE_FACTORS else translate(name)
                 writer.add_tensor_info(own, stored, np.dtype(np.uint8), int(np.prod(stored)), kinds[name])
             writer.write_header_to_file()
@@ -180,11 +181,6 @@ def _kind_of(shape: tuple[int, ...], dtype: ExportDtype) -> str:
     if len(shape) == 1:
         return "F32"
     return "F16" if dtype == "q8_0" and shape[-1] % 32 else _KINDS[dtype]
-
-
-def _stored_shape(gguf: Any, shape: tuple[int, ...], kind: Any) -> tuple[int, ...]:
-    elements, size = gguf.GGML_QUANT_SIZES[kind]
-    return (*shape[:-1], shape[-1] // elements * size)
 
 
 def _metadata(config: LlamaConfig, values: Mapping[str, Any], name: str) -> tuple[str, dict[str, Any]]:
