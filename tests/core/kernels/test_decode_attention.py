@@ -55,13 +55,15 @@ def test_the_compiled_loop_is_the_reference(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("window", [None, 3, 33])
+@pytest.mark.parametrize("heads", [(4, 2, 7), (8, 1, 33), (9, 3, 64)], ids=str)
 @torch.no_grad()
-def test_keys_in_bfloat16_are_read_as_they_are() -> None:
-    inputs = texts([17, 1, 3, 64, 40], dtype=torch.bfloat16)
-    found = compiled()(*inputs, window=None)
+def test_keys_in_bfloat16_are_read_as_they_are(heads: tuple[int, int, int], window: int | None) -> None:
+    inputs = texts([17, 1, 3, 64, 40, 65], *heads, dtype=torch.bfloat16)
+    found = compiled()(*inputs, window=window)
     assert found.dtype == torch.bfloat16
     # All is found in fp32 and rounded once.
-    assert relative(found, exact(inputs, None)) < 2**-8
+    assert relative(found, exact(inputs, window)) < 2**-8
 
 
 @pytest.mark.parametrize("size", [1e-30, 1.0, 40.0, 1e4])

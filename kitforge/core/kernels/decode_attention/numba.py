@@ -24,7 +24,8 @@ from kitforge.core.kernels.numba_runtime import (
     float32_at,
     int64_at,
     narrowed,
-    widened,
+    prefetch,
+    word,
 )
 
 
@@ -149,10 +150,11 @@ def attend(
     mixed = array_at(result, (num_tokens, width), like)
     for feature in range(0, dim, PANEL):
         for first in range(base, end, PANEL):
-            _widen_values(like, slabs, start, first, end - 1, kv_head, feature, panel)
+            _pack_values(like, slabs, start, first, end - 1, kv_head, feature, panel)
             own_weights = weights + 4 * (first - base)
             adds = first - base
-            multiply_panel(FLOAT, FLOAT, own_weights, 4 * num_positions, num_rows, panel, PANEL, sums, adds, panel)
+            count = PANEL // per_word
+            multiply_panel(FLOAT, like, own_weights, 4 * num_positions, num_rows, panel, count, sums, adds, panel)
         for row in range(num_rows):
             column = (kv_head * group + row % group) * dim + feature
             for lane in range(min(PANEL, dim - feature)):
@@ -191,14 +193,19 @@ def _copy_queries(like: Any, slabs: Any, queries: int, num_tokens: int, kv_head:
 def _pack_keys(
     like: Any, slabs: Any, start: int, first: int, last: int, kv_head: int, scratch: int, copies: int, num_words: int
 ) -> None:
-    """Transpose the keys of the positions from `first` on to a panel behind the addresses; `last` repeats."""
+    """Transpose the keys of the positions from `first` on to a panel behind the addresses; `last` repeats. The values
+    of these positions and the keys of the following ones are prefetched."""
     addresses, dim = int64_at(scratch, (PANEL,)), slabs.head_dim
-    itemsize = array_at(slabs.keys, (1,), like).itemsize
+    keys, values = array_at(slabs.keys, (1, dim), like), array_at(slabs.values, (1, dim), like)
     for lane in range(PANEL):
-        slot = slot_of(slabs, start, min(first + lane, last))
-        addresses[lane] = slabs.keys + (slot * slabs.num_kv_heads + kv_head) * dim * itemsize
-    if dim * itemsize != 4 * num_words:
-        width = 4 * num_words // itemsize
+        own = slot_of(slabs, start, min(first + lane, last)) * slabs.num_kv_heads + kv_head
+        ahead = slot_of(slabs, start, min(first + PANEL + lane, last)) * slabs.num_kv_heads + kv_head
+        addresses[lane] = slabs.keys + own * dim * keys.itemsize
+        for column in range(0, dim, LINE // keys.itemsize):
+            prefetch(values, own, column)
+            prefetch(keys, ahead, column)
+    if dim * keys.itemsize != 4 * num_words:
+        width = 4 * num_words // keys.itemsize
         padded = array_at(copies, (PANEL, width), like)
         padded[:] = narrowed(np.float32(0), like)
         for lane in range(PANEL):
@@ -210,23 +217,25 @@ def _pack_keys(
 
 
 @compiled_fastmath
-def _widen_values(
+def _pack_values(
     like: Any, slabs: Any, start: int, first: int, last: int, kv_head: int, feature: int, panel: int
 ) -> None:
-    """The features from `feature` on of the values of the positions from `first` on, in fp32; `last` repeats."""
-    words, dim = float32_at(panel, (PANEL, PANEL)), slabs.head_dim
-    itemsize, width = array_at(slabs.values, (1,), like).itemsize, min(PANEL, dim - feature)
-    for index in range(PANEL):
-        slot = slot_of(slabs, start, min(first + index, last))
-        address = slabs.values + ((slot * slabs.num_kv_heads + kv_head) * dim + feature) * itemsize
-        value = array_at(address, (width,), like)
+    """Write the features from `feature` on of the values of the positions from `first` on to a panel; `last` repeats.
+    A word of two bfloat16 numbers holds adjacent positions."""
+    itemsize, width = array_at(slabs.values, (1,), like).itemsize, min(PANEL, slabs.head_dim - feature)
+    values = slabs.values + (kv_head * slabs.head_dim + feature) * itemsize
+    size = slabs.num_kv_heads * slabs.head_dim * itemsize
+    for index in range(0, PANEL, 4 // itemsize):
+        words = array_at(panel + PANEL * index * itemsize, (PANEL,), np.uint32(0))
+        value = array_at(values + size * slot_of(slabs, start, min(first + index, last)), (width,), like)
+        following = array_at(values + size * slot_of(slabs, start, min(first + index + 1, last)), (width,), like)
         if width == PANEL:
             for lane in range(PANEL):
-                words[index, lane] = widened(value[lane])
+                words[lane] = word(value[lane], following[lane])
         else:
-            words[index] = 0
+            words[:] = 0
             for lane in range(width):
-                words[index, lane] = widened(value[lane])
+                words[lane] = word(value[lane], following[lane])
 
 
 @compiled_fastmath
