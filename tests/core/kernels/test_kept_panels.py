@@ -23,9 +23,10 @@ def product(rows: Tensor, weight: Tensor, kept: int, packs: bool) -> Tensor:
     output = torch.full((len(rows), len(weight)), float("nan"))
     memory = torch.empty(numba.scratch_size(len(rows), weight.shape[1]) + numba.LINE, dtype=torch.uint8)
     like: Any = FLOAT if rows.dtype is torch.float32 else HALF
-    addresses = rows.data_ptr(), weight.data_ptr(), 0, kept, packs, output.data_ptr()
+    addresses = rows.data_ptr(), weight.data_ptr(), 0, kept, packs
     for panel in range(-(-len(weight) // PANEL)):
-        numba.multiply(like, numba.NONE, *addresses, len(rows), *weight.shape, panel, _first_line(memory))
+        columns = output.data_ptr() + 4 * PANEL * panel, len(weight)
+        numba.multiply(like, numba.NONE, *addresses, columns, len(rows), *weight.shape, panel, _first_line(memory))
     return output
 
 

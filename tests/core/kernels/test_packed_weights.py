@@ -27,9 +27,10 @@ def product(rows: Tensor, weight: Tensor, bits: Literal[4, 8], bias: Tensor | No
     memory = torch.empty(scratch_size(len(rows), weight.shape[1]) + LINE, dtype=torch.uint8)
     scratch = -(-memory.data_ptr() // LINE) * LINE
     like: Any = FLOAT if rows.dtype is torch.float32 else HALF
-    addresses = rows.data_ptr(), packed.data_ptr(), 0 if bias is None else bias.data_ptr(), output.data_ptr()
+    addresses = rows.data_ptr(), packed.data_ptr(), 0 if bias is None else bias.data_ptr()
     for panel in range(-(-len(weight) // PANEL)):
-        numba.multiply_quantized(like, bits, *addresses, len(rows), *weight.shape, panel, scratch)
+        columns = output.data_ptr() + 4 * PANEL * panel, len(weight)
+        numba.multiply_quantized(like, bits, *addresses, columns, len(rows), *weight.shape, panel, scratch)
     return output
 
 

@@ -2,7 +2,7 @@
 
 Threads share each phase of a layer and wait for one another after it (`spin_barrier`). The bits of a token depend
 neither on the number of threads nor on the tokens beside it: products and attention sum in a fixed order, and all else
-is computed row by row, in segments that do not depend on the number of rows. Half precision is rounded at the same
+is computed row by row, in vectors of a fixed width. Half precision is rounded at the same
 points as in the network of modules.
 """
 
@@ -48,12 +48,10 @@ MANY_TOKENS = 16
 NUM_CHUNKS = 8
 # Query rows of a tile of attention, and their scores, at most.
 TILE_ROWS, TILE_SCORES = 48, 2**18
-# Outputs of an activation at once: a fixed number, since vectors and the remainder are not rounded alike.
-SEGMENT = 512
 # Of free memory, how much panels of weights may take.
 KEPT_PART = 0.25
 # Phases of a layer, and phases before and after all layers.
-_PHASES, _ENDS = 9, 3
+_PHASES, _ENDS = 8, 3
 
 
 @final
@@ -121,7 +119,7 @@ class NumbaDecodeStep:
         tiles, is_decode = self._tiles(locations)
         logit_rows = np.full(num_tokens, -1)
         logit_rows[rows.numpy()] = np.arange(len(rows))
-        widths = [dim, *[num_heads * head_dim] * 2, *[num_kv_heads * head_dim] * 2, *[mlp_dim] * 3, dim]
+        widths = [dim, *[num_heads * head_dim] * 2, *[num_kv_heads * head_dim] * 2, mlp_dim, dim]
         # Each begins at a cache line.
         ends = list(itertools.accumulate((num_tokens * width + 15) // 16 * 64 for width in widths))
         scratch = torch.empty(ends[-1] // 4 + 16)
@@ -236,8 +234,6 @@ class _Step(NamedTuple):
     mixed: int  # [tokens, heads, head_dim], like weights
     key: int  # [tokens, kv_heads, head_dim]
     value: int  # [tokens, kv_heads, head_dim]
-    gate: int  # [tokens, mlp_dim]
-    up: int  # [tokens, mlp_dim]
     inner: int  # [tokens, mlp_dim], like weights
     chosen: int  # [rows, dim], like weights
 
@@ -248,8 +244,11 @@ def _run(step: Any, table: Any, ends: Any, scales: Any, windows: Any, rotations:
     width, kv_width, last = step.num_heads * step.head_dim, step.num_kv_heads * step.head_dim, len(table) - 1
     slabs = Slabs(step.num_heads, step.num_kv_heads, step.head_dim, 0, 0, step.slots, step.slopes)
     size = max(scratch_size(step.num_tokens, max(step.dim, max(width, step.mlp_dim))), _attention_bytes(step, slabs))
-    memory = np.empty((size + LINE) // 4, dtype=np.float32)
-    scratch = aligned(memory.ctypes.data)
+    # A panel of outputs of two layers, fp32.
+    pair = 8 * PANEL * step.num_tokens
+    memory = np.empty((pair + size + LINE) // 4, dtype=np.float32)
+    panels = aligned(memory.ctypes.data)
+    scratch = panels + pair
     phase = _join(step, ends[3:4], table[0, _ATTENTION_NORM:], phase, False)
     for layer in range(len(table)):
         row = table[layer]
@@ -264,7 +263,7 @@ def _run(step: Any, table: Any, ends: Any, scales: Any, windows: Any, rotations:
         out, down = _linear(row, _OUT, _KEPT_OUT), _linear(row, _DOWN, _KEPT_DOWN)
         phase = _product(step, (step.mixed, width), out, (step.branch, step.dim), scratch, phase, step.num_tokens)
         phase = _join(step, row[_ATTENTION_OUT_NORM:], row[_MLP_NORM:], phase, True)
-        phase = _expand(step, row, scratch, phase)
+        phase = _expand(step, row, panels, scratch, phase)
         inner, branch = (step.inner, step.mlp_dim), (step.branch, step.dim)
         phase = _product(step, inner, down, branch, scratch, phase, step.num_tokens)
         following = table[layer + 1, _ATTENTION_NORM:] if layer < last else ends
@@ -297,10 +296,12 @@ def _linear(row: Any, weight: int, kept: int) -> Any:
 
 
 @compiled_fastmath
-def _multiply(step: Any, rows: Any, weights: Any, output: Any, panel: int, scratch: int, count: int) -> None:
+def _multiply(
+    step: Any, rows: Any, weights: Any, num_outputs: int, output: Any, panel: int, scratch: int, count: int
+) -> None:
     """A panel of the outputs of a linear layer by its `_linear` for `count` rows; rows and output are addresses and
-    widths."""
-    like, num_outputs, num_features = step.like, output[1], rows[1]
+    widths, that of the output where the panel begins."""
+    like, num_features = step.like, rows[1]
     if step.bits:
         multiply_quantized(
             like,
@@ -308,7 +309,7 @@ def _multiply(step: Any, rows: Any, weights: Any, output: Any, panel: int, scrat
             rows[0],
             weights[0],
             weights[1],
-            output[0],
+            output,
             count,
             num_outputs,
             num_features,
@@ -324,7 +325,7 @@ def _multiply(step: Any, rows: Any, weights: Any, output: Any, panel: int, scrat
             weights[1],
             weights[2],
             step.packs,
-            output[0],
+            output,
             count,
             num_outputs,
             num_features,
@@ -346,7 +347,8 @@ def _product(step: Any, rows: Any, weights: Any, output: Any, scratch: int, phas
     chunk = next_chunk(phase)
     while chunk < num_chunks:
         for panel in range(num_panels * chunk // num_chunks, num_panels * (chunk + 1) // num_chunks):
-            _multiply(step, rows, weights, output, panel, scratch, num_rows)
+            columns = output[0] + 4 * PANEL * panel, output[1]
+            _multiply(step, rows, weights, output[1], columns, panel, scratch, num_rows)
         chunk = finish(phase)
     return barrier(phase, num_chunks)
 
@@ -360,12 +362,10 @@ def _products(step: Any, rows: Any, weights: Any, outputs: Any, scratch: int, ph
     chunk = next_chunk(phase)
     while chunk < num_chunks:
         for panel in range(num_panels * chunk // num_chunks, num_panels * (chunk + 1) // num_chunks):
-            if panel < first:
-                _multiply(step, rows, weights[0], outputs[0], panel, scratch, step.num_tokens)
-            elif panel < first + second:
-                _multiply(step, rows, weights[1], outputs[1], panel - first, scratch, step.num_tokens)
-            else:
-                _multiply(step, rows, weights[2], outputs[2], panel - first - second, scratch, step.num_tokens)
+            which = 0 if panel < first else 1 if panel < first + second else 2
+            own, output = panel - (0, first, first + second)[which], outputs[which]
+            columns = output[0] + 4 * PANEL * own, output[1]
+            _multiply(step, rows, weights[which], output[1], columns, own, scratch, step.num_tokens)
         chunk = finish(phase)
     return barrier(phase, num_chunks)
 
@@ -434,27 +434,19 @@ def _write_key(step: Any, slabs: Any, row: Any, rotation: int, token: int, kv_he
 
 
 @compiled_fastmath
-def _expand(step: Any, row: Any, scratch: int, phase: int) -> Any:
-    """The hidden layer of the MLP."""
+def _expand(step: Any, row: Any, panels: int, scratch: int, phase: int) -> Any:
+    """The hidden layer of the MLP, panel by panel; `panels` is memory for two."""
     num_panels, rows, has_gate = _num_panels(step.mlp_dim), (step.normal, step.dim), row[_GATE] != 0
     up, gate = _linear(row, _UP, _KEPT_UP), _linear(row, _GATE, _KEPT_GATE)
-    both = 2 * num_panels if has_gate else num_panels
-    num_chunks = _num_chunks(step, both)
+    ups, gates = (panels, PANEL), (panels + 4 * PANEL * step.num_tokens, PANEL)
+    num_chunks = _num_chunks(step, num_panels)
     chunk = next_chunk(phase)
     while chunk < num_chunks:
-        for panel in range(both * chunk // num_chunks, both * (chunk + 1) // num_chunks):
-            if panel < num_panels:
-                _multiply(step, rows, up, (step.up, step.mlp_dim), panel, scratch, step.num_tokens)
-            else:
-                _multiply(step, rows, gate, (step.gate, step.mlp_dim), panel - num_panels, scratch, step.num_tokens)
-        chunk = finish(phase)
-    phase = barrier(phase, num_chunks)
-    num_segments = (step.mlp_dim + SEGMENT - 1) // SEGMENT
-    num_chunks = step.num_tokens * num_segments
-    chunk = next_chunk(phase)
-    while chunk < num_chunks:
-        start = chunk % num_segments * SEGMENT
-        _activate(step, has_gate, chunk // num_segments, start, min(start + SEGMENT, step.mlp_dim))
+        for panel in range(num_panels * chunk // num_chunks, num_panels * (chunk + 1) // num_chunks):
+            _multiply(step, rows, up, step.mlp_dim, ups, panel, scratch, step.num_tokens)
+            if has_gate:
+                _multiply(step, rows, gate, step.mlp_dim, gates, panel, scratch, step.num_tokens)
+            _activate(step, has_gate, ups[0], gates[0], PANEL * panel)
         chunk = finish(phase)
     return barrier(phase, num_chunks)
 
@@ -556,16 +548,21 @@ def _gated(number: Any, power: Any) -> Any:
 
 
 @compiled_fastmath
-def _activate(step: Any, has_gate: bool, row: int, start: int, stop: int) -> None:
-    like, shape = step.like, (step.num_tokens, step.mlp_dim)
-    gate, up = float32_at(step.gate, shape)[row], float32_at(step.up, shape)[row]
-    inner = array_at(step.inner, shape, like)[row]
+def _activate(step: Any, has_gate: bool, ups: int, gates: int, start: int) -> None:
+    """The activation of panels [tokens, `PANEL`], written from column `start` on. Panels are whole vectors: those and
+    a remainder are not rounded alike."""
+    like, count = step.like, step.num_tokens * PANEL
+    up, gate = float32_at(ups, (count,)), float32_at(gates, (count,))
     if has_gate:
-        for k in range(start, stop):
+        for k in range(count):
             x = gate[k]
             power = x * (_LINEAR + _CUBIC * x * x) if step.has_gelu_gate else x
-            inner[k] = narrowed(rounded(_gated(x, power), like) * up[k], like)
+            up[k] = rounded(_gated(x, power), like) * up[k]
     else:
-        for k in range(start, stop):
+        for k in range(count):
             x = up[k]
-            inner[k] = narrowed(_gated(x, x * (_LINEAR + _CUBIC * x * x)), like)
+            up[k] = _gated(x, x * (_LINEAR + _CUBIC * x * x))
+    inner = array_at(step.inner, (step.num_tokens, step.mlp_dim), like)
+    for token in range(step.num_tokens):
+        for lane in range(min(PANEL, step.mlp_dim - start)):
+            inner[token, start + lane] = narrowed(up[token * PANEL + lane], like)

@@ -125,7 +125,8 @@ def _multiply_panels(
     memory = np.empty(scratch_size(num_rows, num_features) // 4 + LINE // 4, dtype=np.float32)
     scratch = aligned(memory.ctypes.data)
     for panel in range(start, stop):
-        multiply(like, vendor, rows, weight, bias, 0, True, output, num_rows, num_outputs, num_features, panel, scratch)
+        result = output + 4 * PANEL * panel, num_outputs
+        multiply(like, vendor, rows, weight, bias, 0, True, result, num_rows, num_outputs, num_features, panel, scratch)
     release(vendor)
     # numba frees an array after its last use, and does not know of addresses.
     memory[0] = 0
@@ -145,16 +146,17 @@ def multiply(
     bias: int,
     kept: int,
     packs: bool,
-    output: int,
+    output: Any,
     num_rows: int,
     num_outputs: int,
     num_features: int,
     panel: int,
     scratch: int,
 ) -> None:
-    """output [rows, out] = rows [rows, in] @ weight [out, in].T + bias [out], rounded to the type of `like`, for the
-    outputs `PANEL * panel` to `PANEL * (panel + 1) - 1`, by addresses. The output is fp32, all others have the element
-    type of `like`; a bias at 0 is none. `scratch` is an `aligned` address of `scratch_size` bytes.
+    """rows [rows, in] @ weight [out, in].T + bias [out], rounded to the type of `like`, for the outputs `PANEL * panel`
+    to `PANEL * (panel + 1) - 1`, by addresses. They are written as fp32 to `output`, an address and a width of its
+    rows; all others have the element type of `like`; a bias at 0 is none. `scratch` is an `aligned` address of
+    `scratch_size` bytes.
 
     The panels of the weight are at `kept`, of `packed_size` bytes: written there if the call `packs`, else only read.
     At 0 none are kept, and a call must pack."""
@@ -195,11 +197,10 @@ def multiply(
 
 
 @compiled_fastmath
-def write_sums(like: Any, sums: int, bias: int, output: int, num_rows: int, num_outputs: int, start: int) -> None:
-    """Write sums [rows, `PANEL`] with a bias [out], or none at 0, to the columns of an output [rows, out] from `start`
-    on, rounded to the type of `like`."""
-    result, part = float32_at(output, (num_rows, num_outputs)), float32_at(sums, (num_rows, PANEL))
-    width = min(PANEL, num_outputs - start)
+def write_sums(like: Any, sums: int, bias: int, output: Any, num_rows: int, num_outputs: int, start: int) -> None:
+    """Write sums [rows, `PANEL`] of the outputs from `start` on, with a bias [out], or none at 0, to an output, an
+    address and a width of its rows, rounded to the type of `like`."""
+    part, width = float32_at(sums, (num_rows, PANEL)), min(PANEL, num_outputs - start)
     if bias:
         shifts = array_at(bias, (num_outputs,), like)
         for row in range(num_rows):
@@ -210,7 +211,7 @@ def write_sums(like: Any, sums: int, bias: int, output: int, num_rows: int, num_
     for k in range(num_rows * PANEL):
         numbers[k] = rounded(numbers[k], like)
     for row in range(num_rows):
-        result[row, start : start + width] = part[row, :width]
+        float32_at(output[0] + 4 * output[1] * row, (width,))[:] = part[row, :width]
 
 
 @compiled_fastmath

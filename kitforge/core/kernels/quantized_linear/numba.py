@@ -50,7 +50,7 @@ def multiply_quantized(
     rows: int,
     weight: int,
     bias: int,
-    output: int,
+    output: Any,
     num_rows: int,
     num_outputs: int,
     num_features: int,
