@@ -175,10 +175,6 @@ def kernel_cases(device: torch.device) -> dict[str, tuple[Callable[[Kernels], Ca
             # Small logits: entropies and their gradients suffer most where logits are rounded.
             [random(37, 48) / 8, random(301, 48)],
         ),
-        "linear_cross_entropy with a soft cap": (
-            lambda kernels: lambda hidden, weight: kernels.linear_cross_entropy(hidden, weight, some, softcap=3.0),
-            [random(37, 48), random(301, 48)],
-        ),
         "paged_attention": (
             lambda kernels: lambda q, k, v: kernels.paged_attention(q, k, v, tables, lengths, **pages),
             [random(2, 4, 16), random(80, 2, 16), random(80, 2, 16)],

@@ -173,17 +173,12 @@ def _vocabulary(num_elementwise: int) -> Callable[..., Cost]:
         targets: Tensor,
         _temperature: float = 1.0,
         *,
-        token_weights: Tensor | None = None,
-        softcap: float | None = None,
         shard: VocabularyShard | None = None,
     ) -> Cost:
         del shard
         logits = hidden.numel() // max(hidden.shape[-1], 1) * weight.shape[0]
-        product, moved = 2 * logits * hidden.shape[-1], _size(hidden, weight, targets, token_weights)
-        # A soft cap divides, takes a hyperbolic tangent and multiplies; its slope as well.
-        num_operations = num_elementwise + (0 if softcap is None else 3)
-        flops = product + num_operations * logits
-        return Cost(flops, moved, 2 * product + num_operations * logits, 2 * moved)
+        product, moved = 2 * logits * hidden.shape[-1], _size(hidden, weight, targets)
+        return Cost(product + num_elementwise * logits, moved, 2 * product + num_elementwise * logits, 2 * moved)
 
     return of
 

@@ -15,51 +15,29 @@ from kitforge.core.kernels.triton_runtime import launch, logits_tiles
 
 
 @torch.library.custom_op("kitforge::logits_statistics", mutates_args=())
-def statistics(logits: Tensor, targets: Tensor, temperature: float, softcap: float | None) -> Tensor:
-    """Those of logits [rows, vocab], capped and divided by the temperature: [4, rows], see `merge_statistics`."""
+def statistics(logits: Tensor, targets: Tensor, temperature: float) -> Tensor:
+    """Those of logits [rows, vocab] divided by the temperature: [4, rows], see `merge_statistics`."""
     numbers = torch.empty(4, len(logits), dtype=torch.promote_types(logits.dtype, torch.float32), device=logits.device)
     if len(logits):
         sizes = *logits.shape, targets.stride(0)
-        constants = {"SOFTCAP": softcap is not None}
-        launch(
-            _statistics_kernel,
-            *logits_tiles(logits),
-            *(logits, targets, numbers),
-            *(*sizes, temperature, softcap or 0.0),
-            **constants,
-        )
+        launch(_statistics_kernel, *logits_tiles(logits), *(logits, targets, numbers), *(*sizes, temperature))
     return numbers
 
 
 @torch.library.custom_op("kitforge::logits_gradient_", mutates_args=("logits",))
-def gradient_(logits: Tensor, targets: Tensor, numbers: Tensor, temperature: float, softcap: float | None) -> None:
+def gradient_(logits: Tensor, targets: Tensor, numbers: Tensor, temperature: float) -> None:
     """Replace logits by their gradient: (target - p) for a log-probability and -p (log p + H) for an entropy H.
 
     `numbers` [4, rows]: the gradients of log-probability and entropy, the entropy, and the logsumexp.
     """
     if len(logits):
         sizes = *logits.shape, targets.stride(0), numbers.stride(0)
-        constants = {"SOFTCAP": softcap is not None}
-        launch(
-            _gradient_kernel,
-            *logits_tiles(logits),
-            *(logits, targets, numbers),
-            *(*sizes, temperature, softcap or 0.0),
-            **constants,
-        )
+        launch(_gradient_kernel, *logits_tiles(logits), *(logits, targets, numbers), *(*sizes, temperature))
 
 
 statistics.register_fake(
     lambda logits, *_: logits.new_empty(4, len(logits), dtype=torch.promote_types(logits.dtype, torch.float32))
 )
-
-
-@triton.jit
-def _capped(x, softcap, SOFTCAP: tl.constexpr):
-    """`softcap * tanh(x / softcap)`. Triton has no tanh for every device."""
-    if SOFTCAP:
-        x = softcap * (2 / (1 + tl.exp(-2 * x / softcap)) - 1)
-    return x
 
 
 @triton.jit
@@ -71,11 +49,9 @@ def _statistics_kernel(
     width,
     target_stride,
     temperature,
-    softcap,
     steps,
     BLOCK: tl.constexpr,
     EXACT: tl.constexpr,
-    SOFTCAP: tl.constexpr,
 ):
     columns = tl.arange(0, BLOCK)
     for step in range(steps):
@@ -86,7 +62,7 @@ def _statistics_kernel(
         is_here = (target >= 0) & (target < width)
         source = logits + row * width
         wanted = tl.load(source + target, mask=is_here, other=0).to(EXACT)
-        wanted = tl.where(is_here, _capped(wanted, softcap, SOFTCAP) / temperature, float("-inf"))
+        wanted = tl.where(is_here, wanted / temperature, float("-inf"))
         # In one pass: each block rescales the sums before it to the new maximum (Milakov, 2018).
         highest = tl.full((), float("-inf"), EXACT)
         total = tl.zeros((), EXACT)
@@ -95,7 +71,7 @@ def _statistics_kernel(
         for start in range(0, limit, BLOCK):
             inside = start + columns < limit
             x = tl.load(source + start + columns, mask=inside, other=0).to(EXACT)
-            x = tl.where(inside, _capped(x, softcap, SOFTCAP) / temperature, float("-inf"))
+            x = tl.where(inside, x / temperature, float("-inf"))
             top = tl.maximum(highest, tl.max(x, 0))
             shift = tl.where(total > 0, highest - top, 0.0)
             product = (product + total * shift) * tl.exp(shift)
@@ -122,11 +98,9 @@ def _gradient_kernel(
     target_stride,
     stride,
     temperature,
-    softcap,
     steps,
     BLOCK: tl.constexpr,
     EXACT: tl.constexpr,
-    SOFTCAP: tl.constexpr,
 ):
     columns = tl.arange(0, BLOCK)
     for step in range(steps):
@@ -137,19 +111,17 @@ def _gradient_kernel(
         of_chosen = tl.load(numbers + row, mask=is_row, other=0)
         of_entropy = tl.load(numbers + stride + row, mask=is_row, other=0)
         entropy = tl.load(numbers + 2 * stride + row, mask=is_row, other=0)
-        normaliser = tl.load(numbers + 3 * stride + row, mask=is_row, other=0)
+        normalizer = tl.load(numbers + 3 * stride + row, mask=is_row, other=0)
         # Zero, not a product with zero, in rows that do not count: their logits may be NaN.
         is_counted = (of_chosen != 0) | (of_entropy != 0)
         source = logits + row * width
         for start in range(0, limit, BLOCK):
             inside = start + columns < limit
-            x = _capped(tl.load(source + start + columns, mask=inside, other=0).to(EXACT), softcap, SOFTCAP)
-            log_prob = x / temperature - normaliser
+            x = tl.load(source + start + columns, mask=inside, other=0).to(EXACT)
+            log_prob = x / temperature - normalizer
             probability = tl.exp(log_prob)
             slope = -of_chosen - (log_prob + entropy) * of_entropy
             gradient = tl.where(probability == 0, 0.0, probability * slope)
             gradient += tl.where(start + columns == target, of_chosen, 0.0)
-            if SOFTCAP:
-                gradient = gradient * (1 - (x / softcap) * (x / softcap))
             gradient = tl.where(is_counted, gradient / temperature, 0.0)
             tl.store(source + start + columns, gradient.to(logits.dtype.element_ty), mask=inside)

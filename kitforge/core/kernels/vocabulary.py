@@ -1,4 +1,4 @@
-"""What the losses over a vocabulary share: chunks of logits, shards of the vocabulary, soft-capping."""
+"""What the losses over a vocabulary share: chunks of logits and shards of the vocabulary."""
 
 from __future__ import annotations
 
@@ -33,23 +33,12 @@ def chunks(num_rows: int, width: int, dtype: torch.dtype, device: torch.device) 
     return [slice(start, start + rows) for start in range(0, num_rows, rows)]
 
 
-def exact_logits(hidden: Tensor, weight: Tensor, softcap: float | None, shard: VocabularyShard | None) -> Tensor:
-    """Soft-capped logits [rows, vocab] of the references, in fp32 at least. Raises ModelError for a shard."""
+def exact_logits(hidden: Tensor, weight: Tensor, shard: VocabularyShard | None) -> Tensor:
+    """Logits [rows, vocab] of the references, in fp32 at least. Raises ModelError for a shard."""
     if shard is not None:
         raise ModelError("the reference of a loss takes no shard of the vocabulary", got="a shard", expected="None")
     logits = functional.linear(hidden, weight)
-    exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return exact if softcap is None else softcap * torch.tanh(exact / softcap)
-
-
-def soft_cap_(logits: Tensor, softcap: float | None) -> Tensor | None:
-    """Replace logits by `softcap * tanh(logits / softcap)` (Gemma 2, 2024). Returns the slopes, None without a cap."""
-    if softcap is None:
-        return None
-    ratio = logits.div_(softcap).tanh_()
-    slopes = 1 - ratio.square()
-    logits.mul_(softcap)
-    return slopes
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def merge_statistics(statistics: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -62,15 +51,9 @@ def merge_statistics(statistics: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     top = highest.amax(dim=0)
     below = torch.where(sums > 0, highest - top, 0)
     total = (sums * below.exp()).sum(dim=0)
-    normalisers = total.log() + top
+    normalizers = total.log() + top
     mean = ((products + sums * below) * below.exp()).sum(dim=0) / total
-    return targets.amax(dim=0) - normalisers, total.log() - mean, normalisers
-
-
-def row_weights(targets: Tensor, token_weights: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The weight of each row's loss [rows]: 1 or its token weight, and 0 where the target is -100."""
-    counted = targets != -100
-    return counted.to(dtype) if token_weights is None else torch.where(counted, token_weights.to(dtype), 0)
+    return targets.amax(dim=0) - normalizers, total.log() - mean, normalizers
 
 
 def add_product(total: Tensor, gradient: Tensor, hidden: Tensor) -> None:

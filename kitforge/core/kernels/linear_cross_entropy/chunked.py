@@ -16,22 +16,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from kitforge.core.kernels.mixed_precision import product_operands
-from kitforge.core.kernels.vocabulary import VocabularyShard, add_product, chunks, row_weights, soft_cap_
+from kitforge.core.kernels.vocabulary import VocabularyShard, add_product, chunks
 
 
 def linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    *,
-    token_weights: Tensor | None = None,
-    softcap: float | None = None,
-    shard: VocabularyShard | None = None,
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, shard: VocabularyShard | None = None
 ) -> Tensor:
     """See `LinearCrossEntropyKernel`."""
-    with_gradients = torch.is_grad_enabled()
-    options = with_gradients, token_weights, softcap, shard
-    result: Tensor = _Chunked.apply(hidden, weight, targets, *options)  # type: ignore[no-untyped-call]
+    result: Tensor = _Chunked.apply(hidden, weight, targets, torch.is_grad_enabled(), shard)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -43,8 +35,6 @@ class _Chunked(torch.autograd.Function):
         weight: Tensor,
         targets: Tensor,
         with_gradients: bool,
-        token_weights: Tensor | None,
-        softcap: float | None,
         shard: VocabularyShard | None,
     ) -> Tensor:
         rounded, matrix = product_operands(hidden, weight)
@@ -55,17 +45,16 @@ class _Chunked(torch.autograd.Function):
         grad_hidden = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device) if wants_hidden else None
         grad_weight = torch.zeros(weight.shape, dtype=exact, device=weight.device) if wants_weight else None
         total = torch.zeros((), dtype=exact, device=hidden.device)
-        weights = row_weights(targets, token_weights, exact)
+        # 1 in the rows that count, 0 in the others.
+        counts = (targets != -100).to(exact)
         # The logsumexp of each row.
-        normalisers = torch.empty(hidden.shape[0], dtype=exact, device=hidden.device)
+        normalizers = torch.empty(hidden.shape[0], dtype=exact, device=hidden.device)
         with torch.autocast(hidden.device.type, enabled=False):
             width = weight.shape[0] if shard is None else shard.max_rows
             for part in chunks(hidden.shape[0], width, exact, hidden.device):
                 logits = (rounded[part] @ matrix.t()).to(exact)
-                slopes = soft_cap_(logits, softcap)
-                loss, normalisers[part] = _loss_into_gradient(logits, targets[part], weights[part], shard)
+                loss, normalizers[part] = _loss_into_gradient(logits, targets[part], counts[part], shard)
                 total += loss
-                logits = logits if slopes is None else logits.mul_(slopes)
                 gradient = logits.to(rounded.dtype)
                 if grad_hidden is not None:
                     grad_hidden[part] = gradient @ matrix
@@ -74,8 +63,8 @@ class _Chunked(torch.autograd.Function):
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
         if ctx.scales_first and with_gradients:
-            ctx.first, ctx.hidden_dtype, ctx.softcap = 0 if shard is None else shard.first, hidden.dtype, softcap
-            ctx.save_for_backward(rounded, weight, targets, weights, normalisers)
+            ctx.first, ctx.hidden_dtype = 0 if shard is None else shard.first, hidden.dtype
+            ctx.save_for_backward(rounded, weight, targets, counts, normalizers)
         else:
             ctx.save_for_backward(grad_hidden, grad_weight)
         return total
@@ -83,7 +72,7 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        others = (None,) * 5
+        others = (None,) * 3
         if ctx.scales_first:
             return *_scaled_gradients(ctx, grad), *others
         # The loss is used once in a step, so its gradients are scaled in place; torch refuses to unpack them again.
@@ -93,21 +82,19 @@ class _Chunked(torch.autograd.Function):
 
 def _scaled_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of hidden and weight, multiplied by the incoming one before they are rounded."""
-    rounded, weight, targets, weights, normalisers = ctx.saved_tensors
+    rounded, weight, targets, counts, normalizers = ctx.saved_tensors
     wants_hidden, wants_weight = ctx.needs_input_grad[:2]
-    matrix, exact = weight.to(rounded.dtype), normalisers.dtype
+    matrix, exact = weight.to(rounded.dtype), normalizers.dtype
     grad_hidden = torch.empty(rounded.shape, dtype=ctx.hidden_dtype, device=rounded.device) if wants_hidden else None
     grad_weight = torch.zeros(weight.shape, dtype=exact, device=weight.device) if wants_weight else None
     for part in chunks(rounded.shape[0], weight.shape[0], exact, rounded.device):
         logits = (rounded[part] @ matrix.t()).to(exact)
-        slopes = soft_cap_(logits, ctx.softcap)
         index = targets[part] - ctx.first
         is_here = (index >= 0) & (index < weight.shape[0])
-        logits.sub_(normalisers[part].unsqueeze(1)).exp_().mul_(weights[part].unsqueeze(1))
+        logits.sub_(normalizers[part].unsqueeze(1)).exp_().mul_(counts[part].unsqueeze(1))
         if weight.shape[0]:
             index = torch.where(is_here, index, 0)
-            logits.scatter_add_(1, index.unsqueeze(1), -(is_here * weights[part]).unsqueeze(1))
-        logits = logits if slopes is None else logits.mul_(slopes)
+            logits.scatter_add_(1, index.unsqueeze(1), -(is_here * counts[part]).unsqueeze(1))
         gradient = logits.mul_(grad).to(rounded.dtype)
         if grad_hidden is not None:
             grad_hidden[part] = gradient @ matrix
@@ -117,27 +104,27 @@ def _scaled_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | N
 
 
 def _loss_into_gradient(
-    logits: Tensor, targets: Tensor, weights: Tensor, shard: VocabularyShard | None
+    logits: Tensor, targets: Tensor, counts: Tensor, shard: VocabularyShard | None
 ) -> tuple[Tensor, Tensor]:
-    """The weighted sum of the losses of logits [rows, vocab], and the logsumexp [rows]. The logits become their
-    gradient in place, zero in ignored rows."""
-    counted = targets != -100
+    """The sum of the losses of logits [rows, vocab], and the logsumexp [rows]. The logits become their gradient in
+    place, zero in ignored rows."""
+    is_counted = targets != -100
     # Only -100 is ignored: any other target outside the vocabulary must fail in `gather`.
-    index = torch.where(counted, targets, 0).unsqueeze(1)
+    index = torch.where(is_counted, targets, 0).unsqueeze(1)
     if shard is not None:
-        return _sharded_loss(logits, weights, index - shard.first, shard)
+        return _sharded_loss(logits, counts, index - shard.first, shard)
     highest = logits.amax(dim=1, keepdim=True)
     logits -= highest
     target_logits = logits.gather(1, index)
     sums = logits.exp_().sum(dim=1, keepdim=True)
     below = sums.log()
     losses = (below - target_logits).squeeze(1)
-    logits *= weights.unsqueeze(1) / sums
-    logits.scatter_add_(1, index, -weights.unsqueeze(1))
-    return torch.where(counted, losses * weights, 0).sum(), (below + highest).squeeze(1)
+    logits *= counts.unsqueeze(1) / sums
+    logits.scatter_add_(1, index, -counts.unsqueeze(1))
+    return torch.where(is_counted, losses, 0).sum(), (below + highest).squeeze(1)
 
 
-def _sharded_loss(logits: Tensor, weights: Tensor, index: Tensor, shard: VocabularyShard) -> tuple[Tensor, Tensor]:
+def _sharded_loss(logits: Tensor, counts: Tensor, index: Tensor, shard: VocabularyShard) -> tuple[Tensor, Tensor]:
     """The same over a shard of the vocabulary: ranks exchange the maximum, the sum and the target logit of each row."""
     rows, width = logits.shape
     is_here = (index >= 0) & (index < width)
@@ -152,9 +139,9 @@ def _sharded_loss(logits: Tensor, weights: Tensor, index: Tensor, shard: Vocabul
     highest, sums, target_logits = shard.gather(own).unbind(1)  # each [ranks, rows]
     top = highest.amax(dim=0)
     total = (sums * (highest - top).exp()).sum(dim=0)
-    normalisers = total.log() + top
-    losses = normalisers - target_logits.amax(dim=0)
-    logits *= (weights * (own[0] - top).exp() / total).unsqueeze(1)
+    normalizers = total.log() + top
+    losses = normalizers - target_logits.amax(dim=0)
+    logits *= (counts * (own[0] - top).exp() / total).unsqueeze(1)
     if width:
-        logits.scatter_add_(1, index, -(weights.unsqueeze(1) * is_here))
-    return torch.where(weights == 0, 0, losses * weights).sum(), normalisers
+        logits.scatter_add_(1, index, -(counts.unsqueeze(1) * is_here))
+    return torch.where(counts == 0, 0, losses).sum(), normalizers

@@ -14,22 +14,15 @@ from torch.autograd.function import once_differentiable
 
 from kitforge.core.kernels.mixed_precision import product_operands
 from kitforge.core.kernels.triton_logits import gradient_, statistics
-from kitforge.core.kernels.vocabulary import VocabularyShard, add_product, chunks, merge_statistics, row_weights
+from kitforge.core.kernels.vocabulary import VocabularyShard, add_product, chunks, merge_statistics
 
 
 def linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    *,
-    token_weights: Tensor | None = None,
-    softcap: float | None = None,
-    shard: VocabularyShard | None = None,
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, shard: VocabularyShard | None = None
 ) -> Tensor:
     """See `LinearCrossEntropyKernel`."""
-    with_gradients = torch.is_grad_enabled()
     rounded, matrix = product_operands(hidden, weight)
-    result: Tensor = _Chunked.apply(rounded, matrix, targets, with_gradients, token_weights, softcap, shard)  # type: ignore[no-untyped-call]
+    result: Tensor = _Chunked.apply(rounded, matrix, targets, torch.is_grad_enabled(), shard)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -41,36 +34,35 @@ class _Chunked(torch.autograd.Function):
         weight: Tensor,
         targets: Tensor,
         with_gradients: bool,
-        token_weights: Tensor | None,
-        softcap: float | None,
         shard: VocabularyShard | None,
     ) -> Tensor:
         wants_hidden, wants_weight = (with_gradients and wanted for wanted in ctx.needs_input_grad[:2])
         exact = torch.promote_types(hidden.dtype, torch.float32)
-        weights = row_weights(targets, token_weights, exact)
+        # 1 in the rows that count, 0 in the others.
+        counts = (targets != -100).to(exact)
         columns, width = (targets, len(weight)) if shard is None else (targets - shard.first, shard.max_rows)
-        losses = torch.zeros_like(weights)
+        losses = torch.zeros_like(counts)
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=exact) if wants_weight else None
         with torch.autocast(hidden.device.type, enabled=False):
             for part in chunks(len(hidden), width, hidden.dtype, hidden.device):
                 logits = hidden[part] @ weight.t()
-                own = statistics(logits, columns[part], 1.0, softcap)
-                log_probs, entropies, normalisers = merge_statistics(own[None] if shard is None else shard.gather(own))
+                own = statistics(logits, columns[part], 1.0)
+                log_probs, entropies, normalizers = merge_statistics(own[None] if shard is None else shard.gather(own))
                 losses[part] = log_probs
                 if not wants_hidden and not wants_weight:
                     continue
                 # The entropies get no gradient.
-                numbers = torch.stack([-weights[part], torch.zeros_like(log_probs), entropies, normalisers])
-                gradient_(logits, columns[part], numbers, 1.0, softcap)
+                numbers = torch.stack([-counts[part], torch.zeros_like(log_probs), entropies, normalizers])
+                gradient_(logits, columns[part], numbers, 1.0)
                 if grad_hidden is not None:
                     grad_hidden[part] = logits @ weight
                 if grad_weight is not None:
                     add_product(grad_weight, logits, hidden[part])
         ctx.save_for_backward(grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype))
-        return torch.where(weights == 0, 0, -losses * weights).sum()
+        return torch.where(counts == 0, 0, -losses).sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return *(None if each is None else each * grad for each in ctx.saved_tensors), *(None,) * 5
+        return *(None if each is None else each * grad for each in ctx.saved_tensors), *(None,) * 3

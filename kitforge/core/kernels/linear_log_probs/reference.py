@@ -13,7 +13,7 @@ class LinearLogProbsKernel(Protocol):
     """Log-probs of targets [rows] under the softmax of `hidden [rows, dim] @ weight [vocab, dim].T / temperature`, and
     the entropies of those distributions: both [rows], in fp32 and differentiable.
 
-    `softcap` and `shard` are those of `LinearCrossEntropyKernel`; the temperature divides capped logits.
+    `shard` is that of `LinearCrossEntropyKernel`.
     """
 
     def __call__(
@@ -23,7 +23,6 @@ class LinearLogProbsKernel(Protocol):
         targets: Tensor,
         temperature: float = 1.0,
         *,
-        softcap: float | None = None,
         shard: VocabularyShard | None = None,
     ) -> tuple[Tensor, Tensor]: ...
 
@@ -34,10 +33,9 @@ def linear_log_probs(
     targets: Tensor,
     temperature: float = 1.0,
     *,
-    softcap: float | None = None,
     shard: VocabularyShard | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `LinearLogProbsKernel`."""
-    log_probs = (exact_logits(hidden, weight, softcap, shard) / temperature).log_softmax(-1)
+    log_probs = (exact_logits(hidden, weight, shard) / temperature).log_softmax(-1)
     entropies = -(log_probs.exp() * log_probs).sum(-1)
     return log_probs.gather(-1, targets.unsqueeze(-1)).squeeze(-1), entropies

@@ -22,12 +22,11 @@ def linear_log_probs(
     targets: Tensor,
     temperature: float = 1.0,
     *,
-    softcap: float | None = None,
     shard: VocabularyShard | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `LinearLogProbsKernel`."""
     rounded, matrix = product_operands(hidden, weight)
-    result: tuple[Tensor, Tensor] = _Chunked.apply(rounded, matrix, targets, temperature, softcap, shard)  # type: ignore[no-untyped-call]
+    result: tuple[Tensor, Tensor] = _Chunked.apply(rounded, matrix, targets, temperature, shard)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -39,7 +38,6 @@ class _Chunked(torch.autograd.Function):
         weight: Tensor,
         targets: Tensor,
         temperature: float,
-        softcap: float | None,
         shard: VocabularyShard | None,
     ) -> tuple[Tensor, Tensor]:
         columns = targets if shard is None else targets - shard.first
@@ -47,26 +45,26 @@ class _Chunked(torch.autograd.Function):
         own = torch.empty(4, len(hidden), dtype=exact, device=hidden.device)
         with torch.autocast(hidden.device.type, enabled=False):
             for part in chunks(len(hidden), len(weight), hidden.dtype, hidden.device):
-                own[:, part] = statistics(hidden[part] @ weight.t(), columns[part], temperature, softcap)
-        log_probs, entropies, normalisers = merge_statistics(own[None] if shard is None else shard.gather(own))
-        ctx.save_for_backward(hidden, weight, columns, entropies, normalisers)
-        ctx.scaling = temperature, softcap
+                own[:, part] = statistics(hidden[part] @ weight.t(), columns[part], temperature)
+        log_probs, entropies, normalizers = merge_statistics(own[None] if shard is None else shard.gather(own))
+        ctx.save_for_backward(hidden, weight, columns, entropies, normalizers)
+        ctx.temperature = temperature
         return log_probs, entropies
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_log_probs: Tensor, grad_entropies: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, columns, entropies, normalisers = ctx.saved_tensors
+        hidden, weight, columns, entropies, normalizers = ctx.saved_tensors
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=entropies.dtype) if wants_weight else None
-        numbers = torch.stack([grad_log_probs, grad_entropies, entropies, normalisers])
+        numbers = torch.stack([grad_log_probs, grad_entropies, entropies, normalizers])
         with torch.autocast(hidden.device.type, enabled=False):
             for part in chunks(len(hidden), len(weight), hidden.dtype, hidden.device):
                 logits = hidden[part] @ weight.t()
-                gradient_(logits, columns[part], numbers[:, part], *ctx.scaling)
+                gradient_(logits, columns[part], numbers[:, part], ctx.temperature)
                 if grad_hidden is not None:
                     grad_hidden[part] = logits @ weight
                 if grad_weight is not None:
                     add_product(grad_weight, logits, hidden[part])
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), *(None,) * 4
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), *(None,) * 3
