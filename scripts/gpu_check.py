@@ -239,7 +239,10 @@ def check_tables(device: torch.device) -> Iterator[Row]:
         results |= {"unique": torch.cat([distinct, numbers]), "hash_map": table.lookup(of * 7 - 3)}
         for name in ("sgd", "adagrad", "rowwise_adagrad", "lazy_adam", "adam", "ftrl"):
             rule = build_row_optimizer(SparseOptimizerConfig(name=name), kernels)
-            records = rule.new_records(rows[:, :32])
+            layout = rule.layout(32)
+            records = torch.zeros(len(rows), layout.width, device=device)
+            records[:, :32] = rows[:, :32]
+            rule.init_states_(records, layout)
             for step in (1, 2, 3):
                 rule.catch_up(records, at, step - 1, torch.full((9,), 0.1, dtype=torch.float64))
                 rule.update(records, at, sums, 0.1, step)

@@ -10,12 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from kitforge.core.kernels.dispatch import select_table
+from kitforge.core.optim.grad_norm import global_norm
 from kitforge.core.optim.row_optimizers import RowOptimizer, SparseOptimizerConfig
 from kitforge.core.optim.table_protocols import ROWS, Chunk, RowShard, RowSource
 from kitforge.core.parallel import collectives
-from kitforge.core.parallel.table import EmbeddingExchange, GradientAccumulator, owner
+from kitforge.core.parallel.table import EmbeddingExchange, owner
 from kitforge.embedding_cache.keys.row_init import RowInitConfig, initial_rows
 from kitforge.foundation.config import to_dict
+from tests.row_records import new_records
 
 # Room for rows before the first growth; room doubles.
 FIRST_ROWS = 1024
@@ -55,6 +57,42 @@ class HeldRows:
 
 
 @final
+class GradientAccumulator:
+    """The gradients of the rows of this rank, summed over the lookups of a step."""
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[Tensor, Tensor]] = []
+
+    def add(self, ids: Tensor, gradients: Tensor) -> None:
+        """Add the gradients [m, dim] of distinct ids [m]."""
+        self._parts.append((ids, gradients))
+
+    def gradients(self) -> tuple[Tensor, Tensor]:
+        """Distinct ids [m], in the order in which they came, and the gradients [m, dim] of their rows, not copied."""
+        if not self._parts:
+            return torch.empty(0, dtype=torch.int64), torch.empty(0, 0)
+        if len(self._parts) > 1:
+            kernels = select_table()
+            ids, positions = kernels.unique(torch.cat([ids for ids, _ in self._parts]))
+            parts = torch.cat([part for _, part in self._parts])
+            self._parts = [(ids, kernels.embedding_bag_backward(parts, positions, len(ids)))]
+        return self._parts[0]
+
+    def squared_norm(self) -> Tensor:
+        """This rank's share of the squared global norm, 0-dim float64: rows live once, so shares simply add up."""
+        return global_norm([self.gradients()[1]]).double() ** 2
+
+    def scale_(self, factor: float) -> None:
+        """Scale all gradients."""
+        for _, gradients in self._parts:
+            gradients.mul_(factor)
+
+    def clear(self) -> None:
+        """Drop all gradients."""
+        self._parts = []
+
+
+@final
 class ShardedTable(nn.Module):
     """An embedding over any int64 ids, with the face of `nn.Embedding` and rows on the ranks of `group`.
 
@@ -88,7 +126,7 @@ class ShardedTable(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """The rows [..., dim] of int64 `ids` [...]; all ranks call it together, with an empty tensor for no ids."""
-        vectors = self.axis.lookup(ids.reshape(-1), self.rows_of, self.sink)
+        vectors = self.axis.fetch(self.axis.plan(ids.reshape(-1)), self.rows_of, self.sink)
         return vectors.reshape(*ids.shape, self.config.dim)
 
     @torch.no_grad()
@@ -191,8 +229,8 @@ class ShardedTable(nn.Module):
         slots[is_new] = new_slots
         self._slots.insert(new_ids.cpu(), new_slots)
         self._make_room(num_before + len(new_ids))
-        self._slab[num_before : num_before + len(new_ids)] = self._optimizer.new_records(
-            initial_rows(self.config, new_ids)
+        self._slab[num_before : num_before + len(new_ids)] = new_records(
+            self._optimizer, initial_rows(self.config, new_ids)
         )
         return slots.to(ids.device)
 

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 
 from benchmarks.command_line import CommandLine, write_result
-from kitforge.data.collate import split_micro_batches
 from kitforge.data.schedule import shuffled_indices
 from kitforge.data.source import open_source
 from kitforge.data.text.packing import DocumentSplit, PackedRows, split_documents
@@ -74,7 +73,7 @@ def _speed(rows: PackedRows, batch_size: int, batches: int) -> list[float]:
         begin, tokens = time.process_time(), 0
         while time.process_time() - begin < SECONDS:
             found = rows.rows(shuffled_indices(0, rows.num_rows, start, batch_size * batches))
-            tokens += sum(batch["tokens"].numel() for batch in split_micro_batches(found, batch_size))
+            tokens += sum(part.numel() for part in found["tokens"].split(batch_size))
             start += batch_size * batches
         speeds.append(tokens / (time.process_time() - begin) / 1e6)
     return speeds

@@ -36,7 +36,9 @@ def milliseconds(work: Callable[[], object]) -> float:
 def step_time(name: SparseOptimizerName, step: int) -> float:
     """The time of one step with that number, of rows that have had as many."""
     rule = build_row_optimizer(SparseOptimizerConfig(name=name))
-    slab, slots, layout = rule.new_records(torch.zeros(NUM_ROWS, DIM)), torch.arange(NUM_ROWS), rule.layout(DIM)
+    slots, layout = torch.arange(NUM_ROWS), rule.layout(DIM)
+    slab = torch.zeros(NUM_ROWS, layout.width)
+    rule.init_states_(slab, layout)
     gradients, counters = torch.ones(NUM_ROWS, DIM), layout.as_integers(slab)
 
     def move() -> None:

@@ -22,17 +22,14 @@ from kitforge.report.tables import tables
 _FOLDER = Path(__file__).parent
 
 
-def write_report(folders: Sequence[Path], target: Path | None = None) -> Path:
-    """Write the report of the runs in `folders` to `target` and return that path.
-
-    The default target is report.html of a single run, and comparison.html in the first folder of several.
-    Raises DataError if a folder holds no run or the page cannot be written.
+def write_report(folders: Sequence[Path]) -> Path:
+    """Write the report of the runs in `folders` and return its path: report.html of a single run, comparison.html in
+    the first folder of several. Raises DataError if a folder holds no run or the page cannot be written.
     """
     runs = [read_run(folder) for folder in folders]
     if not runs:
         raise DataError("no run to report", got="no folder", expected="at least one run folder")
-    if target is None:
-        target = folders[0] / ("report.html" if len(runs) == 1 else "comparison.html")
+    target = folders[0] / ("report.html" if len(runs) == 1 else "comparison.html")
     try:
         further = (show(runs, run_labels(runs)) for show in (tables, completions))
         write_text(target, render(runs, [panel for panel in further if panel is not None]))

@@ -20,6 +20,7 @@ from kitforge.core.parallel.config import ParallelConfig
 from kitforge.core.parallel.layout import Layout
 from kitforge.core.parallel.mesh import Mesh
 from kitforge.core.parallel.parallelize import parallelize
+from kitforge.core.parallel.sharding import Sharding
 from kitforge.core.parallel.world import World
 from kitforge.foundation.types import Region
 from kitforge.models.bloom.model import BloomConfig
@@ -114,6 +115,16 @@ class Outcome:
     weights: dict[str, Tensor]
     gradients: dict[str, Tensor]
     regions: dict[str, Region]
+
+
+def init_sharded(network: Any, sharding: Sharding, world: World, seed: int) -> Any:
+    """A language model on the meta device: sharded, given memory and its initial weights. No rank ever holds it whole.
+    Returns the same module."""
+    parallel = parallelize(network, sharding, world)
+    parallel.materialize(world.device)
+    regions = {name: parallel.region(name) for name in parallel.parameters()}
+    init_weights(parallel.parameters().items(), network.geometry.num_layers, seed, regions)
+    return network
 
 
 def run_step(rank: int, case: Case, fault: str | None = None) -> Outcome:

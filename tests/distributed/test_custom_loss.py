@@ -17,13 +17,14 @@ from kitforge.core.parallel import collectives
 from kitforge.core.parallel.config import ParallelConfig
 from kitforge.core.parallel.gather import gather_full_tensor
 from kitforge.core.parallel.mesh import Mesh
-from kitforge.core.parallel.parallelize import ParallelModel, init_sharded, parallel_model_of, parallelize
+from kitforge.core.parallel.parallelize import ParallelModel, parallel_model_of, parallelize
 from kitforge.core.parallel.sharding import Sharding, ShardingRule
 from kitforge.core.parallel.world import ALONE, World
 from kitforge.models.llama.model import LlamaConfig
 from kitforge.models.loading import build_on_meta
 from kitforge.models.sharding import DECODER
 from tests.distributed.ranks import run_ranks
+from tests.distributed.step import init_sharded
 
 # Nine words on four ranks: pieces of three rows and an empty one.
 CONFIG = LlamaConfig(vocab_size=9, dim=16, num_layers=2, num_heads=4, num_kv_heads=4, mlp_dim=24, max_length=32)

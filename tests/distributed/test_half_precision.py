@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kitforge.core.kernels import mixed_precision
 from kitforge.core.parallel.config import ParallelConfig
 from kitforge.core.parallel.mesh import Mesh
-from kitforge.core.parallel.parallelize import init_sharded, parallel_model_of, parallelize
+from kitforge.core.parallel.parallelize import parallel_model_of, parallelize
 from kitforge.core.parallel.sharding import Sharding
 from kitforge.core.parallel.world import World
 from kitforge.foundation.dtype import Precision
@@ -27,6 +27,7 @@ from kitforge.models.loading import build_on_meta
 from kitforge.models.sharding import DECODER
 from kitforge.trainer.precision import autocast
 from tests.distributed.ranks import run_ranks
+from tests.distributed.step import init_sharded
 from tests.distributed.training import run_training, write_text
 
 NUM_LAYERS, DIM = 4, 64

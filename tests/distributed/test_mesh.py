@@ -84,10 +84,7 @@ def pairs(rank: int, name: str, dim: int) -> tuple[float, float]:
     group = Mesh(ParallelConfig(tensor=3), "cpu").group("tensor")
     generator = torch.Generator().manual_seed(rank)
     input = torch.randn(3, 6, 4, dtype=torch.float64, generator=generator).requires_grad_()
-    if name == "exchanged":
-        sent, received = [[1, 2, 0], [0, 1, 2], [2, 0, 1]][rank], [[1, 0, 2], [2, 1, 0], [0, 2, 1]][rank]
-        output = collectives.all_to_all_autograd(input, received, sent, group)
-    elif name in ("all_reduce_fwd", "copy_to_group"):
+    if name in ("all_reduce_fwd", "copy_to_group"):
         output = getattr(collectives, name)(input, group)
     else:
         output = getattr(collectives, name)(input, group, dim)
@@ -128,8 +125,7 @@ def test_what_is_gathered_is_no_view() -> None:
         ("reduce_scatter_autograd", 1),
         ("all_reduce_fwd", 0),
         ("copy_to_group", 0),
-    ]
-    + [("exchanged", 0)],
+    ],
 )
 def test_a_backward_pass_is_the_transpose_of_the_forward_pass(name: str, dim: int) -> None:
     for forward, backward in run_ranks(3, pairs, name, dim):

@@ -15,11 +15,12 @@ from torch import Tensor
 
 from kitforge.core.optim.row_optimizers import RowOptimizer, SparseOptimizerConfig, build_row_optimizer
 from kitforge.core.parallel import collectives, table
-from kitforge.core.parallel.table import EmbeddingExchange, ExchangePlan, GradientAccumulator
+from kitforge.core.parallel.table import EmbeddingExchange, ExchangePlan
 from kitforge.embedding_cache.keys.row_init import RowInitConfig, initial_rows
 from kitforge.foundation.errors import ConfigError, DataError, ModelError
 from tests.distributed.ranks import run_ranks
-from tests.sharded_table import FIRST_ROWS, ShardedTable
+from tests.row_records import new_records
+from tests.sharded_table import FIRST_ROWS, GradientAccumulator, ShardedTable
 
 pytestmark = pytest.mark.slow
 
@@ -132,7 +133,7 @@ def train_densely(name: str, rule: str, is_dyadic: bool) -> Result:
     case, result = CASES[name], Result()
     lookups = [(step, lookup) for step in range(NUM_STEPS) for lookup in range(case.num_lookups)]
     known = [torch.cat([case.ids(*which, place).flatten() for which in lookups]).unique() for place in (0, 1)]
-    slabs = [rule_of(rule).new_records(initial_rows(config_of(place), ids)) for place, ids in enumerate(known)]
+    slabs = [new_records(rule_of(rule), initial_rows(config_of(place), ids)) for place, ids in enumerate(known)]
     rates = torch.full((NUM_STEPS,), RATE, dtype=torch.float64)
     for step in range(NUM_STEPS):
         touched: list[list[Tensor]] = [[], []]
@@ -256,7 +257,8 @@ def sum_on_owner(rank: int, by_arrival: bool) -> float:
         table._segment_sum = lambda parts, places, num_rows: summed(parts.flip(0), places.flip(0), num_rows)
     sink = GradientAccumulator()
     axis = EmbeddingExchange(dist.group.WORLD)
-    vectors = axis.lookup(torch.tensor([3]), lambda ids: torch.ones(len(ids), 1, dtype=torch.float64), sink)
+    route = axis.plan(torch.tensor([3]))
+    vectors = axis.fetch(route, lambda ids: torch.ones(len(ids), 1, dtype=torch.float64), sink)
     (vectors * [2.0**60, 1.0, -(2.0**60), 1.0][rank]).sum().backward()
     return float(sink.gradients()[1].sum())
 
@@ -370,16 +372,6 @@ def test_the_table_grows_and_keeps_its_rows() -> None:
     assert torch.equal(rows, each(ids).detach())
 
 
-def test_the_norm_is_of_sums_over_lookups() -> None:
-    sink = GradientAccumulator()
-    assert float(sink.squared_norm()) == 0.0
-    sink.add(torch.tensor([1, 4]), torch.tensor([[3.0], [1.0]]))
-    sink.add(torch.tensor([-2, 4]), torch.tensor([[2.0], [-1.0]]))
-    assert float(sink.squared_norm()) == pytest.approx(13.0)
-    sink.scale_(2.0)
-    assert [part.flatten().tolist() for part in sink.gradients()] == [[1, 4, -2], [6.0, 0.0, 4.0]]
-
-
 @pytest.mark.parametrize("ids", [torch.ones(2, dtype=torch.int32), torch.ones(2), torch.ones(2, 2, dtype=torch.int64)])
 def test_what_are_no_ids_is_refused(ids: Tensor) -> None:
     with pytest.raises(DataError, match="expected: int64"):
@@ -387,8 +379,9 @@ def test_what_are_no_ids_is_refused(ids: Tensor) -> None:
 
 
 def test_an_owner_that_gives_too_few_rows_is_refused() -> None:
+    axis = EmbeddingExchange(None)
     with pytest.raises(ModelError, match="one row for each id"):
-        EmbeddingExchange(None).lookup(torch.tensor([1, 2]), lambda ids: torch.ones(1, 3), GradientAccumulator())
+        axis.fetch(axis.plan(torch.tensor([1, 2])), lambda ids: torch.ones(1, 3), GradientAccumulator())
 
 
 @pytest.mark.parametrize("change", [{"dim": 0}, {"init_scale": -1.0}, {"dtype": torch.bfloat16}])

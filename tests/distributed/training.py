@@ -13,7 +13,8 @@ import torch.distributed as dist
 from kitforge.composition import compose_config
 from kitforge.core.parallel.config import ParallelConfig
 from kitforge.core.parallel.world import World
-from kitforge.kits.transformers.build import TASKS, Assembly, Inputs
+from kitforge.kits.kit import RunAssembly
+from kitforge.kits.transformers.build import TASKS, Inputs
 from kitforge.trainer.callbacks.callback import Callback, Event, RunContext
 from kitforge.trainer.run_folder import train
 
@@ -81,7 +82,7 @@ BASE = {
 }
 
 
-def ready(rank: int, folder: Path, choices: Mapping[str, Any]) -> tuple[Assembly, Losses]:
+def ready(rank: int, folder: Path, choices: Mapping[str, Any]) -> tuple[RunAssembly[Any, Any], Losses]:
     """A run that is about to start in `folder`, over the text beside it."""
     told = Losses()
     given = {"data.train": str(folder / "text.txt"), "data.cache": str(folder / "cache")}

@@ -26,6 +26,7 @@ from kitforge.embedding_cache.tiers.device import DeviceTier
 from kitforge.embedding_cache.tiers.file import FileStore
 from kitforge.embedding_cache.tiers.host import HostStore
 from kitforge.embedding_cache.tiers.two_level import TwoLevelStore
+from tests.row_records import new_records
 
 DIM, NUM_IDS, NUM_STEPS, BAG = 4, 300, 24, 4
 COUNT = 2  # of admission, in mixed cases
@@ -116,7 +117,7 @@ def uncached(optimizer: str, is_mixed: bool = False) -> Outcome:
     case = Case(is_mixed=is_mixed)
     known = torch.unique(torch.cat([ids.flatten() for ids in batches()]))
     rule = build_row_optimizer(optimizer_config(optimizer), TABLE_REFERENCE)
-    records = rule.new_records(initial_rows(RowInitConfig(name="table", dim=DIM, seed=3, init_scale=0.5), known))
+    records = new_records(rule, initial_rows(RowInitConfig(name="table", dim=DIM, seed=3, init_scale=0.5), known))
     rates = torch.tensor([rate(step) for step in range(NUM_STEPS)], dtype=torch.float64)
     outputs, seen = [], torch.zeros(len(known), dtype=torch.int64)
     for step, batch in enumerate(batches()):

@@ -15,7 +15,8 @@ from kitforge.core.checkpoint.load import open_checkpoint
 from kitforge.core.checkpoint.manifest import step_folder, steps
 from kitforge.core.checkpoint.state_tensors import detach_tensors
 from kitforge.core.parallel.rendezvous import Rendezvous
-from kitforge.kits.transformers.build import TASKS, Assembly, Inputs
+from kitforge.kits.kit import RunAssembly
+from kitforge.kits.transformers.build import TASKS, Inputs
 from kitforge.trainer.callbacks.callback import Callback
 from kitforge.trainer.run_folder import train
 
@@ -77,7 +78,7 @@ def nested(choices: Mapping[str, Any]) -> dict[str, Any]:
 
 def begin(
     folder: Path, corpus: Path, choices: Mapping[str, Any] | None = None, callbacks: Sequence[Callback] = ()
-) -> Assembly:
+) -> RunAssembly[Any, Any]:
     """A run in `folder`, ready to start. `choices` are dotted options; `data.train` is a file of the corpus."""
     values = OPTIONS | {"data.train": "corpus.txt", "data.cache": str(corpus / "cache")} | dict(choices or {})
     values |= {"output_dir": str(folder), "data.train": str(corpus / values["data.train"])}
@@ -85,14 +86,14 @@ def begin(
     return KIT.assemble(options, Inputs(callbacks=callbacks), Rendezvous.open(options.parallel, options.device))
 
 
-def finish(assembly: Assembly) -> dict[str, float]:
+def finish(assembly: RunAssembly[Any, Any]) -> dict[str, float]:
     """Train to the end."""
     return train(assembly.loop, assembly.options, assembly.folder, assembly.config_text)
 
 
 def run(
     folder: Path, corpus: Path, choices: Mapping[str, Any] | None = None, callbacks: Sequence[Callback] = ()
-) -> Assembly:
+) -> RunAssembly[Any, Any]:
     """Begin and finish."""
     assembly = begin(folder, corpus, choices, callbacks)
     finish(assembly)

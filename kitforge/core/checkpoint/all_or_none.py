@@ -37,10 +37,10 @@ def collective_try(work: Callable[[], T], agree: AllGather, error: type[Kitforge
     raise failure if failure is not None and str(failure) == first else error(first)
 
 
-def local_try(work: Callable[[], T], agree: AllGather, error: type[KitforgeError] = CheckpointError) -> T:
+def local_try(work: Callable[[], T], agree: AllGather) -> T:
     """`collective_try` with the result of this rank only; no results are sent."""
     results: list[T] = []
-    collective_try(lambda: results.append(work()), agree, error)
+    collective_try(lambda: results.append(work()), agree)
     return results[0]
 
 

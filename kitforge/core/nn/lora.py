@@ -6,8 +6,7 @@ The base weights keep their names and never change, so without an active adapter
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, final
 
@@ -139,22 +138,6 @@ def initial_down(seed: int, name: str, path: str, shape: torch.Size) -> Tensor:
     """The first values [rank, in] of the factor of adapter `name` that meets the input of the layer `path`."""
     noise: Tensor = torch.randn(shape, generator=seeds.generator(seed, "lora", name, path))
     return noise / math.sqrt(shape[1])
-
-
-@contextmanager
-def using(network: nn.Module, name: str | None) -> Iterator[None]:
-    """Within the block the adapter of that name is active, or none; afterwards the previous one."""
-    before = [(layer, layer.__dict__["adapter"]) for _, layer in _adapted(network)]
-    if name is not None and not any(name in _adapters_of(layer) for layer, _ in before):
-        known = {each for layer, _ in before for each in _adapters_of(layer)}
-        raise ModelError(f"the network has no adapter {name!r}", fix=nearest(name, known) if known else None)
-    try:
-        for layer, _ in before:
-            layer.__dict__["adapter"] = name
-        yield
-    finally:
-        for layer, earlier in before:
-            layer.__dict__["adapter"] = earlier
 
 
 @torch.no_grad()

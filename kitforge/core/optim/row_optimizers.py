@@ -147,14 +147,6 @@ class RowOptimizer:
         """The layout of a record of a row of that dim."""
         return RowLayout(dim, self.config.name)
 
-    def new_records(self, rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """New records [n, width] around initial rows [n, dim]."""
-        layout = self.layout(rows.shape[1])
-        records = torch.zeros(len(rows), layout.width, dtype=dtype or rows.dtype, device=rows.device)
-        records[:, : layout.dim] = rows
-        self.init_states_(records, layout)
-        return records
-
     def init_states_(self, records: Tensor, layout: RowLayout) -> None:
         """Set all columns of `records` [n, width] but the embedding to their initial values."""
         records[:, layout.dim :] = 0

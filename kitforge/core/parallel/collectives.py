@@ -151,11 +151,6 @@ def copy_to_group(input: Tensor, group: Group) -> Tensor:
     return input if group is None else _apply(_CopyToGroup, input, group)
 
 
-def all_to_all_autograd(input: Tensor, received: Sequence[int], sent: Sequence[int], group: Group) -> Tensor:
-    """`all_to_all`; backward: the reverse `all_to_all`."""
-    return input if group is None else _apply(_AllToAll, input, tuple(received), tuple(sent), group)
-
-
 def _apply(function: Any, *arguments: Any) -> Tensor:
     result: Tensor = function.apply(*arguments)
     return result
@@ -215,16 +210,3 @@ class _CopyToGroup(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return all_reduce_(grad.clone(memory_format=torch.contiguous_format), ctx.group), None
-
-
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, input: Tensor, received: tuple[int, ...], sent: tuple[int, ...], group: dist.ProcessGroup
-    ) -> Tensor:
-        ctx.received, ctx.sent, ctx.group = received, sent, group
-        return all_to_all(input, received, sent, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return all_to_all(grad, ctx.sent, ctx.received, ctx.group), None, None, None

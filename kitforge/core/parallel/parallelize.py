@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from kitforge.core.nn.causal_lm import CausalLM, Shardable
-from kitforge.core.nn.init import init_weights, materialize
+from kitforge.core.nn.init import materialize
 from kitforge.core.optim.grad_norm import global_norm
 from kitforge.core.optim.groups import ParameterGroup
 from kitforge.core.optim.row_optimizers import SparseModule
@@ -205,17 +205,6 @@ def parallelize(model: nn.Module, sharding: Sharding, world: World) -> ParallelM
     parallel = ParallelModel(model, sharding, world)
     model.__dict__[_ATTRIBUTE] = parallel
     return parallel
-
-
-def init_sharded(network: nn.Module, sharding: Sharding, world: World, seed: int) -> nn.Module:
-    """A language model on the meta device: sharded, given memory and its initial weights. No rank ever holds it whole.
-    Returns the same module."""
-    assert isinstance(network, CausalLM)
-    parallel = parallelize(network, sharding, world)
-    parallel.materialize(world.device)
-    regions = {name: parallel.region(name) for name in parallel.parameters()}
-    init_weights(parallel.parameters().items(), network.geometry.num_layers, seed, regions)
-    return network
 
 
 def parallel_model_of(model: nn.Module, world: World, sharding: Sharding | None = None) -> ParallelModel:

@@ -70,10 +70,10 @@ def replica_drift(tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout], 
     return {name: _differing_ranks(name, [each[name] for each in everyones], layouts, mesh) for name in names}
 
 
-def describe_drift(drift: Mapping[str, Iterable[int]], shown: int = 8) -> str:
-    """The drift as a message."""
-    parts = [f"{name} on rank {', '.join(map(str, ranks))}" for name, ranks in list(drift.items())[:shown]]
-    return "; ".join(parts) + (f"; and {len(drift) - shown} more" if len(drift) > shown else "")
+def describe_drift(drift: Mapping[str, Iterable[int]]) -> str:
+    """The drift as a message, of which at most eight tensors are named."""
+    parts = [f"{name} on rank {', '.join(map(str, ranks))}" for name, ranks in list(drift.items())[:8]]
+    return "; ".join(parts) + (f"; and {len(drift) - 8} more" if len(drift) > 8 else "")
 
 
 def _axes(name: str, layouts: Mapping[str, Layout]) -> set[str]:

@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from kitforge.core.kernels.dispatch import select_table
-from kitforge.core.optim.grad_norm import global_norm
 from kitforge.core.parallel import collectives
 from kitforge.foundation.errors import DataError, ModelError
 
@@ -60,40 +59,6 @@ class ExchangePlan:
     positions: Tensor | None  # [r] the place of each asked id among the m, in rank order; None: the m are what is asked
 
 
-@final
-class GradientAccumulator:
-    """The gradients of the rows of this rank, summed over the lookups of a step."""
-
-    def __init__(self) -> None:
-        self._parts: list[tuple[Tensor, Tensor]] = []
-
-    def add(self, ids: Tensor, gradients: Tensor) -> None:
-        """Add the gradients [m, dim] of distinct ids [m]."""
-        self._parts.append((ids, gradients))
-
-    def gradients(self) -> tuple[Tensor, Tensor]:
-        """Distinct ids [m], in the order in which they came, and the gradients [m, dim] of their rows, not copied."""
-        if not self._parts:
-            return torch.empty(0, dtype=torch.int64), torch.empty(0, 0)
-        if len(self._parts) > 1:
-            ids, positions = _unique(torch.cat([ids for ids, _ in self._parts]))
-            self._parts = [(ids, _segment_sum(torch.cat([part for _, part in self._parts]), positions, len(ids)))]
-        return self._parts[0]
-
-    def squared_norm(self) -> Tensor:
-        """This rank's share of the squared global norm, 0-dim float64: rows live once, so shares simply add up."""
-        return global_norm([self.gradients()[1]]).double() ** 2
-
-    def scale_(self, factor: float) -> None:
-        """Scale all gradients."""
-        for _, gradients in self._parts:
-            gradients.mul_(factor)
-
-    def clear(self) -> None:
-        """Drop all gradients."""
-        self._parts = []
-
-
 class GradientReceiver(Protocol):
     """Receives the gradients of the rows of this rank."""
 
@@ -119,10 +84,6 @@ class EmbeddingExchange:
 
     def __init__(self, group: collectives.Group, owner_of: OwnerOf = owner) -> None:
         self._group, self._owner_of = group, owner_of
-
-    def lookup(self, ids: Tensor, rows_of: RowsOf, sink: GradientReceiver) -> Tensor:
-        """The rows [N, dim] of `ids` [N]; gradients go to the receivers of their owners."""
-        return self.fetch(self.plan(ids), rows_of, sink)
 
     def plan(self, ids: Tensor) -> ExchangePlan:
         """Tell the owners of `ids` [N] that these will be asked for. It reads no row, so it may run steps ahead.
@@ -174,7 +135,7 @@ class _FetchRows(torch.autograd.Function):
         group: collectives.Group,
         route: ExchangePlan,
         rows_of: RowsOf,
-        sink: GradientAccumulator,
+        sink: GradientReceiver,
     ) -> Tensor:
         ctx.group, ctx.route, ctx.sink = group, route, sink
         rows = rows_of(route.ids)

@@ -39,16 +39,6 @@ def hash_texts(texts: Any) -> NDArray[np.int64]:
     return state.view(np.int64)
 
 
-def hash_text(text: str) -> int:
-    """The key of one text, as `hash_texts` has it."""
-    raw = text.encode()
-    state = len(raw) * _FOLD % 2**64
-    for start in range(0, max(len(raw), 1), _WORD):
-        word = int.from_bytes(raw[start : start + _WORD], "little")
-        state = int(hash_array(np.array([state ^ word], np.uint64), _FOLD)[0])
-    return state - 2**64 if state >= 2**63 else state
-
-
 def text_views(texts: Any) -> tuple[NDArray[Any], NDArray[np.uint8]]:
     """Offsets [n + 1] of a pyarrow array of texts into bytes, both as they lie in memory."""
     width = np.int64 if "large" in str(texts.type) else np.int32

@@ -64,16 +64,13 @@ def _made(job: Job, layout: ColumnLayout) -> tuple[Columns, list[BadRow]]:
     return to_columns(job(), layout)
 
 
-def blocks(parts: Iterator[Columns], size: int, start: int = 0) -> Iterator[Columns]:
-    """Blocks of `size` rows from row `start` on; the last one may be smaller."""
+def blocks(parts: Iterator[Columns], size: int) -> Iterator[Columns]:
+    """Blocks of `size` rows; the last one may be smaller."""
     held: list[Columns] = []
     num_held = 0
     for part in parts:
-        if start >= len(part):
-            start -= len(part)
-            continue
-        held.append(part.take(np.arange(start, len(part))) if start else part)
-        start, num_held = 0, num_held + len(held[-1])
+        held.append(part)
+        num_held += len(part)
         if num_held < size:
             continue
         rows = concatenate(held)

@@ -93,14 +93,6 @@ class SyntheticClicks:
         """The true chance of a click of each row [n]."""
         return _SyntheticDraws(self.config, indices + self.start).probabilities()
 
-    def bayes_auc(self, num_rows: int = 200_000) -> float:
-        """The AUC expected of the true chances themselves over the first rows, which no model can pass but by luck."""
-        chances = np.sort(self.probabilities(np.arange(min(num_rows, self.num_rows))))
-        before = np.cumsum(1 - chances) - (1 - chances)
-        # No row is a pair with itself.
-        num_pairs = chances.sum() * (1 - chances).sum() - (chances * (1 - chances)).sum()
-        return float((chances * before).sum() / num_pairs)
-
 
 @final
 class _SyntheticDraws:

@@ -24,7 +24,7 @@ from kitforge.foundation.dtype import LoadDtype
 from kitforge.foundation.errors import ConfigError, ModelError
 from kitforge.foundation.progress import show_progress
 from kitforge.kits.batch_predict import prediction_files
-from kitforge.kits.kit import AnyKit, Kit, LoadModel, Prepared, RunAssembly, RunInputs
+from kitforge.kits.kit import AnyKit, Kit, LoadModel, Prepared, RunInputs
 from kitforge.kits.recommender.artifacts import SaveFeatures, find_features, find_item_catalog, resumed_features
 from kitforge.kits.recommender.batch_inference import check_target, write_predictions
 from kitforge.kits.recommender.config import TASK, RecommendationOptions, with_size_defaults
@@ -71,7 +71,6 @@ LONGEST = 1000
 
 
 Inputs: TypeAlias = RunInputs[FeatureEncoder]
-Assembly: TypeAlias = RunAssembly[RecommendationOptions, FeatureEncoder]
 
 
 @final

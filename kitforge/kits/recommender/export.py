@@ -22,7 +22,6 @@ from kitforge.embedding_cache.serving.table import ServedTable
 from kitforge.foundation.config import check, to_dict
 from kitforge.foundation.errors import ConfigError, ModelError
 from kitforge.foundation.files import atomic_file
-from kitforge.kits.recommender.batch import FeatureBatch
 from kitforge.kits.recommender.model import MISSING_SUFFIX, ReadOnlyTables, Recommender, sample_shape
 from kitforge.kits.recommender.schema import FeatureSchema
 from kitforge.models.catalog import build_recommender
@@ -34,8 +33,8 @@ FORMAT_VERSION = 1
 
 @final
 class ScoringProgram(nn.Module):
-    """`program_inputs` -> probabilities [B]; for two towers, user vectors [B, dim]. All rows of each table are a
-    weight."""
+    """Named inputs, as in the description of the program -> probabilities [B]; for two towers, user vectors [B, dim].
+    All rows of each table are a weight."""
 
     def __init__(self, model: Recommender, pooling: str, max_lengths: Mapping[str, int]) -> None:
         super().__init__()
@@ -100,21 +99,6 @@ class ScoringProgram(nn.Module):
             total = (rows * is_there.unsqueeze(2)).sum(1)
             return total / lengths.clamp(min=1).unsqueeze(1)
         return self._rows(lookup, feature, inputs[f"ids.{feature}"])
-
-
-def program_inputs(batch: FeatureBatch, features: list[str]) -> dict[str, Tensor]:
-    """The inputs of a program for encoded rows."""
-    inputs = {"dense": batch.dense}
-    for name in features:
-        if name in batch.ids:
-            inputs[f"ids.{name}"] = batch.ids[name]
-        elif name in batch.bags:
-            inputs[f"bags.{name}.ids"] = batch.bags[name].ids
-            inputs[f"bags.{name}.lengths"] = batch.bags[name].offsets.diff()
-        else:
-            inputs[f"sequences.{name}.ids"] = batch.sequences[name].ids
-            inputs[f"sequences.{name}.lengths"] = batch.sequences[name].lengths
-    return inputs
 
 
 def export_program(model: Recommender, pooling: str, step: int, target: Path) -> None:

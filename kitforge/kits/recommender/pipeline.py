@@ -262,10 +262,11 @@ def set_search(index: Any, options: RetrievalOptions) -> None:
             ) from error
 
 
-def index_recall(index: Any, vectors: Tensor, k: int, num_queries: int = 256) -> float:
-    """Recall@k of an index over vectors [I, dim] against exact search, with evenly spaced items as queries."""
+def index_recall(index: Any, vectors: Tensor, k: int) -> float:
+    """Recall@k of an index over vectors [I, dim] against exact search, with up to 256 evenly
+    spaced items as queries."""
     values = np.ascontiguousarray(vectors.float().cpu().numpy())
-    queries = values[np.linspace(0, len(values) - 1, min(num_queries, len(values))).astype(np.int64)]
+    queries = values[np.linspace(0, len(values) - 1, min(256, len(values))).astype(np.int64)]
     k = min(k, len(values))
     _, approximate = index.search(queries, k)
     products = queries @ values.T

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeAlias, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from kitforge.foundation.progress import show_progress
 from kitforge.foundation.untrusted import load_yaml, names_function
 from kitforge.inference.pipeline import TextGenerationPipeline
 from kitforge.kits.batch_predict import prediction_files
-from kitforge.kits.kit import LoadModel, Prepared, RunAssembly
+from kitforge.kits.kit import LoadModel, Prepared
 from kitforge.kits.language_model import (
     TRAINING_ONLY_OPTIONS,
     SaveAdapter,
@@ -57,8 +57,6 @@ from kitforge.trainer.callbacks.callback import Callback
 from kitforge.trainer.run_folder import Run
 from kitforge.trainer.signals import interrupt_signals
 from kitforge.trainer.task import RunResult, Task
-
-Assembly: TypeAlias = RunAssembly[StageOptions, Tokenizer]
 
 
 @final

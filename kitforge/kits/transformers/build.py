@@ -27,7 +27,7 @@ from kitforge.inference.server.app import create_app
 from kitforge.inference.server.service import Service
 from kitforge.inference.text_engine import TextEngine
 from kitforge.kits.batch_predict import prediction_files
-from kitforge.kits.kit import AnyKit, LoadModel, Prepared, RunAssembly, RunInputs, datasets
+from kitforge.kits.kit import AnyKit, LoadModel, Prepared, RunInputs, datasets
 from kitforge.kits.language_model import (
     ADAPTER,
     SaveAdapter,
@@ -54,7 +54,6 @@ from kitforge.trainer.callbacks.callback import Callback
 from kitforge.trainer.task import Task
 
 Inputs: TypeAlias = RunInputs[Tokenizer]
-Assembly: TypeAlias = RunAssembly[TextGenerationOptions, Tokenizer]
 
 
 @final

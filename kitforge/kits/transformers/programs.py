@@ -38,7 +38,6 @@ from kitforge.kits.transformers.labelling import SequenceClassifier
 from kitforge.models.hub import resolve
 from kitforge.models.loading import config_values
 
-PROGRAM_FORMATS = ("onnx", "torch_export")
 _SUFFIXES = {"onnx": ".onnx", "torch_export": ".pt2"}
 _LOAD_DTYPES: dict[str, LoadDtype] = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 # The smallest size of each dynamic axis; an axis that is not here is the sum of others.

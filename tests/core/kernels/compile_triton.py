@@ -32,6 +32,7 @@ from kitforge.core.kernels.moe_permute.reference import permutation_of
 from kitforge.core.kernels.quantized_linear.reference import quantize
 from kitforge.core.kernels.sparse_update.reference import integer_view
 from kitforge.core.optim.row_optimizers import SparseOptimizerConfig, build_row_optimizer
+from tests.row_records import new_records
 
 # Of an H200, for tiles and grids as they are there.
 DEVICE = triton_runtime.DeviceDescription(num_programs=8 * 132, tile_elements=4096, row_elements=1024)
@@ -176,7 +177,7 @@ def call_tables(*, with_all: bool) -> None:
             for decay in decays:
                 config = SparseOptimizerConfig(name=name, touched_weight_decay=decay)  # type: ignore[arg-type]
                 rule = build_row_optimizer(config, kernels)
-                records = rule.new_records(torch.randn(50, dim))
+                records = new_records(rule, torch.randn(50, dim))
                 for step in (1, 2):
                     # No kernel runs, so the rows must be told that they are at this step.
                     integer_view(records)[:, -3] = step - 1

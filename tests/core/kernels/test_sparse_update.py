@@ -15,6 +15,7 @@ from kitforge.core.kernels.sparse_update.reference import Powers
 from kitforge.core.optim.row_optimizers import RowOptimizer, SparseOptimizerConfig, build_row_optimizer
 from kitforge.foundation.errors import ModelError
 from tests.core.kernels.records import FAST, KERNELS, have_same_bits, normal, seeded, threads
+from tests.row_records import new_records
 
 RULES = ("sgd", "adagrad", "rowwise_adagrad", "adam", "lazy_adam", "ftrl")
 NUM_ROWS, NUM_STEPS = 40, 9
@@ -50,7 +51,7 @@ def train(
 ) -> Tensor:
     """The slab after some steps and a rest that is long enough for every row to come to a stop."""
     rule = build_row_optimizer(config, kernels)
-    slab, last = rule.new_records(normal(NUM_ROWS, dim, dtype=dtype)), NUM_STEPS + 300
+    slab, last = new_records(rule, normal(NUM_ROWS, dim, dtype=dtype)), NUM_STEPS + 300
     slab[:, rule.layout(dim).visits] = torch.nan
     rates = rates_of(last)
     for step in range(1, NUM_STEPS + 1):
@@ -87,7 +88,7 @@ def test_threads_change_no_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("name", RULES)
 def test_what_is_not_finite_stays_in_its_row_and_is_not_hidden(name: str, kernels: str) -> None:
     rule, slots = build_row_optimizer(CONFIGS[name], KERNELS[kernels]), torch.tensor([3, 0, 2])
-    slab, gradients = rule.new_records(normal(4, 5)), normal(3, 5, seed=1)
+    slab, gradients = new_records(rule, normal(4, 5)), normal(3, 5, seed=1)
     clean = slab.clone()
     rule.update(clean, slots, gradients, 0.1, 1)
     gradients[0, 1], gradients[2, 4] = torch.nan, torch.inf
@@ -101,7 +102,7 @@ def test_what_is_not_finite_stays_in_its_row_and_is_not_hidden(name: str, kernel
 @pytest.mark.parametrize("name", RULES)
 def test_no_rows_and_no_other_rows_move(name: str, kernels: str) -> None:
     rule = build_row_optimizer(CONFIGS[name], KERNELS[kernels])
-    slab, none = rule.new_records(normal(4, 5)), torch.empty(0, dtype=torch.int64)
+    slab, none = new_records(rule, normal(4, 5)), torch.empty(0, dtype=torch.int64)
     before = slab.clone()
     rule.catch_up(slab, none, 3, rates_of(9))
     rule.update(slab, none, torch.empty(0, 5), 0.1, 1)
@@ -115,7 +116,7 @@ def test_no_rows_and_no_other_rows_move(name: str, kernels: str) -> None:
 @pytest.mark.parametrize("name", RULES)
 def test_a_slot_outside_is_refused_before_any_row_moves(name: str, kernels: str) -> None:
     rule = build_row_optimizer(CONFIGS[name], KERNELS[kernels])
-    slab = rule.new_records(normal(4, 5))
+    slab = new_records(rule, normal(4, 5))
     before = slab.clone()
     for slot in (-1, 4):
         with pytest.raises(ModelError, match="slots of the slab"):
@@ -151,7 +152,7 @@ def caught_up(rule: RowOptimizer, slab: Tensor, stops: list[int], rates: Tensor)
 @pytest.mark.parametrize("name", ["adam", "adam_quick", "adam_unbounded"])
 def test_it_does_not_matter_in_how_many_calls_rows_catch_up(name: str) -> None:
     rule, rates = build_row_optimizer(CONFIGS[name], FAST), rates_of(700)
-    slab = rule.new_records(normal(NUM_ROWS, 6) * 1e-3)
+    slab = new_records(rule, normal(NUM_ROWS, 6) * 1e-3)
     for step in range(1, 4):
         slots = touched(step)
         rule.catch_up(slab, slots, step - 1, rates)
@@ -176,7 +177,7 @@ def test_a_row_that_stops_too_early_is_seen(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_count_of_updates_that_cannot_be_is_refused() -> None:
     rule = build_row_optimizer(CONFIGS["lazy_adam"], FAST)
-    slab = rule.new_records(normal(2, 3))
+    slab = new_records(rule, normal(2, 3))
     rule.layout(3).as_integers(slab)[1, rule.layout(3).updates] = 10**6
     with pytest.raises(ModelError, match="more updates than there were steps"):
         rule.update(slab, torch.tensor([0, 1]), torch.ones(2, 3), 0.1, 1)
@@ -195,7 +196,7 @@ def test_powers_end_where_they_are_zero_and_no_bit_shows_it(
     def moved() -> tuple[Tensor, Tensor]:
         """Rows with any number of updates, the last of them any number of steps ago, after one more."""
         rule, dim = build_row_optimizer(config, KERNELS[kernels]), 3
-        slab, layout = rule.new_records(normal(300, dim, dtype=dtype)), rule.layout(dim)
+        slab, layout = new_records(rule, normal(300, dim, dtype=dtype)), rule.layout(dim)
         slab[:, dim : 3 * dim] = normal(300, 2 * dim, dtype=dtype, seed=1).abs() * 1e30
         counts = torch.linspace(1, num_steps - 1, 300).to(torch.int64)
         layout.as_integers(slab)[:, layout.updates] = counts.to(layout.as_integers(slab).dtype)
@@ -229,7 +230,7 @@ def test_tables_of_powers_do_not_grow_with_the_steps() -> None:
 
 def test_rates_from_before_all_rows_are_not_looked_at() -> None:
     rule = build_row_optimizer(CONFIGS["adam"], FAST)
-    slab, rates = rule.new_records(normal(6, 3)), rates_of(4000)
+    slab, rates = new_records(rule, normal(6, 3)), rates_of(4000)
     for step in (1, 3990):
         rule.catch_up(slab, torch.arange(6), step - 1, rates)
         rule.update(slab, torch.arange(6), normal(6, 3, seed=step), 0.1, step)

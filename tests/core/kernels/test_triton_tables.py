@@ -19,6 +19,7 @@ from tests.core.kernels import test_hash_map as map_tests
 from tests.core.kernels import test_sparse_update as update_tests
 from tests.core.kernels import test_unique as unique_tests
 from tests.core.kernels.records import EXTREME, KERNELS, have_same_bits, normal, poisoned, seeded
+from tests.row_records import new_records
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 TRITON = select_table("cuda")
@@ -104,7 +105,7 @@ def test_float64_rows_are_as_exact_as_their_rates(name: str) -> None:
 def test_a_slot_out_of_range_is_left_out() -> None:
     for name in update_tests.RULES:
         rule = update_tests.build_row_optimizer(update_tests.CONFIGS[name], TRITON)
-        around = rule.new_records(normal(6, 3))
+        around = new_records(rule, normal(6, 3))
         slab, before = around[1:5], around.clone()
         # Past the check of the caller, which reads indices on a CPU alone.
         options = {"decay": 0.0, "eps": 1e-6, "powers": rule._powers, "l1": 0.0, "l2": 0.0, "beta": 0.0}
@@ -118,7 +119,7 @@ def test_a_slot_out_of_range_is_left_out() -> None:
 def test_a_gradient_of_nan_stays_visible() -> None:
     for name in update_tests.RULES:
         rule = update_tests.build_row_optimizer(update_tests.CONFIGS[name], TRITON)
-        slab = rule.new_records(normal(4, 3))
+        slab = new_records(rule, normal(4, 3))
         before = slab.clone()
         rule.update(slab, torch.tensor([2]), torch.full((1, 3), torch.nan), 0.1, 1)
         assert slab[2, :3].isnan().all(), name

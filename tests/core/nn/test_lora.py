@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from kitforge.core.nn.lora import LoraConfig, adapter_tensors, attach, merge, using
+from kitforge.core.nn.lora import LoraConfig, adapter_tensors, attach, merge
 from kitforge.foundation.errors import ConfigError, ModelError
 from tests.kits.rlhf.runs import network
 
@@ -27,15 +27,13 @@ def fill(model: nn.Module, name: str, seed: int) -> None:
             factor.data.copy_(torch.randn(factor.shape, generator=generator) * 0.1)
 
 
-def test_a_new_adapter_changes_nothing_and_off_it_is_the_network_it_was() -> None:
+def test_a_new_adapter_changes_nothing() -> None:
     model = network()
     before = logits(model)
     attach(model, "policy", CONFIG)
     assert torch.equal(logits(model), before)
     fill(model, "policy", 0)
     assert not torch.allclose(logits(model), before, atol=1e-3)
-    with using(model, None):
-        assert torch.equal(logits(model), before)
 
 
 def test_only_the_adapter_is_trained() -> None:
@@ -46,20 +44,6 @@ def test_only_the_adapter_is_trained() -> None:
     trained = [name for name, each in model.named_parameters() if each.grad is not None]
     assert len(trained) == 2 * 3 * 2
     assert all(".adapters.policy." in name for name in trained)
-
-
-def test_several_adapters_share_one_base() -> None:
-    model = network()
-    for seed, name in enumerate(("policy", "value")):
-        attach(model, name, CONFIG)
-        fill(model, name, seed)
-    found = {}
-    for name in ("policy", "value", None):
-        with using(model, name):
-            found[name] = logits(model)
-    assert not torch.allclose(found["policy"], found["value"], atol=1e-3)
-    # The last one that was attached is on again.
-    assert torch.equal(logits(model), found["value"])
 
 
 def test_an_adapter_is_its_delta_in_the_matrices() -> None:
@@ -89,8 +73,5 @@ def test_names_that_are_not_there_are_refused() -> None:
     model = network()
     with pytest.raises(ModelError, match="did you mean 'query'"):
         attach(model, "policy", LoraConfig(target_modules=("quary",)))
-    attach(model, "policy", CONFIG)
-    with pytest.raises(ModelError, match="did you mean 'policy'"), using(model, "polcy"):
-        pass
     with pytest.raises(ConfigError, match="rank"):
         LoraConfig(rank=0)

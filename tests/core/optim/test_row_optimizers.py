@@ -13,6 +13,7 @@ from torch import Tensor
 from kitforge.core.kernels.dispatch import TABLE_REFERENCE
 from kitforge.core.optim.row_optimizers import RowLayout, RowOptimizer, SparseOptimizerConfig, build_row_optimizer
 from kitforge.foundation.errors import ConfigError, ModelError
+from tests.row_records import new_records
 
 NUM_ROWS, DIM, NUM_STEPS, RATE = 13, 5, 6, 0.05
 RULES = ("sgd", "adagrad", "rowwise_adagrad", "adam", "lazy_adam", "ftrl")
@@ -87,7 +88,7 @@ def move_row(name: str, row: np.ndarray, states: Numbers, gradient: np.ndarray, 
 def by_loop(name: str, dtype: torch.dtype) -> np.ndarray:
     """Rows and states after some steps, by loops over single numbers."""
     rule, layout = rule_of(name), RowLayout(DIM, name)
-    slab = rule.new_records(random(NUM_ROWS, DIM, seed=0, dtype=dtype)).numpy()
+    slab = new_records(rule, random(NUM_ROWS, DIM, seed=0, dtype=dtype)).numpy()
     for step in range(1, NUM_STEPS + 1):
         for order, slot in enumerate(touched(step).tolist()):
             whole = layout.as_integers(torch.from_numpy(slab[slot])).numpy()
@@ -102,7 +103,7 @@ def by_loop(name: str, dtype: torch.dtype) -> np.ndarray:
 def by_rule(name: str, dtype: torch.dtype, take: Callable[[Tensor], list[Tensor]]) -> np.ndarray:
     """The same steps by the rule; `take` says in which portions the touched rows are handed to it."""
     rule = rule_of(name)
-    slab = rule.new_records(random(NUM_ROWS, DIM, seed=0, dtype=dtype))
+    slab = new_records(rule, random(NUM_ROWS, DIM, seed=0, dtype=dtype))
     for step in range(1, NUM_STEPS + 1):
         chosen, past = touched(step), torch.full((step,), RATE, dtype=torch.float64)
         gradients = random(len(chosen), DIM, seed=100 + step, dtype=dtype)
@@ -147,7 +148,7 @@ def beside_torch(name: str, count: int, choose: Callable[[int], Tensor], eps: fl
     """A table after so many steps, ours and torch's, where the rate changes from step to step."""
     weight = torch.nn.Parameter(random(NUM_ROWS, DIM, seed=0))
     dense, rule = torch_optimizer(name, weight, eps), rule_of(name, eps)
-    slab = rule.new_records(weight.detach().clone())
+    slab = new_records(rule, weight.detach().clone())
     for step in range(1, count + 1):
         chosen, rate = choose(step), float(rates(count)[step - 1])
         gradients = random(len(chosen), DIM, seed=step)
@@ -188,7 +189,7 @@ def test_lazy_adam_equals_adam_where_every_row_is_touched() -> None:
     slabs = []
     for name in ("lazy_adam", "adam"):
         rule = rule_of(name)
-        slab = rule.new_records(random(NUM_ROWS, DIM, seed=0))
+        slab = new_records(rule, random(NUM_ROWS, DIM, seed=0))
         for step in range(1, 30):
             rule.update(slab, all_rows(step), random(NUM_ROWS, DIM, seed=step), float(rates(30)[step]), step)
         slabs.append(slab[:, :DIM])
@@ -215,7 +216,7 @@ def test_a_planted_fault_of_catching_up_is_seen(fault: str, monkeypatch: pytest.
 
 def test_rows_that_were_not_caught_up_are_refused() -> None:
     rule = rule_of("adam")
-    slab = rule.new_records(random(3, DIM, seed=0))
+    slab = new_records(rule, random(3, DIM, seed=0))
     rule.update(slab, torch.tensor([0, 1]), random(2, DIM, seed=1), RATE, 1)
     before = slab.clone()
     with pytest.raises(ModelError, match="call catch_up"):
@@ -227,7 +228,7 @@ def test_rows_that_were_not_caught_up_are_refused() -> None:
 
 def test_a_row_that_rests_keeps_its_moments_and_its_count() -> None:
     rule, layout = rule_of("lazy_adam"), RowLayout(DIM, "lazy_adam")
-    slab, alone = rule.new_records(random(2, DIM, seed=0)), rule.new_records(random(2, DIM, seed=0)[1:])
+    slab, alone = new_records(rule, random(2, DIM, seed=0)), new_records(rule, random(2, DIM, seed=0)[1:])
     for step in range(1, 5):
         chosen = torch.tensor([0, 1] if step == 4 else [0])
         rule.update(slab, chosen, random(1, DIM, seed=step).expand(len(chosen), DIM), RATE, step)
@@ -238,7 +239,7 @@ def test_a_row_that_rests_keeps_its_moments_and_its_count() -> None:
 
 def test_the_correction_of_a_count_does_not_depend_on_the_counts_beside_it() -> None:
     rule, layout = rule_of("lazy_adam"), RowLayout(1, "lazy_adam")
-    together, alone = (rule.new_records(torch.zeros(2000, 1, dtype=torch.float64)) for _ in range(2))
+    together, alone = (new_records(rule, torch.zeros(2000, 1, dtype=torch.float64)) for _ in range(2))
     for slab, size in ((together, 2000), (alone, 1)):
         layout.as_integers(slab)[:, layout.updates] = torch.arange(2000)
         for portion in torch.arange(2000).split(size):
@@ -260,7 +261,7 @@ def tensorflow_ftrl(row: Tensor, gradients: list[Tensor], rate: float) -> tuple[
 
 def test_ftrl_is_that_of_tensorflow_at_one_rate() -> None:
     rule, layout = rule_of("ftrl"), RowLayout(DIM, "ftrl")
-    slab = rule.new_records(random(3, DIM, seed=0))
+    slab = new_records(rule, random(3, DIM, seed=0))
     gradients = [0.3 * random(3, DIM, seed=step) for step in range(1, 30)]
     row, linear = tensorflow_ftrl(random(3, DIM, seed=0), gradients, RATE)
     for step, gradient in enumerate(gradients, 1):
@@ -273,7 +274,7 @@ def test_ftrl_that_pulls_nowhere_is_adagrad_over_a_schedule_of_rates() -> None:
     rows = []
     for name in ("ftrl", "adagrad"):
         rule = build_row_optimizer(SparseOptimizerConfig(name=name, initial_sum=0.25, eps=1e-30), TABLE_REFERENCE)
-        slab = rule.new_records(random(3, DIM, seed=0))
+        slab = new_records(rule, random(3, DIM, seed=0))
         # FTRL begins at the row that its linear state stands for.
         if name == "ftrl":
             slab[:, RowLayout(DIM, name).states["linear"]] = -0.5 * slab[:, :DIM]
@@ -286,7 +287,7 @@ def test_ftrl_that_pulls_nowhere_is_adagrad_over_a_schedule_of_rates() -> None:
 def test_ftrl_leaves_zeros_where_gradients_are_weak() -> None:
     config = SparseOptimizerConfig(name="ftrl", l1=3.0)
     rule = build_row_optimizer(config, TABLE_REFERENCE)
-    slab = rule.new_records(torch.zeros(2, 3))
+    slab = new_records(rule, torch.zeros(2, 3))
     gradients = torch.tensor([[0.5, -0.5, 0.0], [2.0, -2.0, 0.1]])
     for step in range(1, 6):
         rule.update(slab, torch.tensor([0, 1]), gradients, RATE, step)
@@ -300,7 +301,7 @@ def test_decay_of_touched_rows_is_a_part_of_their_gradient(name: str) -> None:
         SparseOptimizerConfig(name=name, eps=1e-6, touched_weight_decay=0.3), TABLE_REFERENCE
     )
     plain = build_row_optimizer(SparseOptimizerConfig(name=name, eps=1e-6), TABLE_REFERENCE)
-    one, other = (plain.new_records(random(4, DIM, seed=0)) for _ in range(2))
+    one, other = (new_records(plain, random(4, DIM, seed=0)) for _ in range(2))
     slots, gradients = torch.tensor([2, 0]), random(2, DIM, seed=1)
     decaying.update(one, slots, gradients, RATE, 1)
     plain.update(other, slots, gradients + 0.3 * other[slots, :DIM], RATE, 1)
@@ -310,7 +311,7 @@ def test_decay_of_touched_rows_is_a_part_of_their_gradient(name: str) -> None:
 @pytest.mark.parametrize("name", RULES)
 def test_leaves_gradients_and_visits_alone(name: str) -> None:
     rule, layout = rule_of(name), RowLayout(DIM, name)
-    slab, gradients = rule.new_records(random(3, DIM, seed=0)), random(3, DIM, seed=1)
+    slab, gradients = new_records(rule, random(3, DIM, seed=0)), random(3, DIM, seed=1)
     layout.as_integers(slab)[:, layout.visits] = -9
     given = gradients.clone()
     rule.update(slab, torch.arange(3), gradients, RATE, 1)
@@ -326,12 +327,12 @@ def test_a_record_is_as_wide_as_what_it_holds(name: str) -> None:
     columns = [*range(DIM), *(place for each in layout.states.values() for place in range(each.start, each.stop))]
     columns += [layout.last_step, layout.updates, layout.visits]
     assert columns == list(range(layout.width))
-    assert rule_of(name).new_records(torch.ones(2, DIM)).shape == (2, layout.width)
+    assert new_records(rule_of(name), torch.ones(2, DIM)).shape == (2, layout.width)
 
 
 @pytest.mark.parametrize("name", ["adagrad", "rowwise_adagrad", "ftrl"])
 def test_sums_start_where_they_were_told_to(name: str) -> None:
-    record = rule_of(name).new_records(torch.ones(2, DIM))
+    record = new_records(rule_of(name), torch.ones(2, DIM))
     assert (record[:, RowLayout(DIM, name).states["sum"]] == 0.25).all()
     assert record.sum() == 2 * DIM + 0.25 * 2 * (1 if name == "rowwise_adagrad" else DIM)
 

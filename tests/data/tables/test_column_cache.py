@@ -306,10 +306,10 @@ def numbers_of(parts: Iterator[Columns]) -> list[list[float]]:
     return [part.numbers[:, 0].tolist() for part in parts]
 
 
-@given(st.integers(0, 60), st.lists(st.integers(0, 30), max_size=5), st.integers(1, 25), st.integers(0, 70))
-def test_blocks_are_of_one_size_whatever_the_chunks_are(count: int, sizes: list[int], size: int, start: int) -> None:
-    wanted = [float(number) for number in range(start, count)]
-    assert numbers_of(blocks(some_rows(count, sizes), size, start)) == [
+@given(st.integers(0, 60), st.lists(st.integers(0, 30), max_size=5), st.integers(1, 25))
+def test_blocks_are_of_one_size_whatever_the_chunks_are(count: int, sizes: list[int], size: int) -> None:
+    wanted = [float(number) for number in range(count)]
+    assert numbers_of(blocks(some_rows(count, sizes), size)) == [
         wanted[begin : begin + size] for begin in range(0, len(wanted), size)
     ]
 

@@ -9,9 +9,9 @@ import pytest
 from kitforge.data.tables import csv_files
 from kitforge.data.tables.bad_rows import BadRows
 from kitforge.data.tables.columns import ColumnLayout, KeyColumn, LabelColumn, ListColumn
-from kitforge.data.tables.hashing import hash_text
 from kitforge.foundation.errors import DataError
 from tests.data.tables.reading_rows import columns_of, equal
+from tests.text_keys import hash_text
 
 LAYOUT = ColumnLayout(numbers=("price",), keys=(KeyColumn(name="site"),), label=LabelColumn(name="click"))
 TABLE = 'click,price,site\n1,2.5,news\n0,,"a, ""b"""\n\n1,-3,\n0,1e3,"two\nlines"\n'

@@ -9,10 +9,10 @@ from pyarrow import parquet
 
 from kitforge.data.tables import id_names
 from kitforge.data.tables.columns import KeyColumn, ListColumn
-from kitforge.data.tables.hashing import hash_text
 from kitforge.data.tables.id_names import TextArray, load_id_names
 from kitforge.data.tables.source import open_table
 from kitforge.foundation.errors import DataError
+from tests.text_keys import hash_text
 
 TEXTS = ["b", "ß and more", "c", "7", "a longer name than others", "一"]
 

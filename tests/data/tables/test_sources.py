@@ -12,11 +12,11 @@ from pyarrow import parquet
 from kitforge.data.tables import parquet_files, python_rows
 from kitforge.data.tables.bad_rows import BadRows
 from kitforge.data.tables.columns import ColumnLayout, KeyColumn, LabelColumn, ListColumn
-from kitforge.data.tables.hashing import hash_text
 from kitforge.data.tables.reader import read_columns
 from kitforge.data.tables.source import open_table
 from kitforge.foundation.errors import DataError
 from tests.data.tables.reading_rows import DATA, columns_of, equal
+from tests.text_keys import hash_text
 
 LAYOUT = ColumnLayout(
     numbers=("price",),

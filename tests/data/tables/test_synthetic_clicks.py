@@ -59,23 +59,6 @@ def test_ids_follow_zipfs_law() -> None:
     assert np.abs(shares[:20] - cut[:20]).max() < 0.01
 
 
-def test_the_known_auc_is_that_of_the_true_chances() -> None:
-    log = SyntheticClicks(CONFIG)
-    rows = np.arange(log.num_rows)
-    labels = log.rows(rows).labels
-    chances = log.probabilities(rows)
-    assert log.bayes_auc() == pytest.approx(roc_auc_score(labels, chances), abs=0.005)
-
-
-def test_the_known_auc_is_what_all_outcomes_give_together() -> None:
-    log = SyntheticClicks(dataclasses.replace(CONFIG, num_rows=100))
-    chances = log.probabilities(np.arange(100))
-    weights = chances[:, None] * (1 - chances)  # of row i clicked and row j not
-    np.fill_diagonal(weights, 0)
-    wanted = (weights * (chances[:, None] > chances)).sum() / weights.sum()
-    assert log.bayes_auc() == pytest.approx(wanted, abs=1e-12)
-
-
 def test_clicks_come_as_often_as_the_chances_say() -> None:
     log = SyntheticClicks(CONFIG)
     rows = np.arange(log.num_rows)

@@ -11,7 +11,8 @@ import torch
 from kitforge.composition import compose_config
 from kitforge.core.parallel.config import ParallelConfig
 from kitforge.data.tables.synthetic_clicks import SyntheticClicksConfig
-from kitforge.kits.recommender.build import TASKS, Assembly, Inputs
+from kitforge.kits.kit import RunAssembly
+from kitforge.kits.recommender.build import TASKS, Inputs
 from kitforge.trainer.run_folder import train
 from tests.distributed.training import Losses, TestRendezvous
 
@@ -59,7 +60,9 @@ def rows_of(family: str) -> Any:
     return [{"items": [(start + place) % 30 for place in range(length)]} for start, length in rows]
 
 
-def ready(folder: Path, family: str, choices: Mapping[str, Any], rows: Any = None) -> tuple[Assembly, Losses]:
+def ready(
+    folder: Path, family: str, choices: Mapping[str, Any], rows: Any = None
+) -> tuple[RunAssembly[Any, Any], Losses]:
     """A run that is about to start in `folder`, on rows of its own or on those that its family has here."""
     told = Losses()
     given = {**OPTIONS, **FAMILIES[family], **(SEQUENCES if family == "sasrec" else {})}
@@ -94,7 +97,7 @@ def run(
         assembly.loop.model.tables.close()
 
 
-def state_of(assembly: Assembly) -> dict[str, torch.Tensor]:
+def state_of(assembly: RunAssembly[Any, Any]) -> dict[str, torch.Tensor]:
     """Weights by name, and of every table the ids and whole records in the order of the ids."""
     model: Any = assembly.loop.model
     state = {name: piece.detach().clone() for name, piece in assembly.loop.state.parallel.parameters().items()}

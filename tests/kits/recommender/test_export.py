@@ -20,7 +20,6 @@ from kitforge.data.tables.columns import NamedColumns
 from kitforge.data.tables.source import open_table
 from kitforge.foundation.errors import ConfigError, ModelError
 from kitforge.kits.recommender.build import TASKS
-from kitforge.kits.recommender.export import program_inputs
 from kitforge.trainer.run_folder import train
 from tests.kits.recommender.runs import FAMILIES, ready, run
 
@@ -77,6 +76,21 @@ def batch_of(folder: Path, rows: list[dict[str, Any]]) -> Any:
     layout = encoder.schema.layout(with_label=False)
     table = load_table(open_table(rows), layout, default_root(), BadRows())
     return encoder.encode(NamedColumns(table.rows(torch.arange(len(rows)).numpy()), layout))
+
+
+def program_inputs(batch: Any, features: list[str]) -> dict[str, torch.Tensor]:
+    """The inputs of a program for encoded rows."""
+    inputs = {"dense": batch.dense}
+    for name in features:
+        if name in batch.ids:
+            inputs[f"ids.{name}"] = batch.ids[name]
+        elif name in batch.bags:
+            inputs[f"bags.{name}.ids"] = batch.bags[name].ids
+            inputs[f"bags.{name}.lengths"] = batch.bags[name].offsets.diff()
+        else:
+            inputs[f"sequences.{name}.ids"] = batch.sequences[name].ids
+            inputs[f"sequences.{name}.lengths"] = batch.sequences[name].lengths
+    return inputs
 
 
 def exported(folder: Path, given: list[list[dict[str, Any]]], features: list[str], place: Path) -> list[torch.Tensor]:

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from kitforge.data.tables.bad_rows import BadRows
 from kitforge.data.tables.column_cache import load_table
 from kitforge.data.tables.columns import ColumnTable, LabelColumn, NamedColumns
-from kitforge.data.tables.hashing import hash_text
 from kitforge.data.tables.source import open_table
 from kitforge.data.tables.split import RowList, RowRange, split_rows
 from kitforge.data.tables.synthetic_clicks import SyntheticClicks, SyntheticClicksConfig
@@ -38,6 +37,7 @@ from kitforge.kits.recommender.schema import (
     schema_yaml,
 )
 from kitforge.trainer.callbacks.callback import Event
+from tests.text_keys import hash_text
 
 VALUES = [0.0, 1.0, None, 3.0, 100.0, -7.0]
 ROWS: list[dict[str, Any]] = [

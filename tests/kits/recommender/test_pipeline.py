@@ -12,7 +12,6 @@ import torch
 
 from kitforge.api import evaluate, load_model, load_processor, pipeline
 from kitforge.cli import main as cli
-from kitforge.data.tables.hashing import hash_text
 from kitforge.data.tables.synthetic_clicks import SyntheticClicks
 from kitforge.foundation.errors import ConfigError, DataError, KitforgeError, ModelError
 from kitforge.kits.recommender.build import TASKS, Inputs
@@ -21,6 +20,7 @@ from kitforge.kits.recommender.model import inputs_of
 from kitforge.kits.registry import kit_of, recorded_task
 from kitforge.trainer.run_folder import train
 from tests.kits.recommender.runs import LOG, ready, rows_of, run
+from tests.text_keys import hash_text
 
 KIT = TASKS["recommendation"]
 

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.data.tokenizers.loading import ByteTokenizer
 from kitforge.foundation.types import Cursor, MicroBatch
-from kitforge.kits.rlhf.build import TASKS, Assembly
+from kitforge.kits.kit import RunAssembly
+from kitforge.kits.rlhf.build import TASKS
 from kitforge.kits.rlhf.tasks import Inputs
 from kitforge.models.catalog import config_of
 from kitforge.models.loading import build
@@ -83,7 +84,9 @@ def network(dtype: torch.dtype = torch.float32, family: Mapping[str, Any] = tiny
     return build(config, device=torch.device("cpu"), seed=3).to(dtype)
 
 
-def begin(stage: str, folder: Path | None = None, choices: Mapping[str, Any] | None = None, **inputs: Any) -> Assembly:
+def begin(
+    stage: str, folder: Path | None = None, choices: Mapping[str, Any] | None = None, **inputs: Any
+) -> RunAssembly[Any, Any]:
     """A run of the stage, ready to start; over `rows`, from a small network, unless told otherwise."""
     values = OPTIONS | (ROUNDS if stage in RL else {}) | SHAPED.get(stage, {}) | {"task": stage} | dict(choices or {})
     values["output_dir"] = f"{_SCRATCH.name}/{next(_NUMBERS)}" if folder is None else str(folder)
@@ -100,7 +103,7 @@ def begin(stage: str, folder: Path | None = None, choices: Mapping[str, Any] | N
     )
 
 
-def finish(assembly: Assembly) -> dict[str, float]:
+def finish(assembly: RunAssembly[Any, Any]) -> dict[str, float]:
     """Train to the end."""
     return train(assembly.loop, assembly.options, assembly.folder, assembly.config_text)
 
@@ -109,7 +112,7 @@ def first_step(task: Task, model: nn.Module) -> list[MicroBatch]:
     return next(iter(task.steps(model, Cursor())))
 
 
-def gradient(assembly: Assembly) -> Tensor:
+def gradient(assembly: RunAssembly[Any, Any]) -> Tensor:
     """Of the first step, all parameters laid end to end, as the loop would have it."""
     task, model = assembly.loop.task, assembly.loop.model
     step = first_step(task, model)

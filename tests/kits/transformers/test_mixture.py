@@ -10,7 +10,8 @@ import pytest
 
 from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.foundation.errors import ConfigError, DataError
-from kitforge.kits.transformers.build import Assembly, Inputs
+from kitforge.kits.kit import RunAssembly
+from kitforge.kits.transformers.build import Inputs
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import run_training
 from tests.trainer import tiny
@@ -25,7 +26,7 @@ def sources(corpus: Path, first: float = 0.7, second: float = 0.3) -> list[dict[
     ]
 
 
-def begin(folder: Path, corpus: Path, choices: dict[str, Any] | None = None, **inputs: Any) -> Assembly:
+def begin(folder: Path, corpus: Path, choices: dict[str, Any] | None = None, **inputs: Any) -> RunAssembly[Any, Any]:
     values = tiny.OPTIONS | {"data.train": sources(corpus), "data.cache": str(corpus / "cache")} | (choices or {})
     options = tiny.KIT.read_options(tiny.nested(values | {"output_dir": str(folder)}))
     return tiny.KIT.assemble(options, Inputs(**inputs), Rendezvous.open(options.parallel, options.device))

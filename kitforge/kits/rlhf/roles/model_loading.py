@@ -296,10 +296,10 @@ def is_reward_model(folder: Path) -> bool:
     return model_folder.is_reward_model(folder) if checkpoint is None else _has(checkpoint, BACKBONE)
 
 
-def open_reward_model(folder: Path, open_run: OpenCheckpoint = find_checkpoint) -> StoredModel:
+def open_reward_model(folder: Path) -> StoredModel:
     """The reward model of a run, step or Hugging Face folder, adapters merged; reads no weights yet. Raises ModelError
     if there is none."""
-    checkpoint = open_run(folder)
+    checkpoint = find_checkpoint(folder)
     if checkpoint is None and model_folder.labels_of(folder) is not None:
         return model_folder.open_reward_model(folder)
     if checkpoint is None or not _has(checkpoint, BACKBONE):
