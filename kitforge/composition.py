@@ -188,9 +188,8 @@ def task_of(choices: Mapping[str, Any]) -> str:
     return str(named or DEFAULT_TASK)
 
 
-def text_task_of(choices: Mapping[str, Any]) -> str:
-    """The task whose options generate text with the chosen model. ConfigError for a model without text output."""
-    task = task_of(choices)
+def text_task_of(task: str, choices: Mapping[str, Any]) -> str:
+    """The task whose options generate text with a model of `task`. ConfigError for a model without text output."""
     if (text_task := kit_of(task).TEXT_TASK) is None:
         raise ConfigError(
             f"a run of {task} writes no text from a prompt",

@@ -89,7 +89,7 @@ def started(*arguments: str) -> subprocess.Popen[str]:
     ],
 )
 def test_a_short_name_is_the_one_option_that_the_verb_reads(verb: str, task: str, short: str, option: str) -> None:
-    [member] = sweep_runs(cli.COMMANDS[verb], [f"task={task}", f"{short}=0.5"])
+    [member] = sweep_runs(cli.COMMANDS[verb], [f"task={task}", "checkpoint=RUN", f"{short}=0.5"])
     section, _, name = option.partition(".")
     assert member.chosen.values[section] == {name: 0.5}
 
@@ -308,7 +308,7 @@ def test_a_policy_of_any_stage_is_served_and_what_only_scores_writes_no_text(tmp
     for task in ("ppo", "reward", "recommendation"):
         (tmp_path / task).mkdir()
         (tmp_path / task / "config.yaml").write_text(f"task: {task}\n")
-    assert text_task_of({"checkpoint": tmp_path / "ppo"}) == "text_generation"
+    assert text_task_of("ppo", {}) == "text_generation"
     [member] = sweep_runs(cli.COMMANDS["serve"], [f"checkpoint={tmp_path / 'ppo'}", "port=8000"])
     assert member.chosen.values["port"] == 8000
     for verb, task in (("serve", "reward"), ("generate", "recommendation"), ("chat", "reward")):

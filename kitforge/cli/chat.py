@@ -7,19 +7,17 @@ from collections.abc import Iterator
 from typing import cast
 
 from kitforge.api import load_model, load_processor
-from kitforge.composition import Composition
+from kitforge.cli.command import Invocation
 from kitforge.foundation.errors import ConfigError, KitforgeError
 from kitforge.foundation.log import errors, sanitize
 from kitforge.inference.pipeline import TextGenerationPipeline
-from kitforge.kits.registry import kit_of
 
 _HELP = "/reset clears the conversation; /quit or Ctrl-D ends it; Ctrl-C stops a reply"
 
 
-def chat(chosen: Composition) -> int:
+def chat(chosen: Invocation) -> int:
     """Read lines and reply to each, with the conversation as context."""
-    kit = kit_of(chosen.values["task"])
-    options = kit.read_options(chosen.values)
+    kit, options = chosen.kit, chosen.options
     if options.checkpoint is None:
         raise ConfigError("a chat needs a model", fix="add checkpoint=RUN")
     model = load_model(options.checkpoint, options.device, kit.load_dtype(options))

@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 from kitforge.composition import Composition
+from kitforge.kits.kit import AnyKit
 
 INTERRUPTED = 130
+# Sections that a verb for a trained model does not use.
+TRAINING_SECTIONS = ("trainer", "optimizer", "schedule", "parallel")
+
+# The options of a run, from its task and what was chosen on the command line.
+Compose: TypeAlias = Callable[[str, Mapping[str, Any]], Composition]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Invocation:
+    """A verb's composed options, read once."""
+
+    kit: AnyKit
+    options: Any
+    values: Mapping[str, Any]  # the options as plain values
+    model_name: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,12 +34,8 @@ class Command:
     purpose: str  # what it does, in a few words
     example: str  # a whole command line
     arguments: tuple[str, ...] = ()  # of a verb without options, one line each
-    run: Callable[[Composition], int] | None = None
+    compose: Compose | None = None
+    run: Callable[[Invocation], int] | None = None
     run_plain: Callable[[list[str]], int] | None = None
-    is_launched: bool = False  # runs on several ranks
-    generates_text: bool = False  # opens the model for text generation, whichever task trained it
-    ignored_sections: tuple[str, ...] = ()  # option sections that it does not use
-    measures_run: bool = False  # starts from the recorded options of the run checkpoint=
-    starts_run: bool = False  # creates a run folder, named once for all ranks
-    serves: bool = False  # served by the kit of the run if it has a service, else as text generation
-    predicts: bool = False  # batch inference: scores, items or generated texts
+    # Options of its ranks besides those typed. None: it never launches ranks.
+    rank_options: Callable[[Invocation], dict[str, str]] | None = None

@@ -5,23 +5,29 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections.abc import Mapping
+from typing import Any
 
 from kitforge.api import evaluate as evaluate_task
 from kitforge.api import load_model
+from kitforge.cli.command import Invocation
 from kitforge.cli.console import is_main_process
-from kitforge.composition import Composition
+from kitforge.composition import Composition, compose_eval_config, text_task_of
 from kitforge.kits.kit import RunInputs
-from kitforge.kits.registry import kit_of
 
 
-def evaluate(chosen: Composition) -> int:
+def compose_evaluate(task: str, choices: Mapping[str, Any]) -> Composition:
+    """The options of the run, with those chosen over them. Benchmarks run on any model that generates text."""
+    task = text_task_of(task, choices) if choices.get("tasks") else task
+    return compose_eval_config(task, choices, ("serve", "optimizer", "schedule"))
+
+
+def evaluate(chosen: Invocation) -> int:
     """Evaluate a checkpoint. The last line of output is one JSON object."""
-    kit = kit_of(chosen.values["task"])
-    options = kit.read_options(chosen.values)
     if chosen.values.get("tasks"):
-        metrics = kit.evaluate_benchmarks(options, load_model)
+        metrics = chosen.kit.evaluate_benchmarks(chosen.options, load_model)
     else:
-        metrics = evaluate_task(options, RunInputs())
+        metrics = evaluate_task(chosen.options, RunInputs(), chosen.kit)
     # JSON has no infinity and no NaN.
     line = {name.removeprefix("eval/"): value if math.isfinite(value) else None for name, value in metrics.items()}
     sys.stdout.write(json.dumps(line) + "\n" if is_main_process() else "")

@@ -5,20 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 from kitforge.api import save_model
+from kitforge.cli.command import Invocation
 from kitforge.cli.console import say
-from kitforge.composition import Composition
 from kitforge.data.gguf_file import GGUF_SUFFIX
 from kitforge.foundation.errors import ConfigError
-from kitforge.kits.registry import kit_of
 
 
-def export(chosen: Composition) -> int:
+def export(chosen: Invocation) -> int:
     """Export a run: a Hugging Face folder, a GGUF file, a faiss index of items, an ONNX file or a torch.export
     program."""
-    kit = kit_of(chosen.values["task"])
-    options = kit.read_options(chosen.values)
     if chosen.values.get("format") in ("onnx", "torch_export"):
-        say(f"wrote {', '.join(map(str, kit.export_program(options)))}")
+        say(f"wrote {', '.join(map(str, chosen.kit.export_program(chosen.options)))}")
         return 0
     source, target = chosen.values.get("checkpoint"), chosen.values.get("output_dir")
     if source is None or target is None:

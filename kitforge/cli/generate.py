@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
+from typing import Any
 
 from kitforge.api import load_model, load_processor
+from kitforge.cli.command import TRAINING_SECTIONS, Invocation
 from kitforge.cli.console import say
-from kitforge.composition import Composition
+from kitforge.composition import Composition, compose_config, text_task_of
 from kitforge.foundation.errors import ConfigError
 from kitforge.foundation.log import sanitize
-from kitforge.kits.registry import kit_of
 
 
-def generate(chosen: Composition) -> int:
+def compose_generation(task: str, choices: Mapping[str, Any]) -> Composition:
+    """The options of text generation, whichever task trained the model."""
+    return compose_config(text_task_of(task, choices), choices, (*TRAINING_SECTIONS, "serve"))
+
+
+def generate(chosen: Invocation) -> int:
     """Continue one prompt or several."""
-    options = kit_of(chosen.values["task"]).read_options(chosen.values)
-    if chosen.values.get("output") is not None:
-        say(f"wrote {kit_of(options.task).predict_file(options, load_model)}")
+    kit, options = chosen.kit, chosen.options
+    if options.output is not None:
+        say(f"wrote {kit.predict_file(options, load_model)}")
         return 0
     if options.checkpoint is None or options.prompt is None:
         raise ConfigError("generation needs a model and a prompt", fix='add checkpoint=RUN prompt="Once upon a time"')
-    model = load_model(options.checkpoint, options.device, kit_of(options.task).load_dtype(options))
-    opened = kit_of(options.task).open_pipeline(model, load_processor(options.checkpoint), options)
+    model = load_model(options.checkpoint, options.device, kit.load_dtype(options))
+    opened = kit.open_pipeline(model, load_processor(options.checkpoint), options)
     prompts = [options.prompt] if isinstance(options.prompt, str) else options.prompt
     for answer in opened(prompts):
         text = answer[0]["generated_text"]

@@ -13,8 +13,9 @@ import torch
 from rich.padding import Padding
 from rich.table import Table
 
+from kitforge.cli.command import Invocation
 from kitforge.cli.console import say
-from kitforge.composition import Composition, groups, preset_values, presets
+from kitforge.composition import groups, preset_values, presets
 from kitforge.foundation import device as devices
 from kitforge.foundation.config import to_yaml
 from kitforge.foundation.errors import ConfigError
@@ -25,13 +26,11 @@ from kitforge.report.page import write_report
 PACKAGES = ("datasets", "sentencepiece", "tokenizers", "pyarrow", "numba", "faiss-cpu", "redis", "fastapi", "wandb")
 
 
-def config(chosen: Composition) -> int:
+def config(chosen: Invocation) -> int:
     """Print the resolved options, and a summary of derived values as a comment."""
-    kit = kit_of(chosen.values["task"])
-    options = kit.read_options(chosen.values)
-    sys.stdout.write(sanitize(to_yaml(kit.resolved(options))))
-    if options.summary is not None:
-        sys.stdout.write(f"# {options.summary}\n")
+    sys.stdout.write(sanitize(to_yaml(chosen.kit.resolved(chosen.options))))
+    if chosen.options.summary is not None:
+        sys.stdout.write(f"# {chosen.options.summary}\n")
     return 0
 
 

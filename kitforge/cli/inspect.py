@@ -9,7 +9,8 @@ from kitforge.composition import compose_config, parse, task_of
 from kitforge.data.tables.source import open_table
 from kitforge.foundation.errors import ConfigError
 from kitforge.foundation.log import console
-from kitforge.kits.registry import RLHF_TASKS, kit_of
+from kitforge.kits.kit import Kit
+from kitforge.kits.registry import kit_of
 
 # Columns of rows of text and of chats.
 _CHAT_COLUMNS = {"messages", "conversations", "conversation", "prompt", "completion", "chosen", "rejected", "text",
@@ -31,18 +32,13 @@ def inspect(arguments: list[str]) -> int:
 
 
 def _inspect_rows(choices: dict[str, object]) -> int:
-    """The rows as the RLHF task of the checkpoint reads them; other checkpoints as `sft`."""
+    """The rows as the task of the checkpoint reads them; as `sft` if that task shows none."""
     task = task_of(choices)
     source = choices.get("data.train")
     if task == "recommendation" or (not {"task", "checkpoint"} & set(choices) and _is_table(source)):
         console.print(kit_of("recommendation").describe_data(source))
         return 0
-    if task not in RLHF_TASKS:
-        if "task" in choices:
-            expected = f"recommendation, {', '.join(RLHF_TASKS)}"
-            raise ConfigError(
-                "inspect shows tables and the loss mask of RLHF tasks", got=f"task={task}", expected=expected
-            )
+    if "task" not in choices and type(kit_of(task)).inspect_rows is Kit.inspect_rows:
         task = "sft"
     kit = kit_of(task)
     for line in kit.inspect_rows(kit.read_options(compose_config(task, choices).values)):

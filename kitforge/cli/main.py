@@ -10,85 +10,79 @@ from kitforge.cli.chat import chat
 from kitforge.cli.command import INTERRUPTED, Command
 from kitforge.cli.console import is_main_process, print_error, say
 from kitforge.cli.demo import demo
-from kitforge.cli.evaluate import evaluate
+from kitforge.cli.evaluate import compose_evaluate, evaluate
 from kitforge.cli.export import export
-from kitforge.cli.generate import generate
+from kitforge.cli.generate import compose_generation, generate
 from kitforge.cli.info import config, doctor, list_presets, report, version
 from kitforge.cli.inspect import inspect
 from kitforge.cli.models import models
-from kitforge.cli.predict import predict
+from kitforge.cli.predict import compose_prediction, predict
 from kitforge.cli.replay import replay
-from kitforge.cli.serve import serve
+from kitforge.cli.serve import compose_serve, serve
 from kitforge.cli.sweep import run_sweep, sweep_runs
-from kitforge.cli.train import train
+from kitforge.cli.train import compose_finetune, compose_train, run_folder_option, train
 from kitforge.composition import compose_config, dotted, groups, option_help, parse, presets, task_of
 from kitforge.core.parallel.config import UNBUILT_AXES
 from kitforge.foundation.errors import ConfigError, nearest
 from kitforge.foundation.log import console, errors, log_to_terminal
 from kitforge.kits.registry import kit_of
 
-TRAINING = ("trainer", "optimizer", "schedule", "parallel")
 COMMANDS = {
     "train": Command(
         purpose="train a model",
         example="kitforge train model=llama_tiny data.train=corpus.txt",
+        compose=compose_train,
         run=train,
-        is_launched=True,
-        ignored_sections=("serve",),
-        starts_run=True,
+        rank_options=run_folder_option,
     ),
     "finetune": Command(
         purpose="train from the weights of a checkpoint",
         example="kitforge finetune checkpoint=RUN data.train=FILE",
+        compose=compose_finetune,
         run=train,
-        is_launched=True,
-        ignored_sections=("serve",),
-        starts_run=True,
+        rank_options=run_folder_option,
     ),
     "evaluate": Command(
         purpose="metrics of a checkpoint",
         example="kitforge evaluate checkpoint=RUN data.eval=FILE",
+        compose=compose_evaluate,
         run=evaluate,
-        is_launched=True,
-        ignored_sections=("serve", "optimizer", "schedule"),
-        measures_run=True,
+        rank_options=lambda _: {},
     ),
     "generate": Command(
         purpose="complete a prompt, or a file of prompts",
         example='kitforge generate checkpoint=RUN prompt="ROMEO:"',
+        compose=compose_generation,
         run=generate,
-        generates_text=True,
-        ignored_sections=(*TRAINING, "serve"),
     ),
     "chat": Command(
         purpose="chat in the terminal",
         example="kitforge chat checkpoint=RUN",
+        compose=compose_generation,
         run=chat,
-        generates_text=True,
-        ignored_sections=(*TRAINING, "serve"),
     ),
     "predict": Command(
         purpose="score rows, or retrieve items for them",
         example="kitforge predict checkpoint=RUN data.eval=IN output=OUT",
+        compose=compose_prediction,
         run=predict,
-        predicts=True,
-        ignored_sections=(*TRAINING, "serve"),
     ),
     "serve": Command(
         purpose="answer over HTTP",
         example="kitforge serve checkpoint=RUN port=8000",
+        compose=compose_serve,
         run=serve,
-        serves=True,
-        ignored_sections=TRAINING,
     ),
     "export": Command(
         purpose="write a model for other programs",
         example="kitforge export checkpoint=RUN output_dir=FOLDER format=onnx",
+        compose=compose_config,
         run=export,
     ),
     "config": Command(
         purpose="print the resolved configuration, run nothing",
         example="kitforge config task=sft model=llama_tiny",
+        compose=compose_config,
         run=config,
     ),
     "report": Command(

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 from kitforge.api import load_model
+from kitforge.cli.command import TRAINING_SECTIONS, Invocation
 from kitforge.cli.console import say
-from kitforge.composition import Composition
+from kitforge.composition import Composition, compose_predict
 from kitforge.kits.registry import kit_of
 
 
-def predict(chosen: Composition) -> int:
+def compose_prediction(task: str, choices: Mapping[str, Any]) -> Composition:
+    """The options of a batch: of text generation for a model that writes text, else of its own task."""
+    return compose_predict(kit_of(task).TEXT_TASK or task, choices, (*TRAINING_SECTIONS, "serve"))
+
+
+def predict(chosen: Invocation) -> int:
     """Batch inference: one prediction per row of a file."""
-    kit = kit_of(chosen.values["task"])
-    options = kit.read_options(chosen.values)
-    say(f"wrote {kit.predict_file(options, partial(load_model, task=options.task))}")
+    say(f"wrote {chosen.kit.predict_file(chosen.options, partial(load_model, task=chosen.options.task))}")
     return 0

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from kitforge.api import load_model, load_processor
+from kitforge.cli.command import TRAINING_SECTIONS, Invocation
 from kitforge.cli.console import say
-from kitforge.composition import Composition
+from kitforge.composition import Composition, compose_config, compose_predict, text_task_of
 from kitforge.foundation.errors import ConfigError
 from kitforge.inference.server.serve import serve as answer
 from kitforge.kits.registry import kit_of
 
 
-def serve(chosen: Composition) -> int:
+def compose_serve(task: str, choices: Mapping[str, Any]) -> Composition:
+    """The options of the kit's own service, else those of text generation."""
+    if kit_of(task).IS_SERVED:
+        return compose_predict(task, choices, TRAINING_SECTIONS)
+    return compose_config(text_task_of(task, choices), choices, TRAINING_SECTIONS)
+
+
+def serve(chosen: Invocation) -> int:
     """Serve a run over HTTP until interrupted."""
-    kit = kit_of(chosen.values["task"])
-    options = kit.read_options(chosen.values)
+    kit, options = chosen.kit, chosen.options
     if options.checkpoint is None:
         raise ConfigError("serving needs a model", fix="add checkpoint=RUN")
     tokenizer = load_processor(options.checkpoint)

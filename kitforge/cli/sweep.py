@@ -8,25 +8,15 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kitforge.cli.command import INTERRUPTED, Command
+from kitforge.cli.command import INTERRUPTED, Command, Invocation
 from kitforge.cli.console import print_error
-from kitforge.composition import (
-    TEXT_OPTIONS,
-    Composition,
-    compose_config,
-    compose_eval_config,
-    compose_predict,
-    parse,
-    task_of,
-    text_task_of,
-)
+from kitforge.composition import TEXT_OPTIONS, Composition, parse, task_of
 from kitforge.core.parallel.launch import launch
 from kitforge.core.parallel.rendezvous import launch_info
 from kitforge.foundation import device as devices
 from kitforge.foundation.errors import ConfigError, KitforgeError
 from kitforge.foundation.log import console
 from kitforge.kits.registry import kit_of
-from kitforge.trainer.run_folder import default_folder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +29,7 @@ class SweepRun:
 
 def sweep_runs(verb: Command, overrides: Sequence[str], *, is_sweep: bool = False) -> list[SweepRun]:
     """What a verb is to run, composed and named as a whole before the first of it begins."""
+    assert verb.compose is not None
     axes = [(text, *parse(text)) for text in overrides]
     for _, name, values in axes:
         if len(values) > 1 and not is_sweep:
@@ -55,17 +46,9 @@ def sweep_runs(verb: Command, overrides: Sequence[str], *, is_sweep: bool = Fals
             text if len(values) == 1 else argument(name, value)
             for (text, name, values), value in zip(axes, picked, strict=True)
         ]
-        # Questions are put to whatever writes text, whichever stage trained it.
         task = task_of(choices)
-        kit = kit_of(task)
-        writes_text = verb.generates_text or choices.get("tasks") or (verb.serves and not kit.IS_SERVED)
-        if writes_text or (verb.predicts and kit.TEXT_TASK is not None):
-            task = text_task_of(choices)
         choices.pop("task", None)
-        unread = verb.ignored_sections + (kit_of(task).OPTIONS.INFERENCE_ONLY_SECTIONS if verb.starts_run else ())
-        compose = compose_eval_config if verb.measures_run else compose_config
-        compose = compose_predict if verb.predicts or (verb.serves and kit.IS_SERVED) else compose
-        found.append(SweepRun(chosen=compose(task, choices, unread), arguments=tuple(arguments)))
+        found.append(SweepRun(chosen=verb.compose(task, choices), arguments=tuple(arguments)))
     folders = [folder for member in found if (folder := member.chosen.values.get("output_dir")) is not None]
     if len(folders) != len(set(folders)):
         raise ConfigError(
@@ -104,18 +87,12 @@ def run_sweep(name: str, verb: Command, found: Sequence[SweepRun]) -> int:
 def _run_or_launch(name: str, verb: Command, member: SweepRun) -> int:
     """Run in this process, or launch ranks if the options need several and no launcher started them."""
     assert verb.run is not None
-    if name == "finetune" and member.chosen.values.get("checkpoint") is None:
-        raise ConfigError("finetune needs initial weights", got="checkpoint=null", fix="add checkpoint=FOLDER")
-    if not verb.is_launched or launch_info() is not None:
-        return verb.run(member.chosen)
-    kit = kit_of(member.chosen.values["task"])
-    options = kit.read_options(member.chosen.values)
-    if options.num_ranks == 1:
-        return verb.run(member.chosen)
+    values, kit = member.chosen.values, kit_of(member.chosen.values["task"])
+    options = kit.read_options(values)
+    chosen = Invocation(kit=kit, options=options, values=values, model_name=member.chosen.model_name)
+    if verb.rank_options is None or launch_info() is not None or options.num_ranks == 1:
+        return verb.run(chosen)
     kit.check_parallel(options)
     devices.of_rank(options.device, 0, options.num_ranks)
-    arguments = [name, *member.arguments]
-    if verb.starts_run:
-        # One name for all ranks: it contains the time.
-        arguments.append(argument("output_dir", str(default_folder(options, member.chosen.model_name))))
-    return launch(arguments, options.parallel, options.num_ranks)
+    further = [argument(option, value) for option, value in verb.rank_options(chosen).items()]
+    return launch([name, *member.arguments, *further], options.parallel, options.num_ranks)

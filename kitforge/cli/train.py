@@ -3,27 +3,46 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from kitforge.api import train_task
-from kitforge.cli.command import INTERRUPTED
+from kitforge.cli.command import INTERRUPTED, Invocation
 from kitforge.cli.console import is_main_process, say
-from kitforge.composition import Composition
+from kitforge.composition import Composition, compose_config
 from kitforge.core.checkpoint.manifest import steps
 from kitforge.core.parallel.rendezvous import launch_info
+from kitforge.foundation.errors import ConfigError
 from kitforge.foundation.log import console
 from kitforge.kits.kit import RunInputs
 from kitforge.kits.registry import kit_of
 from kitforge.report.metrics import RunRecord, read_run
 from kitforge.report.summary import evaluated_by
+from kitforge.trainer.run_folder import default_folder
 
 
-def train(chosen: Composition) -> int:
+def compose_train(task: str, choices: Mapping[str, Any]) -> Composition:
+    """The options of a training."""
+    return compose_config(task, choices, ("serve", *kit_of(task).OPTIONS.INFERENCE_ONLY_SECTIONS))
+
+
+def compose_finetune(task: str, choices: Mapping[str, Any]) -> Composition:
+    """The options of a training from the weights of a checkpoint. Raises ConfigError if there is none."""
+    composition = compose_train(task, choices)
+    if composition.values.get("checkpoint") is None:
+        raise ConfigError("finetune needs initial weights", got="checkpoint=null", fix="add checkpoint=FOLDER")
+    return composition
+
+
+def run_folder_option(chosen: Invocation) -> dict[str, str]:
+    """The run folder, named once for all ranks: its name contains the time."""
+    return {"output_dir": str(default_folder(chosen.options, chosen.model_name))}
+
+
+def train(chosen: Invocation) -> int:
     """Train, then print metrics, paths and further commands."""
-    kit = kit_of(chosen.values["task"])
-    options = restarted(kit.read_options(chosen.values))
-    result = train_task(options, RunInputs(model_name=chosen.model_name))
+    result = train_task(restarted(chosen.options), RunInputs(model_name=chosen.model_name), chosen.kit)
     if not is_main_process():
         return INTERRUPTED if result.was_interrupted else 0
     record = read_run(result.folder)
@@ -39,7 +58,7 @@ def train(chosen: Composition) -> int:
     if result.was_interrupted:
         say(f"interrupted; go on with the same command and output_dir={result.folder} resume=auto")
         return INTERRUPTED
-    say("\n  ".join(["try next:", *kit.next_steps(result.folder)]))
+    say("\n  ".join(["try next:", *chosen.kit.next_steps(result.folder)]))
     return 0
 
 

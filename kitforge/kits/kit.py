@@ -282,7 +282,7 @@ class Kit(ABC, Generic[OptionsT, ProcessorT]):
 
     def inspect_rows(self, options: OptionsT) -> Iterator[str]:
         """The first training rows with their loss mask, line by line."""
-        raise self._unsupported("shows no rows")
+        raise self._unsupported("shows no rows", "kitforge inspect FILE describes a table; task=sft shows a loss mask")
 
     def describe_presets(self, presets: Mapping[str, Mapping[str, Any]]) -> list[dict[str, str]]:
         """A table row for each model preset that belongs to the task."""
