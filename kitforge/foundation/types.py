@@ -27,11 +27,6 @@ class Region:
         """The region of a whole tensor."""
         return cls(global_shape=tuple(shape), offset=(0,) * len(shape), shape=tuple(shape))
 
-    @property
-    def is_full(self) -> bool:
-        """Whether the region is the whole tensor."""
-        return self.shape == self.global_shape
-
     def of(self, tensor: Tensor) -> Tensor:
         """A view of the region within the whole tensor."""
         for dim, (start, length) in enumerate(zip(self.offset, self.shape, strict=True)):

@@ -140,19 +140,6 @@ def initial_down(seed: int, name: str, path: str, shape: torch.Size) -> Tensor:
     return noise / math.sqrt(shape[1])
 
 
-@torch.no_grad()
-def merge(network: nn.Module, name: str) -> None:
-    """Merge an adapter into the base weights and remove all adapters. Raises ModelError for quantized ones."""
-    if any(layer.scales is not None for _, layer in _adapted(network)):
-        raise ModelError("an adapter cannot be merged into quantized weights", fix="export it, or merge a copy")
-    for _, layer in _adapted(network):
-        if name in _adapters_of(layer):
-            layer.weight.copy_(_adapters_of(layer)[name].merged(layer.weight))
-        del layer._modules[_ADAPTERS]
-        for attribute in (*_ADAPTED_METHODS, "adapter"):
-            del layer.__dict__[attribute]
-
-
 def adapter_tensors(network: nn.Module, name: str) -> dict[str, tuple[Tensor, ...]]:
     """Both factors, down [rank, in] and up [out, rank], of every layer with that adapter, by the layer's name, and of
     DoRA the magnitude [out]."""

@@ -124,12 +124,6 @@ class ParallelModel:
         """The region of this rank in a tensor of that layout."""
         return layout.region({} if self._mesh is None else self._mesh.index)
 
-    def shard(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """This rank's shards of a stream of whole tensors; other tensors than parameters stay whole."""
-        for name, tensor in tensors:
-            fits = name in self.layouts and tuple(tensor.shape) == self.layouts[name].shape
-            yield name, self.region(name).of(tensor) if fits else tensor
-
     def micro_batch(self, *, is_last: bool) -> None:
         """Announce the next forward and backward pass."""
         if self._fsdp is not None:

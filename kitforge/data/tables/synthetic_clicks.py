@@ -51,11 +51,10 @@ class SyntheticClicksConfig:
 
 @final
 class SyntheticClicks:
-    """Rows start .. start + num_rows - 1 of the log that the options describe."""
+    """The rows of the log that the options describe."""
 
-    def __init__(self, config: SyntheticClicksConfig, start: int = 0) -> None:
+    def __init__(self, config: SyntheticClicksConfig) -> None:
         self.config = config
-        self.start = start
         self.num_rows = config.num_rows
         self.layout = ColumnLayout(
             numbers=tuple(f"d{number}" for number in range(1, config.num_dense + 1)),
@@ -63,18 +62,11 @@ class SyntheticClicks:
             lists=(ListColumn(name="history", kind="integer"),) if config.history else (),
             label=LabelColumn(name="click"),
         )
-        self.fingerprint = fingerprint_of("click_log", config, start)
-
-    def held_out(self, num_rows: int) -> SyntheticClicks:
-        """Rows behind the last one, for evaluation."""
-        log = SyntheticClicks(self.config, self.start + self.config.num_rows)
-        log.num_rows = num_rows
-        log.fingerprint = fingerprint_of(log.fingerprint, num_rows)
-        return log
+        self.fingerprint = fingerprint_of("click_log", config, 0)
 
     def rows(self, indices: NDArray[np.int64]) -> Columns:
         """The rows of these numbers, in this order."""
-        draws = _SyntheticDraws(self.config, indices + self.start)
+        draws = _SyntheticDraws(self.config, indices)
         keys = [_keys_of(self.config, field, ranks) for field, ranks in enumerate(draws.ranks)]
         lists = {}
         if self.config.history:
@@ -91,7 +83,7 @@ class SyntheticClicks:
 
     def probabilities(self, indices: NDArray[np.int64]) -> NDArray[np.float64]:
         """The true chance of a click of each row [n]."""
-        return _SyntheticDraws(self.config, indices + self.start).probabilities()
+        return _SyntheticDraws(self.config, indices).probabilities()
 
 
 @final

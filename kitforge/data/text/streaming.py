@@ -164,11 +164,6 @@ class Lane:
         self._block = self._index = self._offset = 0
         self.seek(None)
 
-    @property
-    def num_held(self) -> int:
-        """Documents in memory."""
-        return len(self._texts)
-
     def position(self) -> Position:
         """Where the block begins, its number, the number of the document in it, and its tokens that were packed."""
         return [self._start, self._block, self._index, self._offset]

@@ -30,12 +30,6 @@ def test_a_row_far_beyond_the_end_is_had_at_once() -> None:
     assert not np.array_equal(found.keys[0], found.keys[1])
 
 
-def test_the_rows_held_out_are_those_behind_the_last() -> None:
-    log = SyntheticClicks(CONFIG)
-    assert equal(log.held_out(10).rows(np.arange(10)), log.rows(np.arange(50_000, 50_010)))
-    assert log.held_out(10).fingerprint != log.held_out(11).fingerprint != log.fingerprint
-
-
 @pytest.mark.parametrize(
     "change", [{"seed": 1}, {"zipf": 1.2}, {"fields": (100, 100, 10, 10, 10, 10)}, {"num_rows": 9}]
 )

@@ -109,7 +109,7 @@ def test_a_lane_shuffles_its_blocks_and_holds_no_more_than_its_buffer(folder: Pa
     peak, texts = 0, []
     for row in range(400):
         texts.append(bytes(lane.row()["tokens"][:5].tolist()).decode())
-        peak = max(peak, lane.num_held)
+        peak = max(peak, len(lane._texts))
         # A row is one document here: those read and not yet used are never more than the buffer.
         assert len(read) - row <= 50
     assert peak == 50
