@@ -21,6 +21,7 @@ from kitforge.cli.replay import replay
 from kitforge.cli.serve import compose_serve, serve
 from kitforge.cli.sweep import run_sweep, sweep_runs
 from kitforge.cli.train import compose_finetune, compose_train, run_folder_option, train
+from kitforge.cli.verify import verify
 from kitforge.composition import compose_config, dotted, groups, option_help, parse, presets, task_of
 from kitforge.core.parallel.config import UNBUILT_AXES
 from kitforge.foundation.errors import ConfigError, nearest
@@ -121,6 +122,17 @@ COMMANDS = {
         example="kitforge models fetch smollm2",
         arguments=("fetch NAME [NAME ...]  downloads them into the cache folder; without it they are listed",),
         run_plain=models,
+    ),
+    "verify": Command(
+        purpose="the contracts, checked on this machine",
+        example="kitforge verify",
+        arguments=(
+            "option=value              a configuration that train takes; without one, the tiny presets of all kits",
+            "--only NAME[,NAME]        these contracts alone",
+            "--list                    the contracts",
+            "--callable MODULE:OBJECT  a trainer of your own, see docs/verify.md",
+        ),
+        run_plain=verify,
     ),
     "list": Command(
         purpose="tasks, and presets with their sizes",

@@ -1,0 +1,165 @@
+"""A configuration under test: composed and checked as `kitforge train` does, then reduced to a run of seconds."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self, final
+
+import torch
+from torch import nn
+
+from kitforge.api import load_model, load_processor
+from kitforge.composition import compose_config, dotted, nested, option_names, task_of
+from kitforge.core.parallel.rendezvous import Rendezvous
+from kitforge.foundation.errors import ConfigError
+from kitforge.kits.kit import AnyKit, RunAssembly, RunInputs
+from kitforge.kits.registry import kit_of
+from kitforge.kits.start import with_open_model
+from kitforge.verify.processes import Process
+from kitforge.verify.sample_data import REWARD, REWARDED_TASKS, write_sample
+
+# The run that every contract is about.
+STEPS, CHECKPOINT_EVERY = 6, 2
+# Seconds that one run may take.
+RUN_TIMEOUT = 600.0
+CUT_LENGTH = "data.sequence_length"
+# What a run is reduced to: the most that an option may be.
+LIMITS = {
+    "data.batch_size": 6,
+    CUT_LENGTH: 64,
+    "inference.max_new_tokens": 8,
+    "rollout.max_new_tokens": 8,
+    "rl.prompts_per_rollout": 4,
+    "rl.num_generations": 4,
+    "retrieval.num_negatives": 16,
+}
+# What a run is set to.
+FIXED = {
+    "trainer.max_steps": STEPS,
+    "trainer.epochs": None,
+    "trainer.checkpoint_every": CHECKPOINT_EVERY,
+    "trainer.save_total_limit": STEPS,
+    "trainer.eval_every": None,
+    "trainer.eval_first": False,
+    "trainer.eval_batches": 2,
+    "trainer.early_stopping": None,
+    "trainer.log_every": 1,
+    "trainer.micro_batch_size": None,
+    "trainer.progress": False,
+    "trainer.profile": False,
+    "trainer.wandb": None,
+    "schedule.warmup_steps": None,
+    "data.num_workers": 1,
+    "resume": None,
+}
+DEGREES = ("parallel.data", "parallel.shard", "parallel.tensor")
+LARGE, FEW_LAYERS = 20_000_000, 2
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A task with its composed options, and the folder that its runs are in."""
+
+    name: str
+    values: Mapping[str, Any]  # by dotted name, reduced
+    kit: AnyKit
+    folder: Path
+    degrees: Mapping[str, int]  # of parallelism, as given
+    reduced: tuple[str, ...] = field(default=())  # the options that were reduced, as NAME=VALUE
+
+    @classmethod
+    def of(cls, choices: Mapping[str, Any], folder: Path) -> Self:
+        """The case of the options of a command. Raises what `kitforge train` raises for them."""
+        task = task_of(choices)
+        kit = kit_of(task)
+        given = {name: value for name, value in choices.items() if name != "task"}
+        composed = compose_config(task, given, ("serve", *kit.OPTIONS.INFERENCE_ONLY_SECTIONS))
+        options = kit.read_options(composed.values)
+        kit.check_parallel(options)
+        folder.mkdir(parents=True, exist_ok=True)
+        filled = dict[str, Any]()
+        if options.data.train is None and (sample := write_sample(task, folder)) is not None:
+            # Enough evaluation rows for batches of several.
+            filled = {"data.train": str(sample), "data.eval_fraction": 0.25}
+        if task in REWARDED_TASKS and getattr(options, "reward", None) is None:
+            filled["reward"] = REWARD
+        whole = dotted(composed.values) | dotted(kit.resolved(options)) | filled
+        known = option_names(kit.OPTIONS)
+        values = whole | {name: value for name, value in FIXED.items() if name in known} | _reductions(whole, known)
+        values |= dict.fromkeys(DEGREES, 1) | {"data.cache": str(folder / "cache")} if "data.cache" in known else {}
+        reduced = [f"{name}={values[name]}" for name in sorted(values) if name in whole and values[name] != whole[name]]
+        return cls(
+            name=f"{task}/{composed.model_name}",
+            values=values,
+            kit=kit,
+            folder=folder,
+            degrees={name: whole[name] for name in DEGREES},
+            reduced=tuple(each for each in reduced if each.split("=")[0] not in (*filled, "data.cache")),
+        )
+
+    def options(self, changes: Mapping[str, Any]) -> Any:
+        """The options of the reduced run, with changes by dotted name. Raises ConfigError."""
+        return self.kit.read_options(nested({**self.values, **changes}))
+
+    def has(self, option: str) -> bool:
+        """Whether the task has this option."""
+        return option in option_names(self.kit.OPTIONS)
+
+    def assemble(
+        self, folder: str | Path, changes: Mapping[str, Any], model: nn.Module | None = None
+    ) -> RunAssembly[Any, Any]:
+        """A run in `folder` ready to start, of the network handed over if there is one, which it trains in place."""
+        network = {name: None for name in self.values if name.startswith("model.")} if model is not None else {}
+        values = {name: value for name, value in self.values.items() if name not in network}
+        given = nested({**values, **changes, "output_dir": str(self.folder / folder)})
+        options = self.kit.read_options({**given, "model": {}} if model is not None else given)
+        inputs = RunInputs[Any](model=model, model_name=self.name)
+        rendezvous = Rendezvous.open(options.parallel, options.device, options.num_ranks)
+        return self.kit.assemble(options, with_open_model(options, inputs), rendezvous)
+
+    def train(self, folder: str | Path, changes: Mapping[str, Any]) -> Path:
+        """Train to the end in this process; the run folder."""
+        return self.assemble(folder, changes).train().folder
+
+    def start(self, folder: str | Path, changes: Mapping[str, Any]) -> Process:
+        """Train in a process of its own."""
+        return Process(self.train, folder, changes, is_leader=True)
+
+    @property
+    def base(self) -> Path:
+        """The run that nobody disturbed."""
+        return self.folder / "base"
+
+    def network(self) -> tuple[nn.Module, bool]:
+        """The trained network on this process, and whether it is in float64. One with tables of rows stays as it is."""
+        model = load_model(self.base, self.values["device"], "fp32", self.values["task"])
+        is_double = not self.has("cache.device_rows") and self.values["device"] != "mps"
+        return (model.double() if is_double else model), is_double
+
+    def evaluate(self, model: nn.Module, changes: Mapping[str, Any]) -> dict[str, float]:
+        """Metrics of the evaluation set for this network."""
+        options = self.options(changes)
+        inputs = RunInputs[Any](model=model, model_folder=self.base, processor=load_processor(self.base))
+        rendezvous = Rendezvous.open(options.parallel, options.device, options.num_ranks)
+        found = self.kit.evaluate(options, inputs, rendezvous)
+        return {name: value for name, value in found.items() if not name.startswith("time/")}
+
+
+def _reductions(values: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
+    """Options that exceed what a run of seconds can have."""
+    found = {}
+    # Rows of a limited length are refused, where texts are cut into rows.
+    limits = {name: most for name, most in LIMITS.items() if name != CUT_LENGTH or "data.on_too_long" not in known}
+    for name, most in limits.items():
+        given = values.get(name)
+        if name in known and (given is None or (isinstance(given, int) and given > most)):
+            found[name] = most
+    layers = values.get("model.num_layers")
+    width = max((values.get(f"model.{name}") or 0) for name in ("dim", "mlp_dim"))
+    if isinstance(layers, int) and layers > FEW_LAYERS and layers * 12 * width**2 > LARGE:
+        found["model.num_layers"] = FEW_LAYERS
+    return found

@@ -1,0 +1,9 @@
+"""The contracts of a configuration, in the order in which they are checked."""
+
+from __future__ import annotations
+
+from kitforge.verify import learning
+from kitforge.verify.case import Case
+from kitforge.verify.contract import Contract
+
+CONTRACTS: tuple[Contract[Case], ...] = (*learning.CONTRACTS,)

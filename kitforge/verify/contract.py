@@ -1,0 +1,58 @@
+"""A contract: what is promised, how it is measured, and what the measurement came to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Generic, Literal, TypeAlias, TypeVar, final
+
+SubjectT = TypeVar("SubjectT")
+Status: TypeAlias = Literal["held", "broken", "not offered"]
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """A figure that a contract bounds; 0 is equality. NaN breaks it."""
+
+    figure: float
+    bound: float = 0.0
+    unit: str  # what was counted or compared, in a few words
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the figure is within its bound."""
+        return self.figure <= self.bound
+
+
+class NotOfferedError(Exception):
+    """The subject does not offer what the contract is about; the message says what."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contract(Generic[SubjectT]):
+    """A promise that `check` measures on a subject: a configuration, or a trainer of the caller's. It runs in a process
+    of its own, and raises NotOfferedError for a subject that the promise is not about."""
+
+    name: str
+    promise: str
+    check: Callable[[SubjectT], Measured]
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """The result of a contract."""
+
+    contract: str
+    subject: str
+    status: Status
+    figure: float | None = None
+    bound: float | None = None
+    words: str = ""  # the unit of the figure, the reason, or the error
+    seconds: float = 0.0
+
+
+# Verdicts one by one, as they are reached.
+Verdicts: TypeAlias = Iterator[Verdict]

@@ -1,0 +1,177 @@
+"""Contracts of gradients and losses: micro-batches equal the batch, evaluation has no batch size, packing isolates."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from kitforge.api import load_processor
+from kitforge.foundation.types import Cursor
+from kitforge.kits.registry import DEFAULT_TASK
+from kitforge.verify.case import Case
+from kitforge.verify.contract import Contract, Measured, NotOfferedError
+from kitforge.verify.run_equality import relative
+from kitforge.verify.sample_data import documents
+
+# Bounds in float64, and in float32 where tables of rows keep a network in it.
+ROUNDING = {True: 1e-9, False: 2e-4}
+# A step of SGD at rate 1 subtracts the gradient itself.
+PLAIN = {
+    "optimizer.name": "sgd",
+    "optimizer.momentum": 0.0,
+    "optimizer.weight_decay": 0.0,
+    "optimizer.learning_rate": 1.0,
+    "schedule.name": "constant",
+    "schedule.warmup_steps": 0,
+    "trainer.checkpoint_every": None,
+    "trainer.eval_batches": 1,
+}
+SIZES = (1, 3)
+
+
+def check_micro_batches(case: Case) -> Measured:
+    """The weights and metrics of two steps in micro-batches against those of whole batches, relative to the way that
+    the weights went."""
+    model, is_double = case.network()
+    before = _weights(model)
+
+    def trained(size: int | None) -> tuple[dict[str, Tensor], dict[str, float]]:
+        # Log-probs of further rollouts are rounded to float32.
+        steps = 1 if case.has("rollout.max_new_tokens") else 2
+        changes = {**PLAIN, "trainer.max_steps": steps, "trainer.micro_batch_size": size}
+        given = copy.deepcopy(model) if is_double else None
+        # Tables of rows begin with the rows of their seed, and go on from no other.
+        assembly = case.assemble(f"micro_batches/{size}", changes, given)
+        if given is None:
+            before.update(_weights(assembly.loop.model))
+        metrics = assembly.train().metrics
+        # Rewards and other metrics are rounded to float32.
+        return _weights(assembly.loop.model), {"loss": metrics["loss"]}
+
+    whole, metrics = trained(None)
+    way = _distance(whole, before)
+    figure = 0.0 if way > 0 else math.inf
+    for size in SIZES:
+        split, found = trained(size)
+        figure = max(figure, _distance(split, whole) / max(way, 1e-30), _furthest(found, metrics))
+    return Measured(figure=figure, bound=ROUNDING[is_double], unit=f"relative, {_precision(is_double)}")
+
+
+def check_evaluation(case: Case) -> Measured:
+    """Every metric of the evaluation set at batch sizes 1, 2 and 7, and in micro-batches."""
+    model, is_double = case.network()
+    whole = {"trainer.eval_batches": None, "data.batch_size": 1}
+    metrics = case.evaluate(model, whole)
+    if not metrics or metrics == case.evaluate(model, {"trainer.eval_batches": 1, "data.batch_size": 1}):
+        raise NotOfferedError("there are no two rows to evaluate")
+    others = [{"data.batch_size": 2}, {"data.batch_size": 7}, {"data.batch_size": 6, "trainer.micro_batch_size": 2}]
+    figure = max(_furthest(case.evaluate(model, whole | other), metrics) for other in others)
+    return Measured(figure=figure, bound=ROUNDING[is_double], unit=f"relative, {_precision(is_double)}")
+
+
+def check_packing(case: Case) -> Measured:
+    """Losses and gradients of documents that share a row against those of each alone."""
+    if case.values["task"] == DEFAULT_TASK:
+        return _check_packed_documents(case)
+    if case.values["task"] == "sft":
+        return _check_packed_rows(case)
+    raise NotOfferedError("rows of this task are not packed")
+
+
+def _check_packed_documents(case: Case) -> Measured:
+    """One row of all documents, as the run packs it, against the network on each document by itself."""
+    tokenizer: Any = load_processor(case.base)
+    encoded = [torch.tensor([*tokenizer.encode(text), tokenizer.eos_id]) for text in documents(3, 5)]
+    file = case.folder / "packed.txt"
+    separator = "\n%%\n"
+    file.write_text(separator.join(documents(3, 5)), encoding="utf-8")
+    changes = {
+        "data.train": str(file),
+        "data.eval": str(file),
+        "data.separator": separator,
+        "data.sequence_length": sum(map(len, encoded)) - 1,
+        "data.batch_size": 1,
+        "data.streaming": False,
+    }
+    model, is_double = case.network()
+    model.eval()
+    total = torch.zeros((), dtype=torch.float64)
+    for tokens in encoded:
+        logits = model(tokens[None].to(next(model.parameters()).device))[0, :-1]
+        total = total + functional.cross_entropy(logits, tokens[1:].to(logits.device), reduction="sum").double().cpu()
+    count = sum(map(len, encoded)) - len(encoded)
+    (total / count).backward()
+    alone = _gradients(model)
+    model.zero_grad()
+    model.eval()
+    packed = _first_gradients(case, changes, model)
+    loss = case.evaluate(model, changes | {"trainer.eval_batches": None})["eval/loss"]
+    figure = max(_distance(packed, alone) / _norm(alone), relative(loss, float(total) / count))
+    return Measured(figure=figure, bound=ROUNDING[is_double], unit=f"relative, {_precision(is_double)}")
+
+
+def _check_packed_rows(case: Case) -> Measured:
+    """The gradient of a batch of rows, which share sequences, against the sum over micro-batches of one row each."""
+    model, is_double = case.network()
+    together = _first_gradients(case, {}, model)
+    alone = _first_gradients(case, {"trainer.micro_batch_size": 1}, model)
+    figure = _distance(together, alone) / _norm(alone)
+    return Measured(figure=figure, bound=ROUNDING[is_double], unit=f"relative, {_precision(is_double)}")
+
+
+def _first_gradients(case: Case, changes: Mapping[str, Any], model: nn.Module) -> dict[str, Tensor]:
+    """The gradients of the first step, without dropout."""
+    task = case.assemble("gradients", changes, model).loop.task
+    model.eval()
+    step = next(iter(task.steps(model, Cursor())))
+    count = float(task.count(step)["loss"])
+    model.zero_grad()
+    for micro_batch in step:
+        (task.loss(model, micro_batch)["loss"] / count).backward()
+    found = _gradients(model)
+    model.zero_grad()
+    return found
+
+
+def _weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: each.detach().clone() for name, each in model.named_parameters()}
+
+
+def _gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
+
+
+def _norm(tensors: Mapping[str, Tensor]) -> float:
+    return math.hypot(*(float(each.double().norm()) for each in tensors.values()))
+
+
+def _distance(got: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:
+    """The norm of the difference of all tensors; infinite where names differ."""
+    if got.keys() != wanted.keys():
+        return math.inf
+    return _norm({name: each - wanted[name] for name, each in got.items()})
+
+
+def _furthest(got: Mapping[str, float], wanted: Mapping[str, float]) -> float:
+    """The largest relative difference of metrics; infinite where names differ, or where none is a number in both."""
+    if got.keys() != wanted.keys():
+        return math.inf
+    pairs = [(got[name], value) for name, value in wanted.items() if not math.isnan(got[name]) or not math.isnan(value)]
+    return max((relative(*pair) for pair in pairs), default=math.inf)
+
+
+def _precision(is_double: bool) -> str:
+    return "float64" if is_double else "float32"
+
+
+CONTRACTS = (
+    Contract(name="micro_batches", promise="micro-batches = batch", check=check_micro_batches),
+    Contract(name="evaluation", promise="evaluation independent of the batch size", check=check_evaluation),
+    Contract(name="packing", promise="packed = alone", check=check_packing),
+)

@@ -1,0 +1,104 @@
+"""What two runs leave behind, compared to the last bit: metrics, weights, optimizer, tables and state."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from kitforge.core.checkpoint.load import Checkpoint, open_checkpoint
+from kitforge.core.checkpoint.manifest import step_folder, steps
+from kitforge.core.checkpoint.state_tensors import detach_tensors
+
+# Rows by id of every part of every table, as bits.
+Tables: TypeAlias = dict[str, dict[str, dict[int, bytes]]]
+
+
+def records(folder: Path, *kinds: str) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl of these kinds (train and eval where none is named), without what a clock decides."""
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    wanted = kinds or ("train", "eval")
+    return [without_clock(record) for record in map(json.loads, lines) if record["kind"] in wanted]
+
+
+def without_clock(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The record without `time/*`."""
+    return {name: value for name, value in record.items() if not name.startswith("time/")}
+
+
+def last_checkpoint(folder: Path) -> Checkpoint:
+    """The newest checkpoint of a run."""
+    root = folder / "checkpoints"
+    return open_checkpoint(step_folder(root, steps(root)[-1]))
+
+
+def checkpoint_content(checkpoint: Checkpoint) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors of model and optimizer, and the state; without clock and paths."""
+    tensors = dict(checkpoint.model()) | dict(checkpoint.optimizer())
+    training = checkpoint.state["training"]
+    del training["seconds"], checkpoint.state["config"]
+    training["log_accumulator"] = without_clock(training["log_accumulator"])
+    return tensors, checkpoint.state
+
+
+def tables_in(checkpoint: Checkpoint) -> Tables:
+    """All rows of a checkpoint."""
+    return {
+        name: {part: bits_of(checkpoint.table(name).chunks(part)) for part in checkpoint.table(name).parts}
+        for name in checkpoint.tables
+    }
+
+
+def bits_of(chunks: Iterable[tuple[Tensor, Tensor]]) -> dict[int, bytes]:
+    """Rows by id, as bytes."""
+    found: dict[int, bytes] = {}
+    for ids, rows in chunks:
+        for row_id, row in zip(ids.tolist(), rows.contiguous().view(torch.uint8).numpy(), strict=True):
+            assert row_id not in found
+            found[row_id] = row.tobytes()
+    return found
+
+
+def differences(got: Path, wanted: Path, *, with_state: bool = True) -> list[str]:
+    """What differs between two runs that ended, by name; empty if nothing does, to the last bit. Without the state,
+    options may differ."""
+    lines, wanted_lines = records(got), records(wanted)
+    found = [] if len(lines) == len(wanted_lines) else [f"{len(lines)} lines of metrics, not {len(wanted_lines)}"]
+    for line, other in zip(lines, wanted_lines, strict=False):
+        names = [name for name in line.keys() | other.keys() if not _is_same(line.get(name), other.get(name))]
+        found += [f"{name} of step {other['step']}" for name in sorted(names)]
+    checkpoints = last_checkpoint(got), last_checkpoint(wanted)
+    (tensors, state), (wanted_tensors, wanted_state) = map(checkpoint_content, checkpoints)
+    if with_state and detach_tensors(state, tensors) != detach_tensors(wanted_state, wanted_tensors):
+        found.append("the state of the last checkpoint")
+    for name in tensors.keys() | wanted_tensors.keys():
+        one, other = tensors.get(name), wanted_tensors.get(name)
+        if one is None or other is None or not one.equal(other):
+            found.append(name)
+    rows, wanted_rows = map(tables_in, checkpoints)
+    found += [f"table {name}" for name in rows.keys() | wanted_rows.keys() if rows.get(name) != wanted_rows.get(name)]
+    return found
+
+
+def _is_same(one: object, other: object) -> bool:
+    # NaN equals NaN.
+    return one == other or (one != one and other != other)
+
+
+def distance(got: Path, wanted: Path, names: Iterable[str] = ("loss", "eval/loss", "grad_norm")) -> float:
+    """The largest relative difference of these metrics in lines of the same step and kind that both runs wrote;
+    infinite if there is none to compare, and for values that are not finite."""
+    lines = {(line["kind"], line["step"]): line for line in records(wanted)}
+    pairs = [(line, lines[key]) for line in records(got) if (key := (line["kind"], line["step"])) in lines]
+    values = [(line[name], other[name]) for line, other in pairs for name in names if name in line and name in other]
+    return max((relative(one, other) for one, other in values), default=float("inf"))
+
+
+def relative(got: float, wanted: float) -> float:
+    """|got - wanted| / max(|wanted|, 1e-6); infinite where that is no number."""
+    found = abs(got - wanted) / max(abs(wanted), 1e-6)
+    return found if found == found else float("inf")
