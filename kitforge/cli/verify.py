@@ -19,6 +19,7 @@ from kitforge.report.page import write_report
 from kitforge.verify.case import Case
 from kitforge.verify.catalog import CONTRACTS
 from kitforge.verify.contract import Contract, Verdict, Verdicts
+from kitforge.verify.distribution import import_sharding
 from kitforge.verify.runner import chosen, run_contracts, summary, write_verdicts
 
 # The tiny presets of the three kits.
@@ -46,6 +47,8 @@ def verify(arguments: list[str]) -> int:
     if folder.exists():
         raise ConfigError("contracts are checked in a folder of their own", got=f"{folder}, which exists")
     cases = [Case.of(choices, folder / str(choices["task"])) for choices in ([options] if options else DEFAULTS)]
+    if any(contract.name in ("ranks", "layouts") for contract in contracts):
+        import_sharding()
     verdicts = [verdict for case in cases for verdict in _check_case(case, contracts)]
     sys.stdout.write(json.dumps(summary(verdicts)) + "\n")
     return int(any(verdict.status == "broken" for verdict in verdicts))

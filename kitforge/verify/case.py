@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self, final
@@ -101,6 +102,11 @@ class Case:
             reduced=tuple(each for each in reduced if each.split("=")[0] not in (*filled, "data.cache")),
         )
 
+    @property
+    def num_ranks(self) -> int:
+        """The ranks that the degrees as given ask for."""
+        return math.prod(self.degrees.values())
+
     def options(self, changes: Mapping[str, Any]) -> Any:
         """The options of the reduced run, with changes by dotted name. Raises ConfigError."""
         return self.kit.read_options(nested({**self.values, **changes}))
@@ -109,25 +115,34 @@ class Case:
         """Whether the task has this option."""
         return option in option_names(self.kit.OPTIONS)
 
-    def assemble(
+    @contextmanager
+    def run(
         self, folder: str | Path, changes: Mapping[str, Any], model: nn.Module | None = None
-    ) -> RunAssembly[Any, Any]:
+    ) -> Iterator[RunAssembly[Any, Any]]:
         """A run in `folder` ready to start, of the network handed over if there is one, which it trains in place."""
         network = {name: None for name in self.values if name.startswith("model.")} if model is not None else {}
         values = {name: value for name, value in self.values.items() if name not in network}
         given = nested({**values, **changes, "output_dir": str(self.folder / folder)})
         options = self.kit.read_options({**given, "model": {}} if model is not None else given)
         inputs = RunInputs[Any](model=model, model_name=self.name)
-        rendezvous = Rendezvous.open(options.parallel, options.device, options.num_ranks)
-        return self.kit.assemble(options, with_open_model(options, inputs), rendezvous)
+        with Rendezvous.open(options.parallel, options.device, options.num_ranks) as rendezvous:
+            yield self.kit.assemble(options, with_open_model(options, inputs), rendezvous)
 
     def train(self, folder: str | Path, changes: Mapping[str, Any]) -> Path:
         """Train to the end in this process; the run folder."""
-        return self.assemble(folder, changes).train().folder
+        with self.run(folder, changes) as assembly:
+            return assembly.train().folder
 
-    def start(self, folder: str | Path, changes: Mapping[str, Any]) -> Process:
-        """Train in a process of its own."""
-        return Process(self.train, folder, changes, is_leader=True)
+    def start(
+        self, folder: str | Path, changes: Mapping[str, Any], prepare: Callable[[], None] = lambda: None
+    ) -> Process:
+        """Train in a process of its own, which first calls `prepare`."""
+
+        def work() -> None:
+            prepare()
+            self.train(folder, changes)
+
+        return Process(work)
 
     @property
     def base(self) -> Path:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kitforge.verify import learning
+from kitforge.verify import distribution, learning, resuming
 from kitforge.verify.case import Case
 from kitforge.verify.contract import Contract
 
-CONTRACTS: tuple[Contract[Case], ...] = (*learning.CONTRACTS,)
+CONTRACTS: tuple[Contract[Case], ...] = (*learning.CONTRACTS, *resuming.CONTRACTS, *distribution.CONTRACTS)

@@ -47,12 +47,12 @@ def check_micro_batches(case: Case) -> Measured:
         changes = {**PLAIN, "trainer.max_steps": steps, "trainer.micro_batch_size": size}
         given = copy.deepcopy(model) if is_double else None
         # Tables of rows begin with the rows of their seed, and go on from no other.
-        assembly = case.assemble(f"micro_batches/{size}", changes, given)
-        if given is None:
-            before.update(_weights(assembly.loop.model))
-        metrics = assembly.train().metrics
-        # Rewards and other metrics are rounded to float32.
-        return _weights(assembly.loop.model), {"loss": metrics["loss"]}
+        with case.run(f"micro_batches/{size}", changes, given) as assembly:
+            if given is None:
+                before.update(_weights(assembly.loop.model))
+            metrics = assembly.train().metrics
+            # Rewards and other metrics are rounded to float32.
+            return _weights(assembly.loop.model), {"loss": metrics["loss"]}
 
     whole, metrics = trained(None)
     way = _distance(whole, before)
@@ -112,7 +112,7 @@ def _check_packed_documents(case: Case) -> Measured:
     model.eval()
     packed = _first_gradients(case, changes, model)
     loss = case.evaluate(model, changes | {"trainer.eval_batches": None})["eval/loss"]
-    figure = max(_distance(packed, alone) / _norm(alone), relative(loss, float(total) / count))
+    figure = max(_distance(packed, alone) / _norm(alone), relative(loss, float(total) / count, floor=1e-6))
     return Measured(figure=figure, bound=ROUNDING[is_double], unit=f"relative, {_precision(is_double)}")
 
 
@@ -127,13 +127,14 @@ def _check_packed_rows(case: Case) -> Measured:
 
 def _first_gradients(case: Case, changes: Mapping[str, Any], model: nn.Module) -> dict[str, Tensor]:
     """The gradients of the first step, without dropout."""
-    task = case.assemble("gradients", changes, model).loop.task
-    model.eval()
-    step = next(iter(task.steps(model, Cursor())))
-    count = float(task.count(step)["loss"])
-    model.zero_grad()
-    for micro_batch in step:
-        (task.loss(model, micro_batch)["loss"] / count).backward()
+    with case.run("gradients", changes, model) as assembly:
+        task = assembly.loop.task
+        model.eval()
+        step = next(iter(task.steps(model, Cursor())))
+        count = float(task.count(step)["loss"])
+        model.zero_grad()
+        for micro_batch in step:
+            (task.loss(model, micro_batch)["loss"] / count).backward()
     found = _gradients(model)
     model.zero_grad()
     return found
@@ -163,7 +164,7 @@ def _furthest(got: Mapping[str, float], wanted: Mapping[str, float]) -> float:
     if got.keys() != wanted.keys():
         return math.inf
     pairs = [(got[name], value) for name, value in wanted.items() if not math.isnan(got[name]) or not math.isnan(value)]
-    return max((relative(*pair) for pair in pairs), default=math.inf)
+    return max((relative(*pair, floor=1e-6) for pair in pairs), default=math.inf)
 
 
 def _precision(is_double: bool) -> str:

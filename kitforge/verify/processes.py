@@ -63,6 +63,16 @@ class Process:
         """Whether it has not ended yet."""
         return self._process.is_alive()
 
+    def ended(self, timeout: float) -> bool:
+        """Whether it ends with an answer; false if it dies. Raises what the function raised."""
+        try:
+            self.result(timeout)
+        except TrainingError:
+            if self._process.exitcode == -signal.SIGKILL:
+                return False
+            raise
+        return True
+
     def kill(self) -> None:
         """SIGKILL, to a leader and all its descendants."""
         assert self._process.pid is not None

@@ -95,10 +95,11 @@ def distance(got: Path, wanted: Path, names: Iterable[str] = ("loss", "eval/loss
     lines = {(line["kind"], line["step"]): line for line in records(wanted)}
     pairs = [(line, lines[key]) for line in records(got) if (key := (line["kind"], line["step"])) in lines]
     values = [(line[name], other[name]) for line, other in pairs for name in names if name in line and name in other]
-    return max((relative(one, other) for one, other in values), default=float("inf"))
+    # A policy's loss is zero but for rounding where its ratios are one.
+    return max((relative(one, other, floor=1e-2) for one, other in values), default=float("inf"))
 
 
-def relative(got: float, wanted: float) -> float:
-    """|got - wanted| / max(|wanted|, 1e-6); infinite where that is no number."""
-    found = abs(got - wanted) / max(abs(wanted), 1e-6)
+def relative(got: float, wanted: float, floor: float) -> float:
+    """|got - wanted| / max(|wanted|, floor); infinite where that is no number."""
+    found = abs(got - wanted) / max(abs(wanted), floor)
     return found if found == found else float("inf")

@@ -1,0 +1,113 @@
+"""Contracts of ranks and tiers: N ranks equal one, and a cache of table rows is invisible."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kitforge.foundation.errors import ConfigError, KitforgeError
+from kitforge.verify.case import DEGREES, RUN_TIMEOUT, Case
+from kitforge.verify.contract import Contract, Measured, NotOfferedError
+from kitforge.verify.processes import free_port, launched, run_ranks
+from kitforge.verify.run_equality import differences, distance
+
+# Sums over ranks are rounded otherwise in float32, and every step builds on the ones before.
+LAYOUT_BOUND = 2e-4
+# Without it, the sequences of a batch have to be cut, too.
+WHOLE_SEQUENCES = "parallel.sequence_parallel"
+# Rows of the device tier, from few to many; the first that holds a batch is taken.
+CACHE_ROWS = (16, 32, 64, 128, 256, 1024, 4096, 16384)
+
+
+def layouts(case: Case) -> list[dict[str, Any]]:
+    """Degrees of two ranks, and those that were given, as far as the task can be cut so and the machine has devices
+    for it. Raises NotOfferedError where none is left."""
+    pairs = [[{name: 2}, {name: 2, WHOLE_SEQUENCES: False}] for name in DEGREES]
+    wanted: list[list[dict[str, Any]]] = [each if DEGREES[-1] in each[0] else each[:1] for each in pairs]
+    if case.num_ranks > 1 and dict(case.degrees) not in [each[0] for each in wanted]:
+        wanted.append([dict(case.degrees)])
+    found = [degrees for ways in wanted if (degrees := next((way for way in ways if _can_run(case, way)), None))]
+    if not found:
+        raise NotOfferedError("this machine, or this network, has no second rank")
+    return found
+
+
+def _can_run(case: Case, degrees: Mapping[str, Any]) -> bool:
+    try:
+        options = case.options(degrees)
+        case.kit.check_parallel(options)
+    except ConfigError:
+        return False
+    return _has_devices(case.values["device"], options.num_ranks)
+
+
+def import_sharding() -> None:
+    """Import what sharded parameters need, which takes seconds: once in a process whose forks become ranks."""
+    for module in ("torch.distributed.fsdp", "torch.fx.experimental.symbolic_shapes"):
+        importlib.import_module(module)
+
+
+def _has_devices(device: str, num_ranks: int) -> bool:
+    has_accelerator = device != "cpu" and torch.accelerator.is_available()
+    return not has_accelerator or torch.accelerator.device_count() >= num_ranks
+
+
+def on_layouts(
+    case: Case,
+    name: str,
+    changes: Mapping[str, Any],
+    compared: Callable[[Path], float],
+    prepare: Callable[[Path], object] = lambda _folder: None,
+) -> tuple[float, str]:
+    """Train under every layout in a folder that `prepare` may fill; the largest figure of `compared`, and the names of
+    the layouts."""
+    figures, names = [], []
+    for degrees in layouts(case):
+        words = " x ".join(f"{axis.removeprefix('parallel.')}={degree}" for axis, degree in degrees.items())
+        folder = f"{name}/{words.replace(' ', '')}"
+        prepare(case.folder / folder)
+        num_ranks, port = case.options(degrees).num_ranks, free_port()
+
+        def work(rank: int, num_ranks: int, port: int, *given: Any) -> None:
+            launched(rank, num_ranks, port, case.train, *given)
+
+        run_ranks(num_ranks, work, num_ranks, port, folder, {**changes, **degrees}, timeout=RUN_TIMEOUT)
+        figures.append(compared(case.folder / folder))
+        names.append(words)
+    return max(figures), ", ".join(names)
+
+
+def check_ranks(case: Case) -> Measured:
+    """Losses and gradient norms of runs on several ranks against those of one."""
+    figure, names = on_layouts(case, "ranks", {}, lambda folder: distance(folder, case.base))
+    return Measured(figure=figure, bound=LAYOUT_BOUND, unit=f"relative, {names}")
+
+
+def check_cache(case: Case) -> Measured:
+    """A run whose tables hold few rows on the device, with prefetching, against the one that holds them all."""
+    if not case.has("cache.device_rows"):
+        raise NotOfferedError("the task has no tables of rows")
+    tried = None
+    for rows in CACHE_ROWS:
+        changes = {"cache.device_rows": rows, "cache.prefetch_batches": 2, "cache.fail_on_overflow": True}
+        try:
+            folder = case.train(f"cached/{rows}", changes)
+        except KitforgeError as error:
+            # Too few for a batch.
+            tried = error
+            continue
+        found = differences(folder, case.base, with_state=False)
+        named = f": {', '.join(found[:3])}" if found else ""
+        return Measured(figure=len(found), unit=f"values differ with {rows} rows on the device{named}")
+    assert tried is not None
+    raise tried
+
+
+CONTRACTS = (
+    Contract(name="ranks", promise="N ranks = 1", check=check_ranks),
+    Contract(name="cache", promise="cached = uncached", check=check_cache),
+)

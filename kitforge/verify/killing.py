@@ -1,0 +1,66 @@
+"""Runs that end without a word: by SIGKILL at an instant of training, or at a file operation of a save."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from kitforge.verify.processes import Process
+
+FILE_EVENTS = {"open", "os.rename", "os.mkdir", "os.rmdir", "os.remove", "shutil.rmtree"}
+# Seconds between two looks at a run that is to be killed.
+LOOK = 0.002
+
+
+def die_at_operation(number: int, root: Path) -> None:
+    """Have this process die by SIGKILL at the file operation of that number below `root`, before it happens."""
+    count = itertools.count()
+
+    def hook(event: str, arguments: Sequence[object]) -> None:
+        if event in FILE_EVENTS and str(root) in str(arguments[0]) and next(count) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+
+
+def kill_at_line(process: Process, metrics: Path, number: int, delay: float, timeout: float) -> bool:
+    """Kill a run `delay` seconds after its file of metrics has `number` more lines than now; whether it was alive."""
+    before, until = _num_lines(metrics), time.monotonic() + timeout
+    while process.is_alive and time.monotonic() < until and _num_lines(metrics) < before + number:
+        time.sleep(LOOK)
+    time.sleep(delay)
+    was_alive = process.is_alive
+    process.kill()
+    return was_alive
+
+
+def kill_again_and_again(
+    start: Callable[[Callable[[], None]], Process], folder: Path, *, instants: int, saves: int, seed: int, timeout: float
+) -> int:
+    """Kill the run in `folder` at drawn instants and during drawn saves, and let it end; the number of kills.
+
+    `start(prepare)` starts or resumes the run in a process that first calls `prepare`. Each instant follows the first
+    or the second line that the process writes, so that a run of a few steps is struck several times.
+    """
+    draw = random.Random(seed)
+    kills = 0
+    for _ in range(instants):
+        process = start(lambda: None)
+        delay = draw.uniform(0, 0.05)
+        kills += kill_at_line(process, folder / "metrics.jsonl", draw.randint(1, 2), delay, timeout)
+    for _ in range(saves):
+        number = draw.randrange(24)
+        process = start(lambda number=number: die_at_operation(number, folder / "checkpoints"))  # type: ignore[misc]
+        kills += not process.ended(timeout)
+    start(lambda: None).result(timeout)
+    return kills
+
+
+def _num_lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0

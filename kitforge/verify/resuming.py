@@ -1,0 +1,89 @@
+"""Contracts of checkpoints: killed equals never killed, any layout goes on, and damage is refused."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from pathlib import Path
+
+from kitforge.core.checkpoint.load import open_checkpoint
+from kitforge.core.checkpoint.manifest import step_folder, steps
+from kitforge.foundation.errors import CheckpointError
+from kitforge.verify.case import CHECKPOINT_EVERY, RUN_TIMEOUT, Case
+from kitforge.verify.contract import Contract, Measured
+from kitforge.verify.distribution import LAYOUT_BOUND, on_layouts
+from kitforge.verify.killing import kill_again_and_again
+from kitforge.verify.run_equality import differences, distance
+
+INSTANTS, SAVES = 2, 2
+RESUME = {"resume": "auto"}
+
+
+def check_resume(case: Case) -> Measured:
+    """SIGKILL at drawn instants and during drawn saves, and resume=auto until the end, against the undisturbed run."""
+    folder = case.folder / "killed"
+    kills = kill_again_and_again(
+        lambda prepare: case.start("killed", RESUME, prepare),
+        folder,
+        instants=INSTANTS,
+        saves=SAVES,
+        seed=case.values["seed"],
+        timeout=RUN_TIMEOUT,
+    )
+    if kills == 0:
+        raise RuntimeError("no run lived long enough to be killed")
+    found = differences(folder, case.base)
+    named = f": {', '.join(found[:3])}" if found else ""
+    return Measured(figure=len(found), unit=f"values differ after {kills} kills{named}")
+
+
+def check_layouts(case: Case) -> Measured:
+    """The first checkpoint of the undisturbed run, resumed on other ranks, against what that run did then."""
+
+    def prepare(folder: Path) -> None:
+        copy_up_to(case.base, folder, CHECKPOINT_EVERY)
+
+    def compared(folder: Path) -> float:
+        return distance(folder, case.base)
+
+    figure, names = on_layouts(case, "resumed", RESUME, compared, prepare)
+    return Measured(figure=figure, bound=LAYOUT_BOUND, unit=f"relative, 1 rank to {names}")
+
+
+def check_damage(case: Case) -> Measured:
+    """A byte of each file of a checkpoint flipped, one at a time: all must be refused."""
+    draw = random.Random(case.values["seed"])
+    root = case.folder / "damaged"
+    shutil.copytree(case.base / "checkpoints", root)
+    folder = step_folder(root, steps(root)[-1])
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.stat().st_size]
+    accepted = []
+    for path in files:
+        sound = path.read_bytes()
+        position = draw.randrange(len(sound))
+        path.write_bytes(sound[:position] + bytes([sound[position] ^ 1 << draw.randrange(8)]) + sound[position + 1 :])
+        try:
+            open_checkpoint(folder)
+            accepted.append(path.name)
+        except CheckpointError:
+            pass
+        path.write_bytes(sound)
+    open_checkpoint(folder)
+    named = f": {', '.join(accepted)}" if accepted else ""
+    return Measured(figure=len(accepted), unit=f"of {len(files)} damaged files accepted{named}")
+
+
+def copy_up_to(source: Path, target: Path, step: int) -> Path:
+    """The run as a kill after the checkpoint of `step` leaves it: later lines are there, later checkpoints are not."""
+    shutil.copytree(source, target)
+    for later in steps(target / "checkpoints"):
+        if later > step:
+            shutil.rmtree(step_folder(target / "checkpoints", later))
+    return target
+
+
+CONTRACTS = (
+    Contract(name="resume", promise="killed and resumed = never killed", check=check_resume),
+    Contract(name="layouts", promise="resumed under another layout", check=check_layouts),
+    Contract(name="damage", promise="a checkpoint with flipped bytes refused", check=check_damage),
+)
