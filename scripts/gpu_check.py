@@ -28,24 +28,15 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn import functional
 
-from kitforge.core.kernels.add_norm.reference import add_norm
 from kitforge.core.kernels.attention.packed_mask import PackedMask, find_boundaries
 from kitforge.core.kernels.costs import cost
 from kitforge.core.kernels.dispatch import (
-    REFERENCE,
-    TABLE_REFERENCE,
-    Kernels,
-    TableKernels,
     implementation,
     select,
-    select_table,
 )
-from kitforge.core.kernels.jagged_bags import Bags
-from kitforge.core.kernels.moe_permute.reference import permutation_of
 from kitforge.core.nn.context import Context, causal_mask
 from kitforge.core.nn.decoder import Decoder
 from kitforge.core.nn.init import init_weights
-from kitforge.core.optim.row_optimizers import SparseOptimizerConfig, build_row_optimizer
 from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.data.tables.synthetic_clicks import SyntheticClicks, SyntheticClicksConfig
 from kitforge.foundation import device as devices
@@ -58,11 +49,10 @@ from kitforge.kits.registry import kit_of
 from kitforge.models.llama.model import LlamaConfig
 from kitforge.trainer.callbacks.callback import Callback, Event, RunContext
 from kitforge.trainer.run_folder import train
+from kitforge.verify.kernel_cases import TABLE_TOLERANCE, TOLERANCE, has_same_mask, kernel_errors, table_errors
 
 Row = tuple[str, str, str]  # what, measured, verdict; a verdict in capitals is a failure
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "gpu" / "results"
-# Relative to the largest element of the float64 reference.
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,149 +106,19 @@ CPU = replace(
 )
 
 
-def kernel_cases(device: torch.device) -> dict[str, tuple[Callable[[Kernels], Callable[..., Tensor]], list[Tensor]]]:
-    """For every kernel: how to call it, and its float arguments in float64."""
-    generator = torch.Generator().manual_seed(0)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, dtype=torch.float64, generator=generator).to(device)
-
-    angles = torch.rand(1, 33, 8, generator=generator).to(device)
-    targets = torch.randint(0, 301, (37,), generator=generator).to(device)
-    some = targets.masked_fill(torch.arange(37, device=device) % 5 == 0, -100)
-    tables, lengths = torch.tensor([[3, 1, 1], [0, 2, 4]], device=device), torch.tensor([19, 48], device=device)
-    pages: dict[str, Any] = {"block_size": 16, "window": None, "scale": 0.25}
-
-    documents = torch.tensor([[0] * 9 + [1] * 24, [0] * 20 + [1] * 3 + [2] * 10])
-    begins, longest = find_boundaries(documents)
-    order = torch.arange(33)
-    seen = (documents[:, :, None] == documents[:, None]) & (order[:, None] >= order) & (order[:, None] - order < 7)
-    packed = PackedMask(begins.to(device), longest, 7, lambda: seen[:, None].to(device))
-    permutation = permutation_of(torch.rand(37, 8, generator=generator).topk(2, 1).indices.to(device), 8)
-
-    def turn(kernels: Kernels, interleaved: bool) -> Callable[..., Tensor]:
-        return lambda x: kernels.rotary(x, angles.to(exact(x)).cos(), angles.to(exact(x)).sin(), interleaved)
-
-    return {
-        "linear": (lambda kernels: kernels.linear, [random(37, 48), random(64, 48), random(64)]),
-        "rms_norm": (lambda kernels: lambda x, w: kernels.rms_norm(x, w, 1e-6), [random(37, 48), random(48)]),
-        "layer_norm": (
-            lambda kernels: lambda x, w, b: kernels.layer_norm(x, w, b, 1e-6),
-            [random(37, 48), random(48), random(48)],
-        ),
-        "add_norm": (
-            lambda kernels: lambda x, y, w: torch.stack((kernels.add_norm or add_norm)(x, y, w, None, 1e-6)),
-            [random(37, 48), random(37, 48), random(48)],
-        ),
-        "rotary": (lambda kernels: turn(kernels, False), [random(2, 4, 33, 24)]),
-        "rotary interleaved": (lambda kernels: turn(kernels, True), [random(2, 4, 33, 24)]),
-        "swiglu": (lambda kernels: kernels.swiglu, [random(37, 48), random(37, 48)]),
-        "attention": (
-            lambda kernels: lambda q, k, v: kernels.attention(q, k, v, mask=None, causal=True, scale=0.25),
-            [random(2, 4, 33, 16), random(2, 2, 33, 16), random(2, 2, 33, 16)],
-        ),
-        "geglu": (lambda kernels: kernels.geglu, [random(37, 48), random(37, 48)]),
-        "attention of packed rows": (
-            lambda kernels: lambda q, k, v: kernels.attention(q, k, v, mask=packed, causal=True, scale=0.25),
-            [random(2, 4, 33, 16), random(2, 2, 33, 16), random(2, 2, 33, 16)],
-        ),
-        "moe_permute": (
-            lambda kernels: lambda x, w: kernels.moe_unpermute(kernels.moe_permute(x, permutation), w, permutation),
-            [random(37, 48), random(37, 2)],
-        ),
-        "linear_cross_entropy": (
-            lambda kernels: lambda hidden, weight: kernels.linear_cross_entropy(hidden, weight, some),
-            [random(37, 48), random(301, 48)],
-        ),
-        "linear_log_probs": (
-            lambda kernels: lambda hidden, weight: torch.stack(kernels.linear_log_probs(hidden, weight, targets, 0.7)),
-            # Small logits: entropies and their gradients suffer most where logits are rounded.
-            [random(37, 48) / 8, random(301, 48)],
-        ),
-        "paged_attention": (
-            lambda kernels: lambda q, k, v: kernels.paged_attention(q, k, v, tables, lengths, **pages),
-            [random(2, 4, 16), random(80, 2, 16), random(80, 2, 16)],
-        ),
-    }
-
-
-def exact(input: Tensor) -> torch.dtype:
-    return torch.promote_types(input.dtype, torch.float32)
-
-
 def check_kernels(device: torch.device) -> Iterator[Row]:
     """Outputs and gradients at O1 in each dtype against the float64 references."""
-    for name, (get, arguments) in kernel_cases(device).items():
-        worst, is_right = {}, True
-        for dtype, tolerance in TOLERANCE.items():
-            if device.type == "cpu" and dtype == torch.float16 and name.startswith("linear"):
-                continue
-            rounded = [each.to(dtype) for each in arguments]
-            wanted = outcome(get(REFERENCE), [each.double() for each in rounded])
-            found = outcome(get(select("O1", device.type)), rounded)
-            error = max(
-                float((one.double() - other).abs().max() / other.abs().max().clamp(min=1e-9))
-                for one, other in zip(found, wanted, strict=False)
-            )
-            worst[dtype] = error
-            is_right &= error < tolerance
-        words = ", ".join(f"{str(dtype).removeprefix('torch.')} {error:.0e}" for dtype, error in worst.items())
+    for name, errors in kernel_errors(device, "O1"):
+        words = ", ".join(f"{str(dtype).removeprefix('torch.')} {error:.0e}" for dtype, error in errors.items())
+        is_right = all(error < TOLERANCE[dtype] for dtype, error in errors.items())
         yield f"kernel {name}", words, "equal" if is_right else "DIFFERENT"
-
-
-def outcome(kernel: Callable[..., Tensor], arguments: list[Tensor]) -> list[Tensor]:
-    """The output, and the gradients where the kernel has them."""
-    leaves = [each.detach().clone().requires_grad_() for each in arguments]
-    try:
-        output = kernel(*leaves)
-        # Not made of the output, which is rounded differently in each dtype.
-        gradient = torch.arange(output.numel(), device=output.device).cos().view_as(output).to(output.dtype)
-        return [output.detach(), *torch.autograd.grad(output, leaves, gradient)]
-    except (RuntimeError, NotImplementedError):
-        with torch.no_grad():
-            return [kernel(*leaves)]
 
 
 def check_tables(device: torch.device) -> Iterator[Row]:
     """The loops over rows of tables on the device against the references on the CPU."""
-    slab, slots = torch.randn(500, 40), torch.randperm(500)[:200]
-    inverse, bags = torch.randint(0, 200, (900,)), Bags(offsets=torch.arange(0, 901, 3), mode="mean")
-
-    def run(kernels: TableKernels, place: torch.device) -> dict[str, Tensor]:
-        here = Bags(offsets=bags.offsets.to(place), mode="mean")
-        rows, at, of = slab.to(place).clone(), slots.to(place), inverse.to(place)
-        pooled = kernels.embedding_bag(rows, at, 32, inverse=of, bags=here)
-        sums = kernels.embedding_bag_backward(pooled, of, 200, bags=here)
-        distinct, numbers = kernels.unique(of - 100)
-        table = kernels.hash_map()
-        table.insert(at * 7 - 3, at)
-        table.remove((at * 7 - 3)[:50])
-        copied = torch.zeros_like(rows)
-        kernels.copy_rows(rows, copied, at=at, to=at.flip(0))
-        results = {"embedding_bag": pooled, "embedding_bag_backward": sums, "copy_rows": copied}
-        results |= {"unique": torch.cat([distinct, numbers]), "hash_map": table.lookup(of * 7 - 3)}
-        for name in ("sgd", "adagrad", "rowwise_adagrad", "lazy_adam", "adam", "ftrl"):
-            rule = build_row_optimizer(SparseOptimizerConfig(name=name), kernels)
-            layout = rule.layout(32)
-            records = torch.zeros(len(rows), layout.width, device=device)
-            records[:, :32] = rows[:, :32]
-            rule.init_states_(records, layout)
-            for step in (1, 2, 3):
-                rule.catch_up(records, at, step - 1, torch.full((9,), 0.1, dtype=torch.float64))
-                rule.update(records, at, sums, 0.1, step)
-            results[name] = records[:, :32]
-        return results
-
-    wanted, found = run(TABLE_REFERENCE, torch.device("cpu")), run(select_table(device.type), device)
-    for name, one in wanted.items():
-        error = float((found[name].cpu() - one).abs().max() / one.abs().max().clamp(min=1))
-        yield f"table {name}", f"{error:.0e}", "equal" if error < 1e-5 else "DIFFERENT"
-    keys = torch.arange(-3, 500)
-    masks = [
-        select("O1", place.type).keep_mask(2**63 + 5, keys.to(place), 3, 77, 0.1).cpu()
-        for place in (torch.device("cpu"), device)
-    ]
-    yield "dropout mask", "bits of CPU and device", "equal" if torch.equal(*masks) else "DIFFERENT"
+    for name, error in table_errors(device):
+        yield f"table {name}", f"{error:.0e}", "equal" if error < TABLE_TOLERANCE else "DIFFERENT"
+    yield "dropout mask", "bits of CPU and device", "equal" if has_same_mask(device) else "DIFFERENT"
 
 
 def text_run(place: Path, device: torch.device, sizes: Sizes, **more: Any) -> tuple[Any, Any]:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from kitforge.verify import distribution, learning, resuming
+from kitforge.verify import distribution, kernels, learning, resuming, serving
 from kitforge.verify.case import Case
 from kitforge.verify.contract import Contract
 
-CONTRACTS: tuple[Contract[Case], ...] = (*learning.CONTRACTS, *resuming.CONTRACTS, *distribution.CONTRACTS)
+CONTRACTS: tuple[Contract[Case], ...] = (
+    *learning.CONTRACTS,
+    *resuming.CONTRACTS,
+    *distribution.CONTRACTS,
+    *serving.CONTRACTS,
+    *kernels.CONTRACTS,
+)

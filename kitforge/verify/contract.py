@@ -38,6 +38,7 @@ class Contract(Generic[SubjectT]):
     name: str
     promise: str
     check: Callable[[SubjectT], Measured]
+    is_of_device: bool = False  # the same for every subject on a device
 
 
 @final

@@ -30,9 +30,11 @@ def die_at_operation(number: int, root: Path) -> None:
 
 
 def kill_at_line(process: Process, metrics: Path, number: int, delay: float, timeout: float) -> bool:
-    """Kill a run `delay` seconds after its file of metrics has `number` more lines than now; whether it was alive."""
-    before, until = _num_lines(metrics), time.monotonic() + timeout
-    while process.is_alive and time.monotonic() < until and _num_lines(metrics) < before + number:
+    """Kill a run `delay` seconds after it wrote `number` lines of metrics; whether it was alive then."""
+    fewest, until = _num_lines(metrics), time.monotonic() + timeout
+    while process.is_alive and time.monotonic() < until and _num_lines(metrics) < fewest + number:
+        # A run that goes on drops the lines after its checkpoint.
+        fewest = min(fewest, _num_lines(metrics))
         time.sleep(LOOK)
     time.sleep(delay)
     was_alive = process.is_alive
@@ -41,7 +43,13 @@ def kill_at_line(process: Process, metrics: Path, number: int, delay: float, tim
 
 
 def kill_again_and_again(
-    start: Callable[[Callable[[], None]], Process], folder: Path, *, instants: int, saves: int, seed: int, timeout: float
+    start: Callable[[Callable[[], None]], Process],
+    folder: Path,
+    *,
+    instants: int,
+    saves: int,
+    seed: int,
+    timeout: float,
 ) -> int:
     """Kill the run in `folder` at drawn instants and during drawn saves, and let it end; the number of kills.
 

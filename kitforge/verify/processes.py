@@ -94,7 +94,6 @@ def _run(
 ) -> None:
     if is_leader:
         os.setsid()
-    signal.signal(signal.SIGINT, signal.SIG_IGN if is_leader else signal.SIG_DFL)
     if log is not None:
         with log.open("ab") as file:
             os.dup2(file.fileno(), 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from math import inf, isnan
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -81,12 +82,16 @@ def differences(got: Path, wanted: Path, *, with_state: bool = True) -> list[str
             found.append(name)
     rows, wanted_rows = map(tables_in, checkpoints)
     found += [f"table {name}" for name in rows.keys() | wanted_rows.keys() if rows.get(name) != wanted_rows.get(name)]
+    for name in rows.keys() & wanted_rows.keys():
+        one, other = (checkpoint.table(name).state for checkpoint in checkpoints)
+        if one.keys() != other.keys() or not all(tensor.equal(other[key]) for key, tensor in one.items()):
+            found.append(f"state of table {name}")
     return found
 
 
 def _is_same(one: object, other: object) -> bool:
     # NaN equals NaN.
-    return one == other or (one != one and other != other)
+    return one == other or (isinstance(one, float) and isinstance(other, float) and isnan(one) and isnan(other))
 
 
 def distance(got: Path, wanted: Path, names: Iterable[str] = ("loss", "eval/loss", "grad_norm")) -> float:
@@ -96,10 +101,10 @@ def distance(got: Path, wanted: Path, names: Iterable[str] = ("loss", "eval/loss
     pairs = [(line, lines[key]) for line in records(got) if (key := (line["kind"], line["step"])) in lines]
     values = [(line[name], other[name]) for line, other in pairs for name in names if name in line and name in other]
     # A policy's loss is zero but for rounding where its ratios are one.
-    return max((relative(one, other, floor=1e-2) for one, other in values), default=float("inf"))
+    return max((relative(one, other, floor=1e-2) for one, other in values), default=inf)
 
 
 def relative(got: float, wanted: float, floor: float) -> float:
     """|got - wanted| / max(|wanted|, floor); infinite where that is no number."""
     found = abs(got - wanted) / max(abs(wanted), floor)
-    return found if found == found else float("inf")
+    return inf if isnan(found) else found

@@ -1,10 +1,8 @@
 """Many ranks save into one checkpoint, each piece once; any other layout reads it; no failure costs what was there."""
 
-import itertools
 import os
 import shutil
 import signal
-import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -23,9 +21,9 @@ from kitforge.core.parallel.config import ParallelConfig
 from kitforge.core.parallel.layout import Layout
 from kitforge.foundation.errors import CheckpointError, PeerError
 from kitforge.foundation.types import Region
+from kitforge.verify import killing
 from tests.core.checkpoint import example, sharded
 from tests.core.checkpoint.example import assert_equal
-from tests.core.checkpoint.killed import FILE_EVENTS
 from tests.distributed.ranks import run_ranks
 from tests.patience import PATIENCE
 
@@ -419,14 +417,8 @@ def test_a_rank_killed_while_writing_leaves_the_step_before(tmp_path: Path, vict
 
 def die_at_operation(rank: int, root: Path, victim: int, number: int) -> None:
     world = sharded.world_of(PAIR)
-    count = itertools.count()
-
-    def hook(event: str, arguments: tuple[object, ...]) -> None:
-        if event in FILE_EVENTS and str(root) in str(arguments[0]) and next(count) == number:
-            os.kill(os.getpid(), signal.SIGKILL)
-
     if rank == victim:
-        sys.addaudithook(hook)
+        killing.die_at_operation(number, root)
     writer = CheckpointWriter(root, keep_last=1, world=world)
     try:
         for step in (1, 2, 2, 3):

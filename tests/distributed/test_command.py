@@ -1,21 +1,18 @@
 """The command line on several ranks: it starts them, torchrun starts them, one dies, and the losses stay the same."""
 
-import gc
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
-import torch
-from torch import multiprocessing
 
 from kitforge.cli import main as cli
 from kitforge.foundation.errors import ConfigError
+from kitforge.verify.processes import free_port, launched, run_ranks
 from tests.distributed.training import BASE, LLAMA, write_text
 from tests.patience import PATIENCE
 from tests.warm.shell import Run
@@ -38,21 +35,13 @@ def environment() -> dict[str, str]:
 def on_forked_ranks(folder: Path, size: int, *arguments: str) -> str:
     """The same on ranks that find the environment of a launcher and are forked from here, which saves the start of
     Python and torch where that is not the point; what the first of them prints."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    multiprocessing.start_processes(
-        _forked_rank, (size, port, folder, arguments), nprocs=size, start_method="fork", join=True
-    )
+    run_ranks(size, launched, size, free_port(), _run_command, folder, arguments, timeout=3 * PATIENCE)
     return (folder / "printed-0").read_text()
 
 
-def _forked_rank(rank: int, size: int, port: int, folder: Path, arguments: tuple[str, ...]) -> None:
-    torch.set_num_threads(1)
-    gc.freeze()
+def _run_command(folder: Path, arguments: tuple[str, ...]) -> None:
     os.chdir(folder)
-    given = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in given.items()}}
-    with (folder / f"printed-{rank}").open("w") as sys.stdout:
+    with (folder / f"printed-{os.environ['RANK']}").open("w") as sys.stdout:
         assert cli.run(arguments) == 0
 
 

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kitforge.core.checkpoint.load import Checkpoint, open_checkpoint
-from kitforge.core.checkpoint.manifest import step_folder, steps
+from kitforge.core.checkpoint.load import Checkpoint
 from kitforge.core.optim.row_optimizers import SparseOptimizerConfig, build_row_optimizer
 from kitforge.core.optim.table_protocols import ROWS
 from kitforge.core.parallel.world import ALONE, World
@@ -28,14 +27,13 @@ from kitforge.trainer.loop import Loop
 from kitforge.trainer.options import RunOptions
 from kitforge.trainer.run_folder import make_loop, train
 from kitforge.trainer.task import Task
+from kitforge.verify.run_equality import last_checkpoint, tables_in
 from tests.sharded_table import ShardedTable
 from tests.trainer import tiny
 
 DIM = 4
 BATCH = 12
 MOST_KILLS = 4
-# Rows by id of every part of every table, as bits.
-Tables = dict[str, dict[str, dict[int, list[int]]]]
 # A table of a run in that folder.
 MakeTable = Callable[[World, Path], nn.Module]
 
@@ -132,39 +130,15 @@ def run(folder: Path, make_table: MakeTable, world: World = ALONE, **choices: An
     return loop
 
 
-def tables_in(checkpoint: Checkpoint) -> Tables:
-    """All rows of a checkpoint."""
-    return {
-        name: {part: bits_of(checkpoint.table(name).chunks(part)) for part in checkpoint.table(name).parts}
-        for name in checkpoint.tables
-    }
-
-
-def bits_of(chunks: Any) -> dict[int, list[int]]:
-    """Rows by id, as whole numbers."""
-    found: dict[int, list[int]] = {}
-    for ids, rows in chunks:
-        for id, row in zip(ids.tolist(), rows.contiguous().view(torch.uint8).tolist(), strict=True):
-            assert id not in found
-            found[id] = row
-    return found
-
-
 def last(folder: Path) -> Checkpoint:
     """The newest checkpoint of a run."""
-    root = folder / "checkpoints"
-    return open_checkpoint(step_folder(root, steps(root)[-1]))
+    return last_checkpoint(folder)
 
 
 def assert_same(got: Path, wanted: Path) -> None:
     """Two runs ended alike, bit for bit, and told the same on the way."""
     tiny.assert_same(got, wanted)
-    first, second = tables_in(last(got)), tables_in(last(wanted))
-    assert first["clicks"][ROWS]
-    assert first == second
-    states = [last(folder).table("clicks").state for folder in (got, wanted)]
-    assert states[0].keys() == states[1].keys()
-    assert all(tensor.equal(states[1][name]) for name, tensor in states[0].items())
+    assert tables_in(last(got))["clicks"][ROWS]
 
 
 def die(folder: Path, kind: str, choices: Mapping[str, Any], kill_after: float) -> tuple[bool, float]:

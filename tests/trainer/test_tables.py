@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 import torch
 
+from kitforge.core.checkpoint.load import open_checkpoint
 from kitforge.core.checkpoint.manifest import steps
 from kitforge.core.checkpoint.table_reader import StoredTable
 from kitforge.core.optim.table_protocols import RowSource
 from kitforge.foundation.errors import CheckpointError, ConfigError, ModelError
 from kitforge.trainer.callbacks.callback import Callback, Event
 from kitforge.trainer.callbacks.callback import RunContext as RunView
+from kitforge.verify.run_equality import bits_of, tables_in
 from tests.sharded_table import ShardedTable
 from tests.trainer import clicks, tiny
 
@@ -92,14 +94,12 @@ def test_deltas_leave_what_whole_checkpoints_leave(tmp_path: Path) -> None:
     for name, number in (("whole", 0), ("deltas", 3)):
         clicks.run(tmp_path / name, clicks.KINDS["adagrad"], incremental_checkpoints=number, checkpoint_every=1)
     bases = [
-        clicks.open_checkpoint(tmp_path / "deltas" / "checkpoints" / f"step_{step}").manifest.parent
-        for step in range(1, 9)
+        open_checkpoint(tmp_path / "deltas" / "checkpoints" / f"step_{step}").manifest.parent for step in range(1, 9)
     ]
     assert [base and base.step for base in bases] == [None, 1, 2, 3, None, 5, 6, 7]
     for step in range(1, 9):
         first, second = (
-            clicks.tables_in(clicks.open_checkpoint(tmp_path / name / "checkpoints" / f"step_{step}"))
-            for name in ("whole", "deltas")
+            tables_in(open_checkpoint(tmp_path / name / "checkpoints" / f"step_{step}")) for name in ("whole", "deltas")
         )
         assert first == second
 
@@ -142,10 +142,10 @@ def test_a_rollback_takes_tables_back_and_what_follows_is_whole(tmp_path: Path) 
     clicks.train(loop, options, tmp_path / "run", "")
     root = tmp_path / "run" / "checkpoints"
     assert tiny.events(tmp_path / "run", "rollback") == ["weights of step 4; the data position is kept"]
-    bases = {step: clicks.open_checkpoint(root / f"step_{step}").manifest.parent for step in steps(root)}
+    bases = {step: open_checkpoint(root / f"step_{step}").manifest.parent for step in steps(root)}
     assert {step: base and base.step for step, base in bases.items()} == {2: None, 4: 2, 8: None, 10: 8, 12: 10}
     ids, rows = loop.model.table.begin_snapshot().chunks_by_part["rows"]
-    assert clicks.bits_of([(ids, rows)]) == clicks.tables_in(clicks.last(tmp_path / "run"))["clicks"]["rows"]
+    assert bits_of([(ids, rows)]) == tables_in(clicks.last(tmp_path / "run"))["clicks"]["rows"]
 
 
 def test_a_table_of_another_kind_is_refused_with_words(tmp_path: Path) -> None:

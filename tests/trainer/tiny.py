@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from kitforge.core.checkpoint.load import open_checkpoint
-from kitforge.core.checkpoint.manifest import step_folder, steps
-from kitforge.core.checkpoint.state_tensors import detach_tensors
 from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.kits.kit import RunAssembly
 from kitforge.kits.transformers.build import TASKS, Inputs
 from kitforge.trainer.callbacks.callback import Callback
 from kitforge.trainer.run_folder import train
+from kitforge.verify.resuming import copy_up_to
+from kitforge.verify.run_equality import checkpoint_content, differences, records, without_clock
+from kitforge.verify.run_equality import last_checkpoint as newest_checkpoint
+
+__all__ = ["copy_up_to", "records", "without_clock"]
 
 KIT = TASKS["text_generation"]
 
@@ -100,22 +101,6 @@ def run(
     return assembly
 
 
-def copy_up_to(source: Path, target: Path, step: int) -> Path:
-    """The run as a kill after the checkpoint of `step` leaves it: later lines are there, later checkpoints are not."""
-    shutil.copytree(source, target)
-    for later in steps(target / "checkpoints"):
-        if later > step:
-            shutil.rmtree(step_folder(target / "checkpoints", later))
-    return target
-
-
-def records(folder: Path, *kinds: str) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl of these kinds (all but events where none is named), without the clock's."""
-    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    wanted = kinds or ("train", "eval")
-    return [without_clock(record) for record in map(json.loads, lines) if record["kind"] in wanted]
-
-
 def events(folder: Path, name: str) -> list[str]:
     """The messages of the events of that name."""
     return [record["message"] for record in records(folder, "event") if record["event"] == name]
@@ -123,24 +108,9 @@ def events(folder: Path, name: str) -> list[str]:
 
 def last_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors of model and optimizer, and the state, of the newest checkpoint; without clock and paths."""
-    root = folder / "checkpoints"
-    checkpoint = open_checkpoint(step_folder(root, steps(root)[-1]))
-    tensors = dict(checkpoint.model()) | dict(checkpoint.optimizer())
-    training = checkpoint.state["training"]
-    del training["seconds"], checkpoint.state["config"]
-    training["log_accumulator"] = without_clock(training["log_accumulator"])
-    return tensors, checkpoint.state
+    return checkpoint_content(newest_checkpoint(folder))
 
 
 def assert_same(got: Path, wanted: Path) -> None:
     """Two runs ended alike, bit for bit, and told the same on the way."""
-    assert records(got) == records(wanted)
-    (tensors, state), (wanted_tensors, wanted_state) = last_checkpoint(got), last_checkpoint(wanted)
-    assert detach_tensors(state, tensors) == detach_tensors(wanted_state, wanted_tensors)
-    assert list(tensors) == list(wanted_tensors)
-    different = [name for name, tensor in tensors.items() if not tensor.equal(wanted_tensors[name])]
-    assert different == []
-
-
-def without_clock(record: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in record.items() if not name.startswith("time/")}
+    assert differences(got, wanted) == []

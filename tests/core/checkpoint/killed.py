@@ -6,7 +6,6 @@ import itertools
 import os
 import random
 import signal
-import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -16,9 +15,9 @@ from pathlib import Path
 import torch
 
 from kitforge.core.checkpoint.save import CheckpointWriter
+from kitforge.verify.killing import die_at_operation
 from tests.core.checkpoint import example, rows
 
-FILE_EVENTS = {"open", "os.rename", "os.mkdir", "os.rmdir", "os.remove", "shutil.rmtree"}
 LARGE = 50_000
 BATCH = 16
 
@@ -68,13 +67,7 @@ def save_tables(root: Path) -> None:
 
 def save_until_operation(save: Callable[[Path], None], root: Path, number: int) -> None:
     """Die at the file operation of that number, before it happens."""
-    count = itertools.count()
-
-    def hook(event: str, arguments: tuple[object, ...]) -> None:
-        if event in FILE_EVENTS and str(root) in str(arguments[0]) and next(count) == number:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.addaudithook(hook)
+    die_at_operation(number, root)
     save(root)
 
 

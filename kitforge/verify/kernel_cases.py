@@ -1,0 +1,177 @@
+"""Kernels on small inputs, against their references: outputs, gradients, and loops over rows of tables.
+
+It needs torch and numpy only, as `scripts/gpu_check.py` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kitforge.core.kernels.add_norm.reference import add_norm
+from kitforge.core.kernels.attention.packed_mask import PackedMask, find_boundaries
+from kitforge.core.kernels.dispatch import (
+    REFERENCE,
+    TABLE_REFERENCE,
+    CompileLevel,
+    Kernels,
+    TableKernels,
+    select,
+    select_table,
+)
+from kitforge.core.kernels.jagged_bags import Bags
+from kitforge.core.kernels.moe_permute.reference import permutation_of
+from kitforge.core.optim.row_optimizers import SparseOptimizerConfig, build_row_optimizer
+
+# Relative to the largest element of the float64 reference.
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+TABLE_TOLERANCE = 1e-5
+
+
+def kernel_cases(device: torch.device) -> dict[str, tuple[Callable[[Kernels], Callable[..., Tensor]], list[Tensor]]]:
+    """For every kernel: how to call it, and its float arguments in float64."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.float64, generator=generator).to(device)
+
+    angles = torch.rand(1, 33, 8, generator=generator).to(device)
+    targets = torch.randint(0, 301, (37,), generator=generator).to(device)
+    some = targets.masked_fill(torch.arange(37, device=device) % 5 == 0, -100)
+    tables, lengths = torch.tensor([[3, 1, 1], [0, 2, 4]], device=device), torch.tensor([19, 48], device=device)
+    pages: dict[str, Any] = {"block_size": 16, "window": None, "scale": 0.25}
+
+    documents = torch.tensor([[0] * 9 + [1] * 24, [0] * 20 + [1] * 3 + [2] * 10])
+    begins, longest = find_boundaries(documents)
+    order = torch.arange(33)
+    seen = (documents[:, :, None] == documents[:, None]) & (order[:, None] >= order) & (order[:, None] - order < 7)
+    packed = PackedMask(begins.to(device), longest, 7, lambda: seen[:, None].to(device))
+    permutation = permutation_of(torch.rand(37, 8, generator=generator).topk(2, 1).indices.to(device), 8)
+
+    def turn(kernels: Kernels, interleaved: bool) -> Callable[..., Tensor]:
+        return lambda x: kernels.rotary(x, angles.to(exact(x)).cos(), angles.to(exact(x)).sin(), interleaved)
+
+    return {
+        "linear": (lambda kernels: kernels.linear, [random(37, 48), random(64, 48), random(64)]),
+        "rms_norm": (lambda kernels: lambda x, w: kernels.rms_norm(x, w, 1e-6), [random(37, 48), random(48)]),
+        "layer_norm": (
+            lambda kernels: lambda x, w, b: kernels.layer_norm(x, w, b, 1e-6),
+            [random(37, 48), random(48), random(48)],
+        ),
+        "add_norm": (
+            lambda kernels: lambda x, y, w: torch.stack((kernels.add_norm or add_norm)(x, y, w, None, 1e-6)),
+            [random(37, 48), random(37, 48), random(48)],
+        ),
+        "rotary": (lambda kernels: turn(kernels, False), [random(2, 4, 33, 24)]),
+        "rotary interleaved": (lambda kernels: turn(kernels, True), [random(2, 4, 33, 24)]),
+        "swiglu": (lambda kernels: kernels.swiglu, [random(37, 48), random(37, 48)]),
+        "attention": (
+            lambda kernels: lambda q, k, v: kernels.attention(q, k, v, mask=None, causal=True, scale=0.25),
+            [random(2, 4, 33, 16), random(2, 2, 33, 16), random(2, 2, 33, 16)],
+        ),
+        "geglu": (lambda kernels: kernels.geglu, [random(37, 48), random(37, 48)]),
+        "attention of packed rows": (
+            lambda kernels: lambda q, k, v: kernels.attention(q, k, v, mask=packed, causal=True, scale=0.25),
+            [random(2, 4, 33, 16), random(2, 2, 33, 16), random(2, 2, 33, 16)],
+        ),
+        "moe_permute": (
+            lambda kernels: lambda x, w: kernels.moe_unpermute(kernels.moe_permute(x, permutation), w, permutation),
+            [random(37, 48), random(37, 2)],
+        ),
+        "linear_cross_entropy": (
+            lambda kernels: lambda hidden, weight: kernels.linear_cross_entropy(hidden, weight, some),
+            [random(37, 48), random(301, 48)],
+        ),
+        "linear_log_probs": (
+            lambda kernels: lambda hidden, weight: torch.stack(kernels.linear_log_probs(hidden, weight, targets, 0.7)),
+            # Small logits: entropies and their gradients suffer most where logits are rounded.
+            [random(37, 48) / 8, random(301, 48)],
+        ),
+        "paged_attention": (
+            lambda kernels: lambda q, k, v: kernels.paged_attention(q, k, v, tables, lengths, **pages),
+            [random(2, 4, 16), random(80, 2, 16), random(80, 2, 16)],
+        ),
+    }
+
+
+def exact(input: Tensor) -> torch.dtype:
+    """The dtype, float32 at least, in which angles are given."""
+    return torch.promote_types(input.dtype, torch.float32)
+
+
+def kernel_errors(device: torch.device, level: CompileLevel) -> Iterator[tuple[str, dict[torch.dtype, float]]]:
+    """For every kernel the largest error of outputs and gradients by dtype, against the float64 reference."""
+    for name, (get, arguments) in kernel_cases(device).items():
+        errors = {}
+        for dtype in TOLERANCE:
+            if device.type == "cpu" and dtype == torch.float16 and name.startswith("linear"):
+                continue
+            rounded = [each.to(dtype) for each in arguments]
+            wanted = outcome(get(REFERENCE), [each.double() for each in rounded])
+            found = outcome(get(select(level, device.type)), rounded)
+            errors[dtype] = max(
+                float((one.double() - other).abs().max() / other.abs().max().clamp(min=1e-9))
+                for one, other in zip(found, wanted, strict=False)
+            )
+        yield name, errors
+
+
+def outcome(kernel: Callable[..., Tensor], arguments: list[Tensor]) -> list[Tensor]:
+    """The output, and the gradients where the kernel has them."""
+    leaves = [each.detach().clone().requires_grad_() for each in arguments]
+    try:
+        output = kernel(*leaves)
+        # Not made of the output, which is rounded differently in each dtype.
+        gradient = torch.arange(output.numel(), device=output.device).cos().view_as(output).to(output.dtype)
+        return [output.detach(), *torch.autograd.grad(output, leaves, gradient)]
+    except (RuntimeError, NotImplementedError):
+        with torch.no_grad():
+            return [kernel(*leaves)]
+
+
+def table_errors(device: torch.device) -> Iterator[tuple[str, float]]:
+    """For every loop over rows of tables the largest error on the device, against the reference on the CPU."""
+    slab, slots = torch.randn(500, 40), torch.randperm(500)[:200]
+    inverse, bags = torch.randint(0, 200, (900,)), Bags(offsets=torch.arange(0, 901, 3), mode="mean")
+
+    def run(kernels: TableKernels, target: torch.device) -> dict[str, Tensor]:
+        here = Bags(offsets=bags.offsets.to(target), mode="mean")
+        rows, at, of = slab.to(target).clone(), slots.to(target), inverse.to(target)
+        pooled = kernels.embedding_bag(rows, at, 32, inverse=of, bags=here)
+        sums = kernels.embedding_bag_backward(pooled, of, 200, bags=here)
+        distinct, numbers = kernels.unique(of - 100)
+        table = kernels.hash_map()
+        table.insert(at * 7 - 3, at)
+        table.remove((at * 7 - 3)[:50])
+        copied = torch.zeros_like(rows)
+        kernels.copy_rows(rows, copied, at=at, to=at.flip(0))
+        results = {"embedding_bag": pooled, "embedding_bag_backward": sums, "copy_rows": copied}
+        results |= {"unique": torch.cat([distinct, numbers]), "hash_map": table.lookup(of * 7 - 3)}
+        for name in ("sgd", "adagrad", "rowwise_adagrad", "lazy_adam", "adam", "ftrl"):
+            rule = build_row_optimizer(SparseOptimizerConfig(name=name), kernels)
+            layout = rule.layout(32)
+            records = torch.zeros(len(rows), layout.width, device=device)
+            records[:, :32] = rows[:, :32]
+            rule.init_states_(records, layout)
+            for step in (1, 2, 3):
+                rule.catch_up(records, at, step - 1, torch.full((9,), 0.1, dtype=torch.float64))
+                rule.update(records, at, sums, 0.1, step)
+            results[name] = records[:, :32]
+        return results
+
+    wanted, found = run(TABLE_REFERENCE, torch.device("cpu")), run(select_table(device.type), device)
+    for name, one in wanted.items():
+        yield name, float((found[name].cpu() - one).abs().max() / one.abs().max().clamp(min=1))
+
+
+def has_same_mask(device: torch.device) -> bool:
+    """Whether the dropout mask has the bits of the CPU's."""
+    keys = torch.arange(-3, 500)
+    masks = [
+        select("O1", each.type).keep_mask(2**63 + 5, keys.to(each), 3, 77, 0.1).cpu()
+        for each in (torch.device("cpu"), device)
+    ]
+    return torch.equal(*masks)
