@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self, final
 
+import torch
 from torch import nn
 
 from kitforge.api import load_model, load_processor
@@ -21,7 +22,7 @@ from kitforge.verify.processes import Process
 from kitforge.verify.sample_data import REWARD, REWARDED_TASKS, write_sample
 
 # The run that every contract is about.
-STEPS, CHECKPOINT_EVERY = 6, 2
+STEPS, CHECKPOINT_EVERY = 8, 2
 # Seconds that one run may take.
 RUN_TIMEOUT = 600.0
 CUT_LENGTH = "data.sequence_length"
@@ -68,7 +69,7 @@ class Case:
     kit: AnyKit
     folder: Path
     degrees: Mapping[str, int]  # of parallelism, as given
-    reduced: tuple[str, ...] = field(default=())  # the options that were reduced, as NAME=VALUE
+    reduced: tuple[str, ...] = field(default=())  # what was reduced
 
     @classmethod
     def of(cls, choices: Mapping[str, Any], folder: Path) -> Self:
@@ -90,14 +91,19 @@ class Case:
         known = option_names(kit.OPTIONS)
         values = whole | {name: value for name, value in FIXED.items() if name in known} | _reductions(whole, known)
         values |= dict.fromkeys(DEGREES, 1) | {"data.cache": str(folder / "cache")} if "data.cache" in known else {}
-        reduced = [f"{name}={values[name]}" for name in sorted(values) if name in whole and values[name] != whole[name]]
+        reduced = [
+            f"trainer.max_steps={STEPS}",
+            *(f"{name}={value}" for name, value in _reductions(whole, known).items()),
+        ]
+        if math.prod(whole[name] for name in DEGREES) > 1:
+            reduced.append("one rank but for ranks and layouts")
         return cls(
             name=f"{task}/{composed.model_name}",
             values=values,
             kit=kit,
             folder=folder,
             degrees={name: whole[name] for name in DEGREES},
-            reduced=tuple(each for each in reduced if each.split("=")[0] not in (*filled, "data.cache")),
+            reduced=tuple(reduced),
         )
 
     @property
@@ -146,6 +152,14 @@ class Case:
     def base(self) -> Path:
         """The run that nobody disturbed."""
         return self.folder / "base"
+
+    def train_base(self) -> None:
+        """Train the undisturbed run: on a CPU in this process, whose forks are then warm; an accelerator cannot be used
+        by forks of a process that has used it."""
+        if self.values["device"] == "cpu" or not torch.accelerator.is_available():
+            self.train(self.base, {})
+        else:
+            self.start(self.base, {}).result(RUN_TIMEOUT)
 
     def network(self) -> tuple[nn.Module, bool]:
         """The trained network on this process, and whether it is in float64. One with tables of rows stays as it is."""

@@ -53,15 +53,14 @@ def kill_again_and_again(
 ) -> int:
     """Kill the run in `folder` at drawn instants and during drawn saves, and let it end; the number of kills.
 
-    `start(prepare)` starts or resumes the run in a process that first calls `prepare`. Each instant follows the first
-    or the second line that the process writes, so that a run of a few steps is struck several times.
+    `start(prepare)` starts or resumes the run in a process that first calls `prepare`. The first instant follows the
+    third or a later line of metrics, when there is something to resume from, and the others the first or the second.
     """
     draw = random.Random(seed)
     kills = 0
-    for _ in range(instants):
-        process = start(lambda: None)
-        delay = draw.uniform(0, 0.05)
-        kills += kill_at_line(process, folder / "metrics.jsonl", draw.randint(1, 2), delay, timeout)
+    for number in range(instants):
+        process, line = start(lambda: None), draw.randint(1, 2) if number else draw.randint(3, 5)
+        kills += kill_at_line(process, folder / "metrics.jsonl", line, draw.uniform(0, 0.05), timeout)
     for _ in range(saves):
         number = draw.randrange(24)
         process = start(lambda number=number: die_at_operation(number, folder / "checkpoints"))  # type: ignore[misc]

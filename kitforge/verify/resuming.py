@@ -8,12 +8,12 @@ from pathlib import Path
 
 from kitforge.core.checkpoint.load import open_checkpoint
 from kitforge.core.checkpoint.manifest import step_folder, steps
-from kitforge.foundation.errors import CheckpointError
+from kitforge.foundation.errors import CheckpointError, TrainingError
 from kitforge.verify.case import CHECKPOINT_EVERY, RUN_TIMEOUT, Case
 from kitforge.verify.contract import Contract, Measured
 from kitforge.verify.distribution import LAYOUT_BOUND, on_layouts
 from kitforge.verify.killing import kill_again_and_again
-from kitforge.verify.run_equality import differences, distance
+from kitforge.verify.run_equality import differences, distance, records
 
 INSTANTS, SAVES = 2, 2
 RESUME = {"resume": "auto"}
@@ -30,8 +30,9 @@ def check_resume(case: Case) -> Measured:
         seed=case.values["seed"],
         timeout=RUN_TIMEOUT,
     )
-    if kills == 0:
-        raise RuntimeError("no run lived long enough to be killed")
+    resumed = sum(record["event"] == "resume" for record in records(folder, "event"))
+    if not kills or not resumed:
+        raise TrainingError("no run was killed that left a checkpoint", got=f"{kills} kills, {resumed} resumptions")
     found = differences(folder, case.base)
     named = f": {', '.join(found[:3])}" if found else ""
     return Measured(figure=len(found), unit=f"values differ after {kills} kills{named}")
