@@ -11,12 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias, final
+from typing import Any, TypeAlias, cast, final
 
 import torch
 from torch import Tensor, nn
 
 from kitforge.core.checkpoint.load import find_checkpoint
+from kitforge.core.kernels.recomputation import Recompute
 from kitforge.core.nn.causal_lm import Trainable
 from kitforge.core.nn.decoder import FamilyConfig
 from kitforge.core.nn.init import init_weights
@@ -213,7 +214,7 @@ def prepare_training(model: nn.Module, options: NetworkOptions) -> nn.Module:
     """Apply the options of training to the networks of a model, and return it."""
     for network in model.modules():
         if isinstance(network, (Trainable, VisionTransformer)):
-            network.recompute = options.trainer.activation_checkpointing
+            network.recompute = cast(Recompute, options.trainer.activation_checkpointing)
             if options.compile_level == "O2":
                 network.compile_blocks()
     return model

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from kitforge.core.kernels.dispatch import CompileLevel
+from kitforge.core.kernels.recomputation import Recompute
 from kitforge.core.optim.build import OptimizerConfig
 from kitforge.core.optim.schedules import ScheduleConfig
 from kitforge.core.parallel.config import ParallelConfig
@@ -23,7 +24,9 @@ class TrainerOptions:
         None  # samples of a forward pass (gradient accumulation); None: the whole batch of a replica
     )
     max_grad_norm: float = 1.0  # gradient clipping by global norm (a critic has its own); 0: no clipping
-    activation_checkpointing: bool = False  # recompute the activations of each block in the backward pass
+    # What of each block the backward pass computes again: selective keeps the results of linear layers, fused attention
+    # and reductions over ranks; full keeps nothing. true and false are the former names of full and none.
+    activation_checkpointing: Recompute | bool = "none"
     log_every: int = 1
     eval_every: int | None = None  # steps; None: only at the end
     eval_first: bool = False  # evaluate before the first step too
@@ -46,6 +49,8 @@ class TrainerOptions:
     wandb: str | None = None  # Weights & Biases project; WANDB_MODE=offline works
 
     def __post_init__(self) -> None:
+        if isinstance(self.activation_checkpointing, bool):
+            object.__setattr__(self, "activation_checkpointing", "full" if self.activation_checkpointing else "none")
         for name in ("max_steps", "micro_batch_size", "log_every", "eval_every", "checkpoint_every"):
             value = getattr(self, name)
             check(value is None or value > 0, f"trainer.{name}", value, "a whole number of at least 1")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
@@ -11,7 +12,9 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from kitforge.core.kernels.recomputation import Recompute
 from kitforge.core.nn.context import Context, DropoutKey, DropoutShard, EncoderInput
 from kitforge.core.nn.init import init_weights
 from kitforge.core.parallel import parallelize as applying
@@ -102,8 +105,21 @@ class Case:
     family: str
     degrees: ParallelConfig
     micro_batches: int = 1
-    recompute: bool = False
+    recompute: Recompute = "none"
     level: Any = "O1"
+
+
+class Messages(TorchDispatchMode):
+    """Counts the collectives of a rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.namespace == "c10d":
+            self.counts[function.name()] += 1
+        return function(*args, **(kwargs or {}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

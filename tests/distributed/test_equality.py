@@ -1,16 +1,20 @@
 """N ranks equal one process: initial weights bit for bit, loss, norm and every gradient within 1e-9 in float64."""
 
+import dataclasses
 import itertools
 import os
 import random
+from collections import Counter
 from functools import cache
+from typing import get_args
 
 import pytest
 import torch
 
+from kitforge.core.kernels.recomputation import Recompute
 from kitforge.core.parallel.config import ParallelConfig
 from tests.distributed.ranks import run_ranks
-from tests.distributed.step import FAMILIES, Case, Outcome, difference, run_step
+from tests.distributed.step import FAMILIES, Case, Messages, Outcome, difference, run_step
 
 MESHES = [
     ParallelConfig(data=2),
@@ -70,9 +74,42 @@ def test_ranks_equal_one_process(case: Case) -> None:
     check_equal(case)
 
 
-@pytest.mark.parametrize("degrees", [ParallelConfig(shard=2), ParallelConfig(tensor=2)], ids=["shard", "tensor"])
-def test_recomputation_changes_nothing(degrees: ParallelConfig) -> None:
-    check_equal(Case(family="gpt2", degrees=degrees, micro_batches=2, recompute=True))
+RECOMPUTED = [
+    ("gpt2", ParallelConfig(shard=2)),
+    ("gpt2", ParallelConfig(tensor=2)),
+    ("llama", ParallelConfig(tensor=2)),
+    ("t5", ParallelConfig(tensor=2, sequence_parallel=False)),
+    *(("pangu_alpha", ParallelConfig(shard=2, zero_stage=stage)) for stage in (1, 2)),
+    ("glm", ParallelConfig(shard=2, tensor=2)),
+    ("bloom", ParallelConfig(data=2)),
+]
+
+
+def recomputed(rank: int, case: Case) -> dict[Recompute, tuple[Outcome, Counter[str]]]:
+    found = {}
+    for recompute in get_args(Recompute):
+        with Messages() as messages:
+            found[recompute] = run_step(rank, dataclasses.replace(case, recompute=recompute)), messages.counts
+    return found
+
+
+@pytest.mark.parametrize(("family", "degrees"), RECOMPUTED)
+def test_recomputation_changes_no_bit_and_repeats_no_reduction(family: str, degrees: ParallelConfig) -> None:
+    case, one = Case(family=family, degrees=degrees, micro_batches=2), alone(family)
+    for found in run_ranks(degrees.world_size, recomputed, case):
+        wanted, messages = found["none"]
+        assert difference(wanted, one) < 1e-9
+        for recompute, (outcome, _) in found.items():
+            assert outcome.norm == wanted.norm
+            for name, gradient in outcome.gradients.items():
+                assert torch.equal(gradient, wanted.gradients[name]), (recompute, name)
+        if degrees.tensor > 1 and degrees.shard == 1:
+            sums, gathers = ("c10d::allreduce_", "c10d::_reduce_scatter_base_"), "c10d::_allgather_base_"
+            assert all(found["selective"][1][each] == messages[each] for each in sums)
+            assert sum(found["full"][1][each] for each in sums) > sum(messages[each] for each in sums)
+            # Two of each block, which takes two micro-batches.
+            again = found["selective"][1][gathers] - messages[gathers]
+            assert again == (2 * 2 * 2 if degrees.sequence_parallel else 0)
 
 
 def test_the_reference_kernels_are_cut_as_well() -> None:

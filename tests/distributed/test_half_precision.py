@@ -61,7 +61,7 @@ def copies(rank: int, precision: Precision, recompute: bool, trains: bool) -> tu
     mixed_precision.NATIVE_DTYPES.update({torch.float16: True, torch.bfloat16: True})
     world = World(device=torch.device("cpu"), mesh=Mesh(ParallelConfig(shard=2), "cpu"), precision=precision)
     model = init_sharded(build_on_meta(CONFIG, "O1"), DECODER, world, 0)
-    model.recompute = recompute
+    model.recompute = "full" if recompute else "none"
     parallel = parallel_model_of(model, world)
     parallel.micro_batch(is_last=True)
     kept: dict[int, torch.UntypedStorage] = {}

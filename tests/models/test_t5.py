@@ -7,7 +7,7 @@ import os
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 
 from kitforge.composition import preset_values
 from kitforge.core.kernels.dispatch import CompileLevel, select
+from kitforge.core.kernels.recomputation import Recompute
 from kitforge.core.nn.context import Context, DropoutKey, EncoderInput
 from kitforge.core.nn.encoder_decoder import DecoderCache, EncoderDecoder
 from kitforge.core.nn.init import init_weights
@@ -226,11 +227,11 @@ def test_recomputation_and_dropout() -> None:
     init_weights(model.named_parameters(), 2, seed=1)
     key = DropoutKey(seed=0, step=0, samples=(0, 1, 2))
     found = []
-    for recompute in (False, True):
+    for recompute in get_args(Recompute):
         model.recompute = recompute
         out = model(TARGET, Context(source=EncoderInput(tokens=SOURCE), dropout=key))
         found.append([out, *torch.autograd.grad(out.logsumexp(-1).sum(), list(model.parameters()))])
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    assert all(torch.equal(one, other) for again in found[1:] for one, other in zip(found[0], again, strict=True))
     assert not torch.equal(found[0][0], model(TARGET, Context(source=EncoderInput(tokens=SOURCE))))
     # Rows of a batch have the noise of their numbers.
     part = DropoutKey(seed=0, step=0, samples=(1, 2))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from kitforge.api import load_model, save_model
 from kitforge.core.kernels.dispatch import CompileLevel, select
+from kitforge.core.kernels.recomputation import Recompute
 from kitforge.core.nn.context import Context, DropoutKey
 from kitforge.core.nn.init import init_weights
 from kitforge.core.nn.vision import VisionTransformer
@@ -138,11 +139,11 @@ def test_recomputation_and_dropout() -> None:
     init_weights(model.named_parameters(), 2, seed=1)
     inputs = torch.randn(3, 3, 12, 12, generator=torch.Generator().manual_seed(0))
     key, found = DropoutKey(seed=0, step=0, samples=(0, 1, 2)), []
-    for recompute in (False, True):
+    for recompute in get_args(Recompute):
         model.recompute = recompute
         out = model.logits(inputs, Context(dropout=key))
         found.append([out, *torch.autograd.grad(out.logsumexp(-1).sum(), list(model.parameters()))])
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    assert all(torch.equal(one, other) for again in found[1:] for one, other in zip(found[0], again, strict=True))
     assert not torch.equal(found[0][0], model(inputs))
     part = model.logits(inputs[1:], Context(dropout=DropoutKey(seed=0, step=0, samples=(1, 2))))
     torch.testing.assert_close(part, found[0][0][1:], rtol=1e-5, atol=1e-6)

@@ -175,8 +175,8 @@ HARMLESS: dict[str, tuple[Any, Any]] = {
     "deterministic": (False, True),
     "data": ({"cache": None, "tasks": None}, {"cache": "here", "tasks": "there"}),
     "trainer": (
-        {"micro_batch_size": 4, "activation_checkpointing": False},
-        {"micro_batch_size": 1, "activation_checkpointing": True},
+        {"micro_batch_size": 4, "activation_checkpointing": "none"},
+        {"micro_batch_size": 1, "activation_checkpointing": "selective"},
     ),
     "parallel": ({"data": 4}, {"data": 1, "tensor": 2}),
 }

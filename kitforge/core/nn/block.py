@@ -9,6 +9,7 @@ from typing import final
 from torch import Tensor, nn
 
 from kitforge.core.kernels.dispatch import Kernels
+from kitforge.core.kernels.recomputation import unread
 from kitforge.core.nn.attention import Attention, AttentionConfig
 from kitforge.core.nn.context import Context, dropout, dropout_name_key
 from kitforge.core.nn.cross_attention import CrossAttention
@@ -81,7 +82,8 @@ class Block(nn.Module):
             branch = self._finish(self.cross(normal, context), None, self._cross_noise, context)
         hidden, normal = self.mlp_norm.add(hidden, branch)
         branch = self.mlp(normal)
-        return hidden + self._finish(branch, self.mlp_out_norm, self._mlp_noise, context)
+        # Only the sum goes on, and its gradient does not read what is added.
+        return hidden + unread(self._finish(branch, self.mlp_out_norm, self._mlp_noise, context))
 
     def _finish(self, branch: Tensor, norm: Norm | None, name: Tensor, context: Context) -> Tensor:
         branch = branch if norm is None else norm(branch)

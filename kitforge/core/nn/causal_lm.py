@@ -8,6 +8,7 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor
 
 from kitforge.core.kernels.dispatch import Kernels
+from kitforge.core.kernels.recomputation import Recompute
 from kitforge.core.nn.context import Context
 
 
@@ -74,7 +75,7 @@ class Shardable(CausalLM, Protocol):
 class Trainable(CausalLM, Protocol):
     """A language model whose training can be configured."""
 
-    recompute: bool  # activation checkpointing: a block's activations are recomputed in the backward pass
+    recompute: Recompute  # activation checkpointing: what of a block the backward pass computes again
 
     def compile_blocks(self) -> None:
         """Let torch compile each block (level O2)."""

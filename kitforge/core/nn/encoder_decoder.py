@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from kitforge.core.kernels.dispatch import REFERENCE, Kernels
+from kitforge.core.kernels.recomputation import Recompute
 from kitforge.core.nn.block import BlockConfig
 from kitforge.core.nn.causal_lm import Geometry
 from kitforge.core.nn.context import AttentionSpec, Context, DocumentAttend, EncoderInput, causal_mask, dropout
@@ -135,13 +136,13 @@ class EncoderDecoder(nn.Module):
         self._output_scale = attention.dim**-0.5 if shape.scale_output else 1.0
 
     @property
-    def recompute(self) -> bool:
-        """Activation checkpointing: a block's activations are recomputed in the backward pass."""
+    def recompute(self) -> Recompute:
+        """Activation checkpointing: what of a block the backward pass computes again."""
         return self.decoder.recompute
 
     @recompute.setter
-    def recompute(self, is_on: bool) -> None:
-        self.encoder.recompute = self.decoder.recompute = is_on
+    def recompute(self, what: Recompute) -> None:
+        self.encoder.recompute = self.decoder.recompute = what
 
     @property
     def head_weight(self) -> Tensor:

@@ -5,6 +5,7 @@ B batch, T length.
 
 from __future__ import annotations
 
+import functools
 import logging
 import warnings
 from abc import ABC, abstractmethod
@@ -13,9 +14,10 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from kitforge.core.kernels.dispatch import Kernels
+from kitforge.core.kernels.recomputation import KEPT_OPERATIONS, Recompute, passes
 from kitforge.core.nn.block import Block, BlockConfig
 from kitforge.core.nn.context import CausalAttend, Context, DocumentAttend
 from kitforge.core.nn.norm import Norm
@@ -32,7 +34,7 @@ class Stack(nn.Module, ABC):
     others keep their names."""
 
     norm: nn.Module
-    recompute = False  # activation checkpointing: a block's activations are recomputed in the backward pass
+    recompute: Recompute = "none"  # activation checkpointing: what of a block the backward pass computes again
     # Called first in each pass with the length of the stream; set by `core.parallel`.
     begin: Callable[[int, Context], Context] | None = None
     length: int | None = None  # of every stream; None: of the input [B, T]
@@ -65,8 +67,10 @@ class Stack(nn.Module, ABC):
             block = blocks[layer]
             if block is None:
                 raise ModelError("a block is not on this rank", got=f"blocks.{layer}", expected="layers of this rank")
-            if self.recompute and torch.is_grad_enabled():
-                stream = checkpoint(block, stream, encoding, context, use_reentrant=False, preserve_rng_state=False)
+            # A graph of the compiler holds its own selective recomputation.
+            if self.recompute == "full" or (self.recompute == "selective" and blocks is not self._compiled):
+                begin = functools.partial(passes, keeps=self.recompute == "selective")
+                stream = _recomputed(block, begin, stream, encoding, context)
             else:
                 stream = block(stream, encoding, context)
         return stream
@@ -90,11 +94,35 @@ class Stack(nn.Module, ABC):
     def compile_blocks(self) -> None:
         """Compile each block with torch.compile (level O2), over the same weights."""
         _make_room()
-        self._compiled = [block and torch.compile(block, dynamic=False) for block in self.blocks]
+        self._compiled = [block and torch.compile(self._traceable(block), dynamic=False) for block in self.blocks]
+
+    def _traceable(self, block: nn.Module) -> Callable[..., Tensor]:
+        """A block with its selective recomputation, of which the compiler knows torch's own kind."""
+        names = (each.split("::") for each in KEPT_OPERATIONS)
+        known = (getattr(getattr(torch.ops, namespace), name, None) for namespace, name in names)
+        contexts = functools.partial(create_selective_checkpoint_contexts, [each.default for each in known if each])
+
+        def run(stream: Tensor, encoding: PositionEncoding, context: Context) -> Tensor:
+            if self.recompute == "selective":
+                return _recomputed(block, contexts, stream, encoding, context)
+            output: Tensor = block(stream, encoding, context)
+            return output
+
+        return run
 
     def __getstate__(self) -> dict[str, Any]:
         """Compiled blocks are not pickled."""
         return {**self.__dict__, "_compiled": None}
+
+
+def _recomputed(block: Callable[..., Tensor], contexts: Callable[[], Any], stream: Tensor, *further: Any) -> Tensor:
+    """A block's pass of which autograd saves only what the contexts keep."""
+    if not torch.is_grad_enabled():
+        return block(stream, *further)
+    # Dropout masks are functions of their keys, so no random state is restored.
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": contexts}
+    output: Tensor = checkpoint(block, stream, *further, **options)
+    return output
 
 
 def _make_room() -> None:
@@ -104,6 +132,9 @@ def _make_room() -> None:
     log = logging.getLogger("torch._dynamo.convert_frame")
     if not any(isinstance(each, _LimitNotice) for each in log.filters):
         log.addFilter(_LimitNotice())
+        # torch warns of writes in a recomputed region; none of a block's goes to a result that is kept.
+        wrap = logging.getLogger("torch._higher_order_ops.wrap")
+        wrap.addFilter(lambda record: "context_fn is passed" not in record.getMessage())
 
 
 @final

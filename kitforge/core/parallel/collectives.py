@@ -1,6 +1,8 @@
 """All collectives. Each function is the identity if its group is None.
 
-The docstrings of differentiable collectives state their backward pass, where mistakes are silent.
+The docstrings of differentiable collectives state their backward pass, where mistakes are silent. A recomputed block
+keeps what they reduce or exchange, which is a shard or joins the stream; it gathers again, as a gathered tensor takes
+the memory of all shards.
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from kitforge.core.kernels.recomputation import kept
 
 Group = dist.ProcessGroup | None
 # torch 2.13 gave two collectives new names and warns of the old ones.
@@ -182,7 +186,7 @@ class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
         ctx.group, ctx.dim = group, dim
-        return reduce_scatter(input, group, dim)
+        return kept(reduce_scatter, input, group, dim)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -192,7 +196,7 @@ class _ReduceScatter(torch.autograd.Function):
 class _AllReduceForward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return all_reduce_(input.clone(memory_format=torch.contiguous_format), group)
+        return kept(all_reduce_, input.clone(memory_format=torch.contiguous_format), group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

@@ -68,7 +68,7 @@ def describe_error(error: BaseException) -> str:
             words += "\n  do:       free some space, then go on with resume=auto"
         return words
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        fix = "lower trainer.micro_batch_size or data.batch_size, or set trainer.activation_checkpointing=true"
+        fix = "lower trainer.micro_batch_size or data.batch_size, or set trainer.activation_checkpointing=full"
         return f"{type(error).__name__}: {error}\n  do:       {fix}"
     return f"{type(error).__name__}: {error}\n  do:       this is a mistake in Kitforge; --traceback shows where"
 

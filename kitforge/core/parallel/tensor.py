@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kitforge.core.kernels.dispatch import select
+from kitforge.core.kernels.recomputation import unread
 from kitforge.core.kernels.vocabulary import VocabularyShard
 from kitforge.core.nn.attention import Attention
 from kitforge.core.nn.causal_lm import Shardable
@@ -65,6 +66,7 @@ class SequenceLayout:
         if kind == "replicate":
             return collectives.all_gather_replicated(input, self.group, input.dim() - 2) if self.is_sharded else input
         if kind == "reduce":
+            input = unread(input)  # a recomputed block keeps the sum alone
             if self.is_sharded:
                 return collectives.reduce_scatter_autograd(input, self.group, input.dim() - 2)
             return collectives.all_reduce_fwd(input, self.group)

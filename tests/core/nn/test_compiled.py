@@ -9,12 +9,14 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from typing import get_args
 
 import pytest
 import torch
 from torch import Tensor
 from torch._inductor import config as inductor
 
+from kitforge.core.kernels.recomputation import Recompute
 from kitforge.core.nn.context import Context, DropoutKey
 from kitforge.core.nn.decoder import Decoder, FamilyConfig
 from tests.core.nn.networks import CONFIGS, GPT2, LLAMA, VOCAB, build, distance, documents_of, gradients, packed
@@ -116,3 +118,38 @@ def both(config: FamilyConfig) -> tuple[Decoder, Decoder]:
 
 def tokens() -> Tensor:
     return torch.randint(0, VOCAB, (2, 7), generator=torch.Generator().manual_seed(1))
+
+
+def saved_bytes(model: Decoder, context: Context) -> tuple[int, Tensor]:
+    """The bytes that autograd saves of a pass beside the parameters, and all gradients but the head's."""
+    memory: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        memory[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model.hidden(tokens(), context).square().sum()
+    own = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+    found = torch.autograd.grad(loss, [each for each in model.parameters() if each is not model.output])
+    kept = sum(each.nbytes() for name, each in memory.items() if name not in own)
+    return kept, torch.cat([each.flatten() for each in found])
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bloom"])
+def test_recomputed_blocks_have_the_same_gradients(name: str, counted: Mapping[str, Counter[str]]) -> None:
+    config = replace(GPT2, num_layers=4, attention_dropout=0.1, residual_dropout=0.2) if name == "gpt2" else None
+    config = replace(CONFIGS[name], num_layers=4) if config is None else config  # type: ignore[type-var]
+    compiled, _ = both(config)
+    found = {}
+    for recompute in get_args(Recompute):
+        compiled.recompute = recompute
+        for step in range(2):
+            found[recompute] = saved_bytes(
+                compiled, Context(dropout=DropoutKey(seed=0, step=step, samples=(step, step + 1)))
+            )
+    assert torch.equal(found["selective"][1], found["none"][1]) and torch.equal(found["full"][1], found["none"][1])
+    assert found["none"][0] > found["selective"][0]
+    # One for each kind of recomputation: layers and steps share it.
+    assert counted["stats"]["unique_graphs"] == 3
+    assert not counted["graph_break"]

@@ -102,25 +102,6 @@ def test_no_two_places_of_a_network_share_their_noise(monkeypatch: pytest.Monkey
     assert len(names) == len(set(names)) == 1 + 3 * GPT2.num_layers
 
 
-@pytest.mark.parametrize("level", ["O0", "O1"])
-@pytest.mark.parametrize("name", CONFIGS)
-def test_recomputation_gives_the_same_gradients_bit_for_bit(name: str, level: CompileLevel) -> None:
-    model = build(CONFIGS[name], level, torch.float32)
-    kept = gradients(model, loss_of(model, slice(0, 5)))
-    model.recompute = True
-    assert torch.equal(gradients(model, loss_of(model, slice(0, 5))), kept)
-
-
-def test_recomputation_runs_every_block_a_second_time() -> None:
-    model = build(CONFIGS["gpt2"])
-    runs: list[object] = []
-    for block in model.blocks:
-        block.register_forward_pre_hook(lambda module, _: runs.append(module))
-    model.recompute = True
-    loss_of(model, slice(0, 5)).backward()
-    assert len(runs) == 2 * len(model.blocks)
-
-
 def test_attention_dropout_is_of_the_weights() -> None:
     config = AttentionConfig(dim=8, num_heads=4, num_kv_heads=2, head_dim=2, dropout=0.4)
     attention = Attention(config, 3, select("O1")).double()

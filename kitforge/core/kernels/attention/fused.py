@@ -3,7 +3,10 @@ native bfloat16 by `bf16_attention`."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +17,7 @@ from kitforge.core.kernels.attention.alibi import FEATURES, with_alibi
 from kitforge.core.kernels.attention.packed_mask import PackedMask, dense_mask, packed_attention, takes_packed
 from kitforge.core.kernels.attention.reference import Mask, alibi_bias, causal_rows
 from kitforge.core.kernels.mixed_precision import compute_dtype, storage_dtype
+from kitforge.core.kernels.recomputation import Intercept, is_recomputed, kept_operations
 
 
 def attention(
@@ -39,7 +43,9 @@ def attention(
     half = storage_dtype(query)
     if half is None and mask is None and causal and bf16_attention.fits_in_memory(query):
         return bf16_attention.attention(query, key, value, scale)
-    with nullcontext() if half is None else _stored(half):
+    # Of a recomputed block nothing is saved, which other hooks would undo.
+    around = nullcontext() if half is None else _rounded(half) if is_recomputed() else _stored(half)
+    with around:
         return traceable_attention(query, key, value, mask=mask, causal=causal, scale=scale)
 
 
@@ -71,14 +77,13 @@ def traceable_attention(
         # Under a mask torch has no fused attention for grouped queries: it would write all scores out.
         key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], dim=1) for each in (key, value))
         grouped = False
+    attend = functools.partial(
+        functional.scaled_dot_product_attention, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
+    )
     if half is None:
-        return functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
-        )
+        return kept_operations(attend, query, key, value)
     with torch.autocast(query.device.type, enabled=False):
-        return functional.scaled_dot_product_attention(
-            query.float(), key.float(), value.float(), attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
-        ).to(half)
+        return kept_operations(attend, query.float(), key.float(), value.float()).to(half)
 
 
 def _bias_and_mask(
@@ -106,14 +111,25 @@ def _under_bias(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, seen: T
     added = added if seen is None else added.masked_fill(~seen, float("-inf"))
     key, value = _ungrouped(query, key, value)
     with torch.autocast(query.device.type, enabled=False):
-        return functional.scaled_dot_product_attention(
-            query.to(dtype), key.to(dtype), value.to(dtype), attn_mask=added.to(dtype), scale=scale
-        )
+        attend = functools.partial(functional.scaled_dot_product_attention, attn_mask=added.to(dtype), scale=scale)
+        return kept_operations(attend, query.to(dtype), key.to(dtype), value.to(dtype))
+
+
+def _rounded(half: torch.dtype) -> Intercept:
+    """Rounds the output of fused attention, which `_stored` would save rounded and its caller rounds as well."""
+
+    def run(name: str, compute: Callable[[], Any]) -> Any:
+        result = compute()
+        if name.startswith("aten::_scaled_dot_product"):
+            result[0].copy_(result[0].to(half))
+        return result
+
+    return Intercept(run)
 
 
 def _stored(half: torch.dtype) -> torch.autograd.graph.saved_tensors_hooks:
-    """Saves queries, keys and values [batch, heads, length, features] in `half` for the backward pass, without loss;
-    the softmax's logsumexp [batch, heads, length] keeps its dtype."""
+    """Saves queries, keys, values and output [batch, heads, length, features] in `half` for the backward pass, all but
+    the output without loss; the softmax's logsumexp [batch, heads, length] keeps its dtype."""
     return torch.autograd.graph.saved_tensors_hooks(
         lambda saved: saved.to(half) if saved.dim() == 4 else saved,
         lambda packed: packed.float(),

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kitforge.core.kernels.mixed_precision import compute_dtype
+from kitforge.core.kernels.recomputation import kept_operations
 
 # What torch's flash attention computes.
 _DTYPES = (torch.bfloat16, torch.float16)
@@ -81,9 +82,10 @@ def packed_attention(query: Tensor, key: Tensor, value: Tensor, mask: PackedMask
     tokens = [each.to(dtype).transpose(1, 2).flatten(0, 1) for each in (query, key, value)]
     boundaries = mask.cu_seqlens, mask.cu_seqlens, mask.max_length, mask.max_length
     left = -1 if mask.window is None else mask.window - 1
-    mixed: Tensor = _varlen_attn()(
-        *tokens, *boundaries, scale=scale, window_size=(left, 0), enable_gqa=query.shape[1] != key.shape[1]
+    attend = functools.partial(
+        _varlen_attn(), scale=scale, window_size=(left, 0), enable_gqa=query.shape[1] != key.shape[1]
     )
+    mixed = kept_operations(attend, *tokens, *boundaries)
     return mixed.view(batch, -1, *mixed.shape[1:]).transpose(1, 2)
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kitforge.core.kernels.mixed_precision import compute_dtype
+from kitforge.core.kernels.recomputation import kept
 
 # a [m, k] and b [k, n] in FP8, their scales, and the dtype of the product.
 Product = Callable[[Tensor, Tensor, Tensor, Tensor, torch.dtype], Tensor]
@@ -60,7 +61,7 @@ class _Float8(torch.autograd.Function):
             # A byte an element, where the inputs would take two or four.
             ctx.save_for_backward(rows, row_scale, matrix, scale)
             ctx.product, ctx.dtypes = product, (input.dtype, weight.dtype)
-            return product(rows, matrix.t(), row_scale, scale, dtype)
+            return kept(product, rows, matrix.t(), row_scale, scale, dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kitforge.core.kernels.mixed_precision import match_dtype, storage_dtype
+from kitforge.core.kernels.recomputation import kept, kept_operations
 
 # Rows copied to fp32 at once: enough for full speed of the products, few enough for the CPU caches.
 ROWS = 512
@@ -23,7 +24,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """See `LinearKernel`."""
     half = storage_dtype(input)
     if half is None:
-        return functional.linear(input, *match_dtype(input, weight, bias))
+        return kept_operations(functional.linear, input, *match_dtype(input, weight, bias))
     result: Tensor = _StoredHalf.apply(input, weight, bias, half)  # type: ignore[no-untyped-call]
     return result
 
@@ -47,12 +48,7 @@ class _StoredHalf(torch.autograd.Function):
         ctx.save_for_backward(stored, weight)
         ctx.has_bias = bias is not None
         ctx.input_dtype = input.dtype
-        matrix, shift = _exact(weight), None if bias is None else _exact(bias)
-        output = torch.empty(*input.shape[:-1], len(weight), dtype=half, device=input.device)
-        with torch.autocast(input.device.type, enabled=False):
-            for rows, products in zip(_parts(stored), _parts(output), strict=True):
-                products.copy_(functional.linear(_exact(rows), matrix, shift))
-        return output
+        return kept(_products, stored, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
@@ -74,6 +70,15 @@ class _StoredHalf(torch.autograd.Function):
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
         return grad_input, grad_weight, None if grad_bias is None else grad_bias.to(weight.dtype), None
+
+
+def _products(stored: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    matrix, shift = _exact(weight), None if bias is None else _exact(bias)
+    output = stored.new_empty(*stored.shape[:-1], len(weight))
+    with torch.autocast(stored.device.type, enabled=False):
+        for rows, products in zip(_parts(stored), _parts(output), strict=True):
+            products.copy_(functional.linear(_exact(rows), matrix, shift))
+    return output
 
 
 def _parts(input: Tensor) -> tuple[Tensor, ...]:

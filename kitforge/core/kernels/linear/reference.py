@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kitforge.core.kernels.mixed_precision import match_dtype
+from kitforge.core.kernels.recomputation import kept_operations
 
 
 class LinearKernel(Protocol):
@@ -18,4 +19,4 @@ class LinearKernel(Protocol):
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`input [..., in] @ weight [out, in].T + bias`."""
-    return functional.linear(input, *match_dtype(input, weight, bias))
+    return kept_operations(functional.linear, input, *match_dtype(input, weight, bias))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kitforge.core.kernels.quantized_linear.reference import QuantizedLinearKernel, dequantize
+from kitforge.core.kernels.recomputation import kept
 
 
 def frozen_quantized_linear(
@@ -16,7 +17,7 @@ def frozen_quantized_linear(
     """See `QuantizedLinearKernel`. The backward pass dequantizes the weight again, so none is kept in between; weight
     and bias get no gradient."""
     if not (torch.is_grad_enabled() and input.requires_grad):
-        return kernel(input, quantized, scales, bias)
+        return kept(kernel, input, quantized, scales, bias)
     output: Tensor = _Frozen.apply(kernel, input, quantized, scales, bias)  # type: ignore[no-untyped-call]
     return output
 
@@ -28,7 +29,7 @@ class _Frozen(torch.autograd.Function):
         ctx: Any, kernel: QuantizedLinearKernel, input: Tensor, quantized: Tensor, scales: Tensor, bias: Tensor | None
     ) -> Tensor:
         ctx.save_for_backward(quantized, scales)
-        return kernel(input, quantized, scales, bias)
+        return kept(kernel, input, quantized, scales, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor, None, None, None]:
