@@ -106,7 +106,7 @@ def _check_packed_documents(case: Case) -> Measured:
         logits = model(tokens[None].to(next(model.parameters()).device))[0, :-1]
         total = total + functional.cross_entropy(logits, tokens[1:].to(logits.device), reduction="sum").double().cpu()
     count = sum(map(len, encoded)) - len(encoded)
-    (total / count).backward()
+    torch.autograd.backward(total / count)
     alone = _gradients(model)
     model.zero_grad()
     model.eval()
@@ -134,7 +134,7 @@ def _first_gradients(case: Case, changes: Mapping[str, Any], model: nn.Module) -
         count = float(task.count(step)["loss"])
         model.zero_grad()
         for micro_batch in step:
-            (task.loss(model, micro_batch)["loss"] / count).backward()
+            torch.autograd.backward(task.loss(model, micro_batch)["loss"] / count)
     found = _gradients(model)
     model.zero_grad()
     return found

@@ -82,7 +82,7 @@ def _check_rows(case: Case) -> Measured:
         raise NotOfferedError("the task has no service")
     if isinstance(spec, str) and Path(spec).is_file() and Path(spec).stat().st_size > LARGEST_FILE:
         raise NotOfferedError(f"data.train is larger than {LARGEST_FILE >> 20} MB")
-    scored = pipeline(case.values["task"], case.base)
+    scored: Any = pipeline(case.values["task"], case.base)
     if scored.is_retrieval:
         raise NotOfferedError("the model ranks items and scores no rows")
     predicted = _predict(case.kit, case, case.values["task"], spec)[:NUM_ROWS]
