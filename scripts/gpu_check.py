@@ -254,7 +254,7 @@ def check_wide_deep(device: torch.device, sizes: Sizes, place: Path) -> Row:
                 "trainer": {"max_steps": 12, "progress": False, "eval_batches": 2, "log_every": 1},
             }
         )
-        inputs = RunInputs[Any](train_dataset=clicks, eval_dataset=clicks.held_out(2 * sizes.clicks))
+        inputs = RunInputs[Any](train_dataset=clicks)
         assembly = kit.assemble(options, inputs, Rendezvous.open(options.parallel, options.device))
         started = time.perf_counter()
         train(assembly.loop, options, assembly.folder, assembly.config_text)

@@ -58,15 +58,15 @@ class FileShard:
     def documents(self) -> Iterator[str]:
         """Read the file. Raises DataError for whatever is wrong with it, by line or byte where there is one."""
         check_unchanged(self.path, self.stamp, "corpus")
-        yield from filter(None, _READERS[kind_of(self.path)](self))
+        yield from filter(None, _READERS[format_of(self.path)](self))
 
     def rows(self) -> Iterator[tuple[object, Any]]:
         """Every row with its location, which is formatted only for messages."""
         check_unchanged(self.path, self.stamp, "corpus")
-        yield from _ROWS[kind_of(self.path)](self)
+        yield from _ROWS[format_of(self.path)](self)
 
 
-def kind_of(path: Path) -> str:
+def format_of(path: Path) -> str:
     """The suffix of the format: ".jsonl" for `a.jsonl.gz`. Raises DataError for an unknown one."""
     kind = format_suffix(path)
     if kind not in _READERS or (is_packed(path) and kind == ".parquet"):
@@ -82,7 +82,7 @@ def kind_of(path: Path) -> str:
 def is_known(path: Path) -> bool:
     """Whether the file name has the suffix of a supported format."""
     try:
-        return bool(kind_of(path))
+        return bool(format_of(path))
     except DataError:
         return False
 
@@ -90,7 +90,7 @@ def is_known(path: Path) -> bool:
 def file_shards(path: Path, column: str, separator: str | None, encoding_errors: EncodingErrors) -> list[FileShard]:
     """The shards of one file: several ranges of bytes where a big file can be cut between documents."""
     path = path.absolute()
-    kind = kind_of(path)
+    kind = format_of(path)
     if kind == ".parquet":
         _pyarrow()
     single = FileShard(
@@ -206,7 +206,7 @@ def _read_text(shard: FileShard) -> Iterator[str]:
 
 
 def _read_rows(shard: FileShard) -> Iterator[str]:
-    for location, row in _ROWS[kind_of(shard.path)](shard):
+    for location, row in _ROWS[format_of(shard.path)](shard):
         yield document_of(row, shard.column, shard.encoding_errors, location)
 
 
@@ -258,7 +258,7 @@ def _table_lines(shard: FileShard) -> Iterator[tuple[str | None, list[str], list
     """Location, header and cells of every line of a table that is not empty; first the header without a location."""
     # The limit belongs to the process, and a document may well be longer than its 128 KiB.
     csv.field_size_limit(_FIELD_CHARACTERS)
-    delimiter = "\t" if kind_of(shard.path) == ".tsv" else ","
+    delimiter = "\t" if format_of(shard.path) == ".tsv" else ","
     with (
         opened(shard.path) as stream,
         io.TextIOWrapper(stream, encoding="utf-8-sig", errors=shard.encoding_errors, newline="") as text,
@@ -307,7 +307,7 @@ def _parquet_rows(shard: FileShard, columns: Sequence[str] | None = None) -> Ite
 
 def row_file_shards(path: Path) -> list[FileShard]:
     """The shards of a file of rows. Raises DataError for a file of texts."""
-    kind = kind_of(path)
+    kind = format_of(path)
     if kind not in _ROWS:
         raise DataError(
             f"{path} holds texts, not rows", got=f"suffix {kind!r}", expected=" ".join(_ROWS), fix="write rows as jsonl"

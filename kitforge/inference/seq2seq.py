@@ -47,7 +47,7 @@ class Seq2SeqInference:
 
 
 @torch.no_grad()
-def generate(
+def generate_targets(
     model: EncoderDecoder,
     sources: Sequence[Sequence[int]],
     options: Seq2SeqInference,

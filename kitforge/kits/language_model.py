@@ -22,7 +22,7 @@ from kitforge.core.nn.lora import (
     adapter_tensors,
     merge_factors,
 )
-from kitforge.core.nn.lora import config_of as config_of_adapter
+from kitforge.core.nn.lora import active_lora_config as config_of_adapter
 from kitforge.core.parallel import collectives
 from kitforge.core.parallel.config import ParallelConfig
 from kitforge.core.parallel.parallelize import ParallelModel, parallel_model_of

@@ -23,7 +23,7 @@ from kitforge.core.nn.decoder import FamilyConfig
 from kitforge.core.nn.init import init_weights
 from kitforge.core.nn.linear import quantize_weight
 from kitforge.core.nn.lora import FACTORS, attach, initial_down, row_norms
-from kitforge.core.nn.lora import config_of as config_of_adapter
+from kitforge.core.nn.lora import active_lora_config as config_of_adapter
 from kitforge.core.nn.quantized import quantize_linears
 from kitforge.core.nn.score_head import BACKBONE, ScoreModel
 from kitforge.core.nn.vision import VisionTransformer

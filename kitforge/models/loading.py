@@ -217,7 +217,7 @@ def open_scored(checkpoint: Checkpoint) -> StoredModel:
     return replace(open_decoder(checkpoint, BACKBONE), head=head)
 
 
-def is_reward_model(folder: Path) -> bool:
+def is_reward_folder(folder: Path) -> bool:
     """Whether the folder is a Hugging Face folder of a `*ForSequenceClassification` model with one label."""
     labels = labels_of(folder)
     return labels is not None and len(labels) == 1
@@ -280,7 +280,7 @@ def _head_names(model_type: str, suffix: str) -> dict[str, str]:
     return {HEAD: f"{theirs}.weight", HEAD_BIAS: f"{theirs}.bias"}
 
 
-def open_reward_model(folder: Path) -> StoredModel:
+def open_reward_folder(folder: Path) -> StoredModel:
     """Open the Hugging Face folder of a reward model: backbone and head; reads no weights of the backbone. Raises
     ModelError unless it has exactly one label."""
     source = read_folder(folder)

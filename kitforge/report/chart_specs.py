@@ -70,7 +70,7 @@ _QUIET_WORDS = ("checkpoint", "evaluat", "sample", "report")
 _MOST_MARKS = 60
 
 
-def groups(runs: Sequence[RunRecord], labels: Sequence[str]) -> list[tuple[str, list[Chart]]]:
+def chart_groups(runs: Sequence[RunRecord], labels: Sequence[str]) -> list[tuple[str, list[Chart]]]:
     """The charts of `runs`, which are called `labels`, under the titles of their panels."""
     names = {name for run in runs for name, *_ in _series(run) if name.removeprefix("eval/") not in PROGRESS}
     is_aligned = not names.isdisjoint(_ALIGNMENT[:2])

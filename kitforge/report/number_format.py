@@ -15,13 +15,13 @@ def number(value: float) -> str:
     if abs(value) >= 1e15:
         return _scientific(f"{value:.3e}")
     if abs(value) >= 1e6:
-        return count(value)
+        return short_count(value)
     if abs(value) >= 1e3:
         return f"{value:,.0f}"
     return _scientific(f"{value:.4g}")
 
 
-def count(value: float) -> str:
+def short_count(value: float) -> str:
     """A count with a letter for its thousands: 950, 12.3 k, 4.1 M, 7 B."""
     for multiple, letter in _MULTIPLES:
         # A hair below the multiple would be rounded up to "1000".

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kitforge.foundation.errors import DataError
 from kitforge.foundation.files import write_text
-from kitforge.report.chart_specs import groups
+from kitforge.report.chart_specs import chart_groups
 from kitforge.report.completions import completions
 from kitforge.report.metrics import RunRecord, read_run
 from kitforge.report.panels import Panel, comparison, configuration, events, numbers, problems, tiles
@@ -81,7 +81,7 @@ def _curves(runs: Sequence[RunRecord], labels: Sequence[str]) -> list[Panel]:
         return [Panel("Curves", '<p class="note">This run has logged no numbers yet.</p>')]
     axis = step_scale(step for one in series for step in (min(one.steps), max(one.steps)))
     parts: list[Panel] = []
-    for title, drawn in groups(runs, labels):
+    for title, drawn in chart_groups(runs, labels):
         figures = "".join(draw(chart, axis, f"chart-{len(parts)}-{index}") for index, chart in enumerate(drawn))
         parts.append(Panel(title, f'<div class="charts">{figures}</div>'))
     return [*parts[:-1], Panel(parts[-1].title, parts[-1].html + numbers(runs, labels))]

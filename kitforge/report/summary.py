@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Literal
 
 from kitforge.report.metrics import RunRecord, Series
-from kitforge.report.number_format import count, duration, memory, number
+from kitforge.report.number_format import duration, memory, number, short_count
 
 Goal = Literal["lower", "higher"] | None
 
@@ -207,7 +207,7 @@ def _seen(run: RunRecord) -> Figure | None:
     if not points:
         return None
     detail = f"{number(round(epochs[-1][1], 2))} epochs" if epochs else ""
-    return Figure(label=title(name), text=count(max(value for _, value in points)), detail=detail)
+    return Figure(label=title(name), text=short_count(max(value for _, value in points)), detail=detail)
 
 
 def _time(run: RunRecord) -> Figure | None:
@@ -220,7 +220,9 @@ def _throughput(run: RunRecord) -> Figure | None:
         values = [value for _, value in _finite(run, name)]
         if values:
             median = statistics.median(values)
-            return Figure(label="Throughput", text=count(median), detail=f"{unit}, median", value=median, goal="higher")
+            return Figure(
+                label="Throughput", text=short_count(median), detail=f"{unit}, median", value=median, goal="higher"
+            )
     return None
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from kitforge.cli.main import COMMANDS
 from kitforge.composition import option_names
 from kitforge.kits.registry import kit_of, task_names
 from tests.architecture.source import PACKAGE, Source, read
@@ -95,6 +96,26 @@ def test_a_public_class_name_exists_once(sources: list[Source]) -> None:
     assert twice == {}
 
 
+def function_names(sources: list[Source]) -> dict[str, set[str]]:
+    """The public functions of modules, and where each is. Of a kernel's implementations, of a family's functions and of
+    a verb and its work, which share a name on purpose, one is counted."""
+    found: dict[str, set[str]] = {}
+    for source in sources:
+        room, path = source.path.parent, str(source.path)
+        for node in source.tree.body:
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and not node.name.startswith("_"):
+                is_kernel = room.parent.name == "kernels"
+                is_family = room.parent.name == "models" and source.path.stem == "convert"
+                is_work = node.name in COMMANDS
+                shared = str(room) if is_kernel else "a family" if is_family else "a verb" if is_work else path
+                found.setdefault(node.name, set()).add(shared)
+    return found
+
+
+def test_a_public_function_name_has_one_meaning(sources: list[Source]) -> None:
+    assert {name: places for name, places in function_names(sources).items() if len(places) > 1} == {}
+
+
 @pytest.mark.slow
 def test_words_given_up_do_not_come_back(sources: list[Source]) -> None:
     assert {str(source.path): words for source in sources if (words := given_up_words(source))} == {}
@@ -110,6 +131,13 @@ def test_options_and_presets_have_no_words_given_up() -> None:
 @pytest.mark.parametrize("text", ["def place(): ...", "x.num_pieces", "class TicketOffice: ...", "def f(told): ..."])
 def test_a_planted_word_is_seen(text: str) -> None:
     assert given_up_words(Source(path=Path("kitforge/data/a.py"), text=text, tree=ast.parse(text)))
+
+
+def test_a_planted_function_is_seen() -> None:
+    text = "def opened(): ...\n"
+    files = [Path(f"kitforge/data/{name}.py") for name in "ab"]
+    sources = [Source(path=path, text=text, tree=ast.parse(text)) for path in files]
+    assert function_names(sources)["opened"] == {"kitforge/data/a.py", "kitforge/data/b.py"}
 
 
 def test_a_planted_class_is_seen_and_a_word_within_another_is_not() -> None:

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from kitforge.core.parallel.config import ParallelConfig
-from kitforge.core.parallel.rank_errors import report
+from kitforge.core.parallel.rank_errors import report_error
 from kitforge.core.parallel.rendezvous import Rendezvous, launch_info
 from kitforge.foundation.errors import DataError
 
@@ -67,5 +67,5 @@ def stop_together(world: object) -> int:
 
 
 if __name__ == "__main__":
-    sys.excepthook = lambda _kind, error, _trace: report(error, str(error)) and None
+    sys.excepthook = lambda _kind, error, _trace: report_error(error, str(error)) and None
     sys.exit(main(sys.argv[1]))

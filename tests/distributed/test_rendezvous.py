@@ -361,5 +361,5 @@ def test_a_word_is_left_for_the_launcher_and_the_same_one_is_said_once(
 
 def test_a_peer_s_failure_is_no_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "0" / "error.json"))
-    rank_errors.report(PeerError("rank 1 died"), "rank 1 died")
+    rank_errors.report_error(PeerError("rank 1 died"), "rank 1 died")
     assert '"is_cause": false' in (tmp_path / "0" / "error.json").read_text()

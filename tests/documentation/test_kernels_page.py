@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kitforge.core.kernels.dispatch import IMPLEMENTATIONS, available
+from kitforge.core.kernels.dispatch import IMPLEMENTATIONS, preferred
 
 PAGE = (Path(__file__).parents[2] / "docs" / "kernels.md").read_text()
 ROWS = {
@@ -25,13 +25,13 @@ def named(cell: str) -> set[str]:
 @pytest.mark.parametrize("operation", IMPLEMENTATIONS)
 def test_a_row_names_what_is_chosen(operation: str) -> None:
     row = ROWS[operation]
-    assert named(row[0]) == set(available(operation, "cpu") or ["reference"])
-    elsewhere = available(operation, "cuda")
+    assert named(row[0]) == set(preferred(operation, "cpu") or ["reference"])
+    elsewhere = preferred(operation, "cuda")
     if operation != "fused_decode_step":
         assert named(row[1]) == set(elsewhere or ["reference"])
     if len(row) == 4 and operation != "fused_decode_step":
         assert named(row[2]) == set(
-            available(operation, "cpu", "O2") + available(operation, "cuda", "O2") or ["reference"]
+            preferred(operation, "cpu", "O2") + preferred(operation, "cuda", "O2") or ["reference"]
         )
 
 

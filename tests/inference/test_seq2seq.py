@@ -12,7 +12,7 @@ import transformers
 from transformers import GenerationMixin
 
 from kitforge.foundation.errors import ConfigError
-from kitforge.inference.seq2seq import Seq2SeqInference, _Finished, generate
+from kitforge.inference.seq2seq import Seq2SeqInference, _Finished, generate_targets
 from kitforge.models import loading
 from tests.models.test_t5 import tiny
 
@@ -35,7 +35,7 @@ def test_texts_equal_those_of_transformers(seed: int, beams: int, penalty: float
     model = loading.load(tmp_path, device=torch.device("cpu"))
     sources = [torch.randint(2, VOCAB, (length,)).tolist() for length in (5, 9, 3, 12, 1)]
     options = Seq2SeqInference(max_new_tokens=LONGEST, num_beams=beams, length_penalty=penalty, batch_size=3)
-    found = generate(model, sources, options, start_id=0, eos_ids=[EOS], pad_id=0)  # type: ignore[arg-type]
+    found = generate_targets(model, sources, options, start_id=0, eos_ids=[EOS], pad_id=0)  # type: ignore[arg-type]
     for source, tokens in zip(sources, found, strict=True):
         text = theirs.generate(
             torch.tensor([source]), max_new_tokens=LONGEST, num_beams=beams, do_sample=False, length_penalty=penalty
@@ -68,7 +68,7 @@ def test_beams_equal_those_of_transformers_where_the_rule_of_stopping_decides(
     for beams, longest in ((2, 10), (4, 7)):
         rule: Any = {"num_beams": beams, "length_penalty": penalty, "early_stopping": early_stopping}
         options = Seq2SeqInference(max_new_tokens=longest, **rule)
-        found = generate(model, sources.tolist(), options, start_id=0, eos_ids=[EOS], pad_id=0)
+        found = generate_targets(model, sources.tolist(), options, start_id=0, eos_ids=[EOS], pad_id=0)
         wanted = theirs.generate(sources, max_new_tokens=longest, do_sample=False, **rule)[:, 1:].tolist()
         assert [without_end(each) for each in found] == [without_end(each) for each in wanted]
 
@@ -110,10 +110,10 @@ def without_end(text: list[int]) -> list[int]:
 
 def test_no_source_and_an_empty_one() -> None:
     options = Seq2SeqInference(max_new_tokens=3, num_beams=2)
-    assert generate(tiny(), [], options, start_id=0, eos_ids=[EOS], pad_id=0) == []
-    (found,) = generate(tiny(), [[]], options, start_id=0, eos_ids=[EOS], pad_id=0)
+    assert generate_targets(tiny(), [], options, start_id=0, eos_ids=[EOS], pad_id=0) == []
+    (found,) = generate_targets(tiny(), [[]], options, start_id=0, eos_ids=[EOS], pad_id=0)
     assert len(found) <= 3
     with pytest.raises(ConfigError, match="num_beams"):
         Seq2SeqInference(num_beams=0)
     with pytest.raises(ConfigError, match="at most 30, by the vocabulary"):
-        generate(tiny(), [[5]], Seq2SeqInference(num_beams=31), start_id=0, eos_ids=[EOS], pad_id=0)
+        generate_targets(tiny(), [[5]], Seq2SeqInference(num_beams=31), start_id=0, eos_ids=[EOS], pad_id=0)

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from kitforge.report.chart_specs import groups, is_bad
+from kitforge.report.chart_specs import chart_groups, is_bad
 from kitforge.report.metrics import LoggedEvent, RunRecord, Series, read_run
 from kitforge.report.svg_chart import Chart
 
 
 def charts(runs: list[RunRecord], labels: list[str]) -> list[Chart]:
-    return [chart for _, drawn in groups(runs, labels) for chart in drawn]
+    return [chart for _, drawn in chart_groups(runs, labels) for chart in drawn]
 
 
 def run_of(train: dict[str, float], evaluation: dict[str, float], *events: str) -> RunRecord:

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from kitforge.report.number_format import count, duration, memory, number, tick_labels
+from kitforge.report.number_format import duration, memory, number, short_count, tick_labels
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_number(value, text) -> None:
     ("value", "text"), [(0, "0"), (950, "950"), (12300, "12.3 k"), (999_900, "1 M"), (4.1e6, "4.1 M"), (7e9, "7 B")]
 )
 def test_count(value, text) -> None:
-    assert count(value).replace("\N{NO-BREAK SPACE}", " ") == text
+    assert short_count(value).replace("\N{NO-BREAK SPACE}", " ") == text
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,8 @@ from kitforge.composition import compose_config
 from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.data.tokenizers.loading import ByteTokenizer
 from kitforge.foundation.device import describe
-from kitforge.kits.rlhf.build import TASKS, Assembly
+from kitforge.kits.kit import RunAssembly
+from kitforge.kits.rlhf.build import TASKS
 from kitforge.kits.rlhf.roles.value_head import ValueHeadModel
 from kitforge.kits.rlhf.tasks import Inputs
 from kitforge.models.catalog import config_of
@@ -40,13 +41,13 @@ def state_bytes(*networks: nn.Module) -> int:
     return sum(each.nbytes * (4 if each.requires_grad else 1) for each in every.values())
 
 
-def roles(shape: dict[str, Any], rank: int) -> tuple[int, Assembly]:
+def roles(shape: dict[str, Any], rank: int) -> tuple[int, RunAssembly[Any, Any]]:
     """State bytes of policy, critic, reward model and reference, as the stages make them, and the run of PPO."""
     policy = build(config_of(shape), device=torch.device("cpu"), seed=0)
     common = {"device": "cpu", "data": {"sequence_length": 128, "eval_fraction": 0.0}, "lora": {"rank": rank}}
     rounds = {"rl": {"prompts_per_rollout": 8}, "rollout": {"max_new_tokens": 32}}
     rows = [{"prompt": "a", "chosen": "b", "rejected": "c"}] * 4
-    found: list[Assembly] = []
+    found: list[RunAssembly[Any, Any]] = []
     for stage in ("reward", "ppo"):
         values = common | {"task": stage, "output_dir": tempfile.mkdtemp(), "trainer": {"max_steps": 2}}
         values |= rounds if stage == "ppo" else {}

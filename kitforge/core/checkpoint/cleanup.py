@@ -31,7 +31,7 @@ _NAME = re.compile(
 )
 
 
-def restore(root: Path) -> None:
+def restore_folders(root: Path) -> None:
     """Restore folders whose process died between moving the old one aside and publishing its successor."""
     for path, found in _stale_paths(root, "old"):
         original = root / found["place"]
@@ -50,7 +50,7 @@ def restore(root: Path) -> None:
 
 def clean(root: Path) -> None:
     """Restore folders, and delete the other leftovers of dead processes."""
-    restore(root)
+    restore_folders(root)
     for what in ("draft", "old", "trash", "parts"):
         for path, found in _stale_paths(root, what):
             is_alive = _is_in_use(path) if _is_foreign(found) else _is_other_process(int(found["number"]))

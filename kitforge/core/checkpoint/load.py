@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kitforge.core.checkpoint.all_or_none import collective_try
-from kitforge.core.checkpoint.cleanup import restore
+from kitforge.core.checkpoint.cleanup import restore_folders
 from kitforge.core.checkpoint.manifest import (
     MANIFEST,
     PARTS,
@@ -211,7 +211,7 @@ def newest(
     def work() -> list[int]:
         if world.rank != 0:
             return []
-        restore(root)
+        restore_folders(root)
         return steps(root)
 
     for step in reversed(collective_try(work, world.all_gather_object)[0]):

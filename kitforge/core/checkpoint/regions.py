@@ -33,7 +33,7 @@ def within(part: Region, box: Region) -> Region:
     return Region(global_shape=box.shape, offset=offset, shape=part.shape)
 
 
-def tile(boxes: Iterable[Region], whole: Region) -> bool:
+def covers_exactly(boxes: Iterable[Region], whole: Region) -> bool:
     """Whether the boxes cover every element of the whole exactly once, and nothing else.
 
     How often an element is covered is odd inside and even outside of the whole if and only if the corners of all boxes
@@ -102,7 +102,7 @@ def _why_not(folder: Path, slices: Sequence[Slice]) -> CheckpointError:
         if got != expected or len(dims) > 1:
             return _wrong(folder, entry.name, f"slices that differ in {first.file} and {entry.file}", slices)
     boxes = [(entry, region_of(entry)) for entry in slices]
-    if tile([box for _, box in boxes], Region.full(first.global_shape)):
+    if covers_exactly([box for _, box in boxes], Region.full(first.global_shape)):
         return _wrong(folder, first.name, "slices that lie in no grid", slices)
     twice = next((pair for pair in combinations(boxes, 2) if overlap(pair[0][1], pair[1][1])), None)
     if twice is not None:

@@ -236,7 +236,7 @@ def select(level: CompileLevel, device: str = "cpu") -> Kernels:
     chosen: dict[str, Any] = {}
     for operation in (each.name for each in fields(Kernels)):
         chosen[operation] = getattr(REFERENCE, operation)
-        for name in reversed(available(operation, device, level)):
+        for name in reversed(preferred(operation, device, level)):
             if IMPLEMENTATIONS[operation][name].package is None:
                 chosen[operation] = _load(operation, name)
             elif operation == "fused_decode_step":
@@ -259,7 +259,7 @@ def select_table(device: str = "cpu") -> TableKernels:
     """
     chosen = {each.name: _REFERENCES[each.name] for each in fields(TableKernels)}
     for operation in chosen:
-        for name in reversed(available(operation, device)):
+        for name in reversed(preferred(operation, device)):
             try:
                 chosen[operation] = _load(operation, name)
             except Exception as error:  # noqa: BLE001 (whatever the import of a package raises)
@@ -267,7 +267,7 @@ def select_table(device: str = "cpu") -> TableKernels:
     return TableKernels(**chosen)
 
 
-def available(operation: str, device: str = "cpu", level: CompileLevel = "O1") -> list[str]:
+def preferred(operation: str, device: str = "cpu", level: CompileLevel = "O1") -> list[str]:
     """The names of the implementations that `select` prefers to the reference, in order of preference."""
     return [
         name

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kitforge.core.kernels.triton_runtime import describe
+from kitforge.core.kernels.triton_runtime import device_description
 
 SMALLEST_TABLE = 64
 
@@ -19,7 +19,7 @@ def table_size(num_keys: int) -> int:
 def key_tiles(device: torch.device, num_keys: int) -> tuple[int, int]:
     """Of a kernel over keys: the number of tiles, and the keys of a tile."""
     # Lanes of a tile wait for the longest probe among them.
-    block = min(describe(device).tile_elements, 256)
+    block = min(device_description(device).tile_elements, 256)
     return triton.cdiv(num_keys, block), block
 
 

@@ -35,7 +35,7 @@ _INTERPRETED = DeviceDescription(num_programs=3, tile_elements=64, row_elements=
 
 
 @functools.cache
-def describe(device: torch.device) -> DeviceDescription:
+def device_description(device: torch.device) -> DeviceDescription:
     """The description of a device; of a CPU, that of the interpreter."""
     if device.type == "npu":
         return _NPU
@@ -52,7 +52,7 @@ def row_block(dim: int) -> int:
 
 def grid(device: torch.device, num_tiles: int) -> tuple[int]:
     """As many programs as run at once, each of which takes every n-th tile."""
-    return (max(1, min(num_tiles, describe(device).num_programs)),)
+    return (max(1, min(num_tiles, device_description(device).num_programs)),)
 
 
 def rows_of(tensor: Tensor) -> Tensor:
@@ -64,17 +64,17 @@ def rows_of(tensor: Tensor) -> Tensor:
 def logits_tiles(logits: Tensor) -> tuple[int, int]:
     """A program takes a row of logits at a time, block by block: the number of rows, and the elements of a block."""
     rows, width = logits.shape
-    return rows, min(row_block(width), describe(logits.device).tile_elements)
+    return rows, min(row_block(width), device_description(logits.device).tile_elements)
 
 
 def row_tiles(device: torch.device, num_rows: int, dim: int) -> tuple[int, int, int]:
     """Of a kernel over rows of a table: the power of two that holds a row, the rows of a tile, and the tiles."""
     features = row_block(dim)
-    rows = max(1, describe(device).row_elements // features)
+    rows = max(1, device_description(device).row_elements // features)
     return features, rows, int(triton.cdiv(num_rows, rows))
 
 
-def launch(
+def launch_kernel(
     kernel: Any, tiles: int, block: int, *arguments: Any, num_warps: int | None = None, **constants: Any
 ) -> None:
     """Run a kernel over that many tiles, on the device of its first argument.

@@ -150,7 +150,7 @@ def adapter_tensors(network: nn.Module, name: str) -> dict[str, tuple[Tensor, ..
     }
 
 
-def config_of(network: nn.Module) -> LoraConfig | None:
+def active_lora_config(network: nn.Module) -> LoraConfig | None:
     """The configuration of the active adapter; None if none is active."""
     found = _active(network)
     if not found:

@@ -112,7 +112,7 @@ def write_rank_report(words: str, trace: str, *, is_cause: bool) -> bool:
     return LAUNCHED not in os.environ and _is_first_report(words, Path(path).parent.parent)
 
 
-def report(error: BaseException, words: str) -> bool:
+def report_error(error: BaseException, words: str) -> bool:
     """`write_rank_report` for an error that ends this rank."""
     return write_rank_report(words, _trace(error), is_cause=not isinstance(error, PeerError))
 

@@ -17,7 +17,7 @@ from kitforge.data.tables.cells import (
     is_text,
     is_unsure,
     one_array,
-    plain,
+    plain_cells,
     pyarrow,
     texts_of,
     with_points,
@@ -96,7 +96,7 @@ def _numbers(array: Any, name: str, decimal: DecimalMark) -> tuple[NDArray[np.fl
         values = _floats(array)
     except arrow.ArrowInvalid:
         # The slower way, by which texts with blanks or commas are read.
-        array = with_points(plain(array), decimal)
+        array = with_points(plain_cells(array), decimal)
         try:
             values = _floats(array)
         except arrow.ArrowInvalid:
@@ -140,7 +140,7 @@ def _keys(array: Any, kind: KeyKind, name: str) -> tuple[NDArray[np.int64], NDAr
             return np.zeros(len(array), np.int64), absent, problems
         absent = absent | nothing[codes]
         return np.where(absent, 0, words[codes]), absent, problems
-    array = plain(array)
+    array = plain_cells(array)
     absent = array.is_null().to_numpy(zero_copy_only=False)
     if types.is_null(array.type):
         return np.zeros(len(array), np.int64), absent, []
@@ -170,9 +170,9 @@ def keys_of(values: Sequence[Any], kind: KeyKind) -> NDArray[np.int64]:
 
 def texts_of_column(table: Any, column: KeyColumn | ListColumn) -> Any:
     """The different texts of a column, in the order of their first rows: what becomes its keys."""
-    array = plain(one_array(table.column(column.name)))
+    array = plain_cells(one_array(table.column(column.name)))
     if isinstance(column, ListColumn):
-        array = plain(_cut(array, column)[0])
+        array = plain_cells(_cut(array, column)[0])
     if pyarrow().types.is_null(array.type):
         return pyarrow().array([], pyarrow().string())
     return _texts(array, column.name).drop_null().unique()
@@ -222,7 +222,7 @@ def _missing_fix(text: str) -> str:
 
 
 def _lists(array: Any, column: ListColumn) -> tuple[ListValues, list[RowProblem]]:
-    values, lengths = _cut(plain(array), column)
+    values, lengths = _cut(plain_cells(array), column)
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
     keys, absent, problems = _keys(values, column.kind, column.name)
     problems += [(int(row), _NO_VALUE) for row in np.flatnonzero(absent)]
@@ -236,7 +236,7 @@ def _cut(array: Any, column: ListColumn) -> tuple[Any, NDArray[np.int64]]:
     types = arrow.types
     if types.is_struct(array.type) and [field.name for field in array.type] == ["list", "text"]:
         # Of rows in Python, some with lists and some with texts.
-        texts = compute.split_pattern(plain(array.field("text")), column.separator)
+        texts = compute.split_pattern(plain_cells(array.field("text")), column.separator)
         array = compute.coalesce(array.field("list"), texts)
     cut = is_text(array)
     if cut:
@@ -263,7 +263,7 @@ def _labels(array: Any, label: LabelColumn, decimal: DecimalMark) -> tuple[NDArr
         rows = [int(row) for row in wrong if int(row) not in known]
         expected = "0 or 1"
     else:
-        array = plain(array)
+        array = plain_cells(array)
         array = array.cast(pyarrow().string()) if pyarrow().types.is_null(array.type) else _texts(array, label.name)
         positive, negative = (None if text is None else _text(text) for text in (label.positive, label.negative))
         is_positive, problems = _equals(array, positive), list[RowProblem]()
@@ -277,7 +277,7 @@ def _labels(array: Any, label: LabelColumn, decimal: DecimalMark) -> tuple[NDArr
 
 def _text(text: str) -> str:
     """A text of the options in the form of cells."""
-    return str(_texts(plain(array_of([text])), "label")[0])
+    return str(_texts(plain_cells(array_of([text])), "label")[0])
 
 
 def _equals(texts: Any, wanted: str | None) -> NDArray[np.bool_]:

@@ -161,7 +161,7 @@ def is_text(array: Any) -> bool:
     return bool(types.is_string(array.type) or types.is_large_string(array.type))
 
 
-def plain(array: Any) -> Any:
+def plain_cells(array: Any) -> Any:
     """A decoded array, with texts without blanks around them, and null where there is no value."""
     array = decoded(array)
     if is_text(array):

@@ -58,7 +58,7 @@ class HFDatasetTable:
             start += table.num_rows
 
 
-def open_rows(rows: Iterable[object]) -> PythonRows:
+def open_python_rows(rows: Iterable[object]) -> PythonRows:
     """Rows with the columns of the first one. Raises DataError without rows, and for a row that is not a mapping."""
     head = iter(rows)
     first = next(head, None)

@@ -21,7 +21,7 @@ from kitforge.data.tables.frames import is_frame, open_frame
 from kitforge.data.tables.interactions import InteractionFile
 from kitforge.data.tables.json_files import open_json_lines
 from kitforge.data.tables.parquet_files import open_parquet
-from kitforge.data.tables.python_rows import HFDatasetTable, open_rows
+from kitforge.data.tables.python_rows import HFDatasetTable, open_python_rows
 from kitforge.data.tables.times import as_times, without_order
 from kitforge.foundation.config import check
 from kitforge.foundation.errors import DataError, nearest
@@ -147,7 +147,7 @@ def open_table(spec: object, config: TableSourceConfig = _DEFAULT) -> TableSourc
     if isinstance(spec, Iterable) and not isinstance(spec, (bytes, bytearray)):
         return TableSource(
             name="the rows",
-            parts=(open_rows(spec),),
+            parts=(open_python_rows(spec),),
             fingerprint=None,
             is_once=iter(spec) is spec,
             cells=config.cells,

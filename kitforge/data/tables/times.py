@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kitforge.data.tables.bad_rows import ArrowChunk
-from kitforge.data.tables.cells import is_text, one_array, plain, pyarrow
+from kitforge.data.tables.cells import is_text, one_array, plain_cells, pyarrow
 from kitforge.data.tables.columns import ColumnLayout, KeyColumn, NamedColumns
 
 _NUMBER = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$"
@@ -93,7 +93,7 @@ def as_times(chunk: ArrowChunk, times: Sequence[str]) -> ArrowChunk:
 
 def _seconds(column: Any) -> tuple[Any, Any, Any]:
     """Seconds as numbers or texts of numbers, their whole part, and their fraction."""
-    arrow, compute, column = pyarrow(), pyarrow("pyarrow.compute"), plain(column)
+    arrow, compute, column = pyarrow(), pyarrow("pyarrow.compute"), plain_cells(column)
     types = arrow.types
     if is_text(column):
         is_number = compute.match_substring_regex(column, _NUMBER)

@@ -19,7 +19,7 @@ _MAX_DEPTH = 64
 
 def fields_of(body: bytes) -> dict[str, Any]:
     """The JSON object of a body, without fields that are null, at any depth. Raises ApiError."""
-    value: dict[str, Any] = _without_nulls(parse(body))
+    value: dict[str, Any] = _without_nulls(parse_body(body))
     return value
 
 
@@ -40,7 +40,7 @@ def truncate(text: str) -> str:
     return text if len(text) <= MAX_SHOWN_CHARACTERS else f"{text[:MAX_SHOWN_CHARACTERS]}..."
 
 
-def parse(body: bytes) -> Any:
+def parse_body(body: bytes) -> Any:
     """The JSON object of a body. Raises ApiError."""
     try:
         value = json.loads(body.decode("utf-8"), parse_constant=_no_number)

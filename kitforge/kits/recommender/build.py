@@ -31,14 +31,14 @@ from kitforge.kits.recommender.config import TASK, RecommendationOptions, with_s
 from kitforge.kits.recommender.data import (
     RecommendationDataset,
     as_sequences,
-    cache_root,
+    column_cache_root,
     iter_of,
     load_dataset,
     schema_of,
     table_config,
 )
 from kitforge.kits.recommender.dataset import ClickDataset
-from kitforge.kits.recommender.describe import describe, render
+from kitforge.kits.recommender.describe import describe_table, render_description
 from kitforge.kits.recommender.export import export_program
 from kitforge.kits.recommender.factory import (
     build_objective,
@@ -246,7 +246,7 @@ class Recommendation(Kit[RecommendationOptions, FeatureEncoder]):
 
     def describe_data(self, spec: object) -> RenderableType:
         """What a table holds, for a terminal."""
-        return render(describe(spec))
+        return render_description(describe_table(spec))
 
     def next_steps(self, folder: Path) -> list[str]:
         """Commands to try after a run."""
@@ -323,7 +323,7 @@ def _dataset(options: RecommendationOptions, inputs: Inputs, config: Recommender
         data = dataclasses.replace(data, schema=to_dict(with_own_items(with_rare_values(guessed), items)))
     with show_progress("rows read", enabled=options.trainer.progress) as progress:
         dataset = load_dataset(train, evaluation, data, options.seed, encoder, progress)
-    return with_item_catalog(dataclasses.replace(dataset, catalogue=catalogue), config, cache_root(data))
+    return with_item_catalog(dataclasses.replace(dataset, catalogue=catalogue), config, column_cache_root(data))
 
 
 def _recorded(options: RecommendationOptions, config: RecommenderConfig) -> dict[str, Any]:

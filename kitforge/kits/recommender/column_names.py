@@ -64,7 +64,7 @@ def without_type(name: str) -> str:
     return plain if plain and suffix in _TYPES else name
 
 
-def words_of(name: str) -> list[str]:
+def name_words(name: str) -> list[str]:
     """The words of a name in lower case: userID and user_id:token are user, id."""
     spaced = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", " ", without_type(name))
     return [word.lower() for word in re.split(r"[\W_]+", spaced) if word]
@@ -72,16 +72,16 @@ def words_of(name: str) -> list[str]:
 
 def plain_name(name: str) -> str:
     """The words of a name without anything between them: userid."""
-    return "".join(words_of(name))
+    return "".join(name_words(name))
 
 
-def kind_of(name: str) -> NameKind | None:
+def id_kind_of(name: str) -> NameKind | None:
     """What a column of whole numbers holds by its name: ids of users or things, a category, a quantity; None where the
     name says nothing."""
     suffix = name.rpartition(":")[2]
     if ":" in name and suffix in _TYPES:
         return _TYPES[suffix]
-    words, plain = words_of(name), plain_name(name)
+    words, plain = name_words(name), plain_name(name)
     if not words:
         return None
     last = words[-1]

@@ -23,7 +23,7 @@ from kitforge.foundation.log import logger
 from kitforge.foundation.progress import Advance
 from kitforge.kits.recommender.config import RecommendationDataOptions
 from kitforge.kits.recommender.dataset import ClickDataset, StreamingDataset
-from kitforge.kits.recommender.describe import TableDescription, describe
+from kitforge.kits.recommender.describe import TableDescription, describe_table
 from kitforge.kits.recommender.feature_fitting import fit_features
 from kitforge.kits.recommender.features import FeatureEncoder
 from kitforge.kits.recommender.item_catalog import ItemCatalog
@@ -141,7 +141,7 @@ def schema_of(
     if (log := click_log(spec)) is not None:
         return click_log_schema(log)
     choice = LabelChoice(name=options.label, positive=options.positive, by_position=retrieval is None)
-    description = describe(spec, table_config(options), choice=choice, ids=ids)
+    description = describe_table(spec, table_config(options), choice=choice, ids=ids)
     if options.negatives.num_negatives:
         expected = "a schema, or columns called user_id, item_id and timestamp, or much like that"
         check(
@@ -231,7 +231,7 @@ def _table(
     if (log := click_log(spec)) is not None:
         return log
     source, bad = _source(spec, options, schema), BadRows(policy=options.on_bad_row)
-    layout, root = schema.layout(), cache_root(options)
+    layout, root = schema.layout(), column_cache_root(options)
     if time is not None:
         source = replace(source, times=(time,))
         layout = with_times(layout, time)
@@ -249,6 +249,6 @@ def as_sequences(source: TableSource, schema: FeatureSchema, events: EventColumn
     return sequences_of(source, events, [column.name for column in schema.layout().lists])
 
 
-def cache_root(options: RecommendationDataOptions) -> Path:
+def column_cache_root(options: RecommendationDataOptions) -> Path:
     """The folder of column caches."""
     return default_root() if options.cache is None else Path(options.cache)

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kitforge.data.tables.bad_rows import BadRows, DecimalMark
-from kitforge.data.tables.cells import is_text, join_tables, one_array, plain, pyarrow, texts_of, with_points
+from kitforge.data.tables.cells import is_text, join_tables, one_array, plain_cells, pyarrow, texts_of, with_points
 from kitforge.data.tables.columns import LabelColumn
 from kitforge.data.tables.source import TableSource, TableSourceConfig, open_table
 from kitforge.foundation.errors import DataError
@@ -79,7 +79,7 @@ class TableDescription:
         return schema_yaml(self.schema)
 
 
-def describe(
+def describe_table(
     spec: object,
     config: TableSourceConfig | None = None,
     num_rows: int = DESCRIBED_ROWS,
@@ -135,7 +135,7 @@ def _first_rows(source: TableSource, num_rows: int) -> tuple[Any, BadRows, bool]
 
 def _view(name: str, column: Any, decimal: DecimalMark) -> ColumnView:
     types, compute = pyarrow().types, pyarrow("pyarrow.compute")
-    array = plain(one_array(column))
+    array = plain_cells(one_array(column))
     stored = str(array.type)
     missing = array.null_count
     if missing == len(array):
@@ -143,7 +143,7 @@ def _view(name: str, column: Any, decimal: DecimalMark) -> ColumnView:
     if is_text(array) and _holds_lists(array.drop_null()):
         array, stored = compute.split_pattern(array, " "), "list<int64>"
     if types.is_list(array.type) or types.is_large_list(array.type):
-        items = texts_of(plain(compute.list_flatten(array)))
+        items = texts_of(plain_cells(compute.list_flatten(array)))
         if items is None or types.is_floating(array.type.value_type):
             return ColumnView(name=name, type="other", stored=stored, num_values=0, num_missing=missing)
         num_values = compute.count_distinct(items).as_py()
@@ -225,12 +225,12 @@ def _cell(value: object) -> str:
 
 
 def _label_rate(table: Any, label: LabelColumn) -> float:
-    texts: Any = texts_of(plain(one_array(table.column(label.name))))
+    texts: Any = texts_of(plain_cells(one_array(table.column(label.name))))
     positive = ("1", "true") if label.positive is None else (label.positive,)
     return sum(value in positive for value in texts.to_pylist()) / len(texts)
 
 
-def render(inspection: TableDescription) -> RenderableType:
+def render_description(inspection: TableDescription) -> RenderableType:
     """The output of `kitforge inspect`."""
     parts: list[RenderableType] = [_summary(inspection), _columns(inspection), _head(inspection)]
     parts += [Text(line) for line in schema_summary(replace(inspection.schema, left_out={}))]

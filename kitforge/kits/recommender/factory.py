@@ -18,7 +18,7 @@ from kitforge.foundation.errors import ConfigError, DataError, ModelError
 from kitforge.kits.recommender.config import TASK, RecommendationDataOptions, RecommendationOptions
 from kitforge.kits.recommender.data import RecommendationDataset
 from kitforge.kits.recommender.dataset import ClickDataset
-from kitforge.kits.recommender.describe import describe
+from kitforge.kits.recommender.describe import describe_table
 from kitforge.kits.recommender.features import FeatureEncoder
 from kitforge.kits.recommender.item_catalog import ItemCatalog, build_item_catalog
 from kitforge.kits.recommender.model import (
@@ -26,7 +26,7 @@ from kitforge.kits.recommender.model import (
     build_request_plan,
     build_tables,
     init_output_bias,
-    init_weights,
+    init_recommender,
     sample_shape,
 )
 from kitforge.kits.recommender.negatives import NegativeSampler
@@ -56,7 +56,7 @@ def new_recommender(
     shardings = shard_tables(plan, options, world, distinct)
     tables = build_tables(plan, options.tables, options.cache, options.seed, world, shardings)
     model = Recommender(config, encoder, tables, options.compile_level)
-    init_weights(model.network, options.seed)
+    init_recommender(model.network, options.seed)
     if config.logit is not None:
         statistics = encoder.statistics
         if num_negatives := options.data.negatives.num_negatives:
@@ -108,7 +108,7 @@ def build_objective(
 
 
 def _no_label(source: TableSource | None, data: RecommendationDataOptions) -> str | None:
-    return describe(source, choice=LabelChoice(name=data.label, positive=data.positive)).no_label
+    return describe_table(source, choice=LabelChoice(name=data.label, positive=data.positive)).no_label
 
 
 def build_retrieval_objective(

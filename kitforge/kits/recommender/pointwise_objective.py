@@ -52,7 +52,7 @@ class PointwiseObjective(Objective[ClickRows]):
         inputs = inputs_of(own, self._plan)
         owners = torch.repeat_interleave(torch.arange(stop - start), starts.diff())
         numbers = {"owners": owners, "positions": batch.positions[first:last]}
-        return {**inputs, **numbers, "labels": labels_of(own), "calls": [inputs["requests"]]}
+        return {**inputs, **numbers, "labels": click_labels(own), "calls": [inputs["requests"]]}
 
     def loss(self, model: Recommender, micro_batch: MicroBatch) -> Sums:
         """See `Objective`."""
@@ -84,7 +84,7 @@ class PointwiseObjective(Objective[ClickRows]):
             inputs = inputs_of(batch, self._plan)
             logits = model(lambda inputs=inputs: model.logits(inputs)).double().cpu().numpy()
             groups = None if batch.groups is None else batch.groups.numpy()
-            labels = labels_of(batch).numpy()
+            labels = click_labels(batch).numpy()
             metrics.add(logits, labels, groups)
             if (chances := rows.true_probabilities(indices)) is not None:
                 truth.add(np.log(chances / (1 - chances)), labels)
@@ -95,7 +95,7 @@ class PointwiseObjective(Objective[ClickRows]):
         return {"loss": values.pop("log_loss"), **values, **best, **unknown.all_reduce(world, self._warned)}
 
 
-def labels_of(batch: FeatureBatch) -> Tensor:
+def click_labels(batch: FeatureBatch) -> Tensor:
     """The labels [B]. Raises DataError if the rows have none."""
     if batch.labels is None:
         raise DataError("these rows have no label", expected="a column of 0 and 1", fix="name it in data.schema, label")

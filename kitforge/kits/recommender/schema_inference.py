@@ -17,7 +17,7 @@ from kitforge.kits.recommender.column_names import (
     LABELS,
     TIMES,
     USERS,
-    kind_of,
+    id_kind_of,
     plain_name,
     positive_of,
     without_type,
@@ -258,7 +258,7 @@ def _unused(name: str, names: Container[str]) -> str:
 def _is_quantity(view: ColumnView, is_id: bool) -> bool:
     """Whether a column is read as numbers: by its name where that says it, else by its values. Few whole numbers are
     categories, unless a type in the name says otherwise."""
-    kind = kind_of(view.name)
+    kind = id_kind_of(view.name)
     if view.type == "number":
         return not view.name.endswith(":token")
     if view.type != "integer" or (view.num_values <= FEW_VALUES and not view.name.endswith(":float")):
@@ -274,7 +274,7 @@ def _is_skewed(view: ColumnView) -> bool:
 
 def _categories(view: ColumnView, *, is_complete: bool) -> dict[str, Any]:
     """The encoding of a category. Rare values of non-id columns share the unknown id, since they are mostly noise."""
-    if kind_of(view.name) == "id" or not (is_complete or view.num_values <= _VOCABULARY):
+    if id_kind_of(view.name) == "id" or not (is_complete or view.num_values <= _VOCABULARY):
         return _ids(view)
     return {"kind": _kind(view), "encoding": "vocabulary", "min_count": _MIN_COUNT}
 

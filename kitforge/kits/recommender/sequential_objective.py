@@ -77,7 +77,7 @@ class SampledSoftmax(RetrievalObjective[SequenceBatch]):
         # The cuts vary by step, so that no item always has the shortest history.
         numbers = np.arange(own.start, own.start + len(sequences.lengths)).astype(np.uint64)
         cuts = hash_array(numbers, seeds.key(self._seed, "windows", step)) % np.uint64(self._window)
-        windows, owners = cut(sequences, self._window, cuts.astype(np.int64))
+        windows, owners = training_windows(sequences, self._window, cuts.astype(np.int64))
         starts = torch.searchsorted(owners, torch.arange(len(sequences.lengths) + 1))
         positions = torch.arange(len(owners)) - starts[owners]
         negatives = torch.from_numpy(self._catalogue.ids[drawn])
@@ -127,7 +127,7 @@ class SampledSoftmax(RetrievalObjective[SequenceBatch]):
     def states(self, model: Recommender, ids: Tensor, lengths: Tensor) -> Tensor:
         """The last hidden state [B, dim] of histories: ids [B, L], lengths [B]. Histories longer than the window keep
         their last items."""
-        network = network_of(model)
+        network = sasrec_of(model)
         width = min(self._window, ids.shape[1])
         starts = (lengths - self._window).clamp(min=0).unsqueeze(1)
         ids = ids.gather(1, (starts + torch.arange(width)).clamp(max=max(ids.shape[1] - 1, 0)))
@@ -156,7 +156,7 @@ class SampledSoftmax(RetrievalObjective[SequenceBatch]):
             # No targets here, but all ranks and all weights must take part in backward.
             unused = sum((weight.sum() for weight in model.network.parameters()), vectors.sum() + negatives.sum())
             return unused * 0.0
-        states = network_of(model)(vectors[:, :-1], before, noise)[asks]
+        states = sasrec_of(model)(vectors[:, :-1], before, noise)[asks]
         wanted = (states * vectors[:, 1:][asks]).sum(1, keepdim=True)
         # Each of the K negatives stands for I / K items; a drawn target is masked out.
         others = states @ negatives.t() + math.log(len(self._catalogue) / len(negatives))
@@ -177,7 +177,7 @@ class SampledSoftmax(RetrievalObjective[SequenceBatch]):
         return self._plan.request_of(LOOKUP, self._feature, ids)
 
 
-def cut(sequences: IdSequence, window: int, cuts: NDArray[np.int64]) -> tuple[IdSequence, Tensor]:
+def training_windows(sequences: IdSequence, window: int, cuts: NDArray[np.int64]) -> tuple[IdSequence, Tensor]:
     """Windows of sequences [B, L] without held-out items, and the sequence of each window.
 
     A window has at most `window` + 1 items and begins with the last item of the window before, so each item but the
@@ -201,7 +201,7 @@ def cut(sequences: IdSequence, window: int, cuts: NDArray[np.int64]) -> tuple[Id
     return IdSequence(ids=torch.from_numpy(ids), lengths=torch.from_numpy(lengths)), torch.from_numpy(owners)
 
 
-def network_of(model: Recommender) -> SASRec:
+def sasrec_of(model: Recommender) -> SASRec:
     """The SASRec network of a model."""
     network = model.network
     assert isinstance(network, SASRec)

@@ -110,7 +110,7 @@ class InBatchSoftmax(RetrievalObjective[StepCandidates]):
         def compute() -> Tensor:
             users = side_vectors(model, "user", micro_batch["users"], noises["users"])
             items = side_vectors(model, "item", micro_batch["items"], noises["items"])
-            scores = network_of(model).scores(users, items)
+            scores = towers_of(model).scores(users, items)
             return in_batch_loss(scores, micro_batch).sum()
 
         return {"loss": model(compute)}
@@ -127,7 +127,7 @@ class InBatchSoftmax(RetrievalObjective[StepCandidates]):
 
     def scores(self, model: Recommender, users: Tensor, items: Tensor) -> Tensor:
         """See `RetrievalObjective`."""
-        return network_of(model).scores(users, items)
+        return towers_of(model).scores(users, items)
 
     def user_vectors(self, model: Recommender, batch: FeatureBatch) -> Tensor:
         """See `RetrievalObjective`."""
@@ -143,7 +143,7 @@ class InBatchSoftmax(RetrievalObjective[StepCandidates]):
         return torch.cat(vectors)
 
 
-def network_of(model: Recommender) -> TwoTower:
+def towers_of(model: Recommender) -> TwoTower:
     """The two towers of a model."""
     network = model.network
     assert isinstance(network, TwoTower)

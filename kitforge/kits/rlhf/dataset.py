@@ -61,7 +61,7 @@ class DatasetView(Sequence[Row]):
         if isinstance(row, slice):
             return self.take(np.arange(len(self))[row])
         found = self._rows[int(self._numbers[row])]
-        return found if self._truncation is None else truncated(found, self._room, self._truncation)
+        return found if self._truncation is None else truncated_row(found, self._room, self._truncation)
 
     def take(self, indices: NDArray[np.int64]) -> DatasetView[Row]:
         """A subset of the rows."""
@@ -157,12 +157,13 @@ def read_examples(
     )
 
 
-def truncated(row: Any, room: int, side: str) -> Any:
+def truncated_row(row: Any, room: int, side: str) -> Any:
     """The row with each response, or its prompt, truncated to `room` tokens: at the start ("left") or end ("right")."""
     if isinstance(row, PreferencePair):
-        return replace(row, chosen=truncated(row.chosen, room, side), rejected=truncated(row.rejected, room, side))
+        chosen, rejected = (truncated_row(each, room, side) for each in (row.chosen, row.rejected))
+        return replace(row, chosen=chosen, rejected=rejected)
     if isinstance(row, UnpairedExample):
-        return replace(row, response=truncated(row.response, room, side))
+        return replace(row, response=truncated_row(row.response, room, side))
     kept = slice(max(len(row.tokens) - room, 0), None) if side == "left" else slice(room)
     if isinstance(row, TokenizedExample):
         return TokenizedExample(tokens=row.tokens[kept], loss_mask=row.loss_mask[kept])
@@ -210,7 +211,7 @@ def _invalid_after_truncation(
     rows: Sequence[Row], overlong: NDArray[np.int64], options: ChatDatasetOptions, room: int
 ) -> NDArray[np.int64]:
     """The rows without a trained token after truncation. Raises DataError unless data.on_invalid=drop."""
-    cut = ((number, truncated(rows[int(number)], room, str(options.truncation))) for number in overlong)
+    cut = ((number, truncated_row(rows[int(number)], room, str(options.truncation))) for number in overlong)
     lost = np.array([number for number, row in cut if not _is_valid(row)], np.int64)
     if len(lost) and options.on_invalid == "refuse":
         raise DataError(

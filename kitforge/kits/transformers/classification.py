@@ -44,10 +44,10 @@ from kitforge.kits.transformers.labelling import (
     LabellingOptions,
     SequenceClassifier,
     column,
-    read_rows,
+    read_labelled_rows,
 )
 from kitforge.kits.transformers.programs import export_programs
-from kitforge.kits.transformers.rows import RaggedTokens, last_token, probabilities
+from kitforge.kits.transformers.rows import RaggedTokens, label_probabilities, last_token
 from kitforge.models.loading import SEQUENCE_CLASSIFIER
 
 
@@ -113,7 +113,7 @@ def read_data(
         text, label = _columns(row, options, location)
         return tokenizer.encode_prompt(text), label
 
-    rows, held = read_rows(train, read, data), read_rows(evaluation, read, data)
+    rows, held = read_labelled_rows(train, read, data), read_labelled_rows(evaluation, read, data)
     problem_type = options.problem_type or _problem_type([*rows, *held])
     if problem_type == "regression":
         labels = number_names([(at, label) for at, _, label in rows or held], known)
@@ -314,4 +314,4 @@ class TextClassificationPipeline:
         pad_id = self._tokenizer.pad_id if self._model.pad_id is False else self._model.pad_id
         ends = torch.tensor([last_token(row, pad_id) for row in cut])
         logits = self._model.logits_at(tokens.to(device), ends.to(device))
-        return probabilities(logits, self._model.problem_type).cpu()
+        return label_probabilities(logits, self._model.problem_type).cpu()

@@ -23,7 +23,7 @@ from kitforge.inference.choice_scoring import ChoiceBatch, ChoiceScore, choice_l
 from kitforge.inference.engine import Engine
 from kitforge.inference.folder_defaults import with_folder_defaults
 from kitforge.inference.text_engine import InferenceOptions, TextEngine
-from kitforge.kits.transformers.questions import Question, QuestionSet, number
+from kitforge.kits.transformers.questions import Question, QuestionSet, final_number
 
 # Stop string: the model begins another question.
 _NEXT_QUESTION = "\n\nQuestion:"
@@ -161,7 +161,7 @@ class Evaluator:
                     raise _diverged(task.questions[index])
         results = []
         for question, text in zip(task.questions, said, strict=True):
-            found, gold = number(text), number(question.values["answer"])
+            found, gold = final_number(text), final_number(question.values["answer"])
             is_right = found is not None and found == gold
             row = {**_location(question), "generated_text": text, "prediction": found, "gold": gold}
             results.append(QuestionResult(row=row, values={"accuracy": float(is_right)}))

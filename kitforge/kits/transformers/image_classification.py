@@ -63,7 +63,7 @@ from kitforge.kits.transformers.preprocessor import (
     write_preprocessor,
 )
 from kitforge.kits.transformers.programs import export_programs
-from kitforge.kits.transformers.rows import ClassifierTask, probabilities
+from kitforge.kits.transformers.rows import ClassifierTask, label_probabilities
 from kitforge.models import loading as model_folder
 from kitforge.models.catalog import config_of, config_of_network
 from kitforge.models.hub import resolve
@@ -477,7 +477,7 @@ class ImageClassificationPipeline:
     def probabilities(self, entries: Sequence[ImageEntry]) -> Tensor:
         """[B, labels] on the CPU. Raises DataError naming what is no image."""
         pixels = self._process(entries).to(self._model.position.device)
-        return probabilities(self._model.logits(pixels), cast(ViTConfig, self._model.config).problem_type).cpu()
+        return label_probabilities(self._model.logits(pixels), cast(ViTConfig, self._model.config).problem_type).cpu()
 
 
 def _with_new_classifier(source: NetworkSource, open_run: OpenCheckpoint) -> StoredModel:

@@ -108,7 +108,7 @@ class LabelledData(Generic[RowsT]):
         return fingerprint_of(cast(Any, self.train).fingerprint, cast(Any, self.eval).fingerprint, self.labels)
 
 
-def read_rows(
+def read_labelled_rows(
     spec: object, read: Callable[[object, object], tuple[list[int], TargetT]], data: LabelledRowOptions
 ) -> list[tuple[object, list[int], TargetT]]:
     """Location, tokens and target of every row; `read` gives the latter two of a row and its location, and raises

@@ -74,7 +74,7 @@ def load_task(name: str, folder: str | None = None, limit: int | None = None) ->
     return QuestionSet(name=path.name.partition(".jsonl")[0], form=form, questions=questions)
 
 
-def number(text: str) -> float | None:
+def final_number(text: str) -> float | None:
     """The number after ####, or else the last number."""
     _, mark, after = text.rpartition("####")
     found = _NUMBER.findall(after if mark else text)
@@ -145,5 +145,5 @@ def _check(location: str, name: str, form: str | None, values: Mapping[str, Any]
     for field in ("continuation", "text"):
         if field in FORMS[name] and not values[field]:
             raise DataError(f"{location} has an empty {field}", expected="at least one character")
-    if name == "number" and number(values["answer"]) is None:
+    if name == "number" and final_number(values["answer"]) is None:
         raise DataError(f"{location} has no number in its answer", got=values["answer"][-60:])

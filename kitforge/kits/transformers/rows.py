@@ -252,7 +252,7 @@ def rightness(logits: Tensor, labels: Tensor) -> Tensor:
     return logits.argmax(-1) == labels if labels.dim() == 1 else ((logits > 0) == (labels > 0.5)).all(-1)
 
 
-def probabilities(logits: Tensor, problem_type: ProblemType) -> Tensor:
+def label_probabilities(logits: Tensor, problem_type: ProblemType) -> Tensor:
     """The scores [B, labels] that transformers' pipelines give: of labels that exclude one another, of each label on
     its own or of a single one, or the numbers of a regression."""
     if problem_type == "regression":

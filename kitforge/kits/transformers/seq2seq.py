@@ -31,7 +31,7 @@ from kitforge.foundation.errors import ConfigError, DataError, ModelError
 from kitforge.foundation.log import logger
 from kitforge.foundation.types import MicroBatch, Sums
 from kitforge.inference.folder_defaults import with_folder_search
-from kitforge.inference.seq2seq import Seq2SeqInference, generate
+from kitforge.inference.seq2seq import Seq2SeqInference, generate_targets
 from kitforge.kits.batch_predict import Predict, predict_rows, row_batches
 from kitforge.kits.kit import LoadModel, Prepared, RunInputs, datasets
 from kitforge.kits.language_model import (
@@ -300,7 +300,7 @@ def write_targets(
     chosen = with_folder_search(options, tokenizer.generation_config, in_training=in_training)
     start_id = start_tokens(tokenizer, network.config).generated
     tokens = {"eos_ids": tokenizer.eos_ids, "pad_id": tokenizer.pad_id, "start_id": start_id}
-    found = generate(network, sources, chosen, **tokens)  # type: ignore[arg-type]
+    found = generate_targets(network, sources, chosen, **tokens)  # type: ignore[arg-type]
     return [tokenizer.decode(tokens) for tokens in found]
 
 

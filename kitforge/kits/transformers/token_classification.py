@@ -38,7 +38,7 @@ from kitforge.kits.transformers.labelling import (
     LabellingOptions,
     TokenClassifier,
     column,
-    read_rows,
+    read_labelled_rows,
 )
 from kitforge.kits.transformers.rows import RaggedTokens
 from kitforge.models.loading import TOKEN_CLASSIFIER
@@ -126,7 +126,7 @@ def read_tagged(
             raise DataError(f"{location} has a word without tokens", got=got, expected="visible letters in every word")
         return tokens, TaggedText(words=owners, tags=tags)
 
-    rows, held = read_rows(train, read, data), read_rows(evaluation, read, data)
+    rows, held = read_labelled_rows(train, read, data), read_labelled_rows(evaluation, read, data)
     labels = known or label_names([tag for _, _, text in rows for tag in text.tags])
     index = {name: number for number, name in enumerate(labels)}
     codes, held_codes = (

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kitforge.core.checkpoint.cleanup import clean, restore, set_aside
+from kitforge.core.checkpoint.cleanup import clean, restore_folders, set_aside
 from kitforge.core.checkpoint.load import newest
 from kitforge.core.checkpoint.manifest import steps
 from kitforge.core.checkpoint.save import CheckpointWriter
@@ -97,11 +97,11 @@ def test_a_step_that_another_machine_was_replacing_is_found_again_when_nobody_ta
     (tmp_path / "step_2").rename(aside)
     # Its process was alive, and is done by the second look.
     monkeypatch.setattr(time, "sleep", lambda _: (tmp_path / "step_2").mkdir())
-    restore(tmp_path)
+    restore_folders(tmp_path)
     assert aside.exists()
     (tmp_path / "step_2").rmdir()
     monkeypatch.setattr(time, "sleep", lambda _: None)
-    restore(tmp_path)
+    restore_folders(tmp_path)
     assert steps(tmp_path) == [1, 2]
     assert not aside.exists()
 
@@ -118,7 +118,7 @@ def test_a_step_that_was_replaced_is_not_brought_back(tmp_path: Path, dead: str)
     example.saved(tmp_path, 2)
     old = tmp_path / f".step_2.{dead}.old"
     old.mkdir()
-    restore(tmp_path)
+    restore_folders(tmp_path)
     assert old.exists()
     clean(tmp_path)
     assert not old.exists()

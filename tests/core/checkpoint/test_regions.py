@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kitforge.core.checkpoint.regions import num_elements, overlap, tile
+from kitforge.core.checkpoint.regions import covers_exactly, num_elements, overlap
 from kitforge.core.checkpoint.shard_ownership import RankCoords, assign_shards
 from kitforge.core.parallel.config import ParallelConfig
 from kitforge.core.parallel.layout import Layout
@@ -36,7 +36,7 @@ def box(offset: tuple[int, ...], shape: tuple[int, ...], whole: tuple[int, ...] 
     ],
 )
 def test_boxes_tile_the_whole_or_not(boxes: list[tuple[tuple[int, int], tuple[int, int]]], is_tiled: bool) -> None:
-    assert tile([box(*each) for each in boxes], Region.full((4, 4))) == is_tiled
+    assert covers_exactly([box(*each) for each in boxes], Region.full((4, 4))) == is_tiled
 
 
 @pytest.mark.slow
@@ -56,13 +56,13 @@ def test_tiling_is_what_counting_every_element_says(boxes: list[tuple[int, int, 
             regions.append(box((top, left), (rows, columns), shape))
             count[top : top + rows, left : left + columns] += 1
     inside = count[:3, :3]
-    assert tile(regions, Region.full(shape)) == bool((inside == 1).all() and count.sum() == inside.sum())
+    assert covers_exactly(regions, Region.full(shape)) == bool((inside == 1).all() and count.sum() == inside.sum())
 
 
 def test_a_scalar_is_one_element_and_is_there_once() -> None:
     whole = Region.full(())
     assert overlap(whole, whole) == whole
-    assert [tile([whole] * count, whole) for count in range(4)] == [False, True, False, False]
+    assert [covers_exactly([whole] * count, whole) for count in range(4)] == [False, True, False, False]
 
 
 @st.composite
@@ -89,7 +89,7 @@ def test_every_piece_has_one_owner(spread: tuple[RankCoords, list[Layout]]) -> N
     for number, layout in enumerate(layouts):
         owners = [rank for rank in range(ranks.size) if answers[rank][number]]
         regions = [ranks.region(layout, rank) for rank in owners]
-        assert tile([region for region in regions if region is not None], Region.full(layout.shape))
+        assert covers_exactly([region for region in regions if region is not None], Region.full(layout.shape))
 
 
 def test_owners_share_the_bytes_of_copies() -> None:

@@ -187,7 +187,7 @@ def call_tables(*, with_all: bool) -> None:
 
 def main() -> None:
     """Compile all of them."""
-    triton_runtime.describe = lambda _device: DEVICE  # type: ignore[assignment]
+    triton_runtime.device_description = lambda _device: DEVICE  # type: ignore[assignment]
     compiler = Compiler(int(sys.argv[1]))
     JITFunction.run = lambda kernel, *arguments, **options: compiler(kernel, *arguments, **options)
     call_networks(with_all=sys.argv[2] == "all")

@@ -24,8 +24,8 @@ from kitforge.core.kernels.dispatch import (
     CompileLevel,
     Kernels,
     TableKernels,
-    available,
     implementation,
+    preferred,
     select,
     select_table,
 )
@@ -70,12 +70,12 @@ def test_a_level_is_the_same_each_time(level: CompileLevel, device: str) -> None
 
 
 def test_each_device_has_implementations_of_its_own() -> None:
-    assert available("linear", "cpu") == ["numba", "fused"]
-    assert available("linear", "cuda") == ["fused"]
-    assert available("linear", "cpu", "O2") == ["traceable"]
-    assert available("rms_norm", "cpu") == ["numba", "fused"]
-    assert available("rms_norm", "cuda") == available("rms_norm", "npu") == ["triton", "fused"]
-    assert available("linear_cross_entropy", "cuda", "O2") == ["triton", "chunked"]
+    assert preferred("linear", "cpu") == ["numba", "fused"]
+    assert preferred("linear", "cuda") == ["fused"]
+    assert preferred("linear", "cpu", "O2") == ["traceable"]
+    assert preferred("rms_norm", "cpu") == ["numba", "fused"]
+    assert preferred("rms_norm", "cuda") == preferred("rms_norm", "npu") == ["triton", "fused"]
+    assert preferred("linear_cross_entropy", "cuda", "O2") == ["triton", "chunked"]
     here, there = select("O1", "cpu"), select("O1", "cuda")
     assert here.linear is not there.linear
     assert there.linear is implementation("linear", "fused")

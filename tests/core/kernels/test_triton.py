@@ -165,13 +165,13 @@ def test_huge_and_impossible_logits(operation: str) -> None:
 @pytest.fixture
 def one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     """One thread launches at a time: the interpreter keeps the number of the program in a global."""
-    lock, launch = threading.Lock(), triton_logits.launch
+    lock, launch = threading.Lock(), triton_logits.launch_kernel
 
     def locked(*arguments: Any, **options: Any) -> None:
         with lock:
             launch(*arguments, **options)
 
-    monkeypatch.setattr(triton_logits, "launch", locked)
+    monkeypatch.setattr(triton_logits, "launch_kernel", locked)
 
 
 @pytest.mark.parametrize("operation", ["linear_cross_entropy", "linear_log_probs"])
@@ -323,8 +323,8 @@ def test_fake_tensors_have_the_shapes_and_dtypes_of_real_ones(operation: str) ->
 def test_it_is_chosen_on_accelerators_alone_and_by_name() -> None:
     assert all(implementation(name, "triton", "cuda") is not None for name in ALL)
     for name in ALL:
-        assert "triton" not in dispatch.available(name, "cpu")
-        assert dispatch.available(name, "cuda")[0] == "triton"
+        assert "triton" not in dispatch.preferred(name, "cpu")
+        assert dispatch.preferred(name, "cuda")[0] == "triton"
 
 
 def test_autocast_computes_the_loss_in_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from kitforge.embedding_cache.table import CachedEmbedding
 from kitforge.foundation.errors import DataError
 from kitforge.kits.recommender.batch_inference import write_predictions
 from kitforge.kits.recommender.build import TASKS
-from kitforge.kits.recommender.describe import describe, render
+from kitforge.kits.recommender.describe import describe_table, render_description
 from tests.kits.recommender.runs import ready, run
 
 KIT = TASKS["recommendation"]
@@ -90,7 +90,7 @@ def test_a_table_of_any_columns_is_trained_on_or_refused_in_words(table: tuple[l
         folder = Path(name)
         try:
             spec = written(rows, container, folder)
-            render(describe(spec))
+            render_description(describe_table(spec))
             assembly, _ = ready(folder / "run", "wide_deep", {"data.eval_fraction": 0.0, "trainer.max_steps": 1}, spec)
             opened = KIT.open_pipeline(assembly.loop.model, assembly.processor, assembly.options)
             for suffix in ("csv", "jsonl", "parquet"):
@@ -124,7 +124,7 @@ def test_predictions_keep_columns_that_change_their_type_along_the_rows(
 ) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"x": n / 7, "note": value}) + "\n" for n, value in enumerate(values)))
-    describe(str(path), num_rows=3000)
+    describe_table(str(path), num_rows=3000)
     for part, chosen in (("a", values[:1500]), ("b", values[1500:])):
         parquet.write_table(pyarrow.table({"x": [0.5] * 1500, "note": chosen}), tmp_path / f"{part}.parquet")
     for source in (str(path), [str(tmp_path / "a.parquet"), str(tmp_path / "b.parquet")]):
@@ -148,7 +148,7 @@ def test_a_column_may_change_its_type_behind_the_rows_that_are_described(tmp_pat
 def test_lines_that_end_in_returns_are_refused_with_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_bytes(b"x,click\r1,0\r2,1\r")
     with pytest.raises(DataError, match=r"(?s)a\.csv:1 cannot be divided.*tr"):
-        describe(str(tmp_path / "a.csv"))
+        describe_table(str(tmp_path / "a.csv"))
 
 
 @pytest.mark.parametrize("lists", [[[1], [2]], [[], []], [[3], []]], ids=str)
@@ -185,7 +185,7 @@ def test_columns_of_one_name_are_refused_in_every_container(tmp_path: Path) -> N
 
 def test_the_row_numbers_that_pandas_writes_are_no_feature(tmp_path: Path) -> None:
     pandas.DataFrame({"x": [0.5, 1.5, 2.5] * 20, "click": [0, 1, 0] * 20}).to_csv(tmp_path / "a.csv")
-    schema = describe(str(tmp_path / "a.csv")).schema
+    schema = describe_table(str(tmp_path / "a.csv")).schema
     assert list(schema.numeric) == ["x"] and schema.left_out == {"Unnamed: 0": "a column without a name"}
 
 

@@ -16,7 +16,7 @@ from kitforge.data.tables.source import TableSourceConfig, open_table
 from kitforge.data.tables.split import RowRange
 from kitforge.foundation.errors import DataError
 from kitforge.kits.recommender.dataset import ClickDataset
-from kitforge.kits.recommender.describe import TableDescription, describe, render
+from kitforge.kits.recommender.describe import TableDescription, describe_table, render_description
 from kitforge.kits.recommender.feature_fitting import fit_features
 from kitforge.kits.recommender.features import FeatureEncoder
 from kitforge.kits.recommender.schema import read_schema, with_rare_values
@@ -34,7 +34,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> TableDescription:
     lines.append("r100,1")
     path = tmp_path_factory.mktemp("table") / "clicks.csv"
     path.write_text("\n".join(lines))
-    return describe(path)
+    return describe_table(path)
 
 
 def test_types_are_told_from_values(found: TableDescription) -> None:
@@ -70,7 +70,7 @@ def test_the_schema_uses_what_may_say_something(found: TableDescription) -> None
 
 def test_the_page_shows_all_of_it(found: TableDescription) -> None:
     console = Console(width=160, record=True, file=io.StringIO())
-    console.print(render(found))
+    console.print(render_description(found))
     text = console.export_text()
     for part in ("100 rows, 8 columns", "25.00% positive", "bad rows: 1", "row_id, a different value in every row",
                  "c0 (34)", "10.0%", "schema:", "  categorical:"):  # fmt: skip
@@ -80,7 +80,7 @@ def test_the_page_shows_all_of_it(found: TableDescription) -> None:
 def test_cells_are_no_markup(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("click,[red]x\n1,[/bold]\n0,[b]\n")
     console = Console(width=100, record=True, file=io.StringIO())
-    console.print(render(describe(tmp_path / "a.csv")))
+    console.print(render_description(describe_table(tmp_path / "a.csv")))
     text = console.export_text()
     assert "[/bold]" in text and "[red]x" in text
 
@@ -88,21 +88,21 @@ def test_cells_are_no_markup(tmp_path: Path) -> None:
 def test_an_iterator_is_left_alone() -> None:
     rows = iter([{"click": 1, "x": 1}] * 3)
     with pytest.raises(DataError, match=r"(?s)read only once.*data\.schema"):
-        describe(rows)
+        describe_table(rows)
 
 
 def test_odd_names_of_columns_survive_yaml() -> None:
     rows = [{"on": number % 7, "a: b": number / 3, "[x]": number % 5, "5": number % 3} for number in range(30)]
-    found = describe(rows)
+    found = describe_table(rows)
     assert set(found.schema.numeric) | set(found.schema.categorical) == {"on", "a: b", "[x]", "5"}
     assert read_schema(yaml.safe_load(found.yaml)) == found.schema
 
 
 def test_only_the_first_rows_are_looked_at() -> None:
     rows = [{"click": number % 2, "x": number / 3} for number in range(10_000)]
-    found = describe(rows, num_rows=50)
+    found = describe_table(rows, num_rows=50)
     assert (found.num_rows, found.is_complete) == (50, False)
-    assert describe(rows[:50], num_rows=50).is_complete
+    assert describe_table(rows[:50], num_rows=50).is_complete
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_only_the_first_rows_are_looked_at() -> None:
 def test_the_label_is_found_by_its_name_or_place(values: dict[str, list[Any]], label: LabelColumn | None) -> None:
     (name, column), = values.items()  # fmt: skip
     rows = [{"x": place / 3, "z": place, name: value} for place, value in enumerate(column)]
-    assert describe(rows).schema.label == label
+    assert describe_table(rows).schema.label == label
 
 
 def test_numbers_of_things_are_no_quantities_and_lists_are_bags_or_sequences() -> None:
@@ -125,7 +125,7 @@ def test_numbers_of_things_are_no_quantities_and_lists_are_bags_or_sequences() -
         {"user_id": number % 30, "C14": number % 25, "count": number % 50, "tags": [1, 2], "history": [number % 7]}
         for number in range(60)
     ]
-    schema = describe(rows).schema
+    schema = describe_table(rows).schema
     assert {name: feature.kind for name, feature in schema.categorical.items()} == {
         "user_id": "integer",
         "C14": "integer",
@@ -135,7 +135,7 @@ def test_numbers_of_things_are_no_quantities_and_lists_are_bags_or_sequences() -
 
 def test_a_table_without_features_says_what_there_is() -> None:
     with pytest.raises(DataError, match=r"(?s)no column of the table can be a feature.*got: +same"):
-        describe([{"click": number % 2, "same": 1} for number in range(30)])
+        describe_table([{"click": number % 2, "same": 1} for number in range(30)])
 
 
 @pytest.mark.skipif(not DATA.exists(), reason="the data sets are not here")
@@ -150,7 +150,7 @@ def test_a_table_without_features_says_what_there_is() -> None:
 def test_the_schema_of_a_real_log_encodes_it(
     name: str, label: str, num_numeric: int, num_categorical: int, left_out: list[str], tmp_path: Path
 ) -> None:
-    found = describe(DATA / name)
+    found = describe_table(DATA / name)
     schema = found.schema
     assert schema.label is not None and schema.label.name == label
     assert (len(schema.numeric), len(schema.categorical)) == (num_numeric, num_categorical)
@@ -175,20 +175,20 @@ def clicks_with(odd: str) -> str:
 @pytest.mark.parametrize("odd", ["NA", "NaN", "NULL", "inf", "-", "\\N"])
 def test_a_cell_that_is_no_number_does_not_make_a_number_a_text(tmp_path: Path, odd: str) -> None:
     (tmp_path / "a.csv").write_text(clicks_with(odd))
-    found = describe(tmp_path / "a.csv")
+    found = describe_table(tmp_path / "a.csv")
     assert list(found.schema.numeric) == ["price"] and list(found.schema.categorical) == ["color"]
     assert found.missing_values == (odd,)
     console = Console(width=160, record=True, file=io.StringIO())
-    console.print(render(found))
+    console.print(render_description(found))
     text = console.export_text()
     assert f"price is a number but for {odd} (4)" in text and f"data.missing_values='[\"{odd}\"]'" in text
-    told = describe(tmp_path / "a.csv", TableSourceConfig(missing_values=(odd,)))
+    told = describe_table(tmp_path / "a.csv", TableSourceConfig(missing_values=(odd,)))
     assert told.missing_values == () and {view.name: view.num_missing for view in told.columns}["price"] == 4
 
 
 def test_a_column_with_more_texts_than_that_is_one_of_texts() -> None:
     rows = [{"click": n % 2, "code": "x" if n % 15 == 0 else str(n)} for n in range(300)]
-    assert list(describe(rows).schema.categorical) == ["code"]
+    assert list(describe_table(rows).schema.categorical) == ["code"]
 
 
 @pytest.mark.slow
@@ -204,7 +204,7 @@ def test_a_column_with_more_texts_than_that_is_one_of_texts() -> None:
 )
 def test_why_there_is_no_label_is_said(tmp_path: Path, columns: dict[str, list[Any]], reason: str) -> None:
     table = {"x": [0.5, 1.5, 2.5], **columns}
-    found = describe(table)
+    found = describe_table(table)
     assert found.schema.label is None and reason in str(found.no_label)
     with pytest.raises(DataError, match=r"these rows have no label") as error:
         ready(tmp_path, "wide_deep", {"data.eval_fraction": 0.0}, table)
@@ -212,7 +212,7 @@ def test_why_there_is_no_label_is_said(tmp_path: Path, columns: dict[str, list[A
 
 
 def test_minus_one_and_one_are_a_label() -> None:
-    found = describe({"x": [0.5, 1.5, 2.5], "click": [-1, 1, -1]})
+    found = describe_table({"x": [0.5, 1.5, 2.5], "click": [-1, 1, -1]})
     assert found.schema.label == LabelColumn(name="click", positive="1", negative="-1")
     assert found.label_rate == 1 / 3
 
@@ -220,7 +220,7 @@ def test_minus_one_and_one_are_a_label() -> None:
 def test_texts_of_several_whole_numbers_are_lists(tmp_path: Path) -> None:
     lines = [f"{n % 2},{n % 5} {n % 7 + 10} {n % 3},{n % 9} {n % 4},{n} 000,{n / 3}" for n in range(1, 60)]
     (tmp_path / "a.csv").write_text("click,history,tags,price,x\n" + "\n".join(lines) + "\n")
-    found = describe(tmp_path / "a.csv")
+    found = describe_table(tmp_path / "a.csv")
     assert (list(found.schema.sequences), list(found.schema.bags)) == (["history"], ["tags"])
     assert found.schema.sequences["history"].kind == "integer"
     assert {view.name: view.type for view in found.columns}["price"] == "text"

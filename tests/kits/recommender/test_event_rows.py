@@ -15,7 +15,7 @@ from kitforge.core.parallel.world import World
 from kitforge.foundation.errors import ConfigError, DataError
 from kitforge.kits.recommender.build import TASKS
 from kitforge.kits.recommender.data import load_dataset
-from kitforge.kits.recommender.describe import describe
+from kitforge.kits.recommender.describe import describe_table
 from kitforge.kits.recommender.schema import read_schema
 from kitforge.trainer.run_folder import train
 from tests.kits.recommender.runs import ready
@@ -158,12 +158,12 @@ def test_what_a_user_has_taken_has_to_be_known_to_be_left_out(tmp_path: Path) ->
 
 
 def test_events_are_guessed_by_the_names_of_columns(tmp_path: Path) -> None:
-    found = describe(str(written(tmp_path / "ratings.inter", events(NAMES)))).sequences
+    found = describe_table(str(written(tmp_path / "ratings.inter", events(NAMES)))).sequences
     assert found is not None and found.events is not None
     assert (found.events.user, found.events.item, found.events.time) == NAMES
     assert list(found.sequences) == ["item_id"] and found.sequences["item_id"].column == NAMES[1]
-    assert describe(events(("userId", "movieId", "timestamp"))).sequences is not None
-    assert describe(events(("user", "item", "price"))).sequences is None
+    assert describe_table(events(("userId", "movieId", "timestamp"))).sequences is not None
+    assert describe_table(events(("user", "item", "price"))).sequences is None
 
 
 def test_a_schema_of_events_alone_has_their_items_as_a_sequence() -> None:

@@ -16,7 +16,7 @@ from kitforge.core.parallel.world import World
 from kitforge.kits.recommender.batch import IdSequence
 from kitforge.kits.recommender.item_catalog import build_item_catalog
 from kitforge.kits.recommender.model import inputs_of
-from kitforge.kits.recommender.sequential_objective import cut, network_of
+from kitforge.kits.recommender.sequential_objective import sasrec_of, training_windows
 from kitforge.kits.recommender.two_tower_objective import side_vectors
 from tests.kits.recommender.runs import numbers, ready, run, same
 
@@ -55,7 +55,7 @@ def next_loss(model: Any, objective: Any, rows: Any, negatives: torch.Tensor) ->
         if len(known) < 2:
             continue
         vectors = items[[place_of[item] for item in known[:-1]]].unsqueeze(0)
-        states = network_of(model)(vectors, torch.tensor([len(known) - 1]))[0]
+        states = sasrec_of(model)(vectors, torch.tensor([len(known) - 1]))[0]
         for stop in range(1, len(known)):
             state = states[stop - 1]
             wanted = place_of[known[stop]]
@@ -77,12 +77,12 @@ def test_with_all_items_the_loss_of_sasrec_is_the_full_softmax(sequences: tuple[
     sequence = rows.batch(np.arange(40)).sequences["items"]
     row = int((sequence.lengths >= 3).nonzero()[0])
     one = type(sequence)(ids=sequence.ids[row : row + 1, :3], lengths=torch.tensor([3]))
-    windows, _ = cut(one, 12, np.zeros(1, np.int64))
+    windows, _ = training_windows(one, 12, np.zeros(1, np.int64))
     drawn = dataclasses.replace(objective.read(rows, np.arange(1), slice(0, 1), 0), windows=windows)
     drawn = dataclasses.replace(drawn, negatives=torch.from_numpy(objective._catalogue.ids))
     part = objective.micro_batch(drawn, 0, 1)
     places = objective._catalogue.indices_of(one.ids[0])
-    state = network_of(model)(items[places[:1]].unsqueeze(0), torch.tensor([1]))[0, -1:]
+    state = sasrec_of(model)(items[places[:1]].unsqueeze(0), torch.tensor([1]))[0, -1:]
     full = functional.cross_entropy(state @ items.t(), torch.tensor([places[1]]))
     assert float(objective.loss(model, {**part, "step": 0})["loss"]) == pytest.approx(float(full), rel=1e-5)
 
@@ -163,7 +163,7 @@ def test_windows_ask_for_each_item_but_the_first_once_after_those_before_it(wind
     lengths = torch.arange(18)
     ids = 100 * lengths.unsqueeze(1) + torch.arange(17)
     cuts = np.random.default_rng(0).integers(0, window, 18)
-    windows, owners = cut(IdSequence(ids=ids, lengths=lengths), window, cuts)
+    windows, owners = training_windows(IdSequence(ids=ids, lengths=lengths), window, cuts)
     asked: dict[int, list[int]] = {row: [] for row in range(18)}
     for found, length, owner in zip(windows.ids.tolist(), windows.lengths.tolist(), owners.tolist(), strict=True):
         assert found[length:] == [0] * (len(found) - length)

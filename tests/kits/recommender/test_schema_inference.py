@@ -17,8 +17,8 @@ from rich.console import Console
 from kitforge.cli.inspect import inspect
 from kitforge.data.tables.columns import LabelColumn
 from kitforge.foundation.errors import ConfigError, DataError
-from kitforge.kits.recommender.column_names import kind_of, positive_of, words_of
-from kitforge.kits.recommender.describe import describe, render
+from kitforge.kits.recommender.column_names import id_kind_of, name_words, positive_of
+from kitforge.kits.recommender.describe import describe_table, render_description
 from kitforge.kits.recommender.schema import schema_summary
 from tests.kits.recommender.runs import ready, run
 
@@ -43,26 +43,26 @@ education-num duration_ms userAge:float"""
 
 @pytest.mark.parametrize("name", IDS.split())
 def test_names_of_users_and_things_are_ids_or_categories(name: str) -> None:
-    schema = describe(clicks(**{name: ids(), "other": DRAW.normal(size=NUM_ROWS)})).schema
+    schema = describe_table(clicks(**{name: ids(), "other": DRAW.normal(size=NUM_ROWS)})).schema
     assert list(schema.categorical) == [name] and list(schema.numeric) == ["other"]
 
 
 @pytest.mark.parametrize("name", QUANTITIES.split())
 def test_names_of_quantities_are_numbers(name: str) -> None:
-    schema = describe(clicks(**{name: ids(), "city": DRAW.choice(["a", "b"], NUM_ROWS)})).schema
+    schema = describe_table(clicks(**{name: ids(), "city": DRAW.choice(["a", "b"], NUM_ROWS)})).schema
     assert list(schema.numeric) == [name] and list(schema.categorical) == ["city"]
 
 
 def test_a_type_in_the_name_is_obeyed_whatever_the_values() -> None:
     few = DRAW.integers(0, 5, NUM_ROWS)
-    schema = describe(clicks(**{"f1:token": ids(), "f2:float": few, "f3:token": few})).schema
+    schema = describe_table(clicks(**{"f1:token": ids(), "f2:float": few, "f3:token": few})).schema
     assert (list(schema.numeric), list(schema.categorical)) == (["f2:float"], ["f1:token", "f3:token"])
 
 
 def test_words_of_names_are_found_in_camel_case_and_between_separators() -> None:
-    assert words_of("userID") == ["user", "id"] == words_of("user_id:token") == words_of("User-Id")
-    assert words_of("HTTPServerName") == ["http", "server", "name"]
-    assert [kind_of(name) for name in ("grid", "paid", "x", "valid", "I1")] == [None, "quantity", None, None, None]
+    assert name_words("userID") == ["user", "id"] == name_words("user_id:token") == name_words("User-Id")
+    assert name_words("HTTPServerName") == ["http", "server", "name"]
+    assert [id_kind_of(name) for name in ("grid", "paid", "x", "valid", "I1")] == [None, "quantity", None, None, None]
 
 
 def ranked(counts: Any) -> Any:
@@ -84,7 +84,7 @@ def ranked(counts: Any) -> Any:
     ids=["uniform", "zipf", "sparse", "normal", "poisson", "exponential", "lognormal", "unrepeated"],
 )
 def test_whole_numbers_that_behave_as_ids_are_ids(values: Any, is_id: bool) -> None:
-    schema = describe({"f": values.astype(np.int64), "click": DRAW.integers(0, 2, len(values))}).schema
+    schema = describe_table({"f": values.astype(np.int64), "click": DRAW.integers(0, 2, len(values))}).schema
     assert ("f" in schema.categorical) == is_id and ("f" in schema.numeric) != is_id
 
 
@@ -99,7 +99,7 @@ POSITIVE = [("yes", "no"), ("Y", "N"), ("true", "false"), (True, False), ("TRUE"
 @pytest.mark.parametrize("pair", POSITIVE, ids=str)
 def test_the_positive_label_is_told_by_its_word_whatever_its_share(pair: tuple[Any, Any], rate: float) -> None:
     labels = [pair[0] if number < rate * 100 else pair[1] for number in range(100)]
-    found = describe([{"x": n / 3, "label": label} for n, label in enumerate(labels)])
+    found = describe_table([{"x": n / 3, "label": label} for n, label in enumerate(labels)])
     assert found.label_rate == pytest.approx(rate)
 
 
@@ -107,7 +107,7 @@ def test_the_positive_label_is_told_by_its_word_whatever_its_share(pair: tuple[A
 def test_a_label_whose_values_do_not_say_what_is_positive_is_refused_with_the_option(pair: Any, tmp_path: Path) -> None:
     rows = [{"x": n / 3, "label": pair[n % 3 == 0]} for n in range(60)]
     if pair == ("yes", "sure"):
-        assert describe(rows).schema.label == LabelColumn(name="label", positive="yes", negative="sure")
+        assert describe_table(rows).schema.label == LabelColumn(name="label", positive="yes", negative="sure")
         return
     with pytest.raises(DataError, match=r"(?s)no label.*do not say what is positive.*data\.positive"):
         ready(tmp_path, "wide_deep", {"data.schema": None}, rows)
@@ -128,7 +128,7 @@ def test_the_label_is_chosen_by_an_option(tmp_path: Path) -> None:
 
 def test_a_column_of_two_texts_at_the_end_is_no_label_unless_its_words_say_so() -> None:
     rows = [{"user_id": n % 30, "x": n / 3, "device": ["phone", "tablet"][n % 10 == 0]} for n in range(60)]
-    found = describe(rows)
+    found = describe_table(rows)
     assert found.schema.label is None and "device" in found.schema.categorical
     assert "'device' has two values that do not say what is positive" in str(found.no_label)
 
@@ -170,7 +170,7 @@ UNUSABLE: dict[str, Any] = {
 @pytest.mark.parametrize("values", UNUSABLE.values(), ids=UNUSABLE)
 def test_a_column_that_no_feature_is_read_from_is_left_out_with_the_reason(values: Any, tmp_path: Path) -> None:
     rows = [{"x": n / 3, "when": value, "click": n % 2} for n, value in enumerate(values)]
-    assert "neither a number, a text nor a list" in describe(rows).left_out["when"]
+    assert "neither a number, a text nor a list" in describe_table(rows).left_out["when"]
     ready(tmp_path, "wide_deep", {}, rows)
 
 
@@ -200,17 +200,17 @@ def test_frames_with_a_column_of_any_type_are_trained_on(make: Callable[[], Any]
 def test_numbers_with_blanks_or_decimal_commas_are_numbers(tmp_path: Path) -> None:
     lines = [f"{n / 7:.3f}, {n * n}, {int(n % 3 > 0)}" for n in range(60)]
     (tmp_path / "a.csv").write_text("x, z, click\n" + "\n".join(lines) + "\n")
-    found = describe(tmp_path / "a.csv").schema
+    found = describe_table(tmp_path / "a.csv").schema
     assert found.label is not None and (found.label.name.strip(), found.label.positive) == ("click", None)
     assert [name.strip() for name in found.numeric] == ["x", "z"]
     lines = [f"{n / 7:.3f}".replace(".", ",") + f";{n % 2}" for n in range(60)]
     (tmp_path / "b.csv").write_text("x;click\n" + "\n".join(lines) + "\n")
-    assert list(describe(tmp_path / "b.csv").schema.numeric) == ["x"]
+    assert list(describe_table(tmp_path / "b.csv").schema.numeric) == ["x"]
 
 
 def test_what_was_decided_is_said() -> None:
     rows = [{"userId": n % 30, "price": n / 3, "same": 1, "bought": ["no", "yes"][n % 3 > 0]} for n in range(60)]
-    found = describe(rows)
+    found = describe_table(rows)
     lines = schema_summary(found.schema)
     assert lines == [
         "label: bought (positive: 'yes', negative: 'no')",
@@ -219,7 +219,7 @@ def test_what_was_decided_is_said() -> None:
         "left out: same (always the same)",
     ]
     console = Console(width=160, record=True, file=io.StringIO())
-    console.print(render(found))
+    console.print(render_description(found))
     text = console.export_text()
     assert all(line in text for line in lines[:3]) and "left out of the schema: same, always the same" in text
 

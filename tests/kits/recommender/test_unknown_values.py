@@ -15,7 +15,7 @@ from kitforge import pipeline
 from kitforge.api import load_model, load_processor
 from kitforge.core.parallel.config import ParallelConfig
 from kitforge.kits.recommender.build import TASKS, Inputs
-from kitforge.kits.recommender.server.requests import fields_of
+from kitforge.kits.recommender.server.requests import known_fields
 from kitforge.kits.recommender.server.service import Query, RecommenderService
 from tests.distributed.training import TestRendezvous
 from tests.kits.recommender.runs import run
@@ -94,7 +94,7 @@ def test_a_server_says_how_many_values_of_each_feature_are_unknown(
     row = {"price": 1.0, "city": "b", "is_new": True, "zip": 104.0, "tags": [1]}
     for city in ["nowhere"] * 30 + ["a"] * 10:
         body = json.dumps({"rows": [{**row, "city": city}]}).encode()
-        service.answer([Query(batch=service.row_reader.read(fields_of(body, ("rows", "columns"))))])
+        service.answer([Query(batch=service.row_reader.read(known_fields(body, ("rows", "columns"))))])
     text = service.metrics.rendered()[0].decode()
     assert 'kitforge_unknown_share{feature="city"} 0.75' in text and 'kitforge_unknown_share{feature="zip"} 0.0' in text
     assert sum("never occurred" in record.getMessage() for record in caplog.records) == 1
@@ -124,7 +124,7 @@ def test_a_server_tells_ids_without_a_vocabulary_by_their_rows(
         {**row, "city": "a", "zip": None, "visited": []}
     ] * 10
     body = json.dumps({"rows": asked}).encode()
-    service.answer([Query(batch=service.row_reader.read(fields_of(body, ("rows", "columns"))))])
+    service.answer([Query(batch=service.row_reader.read(known_fields(body, ("rows", "columns"))))])
     shares = service.metrics.unknown_shares
     assert shares == {"city": pytest.approx(0.75, abs=0.03), "zip": 0.0, "tags": 0.0, "visited": 0.0}
 
@@ -137,7 +137,7 @@ def test_every_door_reads_a_cell_in_the_same_way(folder: Path, tmp_path: Path) -
     row = {"price": 1.0, "city": "b", "is_new": True, "zip": 104, "tags": [1]}
     same = [{**row, **change} for change in ({}, {"zip": 104.0}, {"zip": "104.0"}, {"is_new": "True"}, {"city": " b"})]
     body = json.dumps({"rows": same}).encode()
-    batch = service.row_reader.read(fields_of(body, ("rows", "columns")))
+    batch = service.row_reader.read(known_fields(body, ("rows", "columns")))
     scores = service.answer([Query(batch=batch)])[0].rows
     assert len({score["score"] for score in scored(same)} | set(scores)) == 1
     assert {scored(each)["score"] for each in same} == set(scores)

@@ -16,7 +16,7 @@ from kitforge.api import Trainer, pipeline, replay, save_model
 from kitforge.cli.main import run
 from kitforge.core.checkpoint.safetensors_file import TensorFile
 from kitforge.core.nn.decoder import Decoder
-from kitforge.core.nn.lora import adapter_tensors, config_of
+from kitforge.core.nn.lora import active_lora_config, adapter_tensors
 from kitforge.core.nn.quantized import quantized_bits
 from kitforge.data.tokenizers.loading import ByteTokenizer
 from kitforge.foundation.errors import ConfigError, ModelError
@@ -83,7 +83,7 @@ def test_every_task_trains_every_kind_of_adapter(stage: str, kind: str, tmp_path
     runs.finish(assembly)
     model = assembly.loop.model
     trained = model.backbone if isinstance(model, ValueHeadModel) else policy_of(model)
-    assert cast(Any, config_of(trained)).kind == ("dora" if kind == "dora" else "lora")
+    assert cast(Any, active_lora_config(trained)).kind == ("dora" if kind == "dora" else "lora")
     assert quantized_bits(trained) == (4 if kind == "qlora" else None)
     # The model that was given is as it was, and not quantized.
     assert all(torch.equal(each, old) for each, old in zip(base.parameters(), weights, strict=True))
@@ -127,7 +127,7 @@ def test_four_roles_stand_on_one_base() -> None:
     with torch.no_grad():
         assert torch.allclose(model.critic(tokens), judge.normalized(judge(tokens)), atol=1e-6)
     runs.finish(assembly)
-    assert config_of(model.critic.backbone) == config_of(judge.backbone)
+    assert active_lora_config(model.critic.backbone) == active_lora_config(judge.backbone)
 
 
 def test_the_next_stage_begins_with_what_the_last_one_learnt() -> None:
@@ -154,7 +154,7 @@ def test_an_adapter_goes_out_to_a_folder_and_comes_back(tmp_path: Path) -> None:
     assert torch.equal(logits(reference), logits(model))
     with pytest.raises(ConfigError, match="rank=2"):
         runs.begin("grpo", None, {"lora.rank": 3, "lora.path": str(folder)}, model=base)
-    save_adapter(model, adapter_tensors(model, "policy"), cast(Any, config_of(model)), tmp_path / "same")
+    save_adapter(model, adapter_tensors(model, "policy"), cast(Any, active_lora_config(model)), tmp_path / "same")
     assert (tmp_path / "same" / "adapter_config.json").read_bytes() == (folder / "adapter_config.json").read_bytes()
 
 

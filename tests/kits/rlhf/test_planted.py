@@ -101,7 +101,7 @@ def dropout_within_ratios(patch: Patch) -> None:
         found = torch.where(targets >= 0, log_probs, 0.0)
         return found, torch.zeros_like(found)
 
-    replace_everywhere(patch, rollout_batch.token_logprobs, noisy)
+    replace_everywhere(patch, rollout_batch.target_logprobs, noisy)
 
 
 def moments_left_behind(patch: Patch) -> None:

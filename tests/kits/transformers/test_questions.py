@@ -17,7 +17,7 @@ from kitforge.foundation.errors import ConfigError, DataError
 from kitforge.inference.choice_scoring import ChoiceBatch, ChoiceScore
 from kitforge.inference.logprobs import token_logprobs
 from kitforge.kits.transformers import evaluation
-from kitforge.kits.transformers.questions import load_task, number
+from kitforge.kits.transformers.questions import final_number, load_task
 from tests.small_run import TEXT, write_run
 
 CHOICES = [
@@ -249,9 +249,9 @@ def test_a_task_that_is_not_there_is_told_with_the_nearest(tmp_path: Path) -> No
 
 
 def test_the_number_of_an_answer() -> None:
-    assert number("3 and 4 are 7\n#### 1,234.5 euros, not 9") == 1234.5
-    assert number("first 3, then -7.") == -7
-    assert number("none") is None
+    assert final_number("3 and 4 are 7\n#### 1,234.5 euros, not 9") == 1234.5
+    assert final_number("first 3, then -7.") == -7
+    assert final_number("none") is None
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from kitforge.data.labels import number_names, numbers_of
 from kitforge.data.tokenizers.loading import ByteTokenizer
 from kitforge.foundation.errors import DataError
 from kitforge.foundation.types import Cursor
-from kitforge.kits.transformers.rows import probabilities
+from kitforge.kits.transformers.rows import label_probabilities
 from tests.kits.transformers import test_classification as texts
 from tests.kits.transformers import test_image_classification as images
 
@@ -153,8 +153,8 @@ def test_whole_numbers_are_numbers_with_the_option(tmp_path: Path) -> None:
 
 def test_a_single_label_that_excludes_nothing_has_the_score_of_transformers() -> None:
     logits = torch.tensor([[0.3]])
-    assert torch.equal(probabilities(logits, "single_label_classification"), logits.sigmoid())
-    assert torch.equal(probabilities(logits, "regression"), logits)
+    assert torch.equal(label_probabilities(logits, "single_label_classification"), logits.sigmoid())
+    assert torch.equal(label_probabilities(logits, "regression"), logits)
 
 
 def test_a_file_of_rows_gets_its_numbers(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from kitforge.core.parallel.config import ParallelConfig
 from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.data.tokenizers.loading import ByteTokenizer
 from kitforge.foundation.errors import ConfigError, DataError, ModelError
-from kitforge.inference.seq2seq import Seq2SeqInference, generate
+from kitforge.inference.seq2seq import Seq2SeqInference, generate_targets
 from kitforge.kits.kit import RunInputs
 from kitforge.kits.transformers.build import TASKS
 from kitforge.kits.transformers.seq2seq import bleu, rouge
@@ -179,7 +179,7 @@ def test_transformers_writes_the_same_targets_from_a_run(tmp_path: Path) -> None
     sources = [[*ByteTokenizer().encode(text), 256] for text in ("say: sun", "say: a", "say: the old moon over")]
     for beams in (1, 3):
         options = Seq2SeqInference(max_new_tokens=9, num_beams=beams, batch_size=2)
-        found = generate(ours, sources, options, start_id=257, eos_ids=[256], pad_id=257)
+        found = generate_targets(ours, sources, options, start_id=257, eos_ids=[256], pad_id=257)
         for source, tokens in zip(sources, found, strict=True):
             found_there = theirs.generate(torch.tensor([source]), max_new_tokens=9, num_beams=beams, do_sample=False)
             wanted = found_there[0].tolist()[1:]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kitforge.core.kernels.linear.gemm_microkernel import LANES, PAIRS, PANEL
-from kitforge.core.kernels.linear.numba import LINE, aligned, multiply_panel, pack
+from kitforge.core.kernels.linear.numba import LINE, aligned, multiply_panel, pack_panel
 from kitforge.core.kernels.numba_runtime import (
     FLOAT,
     HALF,
@@ -213,7 +213,7 @@ def _pack_keys(
             for k in range(dim):
                 padded[lane, k] = key[k]
             addresses[lane] = copies + 4 * num_words * lane
-    pack(scratch, 0, num_words, scratch + 8 * PANEL, scratch + 8 * PANEL)
+    pack_panel(scratch, 0, num_words, scratch + 8 * PANEL, scratch + 8 * PANEL)
 
 
 @compiled_fastmath

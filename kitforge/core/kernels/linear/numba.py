@@ -177,7 +177,7 @@ def multiply(
         if packs:
             # The next panel is prefetched while this one is packed, or while it is multiplied if that takes longer.
             ahead = addresses[PANEL - 1] + num_features * itemsize + 4 * PANEL * first
-            pack(scratch, first, count, words, ahead if is_few or vendor[0] else words)
+            pack_panel(scratch, first, count, words, ahead if is_few or vendor[0] else words)
             ahead = words if is_few else ahead
         else:
             # The processor itself prefetches for few rows, which take no longer than reading.
@@ -215,7 +215,7 @@ def write_sums(like: Any, sums: int, bias: int, output: Any, num_rows: int, num_
 
 
 @compiled_fastmath
-def pack(addresses: int, first: int, count: int, words: int, ahead: int) -> None:
+def pack_panel(addresses: int, first: int, count: int, words: int, ahead: int) -> None:
     """Transpose `count` words of the rows at `PANEL` addresses, from word `first` on, to a panel at `words`. Memory
     from `ahead` on is prefetched."""
     for word in range(0, count, LANES):

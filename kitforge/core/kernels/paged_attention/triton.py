@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kitforge.core.kernels.triton_runtime import describe, launch, row_block
+from kitforge.core.kernels.triton_runtime import device_description, launch_kernel, row_block
 
 # The shortest sides of a tile of a product on tensor cores.
 _LEAST = 16
@@ -54,7 +54,7 @@ def _attend(
         return output
     is_double = query.dtype == torch.float64
     features = max(row_block(dim), 1 if is_double else _LEAST)
-    device = describe(query.device)
+    device = device_description(query.device)
     # Larger tiles of keys spill registers.
     block = max(_LEAST, device.tile_elements // query.element_size() // features)
     num_blocks = triton.cdiv(tables.shape[1] * block_size, block)
@@ -63,7 +63,7 @@ def _attend(
     exact = torch.promote_types(query.dtype, torch.float32)
     partial = torch.empty(sequences * kv_heads * splits, group, dim, dtype=exact, device=query.device)
     sums = torch.empty(2, sequences * kv_heads * splits, group, dtype=exact, device=query.device)
-    launch(
+    launch_kernel(
         *(_split_kernel, sequences * kv_heads * splits, block),
         *(query, keys, values, tables, lengths, slopes, partial, sums, sequences * kv_heads * splits),
         *(kv_heads, group, dim, splits, span, block_size, window, scale),
@@ -77,7 +77,7 @@ def _attend(
         WIDEN=query.device.type == "cpu" and query.dtype == torch.bfloat16,
     )
     rows = sequences * heads
-    launch(_merge_kernel, rows, features, output, partial, sums, rows, group, dim, splits, partial.shape[0])
+    launch_kernel(_merge_kernel, rows, features, output, partial, sums, rows, group, dim, splits, partial.shape[0])
     return output
 
 

@@ -19,7 +19,7 @@ from kitforge.inference.server.application import (
 from kitforge.inference.server.errors import ApiError
 from kitforge.inference.server.request_body import invalid_value
 from kitforge.kits.recommender.batch import FeatureBatch
-from kitforge.kits.recommender.server.requests import RowReader, fields_of, whole_number
+from kitforge.kits.recommender.server.requests import RowReader, known_fields, whole_number
 from kitforge.kits.recommender.server.service import Query, RecommenderService, ScoringReply
 
 PATHS = ("/", "/health", "/metrics", "/openapi.json", "/score", "/retrieve")
@@ -82,7 +82,7 @@ def _add_score(app: Any, service: RecommenderService, reader: RowReader) -> None
     @routes.post("/score", **_described(reader.schema(), "scores", scores))
     async def score(request: Request) -> JSONResponse:
         """The probability of a click for each row."""
-        batch: FeatureBatch = await read_body(request, service, lambda body: reader.read(fields_of(body, _ROWS)))
+        batch: FeatureBatch = await read_body(request, service, lambda body: reader.read(known_fields(body, _ROWS)))
         reply = await _answer(request, service, Query(batch=batch))
         return JSONResponse({"model": service.name, "step": reply.step, "scores": reply.rows})
 
@@ -112,7 +112,7 @@ def _add_retrieve(app: Any, service: RecommenderService, reader: RowReader) -> N
     items = {"type": "array", "items": {"type": "array", "items": found}}
 
     def understood(body: bytes) -> Query:
-        fields = fields_of(body, (*_ROWS, "k", "exclude"))
+        fields = known_fields(body, (*_ROWS, "k", "exclude"))
         k, batch = whole_number(fields, "k", default, most), reader.read(fields)
         return Query(batch=batch, k=k, excluded=_excluded(fields.get("exclude"), service, len(batch)))
 

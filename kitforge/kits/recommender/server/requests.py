@@ -13,7 +13,7 @@ from kitforge.data.tables.columns import NamedColumns
 from kitforge.data.tables.python_rows import chunk_of
 from kitforge.foundation.errors import DataError, nearest
 from kitforge.inference.server.errors import ApiError
-from kitforge.inference.server.request_body import MAX_SHOWN_CHARACTERS, invalid_value, parse, truncate
+from kitforge.inference.server.request_body import MAX_SHOWN_CHARACTERS, invalid_value, parse_body, truncate
 from kitforge.kits.recommender.batch import FeatureBatch
 from kitforge.kits.recommender.features import FeatureEncoder
 
@@ -137,9 +137,9 @@ class RowReader:
         return {"type": types[:-1] if column_of[name].is_required else types}
 
 
-def fields_of(body: bytes, known: Sequence[str]) -> dict[str, Any]:
+def known_fields(body: bytes, known: Sequence[str]) -> dict[str, Any]:
     """The fields of a body, all of them known. Raises ApiError."""
-    fields: dict[str, Any] = parse(body)
+    fields: dict[str, Any] = parse_body(body)
     for name in fields:
         if name not in known:
             shown = truncate(name)

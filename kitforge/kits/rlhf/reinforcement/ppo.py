@@ -64,8 +64,8 @@ from kitforge.kits.rlhf.reinforcement.rollout_batch import (
     loss_mask,
     pad_rollouts,
     slice_batch,
+    target_logprobs,
     to_token_grid,
-    token_logprobs,
     token_values,
 )
 from kitforge.kits.rlhf.reinforcement.rollout_collector import Annotator, Roles, RolloutCollector
@@ -252,7 +252,7 @@ class PolicyGradientTask(Task):
             return ptx_loss(policy_of(model), micro_batch)
         options, rl, mask = self._options, self._options.rl, loss_mask(micro_batch)
         tokens, targets = micro_batch["tokens"], micro_batch["targets"]
-        logprobs, entropies = token_logprobs(policy_of(model), tokens, targets, options.rollout.temperature)
+        logprobs, entropies = target_logprobs(policy_of(model), tokens, targets, options.rollout.temperature)
         mask = mask.to(logprobs.device)
         names = ("old_logprobs", "ref_logprobs", "advantages", "importance_weights")
         grids = [micro_batch[name].to(logprobs) for name in names]
@@ -316,7 +316,7 @@ class PolicyGradientTask(Task):
             return {}
         rollouts = self.eval_rollouts = self._collector.collect("evaluation", model, num_prompts)
         chosen = self._options.rl.eval
-        metrics = compute_experience(rollouts, evaluation_options(self._options), 0.0, self._rows.pad_id).metrics
+        metrics = compute_experience(rollouts, rl_evaluation_options(self._options), 0.0, self._rows.pad_id).metrics
         kept = {
             name: value
             for name, value in metrics.items()
@@ -481,7 +481,7 @@ def _group_advantages(scores: Tensor, penalties: Tensor, mask: Tensor, options: 
     return torch.where(mask, advantages.unsqueeze(-1), 0.0)
 
 
-def evaluation_options(options: RLOptions) -> RLOptions:
+def rl_evaluation_options(options: RLOptions) -> RLOptions:
     """The options of an evaluation: completions are neither grouped nor filtered."""
     rl = replace(
         options.rl,

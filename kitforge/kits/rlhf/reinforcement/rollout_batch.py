@@ -298,7 +298,7 @@ def to_token_grid(rows: Sequence[Sequence[float]], mask: Tensor) -> Tensor:
     return torch.zeros(mask.shape, dtype=torch.float64).masked_scatter(mask, flat)
 
 
-def token_logprobs(model: nn.Module, tokens: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def target_logprobs(model: nn.Module, tokens: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies of the targets [B, T], 0 without a target."""
     network = cast(CausalLM, model)
     device = network.head_weight.device

@@ -28,8 +28,8 @@ from kitforge.kits.rlhf.reinforcement.rollout_batch import (
     from_state,
     generate_rollouts,
     pad_rollouts,
+    target_logprobs,
     to_state,
-    token_logprobs,
     token_values,
 )
 from kitforge.kits.rlhf.roles.model_copy import copy_model
@@ -314,7 +314,7 @@ class RolloutCollector:
             tokens, targets = batch["tokens"], batch["targets"]
             mask = targets != IGNORED
             grids = {
-                name: token_logprobs(model, tokens, targets, self._options.rollout.temperature)[0].cpu()
+                name: target_logprobs(model, tokens, targets, self._options.rollout.temperature)[0].cpu()
                 for name, model in models.items()
             }
             if critic is not None:

@@ -15,7 +15,7 @@ from kitforge.core.kernels.dispatch import CompileLevel
 from kitforge.core.kernels.mixed_precision import NATIVE_DTYPES
 from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.core.nn.linear import Linear
-from kitforge.core.nn.lora import LoraConfig, attach, config_of, copy_factors, merged_weights
+from kitforge.core.nn.lora import LoraConfig, active_lora_config, attach, copy_factors, merged_weights
 from kitforge.core.nn.quantized import quantize_linears, quantized_bits
 from kitforge.core.optim.groups import ParameterGroup, decay_groups
 from kitforge.core.parallel.fsdp import local_tensor
@@ -91,7 +91,7 @@ def copy_with_adapter(
     network: nn.Module, name: str, fresh: LoraConfig, seed: int, level: CompileLevel = "O1"
 ) -> nn.Module:
     """A model that shares the weights, with a copy of the active adapter, or a new one."""
-    twin, config = alias_weights(network, level), config_of(network)
+    twin, config = alias_weights(network, level), active_lora_config(network)
     attach(twin, name, config or fresh, seed)
     if config is not None:
         copy_factors(network, twin)
@@ -125,10 +125,10 @@ def to_half(networks: Iterable[nn.Module], keep: Iterable[nn.Module], dtype: tor
 @torch.no_grad()
 def fingerprint(network: nn.Module) -> str:
     """A hash of all weights, bit for bit."""
-    return fingerprint_of({name: weight_digest(each) for name, each in network.named_parameters()})
+    return model_fingerprint({name: weight_digest(each) for name, each in network.named_parameters()})
 
 
-def fingerprint_of(digests: Mapping[str, str]) -> str:
+def model_fingerprint(digests: Mapping[str, str]) -> str:
     """The fingerprint of a model from the digests of its weights by name."""
     found = hashlib.blake2b(digest_size=16)
     for name, digest in sorted(digests.items()):

@@ -16,7 +16,7 @@ from kitforge.core.checkpoint.load import Checkpoint, find_checkpoint
 from kitforge.core.kernels.dispatch import CompileLevel, select
 from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.core.nn.decoder import FamilyConfig
-from kitforge.core.nn.lora import config_of as config_of_adapter
+from kitforge.core.nn.lora import active_lora_config as config_of_adapter
 from kitforge.core.nn.quantized import quantize_linears, quantized_bits
 from kitforge.core.nn.score_head import BACKBONE, HEAD, HEAD_BIAS
 from kitforge.core.parallel.parallelize import parallel_model_of
@@ -41,7 +41,7 @@ from kitforge.kits.rlhf.roles.model_copy import (
     copy_model,
     copy_with_adapter,
     fingerprint,
-    fingerprint_of,
+    model_fingerprint,
     weight_digest,
 )
 from kitforge.kits.rlhf.roles.value_head import (
@@ -115,7 +115,7 @@ def source_fingerprint(source: NetworkSource, world: World = ALONE) -> str:
         for name in names[world.rank :: world.num_training]
     }
     gathered: list[dict[str, str]] = world.all_gather_object(found)
-    return fingerprint_of({name: each for digests in gathered for name, each in digests.items()})
+    return model_fingerprint({name: each for digests in gathered for name, each in digests.items()})
 
 
 def frozen_copy(source: NetworkSource, device: torch.device) -> nn.Module:
@@ -293,7 +293,7 @@ def open_policy(folder: Path, open_run: OpenCheckpoint = find_checkpoint) -> Sto
 def is_reward_model(folder: Path) -> bool:
     """Whether a run, step or Hugging Face folder holds a reward model."""
     checkpoint = find_checkpoint(folder, verify=False)
-    return model_folder.is_reward_model(folder) if checkpoint is None else _has(checkpoint, BACKBONE)
+    return model_folder.is_reward_folder(folder) if checkpoint is None else _has(checkpoint, BACKBONE)
 
 
 def open_reward_model(folder: Path) -> StoredModel:
@@ -301,7 +301,7 @@ def open_reward_model(folder: Path) -> StoredModel:
     if there is none."""
     checkpoint = find_checkpoint(folder)
     if checkpoint is None and model_folder.labels_of(folder) is not None:
-        return model_folder.open_reward_model(folder)
+        return model_folder.open_reward_folder(folder)
     if checkpoint is None or not _has(checkpoint, BACKBONE):
         expected = "a run of the task reward, or a *ForSequenceClassification of Hugging Face"
         raise ModelError("there is no reward model here", got=folder, expected=expected)

@@ -13,7 +13,7 @@ from torch import nn
 from kitforge.foundation.errors import ConfigError
 from kitforge.kits.rlhf.reinforcement.async_rollouts import AsyncRollouts
 from kitforge.kits.rlhf.reinforcement.ppo import PolicyGradientTask
-from kitforge.kits.rlhf.reinforcement.rollout_batch import Rollout, pad_rollouts, token_logprobs
+from kitforge.kits.rlhf.reinforcement.rollout_batch import Rollout, pad_rollouts, target_logprobs
 from kitforge.kits.rlhf.roles.model_copy import copy_model
 from kitforge.kits.rlhf.roles.value_head import policy_of
 from kitforge.trainer.callbacks.callback import Callback, Event, RunContext
@@ -59,7 +59,7 @@ def furthest(policy: nn.Module, answers: list[Rollout], name: str) -> float:
     """How far the numbers of the answers are from the policy's own."""
     batch = pad_rollouts(answers, 0)
     with torch.no_grad():
-        found, _ = token_logprobs(policy, batch["tokens"], batch["targets"], 1.0)
+        found, _ = target_logprobs(policy, batch["tokens"], batch["targets"], 1.0)
     rows = [row[mask] for row, mask in zip(found, batch["targets"] >= 0, strict=True)]
     return max(
         float((row - torch.tensor(getattr(each, name), dtype=torch.float64)).abs().max())

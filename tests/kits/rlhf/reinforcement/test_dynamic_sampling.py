@@ -138,13 +138,13 @@ def played(_rank: int, folders: list[Path], cases: list[Any]) -> list[Any]:
 
 def test_a_cost_of_zero_holds_and_asks_no_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    honest = rollout_collector.token_logprobs
+    honest = rollout_collector.target_logprobs
 
     def counted(network: Any, *given: Any) -> Any:
         asked.append(network)
         return honest(network, *given)
 
-    monkeypatch.setattr(rollout_collector, "token_logprobs", counted)
+    monkeypatch.setattr(rollout_collector, "target_logprobs", counted)
     assembly = begin({"trainer.max_steps": 2})
     metrics = runs.finish(assembly)
     task: Any = assembly.loop.task

@@ -23,7 +23,7 @@ from kitforge.inference.engine import Engine
 from kitforge.kits.rlhf.reinforcement import rollout_batch
 from kitforge.kits.rlhf.reinforcement.experience import environment_metrics
 from kitforge.kits.rlhf.reinforcement.ppo import PolicyGradientTask
-from kitforge.kits.rlhf.reinforcement.rollout_batch import Rollout, token_logprobs
+from kitforge.kits.rlhf.reinforcement.rollout_batch import Rollout, target_logprobs
 from kitforge.kits.rlhf.reinforcement.rollout_log import read_rollouts
 from kitforge.kits.rlhf.roles.value_head import policy_of
 from tests.kits.rlhf import runs
@@ -109,7 +109,7 @@ def test_what_the_environment_said_is_in_the_text_and_not_in_the_loss() -> None:
 def test_probabilities_of_all_turns_are_those_of_the_trainer_and_tokens_are_those_that_were_written() -> None:
     model, batch, answers = first()
     with torch.no_grad():
-        found, _ = token_logprobs(policy_of(model), batch["tokens"], batch["targets"], 1.0)
+        found, _ = target_logprobs(policy_of(model), batch["tokens"], batch["targets"], 1.0)
     assert float((found - batch["old_logprobs"]).abs().max()) < 1e-10
     # Bytes that are no UTF-8, which a text in between would have changed.
     assert any("\ufffd" in ByteTokenizer().decode(each.completion.tokens) for each in answers)
@@ -441,5 +441,5 @@ def test_a_stop_string_ends_an_answer_that_keeps_it_and_its_probabilities(enviro
             assert cut.completion.tokens[first_turn] == byte.eos_id
             assert not cut.completion.loss_mask[first_turn]
     with torch.no_grad():
-        found, _ = token_logprobs(policy_of(model), batch["tokens"], batch["targets"], 1.0)
+        found, _ = target_logprobs(policy_of(model), batch["tokens"], batch["targets"], 1.0)
     assert float((found - batch["old_logprobs"]).abs().max()) < 1e-10

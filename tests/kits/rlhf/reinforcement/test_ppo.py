@@ -21,7 +21,7 @@ from kitforge.foundation.errors import CheckpointError, ConfigError, TrainingErr
 from kitforge.foundation.types import MicroBatch
 from kitforge.kits.rlhf.build import TASKS
 from kitforge.kits.rlhf.reinforcement.ppo import PolicyGradientTask
-from kitforge.kits.rlhf.reinforcement.rollout_batch import RolloutBatch, token_logprobs
+from kitforge.kits.rlhf.reinforcement.rollout_batch import RolloutBatch, target_logprobs
 from kitforge.kits.rlhf.roles.value_head import ActorCritic, ValueHeadModel, critic_of, policy_of
 from tests.kits.rlhf import runs
 from tests.trainer import tiny
@@ -46,7 +46,7 @@ def test_before_the_first_update_ratios_are_one_and_nothing_is_away(stage: str, 
     assert float(sums["clip_fraction"]) == 0
     assert abs(float(sums["approx_kl"])) < 1e-10
     with torch.no_grad():
-        found, _ = token_logprobs(policy_of(model), batch["tokens"], batch["targets"], temperature)
+        found, _ = target_logprobs(policy_of(model), batch["tokens"], batch["targets"], temperature)
     assert float((found - batch["old_logprobs"]).abs().max()) < 1e-10
     assert abs(batch["metrics"]["kl"]) < 1e-10
     gradient = torch.autograd.grad(sums["loss"], list(policy_of(model).parameters()), allow_unused=True)

@@ -15,7 +15,7 @@ from kitforge.data.tokenizers.loading import ByteTokenizer
 from kitforge.foundation.errors import TrainingError
 from kitforge.foundation.types import Cursor
 from kitforge.kits.rlhf.reinforcement.ppo import PolicyGradientTask
-from kitforge.kits.rlhf.reinforcement.rollout_batch import token_logprobs
+from kitforge.kits.rlhf.reinforcement.rollout_batch import target_logprobs
 from kitforge.kits.rlhf.roles.model_loading import load_policy
 from kitforge.kits.rlhf.roles.reference_model import ReferenceModel
 from kitforge.kits.rlhf.roles.value_head import ValueHeadModel, critic_of, policy_of
@@ -83,7 +83,7 @@ def test_ratios_are_one_though_the_network_has_dropout() -> None:
         model = assembly.loop.model.train()
         batch = runs.first_step(assembly.loop.task, model)[0]
         assert abs(assembly.loop.task.loss(model, batch)["approx_kl"].item()) < 1e-10
-        found, _ = token_logprobs(policy_of(model), batch["tokens"], batch["targets"], 1.0)
+        found, _ = target_logprobs(policy_of(model), batch["tokens"], batch["targets"], 1.0)
         assert float((found.detach() - batch["old_logprobs"]).abs().max()) < 1e-10
 
 
