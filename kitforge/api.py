@@ -12,15 +12,7 @@ from typing import TypeAlias, final
 
 from torch import nn
 
-from kitforge.composition import (
-    check_option_name,
-    compose_config,
-    compose_predict,
-    dotted,
-    nested,
-    presets,
-    recorded_values,
-)
+from kitforge.composition import check_name, compose_config, compose_predict, dotted, nested, presets, recorded_values
 from kitforge.core.parallel.config import ParallelConfig
 from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.foundation import device as devices
@@ -212,7 +204,7 @@ def replay(folder: str | Path, step: int, changes: Mapping[str, object] | None =
         raise ModelError("there is no run in this folder", got=run_folder, expected="a run folder with a config.yaml")
     kit = kit_of_folder(run_folder)
     for name in changes or {}:
-        check_option_name(name, kit.OPTIONS)
+        check_name(name, kit.OPTIONS)
     values = recorded_values(run_folder / "config.yaml", changes or {})
     return kit.replay(run_folder, step, kit.read_options(values))
 

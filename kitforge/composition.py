@@ -261,7 +261,7 @@ def parse(argument: str) -> tuple[str, list[Any]]:
         return name, [text]
 
 
-def check_option_name(name: str, options: type[Any]) -> None:
+def check_name(name: str, options: type[Any]) -> None:
     """Raise ConfigError unless the dotted name is an option or lies below a free-form one."""
     full_name(name, None, options)
 

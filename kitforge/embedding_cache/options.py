@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from kitforge.embedding_cache.store import RowStore
-from kitforge.foundation.config import check, check_name
+from kitforge.foundation.config import check, check_choice
 
 PolicyName = Literal["lru", "lfu", "lookahead"]
 AdmissionName = Literal["always", "count", "probability"]
@@ -27,7 +27,7 @@ class PolicyOptions:
 
     def __post_init__(self) -> None:
         """Raise ConfigError for a value out of range."""
-        check_name("cache.policy.name", self.name, PolicyName)
+        check_choice("cache.policy.name", self.name, PolicyName)
         check(0 < self.half_life < math.inf, "cache.policy.half_life", self.half_life, "a number of batches above 0")
         check(self.window >= 1, "cache.policy.window", self.window, "a whole number of at least 1")
 
@@ -50,7 +50,7 @@ class AdmissionOptions:
 
     def __post_init__(self) -> None:
         """Raise ConfigError for a value out of range."""
-        check_name("cache.admission.name", self.name, AdmissionName)
+        check_choice("cache.admission.name", self.name, AdmissionName)
         check(1 <= self.count <= MAX_COUNT, "cache.admission.count", self.count, f"from 1 to {MAX_COUNT:,}")
         check(self.age is None or self.age >= 1, "cache.admission.age", self.age, "a number of steps, or none")
         check(0 < self.probability <= 1, "cache.admission.probability", self.probability, "above 0, at most 1")

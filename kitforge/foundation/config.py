@@ -104,7 +104,7 @@ def check_counts(path: str, values: Mapping[str, int | None], largest: int = 2**
         check(value is None or 1 <= value <= largest, f"{path}.{name}", value, f"a whole number from 1 to {largest}")
 
 
-def check_name(path: str, name: str, known: Any) -> None:
+def check_choice(path: str, name: str, known: Any) -> None:
     """Raise ConfigError unless `name` is one of the values of the Literal `known`."""
     names = typing.get_args(known)
     fix = None if name in names else nearest(str(name), names)

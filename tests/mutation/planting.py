@@ -37,6 +37,8 @@ SIGNS: dict[type[ast.operator], type[ast.operator]] = {
     ast.Div: ast.Mult,
     ast.FloorDiv: ast.Mult,
 }
+# Calls that only refuse or report: dropping one is another kind of fault.
+_MESSAGES = {"check", "check_counts", "check_choice", "check_name", "warning", "info", "debug"}
 # What a shape leaves out: names and texts may change while the arithmetic stays.
 _UNNAMED = {"id", "arg", "attr", "name", "annotation", "returns", "decorator_list", "type_comment", "kind", "ctx"}
 Definition = ast.FunctionDef | ast.AsyncFunctionDef
@@ -291,7 +293,15 @@ def _is_reported(node: ast.AST) -> bool:
     if not isinstance(node, ast.Call):
         return False
     called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-    return called.endswith("Error") or called in ("check", "check_counts", "check_name", "warning", "info", "debug")
+    return called.endswith("Error") or called in (
+        "check",
+        "check_counts",
+        "check_choice",
+        "check_name",
+        "warning",
+        "info",
+        "debug",
+    )
 
 
 def _spliced(path: Path, node: Any, text: str) -> str:

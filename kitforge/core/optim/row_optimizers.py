@@ -24,7 +24,7 @@ from kitforge.core.kernels.sparse_update.reference import (
     Powers,
     integer_view,
 )
-from kitforge.foundation.config import check, check_name
+from kitforge.foundation.config import check, check_choice
 from kitforge.foundation.errors import ModelError
 
 SparseOptimizerName = Literal["sgd", "adagrad", "rowwise_adagrad", "adam", "lazy_adam", "ftrl"]
@@ -50,7 +50,7 @@ class SparseOptimizerConfig:
 
     def __post_init__(self) -> None:
         """Raise ConfigError for a value out of range."""
-        check_name("sparse_optimizer.name", self.name, SparseOptimizerName)
+        check_choice("sparse_optimizer.name", self.name, SparseOptimizerName)
         is_pair = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
         check(is_pair, "sparse_optimizer.betas", list(self.betas), "two numbers from 0 to below 1")
         rate = self.learning_rate
