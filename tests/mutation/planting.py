@@ -293,15 +293,7 @@ def _is_reported(node: ast.AST) -> bool:
     if not isinstance(node, ast.Call):
         return False
     called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-    return called.endswith("Error") or called in (
-        "check",
-        "check_counts",
-        "check_choice",
-        "check_name",
-        "warning",
-        "info",
-        "debug",
-    )
+    return called.endswith("Error") or called in _MESSAGES
 
 
 def _spliced(path: Path, node: Any, text: str) -> str:
