@@ -157,9 +157,9 @@ class Case:
         """Train the undisturbed run: on a CPU in this process, whose forks are then warm; an accelerator cannot be used
         by forks of a process that has used it."""
         if self.values["device"] == "cpu" or not torch.accelerator.is_available():
-            self.train(self.base, {})
+            self.train("base", {})
         else:
-            self.start(self.base, {}).result(RUN_TIMEOUT)
+            self.start("base", {}).result(RUN_TIMEOUT)
 
     def network(self) -> tuple[nn.Module, bool]:
         """The trained network on this process, and whether it is in float64. One with tables of rows stays as it is."""

@@ -9,8 +9,10 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
+from kitforge.core.checkpoint.manifest import steps
 from kitforge.verify.processes import Process
 
 FILE_EVENTS = {"open", "os.rename", "os.mkdir", "os.rmdir", "os.remove", "shutil.rmtree"}
@@ -18,12 +20,15 @@ FILE_EVENTS = {"open", "os.rename", "os.mkdir", "os.rmdir", "os.remove", "shutil
 LOOK = 0.002
 
 
-def die_at_operation(number: int, root: Path) -> None:
-    """Have this process die by SIGKILL at the file operation of that number below `root`, before it happens."""
+def die_at_operation(number: int, root: Path, *, published: int = 0) -> None:
+    """Have this process die by SIGKILL at the file operation of that number below `root`, before it happens; those
+    before so many steps are published there are not counted."""
     count = itertools.count()
 
     def hook(event: str, arguments: Sequence[object]) -> None:
-        if event in FILE_EVENTS and str(root) in str(arguments[0]) and next(count) == number:
+        if event not in FILE_EVENTS or str(root) not in str(arguments[0]) or len(steps(root)) < published:
+            return
+        if next(count) == number:
             os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(hook)
@@ -53,18 +58,18 @@ def kill_again_and_again(
 ) -> int:
     """Kill the run in `folder` at drawn instants and during drawn saves, and let it end; the number of kills.
 
-    `start(prepare)` starts or resumes the run in a process that first calls `prepare`. The first instant follows the
-    third or a later line of metrics, when there is something to resume from, and the others the first or the second.
+    `start(prepare)` starts or resumes the run in a process that first calls `prepare`. It dies in saves first, which
+    leave a step to resume from, and then after the first or the second line that a process writes.
     """
     draw = random.Random(seed)
     kills = 0
-    for number in range(instants):
-        process, line = start(lambda: None), draw.randint(1, 2) if number else draw.randint(3, 5)
-        kills += kill_at_line(process, folder / "metrics.jsonl", line, draw.uniform(0, 0.05), timeout)
     for _ in range(saves):
         number = draw.randrange(24)
-        process = start(lambda number=number: die_at_operation(number, folder / "checkpoints"))  # type: ignore[misc]
-        kills += not process.ended(timeout)
+        prepare = partial(die_at_operation, number, folder / "checkpoints", published=1)
+        kills += not start(prepare).ended(timeout)
+    for _ in range(instants):
+        process, line = start(lambda: None), draw.randint(1, 2)
+        kills += kill_at_line(process, folder / "metrics.jsonl", line, draw.uniform(0, 0.05), timeout)
     start(lambda: None).result(timeout)
     return kills
 

@@ -13,6 +13,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, final
@@ -24,6 +25,7 @@ from kitforge.foundation.errors import ConfigError
 from kitforge.models.llama.model import LlamaConfig
 from kitforge.models.loading import build
 from kitforge.verify.contract import Contract, Measured, NotOfferedError
+from kitforge.verify.killing import LOOK
 from kitforge.verify.processes import Process
 
 Batch: TypeAlias = dict[str, Tensor]
@@ -167,21 +169,38 @@ def check_resume(own: OwnTrainer) -> Measured:
     """SIGKILL at drawn instants after the first files of a run, and resumption until the end."""
     batches = batches_of(rows(STEPS * 4), 4)
     whole, draw, kills = own.train("undisturbed", batches, 1), random.Random(0), 0
-    begun = time.monotonic()
-    Process(lambda: own.train("timed", batches, 1) and None).result(RUN_TIMEOUT)
-    seconds = time.monotonic() - begun
     for _ in range(ATTEMPTS):
         if kills == KILLS:
             break
         process = Process(lambda: own.train("killed", batches, 1, resume=True) and None)
-        time.sleep(draw.uniform(0.3, 0.9) * seconds)
-        kills += process.is_alive
-        process.kill()
+        kills += _kill_after_changes(process, own.folder / "killed", draw.randint(1, 8))
     if not kills:
         raise NotOfferedError("the run ends before it can be killed")
     found = own.train("killed", batches, 1, resume=True)
     differing = [name for name in whole.keys() | found.keys() if not _is_equal(whole.get(name), found.get(name))]
     return Measured(figure=len(differing), unit=f"of {len(whole)} tensors differ after {kills} kills")
+
+
+def _kill_after_changes(process: Process, folder: Path, number: int) -> bool:
+    """Kill a run once its folder has changed so often, as far as a look every few milliseconds sees it; whether it was
+    alive then."""
+    before, until = _state_of(folder), time.monotonic() + RUN_TIMEOUT
+    while number and process.is_alive and time.monotonic() < until:
+        time.sleep(LOOK)
+        after = _state_of(folder)
+        number, before = number - (after != before), after
+    was_alive = process.is_alive
+    process.kill()
+    return was_alive
+
+
+def _state_of(folder: Path) -> set[tuple[str, int]]:
+    found = set()
+    for path in folder.rglob("*"):
+        # Files come and go.
+        with suppress(FileNotFoundError):
+            found.add((str(path), path.stat().st_mtime_ns))
+    return found
 
 
 def _is_equal(one: Tensor | None, other: Tensor | None) -> bool:
