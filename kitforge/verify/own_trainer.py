@@ -10,10 +10,9 @@ import importlib
 import math
 import os
 import random
+import shutil
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, final
@@ -25,7 +24,7 @@ from kitforge.foundation.errors import ConfigError
 from kitforge.models.llama.model import LlamaConfig
 from kitforge.models.loading import build
 from kitforge.verify.contract import Contract, Measured, NotOfferedError
-from kitforge.verify.killing import LOOK
+from kitforge.verify.killing import die_at_operation
 from kitforge.verify.processes import Process
 
 Batch: TypeAlias = dict[str, Tensor]
@@ -33,7 +32,7 @@ NETWORK = LlamaConfig(vocab_size=96, dim=32, num_layers=2, num_heads=4, num_kv_h
 ROWS, LENGTH, STEPS = 12, 24, 6
 LENGTHS = (5, 13, 7, 9)  # of the documents that share a row
 WEIGHT_BOUND, LOSS_BOUND = 1e-4, 1e-5
-KILLS, ATTEMPTS, RUN_TIMEOUT = 2, 6, 240.0
+KILLS, ATTEMPTS, OPERATIONS, RUN_TIMEOUT = 2, 10, 60, 240.0
 
 
 class TrainerUnderTest(Protocol):
@@ -166,41 +165,31 @@ def check_packing(own: OwnTrainer) -> Measured:
 
 
 def check_resume(own: OwnTrainer) -> Measured:
-    """SIGKILL at drawn instants after the first files of a run, and resumption until the end."""
-    batches = batches_of(rows(STEPS * 4), 4)
-    whole, draw, kills = own.train("undisturbed", batches, 1), random.Random(0), 0
+    """SIGKILL at drawn operations on files of the run, which lie between steps and within saves, and resumption until
+    the end."""
+    batches, folder, draw = batches_of(rows(STEPS * 4), 4), own.folder / "killed", random.Random(0)
+    whole, kills, latest = own.train("undisturbed", batches, 1), 0, OPERATIONS
+
+    def train(number: int) -> None:
+        die_at_operation(number, folder)
+        own.train("killed", batches, 1, resume=True)
+
     for _ in range(ATTEMPTS):
+        number = draw.randrange(1, latest)
+        if Process(train, number).ended(RUN_TIMEOUT):
+            # It has fewer operations.
+            latest = max(number, 2)
+            shutil.rmtree(folder)
+        # What has left nothing has nothing to resume.
+        elif any(path.is_file() for path in folder.rglob("*")):
+            kills += 1
         if kills == KILLS:
             break
-        process = Process(lambda: own.train("killed", batches, 1, resume=True) and None)
-        kills += _kill_after_changes(process, own.folder / "killed", draw.randint(1, 8))
     if not kills:
         raise NotOfferedError("the run ends before it can be killed")
     found = own.train("killed", batches, 1, resume=True)
     differing = [name for name in whole.keys() | found.keys() if not _is_equal(whole.get(name), found.get(name))]
     return Measured(figure=len(differing), unit=f"of {len(whole)} tensors differ after {kills} kills")
-
-
-def _kill_after_changes(process: Process, folder: Path, number: int) -> bool:
-    """Kill a run once its folder has changed so often, as far as a look every few milliseconds sees it; whether it was
-    alive then."""
-    before, until = _state_of(folder), time.monotonic() + RUN_TIMEOUT
-    while number and process.is_alive and time.monotonic() < until:
-        time.sleep(LOOK)
-        after = _state_of(folder)
-        number, before = number - (after != before), after
-    was_alive = process.is_alive
-    process.kill()
-    return was_alive
-
-
-def _state_of(folder: Path) -> set[tuple[str, int]]:
-    found = set()
-    for path in folder.rglob("*"):
-        # Files come and go.
-        with suppress(FileNotFoundError):
-            found.add((str(path), path.stat().st_mtime_ns))
-    return found
 
 
 def _is_equal(one: Tensor | None, other: Tensor | None) -> bool:

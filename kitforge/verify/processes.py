@@ -98,6 +98,7 @@ def _run(
         with log.open("ab") as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
+        sys.stdout = sys.stderr = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 (until the process ends)
         console.quiet = True
     faulthandler.enable(sys.__stderr__ or 2)
     # A collection would make all memory of the parent this process's own.

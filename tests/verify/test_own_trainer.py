@@ -1,0 +1,44 @@
+"""`kitforge verify --callable`: a right trainer is held, a wrong one is broken, and what is missing is not offered."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kitforge.cli import main as cli
+from kitforge.foundation.errors import ConfigError
+
+NAMES = ("micro_batches", "evaluation", "packing", "resume")
+
+
+def statuses(
+    trainer: str, folder: Path, capsys: pytest.CaptureFixture[str], *further: str
+) -> tuple[int, dict[str, str]]:
+    arguments = ["verify", "--callable", f"tests.verify.trainers:{trainer}", f"output_dir={folder / 'runs'}", *further]
+    status = cli.run(arguments)
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])["contracts"]
+    return status, {each["contract"]: each["status"] for each in found}
+
+
+def test_a_right_trainer_holds_all_contracts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert statuses("Right", tmp_path, capsys) == (0, dict.fromkeys(NAMES, "held"))
+
+
+def test_a_wrong_trainer_breaks_all_contracts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert statuses("Wrong", tmp_path, capsys) == (1, dict.fromkeys(NAMES, "broken"))
+
+
+def test_one_that_hangs_or_says_nonsense_is_broken_and_the_rest_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert statuses("Odd", tmp_path, capsys, "--timeout=2") == (1, dict.fromkeys(NAMES, "broken"))
+
+
+def test_what_is_missing_is_not_offered_and_never_held(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert statuses("Few", tmp_path, capsys) == (0, dict.fromkeys(NAMES, "not offered"))
+
+
+@pytest.mark.parametrize("name", ["nowhere", "tests.verify.trainers:Nobody", "tests.verify.absent:Right"])
+def test_one_that_cannot_be_loaded_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="trainer"):
+        cli.run(["verify", "--callable", name, f"output_dir={tmp_path / 'runs'}"])

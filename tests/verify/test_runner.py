@@ -1,0 +1,123 @@
+"""What a check comes to: held within its bound, broken beyond it, by an error, by death and by silence."""
+
+import math
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kitforge.foundation.errors import ConfigError, TrainingError
+from kitforge.verify.contract import Contract, Measured, NotOfferedError, Verdict
+from kitforge.verify.processes import Process, run_ranks
+from kitforge.verify.runner import chosen, run_contracts, summary
+
+
+def fails(_: str) -> Measured:
+    raise ValueError("no way")
+
+
+def absent(_: str) -> Measured:
+    raise NotOfferedError("there is none")
+
+
+def dies(_: str) -> Measured:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError
+
+
+def hangs(_: str) -> Measured:
+    time.sleep(1000)
+    raise AssertionError
+
+
+def gives(figure: float) -> Callable[[str], Measured]:
+    return lambda _: Measured(figure=figure, bound=0.5, unit="things")
+
+
+def verdict(check: Callable[[str], Measured], folder: Path, timeout: float = 60.0) -> Verdict:
+    contract = Contract(name="one", promise="one = one", check=check)
+    (found,) = run_contracts([contract], "subject", "name", folder / "log", timeout=timeout)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("check", "status", "words"),
+    [
+        (gives(0.5), "held", "things"),
+        (gives(0.6), "broken", "things"),
+        (gives(math.nan), "broken", "things"),
+        (fails, "broken", "ValueError: no way"),
+        (dies, "broken", "exit code -9"),
+        (absent, "not offered", "there is none"),
+    ],
+)
+def test_a_check_comes_to_one_of_three(
+    check: Callable[[str], Measured], status: str, words: str, tmp_path: Path
+) -> None:
+    found = verdict(check, tmp_path)
+    assert (found.status, found.contract, found.subject) == (status, "one", "name")
+    assert words in found.words
+
+
+def test_a_check_that_hangs_is_broken_and_killed_with_its_children(tmp_path: Path) -> None:
+    def starts_another(_: str) -> Measured:
+        child = Process(time.sleep, 1000)
+        (tmp_path / "child").write_text(str(child._process.pid))
+        return hangs("")
+
+    found = verdict(starts_another, tmp_path, timeout=2.0)
+    assert found.status == "broken"
+    assert "nothing within 2 seconds" in found.words
+    child = int((tmp_path / "child").read_text())
+    # It is a zombie until whoever adopted it looks.
+    state = Path(f"/proc/{child}/stat")
+    assert not state.exists() or state.read_text().rsplit(")", 1)[1].split()[0] == "Z"
+
+
+def test_the_others_go_on_after_an_error(tmp_path: Path) -> None:
+    contracts = [Contract(name=check.__name__, promise="", check=check) for check in (fails, absent)]
+    found = summary(list(run_contracts(contracts, "", "name", tmp_path / "log")))
+    assert (found["held"], found["broken"], found["not offered"]) == (0, 1, 1)
+    assert "Traceback" in (tmp_path / "log").read_text()
+
+
+def test_what_is_no_number_is_null_in_json(tmp_path: Path) -> None:
+    assert summary([verdict(gives(math.inf), tmp_path)])["contracts"][0]["figure"] is None
+
+
+def test_unknown_contracts_are_refused_with_the_nearest_name() -> None:
+    contracts = [Contract(name="packing", promise="", check=fails)]
+    with pytest.raises(ConfigError, match="packing"):
+        chosen(contracts, ["pcking"])
+
+
+def on_rank(rank: int, failing: int) -> int:
+    if rank == failing:
+        raise ConfigError("a bad rank", got=rank)
+    return rank * 10
+
+
+def test_ranks_return_in_order_and_raise_what_one_of_them_raised() -> None:
+    assert run_ranks(3, on_rank, -1, timeout=60.0) == [0, 10, 20]
+    with pytest.raises(ConfigError, match="a bad rank"):
+        run_ranks(3, on_rank, 1, timeout=60.0)
+
+
+def test_an_error_that_cannot_be_sent_keeps_its_words() -> None:
+    class OddError(Exception):
+        def __init__(self, one: int, two: int) -> None:
+            super().__init__(f"{one} and {two}")
+
+    def raises() -> None:
+        raise OddError(1, 2)
+
+    with pytest.raises(RuntimeError, match="OddError: 1 and 2"):
+        Process(raises).result(60.0)
+
+
+def test_a_process_that_dies_is_reported_with_its_exit_code() -> None:
+    with pytest.raises(TrainingError, match="exit code 3"):
+        Process(os._exit, 3).result(60.0)
