@@ -171,7 +171,8 @@ def test_log_probabilities_are_those_of_the_trainers_forward_pass(name: str) -> 
         logprobs = logits_of(model, prompt + completion.tokens, final_length).log_softmax(-1)
         places = torch.arange(len(prompt), final_length) - 1
         wanted = logprobs[places, torch.tensor(completion.tokens)]
-        assert float((wanted - torch.tensor(completion.logprobs)).abs().max()) < 2e-6
+        # Rounding of numbers up to 4 in fp32, 16 times.
+        assert float((wanted - torch.tensor(completion.logprobs)).abs().max()) < 16 * 2**-22
 
 
 def test_steps_ask_no_module(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -224,14 +224,14 @@ def test_a_weight_that_was_multiplied_may_still_give_up_its_memory() -> None:
     assert weight.untyped_storage().resizable()
 
 
-@pytest.fixture(params=["tiles", "vendor"])
+@pytest.fixture(params=["vectors", "matrix unit"])
 def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Call:
-    """The compiled product, by our tiles or by oneDNN's where this processor has it."""
+    """The compiled product, by vector instructions or by the matrix unit where this processor has one."""
     module = pytest.importorskip("kitforge.core.kernels.linear.numba")
-    vendor = module.vendor_functions() if request.param == "vendor" else module.NONE
-    if request.param == "vendor" and vendor == module.NONE:
-        pytest.skip("no oneDNN kernel for bfloat16 here")
-    monkeypatch.setattr(module, "faster_vendor", lambda: vendor)
+    is_wanted = request.param == "matrix unit"
+    if is_wanted and not module.has_matrix_unit():
+        pytest.skip("no matrix unit here")
+    monkeypatch.setattr(module, "prefers_matrix_unit", lambda: is_wanted)
     call: Call = module.linear
     return call
 
@@ -252,8 +252,8 @@ def test_the_bits_of_a_row_do_not_depend_on_the_rows_beside_it(
 
 
 @pytest.mark.slow
-def test_a_masked_processor_keeps_to_our_tiles() -> None:
+def test_a_masked_processor_keeps_to_vectors() -> None:
     pytest.importorskip("numba")
-    code = "from kitforge.core.kernels.linear.numba import NONE, faster_vendor; assert faster_vendor() == NONE"
-    masked = os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX2"}
-    subprocess.run([sys.executable, "-c", code], env=masked, check=True)
+    code = "from kitforge.core.kernels.linear.numba import prefers_matrix_unit; assert not prefers_matrix_unit()"
+    older = {"NUMBA_CPU_NAME": "cooperlake", "NUMBA_CPU_FEATURES": "+avx2,+fma,+avx512f,+avx512bf16"}
+    subprocess.run([sys.executable, "-c", code], env=os.environ | older, check=True)

@@ -20,8 +20,8 @@ from torch import Tensor
 from kitforge.core.kernels.decode_attention.numba import Slabs, attend, attention_scratch, slot_of
 from kitforge.core.kernels.fused_decode_step.reference import LINEARS, BlockWeights, DecoderWeights, Locations
 from kitforge.core.kernels.linear.gemm_microkernel import PANEL
-from kitforge.core.kernels.linear.numba import LINE, aligned, faster_vendor, multiply, packed_size, scratch_size
-from kitforge.core.kernels.linear.vendor_microkernel import NONE, release
+from kitforge.core.kernels.linear.matrix_microkernel import release
+from kitforge.core.kernels.linear.numba import LINE, aligned, multiply, packed_size, prefers_matrix_unit, scratch_size
 from kitforge.core.kernels.numba_runtime import (
     FLOAT,
     HALF,
@@ -128,7 +128,7 @@ class NumbaDecodeStep:
         tensors = own, *angles, locations.starts, locations.lengths, hidden, logits, self._slopes
         step = _Step(
             FLOAT if self._dtype is torch.float32 else HALF,
-            NONE if self._dtype is torch.float32 else faster_vendor(),
+            self._dtype is not torch.float32 and prefers_matrix_unit(),
             *self._options,
             self._bits,
             rereads or not self._are_kept,
@@ -199,7 +199,7 @@ class _Step(NamedTuple):
     """Arguments of all phases: sizes, then addresses of arrays in fp32, or in the dtype of the weights where noted."""
 
     like: Any
-    vendor: Any  # of the products, see `vendor_microkernel`
+    has_tiles: bool  # products take the matrix unit
     eps: float
     qk_eps: float
     interleaved: bool
@@ -271,7 +271,7 @@ def _run(step: Any, table: Any, ends: Any, scales: Any, windows: Any, rotations:
     phase = _choose(step, phase)
     head, logits = (ends[2], 0, ends[4]), (step.logits, step.vocab)
     _product(step, (step.chosen, step.dim), head, logits, scratch, phase, step.num_rows)
-    release(step.vendor)
+    release(step.has_tiles)
     # numba frees an array after its last use, and does not know of addresses.
     memory[0] = 0
 
@@ -319,7 +319,7 @@ def _multiply(
     else:
         multiply(
             like,
-            step.vendor,
+            step.has_tiles,
             rows[0],
             weights[0],
             weights[1],

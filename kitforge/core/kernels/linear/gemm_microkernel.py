@@ -17,10 +17,11 @@ from numba.core.codegen import get_host_cpu_features
 
 from kitforge.core.kernels.numba_runtime import intrinsic
 
-_FEATURES = str(cast(Any, config).CPU_FEATURES or cast(Any, get_host_cpu_features)()).split(",")
-_WIDE = "+avx512f" in _FEATURES
+# Of the processor, as numba is told or finds them.
+FEATURES = str(cast(Any, config).CPU_FEATURES or cast(Any, get_host_cpu_features)()).split(",")
+_WIDE = "+avx512f" in FEATURES
 # Whether the processor has dot products of bfloat16 pairs.
-PAIRS = "+avx512bf16" in _FEATURES
+PAIRS = "+avx512bf16" in FEATURES
 # Words of a vector; a panel is two vectors wide.
 LANES = 16 if _WIDE else 8
 PANEL = 2 * LANES
@@ -47,25 +48,27 @@ class _Bfloat(ir.Type):  # type: ignore[misc]
         return hash(_Bfloat)
 
 
-def _called(builder: Any, name: str, result: Any, arguments: list[Any]) -> Any:
+def called(builder: Any, name: str, result: Any, arguments: list[Any]) -> Any:
+    """The result of an instruction, by its name in LLVM."""
     kind = ir.FunctionType(result, [each.type for each in arguments])
     return builder.call(cast(Any, cgutils).get_or_insert_function(builder.module, kind, name), arguments)
 
 
-def _at(builder: Any, address: Any, kind: Any, offset: Any = 0) -> Any:
+def at(builder: Any, address: Any, kind: Any, offset: Any = 0) -> Any:
+    """A pointer to a type, `offset` bytes behind an address."""
     return builder.inttoptr(builder.add(address, address.type(offset)), kind.as_pointer())
 
 
 def _loaded(builder: Any, address: Any, kind: Any, offset: int = 0) -> Any:
-    loaded = builder.load(_at(builder, address, kind, offset))
+    loaded = builder.load(at(builder, address, kind, offset))
     loaded.align = 2
     return loaded
 
 
-def _prefetch(builder: Any, address: Any, offset: int) -> None:
+def prefetch_line(builder: Any, address: Any, offset: int) -> None:
     """Prefetch a cache line to the L2 cache."""
-    pointer = _at(builder, address, ir.IntType(8), offset)
-    _called(builder, "llvm.prefetch.p0i8", ir.VoidType(), [pointer, _INT(0), _INT(2), _INT(1)])
+    pointer = at(builder, address, ir.IntType(8), offset)
+    called(builder, "llvm.prefetch.p0i8", ir.VoidType(), [pointer, _INT(0), _INT(2), _INT(1)])
 
 
 def _joined(builder: Any, addresses: list[Any], offset: int) -> Any:
@@ -102,15 +105,15 @@ def transpose(_context: Any, _addresses: Any, _offset: Any, _target: Any, _ahead
         addresses, offset, target, ahead = arguments
         rows = []
         for lane in range(LANES):
-            rows.append(builder.add(builder.load(_at(builder, addresses, addresses.type, 8 * lane)), offset))
-            _prefetch(builder, ahead, _WORD_BYTES * LANES * lane)
+            rows.append(builder.add(builder.load(at(builder, addresses, addresses.type, 8 * lane)), offset))
+            prefetch_line(builder, ahead, _WORD_BYTES * LANES * lane)
         for first in range(0, LANES, _QUARTER):
             # Four vectors, of every fourth row each: a quarter of a vector holds four words of a row.
             parts = [_joined(builder, rows[row::_QUARTER], _WORD_BYTES * first) for row in range(_QUARTER)]
             pairs = [_interleaved(builder, parts[half], parts[half + 1], 1) for half in (0, 2)]
             words = [each for one, other in zip(*pairs, strict=True) for each in _interleaved(builder, one, other, 2)]
             for word, column in enumerate(words, first):
-                builder.store(column, _at(builder, target, _WORDS, word * PANEL * _WORD_BYTES)).align = 4
+                builder.store(column, at(builder, target, _WORDS, word * PANEL * _WORD_BYTES)).align = 4
         return context.get_dummy_value()
 
     return types.void(*(types.intp for _ in range(4))), generate
@@ -132,10 +135,10 @@ def _halves(builder: Any, words: Any) -> list[Any]:
 def _added(builder: Any, total: Any, one: Any, other: Any) -> Any:
     """`total + one * other`; of pairs, both products."""
     if one.type == _VECTOR:
-        return _called(builder, f"llvm.fma.v{LANES}f32", _VECTOR, [one, other, total])
+        return called(builder, f"llvm.fma.v{LANES}f32", _VECTOR, [one, other, total])
     halves = ir.VectorType(_Bfloat(), 2 * LANES)
     pairs = [builder.bitcast(each, halves) for each in (one, other)]
-    return _called(builder, "llvm.x86.avx512bf16.dpbf16ps.512", _VECTOR, [total, *pairs])
+    return called(builder, "llvm.x86.avx512bf16.dpbf16ps.512", _VECTOR, [total, *pairs])
 
 
 def _factors(builder: Any, address: Any, input_size: int, weight_size: int, word: int) -> list[Any]:
@@ -163,7 +166,7 @@ def _generate(rows: int, input_size: int, weight_size: int, builder: Any, argume
     starts = [builder.add(input, builder.mul(index, row_bytes)) for index in indices]
     targets = [
         [
-            _at(builder, builder.add(output, builder.mul(index, number(4 * PANEL))), _VECTOR, 4 * LANES * half)
+            at(builder, builder.add(output, builder.mul(index, number(4 * PANEL))), _VECTOR, 4 * LANES * half)
             for half in range(2)
         ]
         for index in indices
@@ -181,7 +184,7 @@ def _generate(rows: int, input_size: int, weight_size: int, builder: Any, argume
         offset = builder.mul(word, number(PANEL * _WORD_BYTES))
         weights = builder.add(panel, offset)
         for line in range(0, _UNROLLED * PANEL * _WORD_BYTES, 64):
-            _prefetch(builder, builder.add(ahead, offset), line)
+            prefetch_line(builder, builder.add(ahead, offset), line)
         for step in range(_UNROLLED):
             vectors = [
                 _weights(

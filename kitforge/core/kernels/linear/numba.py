@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kitforge.core.kernels.linear.gemm_microkernel import LANES, PAIRS, PANEL, ROWS, tile, transpose
-from kitforge.core.kernels.linear.vendor_microkernel import NONE, VENDOR_ROWS, Vendor, brgemm, release, vendor_functions
+from kitforge.core.kernels.linear.matrix_microkernel import has_matrix_unit, multiply_tiles, release
 from kitforge.core.kernels.numba_runtime import (
     FLOAT,
     HALF,
@@ -49,7 +49,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     # gathers and frees parameters.
     arguments = (
         FLOAT if weight.dtype is torch.float32 else HALF,
-        NONE if weight.dtype is torch.float32 else faster_vendor(),
+        weight.dtype is not torch.float32 and prefers_matrix_unit(),
         rows.data_ptr(),
         weight.data_ptr(),
         0 if bias is None else bias.data_ptr(),
@@ -63,32 +63,33 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return output if input.dtype is torch.float32 else output.to(input.dtype)
 
 
-# oneDNN multiplies where it takes at most this part of the time of our tiles, for panels of so many words.
-_WORTH, _WORDS = 0.6, 288
+# The matrix unit multiplies where it takes at most this part of the time of vector instructions, for so many rows and
+# panels of so many words.
+_WORTH, _NUM_ROWS, _WORDS = 0.6, 64, 288
 
 
 @functools.cache
-def faster_vendor() -> Vendor:
-    """oneDNN's functions where they multiply 64 rows much faster than our tiles, as with matrix units; measured once a
-    process. A narrow victory would make the choice, and the bits, a matter of chance."""
-    vendor = vendor_functions()
-    if vendor == NONE:
-        return NONE
-    own, other = _seconds(NONE), _seconds(vendor)
-    rates = [2 * VENDOR_ROWS * PANEL * 2 * _WORDS / each / 1e9 for each in (own, other)]
-    _log.info("products of %d rows in bfloat16: compiled %.0f, oneDNN %.0f GFLOP/s a thread", VENDOR_ROWS, *rates)
-    return vendor if other < _WORTH * own else NONE
+def prefers_matrix_unit() -> bool:
+    """Whether products in bfloat16 take it; measured once a process. A narrow victory would make the choice, and the
+    bits, a matter of chance."""
+    if not has_matrix_unit():
+        return False
+    own, other = _seconds(False), _seconds(True)
+    rates = [2 * _NUM_ROWS * PANEL * 2 * _WORDS / each / 1e9 for each in (own, other)]
+    _log.info("products of %d rows in bfloat16: vectors %.0f, tiles %.0f GFLOP/s a thread", _NUM_ROWS, *rates)
+    return other < _WORTH * own
 
 
-def _seconds(vendor: Vendor) -> float:
+def _seconds(has_tiles: bool) -> float:
     """Of the fastest of several calls, which are too short for another process to disturb all of them."""
-    rows, panel = (np.zeros((count, 2 * _WORDS), dtype=np.uint16) for count in (VENDOR_ROWS, PANEL))
-    sums, times = np.zeros((VENDOR_ROWS, PANEL), dtype=np.float32), []
+    rows, panel = (np.zeros((count, 2 * _WORDS), dtype=np.uint16) for count in (_NUM_ROWS, PANEL))
+    sums, times = np.zeros((_NUM_ROWS, PANEL), dtype=np.float32), []
     one, other, result = rows.ctypes.data, panel.ctypes.data, sums.ctypes.data
     for _ in range(50):
         start = time.perf_counter()
-        multiply_rows(HALF, vendor, one, 4 * _WORDS, VENDOR_ROWS, other, _WORDS, result, 0, other)
+        multiply_rows(HALF, has_tiles, one, 4 * _WORDS, _NUM_ROWS, other, _WORDS, result, 0, other)
         times.append(time.perf_counter() - start)
+    release(has_tiles)
     return min(times)
 
 
@@ -111,7 +112,7 @@ def scratch_size(num_rows: int, num_features: int) -> int:
 @compiled_fastmath
 def _multiply_panels(
     like: Any,
-    vendor: Any,
+    has_tiles: bool,
     rows: int,
     weight: int,
     bias: int,
@@ -126,8 +127,10 @@ def _multiply_panels(
     scratch = aligned(memory.ctypes.data)
     for panel in range(start, stop):
         result = output + 4 * PANEL * panel, num_outputs
-        multiply(like, vendor, rows, weight, bias, 0, True, result, num_rows, num_outputs, num_features, panel, scratch)
-    release(vendor)
+        multiply(
+            like, has_tiles, rows, weight, bias, 0, True, result, num_rows, num_outputs, num_features, panel, scratch
+        )
+    release(has_tiles)
     # numba frees an array after its last use, and does not know of addresses.
     memory[0] = 0
 
@@ -140,7 +143,7 @@ def packed_size(weight: Tensor) -> int:
 @compiled_fastmath
 def multiply(
     like: Any,
-    vendor: Any,
+    has_tiles: bool,
     rows: int,
     weight: int,
     bias: int,
@@ -177,12 +180,12 @@ def multiply(
         if packs:
             # The next panel is prefetched while this one is packed, or while it is multiplied if that takes longer.
             ahead = addresses[PANEL - 1] + num_features * itemsize + 4 * PANEL * first
-            pack_panel(scratch, first, count, words, ahead if is_few or vendor[0] else words)
-            ahead = words if is_few else ahead
+            pack_panel(scratch, first, count, words, ahead if is_few or has_tiles else words)
+            ahead = words if is_few or has_tiles else ahead
         else:
-            # The processor itself prefetches for few rows, which take no longer than reading.
-            ahead = words if is_few else words + 4 * PANEL * num_words
-        add_products(like, vendor, rows, num_rows, num_features, first, count, words, sums, first, ahead)
+            # For few rows, which vectors multiply as fast as they are read, the processor itself prefetches.
+            ahead = words if is_few and not has_tiles else words + 4 * PANEL * num_words
+        add_products(like, has_tiles, rows, num_rows, num_features, first, count, words, sums, first, ahead)
     tiled = num_words * features_per_word
     part = float32_at(sums, (num_rows, PANEL))
     if tiled == 0:
@@ -228,7 +231,7 @@ def pack_panel(addresses: int, first: int, count: int, words: int, ahead: int) -
 @compiled_fastmath
 def add_products(
     like: Any,
-    vendor: Any,
+    has_tiles: bool,
     rows: int,
     num_rows: int,
     num_features: int,
@@ -243,7 +246,7 @@ def add_products(
     them unless `adds` is 0."""
     if PAIRS:
         row_bytes = num_features * array_at(rows, (1,), like).itemsize
-        multiply_rows(like, vendor, rows + 4 * first, row_bytes, num_rows, words, count, sums, adds, ahead)
+        multiply_rows(like, has_tiles, rows + 4 * first, row_bytes, num_rows, words, count, sums, adds, ahead)
     else:
         per_word = 4 // array_at(rows, (1,), like).itemsize
         input = array_at(rows, (num_rows, num_features), like)
@@ -259,7 +262,7 @@ def add_products(
 @compiled_fastmath
 def multiply_rows(
     like: Any,
-    vendor: Any,
+    has_tiles: bool,
     rows: int,
     row_bytes: int,
     num_rows: int,
@@ -269,11 +272,9 @@ def multiply_rows(
     adds: int,
     ahead: int,
 ) -> None:
-    """`multiply_panel` of rows and a panel of one type, by the vendor's functions if there are any."""
-    if vendor[0]:
-        for row in range(0, num_rows, VENDOR_ROWS):
-            x, y, count = rows + row * row_bytes, sums + 4 * PANEL * row, min(num_rows - row, VENDOR_ROWS)
-            brgemm(vendor[0], x, row_bytes // 2, count, panel, 2 * num_words, y, adds)
+    """`multiply_panel` of rows and a panel of one type, by the matrix unit if `has_tiles`."""
+    if has_tiles:
+        multiply_tiles(rows, row_bytes, num_rows, panel, num_words, sums, adds, ahead)
     else:
         multiply_panel(like, like, rows, row_bytes, num_rows, panel, num_words, sums, adds, ahead)
 

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from kitforge.core.kernels.linear.gemm_microkernel import PANEL
 from kitforge.core.kernels.linear.numba import PANEL_WORDS, add_products, write_sums
-from kitforge.core.kernels.linear.vendor_microkernel import NONE
 from kitforge.core.kernels.numba_runtime import array_at, compiled_fastmath, float32_at, truncated
 from kitforge.core.kernels.quantized_linear.reference import GROUP, quantize
 
@@ -71,7 +70,7 @@ def multiply_quantized(
         for first in range(begin, end, PANEL_WORDS):
             count = min(PANEL_WORDS, end - first)
             _widen(like, bits, numbers + PANEL * per_word * first * bits // 8, count * per_word * PANEL, words)
-            add_products(like, NONE, rows, num_rows, num_features, first, count, words, sums, first - begin, words)
+            add_products(like, False, rows, num_rows, num_features, first, count, words, sums, first - begin, words)
         for row in range(num_rows):
             if each == 0:
                 for lane in range(PANEL):
