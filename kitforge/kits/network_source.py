@@ -27,6 +27,7 @@ from kitforge.core.nn.lora import active_lora_config as config_of_adapter
 from kitforge.core.nn.quantized import quantize_linears
 from kitforge.core.nn.score_head import BACKBONE, ScoreModel
 from kitforge.core.nn.vision import VisionTransformer
+from kitforge.core.parallel.expert_load import check_balance
 from kitforge.core.parallel.parallelize import ParallelModel, parallel_model_of
 from kitforge.core.parallel.sharding import Sharding, ShardingRule, check_geometry
 from kitforge.core.parallel.world import World
@@ -252,6 +253,9 @@ def check_splits(options: NetworkOptions, kind: Kind = "language model") -> None
             values["vocab_size"] = values.get("vocab_size") or ByteTokenizer.vocab_size
         network = build_on_meta(config_of(values, kind))
         check_geometry(sharding_of_network(network), network.geometry, options.parallel)
+        replicas, size = options.parallel.num_replicas, options.trainer.micro_batch_size
+        own = -(-options.data.batch_size // replicas)
+        check_balance(network, 1 if size is None else -(-own // size), replicas)
 
 
 def check_fit(config: FamilyConfig, options: NetworkOptions, tokenizer: Tokenizer) -> None:

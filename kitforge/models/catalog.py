@@ -27,6 +27,8 @@ from kitforge.models.gpt2 import convert as gpt2
 from kitforge.models.gpt2.model import GPT2Config
 from kitforge.models.llama import convert as llama
 from kitforge.models.llama.model import LlamaConfig
+from kitforge.models.mixtral import convert as mixtral
+from kitforge.models.mixtral.model import MixtralConfig
 from kitforge.models.pangu_alpha import convert as pangu_alpha
 from kitforge.models.pangu_alpha.model import PanguAlphaConfig
 from kitforge.models.sasrec.model import SASRec, SASRecConfig
@@ -70,6 +72,7 @@ FAMILIES: dict[str, Family] = {
         Family(name="glm", config=GLMConfig, build=Decoder, convert=glm.CONVERTER, kind="language model"),
         Family(name="gpt2", config=GPT2Config, build=Decoder, convert=gpt2.CONVERTER, kind="language model"),
         Family(name="llama", config=LlamaConfig, build=Decoder, convert=llama.CONVERTER, kind="language model"),
+        Family(name="mixtral", config=MixtralConfig, build=Decoder, convert=mixtral.CONVERTER, kind="language model"),
         Family(
             name="pangu_alpha",
             config=PanguAlphaConfig,

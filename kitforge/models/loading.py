@@ -318,7 +318,7 @@ def _open_weights(
         raise ModelError("config.json lacks a key", got=source.path, expected=f"the key {error}") from None
     shapes = {name: shape for name, shape in source.shapes().items() if name not in left_out}
     check_count(config, len(shapes), source.path)
-    mappings = converter.tensor_mappings(config, model_type)
+    mappings = converter.mappings_of(config, model_type, shapes)
     expected = dict(export_tensors(mappings, dict(build_on_meta(config).named_parameters()).__getitem__))
     check_shapes(expected, held_shapes(converter, mappings, shapes), what=f"{source.path}: the network")
     most_common = Counter(source.dtype(name) for name in shapes).most_common(1)[0][0]
@@ -332,7 +332,7 @@ def _open_weights(
         tensor = readers()[name]()
         return tensor if region is None else region.of(tensor)
 
-    names = tuple(mapping.ours for mapping in mappings)
+    names = tuple(dict.fromkeys(mapping.ours for mapping in mappings))
     # Every family's options are a dataclass with this field.
     published_config = replace(cast(Any, config), dtype=published)
     return StoredModel(config=published_config, names=names, read=read, dtype=most_common or torch.float32)

@@ -32,6 +32,16 @@ DECODER = Sharding(
         ShardingRule(module="blocks.*.mlp.gate", splits=_ROWS),
         ShardingRule(module="blocks.*.mlp.up", splits=_ROWS),
         ShardingRule(module="blocks.*.mlp.down", splits=_COLUMNS, output_layout={TENSOR: "reduce"}),
+        # Every rank routes all tokens, and computes its part of the hidden width of each expert.
+        ShardingRule(module="blocks.*.mlp.router", gradient="part"),
+        ShardingRule(
+            module="blocks.*.mlp.experts",
+            splits={"gate": {TENSOR: 1}, "up": {TENSOR: 1}, "down": {TENSOR: 2}},
+            output_layout={TENSOR: "reduce"},
+        ),
+        ShardingRule(module="blocks.*.mlp.shared.gate", splits=_ROWS),
+        ShardingRule(module="blocks.*.mlp.shared.up", splits=_ROWS),
+        ShardingRule(module="blocks.*.mlp.shared.down", splits=_COLUMNS, output_layout={TENSOR: "reduce"}),
         ShardingRule(module="norm", output_layout={TENSOR: "replicate"}),
     ),
     divisible={TENSOR: ("num_heads", "num_kv_heads")},

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from types import MappingProxyType
 from typing import Any, final
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kitforge.core.nn.decoder import MAX_LAYERS
+from kitforge.core.nn.moe import ExpertsConfig
 from kitforge.core.nn.rotary import RopeScaling
 from kitforge.foundation.config import from_dict, to_dict
 from kitforge.foundation.errors import ModelError
@@ -23,6 +25,14 @@ from kitforge.models.config_keys import CONFIG_KEYS
 # Names of an untied head in Hugging Face checkpoints.
 HEADS = ("lm_head.weight", "transformer.output_layer.weight")
 MAX_COUNT = 2**31 - 1
+# LLaMA's names outside of blocks, for `decoder_mappings`.
+LLAMA_NAMES = {
+    "embedding.weight": "model.embed_tokens.weight",
+    "norm.weight": "model.norm.weight",
+    "output": "lm_head.weight",
+}
+# The gates and the ups of all experts of a block as one tensor [experts, 2 * hidden, dim].
+STACKED = "experts.gate_up_proj"
 
 
 @final
@@ -110,7 +120,8 @@ SHARED_KEYS = CONFIG_KEYS.with_keys(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorMapping:
     """Our tensor is `rows` rows from `start` of their tensor, or with a `stride` of every `stride` rows of it, plus
-    `offset`. Their tensor is transposed first if `transpose`."""
+    `offset`. Their tensor is transposed first if `transpose`. With an `index` it is that one of ours along the first
+    dim, as the matrix of one expert is."""
 
     ours: str
     theirs: str
@@ -119,14 +130,16 @@ class TensorMapping:
     rows: int | None = None  # None: all of it
     stride: int | None = None
     offset: float = 0.0  # a norm of theirs may multiply by one plus its weight
+    dim: int = 0  # of the rows, without a stride
+    index: int | None = None
 
     def take(self, tensor: Tensor) -> Tensor:
         """Our tensor, a view of theirs or, with a stride or an offset (then in fp32), a copy."""
         if self.rows is None:
             return tensor.float() + self.offset if self.offset else tensor
-        stop = self.start + self.rows
         if self.stride is None:
-            return tensor[self.start : stop]
+            return tensor.narrow(self.dim, self.start, self.rows)
+        stop = self.start + self.rows
         return tensor.view(-1, self.stride, *tensor.shape[1:])[:, self.start : stop].flatten(0, 1)
 
 
@@ -140,6 +153,20 @@ class Converter:
     tensor_mappings: Callable[[Any, str], list[TensorMapping]]  # (config, model_type of the folder)
     prefixes: tuple[str, ...]  # of tensor names, which checkpoints of the model without a head lack
     ignored_suffixes: tuple[str, ...]  # of tensors that are no weights
+    # The same of folders that hold all experts of a block in one tensor.
+    stacked_mappings: Callable[[Any, str], list[TensorMapping]] | None = None
+
+    def mappings_of(self, config: Any, model_type: str, names: Collection[str]) -> list[TensorMapping]:
+        """The mappings of a checkpoint that holds `names`. Raises ModelError for one that holds experts twice."""
+        stacked = next((name for name in names if name.endswith(f".{STACKED}")), None)
+        if self.stacked_mappings is None or stacked is None:
+            return self.tensor_mappings(config, model_type)
+        single = next((name for name in names if ".experts.0." in name), None)
+        if single is not None:
+            fix = "remove the tensors of one of the two"
+            got = f"{single} and {stacked}"
+            raise ModelError("the checkpoint holds its experts twice", got=got, expected="one of the two", fix=fix)
+        return self.stacked_mappings(config, model_type)
 
 
 def decoder_mappings(
@@ -151,6 +178,39 @@ def decoder_mappings(
     for layer in range(config.num_layers):
         mappings += block(f"blocks.{layer}.", f"{layers}.{layer}.")
     return mappings if config.tie_embeddings else [*mappings, TensorMapping(ours="output", theirs=theirs["output"])]
+
+
+def attention_mappings(ours: str, theirs: str, *, bias: bool = False, qk_norm: bool = False) -> list[TensorMapping]:
+    """The mappings of the attention and of both norms of a block under LLaMA's names."""
+    names = {"attention_norm.weight": "input_layernorm.weight", "mlp_norm.weight": "post_attention_layernorm.weight"}
+    for name in ("query", "key", "value", "out"):
+        for kind in ("weight", "bias") if bias else ("weight",):
+            names[f"attention.{name}.{kind}"] = f"self_attn.{name[0]}_proj.{kind}"
+    if qk_norm:
+        names["attention.query_norm.weight"] = "self_attn.q_norm.weight"
+        names["attention.key_norm.weight"] = "self_attn.k_norm.weight"
+    return [TensorMapping(ours=ours + name, theirs=theirs + source) for name, source in names.items()]
+
+
+def expert_mappings(
+    ours: str, theirs: str, num_experts: int, names: Mapping[str, str], after: str = ".weight"
+) -> list[TensorMapping]:
+    """The mappings of experts that each have tensors of their own, whose names are `theirs`, the number of the expert,
+    and the value of `names` for ours."""
+    return [
+        TensorMapping(ours=ours + own, theirs=f"{theirs}{expert}.{name}{after}", index=expert)
+        for own, name in names.items()
+        for expert in range(num_experts)
+    ]
+
+
+def stacked_expert_mappings(ours: str, theirs: str, hidden_dim: int) -> list[TensorMapping]:
+    """The mappings of the experts of a block that lie in two tensors, as in the modules of `transformers` 5."""
+    both = [
+        TensorMapping(ours=ours + own, theirs=f"{theirs}gate_up_proj", start=start, rows=hidden_dim, dim=1)
+        for own, start in (("gate", 0), ("up", hidden_dim))
+    ]
+    return [*both, TensorMapping(ours=f"{ours}down", theirs=f"{theirs}down_proj")]
 
 
 def import_tensors(
@@ -183,17 +243,29 @@ def import_tensors(
     def reader(mapping: TensorMapping) -> Tensor:
         tensor = read(held[mapping.theirs])
         tensor = tensor.t() if mapping.transpose else tensor
-        rows = ends.get(mapping.theirs, tensor.shape[0])
-        if rows != tensor.shape[0]:
+        held_rows = tensor.shape[mapping.dim]
+        rows = ends.get(mapping.theirs, held_rows)
+        if rows != held_rows:
             raise ModelError(
                 f"tensor {mapping.theirs!r} has another size",
-                got=f"{tensor.shape[0]} rows",
+                got=f"{held_rows} rows",
                 expected=f"{rows} rows, by config.json",
                 fix="check that config.json belongs to these weights",
             )
         return mapping.take(tensor)
 
-    return {mapping.ours: partial(reader, mapping) for mapping in mappings}
+    stacks: dict[str, list[TensorMapping]] = {}
+    for mapping in mappings:
+        if mapping.index is not None:
+            stacks.setdefault(mapping.ours, []).append(mapping)
+
+    def stack(members: Sequence[TensorMapping]) -> Tensor:
+        return torch.stack([reader(each) for each in members])
+
+    return {
+        mapping.ours: partial(reader, mapping) if mapping.index is None else partial(stack, stacks[mapping.ours])
+        for mapping in mappings
+    }
 
 
 def held_shapes(
@@ -213,8 +285,19 @@ def _full_name(name: str, converter: Converter, wanted: Collection[str]) -> str:
 
 def export_tensors(mappings: Sequence[TensorMapping], read: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Their names and tensors, joined from ours in the order of their rows; ours are read in `export_order`."""
-    for name, members in by_theirs(mappings).items():
-        yield name, _joined(members, read)
+    groups = list(by_theirs(mappings).items())
+    while groups:
+        name, members = groups.pop(0)
+        if members[0].index is None:
+            yield name, _joined(members, read)
+            continue
+        # All matrices of one stack follow one another, so that it is read once.
+        stack = read(members[0].ours).detach()
+        yield name, stack[members[0].index].contiguous()
+        while groups and groups[0][1][0].ours == members[0].ours:
+            name, members = groups.pop(0)
+            yield name, stack[members[0].index].contiguous()
+        del stack
 
 
 def _joined(members: Sequence[TensorMapping], read: Callable[[str], Tensor]) -> Tensor:
@@ -229,14 +312,16 @@ def join(members: Sequence[TensorMapping], parts: Sequence[Tensor]) -> Tensor:
         offset = members[0].offset
         return (parts[0].float() - offset).to(parts[0].dtype) if offset else parts[0]
     if members[0].stride is None:
-        return torch.cat(list(parts))
+        return torch.cat(list(parts), members[0].dim)
     groups = [part.view(-1, mapping.rows or 1, *part.shape[1:]) for mapping, part in zip(members, parts, strict=True)]
     return torch.cat(groups, dim=1).flatten(0, 1)
 
 
 def export_order(mappings: Sequence[TensorMapping]) -> list[str]:
     """Our names, in the order in which an export reads them."""
-    return [mapping.ours for members in by_theirs(mappings).values() for mapping in members]
+    members = (mapping for group in by_theirs(mappings).values() for mapping in group)
+    # A stack is read once, for the matrices of it that follow one another.
+    return [name for (name, _), _ in groupby(members, lambda each: (each.ours, each.index is not None))]
 
 
 def by_theirs(mappings: Sequence[TensorMapping]) -> dict[str, list[TensorMapping]]:
@@ -281,6 +366,33 @@ def write_shared_keys(config: Any, rotary_fraction: float | None = None) -> dict
         "rope_parameters": write_rope(config.rope_theta, rotary_fraction, scaling),
         "tie_word_embeddings": config.tie_embeddings,
         "attention_dropout": config.attention_dropout,
+    }
+
+
+def read_experts(config: ConfigFile, count: str, default: tuple[int, int], normalize: bool = True) -> ExpertsConfig:
+    """The experts of config.json; `count` is its key of their number, `default` their number and that of a token."""
+    return ExpertsConfig(
+        num_experts=config.count(count, default[0]),
+        top_k=config.count("num_experts_per_tok", default[1]),
+        normalize=normalize,
+        balance_weight=config.number("router_aux_loss_coef", 0.001),
+    )
+
+
+def write_experts(experts: ExpertsConfig, count: str) -> dict[str, Any]:
+    """The keys of config.json. Raises ModelError for a router that Hugging Face's architectures do not have."""
+    plain = ExpertsConfig(num_experts=experts.num_experts, top_k=experts.top_k)
+    options = {name: getattr(experts, name) for name in ("scoring", "scale", "num_groups", "num_shared")}
+    odd = [f"{name}={value}" for name, value in options.items() if value != getattr(plain, name)]
+    odd += ["balance=bias, whose bias it would lose"] if experts.balance == "bias" else []
+    if odd:
+        message = "no Hugging Face architecture has a router with these options"
+        expected = "scores by softmax, no groups, no shared experts, no bias"
+        raise ModelError(message, got=", ".join(odd), expected=expected, fix="keep the run folder, which has them")
+    return {
+        count: experts.num_experts,
+        "num_experts_per_tok": experts.top_k,
+        "router_aux_loss_coef": experts.balance_weight,
     }
 
 

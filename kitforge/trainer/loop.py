@@ -16,6 +16,7 @@ from kitforge.core.checkpoint.load import Checkpoint, newest, open_checkpoint
 from kitforge.core.checkpoint.manifest import step_folder
 from kitforge.core.optim.build import build_optimizer
 from kitforge.core.optim.schedules import Plateau, lr_scale
+from kitforge.core.parallel.expert_load import LOAD, load_sums, move_biases
 from kitforge.core.parallel.micro_batches import run_micro_batches
 from kitforge.core.parallel.parallelize import parallel_model_of
 from kitforge.core.parallel.rank_errors import describe_error
@@ -236,6 +237,8 @@ class Loop:
         # batch.
         counts = self.world.sum(self.task.count(step))
         sums = self.world.sum(self._accumulate(step, counts))
+        load = sums.pop(LOAD, None)
+        sums |= {} if load is None else load_sums(load)
         self._agree_to_stop()
         rate = lr_scale(self._run_options.schedule, state.updates, self.max_steps) * state.plateau.factor
         learning_rate = self._run_options.optimizer.learning_rate
@@ -243,6 +246,11 @@ class Loop:
         drop_gradients(state, self.task.frozen_parts(step))
         bound, is_skipped = self.options.max_grad_norm, skip is not None
         norms, read = optimizer_step(state, rate, learning_rate, bound, sums=sums, is_skipped=is_skipped)
+        if load is not None:
+            choices = torch.tensor(read.pop("experts/choices"))
+            counts |= {name: choices for name in read if name.startswith("experts/")}
+            if not is_skipped and math.isfinite(norms["grad_norm"]):
+                move_biases(self._parallel, load)
         own = {group.part: group.learning_rate for group in state.groups if group.learning_rate is not None}
         samples, tokens = int(counts.get("samples", 0)), int(counts.get("tokens", 0))
         state.cursor = state.cursor.advance(samples=samples, tokens=tokens)

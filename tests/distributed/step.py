@@ -15,8 +15,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kitforge.core.kernels.recomputation import Recompute
+from kitforge.core.nn import moe
 from kitforge.core.nn.context import Context, DropoutKey, DropoutShard, EncoderInput
 from kitforge.core.nn.init import init_weights
+from kitforge.core.nn.moe import Experts, ExpertsConfig, MoE
 from kitforge.core.parallel import parallelize as applying
 from kitforge.core.parallel import tensor
 from kitforge.core.parallel.config import ParallelConfig
@@ -31,6 +33,7 @@ from kitforge.models.glm.model import GLMConfig
 from kitforge.models.gpt2.model import GPT2Config
 from kitforge.models.llama.model import LlamaConfig
 from kitforge.models.loading import build_on_meta
+from kitforge.models.mixtral.model import MixtralConfig
 from kitforge.models.pangu_alpha.model import PanguAlphaConfig
 from kitforge.models.sharding import sharding_of_network
 from kitforge.models.t5.model import T5Config
@@ -91,6 +94,34 @@ FAMILIES: dict[str, Any] = {
         sliding_window=3,
         window_layers=(0,),
         local_rope_theta=100.0,
+    ),
+    "mixtral": MixtralConfig(
+        vocab_size=50,
+        dim=16,
+        num_layers=2,
+        num_heads=4,
+        mlp_dim=10,
+        max_length=32,
+        attention_dropout=0.1,
+        experts=ExpertsConfig(num_experts=3, top_k=2, balance_weight=0.5),
+    ),
+    "mixtral_shared": MixtralConfig(
+        vocab_size=50,
+        dim=16,
+        num_layers=2,
+        num_heads=4,
+        mlp_dim=6,
+        max_length=32,
+        experts=ExpertsConfig(
+            num_experts=6,
+            top_k=2,
+            scoring="sigmoid",
+            num_groups=3,
+            top_groups=2,
+            num_shared=1,
+            balance_weight=0.5,
+            capacity_factor=1.2,
+        ),
     ),
     "glm": GLMConfig(
         vocab_size=50, dim=16, num_layers=2, num_heads=4, num_kv_heads=4, mlp_dim=24, sandwich_norms=True, max_length=32
@@ -174,7 +205,9 @@ def _step(case: Case, world: World) -> Outcome:
         parallel.micro_batch(is_last=start == starts[-1])
         part = slice(start, min(start + size, first + share))
         key = DropoutKey(seed=0, step=0, samples=tuple(range(BATCH)[part]))
-        context = Context.packed(batch["positions"][part], batch["documents"][part], key)
+        counted = batch["targets"][part] != -100
+        context = Context.packed(batch["positions"][part], batch["documents"][part], key, counted=counted)
+        context = dataclasses.replace(context, loss_weight=1.0 / count.double())
         if case.family == "t5":
             source = EncoderInput(tokens=batch["sources"][part], documents=batch["source_documents"][part])
             context = dataclasses.replace(context, source=source)
@@ -229,6 +262,15 @@ def _not_summed() -> Any:
     return mock.patch.object(tensor.TensorParallelModel, "partial_gradients", lambda _self: [])
 
 
+def _router_not_summed() -> Any:
+    partial = tensor.TensorParallelModel.partial_gradients
+    return mock.patch.object(
+        tensor.TensorParallelModel,
+        "partial_gradients",
+        lambda self: [name for name in partial(self) if ".router." not in name],
+    )
+
+
 def _tied_once() -> Any:
     def wrap(model: Any, split: Any, prefix: str, original: Callable[..., None] = tensor._wrap_language_model) -> None:
         original(model, split, prefix)
@@ -263,6 +305,54 @@ def _bias_on_every_rank() -> Any:
     return mock.patch.object(tensor.Linear, "without_bias", tensor.Linear.forward)
 
 
+def _balanced_once_per_rank() -> Any:
+    """The balance of experts as if the hidden width of no expert were cut."""
+
+    def balanced(self: MoE, *inputs: Any, original: Callable[..., Tensor] = MoE._balanced) -> Tensor:
+        config = dataclasses.replace(self.config, hidden_dim=self.experts.up.shape[1])
+        with mock.patch.object(self, "config", config):
+            return original(self, *inputs)
+
+    return mock.patch.object(MoE, "_balanced", balanced)
+
+
+def _balanced_by_itself() -> Any:
+    """The balance of experts as a mean over the tokens of each rank."""
+
+    def balanced(self: MoE, output: Tensor, routing: Any, kept: Tensor, context: Context) -> Tensor:
+        own = dataclasses.replace(context, loss_weight=1.0 / context.counted.sum().clamp(min=1).double())  # type: ignore[union-attr]
+        return original(self, output, routing, kept, own)
+
+    original = MoE._balanced
+    return mock.patch.object(MoE, "_balanced", balanced)
+
+
+def _expert_gradient_divided() -> Any:
+    """The gradients of experts as means over the ranks, as if each saw its own batch of them."""
+
+    def forward(self: Experts, *inputs: Tensor, original: Callable[..., Tensor] = Experts.forward) -> Tensor:
+        output = original(self, *inputs)
+        for parameter in self.parameters():
+            if parameter.requires_grad and not hasattr(parameter, "divided"):
+                parameter.register_hook(lambda gradient: gradient / 2)
+                parameter.divided = True  # type: ignore[attr-defined]
+        return output
+
+    return mock.patch.object(Experts, "forward", forward)
+
+
+def _rows_of_a_neighbour() -> Any:
+    """The rows of an expert from one before its first on."""
+
+    def shifted(experts: Tensor, num_experts: int, original: Callable[..., Any] = moe.permutation_of) -> Any:
+        found = original(experts, num_experts)
+        ends = found.ends.clone()
+        ends[0] += 1
+        return found._replace(ends=ends)
+
+    return mock.patch.object(moe, "permutation_of", shifted)
+
+
 FAULTS: dict[str, Callable[[], Any]] = {
     "a partial gradient that is not summed": _not_summed,
     "a tied weight without the head's gradient": _tied_once,
@@ -271,4 +361,9 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "a loss averaged on each rank": _averaged_per_rank,
     "copies that do not sum": _copies_apart,
     "a bias added on every rank": _bias_on_every_rank,
+    "a router's gradient that is not summed": _router_not_summed,
+    "a balance that every tensor rank adds": _balanced_once_per_rank,
+    "a balance of each rank by itself": _balanced_by_itself,
+    "an expert gradient divided by the ranks": _expert_gradient_divided,
+    "rows of a neighbouring expert": _rows_of_a_neighbour,
 }

@@ -116,6 +116,37 @@ def test_the_reference_kernels_are_cut_as_well() -> None:
     check_equal(Case(family="llama", degrees=ParallelConfig(tensor=2), level="O0"))
 
 
+# Of the mixtures of experts every run takes these, beside the sample of all.
+MIXTURES = [
+    Case(family="mixtral", degrees=ParallelConfig(tensor=2), micro_batches=3),
+    Case(family="mixtral", degrees=ParallelConfig(shard=2), micro_batches=3),
+    Case(family="mixtral", degrees=ParallelConfig(data=2)),
+    Case(family="mixtral_shared", degrees=ParallelConfig(shard=2, tensor=2), micro_batches=2),
+    Case(family="mixtral_shared", degrees=ParallelConfig(tensor=2, sequence_parallel=False), recompute=True),
+]
+
+
+@pytest.mark.parametrize("case", MIXTURES, ids=words)
+def test_mixtures_of_experts_equal_one_process(case: Case) -> None:
+    check_equal(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "degrees"),
+    [
+        ("a router's gradient that is not summed", ParallelConfig(tensor=2)),
+        ("a balance that every tensor rank adds", ParallelConfig(tensor=2)),
+        ("a balance of each rank by itself", ParallelConfig(data=2)),
+        ("an expert gradient divided by the ranks", ParallelConfig(data=2)),
+        ("rows of a neighbouring expert", ParallelConfig(shard=2)),
+    ],
+)
+def test_a_fault_planted_in_a_mixture_is_seen(fault: str, degrees: ParallelConfig) -> None:
+    outcomes = run_ranks(degrees.world_size, run_step, Case(family="mixtral", degrees=degrees), fault)
+    assert max(difference(outcome, alone("mixtral")) for outcome in outcomes) > 1e-4
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "degrees"),

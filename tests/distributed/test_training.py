@@ -40,6 +40,16 @@ GPT2 = {
     "model.attention_dropout": 0.1,
     "model.residual_dropout": 0.1,
 }
+MIXTURE = {
+    "model": "llama_moe_tiny",
+    "model.num_layers": 2,
+    "model.dim": 32,
+    "model.num_heads": 4,
+    "model.num_kv_heads": 4,
+    "model.mlp_dim": 12,
+    "model.experts.num_experts": 4,
+    "model.experts.balance_weight": 0.1,
+}
 KINDS: dict[str, dict[str, Any]] = {
     "adamw": {},
     "muon": {"optimizer.name": "muon"},
@@ -47,6 +57,14 @@ KINDS: dict[str, dict[str, Any]] = {
     "documents and dropout": {**GPT2, "data.separator": ", "},
     # Ranks run dry within a step, and the last step of the epoch is smaller.
     "fewer rows than ranks": {"data.batch_size": 3, "trainer.epochs": 0.14, "trainer.max_steps": None},
+    "experts": {**MIXTURE, "data.batch_size": 3, "trainer.max_steps": 6},
+    "experts with a bias": {
+        **MIXTURE,
+        "model.experts.balance": "bias",
+        "model.experts.bias_rate": 0.05,
+        "optimizer.learning_rate": 2e-3,
+        "trainer.max_steps": 7,  # an odd number of equal steps up and down
+    },
 }
 GOES_ON = {"one text and dropout": GPT2}
 SQUARE = {"parallel.shard": 2, "parallel.tensor": 2}
@@ -100,6 +118,31 @@ def test_losses_of_a_run_are_those_of_one_process(folder: Path, tmp_path: Path, 
         for name in ("loss", "eval/loss"):
             assert numbers(lines, name) == pytest.approx(numbers(one, name), abs=2e-6)
         assert numbers(lines, "grad_norm") == pytest.approx(numbers(one, "grad_norm"), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "mesh"),
+    [
+        # One rank has a dry row in every step.
+        ("experts", {"parallel.data": 2, "parallel.tensor": 2}),
+        ("experts", {"trainer.micro_batch_size": 1}),
+        ("experts with a bias", {"parallel.shard": 2, "trainer.micro_batch_size": 2}),
+    ],
+    ids=str,
+)
+def test_experts_and_their_load_are_those_of_one_process(
+    folder: Path, tmp_path: Path, kind: str, mesh: dict[str, Any]
+) -> None:
+    one = alone(folder, kind)
+    split = {**KINDS[kind], **mesh, "output_dir": str(tmp_path / "many")}
+    for lines, pieces in run_ranks(world(split), run_training, folder, split):
+        assert numbers(lines, "loss") == pytest.approx(numbers(one, "loss"), abs=2e-6)
+        for name in ("experts/load/0", "experts/load/3", "experts/fullest"):
+            assert numbers(lines, name) == numbers(one, name)
+        means = [sum(line[f"experts/load/{each}"] for each in range(4)) / 4 for line in lines if "grad_norm" in line]
+        assert means == pytest.approx([1.0] * len(means))
+        biases = [each for name, each in pieces.items() if name.endswith("router.bias")]
+        assert not biases or any(each.abs().max() > 0 for each in biases)
 
 
 def go_on(rank: int, folder: Path, choices: Mapping[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:

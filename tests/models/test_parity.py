@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from kitforge.core.kernels.dispatch import CompileLevel
 from kitforge.core.nn.decoder import Decoder
+from kitforge.core.nn.moe import ExpertsConfig
 from kitforge.models.weight_mapping import import_tensors
 from tests.models.conftest import GetPeer
 from tests.models.variants import (
@@ -57,6 +58,8 @@ def test_gradients_equal_those_of_transformers(name: str, level: CompileLevel, p
         ("gpt2_inverse_layer", {"scale_by_layer": False}),
         ("glm", {"rotary_fraction": 0.75}),
         ("bloom", {"num_heads": 3}),
+        ("mixtral", {"experts": ExpertsConfig(num_experts=4, top_k=3)}),
+        ("mixtral", {"experts": ExpertsConfig(num_experts=4, top_k=2, normalize=False)}),
         ("smollm3", {"no_rope_layers": (2,)}),
         ("gemma3", {"local_rope_theta": 10100.0}),
         ("gemma3", {"scale_embedding": False}),
@@ -75,8 +78,8 @@ def gradient_distance(ours: Decoder, peer: Peer) -> float:
     theirs = exact(peer.model)
     ids = tokens()
     converter, config = converter_and_config(peer)
-    mappings = converter.tensor_mappings(ours.config, config["model_type"])
     named, parameters = dict(theirs.named_parameters()), dict(ours.named_parameters())
+    mappings = converter.mappings_of(ours.config, config["model_type"], named)
     with torch.no_grad():
         for each in mappings:
             if each.offset:  # the sum was rounded to fp32
@@ -104,10 +107,26 @@ def exact(model: nn.Module) -> Any:
     """A float64 copy of a peer. Its RMSNorm rounds to fp32 in any precision, so it is given one that does not. (The
     angles of its rotary positions are fp32 too, but so are ours, bit for bit.)"""
     copied = copy.deepcopy(model).double()
+    copied.config._experts_implementation = "eager"  # F.grouped_mm has no float64
     for module in copied.modules():
+        if type(module).__name__.endswith("TopKRouter"):
+            module.forward = _Router(module)
         if type(module).__name__.endswith(("RMSNorm", "T5LayerNorm")):
             module.forward = _Norm(module)
     return copied
+
+
+class _Router:
+    """Without the softmax in fp32."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+    def __call__(self, input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = functional.linear(input.flatten(0, -2), self.module.weight)
+        weights, choices = torch.softmax(logits, -1).topk(self.module.top_k)
+        weights = weights / weights.sum(-1, keepdim=True) if getattr(self.module, "norm_topk_prob", True) else weights
+        return logits, weights, choices
 
 
 class _Norm:

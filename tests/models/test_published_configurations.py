@@ -160,6 +160,10 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     | {"use_flash_attention_2": True, "_flash_attn_2_enabled": True, "neftune_noise_alpha": 5, "pad_token": "<pad>"},
     "Mistral 0.1": LLAMA | {"model_type": "mistral", "rope_theta": 1e4, "sliding_window": 4096},
     "Mistral 0.3": LLAMA | {"model_type": "mistral", "rope_theta": 1e6, "sliding_window": None, "head_dim": 16},
+    "Mixtral 8x7B": LLAMA
+    | {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "attention_dropout": 0.0}
+    | {"num_experts_per_tok": 2, "num_local_experts": 8, "output_router_logits": False, "rope_theta": 1e6}
+    | {"router_aux_loss_coef": 0.02, "router_jitter_noise": 0.0, "sliding_window": None},
     "Qwen2.5": QWEN2,
     "Qwen3": QWEN2 | {"model_type": "qwen3", "attention_bias": False, "head_dim": 32, "sliding_window": None},
     "SmolLM3": LATER_LLAMA

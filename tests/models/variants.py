@@ -101,6 +101,10 @@ VARIANTS: dict[str, Variant] = {
     "longrope_attention": _rope("longrope", original_max_position_embeddings=16, attention_factor=1.3, **_LONG),
     "mistral": _modern("Mistral", sliding_window=8),
     "mistral_without_window": _modern("Mistral", sliding_window=None),
+    "mixtral": _modern("Mixtral", num_local_experts=4, num_experts_per_tok=2),
+    "mixtral_window": _modern(
+        "Mixtral", num_local_experts=5, num_experts_per_tok=3, sliding_window=8, head_dim=24, tie_word_embeddings=True
+    ),
     "qwen2": _modern("Qwen2"),
     "qwen2_window": _modern("Qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=1),
     "qwen2_window_first": _modern(

@@ -105,7 +105,7 @@ def test_a_loss_of_its_own_comes_before_inputs() -> None:
 @pytest.mark.parametrize(("precision", "scale"), [("fp32", 1.0), ("fp16", 65536.0)])
 def test_a_forward_pass_knows_the_weight_of_its_loss(precision: str, scale: float) -> None:
     network: Any = trained(Split(), precision).model
-    assert [each.loss_weight for each in network.contexts[:2]] == [scale / 4] * 2
+    assert [float(each.loss_weight) for each in network.contexts[:2]] == [scale / 4] * 2
 
 
 def test_an_evaluation_has_neither_dropout_nor_a_weight() -> None:

@@ -289,6 +289,7 @@ def _check_fit(what: str, num_targets: int, *, missing: list[str], unexpected: l
                 if names
             ),
             expected=f"exactly the {num_targets} tensors of the target, in their shapes",
+            fix="check that the configuration belongs to these weights, and that all files of them are there",
         )
 
 

@@ -51,6 +51,13 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Cost:
     return Cost(flops, moved, 2 * flops, moved + _size(input, weight))
 
 
+def _grouped_linear(input: Tensor, weight: Tensor, ends: Tensor) -> Cost:
+    """Of rows that all belong to an expert; the matrix of each is read, also of one without rows."""
+    product = _linear(input, weight[0])
+    moved = _size(weight[1:], ends)
+    return Cost(product.flops, product.bytes + moved, product.backward_flops, product.backward_bytes + 2 * moved)
+
+
 def _quantized_linear(input: Tensor, quantized: Tensor, scales: Tensor, bias: Tensor | None = None) -> Cost:
     flops = 2 * input.numel() * quantized.shape[0]
     output = input.numel() // max(input.shape[-1], 1) * quantized.shape[0] * input.element_size()
@@ -227,6 +234,7 @@ COSTS: dict[str, Callable[..., Cost]] = {
     "geglu": _gated(10, 18),
     "linear_cross_entropy": _vocabulary(4),
     "linear_log_probs": _vocabulary(6),
+    "grouped_linear": _grouped_linear,
     "moe_permute": lambda input, permutation: Cost(
         0, (1 + _num_choices(permutation)) * _size(input) + _size(permutation.positions), 0, 2 * _size(input)
     ),

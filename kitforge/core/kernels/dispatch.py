@@ -27,6 +27,7 @@ from kitforge.core.kernels.embedding_bag_backward.reference import EmbeddingBagB
 from kitforge.core.kernels.float8_linear.reference import Float8LinearKernel, float8_linear
 from kitforge.core.kernels.fused_decode_step.reference import DecodeStepFactory, ReferenceDecodeStep
 from kitforge.core.kernels.geglu.reference import GeGLUKernel, geglu
+from kitforge.core.kernels.grouped_linear.reference import GroupedLinearKernel, grouped_linear
 from kitforge.core.kernels.hash_map.reference import DictHashMap, HashMapFactory
 from kitforge.core.kernels.keep_mask.reference import KeepMaskKernel, keep_mask
 from kitforge.core.kernels.layer_norm.reference import LayerNormKernel, layer_norm
@@ -68,6 +69,7 @@ class Kernels:
     geglu: GeGLUKernel
     linear_cross_entropy: LinearCrossEntropyKernel
     linear_log_probs: LinearLogProbsKernel
+    grouped_linear: GroupedLinearKernel
     moe_permute: MoEPermuteKernel
     moe_unpermute: MoEUnpermuteKernel
     keep_mask: KeepMaskKernel
@@ -107,6 +109,7 @@ REFERENCE = Kernels(
     geglu=geglu,
     linear_cross_entropy=linear_cross_entropy,
     linear_log_probs=linear_log_probs,
+    grouped_linear=grouped_linear,
     moe_permute=moe_permute,
     moe_unpermute=moe_unpermute,
     keep_mask=keep_mask,
@@ -193,11 +196,14 @@ IMPLEMENTATIONS: dict[str, dict[str, Implementation]] = {
         "triton": _triton(path="triton.linear_log_probs", levels=("O1", "O2"), accepts=fast_path.accepts_triton_logits),
         "chunked": Implementation(path="chunked.linear_log_probs", levels=("O1", "O2")),
     },
+    "grouped_linear": {"fused": Implementation(path="fused.grouped_linear", levels=("O1", "O2"))},
     "moe_permute": {
-        "triton": _triton(path="triton.moe_permute", levels=("O1", "O2"), accepts=fast_path.accepts_triton)
+        "triton": _triton(path="triton.moe_permute", levels=("O1", "O2"), accepts=fast_path.accepts_triton),
+        "fused": Implementation(path="fused.moe_permute", levels=("O1", "O2")),
     },
     "moe_unpermute": {
-        "triton": _triton(path="triton.moe_unpermute", levels=("O1", "O2"), accepts=fast_path.accepts_triton)
+        "triton": _triton(path="triton.moe_unpermute", levels=("O1", "O2"), accepts=fast_path.accepts_triton),
+        "fused": Implementation(path="fused.moe_unpermute", levels=("O1", "O2")),
     },
     "keep_mask": {"numba": _numba(path="numba.keep_mask", levels=("O1", "O2"))},
     "fused_decode_step": {"numba": _numba(path="numba.NumbaDecodeStep")},

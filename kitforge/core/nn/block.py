@@ -15,6 +15,7 @@ from kitforge.core.nn.context import Context, dropout, dropout_name_key
 from kitforge.core.nn.cross_attention import CrossAttention
 from kitforge.core.nn.init import unfilled_embedding
 from kitforge.core.nn.mlp import MLP, MLPConfig
+from kitforge.core.nn.moe import MoE, MoEConfig
 from kitforge.core.nn.norm import Norm, NormKind
 from kitforge.core.nn.positions import PositionEncoding
 from kitforge.foundation.config import check
@@ -31,7 +32,7 @@ class BlockConfig:
     """
 
     attention: AttentionConfig
-    mlp: MLPConfig
+    mlp: MLPConfig | MoEConfig
     norm: NormKind
     norm_eps: float
     sandwich: bool = False
@@ -62,7 +63,7 @@ class Block(nn.Module):
         self.cross_norm = norm() if config.cross is not None else None
         self.cross = None if config.cross is None else CrossAttention(config.cross, layer, kernels)
         self.mlp_norm = norm()
-        self.mlp = MLP(config.mlp, kernels)
+        self.mlp = MoE(config.mlp, kernels) if isinstance(config.mlp, MoEConfig) else MLP(config.mlp, kernels)
         self.mlp_out_norm = norm() if config.sandwich else None
         self._rate = config.dropout
         self._attention_noise = dropout_name_key(f"{name}attention_out.{layer}")
@@ -81,7 +82,7 @@ class Block(nn.Module):
             hidden, normal = self.cross_norm.add(hidden, branch)
             branch = self._finish(self.cross(normal, context), None, self._cross_noise, context)
         hidden, normal = self.mlp_norm.add(hidden, branch)
-        branch = self.mlp(normal)
+        branch = self.mlp(normal, context) if isinstance(self.mlp, MoE) else self.mlp(normal)
         # Only the sum goes on, and its gradient does not read what is added.
         return hidden + unread(self._finish(branch, self.mlp_out_norm, self._mlp_noise, context))
 

@@ -216,7 +216,9 @@ class Context:
     dropout: DropoutKey | None = None  # None: no dropout
     source: EncoderInput | None = None  # of a decoder with an encoder
     past: int = 0  # the positions before these tokens that a cache holds, as a relative bias counts them
-    loss_weight: float | None = None  # the factor of the loss in the backward pass, for layers with losses of their own
+    # The factor of the loss in the backward pass, float64 [], for layers with losses of their own; None: no training.
+    loss_weight: Tensor | None = None
+    counted: Tensor | None = None  # boolean [B, T]: the tokens with a loss, over which such layers sum; None: all
 
     def __post_init__(self) -> None:
         # Plain causal attention does not know the documents, which must be isolated.
@@ -230,19 +232,21 @@ class Context:
         documents: Tensor | None,
         dropout: DropoutKey | None = None,
         device: torch.device | None = None,
+        counted: Tensor | None = None,
     ) -> Context:
         """The context of packed rows on `device`: attention isolates the documents. Documents on the CPU give their
         boundaries without waiting for a device."""
         device = positions.device if device is None else device
-        positions = copy_to(positions, device)
+        positions, counted = copy_to(positions, device), None if counted is None else copy_to(counted, device)
         if documents is None:
-            return cls(positions=positions, dropout=dropout)
+            return cls(positions=positions, dropout=dropout, counted=counted)
         known = None
         if documents.is_cpu and device.type != "cpu":
             cu_seqlens, max_length = find_boundaries(documents)
             known = copy_to(cu_seqlens, device), max_length
         documents = copy_to(documents, device)
-        return cls(positions=positions, documents=documents, attend=CausalAttend(documents, known), dropout=dropout)
+        attend = CausalAttend(documents, known)
+        return cls(positions=positions, documents=documents, attend=attend, dropout=dropout, counted=counted)
 
 
 def dropout(input: Tensor, rate: float, name: str | Tensor, key: DropoutKey | None) -> Tensor:

@@ -19,7 +19,10 @@ from kitforge.foundation.types import Region
 
 INIT_STD = 0.02
 ROWS_PER_BLOCK = 256
-RESIDUAL_OUTPUTS = ("attention.out.weight", "cross.out.weight", "mlp.down.weight")
+RESIDUAL_OUTPUTS = (
+    *("attention.out.weight", "cross.out.weight", "mlp.down.weight"),
+    *("mlp.experts.down", "mlp.shared.down.weight"),
+)
 
 
 def unfilled_embedding(num: int, dim: int) -> nn.Embedding:
@@ -65,9 +68,11 @@ def normal_region(seed: int, name: str, region: Region) -> Tensor:
 def normal_rows(seed: int, name: str, shape: torch.Size, start: int, stop: int) -> Tensor:
     """Rows start..stop-1 of the standard normal fp32 matrix called `name` of the given full shape [rows, ...]."""
     blocks = [torch.empty(0, *shape[1:])]
-    for block in range(start // ROWS_PER_BLOCK, -(-stop // ROWS_PER_BLOCK)):
-        first = block * ROWS_PER_BLOCK
-        rows = min(ROWS_PER_BLOCK, shape[0] - first)
+    # The first dim of three is that of experts, whose matrices are large.
+    size = 1 if len(shape) == 3 else ROWS_PER_BLOCK
+    for block in range(start // size, -(-stop // size)):
+        first = block * size
+        rows = min(size, shape[0] - first)
         values = torch.randn(rows, *shape[1:], generator=seeds.generator(seed, "init", name, block))
         blocks.append(values[max(start - first, 0) : stop - first])
     return torch.cat(blocks)

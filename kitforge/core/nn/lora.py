@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kitforge.core.nn.linear import Linear
+from kitforge.core.nn.moe import EXPERT_MATRICES, Experts
 from kitforge.foundation import seed as seeds
 from kitforge.foundation.config import check
 from kitforge.foundation.errors import ModelError, nearest
@@ -114,8 +115,12 @@ def attach(network: nn.Module, name: str, config: LoraConfig, seed: int = 0) -> 
     """Add an adapter of that name and activate it. Its first factor is a function of seed and names, its second is
     zero. The base weights are frozen. Raises ModelError if no layer has the name of a target module."""
     layers = [(path, each) for path, each in _linears(network) if path.split(".")[-1] in config.target_modules]
+    has_experts = any(isinstance(each, Experts) for each in network.modules())
     found = {path.split(".")[-1] for path, _ in layers}
     for target in config.target_modules:
+        if has_experts and target in EXPERT_MATRICES:
+            expected = "layers of attention: query, key, value, out"
+            raise ModelError("the experts of a mixture take no adapters", got=f"target {target!r}", expected=expected)
         if target not in found:
             known = {path.split(".")[-1] for path, _ in _linears(network)}
             raise ModelError(f"no linear layer is called {target!r}", fix=nearest(target, known))

@@ -25,6 +25,7 @@ from kitforge.core.kernels.quantized_linear.reference import QuantizedLinearKern
 from kitforge.core.nn.causal_lm import Quantizable
 from kitforge.core.nn.decode_step import is_fusable
 from kitforge.core.nn.linear import Linear
+from kitforge.core.nn.moe import Experts
 from kitforge.foundation.errors import ModelError
 
 Quantization = Literal["int8", "int4"]
@@ -85,7 +86,9 @@ class WeightOnlyLinear:
 
 
 def quantize_linears(model: nn.Module, bits: Literal[4, 8]) -> None:
-    """Quantize the weights of all linear layers in place; embeddings, norms and the head stay as they are."""
+    """Quantize the weights of all linear layers in place; embeddings, norms and the head stay as they are. Raises
+    ModelError for a mixture of experts."""
+    _check_dense(model, "train without lora.bits")
     for layer in _linears(model):
         layer.quantize(bits)
 
@@ -94,6 +97,12 @@ def quantized_bits(model: nn.Module) -> Literal[4, 8] | None:
     """The bits of quantized linear layers; None for a model without."""
     kinds = {layer.weight.dtype for layer in _linears(model) if layer.scales is not None}
     return None if not kinds else 4 if torch.uint8 in kinds else 8
+
+
+def _check_dense(model: nn.Module, fix: str) -> None:
+    if any(isinstance(each, Experts) for each in model.modules()):
+        message = "the experts of a mixture, most of its weights, are not quantized"
+        raise ModelError(message, got="a mixture of experts", expected="a dense network", fix=fix)
 
 
 def _linears(model: nn.Module) -> list[Linear]:
@@ -115,9 +124,10 @@ def pack(weight: Tensor) -> Any:
 def quantized_copy(model: nn.Module, kind: Quantization = "int8") -> tuple[nn.Module, Int8Linear | WeightOnlyLinear]:
     """A network like `model` that shares its parameters and runs linear layers and head in int8 or int4.
 
-    Raises ModelError for a network that is not `Quantizable` or is sharded, and for int4 on CPU for one that has no
-    compiled step or widths that no group divides.
+    Raises ModelError for a network that is not `Quantizable` or is sharded, for a mixture of experts, and for int4 on
+    CPU for one that has no compiled step or widths that no group divides.
     """
+    _check_dense(model, "inference.engine.quantization=none")
     if quantized_bits(model) is not None:
         got, fix = "a base model of QLoRA", "inference.engine.quantization=none"
         raise ModelError("the weights are quantized already", got=got, fix=fix)

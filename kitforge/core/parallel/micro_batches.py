@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.core.nn.context import Context
+from kitforge.core.parallel.expert_load import check_balance, load_of
 from kitforge.core.parallel.parallelize import ParallelModel
 from kitforge.foundation.errors import TrainingError
 from kitforge.foundation.types import MicroBatch, Sums
@@ -40,7 +41,8 @@ def composed_loss(task: Losses, model: nn.Module, micro_batch: MicroBatch, weigh
     """`loss_of` the hidden states of `inputs`; layers see the weight of the loss in their context."""
     tokens, context = task.inputs(micro_batch)
     noise = context.dropout if model.training else None
-    hidden = cast(CausalLM, model).hidden(tokens, replace(context, dropout=noise, loss_weight=weight))
+    factor = None if weight is None else torch.tensor(weight, dtype=torch.float64)
+    hidden = cast(CausalLM, model).hidden(tokens, replace(context, dropout=noise, loss_weight=factor))
     return task.loss_of(model, hidden, micro_batch)
 
 
@@ -54,12 +56,13 @@ def run_micro_batches(
     """Gradients of loss * weight, summed over the micro-batches and the ranks; returns this rank's sums by name."""
     totals, model = Sums(), parallel.model
     is_composed = getattr(task.loss, "__func__", None) is Losses.loss
+    check_balance(model, len(step), 1 if parallel.mesh is None else parallel.mesh.num_replicas)
     for number, micro_batch in enumerate(step, start=1):
         parallel.micro_batch(is_last=number == len(step))
         with autocast():
             sums = composed_loss(task, model, micro_batch, weight) if is_composed else task.loss(model, micro_batch)
         torch.autograd.backward(sums["loss"] * weight)
-        for name, value in sums.items():
+        for name, value in {**sums, **load_of(model, is_composed)}.items():
             totals[name] = totals[name] + value.detach() if name in totals else value.detach()
     parallel.reduce_gradients()
     return totals

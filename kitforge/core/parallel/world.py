@@ -98,12 +98,13 @@ class World:
         return self.mesh is not None and max(self.mesh.degree("shard"), self.mesh.degree("tensor")) > 1
 
     def sum(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """0-dim values summed over replicas; with several, in float64 on the CPU."""
+        """Values summed over replicas; with several, in float64 on the CPU."""
         if self.mesh is None or self.mesh.replicas is None or not values:
             return dict(values)
-        stacked = torch.stack([value.detach().to(self.device, torch.float64) for value in values.values()])
-        totals = collectives.all_reduce_(stacked, self.mesh.replicas).cpu()
-        return dict(zip(values, totals, strict=True))
+        flats = [value.detach().to(self.device, torch.float64).flatten() for value in values.values()]
+        joined = collectives.all_reduce_(torch.cat(flats), self.mesh.replicas).cpu()
+        totals = torch.split(joined, [len(each) for each in flats])
+        return {name: total.view_as(values[name]) for name, total in zip(values, totals, strict=True)}
 
     def any(self, flag: bool) -> bool:
         """Whether the value is true on any rank."""

@@ -19,10 +19,12 @@ from kitforge.core.kernels.jagged_bags import Bags
 N, DIM, VOCAB = 6, 16, 40
 QUERY, KEY = torch.randn(2, 4, 5, 8), torch.randn(2, 4, 9, 8)
 TARGETS = torch.arange(N)
+ENDS = torch.tensor([2, N], dtype=torch.int32)
 PRODUCTS: dict[str, tuple[tuple[Any, ...], dict[str, Any], int]] = {
     # Arguments, options, and operations for each logit that torch does not count.
     "linear": ((torch.randn(2, 3, DIM), torch.randn(7, DIM), None), {}, 0),
     "float8_linear": ((torch.randn(2, 3, DIM), torch.randn(7, DIM), None), {}, 0),
+    "grouped_linear": ((torch.randn(N, DIM), torch.randn(2, 7, DIM), ENDS), {}, 0),
     "attention": ((QUERY, KEY, KEY), {"mask": None, "causal": False, "scale": 0.3}, 0),
     "linear_cross_entropy": ((torch.randn(N, DIM), torch.randn(VOCAB, DIM), TARGETS), {}, 4),
     "linear_log_probs": ((torch.randn(N, DIM), torch.randn(VOCAB, DIM), TARGETS), {}, 6),
@@ -56,6 +58,7 @@ BAGS = Bags(offsets=torch.tensor([0, 3, 4]))
 ROWS, OUT = torch.randn(3, 8), torch.zeros(4, 8)
 # Calls whose inputs are read whole and once; `written` is what they write beside their results.
 WHOLE: dict[str, tuple[tuple[Any, ...], dict[str, Any], list[Tensor]]] = {
+    "grouped_linear": ((torch.randn(N, DIM), torch.randn(2, 7, DIM), ENDS), {}, []),
     "linear": ((torch.randn(2, 3, DIM), torch.randn(7, DIM), torch.randn(7)), {}, []),
     "attention": ((QUERY, KEY, KEY), {"mask": None, "causal": False, "scale": 0.3}, []),
     "rms_norm": ((torch.randn(4, DIM), torch.randn(DIM), 1e-5), {}, []),

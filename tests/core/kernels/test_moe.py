@@ -56,6 +56,20 @@ def test_triton_is_the_reference(shape: tuple[int, int, int], dtype: torch.dtype
     assert distance(unpermute("triton"), unpermute("reference"), [rows, weights]) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gathers_are_the_reference(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    permutation = permutation_of(routed(*shape), shape[2])
+    tokens, rows = random(shape[0], 33, dtype=dtype), random(shape[0] * shape[1], 33, dtype=dtype)
+    weights = random(*shape[:2], dtype=dtype)
+    for operation, inputs in (("moe_permute", [tokens]), ("moe_unpermute", [rows, weights])):
+        found, wanted = (
+            (lambda *each, op=op: op(*each, permutation))
+            for op in (implementation(operation, "fused"), getattr(REFERENCE, operation))
+        )
+        assert distance(found, wanted, inputs) < TOLERANCE[dtype]
+
+
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_strided_rows_are_understood() -> None:
     permutation = permutation_of(routed(9, 2, 4), 4)

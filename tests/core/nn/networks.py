@@ -16,11 +16,13 @@ from kitforge.core.kernels.dispatch import CompileLevel, select
 from kitforge.core.nn.context import Context
 from kitforge.core.nn.decoder import Decoder, FamilyConfig
 from kitforge.core.nn.init import init_weights
+from kitforge.core.nn.moe import ExpertsConfig
 from kitforge.core.nn.rotary import RopeScaling
 from kitforge.models.bloom.model import BloomConfig
 from kitforge.models.glm.model import GLMConfig
 from kitforge.models.gpt2.model import GPT2Config
 from kitforge.models.llama.model import LlamaConfig
+from kitforge.models.mixtral.model import MixtralConfig
 from kitforge.models.pangu_alpha.model import PanguAlphaConfig
 
 VOCAB = 31
@@ -32,6 +34,16 @@ GPT2 = GPT2Config(vocab_size=VOCAB, dim=24, num_layers=2, num_heads=4, max_lengt
 LLAMA = LlamaConfig(vocab_size=VOCAB, dim=24, num_layers=2, num_heads=4, num_kv_heads=2, mlp_dim=32, max_length=16)
 BLOOM = BloomConfig(vocab_size=VOCAB, dim=24, num_layers=2, num_heads=3, max_length=16)
 GLM = GLMConfig(vocab_size=VOCAB, dim=32, num_layers=2, num_heads=4, num_kv_heads=2, mlp_dim=32, max_length=16)
+MIXTRAL = MixtralConfig(
+    vocab_size=VOCAB,
+    dim=24,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    mlp_dim=20,
+    max_length=16,
+    experts=ExpertsConfig(num_experts=4, top_k=2),
+)
 PANGU_ALPHA = PanguAlphaConfig(vocab_size=VOCAB, dim=24, num_layers=3, num_heads=4, max_length=16)
 
 
@@ -74,6 +86,7 @@ CONFIGS: dict[str, FamilyConfig] = {
     "no_rope_in_one_layer": replace(LLAMA, no_rope_layers=(1,)),
     "glm": GLM,
     "glm4": replace(GLM, sandwich_norms=True),
+    "mixtral": MIXTRAL,
     "pangu_alpha": PANGU_ALPHA,
 }
 

@@ -19,12 +19,12 @@ from kitforge.core.nn.quantized import quantized_copy
 from kitforge.foundation.errors import ModelError
 from tests.core.kernels.comparison import relative
 from tests.core.kernels.test_fused_decode_step import locations
-from tests.core.nn.networks import CONFIGS, PANGU_ALPHA, VOCAB, build
+from tests.core.nn.networks import CONFIGS, MIXTRAL, PANGU_ALPHA, VOCAB, build
 
 pytest.importorskip("numba")
 LENGTH = 6
-# A query layer runs module by module.
-FUSED = [name for name in CONFIGS if name != "pangu_alpha"]
+# A query layer and a mixture of experts run module by module.
+FUSED = [name for name in CONFIGS if name not in ("pangu_alpha", "mixtral")]
 
 
 class Slabs:
@@ -157,6 +157,11 @@ def test_a_layer_that_the_step_does_not_read_is_not_skipped(place: str, layer: n
 def test_a_query_layer_is_not_skipped() -> None:
     topped = build(replace(PANGU_ALPHA, activation="gelu_tanh"), dtype=torch.float32)
     assert step(single(topped), texts()[:, 0], 0) is None
+
+
+@torch.no_grad()
+def test_a_mixture_of_experts_is_not_computed_as_one_mlp() -> None:
+    assert step(single(build(MIXTRAL, dtype=torch.float32)), texts()[:, 0], 0) is None
 
 
 @pytest.mark.parametrize("name", ["norm", "blocks.0", "blocks.1.attention", "blocks.0.mlp", "blocks.1.mlp.down"])

@@ -47,7 +47,8 @@ class SFTTask(ExampleTask[SFTOptions, TokenizedExample]):
         """The tokens, and the responses that share a row."""
         indices, device = tuple(micro_batch["places"].tolist()), self._world.device
         noise = DropoutKey(seed=self._options.seed, step=micro_batch["step"], samples=indices)
-        context = Context.packed(micro_batch["positions"], micro_batch.get("documents"), noise, device)
+        counted = micro_batch["targets"] != IGNORED
+        context = Context.packed(micro_batch["positions"], micro_batch.get("documents"), noise, device, counted)
         return copy_to(micro_batch["tokens"], device), context
 
     def loss_of(self, model: nn.Module, hidden: Tensor, micro_batch: MicroBatch) -> Sums:

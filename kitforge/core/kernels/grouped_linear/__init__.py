@@ -1,0 +1,1 @@
+"""The operation `grouped_linear`."""

@@ -1,0 +1,125 @@
+"""`grouped_linear` as one custom op: a product for each expert, written into one output; on CUDA `F.grouped_mm`.
+
+`F.grouped_mm` refuses float64 and rows that are no multiple of 16 bytes, and leaves rows past the last end without
+values. On CPU a loop over the experts is as fast, since a product of one expert fills the machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kitforge.core.kernels.mixed_precision import NATIVE_DTYPES, compute_dtype
+
+_GROUPED_MM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def grouped_linear(input: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """See `GroupedLinearKernel`."""
+    output: Tensor = _grouped_linear(input.to(compute_dtype(input)), weight, ends)
+    return output
+
+
+@torch.library.custom_op("kitforge::grouped_linear", mutates_args=())
+def _grouped_linear(input: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    if _takes_grouped_mm(input, weight):
+        products = functional.grouped_mm(input, weight.to(input.dtype).mT, offs=ends)
+        return products.masked_fill_(_past(ends, input), 0.0)
+    output = input.new_empty(len(input), weight.shape[1])
+    with torch.autocast(input.device.type, enabled=False):
+        for expert, rows in _groups(ends):
+            _multiply(input[rows], weight[expert].t(), output[rows])
+    output[_num_rows(ends) :] = 0.0
+    return output
+
+
+@torch.library.custom_op("kitforge::grouped_linear_backward", mutates_args=())
+def _grouped_linear_backward(
+    grad: Tensor, input: Tensor, weight: Tensor, ends: Tensor, wants_input: bool, wants_weight: bool
+) -> tuple[Tensor, Tensor]:
+    """The gradients of input and weight; empty where they are not wanted."""
+    grad_input = torch.empty_like(input) if wants_input else input.new_empty(0)
+    grad_weight = torch.zeros_like(weight) if wants_weight else weight.new_empty(0)
+    with torch.autocast(input.device.type, enabled=False):
+        if _takes_grouped_mm(input, weight) and _takes_grouped_mm(grad, weight.mT):
+            if wants_input:
+                grad_input = functional.grouped_mm(grad, weight.to(grad.dtype), offs=ends)
+                grad_input.masked_fill_(_past(ends, input), 0.0)
+            if wants_weight:
+                grad_weight = functional.grouped_mm(grad.t(), input, offs=ends).to(weight.dtype)
+            return grad_input, grad_weight
+        for expert, rows in _groups(ends):
+            if wants_input:
+                _multiply(grad[rows], weight[expert], grad_input[rows])
+            if wants_weight:
+                _multiply(grad[rows].t(), input[rows], grad_weight[expert])
+    if wants_input:
+        grad_input[_num_rows(ends) :] = 0.0
+    return grad_input, grad_weight
+
+
+def _multiply(left: Tensor, right: Tensor, output: Tensor) -> None:
+    """`left @ right` into `output`, in fp32 where the processor has no products in the dtype of `left`."""
+    half = left.is_cpu and not NATIVE_DTYPES.get(left.dtype, True)
+    dtype = torch.float32 if half else left.dtype
+    if output.dtype is dtype:
+        torch.mm(left.to(dtype), right.to(dtype), out=output)
+    else:
+        output.copy_(left.to(dtype) @ right.to(dtype))
+
+
+def _groups(ends: Tensor) -> Iterator[tuple[int, slice]]:
+    """The experts that have rows, and their rows."""
+    start = 0
+    for expert, end in enumerate(ends.tolist()):
+        if end > start:
+            yield expert, slice(start, end)
+        start = end
+
+
+def _num_rows(ends: Tensor) -> int:
+    return int(ends[-1]) if len(ends) else 0
+
+
+def _past(ends: Tensor, rows: Tensor) -> Tensor:
+    """Boolean [R, 1]: the rows past the last end, found without waiting for the device."""
+    return (torch.arange(len(rows), device=rows.device) >= ends[-1]).unsqueeze(1)
+
+
+def _takes_grouped_mm(input: Tensor, weight: Tensor) -> bool:
+    """Whether they are on CUDA, in a dtype and with contiguous rows that `F.grouped_mm` takes."""
+    widths = (input.shape[1] * input.element_size(), weight.shape[1] * input.element_size())
+    return input.is_cuda and input.dtype in _GROUPED_MM_DTYPES and all(each and each % 16 == 0 for each in widths)
+
+
+@_grouped_linear.register_fake
+def _(input: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    del ends
+    return input.new_empty(len(input), weight.shape[1])
+
+
+@_grouped_linear_backward.register_fake
+def _(
+    grad: Tensor, input: Tensor, weight: Tensor, ends: Tensor, wants_input: bool, wants_weight: bool
+) -> tuple[Tensor, Tensor]:
+    del grad, ends
+    found = input.new_empty(input.shape) if wants_input else input.new_empty(0)
+    return found, weight.new_empty(weight.shape) if wants_weight else weight.new_empty(0)
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+    del output
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    wants_input, wants_weight, _ = ctx.needs_input_grad
+    found = _grouped_linear_backward(grad.contiguous(), *ctx.saved_tensors, wants_input, wants_weight)
+    return found[0] if wants_input else None, found[1] if wants_weight else None, None
+
+
+_grouped_linear.register_autograd(_backward, setup_context=_save)

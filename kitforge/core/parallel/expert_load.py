@@ -1,0 +1,67 @@
+"""The load of the experts of a network over a step: what it says to people, and to the biases that balance it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from kitforge.core.nn.moe import MoE
+from kitforge.core.parallel.parallelize import ParallelModel
+from kitforge.foundation.errors import ConfigError
+from kitforge.foundation.log import logger, warn_once
+from kitforge.foundation.types import Sums
+
+# Of a step's sums: float64 [layers, E + 1], see `MoE.load`.
+LOAD = "experts"
+_log = logger(__name__)
+
+
+def named_experts(model: nn.Module) -> dict[str, MoE]:
+    """The mixtures of experts of a network, in the order of its blocks."""
+    return {name: each for name, each in model.named_modules() if isinstance(each, MoE)}
+
+
+def check_balance(model: nn.Module, num_micro_batches: int, num_replicas: int) -> None:
+    """Raise ConfigError for a balance over micro-batches where a batch is several of them, and warn of it otherwise."""
+    balances = {each.config.experts.balance for each in named_experts(model).values()}
+    if "batch" not in balances:
+        return
+    if num_micro_batches * num_replicas > 1:
+        raise ConfigError(
+            "model.experts.balance=batch balances each micro-batch by itself, so that the split changes the gradients",
+            got=f"{num_micro_batches} micro-batches a step on each of {num_replicas} replicas",
+            expected="one micro-batch on one replica",
+            fix="use model.experts.balance=sequence, or one rank and no trainer.micro_batch_size",
+        )
+    warn_once(_log, "model.experts.balance=batch: gradients depend on data.batch_size; sequence does not")
+
+
+def load_of(model: nn.Module, is_composed: bool) -> Sums:
+    """The load of the last forward pass under its name; empty for a network without experts, and for a task that has
+    `loss` instead of `inputs` and `loss_of`, whose passes know nothing of its weight."""
+    experts = list(named_experts(model).values())
+    if experts and not is_composed and any(each.config.experts.balance != "none" for each in experts):
+        warn_once(_log, "this task trains a mixture of experts without balancing its load")
+    loads = [each.load for each in experts if each.load is not None and is_composed]
+    return {LOAD: torch.stack(loads)} if loads else {}
+
+
+def load_sums(load: Tensor) -> Sums:
+    """Metrics of a load, each times the number of choices, which is the last of them: of each expert its tokens over
+    the mean, over all layers; the same of the fullest expert of any layer; and the share that capacity dropped."""
+    counts, dropped = load[:, :-1], load[:, -1].sum()
+    total, by_expert = counts.sum(), counts.sum(0)
+    fullest = (counts.amax(1) / counts.mean(1).clamp(min=1e-9)).amax()
+    loads = {f"experts/load/{expert}": each * len(by_expert) for expert, each in enumerate(by_expert.unbind())}
+    return {**loads, "experts/fullest": fullest * total, "experts/dropped": dropped, "experts/choices": total}
+
+
+@torch.no_grad()
+def move_biases(parallel: ParallelModel, load: Tensor) -> None:
+    """Move the biases of routers towards experts with fewer tokens than the mean, by the load over all ranks."""
+    shards = parallel.parameters()
+    for (name, module), counts in zip(named_experts(parallel.model).items(), load[:, :-1], strict=True):
+        own, rate = f"{name}.router.bias", module.config.experts.bias_rate
+        if own in shards:
+            towards = (counts.mean() - counts).sign() * rate
+            shards[own].add_(parallel.region(own).of(towards).to(shards[own]))

@@ -1,0 +1,1 @@
+"""Mixtral of Mistral AI."""
