@@ -23,7 +23,7 @@ from kitforge.inference.sampling import SamplingOptions
 from kitforge.inference.server.serve import serve
 from kitforge.kits.kit import AnyKit
 from kitforge.kits.registry import kit_of
-from kitforge.kits.rlhf.reinforcement.rollout_batch import token_logprobs
+from kitforge.kits.rlhf.reinforcement.rollout_batch import target_logprobs
 from kitforge.verify.case import Case
 from kitforge.verify.contract import Contract, Measured, NotOfferedError
 from kitforge.verify.processes import Process, free_port
@@ -46,7 +46,7 @@ def check_sampler(case: Case) -> Measured:
         targets = torch.full_like(tokens, -100)
         targets[0, len(prompt) - 1 : -1] = tokens[0, len(prompt) :]
         with torch.no_grad():
-            found, _ = token_logprobs(model, tokens, targets, SAMPLING.temperature)
+            found, _ = target_logprobs(model, tokens, targets, SAMPLING.temperature)
         trained = found[0, len(prompt) - 1 : -1].double().cpu()
         sampled = torch.tensor(completion.logprobs, dtype=torch.float64)
         figure = max(figure, float((trained - sampled).abs().max()))

@@ -198,7 +198,9 @@ def test_an_adapter_learns_and_peft_computes_what_it_computes(kind: str, tmp_pat
     with torch.no_grad():
         wanted = model(target, Context(source=EncoderInput(tokens=source)))
         found = load_model(tmp_path / "run")(target, Context(source=EncoderInput(tokens=source)))
-        assert torch.allclose(found, wanted, atol=2e-5)
+        # fp32 sums in the orders of different processors.
+        rounding = 1e-5 * float(wanted.abs().max())
+        assert torch.allclose(found, wanted, atol=rounding)
     assert json.loads((tmp_path / "run" / "adapter" / "adapter_config.json").read_text())["task_type"] == "SEQ_2_SEQ_LM"
     if kind == "qlora":
         return
@@ -206,7 +208,7 @@ def test_an_adapter_learns_and_peft_computes_what_it_computes(kind: str, tmp_pat
         transformers.T5ForConditionalGeneration.from_pretrained(start), tmp_path / "run" / "adapter"
     ).eval()
     with torch.no_grad():
-        assert torch.allclose(theirs(input_ids=source, decoder_input_ids=target).logits, wanted, atol=2e-5)
+        assert torch.allclose(theirs(input_ids=source, decoder_input_ids=target).logits, wanted, atol=rounding)
 
 
 def test_frozen_parameters_stay_as_they_are(tmp_path: Path) -> None:
