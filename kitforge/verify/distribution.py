@@ -42,18 +42,14 @@ def _can_run(case: Case, degrees: Mapping[str, Any]) -> bool:
         case.kit.check_parallel(options)
     except ConfigError:
         return False
-    return _has_devices(case.values["device"], options.num_ranks)
+    has_accelerator = case.values["device"] != "cpu" and torch.accelerator.is_available()
+    return not has_accelerator or torch.accelerator.device_count() >= int(options.num_ranks)
 
 
 def import_sharding() -> None:
     """Import what sharded parameters need, which takes seconds: once in a process whose forks become ranks."""
     for module in ("torch.distributed.fsdp", "torch.fx.experimental.symbolic_shapes"):
         importlib.import_module(module)
-
-
-def _has_devices(device: str, num_ranks: int) -> bool:
-    has_accelerator = device != "cpu" and torch.accelerator.is_available()
-    return not has_accelerator or torch.accelerator.device_count() >= num_ranks
 
 
 def on_layouts(

@@ -6,7 +6,7 @@ It needs torch and numpy only, as `scripts/gpu_check.py` does.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -29,9 +29,11 @@ from kitforge.core.optim.row_optimizers import SparseOptimizerConfig, build_row_
 # Relative to the largest element of the float64 reference.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 TABLE_TOLERANCE = 1e-5
+# By name: how to call a kernel, and its float arguments in float64.
+Cases: TypeAlias = dict[str, tuple[Callable[[Kernels], Callable[..., Tensor]], list[Tensor]]]
 
 
-def kernel_cases(device: torch.device) -> dict[str, tuple[Callable[[Kernels], Callable[..., Tensor]], list[Tensor]]]:
+def kernel_cases(device: torch.device) -> Cases:
     """For every kernel: how to call it, and its float arguments in float64."""
     generator = torch.Generator().manual_seed(0)
 
@@ -41,18 +43,15 @@ def kernel_cases(device: torch.device) -> dict[str, tuple[Callable[[Kernels], Ca
     angles = torch.rand(1, 33, 8, generator=generator).to(device)
     targets = torch.randint(0, 301, (37,), generator=generator).to(device)
     some = targets.masked_fill(torch.arange(37, device=device) % 5 == 0, -100)
-    tables, lengths = torch.tensor([[3, 1, 1], [0, 2, 4]], device=device), torch.tensor([19, 48], device=device)
-    pages: dict[str, Any] = {"block_size": 16, "window": None, "scale": 0.25}
-
-    documents = torch.tensor([[0] * 9 + [1] * 24, [0] * 20 + [1] * 3 + [2] * 10])
-    begins, longest = find_boundaries(documents)
-    order = torch.arange(33)
-    seen = (documents[:, :, None] == documents[:, None]) & (order[:, None] >= order) & (order[:, None] - order < 7)
-    packed = PackedMask(begins.to(device), longest, 7, lambda: seen[:, None].to(device))
     permutation = permutation_of(torch.rand(37, 8, generator=generator).topk(2, 1).indices.to(device), 8)
 
     def turn(kernels: Kernels, interleaved: bool) -> Callable[..., Tensor]:
-        return lambda x: kernels.rotary(x, angles.to(exact(x)).cos(), angles.to(exact(x)).sin(), interleaved)
+        def turned(x: Tensor) -> Tensor:
+            exact = angles.to(torch.promote_types(x.dtype, torch.float32))
+            result: Tensor = kernels.rotary(x, exact.cos(), exact.sin(), interleaved)
+            return result
+
+        return turned
 
     return {
         "linear": (lambda kernels: kernels.linear, [random(37, 48), random(64, 48), random(64)]),
@@ -68,15 +67,7 @@ def kernel_cases(device: torch.device) -> dict[str, tuple[Callable[[Kernels], Ca
         "rotary": (lambda kernels: turn(kernels, False), [random(2, 4, 33, 24)]),
         "rotary interleaved": (lambda kernels: turn(kernels, True), [random(2, 4, 33, 24)]),
         "swiglu": (lambda kernels: kernels.swiglu, [random(37, 48), random(37, 48)]),
-        "attention": (
-            lambda kernels: lambda q, k, v: kernels.attention(q, k, v, mask=None, causal=True, scale=0.25),
-            [random(2, 4, 33, 16), random(2, 2, 33, 16), random(2, 2, 33, 16)],
-        ),
         "geglu": (lambda kernels: kernels.geglu, [random(37, 48), random(37, 48)]),
-        "attention of packed rows": (
-            lambda kernels: lambda q, k, v: kernels.attention(q, k, v, mask=packed, causal=True, scale=0.25),
-            [random(2, 4, 33, 16), random(2, 2, 33, 16), random(2, 2, 33, 16)],
-        ),
         "moe_permute": (
             lambda kernels: lambda x, w: kernels.moe_unpermute(kernels.moe_permute(x, permutation), w, permutation),
             [random(37, 48), random(37, 2)],
@@ -90,16 +81,32 @@ def kernel_cases(device: torch.device) -> dict[str, tuple[Callable[[Kernels], Ca
             # Small logits: entropies and their gradients suffer most where logits are rounded.
             [random(37, 48) / 8, random(301, 48)],
         ),
+        **_attention_cases(random, device),
+    }
+
+
+def _attention_cases(random: Callable[..., Tensor], device: torch.device) -> Cases:
+    tables, lengths = torch.tensor([[3, 1, 1], [0, 2, 4]], device=device), torch.tensor([19, 48], device=device)
+    pages: dict[str, Any] = {"block_size": 16, "window": None, "scale": 0.25}
+    documents = torch.tensor([[0] * 9 + [1] * 24, [0] * 20 + [1] * 3 + [2] * 10])
+    begins, longest = find_boundaries(documents)
+    order = torch.arange(33)
+    seen = (documents[:, :, None] == documents[:, None]) & (order[:, None] >= order) & (order[:, None] - order < 7)
+    packed = PackedMask(begins.to(device), longest, 7, lambda: seen[:, None].to(device))
+    return {
+        "attention": (
+            lambda kernels: lambda q, k, v: kernels.attention(q, k, v, mask=None, causal=True, scale=0.25),
+            [random(2, 4, 33, 16), random(2, 2, 33, 16), random(2, 2, 33, 16)],
+        ),
+        "attention of packed rows": (
+            lambda kernels: lambda q, k, v: kernels.attention(q, k, v, mask=packed, causal=True, scale=0.25),
+            [random(2, 4, 33, 16), random(2, 2, 33, 16), random(2, 2, 33, 16)],
+        ),
         "paged_attention": (
             lambda kernels: lambda q, k, v: kernels.paged_attention(q, k, v, tables, lengths, **pages),
             [random(2, 4, 16), random(80, 2, 16), random(80, 2, 16)],
         ),
     }
-
-
-def exact(input: Tensor) -> torch.dtype:
-    """The dtype, float32 at least, in which angles are given."""
-    return torch.promote_types(input.dtype, torch.float32)
 
 
 def kernel_errors(device: torch.device, level: CompileLevel) -> Iterator[tuple[str, dict[torch.dtype, float]]]:

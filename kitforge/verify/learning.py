@@ -19,8 +19,11 @@ from kitforge.verify.contract import Contract, Measured, NotOfferedError
 from kitforge.verify.run_equality import relative
 from kitforge.verify.sample_data import documents
 
-# Bounds in float64, and in float32 where tables of rows keep a network in it.
-ROUNDING = {True: 1e-9, False: 2e-4}
+# What rounding may do in float64, and in float32 where tables of rows keep a network in it.
+ROUNDING: dict[bool, dict[str, Any]] = {
+    True: {"bound": 1e-9, "unit": "relative, float64"},
+    False: {"bound": 2e-4, "unit": "relative, float32"},
+}
 # A step of SGD at rate 1 subtracts the gradient itself.
 PLAIN = {
     "optimizer.name": "sgd",
@@ -60,7 +63,7 @@ def check_micro_batches(case: Case) -> Measured:
     for size in SIZES:
         split, found = trained(size)
         figure = max(figure, _distance(split, whole) / max(way, 1e-30), _furthest(found, metrics))
-    return Measured(figure=figure, bound=ROUNDING[is_double], unit=f"relative, {_precision(is_double)}")
+    return Measured(figure=figure, **ROUNDING[is_double])
 
 
 def check_evaluation(case: Case) -> Measured:
@@ -72,7 +75,7 @@ def check_evaluation(case: Case) -> Measured:
         raise NotOfferedError("there are no two rows to evaluate")
     others = [{"data.batch_size": 2}, {"data.batch_size": 7}, {"data.batch_size": 6, "trainer.micro_batch_size": 2}]
     figure = max(_furthest(case.evaluate(model, whole | other), metrics) for other in others)
-    return Measured(figure=figure, bound=ROUNDING[is_double], unit=f"relative, {_precision(is_double)}")
+    return Measured(figure=figure, **ROUNDING[is_double])
 
 
 def check_packing(case: Case) -> Measured:
@@ -113,7 +116,7 @@ def _check_packed_documents(case: Case) -> Measured:
     packed = _first_gradients(case, changes, model)
     loss = case.evaluate(model, changes | {"trainer.eval_batches": None})["eval/loss"]
     figure = max(_distance(packed, alone) / _norm(alone), relative(loss, float(total) / count, floor=1e-6))
-    return Measured(figure=figure, bound=ROUNDING[is_double], unit=f"relative, {_precision(is_double)}")
+    return Measured(figure=figure, **ROUNDING[is_double])
 
 
 def _check_packed_rows(case: Case) -> Measured:
@@ -122,7 +125,7 @@ def _check_packed_rows(case: Case) -> Measured:
     together = _first_gradients(case, {}, model)
     alone = _first_gradients(case, {"trainer.micro_batch_size": 1}, model)
     figure = _distance(together, alone) / _norm(alone)
-    return Measured(figure=figure, bound=ROUNDING[is_double], unit=f"relative, {_precision(is_double)}")
+    return Measured(figure=figure, **ROUNDING[is_double])
 
 
 def _first_gradients(case: Case, changes: Mapping[str, Any], model: nn.Module) -> dict[str, Tensor]:
@@ -165,10 +168,6 @@ def _furthest(got: Mapping[str, float], wanted: Mapping[str, float]) -> float:
         return math.inf
     pairs = [(got[name], value) for name, value in wanted.items() if not math.isnan(got[name]) or not math.isnan(value)]
     return max((relative(*pair, floor=1e-6) for pair in pairs), default=math.inf)
-
-
-def _precision(is_double: bool) -> str:
-    return "float64" if is_double else "float32"
 
 
 CONTRACTS = (

@@ -26,6 +26,7 @@ from kitforge.models.loading import build
 from kitforge.verify.contract import Contract, Measured, NotOfferedError
 from kitforge.verify.killing import die_at_operation
 from kitforge.verify.processes import Process
+from kitforge.verify.run_equality import is_equal
 
 Batch: TypeAlias = dict[str, Tensor]
 NETWORK = LlamaConfig(vocab_size=96, dim=32, num_layers=2, num_heads=4, num_kv_heads=4, mlp_dim=64, max_length=128)
@@ -188,12 +189,8 @@ def check_resume(own: OwnTrainer) -> Measured:
     if not kills:
         raise NotOfferedError("the run ends before it can be killed")
     found = own.train("killed", batches, 1, resume=True)
-    differing = [name for name in whole.keys() | found.keys() if not _is_equal(whole.get(name), found.get(name))]
+    differing = [name for name in whole.keys() | found.keys() if not is_equal(whole.get(name), found.get(name))]
     return Measured(figure=len(differing), unit=f"of {len(whole)} tensors differ after {kills} kills")
-
-
-def _is_equal(one: Tensor | None, other: Tensor | None) -> bool:
-    return one is not None and other is not None and torch.equal(one, other)
 
 
 def _distance(got: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:

@@ -76,17 +76,21 @@ def differences(got: Path, wanted: Path, *, with_state: bool = True) -> list[str
     (tensors, state), (wanted_tensors, wanted_state) = map(checkpoint_content, checkpoints)
     if with_state and detach_tensors(state, tensors) != detach_tensors(wanted_state, wanted_tensors):
         found.append("the state of the last checkpoint")
-    for name in tensors.keys() | wanted_tensors.keys():
-        one, other = tensors.get(name), wanted_tensors.get(name)
-        if one is None or other is None or not one.equal(other):
-            found.append(name)
+    names = sorted(tensors.keys() | wanted_tensors.keys())
+    found += [name for name in names if not is_equal(tensors.get(name), wanted_tensors.get(name))]
     rows, wanted_rows = map(tables_in, checkpoints)
     found += [f"table {name}" for name in rows.keys() | wanted_rows.keys() if rows.get(name) != wanted_rows.get(name)]
     for name in rows.keys() & wanted_rows.keys():
-        one, other = (checkpoint.table(name).state for checkpoint in checkpoints)
-        if one.keys() != other.keys() or not all(tensor.equal(other[key]) for key, tensor in one.items()):
+        states, wanted_states = (checkpoint.table(name).state for checkpoint in checkpoints)
+        keys = states.keys() | wanted_states.keys()
+        if not all(is_equal(states.get(key), wanted_states.get(key)) for key in keys):
             found.append(f"state of table {name}")
     return found
+
+
+def is_equal(one: Tensor | None, other: Tensor | None) -> bool:
+    """Whether both are there, and have the same bits."""
+    return one is not None and other is not None and one.equal(other)
 
 
 def _is_same(one: object, other: object) -> bool:

@@ -116,7 +116,8 @@ def _predict(kit: AnyKit, case: Case, task: str, spec: object) -> list[dict[str,
     output = case.folder / "predictions.jsonl"
     length = {"inference.max_new_tokens": NEW_TOKENS} if case.kit.TEXT_TASK is not None else {}
     choices = {"checkpoint": str(case.base), "data.eval": spec, "output": str(output), "trainer.progress": False}
-    options = kit.read_options(compose_predict(task, choices | length | _device(case)).values)
+    choices |= {"device": case.values["device"]}
+    options = kit.read_options(compose_predict(task, choices | length).values)
     kit.predict_file(options, lambda folder, device, dtype: load_model(folder, device, dtype, task))
     return [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
 
@@ -126,7 +127,8 @@ def _ask(case: Case, kit: AnyKit, path: str, bodies: Sequence[object]) -> list[A
     task, port = kit.OPTIONS().task, free_port()
 
     def work() -> None:
-        options = kit.read_options(compose_predict(task, {"checkpoint": str(case.base)} | _device(case)).values)
+        choices = {"checkpoint": str(case.base), "device": case.values["device"]}
+        options = kit.read_options(compose_predict(task, choices).values)
         model, processor = load_model(case.base, options.device, kit.load_dtype(options)), load_processor(case.base)
         service = kit.open_service(model, processor, "base", options)
         serve(service, kit.new_app(service), port, lambda _address: None)
@@ -159,10 +161,6 @@ def _post(address: str, body: object) -> Any:
     )
     with urllib.request.urlopen(request, timeout=SERVER_TIMEOUT) as answer:
         return json.load(answer)
-
-
-def _device(case: Case) -> dict[str, Any]:
-    return {"device": case.values["device"]}
 
 
 def _generate(engine: Engine, prompts: Sequence[tuple[int, Sequence[int]]], steps_between: int) -> list[Completion]:

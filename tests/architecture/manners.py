@@ -30,6 +30,7 @@ WHOLE_TEXTS = {
     "kitforge.kits.transformers.build": 1,
     "kitforge.kits.transformers.evaluation": 1,
     "kitforge.kits.transformers.seq2seq": 1,
+    "kitforge.verify.learning": 1,
 }
 EXECUTING_CALLS = {"eval", "exec", "torch.load", "torch.save", "yaml.unsafe_load", "yaml.full_load", "os.system"}
 
