@@ -12,6 +12,7 @@ from kitforge.foundation.errors import DataError
 from kitforge.foundation.files import write_text
 from kitforge.report.chart_specs import chart_groups
 from kitforge.report.completions import completions
+from kitforge.report.contracts import contracts
 from kitforge.report.metrics import RunRecord, read_run
 from kitforge.report.panels import Panel, comparison, configuration, events, numbers, problems, tiles
 from kitforge.report.samples import samples
@@ -31,7 +32,7 @@ def write_report(folders: Sequence[Path]) -> Path:
         raise DataError("no run to report", got="no folder", expected="at least one run folder")
     target = folders[0] / ("report.html" if len(runs) == 1 else "comparison.html")
     try:
-        further = (show(runs, run_labels(runs)) for show in (tables, completions))
+        further = (show(runs, run_labels(runs)) for show in (tables, completions, contracts))
         write_text(target, render(runs, [panel for panel in further if panel is not None]))
     except OSError as error:
         raise DataError(f"the report cannot be written to {str(target)!r}", got=error.strerror) from error
