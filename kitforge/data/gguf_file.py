@@ -41,7 +41,7 @@ _TENSOR_TYPES = {
     14: ("Q6_K", 256, 210),
     30: ("BF16", 1, 2),
 }
-# Limits of a header that is no attack: dimensions of a tensor, and nesting of arrays.
+# Limits of a header that is not an attack: dimensions of a tensor, and nesting of arrays.
 _MAX_DIMENSIONS, _MAX_NESTING = 4, 2
 
 

@@ -72,7 +72,8 @@ def numbers_of(label: Label | None, names: Sequence[str] | None, location: objec
     wrong = [each for each, number in zip(values, found, strict=True) if number is None]
     expected = "a finite number, or a list of them" if names is None else f"a finite number for each of {list(names)}"
     if wrong or not values:
-        raise DataError(f"{location} is no row of numbers", got=f"{wrong[0] if wrong else values!r}", expected=expected)
+        got = f"{wrong[0] if wrong else values!r}"
+        raise DataError(f"{location} is not a row of numbers", got=got, expected=expected)
     if names is not None and len(found) != len(names):
         fix = 'labels=["score"] begins a new head for other numbers'
         raise DataError(f"{location} has another count of numbers", got=f"{label!r}", expected=expected, fix=fix)
@@ -92,8 +93,8 @@ def _is_multi_hot(values: Sequence[Any]) -> bool:
 
 
 def find_label(label: object, index: Mapping[str, int]) -> int | None:
-    """The number of a label among the names of `index`; None for an unknown one. A whole number that is no name counts
-    the names, as Hugging Face has it, unless names are numbers themselves."""
+    """The number of a label among the names of `index`; None for an unknown one. A whole number that is not a name
+    counts the names, as Hugging Face has it, unless names are numbers themselves."""
     if str(label) in index:
         return index[str(label)]
     counts = isinstance(label, int) and 0 <= label < len(index) and not any(map(_NUMBER.fullmatch, index))

@@ -137,7 +137,7 @@ def _split_blocks(shard: FileShard, separator: bytes) -> Iterator[tuple[int, byt
 
 
 def _decode(shard: FileShard, offset: int, raw: bytes) -> str:
-    """The text of bytes that begin at `offset`; a byte order mark is no text."""
+    """The text of bytes that begin at `offset`; a byte order mark is not text."""
     if offset == 0 and raw.startswith(BYTE_ORDER_MARK):
         offset, raw = len(BYTE_ORDER_MARK), raw[len(BYTE_ORDER_MARK) :]
     try:
@@ -245,7 +245,7 @@ def _read_table(shard: FileShard) -> Iterator[str]:
 
 
 def _table_rows(shard: FileShard) -> Iterator[tuple[object, Any]]:
-    """The rows of a table, cells as texts. An empty cell is no value."""
+    """The rows of a table, cells as texts. An empty cell is not a value."""
     for location, header, cells in _table_lines(shard):
         twice = [name for number, name in enumerate(header) if name in header[:number]]
         if twice:
@@ -279,7 +279,7 @@ def _table_lines(shard: FileShard) -> Iterator[tuple[str | None, list[str], list
                 if cells:
                     yield location, header, cells
         except csv.Error as error:
-            raise DataError(f"{shard.path}:{lines.line_num} is no row of a table", got=error) from None
+            raise DataError(f"{shard.path}:{lines.line_num} is not a row of a table", got=error) from None
         except UnicodeDecodeError:
             # The reader decodes block by block without offsets; this raises the error again, with the offset.
             _everything(shard)

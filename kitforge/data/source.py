@@ -156,7 +156,7 @@ def _unusable(spec: object) -> DataError:
     if isinstance(spec, Mapping):
         fix = f"hand over one of its values, named {', '.join(map(str, list(spec)[:8]))}, or a list of rows"
     return DataError(
-        "this is no corpus",
+        "this is not a corpus",
         got=type(spec).__name__,
         expected=f"{STANDARD_LIBRARY}, a file, a folder, a pattern, a list of these, a datasets.Dataset, or rows",
         fix=fix,
@@ -192,7 +192,7 @@ def _path_shards(spec: str | os.PathLike[str], config: SourceConfig) -> list[Doc
         return list(standard_library_shards())
     if not _may_be_path(os.fspath(spec)):
         raise DataError(
-            "this text is no path", got=f"{os.fspath(spec)[:60]!r}", fix="pass a document in a list: [text]"
+            "this text is not a path", got=f"{os.fspath(spec)[:60]!r}", fix="pass a document in a list: [text]"
         )
     path = Path(spec).expanduser()
     shards = [

@@ -13,7 +13,7 @@ from typing import final
 from kitforge.data.document_shard import SHARD_BYTES, fingerprint_of
 from kitforge.foundation.errors import DataError
 
-# Other people's packages, and what differs from machine to machine or is no prose of a programmer.
+# Other people's packages, and what differs from machine to machine or is not prose of a programmer.
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
 
 

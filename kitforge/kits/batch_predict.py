@@ -34,7 +34,7 @@ def prediction_files(options: Any, example: str) -> tuple[Path, Path]:
 
 
 def row_batches(spec: object, column: str, size: int) -> Iterator[list[dict[str, Any]]]:
-    """The rows of a file, some at a time; one that is no dict is its `column`. Raises DataError for one without it."""
+    """The rows of a file, some at a time; one that is not a dict is its `column`. Raises DataError without it."""
     for shard in open_rows(spec):
         rows = list[dict[str, Any]]()
         for location, row in shard.rows():

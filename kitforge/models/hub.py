@@ -153,14 +153,15 @@ def _from_hub(model: str) -> Path:
     assert found is not None
     repository, revision = found["repository"], found["revision"]
     try:
-        hub = import_optional("huggingface_hub", needed_for=f"{model}, which is no folder here,", extra="transformers")
+        needed_for = f"{model}, which is not a folder here,"
+        hub = import_optional("huggingface_hub", needed_for=needed_for, extra="transformers")
         return Path(hub.snapshot_download(repository, revision=revision, allow_patterns=list(_HUB_FILES)))
     except DependencyError:
         raise
     # Errors of the Hub, of its HTTP client and of the disk have no class in common but these.
     except (OSError, ValueError, RuntimeError) as error:
         raise ModelError(
-            f"{model} is no folder here, and it could not be fetched from the Hugging Face Hub",
+            f"{model} is not a folder here, and it could not be fetched from the Hugging Face Hub",
             got=f"{type(error).__name__}: {str(error).strip().splitlines()[0]}",
             fix=f"check the name; offline, fetch it elsewhere (`hf download {repository} --local-dir FOLDER`), "
             "copy the folder and name that",

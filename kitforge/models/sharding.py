@@ -82,7 +82,7 @@ VISION = Sharding(
 
 
 def sharding_of_network(network: nn.Module) -> Sharding:
-    """The declaration of a language model; one without rules for a network that is no configuration of the decoder."""
+    """The declaration of a language model; without rules for a network that is not a configuration of the decoder."""
     if isinstance(network, EncoderDecoder):
         return ENCODER_DECODER
     if isinstance(network, VisionTransformer):

@@ -142,7 +142,7 @@ def _marks(runs: Sequence[RunRecord], labels: Sequence[str]) -> tuple[ChartMark,
 
 def _series(run: RunRecord) -> list[tuple[str, Series, bool]]:
     """Every series with the name of its chart, and whether it comes from evaluations. Both curves of a metric share a
-    chart, but for the losses of a policy: its training loss is no measure of the evaluated completions."""
+    chart, but for the losses of a policy: its training loss is not a measure of the evaluated completions."""
     found = [(name, series, False) for name, series in run.train.items()]
     for name, series in run.eval.items():
         is_apart = name == "eval/loss" and "reward" in run.train

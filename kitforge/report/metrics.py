@@ -150,7 +150,7 @@ class _MetricLines:
 def _fault(record: object) -> str | None:
     """Why a line of JSON cannot be used, or None."""
     if not isinstance(record, dict):
-        return "is no object"
+        return "is not an object"
     kind, step = record.get("kind"), record.get("step")
     if kind not in KINDS:
         return f"has the kind {kind!r}, which is none of {', '.join(KINDS)}"

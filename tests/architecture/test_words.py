@@ -116,6 +116,12 @@ def test_a_public_function_name_has_one_meaning(sources: list[Source]) -> None:
     assert {name: places for name, places in function_names(sources).items() if len(places) > 1} == {}
 
 
+def test_what_something_is_not_is_said_plainly(sources: list[Source]) -> None:
+    # "There is no such thing" is plain; so is what an idiom has.
+    pattern = re.compile(r"(?<!there )\bis no (?!longer|end|room|exchange|observer|reference|hidden|trainable)\w", re.I)
+    assert [f"{source.path}: {found}" for source in sources for found in pattern.findall(source.text)] == []
+
+
 @pytest.mark.slow
 def test_words_given_up_do_not_come_back(sources: list[Source]) -> None:
     assert {str(source.path): words for source in sources if (words := given_up_words(source))} == {}

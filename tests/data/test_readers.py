@@ -116,7 +116,7 @@ def test_a_bad_line_is_named_by_its_number_in_the_file_though_a_shard_begins_lat
         ("a.csv", "id,body\n1,x\n", r"(?s)a\.csv:1 has no column 'text'.*body, id"),
         ("a.csv", "id,text\n1,x\n2,y,z\n", r"(?s)a\.csv:3 has the wrong number of cells.*3.*2"),
         ("a.csv", "id,text\n1,x\n2\n", r"a\.csv:3 has the wrong number of cells"),
-        ("a.csv", 'text\n"x" y\n', r"a\.csv:2 is no row"),
+        ("a.csv", 'text\n"x" y\n', r"a\.csv:2 is not a row"),
         ("a.txt", b"abc\xffdef", r"(?s)a\.txt is not UTF-8.*0xff at offset 3.*strict.*replace"),
         ("a.txt", b"\xef\xbb\xbfabc\xff", r"0xff at offset 6"),
         ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', r"0xff at offset 24"),

@@ -139,7 +139,7 @@ def test_rows_without_text_are_refused(rows: list[str]) -> None:
 
 @pytest.mark.parametrize("spec", [None, 3, b"bytes", {"text": ["a"]}])
 def test_what_is_no_corpus_is_refused(spec: object) -> None:
-    with pytest.raises(DataError, match="this is no corpus"):
+    with pytest.raises(DataError, match="this is not a corpus"):
         open_source(spec)
 
 
@@ -155,7 +155,7 @@ def test_paths_and_documents_in_one_list_are_refused(folder: Path) -> None:
 
 @pytest.mark.parametrize("text", ["", "a line\nand another", "x" * 5000, "a\0b"])
 def test_a_single_text_is_no_path(text: str) -> None:
-    with pytest.raises(DataError, match=r"(?s)no path.*in a list"):
+    with pytest.raises(DataError, match=r"(?s)not a path.*in a list"):
         open_source(text)
 
 

@@ -163,7 +163,7 @@ def word(text: str, at: float, *, is_cause: bool) -> dict[str, object]:
         ({0: failure(1, 5, word("peer", 5.0, is_cause=False)), 1: failure(-9, 5)}, "rank 1 was killed by SIGKILL"),
         ({0: failure(1, 5, word("peer", 5.0, is_cause=False)), 1: failure(-9, 36)}, "peer"),
         ({0: failure(-15, 5), 1: failure(-11, 5)}, "rank 1 was killed by SIGSEGV"),
-        ({0: failure(-15, 5), 1: failure(3, 5)}, "rank 1 ended with status 3 and without a word"),
+        ({0: failure(-15, 5), 1: failure(3, 5)}, "rank 1 exited with status 3 and wrote no error report"),
         ({0: failure(-15, 5), 1: failure(-15, 5)}, "rank 0 was ended from outside"),
     ],
 )  # fmt: skip

@@ -179,7 +179,7 @@ def train(table: CachedEmbedding, case: Case, num_steps: int = NUM_STEPS) -> lis
 
 
 def look(table: CachedEmbedding, step: int) -> None:
-    """What is no training in the middle of it: an evaluation, also of ids that are nowhere, and a pass without
+    """What is not a training in the middle of it: an evaluation, also of ids that are nowhere, and a pass without
     gradients."""
     with torch.no_grad():
         table(batches()[7 * step % NUM_STEPS])

@@ -141,7 +141,7 @@ def test_a_revision_is_its_own_snapshot(home: Path, peer: GetPeer) -> None:
     cached(peer, home, "someone/tiny-llama", "v1")
     assert hub.resolve("someone/tiny-llama@v1").name == COMMIT
     assert hub.resolve(f"someone/tiny-llama@{COMMIT}").name == COMMIT
-    with pytest.raises(ModelError, match=r"(?s)tiny-llama@v2 is no folder here.*hf download someone/tiny-llama"):
+    with pytest.raises(ModelError, match=r"(?s)tiny-llama@v2 is not a folder here.*hf download someone/tiny-llama"):
         hub.resolve("someone/tiny-llama@v2")
 
 

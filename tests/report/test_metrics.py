@@ -75,7 +75,7 @@ def test_numbers_that_are_not_finite_become_gaps(tmp_path, token) -> None:
         (b"{not json}", "is not JSON"),
         (b"\xff\xfe", "is not JSON"),
         (b"[" * 100_000, "is not JSON"),
-        (b"[1, 2]", "is no object"),
+        (b"[1, 2]", "is not an object"),
         (b'{"kind":"test","step":1}', "none of train, eval, event"),
         (b'{"step":1,"loss":2}', "has the kind None"),
         (b'{"kind":"train","loss":2}', "has no step that counts"),

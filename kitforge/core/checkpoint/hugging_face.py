@@ -206,7 +206,7 @@ def _write_weights(
 
 
 def _publish(draft: Path, folder: Path) -> None:
-    """Move a whole draft into place. Without config.json a folder is no model, so it goes first and comes last."""
+    """Move a whole draft into place. Without config.json a folder is not a model, so it goes first and comes last."""
     (folder / CONFIG).unlink(missing_ok=True)
     stale = [path for path in folder.glob("model*.safetensors*") if path.is_file()]
     for path in [folder / GENERATION_CONFIG, *stale]:

@@ -89,12 +89,12 @@ class Attention(nn.Module):
         output: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         return output
 
-    def _spec(self, noise: DropoutKey | None, slopes: Tensor | None, bias: Tensor | None) -> AttentionSpec:
+    def _spec(self, dropout_key: DropoutKey | None, slopes: Tensor | None, bias: Tensor | None) -> AttentionSpec:
         """The layer's spec with slopes or a bias; under dropout one whose kernel drops attention weights."""
-        if self.config.dropout == 0.0 or noise is None:
+        if self.config.dropout == 0.0 or dropout_key is None:
             is_plain = slopes is None and bias is None
             return self.spec if is_plain else replace(self.spec, slopes=slopes, bias=bias)
-        kernel = dropping_kernel(self.config.dropout, self._noise, noise)
+        kernel = dropping_kernel(self.config.dropout, self._noise, dropout_key)
         # Only a cache reads the layer, never with dropout; reading it here would cost torch.compile a graph per layer.
         return replace(self.spec, layer=-1, kernel=kernel, slopes=slopes, bias=bias)
 
@@ -105,12 +105,12 @@ def split_heads(features: Tensor, head_dim: int) -> Tensor:
     return features.view(batch, length, -1, head_dim).transpose(1, 2)
 
 
-def dropping_kernel(rate: float, name: Tensor, noise: DropoutKey) -> AttentionKernel:
+def dropping_kernel(rate: float, name: Tensor, dropout_key: DropoutKey) -> AttentionKernel:
     """The definition of `attention`, with dropout of the attention weights."""
 
     def kernel(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         weights = probabilities(query, key, **options)
-        kept = dropout(weights, rate, name, noise)
+        kept = dropout(weights, rate, name, dropout_key)
         return kept @ value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
 
     return kernel

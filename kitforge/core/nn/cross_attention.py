@@ -45,9 +45,9 @@ class CrossAttention(nn.Module):
             kept = split_heads(self.key(states), head_dim), split_heads(self.value(states), head_dim)
             if source.keeps_keys:
                 source.keys[self._layer] = kept
-        kernel, noise = self._kernel, context.dropout
-        if noise is not None and self.config.dropout > 0.0:
-            kernel = dropping_kernel(self.config.dropout, self._noise, noise)
+        kernel, dropout_key = self._kernel, context.dropout
+        if dropout_key is not None and self.config.dropout > 0.0:
+            kernel = dropping_kernel(self.config.dropout, self._noise, dropout_key)
         mask = _mask(source.documents, context.documents)
         mixed = kernel(query, *kept, mask=mask, causal=False, scale=self.scale)
         output: Tensor = self.out(mixed.transpose(1, 2).flatten(2))

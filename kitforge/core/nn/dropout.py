@@ -20,10 +20,10 @@ class SampleDropout:
     samples: Tensor  # int64 [B], the global index of each sample
 
 
-def sample_dropout(input: Tensor, rate: float, name: str, noise: SampleDropout | None) -> Tensor:
+def sample_dropout(input: Tensor, rate: float, name: str, dropout_key: SampleDropout | None) -> Tensor:
     """Inverted dropout of `input` [B, dim] with probability `rate`; the identity without a key."""
-    if rate == 0.0 or noise is None:
+    if rate == 0.0 or dropout_key is None:
         return input
-    key, samples = seeds.key(noise.seed, "sample noise", noise.step, name), noise.samples
+    key, samples = seeds.key(dropout_key.seed, "sample noise", dropout_key.step, name), dropout_key.samples
     mask = select("O1", samples.device.type).keep_mask(key, samples, 0, input.shape[1], rate)
     return torch.where(mask.to(input.device), input, 0.0).div_(1.0 - rate)

@@ -206,7 +206,7 @@ def _with_adapters(layer: Linear, compute: Callable[[Tensor], Tensor], *, has_bi
             output = compute(input)
             update: Tensor = adapters[name](input)
             return output + update.to(output.dtype)
-        # The bias is no part of what is rescaled.
+        # The bias is not part of what is rescaled.
         output = adapters[name].rescaled(input, Linear.without_bias(layer, input), layer.weight)
         return output + layer.bias.to(output.dtype) if has_bias and layer.bias is not None else output
 

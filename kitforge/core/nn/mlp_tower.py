@@ -29,13 +29,13 @@ class MLPTower(nn.Module):
         self._dropout = dropout
         self._num_activated = len(self.layers) if ends_in_relu else len(self.layers) - 1
 
-    def forward(self, input: Tensor, noise: SampleDropout | None = None) -> Tensor:
+    def forward(self, input: Tensor, dropout_key: SampleDropout | None = None) -> Tensor:
         """See the class."""
         for number, layer in enumerate(self.layers):
             input = layer(input)
             if number < self._num_activated:
                 # In place: a linear layer saves its input for the backward pass, not its output.
-                input = sample_dropout(input.relu_(), self._dropout, self._names[number], noise)
+                input = sample_dropout(input.relu_(), self._dropout, self._names[number], dropout_key)
         return input
 
 

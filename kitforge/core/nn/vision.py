@@ -119,8 +119,8 @@ class VisionTransformer(Stack):
         the dropout is read. Raises ModelError for images of another size."""
         if tuple(input.shape[1:]) != self.input_shape:
             raise ModelError("images of another size", got=list(input.shape[1:]), expected=list(self.input_shape))
-        noise = None if context is None else context.dropout
-        return super().hidden(input, Context(attend=DocumentAttend(), dropout=noise))
+        dropout_key = None if context is None else context.dropout
+        return super().hidden(input, Context(attend=DocumentAttend(), dropout=dropout_key))
 
     def embed(self, input: Tensor, context: Context) -> Tensor:
         """The stream [B, N, dim] of images into the first block."""

@@ -58,8 +58,8 @@ class ParallelConfig:
             return
         if num_ranks is not None and num_ranks > self.world_size:
             raise ConfigError(
-                "the run names other ranks than those that were started",
-                got=f"{self.describe()} that train and {num_ranks - self.world_size} beside them, of {size} ranks",
+                f"the run expects {self.world_size} training and {num_ranks - self.world_size} inference ranks",
+                got=f"{size} ranks, of which {self.describe()} train",
                 fix=f"start {num_ranks} ranks, or change parallel.* and role_ranks.*",
             )
         raise ConfigError(

@@ -57,7 +57,7 @@ class FSDPUnits:
         self._units += self._roots
         for module in model.modules():
             if is_half and isinstance(module, nn.Embedding):
-                # What is looked up is no product: it begins the stream, which is fp32 in one process.
+                # What is looked up is not a product: it begins the stream, which is fp32 in one process.
                 module.register_forward_hook(partial(_restore_dtype, dtype=module.weight.dtype))
         for unit in self._units:
             # gloo has no scaled sum; without this order torch asks it for one.

@@ -124,7 +124,7 @@ def _exit_code(failures: Mapping[int, ProcessFailure], folder: Path) -> int:
 def _death(rank: int, failure: ProcessFailure, folder: Path) -> KitforgeError:
     """The error of a rank that ended without a report."""
     if failure.exitcode >= 0:
-        problem, fix = f"rank {rank} ended with status {failure.exitcode} and without a word", RESUME
+        problem, fix = f"rank {rank} exited with status {failure.exitcode} and wrote no error report", RESUME
     else:
         problem = f"rank {rank} was killed by {failure.signal_name()}"
         fix = "resume=auto goes on from the last checkpoint"

@@ -40,9 +40,9 @@ class Losses(ABC):  # noqa: B024 (a task gives one method or two)
 def composed_loss(task: Losses, model: nn.Module, micro_batch: MicroBatch, weight: float | None = None) -> Sums:
     """`loss_of` the hidden states of `inputs`; layers see the weight of the loss in their context."""
     tokens, context = task.inputs(micro_batch)
-    noise = context.dropout if model.training else None
+    dropout_key = context.dropout if model.training else None
     factor = None if weight is None else torch.tensor(weight, dtype=torch.float64)
-    hidden = cast(CausalLM, model).hidden(tokens, replace(context, dropout=noise, loss_weight=factor))
+    hidden = cast(CausalLM, model).hidden(tokens, replace(context, dropout=dropout_key, loss_weight=factor))
     return task.loss_of(model, hidden, micro_batch)
 
 

@@ -17,11 +17,11 @@ from kitforge.foundation.errors import ConfigError
 Axis = Literal["tensor"]
 TENSOR: Axis = "tensor"
 
-# What a module does with its input or output along an axis. The stream between blocks is held in pieces:
-#   gather     a piece of the stream becomes the whole of it, of which each rank then computes something else
-#   replicate  a piece of the stream becomes the whole of it, of which all ranks then compute the same
-#   reduce     a part of a sum becomes a piece of the whole sum
-#   slice      the whole becomes a piece
+# What a module does with its input or output along an axis. The stream between blocks is sharded along the sequence:
+#   gather     a shard of the stream becomes the whole of it, of which each rank then computes something else
+#   replicate  a shard of the stream becomes the whole of it, of which all ranks then compute the same
+#   reduce     a partial sum becomes a shard of the sum
+#   slice      the whole becomes a shard
 Redistribute = Literal["gather", "replicate", "reduce", "slice"]
 
 

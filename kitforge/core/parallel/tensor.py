@@ -128,8 +128,8 @@ class TensorParallelModel:
 
 
 def _low_rank(layer: ShardingRule) -> ShardingRule:
-    """What becomes of an addition beside a layer: the factor that meets the layer's cut dim is cut like it; of what the
-    other factor's gradient should be, each rank finds a part."""
+    """The sharding of a LoRA pair: the factor that meets the layer's sharded dim is sharded like it; the gradient of
+    the other one is a partial sum on each rank."""
     dims = layer.splits.get("weight", {})
     splits = {("up" if dim == 0 else "down"): {axis: dim} for axis, dim in dims.items()}
     return ShardingRule(module=layer.module, splits=splits, gradient="part" if splits else "stream")
@@ -183,7 +183,8 @@ def _wrap_language_model(model: Shardable, split: TensorParallelModel, prefix: s
     its parameters.
 
     Whoever takes a loss of hidden states or of logits takes the same one on every rank, so both arrive whole, each with
-    the whole of its gradient. Only what the cut vocabulary makes of hidden states is a part, and is summed there.
+    the whole of its gradient. Only the gradient of hidden states from the vocabulary-parallel head is a partial sum,
+    and is summed there.
     """
     stream = split.stream
     layout = split.layouts[f"{prefix}{model.head_name}"]

@@ -86,7 +86,7 @@ class PromptExample:
 
     tokens: tuple[int, ...]
     columns: Mapping[str, Any] = field(default_factory=dict)
-    messages: tuple[Message, ...] | None = None  # of which the tokens are; None where it is no chat
+    messages: tuple[Message, ...] | None = None  # of which the tokens are; None where it is not a chat
     inputs: Mapping[str, Any] = field(default_factory=dict)  # the other variables of the chat template
 
 
@@ -445,7 +445,7 @@ def _located(error: DataError, row: ChatRow) -> DataError:
 def _joined(begun: Message, reply: Message) -> Message:
     """The whole reply, of which the prompt holds the beginning."""
     if not isinstance(begun["content"], str) or not isinstance(reply["content"], str | None):
-        raise DataError("a message that is to be continued is no text", got=str(begun["content"])[:60], expected="text")
+        raise DataError("a message to continue is not text", got=str(begun["content"])[:60], expected="text")
     kept = {name: value for name, value in begun.items() if name != "train"}
     return {**kept, **reply, "content": begun["content"] + (reply["content"] or "")}
 

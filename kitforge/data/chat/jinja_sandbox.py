@@ -65,7 +65,7 @@ _budget: ContextVar[WorkBudget] = ContextVar("budget")
 
 @final
 class WorkBudget:
-    """What may still be done for a conversation, over all of its renders."""
+    """The remaining render budget of a conversation, over all of its renders."""
 
     def __init__(self, inputs: object = None, *, num_renders: int = 1) -> None:
         self.left = num_renders * (_STEPS + _STEPS_PER_SIZE * sum(map(_shallow, _parts(inputs))))
@@ -83,7 +83,7 @@ class WorkBudget:
 
 @final
 class SandboxedTemplate:
-    """A compiled template. Raises DataError where the source is no template."""
+    """A compiled template. Raises DataError where the source is not a template."""
 
     def __init__(self, source: str) -> None:
         if len(source) > _MAX_SOURCE:

@@ -150,7 +150,7 @@ class _Finder:
             if start is not None:
                 return start
         raise DataError(
-            "it cannot be told what the chat template writes for a reply",
+            "cannot locate the assistant's reply in the rendered chat",
             got=f"message {message}, which does not begin where the prompt before it ends",
             fix="enclose replies in {% generation %} in the template",
         )

@@ -154,7 +154,7 @@ class ChatRow:
         # Trained in single precision.
         if isinstance(value, (bool, str, bytes)) or not abs(number) <= float(np.finfo(np.float32).max):
             raise DataError(
-                f"{self.location} has a {name} that is no number", got=str(value)[:60], expected="a finite number"
+                f"{self.location} has a {name} that is not a number", got=str(value)[:60], expected="a finite number"
             )
         return number
 
@@ -239,7 +239,7 @@ def chat_rows(shard: RecordShard, columns: Mapping[str, str]) -> Iterator[tuple[
     """Every row as it is and under our names."""
     for location, row in shard.rows():
         if not isinstance(row, Mapping):
-            raise DataError(f"{location} is no row", got=type(row).__name__, expected="a mapping of columns")
+            raise DataError(f"{location} is not a row", got=type(row).__name__, expected="a mapping of columns")
         yield row, ChatRow(row, location, columns)
 
 

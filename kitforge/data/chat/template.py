@@ -112,7 +112,7 @@ class ChatTemplate:
         template refuses."""
         if not messages or (opens_reply and continue_final_message):
             raise DataError(
-                "this is no prompt",
+                "this is not a prompt",
                 got="a message to continue and a reply to open" if messages else "no messages",
                 expected="messages, and one of the two",
             )

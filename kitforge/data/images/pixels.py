@@ -55,7 +55,7 @@ _TO_SQUARE = Resizing()
 
 
 def decode(entry: ImageEntry, size: int, channels: int, resizing: Resizing = _TO_SQUARE) -> Tensor:
-    """The image as bytes [C, S, S], upright. Raises DataError naming one that is no image of bytes."""
+    """The image as bytes [C, S, S], upright. Raises DataError naming one that is not an image of bytes."""
     pillow: Any = import_optional("PIL.Image", needed_for="reading images", extra="vision")
     upright: Any = import_optional("PIL.ImageOps", needed_for="reading images", extra="vision").exif_transpose
     try:

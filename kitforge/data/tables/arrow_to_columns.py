@@ -248,7 +248,7 @@ def _cut(array: Any, column: ListColumn) -> tuple[Any, NDArray[np.int64]]:
     lengths = compute.list_value_length(array).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
     values = array.flatten()
     if cut:
-        # Nothing between two separators is no value.
+        # Nothing between two separators is not a value.
         there = compute.greater(compute.binary_length(values), 0)
         rows = np.repeat(np.arange(len(lengths)), lengths)[there.to_numpy(zero_copy_only=False)]
         values, lengths = values.filter(there), np.bincount(rows, minlength=len(lengths)).astype(np.int64)

@@ -104,7 +104,7 @@ def array_of(values: Sequence[Any]) -> Any:
 
 
 def _kind(value: Any) -> type | None:
-    """The type of a cell; int for every number, which Arrow joins exactly or not at all; None where it is no value."""
+    """The type of a cell; int for every number, which Arrow joins exactly or not at all; None if not a value."""
     kind = type(value)
     if value is None or kind.__name__ in _NOTHING:
         return None
@@ -114,7 +114,7 @@ def _kind(value: Any) -> type | None:
 
 
 def text_of(value: Any) -> str | None:
-    """A Python value as text; None where it is no value."""
+    """A Python value as text; None where it is not a value."""
     value = value.item() if isinstance(value, np.generic) else value
     is_nan = isinstance(value, float) and math.isnan(value)
     if value is None or is_nan or type(value).__name__ in _NOTHING:

@@ -107,7 +107,7 @@ class _Block:
     first_line: int  # number of the first line, from 1
 
     def lines(self) -> list[int]:
-        """The number of the line on which each record begins; an empty line is no record."""
+        """The number of the line on which each record begins; an empty line is not a record."""
         if not (self.file.has_quotes and b'"' in self.raw):
             parts = self.raw.split(b"\n")
             return [self.first_line + index for index, part in enumerate(parts) if part.strip(b"\r")]

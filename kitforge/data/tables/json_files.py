@@ -18,7 +18,7 @@ from kitforge.foundation.errors import DataError
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JsonLinesFile:
-    """A file with a JSON object a line; an empty line is no row."""
+    """A file with a JSON object a line; an empty line is not a row."""
 
     path: Path
     names: tuple[str, ...]
@@ -49,7 +49,7 @@ class JsonLinesFile:
                 lines.append(line)
             else:
                 got = str(row) if isinstance(row, ValueError) else type(row).__name__
-                problem = Problem(reason="is no JSON object", got=got[:80], expected='{"column": value, ...}')
+                problem = Problem(reason="is not a JSON object", got=got[:80], expected='{"column": value, ...}')
                 bad.append(BadRow(problem=problem, location=partial(str, f"{self.path}:{line}")))
         return replace(chunk_of(rows, 0, columns), location=partial(self._location, lines), bad=tuple(bad))
 
@@ -58,12 +58,13 @@ class JsonLinesFile:
 
 
 def open_json_lines(path: Path) -> JsonLinesFile:
-    """The columns are the names of the first line. Raises DataError when that is no object."""
+    """The columns are the names of the first line. Raises DataError when that is not an object."""
     line = first_line(path)
     try:
         row = json.loads(line)
     except ValueError:
         row = None
     if not isinstance(row, Mapping):
-        raise DataError(f"the first line of {path} is no JSON object", got=line[:60], expected='{"column": value, ...}')
+        expected = '{"column": value, ...}'
+        raise DataError(f"the first line of {path} is not a JSON object", got=line[:60], expected=expected)
     return JsonLinesFile(path=path, names=tuple(row))

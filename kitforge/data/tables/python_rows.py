@@ -89,7 +89,7 @@ def chunk_of(rows: Sequence[object], start: int, columns: Sequence[str]) -> Arro
 
 def _problem(row: object, columns: Sequence[str]) -> Problem | None:
     if not isinstance(row, Mapping):
-        return Problem(reason="is no row", got=type(row).__name__, expected="a mapping from column to value")
+        return Problem(reason="is not a row", got=type(row).__name__, expected="a mapping from column to value")
     missing = [name for name in columns if name not in row]
     if missing:
         return Problem(

@@ -153,7 +153,7 @@ def open_table(spec: object, config: TableSourceConfig = _DEFAULT) -> TableSourc
             cells=config.cells,
         )
     raise DataError(
-        "this is no table",
+        "this is not a table",
         got=type(spec).__name__,
         expected="click_log, files, a folder, a pattern, a DataFrame, arrays by column, or rows as mappings",
     )
@@ -252,7 +252,7 @@ def _check_header(path: Path, names: Sequence[str]) -> None:
     if twice or numbers or "" in names:
         got = f"columns {', '.join(twice)} twice" if twice else f"a column named {numbers[0] if numbers else ''!r}"
         raise DataError(
-            f"the first line of {path} is no header",
+            f"the first line of {path} is not a header",
             got=got,
             expected="a different name for every column",
             fix="name the columns of a file without a header: data.columns=[label,user,...]",

@@ -8,7 +8,7 @@ from typing import Any, final
 from kitforge.data.optional_imports import import_optional
 from kitforge.data.tokenizers.protocol import AddedTokenSpan
 
-# What the finder calls everything that is no added token; no token is spelt with a private character.
+# What the finder calls everything that is not an added token; no token is spelt with a private character.
 _UNKNOWN = "\ue0f0"
 
 

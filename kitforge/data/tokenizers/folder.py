@@ -149,7 +149,7 @@ class TokenizerFolder:
 def template_file(name: str) -> str:
     """Where a chat template of that name lies in a folder; it must be a plain file name."""
     if Path(name).name != name:
-        raise DataError("a chat template has a name that is no file name", got=name, expected="such as tool_use")
+        raise DataError("a chat template has a name that is not a file name", got=name, expected="such as tool_use")
     return f"{_TEMPLATES}/{name}.jinja"
 
 

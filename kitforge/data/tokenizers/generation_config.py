@@ -115,7 +115,7 @@ def find_generation_config(folder: Path) -> bytes | None:
 
 
 def end_tokens(config: Mapping[str, Any]) -> tuple[int, ...]:
-    """The tokens that end a generated text. Raises DataError for what is no token."""
+    """The tokens that end a generated text. Raises DataError for what is not a token."""
     return _tokens(config, "eos_token_id")
 
 
@@ -134,7 +134,7 @@ def _tokens(config: Mapping[str, Any], key: str) -> tuple[int, ...]:
 
 
 def repetition_penalty(config: Mapping[str, Any]) -> float:
-    """The penalty that the publisher generates with, greedy or not. Raises DataError for one that is no number."""
+    """The penalty that the publisher generates with, greedy or not. Raises DataError for one that is not a number."""
     value = config.get("repetition_penalty")
     if value is None:
         return 1.0
@@ -145,7 +145,7 @@ def repetition_penalty(config: Mapping[str, Any]) -> float:
 
 
 def stop_strings(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """The strings that end a text. Raises DataError for what is no string."""
+    """The strings that end a text. Raises DataError for what is not a string."""
     value = config.get("stop_strings") or []
     found = [value] if isinstance(value, str) else value
     if not isinstance(found, list) or not all(isinstance(each, str) and each for each in found):
@@ -159,7 +159,7 @@ def stop_strings(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 def suppressed_tokens(config: Mapping[str, Any]) -> tuple[int, ...]:
     """The tokens that are never generated: `suppress_tokens`, and the words of `bad_words_ids`, of which an end token
-    does not count, as in `transformers`. Raises DataError for what is no token, and for words of several tokens."""
+    does not count, as in `transformers`. Raises DataError for what is not a token, and for words of several tokens."""
     words = config.get("bad_words_ids") or []
     got = f"bad_words_ids={words!r}"[:200]
     if not isinstance(words, list) or not all(isinstance(each, list) and len(each) == 1 for each in words):

@@ -172,7 +172,7 @@ def _byte_level(read: _Metadata) -> dict[str, Any]:
         raise ModelError(message, expected=", ".join(_SPLITS), fix=nearest(read.pre, _SPLITS))
     merges = [merge.split(" ") for merge in read.texts("merges")]
     if not all(len(pair) == 2 for pair in merges):
-        raise ModelError("a GGUF file has a merge that is no pair", expected="two tokens with a space between them")
+        raise ModelError("a GGUF file has a merge that is not a pair", expected="two tokens with a space between them")
     vocab = {text: number for number, text in enumerate(read.tokens)}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
     steps = [_split_step(split) for split in _SPLITS[read.pre] if split != _GPT2]

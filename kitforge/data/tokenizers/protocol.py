@@ -96,7 +96,7 @@ class Tokenizer(Protocol):
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes of UTF-8 that the token stands for in a text, which may be parts of characters: none of a special
-        token, U+FFFD of a number that is no token."""
+        token, U+FFFD of a number that is not a token."""
         ...
 
     def save(self, folder: Path) -> None:

@@ -130,7 +130,7 @@ class SentencePieceTokenizer:
 
     def encode_marked(self, text: str, marks: Sequence[AddedTokenSpan]) -> tuple[list[int], list[tuple[int, int]]]:
         """The pieces of a text with those `marks` in it as special tokens and no others, and the characters
-        [start, stop) of each. A mark of token -1 is no token; no piece lies across it."""
+        [start, stop) of each. A mark of token -1 is not a token; no piece lies across it."""
         ids: list[int] = []
         spans: list[tuple[int, int]] = []
         at = 0

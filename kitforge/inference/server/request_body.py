@@ -45,7 +45,7 @@ def parse_body(body: bytes) -> Any:
     try:
         value = json.loads(body.decode("utf-8"), parse_constant=_no_number)
         if b"\\u" in body:
-            # JSON can spell a lone surrogate, which is no valid text.
+            # JSON can spell a lone surrogate, which is not valid text.
             json.dumps(value, ensure_ascii=False).encode("utf-8")
     except UnicodeError:
         raise ApiError(400, "the body is not UTF-8", code="invalid_encoding") from None

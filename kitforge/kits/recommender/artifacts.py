@@ -55,7 +55,7 @@ def resumed_features(options: RunOptions) -> FeatureEncoder | None:
 
 
 def find_item_catalog(folder: Path) -> ItemCatalog | None:
-    """The items of a run folder or a step folder; None if the run is no retrieval run."""
+    """The items of a run folder or a step folder; None if the run is not a retrieval run."""
     path = _find_artifact(folder, ITEMS)
     return None if path is None else load_item_catalog(path)
 

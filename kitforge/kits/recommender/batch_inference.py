@@ -211,7 +211,7 @@ class _TextWriter:
 def _plain(value: Any) -> str | None:
     """A value of a type that JSON lacks, such as a date, as text."""
     if isinstance(value, (bytes, set)):
-        raise TypeError(f"{type(value).__name__} is no type of JSON")
+        raise TypeError(f"{type(value).__name__} is not a type of JSON")
     return text_of(value)
 
 

@@ -327,7 +327,7 @@ def _dataset(options: RecommendationOptions, inputs: Inputs, config: Recommender
 
 
 def _recorded(options: RecommendationOptions, config: RecommenderConfig) -> dict[str, Any]:
-    """What the run keeps of its options: all but who has entry to a server."""
+    """The options that the run records: without server credentials."""
     values = to_dict(options) | {"model": {"family": config.family, **to_dict(config)}}
     if (server := options.cache.server()) is not None:
         values["cache"]["remote"] = server.endpoint

@@ -1,6 +1,6 @@
 """What the names of columns say: whether they hold ids or quantities, users, items, times or the label.
 
-camelCase and separators divide a name into words, and a type suffix of RecBole (`user_id:token`) is no part of it.
+camelCase and separators divide a name into words, and a type suffix of RecBole (`user_id:token`) is not part of it.
 """
 
 from __future__ import annotations

@@ -162,7 +162,7 @@ def recorded_options(checkpoint: Checkpoint) -> RecommendationOptions:
     """The recorded options of a run. Raises ModelError for a run of another task."""
     values = checkpoint.state.get("config", {})
     if values.get("task") != TASK:
-        raise ModelError("this is no run of the recommender", got=checkpoint.folder, expected=f"task: {TASK}")
+        raise ModelError("this is not a run of the recommender", got=checkpoint.folder, expected=f"task: {TASK}")
     return from_dict(RecommendationOptions, values)
 
 

@@ -234,9 +234,9 @@ class Recommender(nn.Module):
         """The result of `compute`, cloned: `fully_shard` warns of a module that returns a view."""
         return compute().clone()
 
-    def logits(self, inputs: Mapping[str, Any], noise: SampleDropout | None = None) -> Tensor:
+    def logits(self, inputs: Mapping[str, Any], dropout_key: SampleDropout | None = None) -> Tensor:
         """Logits [B] of `inputs_of` samples, for families that score rows."""
-        output: Tensor = self.network(inputs["dense"], self.vectors(inputs), noise)
+        output: Tensor = self.network(inputs["dense"], self.vectors(inputs), dropout_key)
         return output
 
     def vectors(self, inputs: Mapping[str, Any]) -> dict[str, Tensor]:

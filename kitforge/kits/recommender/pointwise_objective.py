@@ -56,13 +56,13 @@ class PointwiseObjective(Objective[ClickRows]):
 
     def loss(self, model: Recommender, micro_batch: MicroBatch) -> Sums:
         """See `Objective`."""
-        noise = None
+        dropout_key = None
         if model.training:
             samples = micro_batch["samples"][micro_batch["owners"]]
             if self._negatives is not None:
                 samples = samples * self._negatives.rows_of_sample + micro_batch["positions"]
-            noise = SampleDropout(seed=self._seed, step=micro_batch["step"], samples=samples)
-        logits = model(lambda: model.logits(micro_batch, noise))
+            dropout_key = SampleDropout(seed=self._seed, step=micro_batch["step"], samples=samples)
+        logits = model(lambda: model.logits(micro_batch, dropout_key))
         labels = micro_batch["labels"].to(logits.device)
         return {"loss": functional.binary_cross_entropy_with_logits(logits, labels, reduction="sum")}
 

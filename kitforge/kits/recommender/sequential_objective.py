@@ -102,11 +102,11 @@ class SampledSoftmax(RetrievalObjective[SequenceBatch]):
 
     def loss(self, model: Recommender, micro_batch: MicroBatch) -> Sums:
         """See `Objective`."""
-        noise = None
+        dropout_key = None
         if model.training:
             samples = micro_batch["samples"][micro_batch["owners"]] + (micro_batch["positions"] << _WINDOW_BITS)
-            noise = DropoutKey(seed=self._seed, step=micro_batch["step"], samples=tuple(samples.tolist()))
-        return {"loss": model(lambda: self._loss(model, micro_batch, noise))}
+            dropout_key = DropoutKey(seed=self._seed, step=micro_batch["step"], samples=tuple(samples.tolist()))
+        return {"loss": model(lambda: self._loss(model, micro_batch, dropout_key))}
 
     def count(self, micro_batch: MicroBatch) -> int:
         """See `Objective`."""
@@ -145,7 +145,7 @@ class SampledSoftmax(RetrievalObjective[SequenceBatch]):
         ids = torch.from_numpy(self._catalogue.ids)
         return torch.cat([self._rows(model, self._request(part)) for part in torch.split(ids, ITEM_BATCH)])
 
-    def _loss(self, model: Recommender, micro_batch: MicroBatch, noise: DropoutKey | None) -> Tensor:
+    def _loss(self, model: Recommender, micro_batch: MicroBatch, dropout_key: DropoutKey | None) -> Tensor:
         ids, lengths = micro_batch["ids"], micro_batch["lengths"]
         # One length for all micro-batches: dropout noise is drawn for the whole of it.
         vectors = pad_sequences(self._rows(model, micro_batch["items"]), lengths, ids.shape[1])
@@ -156,7 +156,7 @@ class SampledSoftmax(RetrievalObjective[SequenceBatch]):
             # No targets here, but all ranks and all weights must take part in backward.
             unused = sum((weight.sum() for weight in model.network.parameters()), vectors.sum() + negatives.sum())
             return unused * 0.0
-        states = sasrec_of(model)(vectors[:, :-1], before, noise)[asks]
+        states = sasrec_of(model)(vectors[:, :-1], before, dropout_key)[asks]
         wanted = (states * vectors[:, 1:][asks]).sum(1, keepdim=True)
         # Each of the K negatives stands for I / K items; a drawn target is masked out.
         others = states @ negatives.t() + math.log(len(self._catalogue) / len(negatives))

@@ -150,10 +150,10 @@ def towers_of(model: Recommender) -> TwoTower:
     return network
 
 
-def side_vectors(model: Recommender, side: str, inputs: Mapping[str, Any], noise: SampleDropout | None) -> Tensor:
+def side_vectors(model: Recommender, side: str, inputs: Mapping[str, Any], dropout_key: SampleDropout | None) -> Tensor:
     """User or item vectors [B, dim] of samples."""
     tower = getattr(model.network, side)
-    vectors: Tensor = tower(inputs["dense"], model.vectors(inputs), noise)
+    vectors: Tensor = tower(inputs["dense"], model.vectors(inputs), dropout_key)
     return vectors
 
 

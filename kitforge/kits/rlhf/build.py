@@ -87,10 +87,10 @@ class RlhfTask(NetworkKit[StageOptions, Tokenizer]):
         builder = self.build_task(parts)
 
         def task(world: World) -> tuple[Task, list[Callback]]:
-            made, watching = builder.task(world)
-            quiet = [] if isinstance(options, SFTOptions) else [DisableDropout()]
+            made, task_callbacks = builder.task(world)
+            dropout_callbacks = [] if isinstance(options, SFTOptions) else [DisableDropout()]
             adapter = SaveAdapter(_adapted, options.checkpoint, tokenizer)
-            return made, [SaveTokenizer(tokenizer), adapter, *quiet, *watching]
+            return made, [SaveTokenizer(tokenizer), adapter, *dropout_callbacks, *task_callbacks]
 
         return Prepared(
             options=options,

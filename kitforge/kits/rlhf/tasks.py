@@ -137,18 +137,18 @@ class TaskInputs:
 
     def reference_model(
         self,
-        origin: NetworkSource,
+        base_model: NetworkSource,
         reference: nn.Module | None = None,
         critics: ValueHeadModel | None = None,
         known: str | None = None,
-        judge: object = None,
+        reward_source: object = None,
     ) -> ReferenceModel:
         """The frozen models of the task. With LoRA these include the base models: that of the policy, and the backbone
         of the reward model that initializes the critic."""
-        bases = (origin.given, None if critics is None else critics.backbone)
+        bases = (base_model.given, None if critics is None else critics.backbone)
         own = [each for each in bases if each is not None] if self.options.lora.is_on else ()
         given = networks_in([self.inputs.model, *self.inputs.roles.values()])
-        return ReferenceModel(reference, own, known, judges=networks_in(judge), given=given)
+        return ReferenceModel(reference, own, known, judges=networks_in(reward_source), given=given)
 
     def reference_base(self, named: str | None) -> NetworkSource | None:
         """The reference model: the role `reference` (a Run, folder or module), else the folder `named`. An evaluation
@@ -196,18 +196,18 @@ def task_inputs_of(
 def sft(parts: TaskInputs) -> TaskBuilder:
     """Supervised fine-tuning on demonstrations."""
     options = cast(SFTOptions, parts.options)
-    origin = parts.base_model(parts.inputs.model)
+    base_model = parts.base_model(parts.inputs.model)
     rows = parts.rows("demonstrations", "prompt and completion, or text")
 
     def build(world: World) -> nn.Module:
         if options.lora.is_on and not parts.is_evaluation:
-            return _sharded(trainable_copy(origin, world.device), options, world)
-        return origin.build(world)
+            return _sharded(trainable_copy(base_model, world.device), options, world)
+        return base_model.build(world)
 
     return TaskBuilder(
-        task=lambda world: (SFTTask(options, rows, build, world, parts.reference_model(origin)), ()),
+        task=lambda world: (SFTTask(options, rows, build, world, parts.reference_model(base_model)), ()),
         fingerprint=rows.fingerprint,
-        network=origin.recorded(),
+        network=base_model.recorded(),
     )
 
 
@@ -216,14 +216,14 @@ def reward(parts: TaskInputs) -> TaskBuilder:
     options = cast(RewardOptions, parts.options)
     rows = parts.rows("pairs", PAIR_COLUMNS)
     stored, trained = _stored_reward_model(parts), _loaded_reward_model(parts)
-    origin = stored or parts.base_model(parts.inputs.model if trained is None else trained.backbone)
+    base_model = stored or parts.base_model(parts.inputs.model if trained is None else trained.backbone)
 
     def build(world: World) -> nn.Module:
         if trained is not None and parts.is_evaluation:
             return _sharded(trained, options, world)
-        if origin.given is None:
-            return value_head_model(origin, world)
-        model = ValueHeadModel(trainable_copy(origin, world.device, "reward"))
+        if base_model.given is None:
+            return value_head_model(base_model, world)
+        model = ValueHeadModel(trainable_copy(base_model, world.device, "reward"))
         if trained is not None:
             model.load_head(trained.head())
         elif options.lora.path is not None and (head := read_head(Path(options.lora.path))):
@@ -233,25 +233,25 @@ def reward(parts: TaskInputs) -> TaskBuilder:
         return _sharded(model, options, world)
 
     def task(world: World) -> tuple[Task, Sequence[Callback]]:
-        made = RewardTask(options, rows, build, world, parts.reference_model(origin))
+        made = RewardTask(options, rows, build, world, parts.reference_model(base_model))
         return made, [NormalizeRewards(made)] if options.reward.normalize_rewards else []
 
-    return TaskBuilder(task=task, fingerprint=rows.fingerprint, network=origin.recorded())
+    return TaskBuilder(task=task, fingerprint=rows.fingerprint, network=base_model.recorded())
 
 
 def preference(parts: TaskInputs) -> TaskBuilder:
     """Preference optimisation on pairs: trains a copy of the policy; the default reference is the policy itself."""
     options = cast(PreferenceOptions, parts.options)
-    rows, origin = parts.rows("pairs", PAIR_COLUMNS), parts.base_model(parts.inputs.model)
-    has_reference, build = options.preference.needs_reference, _policy(parts, origin)
-    compared = _reference(parts, options.reference, origin) if has_reference else None
+    rows, base_model = parts.rows("pairs", PAIR_COLUMNS), parts.base_model(parts.inputs.model)
+    has_reference, build = options.preference.needs_reference, _policy(parts, base_model)
+    compared = _reference(parts, options.reference, base_model) if has_reference else None
     return TaskBuilder(
         task=lambda world: (
-            PreferenceTask(options, rows, build, world, _reference_model(parts, origin, compared, world)),
+            PreferenceTask(options, rows, build, world, _reference_model(parts, base_model, compared, world)),
             (),
         ),
         fingerprint=rows.fingerprint,
-        network=origin.recorded(),
+        network=base_model.recorded(),
     )
 
 
@@ -259,23 +259,26 @@ def kto(parts: TaskInputs) -> TaskBuilder:
     """KTO on labelled completions: trains a copy of the policy; the default reference is the policy itself."""
     options = cast(KTOOptions, parts.options)
     rows = parts.rows("unpaired", "prompt, completion and label")
-    origin = parts.base_model(parts.inputs.model)
-    compared, build = _reference(parts, options.reference, origin), _policy(parts, origin)
+    base_model = parts.base_model(parts.inputs.model)
+    compared, build = _reference(parts, options.reference, base_model), _policy(parts, base_model)
     return TaskBuilder(
-        task=lambda world: (KTOTask(options, rows, build, world, _reference_model(parts, origin, compared, world)), ()),
+        task=lambda world: (
+            KTOTask(options, rows, build, world, _reference_model(parts, base_model, compared, world)),
+            (),
+        ),
         fingerprint=rows.fingerprint,
-        network=origin.recorded(),
+        network=base_model.recorded(),
     )
 
 
 def _reference_model(
-    parts: TaskInputs, origin: NetworkSource, compared: NetworkSource | None, world: World
+    parts: TaskInputs, base_model: NetworkSource, compared: NetworkSource | None, world: World
 ) -> ReferenceModel:
     """The frozen reference model, sharded like the policy: all ranks of a replica process the same rows."""
     if compared is None:
-        return parts.reference_model(origin)
+        return parts.reference_model(base_model)
     network, known = reference_of(compared, world)
-    return parts.reference_model(origin, network, known=known)
+    return parts.reference_model(base_model, network, known=known)
 
 
 def policy_gradient(parts: TaskInputs) -> TaskBuilder:
@@ -283,47 +286,49 @@ def policy_gradient(parts: TaskInputs) -> TaskBuilder:
     if there is one, and the rewards. Builds only the roles placed on this rank."""
     options = cast(RLOptions, parts.options)
     loop = EventLoop()
-    playground = environment_runner_of(parts.inputs.roles, options, parts.tokenizer, loop)
-    tools = None if playground is None else playground.tools
+    environment_runner = environment_runner_of(parts.inputs.roles, options, parts.tokenizer, loop)
+    tools = None if environment_runner is None else environment_runner.tools
     rows = parts.rows(None, "prompt, and those that rewards read", options.rollout.max_new_tokens, tools)
     pretraining = _ptx_rows(parts)
     given, num_training = parts.inputs.model, options.parallel.world_size
-    held = {name for name in ROLES if parts.rank in options.role_ranks.ranks(name, num_training)}
-    is_built = parts.rank < num_training or "rollout" in held
-    origin = cache(lambda: parts.base_model(policy_of(given) if given is not None else None, is_shared=True))
+    own_roles = {name for name in ROLES if parts.rank in options.role_ranks.ranks(name, num_training)}
+    is_built = parts.rank < num_training or "rollout" in own_roles
+    base_model = cache(lambda: parts.base_model(policy_of(given) if given is not None else None, is_shared=True))
     scores, has_critic = _rewards(parts), is_built and options.rl.has_critic
     sources = _sharded_sources(parts, scores) if is_built else None
-    is_whole = "reward" in held or (has_critic and (sources is None or "rollout" in held))
-    judge = _reward_source(parts, scores, origin) if is_whole else None
-    basis = critic_init(judge, parts.tokenizer) if has_critic else None
+    is_whole = "reward" in own_roles or (has_critic and (sources is None or "rollout" in own_roles))
+    reward_source = _reward_source(parts, scores, base_model) if is_whole else None
+    critic_base = critic_init(reward_source, parts.tokenizer) if has_critic else None
     is_named = options.reference is not None or "reference" in parts.inputs.roles
-    is_compared = "reference" in held and (options.kl.needs_reference or is_named)
-    reference = _full_reference(parts, options.reference, origin) if is_compared else None
+    is_compared = "reference" in own_roles and (options.kl.needs_reference or is_named)
+    reference = _full_reference(parts, options.reference, base_model) if is_compared else None
 
     def build(world: World) -> nn.Module:
         if sources is not None and world.is_sharded:
             is_pair, first = options.rl.has_critic and not parts.is_evaluation, sources[0]
             return actor_critic(first, sources[1], world) if is_pair else first.build(world)
-        network = origin().given
+        network = base_model().given
         if parts.is_evaluation and network is not None and not world.is_sharded:
             return _sharded(network, options, world)
-        policy = trainable_copy(origin(), world.device)
-        model = ActorCritic(policy, _critic(basis, origin(), options, world)) if options.rl.has_critic else policy
+        policy = trainable_copy(base_model(), world.device)
+        model = (
+            ActorCritic(policy, _critic(critic_base, base_model(), options, world)) if options.rl.has_critic else policy
+        )
         return _sharded(model, options, world)
 
     def task(world: World) -> tuple[Task, Sequence[Callback]]:
         roles = Roles(
-            scorer=scorer_of(judge, parts.tokenizer, options.rl.max_tokens_per_microbatch, loop)
-            if judge is not None and "reward" in held
+            scorer=scorer_of(reward_source, parts.tokenizer, options.rl.max_tokens_per_microbatch, loop)
+            if reward_source is not None and "reward" in own_roles
             else None,
             reference_model=parts.reference_model(
-                origin() if is_built and sources is None else NetworkSource(options=options),
+                base_model() if is_built and sources is None else NetworkSource(options=options),
                 reference,
-                basis,
-                judge=judge if "reward" in held else None,
+                critic_base,
+                reward_source=reward_source if "reward" in own_roles else None,
             ),
             eos_ids=parts.tokenizer.eos_ids,
-            environment_runner=playground,
+            environment_runner=environment_runner,
             event_loop=loop,
             tokenizer=parts.tokenizer,
         )
@@ -333,7 +338,7 @@ def policy_gradient(parts: TaskInputs) -> TaskBuilder:
             RolloutLog(made, parts.tokenizer, options.rollout.keep_rollout_files, options.rl.updates_per_rollout),
         ]
 
-    network = (origin() if sources is None else sources[0]).recorded() if is_built else None
+    network = (base_model() if sources is None else sources[0]).recorded() if is_built else None
     fingerprint = rows.fingerprint if pretraining is None else f"{rows.fingerprint} and {pretraining.fingerprint}"
     return TaskBuilder(task=task, fingerprint=fingerprint, network=network)
 
@@ -357,12 +362,12 @@ def _sharded_sources(parts: TaskInputs, scores: Any) -> tuple[NetworkSource, Net
     return policy, stored_base_model(options, parts.tokenizer, partial(open_reward_model, folder))
 
 
-def _full_reference(parts: TaskInputs, named: str | None, origin: Callable[[], NetworkSource]) -> nn.Module | None:
+def _full_reference(parts: TaskInputs, named: str | None, base_model: Callable[[], NetworkSource]) -> nn.Module | None:
     """The reference model of RL, whole on this rank, as each rank has a different number of completions."""
     compared = parts.reference_base(named)
     if compared is None and parts.is_evaluation:
         return None
-    return prepare_training(frozen_copy(compared or origin(), parts.device), parts.options)
+    return prepare_training(frozen_copy(compared or base_model(), parts.device), parts.options)
 
 
 def _ptx_rows(parts: TaskInputs) -> DatasetSplits[TokenizedExample] | None:
@@ -378,7 +383,7 @@ def _ptx_rows(parts: TaskInputs) -> DatasetSplits[TokenizedExample] | None:
     return found
 
 
-def _reference(parts: TaskInputs, named: str | None, origin: NetworkSource) -> NetworkSource:
+def _reference(parts: TaskInputs, named: str | None, base_model: NetworkSource) -> NetworkSource:
     """The reference model: the role `reference`, else the initial policy."""
     given = parts.reference_base(named)
     if given is None and parts.is_evaluation:
@@ -386,16 +391,16 @@ def _reference(parts: TaskInputs, named: str | None, origin: NetworkSource) -> N
             f"the evaluation of {parts.options.task} needs its reference model",
             fix='add reference=FOLDER or pass roles={"reference": MODEL}, the initial policy of the training',
         )
-    return given or origin
+    return given or base_model
 
 
-def _policy(parts: TaskInputs, origin: NetworkSource) -> Callable[[World], nn.Module]:
+def _policy(parts: TaskInputs, base_model: NetworkSource) -> Callable[[World], nn.Module]:
     """The constructor of the trained copy of the policy."""
 
     def build(world: World) -> nn.Module:
-        if parts.is_evaluation or origin.given is None:
-            return origin.build(world)
-        return _sharded(trainable_copy(origin, world.device), parts.options, world)
+        if parts.is_evaluation or base_model.given is None:
+            return base_model.build(world)
+        return _sharded(trainable_copy(base_model, world.device), parts.options, world)
 
     return build
 
@@ -423,27 +428,29 @@ def _rewards(parts: TaskInputs) -> Any:
     return given
 
 
-def _reward_source(parts: TaskInputs, source: Any, origin: Callable[[], NetworkSource]) -> Any:
+def _reward_source(parts: TaskInputs, source: Any, base_model: Callable[[], NetworkSource]) -> Any:
     """The reward source: a reward model with its tokenizer, a function, a name, or several."""
     if several := reward_members(source):
         weights = {name: weighted_member(name, each) for name, each in several.items()}
-        return {name: (weight, _reward_source(parts, each, origin)) for name, (weight, each) in weights.items()}
+        return {name: (weight, _reward_source(parts, each, base_model)) for name, (weight, each) in weights.items()}
     if not isinstance(source, (str, Path)) or not Path(source).expanduser().is_dir():
         return source
     folder = Path(source).expanduser()
     if is_adapter(folder):
-        return adapted_reward_model(origin(), folder)
+        return adapted_reward_model(base_model(), folder)
     model = load_reward_model(folder, parts.device, parts.options.compile_level)
     return RewardModel(model=model, tokenizer=find_tokenizer_or_none(folder))
 
 
-def _critic(basis: ValueHeadModel | None, origin: NetworkSource, options: RLOptions, world: World) -> ValueHeadModel:
+def _critic(
+    critic_base: ValueHeadModel | None, base_model: NetworkSource, options: RLOptions, world: World
+) -> ValueHeadModel:
     """The critic: a value head model."""
-    if basis is not None:
-        critic = ValueHeadModel(_critic_backbone(basis.backbone, options, world.device))
-        critic.load_head(normalized_head(basis.head()))
+    if critic_base is not None:
+        critic = ValueHeadModel(_critic_backbone(critic_base.backbone, options, world.device))
+        critic.load_head(normalized_head(critic_base.head()))
     else:
-        critic = ValueHeadModel(trainable_copy(origin, world.device, "critic"))
+        critic = ValueHeadModel(trainable_copy(base_model, world.device, "critic"))
         critic.reset_head(options.seed)
     return critic
 

@@ -202,7 +202,7 @@ def _read(where: str, line: bytes) -> BatchPrompt:
             f"{where} has columns that its answer would overwrite", got=", ".join(taken), fix="give them other names"
         )
     if "prompt" in values and not (isinstance(values["prompt"], str) and values["prompt"]):
-        raise DataError(f"{where} has a prompt that is no text or empty", expected=expected)
+        raise DataError(f"{where} has a prompt that is not text or empty", expected=expected)
     if "messages" in values and not _is_chat(values["messages"]):
         raise DataError(f"{where} has messages that are no chat", expected=expected)
     if "messages" in values:

@@ -129,13 +129,13 @@ class TextGeneration(NetworkKit[TextGenerationOptions, Tokenizer]):
     def open_pipeline(
         self, model: nn.Module, tokenizer: Tokenizer, options: TextGenerationOptions
     ) -> TextGenerationPipeline:
-        """What continues texts."""
+        """The text generation pipeline."""
         return TextGenerationPipeline(model, tokenizer, options.inference)
 
     def open_service(
         self, model: nn.Module, tokenizer: Tokenizer, name: str, options: TextGenerationOptions
     ) -> Service:
-        """What answers over HTTP."""
+        """The OpenAI-compatible service."""
         texts = TextEngine(Engine(model, options.inference.engine, stop_ids=tokenizer.eos_ids), tokenizer)
         defaults = with_folder_defaults(options.inference, tokenizer.generation_config)
         return Service(texts, name, defaults, options.serve)

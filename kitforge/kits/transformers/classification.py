@@ -149,7 +149,7 @@ def _targets(
     for at, _, label in rows:
         if isinstance(label, list):
             fix = "add problem_type=multi_label_classification where rows have several"
-            raise DataError(f"{at} is no labelled text", got=f"labels {label}", expected="one label", fix=fix)
+            raise DataError(f"{at} is not a labelled text", got=f"labels {label}", expected="one label", fix=fix)
     return [label_index(label, index, at) for at, _, label in rows]
 
 
@@ -167,7 +167,7 @@ def _columns(row: object, options: TextClassificationOptions, location: object) 
         got = "an empty text" if not text.strip() else f"{data.label}={label!r}"
         fix = "add problem_type=regression to learn numbers" if isinstance(label, float) else None
         expected = "a text, and a label or a list of them"
-        raise DataError(f"{location} is no labelled text", got=got, expected=expected, fix=fix)
+        raise DataError(f"{location} is not a labelled text", got=got, expected=expected, fix=fix)
     return text, label
 
 
@@ -183,7 +183,7 @@ class TextClassificationTask(HeadedTask):
         return {"loss": rows, "samples": rows, "input_tokens": tokens}
 
     def logits(
-        self, model: nn.Module, micro_batch: MicroBatch, noise: DropoutKey | None
+        self, model: nn.Module, micro_batch: MicroBatch, dropout_key: DropoutKey | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Logits [B, C], labels [B] and weights [B] on the device."""
         network = cast(SequenceClassifier, model)
@@ -191,7 +191,7 @@ class TextClassificationTask(HeadedTask):
         tokens, ends, labels, weights = (
             copy_to(micro_batch[name], device) for name in ("tokens", "ends", "labels", "weights")
         )
-        return network.logits_at(tokens, ends, noise), labels, weights
+        return network.logits_at(tokens, ends, dropout_key), labels, weights
 
 
 Inputs: TypeAlias = RunInputs[Tokenizer]
@@ -225,7 +225,7 @@ class TextClassification(LabellingKit[TextClassificationOptions]):
     def open_pipeline(
         self, model: nn.Module, processor: Tokenizer, options: TextClassificationOptions
     ) -> TextClassificationPipeline:
-        """What labels texts."""
+        """The text classification pipeline."""
         return TextClassificationPipeline(model, processor, options)
 
     def predict_file(self, options: TextClassificationOptions, load_model: LoadModel) -> Path:

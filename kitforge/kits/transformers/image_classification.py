@@ -214,7 +214,7 @@ def find_files(train: object, evaluation: object, data: ImageDataOptions) -> Ima
 def read_images(
     files: ImageFiles, options: ImageClassificationOptions, labels: tuple[str, ...], config: ViTConfig
 ) -> ImageData:
-    """Decode the images that are kept. Raises DataError naming one without a known label, or that is no image."""
+    """Decode the images that are kept. Raises DataError naming one without a known label, or that is not an image."""
     train, held = (_usable(each or [], labels, options.data, config) for each in (files.train, files.eval))
     if files.eval is None:
         kept, held_out = train_eval_split(len(train), options.data.eval_fraction, options.seed)
@@ -283,7 +283,7 @@ class ImageClassificationTask(ClassifierTask):
         return {"loss": rows, "samples": rows}
 
     def logits(
-        self, model: nn.Module, micro_batch: MicroBatch, noise: DropoutKey | None
+        self, model: nn.Module, micro_batch: MicroBatch, dropout_key: DropoutKey | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Logits [B, labels], labels [B] and weights [B] on the device; training images are augmented."""
         network = cast(VisionTransformer, model)
@@ -296,7 +296,7 @@ class ImageClassificationTask(ClassifierTask):
             copy_to(each, device) for each in (images, micro_batch["labels"], micro_batch["weights"])
         )
         config = cast(ViTConfig, network.config)
-        return network.logits(normalized(pixels, config), Context(dropout=noise)), labels, weights
+        return network.logits(normalized(pixels, config), Context(dropout=dropout_key)), labels, weights
 
 
 @final
@@ -307,7 +307,7 @@ class ImageProcessor:
         self._config = config
 
     def __call__(self, entries: Sequence[ImageEntry]) -> Tensor:
-        """Numbers [B, C, S, S]. Raises DataError naming what is no image."""
+        """Numbers [B, C, S, S]. Raises DataError naming what is not an image."""
         return normalized(torch.stack([decode_for(self._config, entry) for entry in entries]), self._config)
 
 
@@ -318,7 +318,7 @@ _BATCH = 64
 
 @final
 class ImageClassification(NetworkKit[ImageClassificationOptions, ImageProcessor]):
-    """The task `image_classification`. Its models say themselves how they want their images."""
+    """The task `image_classification`. Image size and normalization come from the model's config."""
 
     OPTIONS = ImageClassificationOptions
     KIND = "vision"
@@ -475,7 +475,7 @@ class ImageClassificationPipeline:
 
     @torch.no_grad()
     def probabilities(self, entries: Sequence[ImageEntry]) -> Tensor:
-        """[B, labels] on the CPU. Raises DataError naming what is no image."""
+        """[B, labels] on the CPU. Raises DataError naming what is not an image."""
         pixels = self._process(entries).to(self._model.position.device)
         return label_probabilities(self._model.logits(pixels), cast(ViTConfig, self._model.config).problem_type).cpu()
 

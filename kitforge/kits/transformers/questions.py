@@ -138,7 +138,7 @@ def _check(location: str, name: str, form: str | None, values: Mapping[str, Any]
     if name in ("choices", "contexts") and options is not None:
         if not options or not all(isinstance(option, str) and option for option in options):
             raise DataError(
-                f"{location} has an option that is no text", got=options, expected="texts that are not empty"
+                f"{location} has an option that is not text", got=options, expected="texts that are not empty"
             )
         if not 0 <= values["gold"] < len(options):
             raise DataError(f"{location} has no option {values['gold']}", expected=f"gold from 0 to {len(options) - 1}")

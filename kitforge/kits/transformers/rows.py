@@ -139,15 +139,15 @@ class ClassifierTask(RowTask, ABC):
 
     @abstractmethod
     def logits(
-        self, model: nn.Module, micro_batch: MicroBatch, noise: DropoutKey | None
+        self, model: nn.Module, micro_batch: MicroBatch, dropout_key: DropoutKey | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Logits [B, labels], labels [B] and weights [B] on the device; of several labels a row, zeros and ones
         [B, labels]; of a regression, numbers [B, labels]."""
 
     def loss(self, model: nn.Module, micro_batch: MicroBatch) -> Sums:
         """The sums of cross entropies and of right answers, or of squared errors."""
-        noise = self.dropout_key(micro_batch) if model.training else None
-        logits, labels, weights = self.logits(model, micro_batch, noise)
+        dropout_key = self.dropout_key(micro_batch) if model.training else None
+        logits, labels, weights = self.logits(model, micro_batch, dropout_key)
         if self.problem_type == "regression":
             return {"loss": (squared_errors(logits, labels) * weights).sum()}
         losses, right = losses_of(logits, labels), rightness(logits.detach(), labels).to(weights)

@@ -159,7 +159,7 @@ def read_texts(spec: object, data: PairDataOptions) -> list[tuple[object, tuple[
         try:
             texts = document_of(row, data.source, "strict", location), document_of(row, data.target, "strict", location)
             if not all(each.strip() for each in texts):
-                raise DataError(f"{location} is no pair", got="an empty text", expected="a source and a target")
+                raise DataError(f"{location} is not a pair", got="an empty text", expected="a source and a target")
         except DataError:
             if data.on_invalid == "refuse":
                 raise
@@ -264,7 +264,7 @@ class Seq2SeqTask(RowTask):
         measure = bleu if self._options.task == "translation" else rouge
         return {f"eval/{name}": value for name, value in measure(texts, [each.texts[1] for each in pairs]).items()}
 
-    def _loss(self, model: nn.Module, micro_batch: MicroBatch, noise: DropoutKey | None) -> Tensor:
+    def _loss(self, model: nn.Module, micro_batch: MicroBatch, dropout_key: DropoutKey | None) -> Tensor:
         network = cast(EncoderDecoder, model)
         device = network.head_weight.device
         sources, targets, lengths = (copy_to(micro_batch[name], device) for name in ("sources", "targets", "lengths"))
@@ -273,7 +273,7 @@ class Seq2SeqTask(RowTask):
         inputs = torch.cat([torch.full_like(targets[:, :1], start), targets[:, :-1]], dim=1)
         inputs = inputs.masked_fill(inputs == IGNORED, self._tokenizer.pad_id)
         context = Context(
-            source=EncoderInput(tokens=sources, documents=source_documents(sources, lengths)), dropout=noise
+            source=EncoderInput(tokens=sources, documents=source_documents(sources, lengths)), dropout=dropout_key
         )
         hidden = network.hidden(inputs, context).flatten(0, 1)
         loss: Tensor = network.kernels.linear_cross_entropy(hidden, network.head_weight, targets.flatten())
@@ -380,7 +380,7 @@ class Seq2Seq(NetworkKit[Seq2SeqOptions, Tokenizer]):
         return export_programs(self, options)
 
     def open_pipeline(self, model: nn.Module, processor: Tokenizer, options: Seq2SeqOptions) -> Seq2SeqPipeline:
-        """What writes targets."""
+        """The translation or summarization pipeline."""
         return Seq2SeqPipeline(model, processor, options)
 
     def predict_file(self, options: Seq2SeqOptions, load_model: LoadModel) -> Path:

@@ -80,9 +80,9 @@ class TextGenerationTask(DatasetTask):
 
     def inputs(self, micro_batch: MicroBatch) -> tuple[Tensor, Context]:
         """The tokens, and the documents that share a row."""
-        noise, device = self.dropout_key(micro_batch), self._world.device
+        dropout_key, device = self.dropout_key(micro_batch), self._world.device
         counted = micro_batch["targets"] != IGNORED
-        context = Context.packed(micro_batch["positions"], micro_batch.get("documents"), noise, device, counted)
+        context = Context.packed(micro_batch["positions"], micro_batch.get("documents"), dropout_key, device, counted)
         return copy_to(micro_batch["tokens"], device), context
 
     def loss_of(self, model: nn.Module, hidden: Tensor, micro_batch: MicroBatch) -> Sums:

@@ -183,14 +183,14 @@ class TokenClassificationTask(HeadedTask):
         return {"loss": labelled.float(), "samples": rows.float(), "input_tokens": tokens.float()}
 
     def logits(
-        self, model: nn.Module, micro_batch: MicroBatch, noise: DropoutKey | None
+        self, model: nn.Module, micro_batch: MicroBatch, dropout_key: DropoutKey | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Logits [B T, C], labels [B T] and weights [B T] on the device; of weight 0 without a label."""
         network = cast(TokenClassifier, model)
         device = network.score.weight.device
         tokens, labels = (copy_to(micro_batch[name], device) for name in ("tokens", "labels"))
         flat = labels.flatten()
-        return network.logits_at(tokens, noise), flat.clamp(min=0), (flat >= 0).float()
+        return network.logits_at(tokens, dropout_key), flat.clamp(min=0), (flat >= 0).float()
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """eval/loss and eval/accuracy of the labelled tokens; where the labels are chunk tags eval/precision,
@@ -246,7 +246,7 @@ class TokenClassification(LabellingKit[TokenClassificationOptions]):
     def open_pipeline(
         self, model: nn.Module, processor: Tokenizer, options: TokenClassificationOptions
     ) -> TokenClassificationPipeline:
-        """What finds the entities of texts."""
+        """The token classification pipeline."""
         return TokenClassificationPipeline(model, processor, options)
 
     def predict_file(self, options: TokenClassificationOptions, load_model: LoadModel) -> Path:

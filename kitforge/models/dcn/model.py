@@ -64,13 +64,13 @@ class DCNV2(nn.Module):
         head_dim = dims[-1] if config.structure == "stacked" else dim + dims[-1]
         self.head = Linear(head_dim, 1, bias=True, kernels=kernels)
 
-    def forward(self, dense: Tensor, vectors: Mapping[str, Tensor], noise: SampleDropout | None = None) -> Tensor:
+    def forward(self, dense: Tensor, vectors: Mapping[str, Tensor], dropout_key: SampleDropout | None = None) -> Tensor:
         """Logits [B]; see the class."""
         input = concat_features(dense, vectors, self._deep)
         crossed = self.cross(input)
         if self.config.structure == "stacked":
-            features = self.tower(crossed, noise)
+            features = self.tower(crossed, dropout_key)
         else:
-            features = torch.cat([crossed, self.tower(input, noise).to(crossed.dtype)], dim=1)
+            features = torch.cat([crossed, self.tower(input, dropout_key).to(crossed.dtype)], dim=1)
         logits: Tensor = self.head(features).float().squeeze(1)
         return logits

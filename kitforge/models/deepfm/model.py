@@ -62,9 +62,9 @@ class DeepFM(nn.Module):
         dims = (len(shape.numeric) + width([deep]), *config.hidden, 1)
         self.tower = MLPTower("tower", dims, kernels=kernels, dropout=config.dropout)
 
-    def forward(self, dense: Tensor, vectors: Mapping[str, Tensor], noise: SampleDropout | None = None) -> Tensor:
+    def forward(self, dense: Tensor, vectors: Mapping[str, Tensor], dropout_key: SampleDropout | None = None) -> Tensor:
         """Logits [B]; see the class."""
-        logits = self.tower(concat_features(dense, vectors, [self._deep]), noise).float() + vectors["wide"]
+        logits = self.tower(concat_features(dense, vectors, [self._deep]), dropout_key).float() + vectors["wide"]
         if self.linear is not None:
             logits = logits + self.linear(dense).float()
         first: Tensor = logits.squeeze(1)

@@ -105,12 +105,12 @@ class DIN(nn.Module):
         dims = (len(shape.numeric) + width([deep, *sequences]), *config.hidden, 1)
         self.tower = MLPTower("tower", dims, kernels=kernels, dropout=config.dropout)
 
-    def forward(self, dense: Tensor, vectors: Mapping[str, Tensor], noise: SampleDropout | None = None) -> Tensor:
+    def forward(self, dense: Tensor, vectors: Mapping[str, Tensor], dropout_key: SampleDropout | None = None) -> Tensor:
         """Logits [B]; see the class."""
         interests = [
             self.interests[name](vectors["deep"][:, index], vectors[name], vectors[f"{name}.lengths"])
             for name, index in self._targets.items()
         ]
         input = torch.cat([concat_features(dense, vectors, [self._deep]), *interests], dim=1)
-        logits: Tensor = self.tower(input, noise).float().squeeze(1)
+        logits: Tensor = self.tower(input, dropout_key).float().squeeze(1)
         return logits

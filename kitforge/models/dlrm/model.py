@@ -66,7 +66,7 @@ class DLRM(nn.Module):
         met = wide if is_cross else config.dim + num_vectors * (num_vectors - 1) // 2
         self.top = MLPTower("top", (met, *config.top, 1), kernels=kernels, dropout=config.dropout)
 
-    def forward(self, dense: Tensor, vectors: Mapping[str, Tensor], noise: SampleDropout | None = None) -> Tensor:
+    def forward(self, dense: Tensor, vectors: Mapping[str, Tensor], dropout_key: SampleDropout | None = None) -> Tensor:
         """Logits [B]; see the class."""
         numbers = self.bottom(dense)
         deep = vectors["deep"]
@@ -75,5 +75,5 @@ class DLRM(nn.Module):
             met = torch.cat([numbers, dot_interaction(together).to(numbers.dtype)], dim=1)
         else:
             met = self.cross(together.flatten(1))
-        logits: Tensor = self.top(met, noise).float().squeeze(1)
+        logits: Tensor = self.top(met, dropout_key).float().squeeze(1)
         return logits

@@ -102,7 +102,7 @@ class SASRec(Stack):
         self.position = nn.Embedding(config.max_length, config.dim)
         self.add_blocks((config.block(),) * config.num_layers, kernels)
 
-    def forward(self, items: Tensor, lengths: Tensor, noise: DropoutKey | None = None) -> Tensor:
+    def forward(self, items: Tensor, lengths: Tensor, dropout_key: DropoutKey | None = None) -> Tensor:
         """Hidden states; positions beyond `lengths` [B] change nothing before them.
 
         Histories are grouped into buckets of similar length, since most are much shorter than the longest. The bucket,
@@ -116,8 +116,8 @@ class SASRec(Stack):
         parts, order = [], []
         for width in sorted(set(width_of.tolist())) or [longest]:
             rows = (width_of == width).nonzero().squeeze(1)
-            samples = () if noise is None else tuple(noise.samples[row] for row in rows.tolist())
-            of_rows = None if noise is None else replace(noise, samples=samples)
+            samples = () if dropout_key is None else tuple(dropout_key.samples[row] for row in rows.tolist())
+            of_rows = None if dropout_key is None else replace(dropout_key, samples=samples)
             context = Context(lengths=lengths[rows].unsqueeze(1), dropout=of_rows)
             states = self.hidden(items[rows, :width], context).float()
             parts.append(functional.pad(states, (0, 0, 0, longest - width)))

@@ -85,13 +85,13 @@ class TowerSide(nn.Module):
         dims = (len(self._numeric) + num_vectors * config.dim, *config.hidden, config.output_dim)
         self.tower = MLPTower(side, dims, kernels=kernels, dropout=config.dropout)
 
-    def forward(self, dense: Tensor, vectors: Mapping[str, Tensor], noise: SampleDropout | None = None) -> Tensor:
+    def forward(self, dense: Tensor, vectors: Mapping[str, Tensor], dropout_key: SampleDropout | None = None) -> Tensor:
         """Unit vectors [B, output_dim]."""
         parts = [dense[:, self._numeric]]
         if self._num_categorical:
             parts.append(vectors[self._side].flatten(1))
         parts += [mean_of(vectors[name], vectors[f"{name}.lengths"]) for name in self._sequences]
-        output: Tensor = self.tower(torch.cat(parts, dim=1), noise)
+        output: Tensor = self.tower(torch.cat(parts, dim=1), dropout_key)
         return functional.normalize(output.float(), dim=1)
 
 
@@ -106,10 +106,10 @@ class TwoTower(nn.Module):
         self.user = TowerSide(config, "user", shape, kernels)
         self.item = TowerSide(config, "item", shape, kernels)
 
-    def forward(self, dense: Tensor, vectors: Mapping[str, Tensor], noise: SampleDropout | None = None) -> Tensor:
+    def forward(self, dense: Tensor, vectors: Mapping[str, Tensor], dropout_key: SampleDropout | None = None) -> Tensor:
         """Logits [B]; see the class."""
-        users: Tensor = self.user(dense, vectors, noise)
-        items: Tensor = self.item(dense, vectors, noise)
+        users: Tensor = self.user(dense, vectors, dropout_key)
+        items: Tensor = self.item(dense, vectors, dropout_key)
         return (users * items).sum(1) / self.config.temperature
 
     def scores(self, users: Tensor, items: Tensor) -> Tensor:

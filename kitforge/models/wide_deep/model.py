@@ -69,10 +69,10 @@ class WideDeep(nn.Module):
         dims = (num_numeric * (config.dim if as_rows else 1) + width(self._deep), *config.hidden, 1)
         self.tower = MLPTower("tower", dims, kernels=kernels, dropout=config.dropout)
 
-    def forward(self, dense: Tensor, vectors: Mapping[str, Tensor], noise: SampleDropout | None = None) -> Tensor:
+    def forward(self, dense: Tensor, vectors: Mapping[str, Tensor], dropout_key: SampleDropout | None = None) -> Tensor:
         """Logits [B]; see the class."""
         numbers = dense if self.rows is None else (dense.unsqueeze(2) * self.rows).flatten(1)
-        logits: Tensor = self.tower(concat_features(numbers, vectors, self._deep), noise).float()
+        logits: Tensor = self.tower(concat_features(numbers, vectors, self._deep), dropout_key).float()
         if self.linear is not None:
             logits = logits + self.linear(dense).float()
         if self._has_wide:

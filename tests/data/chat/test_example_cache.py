@@ -138,7 +138,7 @@ def test_whatever_changes_tokens_changes_the_cache(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("rows", "words"),
-    [([{"prompt": "a", "completion": ""}], "empty response"), ([], "no rows"), ([3], "no row")],
+    [([{"prompt": "a", "completion": ""}], "empty response"), ([], "no rows"), ([3], "not a row")],
 )
 def test_rows_that_cannot_be_used_are_refused(rows: list[Any], words: str, tmp_path: Path) -> None:
     for unusable in ("refuse", "drop"):

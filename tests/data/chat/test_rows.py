@@ -110,9 +110,9 @@ NO_MESSAGES: dict[str, tuple[str, dict[str, Any], str]] = {
     "an infinite margin": ("pairs", {"prompt": "a", "chosen": "b", "rejected": "c", "margin": -1e999}, "finite"),
     "a margin beyond floats": ("pairs", {"prompt": "a", "chosen": "b", "rejected": "c", "margin": 10**400}, "finite"),
     "too large a margin": ("pairs", {"prompt": "a", "chosen": "b", "rejected": "c", "margin": 1e39}, "finite"),
-    "a label that is no number": ("unpaired", {"prompt": "a", "completion": "b", "label": float("nan")}, "verdict"),
+    "a label that is not a number": ("unpaired", {"prompt": "a", "completion": "b", "label": float("nan")}, "verdict"),
     "half a weight": ("demonstrations", {"messages": [*CHAT, {**REPLY[0], "weight": 0.5}]}, "partly"),
-    "a weight that is no number": (
+    "a weight that is not a number": (
         "demonstrations", {"messages": [*CHAT, {**REPLY[0], "weight": float("nan")}]}, "partly",
     ),
     "no weight at all": ("demonstrations", {"messages": [*CHAT, {**REPLY[0], "weight": 0}]}, "nothing to learn"),

@@ -322,7 +322,7 @@ def test_a_user_who_speaks_for_the_end_of_a_reply_is_its_end(tokenizers: dict[st
 
 def test_a_reply_that_cannot_be_found_is_refused(tokenizers: dict[str, HuggingFaceTokenizer]) -> None:
     source = "{{ messages | length }}{% for m in messages %}{{ m.content | length }}{% endfor %}"
-    with pytest.raises(DataError, match="cannot be told"):
+    with pytest.raises(DataError, match="cannot locate"):
         templated(tokenizers["bytes"], source).training(TALKS["three turns"])
 
 
@@ -353,7 +353,7 @@ def test_an_open_message_needs_a_text_and_is_not_also_answered(tokenizers: dict[
     for talk in ([], [assistant(None, tool_calls=[CALL])]):
         with pytest.raises(DataError):
             template.tokens(talk, continue_final_message=True)
-    with pytest.raises(DataError, match="no prompt"):
+    with pytest.raises(DataError, match="not a prompt"):
         template.tokens(TALKS["three turns"], continue_final_message=True, opens_reply=True)
     with pytest.raises(DataError, match="messages"):
         template.tokens(TALKS["three turns"], chat_template_kwargs={"messages": []})

@@ -56,7 +56,7 @@ def test_blanks_around_a_name_are_no_part_of_it(tmp_path: Path) -> None:
 def test_a_file_without_a_header_is_given_names(tmp_path: Path) -> None:
     path = write(tmp_path / "a.csv", "1,2.5,x\n0,3,y\n")
     assert len(columns_of(path, LAYOUT, columns=("click", "price", "site"))) == 2
-    with pytest.raises(DataError, match=r"(?s)no header.*data\.columns"):
+    with pytest.raises(DataError, match=r"(?s)not a header.*data\.columns"):
         columns_of(path, LAYOUT)
 
 

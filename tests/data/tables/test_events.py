@@ -157,7 +157,7 @@ def test_an_event_without_user_item_or_time_is_a_bad_row(tmp_path: Path) -> None
     assert sequences(columns(path, bad=BadRows(policy="skip"))) == {1: [6, 4]}
     path.write_text("user,item,time\n1,3,20240102\n1,4,\n1,5,soon\n1,6,30\n")
     found = [job().table for job in replace(open_table(path, TableSourceConfig()), times=("time",)).jobs(["time"])]
-    assert found[0].column("time").to_pylist() == ["20240102", None, "soon", "30"]  # a number is no date
+    assert found[0].column("time").to_pylist() == ["20240102", None, "soon", "30"]  # a number is not a date
     path.write_text("user,item,time\n1,4,soon\n1,5,2\n")
     with pytest.raises(DataError, match=r"events\.csv:2 holds no number in column 'time'[^$]*soon"):
         columns(path)
@@ -181,5 +181,5 @@ def test_a_line_that_is_no_json_object_is_a_bad_row(tmp_path: Path) -> None:
         columns(path)
     assert sequences(columns(path, bad=BadRows(policy="skip"))) == {1: [5, 4]}
     path.write_text("user,item\n1,2\n")
-    with pytest.raises(DataError, match="first line of .* is no JSON object"):
+    with pytest.raises(DataError, match="first line of .* is not a JSON object"):
         columns(path)

@@ -154,7 +154,7 @@ def test_a_damaged_row_group_is_refused(path: Path) -> None:
     ("row", "message"),
     [
         ({"click": 1}, r"(?s)row 11 of the data has no column 'price'.*columns click"),
-        ("text", "row 11 of the data is no row"),
+        ("text", "row 11 of the data is not a row"),
         (ROWS[0] | {"user": 2**80}, "row 11 of the data holds no 64-bit id"),
         (ROWS[0] | {"price": "dear"}, "row 11 of the data holds no number"),
         (ROWS[0] | {"tags": [1, None]}, "row 11 of the data has no value in column 'tags'"),
@@ -171,7 +171,7 @@ def test_a_bad_row_in_python_is_named_by_its_number(row: object, message: str, m
 
 @pytest.mark.parametrize("spec", [None, 3, b"raw"])
 def test_what_is_no_table_is_refused(spec: object) -> None:
-    with pytest.raises(DataError, match="this is no table"):
+    with pytest.raises(DataError, match="this is not a table"):
         open_table(spec)
 
 
@@ -269,7 +269,7 @@ def test_a_spec_that_names_no_table_is_refused(tmp_path: Path, name: str, messag
 @pytest.mark.parametrize("header", ["a,a", "a,1.5", "a,"])
 def test_what_is_no_header_is_refused(tmp_path: Path, header: str) -> None:
     (tmp_path / "a.csv").write_text(f"{header}\n1,2\n")
-    with pytest.raises(DataError, match="is no header"):
+    with pytest.raises(DataError, match="is not a header"):
         open_table(tmp_path / "a.csv")
 
 

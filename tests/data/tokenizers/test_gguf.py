@@ -166,7 +166,7 @@ def metadata(**changes: Any) -> dict[str, Any]:
         ({"tokens": ["a", "a", "</s>"]}, "twice"),
         ({"token_type": [1]}, "token_type"),
         ({"eos_token_id": 3}, "impossible eos"),
-        ({"merges": ["ab"]}, "no pair"),
+        ({"merges": ["ab"]}, "not a pair"),
         ({"merges": [1]}, "merges"),
     ],
 )

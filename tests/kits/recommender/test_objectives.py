@@ -131,7 +131,7 @@ def test_the_loss_of_two_towers_is_the_corrected_softmax_over_the_batch(tmp_path
             continue
         total = 0.0
         for other, candidate in enumerate(ROWS):
-            # Another row with the user's own item is no wrong answer.
+            # Another row with the user's own item is not a wrong answer.
             if other != place and candidate["item"] == row["item"]:
                 continue
             score = float(vectors["user"][place] @ vectors["item"][other]) / 0.1

@@ -286,8 +286,8 @@ def test_a_number_that_is_no_name_is_an_index() -> None:
 BAD: list[tuple[str, dict[str, Any], list[Any], str]] = [
     ("no label", {}, [{"text": "a"}], "has no column 'label'"),
     ("no text", {}, [{"label": 1}], "has no column 'text'"),
-    ("an empty text", {}, [{"text": " ", "label": 1}], "row 61.*no labelled text"),
-    ("a list as label", {}, [{"text": "a", "label": [1]}], "no labelled text"),
+    ("an empty text", {}, [{"text": " ", "label": 1}], "row 61.*not a labelled text"),
+    ("a list as label", {}, [{"text": "a", "label": [1]}], "not a labelled text"),
     ("an unknown label", {"labels": list(LABELS)}, [{"text": "a", "label": "god"}], "row 61.*(?s:unknown label.*good)"),
     ("a long text", {}, [{"text": "a" * 49, "label": "bad"}], "row 61.*too long"),
 ]

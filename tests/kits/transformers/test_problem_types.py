@@ -182,8 +182,8 @@ def test_what_cannot_be_is_refused(text_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"problem_type\n.*of_tomorrow"):
         pipeline("text_classification", model=folder)
     set_kind(folder, "regression")
-    with pytest.raises(DataError, match="no row of numbers"):
+    with pytest.raises(DataError, match="not a row of numbers"):
         texts.begin(None, {"checkpoint": str(folder), "model": {}}, train_dataset=texts.rows())
     set_kind(folder, "single_label_classification")
-    with pytest.raises(DataError, match="no labelled text"):
+    with pytest.raises(DataError, match="not a labelled text"):
         texts.begin(None, {"checkpoint": str(folder), "model": {}}, train_dataset=ROWS)

@@ -81,11 +81,11 @@ def test_questions_are_measured_as_a_plain_loop_does(run: Path, tmp_path: Path, 
         ("[1]", "not a question"),
         ('{"query": "a"}', "no form"),
         ('{"query": "a", "choices": ["b"], "gold": 1}', "no option 1"),
-        ('{"query": "a", "choices": ["b", ""], "gold": 0}', "no text"),
+        ('{"query": "a", "choices": ["b", ""], "gold": 0}', "not text"),
         ('{"context": "a", "continuation": "b"}', "another form"),
         ('{"query": "a \\ud800", "choices": ["b"], "gold": 0}', "half of a surrogate pair"),
         ('{"query": "a", "choices": ["b", "\\udfff"], "gold": 0}', "half of a surrogate pair"),
-        ('{"query": "a", "choices": [], "gold": 0}', "no text"),
+        ('{"query": "a", "choices": [], "gold": 0}', "not text"),
     ],
 )
 def test_a_wrong_question_is_named(tmp_path: Path, line: str, words: str) -> None:

@@ -131,7 +131,7 @@ def test_numbers_may_be_spelt_as_texts_and_what_is_none_is_named() -> None:
     assert numbers_of("1.5", None, "row 1") == [1.5]
     assert numbers_of(["1", 2, 0.5], ("a", "b", "c"), "row 1") == [1.0, 2.0, 0.5]
     for wrong in ("good", True, None, float("nan"), "inf", [1, "x"], []):
-        with pytest.raises(DataError, match="row 7 is no row of numbers"):
+        with pytest.raises(DataError, match="row 7 is not a row of numbers"):
             numbers_of(wrong, None, "row 7")
     with pytest.raises(DataError, match=r"(?s)row 7 has another count of numbers.*labels="):
         numbers_of([1.0, 2.0], ("a",), "row 7")

@@ -268,7 +268,7 @@ def test_the_command_line_trains_evaluates_and_writes_a_file(
 BAD: list[tuple[str, dict[str, Any], Any, str]] = [
     ("no target", {}, {"source": "a"}, "has no column 'target'"),
     ("no source", {}, {"target": "a"}, "has no column 'source'"),
-    ("an empty text", {}, {"source": "a", "target": " "}, "row 41.*no pair"),
+    ("an empty text", {}, {"source": "a", "target": " "}, "row 41.*not a pair"),
     ("a long source", {}, {"source": "a" * 49, "target": "b"}, "source of .*row 41.*too long"),
     ("a long target", {}, {"source": "a", "target": "b" * 40}, "target of .*row 41.*too long"),
 ]

@@ -258,7 +258,7 @@ class WeightedScorer(Scorer):
 
 
 def _sum(terms: Sequence[float]) -> float | None:
-    """The sum; None without terms, and 0 where they cancel but for their rounding, which is no signal."""
+    """The sum; None without terms, and 0 where they cancel but for their rounding, which is not a signal."""
     if not terms:
         return None
     total = math.fsum(terms)

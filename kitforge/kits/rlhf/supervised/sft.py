@@ -46,9 +46,9 @@ class SFTTask(ExampleTask[SFTOptions, TokenizedExample]):
     def inputs(self, micro_batch: MicroBatch) -> tuple[Tensor, Context]:
         """The tokens, and the responses that share a row."""
         indices, device = tuple(micro_batch["places"].tolist()), self._world.device
-        noise = DropoutKey(seed=self._options.seed, step=micro_batch["step"], samples=indices)
+        dropout_key = DropoutKey(seed=self._options.seed, step=micro_batch["step"], samples=indices)
         counted = micro_batch["targets"] != IGNORED
-        context = Context.packed(micro_batch["positions"], micro_batch.get("documents"), noise, device, counted)
+        context = Context.packed(micro_batch["positions"], micro_batch.get("documents"), dropout_key, device, counted)
         return copy_to(micro_batch["tokens"], device), context
 
     def loss_of(self, model: nn.Module, hidden: Tensor, micro_batch: MicroBatch) -> Sums:
