@@ -177,7 +177,7 @@ def test_what_cannot_be_sorted_is_refused() -> None:
 def test_a_line_that_is_no_json_object_is_a_bad_row(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     path.write_text('{"user": 1, "item": 4, "time": 9}\n\n[1, 2]\n{"user": 1, "item": 5, "time": 2}\n')
-    with pytest.raises(DataError, match=r"events\.jsonl:3 is no JSON object"):
+    with pytest.raises(DataError, match=r"events\.jsonl:3 is not a JSON object"):
         columns(path)
     assert sequences(columns(path, bad=BadRows(policy="skip"))) == {1: [5, 4]}
     path.write_text("user,item\n1,2\n")
