@@ -31,6 +31,8 @@ from kitforge.models.mixtral import convert as mixtral
 from kitforge.models.mixtral.model import MixtralConfig
 from kitforge.models.pangu_alpha import convert as pangu_alpha
 from kitforge.models.pangu_alpha.model import PanguAlphaConfig
+from kitforge.models.qwen3_moe import convert as qwen3_moe
+from kitforge.models.qwen3_moe.model import Qwen3MoEConfig
 from kitforge.models.sasrec.model import SASRec, SASRecConfig
 from kitforge.models.t5 import convert as t5
 from kitforge.models.t5.model import T5Config
@@ -79,6 +81,9 @@ FAMILIES: dict[str, Family] = {
             build=Decoder,
             convert=pangu_alpha.CONVERTER,
             kind="language model",
+        ),
+        Family(
+            name="qwen3_moe", config=Qwen3MoEConfig, build=Decoder, convert=qwen3_moe.CONVERTER, kind="language model"
         ),
         Family(name="sasrec", config=SASRecConfig, build=SASRec, convert=None, kind="recommender"),
         Family(name="t5", config=T5Config, build=EncoderDecoder, convert=t5.CONVERTER, kind="encoder-decoder"),

@@ -334,7 +334,7 @@ class Loop:
                 line[f"time/{name}_per_second"] = window[f"time/{name}"] / seconds
         state.log_accumulator = {}
         self._emit("log", line)
-        return {name: float(value) for name, value in means.items()}
+        return {name: float(value) for name, value in means.items() if not name.startswith("experts/load/")}
 
     def _evaluate(self) -> dict[str, float]:
         started = time.perf_counter()

@@ -35,6 +35,7 @@ from kitforge.models.llama.model import LlamaConfig
 from kitforge.models.loading import build_on_meta
 from kitforge.models.mixtral.model import MixtralConfig
 from kitforge.models.pangu_alpha.model import PanguAlphaConfig
+from kitforge.models.qwen3_moe.model import Qwen3MoEConfig
 from kitforge.models.sharding import sharding_of_network
 from kitforge.models.t5.model import T5Config
 
@@ -122,6 +123,19 @@ FAMILIES: dict[str, Any] = {
             balance_weight=0.5,
             capacity_factor=1.2,
         ),
+    ),
+    "qwen3_moe": Qwen3MoEConfig(
+        vocab_size=53,
+        dim=16,
+        num_layers=3,
+        num_heads=4,
+        num_kv_heads=4,
+        mlp_dim=22,
+        expert_dim=6,
+        dense_layers=(0,),
+        max_length=32,
+        attention_bias=True,
+        experts=ExpertsConfig(num_experts=5, top_k=3, balance_weight=0.5),
     ),
     "glm": GLMConfig(
         vocab_size=50, dim=16, num_layers=2, num_heads=4, num_kv_heads=4, mlp_dim=24, sandwich_norms=True, max_length=32

@@ -121,6 +121,8 @@ MIXTURES = [
     Case(family="mixtral", degrees=ParallelConfig(tensor=2), micro_batches=3),
     Case(family="mixtral", degrees=ParallelConfig(shard=2), micro_batches=3),
     Case(family="mixtral", degrees=ParallelConfig(data=2)),
+    Case(family="qwen3_moe", degrees=ParallelConfig(shard=2, tensor=2), micro_batches=3),
+    Case(family="qwen3_moe", degrees=ParallelConfig(data=2, shard=2, zero_stage=2)),
     Case(family="mixtral_shared", degrees=ParallelConfig(shard=2, tensor=2), micro_batches=2),
     Case(family="mixtral_shared", degrees=ParallelConfig(tensor=2, sequence_parallel=False), recompute=True),
 ]

@@ -52,9 +52,10 @@ def test_an_unknown_option_names_the_nearest() -> None:
 @pytest.mark.parametrize("family", families_of("language model"))
 def test_heads_that_do_not_divide_the_width_are_refused(family: str, num_heads: int) -> None:
     values = {"family": family, **TINY, "num_heads": num_heads} | (
-        {"mlp_dim": 96} if family in ("llama", "glm", "mixtral") else {}
+        {"mlp_dim": 96} if family in ("llama", "glm", "mixtral", "qwen3_moe") else {}
     )
-    values |= {"experts": {"num_experts": 4, "top_k": 2}} if family == "mixtral" else {}
+    values |= {"experts": {"num_experts": 4, "top_k": 2}} if family in ("mixtral", "qwen3_moe") else {}
+    values |= {"expert_dim": 32} if family == "qwen3_moe" else {}
     values |= {"num_kv_heads": 1} if family == "glm" else {}
     with pytest.raises(ConfigError, match="model.num_heads"):
         config_of(values)

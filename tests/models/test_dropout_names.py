@@ -18,7 +18,7 @@ from tests.models.recommender import samples
 
 SIZES: dict[str, Any] = {"vocab_size": 31, "dim": 24, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2}
 SIZES |= {"mlp_dim": 32, "head_dim": 8, "max_length": 16, "image_size": 8, "patch_size": 4, "labels": ("a", "b")}
-SIZES |= {"experts": {"num_experts": 4, "top_k": 2}}
+SIZES |= {"experts": {"num_experts": 4, "top_k": 2}, "expert_dim": 16}
 TOKENS = torch.arange(10).view(2, 5)
 NOISE = DropoutKey(seed=1, step=2, samples=(3, 4))
 INPUTS: dict[Kind, Any] = {

@@ -59,6 +59,7 @@ def test_gradients_equal_those_of_transformers(name: str, level: CompileLevel, p
         ("glm", {"rotary_fraction": 0.75}),
         ("bloom", {"num_heads": 3}),
         ("mixtral", {"experts": ExpertsConfig(num_experts=4, top_k=3)}),
+        ("qwen3_moe", {"experts": ExpertsConfig(num_experts=6, top_k=3, normalize=False)}),
         ("mixtral", {"experts": ExpertsConfig(num_experts=4, top_k=2, normalize=False)}),
         ("smollm3", {"no_rope_layers": (2,)}),
         ("gemma3", {"local_rope_theta": 10100.0}),

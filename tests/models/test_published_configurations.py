@@ -166,6 +166,11 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     | {"router_aux_loss_coef": 0.02, "router_jitter_noise": 0.0, "sliding_window": None},
     "Qwen2.5": QWEN2,
     "Qwen3": QWEN2 | {"model_type": "qwen3", "attention_bias": False, "head_dim": 32, "sliding_window": None},
+    "Qwen3 30B A3B": QWEN2
+    | {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "attention_bias": False, "head_dim": 32}
+    | {"decoder_sparse_step": 1, "mlp_only_layers": [], "moe_intermediate_size": 32, "norm_topk_prob": True}
+    | {"num_experts": 128, "num_experts_per_tok": 8, "output_router_logits": False, "router_aux_loss_coef": 0.001}
+    | {"sliding_window": None},
     "SmolLM3": LATER_LLAMA
     | {"model_type": "smollm3", "layer_types": ["full_attention"] * 2, "max_window_layers": 28}
     | {"no_rope_layer_interval": 4, "no_rope_layers": [1, 1], "sliding_window": None, "use_sliding_window": False},

@@ -118,6 +118,28 @@ VARIANTS: dict[str, Variant] = {
     "qwen3_biased_window": _modern(
         "Qwen3", head_dim=16, attention_bias=True, use_sliding_window=True, sliding_window=5, max_window_layers=0
     ),
+    "qwen3_moe": _modern(
+        "Qwen3Moe",
+        num_hidden_layers=3,
+        head_dim=24,
+        num_experts=6,
+        num_experts_per_tok=3,
+        moe_intermediate_size=40,
+        norm_topk_prob=True,
+        mlp_only_layers=[1],
+    ),
+    "qwen3_moe_sparse_step": _modern(
+        "Qwen3Moe",
+        num_hidden_layers=4,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=40,
+        decoder_sparse_step=2,
+        attention_bias=True,
+        use_sliding_window=True,
+        sliding_window=6,
+        tie_word_embeddings=True,
+    ),
     "smollm3": _modern("SmolLM3", num_hidden_layers=5, tie_word_embeddings=False),
     "smollm3_window": _modern(
         "SmolLM3", no_rope_layers=[0, 1], use_sliding_window=True, sliding_window=6, attention_bias=True

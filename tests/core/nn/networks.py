@@ -24,6 +24,7 @@ from kitforge.models.gpt2.model import GPT2Config
 from kitforge.models.llama.model import LlamaConfig
 from kitforge.models.mixtral.model import MixtralConfig
 from kitforge.models.pangu_alpha.model import PanguAlphaConfig
+from kitforge.models.qwen3_moe.model import Qwen3MoEConfig
 
 VOCAB = 31
 # Longer than the shortest document of the tests and shorter than the longest, so that both sides of every rule that
@@ -43,6 +44,19 @@ MIXTRAL = MixtralConfig(
     mlp_dim=20,
     max_length=16,
     experts=ExpertsConfig(num_experts=4, top_k=2),
+)
+QWEN3_MOE = Qwen3MoEConfig(
+    vocab_size=VOCAB,
+    dim=24,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    mlp_dim=32,
+    expert_dim=12,
+    dense_layers=(1,),
+    max_length=16,
+    experts=ExpertsConfig(num_experts=5, top_k=2, normalize=False),
 )
 PANGU_ALPHA = PanguAlphaConfig(vocab_size=VOCAB, dim=24, num_layers=3, num_heads=4, max_length=16)
 
@@ -88,7 +102,11 @@ CONFIGS: dict[str, FamilyConfig] = {
     "glm4": replace(GLM, sandwich_norms=True),
     "mixtral": MIXTRAL,
     "pangu_alpha": PANGU_ALPHA,
+    "qwen3_moe": QWEN3_MOE,
 }
+
+# How many rows an expert multiplies depends on all tokens, and the order of the vendor's sums on that number.
+MIXTURES = ("mixtral", "qwen3_moe")
 
 
 def build(config: FamilyConfig, level: CompileLevel = "O1", dtype: torch.dtype = torch.float64) -> Decoder:

@@ -16,6 +16,7 @@ from kitforge.models.catalog import config_of, config_of_network, families_of
 SIZES = {"vocab_size": 11, "dim": 8, "num_layers": 1, "num_heads": 2}
 OPTIONS: dict[str, Any] = {"llama": {"mlp_dim": 16}, "glm": {"mlp_dim": 16, "num_kv_heads": 2}}
 OPTIONS["mixtral"] = {"mlp_dim": 16, "experts": {"num_experts": 4, "top_k": 2}}
+OPTIONS["qwen3_moe"] = {**OPTIONS["mixtral"], "expert_dim": 8}
 
 
 class Own(nn.Module):

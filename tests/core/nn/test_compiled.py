@@ -19,7 +19,18 @@ from torch._inductor import config as inductor
 from kitforge.core.kernels.recomputation import Recompute
 from kitforge.core.nn.context import Context, DropoutKey
 from kitforge.core.nn.decoder import Decoder, FamilyConfig
-from tests.core.nn.networks import CONFIGS, GPT2, LLAMA, VOCAB, build, distance, documents_of, gradients, packed
+from tests.core.nn.networks import (
+    CONFIGS,
+    GPT2,
+    LLAMA,
+    MIXTRAL,
+    VOCAB,
+    build,
+    distance,
+    documents_of,
+    gradients,
+    packed,
+)
 
 # What torch says about itself while it compiles is not ours to answer for.
 pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.filterwarnings("default")]
@@ -58,6 +69,21 @@ def test_layers_share_their_graphs_and_nothing_breaks_them(
     wanted, tolerance = eager(ids, context), 5e-2 if half else 1e-5
     assert distance(found, wanted) < tolerance
     assert distance(gradients(compiled, found.square().sum()), gradients(eager, wanted.square().sum())) < tolerance
+    assert counted["stats"]["unique_graphs"] == 1
+    assert not counted["graph_break"]
+
+
+def test_a_mixture_is_balanced_as_in_eager_blocks_and_no_step_is_compiled_anew(
+    counted: Mapping[str, Counter[str]],
+) -> None:
+    compiled, eager = both(replace(MIXTRAL, num_layers=4))
+    for step in range(3):
+        ids, context = packed(documents_of(5, 2, 8))
+        context = replace(context, loss_weight=torch.tensor(1.0 + step, dtype=torch.float64), counted=ids > 3)
+        found, wanted = (gradients(each, each(ids, context).square().sum()) for each in (compiled, eager))
+        assert distance(found, wanted) < 1e-5
+        for one, other in zip(compiled.blocks, eager.blocks, strict=True):
+            assert torch.equal(one.mlp.load, other.mlp.load)  # type: ignore[union-attr,arg-type]
     assert counted["stats"]["unique_graphs"] == 1
     assert not counted["graph_break"]
 

@@ -19,12 +19,12 @@ from kitforge.core.nn.quantized import quantized_copy
 from kitforge.foundation.errors import ModelError
 from tests.core.kernels.comparison import relative
 from tests.core.kernels.test_fused_decode_step import locations
-from tests.core.nn.networks import CONFIGS, MIXTRAL, PANGU_ALPHA, VOCAB, build
+from tests.core.nn.networks import CONFIGS, MIXTRAL, MIXTURES, PANGU_ALPHA, QWEN3_MOE, VOCAB, build
 
 pytest.importorskip("numba")
 LENGTH = 6
 # A query layer and a mixture of experts run module by module.
-FUSED = [name for name in CONFIGS if name not in ("pangu_alpha", "mixtral")]
+FUSED = [name for name in CONFIGS if name not in ("pangu_alpha", *MIXTURES)]
 
 
 class Slabs:
@@ -161,7 +161,8 @@ def test_a_query_layer_is_not_skipped() -> None:
 
 @torch.no_grad()
 def test_a_mixture_of_experts_is_not_computed_as_one_mlp() -> None:
-    assert step(single(build(MIXTRAL, dtype=torch.float32)), texts()[:, 0], 0) is None
+    for config in (MIXTRAL, QWEN3_MOE):
+        assert step(single(build(config, dtype=torch.float32)), texts()[:, 0], 0) is None
 
 
 @pytest.mark.parametrize("name", ["norm", "blocks.0", "blocks.1.attention", "blocks.0.mlp", "blocks.1.mlp.down"])

@@ -10,7 +10,7 @@ from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.core.nn.context import Context
 from kitforge.core.nn.decoder import Decoder
 from kitforge.foundation.errors import ConfigError
-from tests.core.nn.networks import CONFIGS, GPT2, VOCAB, build, distance, documents_of, packed
+from tests.core.nn.networks import CONFIGS, GPT2, MIXTURES, VOCAB, build, distance, documents_of, packed
 
 
 def tokens(length: int = 7) -> Tensor:
@@ -33,7 +33,7 @@ def test_a_token_does_not_see_those_after_it(name: str) -> None:
     before = model(ids)
     ids[:, 5] = (ids[:, 5] + 1) % VOCAB
     after = model(ids)
-    assert torch.equal(after[:, :5], before[:, :5])
+    assert (after[:, :5] - before[:, :5]).abs().max() <= (1e-12 if name in MIXTURES else 0)
     assert not torch.equal(after[:, 5:], before[:, 5:])
 
 
