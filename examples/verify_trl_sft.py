@@ -55,7 +55,11 @@ class TrlTrainer:
         is_packed = any(len(documents_of(batch)) > len(batch["labels"]) for batch in batches)
         size = len(batches[0]["labels"])
         longest = max(batch["labels"].shape[1] for batch in batches)
-        settings: dict[str, object] = {"per_device_eval_batch_size": size, "eval_packing": is_packed, "max_length": longest}
+        settings: dict[str, object] = {
+            "per_device_eval_batch_size": size,
+            "eval_packing": is_packed,
+            "max_length": longest,
+        }
         with tempfile.TemporaryDirectory() as folder:
             trainer = prepared(model, folder, settings, eval_dataset=dataset_of(batches))
             return trainer.evaluate()["eval_loss"]
