@@ -16,7 +16,7 @@ from kitforge.api import load_model, load_processor
 from kitforge.composition import compose_config, dotted, nested, option_names, task_of
 from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.kits.kit import AnyKit, RunAssembly, RunInputs
-from kitforge.kits.registry import kit_of
+from kitforge.kits.registry import DEFAULT_TASK, kit_of
 from kitforge.kits.start import with_open_model
 from kitforge.verify.processes import Process
 from kitforge.verify.sample_data import REWARD, REWARDED_TASKS, write_sample
@@ -29,7 +29,6 @@ CUT_LENGTH = "data.sequence_length"
 # What a run is reduced to: the most that an option may be.
 LIMITS = {
     "data.batch_size": 6,
-    CUT_LENGTH: 64,
     "inference.max_new_tokens": 8,
     "rollout.max_new_tokens": 8,
     "rl.prompts_per_rollout": 4,
@@ -179,8 +178,8 @@ class Case:
 def _reductions(values: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
     """Options that exceed what a run of seconds can have."""
     found = {}
-    # Rows of a limited length are refused, where texts are cut into rows.
-    limits = {name: most for name, most in LIMITS.items() if name != CUT_LENGTH or "data.on_too_long" not in known}
+    # Texts are cut into rows; rows that are too long would be refused.
+    limits = LIMITS | ({CUT_LENGTH: 64} if values["task"] == DEFAULT_TASK else {})
     for name, most in limits.items():
         given = values.get(name)
         if name in known and (given is None or (isinstance(given, int) and given > most)):

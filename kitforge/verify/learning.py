@@ -115,7 +115,7 @@ def _check_packed_documents(case: Case) -> Measured:
     model.eval()
     packed = _first_gradients(case, changes, model)
     loss = case.evaluate(model, changes | {"trainer.eval_batches": None})["eval/loss"]
-    figure = max(_distance(packed, alone) / _norm(alone), relative(loss, float(total) / count, floor=1e-6))
+    figure = max(_distance(packed, alone) / _norm(alone), relative(loss, float(total.detach()) / count, floor=1e-6))
     return Measured(figure=figure, **ROUNDING[is_double])
 
 

@@ -1,13 +1,18 @@
 """`kitforge verify --callable`: a right trainer is held, a wrong one is broken, and what is missing is not offered."""
 
 import json
+import shutil
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from kitforge.cli import main as cli
 from kitforge.foundation.errors import ConfigError
+from tests.architecture.source import ROOT
+from tests.warm.shell import Run
 
+EXAMPLES = ROOT / "examples"
 NAMES = ("micro_batches", "evaluation", "packing", "resume")
 
 
@@ -32,6 +37,19 @@ def test_one_that_hangs_or_says_nonsense_is_broken_and_the_rest_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert statuses("Odd", tmp_path, capsys, "--timeout=2") == (1, dict.fromkeys(NAMES, "broken"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("package", "trainer"),
+    [("transformers", "verify_hf_trainer:HuggingFaceTrainer"), ("trl", "verify_trl_sft:TrlTrainer")],
+)
+def test_the_examples_are_trainers(package: str, trainer: str, tmp_path: Path, run: Run) -> None:
+    if find_spec(package) is None:
+        pytest.skip(f"no {package} here")
+    shutil.copy(EXAMPLES / f"{trainer.partition(':')[0]}.py", tmp_path)
+    printed = run(["kitforge", "verify", "--callable", trainer, "--only=micro_batches"], tmp_path)
+    assert json.loads(printed.splitlines()[-1])["held"] == 1
 
 
 def test_what_is_missing_is_not_offered_and_never_held(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
