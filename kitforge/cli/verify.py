@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -45,6 +46,8 @@ def verify(arguments: list[str]) -> int:
     if folder.exists():
         raise ConfigError("contracts are checked in a folder of their own", got=f"{folder}, which exists")
     only, timeout = flags["--only"].split(",") if flags["--only"] else [], _seconds(flags["--timeout"])
+    # A look for CUDA devices that forks survive.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     # Forks of a process with threads could wait for these for ever.
     torch.set_num_threads(1)
     if flags["--callable"]:

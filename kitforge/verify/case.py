@@ -88,12 +88,14 @@ class Case:
             filled["reward"] = REWARD
         whole = dotted(composed.values) | dotted(kit.resolved(options)) | filled
         known = option_names(kit.OPTIONS)
-        values = whole | {name: value for name, value in FIXED.items() if name in known} | _reductions(whole, known)
-        values |= dict.fromkeys(DEGREES, 1) | {"data.cache": str(folder / "cache")} if "data.cache" in known else {}
-        reduced = [
-            f"trainer.max_steps={STEPS}",
-            *(f"{name}={value}" for name, value in _reductions(whole, known).items()),
-        ]
+        limits = _reductions(whole, known)
+        fixed = FIXED | dict.fromkeys(DEGREES, 1) | {"data.cache": str(folder / "cache")}
+        values = whole | {name: value for name, value in fixed.items() if name in known} | limits
+        reduced = [f"trainer.max_steps={STEPS}", *(f"{name}={value}" for name, value in limits.items())]
+        if values["device"] != "cpu" and torch.accelerator.is_available():
+            # Equal bits are promised for this alone.
+            values["deterministic"] = True
+            reduced.append("deterministic=True")
         if math.prod(whole[name] for name in DEGREES) > 1:
             reduced.append("one rank but for ranks and layouts")
         return cls(

@@ -68,3 +68,9 @@ def test_a_large_configuration_is_reduced_and_says_so(tmp_path: Path) -> None:
     assert said["model.num_layers"] == "2" and said["data.batch_size"] == "6" and said["data.sequence_length"] == "64"
     options = case.options({})
     assert (options.model["num_layers"], options.parallel.world_size, case.num_ranks) == (2, 1, 2)
+
+
+def test_degrees_of_any_task_are_kept_for_ranks_alone(tmp_path: Path) -> None:
+    case = Case.of({"task": "recommendation", "parallel.data": 2}, tmp_path / "case")
+    assert (case.options({}).parallel.world_size, case.num_ranks) == (1, 2)
+    assert "one rank but for ranks and layouts" in case.reduced
