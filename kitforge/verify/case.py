@@ -18,6 +18,7 @@ from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.kits.kit import AnyKit, RunAssembly, RunInputs
 from kitforge.kits.registry import DEFAULT_TASK, kit_of
 from kitforge.kits.start import with_open_model
+from kitforge.verify.contract import NotOfferedError
 from kitforge.verify.processes import Process
 from kitforge.verify.sample_data import REWARD, REWARDED_TASKS, write_sample
 
@@ -80,14 +81,13 @@ class Case:
         options = kit.read_options(composed.values)
         kit.check_parallel(options)
         folder.mkdir(parents=True, exist_ok=True)
-        filled = dict[str, Any]()
-        if options.data.train is None and (sample := write_sample(task, folder)) is not None:
+        known, filled = option_names(kit.OPTIONS), dict[str, Any]()
+        if "data.train" in known and options.data.train is None and (sample := write_sample(task, folder)) is not None:
             # Enough evaluation rows for batches of several.
             filled = {"data.train": str(sample), "data.eval_fraction": 0.25}
         if task in REWARDED_TASKS and getattr(options, "reward", None) is None:
             filled["reward"] = REWARD
         whole = dotted(composed.values) | dotted(kit.resolved(options)) | filled
-        known = option_names(kit.OPTIONS)
         limits = _reductions(whole, known)
         fixed = FIXED | dict.fromkeys(DEGREES, 1) | {"data.cache": str(folder / "cache")}
         values = whole | {name: value for name, value in fixed.items() if name in known} | limits
@@ -164,7 +164,11 @@ class Case:
 
     def network(self) -> tuple[nn.Module, bool]:
         """The trained network on this process, and whether it is in float64. One with tables of rows stays as it is."""
-        model = load_model(self.base, self.values["device"], "fp32", self.values["task"])
+        try:
+            model = load_model(self.base, self.values["device"], "fp32", self.values["task"])
+        except ConfigError as error:
+            # Of a kit that leaves this to its user.
+            raise NotOfferedError(str(error).splitlines()[0]) from None
         is_double = not self.has("cache.device_rows") and self.values["device"] != "mps"
         return (model.double() if is_double else model), is_double
 

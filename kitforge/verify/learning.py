@@ -25,15 +25,13 @@ ROUNDING: dict[bool, dict[str, Any]] = {
     False: {"bound": 2e-4, "unit": "relative, float32"},
 }
 # A step of SGD at rate 1 subtracts the gradient itself.
-PLAIN = {
+GRADIENT_STEP: dict[str, Any] = {
     "optimizer.name": "sgd",
     "optimizer.momentum": 0.0,
     "optimizer.weight_decay": 0.0,
     "optimizer.learning_rate": 1.0,
     "schedule.name": "constant",
     "schedule.warmup_steps": 0,
-    "trainer.checkpoint_every": None,
-    "trainer.eval_batches": 1,
 }
 SIZES = (1, 3)
 
@@ -47,7 +45,8 @@ def check_micro_batches(case: Case) -> Measured:
     def trained(size: int | None) -> tuple[dict[str, Tensor], dict[str, float]]:
         # Log-probs of further rollouts are rounded to float32.
         steps = 1 if case.has("rollout.max_new_tokens") else 2
-        changes = {**PLAIN, "trainer.max_steps": steps, "trainer.micro_batch_size": size}
+        changes = {**GRADIENT_STEP, "trainer.max_steps": steps, "trainer.micro_batch_size": size}
+        changes |= {"trainer.checkpoint_every": None, "trainer.eval_batches": 1}
         given = copy.deepcopy(model) if is_double else None
         # Tables of rows begin with the rows of their seed, and go on from no other.
         with case.run(f"micro_batches/{size}", changes, given) as assembly:

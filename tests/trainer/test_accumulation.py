@@ -15,20 +15,11 @@ from kitforge.core.parallel.world import World
 from kitforge.foundation.types import Cursor, MicroBatch, Sums
 from kitforge.trainer.loop import Loop
 from kitforge.trainer.task import Task
+from kitforge.verify.learning import GRADIENT_STEP
 from tests.trainer import tiny
 
 BATCH = 4
-# Gradients themselves: a step of SGD at rate 1 subtracts them.
-PLAIN = {
-    "data.batch_size": BATCH,
-    "trainer.max_steps": None,
-    "optimizer.name": "sgd",
-    "optimizer.momentum": 0.0,
-    "optimizer.weight_decay": 0.0,
-    "optimizer.learning_rate": 1.0,
-    "schedule.name": "constant",
-    "schedule.warmup_steps": 0,
-}
+PLAIN = GRADIENT_STEP | {"data.batch_size": BATCH, "trainer.max_steps": None}
 NETWORKS = {"llama": tiny.LLAMA, "gpt2 with dropout": tiny.GPT2 | tiny.DROPOUT}
 
 
