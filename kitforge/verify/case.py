@@ -15,6 +15,7 @@ from torch import nn
 from kitforge.api import load_model, load_processor
 from kitforge.composition import compose_config, dotted, nested, option_names, task_of
 from kitforge.core.parallel.rendezvous import Rendezvous
+from kitforge.foundation.errors import ConfigError
 from kitforge.kits.kit import AnyKit, RunAssembly, RunInputs
 from kitforge.kits.registry import DEFAULT_TASK, kit_of
 from kitforge.kits.start import with_open_model
