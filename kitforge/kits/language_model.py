@@ -7,13 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, final
+from typing import Any, Literal, cast, final
 
 import torch
 from torch import Tensor, nn
 
 from kitforge.core.checkpoint.all_or_none import collective_try
 from kitforge.core.checkpoint.gather import GatheredParameters
+from kitforge.core.nn.causal_lm import CausalLM
+from kitforge.core.nn.context import Context, DropoutKey
 from kitforge.core.nn.decoder import FamilyConfig
 from kitforge.core.nn.linear import Linear
 from kitforge.core.nn.lora import (
@@ -32,9 +34,11 @@ from kitforge.data.tokenizers.generation_config import GENERATION_CONFIG, start_
 from kitforge.data.tokenizers.gguf import tokenizer_metadata
 from kitforge.data.tokenizers.loading import TOKENIZER_FOLDER, Tokenizer, TokenizerConfig, find_tokenizer
 from kitforge.foundation.config import check
+from kitforge.foundation.device import copy_to
 from kitforge.foundation.dtype import ExportDtype, export_dtype
 from kitforge.foundation.errors import DataError, KitforgeError, ModelError
 from kitforge.foundation.files import write_text
+from kitforge.foundation.types import MicroBatch, Sums
 from kitforge.models import loading
 from kitforge.models.catalog import config_of_network, exportable_config
 from kitforge.models.hub import resolve
@@ -148,6 +152,21 @@ def check_whole_rows(degrees: ParallelConfig) -> None:
     is_whole = degrees.tensor == 1 or not degrees.sequence_parallel
     fix = "add parallel.sequence_parallel=false"
     check(is_whole, "parallel.sequence_parallel", True, "false for rows of any length", fix)
+
+
+def packed_inputs(
+    micro_batch: MicroBatch, dropout_key: DropoutKey | None, device: torch.device
+) -> tuple[Tensor, Context]:
+    """The tokens [rows, length] on the device, and the context of the documents that share a row."""
+    counted = micro_batch["targets"] != IGNORED
+    context = Context.packed(micro_batch["positions"], micro_batch.get("documents"), dropout_key, device, counted)
+    return copy_to(micro_batch["tokens"], device), context
+
+
+def token_cross_entropy(model: nn.Module, hidden: Tensor, targets: Tensor) -> Sums:
+    """The sum of cross entropies of hidden [rows, length, dim] over the valid targets [rows, length]."""
+    network, flat = cast(CausalLM, model), copy_to(targets, hidden.device).flatten()
+    return {"loss": network.kernels.linear_cross_entropy(hidden.flatten(0, 1), network.head_weight, flat)}
 
 
 def save_language_model(

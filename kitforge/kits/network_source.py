@@ -75,7 +75,7 @@ class NetworkSource:
     given: nn.Module | None = None
     config: FamilyConfig | None = None  # None: of the caller's own class, or not known yet
     open_stored: Callable[[OpenCheckpoint], StoredModel] | None = None
-    outlook: StoredModel | None = None  # the stored model at a first look: names and shapes, no file is verified
+    unverified: StoredModel | None = None  # the stored model at a first look: names and shapes, no file is verified
     adapter: LoraOptions = field(default_factory=LoraOptions)  # attached to the network when it is built
     freeze: tuple[str, ...] = ()
 
@@ -101,8 +101,8 @@ class NetworkSource:
 
     def stored_as(self, open_stored: Callable[[OpenCheckpoint], StoredModel]) -> NetworkSource:
         """The same of a stored network, of which names and shapes are read now."""
-        outlook = open_stored(partial(find_checkpoint, verify=False))
-        return replace(self, config=outlook.config, open_stored=open_stored, outlook=outlook)
+        unverified = open_stored(partial(find_checkpoint, verify=False))
+        return replace(self, config=unverified.config, open_stored=open_stored, unverified=unverified)
 
     def fitted(self, tokenizer: Tokenizer, kind: Kind = "language model") -> NetworkSource:
         """With the config of a new network of that kind. Raises ConfigError for a network of another kind, or one that

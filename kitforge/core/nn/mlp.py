@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Literal, final
+from typing import Literal, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,8 @@ from kitforge.core.kernels.dispatch import Kernels
 from kitforge.core.nn.linear import Linear
 from kitforge.foundation.config import check_counts
 
+MLPKind: TypeAlias = Literal["gelu_tanh", "gelu", "quick_gelu", "relu", "swiglu", "geglu"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MLPConfig:
@@ -21,7 +23,7 @@ class MLPConfig:
 
     dim: int
     hidden_dim: int
-    kind: Literal["gelu_tanh", "gelu", "quick_gelu", "relu", "swiglu", "geglu"]
+    kind: MLPKind
     bias: bool = False
 
     def __post_init__(self) -> None:

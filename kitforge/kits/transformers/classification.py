@@ -204,19 +204,8 @@ class TextClassification(LabellingKit[TextClassificationOptions]):
     """The task `text_classification`."""
 
     OPTIONS = TextClassificationOptions
-
     MODEL, TASK, SUFFIX = SequenceClassifier, TextClassificationTask, SEQUENCE_CLASSIFIER
-
-    def read_data(
-        self,
-        train: object,
-        evaluation: object,
-        tokenizer: Tokenizer,
-        options: TextClassificationOptions,
-        known: tuple[str, ...],
-    ) -> LabelledData[LabelledRows]:
-        """Texts and labels."""
-        return read_data(train, evaluation, tokenizer, options, known)
+    READ = staticmethod(read_data)
 
     def export_program(self, options: TextClassificationOptions) -> list[Path]:
         """Write the programs of the model under `options.checkpoint` into the folder `options.output_dir`."""

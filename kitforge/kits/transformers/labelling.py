@@ -228,12 +228,8 @@ class LabellingKit(NetworkKit[HeadedOptionsT, Tokenizer]):
     MODEL: type[HeadedModel]
     TASK: type[HeadedTask]
     SUFFIX: str  # of the class in transformers
-
-    @abstractmethod
-    def read_data(
-        self, train: object, evaluation: object, tokenizer: Tokenizer, options: HeadedOptionsT, known: tuple[str, ...]
-    ) -> LabelledData[Any]:
-        """Read and tokenize labelled rows. `known` are the labels of the options or of the checkpoint."""
+    # Reads rows: train, evaluation, tokenizer, options, and the labels of the options or of the checkpoint.
+    READ: Callable[..., LabelledData[Any]]
 
     def prepare(
         self, options: HeadedOptionsT, inputs: Inputs, rendezvous: Rendezvous, *, is_evaluation: bool
@@ -251,7 +247,7 @@ class LabellingKit(NetworkKit[HeadedOptionsT, Tokenizer]):
             options, dataclasses.replace(inputs, model=backbone), self.open_model, is_evaluation=is_evaluation
         )
         tokenizer = find_run_tokenizer(options, inputs.processor, None)
-        source, stored = source.fitted(tokenizer), source.outlook
+        source, stored = source.fitted(tokenizer), source.unverified
         if given is None:
             # The head of the language model is never used, so none is built. Every family's options have this field.
             tied: Any = dataclasses.replace(cast(Any, source.config), tie_embeddings=True)
@@ -267,7 +263,7 @@ class LabellingKit(NetworkKit[HeadedOptionsT, Tokenizer]):
             is_number = len(known) == 1 and kind != "multi_label_classification"
             reading = dataclasses.replace(options, problem_type="regression" if is_number else kind)
         # Other labels than those of the checkpoint begin with a new head.
-        data = self.read_data(train, evaluation, tokenizer, reading, options.labels or known)
+        data = self.READ(train, evaluation, tokenizer, reading, options.labels or known)
         head = HeadSource(
             wrap=partial(self._with_head, given, data),
             tensors=partial(_head_tensors, given, known == data.labels, options.seed),

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
+from kitforge.data.file_bytes import opened
 from kitforge.foundation.errors import ConfigError, DataError, nearest
 
 FORMS: dict[str, dict[str, type]] = {
@@ -59,10 +59,9 @@ def load_task(name: str, folder: str | None = None, limit: int | None = None) ->
     """The first `limit` questions of a benchmark, by file or by name in `folder`. Raises ConfigError, or DataError with
     the line."""
     path = _find(name, folder)
-    opened = gzip.open if path.suffix == ".gz" else open
     questions: list[Question] = []
     form: str | None = None
-    with opened(path, "rt", encoding="utf-8") as file:
+    with opened(path) as file:
         for number, line in enumerate(file, 1):
             if len(questions) == limit:
                 break
@@ -101,12 +100,13 @@ def _find(name: str, folder: str | None) -> Path:
     raise ConfigError(f"there is no task {name!r} in {folder}", fix=nearest(name, known) if known else None)
 
 
-def _read(location: str, line: str, form: str | None) -> tuple[str, Mapping[str, Any]]:
+def _read(location: str, line: bytes, form: str | None) -> tuple[str, Mapping[str, Any]]:
     """The form and the values of a line."""
     try:
-        values = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{location} is not JSON", got=error) from None
+        # A byte order mark may begin the file.
+        values = json.loads(line.decode("utf-8-sig"))
+    except ValueError as error:
+        raise DataError(f"{location} is not JSON in UTF-8", got=error) from None
     if not isinstance(values, dict):
         raise DataError(f"{location} is not a question", got=type(values).__name__, expected="a JSON object")
     check_text(values, location)

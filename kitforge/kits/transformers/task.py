@@ -6,13 +6,12 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from typing import Any, cast, final
+from typing import Any, final
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.core.nn.context import Context
 from kitforge.core.optim.groups import ParameterGroup, decay_groups
 from kitforge.core.parallel.world import World
@@ -20,9 +19,9 @@ from kitforge.data.collate import drop_trivial_columns
 from kitforge.data.prefetch import BackgroundPrefetcher
 from kitforge.data.text.packing import ConcatenatedRows, PackedRows
 from kitforge.data.text.streaming import Position, TextStream
-from kitforge.foundation.device import copy_to
 from kitforge.foundation.errors import ConfigError
 from kitforge.foundation.types import Cursor, MicroBatch, Sums
+from kitforge.kits.language_model import packed_inputs, token_cross_entropy
 from kitforge.kits.transformers.config import TextGenerationOptions
 from kitforge.kits.transformers.data import Corpus
 from kitforge.trainer.dataset_task import DatasetTask
@@ -80,16 +79,11 @@ class TextGenerationTask(DatasetTask):
 
     def inputs(self, micro_batch: MicroBatch) -> tuple[Tensor, Context]:
         """The tokens, and the documents that share a row."""
-        dropout_key, device = self.dropout_key(micro_batch), self._world.device
-        counted = micro_batch["targets"] != IGNORED
-        context = Context.packed(micro_batch["positions"], micro_batch.get("documents"), dropout_key, device, counted)
-        return copy_to(micro_batch["tokens"], device), context
+        return packed_inputs(micro_batch, self.dropout_key(micro_batch), self._world.device)
 
     def loss_of(self, model: nn.Module, hidden: Tensor, micro_batch: MicroBatch) -> Sums:
         """The sum of cross entropies over the valid targets."""
-        network = cast(CausalLM, model)
-        targets = copy_to(micro_batch["targets"], hidden.device).flatten()
-        return {"loss": network.kernels.linear_cross_entropy(hidden.flatten(0, 1), network.head_weight, targets)}
+        return token_cross_entropy(model, hidden, micro_batch["targets"])
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """eval/loss in nats per token, eval/perplexity; independent of the batch size."""

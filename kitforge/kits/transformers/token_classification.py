@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, cast, final
+from typing import Any, cast, final
 
 import numpy as np
 import torch
@@ -20,16 +20,16 @@ from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.core.nn.context import DropoutKey
 from kitforge.data.document_shard import fingerprint_of
 from kitforge.data.labels import label_index, label_names
-from kitforge.data.optional_imports import import_optional
 from kitforge.data.schedule import train_eval_split
 from kitforge.data.tokenizers.loading import Tokenizer
-from kitforge.foundation.config import check
+from kitforge.foundation.config import check_choice
 from kitforge.foundation.device import copy_to
 from kitforge.foundation.errors import DataError, ModelError
 from kitforge.foundation.types import MicroBatch, Sums
 from kitforge.kits.batch_predict import Predict, predict_rows, row_batches
 from kitforge.kits.kit import LoadModel
 from kitforge.kits.language_model import stored_tokenizer
+from kitforge.kits.transformers.entities import CHUNK_TAG, Aggregation, entities, entity_counts
 from kitforge.kits.transformers.labelling import (
     HeadedTask,
     LabelledData,
@@ -42,9 +42,6 @@ from kitforge.kits.transformers.labelling import (
 )
 from kitforge.kits.transformers.rows import RaggedTokens
 from kitforge.models.loading import TOKEN_CLASSIFIER
-
-# O, or a chunk tag of one of the schemes that seqeval reads: BIO, IOE, IOBES, BILOU.
-_CHUNK_TAG = re.compile(r"O|[BIESLU]-.+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,7 +194,7 @@ class TokenClassificationTask(HeadedTask):
         eval/recall and eval/f1 of the entities, else the macro F1 of the labels. The entities are those of the words,
         by seqeval's default mode."""
         found = super().evaluate(model)
-        if not found or not all(_CHUNK_TAG.fullmatch(label) for label in self._data.labels):
+        if not found or not all(CHUNK_TAG.fullmatch(label) for label in self._data.labels):
             return found
         counts = torch.zeros(3, dtype=torch.float64)
         for micro_batch in self.eval_micro_batches(model):
@@ -214,34 +211,13 @@ class TokenClassificationTask(HeadedTask):
         }
 
 
-def entity_counts(wanted: Sequence[str], predicted: Sequence[str]) -> tuple[float, float, float]:
-    """Entities of one row that were found, that were predicted, and that there are; an entity is right if its type and
-    both of its ends are."""
-    seqeval = import_optional("seqeval.metrics.sequence_labeling", needed_for="entity F1", extra="transformers")
-    theirs, ours = (set(seqeval.get_entities(list(each))) for each in (wanted, predicted))
-    return float(len(theirs & ours)), float(len(ours)), float(len(theirs))
-
-
-Aggregation = Literal["none", "simple", "first", "average", "max"]
-
-
 @final
 class TokenClassification(LabellingKit[TokenClassificationOptions]):
     """The task `token_classification`."""
 
     OPTIONS = TokenClassificationOptions
     MODEL, TASK, SUFFIX = TokenClassifier, TokenClassificationTask, TOKEN_CLASSIFIER
-
-    def read_data(
-        self,
-        train: object,
-        evaluation: object,
-        tokenizer: Tokenizer,
-        options: TokenClassificationOptions,
-        known: tuple[str, ...],
-    ) -> LabelledData[TaggedRows]:
-        """Words and tags."""
-        return read_tagged(train, evaluation, tokenizer, options, known)
+    READ = staticmethod(read_tagged)
 
     def open_pipeline(
         self, model: nn.Module, processor: Tokenizer, options: TokenClassificationOptions
@@ -290,8 +266,7 @@ class TokenClassificationPipeline:
         these. `word` is the text between `start` and `end`, in characters. "simple" joins tokens of one label; "first",
         "average" and "max" first give each word, up to the next space, one label. Raises DataError for a text that is
         longer than the model's context, or without tokens."""
-        allowed = ("none", "simple", "first", "average", "max")
-        check(aggregation_strategy in allowed, "aggregation_strategy", aggregation_strategy, ", ".join(allowed))
+        check_choice("aggregation_strategy", aggregation_strategy, Aggregation)
         rows = [texts] if isinstance(texts, str) else list(texts)
         found = [self._entities(text, number, aggregation_strategy) for number, text in enumerate(rows)]
         kept = [
@@ -311,25 +286,7 @@ class TokenClassificationPipeline:
 
     def _entities(self, text: str, number: int, strategy: Aggregation) -> list[dict[str, Any]]:
         tokens, spans = self._tokenizer.encode_offsets(text)
-        scores = self._probabilities(tokens, f"text {number}")
-        found: list[dict[str, Any]] = []
-        for index, (row, (start, stop)) in enumerate(zip(scores, spans, strict=False)):
-            start += len(text[start:stop]) - len(text[start:stop].lstrip())
-            if start < stop:
-                found.append({"scores": row, "index": index, "start": start, "end": stop})
-        if strategy not in ("none", "simple"):
-            words: list[list[dict[str, Any]]] = []
-            for token in found:
-                is_inside = words and token["start"] > 0 and not text[token["start"] - 1].isspace()
-                words[-1].append(token) if is_inside else words.append([token])
-            found = [_word(each, strategy) for each in words]
-        labelled = []
-        for each in found:
-            best = int(each["scores"].argmax())
-            entity, score = self._model.labels[best], float(each["scores"][best])
-            where = {"word": text[each["start"] : each["end"]], "start": each["start"], "end": each["end"]}
-            labelled.append({"entity": entity, "score": score, "index": each["index"], **where})
-        return labelled if strategy == "none" else _groups(labelled, text)
+        return entities(text, self._probabilities(tokens, f"text {number}"), spans, self._model.labels, strategy)
 
     @torch.no_grad()
     def _probabilities(self, tokens: Sequence[int], name: str) -> Tensor:
@@ -340,30 +297,3 @@ class TokenClassificationPipeline:
             raise DataError(f"{name} does not fit into the model", got=got, expected=expected, fix=fix)
         row = torch.tensor([tokens[: self._longest]], device=self._model.score.weight.device)
         return self._model.logits_at(row).softmax(-1).cpu()
-
-
-def _word(tokens: list[dict[str, Any]], strategy: Aggregation) -> dict[str, Any]:
-    """The tokens of a word as one, with scores by the strategy."""
-    scores = torch.stack([each["scores"] for each in tokens])
-    chosen = {"first": scores[0], "average": scores.mean(0), "max": scores[int(scores.max(-1).values.argmax())]}
-    return {**tokens[0], "scores": chosen[strategy], "end": tokens[-1]["end"]}
-
-
-def _groups(labelled: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
-    """Neighbours of one type as one entity, unless a B- begins the next; the score is their mean."""
-    groups: list[list[dict[str, Any]]] = []
-    for each in labelled:
-        is_chunk = each["entity"][:2] in ("B-", "I-")
-        kind = each["entity"][2:] if is_chunk else each["entity"]
-        is_same = groups and groups[-1][0]["kind"] == kind and not each["entity"].startswith("B-")
-        groups[-1].append(each | {"kind": kind}) if is_same else groups.append([each | {"kind": kind}])
-    return [
-        {
-            "entity_group": group[0]["kind"],
-            "score": sum(each["score"] for each in group) / len(group),
-            "word": text[group[0]["start"] : group[-1]["end"]],
-            "start": group[0]["start"],
-            "end": group[-1]["end"],
-        }
-        for group in groups
-    ]

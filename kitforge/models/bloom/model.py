@@ -5,12 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kitforge.core.nn.attention import AttentionConfig
-from kitforge.core.nn.block import BlockConfig
-from kitforge.core.nn.decoder import MAX_LAYERS, DecoderConfig
-from kitforge.core.nn.mlp import MLPConfig
+from kitforge.core.nn.decoder import DecoderConfig
+from kitforge.core.nn.gpt_block import check_sizes, gpt_block
 from kitforge.core.nn.positions import ALiBi
-from kitforge.foundation.config import check, check_counts
 from kitforge.foundation.dtype import WeightDtype
 
 
@@ -31,25 +28,11 @@ class BloomConfig:
     dtype: WeightDtype = "float32"  # of exported weights unless another is asked for; training keeps fp32
 
     def __post_init__(self) -> None:
-        check_counts("model", {"num_layers": self.num_layers}, MAX_LAYERS)
-        divides = self.num_heads > 0 and self.dim % self.num_heads == 0
-        check(divides, "model.num_heads", self.num_heads, f"a divisor of model.dim={self.dim}")
+        check_sizes(self)
 
     def decoder(self) -> DecoderConfig:
         """The decoder of these options, layer by layer."""
-        attention = AttentionConfig(
-            dim=self.dim,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_heads,
-            head_dim=self.dim // self.num_heads,
-            qkv_bias=True,
-            out_bias=True,
-            dropout=self.attention_dropout,
-        )
-        mlp = MLPConfig(dim=self.dim, hidden_dim=4 * self.dim, kind="gelu_tanh", bias=True)
-        block = BlockConfig(
-            attention=attention, mlp=mlp, norm="layer", norm_eps=self.norm_eps, dropout=self.residual_dropout
-        )
+        block = gpt_block(self, "gelu_tanh")
         return DecoderConfig(
             vocab_size=self.vocab_size,
             max_length=self.max_length,

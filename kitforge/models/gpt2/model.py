@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kitforge.core.nn.attention import AttentionConfig
 from kitforge.core.nn.block import BlockConfig
-from kitforge.core.nn.decoder import MAX_LAYERS, DecoderConfig
-from kitforge.core.nn.mlp import MLPConfig
+from kitforge.core.nn.decoder import DecoderConfig
+from kitforge.core.nn.gpt_block import check_sizes, gpt_block
 from kitforge.core.nn.positions import Learned
-from kitforge.foundation.config import check, check_counts
 from kitforge.foundation.dtype import WeightDtype
 
 
@@ -34,9 +32,7 @@ class GPT2Config:
     dtype: WeightDtype = "float32"  # of exported weights unless another is asked for; training keeps fp32
 
     def __post_init__(self) -> None:
-        check_counts("model", {"num_layers": self.num_layers}, MAX_LAYERS)
-        divides = self.num_heads > 0 and self.dim % self.num_heads == 0
-        check(divides, "model.num_heads", self.num_heads, f"a divisor of model.dim={self.dim}")
+        check_sizes(self)
 
     def decoder(self) -> DecoderConfig:
         """The decoder of these options, layer by layer."""
@@ -50,18 +46,5 @@ class GPT2Config:
         )
 
     def _block(self, layer: int) -> BlockConfig:
-        head_dim = self.dim // self.num_heads
-        attention = AttentionConfig(
-            dim=self.dim,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_heads,
-            head_dim=head_dim,
-            qkv_bias=True,
-            out_bias=True,
-            scale=head_dim**-0.5 / (layer + 1) if self.scale_by_layer else None,
-            dropout=self.attention_dropout,
-        )
-        mlp = MLPConfig(dim=self.dim, hidden_dim=self.mlp_dim or 4 * self.dim, kind="gelu_tanh", bias=True)
-        return BlockConfig(
-            attention=attention, mlp=mlp, norm="layer", norm_eps=self.norm_eps, dropout=self.residual_dropout
-        )
+        scale = (self.dim // self.num_heads) ** -0.5 / (layer + 1) if self.scale_by_layer else None
+        return gpt_block(self, "gelu_tanh", self.mlp_dim, scale=scale)

@@ -5,12 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from kitforge.core.nn.attention import AttentionConfig
-from kitforge.core.nn.block import BlockConfig
-from kitforge.core.nn.decoder import MAX_LAYERS
-from kitforge.core.nn.mlp import MLPConfig
+from kitforge.core.nn.gpt_block import check_sizes, gpt_block
 from kitforge.core.nn.vision import VisionConfig
-from kitforge.foundation.config import check, check_counts
+from kitforge.foundation.config import check
 from kitforge.foundation.dtype import WeightDtype
 
 
@@ -44,9 +41,7 @@ class ViTConfig:
     dtype: WeightDtype = "float32"  # of exported weights unless another is asked for; training keeps fp32
 
     def __post_init__(self) -> None:
-        check_counts("model", {"num_layers": self.num_layers}, MAX_LAYERS)
-        divides = self.num_heads > 0 and self.dim % self.num_heads == 0
-        check(divides, "model.num_heads", self.num_heads, f"a divisor of model.dim={self.dim}")
+        check_sizes(self)
         resize = self.image_resize
         check(len(resize) <= 2 and all(each > 0 for each in resize), "model.image_resize", resize, "one or two numbers")
         for name in ("image_mean", "image_std"):
@@ -56,19 +51,7 @@ class ViTConfig:
 
     def vision(self) -> VisionConfig:
         """The network of these options."""
-        attention = AttentionConfig(
-            dim=self.dim,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_heads,
-            head_dim=self.dim // self.num_heads,
-            qkv_bias=self.qkv_bias,
-            out_bias=True,
-            dropout=self.attention_dropout,
-        )
-        mlp = MLPConfig(dim=self.dim, hidden_dim=self.mlp_dim or 4 * self.dim, kind=self.activation, bias=True)
-        block = BlockConfig(
-            attention=attention, mlp=mlp, norm="layer", norm_eps=self.norm_eps, dropout=self.residual_dropout
-        )
+        block = gpt_block(self, self.activation, self.mlp_dim, qkv_bias=self.qkv_bias)
         return VisionConfig(
             image_size=self.image_size,
             patch_size=self.patch_size,

@@ -95,6 +95,17 @@ def test_a_wrong_question_is_named(tmp_path: Path, line: str, words: str) -> Non
         load_task(str(path))
 
 
+def test_bytes_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    (tmp_path / "some.jsonl").write_bytes(b'{"text": "a"}\n{"text": "\xff"}\n')
+    with pytest.raises(DataError, match=r"(?s)some\.jsonl:2 is not JSON in UTF-8.*0xff"):
+        load_task(str(tmp_path / "some.jsonl"))
+    (tmp_path / "sum.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n' * 99)[:-9])
+    with pytest.raises(DataError, match=r"cannot read .*sum\.jsonl\.gz"):
+        load_task(str(tmp_path / "sum.jsonl.gz"))
+    (tmp_path / "marked.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "a"}\n')
+    assert load_task(str(tmp_path / "marked.jsonl")).form == "text"
+
+
 @pytest.mark.parametrize("line", ['{"context": "a", "continuation": ""}', '{"text": ""}'])
 def test_an_empty_question_is_named(tmp_path: Path, line: str) -> None:
     (tmp_path / "some.jsonl").write_text(f"\n{line}\n")

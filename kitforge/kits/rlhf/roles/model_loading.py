@@ -108,7 +108,10 @@ def reference_of(source: NetworkSource, world: World) -> tuple[nn.Module, str | 
 def source_fingerprint(source: NetworkSource, world: World = ALONE) -> str:
     """The fingerprint of the fp32 weights of a model that is not in memory; each rank reads its share, tensor by
     tensor."""
-    outline, read = build_on_meta(source.family), source.initial if source.outlook is None else source.outlook.read
+    outline, read = (
+        build_on_meta(source.family),
+        source.initial if source.unverified is None else source.unverified.read,
+    )
     names = sorted(name for name, _ in outline.named_parameters())
     found = {
         name: weight_digest(read(name, Region.full(outline.get_parameter(name).shape)), torch.float32)

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import cast, final
+from typing import final
 
 import torch
 from torch import Tensor, nn
 
-from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.core.nn.context import Context, DropoutKey
 from kitforge.data.chat.datasets import TokenizedExample
 from kitforge.data.collate import drop_trivial_columns
 from kitforge.data.schedule import Indices
 from kitforge.data.text.packing import IGNORED
-from kitforge.foundation.device import copy_to
 from kitforge.foundation.types import MicroBatch, Sums
+from kitforge.kits.language_model import packed_inputs, token_cross_entropy
 from kitforge.kits.rlhf.batching import input_tokens, pack_examples
 from kitforge.kits.rlhf.config import SFTOptions
 from kitforge.kits.rlhf.supervised.example_task import ExampleTask
@@ -45,17 +44,13 @@ class SFTTask(ExampleTask[SFTOptions, TokenizedExample]):
 
     def inputs(self, micro_batch: MicroBatch) -> tuple[Tensor, Context]:
         """The tokens, and the responses that share a row."""
-        indices, device = tuple(micro_batch["places"].tolist()), self._world.device
+        indices = tuple(micro_batch["places"].tolist())
         dropout_key = DropoutKey(seed=self._options.seed, step=micro_batch["step"], samples=indices)
-        counted = micro_batch["targets"] != IGNORED
-        context = Context.packed(micro_batch["positions"], micro_batch.get("documents"), dropout_key, device, counted)
-        return copy_to(micro_batch["tokens"], device), context
+        return packed_inputs(micro_batch, dropout_key, self._world.device)
 
     def loss_of(self, model: nn.Module, hidden: Tensor, micro_batch: MicroBatch) -> Sums:
         """The sum of cross-entropies over the trained tokens."""
-        network = cast(CausalLM, model)
-        targets = copy_to(micro_batch["targets"], hidden.device).flatten()
-        return {"loss": network.kernels.linear_cross_entropy(hidden.flatten(0, 1), network.head_weight, targets)}
+        return token_cross_entropy(model, hidden, micro_batch["targets"])
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """eval/loss in nats per trained token, eval/perplexity."""

@@ -1,0 +1,80 @@
+"""Entities of chunk tags, such as B-PER and I-PER: counted as seqeval does, and aggregated from the tokens of a text as
+Hugging Face's pipeline does. Knows no network.
+
+T tokens, C labels.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from kitforge.data.optional_imports import import_optional
+
+# O, or a chunk tag of one of the schemes that seqeval reads: BIO, IOE, IOBES, BILOU.
+CHUNK_TAG = re.compile(r"O|[BIESLU]-.+")
+Aggregation = Literal["none", "simple", "first", "average", "max"]
+
+
+def entity_counts(wanted: Sequence[str], predicted: Sequence[str]) -> tuple[float, float, float]:
+    """Entities of one row that were found, that were predicted, and that there are; an entity is right if its type and
+    both of its ends are."""
+    seqeval = import_optional("seqeval.metrics.sequence_labeling", needed_for="entity F1", extra="transformers")
+    theirs, ours = (set(seqeval.get_entities(list(each))) for each in (wanted, predicted))
+    return float(len(theirs & ours)), float(len(ours)), float(len(theirs))
+
+
+def entities(
+    text: str, scores: Tensor, spans: Sequence[tuple[int, int]], labels: Sequence[str], strategy: Aggregation
+) -> list[dict[str, Any]]:
+    """The labelled tokens of a text, or its entities; `scores` [T, C] are those of the tokens at `spans`, which may be
+    more than have scores. See `TokenClassificationPipeline`."""
+    found: list[dict[str, Any]] = []
+    for index, (row, (start, stop)) in enumerate(zip(scores, spans, strict=False)):
+        start += len(text[start:stop]) - len(text[start:stop].lstrip())
+        if start < stop:
+            found.append({"scores": row, "index": index, "start": start, "end": stop})
+    if strategy not in ("none", "simple"):
+        words: list[list[dict[str, Any]]] = []
+        for token in found:
+            is_inside = words and token["start"] > 0 and not text[token["start"] - 1].isspace()
+            words[-1].append(token) if is_inside else words.append([token])
+        found = [_word(each, strategy) for each in words]
+    labelled = []
+    for each in found:
+        best = int(each["scores"].argmax())
+        where = {"word": text[each["start"] : each["end"]], "start": each["start"], "end": each["end"]}
+        score = float(each["scores"][best])
+        labelled.append({"entity": labels[best], "score": score, "index": each["index"], **where})
+    return labelled if strategy == "none" else _groups(labelled, text)
+
+
+def _word(tokens: list[dict[str, Any]], strategy: Aggregation) -> dict[str, Any]:
+    """The tokens of a word as one, with scores by the strategy."""
+    scores = torch.stack([each["scores"] for each in tokens])
+    chosen = {"first": scores[0], "average": scores.mean(0), "max": scores[int(scores.max(-1).values.argmax())]}
+    return {**tokens[0], "scores": chosen[strategy], "end": tokens[-1]["end"]}
+
+
+def _groups(labelled: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
+    """Neighbours of one type as one entity, unless a B- begins the next; the score is their mean."""
+    groups: list[list[dict[str, Any]]] = []
+    for each in labelled:
+        is_chunk = each["entity"][:2] in ("B-", "I-")
+        kind = each["entity"][2:] if is_chunk else each["entity"]
+        is_same = groups and groups[-1][0]["kind"] == kind and not each["entity"].startswith("B-")
+        groups[-1].append(each | {"kind": kind}) if is_same else groups.append([each | {"kind": kind}])
+    return [
+        {
+            "entity_group": group[0]["kind"],
+            "score": sum(each["score"] for each in group) / len(group),
+            "word": text[group[0]["start"] : group[-1]["end"]],
+            "start": group[0]["start"],
+            "end": group[-1]["end"],
+        }
+        for group in groups
+    ]
