@@ -1,4 +1,4 @@
-"""GGUF files as published weights, in and out: LLaMA, Mistral, Qwen2 and Qwen3.
+"""GGUF files as published weights: LLaMA, Mistral, Qwen2 and Qwen3 in and out, Mixtral and Qwen3 MoE in.
 
 Names of tensors are translated by the package `gguf`, which has them for every architecture of llama.cpp. In its
 architecture `llama` neighbouring features rotate together, so rows of queries and keys are stored in another order.
@@ -20,11 +20,15 @@ from kitforge.data.optional_imports import import_optional
 from kitforge.foundation.dtype import ExportDtype
 from kitforge.foundation.errors import CheckpointError, ModelError, nearest
 from kitforge.foundation.files import atomic_file
-from kitforge.models.gguf_metadata import check_heads, check_metadata, read_scaling
+from kitforge.models.gguf_metadata import EXPERT_ARCHITECTURES, check_heads, check_metadata, read_scaling
 from kitforge.models.llama import convert as llama
 from kitforge.models.llama.model import LlamaConfig
+from kitforge.models.mixtral import convert as mixtral
+from kitforge.models.qwen3_moe import convert as qwen3_moe
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe")
+# Of mixtures of experts, which hold those of a block in one tensor.
+_CONVERTERS = {"mixtral": mixtral.CONVERTER, "qwen3_moe": qwen3_moe.CONVERTER}
 _ROPE_FACTORS = "rope_freqs.weight"
 # LLaMA 3's interpolation, of which a file keeps the resulting factors, and we the length as well.
 _LLAMA3_LENGTH = 8192
@@ -52,28 +56,68 @@ class GgufWeights:
             )
         check_metadata(path, self._file.metadata, self._architecture)
         self.config = self._config()
-        config = llama.read_config(self.config)
+        self._stack: tuple[str, Tensor] = "", torch.empty(0)  # the last of all experts of a block that was read
+        # The tensor of the file that holds one of Hugging Face's, and of an expert its number in it.
+        self._names: dict[str, tuple[str, int | None]] = {}
+        converter = _CONVERTERS.get(self.config["model_type"], llama.CONVERTER)
+        config = converter.read_config(self.config)
         translate = _translator(self._architecture, config.num_layers)
-        theirs = {mapping.theirs for mapping in llama.tensor_mappings(config, self._architecture)}
-        names = {translate(name): name for name in theirs}
-        self._names = {names.get(name, name): name for name in self._file.tensors if name != _ROPE_FACTORS}
+        for mapping in converter.tensor_mappings(config, self.config["model_type"]):
+            own = translate(mapping.theirs if mapping.index is None else _stacked_name(mapping.ours))
+            if own in self._file.tensors:
+                self._names[mapping.theirs] = own, mapping.index
+                if mapping.index is not None:
+                    self._check_stack(own, config.experts.num_experts)
+        known = {_ROPE_FACTORS, *(own for own, _ in self._names.values())}
+        self._names |= {name: (name, None) for name in self._file.tensors if name not in known}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of all tensors."""
-        return {name: self._file.tensors[own].shape for name, own in self._names.items()}
+        found = {name: (self._file.tensors[own].shape, index) for name, (own, index) in self._names.items()}
+        return {name: shape if index is None else shape[1:] for name, (shape, index) in found.items()}
 
     def dtype(self, name: str) -> torch.dtype:
         """The dtype in which a tensor is stored; float16, which scales of blocks have, for quantized ones."""
-        return _DTYPES.get(self._file.tensors[self._names[name]].kind, torch.float16)
+        return _DTYPES.get(self._file.tensors[self._names[name][0]].kind, torch.float16)
 
     def tensor(self, name: str) -> Tensor:
         """A tensor as stored; a quantized one is decoded to float32 on every call."""
-        own = self._names[name]
-        tensor = torch.from_numpy(np.array(self._file.values(own)))
-        if self._file.tensors[own].kind == "BF16":
-            tensor = tensor.view(torch.bfloat16)
+        own, index = self._names[name]
+        if index is not None:
+            if self._stack[0] != own:
+                self._stack = own, self._decoded(own)
+            return self._stack[1][index]
+        tensor = self._decoded(own)
         heads = _rotated_heads(name, self.config) if self._architecture == "llama" else None
         return tensor if heads is None else _to_halves(tensor, heads)
+
+    def _decoded(self, own: str) -> Tensor:
+        """A tensor of the file, decoded to float32 if it is quantized."""
+        tensor = torch.from_numpy(np.array(self._file.values(own)))
+        return tensor.view(torch.bfloat16) if self._file.tensors[own].kind == "BF16" else tensor
+
+    def _check_stack(self, own: str, num_experts: int) -> None:
+        """Raise ModelError for a tensor of another number of experts."""
+        shape = self._file.tensors[own].shape
+        if len(shape) != 3 or shape[0] != num_experts:
+            expected = f"{num_experts} experts, as its metadata say"
+            fix = "fetch the file again"
+            raise ModelError(
+                f"{self.path}: {own} misses experts or has some twice", got=shape, expected=expected, fix=fix
+            )
+
+    def _experts(self) -> dict[str, Any]:
+        """The values of config.json of a mixture of experts; empty for a dense network."""
+        count = self._value("expert_count", 0)
+        if self._architecture == "llama" and not count:
+            return {}
+        found = {"num_experts_per_tok": self._value("expert_used_count")}
+        if self._architecture == "llama":
+            return found | {"model_type": "mixtral", "num_local_experts": count}
+        width = self._value("expert_feed_forward_length")
+        # llama.cpp always divides the weights of a token's experts by their sum.
+        found |= {"moe_intermediate_size": width, "norm_topk_prob": True}
+        return found | {"model_type": "qwen3_moe", "num_experts": count}
 
     def _config(self) -> dict[str, Any]:
         """The values of config.json."""
@@ -101,6 +145,8 @@ class GgufWeights:
                 got = f"{_ROPE_FACTORS} and {scaling['rope_type']}"
                 raise ModelError(f"{self.path} scales its positions twice", got=got, expected="one of the two")
             scaling = self._llama3(config, rope)
+        if self._architecture in EXPERT_ARCHITECTURES:
+            config |= self._experts()
         return config | {"rope_parameters": {"rope_type": "default", "rope_theta": rope} | scaling}
 
     def _llama3(self, config: Mapping[str, Any], theta: float) -> dict[str, Any]:
@@ -248,6 +294,12 @@ def _translator(architecture: str, num_layers: int) -> Callable[[str], str]:
         return own
 
     return translate
+
+
+def _stacked_name(ours: str) -> str:
+    """The name of all experts of a block that `gguf` knows, for our name of them."""
+    _, layer, *_, matrix = ours.split(".")
+    return f"model.layers.{layer}.mlp.experts.{matrix}_proj.weight"
 
 
 def _rotated_heads(name: str, config: Mapping[str, Any]) -> int | None:

@@ -21,6 +21,9 @@ _READ = frozenset(
         *("rope.scaling.original_context_length", "rope.scaling.type", "attention.scale"),
     )
 )
+# Of mixtures of experts.
+EXPERT_ARCHITECTURES = ("llama", "qwen3moe")
+_EXPERTS = frozenset(("expert_count", "expert_used_count", "expert_feed_forward_length"))
 _WITHOUT_EFFECT = frozenset(
     ("pooling_type", "rope.scaling.finetuned", "tensor_data_layout", "vocab_size", "attention.sliding_window")
 )
@@ -31,6 +34,7 @@ _ATTENTION_FACTORS = ("rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor
 _DEFAULTS: dict[str, tuple[Any, ...]] = {
     "attention.causal": (True,),
     "embedding_scale": (0, 1),
+    "expert_gating_func": (0, 1),  # softmax
     "logit_scale": (0, 1),
     "attention.output_scale": (0, 1),
     "residual_scale": (0, 1),
@@ -50,6 +54,7 @@ def check_metadata(path: Path, metadata: Mapping[str, Any], architecture: str) -
         owner, _, key = name.partition(".")
         if owner == architecture:
             known = key in _READ or key in _WITHOUT_EFFECT or key in _YARN or key in _ATTENTION_FACTORS
+            known |= key in _EXPERTS and architecture in EXPERT_ARCHITECTURES
             defaults = _DEFAULTS.get(key, (0,))
         elif name.startswith("tokenizer.ggml."):
             key = key.removeprefix("ggml.")

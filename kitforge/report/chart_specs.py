@@ -44,7 +44,11 @@ _ALIGNMENT = (
 )
 # Further RLHF metrics by prefix.
 _ALIGNMENT_GROUPS = ("rewards/", "completion/", "importance_sampling/", "environment/")
+# Of a mixture of experts, the load of each; all of them share one chart.
+_LOAD = "experts/load/"
 _UNITS = {
+    "experts/fullest": "times the mean load, in any block",
+    "experts/dropped": "fraction of choices",
     "kl": "nats per completion",
     "completion/mean_length": "tokens",
     "entropy": "nats per token",
@@ -76,10 +80,15 @@ def chart_groups(runs: Sequence[RunRecord], labels: Sequence[str]) -> list[tuple
     is_aligned = not names.isdisjoint(_ALIGNMENT[:2])
     more = sorted(name for name in names if name.startswith(_ALIGNMENT_GROUPS) and name not in _ALIGNMENT)
     rewards = [name for name in _ALIGNMENT if name in names] + more if is_aligned else []
-    others = names - set(rewards)
+    loads = sorted(name for name in names if name.startswith("experts/"))
+    others = names - set(rewards) - set(loads)
     ordered = [name for name in _ORDER if name in others] + sorted(others - set(_ORDER))
     panels = [("Rewards and completions", rewards)] * is_aligned + [("Curves", ordered)]
-    return [(title, [_chart(name, runs, labels) for name in chosen]) for title, chosen in panels]
+    found = [(title, [_chart(name, runs, labels) for name in chosen]) for title, chosen in panels]
+    if loads:
+        further = [_chart(name, runs, labels) for name in loads if not name.startswith(_LOAD)]
+        found.append(("Load of the experts", [_load_chart(runs, labels), *further]))
+    return found
 
 
 def is_bad(event: LoggedEvent) -> bool:
@@ -103,6 +112,20 @@ def _chart(name: str, runs: Sequence[RunRecord], labels: Sequence[str]) -> Chart
         is_wide=is_first,
         may_be_log=name in _MAY_BE_LOG,
     )
+
+
+def _load_chart(runs: Sequence[RunRecord], labels: Sequence[str]) -> Chart:
+    """The tokens of the fullest, the median and the emptiest expert over the mean, at each step."""
+    lines = []
+    for number, (run, label) in enumerate(zip(runs, labels, strict=True)):
+        loads = [series for name, series in run.train.items() if name.startswith(_LOAD)]
+        ranked = [sorted(values) for values in zip(*(series.values for series in loads), strict=False)]
+        indices = {"fullest": -1, "median": len(loads) // 2, "emptiest": 0} if loads else {}
+        for tone, (name, index) in enumerate(indices.items()):
+            series = Series(steps=loads[0].steps[: len(ranked)], values=tuple(values[index] for values in ranked))
+            own, colour = (name, tone) if len(runs) == 1 else (f"{label}: {name}", number % NUM_TONES)
+            lines.append(ChartLine(label=own, series=series, run=number, tone=colour))
+    return Chart(title="Load of the experts", unit="times the mean load", lines=tuple(lines), is_wide=True)
 
 
 def _lines(name: str, run: int, runs: Sequence[RunRecord], labels: Sequence[str], divisor: float) -> list[ChartLine]:

@@ -108,7 +108,7 @@ def test_positions_are_scaled_as_transformers_scales_them(
         {"llama.final_logit_softcapping": 30.0},
         {"llama.logit_scale": 0.5},
         {"llama.residual_scale": 0.2},
-        {"llama.expert_count": 8},
+        {"llama.expert_shared_count": 1},
         {"llama.some_new_thing": 1.0},
         {"llama.some_new_thing": "yes"},
         {"tokenizer.ggml.some_new_thing": True},

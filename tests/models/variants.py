@@ -128,6 +128,9 @@ VARIANTS: dict[str, Variant] = {
         norm_topk_prob=True,
         mlp_only_layers=[1],
     ),
+    "qwen3_moe_gguf": _modern(
+        "Qwen3Moe", head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True
+    ),
     "qwen3_moe_sparse_step": _modern(
         "Qwen3Moe",
         num_hidden_layers=4,

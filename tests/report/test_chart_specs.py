@@ -38,6 +38,24 @@ def test_an_evaluation_joins_the_training_metric_of_its_name() -> None:
     }
 
 
+def test_the_loads_of_all_experts_share_one_chart() -> None:
+    loads = {f"experts/load/{number}": float(value) for number, value in enumerate((0.5, 2.0, 1.0, 0.5, 1.0))}
+    mixture = run_of({"loss": 2.0, "experts/fullest": 3.0, "experts/dropped": 0.0, **loads}, {})
+    panels = groups([mixture], ["run"])
+    assert [(title, [chart.title for chart in drawn]) for title, drawn in panels] == [
+        ("Curves", ["Loss"]),
+        ("Load of the experts", ["Load of the experts", "Experts / dropped", "Experts / fullest"]),
+    ]
+    lines = panels[-1][1][0].lines
+    assert [(line.label, line.series.values) for line in lines] == [
+        ("fullest", (2.0,)),
+        ("median", (1.0,)),
+        ("emptiest", (0.5,)),
+    ]
+    both = groups([mixture, run_of({"loss": 1.0}, {})], ["one", "other"])[-1][1][0]
+    assert [line.label for line in both.lines] == ["one: fullest", "one: median", "one: emptiest"]
+
+
 def test_an_evaluation_of_a_policy_is_not_drawn_on_the_axis_of_its_training_loss() -> None:
     found = charts([run_of({"loss": 2.0, "reward": 0.5}, {"eval/loss": 3.0, "eval/reward": 0.1})], ["run"])
     lines = {chart.title: [line.label for line in chart.lines] for chart in found}
