@@ -30,6 +30,7 @@ from kitforge.core.parallel.config import ParallelConfig
 from kitforge.core.parallel.parallelize import ParallelModel, parallel_model_of
 from kitforge.core.parallel.world import ALONE
 from kitforge.data.gguf_file import GGUF_SUFFIX
+from kitforge.data.text.packing import IGNORED
 from kitforge.data.tokenizers.generation_config import GENERATION_CONFIG, start_token
 from kitforge.data.tokenizers.gguf import tokenizer_metadata
 from kitforge.data.tokenizers.loading import TOKENIZER_FOLDER, Tokenizer, TokenizerConfig, find_tokenizer

@@ -13,7 +13,7 @@ from kitforge.foundation.errors import ConfigError, KitforgeError
 from kitforge.verify.case import DEGREES, RUN_TIMEOUT, Case
 from kitforge.verify.contract import Contract, Measured, NotOfferedError
 from kitforge.verify.processes import free_port, launched, run_ranks
-from kitforge.verify.run_equality import differences, distance
+from kitforge.verify.run_equality import distance, run_differences
 
 # Sums over ranks are rounded otherwise in float32, and every step builds on the ones before.
 LAYOUT_BOUND = 2e-4
@@ -96,7 +96,7 @@ def check_cache(case: Case) -> Measured:
             # Too few for a batch.
             tried = error
             continue
-        found = differences(folder, case.base, with_state=False)
+        found = run_differences(folder, case.base, with_state=False)
         named = f": {', '.join(found[:3])}" if found else ""
         return Measured(figure=len(found), unit=f"values differ with {rows} rows on the device{named}")
     assert tried is not None

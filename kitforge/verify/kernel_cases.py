@@ -117,8 +117,8 @@ def kernel_errors(device: torch.device, level: CompileLevel) -> Iterator[tuple[s
             if device.type == "cpu" and dtype == torch.float16 and name.startswith("linear"):
                 continue
             rounded = [each.to(dtype) for each in arguments]
-            wanted = outcome(get(REFERENCE), [each.double() for each in rounded])
-            found = outcome(get(select(level, device.type)), rounded)
+            wanted = run_kernel(get(REFERENCE), [each.double() for each in rounded])
+            found = run_kernel(get(select(level, device.type)), rounded)
             errors[dtype] = max(
                 float((one.double() - other).abs().max() / other.abs().max().clamp(min=1e-9))
                 for one, other in zip(found, wanted, strict=False)
@@ -126,7 +126,7 @@ def kernel_errors(device: torch.device, level: CompileLevel) -> Iterator[tuple[s
         yield name, errors
 
 
-def outcome(kernel: Callable[..., Tensor], arguments: list[Tensor]) -> list[Tensor]:
+def run_kernel(kernel: Callable[..., Tensor], arguments: list[Tensor]) -> list[Tensor]:
     """The output, and the gradients where the kernel has them."""
     leaves = [each.detach().clone().requires_grad_() for each in arguments]
     try:

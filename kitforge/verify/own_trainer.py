@@ -78,7 +78,7 @@ class OwnTrainer:
         return {name: each.detach().double().cpu() for name, each in weights.items()}
 
     def evaluate(self, batches: Sequence[Batch]) -> float:
-        """The mean loss. Raises NotOfferedError, and TypeError for what is no number."""
+        """The mean loss. Raises NotOfferedError, and TypeError for what is not a number."""
         found = self._method("evaluate")(network(), [dict(batch) for batch in batches])
         if isinstance(found, bool) or not isinstance(found, (int, float)) or not math.isfinite(found):
             raise TypeError(f"evaluate returned {found!r}, not a finite number")
@@ -139,7 +139,7 @@ def documents_alone() -> list[Batch]:
     return alone
 
 
-def check_micro_batches(own: OwnTrainer) -> Measured:
+def check_own_micro_batches(own: OwnTrainer) -> Measured:
     """Weights after three steps in two and in four micro-batches against whole batches, relative to the way."""
     batches = batches_of(rows(ROWS), 4)
     before = own.train("start", batches[:1], 1)
@@ -149,13 +149,13 @@ def check_micro_batches(own: OwnTrainer) -> Measured:
     return Measured(figure=figure, bound=WEIGHT_BOUND, unit="relative to the way of the weights, float32")
 
 
-def check_evaluation(own: OwnTrainer) -> Measured:
+def check_own_evaluation(own: OwnTrainer) -> Measured:
     """The loss of the same rows in batches of 1, 3, 5 and all."""
     losses = [own.evaluate(batches_of(rows(ROWS), size)) for size in (1, 3, 5, ROWS)]
     return Measured(figure=max(losses) - min(losses), bound=LOSS_BOUND, unit="nats, float32")
 
 
-def check_packing(own: OwnTrainer) -> Measured:
+def check_own_packing(own: OwnTrainer) -> Measured:
     """The loss of documents in one row against that of each in a row of its own."""
     alone = documents_alone()
     packed = {name: torch.cat([batch[name] for batch in alone], dim=1) for name in alone[0]}
@@ -165,7 +165,7 @@ def check_packing(own: OwnTrainer) -> Measured:
     return Measured(figure=abs(own.evaluate([packed]) - mean), bound=LOSS_BOUND, unit="nats, float32")
 
 
-def check_resume(own: OwnTrainer) -> Measured:
+def check_own_resume(own: OwnTrainer) -> Measured:
     """SIGKILL at drawn operations on files of the run, which lie between steps and within saves, and resumption until
     the end."""
     batches, folder, draw = batches_of(rows(STEPS * 4), 4), own.folder / "killed", random.Random(0)
@@ -200,8 +200,8 @@ def _distance(got: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:
 
 
 CONTRACTS = (
-    Contract(name="micro_batches", promise="micro-batches = batch", check=check_micro_batches),
-    Contract(name="evaluation", promise="evaluation independent of the batch size", check=check_evaluation),
-    Contract(name="packing", promise="packed = alone", check=check_packing),
-    Contract(name="resume", promise="killed and resumed = never killed", check=check_resume),
+    Contract(name="micro_batches", promise="micro-batches = batch", check=check_own_micro_batches),
+    Contract(name="evaluation", promise="evaluation independent of the batch size", check=check_own_evaluation),
+    Contract(name="packing", promise="packed = alone", check=check_own_packing),
+    Contract(name="resume", promise="killed and resumed = never killed", check=check_own_resume),
 )

@@ -13,7 +13,7 @@ from kitforge.verify.case import CHECKPOINT_EVERY, RUN_TIMEOUT, Case
 from kitforge.verify.contract import Contract, Measured
 from kitforge.verify.distribution import LAYOUT_BOUND, on_layouts
 from kitforge.verify.killing import kill_again_and_again
-from kitforge.verify.run_equality import differences, distance, records
+from kitforge.verify.run_equality import distance, records, run_differences
 
 INSTANTS, SAVES = 2, 2
 RESUME = {"resume": "auto"}
@@ -33,7 +33,7 @@ def check_resume(case: Case) -> Measured:
     resumed = sum(record["event"] == "resume" for record in records(folder, "event"))
     if not kills or not resumed:
         raise TrainingError("no run was killed that left a checkpoint", got=f"{kills} kills, {resumed} resumptions")
-    found = differences(folder, case.base)
+    found = run_differences(folder, case.base)
     named = f": {', '.join(found[:3])}" if found else ""
     return Measured(figure=len(found), unit=f"values differ after {kills} kills{named}")
 

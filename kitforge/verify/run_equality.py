@@ -64,7 +64,7 @@ def bits_of(chunks: Iterable[tuple[Tensor, Tensor]]) -> dict[int, bytes]:
     return found
 
 
-def differences(got: Path, wanted: Path, *, with_state: bool = True) -> list[str]:
+def run_differences(got: Path, wanted: Path, *, with_state: bool = True) -> list[str]:
     """What differs between two runs that ended, by name; empty if nothing does, to the last bit. Without the state,
     options may differ."""
     lines, wanted_lines = records(got), records(wanted)
@@ -109,6 +109,6 @@ def distance(got: Path, wanted: Path, names: Iterable[str] = ("loss", "eval/loss
 
 
 def relative(got: float, wanted: float, floor: float) -> float:
-    """|got - wanted| / max(|wanted|, floor); infinite where that is no number."""
+    """|got - wanted| / max(|wanted|, floor); infinite where that is NaN."""
     found = abs(got - wanted) / max(abs(wanted), floor)
     return inf if isnan(found) else found

@@ -187,7 +187,7 @@ def _language_model(case: Case) -> tuple[nn.Module, list[list[int]]]:
         raise NotOfferedError("the model writes no text")
     model, tokenizer = load_model(case.base, case.values["device"]), cast(Any, load_processor(case.base))
     if not isinstance(model, CausalLM):
-        raise NotOfferedError("the network is no causal language model")
+        raise NotOfferedError("the network is not a causal language model")
     return model.eval(), [tokenizer.encode_prompt(f"{text} ") for text in documents(4, NUM_TEXTS)]
 
 

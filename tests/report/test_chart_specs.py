@@ -41,7 +41,7 @@ def test_an_evaluation_joins_the_training_metric_of_its_name() -> None:
 def test_the_loads_of_all_experts_share_one_chart() -> None:
     loads = {f"experts/load/{number}": float(value) for number, value in enumerate((0.5, 2.0, 1.0, 0.5, 1.0))}
     mixture = run_of({"loss": 2.0, "experts/fullest": 3.0, "experts/dropped": 0.0, **loads}, {})
-    panels = groups([mixture], ["run"])
+    panels = chart_groups([mixture], ["run"])
     assert [(title, [chart.title for chart in drawn]) for title, drawn in panels] == [
         ("Curves", ["Loss"]),
         ("Load of the experts", ["Load of the experts", "Experts / dropped", "Experts / fullest"]),
@@ -52,7 +52,7 @@ def test_the_loads_of_all_experts_share_one_chart() -> None:
         ("median", (1.0,)),
         ("emptiest", (0.5,)),
     ]
-    both = groups([mixture, run_of({"loss": 1.0}, {})], ["one", "other"])[-1][1][0]
+    both = chart_groups([mixture, run_of({"loss": 1.0}, {})], ["one", "other"])[-1][1][0]
     assert [line.label for line in both.lines] == ["one: fullest", "one: median", "one: emptiest"]
 
 

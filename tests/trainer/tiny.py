@@ -16,7 +16,7 @@ from kitforge.kits.transformers.build import TASKS, Inputs
 from kitforge.trainer.callbacks.callback import Callback
 from kitforge.trainer.run_folder import train
 from kitforge.verify.resuming import copy_up_to
-from kitforge.verify.run_equality import checkpoint_content, differences, records, without_clock
+from kitforge.verify.run_equality import checkpoint_content, records, run_differences, without_clock
 from kitforge.verify.run_equality import last_checkpoint as newest_checkpoint
 
 __all__ = ["copy_up_to", "records", "without_clock"]
@@ -113,4 +113,4 @@ def last_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 def assert_same(got: Path, wanted: Path) -> None:
     """Two runs ended alike, bit for bit, and told the same on the way."""
-    assert differences(got, wanted) == []
+    assert run_differences(got, wanted) == []

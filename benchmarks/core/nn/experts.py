@@ -17,6 +17,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,14 @@ from kitforge.models.mixtral.model import MixtralConfig
 
 PRODUCTS = [(8, 4096), (8, 512), (64, 4096)]  # experts and rows
 DIM, HIDDEN = 256, 512
-STEP = {"dim": 256, "num_layers": 4, "num_heads": 8, "num_kv_heads": 4, "mlp_dim": 512, "vocab_size": 4096}
+STEP: dict[str, Any] = {
+    "dim": 256,
+    "num_layers": 4,
+    "num_heads": 8,
+    "num_kv_heads": 4,
+    "mlp_dim": 512,
+    "vocab_size": 4096,
+}
 BATCH, LENGTH, EXPERTS, TOP_K = 8, 256, 8, 2
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SMOKE = {
@@ -110,7 +118,7 @@ def steps(pairs: int) -> list[str]:
         return loss
 
     calls: dict[str, Callable[[], float]] = {
-        f"ours {name}": lambda dtype=dtype: step_of(model, dtype, tokens, ours) for name, dtype in DTYPES.items()
+        f"ours {name}": partial(step_of, model, dtype, tokens, ours) for name, dtype in DTYPES.items()
     }
     if not is_smoke():
         peer = transformers_model(model)
@@ -120,8 +128,7 @@ def steps(pairs: int) -> list[str]:
             return loss
 
         calls |= {
-            f"transformers {name}": lambda dtype=dtype: step_of(peer, dtype, tokens, theirs)
-            for name, dtype in DTYPES.items()
+            f"transformers {name}": partial(step_of, peer, dtype, tokens, theirs) for name, dtype in DTYPES.items()
         }
     losses = {name: call() for name, call in calls.items()}
     found = medians(calls, pairs)

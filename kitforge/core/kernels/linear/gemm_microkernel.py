@@ -54,20 +54,20 @@ def called(builder: Any, name: str, result: Any, arguments: list[Any]) -> Any:
     return builder.call(cast(Any, cgutils).get_or_insert_function(builder.module, kind, name), arguments)
 
 
-def at(builder: Any, address: Any, kind: Any, offset: Any = 0) -> Any:
+def pointer_to(builder: Any, address: Any, kind: Any, offset: Any = 0) -> Any:
     """A pointer to a type, `offset` bytes behind an address."""
     return builder.inttoptr(builder.add(address, address.type(offset)), kind.as_pointer())
 
 
 def _loaded(builder: Any, address: Any, kind: Any, offset: int = 0) -> Any:
-    loaded = builder.load(at(builder, address, kind, offset))
+    loaded = builder.load(pointer_to(builder, address, kind, offset))
     loaded.align = 2
     return loaded
 
 
 def prefetch_line(builder: Any, address: Any, offset: int) -> None:
     """Prefetch a cache line to the L2 cache."""
-    pointer = at(builder, address, ir.IntType(8), offset)
+    pointer = pointer_to(builder, address, ir.IntType(8), offset)
     called(builder, "llvm.prefetch.p0i8", ir.VoidType(), [pointer, _INT(0), _INT(2), _INT(1)])
 
 
@@ -105,7 +105,7 @@ def transpose(_context: Any, _addresses: Any, _offset: Any, _target: Any, _ahead
         addresses, offset, target, ahead = arguments
         rows = []
         for lane in range(LANES):
-            rows.append(builder.add(builder.load(at(builder, addresses, addresses.type, 8 * lane)), offset))
+            rows.append(builder.add(builder.load(pointer_to(builder, addresses, addresses.type, 8 * lane)), offset))
             prefetch_line(builder, ahead, _WORD_BYTES * LANES * lane)
         for first in range(0, LANES, _QUARTER):
             # Four vectors, of every fourth row each: a quarter of a vector holds four words of a row.
@@ -113,7 +113,7 @@ def transpose(_context: Any, _addresses: Any, _offset: Any, _target: Any, _ahead
             pairs = [_interleaved(builder, parts[half], parts[half + 1], 1) for half in (0, 2)]
             words = [each for one, other in zip(*pairs, strict=True) for each in _interleaved(builder, one, other, 2)]
             for word, column in enumerate(words, first):
-                builder.store(column, at(builder, target, _WORDS, word * PANEL * _WORD_BYTES)).align = 4
+                builder.store(column, pointer_to(builder, target, _WORDS, word * PANEL * _WORD_BYTES)).align = 4
         return context.get_dummy_value()
 
     return types.void(*(types.intp for _ in range(4))), generate
@@ -166,7 +166,7 @@ def _generate(rows: int, input_size: int, weight_size: int, builder: Any, argume
     starts = [builder.add(input, builder.mul(index, row_bytes)) for index in indices]
     targets = [
         [
-            at(builder, builder.add(output, builder.mul(index, number(4 * PANEL))), _VECTOR, 4 * LANES * half)
+            pointer_to(builder, builder.add(output, builder.mul(index, number(4 * PANEL))), _VECTOR, 4 * LANES * half)
             for half in range(2)
         ]
         for index in indices

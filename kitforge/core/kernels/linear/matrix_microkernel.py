@@ -16,7 +16,15 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from kitforge.core.kernels.linear.gemm_microkernel import FEATURES, LANES, PAIRS, PANEL, at, called, prefetch_line
+from kitforge.core.kernels.linear.gemm_microkernel import (
+    FEATURES,
+    LANES,
+    PAIRS,
+    PANEL,
+    called,
+    pointer_to,
+    prefetch_line,
+)
 from kitforge.core.kernels.numba_runtime import compiled_fastmath, intrinsic
 
 TILE_ROWS = 16
@@ -69,10 +77,10 @@ def _generate(num_tiles: int, builder: Any, arguments: Any) -> None:
     table = lowering.global_constant(builder, "tile_shapes", ir.Constant(ir.ArrayType(_BYTE, len(_SHAPES)), _SHAPES))
     last = builder.sub(num_rows, number(TILE_ROWS * (num_tiles - 1) + 1))
     shape = builder.add(builder.ptrtoint(table, number), builder.mul(last, number(_SHAPE_BYTES)))
-    _instruction(builder, "ldtilecfg", at(builder, shape, _BYTE))
+    _instruction(builder, "ldtilecfg", pointer_to(builder, shape, _BYTE))
     width, tiles = number(_PANEL_BYTES), (_FULL, _LAST)[-num_tiles:]
     targets = [
-        (register, at(builder, sums, _BYTE, _PANEL_BYTES * TILE_ROWS * tile + _TILE_BYTES * half))
+        (register, pointer_to(builder, sums, _BYTE, _PANEL_BYTES * TILE_ROWS * tile + _TILE_BYTES * half))
         for tile, registers in enumerate(tiles)
         for half, register in enumerate(registers[1:])
     ]
@@ -89,11 +97,11 @@ def _generate(num_tiles: int, builder: Any, arguments: Any) -> None:
             for line in range(0, _PANEL_BYTES * LANES, 64):
                 prefetch_line(builder, builder.add(ahead, offset), line)
         for half, register in enumerate(_WEIGHTS):
-            weights = at(builder, builder.add(panel, offset), _BYTE, _TILE_BYTES * half)
+            weights = pointer_to(builder, builder.add(panel, offset), _BYTE, _TILE_BYTES * half)
             _instruction(builder, "tileloadd64", register, weights, width)
         for tile, (inputs, *results) in enumerate(tiles):
             start = builder.add(rows, builder.mul(row_bytes, number(TILE_ROWS * tile)))
-            first = at(builder, builder.add(start, builder.mul(word, number(4))), _BYTE)
+            first = pointer_to(builder, builder.add(start, builder.mul(word, number(4))), _BYTE)
             _instruction(builder, "tileloadd64", inputs, first, row_bytes)
             for result, weight in zip(results, _WEIGHTS, strict=True):
                 _instruction(builder, "tdpbf16ps", result, inputs, weight)
