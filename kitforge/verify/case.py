@@ -14,6 +14,7 @@ from torch import nn
 
 from kitforge.api import load_model, load_processor
 from kitforge.composition import compose_config, dotted, nested, option_names, task_of
+from kitforge.core.checkpoint.manifest import step_folder
 from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.foundation.errors import ConfigError
 from kitforge.kits.kit import AnyKit, RunAssembly, RunInputs
@@ -176,7 +177,14 @@ class Case:
     def evaluate(self, model: nn.Module, changes: Mapping[str, Any]) -> dict[str, float]:
         """Metrics of the evaluation set for this network."""
         options = self.options(changes)
-        inputs = RunInputs[Any](model=model, model_folder=self.base, processor=load_processor(self.base))
+        roles = {}
+        if "reference" in self.kit.ROLES and options.reference is None:
+            # Preferences are measured from the policy that training began with, or one close to it.
+            first = step_folder(self.base / "checkpoints", CHECKPOINT_EVERY)
+            dtype = next(model.parameters()).dtype
+            roles["reference"] = load_model(first, options.device, "fp32", options.task).to(dtype)
+        processor = load_processor(self.base)
+        inputs = RunInputs[Any](model=model, model_folder=self.base, processor=processor, roles=roles)
         rendezvous = Rendezvous.open(options.parallel, options.device, options.num_ranks)
         found = self.kit.evaluate(options, inputs, rendezvous)
         return {name: value for name, value in found.items() if not name.startswith("time/")}
