@@ -26,15 +26,19 @@ class ScoreModel(nn.Module, ABC):
 
     def __init__(self, backbone: nn.Module, num_scores: int, *, has_bias: bool) -> None:
         super().__init__()
-        network = cast(CausalLM, backbone)
-        like, dim = network.head_weight, network.geometry.dim
         self.backbone = backbone
+        like, dim = self.language_model.head_weight, self.language_model.geometry.dim
         self.score = nn.Linear(dim, num_scores, bias=has_bias, device=like.device, dtype=like.dtype)
+
+    @property
+    def language_model(self) -> CausalLM:
+        """The backbone."""
+        return cast(CausalLM, self.backbone)
 
     def pooled_scores(self, tokens: Tensor, context: Context | None, ends: Tensor | None = None) -> Tensor:
         """Scores [B, C] of rows [B, T] at the positions `ends` [B]; without them those of every token [B T, C], one row
         after another: no view, which FSDP cannot hook."""
-        hidden = cast(CausalLM, self.backbone).hidden(tokens, context)
+        hidden = self.language_model.hidden(tokens, context)
         pooled = hidden.flatten(0, 1) if ends is None else hidden[torch.arange(len(ends), device=hidden.device), ends]
         scores: Tensor = self.score(pooled.to(self.score.weight.dtype))
         return scores

@@ -66,7 +66,7 @@ class RlhfTask(NetworkKit[StageOptions, Tokenizer]):
     def __init__(
         self,
         options: type[StageOptions],
-        build_task: Callable[[TaskInputs], TaskBuilder],
+        build_task: Callable[[TaskInputs[Any]], TaskBuilder],
         roles: tuple[str, ...] = (),
         fine_tuning: str = "finetune_policy",
     ) -> None:

@@ -42,7 +42,7 @@ class Replay:
         return self.recorded == self.replayed
 
 
-def replay(folder: Path, step: int, options: RLOptions, prepare: Callable[[TaskInputs], TaskBuilder]) -> Replay:
+def replay(folder: Path, step: int, options: RLOptions, prepare: Callable[[TaskInputs[Any]], TaskBuilder]) -> Replay:
     """Train from the newest checkpoint before `step` up to it. Nothing is generated, scored or written.
 
     Raises DataError if the run has not logged the step or kept its rollouts, CheckpointError without a checkpoint.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -77,14 +77,15 @@ from kitforge.trainer.run_folder import Run
 from kitforge.trainer.task import Task
 
 Inputs: TypeAlias = RunInputs[Tokenizer]
+OptionsT = TypeVar("OptionsT", bound=StageOptions)
 PAIR_COLUMNS = "chosen and rejected, and prompt unless both begin with it"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TaskInputs:
+class TaskInputs(Generic[OptionsT]):
     """Inputs of all tasks: options, rows, tokenizer, device."""
 
-    options: StageOptions
+    options: OptionsT
     inputs: Inputs
     sources: tuple[object, object]  # training and evaluation data
     tokenizer: Tokenizer
@@ -176,8 +177,8 @@ class TaskBuilder:
 
 
 def task_inputs_of(
-    options: StageOptions, inputs: Inputs, device: torch.device, *, rank: int = 0, is_evaluation: bool = False
-) -> TaskInputs:
+    options: OptionsT, inputs: Inputs, device: torch.device, *, rank: int = 0, is_evaluation: bool = False
+) -> TaskInputs[OptionsT]:
     """Load rows and tokenizer."""
     train, evaluation = datasets(options, inputs, is_evaluation=is_evaluation)
     tokenizer = tokenizer_of(options, inputs.processor, train)
@@ -193,9 +194,9 @@ def task_inputs_of(
     )
 
 
-def sft(parts: TaskInputs) -> TaskBuilder:
+def sft(parts: TaskInputs[SFTOptions]) -> TaskBuilder:
     """Supervised fine-tuning on demonstrations."""
-    options = cast(SFTOptions, parts.options)
+    options = parts.options
     base_model = parts.base_model(parts.inputs.model)
     rows = parts.rows("demonstrations", "prompt and completion, or text")
 
@@ -211,9 +212,9 @@ def sft(parts: TaskInputs) -> TaskBuilder:
     )
 
 
-def reward(parts: TaskInputs) -> TaskBuilder:
+def reward(parts: TaskInputs[RewardOptions]) -> TaskBuilder:
     """Reward modelling on preference pairs: a value head on a copy of the policy."""
-    options = cast(RewardOptions, parts.options)
+    options = parts.options
     rows = parts.rows("pairs", PAIR_COLUMNS)
     stored, trained = _stored_reward_model(parts), _loaded_reward_model(parts)
     base_model = stored or parts.base_model(parts.inputs.model if trained is None else trained.backbone)
@@ -239,9 +240,9 @@ def reward(parts: TaskInputs) -> TaskBuilder:
     return TaskBuilder(task=task, fingerprint=rows.fingerprint, network=base_model.recorded())
 
 
-def preference(parts: TaskInputs) -> TaskBuilder:
+def preference(parts: TaskInputs[PreferenceOptions]) -> TaskBuilder:
     """Preference optimisation on pairs: trains a copy of the policy; the default reference is the policy itself."""
-    options = cast(PreferenceOptions, parts.options)
+    options = parts.options
     rows, base_model = parts.rows("pairs", PAIR_COLUMNS), parts.base_model(parts.inputs.model)
     has_reference, build = options.preference.needs_reference, _policy(parts, base_model)
     compared = _reference(parts, options.reference, base_model) if has_reference else None
@@ -255,9 +256,9 @@ def preference(parts: TaskInputs) -> TaskBuilder:
     )
 
 
-def kto(parts: TaskInputs) -> TaskBuilder:
+def kto(parts: TaskInputs[KTOOptions]) -> TaskBuilder:
     """KTO on labelled completions: trains a copy of the policy; the default reference is the policy itself."""
-    options = cast(KTOOptions, parts.options)
+    options = parts.options
     rows = parts.rows("unpaired", "prompt, completion and label")
     base_model = parts.base_model(parts.inputs.model)
     compared, build = _reference(parts, options.reference, base_model), _policy(parts, base_model)
@@ -272,7 +273,7 @@ def kto(parts: TaskInputs) -> TaskBuilder:
 
 
 def _reference_model(
-    parts: TaskInputs, base_model: NetworkSource, compared: NetworkSource | None, world: World
+    parts: TaskInputs[Any], base_model: NetworkSource, compared: NetworkSource | None, world: World
 ) -> ReferenceModel:
     """The frozen reference model, sharded like the policy: all ranks of a replica process the same rows."""
     if compared is None:
@@ -281,10 +282,10 @@ def _reference_model(
     return parts.reference_model(base_model, network, known=known)
 
 
-def policy_gradient(parts: TaskInputs) -> TaskBuilder:
+def policy_gradient(parts: TaskInputs[RLOptions]) -> TaskBuilder:
     """Policy gradient on prompts: the policy, its reference model, a critic for GAE, initialized from the reward model
     if there is one, and the rewards. Builds only the roles placed on this rank."""
-    options = cast(RLOptions, parts.options)
+    options = parts.options
     loop = EventLoop()
     environment_runner = environment_runner_of(parts.inputs.roles, options, parts.tokenizer, loop)
     tools = None if environment_runner is None else environment_runner.tools
@@ -343,10 +344,10 @@ def policy_gradient(parts: TaskInputs) -> TaskBuilder:
     return TaskBuilder(task=task, fingerprint=fingerprint, network=network)
 
 
-def _sharded_sources(parts: TaskInputs, scores: Any) -> tuple[NetworkSource, NetworkSource] | None:
+def _sharded_sources(parts: TaskInputs[RLOptions], scores: Any) -> tuple[NetworkSource, NetworkSource] | None:
     """The stored models from which policy and critic are loaded shard by shard. None without sharding, for models in
     memory, and with LoRA, whose base weights are loaded whole."""
-    options = cast(RLOptions, parts.options)
+    options = parts.options
     is_cut = max(options.parallel.shard, options.parallel.tensor) > 1
     if not is_cut or parts.inputs.model is not None or options.lora.is_on or isinstance(scores, (Run, ValueHeadModel)):
         return None
@@ -362,7 +363,9 @@ def _sharded_sources(parts: TaskInputs, scores: Any) -> tuple[NetworkSource, Net
     return policy, stored_base_model(options, parts.tokenizer, partial(open_reward_model, folder))
 
 
-def _full_reference(parts: TaskInputs, named: str | None, base_model: Callable[[], NetworkSource]) -> nn.Module | None:
+def _full_reference(
+    parts: TaskInputs[Any], named: str | None, base_model: Callable[[], NetworkSource]
+) -> nn.Module | None:
     """The reference model of RL, whole on this rank, as each rank has a different number of completions."""
     compared = parts.reference_base(named)
     if compared is None and parts.is_evaluation:
@@ -370,9 +373,9 @@ def _full_reference(parts: TaskInputs, named: str | None, base_model: Callable[[
     return prepare_training(frozen_copy(compared or base_model(), parts.device), parts.options)
 
 
-def _ptx_rows(parts: TaskInputs) -> DatasetSplits[TokenizedExample] | None:
+def _ptx_rows(parts: TaskInputs[RLOptions]) -> DatasetSplits[TokenizedExample] | None:
     """Pretraining rows (ptx); None for ptx.coef=0."""
-    options = cast(RLOptions, parts.options)
+    options = parts.options
     source = parts.inputs.roles.get("ptx", options.ptx.data)
     check(source is None or options.ptx.coef > 0, "ptx.coef", options.ptx.coef, "above 0 with the role ptx")
     if options.ptx.coef == 0 or parts.is_evaluation:
@@ -383,7 +386,7 @@ def _ptx_rows(parts: TaskInputs) -> DatasetSplits[TokenizedExample] | None:
     return found
 
 
-def _reference(parts: TaskInputs, named: str | None, base_model: NetworkSource) -> NetworkSource:
+def _reference(parts: TaskInputs[Any], named: str | None, base_model: NetworkSource) -> NetworkSource:
     """The reference model: the role `reference`, else the initial policy."""
     given = parts.reference_base(named)
     if given is None and parts.is_evaluation:
@@ -394,7 +397,7 @@ def _reference(parts: TaskInputs, named: str | None, base_model: NetworkSource) 
     return given or base_model
 
 
-def _policy(parts: TaskInputs, base_model: NetworkSource) -> Callable[[World], nn.Module]:
+def _policy(parts: TaskInputs[Any], base_model: NetworkSource) -> Callable[[World], nn.Module]:
     """The constructor of the trained copy of the policy."""
 
     def build(world: World) -> nn.Module:
@@ -405,9 +408,9 @@ def _policy(parts: TaskInputs, base_model: NetworkSource) -> Callable[[World], n
     return build
 
 
-def _rewards(parts: TaskInputs) -> Any:
+def _rewards(parts: TaskInputs[RLOptions]) -> Any:
     """The role or option `reward`; None if an environment gives the rewards."""
-    options = cast(RLOptions, parts.options)
+    options = parts.options
     given = parts.inputs.roles.get("reward", options.reward)
     has_environment = "environment" in parts.inputs.roles
     if has_environment and given is None:
@@ -428,7 +431,7 @@ def _rewards(parts: TaskInputs) -> Any:
     return given
 
 
-def _reward_source(parts: TaskInputs, source: Any, base_model: Callable[[], NetworkSource]) -> Any:
+def _reward_source(parts: TaskInputs[Any], source: Any, base_model: Callable[[], NetworkSource]) -> Any:
     """The reward source: a reward model with its tokenizer, a function, a name, or several."""
     if several := reward_members(source):
         weights = {name: weighted_member(name, each) for name, each in several.items()}
@@ -462,7 +465,7 @@ def _critic_backbone(backbone: nn.Module, options: RLOptions, device: torch.devi
     return copy_model(backbone, device, options.compile_level)
 
 
-def _stored_reward_model(parts: TaskInputs) -> NetworkSource | None:
+def _stored_reward_model(parts: TaskInputs[Any]) -> NetworkSource | None:
     """The stored reward model to train on or to evaluate, loaded shard by shard. None if there is none, and with LoRA,
     whose base weights are loaded whole."""
     folder = parts.options.checkpoint
@@ -476,7 +479,7 @@ def _stored_reward_model(parts: TaskInputs) -> NetworkSource | None:
     return stored_base_model(parts.options, parts.tokenizer, partial(open_reward_model, Path(folder)))
 
 
-def _loaded_reward_model(parts: TaskInputs) -> ValueHeadModel | None:
+def _loaded_reward_model(parts: TaskInputs[Any]) -> ValueHeadModel | None:
     """The reward model in memory to train on or to evaluate; None to start from a language model."""
     given, folder = parts.inputs.model, parts.options.checkpoint
     if isinstance(given, ValueHeadModel):

@@ -15,7 +15,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.core.nn.context import DropoutKey
 from kitforge.data.document_shard import document_of, fingerprint_of
 from kitforge.data.labels import (
@@ -264,7 +263,7 @@ class TextClassificationPipeline:
         self._model = model.eval()
         self._tokenizer = tokenizer
         self._cuts = options.data.on_too_long == "cut_right"
-        self._longest = cast(CausalLM, model.backbone).geometry.max_length
+        self._longest = model.language_model.geometry.max_length
 
     @torch.no_grad()
     def __call__(self, texts: str | Sequence[str], top_k: int | None = 1) -> list[Any]:

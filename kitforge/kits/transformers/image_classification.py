@@ -295,8 +295,7 @@ class ImageClassificationTask(ClassifierTask):
         pixels, labels, weights = (
             copy_to(each, device) for each in (images, micro_batch["labels"], micro_batch["weights"])
         )
-        config = cast(ViTConfig, network.config)
-        return network.logits(normalized(pixels, config), Context(dropout=dropout_key)), labels, weights
+        return network.logits(normalized(pixels, _config_of(network)), Context(dropout=dropout_key)), labels, weights
 
 
 @final
@@ -429,10 +428,15 @@ class ImageClassification(NetworkKit[ImageClassificationOptions, ImageProcessor]
         ]
 
 
+def _config_of(model: VisionTransformer) -> ViTConfig:
+    return cast(ViTConfig, model.config)
+
+
 def open_vision(folder: Path, open_run: OpenCheckpoint = find_checkpoint) -> StoredModel:
     """The vision transformer of a run, a step or a Hugging Face folder; no weight is read yet."""
     stored = model_folder.open_model(folder, open_run)
-    if not isinstance(cast(Any, stored.config), ViTConfig):
+    config: Any = stored.config
+    if not isinstance(config, ViTConfig):
         got, expected = stored.config.family, "a vision transformer: vit"
         raise ModelError("this model reads no images", got=got, expected=expected)
     path = folder / PREPROCESSOR
@@ -440,7 +444,7 @@ def open_vision(folder: Path, open_run: OpenCheckpoint = find_checkpoint) -> Sto
         path = resolve(base_of(folder)) / PREPROCESSOR
     if not path.is_file():
         return stored
-    return dataclasses.replace(stored, config=cast(Any, read_preprocessor(path, cast(Any, stored.config))))
+    return dataclasses.replace(stored, config=cast(Any, read_preprocessor(path, config)))
 
 
 @final
@@ -452,9 +456,9 @@ class ImageClassificationPipeline:
             expected = "the model of a run of image_classification"
             raise ModelError("this model does not label images", got=type(model).__name__, expected=expected)
         self._model = model.eval()
-        config = cast(ViTConfig, model.config)
-        self._process = ImageProcessor(config)
-        self.labels = config.labels
+        self._config = _config_of(model)
+        self._process = ImageProcessor(self._config)
+        self.labels = self._config.labels
 
     def __call__(self, images: Any, top_k: int | None = 5) -> list[Any]:
         """The `top_k` most probable `{"label", "score"}` of an image, the best first; of a list of images, a list of
@@ -477,7 +481,7 @@ class ImageClassificationPipeline:
     def probabilities(self, entries: Sequence[ImageEntry]) -> Tensor:
         """[B, labels] on the CPU. Raises DataError naming what is not an image."""
         pixels = self._process(entries).to(self._model.position.device)
-        return label_probabilities(self._model.logits(pixels), cast(ViTConfig, self._model.config).problem_type).cpu()
+        return label_probabilities(self._model.logits(pixels), self._config.problem_type).cpu()
 
 
 def _with_new_classifier(source: NetworkSource, open_run: OpenCheckpoint) -> StoredModel:

@@ -43,14 +43,14 @@ from kitforge.kits.language_model import (
 )
 from kitforge.kits.network_kit import NetworkKit
 from kitforge.kits.network_source import HeadSource, NetworkSource, find_run_tokenizer
-from kitforge.kits.transformers.rows import ClassifierTask, SplitRows
+from kitforge.kits.transformers.rows import ClassifierTask, StampedRows
 from kitforge.kits.transformers.task import EMBEDDINGS
 from kitforge.models import loading as model_folder
 from kitforge.models.loading import OpenCheckpoint, StoredModel
 from kitforge.trainer.callbacks.callback import Callback
 from kitforge.trainer.run_folder import Run
 
-RowsT = TypeVar("RowsT", bound=SplitRows)
+RowsT = TypeVar("RowsT", bound=StampedRows)
 TargetT = TypeVar("TargetT")
 _log = logger(__name__)
 
@@ -105,7 +105,7 @@ class LabelledData(Generic[RowsT]):
     @property
     def fingerprint(self) -> str:
         """Of all rows."""
-        return fingerprint_of(cast(Any, self.train).fingerprint, cast(Any, self.eval).fingerprint, self.labels)
+        return fingerprint_of(self.train.fingerprint, self.eval.fingerprint, self.labels)
 
 
 def read_labelled_rows(
@@ -250,8 +250,8 @@ class LabellingKit(NetworkKit[HeadedOptionsT, Tokenizer]):
         source, stored = source.fitted(tokenizer), source.unverified
         if given is None:
             # The head of the language model is never used, so none is built. Every family's options have this field.
-            tied: Any = dataclasses.replace(cast(Any, source.config), tie_embeddings=True)
-            source = dataclasses.replace(source, config=tied)
+            config: Any = source.config
+            source = dataclasses.replace(source, config=dataclasses.replace(config, tie_embeddings=True))
         own = given.labels if isinstance(given, HeadedModel) else ()
         known = own or (stored.labels if stored is not None and HEAD in stored.head else ())
         if is_evaluation and not known:
@@ -328,7 +328,7 @@ def _head_tensors(
         return {}
     assert isinstance(model, HeadedModel)
     size = len(model.labels)
-    first = {HEAD: initial_head(size, cast(CausalLM, model.backbone).geometry.dim, seed), HEAD_BIAS: torch.zeros(size)}
+    first = {HEAD: initial_head(size, model.language_model.geometry.dim, seed), HEAD_BIAS: torch.zeros(size)}
     old = stored.head if stored is not None and is_kept else {}
     return {name: old.get(name, first[name]) for name in (HEAD, HEAD_BIAS)[: 1 + model.has_bias]}
 

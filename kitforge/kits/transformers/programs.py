@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 from kitforge.core.checkpoint.cleanup import clean
 from kitforge.core.checkpoint.hugging_face import CONFIG
-from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.core.nn.context import AttentionSpec, Context, EncoderInput, causal_mask
 from kitforge.core.nn.decoder import Decoder
 from kitforge.core.nn.encoder_decoder import EncoderDecoder
@@ -126,7 +125,7 @@ class ClassifierProgram(nn.Module):
         length = input_ids.shape[1]
         positions = (attention_mask.cumsum(1) - 1).clamp(min=0)
         context = Context(positions=positions, attend=MaskedAttend(attention_mask, length))
-        hidden = cast(CausalLM, self.classifier.backbone).hidden(input_ids, context)
+        hidden = self.classifier.language_model.hidden(input_ids, context)
         kept = attention_mask if self._pad_id is None else attention_mask * (input_ids != self._pad_id)
         numbers = kept * torch.arange(1, length + 1, device=input_ids.device)
         # Of nothing but padding tokens, the first one.

@@ -67,6 +67,15 @@ class SplitRows(Protocol):
         ...
 
 
+class StampedRows(SplitRows, Protocol):
+    """Rows with a fingerprint of their own."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the rows and their labels."""
+        ...
+
+
 class RowSplits(Protocol):
     """Training and evaluation rows."""
 

@@ -16,7 +16,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.core.nn.context import DropoutKey
 from kitforge.data.document_shard import fingerprint_of
 from kitforge.data.labels import label_index, label_names
@@ -253,7 +252,7 @@ class TokenClassificationPipeline:
         self._model = model.eval()
         self._tokenizer = tokenizer
         self._cuts = options.data.on_too_long == "cut_right"
-        self._longest = cast(CausalLM, model.backbone).geometry.max_length
+        self._longest = model.language_model.geometry.max_length
 
     def __call__(
         self,

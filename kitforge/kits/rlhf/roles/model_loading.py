@@ -299,10 +299,10 @@ def is_reward_model(folder: Path) -> bool:
     return model_folder.is_reward_folder(folder) if checkpoint is None else _has(checkpoint, BACKBONE)
 
 
-def open_reward_model(folder: Path) -> StoredModel:
+def open_reward_model(folder: Path, open_run: OpenCheckpoint = find_checkpoint) -> StoredModel:
     """The reward model of a run, step or Hugging Face folder, adapters merged; reads no weights yet. Raises ModelError
     if there is none."""
-    checkpoint = find_checkpoint(folder)
+    checkpoint = open_run(folder)
     if checkpoint is None and model_folder.labels_of(folder) is not None:
         return model_folder.open_reward_folder(folder)
     if checkpoint is None or not _has(checkpoint, BACKBONE):

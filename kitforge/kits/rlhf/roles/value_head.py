@@ -85,7 +85,7 @@ class ValueHeadModel(ScoreModel):
 
     def forward(self, tokens: Tensor, context: Context | None = None) -> Tensor:
         """Scores [B, T], one after each token."""
-        hidden = cast(CausalLM, self.backbone).hidden(tokens, context)
+        hidden = self.language_model.hidden(tokens, context)
         # A sum over one number instead of a view, whose in-place changes would escape a sharded module.
         scores: Tensor = self.score(hidden.to(self.score.weight.dtype)).sum(-1)
         return scores
