@@ -13,6 +13,7 @@ from typing import Any, final
 from kitforge.data.file_bytes import BYTE_ORDER_MARK, opened
 from kitforge.data.tables.bad_rows import ArrowChunk, BadRow, Problem
 from kitforge.data.tables.cells import pyarrow
+from kitforge.data.tables.table_file import TableFile
 from kitforge.foundation.errors import DataError
 
 # The rows of a chunk follow from this, here and in the other formats; half-built column caches count in chunks, so a
@@ -27,20 +28,13 @@ Job = Callable[[], ArrowChunk]
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TextFile:
+class TextFile(TableFile):
     """A file with a record a line (or more, where a cell in quotes has line breaks)."""
 
-    path: Path
-    names: tuple[str, ...]
     delimiter: str
     has_header: bool
     has_quotes: bool
     missing: tuple[str, ...] = ("",)  # texts that mean a missing value
-
-    @property
-    def name(self) -> str:
-        """For messages."""
-        return str(self.path)
 
     def jobs(self, columns: Sequence[str]) -> Iterator[Job]:
         """Chunks of the file in order, to be parsed by any thread. Only the requested columns are parsed."""

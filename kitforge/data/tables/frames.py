@@ -22,11 +22,7 @@ class FrameRows:
 
     table: Any
     names: tuple[str, ...]
-
-    @property
-    def name(self) -> str:
-        """For messages."""
-        return "the data"
+    name: str = "the data"  # for messages
 
     def jobs(self, columns: Sequence[str]) -> Iterator[Job]:
         """Chunks in order."""

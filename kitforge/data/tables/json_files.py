@@ -12,21 +12,14 @@ from typing import Any, final
 from kitforge.data.tables.bad_rows import ArrowChunk, BadRow, Problem
 from kitforge.data.tables.csv_files import Job, first_line, text_blocks
 from kitforge.data.tables.python_rows import chunk_of
+from kitforge.data.tables.table_file import TableFile
 from kitforge.foundation.errors import DataError
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JsonLinesFile:
+class JsonLinesFile(TableFile):
     """A file with a JSON object a line; an empty line is not a row."""
-
-    path: Path
-    names: tuple[str, ...]
-
-    @property
-    def name(self) -> str:
-        """For messages."""
-        return str(self.path)
 
     def jobs(self, columns: Sequence[str]) -> Iterator[Job]:
         """Chunks of the file in order, to be parsed by any thread. A name that a line lacks is a missing value."""

@@ -11,6 +11,7 @@ from typing import Any, final
 from kitforge.data.tables.bad_rows import ArrowChunk, check_names
 from kitforge.data.tables.cells import pyarrow
 from kitforge.data.tables.csv_files import Job
+from kitforge.data.tables.table_file import TableFile
 from kitforge.foundation.errors import DataError
 
 # A row group of more bytes than this is read in parts, one after the other.
@@ -20,16 +21,8 @@ _PART_ROWS = 65_536
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ParquetFile:
+class ParquetFile(TableFile):
     """A file whose schema is known."""
-
-    path: Path
-    names: tuple[str, ...]
-
-    @property
-    def name(self) -> str:
-        """For messages."""
-        return str(self.path)
 
     def jobs(self, columns: Sequence[str]) -> Iterator[Job]:
         """Chunks of the file in order, to be read by any thread."""

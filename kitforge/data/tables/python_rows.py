@@ -23,11 +23,7 @@ class PythonRows:
 
     rows: Iterable[object]
     names: tuple[str, ...]
-
-    @property
-    def name(self) -> str:
-        """For messages."""
-        return "the data"
+    name: str = "the data"  # for messages
 
     def jobs(self, columns: Sequence[str]) -> Iterator[Job]:
         """Chunks in order."""
@@ -44,11 +40,7 @@ class HFDatasetTable:
 
     dataset: Any
     names: tuple[str, ...]
-
-    @property
-    def name(self) -> str:
-        """For messages."""
-        return "the dataset"
+    name: str = "the dataset"  # for messages
 
     def jobs(self, columns: Sequence[str]) -> Iterator[Job]:
         """Chunks in order."""
