@@ -23,6 +23,7 @@ from kitforge.core.parallel.parallelize import parallelize
 from kitforge.core.parallel.sharding import Sharding
 from kitforge.core.parallel.world import ALONE
 from kitforge.foundation.errors import ConfigError, ModelError
+from kitforge.foundation.log import noting_warnings
 from tests.core.nn.networks import MIXTRAL, build, documents_of, packed
 
 DIM, HIDDEN, NUM, TOP = 10, 6, 6, 2
@@ -259,6 +260,17 @@ def test_a_balance_over_a_batch_needs_the_batch_in_one_micro_batch() -> None:
         with pytest.raises(ConfigError, match=r"got: +.*micro-batches(.|\n)*do: .*balance=sequence"):
             check_balance(model, micro_batches, replicas)
     check_balance(Decoder(MIXTRAL), 4, 2)
+
+
+def test_a_task_with_a_loss_of_its_own_says_that_experts_are_not_balanced() -> None:
+    model, none = (
+        Decoder(replace(MIXTRAL, experts=replace(MIXTRAL.experts, balance=each))) for each in ("bias", "none")
+    )
+    with noting_warnings() as notes:
+        assert load_of(none, is_composed=False) == {}
+        assert not notes
+        assert load_of(model, is_composed=False) == {}
+        assert notes == ["this task trains a mixture of experts without balancing its load"]
 
 
 @pytest.mark.parametrize("target", ["gate", "up", "down"])

@@ -43,7 +43,7 @@ def _grouped_linear_backward(
 ) -> tuple[Tensor, Tensor]:
     """The gradients of input and weight; empty where they are not wanted."""
     grad_input = torch.empty_like(input) if wants_input else input.new_empty(0)
-    grad_weight = torch.zeros_like(weight) if wants_weight else weight.new_empty(0)
+    grad_weight = torch.empty_like(weight) if wants_weight else weight.new_empty(0)
     with torch.autocast(input.device.type, enabled=False):
         if _takes_grouped_mm(input, weight) and _takes_grouped_mm(grad, weight.mT):
             if wants_input:
@@ -56,7 +56,7 @@ def _grouped_linear_backward(
             if wants_input:
                 _multiply(grad[rows], weight[expert], grad_input[rows])
             if wants_weight:
-                _multiply(grad[rows].t(), input[rows], grad_weight[expert])
+                _multiply(grad[rows].t(), input[rows], grad_weight[expert])  # zero without rows
     if wants_input:
         grad_input[_num_rows(ends) :] = 0.0
     return grad_input, grad_weight
@@ -73,11 +73,10 @@ def _multiply(left: Tensor, right: Tensor, output: Tensor) -> None:
 
 
 def _groups(ends: Tensor) -> Iterator[tuple[int, slice]]:
-    """The experts that have rows, and their rows."""
+    """The experts and their rows."""
     start = 0
     for expert, end in enumerate(ends.tolist()):
-        if end > start:
-            yield expert, slice(start, end)
+        yield expert, slice(start, end)
         start = end
 
 
