@@ -57,7 +57,7 @@ class TrlTrainer:
         longest = max(batch["labels"].shape[1] for batch in batches)
         settings: dict[str, object] = {
             "per_device_eval_batch_size": size,
-            "eval_packing": is_packed,
+            "packing": is_packed,
             "max_length": longest,
         }
         with tempfile.TemporaryDirectory() as folder:

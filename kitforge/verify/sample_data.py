@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import random
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from kitforge.kits.registry import DEFAULT_TASK, RLHF_TASKS
@@ -25,24 +24,23 @@ def documents(seed: int, count: int) -> list[str]:
 
 def write_sample(task: str, folder: Path) -> Path | None:
     """Rows for a task in a file below `folder`; None for a task that has no sample."""
+    if task == "recommendation":
+        return _write_clicks(folder / "clicks.csv")
     texts = documents(1, 48)
-    prompts = [f"{text.title()} " for text in texts[:24]]
+    pairs = [(f"{text.title()} ", answer) for text, answer in zip(texts[:24], texts[24:], strict=True)]
+    rows: list[dict[str, object]] = []
     if task == DEFAULT_TASK:
-        return _write_rows(folder / "documents.jsonl", ({"text": text} for text in texts))
-    if task == "sft":
-        rows = zip(prompts, texts[24:], strict=True)
-        return _write_rows(folder / "demonstrations.jsonl", ({"prompt": one, "completion": two} for one, two in rows))
-    if task in PAIR_TASKS:
-        pairs = [{"prompt": one, "chosen": f"yes, {two}", "rejected": "no"} for one, two in zip(prompts, texts[24:])]  # noqa: B905
-        return _write_rows(folder / "pairs.jsonl", pairs)
-    if task in REWARDED_TASKS:
-        return _write_rows(folder / "prompts.jsonl", ({"prompt": prompt} for prompt in prompts))
-    return _write_clicks(folder / "clicks.csv") if task == "recommendation" else None
-
-
-def _write_rows(path: Path, rows: Iterable[Mapping[str, str]]) -> Path:
+        rows = [{"text": text} for text in texts]
+    elif task in ("sft", "kto"):
+        rows = [{"prompt": prompt, "completion": answer} for prompt, answer in pairs]
+        rows = rows if task == "sft" else [row | {"label": number % 2 == 0} for number, row in enumerate(rows)]
+    elif task in PAIR_TASKS:
+        rows = [{"prompt": prompt, "chosen": f"yes, {answer}", "rejected": "no"} for prompt, answer in pairs]
+    elif task in REWARDED_TASKS:
+        rows = [{"prompt": prompt} for prompt, _ in pairs]
+    path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-    return path
+    return path if rows else None
 
 
 def _write_clicks(path: Path) -> Path:
