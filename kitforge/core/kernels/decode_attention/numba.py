@@ -94,9 +94,10 @@ def _attend_each(
 @compiled_fastmath
 def attention_scratch(slabs: Any, num_tokens: int, length: int) -> Any:
     """Bytes that `attend` needs besides for so many tokens of a text of at most `length` tokens."""
-    rows, features = num_tokens * (slabs.num_heads // slabs.num_kv_heads), slabs.head_dim + 2 * LANES
-    positions = length + 2 * PANEL
-    return 4 * (2 * PANEL * (features + PANEL) + rows * (2 * features + 2 * PANEL + positions)) + 16 * LINE
+    rows, features = num_tokens * (slabs.num_heads // slabs.num_kv_heads) + PANEL, slabs.head_dim + 2 * LANES
+    positions = length + 3 * PANEL
+    numbers = 2 * PANEL * (features + PANEL) + rows * (2 * features + 2 * PANEL + positions)
+    return 4 * numbers + 8 * positions + 16 * LINE
 
 
 @compiled_fastmath
@@ -130,35 +131,38 @@ def attend(
     copies = rows + 4 * num_rows * num_words * (1 if PAIRS else per_word)
     sums = aligned(copies + 4 * PANEL * num_words)
     weights = aligned(sums + 4 * PANEL * num_rows)
+    offsets = weights + 4 * num_rows * num_positions
+    _locate(slabs, start, base, end - 1, kv_head, dim * 4 // per_word, offsets, num_positions + PANEL)
     _copy_queries(like, slabs, tokens[0], num_tokens, kv_head, rows, num_words * per_word)
-    scores, part = float32_at(weights, (num_rows, num_positions)), float32_at(sums, (num_rows, PANEL))
     slopes = float32_at(slabs.slopes, (slabs.num_heads,))
-    for first in range(base, end, PANEL):
-        _pack_keys(like, slabs, start, first, end - 1, kv_head, scratch, copies, num_words)
+    for first in range(0, num_positions, PANEL):
+        _pack_keys(like, slabs, offsets + 8 * first, scratch, copies, num_words)
         if PAIRS:
             multiply_panel(like, like, rows, 4 * num_words, num_rows, panel, num_words, sums, 0, panel)
         else:
             multiply_panel(FLOAT, like, rows, 4 * num_words * per_word, num_rows, panel, num_words, sums, 0, panel)
         for row in range(num_rows):
-            slope, distance = slopes[kv_head * group + row % group], first - position - row // group
+            products = float32_at(sums + 4 * PANEL * row, (PANEL,))
+            scores = float32_at(weights + 4 * (num_positions * row + first), (PANEL,))
+            slope = slopes[kv_head * group + row % group]
+            distance = np.float32(base + first - position - row // group)
             for lane in range(PANEL):
-                scores[row, first - base + lane] = part[row, lane] * scale + slope * np.float32(distance + lane)
+                scores[lane] = products[lane] * scale + slope * (distance + np.float32(np.int32(lane)))
     for row in range(num_rows):
         own = position + row // group
-        _softmax(scores[row], (max(0, own - window + 1) if window else 0) - base, own + 1 - base)
-    width, result = slabs.num_heads * dim, tokens[1]
-    mixed = array_at(result, (num_tokens, width), like)
+        begin = (max(0, own - window + 1) if window else 0) - base
+        _softmax(weights + 4 * num_positions * row, num_positions, begin, own + 1 - base, panel)
     for feature in range(0, dim, PANEL):
-        for first in range(base, end, PANEL):
-            _pack_values(like, slabs, start, first, end - 1, kv_head, feature, panel)
-            own_weights = weights + 4 * (first - base)
-            adds = first - base
-            count = PANEL // per_word
-            multiply_panel(FLOAT, like, own_weights, 4 * num_positions, num_rows, panel, count, sums, adds, panel)
+        for first in range(0, num_positions, PANEL):
+            _pack_values(like, slabs, offsets + 8 * first, feature, panel)
+            own_weights, count = weights + 4 * first, PANEL // per_word
+            multiply_panel(FLOAT, like, own_weights, 4 * num_positions, num_rows, panel, count, sums, first, panel)
         for row in range(num_rows):
-            column = (kv_head * group + row % group) * dim + feature
-            for lane in range(min(PANEL, dim - feature)):
-                mixed[row // group, column + lane] = narrowed(part[row, lane], like)
+            head = row // group * slabs.num_heads + kv_head * group + row % group
+            part = float32_at(sums + 4 * PANEL * row, (min(PANEL, dim - feature),))
+            mixed = array_at(tokens[1] + 4 // per_word * (head * dim + feature), part.shape, like)
+            for lane in range(len(part)):
+                mixed[lane] = narrowed(part[lane], like)
 
 
 @compiled_fastmath
@@ -170,65 +174,69 @@ def slot_of(slabs: Any, start: int, position: int) -> Any:
 
 
 @compiled_fastmath
-def _copy_queries(like: Any, slabs: Any, queries: int, num_tokens: int, kv_head: int, rows: int, width: int) -> None:
-    """Copy the queries of a group of heads to rows [tokens * group, width], with zeros behind their features."""
-    group, dim = slabs.num_heads // slabs.num_kv_heads, slabs.head_dim
-    query = float32_at(queries, (num_tokens, slabs.num_heads, dim))
-    for token in range(num_tokens):
-        for head in range(group):
-            index = (token * group + head) * width
-            if PAIRS:
-                row = array_at(rows, (index + width,), like)
-                row[index:] = narrowed(np.float32(0), like)
-                for k in range(dim):
-                    row[index + k] = narrowed(query[token, kv_head * group + head, k], like)
-            else:
-                exact = float32_at(rows, (index + width,))
-                exact[index:] = 0
-                for k in range(dim):
-                    exact[index + k] = query[token, kv_head * group + head, k]
+def _locate(slabs: Any, start: int, first: int, last: int, kv_head: int, size: int, offsets: int, count: int) -> None:
+    """Write where in the slabs the rows of `size` bytes of `count` positions from `first` on begin; `last` repeats."""
+    table, step = int64_at(offsets, (count,)), slabs.num_kv_heads * size
+    if start >= 0:
+        for index in range(count):
+            table[index] = (start + min(first + index, last)) * step + kv_head * size
+    else:
+        slots = int64_at(slabs.slots - 8 * (start + 1), (last + 1,))
+        for index in range(count):
+            table[index] = slots[min(first + index, last)] * step + kv_head * size
 
 
 @compiled_fastmath
-def _pack_keys(
-    like: Any, slabs: Any, start: int, first: int, last: int, kv_head: int, scratch: int, copies: int, num_words: int
-) -> None:
-    """Transpose the keys of the positions from `first` on to a panel behind the addresses; `last` repeats. The values
-    of these positions and the keys of the following ones are prefetched."""
-    addresses, dim = int64_at(scratch, (PANEL,)), slabs.head_dim
-    keys, values = array_at(slabs.keys, (1, dim), like), array_at(slabs.values, (1, dim), like)
-    for lane in range(PANEL):
-        own = slot_of(slabs, start, min(first + lane, last)) * slabs.num_kv_heads + kv_head
-        ahead = slot_of(slabs, start, min(first + PANEL + lane, last)) * slabs.num_kv_heads + kv_head
-        addresses[lane] = slabs.keys + own * dim * keys.itemsize
-        for column in range(0, dim, LINE // keys.itemsize):
-            prefetch(values, own, column)
-            prefetch(keys, ahead, column)
-    if dim * keys.itemsize != 4 * num_words:
-        width = 4 * num_words // keys.itemsize
-        padded = array_at(copies, (PANEL, width), like)
-        padded[:] = narrowed(np.float32(0), like)
-        for lane in range(PANEL):
-            key = array_at(addresses[lane], (dim,), like)
+def _copy_queries(like: Any, slabs: Any, queries: int, num_tokens: int, kv_head: int, rows: int, width: int) -> None:
+    """Copy the queries of a group of heads to rows [tokens * group, width], with zeros behind their features."""
+    group, dim = slabs.num_heads // slabs.num_kv_heads, slabs.head_dim
+    for index in range(num_tokens * group):
+        head = index // group * slabs.num_heads + kv_head * group + index % group
+        query = float32_at(queries + 4 * dim * head, (dim,))
+        # Rows of their own, since an index that is a sum is checked for its sign and not vectorized.
+        if PAIRS:
+            row = array_at(rows + array_at(rows, (1,), like).itemsize * width * index, (width,), like)
+            row[:] = narrowed(np.float32(0), like)
             for k in range(dim):
-                padded[lane, k] = key[k]
+                row[k] = narrowed(query[k], like)
+        else:
+            exact = float32_at(rows + 4 * width * index, (width,))
+            exact[:] = 0
+            exact[:dim] = query
+
+
+@compiled_fastmath
+def _pack_keys(like: Any, slabs: Any, offsets: int, scratch: int, copies: int, num_words: int) -> None:
+    """Transpose the keys of the positions of a panel to a panel behind their addresses. The values of these positions
+    and the keys of the following panel are prefetched."""
+    addresses, table, dim = int64_at(scratch, (PANEL,)), int64_at(offsets, (2 * PANEL,)), slabs.head_dim
+    itemsize = array_at(slabs.keys, (1,), like).itemsize
+    for lane in range(PANEL):
+        addresses[lane] = slabs.keys + table[lane]
+        value = array_at(slabs.values + table[lane], (1, dim), like)
+        following = array_at(slabs.keys + table[PANEL + lane], (1, dim), like)
+        for column in range(0, dim, LINE // itemsize):
+            prefetch(value, 0, column)
+            prefetch(following, 0, column)
+    if dim * itemsize != 4 * num_words:
+        for lane in range(PANEL):
+            padded = array_at(copies + 4 * num_words * lane, (4 * num_words // itemsize,), like)
+            padded[:] = narrowed(np.float32(0), like)
+            padded[:dim] = array_at(addresses[lane], (dim,), like)
             addresses[lane] = copies + 4 * num_words * lane
     pack_panel(scratch, 0, num_words, scratch + 8 * PANEL, scratch + 8 * PANEL)
 
 
 @compiled_fastmath
-def _pack_values(
-    like: Any, slabs: Any, start: int, first: int, last: int, kv_head: int, feature: int, panel: int
-) -> None:
-    """Write the features from `feature` on of the values of the positions from `first` on to a panel; `last` repeats.
-    A word of two bfloat16 numbers holds adjacent positions."""
+def _pack_values(like: Any, slabs: Any, offsets: int, feature: int, panel: int) -> None:
+    """Write the features from `feature` on of the values of the positions of a panel. A word of two bfloat16 numbers
+    holds adjacent positions."""
     itemsize, width = array_at(slabs.values, (1,), like).itemsize, min(PANEL, slabs.head_dim - feature)
-    values = slabs.values + (kv_head * slabs.head_dim + feature) * itemsize
-    size = slabs.num_kv_heads * slabs.head_dim * itemsize
+    table, values = int64_at(offsets, (PANEL,)), slabs.values + feature * itemsize
     for index in range(0, PANEL, 4 // itemsize):
         words = array_at(panel + PANEL * index * itemsize, (PANEL,), np.uint32(0))
-        value = array_at(values + size * slot_of(slabs, start, min(first + index, last)), (width,), like)
-        following = array_at(values + size * slot_of(slabs, start, min(first + index + 1, last)), (width,), like)
+        value = array_at(values + table[index], (width,), like)
+        following = array_at(values + table[index | 1], (width,), like)
         if width == PANEL:
             for lane in range(PANEL):
                 words[lane] = word(value[lane], following[lane])
@@ -238,17 +246,32 @@ def _pack_values(
                 words[lane] = word(value[lane], following[lane])
 
 
+_UNSEEN = np.float32(-np.inf)
+
+
 @compiled_fastmath
-def _softmax(scores: Any, start: int, stop: int) -> None:
-    """The softmax of the scores from `start` to `stop` - 1, in place; zero for the others."""
-    seen = scores[start:stop]
-    largest, total = np.float32(-np.inf), np.float32(0)
-    for index in range(len(seen)):
-        largest = max(largest, seen[index])
-    for index in range(len(seen)):
-        seen[index] = exponential(seen[index] - largest)
-        total += seen[index]
-    for index in range(len(seen)):
-        seen[index] /= total
-    scores[:start] = 0
-    scores[stop:] = 0
+def _softmax(scores: int, count: int, start: int, stop: int, scratch: int) -> None:
+    """The softmax of the scores from `start` to `stop` - 1 of `count`, which fill panels, in place; zero for the
+    others. Panel by panel in whole vectors: a remainder would take as long as all of them."""
+    seen, largest = float32_at(scores, (count,)), _UNSEEN
+    seen[:start] = _UNSEEN
+    seen[stop:] = _UNSEEN
+    for first in range(0, count, PANEL):
+        part = float32_at(scores + 4 * first, (PANEL,))
+        for lane in range(PANEL):
+            largest = max(largest, part[lane])
+    totals = float32_at(scratch, (PANEL,))
+    totals[:] = 0
+    for first in range(0, count, PANEL):
+        part = float32_at(scores + 4 * first, (PANEL,))
+        for lane in range(PANEL):
+            power = np.float32(0) if part[lane] == _UNSEEN else exponential(part[lane] - largest)
+            part[lane] = power
+            totals[lane] += power
+    total = np.float32(0)
+    for lane in range(PANEL):
+        total += totals[lane]
+    for first in range(0, count, PANEL):
+        part = float32_at(scores + 4 * first, (PANEL,))
+        for lane in range(PANEL):
+            part[lane] /= total

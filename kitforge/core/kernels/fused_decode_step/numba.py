@@ -497,7 +497,7 @@ def _choose(step: Any, phase: int) -> Any:
 
 @compiled_fastmath
 def _write(source: Any, target: Any, like: Any) -> None:
-    """Copy a head, rounded to the type of `like`."""
+    """Copy numbers, rounded to the type of `like`."""
     for k in range(len(source)):
         target[k] = narrowed(source[k], like)
 
@@ -525,14 +525,21 @@ def _normalise(row: Any, like: Any, weight: int, bias: int, eps: float) -> None:
 @compiled_fastmath
 def _rotate(step: Any, row: Any, norm: int, cos: Any, sin: Any) -> None:
     """Normalize a head if there is a norm, then rotate it; in place."""
-    like = step.like
-    stride, offset = (2, 1) if step.interleaved else (1, len(cos))
+    like, num_pairs = step.like, len(cos)
     if norm:
         _normalise(row, like, norm, 0, step.qk_eps)
-    for pair in range(len(cos)):
-        x, y = row[pair * stride], row[pair * stride + offset]
-        row[pair * stride] = rounded(x * cos[pair] - y * sin[pair], like)
-        row[pair * stride + offset] = rounded(y * cos[pair] + x * sin[pair], like)
+    if step.interleaved:
+        for pair in range(num_pairs):
+            x, y = row[2 * pair], row[2 * pair + 1]
+            row[2 * pair] = rounded(x * cos[pair] - y * sin[pair], like)
+            row[2 * pair + 1] = rounded(y * cos[pair] + x * sin[pair], like)
+    else:
+        # Arrays of their own, since an index that is a sum is checked for its sign and not vectorized.
+        ones, others = row[:num_pairs], row[num_pairs : 2 * num_pairs]
+        for pair in range(num_pairs):
+            x, y = ones[pair], others[pair]
+            ones[pair] = rounded(x * cos[pair] - y * sin[pair], like)
+            others[pair] = rounded(y * cos[pair] + x * sin[pair], like)
 
 
 _LARGEST = np.float32(88)
@@ -562,7 +569,7 @@ def _activate(step: Any, has_gate: bool, ups: int, gates: int, start: int) -> No
         for k in range(count):
             x = up[k]
             up[k] = _gated(x, x * (_LINEAR + _CUBIC * x * x))
-    inner = array_at(step.inner, (step.num_tokens, step.mlp_dim), like)
+    itemsize = array_at(step.inner, (1,), like).itemsize
     for token in range(step.num_tokens):
-        for lane in range(min(PANEL, step.mlp_dim - start)):
-            inner[token, start + lane] = narrowed(up[token * PANEL + lane], like)
+        part = float32_at(ups + 4 * PANEL * token, (min(PANEL, step.mlp_dim - start),))
+        _write(part, array_at(step.inner + itemsize * (step.mlp_dim * token + start), part.shape, like), like)
