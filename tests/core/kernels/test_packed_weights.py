@@ -17,7 +17,9 @@ DTYPES = [torch.float32, torch.bfloat16]
 SIZES = [(70, 64), (32, 96), (3, 4128)]
 
 
-def product(rows: Tensor, weight: Tensor, bits: Literal[4, 8], bias: Tensor | None = None) -> Tensor:
+def product(
+    rows: Tensor, weight: Tensor, bits: Literal[4, 8], bias: Tensor | None = None, has_tiles: bool = False
+) -> Tensor:
     """As the step calls it, panel by panel."""
     from kitforge.core.kernels.linear.gemm_microkernel import PANEL
     from kitforge.core.kernels.linear.numba import LINE, scratch_size
@@ -30,7 +32,7 @@ def product(rows: Tensor, weight: Tensor, bits: Literal[4, 8], bias: Tensor | No
     addresses = rows.data_ptr(), packed.data_ptr(), 0 if bias is None else bias.data_ptr()
     for panel in range(-(-len(weight) // PANEL)):
         columns = output.data_ptr() + 4 * PANEL * panel, len(weight)
-        numba.multiply_quantized(like, bits, *addresses, columns, len(rows), *weight.shape, panel, scratch)
+        numba.multiply_quantized(like, has_tiles, bits, *addresses, columns, len(rows), *weight.shape, panel, scratch)
     return output
 
 
@@ -59,3 +61,17 @@ def test_the_bits_of_a_row_do_not_depend_on_the_rows_beside_it(bits: Literal[4, 
     many = product(rows, weight, bits)
     for first, count in ((0, 1), (5, 2), (1, 4), (7, 9), (2, 13), (6, 64)):
         assert torch.equal(product(rows[first : first + count].contiguous(), weight, bits), many[first : first + count])
+
+
+def test_the_matrix_unit_multiplies_int8_to_the_rounding_of_its_sums() -> None:
+    linear = pytest.importorskip("kitforge.core.kernels.linear.numba")
+    if not linear.has_matrix_unit():
+        pytest.skip("no matrix unit here")
+    weight, rows = random(70, 4128, seed=1).bfloat16(), random(70, 4128, seed=2).bfloat16()
+    many = product(rows, weight, 8, has_tiles=True)
+    exact = dequantize(*quantize(weight, 8, None)).double()
+    wanted, sums = rows.double() @ exact.t(), rows.double().abs() @ exact.abs().t()
+    assert bool(((many - wanted).abs() <= (4128 + 2) * 2**-24 * sums + 2**-8 * wanted.abs()).all())
+    for first, count in ((0, 1), (7, 9), (2, 33)):
+        few = product(rows[first : first + count].contiguous(), weight, 8, has_tiles=True)
+        assert torch.equal(few, many[first : first + count])

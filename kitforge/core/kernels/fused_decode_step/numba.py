@@ -305,6 +305,8 @@ def _multiply(
     if step.bits:
         multiply_quantized(
             like,
+            # Tiles begin anew for each group of int4, which takes longer than few rows do.
+            step.has_tiles and step.bits == 8,
             step.bits,
             rows[0],
             weights[0],

@@ -45,6 +45,7 @@ def packed(weight: Tensor, bits: Literal[4, 8]) -> Tensor:
 @compiled_fastmath
 def multiply_quantized(
     like: Any,
+    has_tiles: bool,
     bits: int,
     rows: int,
     weight: int,
@@ -70,7 +71,7 @@ def multiply_quantized(
         for first in range(begin, end, PANEL_WORDS):
             count = min(PANEL_WORDS, end - first)
             _widen(like, bits, numbers + PANEL * per_word * first * bits // 8, count * per_word * PANEL, words)
-            add_products(like, False, rows, num_rows, num_features, first, count, words, sums, first - begin, words)
+            add_products(like, has_tiles, rows, num_rows, num_features, first, count, words, sums, first - begin, words)
         for row in range(num_rows):
             if each == 0:
                 for lane in range(PANEL):
