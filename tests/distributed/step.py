@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from kitforge.core.kernels.recomputation import Recompute
 from kitforge.core.nn import moe
@@ -40,6 +42,8 @@ from kitforge.models.sharding import sharding_of_network
 from kitforge.models.t5.model import T5Config
 
 BATCH, LENGTH = 12, 8
+# By the ranks of a group: names and shapes of its collectives.
+Order = dict[tuple[int, ...], list[tuple[str, tuple[tuple[int, ...], ...]]]]
 
 # Widths and vocabularies that 4 does not divide, weights tied and not, biases, norms of heads and of branches.
 FAMILIES: dict[str, Any] = {
@@ -155,16 +159,31 @@ class Case:
 
 
 class Messages(TorchDispatchMode):
-    """Counts the collectives of a rank."""
+    """Records the collectives of a rank in order, by the ranks of their group: name and shapes."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.counts: Counter[str] = Counter()
+        self.order: Order = {}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function.namespace == "c10d":
-            self.counts[function.name()] += 1
+            objects = [each for each in args if isinstance(each, torch.ScriptObject)]
+            group = next(each for each in objects if "ProcessGroup" in str(each._type()))
+            ranks = tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(group)))
+            shapes = tuple(tuple(each.shape) for each in tree_leaves(args) if isinstance(each, Tensor))
+            self.order.setdefault(ranks, []).append((function.name(), shapes))
         return function(*args, **(kwargs or {}))
+
+
+def first_difference(orders: Sequence[Order]) -> str | None:
+    """Where the ranks of a group do not run the same collectives in the same order."""
+    for group in {group for order in orders for group in order}:
+        one, *others = (orders[rank].get(group, []) for rank in group)
+        for other in others:
+            for number, (mine, yours) in enumerate(itertools.zip_longest(one, other)):
+                if mine != yours:
+                    return f"collective {number} of ranks {group}: {mine}, {yours}"
+    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,6 +195,11 @@ class Outcome:
     weights: dict[str, Tensor]
     gradients: dict[str, Tensor]
     regions: dict[str, Region]
+    order: Order
+
+    def count(self, *names: str) -> int:
+        """The collectives of these names."""
+        return sum(name in names for messages in self.order.values() for name, _ in messages)
 
 
 def init_sharded(network: Any, sharding: Sharding, world: World, seed: int) -> Any:
@@ -194,10 +218,11 @@ def run_step(rank: int, case: Case, fault: str | None = None) -> Outcome:
     world = World(device=torch.device("cpu"), mesh=None if alone else Mesh(case.degrees, "cpu"))
     with ExitStack() as stack:
         stack.enter_context(FAULTS[fault]() if fault is not None else nullcontext())
-        return _step(case, world)
+        messages = stack.enter_context(Messages())
+        return _step(case, world, messages.order)
 
 
-def _step(case: Case, world: World) -> Outcome:
+def _step(case: Case, world: World, order: Order) -> Outcome:
     model = build_on_meta(FAMILIES[case.family], case.level).double()
     model.recompute = case.recompute
     parallel = parallelize(model, sharding_of_network(model), world)
@@ -238,6 +263,7 @@ def _step(case: Case, world: World) -> Outcome:
             name: torch.zeros_like(piece) if piece.grad is None else piece.grad for name, piece in pieces.items()
         },
         regions=regions,
+        order=order,
     )
 
 

@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 import os
 import random
-from collections import Counter
 from functools import cache
 from typing import get_args
 
@@ -14,7 +13,7 @@ import torch
 from kitforge.core.kernels.recomputation import Recompute
 from kitforge.core.parallel.config import ParallelConfig
 from tests.distributed.ranks import run_ranks
-from tests.distributed.step import FAMILIES, Case, Messages, Outcome, difference, run_step
+from tests.distributed.step import FAMILIES, Case, Order, Outcome, difference, first_difference, run_step
 
 MESHES = [
     ParallelConfig(data=2),
@@ -62,7 +61,9 @@ def alone(family: str) -> Outcome:
 
 def check_equal(case: Case) -> None:
     one = alone(case.family)
-    for outcome in run_ranks(case.degrees.world_size, run_step, case):
+    outcomes = run_ranks(case.degrees.world_size, run_step, case)
+    assert first_difference([each.order for each in outcomes]) is None
+    for outcome in outcomes:
         for name, weight in outcome.weights.items():
             assert torch.equal(weight, outcome.regions[name].of(one.weights[name])), name
         assert difference(outcome, one) < 1e-9
@@ -85,31 +86,38 @@ RECOMPUTED = [
 ]
 
 
-def recomputed(rank: int, case: Case) -> dict[Recompute, tuple[Outcome, Counter[str]]]:
-    found = {}
-    for recompute in get_args(Recompute):
-        with Messages() as messages:
-            found[recompute] = run_step(rank, dataclasses.replace(case, recompute=recompute)), messages.counts
-    return found
+def recomputed(rank: int, case: Case) -> dict[Recompute, Outcome]:
+    return {each: run_step(rank, dataclasses.replace(case, recompute=each)) for each in get_args(Recompute)}
 
 
 @pytest.mark.parametrize(("family", "degrees"), RECOMPUTED)
 def test_recomputation_changes_no_bit_and_repeats_no_reduction(family: str, degrees: ParallelConfig) -> None:
     case, one = Case(family=family, degrees=degrees, micro_batches=2), alone(family)
-    for found in run_ranks(degrees.world_size, recomputed, case):
-        wanted, messages = found["none"]
+    ranks = run_ranks(degrees.world_size, recomputed, case)
+    for found in ranks:
+        wanted = found["none"]
         assert difference(wanted, one) < 1e-9
-        for recompute, (outcome, _) in found.items():
+        for recompute, outcome in found.items():
             assert outcome.norm == wanted.norm
             for name, gradient in outcome.gradients.items():
                 assert torch.equal(gradient, wanted.gradients[name]), (recompute, name)
         if degrees.tensor > 1 and degrees.shard == 1:
             sums, gathers = ("c10d::allreduce_", "c10d::_reduce_scatter_base_"), "c10d::_allgather_base_"
-            assert all(found["selective"][1][each] == messages[each] for each in sums)
-            assert sum(found["full"][1][each] for each in sums) > sum(messages[each] for each in sums)
+            assert found["selective"].count(*sums) == wanted.count(*sums) < found["full"].count(*sums)
             # Two of each block, which takes two micro-batches.
-            again = found["selective"][1][gathers] - messages[gathers]
+            again = found["selective"].count(gathers) - wanted.count(gathers)
             assert again == (2 * 2 * 2 if degrees.sequence_parallel else 0)
+    for recompute in get_args(Recompute):
+        assert first_difference([found[recompute].order for found in ranks]) is None, recompute
+
+
+def test_another_order_of_collectives_would_show() -> None:
+    sums, gather = ("c10d::allreduce_", ((2,),)), ("c10d::_allgather_base_", ((4,), (2,)))
+    one: Order = {(0, 1): [sums, gather], (0,): [gather]}
+    assert first_difference([one, {(0, 1): [sums, gather]}]) is None
+    for other in ([gather, sums], [sums], [sums, gather, sums], [sums, ("c10d::_allgather_base_", ((6,), (3,)))]):
+        assert first_difference([one, {(0, 1): other}]) is not None
+    assert first_difference([one, {}]) is not None
 
 
 def test_the_reference_kernels_are_cut_as_well() -> None:

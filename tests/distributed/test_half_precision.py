@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import itertools
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -16,6 +18,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kitforge.core.kernels import mixed_precision
+from kitforge.core.kernels.recomputation import Recompute
+from kitforge.core.nn.init import init_weights
+from kitforge.core.nn.norm import Norm
 from kitforge.core.parallel.config import ParallelConfig
 from kitforge.core.parallel.mesh import Mesh
 from kitforge.core.parallel.parallelize import parallel_model_of, parallelize
@@ -165,3 +170,34 @@ def test_losses_are_those_of_one_process_within_half_precision(tmp_path: Path, p
                 assert {each.dtype for each in weights.values()} == {torch.float32}
     finally:
         mixed_precision.NATIVE_DTYPES.update(half_native)
+
+
+def nested(rank: int) -> list[bool]:
+    """Whether recomputed blocks with FSDP units within them have the gradients of others, bit for bit."""
+    from torch.distributed.fsdp import fully_shard
+
+    grid, same = Mesh(ParallelConfig(shard=2), "cpu").sub_mesh("data", "shard"), []
+    for stage, half in itertools.product((2, 3), (True, False)):
+        gradients = {}
+        for recompute in get_args(Recompute):
+            config = replace(CONFIG, qk_norm=True, sandwich_norms=True)
+            model = build_on_meta(config, "O1").to_empty(device="cpu")
+            init_weights(model.named_parameters(), NUM_LAYERS, 0)
+            model.recompute = recompute
+            norms = [each for each in model.blocks.modules() if isinstance(each, Norm)]
+            for unit in (*norms, *model.blocks, model):
+                fully_shard(unit, mesh=grid, reshard_after_forward=stage == 3 and unit is not model)
+            for micro_batch in range(2):
+                model.set_reshard_after_backward(stage == 3 or micro_batch == 1)
+                tokens = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(2 * micro_batch + rank))
+                with autocast(torch.device("cpu"), "bf16" if half else "fp32"):
+                    logits = model(tokens)
+                logits.float().square().mean().backward()
+            gradients[recompute] = [each.grad.to_local() for each in model.parameters()]
+        none = gradients.pop("none")
+        same += [all(map(torch.equal, each, none)) for each in gradients.values()]
+    return same
+
+
+def test_units_within_recomputed_blocks_change_no_bit() -> None:
+    assert run_ranks(2, nested) == [[True] * 8] * 2

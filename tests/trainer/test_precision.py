@@ -12,6 +12,9 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
+from kitforge.foundation.config import from_dict, to_dict
+from kitforge.foundation.errors import ConfigError
+from kitforge.trainer.options import TrainerOptions
 from kitforge.trainer.precision import autocast
 from tests.trainer import tiny
 
@@ -25,8 +28,18 @@ def losses(folder: Path, corpus: Path, choices: dict[str, Any]) -> Tensor:
 @pytest.mark.parametrize("model", [tiny.LLAMA, tiny.GPT2 | tiny.DROPOUT], ids=["llama", "gpt2 with dropout"])
 def test_recomputed_activations_change_no_bit(tmp_path: Path, corpus: Path, model: dict[str, Any]) -> None:
     tiny.run(tmp_path / "kept", corpus, {"model": model})
-    tiny.run(tmp_path / "again", corpus, {"model": model, "trainer.activation_checkpointing": True})
-    tiny.assert_same(tmp_path / "again", tmp_path / "kept")
+    for recompute in ("selective", True):
+        folder = tmp_path / str(recompute)
+        tiny.run(folder, corpus, {"model": model, "trainer.activation_checkpointing": recompute})
+        tiny.assert_same(folder, tmp_path / "kept")
+
+
+def test_the_former_names_of_recomputation_are_those_of_full_and_none() -> None:
+    for former, name in ((True, "full"), (False, "none"), ("selective", "selective")):
+        options = from_dict(TrainerOptions, {"activation_checkpointing": former})
+        assert to_dict(options)["activation_checkpointing"] == name
+    with pytest.raises(ConfigError, match="selectiv'\n.*none, selective, full"):
+        from_dict(TrainerOptions, {"activation_checkpointing": "selectiv"})
 
 
 def test_fused_operations_train_like_the_references(tmp_path: Path, corpus: Path) -> None:
