@@ -4,8 +4,8 @@
 
 Four blocks of width 512 over one row of 1024 tokens, one thread. Memory is counted, so it repeats to the byte: the
 bytes of tensors that a pass over the blocks leaves behind for the backward pass, beside those that the shapes give, and
-the most that are alive at once in a step. Steps take turns, in processor time; a ratio is the median over rounds of that to the same
-round's `none`.
+the most that are alive at once in a step. Steps take turns, in processor time; a ratio is the median over rounds
+of that to the same round's `none`.
 """
 
 from __future__ import annotations
