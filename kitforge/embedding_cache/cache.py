@@ -227,7 +227,7 @@ class RowCache:
             self.device.insert(keys, rows, dirty)
 
     def peek(self, keys: Tensor, out: Tensor) -> None:
-        """Copy rows into `out` as they are, or as they are initialised, within `exclusive`."""
+        """Copy rows into `out` as they are, or as they are initialized, within `exclusive`."""
         self.row_initializer.fill(keys, out)
         self.tiers.read(keys, out)
         slots = self.device.index.lookup(keys)

@@ -49,7 +49,7 @@ class CacheManager:
         self.device, self.tiers, self.counts = device, tiers, counts
         self.policy = build_policy(options.policy, device.index)
         self._row_initializer, self._fails_on_overflow = row_initializer, options.fail_on_overflow
-        # Slots of rows initialised here, some of which were updated or removed since.
+        # Slots of rows initialized here, some of which were updated or removed since.
         self._fresh: list[Tensor] = []
         self._pinned_mask = torch.zeros(0, dtype=torch.bool)  # by slot; false between calls
         self._copy_rows, self._scratch = select_table().copy_rows, Workspace()
@@ -131,7 +131,7 @@ class CacheManager:
         return counts.index_select(0, slots.to(self.device.device)).cpu()
 
     def _fetch(self, keys: Tensor) -> Tensor:
-        """Insert the rows of these keys into the device tier, from the tiers below or initialised; their slots."""
+        """Insert the rows of these keys into the device tier, from the tiers below or initialized; their slots."""
         self.device.make_room(len(keys))
         rows = self._scratch.take("coming", len(keys), self.device.width)
         dirty, new = self.tiers.fetch(keys, rows)
@@ -192,7 +192,7 @@ class CacheManager:
 
     def _drop_fresh(self, planned: Tensor) -> int:
         """Drop initial rows that were never updated and that no lookup needs: unseen ids of an evaluation, ids without
-        admission. They would be initialised alike again. Returns their number."""
+        admission. They would be initialized alike again. Returns their number."""
         if not self._fresh:
             return 0
         slots, device = torch.cat(self._fresh), self.device

@@ -27,7 +27,7 @@ class RowExpiry:
     the bucket of that step, and only due buckets are read. A row that has changed meanwhile goes to a later bucket. A
     bound of the norm predicts nothing: then all rows are read.
 
-    An expired row that a planned lookup waits for is initialised anew in its slot; any other slot is freed.
+    An expired row that a planned lookup waits for is initialized anew in its slot; any other slot is freed.
     """
 
     def __init__(

@@ -213,7 +213,7 @@ class RowGradients:
         self.is_reduced = False
 
     def buffer(self, name: str, num_rows: int) -> Tensor:
-        """Uninitialised memory [num_rows, dim] of that name, reused from step to step."""
+        """Uninitialized memory [num_rows, dim] of that name, reused from step to step."""
         if self._tier.device.type == "cpu":
             return self._scratch.take(name, num_rows, self._dim)
         return torch.empty(num_rows, self._dim, device=self._tier.device)

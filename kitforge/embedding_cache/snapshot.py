@@ -73,7 +73,7 @@ class TableSnapshot:
             rows.changes.observers = [*rows.changes.observers, self._copy_before_write]
 
     def chunks(self, part: str = ROWS) -> Iterator[tuple[Tensor, Tensor]]:
-        """See `RowSource`. Rows that were never updated are left out: they are as they are initialised."""
+        """See `RowSource`. Rows that were never updated are left out: they are as they are initialized."""
         if part == ADMISSION and self._counts is not None and self._saves_rows:
             keys, counts = self._counts
             yield from zip(torch.split(keys, CHUNK_ROWS), torch.split(counts, CHUNK_ROWS), strict=True)

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import final
 
-# The tiers from the top down; `new` is not a tier: the row was initialised.
+# The tiers from the top down; `new` is not a tier: the row was initialized.
 SOURCES = ("device", "host", "file", "remote", "new")
 
 

@@ -114,7 +114,7 @@ def recorded(function: Callable[[], torch.Tensor], device: torch.device) -> Call
     # Tests patch `can_record` to run the code around the capture on a CPU.
     if not can_record(device) or device.type != "cuda":
         return function
-    # Libraries initialise themselves on their first calls, which cannot be captured.
+    # Libraries initialize themselves on their first calls, which cannot be captured.
     side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):
@@ -170,7 +170,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 def host_memory(device: torch.device, *shape: int) -> torch.Tensor:
-    """Uninitialised fp32 host memory, pinned if `device` is CUDA."""
+    """Uninitialized fp32 host memory, pinned if `device` is CUDA."""
     return torch.empty(shape, pin_memory=device.type == "cuda")
 
 

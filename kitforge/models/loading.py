@@ -63,7 +63,7 @@ def build(
     seed: int | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Decoder:
-    """A language model on the device with initial weights under `seed`; without a seed its weights are not initialised,
+    """A language model on the device with initial weights under `seed`; without a seed its weights are not initialized,
     as the caller loads them next."""
     model = build_on_meta(config, level, device.type).to(dtype)
     materialize(model, device)

@@ -393,7 +393,7 @@ class Loop:
 
 
 def _seed_per_replica(seed: int, world: World) -> None:
-    """All ranks initialise from one seed; afterwards each data-parallel replica has its own random stream."""
+    """All ranks initialize from one seed; afterwards each data-parallel replica has its own random stream."""
     if world.replica > 0:
         torch.manual_seed(seeds.key(seed, "replica", world.replica))
 

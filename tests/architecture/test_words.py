@@ -122,6 +122,11 @@ def test_what_something_is_not_is_said_plainly(sources: list[Source]) -> None:
     assert [f"{source.path}: {found}" for source in sources for found in pattern.findall(source.text)] == []
 
 
+def test_spelling_is_american(sources: list[Source]) -> None:
+    british = re.compile("(normal|initial)is(e|ing|ation)", re.I)
+    assert [str(source.path) for source in sources if british.search(source.text)] == []
+
+
 @pytest.mark.slow
 def test_words_given_up_do_not_come_back(sources: list[Source]) -> None:
     assert {str(source.path): words for source in sources if (words := given_up_words(source))} == {}

@@ -1,4 +1,4 @@
-"""Normalisation over the last dim."""
+"""Normalization over the last dim."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class Mesh:
         grid = torch.arange(self.size).view(tuple(self.shape.values()))
         self.device_mesh = DeviceMesh(device_type, grid, mesh_dim_names=names)
         world = dist.new_group(list(range(self.size))) if num_inference_ranks else dist.group.WORLD
-        assert world is not None  # exists once torch.distributed is initialised
+        assert world is not None  # exists once torch.distributed is initialized
         self.world: dist.ProcessGroup = world
         self.replicas = self._view(REPLICA_AXES)
 

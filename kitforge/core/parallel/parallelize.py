@@ -59,7 +59,7 @@ class ParallelModel:
 
     def broadcast_replicas(self) -> None:
         """Broadcast weights and buffers from their first rank to its replicas; all ranks call this after
-        initialisation."""
+        initialization."""
         if self._mesh is not None:
             broadcast_replicas({**dict(self.tensors()), **dict(self.model.named_buffers())}, self.layouts, self._mesh)
 

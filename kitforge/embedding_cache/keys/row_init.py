@@ -1,4 +1,4 @@
-"""Row initialisation: the initial embedding of a row and the initial state of its optimizer."""
+"""Row initialization: the initial embedding of a row and the initial state of its optimizer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kitforge.foundation.config import check
 SUM_MEAN = 8 * (2**16 - 1) // 2
 SUM_STD = math.sqrt(8 * (2**32 - 1) / 12)
 
-# Rows initialised at a time, so that intermediate values stay in the processor's cache.
+# Rows initialized at a time, so that intermediate values stay in the processor's cache.
 CHUNK_ROWS = 2048
 
 

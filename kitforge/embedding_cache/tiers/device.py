@@ -35,7 +35,7 @@ class DeviceTier:
         self._copies = CopyStream(self.device)
         self.slab_lock = threading.RLock()
         self.is_dirty = torch.zeros(room, dtype=torch.bool)
-        self.is_fresh = torch.zeros(room, dtype=torch.bool)  # rows initialised here and not updated since
+        self.is_fresh = torch.zeros(room, dtype=torch.bool)  # rows initialized here and not updated since
         self._scratch = Workspace()
 
     @property

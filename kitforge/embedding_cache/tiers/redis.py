@@ -3,7 +3,7 @@
 A table is one hash on the server, from the eight bytes of an id to the bytes of its row. Two more fields hold the
 schema of the table, and a stamp: the last writer and its number of writes. They are in the same hash, so a server that
 drops keys drops them with the rows. So a server that lost rows, or that another run writes to, is detected, where a
-missing row would silently be initialised anew. The protocol: https://redis.io/docs/latest/develop/reference/protocol-spec.
+missing row would silently be initialized anew. The protocol: https://redis.io/docs/latest/develop/reference/protocol-spec.
 """
 
 from __future__ import annotations

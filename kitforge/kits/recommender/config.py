@@ -132,7 +132,7 @@ class WideOptimizerConfig(SparseOptimizerConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingTableOptions:
-    """Initialisation, pooling, optimizers and serving dtype of embedding tables."""
+    """Initialization, pooling, optimizers and serving dtype of embedding tables."""
 
     deep: DeepOptimizerConfig = field(default_factory=DeepOptimizerConfig)
     wide: WideOptimizerConfig = field(default_factory=WideOptimizerConfig)

@@ -50,7 +50,7 @@ def new_recommender(
     world: World,
     distinct: Mapping[str, float] = EMPTY,
 ) -> Recommender:
-    """An initialised model with its tables, on the world's device, dense part unsharded. `distinct`: rows of each table
+    """An initialized model with its tables, on the world's device, dense part unsharded. `distinct`: rows of each table
     per step and rank, for the sharding planner."""
     plan = build_request_plan(config, encoder)
     shardings = shard_tables(plan, options, world, distinct)

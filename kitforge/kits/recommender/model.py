@@ -332,7 +332,7 @@ def build_tables(
 
 @torch.no_grad()
 def init_recommender(network: nn.Module, seed: int) -> None:
-    """Initialise all parameters as a pure function of (seed, name): matrices with Glorot normal (2010), biases with
+    """Initialize all parameters as a pure function of (seed, name): matrices with Glorot normal (2010), biases with
     zeros, norms with ones, the linear weights of the wide part with zeros."""
     for name, parameter in network.named_parameters():
         if parameter.dim() < 2:

@@ -194,7 +194,7 @@ class PolicyGradientOptions:
     loss_aggregation: LossAggregation = (
         "token-mean"  # mean of the token losses; constant: divided by the longest completion allowed
     )
-    # ppo: clipped surrogate per token. gspo: with the length-normalised ratio of the sequence. cispo: the clipped ratio
+    # ppo: clipped surrogate per token. gspo: with the length-normalized ratio of the sequence. cispo: the clipped ratio
     # weights REINFORCE, so that no token loses its gradient.
     loss_mode: LossMode = "ppo"
     clip_ratio_low: float = 0.2  # lower clip range: the ratio is clipped at 1 - this; 1: no lower bound (CISPO)

@@ -459,7 +459,7 @@ def _critic(
 
 
 def _critic_backbone(backbone: nn.Module, options: RLOptions, device: torch.device) -> nn.Module:
-    """The backbone of the critic, initialised from the reward model."""
+    """The backbone of the critic, initialized from the reward model."""
     if options.lora.is_on and config_of_network(backbone) is not None:
         return copy_with_adapter(backbone, "critic", options.lora.config, options.seed, options.compile_level)
     return copy_model(backbone, device, options.compile_level)

@@ -32,7 +32,7 @@ class DINConfig(RecommenderConfig):
     dim: int = 16  # embedding dimension
     attention: tuple[int, ...] = (36,)  # hidden widths of the attention MLP
     hidden: tuple[int, ...] = (200, 80)
-    softmax: bool = False  # normalise the weights; the paper does not, which keeps the intensity of interests
+    softmax: bool = False  # normalize the weights; the paper does not, which keeps the intensity of interests
     targets: dict[str, str] = field(default_factory=dict)  # target of each sequence; {}: what shares its table
     dropout: float = 0.0  # after each hidden layer
 

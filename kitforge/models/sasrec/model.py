@@ -89,7 +89,7 @@ class SASRecConfig(RecommenderConfig):
 @final
 class SASRec(Stack):
     """Hidden states [B, L, dim] of item embeddings [B, L, dim]; the dot product of a state with an item's embedding is
-    the logit of that item coming next. The layers are the shared block; the paper's normalise queries only.
+    the logit of that item coming next. The layers are the shared block; the paper's normalize queries only.
 
     Histories are padded at the end, so the causal mask alone hides the padding. Positions are counted from the end of a
     history: the newest item always has the same position.

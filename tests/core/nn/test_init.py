@@ -63,7 +63,7 @@ def test_parameters_start_where_they_should(config: GPT2 | LLAMA) -> None:  # ty
         assert abs(float(parameter.detach().std()) / wanted - 1) < 0.1
 
 
-def test_a_tied_embedding_is_initialised_once() -> None:
+def test_a_tied_embedding_is_initialized_once() -> None:
     tied, untied = (Decoder(replace(GPT2, tie_embeddings=tie)) for tie in (True, False))
     init_weights(tied.named_parameters(), 2, seed=0)
     init_weights(untied.named_parameters(), 2, seed=0)

@@ -469,12 +469,12 @@ def _join(step: Any, out_norm: Any, norm: Any, phase: int, has_branch: bool) -> 
         stream, branch, normal = streams[token], branches[token], normals[token]
         if has_branch:
             if out_norm[0]:
-                _normalise(branch, like, out_norm[0], out_norm[1], step.eps)
+                _normalize(branch, like, out_norm[0], out_norm[1], step.eps)
             for k in range(dim):
                 stream[k] = rounded(stream[k] + branch[k], like)
         for k in range(dim):
             branch[k] = stream[k]
-        _normalise(branch, like, norm[0], norm[1], step.eps)
+        _normalize(branch, like, norm[0], norm[1], step.eps)
         for k in range(dim):
             normal[k] = narrowed(branch[k], like)
         token = finish(phase)
@@ -505,7 +505,7 @@ def _write(source: Any, target: Any, like: Any) -> None:
 
 
 @compiled_fastmath
-def _normalise(row: Any, like: Any, weight: int, bias: int, eps: float) -> None:
+def _normalize(row: Any, like: Any, weight: int, bias: int, eps: float) -> None:
     """RMSNorm or, with a bias, LayerNorm in place, by weight and bias at these addresses."""
     count, total, mean = len(row), np.float32(0), np.float32(0)
     factors, shifts = array_at(weight, (count,), like), array_at(bias, (count,), like)
@@ -529,7 +529,7 @@ def _rotate(step: Any, row: Any, norm: int, cos: Any, sin: Any) -> None:
     """Normalize a head if there is a norm, then rotate it; in place."""
     like, num_pairs = step.like, len(cos)
     if norm:
-        _normalise(row, like, norm, 0, step.qk_eps)
+        _normalize(row, like, norm, 0, step.qk_eps)
     if step.interleaved:
         for pair in range(num_pairs):
             x, y = row[2 * pair], row[2 * pair + 1]

@@ -15,12 +15,12 @@ def rms_norm(input: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See `RMSNormKernel`."""
     # Without gradients, the overhead of autograd.Function would exceed the norm of a token.
     if not torch.is_grad_enabled():
-        return _normalised(input, weight, eps)[0]
+        return _normalized(input, weight, eps)[0]
     result: Tensor = _RMSNorm.apply(input, weight, eps)  # type: ignore[no-untyped-call]
     return result
 
 
-def _normalised(input: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _normalized(input: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The output, and the scale of each row."""
     exact = input.to(torch.promote_types(input.dtype, torch.float32))
     norm = torch.linalg.vector_norm(exact, dim=-1, keepdim=True)
@@ -31,7 +31,7 @@ def _normalised(input: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tens
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, eps: float) -> Tensor:
-        output, scale = _normalised(input, weight, eps)
+        output, scale = _normalized(input, weight, eps)
         ctx.save_for_backward(input, weight, scale)
         return output
 

@@ -17,13 +17,13 @@ def rms_norm(input: Tensor, weight: Tensor, eps: float) -> Tensor:
     factors = weight.contiguous()
     address = factors.data_ptr() if is_exact else 0
     dim = input.shape[-1]
-    _normalise(exact.data_ptr(), address, output.data_ptr(), exact.numel() // max(dim, 1), dim, eps)
+    _normalize(exact.data_ptr(), address, output.data_ptr(), exact.numel() // max(dim, 1), dim, eps)
     # In half precision rows are rounded before they are multiplied by the weight.
     return output if is_exact else output.to(input.dtype) * factors
 
 
 @compiled_fastmath
-def _normalise(input: int, weight: int, output: int, num_rows: int, dim: int, eps: float) -> None:
+def _normalize(input: int, weight: int, output: int, num_rows: int, dim: int, eps: float) -> None:
     """`rms_norm` over arrays at these addresses; a weight at 0 is none."""
     shape = (num_rows, dim)
     rows, results, factors = float32_at(input, shape), float32_at(output, shape), float32_at(weight, (dim,))

@@ -11,7 +11,7 @@ from torch import Tensor
 from kitforge.foundation.config import check
 from kitforge.kits.rlhf.algorithms.kl import clamped_exp
 
-# ppo: the clipped surrogate, with a ratio for each token. gspo: the same, with the length-normalised ratio of the whole
+# ppo: the clipped surrogate, with a ratio for each token. gspo: the same, with the length-normalized ratio of the whole
 # sequence (Zheng et al., 2025). cispo: REINFORCE, weighted by the clipped ratio without a gradient (MiniMax, 2025).
 LossMode = Literal["ppo", "gspo", "cispo"]
 

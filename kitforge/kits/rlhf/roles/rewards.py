@@ -355,7 +355,7 @@ def reward_tokenizer(model: Any) -> Tokenizer | None:
 
 
 def critic_init(judge: Any, tokenizer: Tokenizer) -> ValueHeadModel | None:
-    """The reward model that initialises the critic; None if there is none, or it reads other tokens than the policy."""
+    """The reward model that initializes the critic; None if there is none, or it reads other tokens than the policy."""
     own = reward_tokenizer(judge)
     model = judge.model if isinstance(judge, (Run, RewardModel)) else judge
     reads_same = own is None or own.fingerprint == tokenizer.fingerprint

@@ -107,7 +107,7 @@ def test_ranges_that_cannot_be_are_refused(wrong: dict[str, float]) -> None:
         ClipOptions(**wrong)
 
 
-def test_gspo_is_the_surrogate_of_the_length_normalised_ratio_of_a_sequence() -> None:
+def test_gspo_is_the_surrogate_of_the_length_normalized_ratio_of_a_sequence() -> None:
     # Zheng et al. (2025), equations 5 and 7: s = (pi(y) / old(y)) ** (1 / |y|); the mean over sequences of
     # min(s A, clip(s) A).
     log_probs, old = (numbers(seed, outside=0.0) / 50 for seed in (0, 1))
