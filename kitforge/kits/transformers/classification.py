@@ -27,7 +27,6 @@ from kitforge.data.labels import (
     number_names,
     numbers_of,
 )
-from kitforge.data.schedule import train_eval_split
 from kitforge.data.tokenizers.loading import Tokenizer
 from kitforge.foundation.device import copy_to
 from kitforge.foundation.errors import DataError, ModelError
@@ -42,7 +41,9 @@ from kitforge.kits.transformers.labelling import (
     LabellingKit,
     LabellingOptions,
     SequenceClassifier,
+    check_fit,
     column,
+    eval_split,
     read_labelled_rows,
 )
 from kitforge.kits.transformers.programs import export_programs
@@ -120,9 +121,7 @@ def read_data(
         labels = known or names_of([label for _, _, label in rows])
     index = index_of(labels)
     tokens, targets = [each for _, each, _ in rows], _targets(rows, index, problem_type)
-    kept, held_out = np.arange(len(rows)), np.arange(0)
-    if evaluation is None:
-        kept, held_out = train_eval_split(len(rows), data.eval_fraction, options.seed)
+    kept, held_out = eval_split(len(rows), data, options.seed, has_own=evaluation is not None)
     held_targets = _targets(held, index, problem_type)
     elsewhere = LabelledRows([each for _, each, _ in held], held_targets, np.arange(len(held)), tokenizer.pad_id)
     return LabelledData(
@@ -204,7 +203,7 @@ class TextClassification(LabellingKit[TextClassificationOptions]):
 
     OPTIONS = TextClassificationOptions
     MODEL, TASK, SUFFIX = SequenceClassifier, TextClassificationTask, SEQUENCE_CLASSIFIER
-    READ = staticmethod(read_data)
+    READ, OUTPUT = staticmethod(read_data), "LABELS.jsonl"
 
     def export_program(self, options: TextClassificationOptions) -> list[Path]:
         """Write the programs of the model under `options.checkpoint` into the folder `options.output_dir`."""
@@ -232,13 +231,6 @@ class TextClassification(LabellingKit[TextClassificationOptions]):
             return predict
 
         return predict_rows(options, row_batches(options.data.eval, options.data.text, _BATCH), load_model, opened)
-
-    def next_steps(self, folder: Path) -> list[str]:
-        """Commands to try after a run."""
-        return [
-            f"kitforge predict checkpoint={folder} data.eval=ROWS.jsonl output=LABELS.jsonl",
-            f"kitforge evaluate checkpoint={folder} data.eval=ROWS.jsonl",
-        ]
 
 
 def _label(found: dict[str, Any]) -> dict[str, Any]:
@@ -273,11 +265,7 @@ class TextClassificationPipeline:
         rows = [texts] if isinstance(texts, str) else list(texts)
         tokens = [self._tokenizer.encode_prompt(text) for text in rows]
         for number, each in enumerate(tokens):
-            fits, got = len(each) <= self._longest or self._cuts, f"{len(each)} tokens"
-            fix = "shorten it, or add data.on_too_long=cut_right"
-            if not (fits and each):
-                message = f"text {number} does not fit into the model"
-                raise DataError(message, got=got, expected=f"1 to {self._longest}", fix=fix)
+            check_fit(each, self._longest, self._cuts, f"text {number}")
         found: list[Any] = [None] * len(rows)
         order = sorted(range(len(rows)), key=lambda row: -len(tokens[row]))
         for start in range(0, len(order), _BATCH):

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeAlias, TypeVar, cast, final
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -26,6 +27,7 @@ from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.core.parallel.world import World
 from kitforge.data.document_shard import fingerprint_of, missing_column
 from kitforge.data.labels import ProblemType
+from kitforge.data.schedule import Indices, train_eval_split
 from kitforge.data.source import open_rows
 from kitforge.data.tokenizers.loading import Tokenizer
 from kitforge.foundation.config import check, to_dict
@@ -138,6 +140,18 @@ def read_labelled_rows(
     return found
 
 
+def check_fit(tokens: Sequence[int], longest: int, cuts: bool, name: str) -> None:
+    """Raise DataError for a text without tokens, or with more than `longest` unless it is cut."""
+    if not tokens or (len(tokens) > longest and not cuts):
+        got, fix = f"{len(tokens)} tokens", "shorten it, or add data.on_too_long=cut_right"
+        raise DataError(f"{name} does not fit into the model", got=got, expected=f"1 to {longest}", fix=fix)
+
+
+def eval_split(num_rows: int, data: LabelledRowOptions, seed: int, *, has_own: bool) -> tuple[Indices, Indices]:
+    """The training rows, and the evaluation rows among them: none if there are evaluation rows of their own."""
+    return (np.arange(num_rows), np.arange(0)) if has_own else train_eval_split(num_rows, data.eval_fraction, seed)
+
+
 def column(row: object, name: str, location: object) -> Any:
     """The value of a column of a row."""
     values = row if isinstance(row, dict) else {}
@@ -230,6 +244,7 @@ class LabellingKit(NetworkKit[HeadedOptionsT, Tokenizer]):
     SUFFIX: str  # of the class in transformers
     # Reads rows: train, evaluation, tokenizer, options, and the labels of the options or of the checkpoint.
     READ: Callable[..., LabelledData[Any]]
+    OUTPUT: str  # a name for the file that `predict` writes
 
     def prepare(
         self, options: HeadedOptionsT, inputs: Inputs, rendezvous: Rendezvous, *, is_evaluation: bool
@@ -318,6 +333,13 @@ class LabellingKit(NetworkKit[HeadedOptionsT, Tokenizer]):
         if isinstance(home, nn.Module):
             raise ConfigError("a classifier is exported from its folder", fix="pass the Run or its folder instead")
         export_language_model(self.open_model(home), folder, processor, dtype)
+
+    def next_steps(self, folder: Path) -> list[str]:
+        """Commands to try after a run."""
+        return [
+            f"kitforge predict checkpoint={folder} data.eval=ROWS.jsonl output={self.OUTPUT}",
+            f"kitforge evaluate checkpoint={folder} data.eval=ROWS.jsonl",
+        ]
 
 
 def _head_tensors(

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from kitforge.core.nn.context import DropoutKey
 from kitforge.data.document_shard import fingerprint_of
 from kitforge.data.labels import label_index, label_names
-from kitforge.data.schedule import train_eval_split
 from kitforge.data.tokenizers.loading import Tokenizer
 from kitforge.foundation.config import check_choice
 from kitforge.foundation.device import copy_to
@@ -36,7 +35,9 @@ from kitforge.kits.transformers.labelling import (
     LabellingKit,
     LabellingOptions,
     TokenClassifier,
+    check_fit,
     column,
+    eval_split,
     read_labelled_rows,
 )
 from kitforge.kits.transformers.rows import RaggedTokens
@@ -129,9 +130,7 @@ def read_tagged(
         [_codes(text, index, at, data.label_all_tokens)[: len(tokens)] for at, tokens, text in each]
         for each in (rows, held)
     )
-    kept, held_out = np.arange(len(rows)), np.arange(0)
-    if evaluation is None:
-        kept, held_out = train_eval_split(len(rows), data.eval_fraction, options.seed)
+    kept, held_out = eval_split(len(rows), data, options.seed, has_own=evaluation is not None)
     tokens, pad_id = [each for _, each, _ in rows], tokenizer.pad_id
     parts = [
         TaggedRows([tokens[row] for row in each], [codes[row] for row in each], pad_id) for each in (kept, held_out)
@@ -216,7 +215,7 @@ class TokenClassification(LabellingKit[TokenClassificationOptions]):
 
     OPTIONS = TokenClassificationOptions
     MODEL, TASK, SUFFIX = TokenClassifier, TokenClassificationTask, TOKEN_CLASSIFIER
-    READ = staticmethod(read_tagged)
+    READ, OUTPUT = staticmethod(read_tagged), "TAGS.jsonl"
 
     def open_pipeline(
         self, model: nn.Module, processor: Tokenizer, options: TokenClassificationOptions
@@ -232,13 +231,6 @@ class TokenClassification(LabellingKit[TokenClassificationOptions]):
             return lambda rows: (row | {"predicted_tags": tag.tags_of(row[options.data.words])} for row in rows)
 
         return predict_rows(options, row_batches(options.data.eval, options.data.words, 32), load_model, opened)
-
-    def next_steps(self, folder: Path) -> list[str]:
-        """Commands to try after a run."""
-        return [
-            f"kitforge predict checkpoint={folder} data.eval=ROWS.jsonl output=TAGS.jsonl",
-            f"kitforge evaluate checkpoint={folder} data.eval=ROWS.jsonl",
-        ]
 
 
 @final
@@ -290,9 +282,6 @@ class TokenClassificationPipeline:
     @torch.no_grad()
     def _probabilities(self, tokens: Sequence[int], name: str) -> Tensor:
         """[T, C] on the CPU, of no more tokens than the context has."""
-        if not tokens or (len(tokens) > self._longest and not self._cuts):
-            fix = "shorten it, or add data.on_too_long=cut_right"
-            got, expected = f"{len(tokens)} tokens", f"1 to {self._longest}"
-            raise DataError(f"{name} does not fit into the model", got=got, expected=expected, fix=fix)
+        check_fit(tokens, self._longest, self._cuts, name)
         row = torch.tensor([tokens[: self._longest]], device=self._model.score.weight.device)
         return self._model.logits_at(row).softmax(-1).cpu()
