@@ -20,13 +20,14 @@ from kitforge.cli.predict import compose_prediction, predict
 from kitforge.cli.replay import replay
 from kitforge.cli.serve import compose_serve, serve
 from kitforge.cli.sweep import run_sweep, sweep_runs
-from kitforge.cli.train import compose_finetune, compose_train, run_folder_option, train
+from kitforge.cli.train import compose_finetune, compose_train, train
 from kitforge.cli.verify import verify
 from kitforge.composition import compose_config, dotted, groups, option_help, parse, presets, task_of
 from kitforge.core.parallel.config import UNBUILT_AXES
 from kitforge.foundation.errors import ConfigError, nearest
 from kitforge.foundation.log import console, errors, log_to_terminal
 from kitforge.kits.registry import kit_of
+from kitforge.trainer.run_folder import default_folder
 
 COMMANDS = {
     "train": Command(
@@ -34,14 +35,16 @@ COMMANDS = {
         example="kitforge train model=llama_tiny data.train=corpus.txt",
         compose=compose_train,
         run=train,
-        rank_options=run_folder_option,
+        # One name for all ranks: it contains the time.
+        rank_options=lambda run: {"output_dir": str(default_folder(run.options, run.model_name))},
     ),
     "finetune": Command(
         purpose="train from the weights of a checkpoint",
         example="kitforge finetune checkpoint=RUN data.train=FILE",
         compose=compose_finetune,
         run=train,
-        rank_options=run_folder_option,
+        # One name for all ranks: it contains the time.
+        rank_options=lambda run: {"output_dir": str(default_folder(run.options, run.model_name))},
     ),
     "evaluate": Command(
         purpose="metrics of a checkpoint",

@@ -19,7 +19,6 @@ from kitforge.kits.kit import RunInputs
 from kitforge.kits.registry import kit_of
 from kitforge.report.metrics import RunRecord, read_run
 from kitforge.report.summary import evaluated_by
-from kitforge.trainer.run_folder import default_folder
 
 
 def compose_train(task: str, choices: Mapping[str, Any]) -> Composition:
@@ -33,11 +32,6 @@ def compose_finetune(task: str, choices: Mapping[str, Any]) -> Composition:
     if composition.values.get("checkpoint") is None:
         raise ConfigError("finetune needs initial weights", got="checkpoint=null", fix="add checkpoint=FOLDER")
     return composition
-
-
-def run_folder_option(chosen: Invocation) -> dict[str, str]:
-    """The run folder, named once for all ranks: its name contains the time."""
-    return {"output_dir": str(default_folder(chosen.options, chosen.model_name))}
 
 
 def train(chosen: Invocation) -> int:

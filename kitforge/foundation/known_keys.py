@@ -30,7 +30,8 @@ class KnownKeys:
         """Raise `error`, naming file, key, value and what is accepted, for the first key that is refused."""
         for key, value in values.items():
             if key in self.accepted:
-                if not any(_equal(value, each) for each in self.accepted[key]):
+                # True is not 1.
+                if (type(value) is bool, value) not in [(type(each) is bool, each) for each in self.accepted[key]]:
                     expected = " or ".join(f"{key}={each}" for each in self.accepted[key])
                     raise self._refusal(error, f"{self.file}: {self.refusal}", key, values, expected)
             elif value and not (key in self.obeyed or key in self.unused or self.unused_names.fullmatch(key)):
@@ -65,8 +66,3 @@ class KnownKeys:
             fixes=self.fixes,
             fix=self.fix,
         )
-
-
-def _equal(value: object, other: object) -> bool:
-    """Whether JSON values are equal; true is not 1."""
-    return isinstance(value, bool) == isinstance(other, bool) and value == other

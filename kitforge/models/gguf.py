@@ -237,8 +237,12 @@ def _metadata(config: LlamaConfig, values: Mapping[str, Any], name: str) -> tupl
         raise ModelError("llama.cpp would ignore the sliding window of this model", got=got, fix=fix)
     head_dim, rope = values["head_dim"], values["rope_parameters"]
     scaling = config.rope_scaling
-    if scaling is not None and (scaling.kind not in ("linear", "yarn", "llama3") or _has_further_options(scaling)):
-        raise ModelError("a GGUF file cannot hold this rope_scaling", got=scaling, expected="linear, yarn or LLaMA 3's")
+    if scaling is not None:
+        # Without options besides factor and length, or with the defaults of their kind.
+        plain = RopeScaling(kind=scaling.kind, factor=scaling.factor, original_length=scaling.original_length)
+        if scaling.kind not in ("linear", "yarn", "llama3") or scaling != plain:
+            expected = "linear, yarn or LLaMA 3's"
+            raise ModelError("a GGUF file cannot hold this rope_scaling", got=scaling, expected=expected)
     architecture = "llama" if kind == "mistral" else str(kind)
     numbers: dict[str, Any] = {
         "block_count": config.num_layers,
@@ -260,11 +264,6 @@ def _metadata(config: LlamaConfig, values: Mapping[str, Any], name: str) -> tupl
         numbers |= {"rope.scaling.type": scaling.kind, "rope.scaling.factor": scaling.factor or 1.0}
     general = {"general.name": name, "general.quantization_version": 2}
     return architecture, general | {f"{architecture}.{key}": value for key, value in numbers.items()}
-
-
-def _has_further_options(scaling: RopeScaling) -> bool:
-    """Whether options beside factor and length differ from the defaults of their kind."""
-    return scaling != RopeScaling(kind=scaling.kind, factor=scaling.factor, original_length=scaling.original_length)
 
 
 def _written_factors(config: LlamaConfig) -> Tensor | None:

@@ -160,7 +160,12 @@ class ChatRow:
 
     def note_unread(self, names: Sequence[str]) -> None:
         """Note those of the columns that have a value and were not read."""
-        unread = [each for each in names if each not in self._read and not _is_blank(self.values.get(each))]
+        said = {each: self.values.get(each) for each in names if each not in self._read}
+        unread = [
+            each
+            for each, value in said.items()
+            if value is not None and (value or not isinstance(value, (str, list, tuple, dict)))
+        ]
         if unread:
             read = " and ".join(each for each in SAID if each in self._read)
             self.notes["columns"] = (
@@ -368,10 +373,6 @@ def common_prompt(chosen: Said, rejected: Said, location: object) -> tuple[Said,
             fix=LEAVE_OUT,
         )
     return chosen[:length], chosen[length:], rejected[length:]
-
-
-def _is_blank(value: Any) -> bool:
-    return value is None or (isinstance(value, (str, list, tuple, dict)) and not value)
 
 
 def _kind(said: Said) -> str:

@@ -206,13 +206,10 @@ def _trimmed(texts: Any) -> Any:
     offsets = text_views(texts)[0]
     is_empty = offsets[1:] == offsets[:-1]
     # A null has no bytes either.
-    if np.count_nonzero(is_empty) > texts.null_count or (texts.null_count and _any_valid(texts, is_empty)):
+    has_empty = np.count_nonzero(is_empty) > texts.null_count
+    if has_empty or (texts.null_count and (is_empty & texts.is_valid().to_numpy(zero_copy_only=False)).any()):
         texts = compute.if_else(compute.equal(compute.binary_length(texts), 0), None, texts)
     return texts
-
-
-def _any_valid(texts: Any, rows: NDArray[np.bool_]) -> bool:
-    return bool((rows & texts.is_valid().to_numpy(zero_copy_only=False)).any())
 
 
 def _byte_range(texts: Any) -> tuple[int, int]:

@@ -136,14 +136,10 @@ class _SyntheticDraws:
 
     def uniform(self, name: str) -> NDArray[np.float64]:
         """A number from 0 up to 1 for each row."""
-        return _uniform(self._raw(name))
+        return (self._raw(name) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
     def _raw(self, name: str) -> NDArray[np.uint64]:
         return hash_array(self._numbers, key(self._config.seed, "click_log", name))
-
-
-def _uniform(raw: NDArray[np.uint64]) -> NDArray[np.float64]:
-    return (raw >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def _normal(raw: NDArray[np.uint64]) -> NDArray[np.float64]:

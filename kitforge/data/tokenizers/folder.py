@@ -79,7 +79,10 @@ class TokenizerFolder:
                 str(number): {"content": text, "special": text in special, "normalized": text not in special}
                 for text, number in legacy.items()
             }
-        if not isinstance(entries, dict) or not all(_is_added_token(*item) for item in entries.items()):
+        if not isinstance(entries, dict) or not all(
+            number.isdecimal() and isinstance(each, dict) and isinstance(each.get("content"), str)
+            for number, each in entries.items()
+        ):
             expected = "token ids with content and flags"
             raise DataError(f"{TOKENIZER_CONFIG} has an unknown added_tokens_decoder", got=entries, expected=expected)
         found = {
@@ -175,7 +178,3 @@ def _content(token: object) -> str | None:
     """The spelling of a token, which may be a text or an object."""
     content = token.get("content") if isinstance(token, dict) else token
     return content if isinstance(content, str) else None
-
-
-def _is_added_token(number: str, value: object) -> bool:
-    return number.isdecimal() and isinstance(value, dict) and isinstance(value.get("content"), str)

@@ -12,7 +12,6 @@ from kitforge.core.checkpoint.table_reader import tables_of
 from kitforge.core.nn.embedding_spec import RecommenderConfig
 from kitforge.core.parallel.world import World
 from kitforge.data.tables.id_names import load_id_names
-from kitforge.data.tables.source import TableSource
 from kitforge.foundation.config import check, from_dict
 from kitforge.foundation.errors import ConfigError, DataError, ModelError
 from kitforge.kits.recommender.config import TASK, RecommendationDataOptions, RecommendationOptions
@@ -95,20 +94,19 @@ def build_objective(
         sampler = NegativeSampler(negatives, dataset.encoder.schema, options.seed, rows)
         return PointwiseObjective(build_request_plan(config, dataset.encoder), options.seed, sampler)
     if dataset.encoder.schema.label is None:
-        is_guessed = options.data.schema is None and dataset.source is not None
+        got: str | None = "a data.schema without a label"
+        if options.data.schema is None and dataset.source is not None:
+            choice = LabelChoice(name=options.data.label, positive=options.data.positive)
+            got = describe_table(dataset.source, choice=choice).no_label
         raise DataError(
             "these rows have no label",
-            got=_no_label(dataset.source, options.data) if is_guessed else "a data.schema without a label",
+            got=got,
             expected="a column of 0 and 1, of -1 and 1, or of two texts that say which is positive",
             fix="data.label=COLUMN names it and data.positive=VALUE what counts as 1 (in data.schema: `label: {name: "
             "COLUMN, positive: TEXT}`); where all rows are positives (purchases, ratings, views), "
             "data.negatives.num_negatives=4 draws the others",
         )
     return PointwiseObjective(build_request_plan(config, dataset.encoder), options.seed)
-
-
-def _no_label(source: TableSource | None, data: RecommendationDataOptions) -> str | None:
-    return describe_table(source, choice=LabelChoice(name=data.label, positive=data.positive)).no_label
 
 
 def build_retrieval_objective(

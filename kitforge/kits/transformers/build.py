@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias, final
 
-import torch
+import numpy as np
 from torch import nn
 
 from kitforge.core.nn.causal_lm import CausalLM
@@ -232,13 +232,9 @@ def _sample_prompts(options: TextGenerationOptions, corpus: Corpus, tokenizer: T
     rows = corpus.eval or corpus.train
     if rows is None:
         return []
-    first = rows.rows(_evenly_spaced(rows.num_rows))["tokens"]
+    first = rows.rows(np.array(sorted({0, rows.num_rows // 2})))["tokens"]
     length = min(32, max(1, options.data.sequence_length // 4))
     return [tokenizer.decode(row[:length].tolist()) for row in first]
-
-
-def _evenly_spaced(num_rows: int) -> Any:
-    return torch.tensor(sorted({0, num_rows // 2})).numpy()
 
 
 def _count(size: int) -> str:

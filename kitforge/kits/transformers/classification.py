@@ -41,7 +41,7 @@ from kitforge.kits.transformers.labelling import (
     LabellingKit,
     LabellingOptions,
     SequenceClassifier,
-    check_fit,
+    check_text_length,
     column,
     eval_split,
     read_labelled_rows,
@@ -265,7 +265,7 @@ class TextClassificationPipeline:
         rows = [texts] if isinstance(texts, str) else list(texts)
         tokens = [self._tokenizer.encode_prompt(text) for text in rows]
         for number, each in enumerate(tokens):
-            check_fit(each, self._longest, self._cuts, f"text {number}")
+            check_text_length(each, self._longest, self._cuts, f"text {number}")
         found: list[Any] = [None] * len(rows)
         order = sorted(range(len(rows)), key=lambda row: -len(tokens[row]))
         for start in range(0, len(order), _BATCH):

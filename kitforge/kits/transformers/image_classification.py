@@ -295,7 +295,11 @@ class ImageClassificationTask(ClassifierTask):
         pixels, labels, weights = (
             copy_to(each, device) for each in (images, micro_batch["labels"], micro_batch["weights"])
         )
-        return network.logits(normalized(pixels, _config_of(network)), Context(dropout=dropout_key)), labels, weights
+        return (
+            network.logits(normalized(pixels, cast(ViTConfig, network.config)), Context(dropout=dropout_key)),
+            labels,
+            weights,
+        )
 
 
 @final
@@ -428,10 +432,6 @@ class ImageClassification(NetworkKit[ImageClassificationOptions, ImageProcessor]
         ]
 
 
-def _config_of(model: VisionTransformer) -> ViTConfig:
-    return cast(ViTConfig, model.config)
-
-
 def open_vision(folder: Path, open_run: OpenCheckpoint = find_checkpoint) -> StoredModel:
     """The vision transformer of a run, a step or a Hugging Face folder; no weight is read yet."""
     stored = model_folder.open_model(folder, open_run)
@@ -456,7 +456,7 @@ class ImageClassificationPipeline:
             expected = "the model of a run of image_classification"
             raise ModelError("this model does not label images", got=type(model).__name__, expected=expected)
         self._model = model.eval()
-        self._config = _config_of(model)
+        self._config = cast(ViTConfig, model.config)
         self._process = ImageProcessor(self._config)
         self.labels = self._config.labels
 

@@ -140,7 +140,7 @@ def read_labelled_rows(
     return found
 
 
-def check_fit(tokens: Sequence[int], longest: int, cuts: bool, name: str) -> None:
+def check_text_length(tokens: Sequence[int], longest: int, cuts: bool, name: str) -> None:
     """Raise DataError for a text without tokens, or with more than `longest` unless it is cut."""
     if not tokens or (len(tokens) > longest and not cuts):
         got, fix = f"{len(tokens)} tokens", "shorten it, or add data.on_too_long=cut_right"
@@ -149,7 +149,9 @@ def check_fit(tokens: Sequence[int], longest: int, cuts: bool, name: str) -> Non
 
 def eval_split(num_rows: int, data: LabelledRowOptions, seed: int, *, has_own: bool) -> tuple[Indices, Indices]:
     """The training rows, and the evaluation rows among them: none if there are evaluation rows of their own."""
-    return (np.arange(num_rows), np.arange(0)) if has_own else train_eval_split(num_rows, data.eval_fraction, seed)
+    if has_own:
+        return np.arange(num_rows), np.arange(0)
+    return train_eval_split(num_rows, data.eval_fraction, seed)
 
 
 def column(row: object, name: str, location: object) -> Any:

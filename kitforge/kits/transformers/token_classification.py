@@ -35,7 +35,7 @@ from kitforge.kits.transformers.labelling import (
     LabellingKit,
     LabellingOptions,
     TokenClassifier,
-    check_fit,
+    check_text_length,
     column,
     eval_split,
     read_labelled_rows,
@@ -282,6 +282,6 @@ class TokenClassificationPipeline:
     @torch.no_grad()
     def _probabilities(self, tokens: Sequence[int], name: str) -> Tensor:
         """[T, C] on the CPU, of no more tokens than the context has."""
-        check_fit(tokens, self._longest, self._cuts, name)
+        check_text_length(tokens, self._longest, self._cuts, name)
         row = torch.tensor([tokens[: self._longest]], device=self._model.score.weight.device)
         return self._model.logits_at(row).softmax(-1).cpu()
