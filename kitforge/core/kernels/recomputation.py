@@ -1,9 +1,9 @@
 """Selective activation recomputation: the backward pass computes a block again, all but the results kept here.
 
-Kept are the results of linear layers, of fused attention and of reductions over ranks: nearly all of the arithmetic,
-for memory that grows with the number of tokens. Computed again are norms, rotations, activations, dropout and
-attention that writes out its scores (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
-Models", 2022).
+Kept are the results of linear layers, dense and of experts, of fused attention and of reductions over ranks: nearly
+all of the arithmetic, for memory that grows with the number of tokens. Computed again are norms, rotations,
+activations, routing, dropout and attention that writes out its scores (Korthikanti et al., "Reducing Activation
+Recomputation in Large Transformer Models", 2022).
 
 The kernels say what is kept. torch's `create_selective_checkpoint_contexts` watches every operation instead, and fails
 where a recomputation runs others than the forward pass did, as the hooks of nested FSDP units do.
@@ -36,6 +36,7 @@ KEPT_OPERATIONS = frozenset({
     "aten::_scaled_dot_product_cudnn_attention",
     "aten::_scaled_dot_product_fused_attention_overrideable",
     "torch_attn::_varlen_attn",
+    "kitforge::grouped_linear",
 })  # fmt: skip
 
 

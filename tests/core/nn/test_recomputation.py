@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -20,7 +21,7 @@ from kitforge.core.nn.linear import Linear
 from kitforge.core.nn.lora import LoraConfig, attach
 from kitforge.core.nn.quantized import quantize_linears
 from tests.core.nn import test_dropout
-from tests.core.nn.networks import CONFIGS, GPT2, LLAMA, PANGU_ALPHA, VOCAB, build, documents_of, packed
+from tests.core.nn.networks import CONFIGS, GPT2, LLAMA, MIXTRAL, PANGU_ALPHA, VOCAB, build, documents_of, packed
 from tests.core.nn.test_dropout import SAMPLES
 
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
@@ -28,10 +29,11 @@ NETWORKS = CONFIGS | {f"{name} with dropout": each for name, each in test_dropou
 
 
 class Live(TorchDispatchMode):
-    """Counts operations, and the bytes of memory that came into being and are still there."""
+    """Counts operations, and the bytes of memory that came into being and are still there, besides the parameters."""
 
-    def __init__(self) -> None:
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
         super().__init__()
+        self._owned = {each.untyped_storage().data_ptr() for each in parameters}
         self.counts: Counter[str] = Counter()
         self._memory: list[torch.multiprocessing.reductions.StorageWeakRef] = []
 
@@ -46,7 +48,8 @@ class Live(TorchDispatchMode):
     def live_bytes(self) -> int:
         """Bytes of the memory that is still there."""
         storages = {ref.cdata: torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for ref in self._memory}
-        return sum(storage.nbytes() for storage in storages.values() if storage is not None)
+        found = [storage for storage in storages.values() if storage is not None]
+        return sum(storage.nbytes() for storage in found if storage.data_ptr() not in self._owned)
 
 
 def trained(model: Decoder) -> list[torch.nn.Parameter]:
@@ -61,7 +64,7 @@ def step(model: Decoder, recompute: Recompute, *, half: bool = False) -> tuple[T
     rows = torch.randint(0, VOCAB, (len(SAMPLES), 7), generator=torch.Generator().manual_seed(1))
     noise = Context(dropout=DropoutKey(seed=0, step=0, samples=SAMPLES))
     found: list[Tensor] = []
-    with Live() as live:
+    with Live(model.parameters()) as live:
         for tokens, around in ((ids, context), (rows, noise)):
             with torch.autocast("cpu", torch.bfloat16, enabled=half):
                 hidden = model.hidden(tokens, around)
@@ -104,6 +107,13 @@ def test_the_products_of_a_selectively_recomputed_block_run_once() -> None:
     assert counts["full"]["aten::addmm"] == counts["none"]["aten::addmm"] * 11 // 6
     norm = "aten::native_layer_norm"
     assert counts["selective"][norm] == counts["full"][norm] > counts["none"][norm]
+
+
+def test_the_products_of_experts_run_once() -> None:
+    counts = assert_same(build(MIXTRAL, "O1", torch.float32))
+    products = {recompute: each["kitforge::grouped_linear"] for recompute, each in counts.items()}
+    # In two passes.
+    assert products["selective"] == products["none"] == products["full"] // 2 == 2 * 3 * MIXTRAL.num_layers
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora", "qlora", "qlora4", "every layer"])

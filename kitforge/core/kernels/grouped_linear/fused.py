@@ -14,14 +14,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from kitforge.core.kernels.mixed_precision import NATIVE_DTYPES, compute_dtype
+from kitforge.core.kernels.recomputation import kept_operations
 
 _GROUPED_MM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def grouped_linear(input: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """See `GroupedLinearKernel`."""
-    output: Tensor = _grouped_linear(input.to(compute_dtype(input)), weight, ends)
-    return output
+    return kept_operations(_grouped_linear, input.to(compute_dtype(input)), weight, ends)
 
 
 @torch.library.custom_op("kitforge::grouped_linear", mutates_args=())
