@@ -29,12 +29,7 @@ class Talker:
 @contextlib.contextmanager
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """The other end of what the chat takes for its terminal."""
-    kit = SimpleNamespace(
-        read_options=lambda _: SimpleNamespace(checkpoint="run", device="cpu", task="any"),
-        load_dtype=lambda _: "auto",
-        open_pipeline=lambda *_: Talker(),
-    )
-    for name, value in {"kit_of": lambda _: kit, "load_model": str, "load_processor": str}.items():
+    for name, value in {"load_model": str, "load_processor": str}.items():
         monkeypatch.setattr(module, name, lambda *given, value=value: value(given[0]))
     ours, theirs = pty.openpty()
     with open(os.dup(theirs), encoding="utf-8") as typed, open(theirs, "w", encoding="utf-8") as shown:
@@ -60,7 +55,8 @@ def test_a_conversation_is_shown_prompted_and_ended_by_its_keys(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with terminal(monkeypatch) as ours:
-        chosen: Any = SimpleNamespace(values={"task": "any"})
+        kit = SimpleNamespace(load_dtype=lambda _: "auto", open_pipeline=lambda *_: Talker())
+        chosen: Any = SimpleNamespace(kit=kit, options=SimpleNamespace(checkpoint="run", device="cpu"))
         ends: list[int] = []
         chat = threading.Thread(target=lambda: ends.append(module.chat(chosen)), daemon=True)
         chat.start()

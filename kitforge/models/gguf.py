@@ -239,8 +239,10 @@ def _metadata(config: LlamaConfig, values: Mapping[str, Any], name: str) -> tupl
     scaling = config.rope_scaling
     if scaling is not None:
         # Without options besides factor and length, or with the defaults of their kind.
-        plain = RopeScaling(kind=scaling.kind, factor=scaling.factor, original_length=scaling.original_length)
-        if scaling.kind not in ("linear", "yarn", "llama3") or scaling != plain:
+        is_plain = scaling.kind in ("linear", "yarn", "llama3") and scaling == RopeScaling(
+            kind=scaling.kind, factor=scaling.factor, original_length=scaling.original_length
+        )
+        if not is_plain:
             expected = "linear, yarn or LLaMA 3's"
             raise ModelError("a GGUF file cannot hold this rope_scaling", got=scaling, expected=expected)
     architecture = "llama" if kind == "mistral" else str(kind)

@@ -19,7 +19,7 @@ from kitforge.core.checkpoint.manifest import read_manifest, step_folder, steps
 from kitforge.core.checkpoint.save import CheckpointWriter
 from kitforge.core.parallel.config import ParallelConfig
 from kitforge.core.parallel.layout import Layout
-from kitforge.foundation.errors import CheckpointError, PeerError
+from kitforge.foundation.errors import CheckpointError, PeerError, TrainingError
 from kitforge.foundation.types import Region
 from kitforge.verify import killing
 from tests.core.checkpoint import example, sharded
@@ -403,7 +403,7 @@ def die_while_writing(rank: int, root: Path, victim: int) -> None:
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_killed_while_writing_leaves_the_step_before(tmp_path: Path, victim: int) -> None:
     root = tmp_path / "checkpoints"
-    with pytest.raises(RuntimeError, match="died"):
+    with pytest.raises(TrainingError, match="died"):
         run_ranks(2, die_while_writing, root, victim)
     assert "another rank died" in (tmp_path / "told").read_text()
     assert steps(root) == [1]
@@ -436,7 +436,7 @@ def test_the_newest_is_whole_after_a_kill_at_any_file_operation_of_any_rank(
     reached = []
     for number in numbers:
         root = tmp_path / f"{number}"
-        with suppress(RuntimeError, PeerError):
+        with suppress(TrainingError, PeerError):
             run_ranks(2, die_at_operation, root, victim, number)
         checkpoint = newest(root, on_damaged=pytest.fail)
         if checkpoint is not None:
@@ -462,7 +462,7 @@ def save_with_fault(rank: int, root: Path, fault: str) -> str:
 
         def shorter(layout: Layout, index: Any) -> Region:
             found = region(layout, index)
-            if found.is_full or not found.shape or found.offset[0] == 0:
+            if found.shape == found.global_shape or not found.shape or found.offset[0] == 0:
                 return found
             shape = (max(found.shape[0] - 1, 0), *found.shape[1:])
             return Region(global_shape=found.global_shape, offset=found.offset, shape=shape)

@@ -53,7 +53,7 @@ FAULTS = (
     ),
     Fault(
         breaks="packing",
-        file="kits/transformers/task.py",
+        file="kits/language_model.py",
         line='micro_batch.get("documents")',
         planted="None",
         leaves=("damage",),
@@ -83,8 +83,8 @@ FAULTS = (
     Fault(
         breaks="ranks",
         file="core/parallel/world.py",
-        line="collectives.all_reduce_(stacked, self.mesh.replicas).cpu()",
-        planted="stacked.cpu()",
+        line="collectives.all_reduce_(torch.cat(flats), self.mesh.replicas).cpu()",
+        planted="torch.cat(flats).cpu()",
         leaves=("micro_batches",),
         arguments=CLICKS,
     ),

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kitforge.core.kernels.triton_runtime import device_description, launch_kernel
+from kitforge.core.kernels.triton_runtime import device_description, launch_grid
 
 # 2 sqrt(2 / pi), and that times 0.044715.
 _LINEAR = tl.constexpr(1.5957691216057308)
@@ -41,7 +41,7 @@ def _launch(kernel: Any, is_gelu: bool, *tensors: Tensor) -> None:
     size, block = tensors[0].numel(), device_description(tensors[0].device).tile_elements
     if size:
         rows = (each.contiguous() for each in tensors)
-        launch_kernel(kernel, triton.cdiv(size, block), block, *rows, size, IS_GELU=is_gelu)
+        launch_grid(kernel, triton.cdiv(size, block), block, *rows, size, IS_GELU=is_gelu)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kitforge.core.kernels.triton_runtime import launch_kernel, logits_tiles
+from kitforge.core.kernels.triton_runtime import launch_grid, logits_tiles
 
 
 @torch.library.custom_op("kitforge::logits_statistics", mutates_args=())
@@ -20,7 +20,7 @@ def statistics(logits: Tensor, targets: Tensor, temperature: float) -> Tensor:
     numbers = torch.empty(4, len(logits), dtype=torch.promote_types(logits.dtype, torch.float32), device=logits.device)
     if len(logits):
         sizes = *logits.shape, targets.stride(0)
-        launch_kernel(_statistics_kernel, *logits_tiles(logits), *(logits, targets, numbers), *(*sizes, temperature))
+        launch_grid(_statistics_kernel, *logits_tiles(logits), *(logits, targets, numbers), *(*sizes, temperature))
     return numbers
 
 
@@ -32,7 +32,7 @@ def gradient_(logits: Tensor, targets: Tensor, numbers: Tensor, temperature: flo
     """
     if len(logits):
         sizes = *logits.shape, targets.stride(0), numbers.stride(0)
-        launch_kernel(_gradient_kernel, *logits_tiles(logits), *(logits, targets, numbers), *(*sizes, temperature))
+        launch_grid(_gradient_kernel, *logits_tiles(logits), *(logits, targets, numbers), *(*sizes, temperature))
 
 
 statistics.register_fake(

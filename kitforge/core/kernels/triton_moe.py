@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kitforge.core.kernels.triton_runtime import launch_kernel, row_tiles, rows_of
+from kitforge.core.kernels.triton_runtime import launch_grid, row_tiles, rows_of
 
 
 @torch.library.custom_op("kitforge::moe_spread", mutates_args=())
@@ -50,7 +50,7 @@ def _launch(kernel: Any, source: Tensor, positions: Tensor, other: Tensor | None
     read = source if other is None else other if kernel is _weight_kernel else other.contiguous()
     constants = {} if kernel is _weight_kernel else {"HAS_WEIGHTS": other is not None}
     sizes = num_tokens, dim, source.stride(0), read.stride(0), k
-    launch_kernel(
+    launch_grid(
         kernel, tiles, tokens, source, positions.contiguous(), read, output, *sizes, FEATURES=features, **constants
     )
 

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kitforge.core.kernels.triton_runtime import grid, launch_kernel, row_block, rows_of
+from kitforge.core.kernels.triton_runtime import grid, launch_grid, row_block, rows_of
 
 
 @torch.library.custom_op("kitforge::norm", mutates_args=())
@@ -33,7 +33,7 @@ def norm(
     shifts = factors if bias is None else bias.contiguous()
     if rows.numel():
         sizes = *rows.shape, rows.stride(0), added.stride(0)
-        launch_kernel(
+        launch_grid(
             _forward_kernel,
             *(len(rows), row_block(rows.shape[1])),
             *(rows, added, factors, shifts, output, total, moments),
@@ -66,7 +66,7 @@ def _backward(
     partial = torch.zeros(2, *grid(total.device, num_rows), dim, dtype=moments.dtype, device=total.device)
     if rows.numel():
         sizes = num_rows, dim, partial.shape[1], grads.stride(0), others.stride(0), rows.stride(0)
-        launch_kernel(
+        launch_grid(
             _backward_kernel,
             *(num_rows, row_block(dim)),
             *(rows, grads, others, factors, moments, result, partial),

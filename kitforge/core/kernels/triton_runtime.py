@@ -74,7 +74,7 @@ def row_tiles(device: torch.device, num_rows: int, dim: int) -> tuple[int, int, 
     return features, rows, int(triton.cdiv(num_rows, rows))
 
 
-def launch_kernel(
+def launch_grid(
     kernel: Any, tiles: int, block: int, *arguments: Any, num_warps: int | None = None, **constants: Any
 ) -> None:
     """Run a kernel over that many tiles, on the device of its first argument.

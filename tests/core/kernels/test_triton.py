@@ -165,13 +165,13 @@ def test_huge_and_impossible_logits(operation: str) -> None:
 @pytest.fixture
 def one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     """One thread launches at a time: the interpreter keeps the number of the program in a global."""
-    lock, launch = threading.Lock(), triton_logits.launch_kernel
+    lock, launch = threading.Lock(), triton_logits.launch_grid
 
     def locked(*arguments: Any, **options: Any) -> None:
         with lock:
             launch(*arguments, **options)
 
-    monkeypatch.setattr(triton_logits, "launch_kernel", locked)
+    monkeypatch.setattr(triton_logits, "launch_grid", locked)
 
 
 @pytest.mark.parametrize("operation", ["linear_cross_entropy", "linear_log_probs"])
@@ -218,7 +218,7 @@ def test_a_target_that_no_shard_holds_makes_the_loss_infinite(name: str, one_lau
 
 def test_a_whole_block_of_impossible_tokens_is_left_out() -> None:
     logits = torch.cat([torch.full((2, 70), -torch.inf), random(2, 130).float()], 1)
-    found = vocabulary.merge_statistics(triton_logits.statistics(logits, torch.tensor([80, 199]), 1.0, None)[None])
+    found = vocabulary.merge_statistics(triton_logits.statistics(logits, torch.tensor([80, 199]), 1.0)[None])
     wanted = logits.log_softmax(-1)
     torch.testing.assert_close(found[0], wanted[[0, 1], [80, 199]])
     torch.testing.assert_close(found[1], -(wanted.exp() * wanted.clamp(min=-1e9)).sum(-1))
@@ -275,8 +275,8 @@ def opcheck_cases() -> dict[str, tuple[Any, tuple[Any, ...]]]:
         "gated": (triton_gated.gated, (input, random(5, 7).requires_grad_(), True)),
         "gated_backward": (triton_gated._backward, (random(5, 7), random(5, 7), random(5, 7), False)),
         "rotary": (turn._rotate, (random(2, 4, 9, 8).requires_grad_(), ANGLES, ANGLES, True, False)),
-        "logits_statistics": (triton_logits.statistics, (logits, targets, 0.7, 5.0)),
-        "logits_gradient_": (triton_logits.gradient_, (logits, targets, random(4, 5), 0.7, None)),
+        "logits_statistics": (triton_logits.statistics, (logits, targets, 0.7)),
+        "logits_gradient_": (triton_logits.gradient_, (logits, targets, random(4, 5), 0.7)),
     }
 
 

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kitforge.core.kernels.copy_rows import reference
-from kitforge.core.kernels.triton_runtime import launch_kernel, row_tiles
+from kitforge.core.kernels.triton_runtime import launch_grid, row_tiles
 from kitforge.foundation.errors import ModelError
 
 
@@ -34,7 +34,7 @@ def _copy(target: Tensor, source: Tensor, at: Tensor | None, to: Tensor | None) 
     if not num_rows * dim:
         return
     features, rows, tiles = row_tiles(target.device, num_rows, dim)
-    launch_kernel(
+    launch_grid(
         *(_copy_kernel, tiles, rows),
         *(source, target, at, to, num_rows, len(source), len(target), dim, source.stride(0), target.stride(0)),
         num_warps=4,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kitforge.core.kernels.jagged_bags import Bags
 from kitforge.core.kernels.triton_math import divide
-from kitforge.core.kernels.triton_runtime import launch_kernel, row_tiles
+from kitforge.core.kernels.triton_runtime import launch_grid, row_tiles
 from kitforge.core.kernels.workspace import Workspace
 
 
@@ -54,7 +54,7 @@ def _pool(
         return
     num_ids = len(slots if inverse is None else inverse)
     features, rows, tiles = row_tiles(slab.device, num_rows, dim)
-    launch_kernel(
+    launch_grid(
         *(_pool_kernel, tiles, rows),
         *(slab, slots, inverse, offsets, weights, out, num_rows, num_ids, len(slots), len(slab), dim),
         *(slab.stride(0), out.stride(0)),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kitforge.core.kernels.jagged_bags import Bags
 from kitforge.core.kernels.triton_math import divide
-from kitforge.core.kernels.triton_runtime import launch_kernel, row_tiles
+from kitforge.core.kernels.triton_runtime import launch_grid, row_tiles
 
 
 def embedding_bag_backward(
@@ -50,7 +50,7 @@ def _sum(
     starts = torch.searchsorted(ascending, torch.arange(num_rows + 1, device=inverse.device))
     owners = ids if offsets is None else torch.bucketize(ids, offsets, right=True) - 1
     features, rows, tiles = row_tiles(out.device, num_rows, dim)
-    launch_kernel(
+    launch_grid(
         *(_sum_kernel, tiles, rows),
         *(gradients, starts, ids, owners, offsets, weights, out, num_rows, len(gradients), dim),
         *(*gradients.stride(), out.stride(0)),

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kitforge.core.kernels.triton_hash import first_cell, key_tiles, table_size
-from kitforge.core.kernels.triton_runtime import launch_kernel
+from kitforge.core.kernels.triton_runtime import launch_grid
 
 # The states of cells; the kernels spell them out, where an empty one is 0.
 _FULL, _REMOVED = 1, 2
@@ -96,7 +96,7 @@ class DeviceHashMap:
 
     def _launch(self, kernel: Any, keys: Tensor, *tensors: Tensor) -> None:
         tiles = key_tiles(keys.device, len(keys))
-        launch_kernel(kernel, *tiles, keys.contiguous(), *tensors, len(keys), len(self._keys))
+        launch_grid(kernel, *tiles, keys.contiguous(), *tensors, len(keys), len(self._keys))
 
 
 @triton.jit

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kitforge.core.kernels.triton_runtime import device_description, launch_kernel, row_block
+from kitforge.core.kernels.triton_runtime import device_description, launch_grid, row_block
 
 # The shortest sides of a tile of a product on tensor cores.
 _LEAST = 16
@@ -63,7 +63,7 @@ def _attend(
     exact = torch.promote_types(query.dtype, torch.float32)
     partial = torch.empty(sequences * kv_heads * splits, group, dim, dtype=exact, device=query.device)
     sums = torch.empty(2, sequences * kv_heads * splits, group, dtype=exact, device=query.device)
-    launch_kernel(
+    launch_grid(
         *(_split_kernel, sequences * kv_heads * splits, block),
         *(query, keys, values, tables, lengths, slopes, partial, sums, sequences * kv_heads * splits),
         *(kv_heads, group, dim, splits, span, block_size, window, scale),
@@ -77,7 +77,7 @@ def _attend(
         WIDEN=query.device.type == "cpu" and query.dtype == torch.bfloat16,
     )
     rows = sequences * heads
-    launch_kernel(_merge_kernel, rows, features, output, partial, sums, rows, group, dim, splits, partial.shape[0])
+    launch_grid(_merge_kernel, rows, features, output, partial, sums, rows, group, dim, splits, partial.shape[0])
     return output
 
 

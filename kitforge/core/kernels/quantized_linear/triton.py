@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kitforge.core.kernels.triton_runtime import device_description, launch_kernel, row_block
+from kitforge.core.kernels.triton_runtime import device_description, launch_grid, row_block
 
 # The shortest sides of a tile of a product on tensor cores.
 _LEAST = 16
@@ -38,7 +38,7 @@ def _multiply(input: Tensor, quantized: Tensor, scales: Tensor, bias: Tensor | N
         # More rows spill registers.
         row_tile = min(max(row_block(num_rows), _LEAST), 32 if input.element_size() == 2 else _LEAST)
         outputs_tiles = triton.cdiv(num_outputs, _OUTPUTS)
-        launch_kernel(
+        launch_grid(
             *(_multiply_kernel, triton.cdiv(num_rows, row_tile) * outputs_tiles, _OUTPUTS),
             *(rows, quantized.contiguous(), scales.contiguous(), bias, output),
             *(num_rows, num_outputs, num_features, group, scales.shape[1], outputs_tiles),

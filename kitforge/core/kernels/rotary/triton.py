@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kitforge.core.kernels.triton_runtime import device_description, launch_kernel, row_block
+from kitforge.core.kernels.triton_runtime import device_description, launch_grid, row_block
 
 
 def rotary(input: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
@@ -28,7 +28,7 @@ def _rotate(input: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse:
         angles = [each.expand(batch, length, pairs) for each in (cos, sin)]
         num_rows, pair_block, rest_block = batch * heads * length, row_block(pairs), row_block(dim - 2 * pairs)
         rows = row_block(max(1, device_description(input.device).row_elements // max(pair_block, rest_block)))
-        launch_kernel(
+        launch_grid(
             *(_rotary_kernel, triton.cdiv(num_rows, rows), rows),
             *(input, *angles, output, num_rows, heads, length, dim, pairs),
             *(*input.stride(), *angles[0].stride(), *angles[1].stride(), *output.stride()),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kitforge.core.kernels.sparse_update.reference import Powers, SparseUpdate, integer_view
 from kitforge.core.kernels.triton_math import divide, root
-from kitforge.core.kernels.triton_runtime import launch_kernel, row_tiles
+from kitforge.core.kernels.triton_runtime import launch_grid, row_tiles
 
 
 def sgd(slab: Tensor, slots: Tensor, gradients: Tensor, rate: float, step: int, *, decay: float) -> None:
@@ -69,7 +69,7 @@ def catch_up(slab: Tensor, slots: Tensor, dim: int, step: int, rates: Tensor, *,
         return
     kept, biases = powers.tables(step, slab)
     features, rows, tiles = row_tiles(slab.device, len(slots), dim)
-    launch_kernel(
+    launch_grid(
         *(_catch_up_kernel, tiles, rows),
         *(slab, integer_view(slab), slots, rates.to(slab.device, slab.dtype), kept, biases, len(slots), len(slab), dim),
         *(slab.shape[1], kept.shape[1], slab.stride(0), step, eps),
@@ -100,7 +100,7 @@ def _update(
         kept, biases = powers.tables(step, slab)
         constants = powers.betas_and_complements
     features, rows, tiles = row_tiles(slab.device, len(slots), dim)
-    launch_kernel(
+    launch_grid(
         *(_update_kernel, tiles, rows),
         *(
             slab,

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kitforge.core.kernels.triton_hash import first_cell, key_tiles, table_size
-from kitforge.core.kernels.triton_runtime import launch_kernel
+from kitforge.core.kernels.triton_runtime import launch_grid
 from kitforge.core.kernels.unique import reference
 from kitforge.core.kernels.workspace import Workspace
 
@@ -27,7 +27,7 @@ def unique(ids: Tensor, out: Tensor | None = None, scratch: Workspace | None = N
     table = torch.zeros(size + 1, dtype=torch.int32, device=ids.device)
     first = torch.full((size,), num_ids, dtype=torch.int32, device=ids.device)
     cells = torch.empty_like(ids)
-    launch_kernel(_number_kernel, *key_tiles(ids.device, num_ids), ids, table, first, cells, num_ids, size)
+    launch_grid(_number_kernel, *key_tiles(ids.device, num_ids), ids, table, first, cells, num_ids, size)
     firsts = first[cells].long()
     is_first = firsts == torch.arange(num_ids, device=ids.device)
     numbers = is_first.cumsum(0).sub_(1)
