@@ -132,6 +132,7 @@ COMMANDS = {
         arguments=(
             "option=value              a configuration that train takes; without one, the tiny presets of all kits",
             "--only NAME[,NAME]        these contracts alone",
+            "--timeout SECONDS         of each contract, after which it is broken; 300 by default",
             "--list                    the contracts",
             "--callable MODULE:OBJECT  a trainer of your own, see docs/verify.md",
         ),
