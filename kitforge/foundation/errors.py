@@ -15,7 +15,9 @@ KitforgeError
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Iterable
+from typing import Any
 
 
 class KitforgeError(Exception):
@@ -72,6 +74,11 @@ class DependencyError(KitforgeError):
             f"{needed_for} needs the package {package!r}, which is not installed",
             fix=f"pip install 'kitforge[{extra}]'",
         )
+        self._arguments = {"package": package, "needed_for": needed_for, "extra": extra}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """By its arguments, as a copy or another process makes it again."""
+        return functools.partial(DependencyError, **self._arguments), ()
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

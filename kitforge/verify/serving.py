@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -82,14 +83,15 @@ def _check_rows(case: Case) -> Measured:
         raise NotOfferedError("the task has no service")
     if isinstance(spec, str) and Path(spec).is_file() and Path(spec).stat().st_size > LARGEST_FILE:
         raise NotOfferedError(f"data.train is larger than {LARGEST_FILE >> 20} MB")
-    scored: Any = pipeline(case.values["task"], case.base)
-    if scored.is_retrieval:
-        raise NotOfferedError("the model ranks items and scores no rows")
-    predicted = _predict(case.kit, case, case.values["task"], spec)[:NUM_ROWS]
-    encoder: Any = load_processor(case.base)
-    names = encoder.schema.layout(with_label=False).names
-    rows = [{name: row[name] for name in names if name in row} for row in predicted]
-    answer = _ask(case, case.kit, "/score", [{"rows": rows}])[0]["scores"]
+    with _server(case, case.kit) as ask:
+        predicted = _predict(case.kit, case, case.values["task"], spec)[:NUM_ROWS]
+        encoder: Any = load_processor(case.base)
+        names = encoder.schema.layout(with_label=False).names
+        rows = [{name: row[name] for name in names if name in row} for row in predicted]
+        scored: Any = pipeline(case.values["task"], case.base)
+        if scored.is_retrieval:
+            raise NotOfferedError("the model ranks items and scores no rows")
+        answer = ask("/score", [{"rows": rows}])[0]["scores"]
     ways = [[row["score"] for row in predicted], [each["score"] for each in scored(rows)], answer]
     figure = max(max(values) - min(values) for values in zip(*ways, strict=True))
     return Measured(figure=figure, bound=SCORE_BOUND, unit=f"largest difference of {len(rows)} rows")
@@ -102,11 +104,12 @@ def _check_texts(case: Case) -> Measured:
     prompts = [f"{text} " for text in documents(5, NUM_TEXTS)]
     file = case.folder / "prompts-to-predict.jsonl"
     write_text(file, "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
-    predicted = [row["generated_text"] for row in _predict(kit, case, task, str(file))]
-    answers = pipeline(task, case.base)(prompts, max_new_tokens=NEW_TOKENS)
-    piped = [each[0]["generated_text"][len(prompt) :] for each, prompt in zip(answers, prompts, strict=True)]
     bodies = [{"model": "base", "prompt": prompt, "max_tokens": NEW_TOKENS, "temperature": 0} for prompt in prompts]
-    served = [answer["choices"][0]["text"] for answer in _ask(case, kit, "/v1/completions", bodies)]
+    with _server(case, kit) as ask:
+        predicted = [row["generated_text"] for row in _predict(kit, case, task, str(file))]
+        answers = pipeline(task, case.base)(prompts, max_new_tokens=NEW_TOKENS)
+        piped = [each[0]["generated_text"][len(prompt) :] for each, prompt in zip(answers, prompts, strict=True)]
+        served = [answer["choices"][0]["text"] for answer in ask("/v1/completions", bodies)]
     differing = sum(len({*texts}) > 1 for texts in zip(predicted, piped, served, strict=True))
     return Measured(figure=differing, unit=f"of {len(prompts)} texts differ")
 
@@ -122,8 +125,12 @@ def _predict(kit: AnyKit, case: Case, task: str, spec: object) -> list[dict[str,
     return [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
 
 
-def _ask(case: Case, kit: AnyKit, path: str, bodies: Sequence[object]) -> list[Any]:
-    """The answers of a server on the loopback address, which ends with them."""
+@contextmanager
+def _server(case: Case, kit: AnyKit) -> Iterator[Callable[[str, Sequence[object]], list[Any]]]:
+    """Gives a function of a path and bodies: the answers of a server on the loopback address, a process of its own.
+
+    It begins before this process uses the device, since a fork of one that has cannot use an accelerator.
+    """
     task, port = kit.OPTIONS().task, free_port()
 
     def work() -> None:
@@ -133,10 +140,13 @@ def _ask(case: Case, kit: AnyKit, path: str, bodies: Sequence[object]) -> list[A
         service = kit.open_service(model, processor, "base", options)
         serve(service, kit.new_app(service), port, lambda _address: None)
 
-    server = Process(work)
-    try:
+    def ask(path: str, bodies: Sequence[object]) -> list[Any]:
         _wait_for(server, f"http://127.0.0.1:{port}/health")
         return [_post(f"http://127.0.0.1:{port}{path}", body) for body in bodies]
+
+    server = Process(work)
+    try:
+        yield ask
     finally:
         server.kill()
 

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import copy
 import inspect
+import pickle
 
 from kitforge.foundation import errors
 from kitforge.foundation.errors import DependencyError, KitforgeError, nearest
@@ -18,6 +20,13 @@ def test_nearest_names_one_or_lists_all() -> None:
 
 def test_a_missing_package_names_the_extra() -> None:
     assert "pip install 'kitforge[tracking]'" in str(DependencyError("wandb", needed_for="x", extra="tracking"))
+
+
+def test_an_error_keeps_its_class_and_message_in_another_process() -> None:
+    for error in (DependencyError("faiss", needed_for="x", extra="y"), errors.DataError("a", got=1, expected=2)):
+        for again in (copy.copy(error), pickle.loads(pickle.dumps(error))):
+            assert type(again) is type(error)
+            assert str(again) == str(error)
 
 
 def test_the_tree_in_the_docstring_is_the_tree_in_the_code() -> None:
