@@ -73,17 +73,20 @@ class BlockManager:
 
     def reserve(self, sequence: Sequence, num_tokens: int) -> bool:
         """Make the next `num_tokens` positions writable; False, without a change, where blocks are missing."""
+        table, first = sequence.block_table, sequence.num_cached // self.block_size
+        num_blocks = -(-(sequence.num_cached + num_tokens) // self.block_size)
+        if first + 1 == num_blocks == len(table) and self._ref_counts[table[first]] == 1:
+            # As in most steps of decoding: its last block has room.
+            return True
         if self.num_missing(sequence, num_tokens) > self.num_free:
             return False
-        table = sequence.block_table
-        for index in range(sequence.num_cached // self.block_size, len(table)):
+        for index in range(first, len(table)):
             if self._ref_counts[table[index]] > 1:
                 own = self._allocate(self._preferred_block(sequence, index))
                 self.copies[own] = table[index]
                 self._remove_reference(table[index])
                 table[index] = own
                 sequence.is_consecutive = table == list(range(table[0], table[0] + len(table)))
-        num_blocks = -(-(sequence.num_cached + num_tokens) // self.block_size)
         for index in range(len(table), num_blocks):
             self._append(sequence, self._allocate(self._preferred_block(sequence, index)))
         return True

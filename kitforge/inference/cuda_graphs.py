@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import cast, final
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -19,17 +20,19 @@ from kitforge.foundation import device as devices
 from kitforge.inference.paged_attention import KeyValueCache, PagedAttention, PagedBatch
 from kitforge.inference.sequence import Sequence
 
+# The inputs of a text before its block table: its token, the position of that, its final length, the slot of the cache
+# that is written, and the length up to and with the token.
+_NUM_COLUMNS = 5
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GraphBuffers:
-    """The static inputs of a captured step, filled before each replay."""
+class RecordedStep:
+    """A captured step and its static inputs [B, 5 + M], filled before each replay."""
 
-    tokens: Tensor  # [1, B]
-    positions: Tensor  # [1, B]
-    max_lengths: Tensor  # [1, B] final length of each sequence
-    slots: Tensor  # [B]
-    lengths: Tensor  # [B]
-    tables: Tensor  # [B, M]
+    inputs: Tensor
+    replay: Callable[[], Tensor]
+    rows: npt.NDArray[np.int64]  # the inputs on the host
+    tables: list[list[int]]  # the block table that each row has
 
 
 @final
@@ -39,7 +42,7 @@ class CudaGraphRunner:
     def __init__(self, model: nn.Module, cache: KeyValueCache) -> None:
         self._network = cast(CausalLM, model)
         self._cache = cache
-        self._graphs: dict[tuple[int, int], tuple[GraphBuffers, Callable[[], Tensor]]] = {}
+        self._graphs: dict[tuple[int, int], RecordedStep] = {}
         self._weight_addresses = self._addresses()
 
     def run(self, sequences: list[Sequence]) -> Tensor:
@@ -48,9 +51,9 @@ class CudaGraphRunner:
         shape = (1 << (len(sequences) - 1).bit_length(), 1 << (num_blocks - 1).bit_length())
         if shape not in self._graphs:
             self._graphs[shape] = self._capture(*shape)
-        buffers, replay = self._graphs[shape]
-        self._fill(buffers, sequences)
-        return replay()[: len(sequences)]
+        step = self._graphs[shape]
+        self._fill(step, sequences)
+        return step.replay()[: len(sequences)]
 
     def drop_graphs_of_moved_weights(self) -> None:
         """A graph reads weights at the addresses of its capture; drop all graphs if weights have moved."""
@@ -58,43 +61,44 @@ class CudaGraphRunner:
         if weights != self._weight_addresses:
             self._weight_addresses, self._graphs = weights, {}
 
-    def _capture(self, num_texts: int, num_blocks: int) -> tuple[GraphBuffers, Callable[[], Tensor]]:
+    def _capture(self, num_texts: int, num_blocks: int) -> RecordedStep:
         device = self._network.head_weight.device
-        zeros = partial(torch.zeros, dtype=torch.long, device=device)
-        buffers = GraphBuffers(
-            tokens=zeros(1, num_texts),
-            positions=zeros(1, num_texts),
-            max_lengths=zeros(1, num_texts) + 1,
-            slots=zeros(num_texts) + self._cache.spare_slot,
-            lengths=zeros(num_texts) + 1,
-            tables=zeros(num_texts, num_blocks),
-        )
+        rows = np.zeros((num_texts, _NUM_COLUMNS + num_blocks), dtype=np.int64)
+        rows[:] = self._spare_row(num_blocks)
+        inputs = torch.tensor(rows, device=device)
 
         def step() -> Tensor:
-            pages = PagedBatch(first=0, tables=buffers.tables, lengths=buffers.lengths)
-            attend = PagedAttention(self._cache, buffers.slots, [pages], self._network.kernels)
-            context = Context(positions=buffers.positions, lengths=buffers.max_lengths, attend=attend)
-            return self._network.head(self._network.hidden(buffers.tokens, context)[0])
+            # One transfer fills all inputs; kernels want each in one piece.
+            columns = inputs[:, :_NUM_COLUMNS].t().contiguous().unsqueeze(1)
+            tokens, positions, max_lengths, slots, lengths = columns
+            pages = PagedBatch(first=0, tables=inputs[:, _NUM_COLUMNS:].contiguous(), lengths=lengths[0])
+            attend = PagedAttention(self._cache, slots[0], [pages], self._network.kernels)
+            context = Context(positions=positions, lengths=max_lengths, attend=attend)
+            return self._network.head(self._network.hidden(tokens, context)[0])
 
         # The first call outside of a capture allocates the cache.
         step()
-        return buffers, devices.recorded(step, device)
+        return RecordedStep(inputs=inputs, replay=devices.recorded(step, device), rows=rows, tables=[[]] * num_texts)
 
-    def _fill(self, buffers: GraphBuffers, sequences: list[Sequence]) -> None:
-        num_texts, num_blocks = buffers.tables.shape
-        size, rows = self._cache.block_size, []
-        for sequence in sequences:
+    def _fill(self, step: RecordedStep, sequences: list[Sequence]) -> None:
+        rows, tables, size = step.rows, step.tables, self._cache.block_size
+        num_blocks = rows.shape[1] - _NUM_COLUMNS
+        numbers = []
+        for index, sequence in enumerate(sequences):
             position, table = sequence.num_cached, sequence.block_table
             slot = table[position // size] * size + position % size
-            numbers = [sequence.tokens[position], position, sequence.max_length, slot, position + 1]
-            rows.append([*numbers, *pad_block_table(table, num_blocks)])
-        rows += [[0, 0, 1, self._cache.spare_slot, 1] + [0] * num_blocks] * (num_texts - len(rows))
-        # One host-to-device transfer for all buffers.
-        filled = devices.copy_to(torch.tensor(rows), buffers.tables.device)
-        columns = (buffers.tokens[0], buffers.positions[0], buffers.max_lengths[0], buffers.slots, buffers.lengths)
-        for index, column in enumerate(columns):
-            column.copy_(filled[:, index])
-        buffers.tables.copy_(filled[:, len(columns) :])
+            numbers.append((sequence.tokens[position], position, sequence.max_length, slot, position + 1))
+            if tables[index] != table:
+                rows[index, _NUM_COLUMNS:] = pad_block_table(table, num_blocks)
+                tables[index] = table.copy()
+        rows[: len(sequences), :_NUM_COLUMNS] = numbers
+        rows[len(sequences) :] = self._spare_row(num_blocks)
+        tables[len(sequences) :] = [[]] * (len(tables) - len(sequences))
+        step.inputs.copy_(devices.copy_to(torch.from_numpy(rows), step.inputs.device))
+
+    def _spare_row(self, num_blocks: int) -> list[int]:
+        """The inputs of a row without a text."""
+        return [0, 0, 1, self._cache.spare_slot, 1] + [0] * num_blocks
 
     def _addresses(self) -> tuple[int, ...]:
         return tuple(parameter.data_ptr() for parameter in cast(nn.Module, self._network).parameters())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Numbers
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import isnan
 from typing import cast, final
 
@@ -40,7 +40,7 @@ _MOST_SEQUENCES = 256
 LEAST_TOKENS = 256
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Output:
     """The tokens that a step added to one sample of a request."""
 
@@ -348,7 +348,7 @@ class Engine:
         sequence.forks = []
         output = self._output(sequence, new_tokens, logprobs[: len(new_tokens)], top[: len(new_tokens)])
         if before == sequence.prompt_length:
-            output = replace(output, prompt_logprobs=sequence.prompt_logprobs)
+            output.prompt_logprobs = sequence.prompt_logprobs
         if sequence.finish_reason is not None:
             self._finish(sequence)
         return output

@@ -101,7 +101,7 @@ LogitBias = tuple[Tensor, Tensor]
 TopLogprobs = list[tuple[int, float]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class SampleRequest:
     """One token to be sampled."""
 
@@ -143,11 +143,12 @@ def _sample(logits: Tensor, draws: Sequence[SampleRequest]) -> Tensor:
 
 
 def _sample_kinds(logits: Tensor, draws: Sequence[SampleRequest]) -> Tensor:
+    first = draws[0].signature
+    if all(draw.signature == first for draw in draws):
+        return _sample_with_same_options(logits, draws)
     kinds: dict[Hashable, list[int]] = {}
     for row, draw in enumerate(draws):
         kinds.setdefault(draw.signature, []).append(row)
-    if len(kinds) == 1:
-        return _sample_with_same_options(logits, draws)
     sampled = torch.empty(2, len(draws), dtype=torch.float64, device=logits.device)
     for rows in kinds.values():
         sampled[:, rows] = _sample_with_same_options(logits[rows], [draws[row] for row in rows])
@@ -157,6 +158,8 @@ def _sample_kinds(logits: Tensor, draws: Sequence[SampleRequest]) -> Tensor:
 def top_logprobs(logits: Tensor, draws: Sequence[SampleRequest]) -> list[TopLogprobs]:
     """For every row of logits [R, vocab] the most likely tokens that it requests, without those that top_k, top_p or
     min_p exclude."""
+    if not any(draw.num_top_logprobs for draw in draws):
+        return [[] for _ in draws]
     result: list[TopLogprobs] = []
     for row, draw in enumerate(draws):
         if not draw.num_top_logprobs:

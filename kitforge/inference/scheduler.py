@@ -16,23 +16,19 @@ from kitforge.inference.block_manager import BlockManager
 from kitforge.inference.sequence import Sequence
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class ScheduledTokens:
     """The tokens of one sequence in a step: its own from `num_cached` on, then `draft_tokens` to be verified."""
 
     sequence: Sequence
     num_tokens: int  # without draft tokens
     draft_tokens: list[int]
+    needs_logits: bool  # whether the next token is sampled after this step
 
     @property
     def is_single_token(self) -> bool:
         """Whether it is a decoding step without draft tokens."""
         return self.num_tokens == 1 and not self.draft_tokens
-
-    @property
-    def needs_logits(self) -> bool:
-        """Whether the next token is sampled after this step."""
-        return self.num_tokens == self.sequence.num_pending_tokens
 
 
 @final
@@ -86,10 +82,11 @@ class Scheduler:
     def schedule(self) -> list[ScheduledTokens]:
         """The next step; empty only where no sequence waits or runs."""
         self._scheduled, self._token_budget, self.admitted = {}, self._max_num_batched_tokens, []
-        for is_reading in (False, True):
-            for sequence in list(self.running):
-                if sequence.is_running and (sequence.num_pending_tokens > 1) == is_reading and self._token_budget:
-                    self._schedule_running(sequence)
+        reading = [sequence for sequence in self.running if sequence.num_pending_tokens > 1]
+        decoding = [sequence for sequence in self.running if sequence.num_pending_tokens == 1]
+        for sequence in decoding + reading:
+            if sequence.is_running and self._token_budget:
+                self._schedule_running(sequence)
         while self._waiting and self._token_budget and self._admit_next():
             pass
         return list(self._scheduled.values())
@@ -97,7 +94,7 @@ class Scheduler:
     def _schedule_running(self, sequence: Sequence) -> None:
         """Schedule a running sequence; later ones are preempted where blocks are missing."""
         num_tokens = min(sequence.num_pending_tokens, self._token_budget)
-        draft_tokens = self._propose_draft_tokens(sequence, num_tokens)
+        draft_tokens = self._propose_draft_tokens(sequence, num_tokens) if self._prompt_lookup_tokens else []
         while not self._blocks.reserve(sequence, num_tokens + len(draft_tokens)):
             if draft_tokens:
                 draft_tokens = []
@@ -142,7 +139,7 @@ class Scheduler:
 
     def _propose_draft_tokens(self, sequence: Sequence, num_tokens: int) -> list[int]:
         """Draft tokens by prompt lookup, where the sequence samples in this step and the budget allows."""
-        if not self._prompt_lookup_tokens or num_tokens < sequence.num_pending_tokens:
+        if num_tokens < sequence.num_pending_tokens:
             return []
         most = min(
             self._prompt_lookup_tokens, self._token_budget - num_tokens, sequence.max_length - len(sequence.tokens) - 1
@@ -151,7 +148,10 @@ class Scheduler:
 
     def _schedule_tokens(self, sequence: Sequence, num_tokens: int, draft_tokens: list[int]) -> None:
         self._scheduled[sequence.arrival] = ScheduledTokens(
-            sequence=sequence, num_tokens=num_tokens, draft_tokens=draft_tokens
+            sequence=sequence,
+            num_tokens=num_tokens,
+            draft_tokens=draft_tokens,
+            needs_logits=num_tokens == sequence.num_pending_tokens,
         )
         self._token_budget -= num_tokens + len(draft_tokens)
 

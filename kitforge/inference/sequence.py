@@ -40,16 +40,15 @@ class Sequence:
     bias: LogitBias | None = None  # the tensors of `options.logit_bias`
     # Of all prompt tokens but the first, as far as they are computed; None: not requested.
     prompt_logprobs: list[PromptLogprob] | None = None
+    max_length: int = field(init=False)  # the most tokens that it can have
+
+    def __post_init__(self) -> None:
+        self.max_length = self.prompt_length + self.options.max_new_tokens
 
     @property
     def needs_prompt_logprobs(self) -> bool:
         """Whether prompt tokens still have to be computed for their log-probabilities."""
         return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.prompt_length - 1
-
-    @property
-    def max_length(self) -> int:
-        """The most tokens that it can have."""
-        return self.prompt_length + self.options.max_new_tokens
 
     @property
     def sort_key(self) -> tuple[int, int]:
@@ -63,18 +62,18 @@ class Sequence:
 
     def sample_request(self, draft_tokens: list[int] | None = None) -> SampleRequest:
         """The request to sample its next token, after `draft_tokens` that are assumed accepted."""
-        history = [*self.tokens, *(draft_tokens or ())] if self.options.needs_history else ()
-        length = len(self.tokens) + len(draft_tokens or ())
+        options, drafts = self.options, draft_tokens or []
+        position = len(self.tokens) + len(drafts) - self.prompt_length
         return SampleRequest(
-            options=self.options,
+            options=options,
             signature=self.signature,
-            history=history,
+            history=self.tokens + drafts if options.needs_history else (),
             prompt_length=self.prompt_length,
-            position=length - self.prompt_length,
+            position=position,
             key=self.key,
             num_top_logprobs=self.num_top_logprobs,
             bias=self.bias,
-            banned=tuple(self.stop_ids) if length - self.prompt_length < self.options.min_new_tokens else (),
+            banned=tuple(self.stop_ids) if position < options.min_new_tokens else (),
         )
 
     def append(self, token: int) -> None:
