@@ -84,6 +84,13 @@ def use(device: torch.device) -> None:
         torch.accelerator.set_device_index(device)
 
 
+def is_current(device: torch.device) -> bool:
+    """Whether kernels are launched on that device without `current`, which takes longer than this question."""
+    if device.type == "cuda":
+        return device.index == torch.cuda.current_device()
+    return device.type != "npu"
+
+
 def current(device: torch.device) -> AbstractContextManager[Any]:
     """Within the context, kernels are launched on that device; on CPU it does nothing."""
     if device.type not in ("cuda", "npu"):

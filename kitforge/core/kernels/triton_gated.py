@@ -13,14 +13,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kitforge.core.kernels.triton_runtime import device_description, launch_grid
+from kitforge.core.kernels.triton_ops import triton_op
+from kitforge.core.kernels.triton_runtime import device_description, launch_grid, quotient_up
 
 # 2 sqrt(2 / pi), and that times 0.044715.
 _LINEAR = tl.constexpr(1.5957691216057308)
 _CUBIC = tl.constexpr(0.07135481627260025)
 
 
-@torch.library.custom_op("kitforge::gated", mutates_args=())
+@triton_op("kitforge::gated")
 def gated(gate: Tensor, up: Tensor, is_gelu: bool) -> Tensor:
     """`gelu_tanh(gate) * up`, or `silu(gate) * up`."""
     output = torch.empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype), device=gate.device)
@@ -28,7 +29,7 @@ def gated(gate: Tensor, up: Tensor, is_gelu: bool) -> Tensor:
     return output
 
 
-@torch.library.custom_op("kitforge::gated_backward", mutates_args=())
+@triton_op("kitforge::gated_backward")
 def _backward(grad: Tensor, gate: Tensor, up: Tensor, is_gelu: bool) -> tuple[Tensor, Tensor]:
     """The gradients of gate and up."""
     grad_gate, grad_up = gate.new_empty(gate.shape), up.new_empty(up.shape)
@@ -41,7 +42,7 @@ def _launch(kernel: Any, is_gelu: bool, *tensors: Tensor) -> None:
     size, block = tensors[0].numel(), device_description(tensors[0].device).tile_elements
     if size:
         rows = (each.contiguous() for each in tensors)
-        launch_grid(kernel, triton.cdiv(size, block), block, *rows, size, IS_GELU=is_gelu)
+        launch_grid(kernel, quotient_up(size, block), block, *rows, size, IS_GELU=is_gelu)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

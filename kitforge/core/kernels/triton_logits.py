@@ -11,10 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kitforge.core.kernels.triton_ops import triton_op
 from kitforge.core.kernels.triton_runtime import launch_grid, logits_tiles
 
 
-@torch.library.custom_op("kitforge::logits_statistics", mutates_args=())
+@triton_op("kitforge::logits_statistics")
 def statistics(logits: Tensor, targets: Tensor, temperature: float) -> Tensor:
     """Those of logits [rows, vocab] divided by the temperature: [4, rows], see `merge_statistics`."""
     numbers = torch.empty(4, len(logits), dtype=torch.promote_types(logits.dtype, torch.float32), device=logits.device)
@@ -24,7 +25,7 @@ def statistics(logits: Tensor, targets: Tensor, temperature: float) -> Tensor:
     return numbers
 
 
-@torch.library.custom_op("kitforge::logits_gradient_", mutates_args=("logits",))
+@triton_op("kitforge::logits_gradient_", mutates_args=("logits",))
 def gradient_(logits: Tensor, targets: Tensor, numbers: Tensor, temperature: float) -> None:
     """Replace logits by their gradient: (target - p) for a log-probability and -p (log p + H) for an entropy H.
 

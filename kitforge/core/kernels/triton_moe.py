@@ -13,10 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kitforge.core.kernels.triton_ops import triton_op
 from kitforge.core.kernels.triton_runtime import launch_grid, row_tiles, rows_of
 
 
-@torch.library.custom_op("kitforge::moe_spread", mutates_args=())
+@triton_op("kitforge::moe_spread")
 def spread(tokens: Tensor, positions: Tensor, weights: Tensor | None) -> Tensor:
     """Rows [T * k, dim]: at `positions` [T, k] the tokens [T, dim], times `weights` [T, k]."""
     rows = tokens.new_empty(positions.numel(), tokens.shape[1])
@@ -24,7 +25,7 @@ def spread(tokens: Tensor, positions: Tensor, weights: Tensor | None) -> Tensor:
     return rows
 
 
-@torch.library.custom_op("kitforge::moe_combine", mutates_args=())
+@triton_op("kitforge::moe_combine")
 def combine(rows: Tensor, positions: Tensor, weights: Tensor | None) -> Tensor:
     """Tokens [T, dim]: the sums of `rows[positions]` times weights [T, k]."""
     tokens = rows.new_empty(len(positions), rows.shape[1])
@@ -32,7 +33,7 @@ def combine(rows: Tensor, positions: Tensor, weights: Tensor | None) -> Tensor:
     return tokens
 
 
-@torch.library.custom_op("kitforge::moe_weight_gradient", mutates_args=())
+@triton_op("kitforge::moe_weight_gradient")
 def weight_gradient(grad: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
     """[T, k]: the products of the gradient of a token [T, dim] with its rows."""
     result = _like_weights(rows, positions)

@@ -3,57 +3,91 @@
 The backward pass needs the scale of each row, r = 1 / sqrt(mean((x - m)²) + eps), and the mean m, 0 for RMSNorm. With
 g = grad * weight and n = (x - m) * r, the gradient of x is r * (g - mean(g) - n * mean(g * n)), without mean(g) for
 RMSNorm. Those of weight and bias, the sums of grad * n and grad over rows, are summed by each
-program over its rows and then over programs, so their bits do not depend on timing.
+program over its rows and then, by a second kernel, over programs, so their bits do not depend on timing.
+
+A program takes a few rows at a time and asks for its next rows before it computes: the sums over a row wait for all of
+its threads, and meanwhile the memory would have nothing to do.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, final
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kitforge.core.kernels.triton_runtime import grid, launch_grid, row_block, rows_of
+from kitforge.core.kernels.triton_ops import triton_op
+from kitforge.core.kernels.triton_runtime import launch_grid, quotient_up, row_block, row_programs, rows_of
 
 
-@torch.library.custom_op("kitforge::norm", mutates_args=())
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Plan:
+    """How a kernel over rows is spread over a GPU."""
+
+    tile: int  # elements of the rows that a program takes at a time; a long row is one tile
+    per_thread: int  # elements of a thread
+    warps: int  # that run at once on a multiprocessor
+
+
+# Warps by the registers of a thread; found on an H200 with rows of 768, 2048 and 4096.
+_FORWARD = _Plan(tile=1024, per_thread=16, warps=48)
+_BACKWARD = _Plan(tile=2048, per_thread=16, warps=20)
+
+
+@triton_op("kitforge::norm")
 def norm(
     input: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The norm of `input + branch`, that sum (empty without a branch), and the mean and scale of each row [2, rows].
+    """The norm of `input + branch`, that sum (empty without a branch), and the scale of each row, [1, rows].
 
-    With a bias it is LayerNorm, without one RMSNorm.
+    With a bias it is LayerNorm, without one RMSNorm. That of LayerNorm returns scale and mean, [2, rows].
     """
-    output, total, moments = _outputs(input, branch, weight)
+    output, total, moments = _outputs(input, branch, weight, bias)
     rows = rows_of(input)
     added = rows if branch is None else rows_of(branch)
     factors = weight.contiguous()
     shifts = factors if bias is None else bias.contiguous()
     if rows.numel():
         sizes = *rows.shape, rows.stride(0), added.stride(0)
+        tiles, block, options = _tiles(rows, _FORWARD)
         launch_grid(
-            _forward_kernel,
-            *(len(rows), row_block(rows.shape[1])),
+            *(_forward_kernel, tiles, block),
             *(rows, added, factors, shifts, output, total, moments),
             *(*sizes, eps),
             HAS_BRANCH=branch is not None,
             HAS_BIAS=bias is not None,
+            **options,
         )
     return output, total, moments
 
 
-def _outputs(input: Tensor, branch: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _tiles(rows: Tensor, plan: _Plan) -> tuple[int, int, dict[str, Any]]:
+    """Tiles, the rows of one, and the options of a launch over rows [n, dim]."""
+    num_rows, dim = rows.shape
+    features = row_block(dim)
+    block, num_warps, programs = row_programs(
+        *(rows.device, num_rows, features), tile=plan.tile, per_thread=plan.per_thread, warps=plan.warps
+    )
+    return quotient_up(num_rows, block), block, {"FEATURES": features, "num_warps": num_warps, "programs": programs}
+
+
+def _outputs(
+    input: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Memory for the results of `norm`."""
     dtype = input.dtype if branch is None else torch.promote_types(input.dtype, branch.dtype)
     output = input.new_empty(input.shape, dtype=torch.promote_types(dtype, weight.dtype))
     exact = torch.promote_types(dtype, torch.float32)
-    moments = input.new_empty(2, input.numel() // max(input.shape[-1], 1), dtype=exact)
+    kinds = 1 if bias is None else 2
+    moments = input.new_empty(kinds, input.numel() // max(input.shape[-1], 1), dtype=exact)
     return output, input.new_empty(0 if branch is None else input.shape, dtype=dtype), moments
 
 
-@torch.library.custom_op("kitforge::norm_backward", mutates_args=())
+@triton_op("kitforge::norm_backward")
 def _backward(
     grad: Tensor, grad_total: Tensor | None, total: Tensor, weight: Tensor, moments: Tensor, is_layer: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -62,23 +96,39 @@ def _backward(
     others = grads if grad_total is None else rows_of(grad_total)
     num_rows, dim = rows.shape
     result = torch.empty(total.shape, dtype=total.dtype, device=total.device)
-    # By program, of the weight and of the bias.
-    partial = torch.zeros(2, *grid(total.device, num_rows), dim, dtype=moments.dtype, device=total.device)
-    if rows.numel():
-        sizes = num_rows, dim, partial.shape[1], grads.stride(0), others.stride(0), rows.stride(0)
-        launch_grid(
-            _backward_kernel,
-            *(num_rows, row_block(dim)),
-            *(rows, grads, others, factors, moments, result, partial),
-            *sizes,
-            HAS_OTHERS=grad_total is not None,
-            IS_LAYER=is_layer,
-        )
-    of_weight, of_bias = partial.sum(1).to(weight.dtype).unbind()
-    return result, of_weight.clone(), of_bias.clone() if is_layer else of_bias.new_empty(0)
+    if not rows.numel():
+        return result, weight.new_zeros(dim), weight.new_zeros(dim * is_layer)
+    tiles, block, options = _tiles(rows, _BACKWARD)
+    options["programs"] = programs = min(tiles, options["programs"])
+    # By program, of the weight and then of the bias.
+    partial = moments.new_empty(programs, (1 + is_layer) * dim)
+    launch_grid(
+        *(_backward_kernel, tiles, block),
+        *(rows, grads, others, factors, moments, result, partial),
+        *(num_rows, dim, grads.stride(0), others.stride(0), rows.stride(0)),
+        HAS_OTHERS=grad_total is not None,
+        IS_LAYER=is_layer,
+        **options,
+    )
+    return result, *_summed(partial, weight, is_layer)
 
 
-norm.register_fake(lambda input, branch, weight, *_: _outputs(input, branch, weight))
+def _summed(partial: Tensor, weight: Tensor, is_layer: bool) -> tuple[Tensor, Tensor]:
+    """The gradients of weight and bias [dim] from the sums of each program, [programs, dim] or [programs, 2 dim]."""
+    programs, width = partial.shape
+    of_weight, of_bias = weight.new_empty(len(weight)), weight.new_empty(len(weight) * is_layer)
+    columns = 32
+    launch_grid(
+        *(_sum_kernel, quotient_up(width, columns), columns),
+        *(partial, of_weight, of_bias, programs, len(weight), width),
+        PARTS=min(row_block(programs), 128),
+        num_warps=8 if programs > 64 else 4,
+        IS_LAYER=is_layer,
+    )
+    return of_weight, of_bias
+
+
+norm.register_fake(lambda input, branch, weight, bias, _: _outputs(input, branch, weight, bias))
 
 
 @_backward.register_fake
@@ -92,11 +142,14 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
     input, branch, weight, bias, _ = inputs
     ctx.save_for_backward(input if branch is None else output[1], weight, output[2])
     ctx.dtypes = input.dtype, None if branch is None else branch.dtype, None if bias is None else bias.dtype
+    ctx.dtype = output[0].dtype
 
 
-def _gradients(ctx: Any, grad: Tensor, grad_total: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+def _gradients(ctx: Any, grad: Tensor | None, grad_total: Tensor | None, _: Tensor) -> tuple[Tensor | None, ...]:
     input_dtype, branch_dtype, bias_dtype = ctx.dtypes
     others = None if branch_dtype is None else grad_total
+    if grad is None:  # the norm of the sum is not used
+        grad = torch.zeros_like(ctx.saved_tensors[0], dtype=ctx.dtype)
     total, of_weight, of_bias = _backward(grad, others, *ctx.saved_tensors, bias_dtype is not None)
     of_branch = None if branch_dtype is None else total.to(branch_dtype)
     return total.to(input_dtype), of_branch, of_weight, None if bias_dtype is None else of_bias.to(bias_dtype), None
@@ -122,35 +175,54 @@ def _forward_kernel(
     steps,
     BLOCK: tl.constexpr,
     EXACT: tl.constexpr,
+    FEATURES: tl.constexpr,
     HAS_BRANCH: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):
-    columns = tl.arange(0, BLOCK)
+    columns = tl.arange(0, FEATURES)[None, :]
     is_column = columns < dim
-    factors = tl.load(weight + columns, mask=is_column, other=0).to(EXACT)
-    for step in range(steps):
-        row = tl.program_id(0).to(tl.int64) + step * tl.num_programs(0)
-        inside = columns < tl.where(row < num_rows, dim, 0)
-        x = tl.load(input + row * stride + columns, mask=inside, other=0).to(EXACT)
+    factors = tl.load(weight + columns, mask=is_column, other=0)
+    shifts = factors
+    if HAS_BIAS:
+        shifts = tl.load(bias + columns, mask=is_column, other=0)
+    row = (tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK))[:, None]
+    inside = (row < num_rows) & is_column
+    x_ahead = tl.load(input + row * stride + columns, mask=inside, other=0)
+    added = x_ahead
+    if HAS_BRANCH:
+        added = tl.load(branch + row * branch_stride + columns, mask=inside, other=0)
+    for _ in range(steps):
+        x = x_ahead.to(EXACT)
         if HAS_BRANCH:
-            x += tl.load(branch + row * branch_stride + columns, mask=inside, other=0).to(EXACT)
+            x += added.to(EXACT)
             # The norm is that of the rounded sum, as torch finds it.
-            tl.store(total + row * dim + columns, x.to(total.dtype.element_ty), mask=inside)
             x = x.to(total.dtype.element_ty).to(EXACT)
-        mean = tl.zeros((), EXACT)
+        following = row + tl.num_programs(0) * BLOCK
+        is_next = (following < num_rows) & is_column
+        x_ahead = tl.load(input + following * stride + columns, mask=is_next, other=0)
+        if HAS_BRANCH:
+            added = tl.load(branch + following * branch_stride + columns, mask=is_next, other=0)
+            tl.store(total + row * dim + columns, x.to(total.dtype.element_ty), mask=inside)
         if HAS_BIAS:
-            mean += tl.sum(x, 0) / dim
+            mean = tl.sum(x, 1, keep_dims=True) / dim
             x = tl.where(inside, x - mean, 0)
-        scale = 1 / tl.sqrt(tl.sum(x * x, 0) / dim + eps)
+            tl.store(moments + num_rows + row, mean, mask=row < num_rows)
+        scale = (1 / tl.sqrt(tl.sum(x * x, 1, keep_dims=True) / dim + eps)).to(EXACT)
+        tl.store(moments + row, scale, mask=row < num_rows)
         result = x * scale
         if HAS_BIAS:
-            result = result * factors + tl.load(bias + columns, mask=is_column, other=0).to(EXACT)
+            result = result * factors.to(EXACT) + shifts.to(EXACT)
         else:
             # Rounded before the weight multiplies it, as in the reference.
-            result = result.to(total.dtype.element_ty).to(EXACT) * factors
+            result = result.to(total.dtype.element_ty).to(EXACT) * factors.to(EXACT)
         tl.store(output + row * dim + columns, result.to(output.dtype.element_ty), mask=inside)
-        tl.store(moments + row, mean, mask=row < num_rows)
-        tl.store(moments + num_rows + row, scale.to(EXACT), mask=row < num_rows)
+        row = following
+        inside = is_next
+
+
+@triton.jit
+def _add_pairs(one, two, other_one, other_two):
+    return one + other_one, two + other_two
 
 
 @triton.jit
@@ -164,40 +236,88 @@ def _backward_kernel(
     partial,
     num_rows,
     dim,
-    num_partial,
     grad_stride,
     others_stride,
     stride,
     steps,
     BLOCK: tl.constexpr,
     EXACT: tl.constexpr,
+    FEATURES: tl.constexpr,
     HAS_OTHERS: tl.constexpr,
     IS_LAYER: tl.constexpr,
 ):
-    columns = tl.arange(0, BLOCK)
+    columns = tl.arange(0, FEATURES)[None, :]
     is_column = columns < dim
-    factors = tl.load(weight + columns, mask=is_column, other=0).to(EXACT)
-    of_weight = tl.zeros((BLOCK,), EXACT)
-    of_bias = tl.zeros((BLOCK,), EXACT)
-    for step in range(steps):
-        row = tl.program_id(0).to(tl.int64) + step * tl.num_programs(0)
-        inside = columns < tl.where(row < num_rows, dim, 0)
-        x = tl.load(total + row * stride + columns, mask=inside, other=0).to(EXACT)
-        g = tl.load(grad + row * grad_stride + columns, mask=inside, other=0).to(EXACT)
-        mean = tl.load(moments + row, mask=row < num_rows, other=0)
-        scale = tl.load(moments + num_rows + row, mask=row < num_rows, other=0)
-        normal = tl.where(inside, x - mean, 0) * scale
+    factors = tl.load(weight + columns, mask=is_column, other=0)
+    of_weight = tl.zeros((BLOCK, FEATURES), EXACT)
+    of_bias = tl.zeros((BLOCK, FEATURES), EXACT)
+    row = (tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK))[:, None]
+    is_row = row < num_rows
+    x_ahead = tl.load(total + row * stride + columns, mask=is_row & is_column, other=0)
+    g_ahead = tl.load(grad + row * grad_stride + columns, mask=is_row & is_column, other=0)
+    scale_ahead = tl.load(moments + row, mask=is_row, other=0)
+    mean_ahead = scale_ahead
+    if IS_LAYER:
+        mean_ahead = tl.load(moments + num_rows + row, mask=is_row, other=0)
+    for _ in range(steps):
+        inside = is_row & is_column
+        x = x_ahead.to(EXACT)
+        g = g_ahead.to(EXACT)
+        scale = scale_ahead
+        mean = mean_ahead
+        if HAS_OTHERS:
+            other = tl.load(others + row * others_stride + columns, mask=inside, other=0)
+        following = row + tl.num_programs(0) * BLOCK
+        is_row = following < num_rows
+        x_ahead = tl.load(total + following * stride + columns, mask=is_row & is_column, other=0)
+        g_ahead = tl.load(grad + following * grad_stride + columns, mask=is_row & is_column, other=0)
+        scale_ahead = tl.load(moments + following, mask=is_row, other=0)
+        if IS_LAYER:
+            mean_ahead = tl.load(moments + num_rows + following, mask=is_row, other=0)
+            x = tl.where(inside, x - mean, 0)
+        normal = x * scale
         of_weight += g * normal
         if IS_LAYER:
             of_bias += g
-        g = g * factors
-        slope = g - normal * (tl.sum(g * normal, 0) / dim)
+        g = g * factors.to(EXACT)
         if IS_LAYER:
-            slope = slope - tl.sum(g, 0) / dim
-        slope = slope * scale
+            along, level = tl.reduce((g * normal, g), 1, _add_pairs, keep_dims=True)
+            slope = (g - normal * (along / dim) - level / dim) * scale
+        else:
+            slope = (g - normal * (tl.sum(g * normal, 1, keep_dims=True) / dim)) * scale
         if HAS_OTHERS:
-            slope += tl.load(others + row * others_stride + columns, mask=inside, other=0).to(EXACT)
+            slope += other.to(EXACT)
         tl.store(result + row * dim + columns, slope.to(result.dtype.element_ty), mask=inside)
-    tl.store(partial + tl.program_id(0) * dim + columns, of_weight, mask=is_column)
+        row = following
+    column = tl.arange(0, FEATURES)
+    partial += tl.program_id(0).to(tl.int64) * dim * (2 if IS_LAYER else 1)
+    tl.store(partial + column, tl.sum(of_weight, 0), mask=column < dim)
     if IS_LAYER:
-        tl.store(partial + (num_partial + tl.program_id(0)) * dim + columns, of_bias, mask=is_column)
+        tl.store(partial + dim + column, tl.sum(of_bias, 0), mask=column < dim)
+
+
+@triton.jit
+def _sum_kernel(
+    partial,
+    of_weight,
+    of_bias,
+    programs,
+    dim,
+    width,
+    steps,
+    BLOCK: tl.constexpr,
+    EXACT: tl.constexpr,
+    PARTS: tl.constexpr,
+    IS_LAYER: tl.constexpr,
+):
+    for step in range(steps):
+        column = (tl.program_id(0) + step * tl.num_programs(0)) * BLOCK + tl.arange(0, BLOCK)
+        sums = tl.zeros((PARTS, BLOCK), EXACT)
+        for start in range(0, programs, PARTS):
+            part = start + tl.arange(0, PARTS)[:, None]
+            inside = (part < programs) & (column < width)[None, :]
+            sums += tl.load(partial + part * width + column[None, :], mask=inside, other=0)
+        found = tl.sum(sums, 0).to(of_weight.dtype.element_ty)
+        tl.store(of_weight + column, found, mask=column < dim)
+        if IS_LAYER:
+            tl.store(of_bias + column - dim, found, mask=(column >= dim) & (column < width))

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any, final
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -26,6 +25,7 @@ class DeviceDescription:
 
     num_programs: int  # programs that run at once: several for each multiprocessor, or one for each core of Ascend
     tile_elements: int  # elements of a tile of an elementwise kernel
+    num_multiprocessors: int = 0  # of CUDA
     row_elements: int  # of one whose rows have addresses of 64 bits; more spill registers
 
 
@@ -41,13 +41,27 @@ def device_description(device: torch.device) -> DeviceDescription:
         return _NPU
     if device.type != "cuda":
         return _INTERPRETED
-    programs = 8 * devices.num_multiprocessors(device)
-    return DeviceDescription(num_programs=programs, tile_elements=4096, row_elements=1024)
+    return cuda_description(devices.num_multiprocessors(device))
+
+
+def cuda_description(multiprocessors: int) -> DeviceDescription:
+    """That of a GPU with so many multiprocessors."""
+    return DeviceDescription(
+        num_programs=8 * multiprocessors,
+        num_multiprocessors=multiprocessors,
+        tile_elements=4096,
+        row_elements=1024,
+    )
 
 
 def row_block(dim: int) -> int:
     """The power of two that holds a row."""
-    return int(triton.next_power_of_2(max(dim, 1)))
+    return 1 << (max(dim, 1) - 1).bit_length()
+
+
+def quotient_up(number: int, divisor: int) -> int:
+    """The quotient, rounded up; `triton.cdiv` takes as long as an allocation."""
+    return -(-number // divisor)
 
 
 def grid(device: torch.device, num_tiles: int) -> tuple[int]:
@@ -71,26 +85,48 @@ def row_tiles(device: torch.device, num_rows: int, dim: int) -> tuple[int, int, 
     """Of a kernel over rows of a table: the power of two that holds a row, the rows of a tile, and the tiles."""
     features = row_block(dim)
     rows = max(1, device_description(device).row_elements // features)
-    return features, rows, int(triton.cdiv(num_rows, rows))
+    return features, rows, quotient_up(num_rows, rows)
+
+
+def row_programs(
+    device: torch.device, num_rows: int, features: int, *, tile: int, per_thread: int, warps: int
+) -> tuple[int, int, int]:
+    """Of a kernel that holds whole rows: the rows of a tile, the warps of a program, and how many programs run at once.
+
+    Tiles have `tile` elements, or one row, and threads `per_thread`; a multiprocessor runs `warps` warps.
+    """
+    description = device_description(device)
+    if not description.num_multiprocessors:
+        return max(1, description.row_elements // features), 4, description.num_programs
+    rows = min(max(1, tile // features), row_block(num_rows))
+    num_warps = min(max(rows * features // (32 * per_thread), 1), 16)
+    return rows, num_warps, description.num_multiprocessors * max(1, warps // num_warps)
 
 
 def launch_grid(
-    kernel: Any, tiles: int, block: int, *arguments: Any, num_warps: int | None = None, **constants: Any
+    kernel: Any,
+    tiles: int,
+    block: int,
+    *arguments: Any,
+    num_warps: int | None = None,
+    programs: int | None = None,
+    **constants: Any,
 ) -> None:
     """Run a kernel over that many tiles, on the device of its first argument.
 
     The kernel gets `arguments`, the tiles of one program as `steps`, the elements of a tile as BLOCK, and the dtype to
-    compute in as EXACT: fp32, or float64 where the first argument has it.
+    compute in as EXACT: fp32, or float64 where the first argument has it. There are at most `programs` programs.
     """
     first: Tensor = arguments[0]
-    programs = grid(first.device, tiles)
+    device = first.device
+    count = max(1, min(tiles, programs or device_description(device).num_programs))
+    constants["num_warps"] = num_warps or min(max(block // 256, 1), 16)
+    constants["steps"] = -(-tiles // count)
+    constants["BLOCK"] = block
+    constants["EXACT"] = tl.float64 if first.dtype == torch.float64 else tl.float32
     # A kernel runs on the current device, which need not be that of its tensors.
-    with devices.current(first.device):
-        kernel[programs](
-            *arguments,
-            steps=triton.cdiv(tiles, programs[0]),
-            BLOCK=block,
-            EXACT=tl.float64 if first.dtype == torch.float64 else tl.float32,
-            num_warps=num_warps or min(max(block // 256, 1), 16),
-            **constants,
-        )
+    if devices.is_current(device):
+        kernel[(count,)](*arguments, **constants)
+    else:
+        with devices.current(device):
+            kernel[(count,)](*arguments, **constants)

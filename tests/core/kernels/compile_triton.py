@@ -35,7 +35,7 @@ from kitforge.core.optim.row_optimizers import SparseOptimizerConfig, build_row_
 from tests.row_records import new_records
 
 # Of an H200, for tiles and grids as they are there.
-DEVICE = triton_runtime.DeviceDescription(num_programs=8 * 132, tile_elements=4096, row_elements=1024)
+DEVICE = triton_runtime.cuda_description(132)
 TYPES = {
     torch.float32: "fp32",
     torch.bfloat16: "bf16",

@@ -117,9 +117,9 @@ def test_custom_ops_pass_opcheck() -> None:
     positions = permutation_of(routed(5, 2, 3), 3).positions
     tokens, rows, weights = random(5, 7), random(10, 7), random(5, 2)
     for given in (None, weights.clone().requires_grad_()):
-        torch.library.opcheck(triton_moe.spread, (tokens.clone().requires_grad_(), positions, given))
-        torch.library.opcheck(triton_moe.combine, (rows.clone().requires_grad_(), positions, given))
-    torch.library.opcheck(triton_moe.weight_gradient, (tokens, rows, positions))
+        torch.library.opcheck(triton_moe.spread.op, (tokens.clone().requires_grad_(), positions, given))
+        torch.library.opcheck(triton_moe.combine.op, (rows.clone().requires_grad_(), positions, given))
+    torch.library.opcheck(triton_moe.weight_gradient.op, (tokens, rows, positions))
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")

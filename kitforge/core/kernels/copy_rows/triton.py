@@ -6,12 +6,12 @@ naming it would need a synchronization.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kitforge.core.kernels.copy_rows import reference
+from kitforge.core.kernels.triton_ops import triton_op
 from kitforge.core.kernels.triton_runtime import launch_grid, row_tiles
 from kitforge.foundation.errors import ModelError
 
@@ -28,7 +28,7 @@ def copy_rows(source: Tensor, target: Tensor, *, at: Tensor | None = None, to: T
     _copy(target, source, at, to)
 
 
-@torch.library.custom_op("kitforge::copy_rows", mutates_args=("target",))
+@triton_op("kitforge::copy_rows", mutates_args=("target",))
 def _copy(target: Tensor, source: Tensor, at: Tensor | None, to: Tensor | None) -> None:
     num_rows, dim = len(source if at is None else at), target.shape[1]
     if not num_rows * dim:

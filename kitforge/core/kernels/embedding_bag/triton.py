@@ -6,13 +6,13 @@ A slot or an index out of range gives NaN: naming it would need a synchronizatio
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kitforge.core.kernels.jagged_bags import Bags
 from kitforge.core.kernels.triton_math import divide
+from kitforge.core.kernels.triton_ops import triton_op
 from kitforge.core.kernels.triton_runtime import launch_grid, row_tiles
 from kitforge.core.kernels.workspace import Workspace
 
@@ -39,7 +39,7 @@ def embedding_bag(
     return out
 
 
-@torch.library.custom_op("kitforge::embedding_bag", mutates_args=("out",))
+@triton_op("kitforge::embedding_bag", mutates_args=("out",))
 def _pool(
     out: Tensor,
     slab: Tensor,

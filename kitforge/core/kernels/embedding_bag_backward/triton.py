@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kitforge.core.kernels.jagged_bags import Bags
 from kitforge.core.kernels.triton_math import divide
+from kitforge.core.kernels.triton_ops import triton_op
 from kitforge.core.kernels.triton_runtime import launch_grid, row_tiles
 
 
@@ -34,7 +35,7 @@ def embedding_bag_backward(
     return out
 
 
-@torch.library.custom_op("kitforge::embedding_bag_backward", mutates_args=("out",))
+@triton_op("kitforge::embedding_bag_backward", mutates_args=("out",))
 def _sum(
     out: Tensor,
     gradients: Tensor,

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kitforge.core.kernels.triton_ops import triton_op
 from kitforge.core.kernels.triton_runtime import device_description, launch_grid, row_block
 
 # The shortest sides of a tile of a product on tensor cores.
@@ -35,7 +36,7 @@ def paged_attention(
     return result
 
 
-@torch.library.custom_op("kitforge::paged_attention", mutates_args=())
+@triton_op("kitforge::paged_attention")
 def _attend(
     query: Tensor,
     keys: Tensor,

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kitforge.core.kernels.triton_ops import triton_op
 from kitforge.core.kernels.triton_runtime import device_description, launch_grid, row_block
 
 # The shortest sides of a tile of a product on tensor cores.
@@ -25,7 +26,7 @@ def quantized_linear(input: Tensor, quantized: Tensor, scales: Tensor, bias: Ten
     return result
 
 
-@torch.library.custom_op("kitforge::quantized_linear", mutates_args=())
+@triton_op("kitforge::quantized_linear")
 def _multiply(input: Tensor, quantized: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
     rows = input.reshape(-1, input.shape[-1]).contiguous()
     (num_rows, num_features), num_outputs = rows.shape, len(quantized)

@@ -1,15 +1,25 @@
-"""`rotary` in Triton: one read and one write of each feature. The gradient of a rotation is the inverse rotation."""
+"""`rotary` in Triton: one read and one write of each feature. The gradient of a rotation is the inverse rotation.
+
+A program takes some heads of some tokens at a time, so the angles of a token are read once for all of those heads.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kitforge.core.kernels.triton_runtime import device_description, launch_grid, row_block
+from kitforge.core.kernels.triton_ops import triton_op
+from kitforge.core.kernels.triton_runtime import device_description, launch_grid, quotient_up, row_block
+
+# Heads of a tile at most, and pairs of features, for each element of the rows of a tile, of a thread, and warps that
+# run at once on a multiprocessor; found on an H200.
+_HEADS = 32
+_TILES = 2
+_PER_THREAD = 16
+_WARPS = 32
 
 
 def rotary(input: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
@@ -18,27 +28,45 @@ def rotary(input: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor
     return result
 
 
-@torch.library.custom_op("kitforge::rotary", mutates_args=())
+@triton_op("kitforge::rotary")
 def _rotate(input: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool) -> Tensor:
     batch, heads, length, dim = input.shape
     pairs = cos.shape[-1]
     # [batch, length, heads, dim] in memory, as the projection that it comes from and the attention that reads it.
     output = input.new_empty(batch, length, heads, dim).transpose(1, 2)
     if output.numel():
-        angles = [each.expand(batch, length, pairs) for each in (cos, sin)]
-        num_rows, pair_block, rest_block = batch * heads * length, row_block(pairs), row_block(dim - 2 * pairs)
-        rows = row_block(max(1, device_description(input.device).row_elements // max(pair_block, rest_block)))
+        pair_block, rest_block = row_block(pairs), row_block(dim - 2 * pairs)
+        head_block, tokens, options = _tile(input, max(pair_block, rest_block))
+        head_tiles, token_tiles = quotient_up(heads, head_block), quotient_up(length, tokens)
         launch_grid(
-            *(_rotary_kernel, triton.cdiv(num_rows, rows), rows),
-            *(input, *angles, output, num_rows, heads, length, dim, pairs),
-            *(*input.stride(), *angles[0].stride(), *angles[1].stride(), *output.stride()),
-            num_warps=4,
+            *(_rotary_kernel, batch * token_tiles * head_tiles, tokens),
+            *(input, cos, sin, output, batch * token_tiles, token_tiles, head_tiles, heads, length, dim, pairs),
+            *(*input.stride(), *_strides(cos), *_strides(sin)),
+            HEADS=head_block,
             SIGN=-1 if inverse else 1,
             INTERLEAVED=interleaved,
             PAIRS=pair_block,
             REST=rest_block if dim > 2 * pairs else 0,
+            **options,
         )
     return output
+
+
+def _strides(angles: Tensor) -> tuple[int, ...]:
+    """Those of angles [batch or 1, length, pairs], where one sample stands for all."""
+    return 0 if len(angles) == 1 else angles.stride(0), angles.stride(1), angles.stride(2)
+
+
+def _tile(input: Tensor, width: int) -> tuple[int, int, dict[str, int]]:
+    """The heads and tokens of a tile over input [batch, heads, length, dim], and the options of a launch."""
+    _, heads, length, _ = input.shape
+    description = device_description(input.device)
+    rows = max(1, _TILES * description.row_elements // width)
+    head_block = min(row_block(heads), _HEADS, rows)
+    tokens = min(max(1, rows // head_block), row_block(length))
+    num_warps = min(max(head_block * tokens * width // (32 * _PER_THREAD), 1), 8)
+    programs = description.num_multiprocessors * _WARPS // num_warps
+    return head_block, tokens, {"num_warps": num_warps, "programs": programs or description.num_programs}
 
 
 @_rotate.register_fake
@@ -48,6 +76,7 @@ def _(input: Tensor, _cos: Tensor, _sin: Tensor, _interleaved: bool, _inverse: b
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    del output
     ctx.save_for_backward(*inputs[1:3])
     ctx.interleaved, ctx.inverse = inputs[3:]
 
@@ -64,7 +93,9 @@ def _rotary_kernel(
     cos,
     sin,
     output,
-    num_rows,
+    num_groups,
+    token_tiles,
+    head_tiles,
     heads,
     length,
     dim,
@@ -79,39 +110,45 @@ def _rotary_kernel(
     sin_batch,
     sin_token,
     sin_pair,
-    out_batch,
-    out_head,
-    out_token,
-    out_feature,
+    steps,
+    HEADS: tl.constexpr,
     SIGN: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-    steps,
     BLOCK: tl.constexpr,
     PAIRS: tl.constexpr,
     REST: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    pair = tl.arange(0, PAIRS)[None, :]
-    first = 2 * pair if INTERLEAVED else pair
-    second = first + 1 if INTERLEAVED else pair + pairs
+    pair = tl.arange(0, PAIRS)[None, None, :]
+    feature = tl.arange(0, 2 * PAIRS)[None, None, :]
     for step in range(steps):
         tile = tl.program_id(0).to(tl.int64) + step * tl.num_programs(0)
-        row = (tile * BLOCK + tl.arange(0, BLOCK))[:, None]
-        # Rows are (batch, token, head): neighbours share their angles.
-        head = row % heads
-        token = (row // heads) % length
-        sample = row // heads // length
-        inside = (row < num_rows) & (pair < pairs)
+        # A tile is BLOCK tokens of a sample and HEADS of their heads; a program beyond the last one has no token.
+        group = tile // head_tiles
+        sample = group // token_tiles
+        token = ((group % token_tiles) * BLOCK + tl.arange(0, BLOCK))[:, None, None]
+        head = ((tile % head_tiles) * HEADS + tl.arange(0, HEADS))[None, :, None]
+        is_row = (token < tl.where(group < num_groups, length, 0)) & (head < heads)
         source = input + sample * in_batch + head * in_head + token * in_token
-        target = output + sample * out_batch + head * out_head + token * out_token
-        c = tl.load(cos + sample * cos_batch + token * cos_token + pair * cos_pair, mask=inside, other=0).to(EXACT)
-        s = tl.load(sin + sample * sin_batch + token * sin_token + pair * sin_pair, mask=inside, other=0).to(EXACT)
+        target = output + ((sample * length + token) * heads + head) * dim
+        is_angle = (token < length) & (pair < pairs)
+        c = tl.load(cos + sample * cos_batch + token * cos_token + pair * cos_pair, mask=is_angle, other=0).to(EXACT)
+        s = tl.load(sin + sample * sin_batch + token * sin_token + pair * sin_pair, mask=is_angle, other=0).to(EXACT)
         s = s * SIGN
-        x = tl.load(source + first * in_feature, mask=inside, other=0).to(EXACT)
-        y = tl.load(source + second * in_feature, mask=inside, other=0).to(EXACT)
-        tl.store(target + first * out_feature, (x * c - y * s).to(output.dtype.element_ty), mask=inside)
-        tl.store(target + second * out_feature, (y * c + x * s).to(output.dtype.element_ty), mask=inside)
+        if INTERLEAVED:
+            # Neighbors are loaded and stored together: every other element alone takes twice the transactions.
+            inside = is_row & (feature < 2 * pairs)
+            both = tl.load(source + feature * in_feature, mask=inside, other=0).to(EXACT)
+            x, y = tl.split(both.reshape(BLOCK, HEADS, PAIRS, 2))
+            turned = tl.join(x * c - y * s, y * c + x * s).reshape(BLOCK, HEADS, 2 * PAIRS)
+            tl.store(target + feature, turned.to(output.dtype.element_ty), mask=inside)
+        else:
+            inside = is_row & (pair < pairs)
+            x = tl.load(source + pair * in_feature, mask=inside, other=0).to(EXACT)
+            y = tl.load(source + (pair + pairs) * in_feature, mask=inside, other=0).to(EXACT)
+            tl.store(target + pair, (x * c - y * s).to(output.dtype.element_ty), mask=inside)
+            tl.store(target + pair + pairs, (y * c + x * s).to(output.dtype.element_ty), mask=inside)
         if REST > 0:
-            feature = 2 * pairs + tl.arange(0, REST)[None, :]
-            kept = (row < num_rows) & (feature < dim)
-            tl.store(target + feature * out_feature, tl.load(source + feature * in_feature, mask=kept), mask=kept)
+            rest = 2 * pairs + tl.arange(0, REST)[None, None, :]
+            kept = is_row & (rest < dim)
+            tl.store(target + rest, tl.load(source + rest * in_feature, mask=kept), mask=kept)
