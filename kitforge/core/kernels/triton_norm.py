@@ -11,6 +11,7 @@ its threads, and meanwhile the memory would have nothing to do.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -33,9 +34,11 @@ class _Plan:
     warps: int  # that run at once on a multiprocessor
 
 
-# Warps by the registers of a thread; found on an H200 with rows of 768, 2048 and 4096.
-_FORWARD = _Plan(tile=1024, per_thread=16, warps=48)
-_BACKWARD = _Plan(tile=2048, per_thread=16, warps=20)
+# By pass and whether it is LayerNorm. Warps are as many as find registers; found on an H200, with rows of 768 to 4096.
+_PLANS = {
+    "forward": (_Plan(tile=1024, per_thread=16, warps=32), _Plan(tile=1024, per_thread=16, warps=24)),
+    "backward": (_Plan(tile=2048, per_thread=16, warps=16), _Plan(tile=2048, per_thread=16, warps=16)),
+}
 
 
 @triton_op("kitforge::norm")
@@ -53,7 +56,7 @@ def norm(
     shifts = factors if bias is None else bias.contiguous()
     if rows.numel():
         sizes = *rows.shape, rows.stride(0), added.stride(0)
-        tiles, block, options = _tiles(rows, _FORWARD)
+        tiles, block, options = _tiles(rows.device, *rows.shape, "forward", bias is not None)
         launch_grid(
             *(_forward_kernel, tiles, block),
             *(rows, added, factors, shifts, output, total, moments),
@@ -65,14 +68,15 @@ def norm(
     return output, total, moments
 
 
-def _tiles(rows: Tensor, plan: _Plan) -> tuple[int, int, dict[str, Any]]:
+@functools.lru_cache(maxsize=1024)
+def _tiles(device: torch.device, num_rows: int, dim: int, name: str, is_layer: bool) -> tuple[int, int, dict[str, Any]]:
     """Tiles, the rows of one, and the options of a launch over rows [n, dim]."""
-    num_rows, dim = rows.shape
-    features = row_block(dim)
+    plan, features = _PLANS[name][is_layer], row_block(dim)
     block, num_warps, programs = row_programs(
-        *(rows.device, num_rows, features), tile=plan.tile, per_thread=plan.per_thread, warps=plan.warps
+        *(device, num_rows, features), tile=plan.tile, per_thread=plan.per_thread, warps=plan.warps
     )
-    return quotient_up(num_rows, block), block, {"FEATURES": features, "num_warps": num_warps, "programs": programs}
+    tiles = quotient_up(num_rows, block)
+    return tiles, block, {"FEATURES": features, "num_warps": num_warps, "programs": min(programs, tiles)}
 
 
 def _outputs(
@@ -98,10 +102,9 @@ def _backward(
     result = torch.empty(total.shape, dtype=total.dtype, device=total.device)
     if not rows.numel():
         return result, weight.new_zeros(dim), weight.new_zeros(dim * is_layer)
-    tiles, block, options = _tiles(rows, _BACKWARD)
-    options["programs"] = programs = min(tiles, options["programs"])
+    tiles, block, options = _tiles(rows.device, num_rows, dim, "backward", is_layer)
     # By program, of the weight and then of the bias.
-    partial = moments.new_empty(programs, (1 + is_layer) * dim)
+    partial = moments.new_empty(options["programs"], (1 + is_layer) * dim)
     launch_grid(
         *(_backward_kernel, tiles, block),
         *(rows, grads, others, factors, moments, result, partial),
@@ -251,29 +254,30 @@ def _backward_kernel(
     factors = tl.load(weight + columns, mask=is_column, other=0)
     of_weight = tl.zeros((BLOCK, FEATURES), EXACT)
     of_bias = tl.zeros((BLOCK, FEATURES), EXACT)
-    row = (tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK))[:, None]
-    is_row = row < num_rows
+    # Of rows alone: a tensor [BLOCK, 1] would be loaded once for each column of a thread.
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    row, is_row = place[:, None], (place < num_rows)[:, None]
     x_ahead = tl.load(total + row * stride + columns, mask=is_row & is_column, other=0)
     g_ahead = tl.load(grad + row * grad_stride + columns, mask=is_row & is_column, other=0)
-    scale_ahead = tl.load(moments + row, mask=is_row, other=0)
+    scale_ahead = tl.load(moments + place, mask=place < num_rows, other=0)
     mean_ahead = scale_ahead
     if IS_LAYER:
-        mean_ahead = tl.load(moments + num_rows + row, mask=is_row, other=0)
+        mean_ahead = tl.load(moments + num_rows + place, mask=place < num_rows, other=0)
     for _ in range(steps):
         inside = is_row & is_column
         x = x_ahead.to(EXACT)
         g = g_ahead.to(EXACT)
-        scale = scale_ahead
-        mean = mean_ahead
+        scale = scale_ahead[:, None]
+        mean = mean_ahead[:, None]
         if HAS_OTHERS:
             other = tl.load(others + row * others_stride + columns, mask=inside, other=0)
-        following = row + tl.num_programs(0) * BLOCK
-        is_row = following < num_rows
+        place += tl.num_programs(0) * BLOCK
+        following, is_row = place[:, None], (place < num_rows)[:, None]
         x_ahead = tl.load(total + following * stride + columns, mask=is_row & is_column, other=0)
         g_ahead = tl.load(grad + following * grad_stride + columns, mask=is_row & is_column, other=0)
-        scale_ahead = tl.load(moments + following, mask=is_row, other=0)
+        scale_ahead = tl.load(moments + place, mask=place < num_rows, other=0)
         if IS_LAYER:
-            mean_ahead = tl.load(moments + num_rows + following, mask=is_row, other=0)
+            mean_ahead = tl.load(moments + num_rows + place, mask=place < num_rows, other=0)
             x = tl.where(inside, x - mean, 0)
         normal = x * scale
         of_weight += g * normal
