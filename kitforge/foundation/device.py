@@ -84,17 +84,11 @@ def use(device: torch.device) -> None:
         torch.accelerator.set_device_index(device)
 
 
-def is_current(device: torch.device) -> bool:
-    """Whether kernels are launched on that device without `current`, which takes longer than this question."""
-    if device.type == "cuda":
-        return device.index == torch.cuda.current_device()
-    return device.type != "npu"
-
-
 def current(device: torch.device) -> AbstractContextManager[Any]:
     """Within the context, kernels are launched on that device; on CPU it does nothing."""
-    if device.type not in ("cuda", "npu"):
-        return nullcontext()
+    # To enter the device that is current already takes longer than to ask.
+    if device.type not in ("cuda", "npu") or device.type == "cuda" and device.index == torch.cuda.current_device():
+        return _NO_CONTEXT
     switch: AbstractContextManager[Any] = getattr(torch, device.type).device(device)
     return switch
 

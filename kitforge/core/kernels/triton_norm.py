@@ -255,14 +255,14 @@ def _backward_kernel(
     of_weight = tl.zeros((BLOCK, FEATURES), EXACT)
     of_bias = tl.zeros((BLOCK, FEATURES), EXACT)
     # Of rows alone: a tensor [BLOCK, 1] would be loaded once for each column of a thread.
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    row, is_row = place[:, None], (place < num_rows)[:, None]
+    number = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    row, is_row = number[:, None], (number < num_rows)[:, None]
     x_ahead = tl.load(total + row * stride + columns, mask=is_row & is_column, other=0)
     g_ahead = tl.load(grad + row * grad_stride + columns, mask=is_row & is_column, other=0)
-    scale_ahead = tl.load(moments + place, mask=place < num_rows, other=0)
+    scale_ahead = tl.load(moments + number, mask=number < num_rows, other=0)
     mean_ahead = scale_ahead
     if IS_LAYER:
-        mean_ahead = tl.load(moments + num_rows + place, mask=place < num_rows, other=0)
+        mean_ahead = tl.load(moments + num_rows + number, mask=number < num_rows, other=0)
     for _ in range(steps):
         inside = is_row & is_column
         x = x_ahead.to(EXACT)
@@ -271,13 +271,13 @@ def _backward_kernel(
         mean = mean_ahead[:, None]
         if HAS_OTHERS:
             other = tl.load(others + row * others_stride + columns, mask=inside, other=0)
-        place += tl.num_programs(0) * BLOCK
-        following, is_row = place[:, None], (place < num_rows)[:, None]
+        number += tl.num_programs(0) * BLOCK
+        following, is_row = number[:, None], (number < num_rows)[:, None]
         x_ahead = tl.load(total + following * stride + columns, mask=is_row & is_column, other=0)
         g_ahead = tl.load(grad + following * grad_stride + columns, mask=is_row & is_column, other=0)
-        scale_ahead = tl.load(moments + place, mask=place < num_rows, other=0)
+        scale_ahead = tl.load(moments + number, mask=number < num_rows, other=0)
         if IS_LAYER:
-            mean_ahead = tl.load(moments + num_rows + place, mask=place < num_rows, other=0)
+            mean_ahead = tl.load(moments + num_rows + number, mask=number < num_rows, other=0)
             x = tl.where(inside, x - mean, 0)
         normal = x * scale
         of_weight += g * normal

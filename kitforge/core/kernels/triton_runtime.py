@@ -120,13 +120,13 @@ def launch_grid(
     first: Tensor = arguments[0]
     device = first.device
     count = max(1, min(tiles, programs or device_description(device).num_programs))
-    constants["num_warps"] = num_warps or min(max(block // 256, 1), 16)
-    constants["steps"] = -(-tiles // count)
-    constants["BLOCK"] = block
-    constants["EXACT"] = tl.float64 if first.dtype == torch.float64 else tl.float32
     # A kernel runs on the current device, which need not be that of its tensors.
-    if devices.is_current(device):
-        kernel[(count,)](*arguments, **constants)
-    else:
-        with devices.current(device):
-            kernel[(count,)](*arguments, **constants)
+    with devices.current(device):
+        kernel[(count,)](
+            *arguments,
+            steps=-(-tiles // count),
+            BLOCK=block,
+            EXACT=tl.float64 if first.dtype == torch.float64 else tl.float32,
+            num_warps=num_warps or min(max(block // 256, 1), 16),
+            **constants,
+        )
