@@ -41,6 +41,8 @@ TYPES = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
     torch.float64: "fp64",
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.float8_e5m2: "fp8e5",
     torch.int8: "i8",
     torch.uint8: "u8",
     torch.int32: "i32",
@@ -75,7 +77,7 @@ class Compiler:
             elif isinstance(value, Tensor):
                 signature[name] = "*" + TYPES[value.dtype]
             else:
-                signature[name] = "i32" if isinstance(value, int) else "fp32"
+                signature[name] = "i32" if isinstance(value, int) else parameter.annotation_type or "fp32"
         variant = f"{kernel.__name__} {signature} {constants} {options}"
         if variant in self.known:
             return
