@@ -75,20 +75,26 @@ def row_tiles(device: torch.device, num_rows: int, dim: int) -> tuple[int, int, 
 
 
 def launch_grid(
-    kernel: Any, tiles: int, block: int, *arguments: Any, num_warps: int | None = None, **constants: Any
+    kernel: Any,
+    tiles: int,
+    block: int,
+    *arguments: Any,
+    num_warps: int | None = None,
+    programs: int | None = None,
+    **constants: Any,
 ) -> None:
     """Run a kernel over that many tiles, on the device of its first argument.
 
     The kernel gets `arguments`, the tiles of one program as `steps`, the elements of a tile as BLOCK, and the dtype to
-    compute in as EXACT: fp32, or float64 where the first argument has it.
+    compute in as EXACT: fp32, or float64 where the first argument has it. There are at most `programs` programs.
     """
     first: Tensor = arguments[0]
-    programs = grid(first.device, tiles)
+    count = max(1, min(tiles, programs or device_description(first.device).num_programs))
     # A kernel runs on the current device, which need not be that of its tensors.
     with devices.current(first.device):
-        kernel[programs](
+        kernel[(count,)](
             *arguments,
-            steps=triton.cdiv(tiles, programs[0]),
+            steps=triton.cdiv(tiles, count),
             BLOCK=block,
             EXACT=tl.float64 if first.dtype == torch.float64 else tl.float32,
             num_warps=num_warps or min(max(block // 256, 1), 16),
