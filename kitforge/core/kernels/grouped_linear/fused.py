@@ -32,8 +32,9 @@ def grouped_linear(input: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 @torch.library.custom_op("kitforge::grouped_linear", mutates_args=())
 def _grouped_linear(input: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    if _takes_triton(input):
-        return _kernels().multiply_rows(input.contiguous(), weight.to(input.dtype).mT, ends)
+    if _takes_triton(input, weight):
+        output: Tensor = _kernels().multiply_rows(input.contiguous(), weight.to(input.dtype).mT, ends)
+        return output
     if _takes_grouped_mm(input, weight):
         products = functional.grouped_mm(input, weight.to(input.dtype).mT, offs=ends)
         return _clear_past(products, ends)
@@ -50,13 +51,8 @@ def _grouped_linear_backward(
     grad: Tensor, input: Tensor, weight: Tensor, ends: Tensor, wants_input: bool, wants_weight: bool
 ) -> tuple[Tensor, Tensor]:
     """The gradients of input and weight; empty where they are not wanted."""
-    if _takes_triton(input):
-        grad_input, grad_weight = input.new_empty(0), weight.new_empty(0)
-        if wants_input:
-            grad_input = _kernels().multiply_rows(grad, weight.to(grad.dtype), ends)
-        if wants_weight:
-            grad_weight = _kernels().multiply_experts(grad, input.contiguous(), ends, weight.dtype)
-        return grad_input, grad_weight
+    if _takes_triton(input, weight):
+        return _triton_gradients(grad, input, weight, ends, wants_input, wants_weight)
     grad_input = input.new_empty(input.shape) if wants_input else input.new_empty(0)
     grad_weight = torch.empty_like(weight) if wants_weight else weight.new_empty(0)
     with torch.autocast(input.device.type, enabled=False):
@@ -73,6 +69,18 @@ def _grouped_linear_backward(
                 _multiply(grad[rows].t(), input[rows], grad_weight[expert])  # zero without rows
     if wants_input:
         grad_input[_num_rows(ends) :] = 0.0
+    return grad_input, grad_weight
+
+
+def _triton_gradients(
+    grad: Tensor, input: Tensor, weight: Tensor, ends: Tensor, wants_input: bool, wants_weight: bool
+) -> tuple[Tensor, Tensor]:
+    """`_grouped_linear_backward` by the kernels of `triton_grouped`; that of the weight is in its dtype throughout."""
+    grad_input, grad_weight = input.new_empty(0), weight.new_empty(0)
+    if wants_input:
+        grad_input = _kernels().multiply_rows(grad, weight.to(grad.dtype), ends)
+    if wants_weight:
+        grad_weight = _kernels().multiply_experts(grad, input.contiguous(), ends, weight.dtype)
     return grad_input, grad_weight
 
 
@@ -122,10 +130,12 @@ def _capability(device: torch.device) -> int:
     return torch.cuda.get_device_capability(device)[0]
 
 
-def _takes_triton(input: Tensor) -> bool:
-    """Whether the kernels of `triton_grouped` run on its device, and multiply in its dtype."""
+def _takes_triton(input: Tensor, weight: Tensor) -> bool:
+    """Whether the kernels of `triton_grouped` run on the device, and are fast in this dtype and with these widths."""
     is_half = input.dtype in (torch.bfloat16, torch.float16)
-    return input.is_cuda and is_half and _has_triton() and _capability(input.device) in TRITON_CAPABILITIES
+    is_even = all(each and each % 16 == 0 for each in weight.shape[1:])
+    is_fit = input.is_cuda and is_half and is_even and _has_triton()
+    return is_fit and _capability(input.device) in TRITON_CAPABILITIES
 
 
 def _takes_grouped_mm(input: Tensor, weight: Tensor) -> bool:
