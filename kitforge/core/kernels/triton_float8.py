@@ -27,8 +27,8 @@ TOP_TILE = (8, 512, 8)
 ROUND_TILE = (64, 64, 4)
 
 
-@torch.library.custom_op("kitforge::quantize_float8", mutates_args=())
-def quantize(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+@torch.library.custom_op("kitforge::round_to_float8", mutates_args=())
+def round_to_float8(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """`to_float8` of a tensor [m, n] with any strides: rows [m, n] and columns [n, m], both with zeros behind them up
     to a multiple of 16, and the scale."""
     rows, columns, scale = _outputs(tensor, dtype)
@@ -77,14 +77,14 @@ def _floor(dtype: torch.dtype) -> float:
 
 
 def _outputs(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Memory for the results of `quantize`."""
+    """Memory for the results of `round_to_float8`."""
     num_rows, num_columns = tensor.shape
     rows = tensor.new_empty(num_rows, num_columns + -num_columns % BLOCK, dtype=dtype)
     columns = tensor.new_empty(num_columns, num_rows + -num_rows % BLOCK, dtype=dtype)
     return rows, columns, tensor.new_empty((), dtype=torch.float32)
 
 
-quantize.register_fake(_outputs)
+round_to_float8.register_fake(_outputs)
 
 
 @triton.jit

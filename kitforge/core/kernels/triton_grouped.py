@@ -46,7 +46,7 @@ def zero_past(rows: Tensor, ends: Tensor) -> None:
         launch_grid(_zero_kernel, programs, block, rows, ends, rows.shape[1], rows.numel(), len(ends), num_warps=4)
 
 
-def multiply_rows(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+def multiply_by_expert(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     """[R, n]: rows [R, k], contiguous, times matrices [E, k, n] with any strides. Rows past the last end are zero."""
     output = rows.new_empty(len(rows), matrices.shape[2])
     options = _tiles(ROWS_TILES, rows)

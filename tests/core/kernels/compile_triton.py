@@ -31,8 +31,8 @@ from kitforge.core.kernels.jagged_bags import Bags
 from kitforge.core.kernels.moe_permute.reference import permutation_of
 from kitforge.core.kernels.quantized_linear.reference import quantize
 from kitforge.core.kernels.sparse_update.reference import integer_view
-from kitforge.core.kernels.triton_float8 import quantize as quantize_float8
-from kitforge.core.kernels.triton_grouped import multiply_experts, multiply_rows
+from kitforge.core.kernels.triton_float8 import round_to_float8
+from kitforge.core.kernels.triton_grouped import multiply_by_expert, multiply_experts
 from kitforge.core.optim.row_optimizers import SparseOptimizerConfig, build_row_optimizer
 from tests.row_records import new_records
 
@@ -167,13 +167,13 @@ def call_products(*, can_float8: bool) -> None:
     """What stands around products in FP8, and products of experts."""
     for dtype in (torch.bfloat16, torch.float32) if can_float8 else ():
         for to in (torch.float8_e4m3fn, torch.float8_e5m2):
-            quantize_float8(torch.zeros(48, 4096, dtype=dtype), to)
+            round_to_float8(torch.zeros(48, 4096, dtype=dtype), to)
     ends = torch.tensor([3, 32], dtype=torch.int32)
     rows, results, weight = (
         torch.zeros(*shape, dtype=torch.bfloat16) for shape in ((32, 2048), (32, 768), (2, 768, 2048))
     )
-    multiply_rows(rows, weight.mT, ends)
-    multiply_rows(results, weight, ends)
+    multiply_by_expert(rows, weight.mT, ends)
+    multiply_by_expert(results, weight, ends)
     multiply_experts(results, rows, ends, torch.bfloat16)
 
 

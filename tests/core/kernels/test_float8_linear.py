@@ -11,7 +11,7 @@ from torch import Tensor
 from kitforge.core.kernels import dispatch
 from kitforge.core.kernels.dispatch import REFERENCE, select
 from kitforge.core.kernels.float8_linear.reference import rows_and_columns, to_float8
-from kitforge.core.kernels.triton_float8 import quantize
+from kitforge.core.kernels.triton_float8 import round_to_float8
 from kitforge.core.nn.linear import Linear
 from kitforge.foundation.device import check_float8
 from kitforge.foundation.errors import DeviceError
@@ -74,7 +74,7 @@ def test_both_layouts_of_the_kernel_are_the_definition(
         "every_other": lambda: random(2 * rows, 2 * columns, dtype=dtype)[::2, ::2],
         "one_number": lambda: torch.full((), 0.3, dtype=dtype).expand(rows, columns),
     }[layout]()
-    found, wanted = quantize(tensor, to), rows_and_columns(tensor, to)
+    found, wanted = round_to_float8(tensor, to), rows_and_columns(tensor, to)
     for own, exact in zip(found[:2], wanted[:2], strict=True):
         assert own.shape == (len(exact), exact.shape[1] + -exact.shape[1] % 16)
         assert torch.equal(own[:, : exact.shape[1]].float(), exact.float())
@@ -86,7 +86,7 @@ def test_both_layouts_of_the_kernel_are_the_definition(
 @pytest.mark.parametrize("size", [0.0, 1e-44, 1e-30, 1e30, 3e38])
 def test_the_kernel_scales_the_smallest_and_the_largest_numbers(size: float) -> None:
     tensor = torch.tensor([[0.25, -1.0, 0.0]]) * size
-    found, wanted = quantize(tensor, torch.float8_e4m3fn), rows_and_columns(tensor, torch.float8_e4m3fn)
+    found, wanted = round_to_float8(tensor, torch.float8_e4m3fn), rows_and_columns(tensor, torch.float8_e4m3fn)
     assert torch.equal(found[0][:, :3].float(), wanted[0].float())
     assert torch.equal(found[2], wanted[2])
 
@@ -95,7 +95,7 @@ def test_the_kernel_scales_the_smallest_and_the_largest_numbers(size: float) -> 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_the_custom_op_passes_opcheck() -> None:
-    torch.library.opcheck(quantize, (random(5, 7, dtype=torch.float32), torch.float8_e5m2))
+    torch.library.opcheck(round_to_float8, (random(5, 7, dtype=torch.float32), torch.float8_e5m2))
 
 
 @BOTH

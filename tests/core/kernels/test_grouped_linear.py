@@ -106,14 +106,14 @@ def test_the_triton_kernels_take_many_tiles_and_a_neighbour_with_nan_does_not_sh
     rows, left = random(100, 40, dtype=torch.float32), random(100, 56, dtype=torch.float32)
     weight = random(5, 56, 40, dtype=torch.float32)
     wanted = REFERENCE.grouped_linear(rows, weight, ends)
-    assert relative(triton_grouped.multiply_rows(rows, weight.mT, ends), wanted) < 1e-6
+    assert relative(triton_grouped.multiply_by_expert(rows, weight.mT, ends), wanted) < 1e-6
     gradient = triton_grouped.multiply_experts(left, rows, ends, torch.float32)
     rows[37:80], left[37:80] = torch.nan, torch.nan
     dirty = triton_grouped.multiply_experts(left, rows, ends, torch.float32)
     assert relative(gradient[1], left[:37].t() @ rows[:37]) < 1e-6
     assert torch.equal(dirty[[0, 1, 2, 4]], gradient[[0, 1, 2, 4]])
     assert torch.isnan(dirty[3]).all()
-    found = triton_grouped.multiply_rows(rows, weight.mT, ends)
+    found = triton_grouped.multiply_by_expert(rows, weight.mT, ends)
     assert relative(found[:37], wanted[:37]) < 1e-6
     assert relative(found[80:], wanted[80:]) < 1e-6
 

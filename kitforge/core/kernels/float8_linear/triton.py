@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kitforge.core.kernels.float8_linear.reference import apply_float8
-from kitforge.core.kernels.triton_float8 import BLOCK, quantize
+from kitforge.core.kernels.triton_float8 import BLOCK, round_to_float8
 
 # Whether the units add products of the forward pass in fewer bits than fp32 has, as torchao's recipes do.
 ADDS_FAST = True
@@ -15,13 +15,13 @@ ADDS_FAST = True
 
 def float8_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """See `Float8LinearKernel`."""
-    return apply_float8(quantize, _scaled_product, input, weight, bias)
+    return apply_float8(round_to_float8, _scaled_product, input, weight, bias)
 
 
 def _scaled_product(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype, is_gradient: bool
 ) -> Tensor:
-    """Of operands that `quantize` padded; the units also want a number of rows of `b` that blocks divide."""
+    """Of operands that `round_to_float8` padded; the units also want a number of rows of `b` that blocks divide."""
     if not a.numel() or not b.numel():
         return torch.zeros(len(a), len(b), dtype=dtype, device=a.device)
     if len(b) % BLOCK:

@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from kitforge.core.kernels.mixed_precision import NATIVE_DTYPES, compute_dtype
 from kitforge.core.kernels.recomputation import kept_operations
+from kitforge.foundation import device as devices
 
 _GROUPED_MM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Major compute capabilities whose shared memory holds the tiles of `triton_grouped`; with none `F.grouped_mm` runs.
@@ -33,7 +34,7 @@ def grouped_linear(input: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 @torch.library.custom_op("kitforge::grouped_linear", mutates_args=())
 def _grouped_linear(input: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     if _takes_triton(input, weight):
-        output: Tensor = _kernels().multiply_rows(input.contiguous(), weight.to(input.dtype).mT, ends)
+        output: Tensor = _kernels().multiply_by_expert(input.contiguous(), weight.to(input.dtype).mT, ends)
         return output
     if _takes_grouped_mm(input, weight):
         products = functional.grouped_mm(input, weight.to(input.dtype).mT, offs=ends)
@@ -78,7 +79,7 @@ def _triton_gradients(
     """`_grouped_linear_backward` by the kernels of `triton_grouped`; that of the weight is in its dtype throughout."""
     grad_input, grad_weight = input.new_empty(0), weight.new_empty(0)
     if wants_input:
-        grad_input = _kernels().multiply_rows(grad, weight.to(grad.dtype), ends)
+        grad_input = _kernels().multiply_by_expert(grad, weight.to(grad.dtype), ends)
     if wants_weight:
         grad_weight = _kernels().multiply_experts(grad, input.contiguous(), ends, weight.dtype)
     return grad_input, grad_weight
@@ -125,17 +126,12 @@ def _kernels() -> Any:
     return importlib.import_module("kitforge.core.kernels.triton_grouped")
 
 
-@functools.cache
-def _capability(device: torch.device) -> int:
-    return torch.cuda.get_device_capability(device)[0]
-
-
 def _takes_triton(input: Tensor, weight: Tensor) -> bool:
     """Whether the kernels of `triton_grouped` run on the device, and are fast in this dtype and with these widths."""
     is_half = input.dtype in (torch.bfloat16, torch.float16)
     is_even = all(each and each % 16 == 0 for each in weight.shape[1:])
     is_fit = input.is_cuda and is_half and is_even and _has_triton()
-    return is_fit and _capability(input.device) in TRITON_CAPABILITIES
+    return is_fit and devices.compute_capability(input.device)[0] in TRITON_CAPABILITIES
 
 
 def _takes_grouped_mm(input: Tensor, weight: Tensor) -> bool:
