@@ -98,6 +98,12 @@ def num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@cache
+def compute_capability(device: torch.device) -> tuple[int, int]:
+    """That of a GPU, as (9, 0) of an H200."""
+    return torch.cuda.get_device_capability(device)
+
+
 def synchronize(device: torch.device) -> None:
     """Wait until all queued work of the device is done."""
     if device.type != "cpu":
@@ -247,7 +253,7 @@ def has_native_matmul(dtype: torch.dtype, kind: str = "cpu") -> bool:
 def check_float8(device: torch.device) -> None:
     """Raises DeviceError for a device without FP8 matrix products. A CPU has slow ones."""
     if device.type == "cuda":
-        capability = torch.cuda.get_device_capability(device)
+        capability = compute_capability(device)
         is_able, got = capability >= (8, 9), f"{describe(device)}, compute capability {capability[0]}.{capability[1]}"
     else:
         is_able, got = device.type == "cpu", device.type

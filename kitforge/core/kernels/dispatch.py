@@ -153,7 +153,16 @@ IMPLEMENTATIONS: dict[str, dict[str, Implementation]] = {
             path="triton.quantized_linear", levels=("O1", "O2"), accepts=fast_path.accepts_triton_quantized
         )
     },
-    "float8_linear": {"fused": Implementation(path="fused.float8_linear", levels=("O1", "O2"))},
+    "float8_linear": {
+        "triton": Implementation(
+            path="triton.float8_linear",
+            levels=("O1", "O2"),
+            devices=("cuda",),
+            package="triton",
+            accepts=fast_path.accepts_triton,
+        ),
+        "fused": Implementation(path="fused.float8_linear", levels=("O1", "O2")),
+    },
     "attention": {
         "fused": Implementation(path="fused.attention"),
         "traceable": Implementation(path="fused.traceable_attention", levels=("O2",)),

@@ -2,6 +2,8 @@
 
 The logits stay in the dtype of their product: one kernel reads them once for the four numbers of `merge_statistics`;
 another one turns them into their gradient in place. Both are custom ops, so that torch.compile sees them.
+
+A number that is not annotated reaches a compiled kernel in fp32, also where it computes in float64.
 """
 
 from __future__ import annotations
@@ -49,12 +51,13 @@ def _statistics_kernel(
     num_rows,
     width,
     target_stride,
-    temperature,
+    temperature: tl.float64,
     steps,
     BLOCK: tl.constexpr,
     EXACT: tl.constexpr,
 ):
     columns = tl.arange(0, BLOCK)
+    divisor = tl.full((), temperature, EXACT)
     for step in range(steps):
         row = tl.program_id(0).to(tl.int64) + step * tl.num_programs(0)
         # A row beyond the last one has no columns.
@@ -63,7 +66,7 @@ def _statistics_kernel(
         is_here = (target >= 0) & (target < width)
         source = logits + row * width
         wanted = tl.load(source + target, mask=is_here, other=0).to(EXACT)
-        wanted = tl.where(is_here, wanted / temperature, float("-inf"))
+        wanted = tl.where(is_here, wanted / divisor, float("-inf"))
         # In one pass: each block rescales the sums before it to the new maximum (Milakov, 2018).
         highest = tl.full((), float("-inf"), EXACT)
         total = tl.zeros((), EXACT)
@@ -72,7 +75,7 @@ def _statistics_kernel(
         for start in range(0, limit, BLOCK):
             inside = start + columns < limit
             x = tl.load(source + start + columns, mask=inside, other=0).to(EXACT)
-            x = tl.where(inside, x / temperature, float("-inf"))
+            x = tl.where(inside, x / divisor, float("-inf"))
             top = tl.maximum(highest, tl.max(x, 0))
             shift = tl.where(total > 0, highest - top, 0.0)
             product = (product + total * shift) * tl.exp(shift)
@@ -98,12 +101,13 @@ def _gradient_kernel(
     width,
     target_stride,
     stride,
-    temperature,
+    temperature: tl.float64,
     steps,
     BLOCK: tl.constexpr,
     EXACT: tl.constexpr,
 ):
     columns = tl.arange(0, BLOCK)
+    divisor = tl.full((), temperature, EXACT)
     for step in range(steps):
         row = tl.program_id(0).to(tl.int64) + step * tl.num_programs(0)
         limit = tl.where(row < num_rows, width, 0)
@@ -119,10 +123,10 @@ def _gradient_kernel(
         for start in range(0, limit, BLOCK):
             inside = start + columns < limit
             x = tl.load(source + start + columns, mask=inside, other=0).to(EXACT)
-            log_prob = x / temperature - normalizer
+            log_prob = x / divisor - normalizer
             probability = tl.exp(log_prob)
             slope = -of_chosen - (log_prob + entropy) * of_entropy
             gradient = tl.where(probability == 0, 0.0, probability * slope)
             gradient += tl.where(start + columns == target, of_chosen, 0.0)
-            gradient = tl.where(is_counted, gradient / temperature, 0.0)
+            gradient = tl.where(is_counted, gradient / divisor, 0.0)
             tl.store(source + start + columns, gradient.to(logits.dtype.element_ty), mask=inside)

@@ -1,7 +1,7 @@
 """Moves of rows between tokens and experts in Triton, forward and backward, without atomic additions.
 
 Each program takes tokens and the k rows of each: the gradient of a token is the sum of those of its rows, and that of a
-row belongs to one token.
+row belongs to one token. The loads of all k rows are issued before the first of them is needed.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from torch import Tensor
 
 from kitforge.core.kernels.triton_ops import triton_op
 from kitforge.core.kernels.triton_runtime import launch_grid, row_tiles, rows_of
+
+# Bytes of a row that a warp reads at once: 16 for each thread.
+WARP_BYTES = 512
 
 
 @triton_op("kitforge::moe_spread")
@@ -48,12 +51,17 @@ def _launch(kernel: Any, source: Tensor, positions: Tensor, other: Tensor | None
     if not output.numel():
         return
     features, tokens, tiles = row_tiles(source.device, num_tokens, dim)
+    warps = min(max(tokens * features * source.element_size() // WARP_BYTES, 1), 16)
     read = source if other is None else other if kernel is _weight_kernel else other.contiguous()
     constants = {} if kernel is _weight_kernel else {"HAS_WEIGHTS": other is not None}
-    sizes = num_tokens, dim, source.stride(0), read.stride(0), k
-    launch_grid(
-        kernel, tiles, tokens, source, positions.contiguous(), read, output, *sizes, FEATURES=features, **constants
-    )
+    sizes = num_tokens, dim, source.stride(0), read.stride(0)
+    options = {"K": k, "FEATURES": features, "num_warps": warps, "programs": _programs(source, tiles)}
+    launch_grid(kernel, tiles, tokens, source, positions.contiguous(), read, output, *sizes, **options, **constants)
+
+
+def _programs(source: Tensor, tiles: int) -> int | None:
+    """A GPU starts a program for each tile as another one ends, which leaves no multiprocessor without work."""
+    return tiles if source.is_cuda else None
 
 
 def _like_weights(rows: Tensor, positions: Tensor) -> Tensor:
@@ -96,10 +104,10 @@ def _spread_kernel(
     dim,
     stride,
     weight_stride,
-    k,
     steps,
     BLOCK: tl.constexpr,
     EXACT: tl.constexpr,
+    K: tl.constexpr,
     FEATURES: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
 ):
@@ -109,8 +117,8 @@ def _spread_kernel(
         is_token = token < num_tokens
         inside = is_token[:, None] & (columns < dim)[None, :]
         x = tl.load(source + token[:, None] * stride + columns[None, :], mask=inside, other=0)
-        for choice in range(k):
-            position = tl.load(positions + token * k + choice, mask=is_token, other=0)
+        for choice in tl.static_range(K):
+            position = tl.load(positions + token * K + choice, mask=is_token, other=0)
             y = x
             if HAS_WEIGHTS:
                 weight = tl.load(weights + token * weight_stride + choice, mask=is_token, other=0).to(EXACT)
@@ -128,10 +136,10 @@ def _combine_kernel(
     dim,
     stride,
     weight_stride,
-    k,
     steps,
     BLOCK: tl.constexpr,
     EXACT: tl.constexpr,
+    K: tl.constexpr,
     FEATURES: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
 ):
@@ -141,8 +149,8 @@ def _combine_kernel(
         is_token = token < num_tokens
         inside = is_token[:, None] & (columns < dim)[None, :]
         total = tl.zeros((BLOCK, FEATURES), EXACT)
-        for choice in range(k):
-            position = tl.load(positions + token * k + choice, mask=is_token, other=0)
+        for choice in tl.static_range(K):
+            position = tl.load(positions + token * K + choice, mask=is_token, other=0)
             x = tl.load(source + position[:, None] * stride + columns[None, :], mask=inside, other=0).to(EXACT)
             if HAS_WEIGHTS:
                 weight = tl.load(weights + token * weight_stride + choice, mask=is_token, other=0).to(EXACT)
@@ -161,10 +169,10 @@ def _weight_kernel(
     dim,
     stride,
     row_stride,
-    k,
     steps,
     BLOCK: tl.constexpr,
     EXACT: tl.constexpr,
+    K: tl.constexpr,
     FEATURES: tl.constexpr,
 ):
     columns = tl.arange(0, FEATURES)
@@ -173,7 +181,7 @@ def _weight_kernel(
         is_token = token < num_tokens
         inside = is_token[:, None] & (columns < dim)[None, :]
         x = tl.load(source + token[:, None] * stride + columns[None, :], mask=inside, other=0).to(EXACT)
-        for choice in range(k):
-            position = tl.load(positions + token * k + choice, mask=is_token, other=0)
+        for choice in tl.static_range(K):
+            position = tl.load(positions + token * K + choice, mask=is_token, other=0)
             y = tl.load(rows + position[:, None] * row_stride + columns[None, :], mask=inside, other=0).to(EXACT)
-            tl.store(result + token * k + choice, tl.sum(x * y, 1), mask=is_token)
+            tl.store(result + token * K + choice, tl.sum(x * y, 1), mask=is_token)

@@ -13,8 +13,11 @@ from kitforge.foundation.errors import ModelError
 
 # Bytes of logits of one chunk. On a CPU: enough for full speed of the products, few enough for its caches.
 CHUNK_BYTES = 32 * 2**20
-# On an accelerator: with a vocabulary of 2**17 in bfloat16 a product has 2048 rows, which its matrix units need.
-ACCELERATOR_CHUNK_BYTES = 512 * 2**20
+# On an accelerator: with a vocabulary of 2**17 in bfloat16 a product has 4096 rows, which its matrix units need. Each
+# chunk also reads and writes the sum of the gradients of the weight in fp32, as many bytes as these.
+ACCELERATOR_CHUNK_BYTES = 2**30
+# Matrix units take this many rows of a product at a time.
+_TILE_ROWS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +33,7 @@ def chunks(num_rows: int, width: int, dtype: torch.dtype, device: torch.device) 
     """Slices of rows whose logits [rows, width] have about as many bytes as a chunk on that device."""
     num_bytes = CHUNK_BYTES if device.type == "cpu" else ACCELERATOR_CHUNK_BYTES
     rows = max(1, num_bytes // (max(width, 1) * dtype.itemsize))
+    rows -= rows % _TILE_ROWS if rows > _TILE_ROWS else 0
     return [slice(start, start + rows) for start in range(0, num_rows, rows)]
 
 
@@ -57,8 +61,21 @@ def merge_statistics(statistics: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def add_product(total: Tensor, gradient: Tensor, hidden: Tensor) -> None:
-    """`total += gradient.T @ hidden`, fused where the dtypes allow."""
+    """`total += gradient.T @ hidden`, fused where the dtypes and the device allow."""
     if gradient.dtype == total.dtype:
         total.addmm_(gradient.t(), hidden)
+    elif total.is_cuda and total.dtype == torch.float32:
+        _add_wide_product(total, gradient, hidden)
     else:
         total += gradient.t() @ hidden
+
+
+@torch.library.custom_op("kitforge::add_wide_product", mutates_args=("total",))
+def _add_wide_product(total: Tensor, gradient: Tensor, hidden: Tensor) -> None:
+    """The same of a total in fp32 and factors in half precision, whose product is neither rounded nor written."""
+    torch.addmm(total, gradient.t(), hidden, out_dtype=total.dtype, out=total)
+
+
+@_add_wide_product.register_fake
+def _(total: Tensor, gradient: Tensor, hidden: Tensor) -> None:
+    del total, gradient, hidden

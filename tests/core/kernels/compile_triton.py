@@ -25,12 +25,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from kitforge.core.kernels import triton_runtime
+from kitforge.core.kernels import triton_float8, triton_grouped, triton_runtime
 from kitforge.core.kernels.dispatch import select, select_table
 from kitforge.core.kernels.jagged_bags import Bags
 from kitforge.core.kernels.moe_permute.reference import permutation_of
 from kitforge.core.kernels.quantized_linear.reference import quantize
 from kitforge.core.kernels.sparse_update.reference import integer_view
+from kitforge.core.kernels.triton_float8 import round_to_float8
+from kitforge.core.kernels.triton_grouped import multiply_by_expert, multiply_experts
 from kitforge.core.optim.row_optimizers import SparseOptimizerConfig, build_row_optimizer
 from tests.row_records import new_records
 
@@ -41,6 +43,8 @@ TYPES = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
     torch.float64: "fp64",
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.float8_e5m2: "fp8e5",
     torch.int8: "i8",
     torch.uint8: "u8",
     torch.int32: "i32",
@@ -65,7 +69,9 @@ class Compiler:
         }
         signature: dict[str, str] = {}
         constants = {}
-        for parameter in kernel.params:
+        # Triton makes other code where it knows that addresses and numbers are multiples of 16.
+        aligned: dict[tuple[int, ...], Any] = {}
+        for index, parameter in enumerate(kernel.params):
             name, value = parameter.name, bound[parameter.name]
             if name == "WIDEN":  # for the interpreter alone
                 value = False
@@ -74,9 +80,12 @@ class Compiler:
                 signature[name], constants[name] = "constexpr", value
             elif isinstance(value, Tensor):
                 signature[name] = "*" + TYPES[value.dtype]
+                aligned[index,] = [["tt.divisibility", 16]]
             else:
-                signature[name] = "i32" if isinstance(value, int) else "fp32"
-        variant = f"{kernel.__name__} {signature} {constants} {options}"
+                signature[name] = "i32" if isinstance(value, int) else parameter.annotation_type or "fp32"
+                if isinstance(value, int) and value % 16 == 0:
+                    aligned[index,] = [["tt.divisibility", 16]]
+        variant = f"{kernel.__name__} {signature} {constants} {aligned} {options}"
         if variant in self.known:
             return
         self.known.add(variant)
@@ -87,7 +96,7 @@ class Compiler:
             "constants": str(constants),
         }
         try:
-            source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+            source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
             made = triton.compile(source, target=self.target, options=options)
             line |= {"shared": made.metadata.shared, **resources(made.asm["cubin"])}
         except Exception as error:  # noqa: BLE001 (whatever the compiler raises)
@@ -154,6 +163,20 @@ def call_networks(*, with_all: bool) -> None:
                 )
 
 
+def call_products(*, can_float8: bool) -> None:
+    """What stands around products in FP8, and products of experts."""
+    for dtype in (torch.bfloat16, torch.float32) if can_float8 else ():
+        for to in (torch.float8_e4m3fn, torch.float8_e5m2):
+            round_to_float8(torch.zeros(48, 4096, dtype=dtype), to)
+    ends = torch.tensor([3, 32], dtype=torch.int32)
+    rows, results, weight = (
+        torch.zeros(*shape, dtype=torch.bfloat16) for shape in ((32, 2048), (32, 768), (2, 768, 2048))
+    )
+    multiply_by_expert(rows, weight.mT, ends)
+    multiply_by_expert(results, weight, ends)
+    multiply_experts(results, rows, ends, torch.bfloat16)
+
+
 def call_tables(*, with_all: bool) -> None:
     """Every loop over rows that has a Triton kernel."""
     kernels = select_table("cuda")
@@ -187,10 +210,12 @@ def call_tables(*, with_all: bool) -> None:
 
 def main() -> None:
     """Compile all of them."""
-    triton_runtime.device_description = lambda _device: DEVICE  # type: ignore[assignment]
+    for module in (triton_runtime, triton_float8, triton_grouped):
+        module.device_description = lambda _device: DEVICE  # type: ignore[assignment]
     compiler = Compiler(int(sys.argv[1]))
     JITFunction.run = lambda kernel, *arguments, **options: compiler(kernel, *arguments, **options)
     call_networks(with_all=sys.argv[2] == "all")
+    call_products(can_float8=int(sys.argv[1]) >= 89)
     call_tables(with_all=sys.argv[2] == "all")
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
+from kitforge.core.kernels import dispatch
 from kitforge.core.kernels.dispatch import REFERENCE, select
-from kitforge.core.kernels.float8_linear.reference import to_float8
+from kitforge.core.kernels.float8_linear.reference import rows_and_columns, to_float8
+from kitforge.core.kernels.triton_float8 import round_to_float8
 from kitforge.core.nn.linear import Linear
 from kitforge.foundation.device import check_float8
 from kitforge.foundation.errors import DeviceError
@@ -17,6 +21,8 @@ from tests.core.kernels.comparison import random, relative, results
 from tests.core.nn import networks
 
 FUSED = select("O1").float8_linear
+TRITON = dispatch._load("float8_linear", "triton")
+BOTH = pytest.mark.parametrize("kernel", [FUSED, TRITON], ids=["fused", "triton"])
 
 
 def inputs_of(*shape: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -25,14 +31,15 @@ def inputs_of(*shape: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(16,), (2, 24), (5,), (1,), (0,), (3, 0)])
-def test_scaled_products_are_the_definition(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+@BOTH
+def test_scaled_products_are_the_definition(kernel: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     inputs = inputs_of(*shape, dtype=dtype)
-    found, wanted = results(FUSED, inputs), results(REFERENCE.float8_linear, inputs)
+    found, wanted = results(kernel, inputs), results(REFERENCE.float8_linear, inputs)
     assert [each.shape for each in found] == [each.shape for each in wanted]
     assert max(map(relative, found, wanted)) < (1e-5 if dtype == torch.float32 else 1e-2)
 
 
-@pytest.mark.parametrize("kernel", [FUSED, REFERENCE.float8_linear])
+@pytest.mark.parametrize("kernel", [FUSED, TRITON, REFERENCE.float8_linear])
 def test_it_is_near_the_exact_product_and_not_it(kernel: object) -> None:
     assert callable(kernel)
     inputs = inputs_of(64)
@@ -53,14 +60,54 @@ def test_the_largest_element_is_the_largest_number(size: float, dtype: torch.dty
     torch.testing.assert_close(rounded.float() * scale, tensor, rtol=1e-5, atol=0)
 
 
-def test_zeros_stay_and_what_is_not_finite_shows() -> None:
+@pytest.mark.parametrize("to", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("shape", [(0, 4), (5, 7), (33, 65)])
+@pytest.mark.parametrize("layout", ["rows", "columns", "every_other", "one_number"])
+def test_both_layouts_of_the_kernel_are_the_definition(
+    shape: tuple[int, int], layout: str, dtype: torch.dtype, to: torch.dtype
+) -> None:
+    rows, columns = shape
+    tensor = {
+        "rows": lambda: random(rows, columns, dtype=dtype),
+        "columns": lambda: random(columns, rows, dtype=dtype).t(),
+        "every_other": lambda: random(2 * rows, 2 * columns, dtype=dtype)[::2, ::2],
+        "one_number": lambda: torch.full((), 0.3, dtype=dtype).expand(rows, columns),
+    }[layout]()
+    found, wanted = round_to_float8(tensor, to), rows_and_columns(tensor, to)
+    for own, exact in zip(found[:2], wanted[:2], strict=True):
+        assert own.shape == (len(exact), exact.shape[1] + -exact.shape[1] % 16)
+        assert torch.equal(own[:, : exact.shape[1]].float(), exact.float())
+        assert not own[:, exact.shape[1] :].float().any()
+    assert torch.equal(found[2], wanted[2])
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("size", [0.0, 1e-44, 1e-30, 1e30, 3e38])
+def test_the_kernel_scales_the_smallest_and_the_largest_numbers(size: float) -> None:
+    tensor = torch.tensor([[0.25, -1.0, 0.0]]) * size
+    found, wanted = round_to_float8(tensor, torch.float8_e4m3fn), rows_and_columns(tensor, torch.float8_e4m3fn)
+    assert torch.equal(found[0][:, :3].float(), wanted[0].float())
+    assert torch.equal(found[2], wanted[2])
+
+
+@pytest.mark.alone
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_the_custom_op_passes_opcheck() -> None:
+    torch.library.opcheck(round_to_float8, (random(5, 7, dtype=torch.float32), torch.float8_e5m2))
+
+
+@BOTH
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_zeros_stay_and_what_is_not_finite_shows(kernel: Any) -> None:
     rounded, scale = to_float8(torch.zeros(3), torch.float8_e4m3fn)
     assert torch.equal(rounded.float(), torch.zeros(3))
     assert torch.isfinite(scale)
     for bad in (torch.inf, torch.nan):
         inputs = inputs_of(16)
         inputs[0][3, 4] = bad
-        assert not torch.isfinite(FUSED(*inputs)).all()
+        assert not torch.isfinite(kernel(*inputs)).all()
 
 
 def test_under_autocast_the_result_has_its_dtype_and_weights_get_theirs() -> None:
@@ -69,11 +116,12 @@ def test_under_autocast_the_result_has_its_dtype_and_weights_get_theirs() -> Non
     assert {each.dtype for each in gradients} == {torch.float32}
 
 
-def test_one_byte_an_element_is_saved() -> None:
+@BOTH
+def test_one_byte_an_element_is_saved(kernel: Any) -> None:
     inputs = [each.requires_grad_() for each in inputs_of(64)]
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda each: saved.append(each) or each, lambda each: each):
-        FUSED(*inputs)
+        kernel(*inputs)
     assert sum(each.numel() * each.element_size() for each in saved) == 64 * 32 + 48 * 32 + 8
 
 
@@ -105,10 +153,11 @@ def test_a_device_without_fp8_units_is_refused() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_the_compiler_traces_it_without_a_break() -> None:
+@BOTH
+def test_the_compiler_traces_it_without_a_break(kernel: Any) -> None:
     inputs = inputs_of(16)
-    compiled = torch.compile(FUSED, fullgraph=True, backend="aot_eager")
-    assert max(map(relative, results(compiled, inputs), results(FUSED, inputs))) < 1e-6
+    compiled = torch.compile(kernel, fullgraph=True, backend="aot_eager")
+    assert max(map(relative, results(compiled, inputs), results(kernel, inputs))) < 1e-6
 
 
 def test_gradients_have_the_range_of_e5m2() -> None:
@@ -121,19 +170,22 @@ def test_gradients_have_the_range_of_e5m2() -> None:
     torch.testing.assert_close(found[1], inputs[1][1] * 1e-7, rtol=0.3, atol=1e-9)
 
 
-def test_matrix_units_get_what_they_want(monkeypatch: pytest.MonkeyPatch) -> None:
+@BOTH
+def test_matrix_units_get_what_they_want(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     product = torch._scaled_mm
 
-    def strict(a: Tensor, b: Tensor, *, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype) -> Tensor:
+    def strict(
+        a: Tensor, b: Tensor, *, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype, **options: bool
+    ) -> Tensor:
         assert a.shape[1] % 16 == b.shape[0] % 16 == b.shape[1] % 16 == 0
         assert a.is_contiguous()
         assert b.t().is_contiguous()
         assert scale_a.dtype == scale_b.dtype == torch.float32
         assert scale_a.numel() == scale_b.numel() == 1
         assert out_dtype in (torch.bfloat16, torch.float32)
-        return product(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=out_dtype)
+        return product(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=out_dtype, **options)
 
     monkeypatch.setattr(torch, "_scaled_mm", strict)
     for rows in (1, 5, 16, 33):
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            results(FUSED, inputs_of(rows, dtype=dtype))
+            results(kernel, inputs_of(rows, dtype=dtype))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kitforge.core.kernels import triton_grouped
 from kitforge.core.kernels.dispatch import REFERENCE, implementation, select
 from kitforge.core.kernels.grouped_linear import fused
 from tests.core.kernels.comparison import TOLERANCE, Call, autocast, distance, poison, random, relative
@@ -88,6 +89,33 @@ def dirty_grouped_mm(left: Tensor, right: Tensor, *, offs: Tensor) -> Tensor:
     if right.dim() == 3:
         output[int(offs[-1]) :] = float("nan")
     return output
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", CASES)
+def test_the_triton_kernels_are_the_reference_on_dirty_memory(case: str, dtype: torch.dtype) -> None:
+    input, weight, ends = operands(case, dtype)
+    poison()
+    with mock.patch.object(fused, "_takes_triton", return_value=True):
+        found = distance(call(fused.grouped_linear, ends), call(REFERENCE.grouped_linear, ends), [input, weight])
+    assert found < TOLERANCE.get(dtype, 4e-3)
+
+
+def test_the_triton_kernels_take_many_tiles_and_a_neighbour_with_nan_does_not_show() -> None:
+    ends = torch.tensor([0, 37, 37, 80, 81], dtype=torch.int32)
+    rows, left = random(100, 40, dtype=torch.float32), random(100, 56, dtype=torch.float32)
+    weight = random(5, 56, 40, dtype=torch.float32)
+    wanted = REFERENCE.grouped_linear(rows, weight, ends)
+    assert relative(triton_grouped.multiply_by_expert(rows, weight.mT, ends), wanted) < 1e-6
+    gradient = triton_grouped.multiply_experts(left, rows, ends, torch.float32)
+    rows[37:80], left[37:80] = torch.nan, torch.nan
+    dirty = triton_grouped.multiply_experts(left, rows, ends, torch.float32)
+    assert relative(gradient[1], left[:37].t() @ rows[:37]) < 1e-6
+    assert torch.equal(dirty[[0, 1, 2, 4]], gradient[[0, 1, 2, 4]])
+    assert torch.isnan(dirty[3]).all()
+    found = triton_grouped.multiply_by_expert(rows, weight.mT, ends)
+    assert relative(found[:37], wanted[:37]) < 1e-6
+    assert relative(found[80:], wanted[80:]) < 1e-6
 
 
 def test_only_wanted_gradients_are_computed() -> None:

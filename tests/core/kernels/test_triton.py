@@ -37,7 +37,8 @@ TABLES = {"embedding_bag", "embedding_bag_backward", "sparse_update", "copy_rows
 TRITON = [
     operation
     for operation in ALL
-    if operation not in {"paged_attention", "quantized_linear", "moe_permute", "moe_unpermute", *TABLES}
+    if operation
+    not in {"paged_attention", "quantized_linear", "float8_linear", "moe_permute", "moe_unpermute", *TABLES}
 ]
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 3e-2, torch.float16: 3e-3}
 DTYPES = list(TOLERANCE)
@@ -287,7 +288,10 @@ def test_every_custom_op_passes_opcheck_and_is_in_this_test() -> None:
     made = opcheck_cases()
     for op, arguments in made.values():
         torch.library.opcheck(op.op, arguments)
-    elsewhere = {f"kitforge::{name}" for name in ("paged_attention", "quantized_linear", "keep_mask", *TABLES)}
+    elsewhere = {
+        f"kitforge::{name}"
+        for name in ("paged_attention", "quantized_linear", "round_to_float8", "add_wide_product", "keep_mask", *TABLES)
+    }
     elsewhere |= {f"kitforge::moe_{name}" for name in ("spread", "combine", "weight_gradient")}
     compiled_loops = {name for name in registered() if name.endswith("_numba")}
     assert {f"kitforge::{name}" for name in made} == set(registered()) - elsewhere - compiled_loops

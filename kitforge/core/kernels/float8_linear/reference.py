@@ -15,8 +15,11 @@ from torch import Tensor
 from kitforge.core.kernels.mixed_precision import compute_dtype
 from kitforge.core.kernels.recomputation import kept
 
-# a [m, k] and b [k, n] in FP8, their scales, and the dtype of the product.
-Product = Callable[[Tensor, Tensor, Tensor, Tensor, torch.dtype], Tensor]
+# Of a tensor [m, n] and a dtype: its rows [m, n] and its columns [n, m] in FP8, and their scale. The lengths n of rows
+# and m of columns may be padded with zeros.
+Quantize = Callable[[Tensor, torch.dtype], tuple[Tensor, Tensor, Tensor]]
+# a [m, k] and b [n, k] in FP8, their scales, the dtype of the product a @ b.T, and whether it is a gradient.
+Product = Callable[[Tensor, Tensor, Tensor, Tensor, torch.dtype, bool], Tensor]
 
 
 class Float8LinearKernel(Protocol):
@@ -28,46 +31,60 @@ class Float8LinearKernel(Protocol):
 
 
 def to_float8(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The tensor divided by its scale and rounded, and the scale, 0-dim in fp32."""
+    """The tensor times the reciprocal of its scale and rounded, and the scale, 0-dim in fp32."""
     largest = torch.finfo(dtype).max
     exact = tensor.to(torch.float32)
     top = exact.abs().amax() if tensor.numel() else exact.new_zeros(())
     scale = top.clamp(min=torch.finfo(torch.float32).tiny * largest) / largest
-    return (exact / scale).clamp(-largest, largest).to(dtype), scale
+    return (exact * scale.reciprocal()).clamp(-largest, largest).to(dtype), scale
+
+
+def rows_and_columns(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """`to_float8` of a tensor [m, n], as rows and, over the same memory, as columns."""
+    rows, scale = to_float8(tensor, dtype)
+    return rows, rows.t(), scale
 
 
 def float8_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """See `Float8LinearKernel`."""
-    return apply_float8(_exact_product, input, weight, bias)
+    return apply_float8(rows_and_columns, _exact_product, input, weight, bias)
 
 
-def apply_float8(product: Product, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`float8_linear` by that product."""
+def apply_float8(quantize: Quantize, product: Product, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`float8_linear` by those two functions."""
     dtype = compute_dtype(input)
-    rows: Tensor = _Float8.apply(input.reshape(-1, input.shape[-1]), weight, product, dtype)  # type: ignore[no-untyped-call]
+    flat = input.reshape(-1, input.shape[-1])
+    rows: Tensor = _Float8.apply(flat, weight, quantize, product, dtype)  # type: ignore[no-untyped-call]
     output = rows.view(*input.shape[:-1], len(weight))
     return output if bias is None else output + bias.to(dtype)
 
 
-def _exact_product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype) -> Tensor:
-    return ((a.float() @ b.float()) * (scale_a * scale_b)).to(dtype)
+def _exact_product(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype, is_gradient: bool
+) -> Tensor:
+    del is_gradient
+    return ((a.float() @ b.float().t()) * (scale_a * scale_b)).to(dtype)
 
 
 class _Float8(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor, product: Product, dtype: torch.dtype) -> Tensor:
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor, quantize: Quantize, product: Product, dtype: torch.dtype
+    ) -> Tensor:
         with torch.autocast(input.device.type, enabled=False):
-            (rows, row_scale), (matrix, scale) = (to_float8(each, torch.float8_e4m3fn) for each in (input, weight))
+            (rows, columns, scale), (matrix, turned, size) = (
+                quantize(each, torch.float8_e4m3fn) for each in (input, weight)
+            )
             # A byte an element, where the inputs would take two or four.
-            ctx.save_for_backward(rows, row_scale, matrix, scale)
-            ctx.product, ctx.dtypes = product, (input.dtype, weight.dtype)
-            return kept(product, rows, matrix.t(), row_scale, scale, dtype)
+            ctx.save_for_backward(columns, scale, turned, size)
+            ctx.quantize, ctx.product, ctx.dtypes = quantize, product, (input.dtype, weight.dtype)
+            return kept(product, rows, matrix, scale, size, dtype, False)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        rows, row_scale, matrix, scale = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        columns, scale, turned, size = ctx.saved_tensors
         (of_input, of_weight), (input_dtype, weight_dtype) = ctx.needs_input_grad[:2], ctx.dtypes
-        grads, grad_scale = to_float8(grad, torch.float8_e5m2)
-        grad_input = ctx.product(grads, matrix, grad_scale, scale, input_dtype) if of_input else None
-        grad_weight = ctx.product(grads.t(), rows, grad_scale, row_scale, weight_dtype) if of_weight else None
-        return grad_input, grad_weight, None, None
+        grads, by_column, grad_scale = ctx.quantize(grad, torch.float8_e5m2)
+        grad_input = ctx.product(grads, turned, grad_scale, size, input_dtype, True) if of_input else None
+        grad_weight = ctx.product(by_column, columns, grad_scale, scale, weight_dtype, True) if of_weight else None
+        return grad_input, grad_weight, None, None, None

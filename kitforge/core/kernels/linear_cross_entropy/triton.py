@@ -1,5 +1,6 @@
 """`linear_cross_entropy` in chunks of rows, as in `chunked.py`, by the kernels of `triton_logits`: the logits of a
-chunk become their gradient in place and in their own dtype, without an fp32 copy.
+chunk become their gradient in place and in their own dtype, without an fp32 copy. The gradient of an fp32 weight is
+never rounded, also under autocast.
 
 A target outside of the vocabulary makes the loss infinite: naming it would need a synchronization.
 """
@@ -21,8 +22,7 @@ def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, shard: VocabularyShard | None = None
 ) -> Tensor:
     """See `LinearCrossEntropyKernel`."""
-    rounded, matrix = product_operands(hidden, weight)
-    result: Tensor = _Chunked.apply(rounded, matrix, targets, torch.is_grad_enabled(), shard)  # type: ignore[no-untyped-call]
+    result: Tensor = _Chunked.apply(hidden, weight, targets, torch.is_grad_enabled(), shard)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -37,7 +37,8 @@ class _Chunked(torch.autograd.Function):
         shard: VocabularyShard | None,
     ) -> Tensor:
         wants_hidden, wants_weight = (with_gradients and wanted for wanted in ctx.needs_input_grad[:2])
-        exact = torch.promote_types(hidden.dtype, torch.float32)
+        rounded, matrix = product_operands(hidden, weight)
+        exact = torch.promote_types(rounded.dtype, torch.float32)
         # 1 in the rows that count, 0 in the others.
         counts = (targets != -100).to(exact)
         columns, width = (targets, len(weight)) if shard is None else (targets - shard.first, shard.max_rows)
@@ -45,8 +46,8 @@ class _Chunked(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=exact) if wants_weight else None
         with torch.autocast(hidden.device.type, enabled=False):
-            for part in chunks(len(hidden), width, hidden.dtype, hidden.device):
-                logits = hidden[part] @ weight.t()
+            for part in chunks(len(hidden), width, rounded.dtype, hidden.device):
+                logits = rounded[part] @ matrix.t()
                 own = statistics(logits, columns[part], 1.0)
                 log_probs, entropies, normalizers = merge_statistics(own[None] if shard is None else shard.gather(own))
                 losses[part] = log_probs
@@ -56,13 +57,14 @@ class _Chunked(torch.autograd.Function):
                 numbers = torch.stack([-counts[part], torch.zeros_like(log_probs), entropies, normalizers])
                 gradient_(logits, columns[part], numbers, 1.0)
                 if grad_hidden is not None:
-                    grad_hidden[part] = logits @ weight
+                    grad_hidden[part] = logits @ matrix
                 if grad_weight is not None:
-                    add_product(grad_weight, logits, hidden[part])
+                    add_product(grad_weight, logits, rounded[part])
         ctx.save_for_backward(grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype))
         return torch.where(counts == 0, 0, -losses).sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return *(None if each is None else each * grad for each in ctx.saved_tensors), *(None,) * 3
+        # The loss is used once in a step, so its gradients are scaled in place; torch refuses to unpack them again.
+        return *(None if each is None else each.mul_(grad) for each in ctx.saved_tensors), *(None,) * 3

@@ -25,8 +25,7 @@ def linear_log_probs(
     shard: VocabularyShard | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `LinearLogProbsKernel`."""
-    rounded, matrix = product_operands(hidden, weight)
-    result: tuple[Tensor, Tensor] = _Chunked.apply(rounded, matrix, targets, temperature, shard)  # type: ignore[no-untyped-call]
+    result: tuple[Tensor, Tensor] = _Chunked.apply(hidden, weight, targets, temperature, shard)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -40,6 +39,8 @@ class _Chunked(torch.autograd.Function):
         temperature: float,
         shard: VocabularyShard | None,
     ) -> tuple[Tensor, Tensor]:
+        ctx.dtypes = hidden.dtype, weight.dtype
+        hidden, weight = product_operands(hidden, weight)
         columns = targets if shard is None else targets - shard.first
         exact = torch.promote_types(hidden.dtype, torch.float32)
         own = torch.empty(4, len(hidden), dtype=exact, device=hidden.device)
@@ -56,7 +57,7 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx: Any, grad_log_probs: Tensor, grad_entropies: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, columns, entropies, normalizers = ctx.saved_tensors
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
-        grad_hidden = torch.empty_like(hidden) if wants_hidden else None
+        grad_hidden = torch.empty_like(hidden, dtype=ctx.dtypes[0]) if wants_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=entropies.dtype) if wants_weight else None
         numbers = torch.stack([grad_log_probs, grad_entropies, entropies, normalizers])
         with torch.autocast(hidden.device.type, enabled=False):
@@ -67,4 +68,4 @@ class _Chunked(torch.autograd.Function):
                     grad_hidden[part] = logits @ weight
                 if grad_weight is not None:
                     add_product(grad_weight, logits, hidden[part])
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), *(None,) * 3
+        return grad_hidden, None if grad_weight is None else grad_weight.to(ctx.dtypes[1]), *(None,) * 3
