@@ -50,9 +50,11 @@ def row_block(dim: int) -> int:
     return int(triton.next_power_of_2(max(dim, 1)))
 
 
-def grid(device: torch.device, num_tiles: int) -> tuple[int]:
-    """As many programs as run at once, each of which takes every n-th tile."""
-    return (max(1, min(num_tiles, device_description(device).num_programs)),)
+def grid(device: torch.device, num_tiles: int, *, is_queued: bool = False) -> tuple[int]:
+    """As many programs as run at once, each of which takes every n-th tile; with `is_queued` a program for each tile,
+    where the hardware starts the next one as soon as one ends."""
+    most = num_tiles if is_queued and device.type == "cuda" else device_description(device).num_programs
+    return (max(1, min(num_tiles, most)),)
 
 
 def rows_of(tensor: Tensor) -> Tensor:
@@ -75,7 +77,13 @@ def row_tiles(device: torch.device, num_rows: int, dim: int) -> tuple[int, int, 
 
 
 def launch_grid(
-    kernel: Any, tiles: int, block: int, *arguments: Any, num_warps: int | None = None, **constants: Any
+    kernel: Any,
+    tiles: int,
+    block: int,
+    *arguments: Any,
+    num_warps: int | None = None,
+    is_queued: bool = False,
+    **constants: Any,
 ) -> None:
     """Run a kernel over that many tiles, on the device of its first argument.
 
@@ -83,7 +91,7 @@ def launch_grid(
     compute in as EXACT: fp32, or float64 where the first argument has it.
     """
     first: Tensor = arguments[0]
-    programs = grid(first.device, tiles)
+    programs = grid(first.device, tiles, is_queued=is_queued)
     # A kernel runs on the current device, which need not be that of its tensors.
     with devices.current(first.device):
         kernel[programs](
