@@ -64,17 +64,22 @@ class Compiler:
             name: options.pop(name) for name in names if name in options
         }
         signature: dict[str, str] = {}
-        constants = {}
-        for parameter in kernel.params:
+        constants, attributes = {}, {}
+        for place, parameter in enumerate(kernel.params):
             name, value = parameter.name, bound[parameter.name]
             if name == "WIDEN":  # for the interpreter alone
                 value = False
-            # Triton makes a constant of a whole number that is 1, and of None.
+            if name == "PAIRED":  # for the GPU alone
+                value = bound["input"].element_size() == 2
+            # Triton makes a constant of a whole number that is 1, and of None, and knows what divides by 16.
             if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):
                 signature[name], constants[name] = "constexpr", value
             elif isinstance(value, Tensor):
                 signature[name] = "*" + TYPES[value.dtype]
+                attributes[(place,)] = [["tt.divisibility", 16]]
             else:
+                if isinstance(value, int) and value % 16 == 0:
+                    attributes[(place,)] = [["tt.divisibility", 16]]
                 signature[name] = "i32" if isinstance(value, int) else "fp32"
         variant = f"{kernel.__name__} {signature} {constants} {options}"
         if variant in self.known:
@@ -87,7 +92,7 @@ class Compiler:
             "constants": str(constants),
         }
         try:
-            source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+            source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
             made = triton.compile(source, target=self.target, options=options)
             line |= {"shared": made.metadata.shared, **resources(made.asm["cubin"])}
         except Exception as error:  # noqa: BLE001 (whatever the compiler raises)
@@ -139,11 +144,13 @@ def call_networks(*, with_all: bool) -> None:
             permutation = permutation_of(torch.randint(0, 8, (33, choices)), 8)
             rows = kernels.moe_permute(random(33, 2048), permutation)
             kernels.moe_unpermute(rows, random(33, choices), permutation).sum().backward()
-        tables, lengths = torch.tensor([[0, 1, 2]] * 2), torch.tensor([5, 9])
+        lengths = torch.tensor([5, 9])
         with torch.no_grad():
             for heads, dim, slopes in itertools.product(
                 (1, 4, 32) if with_all else (8,), (64, 128) if with_all else (128,), (None, torch.rand(32))
             ):
+                # Of several splits and of one.
+                tables = torch.tensor([[0, 1, 2] * (100 if slopes is None else 1)] * 2)
                 slabs = random(48, heads, dim), random(48, heads, dim)
                 kernels.paged_attention(
                     *(random(2, 32, dim), *slabs, tables, lengths),

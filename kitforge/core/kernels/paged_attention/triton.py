@@ -115,6 +115,14 @@ def _divide(length, window, SPAN: tl.constexpr, MOST: tl.constexpr, KEYS: tl.con
 
 
 @triton.jit
+def _multiply(left, right, IS_DOUBLE: tl.constexpr):
+    """left [m, k] @ right [k, n]; tensor cores have no float64 here."""
+    if IS_DOUBLE:
+        return tl.sum(left[:, :, None] * right[None, :, :], 1)
+    return tl.dot(left, right, input_precision="ieee")
+
+
+@triton.jit
 def _split_kernel(
     query,
     keys,
@@ -197,10 +205,7 @@ def _split_kernel(
                 v = tl.load(value_columns[None, :] + slots[:, None] * value_slot, mask=loaded, other=0)
                 if WIDEN:
                     k, v = k.to(EXACT), v.to(EXACT)
-                if IS_DOUBLE:
-                    scores = tl.sum(q[:, None, :] * k[None, :, :], 2) * scale
-                else:
-                    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+                scores = _multiply(q, tl.trans(k), IS_DOUBLE) * scale
                 if HAS_SLOPES:
                     scores += slope[:, None] * (positions - (length - 1)).to(EXACT)[None, :]
                 scores = tl.where(seen[None, :], scores, float("-inf"))
@@ -209,11 +214,7 @@ def _split_kernel(
                 weights = tl.exp(scores - top[:, None])
                 scaling = tl.exp(highest - top)
                 total = total * scaling + tl.sum(weights, 1)
-                if IS_DOUBLE:
-                    mixed = mixed * scaling[:, None] + tl.sum(weights[:, :, None] * v[None, :, :], 1)
-                else:
-                    product = tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-                    mixed = mixed * scaling[:, None] + product
+                mixed = mixed * scaling[:, None] + _multiply(weights.to(v.dtype), v, IS_DOUBLE)
                 highest = top
             row = sequence * kv_heads * group + heads
             if length - first <= span:

@@ -97,7 +97,7 @@ def _unpack(packed, like, PAIRED: tl.constexpr):
             is_pure=True,
             pack=4,
         )
-    elif PAIRED and like == tl.float16:
+    if PAIRED and like == tl.float16:
         # 1024 + n has n in its lowest bits.
         return tl.inline_asm_elementwise(
             """{ .reg .b32 a, b, c, d, one, least;
@@ -114,8 +114,7 @@ def _unpack(packed, like, PAIRED: tl.constexpr):
             is_pure=True,
             pack=4,
         )
-    else:
-        return ((packed & 15).to(tl.float32) - 8).to(like), ((packed >> 4).to(tl.float32) - 8).to(like)
+    return ((packed & 15).to(tl.float32) - 8).to(like), ((packed >> 4).to(tl.float32) - 8).to(like)
 
 
 @triton.jit
@@ -150,7 +149,7 @@ def _multiply_kernel(
     PAIRED: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    FEATURES: tl.constexpr = PIECES * PIECE
+    width: tl.constexpr = PIECES * PIECE
     like: tl.constexpr = EXACT if WIDEN else input.dtype.element_ty
     for step in range(steps):
         tile = tl.program_id(0) + step * tl.num_programs(0)
@@ -166,13 +165,13 @@ def _multiply_kernel(
         lines = quantized + (long_outputs * (num_features // 2 if IS_INT4 else num_features))[:, None]
         total = tl.zeros((PIECES, BLOCK, ROWS), EXACT)
         scale = _load_scales(scales, long_outputs, is_output, begin, groups, num_features, PIECES, PIECE)
-        for start in range(begin, end, FEATURES):
-            features = start + tl.arange(0, FEATURES)
+        for start in range(begin, end, width):
+            features = start + tl.arange(0, width)
             inside = is_row[:, None] & (features < end)[None, :]
             offsets = rows.to(tl.int64)[:, None] * num_features + features[None, :]
             x = tl.load(input + offsets, mask=inside, other=0).to(like)
             if IS_INT4:
-                pairs = start // 2 + tl.arange(0, FEATURES // 2)
+                pairs = start // 2 + tl.arange(0, width // 2)
                 inside = is_output[:, None] & (pairs < end // 2)[None, :]
                 # What is not there becomes -8 and is multiplied by 0.
                 low, high = _unpack(tl.load(lines + pairs[None, :], mask=inside, other=0), like, PAIRED)
@@ -190,7 +189,7 @@ def _multiply_kernel(
             if groups > 1:
                 total += product * scale.to(EXACT)[:, :, None]
                 # Of the next step, so that nothing waits for them.
-                following = start + FEATURES
+                following = start + width
                 scale = _load_scales(scales, long_outputs, is_output, following, groups, num_features, PIECES, PIECE)
             else:
                 total += product
@@ -210,8 +209,10 @@ def _sum_kernel(output, sums, bias, count, num_outputs, splits, steps, BLOCK: tl
         places = tile * BLOCK + tl.arange(0, BLOCK)
         inside = places < count
         total = tl.zeros((BLOCK,), tl.float32)
-        for split in range(splits):
-            total += tl.load(sums + split.to(tl.int64) * count + places, mask=inside, other=0)
+        part = sums + places
+        for _ in range(splits):
+            total += tl.load(part, mask=inside, other=0)
+            part += count
         if bias is not None:
             total += tl.load(bias + places % num_outputs, mask=inside, other=0).to(tl.float32)
         tl.store(output + places, total.to(output.dtype.element_ty), mask=inside)
