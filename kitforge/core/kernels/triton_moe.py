@@ -55,13 +55,8 @@ def _launch(kernel: Any, source: Tensor, positions: Tensor, other: Tensor | None
     read = source if other is None else other if kernel is _weight_kernel else other.contiguous()
     constants = {} if kernel is _weight_kernel else {"HAS_WEIGHTS": other is not None}
     sizes = num_tokens, dim, source.stride(0), read.stride(0)
-    options = {"K": k, "FEATURES": features, "num_warps": warps, "programs": _programs(source, tiles)}
+    options = {"K": k, "FEATURES": features, "num_warps": warps, "is_queued": True}
     launch_grid(kernel, tiles, tokens, source, positions.contiguous(), read, output, *sizes, **options, **constants)
-
-
-def _programs(source: Tensor, tiles: int) -> int | None:
-    """A GPU starts a program for each tile as another one ends, which leaves no multiprocessor without work."""
-    return tiles if source.is_cuda else None
 
 
 def _like_weights(rows: Tensor, positions: Tensor) -> Tensor:

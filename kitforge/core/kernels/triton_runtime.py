@@ -110,16 +110,19 @@ def launch_grid(
     *arguments: Any,
     num_warps: int | None = None,
     programs: int | None = None,
+    is_queued: bool = False,
     **constants: Any,
 ) -> None:
     """Run a kernel over that many tiles, on the device of its first argument.
 
     The kernel gets `arguments`, the tiles of one program as `steps`, the elements of a tile as BLOCK, and the dtype to
-    compute in as EXACT: fp32, or float64 where the first argument has it. There are at most `programs` programs.
+    compute in as EXACT: fp32, or float64 where the first argument has it. There are at most `programs` programs;
+    with `is_queued` one for each tile on a GPU, which starts the next one as soon as one ends.
     """
     first: Tensor = arguments[0]
     device = first.device
-    count = max(1, min(tiles, programs or device_description(device).num_programs))
+    most = tiles if is_queued and device.type == "cuda" else programs or device_description(device).num_programs
+    count = max(1, min(tiles, most))
     # A kernel runs on the current device, which need not be that of its tensors.
     with devices.current(device):
         kernel[(count,)](

@@ -75,7 +75,9 @@ class Compiler:
             name, value = parameter.name, bound[parameter.name]
             if name == "WIDEN":  # for the interpreter alone
                 value = False
-            # Triton makes a constant of a whole number that is 1, and of None.
+            if name == "PAIRED":  # for the GPU alone
+                value = bound["input"].element_size() == 2
+            # Triton makes a constant of a whole number that is 1, and of None, and knows what divides by 16.
             if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):
                 signature[name], constants[name] = "constexpr", value
             elif isinstance(value, Tensor):
@@ -148,11 +150,13 @@ def call_networks(*, with_all: bool) -> None:
             permutation = permutation_of(torch.randint(0, 8, (33, choices)), 8)
             rows = kernels.moe_permute(random(33, 2048), permutation)
             kernels.moe_unpermute(rows, random(33, choices), permutation).sum().backward()
-        tables, lengths = torch.tensor([[0, 1, 2]] * 2), torch.tensor([5, 9])
+        lengths = torch.tensor([5, 9])
         with torch.no_grad():
             for heads, dim, slopes in itertools.product(
                 (1, 4, 32) if with_all else (8,), (64, 128) if with_all else (128,), (None, torch.rand(32))
             ):
+                # Of several splits and of one.
+                tables = torch.tensor([[0, 1, 2] * (100 if slopes is None else 1)] * 2)
                 slabs = random(48, heads, dim), random(48, heads, dim)
                 kernels.paged_attention(
                     *(random(2, 32, dim), *slabs, tables, lengths),

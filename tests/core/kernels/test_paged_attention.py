@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kitforge.core.kernels.dispatch import REFERENCE, implementation
 from kitforge.core.kernels.fast_path import accepts_triton_pages
+from kitforge.core.kernels.paged_attention import triton as module
 from tests.core.kernels.comparison import poison, random
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -94,6 +95,29 @@ def test_one_sequence_is_split_over_programs(length: int, window: int | None) ->
     keys[tables[0][-(-length // BLOCK) :].view(-1, 1) * BLOCK + torch.arange(BLOCK)] = math.nan
     options = {"block_size": BLOCK, "window": window, "scale": 0.4}
     query, lengths = random(1, 2, 8), torch.tensor([length])
+    found = implementation("paged_attention", "triton", "cuda")(query, keys, values, tables, lengths, **options)
+    wanted = expected(query, keys, values, tables, lengths, **options)
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_a_sequence_is_the_same_whoever_its_neighbors_are() -> None:
+    triton = implementation("paged_attention", "triton", "cuda")
+    keys, values, tables = cache(8, 1, LENGTHS)
+    query, lengths = random(len(LENGTHS), 2, 8), torch.tensor(LENGTHS)
+    for window in (None, 6, 40):
+        options = {"block_size": BLOCK, "window": window, "scale": 0.4}
+        together = triton(query, keys, values, tables, lengths, **options)
+        for text, length in enumerate(LENGTHS):
+            own = tables[text : text + 1, : -(-length // BLOCK)]
+            alone = triton(query[text : text + 1], keys, values, own, lengths[text : text + 1], **options)
+            assert torch.equal(alone[0], together[text])
+
+
+def test_a_long_sequence_has_longer_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MOST_SPLITS", 3)
+    keys, values, tables = cache(8, 1, [160])
+    options = {"block_size": BLOCK, "window": None, "scale": 0.4}
+    query, lengths = random(1, 2, 8), torch.tensor([150])
     found = implementation("paged_attention", "triton", "cuda")(query, keys, values, tables, lengths, **options)
     wanted = expected(query, keys, values, tables, lengths, **options)
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)

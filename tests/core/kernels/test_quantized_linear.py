@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kitforge.core.kernels.dispatch import implementation, select
 from kitforge.core.kernels.fast_path import accepts_triton_quantized
+from kitforge.core.kernels.quantized_linear import triton as module
 from kitforge.core.kernels.quantized_linear.reference import dequantize, quantize, quantized_linear
 from kitforge.foundation.errors import ModelError
 from tests.core.kernels.comparison import poison, random
@@ -65,6 +66,20 @@ def test_triton_multiplies_with_the_dequantized_weight(
         assert (found.dtype, found.shape) == (dtype, (rows, outputs))
         if rows:
             assert (found.double() - wanted).abs().max() < TOLERANCE[dtype] * wanted.abs().max()
+
+
+@pytest.mark.parametrize(("bits", "group"), [(8, None), (8, 32), (4, 64), (4, None)])
+@torch.no_grad()
+def test_programs_share_the_features(bits: Any, group: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_SHARE", 2)
+    input, bias = random(9, 1600).float(), random(40).float()
+    packed = quantize(random(40, 1600, seed=1).float(), bits, group)
+    found = implementation("quantized_linear", "triton", "cuda")
+    for shift in (None, bias):
+        torch.testing.assert_close(
+            found(input, *packed, shift), quantized_linear(input, *packed, shift), rtol=1e-5, atol=1e-4
+        )
+    assert torch.equal(found(input, *packed)[:2], found(input[:2], *packed))
 
 
 def test_views_and_more_dimensions() -> None:

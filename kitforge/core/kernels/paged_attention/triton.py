@@ -1,8 +1,10 @@
 """`paged_attention` in Triton: each key and value is read once, in its own dtype, without a gathered copy.
 
 The positions of a sequence are split over programs, as in Flash-Decoding (Dao et al., 2023): each program takes the
-queries that share one key head over one split, with a running maximum and sum; a second kernel merges the splits. The
-number of splits follows from shapes alone, so a call can be recorded in a CUDA graph.
+queries that share one key head over one split, with a running maximum and sum; a second kernel merges the splits. A
+sequence of one split needs no second kernel. How a sequence is split follows from its own length alone, so its result
+does not depend on its neighbors; the number of programs follows from shapes alone, so a call can be recorded in a CUDA
+graph.
 """
 
 from __future__ import annotations
@@ -17,6 +19,13 @@ from kitforge.core.kernels.triton_runtime import device_description, launch_grid
 
 # The shortest sides of a tile of a product on tensor cores.
 _LEAST = 16
+# Elements of the tiles that a program loads at once, in those of a device's tile: more of two bytes for tensor cores.
+_TILES = {2: 2, 4: 0.25, 8: 0.125}
+# A split has a device's tile elements over this many positions, or more where a sequence would have too many splits.
+_SPANS = 8
+_MOST_SPLITS = 64
+_STAGES = 3
+_WARPS = 4
 
 
 def paged_attention(
@@ -57,32 +66,61 @@ def _attend(
     features = max(row_block(dim), 1 if is_double else _LEAST)
     device = device_description(query.device)
     # Larger tiles of keys spill registers.
-    block = max(_LEAST, device.tile_elements // query.element_size() // features)
-    num_blocks = triton.cdiv(tables.shape[1] * block_size, block)
-    splits = max(1, min(num_blocks, triton.cdiv(device.num_programs, sequences * kv_heads)))
-    span = triton.cdiv(num_blocks, splits) * block
+    block = max(_LEAST, int(device.tile_elements * _TILES[query.element_size()]) // features)
+    span = max(block, device.tile_elements // _SPANS)
+    positions = tables.shape[1] * block_size
+    splits = min(_MOST_SPLITS, triton.cdiv(min(positions, window) if window else positions, span))
     exact = torch.promote_types(query.dtype, torch.float32)
-    partial = torch.empty(sequences * kv_heads * splits, group, dim, dtype=exact, device=query.device)
-    sums = torch.empty(2, sequences * kv_heads * splits, group, dtype=exact, device=query.device)
+    rows, several = sequences * heads, splits if splits > 1 else 0
+    partial = torch.empty(rows * several, dim, dtype=exact, device=query.device)
+    sums = torch.empty(rows * several, 2, dtype=exact, device=query.device)
+    shared = {"SPAN": span, "MOST": _MOST_SPLITS, "KEYS": block}
     launch_grid(
         *(_split_kernel, sequences * kv_heads * splits, block),
-        *(query, keys, values, tables, lengths, slopes, partial, sums, sequences * kv_heads * splits),
-        *(kv_heads, group, dim, splits, span, block_size, window, scale),
+        *(query, keys, values, tables, lengths, slopes, output, partial, sums, sequences * kv_heads * splits),
+        *(kv_heads, group, dim, splits, window, scale),
         *(*query.stride(), *keys.stride(), *values.stride(), *tables.stride(), lengths.stride(0)),
-        num_warps=4,
+        num_warps=_WARPS,
+        num_stages=_STAGES,
+        is_queued=True,
         GROUP=row_block(group) if is_double else max(row_block(group), _LEAST),
         FEATURES=features,
+        PAGE=block_size,
         HAS_SLOPES=slopes is not None,
         IS_DOUBLE=is_double,
         # The interpreter multiplies bfloat16 as integers.
         WIDEN=query.device.type == "cpu" and query.dtype == torch.bfloat16,
+        **shared,
     )
-    rows = sequences * heads
-    launch_grid(_merge_kernel, rows, features, output, partial, sums, rows, group, dim, splits, partial.shape[0])
+    if several:
+        many = row_block(splits)
+        launch_grid(
+            *(_merge_kernel, rows, features, output, partial, sums, lengths),
+            *(rows, heads, dim, splits, window, lengths.stride(0)),
+            num_warps=min(max(many * features // 1024, 1), 8),
+            is_queued=True,
+            SPLITS=many,
+            **shared,
+        )
     return output
 
 
 _attend.register_fake(lambda query, *_: query.new_empty(query.shape))
+
+
+@triton.jit
+def _divide(length, window, SPAN: tl.constexpr, MOST: tl.constexpr, KEYS: tl.constexpr):
+    """The first position that a sequence attends to, and the positions of one of its splits."""
+    first = tl.where(window > 0, tl.maximum(length - window, 0), 0)
+    return first, tl.maximum(SPAN, tl.cdiv(length - first, MOST * KEYS) * KEYS)
+
+
+@triton.jit
+def _multiply(left, right, IS_DOUBLE: tl.constexpr):
+    """left [m, k] @ right [k, n]; tensor cores have no float64 here."""
+    if IS_DOUBLE:
+        return tl.sum(left[:, :, None] * right[None, :, :], 1)
+    return tl.dot(left, right, input_precision="ieee")
 
 
 @triton.jit
@@ -93,6 +131,7 @@ def _split_kernel(
     tables,
     lengths,
     slopes,
+    output,
     partial,
     sums,
     num_tiles,
@@ -100,8 +139,6 @@ def _split_kernel(
     group,
     dim,
     splits,
-    span,
-    block_size,
     window,
     scale,
     query_sequence,
@@ -121,72 +158,74 @@ def _split_kernel(
     EXACT: tl.constexpr,
     GROUP: tl.constexpr,
     FEATURES: tl.constexpr,
+    PAGE: tl.constexpr,
     HAS_SLOPES: tl.constexpr,
     IS_DOUBLE: tl.constexpr,
     WIDEN: tl.constexpr,
+    SPAN: tl.constexpr,
+    MOST: tl.constexpr,
+    KEYS: tl.constexpr,
 ):
     members, columns, lanes = tl.arange(0, GROUP), tl.arange(0, FEATURES), tl.arange(0, BLOCK)
     for step in range(steps):
-        tile = tl.program_id(0).to(tl.int64) + step * tl.num_programs(0)
-        split, kv_head, sequence = tile % splits, (tile // splits) % kv_heads, tile // (splits * kv_heads)
-        length = tl.load(lengths + sequence * length_stride, mask=tile < num_tiles, other=0)
-        heads = kv_head * group + members
-        # A tile beyond the last one has no heads, and a sequence of no positions.
-        is_head = members < tl.where(tile < num_tiles, group, 0)
-        inside = is_head[:, None] & (columns < dim)[None, :]
-        offsets = heads[:, None] * query_head + columns[None, :] * query_feature
-        q = tl.load(query + sequence * query_sequence + offsets, mask=inside, other=0)
-        if WIDEN:
-            q = q.to(EXACT)
-        if HAS_SLOPES:
-            slope = tl.load(slopes + heads, mask=is_head, other=0).to(EXACT)
-        first = tl.where(window > 0, tl.maximum(length - window, 0), 0)
-        end = tl.minimum((split + 1) * span, length)
-        highest = tl.full((GROUP,), float("-inf"), EXACT)
-        total = tl.zeros((GROUP,), EXACT)
-        mixed = tl.zeros((GROUP, FEATURES), EXACT)
-        # Each block holds at least one position of the window.
-        for start in range(tl.maximum(split * span, first // BLOCK * BLOCK), end, BLOCK):
-            positions = start + lanes
-            seen = (positions >= first) & (positions < end)
-            pages = tl.load(
-                tables + sequence * table_sequence + positions // block_size * table_block, mask=seen, other=0
-            )
-            slots = pages.to(tl.int64) * block_size + positions % block_size
-            loaded = seen[:, None] & (columns < dim)[None, :]
-            k = tl.load(
-                keys + slots[:, None] * key_slot + kv_head * key_head + columns[None, :] * key_feature,
-                mask=loaded,
-                other=0,
-            )
-            v = tl.load(
-                values + slots[:, None] * value_slot + kv_head * value_head + columns[None, :] * value_feature,
-                mask=loaded,
-                other=0,
-            )
+        tile = tl.program_id(0) + step * tl.num_programs(0)
+        # The heads of the same pages follow each other.
+        kv_head, split = tile % kv_heads, tile // kv_heads % splits
+        sequence = (tile // (kv_heads * splits)).to(tl.int64)
+        length = tl.load(lengths + sequence * length_stride, mask=tile < num_tiles, other=0).to(tl.int32)
+        first, span = _divide(length, window, SPAN, MOST, KEYS)
+        begin = first + split * span
+        end = tl.minimum(begin + span, length)
+        # A tile beyond the last one, or a split beyond those of the sequence, has nothing to do.
+        if begin < end:
+            heads = kv_head * group + members
+            is_head, is_column = members < group, columns < dim
+            inside = is_head[:, None] & is_column[None, :]
+            offsets = heads[:, None] * query_head + columns[None, :] * query_feature
+            q = tl.load(query + sequence * query_sequence + offsets, mask=inside, other=0)
             if WIDEN:
-                k, v = k.to(EXACT), v.to(EXACT)
-            if IS_DOUBLE:
-                scores = tl.sum(q[:, None, :] * k[None, :, :], 2) * scale
-            else:
-                scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+                q = q.to(EXACT)
             if HAS_SLOPES:
-                scores += slope[:, None] * (positions - (length - 1)).to(EXACT)[None, :]
-            scores = tl.where(seen[None, :], scores, float("-inf"))
-            top = tl.maximum(highest, tl.max(scores, 1))
-            weights = tl.exp(scores - top[:, None])
-            scaling = tl.exp(highest - top)
-            total = total * scaling + tl.sum(weights, 1)
-            if IS_DOUBLE:
-                mixed = mixed * scaling[:, None] + tl.sum(weights[:, :, None] * v[None, :, :], 1)
+                slope = tl.load(slopes + heads, mask=is_head, other=0).to(EXACT)
+            key_columns = keys + kv_head * key_head + columns * key_feature
+            value_columns = values + kv_head * value_head + columns * value_feature
+            highest = tl.full((GROUP,), float("-inf"), EXACT)
+            total = tl.zeros((GROUP,), EXACT)
+            mixed = tl.zeros((GROUP, FEATURES), EXACT)
+            row_of_table = tables + sequence * table_sequence
+            pages = tl.load(row_of_table + (begin + lanes) // PAGE * table_block, mask=begin + lanes < end, other=0)
+            for start in range(begin, end, BLOCK):
+                positions = start + lanes
+                seen = positions < end
+                slots = pages.to(tl.int64) * PAGE + positions % PAGE
+                following = positions + BLOCK
+                # Pages are known before their keys are loaded, so that those are not waited for twice.
+                pages = tl.load(row_of_table + following // PAGE * table_block, mask=following < end, other=0)
+                loaded = seen[:, None] & is_column[None, :]
+                k = tl.load(key_columns[None, :] + slots[:, None] * key_slot, mask=loaded, other=0)
+                v = tl.load(value_columns[None, :] + slots[:, None] * value_slot, mask=loaded, other=0)
+                if WIDEN:
+                    k, v = k.to(EXACT), v.to(EXACT)
+                scores = _multiply(q, tl.trans(k), IS_DOUBLE) * scale
+                if HAS_SLOPES:
+                    scores += slope[:, None] * (positions - (length - 1)).to(EXACT)[None, :]
+                scores = tl.where(seen[None, :], scores, float("-inf"))
+                # Each block holds at least one position.
+                top = tl.maximum(highest, tl.max(scores, 1))
+                weights = tl.exp(scores - top[:, None])
+                scaling = tl.exp(highest - top)
+                total = total * scaling + tl.sum(weights, 1)
+                mixed = mixed * scaling[:, None] + _multiply(weights.to(v.dtype), v, IS_DOUBLE)
+                highest = top
+            row = sequence * kv_heads * group + heads
+            if length - first <= span:
+                result = (mixed / total[:, None]).to(output.dtype.element_ty)
+                tl.store(output + row[:, None] * dim + columns[None, :], result, mask=inside)
             else:
-                product = tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-                mixed = mixed * scaling[:, None] + product
-            highest = top
-        row = tile * group + members
-        tl.store(partial + row[:, None] * dim + columns[None, :], mixed, mask=inside)
-        tl.store(sums + row, highest, mask=is_head)
-        tl.store(sums + num_tiles * group + row, total, mask=is_head)
+                own = row * splits + split
+                tl.store(partial + own[:, None] * dim + columns[None, :], mixed, mask=inside)
+                tl.store(sums + 2 * own, highest, mask=is_head)
+                tl.store(sums + 2 * own + 1, total, mask=is_head)
 
 
 @triton.jit
@@ -194,33 +233,34 @@ def _merge_kernel(
     output,
     partial,
     sums,
+    lengths,
     num_rows,
-    group,
+    heads,
     dim,
     splits,
-    num_tiles,
+    window,
+    length_stride,
     steps,
     BLOCK: tl.constexpr,
     EXACT: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPAN: tl.constexpr,
+    MOST: tl.constexpr,
+    KEYS: tl.constexpr,
 ):
-    columns = tl.arange(0, BLOCK)
+    columns, lanes = tl.arange(0, BLOCK), tl.arange(0, SPLITS)
     for step in range(steps):
-        row = tl.program_id(0).to(tl.int64) + step * tl.num_programs(0)
-        is_row = row < num_rows
-        inside = columns < tl.where(is_row, dim, 0)
-        highest = tl.full((), float("-inf"), EXACT)
-        total = tl.zeros((), EXACT)
-        mixed = tl.zeros((BLOCK,), EXACT)
-        for split in range(splits):
-            index = (row // group * splits + split) * group + row % group
-            top = tl.load(sums + index, mask=is_row, other=0).to(EXACT)
-            own = tl.load(sums + num_tiles * group + index, mask=is_row, other=1).to(EXACT)
-            x = tl.load(partial + index * dim + columns, mask=inside, other=0).to(EXACT)
-            # A split beyond the sequence's length has a sum of 0 and a maximum of -inf.
-            best = tl.maximum(highest, top)
-            anchor = tl.where(best == float("-inf"), 0.0, best)
-            before, after = tl.exp(highest - anchor), tl.exp(top - anchor)
-            total = total * before + own * after
-            mixed = mixed * before + x * after
-            highest = best
-        tl.store(output + row * dim + columns, (mixed / total).to(output.dtype.element_ty), mask=inside)
+        row = (tl.program_id(0) + step * tl.num_programs(0)).to(tl.int64)
+        length = tl.load(lengths + row // heads * length_stride, mask=row < num_rows, other=0).to(tl.int32)
+        first, span = _divide(length, window, SPAN, MOST, KEYS)
+        own = tl.cdiv(length - first, span)
+        # The result of a sequence of one split is there already.
+        if own > 1:
+            is_own, index = lanes < own, row * splits + lanes
+            inside = is_own[:, None] & (columns < dim)[None, :]
+            tops = tl.load(sums + 2 * index, mask=is_own, other=float("-inf"))
+            totals = tl.load(sums + 2 * index + 1, mask=is_own, other=0)
+            mixed = tl.load(partial + index[:, None] * dim + columns[None, :], mask=inside, other=0)
+            factors = tl.exp(tops - tl.max(tops, 0))
+            result = tl.sum(mixed * factors[:, None], 0) / tl.sum(totals * factors, 0)
+            tl.store(output + row * dim + columns, result.to(output.dtype.element_ty), mask=columns < dim)

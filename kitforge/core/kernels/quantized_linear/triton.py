@@ -1,6 +1,9 @@
 """`quantized_linear` in Triton for the few rows of a decoding step: the weight is read once, in int8 or int4.
 
-Numbers become the dtype of the input in registers and go through tensor cores; scales multiply the products of a group.
+Numbers become the dtype of the input in registers and go through tensor cores, several pieces of a row of the weight at
+once, each within a group; the scales multiply the sums of a piece. Where a weight has few rows, several programs share
+the features, and a second kernel adds their sums in order. How the features are divided follows from the weight alone,
+so an output depends on its own row alone.
 """
 
 from __future__ import annotations
@@ -15,9 +18,11 @@ from torch import Tensor
 from kitforge.core.kernels.triton_ops import triton_op
 from kitforge.core.kernels.triton_runtime import device_description, launch_grid, row_block
 
-# The shortest sides of a tile of a product on tensor cores.
-_LEAST = 16
-_OUTPUTS = 32
+# Rows of the weight and of the input that a program takes at most.
+_OUTPUTS, _ROWS = 32, 16
+# The features of a step, of int8 or of int4, the most of a piece, and the share of a device's programs that is wanted.
+_STEP, _PIECE, _SHARE = {8: 512, 4: 512}, {8: 64, 4: 128}, 0.25
+_WARPS, _STAGES = 4, 3
 
 
 def quantized_linear(input: Tensor, quantized: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -29,32 +34,96 @@ def quantized_linear(input: Tensor, quantized: Tensor, scales: Tensor, bias: Ten
 @triton_op("kitforge::quantized_linear")
 def _multiply(input: Tensor, quantized: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
     rows = input.reshape(-1, input.shape[-1]).contiguous()
-    (num_rows, num_features), num_outputs = rows.shape, len(quantized)
+    (num_rows, num_features), num_outputs, groups = rows.shape, len(quantized), scales.shape[1]
     output = torch.empty(num_rows, num_outputs, dtype=input.dtype, device=input.device)
     if output.numel():
-        # A step of the loop lies within a group; with one group for all, the rest of the last step is masked.
-        group = num_features // scales.shape[1]
-        widest = max(device_description(input.device).tile_elements // _OUTPUTS // input.element_size(), 2 * _LEAST)
-        features = min(widest, row_block(group)) if scales.shape[1] == 1 else math.gcd(group, widest)
-        # More rows spill registers.
-        row_tile = min(max(row_block(num_rows), _LEAST), 32 if input.element_size() == 2 else _LEAST)
-        outputs_tiles = triton.cdiv(num_outputs, _OUTPUTS)
+        is_half, bits = input.element_size() == 2, 4 if quantized.dtype == torch.uint8 else 8
+        # A piece lies within a group; with one group for all, the rest of the last piece is masked. A product on tensor
+        # cores needs 16 features, of int4 16 pairs.
+        piece = _PIECE[bits] if groups == 1 else math.gcd(num_features // groups, _PIECE[bits])
+        pieces = max(_STEP[bits] // piece, 1) if is_half else 4
+        piece = piece if is_half else min(piece, 32)
+        steps = triton.cdiv(num_features, piece * pieces)
+        row_tile = min(max(row_block(num_rows), 8), _ROWS if is_half else 8)
+        output_tiles, row_tiles = triton.cdiv(num_outputs, _OUTPUTS), triton.cdiv(num_rows, row_tile)
+        wanted = int(device_description(input.device).num_programs * _SHARE) // output_tiles
+        span = triton.cdiv(steps, min(max(wanted, 1), steps)) * piece * pieces
+        splits = triton.cdiv(num_features, span)
+        sums = output
+        if splits > 1:
+            sums = torch.empty(splits, num_rows, num_outputs, dtype=torch.float32, device=input.device)
         launch_grid(
-            *(_multiply_kernel, triton.cdiv(num_rows, row_tile) * outputs_tiles, _OUTPUTS),
-            *(rows, quantized.contiguous(), scales.contiguous(), bias, output),
-            *(num_rows, num_outputs, num_features, group, scales.shape[1], outputs_tiles),
-            num_warps=4,
+            *(_multiply_kernel, row_tiles * output_tiles * splits, _OUTPUTS),
+            *(rows, quantized.contiguous(), scales.contiguous(), bias if splits == 1 else None, sums),
+            *(num_rows, num_outputs, num_features, groups, row_tiles, output_tiles, span),
+            num_warps=_WARPS if is_half else 8,
+            num_stages=_STAGES,
+            is_queued=True,
             ROWS=row_tile,
-            FEATURES=max(features, 2 * _LEAST),
-            IS_INT4=quantized.dtype == torch.uint8,
-            HAS_BIAS=bias is not None,
+            PIECES=pieces,
+            PIECE=piece,
+            IS_INT4=bits == 4,
+            # Instructions for pairs of numbers of two bytes.
+            PAIRED=is_half and input.device.type == "cuda",
             # The interpreter multiplies bfloat16 as integers.
             WIDEN=input.device.type == "cpu" and input.dtype == torch.bfloat16,
         )
+        if splits > 1:
+            tiles = triton.cdiv(output.numel(), 512)
+            more = output.numel(), num_outputs, splits
+            launch_grid(_sum_kernel, tiles, 512, output, sums, bias, *more, is_queued=True)
     return output.view(*input.shape[:-1], num_outputs)
 
 
 _multiply.register_fake(lambda input, quantized, *_: input.new_empty(*input.shape[:-1], quantized.shape[0]))
+
+
+@triton.jit
+def _unpack(packed, like, PAIRED: tl.constexpr):
+    """The numbers of the lower and of the upper halves of bytes, in the dtype of `like`."""
+    if PAIRED and like == tl.bfloat16:
+        # 128 + n has n in its lowest bits.
+        return tl.inline_asm_elementwise(
+            """{ .reg .b32 a, b, c, d, one, least;
+            mov.b32 one, 0x3f803f80; mov.b32 least, 0xc308c308;
+            prmt.b32 a, $4, 0, 0x4140; prmt.b32 b, $4, 0, 0x4342;
+            shr.b32 c, a, 4; shr.b32 d, b, 4;
+            lop3.b32 a, a, 0x000f000f, 0x43004300, 0xea; lop3.b32 b, b, 0x000f000f, 0x43004300, 0xea;
+            lop3.b32 c, c, 0x000f000f, 0x43004300, 0xea; lop3.b32 d, d, 0x000f000f, 0x43004300, 0xea;
+            fma.rn.bf16x2 $0, a, one, least; fma.rn.bf16x2 $1, b, one, least;
+            fma.rn.bf16x2 $2, c, one, least; fma.rn.bf16x2 $3, d, one, least; }""",
+            "=&r,=&r,=&r,=&r,r",
+            [packed],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=4,
+        )
+    if PAIRED and like == tl.float16:
+        # 1024 + n has n in its lowest bits.
+        return tl.inline_asm_elementwise(
+            """{ .reg .b32 a, b, c, d, one, least;
+            mov.b32 one, 0x3c003c00; mov.b32 least, 0xe408e408;
+            prmt.b32 a, $4, 0, 0x4140; prmt.b32 b, $4, 0, 0x4342;
+            shr.b32 c, a, 4; shr.b32 d, b, 4;
+            lop3.b32 a, a, 0x000f000f, 0x64006400, 0xea; lop3.b32 b, b, 0x000f000f, 0x64006400, 0xea;
+            lop3.b32 c, c, 0x000f000f, 0x64006400, 0xea; lop3.b32 d, d, 0x000f000f, 0x64006400, 0xea;
+            fma.rn.f16x2 $0, a, one, least; fma.rn.f16x2 $1, b, one, least;
+            fma.rn.f16x2 $2, c, one, least; fma.rn.f16x2 $3, d, one, least; }""",
+            "=&r,=&r,=&r,=&r,r",
+            [packed],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=4,
+        )
+    return ((packed & 15).to(tl.float32) - 8).to(like), ((packed >> 4).to(tl.float32) - 8).to(like)
+
+
+@triton.jit
+def _load_scales(scales, outputs, is_output, start, groups, num_features, PIECES: tl.constexpr, PIECE: tl.constexpr):
+    """The scale of each piece from feature `start` on, of each output: [pieces, outputs]."""
+    group = (start + tl.arange(0, PIECES) * PIECE) // (num_features // groups)
+    known = is_output[None, :] & (group < groups)[:, None]
+    return tl.load(scales + outputs[None, :] * groups + group[:, None], mask=known, other=0)
 
 
 @triton.jit
@@ -67,53 +136,84 @@ def _multiply_kernel(
     num_rows,
     num_outputs,
     num_features,
-    group,
     groups,
+    row_tiles,
     output_tiles,
+    span,
     steps,
     BLOCK: tl.constexpr,
     EXACT: tl.constexpr,
     ROWS: tl.constexpr,
-    FEATURES: tl.constexpr,
+    PIECES: tl.constexpr,
+    PIECE: tl.constexpr,
     IS_INT4: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
+    PAIRED: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
+    width: tl.constexpr = PIECES * PIECE
+    like: tl.constexpr = EXACT if WIDEN else input.dtype.element_ty
+    for step in range(steps):
+        tile = tl.program_id(0) + step * tl.num_programs(0)
+        # Programs of the same part of the weight follow each other.
+        rows = tile % row_tiles * ROWS + tl.arange(0, ROWS)
+        outputs = tile // row_tiles % output_tiles * BLOCK + tl.arange(0, BLOCK)
+        split = tile // (row_tiles * output_tiles)
+        begin = split * span
+        end = tl.minimum(begin + span, num_features)
+        # A tile beyond the last one has no features and no rows.
+        is_output, is_row = outputs < num_outputs, rows < tl.where(begin < end, num_rows, 0)
+        long_outputs = outputs.to(tl.int64)
+        lines = quantized + (long_outputs * (num_features // 2 if IS_INT4 else num_features))[:, None]
+        total = tl.zeros((PIECES, BLOCK, ROWS), EXACT)
+        scale = _load_scales(scales, long_outputs, is_output, begin, groups, num_features, PIECES, PIECE)
+        for start in range(begin, end, width):
+            features = start + tl.arange(0, width)
+            inside = is_row[:, None] & (features < end)[None, :]
+            offsets = rows.to(tl.int64)[:, None] * num_features + features[None, :]
+            x = tl.load(input + offsets, mask=inside, other=0).to(like)
+            if IS_INT4:
+                pairs = start // 2 + tl.arange(0, width // 2)
+                inside = is_output[:, None] & (pairs < end // 2)[None, :]
+                # What is not there becomes -8 and is multiplied by 0.
+                low, high = _unpack(tl.load(lines + pairs[None, :], mask=inside, other=0), like, PAIRED)
+                low = tl.permute(tl.reshape(low, (BLOCK, PIECES, PIECE // 2)), (1, 0, 2))
+                high = tl.permute(tl.reshape(high, (BLOCK, PIECES, PIECE // 2)), (1, 0, 2))
+                even, odd = tl.split(tl.reshape(x, (ROWS, PIECES, PIECE // 2, 2)))
+                product = tl.dot(low, tl.permute(even, (1, 2, 0)), input_precision="ieee")
+                product += tl.dot(high, tl.permute(odd, (1, 2, 0)), input_precision="ieee")
+            else:
+                inside = is_output[:, None] & (features < end)[None, :]
+                whole = tl.load(lines + features[None, :], mask=inside, other=0).to(like)
+                whole = tl.permute(tl.reshape(whole, (BLOCK, PIECES, PIECE)), (1, 0, 2))
+                x = tl.permute(tl.reshape(x, (ROWS, PIECES, PIECE)), (1, 2, 0))
+                product = tl.dot(whole, x, input_precision="ieee")
+            if groups > 1:
+                total += product * scale.to(EXACT)[:, :, None]
+                # Of the next step, so that nothing waits for them.
+                following = start + width
+                scale = _load_scales(scales, long_outputs, is_output, following, groups, num_features, PIECES, PIECE)
+            else:
+                total += product
+        result = tl.sum(total, 0)
+        if groups == 1:
+            result *= tl.load(scales + outputs, mask=is_output, other=0).to(EXACT)[:, None]
+        if bias is not None:
+            result += tl.load(bias + outputs, mask=is_output, other=0).to(EXACT)[:, None]
+        offsets = (split * num_rows + rows).to(tl.int64)[None, :] * num_outputs + outputs[:, None]
+        tl.store(output + offsets, result.to(output.dtype.element_ty), mask=is_row[None, :] & is_output[:, None])
+
+
+@triton.jit
+def _sum_kernel(output, sums, bias, count, num_outputs, splits, steps, BLOCK: tl.constexpr, EXACT: tl.constexpr):
     for step in range(steps):
         tile = tl.program_id(0).to(tl.int64) + step * tl.num_programs(0)
-        outputs = tile % output_tiles * BLOCK + tl.arange(0, BLOCK)
-        rows = tile // output_tiles * ROWS + tl.arange(0, ROWS)
-        is_output, is_row = outputs < num_outputs, rows < num_rows
-        total = tl.zeros((ROWS, BLOCK), EXACT)
-        for start in range(0, num_features, FEATURES):
-            scale = tl.load(scales + outputs * groups + start // group, mask=is_output, other=0).to(EXACT)
-            if IS_INT4:
-                pairs = start // 2 + tl.arange(0, FEATURES // 2)
-                is_pair = pairs < num_features // 2
-                offsets = outputs[:, None] * (num_features // 2) + pairs[None, :]
-                packed = tl.load(quantized + offsets, mask=is_output[:, None] & is_pair[None, :], other=136)
-                offsets = rows[:, None] * num_features + 2 * pairs[None, :]
-                inside = is_row[:, None] & is_pair[None, :]
-                even = tl.load(input + offsets, mask=inside, other=0)
-                odd = tl.load(input + offsets + 1, mask=inside, other=0)
-                if WIDEN:
-                    even, odd = even.to(EXACT), odd.to(EXACT)
-                low = ((packed & 15).to(tl.float32) - 8).to(even.dtype)
-                high = ((packed >> 4).to(tl.float32) - 8).to(even.dtype)
-                product = tl.dot(even, tl.trans(low), input_precision="ieee")
-                product += tl.dot(odd, tl.trans(high), input_precision="ieee")
-            else:
-                features = start + tl.arange(0, FEATURES)
-                is_feature = features < num_features
-                offsets = outputs[:, None] * num_features + features[None, :]
-                whole = tl.load(quantized + offsets, mask=is_output[:, None] & is_feature[None, :], other=0)
-                offsets = rows[:, None] * num_features + features[None, :]
-                x = tl.load(input + offsets, mask=is_row[:, None] & is_feature[None, :], other=0)
-                if WIDEN:
-                    x = x.to(EXACT)
-                product = tl.dot(x, tl.trans(whole.to(tl.float32).to(x.dtype)), input_precision="ieee")
-            total += product * scale[None, :]
-        if HAS_BIAS:
-            total += tl.load(bias + outputs, mask=is_output, other=0).to(EXACT)[None, :]
-        offsets = rows[:, None] * num_outputs + outputs[None, :]
-        tl.store(output + offsets, total.to(output.dtype.element_ty), mask=is_row[:, None] & is_output[None, :])
+        places = tile * BLOCK + tl.arange(0, BLOCK)
+        inside = places < count
+        total = tl.zeros((BLOCK,), tl.float32)
+        part = sums + places
+        for _ in range(splits):
+            total += tl.load(part, mask=inside, other=0)
+            part += count
+        if bias is not None:
+            total += tl.load(bias + places % num_outputs, mask=inside, other=0).to(tl.float32)
+        tl.store(output + places, total.to(output.dtype.element_ty), mask=inside)
