@@ -1,4 +1,4 @@
-"""Every family trains, is evaluated, resumes and predicts on a device that is not the CPU (see `tests.other_device`)."""
+"""Every family trains, is evaluated, resumes and predicts on a device that is not the CPU."""
 
 from __future__ import annotations
 
