@@ -32,6 +32,11 @@ def tile_of_rows(device: torch.device, num_rows: int, dim: int) -> tuple[int, in
     return features, rows, int(triton.cdiv(num_rows, rows))
 
 
+def unroll_of(features: int) -> int:
+    """The rows that a program asks for at once; the addresses of wide ones would spill registers."""
+    return UNROLL if features < 128 else min(UNROLL, 2)
+
+
 def launch_rows(
     kernel: Any, tiles: int, block: int, *arguments: Any, num_warps: int | None = None, **constants: Any
 ) -> None:

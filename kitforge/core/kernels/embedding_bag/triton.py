@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kitforge.core.kernels.jagged_bags import Bags
 from kitforge.core.kernels.triton_math import divide
-from kitforge.core.kernels.triton_rows import UNROLL, launch_rows, tile_of_rows
+from kitforge.core.kernels.triton_rows import launch_rows, tile_of_rows, unroll_of
 from kitforge.core.kernels.workspace import Workspace
 
 
@@ -59,7 +59,7 @@ def _pool(
         *(slab, slots, inverse, offsets, weights, out, num_rows, num_ids, len(slots), len(slab), dim),
         *(slab.stride(0), out.stride(0)),
         FEATURES=features,
-        UNROLL=UNROLL if offsets is not None else 1,
+        UNROLL=unroll_of(features) if offsets is not None else 1,
         HAS_INVERSE=inverse is not None,
         HAS_BAGS=offsets is not None,
         IS_WEIGHTED=weights is not None,

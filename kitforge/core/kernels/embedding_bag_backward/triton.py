@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kitforge.core.kernels.jagged_bags import Bags
 from kitforge.core.kernels.triton_math import divide
-from kitforge.core.kernels.triton_rows import TILE_ELEMENTS, UNROLL, launch_rows, tile_of_rows
+from kitforge.core.kernels.triton_rows import TILE_ELEMENTS, launch_rows, tile_of_rows, unroll_of
 
 # Sorted ids of a part. Rows of so many ids at most have the bits of the reference.
 SEGMENT = 32
@@ -61,7 +61,7 @@ def _sum(
     sizes = len(gradients), dim, *gradients.stride()
     constants = {
         "FEATURES": features,
-        "UNROLL": UNROLL,
+        "UNROLL": unroll_of(features),
         "SEGMENT": SEGMENT,
         "HAS_BAGS": offsets is not None,
         "IS_WEIGHTED": weights is not None,
