@@ -254,21 +254,21 @@ class Recommender(nn.Module):
 class ReadOnlyTables(nn.Module):
     """Read-only tables by name, with the interface of EmbeddingCollection."""
 
-    place: Tensor
+    anchor: Tensor
 
     def __init__(self, tables: Mapping[str, nn.Module], features: Mapping[str, str]) -> None:
         super().__init__()
         self.tables = nn.ModuleDict(tables)
         self.features = dict(features)
         # Moves with the module: rows are read on the CPU, and their vectors are for the network.
-        self.register_buffer("place", torch.empty(0), persistent=False)
+        self.register_buffer("anchor", torch.empty(0), persistent=False)
 
     def forward(self, requests: Mapping[str, EmbeddingRequest]) -> dict[str, Tensor]:
         """The vectors of every request, on the device of the module."""
         return {
             name: copy_to(
                 self.tables[self.features[name]](*(request if isinstance(request, tuple) else (request,))),
-                self.place.device,
+                self.anchor.device,
             )
             for name, request in requests.items()
         }

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kitforge.api import pipeline
+from kitforge.embedding_cache import cache as embedding_cache
 from tests.kits.recommender.runs import FAMILIES, numbers, run
 from tests.kits.recommender.test_pipeline import rows
 from tests.other_device import DEVICE, OnDevice, other_device
@@ -22,6 +23,7 @@ THERE = {"device": str(DEVICE)}
 
 @pytest.mark.parametrize(("family", "cache"), [(name, ("whole", "small")[at % 2]) for at, name in enumerate(FAMILIES)])
 def test_a_family_runs_there_as_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, cache: str) -> None:
+    monkeypatch.setattr(embedding_cache, "DEVICE_IDS", 40)
     choices = {**CACHES[cache], "trainer.max_steps": 4}
     told, wanted = run(tmp_path / "here", family, choices)
     with other_device(monkeypatch):

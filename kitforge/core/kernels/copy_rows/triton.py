@@ -69,11 +69,11 @@ def _copy_kernel(
     HAS_TO: tl.constexpr,
 ):
     # The elements of a tile lie densely in its lanes, whatever the width of a row.
-    place = tl.arange(0, BLOCK)
-    column = place % DIM
+    location = tl.arange(0, BLOCK)
+    column = location % DIM
     for step in range(steps):
-        rows = (tl.program_id(0).to(tl.int64) + step * tl.num_programs(0)) * ROWS + place // DIM
-        is_row = (rows < num_rows) & (place < ROWS * DIM)
+        rows = (tl.program_id(0).to(tl.int64) + step * tl.num_programs(0)) * ROWS + location // DIM
+        is_row = (rows < num_rows) & (location < ROWS * DIM)
         origin, goal = rows, rows
         if HAS_AT:
             origin = tl.load(at + rows, mask=is_row, other=-1)

@@ -97,7 +97,7 @@ def _gradient(
     owners,
     offsets,
     weights,
-    place,
+    location,
     is_id,
     columns,
     num_owners,
@@ -109,8 +109,8 @@ def _gradient(
     IS_WEIGHTED: tl.constexpr,
     IS_MEAN: tl.constexpr,
 ):
-    """The contributions [BLOCK, FEATURES] of the sorted ids at `place` [BLOCK]; zero where not `is_id`."""
-    owner = tl.load(owners + place, mask=is_id, other=0)
+    """The contributions [BLOCK, FEATURES] of the sorted ids at `location` [BLOCK]; zero where not `is_id`."""
+    owner = tl.load(owners + location, mask=is_id, other=0)
     is_known = is_id & (owner >= 0) & (owner < num_owners)
     inside = is_known[:, None] & (columns < dim)[None, :]
     offset = owner[:, None] * row_stride + columns[None, :] * column_stride
@@ -119,7 +119,7 @@ def _gradient(
         end = tl.load(offsets + owner + 1, mask=is_known, other=1)
         x = divide(x, (end - tl.load(offsets + owner, mask=is_known, other=0)).to(EXACT)[:, None], EXACT)
     if IS_WEIGHTED:
-        number = tl.load(ids + place, mask=is_id, other=0)
+        number = tl.load(ids + location, mask=is_id, other=0)
         x *= tl.load(weights + number, mask=is_known, other=0).to(EXACT)[:, None]
     return x
 
@@ -219,11 +219,11 @@ def _part_kernel(
         other = tl.zeros((BLOCK, FEATURES), EXACT)
         for first in range(0, tl.max(tl.where(is_head | is_tail, SEGMENT, 0), 0), UNROLL):
             for offset in tl.static_range(UNROLL):
-                place = begin + first + offset
-                is_one = place < stop
-                is_other = (place >= start) & (place < end)
+                location = begin + first + offset
+                is_one = location < stop
+                is_other = (location >= start) & (location < end)
                 x = _gradient(
-                    *(gradients, ids, owners, offsets, weights, place, is_segment & (is_one | is_other), columns),
+                    *(gradients, ids, owners, offsets, weights, location, is_segment & (is_one | is_other), columns),
                     *(num_owners, dim, row_stride, column_stride, EXACT, HAS_BAGS, IS_WEIGHTED, IS_MEAN),
                 )
                 one += tl.where(is_one[:, None], x, 0.0)
