@@ -29,7 +29,7 @@ def unique(ids: Tensor, out: Tensor | None = None, scratch: Workspace | None = N
     table = torch.full((size + SPARE_CELLS,), _EMPTY.value, dtype=torch.int32, device=ids.device)
     cells, is_first = (torch.empty(num_ids, dtype=torch.int32, device=ids.device) for _ in range(2))
     spare = SPARE_CELLS - 1
-    launch_rows(_place_kernel, *tiles, ids, table, cells, num_ids, size, spare, num_warps=KEY_WARPS)
+    launch_rows(_insert_kernel, *tiles, ids, table, cells, num_ids, size, spare, num_warps=KEY_WARPS)
     launch_rows(_first_kernel, *tiles, ids, table, cells, is_first, num_ids, num_warps=KEY_WARPS)
     numbers = is_first.cumsum(0, dtype=torch.int32)
     distinct = torch.empty_like(ids)
@@ -39,7 +39,7 @@ def unique(ids: Tensor, out: Tensor | None = None, scratch: Workspace | None = N
 
 
 @triton.jit
-def _place_kernel(ids, table, cells, num_ids, size, spare, steps, BLOCK: tl.constexpr, EXACT: tl.constexpr):
+def _insert_kernel(ids, table, cells, num_ids, size, spare, steps, BLOCK: tl.constexpr, EXACT: tl.constexpr):
     """Leave the smallest position of every id in a cell of its own, and that cell's number for each position."""
     for step in range(steps):
         tile = tl.program_id(0) + step * tl.num_programs(0)
