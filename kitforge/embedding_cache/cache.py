@@ -33,6 +33,8 @@ from kitforge.foundation.errors import ConfigError
 
 # Learning rates that there is room for at first, for optimizers that also move rows without a gradient.
 INITIAL_RATES = 1024
+# From so many ids on, an accelerator finds the distinct ones sooner, though the host waits for them.
+DEVICE_IDS = 32_768
 
 
 @final
@@ -91,7 +93,7 @@ class RowCache:
         `is_gathered`: all ranks have these same ids. Raises DataError for an id outside the table.
         """
         with reserve_threads() if ahead else nullcontext():
-            distinct, inverse = self._unique(ids, scratch=self._scratches[ahead])
+            distinct, inverse = self._distinct(ids, ahead=ahead)
             check_range(distinct, self.options.num_embeddings, self.options.name)
             if self._replicas is not None and not is_gathered:
                 own, distinct = distinct, self._replicas.all_gather_keys(distinct, ahead)
@@ -111,6 +113,14 @@ class RowCache:
                 if keep is not None:
                     keep(handle)
             return handle
+
+    def _distinct(self, ids: Tensor, *, ahead: bool) -> tuple[Tensor, Tensor]:
+        """The distinct ids [u], on the CPU, and the index [N] of each id among them, wherever it was found."""
+        tier = self.device
+        if tier.device.type == "cpu" or self._replicas is not None or len(ids) < DEVICE_IDS:
+            return self._unique(ids, scratch=self._scratches[ahead])
+        distinct, inverse = tier.kernels.unique(copy_to(ids, tier.device))
+        return distinct.cpu(), inverse
 
     def on_future_access(self, ids: Tensor) -> None:
         """The prefetch thread will plan a lookup of these ids later."""

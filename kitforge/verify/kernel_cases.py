@@ -160,7 +160,7 @@ def table_errors(device: torch.device) -> Iterator[tuple[str, float]]:
         for name in ("sgd", "adagrad", "rowwise_adagrad", "lazy_adam", "adam", "ftrl"):
             rule = build_row_optimizer(SparseOptimizerConfig(name=name), kernels)
             layout = rule.layout(32)
-            records = torch.zeros(len(rows), layout.width, device=device)
+            records = torch.zeros(len(rows), layout.width, device=target)
             records[:, :32] = rows[:, :32]
             rule.init_states_(records, layout)
             for step in (1, 2, 3):

@@ -26,8 +26,8 @@ class TestRendezvous:
 
     __test__ = False
 
-    def __init__(self, degrees: ParallelConfig) -> None:
-        self.device = torch.device("cpu")
+    def __init__(self, degrees: ParallelConfig, device: str = "cpu") -> None:
+        self.device = torch.device(device)
         self._degrees = degrees
 
     @contextmanager

@@ -9,6 +9,11 @@ import triton.language as tl
 from kitforge.core.kernels.triton_runtime import device_description
 
 SMALLEST_TABLE = 64
+# Cells behind a table. Compare and swap has no mask, so a lane without work swaps one of these, each its own: many on
+# one address would wait for one another.
+SPARE_CELLS = 4096
+# Keys of a tile, one a lane: the lanes wait for the longest probe among them.
+KEYS, KEY_WARPS = 128, 4
 
 
 def table_size(num_keys: int) -> int:
@@ -18,8 +23,7 @@ def table_size(num_keys: int) -> int:
 
 def key_tiles(device: torch.device, num_keys: int) -> tuple[int, int]:
     """Of a kernel over keys: the number of tiles, and the keys of a tile."""
-    # Lanes of a tile wait for the longest probe among them.
-    block = min(device_description(device).tile_elements, 256)
+    block = min(device_description(device).tile_elements, KEYS)
     return triton.cdiv(num_keys, block), block
 
 

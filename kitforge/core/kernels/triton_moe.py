@@ -55,7 +55,7 @@ def _launch(kernel: Any, source: Tensor, positions: Tensor, other: Tensor | None
     read = source if other is None else other if kernel is _weight_kernel else other.contiguous()
     constants = {} if kernel is _weight_kernel else {"HAS_WEIGHTS": other is not None}
     sizes = num_tokens, dim, source.stride(0), read.stride(0)
-    options = {"K": k, "FEATURES": features, "num_warps": warps, "is_queued": True}
+    options: dict[str, Any] = {"K": k, "FEATURES": features, "num_warps": warps, "is_queued": True}
     launch_grid(kernel, tiles, tokens, source, positions.contiguous(), read, output, *sizes, **options, **constants)
 
 

@@ -23,6 +23,7 @@ from kitforge.core.parallel.world import World
 from kitforge.embedding_cache.collection import EmbeddingCollection
 from kitforge.embedding_cache.sharding.strategy import TableSharding
 from kitforge.embedding_cache.table import CachedEmbedding
+from kitforge.foundation.device import copy_to
 from kitforge.kits.recommender.batch import FeatureBatch
 from kitforge.kits.recommender.config import CacheOptions, EmbeddingTableOptions
 from kitforge.kits.recommender.features import FeatureEncoder, FeatureStatistics, TableSpec
@@ -118,7 +119,7 @@ class EmbeddingRequestPlan:
             else:
                 (feature,) = lookup.features
                 vectors[lookup.name] = pad_sequences(parts[0], lengths[feature])
-                vectors[f"{lookup.name}.lengths"] = lengths[feature]
+                vectors[f"{lookup.name}.lengths"] = copy_to(lengths[feature], parts[0].device)
         return vectors
 
     def _each(self, lookup: EmbeddingLookup, parts: Sequence[Tensor]) -> Tensor:
@@ -196,18 +197,19 @@ def _request(part: _TableCall, lookup: EmbeddingLookup, batch: FeatureBatch, *, 
 
 def _mean_of(rows: Tensor, lengths: Tensor) -> Tensor:
     """The means [B, dim] of consecutive rows [sum of lengths, dim]; zero for a length of zero."""
-    lengths = lengths.to(rows.device)
-    owners = torch.repeat_interleave(torch.arange(len(lengths), device=rows.device), lengths)
+    owners = copy_to(torch.repeat_interleave(torch.arange(len(lengths)), lengths), rows.device)
     total = rows.new_zeros(len(lengths), rows.shape[1]).index_add(0, owners, rows)
-    return total / lengths.clamp(min=1).unsqueeze(1)
+    return total / copy_to(lengths.clamp(min=1).unsqueeze(1), rows.device)
 
 
 def pad_sequences(rows: Tensor, lengths: Tensor, length: int | None = None) -> Tensor:
-    """Rows [sum of lengths, dim] padded with zeros to [B, length, dim]; None: the longest of `lengths`."""
+    """Rows [sum of lengths, dim] padded with zeros to [B, length, dim]; None: the longest of `lengths`, which are on
+    the CPU."""
     if length is None:
         length = int(lengths.max()) if len(lengths) else 0
-    positions = (torch.arange(length, device=rows.device) < lengths.unsqueeze(1)).flatten().nonzero().squeeze(1)
-    flat = rows.new_zeros(len(lengths) * length, rows.shape[1]).index_copy(0, positions, rows)
+    positions = (torch.arange(length) < lengths.unsqueeze(1)).flatten().nonzero().squeeze(1)
+    there = copy_to(positions, rows.device)
+    flat = rows.new_zeros(len(lengths) * length, rows.shape[1]).index_copy(0, there, rows)
     return flat.view(len(lengths), length, rows.shape[1])
 
 
@@ -236,8 +238,12 @@ class Recommender(nn.Module):
 
     def logits(self, inputs: Mapping[str, Any], dropout_key: SampleDropout | None = None) -> Tensor:
         """Logits [B] of `inputs_of` samples, for families that score rows."""
-        output: Tensor = self.network(inputs["dense"], self.vectors(inputs), dropout_key)
+        output: Tensor = self.network(self.dense(inputs), self.vectors(inputs), dropout_key)
         return output
+
+    def dense(self, inputs: Mapping[str, Any]) -> Tensor:
+        """The dense features [B, d] on the device of the network."""
+        return copy_to(inputs["dense"], next(self.network.parameters()).device)
 
     def vectors(self, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
         """The vectors of all lookups in the inputs."""
@@ -248,15 +254,22 @@ class Recommender(nn.Module):
 class ReadOnlyTables(nn.Module):
     """Read-only tables by name, with the interface of EmbeddingCollection."""
 
+    anchor: Tensor
+
     def __init__(self, tables: Mapping[str, nn.Module], features: Mapping[str, str]) -> None:
         super().__init__()
         self.tables = nn.ModuleDict(tables)
         self.features = dict(features)
+        # Moves with the module: rows are read on the CPU, and their vectors are for the network.
+        self.register_buffer("anchor", torch.empty(0), persistent=False)
 
     def forward(self, requests: Mapping[str, EmbeddingRequest]) -> dict[str, Tensor]:
-        """The vectors of every request."""
+        """The vectors of every request, on the device of the module."""
         return {
-            name: self.tables[self.features[name]](*(request if isinstance(request, tuple) else (request,)))
+            name: copy_to(
+                self.tables[self.features[name]](*(request if isinstance(request, tuple) else (request,))),
+                self.anchor.device,
+            )
             for name, request in requests.items()
         }
 

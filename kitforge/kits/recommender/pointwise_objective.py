@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from kitforge.core.nn.dropout import SampleDropout
 from kitforge.core.parallel.world import World
+from kitforge.foundation.device import copy_to
 from kitforge.foundation.errors import DataError
 from kitforge.foundation.types import MicroBatch, Sums
 from kitforge.kits.recommender.batch import FeatureBatch
@@ -63,7 +64,7 @@ class PointwiseObjective(Objective[ClickRows]):
                 samples = samples * self._negatives.rows_of_sample + micro_batch["positions"]
             dropout_key = SampleDropout(seed=self._seed, step=micro_batch["step"], samples=samples)
         logits = model(lambda: model.logits(micro_batch, dropout_key))
-        labels = micro_batch["labels"].to(logits.device)
+        labels = copy_to(micro_batch["labels"], logits.device)
         return {"loss": functional.binary_cross_entropy_with_logits(logits, labels, reduction="sum")}
 
     def count(self, micro_batch: MicroBatch) -> int:

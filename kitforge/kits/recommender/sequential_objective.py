@@ -19,6 +19,7 @@ from torch.nn import functional
 from kitforge.core.nn.context import DropoutKey
 from kitforge.data.splitmix64 import hash_array
 from kitforge.foundation import seed as seeds
+from kitforge.foundation.device import copy_to
 from kitforge.foundation.types import MicroBatch, Sums
 from kitforge.kits.recommender.batch import FeatureBatch, IdSequence
 from kitforge.kits.recommender.config import RetrievalOptions
@@ -156,14 +157,18 @@ class SampledSoftmax(RetrievalObjective[SequenceBatch]):
             # No targets here, but all ranks and all weights must take part in backward.
             unused = sum((weight.sum() for weight in model.network.parameters()), vectors.sum() + negatives.sum())
             return unused * 0.0
-        states = sasrec_of(model)(vectors[:, :-1], before, dropout_key)[asks]
-        wanted = (states * vectors[:, 1:][asks]).sum(1, keepdim=True)
+        there = copy_to(asks.flatten().nonzero().squeeze(1), vectors.device)
+        states, targets = (
+            each.flatten(0, 1).index_select(0, there)
+            for each in (sasrec_of(model)(vectors[:, :-1], before, dropout_key), vectors[:, 1:])
+        )
+        wanted = (states * targets).sum(1, keepdim=True)
         # Each of the K negatives stands for I / K items; a drawn target is masked out.
         others = states @ negatives.t() + math.log(len(self._catalogue) / len(negatives))
-        is_wanted = ids[:, 1:][asks].unsqueeze(1) == micro_batch["negative_ids"]
-        others = others.masked_fill(is_wanted.to(others.device), -math.inf)
+        own, negative = (copy_to(each, others.device) for each in (ids[:, 1:][asks], micro_batch["negative_ids"]))
+        others = others.masked_fill(own.unsqueeze(1) == negative, -math.inf)
         scores = torch.cat([wanted, others], dim=1)
-        return functional.cross_entropy(scores, torch.zeros(len(scores), dtype=torch.int64), reduction="sum")
+        return functional.cross_entropy(scores, there.new_zeros(len(scores)), reduction="sum")
 
     def _rows(self, model: Recommender, request: Mapping[str, Any]) -> Tensor:
         (rows,) = model.tables(request).values()

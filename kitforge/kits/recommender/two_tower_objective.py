@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kitforge.core.nn.dropout import SampleDropout
 from kitforge.foundation.config import check
+from kitforge.foundation.device import copy_to
 from kitforge.foundation.types import MicroBatch, Sums
 from kitforge.kits.recommender.batch import FeatureBatch
 from kitforge.kits.recommender.config import RetrievalOptions
@@ -153,18 +154,18 @@ def towers_of(model: Recommender) -> TwoTower:
 def side_vectors(model: Recommender, side: str, inputs: Mapping[str, Any], dropout_key: SampleDropout | None) -> Tensor:
     """User or item vectors [B, dim] of samples."""
     tower = getattr(model.network, side)
-    vectors: Tensor = tower(inputs["dense"], model.vectors(inputs), dropout_key)
+    vectors: Tensor = tower(model.dense(inputs), model.vectors(inputs), dropout_key)
     return vectors
 
 
 def in_batch_loss(scores: Tensor, micro_batch: Mapping[str, Any]) -> Tensor:
     """The loss [b] of scores [b, B] of users with the items of the whole batch. Accidental hits, other rows with the
     user's own item, are masked out."""
-    targets, ids = micro_batch["targets"].to(scores.device), micro_batch["ids"].to(scores.device)
-    corrected = scores - micro_batch["log_frequencies"].to(scores.device, scores.dtype)
+    targets, ids = (copy_to(micro_batch[name], scores.device) for name in ("targets", "ids"))
+    corrected = scores - copy_to(micro_batch["log_frequencies"], scores.device).to(scores.dtype)
     is_same = ids[targets].unsqueeze(1) == ids
-    is_same[torch.arange(len(targets)), targets] = False
+    is_same[torch.arange(len(targets), device=scores.device), targets] = False
     corrected = corrected.masked_fill(is_same, -math.inf)
     losses = torch.nn.functional.cross_entropy(corrected, targets, reduction="none")
-    weighted: Tensor = losses * micro_batch["weights"].to(scores.device)
+    weighted: Tensor = losses * copy_to(micro_batch["weights"], scores.device)
     return weighted

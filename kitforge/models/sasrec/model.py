@@ -18,6 +18,7 @@ from kitforge.core.nn.embedding_spec import EmbeddingLookup, RecommenderConfig, 
 from kitforge.core.nn.mlp import MLPConfig
 from kitforge.core.nn.stack import Stack
 from kitforge.foundation.config import check
+from kitforge.foundation.device import copy_to
 from kitforge.foundation.errors import ConfigError
 
 NORM_EPS = 1e-8
@@ -103,7 +104,7 @@ class SASRec(Stack):
         self.add_blocks((config.block(),) * config.num_layers, kernels)
 
     def forward(self, items: Tensor, lengths: Tensor, dropout_key: DropoutKey | None = None) -> Tensor:
-        """Hidden states; positions beyond `lengths` [B] change nothing before them.
+        """Hidden states; positions beyond `lengths` [B], on the CPU, change nothing before them.
 
         Histories are grouped into buckets of similar length, since most are much shorter than the longest. The bucket,
         and so the dropout mask, depends on a history's own length alone.
@@ -118,11 +119,11 @@ class SASRec(Stack):
             rows = (width_of == width).nonzero().squeeze(1)
             samples = () if dropout_key is None else tuple(dropout_key.samples[row] for row in rows.tolist())
             of_rows = None if dropout_key is None else replace(dropout_key, samples=samples)
-            context = Context(lengths=lengths[rows].unsqueeze(1), dropout=of_rows)
-            states = self.hidden(items[rows, :width], context).float()
+            context = Context(lengths=copy_to(lengths[rows].unsqueeze(1), items.device), dropout=of_rows)
+            states = self.hidden(items[copy_to(rows, items.device), :width], context).float()
             parts.append(functional.pad(states, (0, 0, 0, longest - width)))
             order.append(rows)
-        return torch.cat(parts)[torch.cat(order).argsort()]
+        return torch.cat(parts)[copy_to(torch.cat(order).argsort(), items.device)]
 
     def embed(self, input: Tensor, context: Context) -> Tensor:
         """The stream of items [B, L, dim] into the first block; the context tells the lengths of the histories."""
@@ -135,4 +136,4 @@ class SASRec(Stack):
 
     def last(self, states: Tensor, lengths: Tensor) -> Tensor:
         """The last states [B, dim] of histories that are not empty."""
-        return states[torch.arange(len(states), device=states.device), lengths - 1]
+        return states[torch.arange(len(states), device=states.device), copy_to(lengths - 1, states.device)]

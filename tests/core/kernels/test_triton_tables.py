@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kitforge.core.kernels.dispatch import TABLE_REFERENCE, TableKernels, implementation, select_table
+from kitforge.core.kernels.embedding_bag_backward import triton as bag_backward
 from kitforge.core.kernels.hash_map.triton import DeviceHashMap
 from kitforge.core.kernels.jagged_bags import Bags
 from kitforge.core.kernels.sparse_update.reference import integer_view
@@ -224,3 +225,26 @@ def test_a_map_that_keys_come_and_go_from_does_not_grow_on_a_device() -> None:
     assert isinstance(found, DeviceHashMap)
     assert len(found._keys) == 128
     assert len(found) == 0
+
+
+@pytest.mark.parametrize("kind", [None, "sum", "mean", "weighted"])
+def test_a_row_that_most_ids_share_is_summed_in_parts(monkeypatch: pytest.MonkeyPatch, kind: str | None) -> None:
+    monkeypatch.setattr(bag_backward, "SEGMENT", 4)
+    # Rows that begin and end at a segment, amid one, over many, and rows without ids.
+    counts = torch.tensor([1, 3, 0, 9, 4, 5, 70, 2, 0, 1])
+    inverse = torch.repeat_interleave(torch.arange(10), counts)[torch.randperm(95, generator=seeded(1))]
+    bags, num = None, 95
+    if kind is not None:
+        weights = normal(95).double() if kind == "weighted" else None
+        offsets = torch.tensor([0, 0, 7, 8, 50, 95])
+        bags, num = Bags(offsets=offsets, mode="mean" if kind == "mean" else "sum", weights=weights), 5
+    gradients = normal(num, 3)
+    found = TRITON.embedding_bag_backward(gradients, inverse, 10, bags=bags)
+    wanted = TABLE_REFERENCE.embedding_bag_backward(gradients.double(), inverse, 10, bags=bags)
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
+    assert not found[[2, 8]].any()
+    outside = torch.cat([inverse, torch.tensor([-1, 10, 10, 10, 10, 10, 10])])
+    if kind is None:
+        more = torch.cat([gradients, torch.full((7, 3), torch.nan)])
+        assert have_same_bits(TRITON.embedding_bag_backward(more, outside, 10)[[0, 2]], found[[0, 2]])
+        assert TRITON.embedding_bag_backward(more, outside, 10).isfinite().all()

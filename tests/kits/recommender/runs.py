@@ -75,7 +75,7 @@ def ready(
     return KIT.assemble(
         options,
         Inputs(callbacks=[told], train_dataset=rows_of(family) if rows is None else rows),
-        TestRendezvous(degrees),
+        TestRendezvous(degrees, options.device),
     ), told
 
 

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from kitforge.core.kernels.copy_rows import reference
 from kitforge.core.kernels.triton_ops import triton_op
-from kitforge.core.kernels.triton_runtime import launch_grid, row_tiles
+from kitforge.core.kernels.triton_rows import COPY_ELEMENTS, COPY_WARPS, launch_rows
+from kitforge.core.kernels.triton_runtime import device_description, row_block
 from kitforge.foundation.errors import ModelError
 
 
@@ -33,12 +34,13 @@ def _copy(target: Tensor, source: Tensor, at: Tensor | None, to: Tensor | None) 
     num_rows, dim = len(source if at is None else at), target.shape[1]
     if not num_rows * dim:
         return
-    features, rows, tiles = row_tiles(target.device, num_rows, dim)
-    launch_grid(
-        *(_copy_kernel, tiles, rows),
-        *(source, target, at, to, num_rows, len(source), len(target), dim, source.stride(0), target.stride(0)),
-        num_warps=4,
-        FEATURES=features,
+    rows = max(1, min(COPY_ELEMENTS, 16 * device_description(target.device).row_elements) // dim)
+    launch_rows(
+        *(_copy_kernel, triton.cdiv(num_rows, rows), row_block(rows * dim)),
+        *(source, target, at, to, num_rows, len(source), len(target), source.stride(0), target.stride(0)),
+        num_warps=COPY_WARPS,
+        ROWS=rows,
+        DIM=dim,
         HAS_AT=at is not None,
         HAS_TO=to is not None,
     )
@@ -56,26 +58,27 @@ def _copy_kernel(
     num_rows,
     source_rows,
     target_rows,
-    dim,
     source_stride,
     target_stride,
     steps,
     BLOCK: tl.constexpr,
     EXACT: tl.constexpr,
-    FEATURES: tl.constexpr,
+    ROWS: tl.constexpr,
+    DIM: tl.constexpr,
     HAS_AT: tl.constexpr,
     HAS_TO: tl.constexpr,
 ):
-    columns = tl.arange(0, FEATURES)
+    # The elements of a tile lie densely in its lanes, whatever the width of a row.
+    location = tl.arange(0, BLOCK)
+    column = location % DIM
     for step in range(steps):
-        rows = (tl.program_id(0).to(tl.int64) + step * tl.num_programs(0)) * BLOCK + tl.arange(0, BLOCK)
-        is_row = rows < num_rows
+        rows = (tl.program_id(0).to(tl.int64) + step * tl.num_programs(0)) * ROWS + location // DIM
+        is_row = (rows < num_rows) & (location < ROWS * DIM)
         origin, goal = rows, rows
         if HAS_AT:
             origin = tl.load(at + rows, mask=is_row, other=-1)
         if HAS_TO:
             goal = tl.load(to + rows, mask=is_row, other=-1)
         is_row = is_row & (origin >= 0) & (origin < source_rows) & (goal >= 0) & (goal < target_rows)
-        inside = is_row[:, None] & (columns < dim)[None, :]
-        x = tl.load(source + origin[:, None] * source_stride + columns[None, :], mask=inside, other=0)
-        tl.store(target + goal[:, None] * target_stride + columns[None, :], x, mask=inside)
+        x = tl.load(source + origin * source_stride + column, mask=is_row, other=0)
+        tl.store(target + goal * target_stride + column, x, mask=is_row)

@@ -13,7 +13,7 @@ from torch import Tensor
 from kitforge.core.kernels.jagged_bags import Bags
 from kitforge.core.kernels.triton_math import divide
 from kitforge.core.kernels.triton_ops import triton_op
-from kitforge.core.kernels.triton_runtime import launch_grid, row_tiles
+from kitforge.core.kernels.triton_rows import launch_rows, tile_of_rows, unroll_of
 from kitforge.core.kernels.workspace import Workspace
 
 
@@ -53,13 +53,13 @@ def _pool(
     if not out.numel():
         return
     num_ids = len(slots if inverse is None else inverse)
-    features, rows, tiles = row_tiles(slab.device, num_rows, dim)
-    launch_grid(
+    features, rows, tiles = tile_of_rows(slab.device, num_rows, dim)
+    launch_rows(
         *(_pool_kernel, tiles, rows),
         *(slab, slots, inverse, offsets, weights, out, num_rows, num_ids, len(slots), len(slab), dim),
         *(slab.stride(0), out.stride(0)),
-        num_warps=4,
         FEATURES=features,
+        UNROLL=unroll_of(features) if offsets is not None else 1,
         HAS_INVERSE=inverse is not None,
         HAS_BAGS=offsets is not None,
         IS_WEIGHTED=weights is not None,
@@ -89,6 +89,7 @@ def _pool_kernel(
     BLOCK: tl.constexpr,
     EXACT: tl.constexpr,
     FEATURES: tl.constexpr,
+    UNROLL: tl.constexpr,
     HAS_INVERSE: tl.constexpr,
     HAS_BAGS: tl.constexpr,
     IS_WEIGHTED: tl.constexpr,
@@ -103,22 +104,24 @@ def _pool_kernel(
             first = tl.load(offsets + rows, mask=is_row, other=0)
             count = tl.load(offsets + rows + 1, mask=is_row, other=0) - first
         total = tl.zeros((BLOCK, FEATURES), EXACT)
-        for index in range(tl.max(count, 0)):
-            is_id = index < count
-            number = first + index
-            is_known = is_id & (number >= 0) & (number < num_ids)
-            slot = number
-            if HAS_INVERSE:
-                slot = tl.load(inverse + number, mask=is_known, other=0)
-                is_known = is_known & (slot >= 0) & (slot < num_slots)
-            slot = tl.load(slots + slot, mask=is_known, other=0)
-            is_known = is_known & (slot >= 0) & (slot < slab_rows)
-            inside = is_known[:, None] & (columns < dim)[None, :]
-            x = tl.load(slab + slot[:, None] * slab_stride + columns[None, :], mask=inside, other=0).to(EXACT)
-            x = tl.where((is_id & (is_known == 0))[:, None], float("nan"), x)
-            if IS_WEIGHTED:
-                x *= tl.load(weights + number, mask=is_known, other=0).to(EXACT)[:, None]
-            total += x
+        for begin in range(0, tl.max(count, 0), UNROLL):
+            # Unrolled, so that the loads of several rows are on their way before the first is added.
+            for offset in tl.static_range(UNROLL):
+                is_id = begin + offset < count
+                number = first + begin + offset
+                is_known = is_id & (number >= 0) & (number < num_ids)
+                slot = number
+                if HAS_INVERSE:
+                    slot = tl.load(inverse + number, mask=is_known, other=0)
+                    is_known = is_known & (slot >= 0) & (slot < num_slots)
+                slot = tl.load(slots + slot, mask=is_known, other=0)
+                is_known = is_known & (slot >= 0) & (slot < slab_rows)
+                inside = is_known[:, None] & (columns < dim)[None, :]
+                x = tl.load(slab + slot[:, None] * slab_stride + columns[None, :], mask=inside, other=0).to(EXACT)
+                x = tl.where((is_id & (is_known == 0))[:, None], float("nan"), x)
+                if IS_WEIGHTED:
+                    x *= tl.load(weights + number, mask=is_known, other=0).to(EXACT)[:, None]
+                total += x
         if IS_MEAN:
             total = divide(total, tl.maximum(count, 1).to(EXACT)[:, None], EXACT)
         inside = is_row[:, None] & (columns < dim)[None, :]

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kitforge.core.kernels.triton_hash import first_cell, key_tiles, table_size
-from kitforge.core.kernels.triton_runtime import launch_grid
+from kitforge.core.kernels.triton_hash import KEY_WARPS, SPARE_CELLS, first_cell, key_tiles, table_size
+from kitforge.core.kernels.triton_rows import launch_rows
 
 # The states of cells; the kernels spell them out, where an empty one is 0.
 _FULL, _REMOVED = 1, 2
@@ -33,8 +33,8 @@ class DeviceHashMap:
     def _new_table(self, device: torch.device, size: int) -> None:
         self._keys = torch.zeros(size, dtype=torch.int64, device=device)
         self._slots = torch.zeros(size, dtype=torch.int64, device=device)
-        # With a cell behind the table for lanes without work.
-        self._states = torch.zeros(size + 1, dtype=torch.int32, device=device)
+        # With spare cells behind the table; those are never full.
+        self._states = torch.zeros(size + SPARE_CELLS, dtype=torch.int32, device=device)
 
     def __len__(self) -> int:
         return int((self._states == _FULL).sum())
@@ -51,8 +51,7 @@ class DeviceHashMap:
         # All keys are found before any cell is claimed: a claimed cell is full before its key is written.
         cells = self._find(keys)
         before = self._at(cells, self._slots)
-        tables = cells, slots.contiguous(), self._keys, self._slots, self._states
-        self._launch(_claim_kernel, keys, *tables)
+        self._claim(keys, cells, slots.contiguous())
         self._num_used += len(keys)
         return before
 
@@ -65,7 +64,7 @@ class DeviceHashMap:
         return before
 
     def items(self) -> tuple[Tensor, Tensor]:  # noqa: D102
-        is_full = self._states[:-1] == _FULL
+        is_full = self._states[: len(self._keys)] == _FULL
         keys, order = self._keys[is_full].sort()
         return keys, self._slots[is_full][order]
 
@@ -92,11 +91,16 @@ class DeviceHashMap:
         self._num_used = len(keys)
         if len(keys):
             missing = torch.full_like(keys, -1)
-            self._launch(_claim_kernel, keys, missing, slots, self._keys, self._slots, self._states)
+            self._claim(keys, missing, slots)
 
-    def _launch(self, kernel: Any, keys: Tensor, *tensors: Tensor) -> None:
+    def _claim(self, keys: Tensor, cells: Tensor, slots: Tensor) -> None:
+        """Write keys [n] and slots [n] to their cells [n]; -1: to an empty one."""
+        self._launch(_claim_kernel, keys, cells, slots, self._keys, self._slots, self._states, spare=SPARE_CELLS - 1)
+
+    def _launch(self, kernel: Any, keys: Tensor, *tensors: Tensor, **more: int) -> None:
         tiles = key_tiles(keys.device, len(keys))
-        launch_grid(kernel, *tiles, keys.contiguous(), *tensors, len(keys), len(self._keys))
+        sizes = len(keys), len(self._keys)
+        launch_rows(kernel, *tiles, keys.contiguous(), *tensors, *sizes, num_warps=KEY_WARPS, **more)
 
 
 @triton.jit
@@ -126,6 +130,7 @@ def _claim_kernel(
     states,
     num_keys,
     size,
+    spare,
     steps,
     BLOCK: tl.constexpr,
     EXACT: tl.constexpr,
@@ -138,10 +143,11 @@ def _claim_kernel(
         pending = is_key & (known < 0)
         cell = tl.where(pending, first_cell(key, size - 1), known)
         while tl.max(pending.to(tl.int32), 0) > 0:
-            # Compare and swap has no mask: a lane without work looks at the cell behind the table, which is never -1.
-            target = tl.where(pending, cell, size)
-            held = tl.atomic_cas(states + target, tl.where(pending, 0, -1), tl.full((BLOCK,), 1, tl.int32))
-            is_mine = pending & (held == 0)
+            wants = pending & (tl.load(states + cell, mask=pending, other=1) == 0)
+            # A state is never -1.
+            target = tl.where(wants, cell, size + (position & spare))
+            held = tl.atomic_cas(states + target, tl.where(wants, 0, -1), tl.full((BLOCK,), 1, tl.int32), sem="relaxed")
+            is_mine = wants & (held == 0)
             tl.store(keys + cell, key, mask=is_mine)
             pending = pending & ~is_mine
             cell = tl.where(pending, (cell + 1) & (size - 1), cell)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kitforge.core.kernels.sparse_update.reference import Powers, SparseUpdate, integer_view
 from kitforge.core.kernels.triton_math import divide, root
-from kitforge.core.kernels.triton_runtime import launch_grid, row_tiles
+from kitforge.core.kernels.triton_rows import launch_rows, tile_of_rows
 
 
 def sgd(slab: Tensor, slots: Tensor, gradients: Tensor, rate: float, step: int, *, decay: float) -> None:
@@ -68,12 +68,11 @@ def catch_up(slab: Tensor, slots: Tensor, dim: int, step: int, rates: Tensor, *,
     if not slots.numel() * dim:
         return
     kept, biases = powers.tables(step, slab)
-    features, rows, tiles = row_tiles(slab.device, len(slots), dim)
-    launch_grid(
+    features, rows, tiles = tile_of_rows(slab.device, len(slots), dim)
+    launch_rows(
         *(_catch_up_kernel, tiles, rows),
         *(slab, integer_view(slab), slots, rates.to(slab.device, slab.dtype), kept, biases, len(slots), len(slab), dim),
         *(slab.shape[1], kept.shape[1], slab.stride(0), step, eps),
-        num_warps=4,
         enable_fp_fusion=False,
         FEATURES=features,
     )
@@ -99,8 +98,8 @@ def _update(
     if powers is not None:
         kept, biases = powers.tables(step, slab)
         constants = powers.betas_and_complements
-    features, rows, tiles = row_tiles(slab.device, len(slots), dim)
-    launch_grid(
+    features, rows, tiles = tile_of_rows(slab.device, len(slots), dim)
+    launch_rows(
         *(_update_kernel, tiles, rows),
         *(
             slab,
@@ -116,7 +115,6 @@ def _update(
             kept.shape[1],
         ),
         *(slab.stride(0), *gradients.stride(), rate, step, decay, eps, *(*constants, 0.0, 0.0, 0.0, 0.0)[:4]),
-        num_warps=4,
         enable_fp_fusion=False,
         FEATURES=features,
         RULE=rule,
