@@ -75,6 +75,7 @@ class RowCache:
         # counts them, or if rows without a gradient move and expire by their norm.
         by_lookups = not self.admission.admits_all or (options.expiry.every and optimizer.moves_untouched_rows)
         self._replicas = sharding if isinstance(sharding, Replicated) and by_lookups else None
+        self._finds_there = self.device.device.type != "cpu" and self._replicas is None
         # Whether planning is a collective of the ranks.
         is_exchanged = sharding is not None and not isinstance(sharding, Replicated)
         self.is_collective = is_exchanged or self._replicas is not None
@@ -93,7 +94,10 @@ class RowCache:
         `is_gathered`: all ranks have these same ids. Raises DataError for an id outside the table.
         """
         with reserve_threads() if ahead else nullcontext():
-            distinct, inverse = self._distinct(ids, ahead=ahead)
+            if self._finds_there and len(ids) >= DEVICE_IDS:
+                distinct, inverse = self._found_there(ids)
+            else:
+                distinct, inverse = self._unique(ids, scratch=self._scratches[ahead])
             check_range(distinct, self.options.num_embeddings, self.options.name)
             if self._replicas is not None and not is_gathered:
                 own, distinct = distinct, self._replicas.all_gather_keys(distinct, ahead)
@@ -114,12 +118,9 @@ class RowCache:
                     keep(handle)
             return handle
 
-    def _distinct(self, ids: Tensor, *, ahead: bool) -> tuple[Tensor, Tensor]:
-        """The distinct ids [u], on the CPU, and the index [N] of each id among them, wherever it was found."""
-        tier = self.device
-        if tier.device.type == "cpu" or self._replicas is not None or len(ids) < DEVICE_IDS:
-            return self._unique(ids, scratch=self._scratches[ahead])
-        distinct, inverse = tier.kernels.unique(copy_to(ids, tier.device))
+    def _found_there(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """The distinct ids [u], on the CPU, and the index [N] of each id among them, on the device."""
+        distinct, inverse = self.device.kernels.unique(copy_to(ids, self.device.device))
         return distinct.cpu(), inverse
 
     def on_future_access(self, ids: Tensor) -> None:
