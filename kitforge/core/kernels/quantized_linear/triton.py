@@ -20,7 +20,7 @@ from kitforge.core.kernels.triton_runtime import device_description, launch_grid
 # Rows of the weight and of the input that a program takes at most.
 _OUTPUTS, _ROWS = 32, 16
 # The features of a step, of int8 or of int4, the most of a chunk, and the part of a device's programs that is wanted.
-_STEP, _CHUNK, _LOAD = {8: 512, 4: 512}, {8: 64, 4: 128}, 0.25
+_STEP, _CHUNK, _FRACTION = {8: 512, 4: 512}, {8: 64, 4: 128}, 0.25
 _WARPS, _STAGES = 4, 3
 
 
@@ -45,7 +45,7 @@ def _multiply(input: Tensor, quantized: Tensor, scales: Tensor, bias: Tensor | N
         steps = triton.cdiv(num_features, chunk * chunks)
         row_tile = min(max(row_block(num_rows), 8), _ROWS if is_half else 8)
         output_tiles, row_tiles = triton.cdiv(num_outputs, _OUTPUTS), triton.cdiv(num_rows, row_tile)
-        wanted = int(device_description(input.device).num_programs * _LOAD) // output_tiles
+        wanted = int(device_description(input.device).num_programs * _FRACTION) // output_tiles
         span = triton.cdiv(steps, min(max(wanted, 1), steps)) * chunk * chunks
         splits = triton.cdiv(num_features, span)
         sums = output
@@ -206,13 +206,13 @@ def _multiply_kernel(
 def _sum_kernel(output, sums, bias, count, num_outputs, splits, steps, BLOCK: tl.constexpr, EXACT: tl.constexpr):
     for step in range(steps):
         tile = tl.program_id(0).to(tl.int64) + step * tl.num_programs(0)
-        places = tile * BLOCK + tl.arange(0, BLOCK)
-        inside = places < count
+        offsets = tile * BLOCK + tl.arange(0, BLOCK)
+        inside = offsets < count
         total = tl.zeros((BLOCK,), tl.float32)
-        part = sums + places
+        part = sums + offsets
         for _ in range(splits):
             total += tl.load(part, mask=inside, other=0)
             part += count
         if bias is not None:
-            total += tl.load(bias + places % num_outputs, mask=inside, other=0).to(tl.float32)
-        tl.store(output + places, total.to(output.dtype.element_ty), mask=inside)
+            total += tl.load(bias + offsets % num_outputs, mask=inside, other=0).to(tl.float32)
+        tl.store(output + offsets, total.to(output.dtype.element_ty), mask=inside)
