@@ -71,7 +71,7 @@ def test_triton_multiplies_with_the_dequantized_weight(
 @pytest.mark.parametrize(("bits", "group"), [(8, None), (8, 32), (4, 64), (4, None)])
 @torch.no_grad()
 def test_programs_share_the_features(bits: Any, group: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_SHARE", 2)
+    monkeypatch.setattr(module, "_FRACTION", 2)
     input, bias = random(9, 1600).float(), random(40).float()
     packed = quantize(random(40, 1600, seed=1).float(), bits, group)
     found = implementation("quantized_linear", "triton", "cuda")

@@ -1,7 +1,7 @@
 """`quantized_linear` in Triton for the few rows of a decoding step: the weight is read once, in int8 or int4.
 
-Numbers become the dtype of the input in registers and go through tensor cores, several pieces of a row of the weight at
-once, each within a group; the scales multiply the sums of a piece. Where a weight has few rows, several programs share
+Numbers become the dtype of the input in registers and go through tensor cores, several chunks of a row of the weight at
+once, each within a group; the scales multiply the sums of a chunk. Where a weight has few rows, several programs share
 the features, and a second kernel adds their sums in order. How the features are divided follows from the weight alone,
 so an output depends on its own row alone.
 """
@@ -20,8 +20,8 @@ from kitforge.core.kernels.triton_runtime import device_description, launch_grid
 
 # Rows of the weight and of the input that a program takes at most.
 _OUTPUTS, _ROWS = 32, 16
-# The features of a step, of int8 or of int4, the most of a piece, and the share of a device's programs that is wanted.
-_STEP, _PIECE, _SHARE = {8: 512, 4: 512}, {8: 64, 4: 128}, 0.25
+# The features of a step, of int8 or of int4, the most of a chunk, and the part of a device's programs that is wanted.
+_STEP, _CHUNK, _FRACTION = {8: 512, 4: 512}, {8: 64, 4: 128}, 0.25
 _WARPS, _STAGES = 4, 3
 
 
@@ -38,16 +38,16 @@ def _multiply(input: Tensor, quantized: Tensor, scales: Tensor, bias: Tensor | N
     output = torch.empty(num_rows, num_outputs, dtype=input.dtype, device=input.device)
     if output.numel():
         is_half, bits = input.element_size() == 2, 4 if quantized.dtype == torch.uint8 else 8
-        # A piece lies within a group; with one group for all, the rest of the last piece is masked. A product on tensor
+        # A chunk lies within a group; with one group for all, the rest of the last chunk is masked. A product on tensor
         # cores needs 16 features, of int4 16 pairs.
-        piece = _PIECE[bits] if groups == 1 else math.gcd(num_features // groups, _PIECE[bits])
-        pieces = max(_STEP[bits] // piece, 1) if is_half else 4
-        piece = piece if is_half else min(piece, 32)
-        steps = triton.cdiv(num_features, piece * pieces)
+        chunk = _CHUNK[bits] if groups == 1 else math.gcd(num_features // groups, _CHUNK[bits])
+        chunks = max(_STEP[bits] // chunk, 1) if is_half else 4
+        chunk = chunk if is_half else min(chunk, 32)
+        steps = triton.cdiv(num_features, chunk * chunks)
         row_tile = min(max(row_block(num_rows), 8), _ROWS if is_half else 8)
         output_tiles, row_tiles = triton.cdiv(num_outputs, _OUTPUTS), triton.cdiv(num_rows, row_tile)
-        wanted = int(device_description(input.device).num_programs * _SHARE) // output_tiles
-        span = triton.cdiv(steps, min(max(wanted, 1), steps)) * piece * pieces
+        wanted = int(device_description(input.device).num_programs * _FRACTION) // output_tiles
+        span = triton.cdiv(steps, min(max(wanted, 1), steps)) * chunk * chunks
         splits = triton.cdiv(num_features, span)
         sums = output
         if splits > 1:
@@ -60,8 +60,8 @@ def _multiply(input: Tensor, quantized: Tensor, scales: Tensor, bias: Tensor | N
             num_stages=_STAGES,
             is_queued=True,
             ROWS=row_tile,
-            PIECES=pieces,
-            PIECE=piece,
+            CHUNKS=chunks,
+            CHUNK=chunk,
             IS_INT4=bits == 4,
             # Instructions for pairs of numbers of two bytes.
             PAIRED=is_half and input.device.type == "cuda",
@@ -119,9 +119,9 @@ def _unpack(packed, like, PAIRED: tl.constexpr):
 
 
 @triton.jit
-def _load_scales(scales, outputs, is_output, start, groups, num_features, PIECES: tl.constexpr, PIECE: tl.constexpr):
-    """The scale of each piece from feature `start` on, of each output: [pieces, outputs]."""
-    group = (start + tl.arange(0, PIECES) * PIECE) // (num_features // groups)
+def _load_scales(scales, outputs, is_output, start, groups, num_features, CHUNKS: tl.constexpr, CHUNK: tl.constexpr):
+    """The scale of each chunk from feature `start` on, of each output: [chunks, outputs]."""
+    group = (start + tl.arange(0, CHUNKS) * CHUNK) // (num_features // groups)
     known = is_output[None, :] & (group < groups)[:, None]
     return tl.load(scales + outputs[None, :] * groups + group[:, None], mask=known, other=0)
 
@@ -144,13 +144,13 @@ def _multiply_kernel(
     BLOCK: tl.constexpr,
     EXACT: tl.constexpr,
     ROWS: tl.constexpr,
-    PIECES: tl.constexpr,
-    PIECE: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr,
     IS_INT4: tl.constexpr,
     PAIRED: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    width: tl.constexpr = PIECES * PIECE
+    width: tl.constexpr = CHUNKS * CHUNK
     like: tl.constexpr = EXACT if WIDEN else input.dtype.element_ty
     for step in range(steps):
         tile = tl.program_id(0) + step * tl.num_programs(0)
@@ -164,8 +164,8 @@ def _multiply_kernel(
         is_output, is_row = outputs < num_outputs, rows < tl.where(begin < end, num_rows, 0)
         long_outputs = outputs.to(tl.int64)
         lines = quantized + (long_outputs * (num_features // 2 if IS_INT4 else num_features))[:, None]
-        total = tl.zeros((PIECES, BLOCK, ROWS), EXACT)
-        scale = _load_scales(scales, long_outputs, is_output, begin, groups, num_features, PIECES, PIECE)
+        total = tl.zeros((CHUNKS, BLOCK, ROWS), EXACT)
+        scale = _load_scales(scales, long_outputs, is_output, begin, groups, num_features, CHUNKS, CHUNK)
         for start in range(begin, end, width):
             features = start + tl.arange(0, width)
             inside = is_row[:, None] & (features < end)[None, :]
@@ -176,22 +176,22 @@ def _multiply_kernel(
                 inside = is_output[:, None] & (pairs < end // 2)[None, :]
                 # What is not there becomes -8 and is multiplied by 0.
                 low, high = _unpack(tl.load(lines + pairs[None, :], mask=inside, other=0), like, PAIRED)
-                low = tl.permute(tl.reshape(low, (BLOCK, PIECES, PIECE // 2)), (1, 0, 2))
-                high = tl.permute(tl.reshape(high, (BLOCK, PIECES, PIECE // 2)), (1, 0, 2))
-                even, odd = tl.split(tl.reshape(x, (ROWS, PIECES, PIECE // 2, 2)))
+                low = tl.permute(tl.reshape(low, (BLOCK, CHUNKS, CHUNK // 2)), (1, 0, 2))
+                high = tl.permute(tl.reshape(high, (BLOCK, CHUNKS, CHUNK // 2)), (1, 0, 2))
+                even, odd = tl.split(tl.reshape(x, (ROWS, CHUNKS, CHUNK // 2, 2)))
                 product = tl.dot(low, tl.permute(even, (1, 2, 0)), input_precision="ieee")
                 product += tl.dot(high, tl.permute(odd, (1, 2, 0)), input_precision="ieee")
             else:
                 inside = is_output[:, None] & (features < end)[None, :]
                 whole = tl.load(lines + features[None, :], mask=inside, other=0).to(like)
-                whole = tl.permute(tl.reshape(whole, (BLOCK, PIECES, PIECE)), (1, 0, 2))
-                x = tl.permute(tl.reshape(x, (ROWS, PIECES, PIECE)), (1, 2, 0))
+                whole = tl.permute(tl.reshape(whole, (BLOCK, CHUNKS, CHUNK)), (1, 0, 2))
+                x = tl.permute(tl.reshape(x, (ROWS, CHUNKS, CHUNK)), (1, 2, 0))
                 product = tl.dot(whole, x, input_precision="ieee")
             if groups > 1:
                 total += product * scale.to(EXACT)[:, :, None]
                 # Of the next step, so that nothing waits for them.
                 following = start + width
-                scale = _load_scales(scales, long_outputs, is_output, following, groups, num_features, PIECES, PIECE)
+                scale = _load_scales(scales, long_outputs, is_output, following, groups, num_features, CHUNKS, CHUNK)
             else:
                 total += product
         result = tl.sum(total, 0)
@@ -207,13 +207,13 @@ def _multiply_kernel(
 def _sum_kernel(output, sums, bias, count, num_outputs, splits, steps, BLOCK: tl.constexpr, EXACT: tl.constexpr):
     for step in range(steps):
         tile = tl.program_id(0).to(tl.int64) + step * tl.num_programs(0)
-        places = tile * BLOCK + tl.arange(0, BLOCK)
-        inside = places < count
+        offsets = tile * BLOCK + tl.arange(0, BLOCK)
+        inside = offsets < count
         total = tl.zeros((BLOCK,), tl.float32)
-        part = sums + places
+        part = sums + offsets
         for _ in range(splits):
             total += tl.load(part, mask=inside, other=0)
             part += count
         if bias is not None:
-            total += tl.load(bias + places % num_outputs, mask=inside, other=0).to(tl.float32)
-        tl.store(output + places, total.to(output.dtype.element_ty), mask=inside)
+            total += tl.load(bias + offsets % num_outputs, mask=inside, other=0).to(tl.float32)
+        tl.store(output + offsets, total.to(output.dtype.element_ty), mask=inside)

@@ -57,7 +57,7 @@ def _strides(angles: Tensor) -> tuple[int, ...]:
     return 0 if len(angles) == 1 else angles.stride(0), angles.stride(1), angles.stride(2)
 
 
-def _tile(input: Tensor, width: int) -> tuple[int, int, dict[str, int]]:
+def _tile(input: Tensor, width: int) -> tuple[int, int, dict[str, Any]]:
     """The heads and tokens of a tile over input [batch, heads, length, dim], and the options of a launch."""
     _, heads, length, _ = input.shape
     description = device_description(input.device)
