@@ -42,7 +42,7 @@ SIZES: dict[str, dict[str, int]] = {
     "tiny": {"dim": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "mlp_dim": 176, "vocab_size": 512},
 }
 # Rows and tokens of a batch, and new tokens of a decoded text.
-BATCHES = {"1b": (4, 4096, 256), "tiny": (2, 64, 8)}
+BATCHES = {"1b": (2, 4096, 128), "tiny": (2, 64, 8)}
 SMOKE = {"size": "tiny", "rounds": 1}
 Step = Callable[[Tensor], Tensor]
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from kitforge.core.kernels.dispatch import select_table
 from kitforge.core.kernels.jagged_bags import Bags
 from kitforge.core.kernels.workspace import Workspace
 from kitforge.core.optim.grad_norm import global_norm
@@ -222,7 +223,8 @@ class RowGradients:
         """All gradients, each row once; None when there are none. The caller may overwrite them."""
         if len(self.parts) > 1:
             tier, parts = self._tier, self.parts
-            slots, inverse = tier.kernels.unique(torch.cat([part.slots for part in parts]))
+            # Slots are planned in main memory, wherever the rows are.
+            slots, inverse = select_table().unique(torch.cat([part.slots for part in parts]))
             gradients = torch.cat(
                 [part.gradients for part in parts], out=self.buffer("joined", sum(len(part.slots) for part in parts))
             )

@@ -90,6 +90,7 @@ class Engine:
         self._network = cast(CausalLM, model)
         self._geometry = self._network.geometry
         self._stop_ids = frozenset(stop_ids)
+        self._batched_tokens = self.options.batched_tokens(self._network.head_weight.device.type)
         self._num_requests = 0
         self._num_arrivals = 0
         self._num_steps = 0
@@ -111,7 +112,7 @@ class Engine:
         self._scheduler = Scheduler(
             self._blocks,
             self.max_num_seqs,
-            self.options.max_num_batched_tokens,
+            self._batched_tokens,
             self.options.prompt_lookup_tokens,
         )
         self._quantized: Int8Linear | WeightOnlyLinear | None = None
@@ -235,7 +236,7 @@ class Engine:
         """The log-probability of every token but the first, given those before it."""
         texts = [list(sequence) for sequence in sequences]
         with self.lock:
-            return token_logprobs(self._runner.model, texts, self.options.max_num_batched_tokens)
+            return token_logprobs(self._runner.model, texts, self._batched_tokens)
 
     def update_weights(self, version: int) -> None:
         """Take up changed weights: drop the prefix cache, and recompute the keys of running sequences."""
@@ -427,7 +428,7 @@ class Engine:
 
     def _most_sequences(self) -> int:
         most = MOST_SEQUENCES.get(self._network.head_weight.device.type, _MOST_SEQUENCES)
-        return min(most, self.options.max_num_batched_tokens)
+        return min(most, self._batched_tokens)
 
     def _max_num_seqs(self, num_blocks: int) -> int:
         """The option, or by default as many as the cache holds `LEAST_TOKENS` of."""

@@ -17,7 +17,8 @@ class EngineOptions:
     block_size: int = 16  # positions of a block of the KV cache
     # Sequences generated at once; others wait. None: as many as the cache holds and the processor is faster with.
     max_num_seqs: int | None = None
-    max_num_batched_tokens: int = 512  # tokens of one forward pass; longer prompts are prefilled in chunks
+    # Tokens of one forward pass; longer prompts are prefilled in chunks. None: 512 on a CPU, 8192 on a GPU.
+    max_num_batched_tokens: int | None = None
     prefix_cache: bool = True  # keep the blocks of finished sequences, for prompts with the same prefix
     # contiguous: the blocks of a sequence are consecutive and a cached prefix is copied, which attention on CPU reads
     # fastest. paged: a shared prefix is stored once. auto: contiguous on CPU.
@@ -34,6 +35,12 @@ class EngineOptions:
         size, drafts = self.kv_cache_bytes, self.prompt_lookup_tokens
         check(size is None or size > 0, "inference.engine.kv_cache_bytes", size, "a number of bytes")
         check(drafts >= 0, "inference.engine.prompt_lookup_tokens", drafts, "at least 0")
-        fits = self.max_num_batched_tokens >= (self.max_num_seqs or 1)
-        expected = f"at least max_num_seqs={self.max_num_seqs}"
-        check(fits, "inference.engine.max_num_batched_tokens", self.max_num_batched_tokens, expected)
+        tokens, expected = self.max_num_batched_tokens, f"at least max_num_seqs={self.max_num_seqs}"
+        fits = tokens is None or tokens >= (self.max_num_seqs or 1)
+        check(fits, "inference.engine.max_num_batched_tokens", tokens, expected)
+
+    def batched_tokens(self, device_type: str) -> int:
+        """`max_num_batched_tokens`, or by default as many as a device of this type is fast with."""
+        if self.max_num_batched_tokens is not None:
+            return self.max_num_batched_tokens
+        return max(512 if device_type == "cpu" else 8192, self.max_num_seqs or 1)

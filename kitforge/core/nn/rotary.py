@@ -86,6 +86,7 @@ class RotaryAngles:
         self.config = config
         self.depends_on_length = False  # whether the frequencies change with the length of the sequence
         self.attention_factor = 1.0
+        self._factors: dict[torch.device, list[Tensor]] = {}  # of longrope, on each device
         if (scaling := config.scaling) is None:
             return
         self.depends_on_length = scaling.kind in ("dynamic", "longrope")
@@ -130,15 +131,25 @@ class RotaryAngles:
             if scaling.kind == "dynamic":
                 return self._dynamic(exponents, lengths)
             # longrope: one set of factors within the original length, another beyond it.
-            assert scaling.short_factor is not None and scaling.long_factor is not None
-            short = 1.0 / (torch.tensor(scaling.short_factor, device=lengths.device) * wavelengths)
-            long = 1.0 / (torch.tensor(scaling.long_factor, device=lengths.device) * wavelengths)
+            short, long = (1.0 / (factors * wavelengths) for factors in self._factors_on(lengths.device))
             return torch.where(lengths > self._original, long, short)
         if scaling.kind == "yarn":
             return self._yarn(wavelengths, scaling)
         if scaling.kind == "llama3":
             return self._llama3(1.0 / wavelengths, scaling)
         return 1.0 / wavelengths / self._factor
+
+    def _factors_on(self, device: torch.device) -> list[Tensor]:
+        """The short and the long factors of longrope. A CUDA graph cannot record their copy, so a device keeps them."""
+        if device not in self._factors:
+            scaling = self.config.scaling
+            assert scaling is not None and scaling.short_factor is not None and scaling.long_factor is not None
+            made = [torch.tensor(factors, device=device) for factors in (scaling.short_factor, scaling.long_factor)]
+            if type(made[0]) is not Tensor:
+                # Made while a network is traced.
+                return made
+            self._factors[device] = made
+        return self._factors[device]
 
     def _dynamic(self, exponents: Tensor, lengths: Tensor) -> Tensor:
         """The base grows once a sequence is longer than those of training."""

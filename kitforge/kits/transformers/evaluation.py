@@ -234,11 +234,8 @@ class Evaluator:
             for each in questions
             for prefix, pairs in groupby(each, key=lambda pair: pair[0])
         ]
-        scores = [
-            score
-            for tree in choice_logprobs(self._model, trees, self._options.engine.max_num_batched_tokens)
-            for score in tree
-        ]
+        num_tokens = self._options.engine.batched_tokens(next(self._model.parameters()).device.type)
+        scores = [score for tree in choice_logprobs(self._model, trees, num_tokens) for score in tree]
         start = 0
         for question, pairs in zip(task.questions, questions, strict=True):
             found = scores[start : start + len(pairs)]

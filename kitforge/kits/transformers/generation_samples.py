@@ -78,13 +78,13 @@ class GenerationSamples(Callback):
 
 def engine_options(model: nn.Module, options: InferenceOptions, lengths: Sequence[int]) -> EngineOptions:
     """Engine options with KV cache for exactly these prompts, all in one batch."""
-    given = options.engine
+    given, device = options.engine, next(model.parameters()).device
     # One more block each: the scheduler needs a free block to admit a sequence.
     blocks = sum(-(-(length + options.max_new_tokens) // given.block_size) + 1 for length in lengths)
     memory = blocks * given.block_size * kv_bytes_per_token(model)
     return dataclasses.replace(
         given,
         max_num_seqs=len(lengths),
-        max_num_batched_tokens=max(given.max_num_batched_tokens, len(lengths)),
+        max_num_batched_tokens=max(given.batched_tokens(device.type), len(lengths)),
         kv_cache_bytes=memory if given.kv_cache_bytes is None else min(memory, given.kv_cache_bytes),
     )

@@ -93,13 +93,13 @@ def _attend(
         **shared,
     )
     if several:
-        many = row_block(splits)
         launch_grid(
             *(_merge_kernel, rows, features, output, partial, sums, lengths),
             *(rows, heads, dim, splits, window, lengths.stride(0)),
-            num_warps=min(max(many * features // 1024, 1), 8),
+            num_warps=min(max(_MOST_SPLITS * features // 1024, 1), 8),
             is_queued=True,
-            SPLITS=many,
+            # The order of a sum over lanes depends on their number, which must not be that of the longest sequence.
+            SPLITS=row_block(_MOST_SPLITS),
             **shared,
         )
     return output
