@@ -22,9 +22,9 @@ from kitforge.core.kernels.triton_runtime import device_description, grid, launc
 # The lengths of rows that the matrix units multiply are multiples of it.
 BLOCK = 16
 # Rows and columns of a tile of the kernel for largest elements, and its warps.
-TOP_TILE = (8, 512, 8)
+TOP_TILE = (4, 2048, 8)
 # The same of the kernel that rounds: columns are written down the rows of a tile.
-ROUND_TILE = (64, 64, 4)
+ROUND_TILE = (128, 64, 8)
 
 
 @torch.library.custom_op("kitforge::round_to_float8", mutates_args=())
