@@ -1,4 +1,4 @@
-"""Custom ops of the Triton kernels, which eager calls go around.
+"""Custom ops of the Triton kernels and of what torch computes around them, which eager calls go around.
 
 torch.compile, FakeTensor and dispatch modes need an operator. An eager call does not, and the operator costs more than
 the launch of a kernel: the dispatcher, a schema, and autograd by a function that torch generates. Eager calls run the
