@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 # Types of arguments that no subclass of a tensor hides behind.
-_PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None), int, float, bool})
+_PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None), int, float, bool, torch.dtype})
 _num_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _is_transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
