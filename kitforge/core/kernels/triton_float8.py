@@ -8,6 +8,7 @@ since the end is still in the cache.
 
 from __future__ import annotations
 
+import functools
 import struct
 from typing import Any
 
@@ -17,58 +18,73 @@ import triton.language as tl
 from torch import Tensor
 
 from kitforge.core.kernels.triton_math import divide
-from kitforge.core.kernels.triton_runtime import device_description, grid, launch_grid, row_block
+from kitforge.core.kernels.triton_ops import triton_op
+from kitforge.core.kernels.triton_runtime import device_description, grid, launch_grid, quotient_up, row_block
 
 # The lengths of rows that the matrix units multiply are multiples of it.
 BLOCK = 16
 # Rows and columns of a tile of the kernel for largest elements, and its warps.
-TOP_TILE = (8, 512, 8)
+TOP_TILE = (4, 2048, 8)
 # The same of the kernel that rounds: columns are written down the rows of a tile.
-ROUND_TILE = (64, 64, 4)
+ROUND_TILE = (128, 64, 8)
+# How a tensor is cut: tiles side by side, all tiles, rows and columns of one, and its warps.
+_Tiles = tuple[int, int, int, int, int]
 
 
-@torch.library.custom_op("kitforge::round_to_float8", mutates_args=())
+@triton_op("kitforge::round_to_float8")
 def round_to_float8(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """`to_float8` of a tensor [m, n] with any strides: rows [m, n] and columns [n, m], both with zeros behind them up
     to a multiple of 16, and the scale."""
     rows, columns, scale = _outputs(tensor, dtype)
     if not tensor.numel():
-        smallest = _floor(dtype)
         rows.view(torch.int8).zero_()
         columns.view(torch.int8).zero_()
-        return rows, columns, scale.fill_(smallest / torch.finfo(dtype).max)
-    across = min(TOP_TILE[1], _most(tensor), row_block(tensor.shape[1]))
-    down = min(TOP_TILE[0], max(1, _most(tensor) // across))
-    tiles = triton.cdiv(tensor.shape[1], across)
-    count = tiles * triton.cdiv(len(tensor), down)
-    partial = torch.empty(grid(tensor.device, count), dtype=torch.int32, device=tensor.device)
-    sizes = *tensor.shape, *tensor.stride(), tiles
-    launch_grid(_top_kernel, count, down, tensor, partial, *sizes, WIDTH=across, num_warps=TOP_TILE[2])
-    _round(tensor, partial, rows, columns, scale)
+        return rows, columns, scale.fill_(_floor(dtype) / torch.finfo(dtype).max)
+    top, rounding, programs, constants = _launches(tensor.device, *tensor.shape, dtype)
+    partial = torch.empty(programs, dtype=torch.int32, device=tensor.device)
+    sizes = *tensor.shape, *tensor.stride()
+    _launch(_top_kernel, top, tensor, partial, *sizes, top[0])
+    lengths = rows.shape[1], columns.shape[1]
+    given = tensor, partial, rows, columns, scale, *sizes, *lengths, *rounding[:2], programs
+    _launch(_round_kernel, rounding, *given, **constants)
     return rows, columns, scale
 
 
-def _round(tensor: Tensor, partial: Tensor, rows: Tensor, columns: Tensor, scale: Tensor) -> None:
-    """Write rows, columns and scale, by the largest elements that each program found."""
+def _launch(kernel: Any, tiles: _Tiles, *given: Any, **constants: Any) -> None:
+    _, count, down, across, warps = tiles
+    launch_grid(kernel, count, down, *given, WIDTH=across, num_warps=warps, **constants)
+
+
+@functools.lru_cache(maxsize=1024)
+def _launches(
+    device: torch.device, num_rows: int, num_columns: int, dtype: torch.dtype
+) -> tuple[_Tiles, _Tiles, int, dict[str, Any]]:
+    """The tiles of both kernels over a tensor of that shape, the programs of the first, and constants of the second."""
+    most = 4 * device_description(device).tile_elements
+    down, across, warps = TOP_TILE
+    across = min(across, most, row_block(num_columns))
+    top = _tiles(num_rows, num_columns, min(down, max(1, most // across)), across, warps)
     down, across, warps = ROUND_TILE
-    if down * across > _most(tensor):
+    if down * across > most:
         down = across = BLOCK
-    tiles = triton.cdiv(rows.shape[1], across)
-    count = tiles * triton.cdiv(columns.shape[1], down)
-    constants: dict[str, Any] = {
-        "WIDTH": across,
-        "PARTIALS": row_block(len(partial)),
-        "LARGEST": torch.finfo(rows.dtype).max,
-        "WIDEN": not tensor.is_cuda,
-        "FLOOR": int.from_bytes(struct.pack("<f", _floor(rows.dtype)), "little"),
+    rounding = _tiles(_padded(num_rows), _padded(num_columns), down, across, warps)
+    (programs,) = grid(device, top[1])
+    constants = {
+        "PARTIALS": row_block(programs),
+        "LARGEST": torch.finfo(dtype).max,
+        "WIDEN": device.type != "cuda",
+        "FLOOR": int.from_bytes(struct.pack("<f", _floor(dtype)), "little"),
     }
-    sizes = *tensor.shape, *tensor.stride(), rows.shape[1], columns.shape[1], tiles, count, len(partial)
-    launch_grid(_round_kernel, count, down, tensor, partial, rows, columns, scale, *sizes, num_warps=warps, **constants)
+    return top, rounding, programs, constants
 
 
-def _most(tensor: Tensor) -> int:
-    """Elements of the largest tile."""
-    return 4 * device_description(tensor.device).tile_elements
+def _tiles(num_rows: int, num_columns: int, down: int, across: int, warps: int) -> _Tiles:
+    tiles = quotient_up(num_columns, across)
+    return tiles, tiles * quotient_up(num_rows, down), down, across, warps
+
+
+def _padded(length: int) -> int:
+    return length + -length % BLOCK
 
 
 def _floor(dtype: torch.dtype) -> float:
@@ -79,8 +95,8 @@ def _floor(dtype: torch.dtype) -> float:
 def _outputs(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Memory for the results of `round_to_float8`."""
     num_rows, num_columns = tensor.shape
-    rows = tensor.new_empty(num_rows, num_columns + -num_columns % BLOCK, dtype=dtype)
-    columns = tensor.new_empty(num_columns, num_rows + -num_rows % BLOCK, dtype=dtype)
+    rows = tensor.new_empty(num_rows, _padded(num_columns), dtype=dtype)
+    columns = tensor.new_empty(num_columns, _padded(num_rows), dtype=dtype)
     return rows, columns, tensor.new_empty((), dtype=torch.float32)
 
 

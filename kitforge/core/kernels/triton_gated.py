@@ -19,9 +19,8 @@ from kitforge.core.kernels.triton_runtime import device_description, launch_grid
 # 2 sqrt(2 / pi), and that times 0.044715.
 _LINEAR = tl.constexpr(1.5957691216057308)
 _CUBIC = tl.constexpr(0.07135481627260025)
-# Elements of a thread, and warps that run at once on a multiprocessor.
+# Elements of a thread.
 _PER_THREAD = 8
-_WARPS = 128
 
 
 @triton_op("kitforge::gated")
@@ -42,14 +41,12 @@ def _backward(grad: Tensor, gate: Tensor, up: Tensor, is_gelu: bool) -> tuple[Te
 
 def _launch(kernel: Any, is_gelu: bool, *tensors: Tensor) -> None:
     """Run an elementwise kernel over contiguous tensors of one shape; it writes the last of them."""
-    size, description = tensors[0].numel(), device_description(tensors[0].device)
-    block = description.tile_elements
-    num_warps = max(block // (32 * _PER_THREAD), 1)
+    size, block = tensors[0].numel(), device_description(tensors[0].device).tile_elements
     if size:
         launch_grid(
             *(kernel, quotient_up(size, block), block, *(each.contiguous() for each in tensors), size),
-            num_warps=num_warps,
-            programs=description.num_multiprocessors * _WARPS // num_warps,
+            num_warps=max(block // (32 * _PER_THREAD), 1),
+            is_queued=True,
             IS_GELU=is_gelu,
         )
 

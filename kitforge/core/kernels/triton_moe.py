@@ -1,4 +1,5 @@
-"""Moves of rows between tokens and experts in Triton, forward and backward, without atomic additions.
+"""Moves of rows between tokens and experts in Triton, forward and backward, without atomic additions, and the zeros
+behind the rows of the last expert.
 
 Each program takes tokens and the k rows of each: the gradient of a token is the sum of those of its rows, and that of a
 row belongs to one token. The loads of all k rows are issued before the first of them is needed.
@@ -14,10 +15,12 @@ import triton.language as tl
 from torch import Tensor
 
 from kitforge.core.kernels.triton_ops import triton_op
-from kitforge.core.kernels.triton_runtime import launch_grid, row_tiles, rows_of
+from kitforge.core.kernels.triton_runtime import launch_grid, quotient_up, row_tiles, rows_of
 
 # Bytes of a row that a warp reads at once: 16 for each thread.
 WARP_BYTES = 512
+# That a program of the kernel for zeros writes at once.
+ZERO_ELEMENTS = 1024
 
 
 @triton_op("kitforge::moe_spread")
@@ -42,6 +45,15 @@ def weight_gradient(grad: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
     result = _like_weights(rows, positions)
     _launch(_weight_kernel, rows_of(grad), positions, rows_of(rows), result)
     return result
+
+
+def zero_past(rows: Tensor, ends: Tensor) -> None:
+    """Zeros in the rows [R, width], contiguous, from the last of the ends [E] on; reads and writes nothing else."""
+    # A few programs: most calls have no such row.
+    tiles = min(quotient_up(rows.numel(), ZERO_ELEMENTS), 264)
+    if tiles:
+        sizes = rows.shape[1], rows.numel(), len(ends)
+        launch_grid(_zero_kernel, tiles, ZERO_ELEMENTS, rows, ends, *sizes, is_queued=True)
 
 
 def _launch(kernel: Any, source: Tensor, positions: Tensor, other: Tensor | None, output: Tensor) -> None:
@@ -180,3 +192,11 @@ def _weight_kernel(
             position = tl.load(positions + token * K + choice, mask=is_token, other=0)
             y = tl.load(rows + position[:, None] * row_stride + columns[None, :], mask=inside, other=0).to(EXACT)
             tl.store(result + token * K + choice, tl.sum(x * y, 1), mask=is_token)
+
+
+@triton.jit
+def _zero_kernel(rows, ends, width, size, num_experts, steps, BLOCK: tl.constexpr, EXACT: tl.constexpr):
+    start = tl.load(ends + num_experts - 1, mask=num_experts > 0, other=0).to(tl.int64) * width
+    for first in range(start + tl.program_id(0) * BLOCK, size, tl.num_programs(0) * BLOCK):
+        offsets = first + tl.arange(0, BLOCK)
+        tl.store(rows + offsets, tl.zeros((BLOCK,), rows.dtype.element_ty), mask=offsets < size)

@@ -5,8 +5,9 @@ g = grad * weight and n = (x - m) * r, the gradient of x is r * (g - mean(g) - n
 RMSNorm. Those of weight and bias, the sums of grad * n and grad over rows, are summed by each
 program over its rows and then, by a second kernel, over programs, so their bits do not depend on timing.
 
-A program takes a few rows at a time and asks for its next rows before it computes: the sums over a row wait for all of
-its threads, and meanwhile the memory would have nothing to do.
+The sums over a row wait for all of its threads, and meanwhile the memory would have nothing to do. The forward pass has
+so many programs that others read meanwhile. A program of the backward pass, which also sums over its rows, takes many
+and asks for the next ones before it computes.
 """
 
 from __future__ import annotations
@@ -29,16 +30,18 @@ from kitforge.core.kernels.triton_runtime import launch_grid, quotient_up, row_b
 class _Plan:
     """How a kernel over rows is spread over a GPU."""
 
-    tile: int  # elements of the rows that a program takes at a time; a long row is one tile
     per_thread: int  # elements of a thread
-    warps: int  # that run at once on a multiprocessor
+    warps: int | None = None  # that run at once on a multiprocessor; without a number each tile has a program
 
 
 # By pass and whether it is LayerNorm. Warps are as many as find registers; found on an H200, with rows of 768 to 4096.
 _PLANS = {
-    "forward": (_Plan(tile=1024, per_thread=16, warps=32), _Plan(tile=1024, per_thread=16, warps=24)),
-    "backward": (_Plan(tile=2048, per_thread=16, warps=16), _Plan(tile=2048, per_thread=16, warps=16)),
+    "forward": (_Plan(per_thread=16), _Plan(per_thread=32)),
+    "backward": (_Plan(per_thread=16, warps=16), _Plan(per_thread=16, warps=16)),
+    "backward of a used sum": (_Plan(per_thread=16, warps=16), _Plan(per_thread=32, warps=8)),
 }
+# Elements of the rows that a program takes at a time; a long row is one tile.
+_TILE = 1024
 
 
 @triton_op("kitforge::norm")
@@ -73,10 +76,11 @@ def _tiles(device: torch.device, num_rows: int, dim: int, name: str, is_layer: b
     """Tiles, the rows of one, and the options of a launch over rows [n, dim]."""
     plan, features = _PLANS[name][is_layer], row_block(dim)
     block, num_warps, programs = row_programs(
-        *(device, num_rows, features), tile=plan.tile, per_thread=plan.per_thread, warps=plan.warps
+        *(device, num_rows, features), tile=_TILE, per_thread=plan.per_thread, warps=plan.warps or 0
     )
     tiles = quotient_up(num_rows, block)
-    return tiles, block, {"FEATURES": features, "num_warps": num_warps, "programs": min(programs, tiles)}
+    spread = {"is_queued": True} if plan.warps is None else {"programs": min(programs, tiles)}
+    return tiles, block, {"FEATURES": features, "num_warps": num_warps, **spread}
 
 
 def _outputs(
@@ -102,7 +106,8 @@ def _backward(
     result = torch.empty(total.shape, dtype=total.dtype, device=total.device)
     if not rows.numel():
         return result, weight.new_zeros(dim), weight.new_zeros(dim * is_layer)
-    tiles, block, options = _tiles(rows.device, num_rows, dim, "backward", is_layer)
+    name = "backward" if grad_total is None else "backward of a used sum"
+    tiles, block, options = _tiles(rows.device, num_rows, dim, name, is_layer)
     # By program, of the weight and then of the bias.
     partial = moments.new_empty(options["programs"], (1 + is_layer) * dim)
     launch_grid(
@@ -188,24 +193,17 @@ def _forward_kernel(
     shifts = factors
     if HAS_BIAS:
         shifts = tl.load(bias + columns, mask=is_column, other=0)
-    row = (tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK))[:, None]
-    inside = (row < num_rows) & is_column
-    x_ahead = tl.load(input + row * stride + columns, mask=inside, other=0)
-    added = x_ahead
-    if HAS_BRANCH:
-        added = tl.load(branch + row * branch_stride + columns, mask=inside, other=0)
-    for _ in range(steps):
-        x = x_ahead.to(EXACT)
+    for step in range(steps):
+        tile = tl.program_id(0).to(tl.int64) + step * tl.num_programs(0)
+        row = (tile * BLOCK + tl.arange(0, BLOCK))[:, None]
+        inside = (row < num_rows) & is_column
+        x = tl.load(input + row * stride + columns, mask=inside, other=0).to(EXACT)
         if HAS_BRANCH:
-            x += added.to(EXACT)
+            x += tl.load(branch + row * branch_stride + columns, mask=inside, other=0).to(EXACT)
             # The norm is that of the rounded sum, as torch finds it.
-            x = x.to(total.dtype.element_ty).to(EXACT)
-        following = row + tl.num_programs(0) * BLOCK
-        is_next = (following < num_rows) & is_column
-        x_ahead = tl.load(input + following * stride + columns, mask=is_next, other=0)
-        if HAS_BRANCH:
-            added = tl.load(branch + following * branch_stride + columns, mask=is_next, other=0)
-            tl.store(total + row * dim + columns, x.to(total.dtype.element_ty), mask=inside)
+            x = x.to(total.dtype.element_ty)
+            tl.store(total + row * dim + columns, x, mask=inside)
+            x = x.to(EXACT)
         if HAS_BIAS:
             mean = tl.sum(x, 1, keep_dims=True) / dim
             x = tl.where(inside, x - mean, 0)
@@ -219,8 +217,6 @@ def _forward_kernel(
             # Rounded before the weight multiplies it, as in the reference.
             result = result.to(total.dtype.element_ty).to(EXACT) * factors.to(EXACT)
         tl.store(output + row * dim + columns, result.to(output.dtype.element_ty), mask=inside)
-        row = following
-        inside = is_next
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Custom ops of the Triton kernels, which eager calls go around.
+"""Custom ops of the Triton kernels and of what torch computes around them, which eager calls go around.
 
 torch.compile, FakeTensor and dispatch modes need an operator. An eager call does not, and the operator costs more than
 the launch of a kernel: the dispatcher, a schema, and autograd by a function that torch generates. Eager calls run the
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 # Types of arguments that no subclass of a tensor hides behind.
-_PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None), int, float, bool})
+_PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None), int, float, bool, torch.dtype})
 _num_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _is_transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kitforge.core.kernels.triton_ops import triton_op
 from kitforge.foundation.errors import ModelError
 
 # Bytes of logits of one chunk. On a CPU: enough for full speed of the products, few enough for its caches.
@@ -70,7 +71,7 @@ def add_product(total: Tensor, gradient: Tensor, hidden: Tensor) -> None:
         total += gradient.t() @ hidden
 
 
-@torch.library.custom_op("kitforge::add_wide_product", mutates_args=("total",))
+@triton_op("kitforge::add_wide_product", mutates_args=("total",))
 def _add_wide_product(total: Tensor, gradient: Tensor, hidden: Tensor) -> None:
     """The same of a total in fp32 and factors in half precision, whose product is neither rounded nor written."""
     torch.addmm(total, gradient.t(), hidden, out_dtype=total.dtype, out=total)

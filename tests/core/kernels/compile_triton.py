@@ -25,14 +25,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from kitforge.core.kernels import triton_float8, triton_grouped, triton_runtime
+from kitforge.core.kernels import triton_float8, triton_runtime
 from kitforge.core.kernels.dispatch import select, select_table
 from kitforge.core.kernels.jagged_bags import Bags
 from kitforge.core.kernels.moe_permute.reference import permutation_of
 from kitforge.core.kernels.quantized_linear.reference import quantize
 from kitforge.core.kernels.sparse_update.reference import integer_view
 from kitforge.core.kernels.triton_float8 import round_to_float8
-from kitforge.core.kernels.triton_grouped import multiply_by_expert, multiply_experts
+from kitforge.core.kernels.triton_moe import zero_past
 from kitforge.core.optim.row_optimizers import SparseOptimizerConfig, build_row_optimizer
 from tests.row_records import new_records
 
@@ -168,17 +168,11 @@ def call_networks(*, with_all: bool) -> None:
 
 
 def call_products(*, can_float8: bool) -> None:
-    """What stands around products in FP8, and products of experts."""
+    """What stands around products in FP8 and products of experts."""
     for dtype in (torch.bfloat16, torch.float32) if can_float8 else ():
         for to in (torch.float8_e4m3fn, torch.float8_e5m2):
             round_to_float8(torch.zeros(48, 4096, dtype=dtype), to)
-    ends = torch.tensor([3, 32], dtype=torch.int32)
-    rows, results, weight = (
-        torch.zeros(*shape, dtype=torch.bfloat16) for shape in ((32, 2048), (32, 768), (2, 768, 2048))
-    )
-    multiply_by_expert(rows, weight.mT, ends)
-    multiply_by_expert(results, weight, ends)
-    multiply_experts(results, rows, ends, torch.bfloat16)
+    zero_past(torch.zeros(32, 2048, dtype=torch.bfloat16), torch.tensor([3, 32], dtype=torch.int32))
 
 
 def call_tables(*, with_all: bool) -> None:
@@ -214,7 +208,7 @@ def call_tables(*, with_all: bool) -> None:
 
 def main() -> None:
     """Compile all of them."""
-    for module in (triton_runtime, triton_float8, triton_grouped):
+    for module in (triton_runtime, triton_float8):
         module.device_description = lambda _device: DEVICE  # type: ignore[assignment]
     compiler = Compiler(int(sys.argv[1]))
     JITFunction.run = lambda kernel, *arguments, **options: compiler(kernel, *arguments, **options)

@@ -95,7 +95,7 @@ def test_the_kernel_scales_the_smallest_and_the_largest_numbers(size: float) -> 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_the_custom_op_passes_opcheck() -> None:
-    torch.library.opcheck(round_to_float8, (random(5, 7, dtype=torch.float32), torch.float8_e5m2))
+    torch.library.opcheck(round_to_float8.op, (random(5, 7, dtype=torch.float32), torch.float8_e5m2))
 
 
 @BOTH

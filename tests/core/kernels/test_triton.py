@@ -363,7 +363,7 @@ FAULTS = {
         "x - mean\n            tl.store",
     ),
     "mean without gradient": ("layer_norm", " - level / dim", ""),
-    "residual not added": ("add_norm", "x += added", "x += 0 * added"),
+    "residual not added": ("add_norm", "x += tl.load", "x += 0 * tl.load"),
     "gradient of the sum lost": ("add_norm", "slope += other", "slope += 0 * other"),
     "rotation both ways alike": ("rotary", "s = s * SIGN", "s = s"),
     "pairs of one head": ("rotary", "head * in_head", "0 * in_head"),
@@ -374,7 +374,7 @@ FAULTS = {
     "sum not rescaled": ("linear_cross_entropy", "total = total * tl.exp(shift)", "total = total"),
     "target kept": ("linear_cross_entropy", "gradient += tl.where", "gradient += 0 * tl.where"),
     "entropy not shifted": ("linear_log_probs", "(product + total * shift) *", "product *"),
-    "temperature once": ("linear_log_probs", "gradient / temperature", "gradient"),
+    "temperature once": ("linear_log_probs", "gradient / divisor", "gradient"),
     "entropy without gradient": ("linear_log_probs", "(log_prob + entropy) * of_entropy", "0.0"),
 }
 

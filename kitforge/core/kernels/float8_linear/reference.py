@@ -63,7 +63,8 @@ def _exact_product(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype, is_gradient: bool
 ) -> Tensor:
     del is_gradient
-    return ((a.float() @ b.float().t()) * (scale_a * scale_b)).to(dtype)
+    with torch.autocast(a.device.type, enabled=False):
+        return ((a.float() @ b.float().t()) * (scale_a * scale_b)).to(dtype)
 
 
 class _Float8(torch.autograd.Function):
@@ -71,14 +72,12 @@ class _Float8(torch.autograd.Function):
     def forward(
         ctx: Any, input: Tensor, weight: Tensor, quantize: Quantize, product: Product, dtype: torch.dtype
     ) -> Tensor:
-        with torch.autocast(input.device.type, enabled=False):
-            (rows, columns, scale), (matrix, turned, size) = (
-                quantize(each, torch.float8_e4m3fn) for each in (input, weight)
-            )
-            # A byte an element, where the inputs would take two or four.
-            ctx.save_for_backward(columns, scale, turned, size)
-            ctx.quantize, ctx.product, ctx.dtypes = quantize, product, (input.dtype, weight.dtype)
-            return kept(product, rows, matrix, scale, size, dtype, False)
+        rows, columns, scale = quantize(input, torch.float8_e4m3fn)
+        matrix, turned, size = quantize(weight, torch.float8_e4m3fn)
+        # A byte an element, where the inputs would take two or four.
+        ctx.save_for_backward(columns, scale, turned, size)
+        ctx.quantize, ctx.product, ctx.dtypes = quantize, product, (input.dtype, weight.dtype)
+        return kept(product, rows, matrix, scale, size, dtype, False)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:

@@ -1,8 +1,8 @@
-"""`grouped_linear` as one custom op: a product for each expert, written into one output; on CUDA the kernels of
-`triton_grouped`, or `F.grouped_mm`.
+"""`grouped_linear` as one custom op: a product for each expert, written into one output, or on CUDA `F.grouped_mm`.
 
 `F.grouped_mm` refuses float64 and rows that are no multiple of 16 bytes, and leaves rows past the last end without
-values. On CPU a loop over the experts is as fast, since a product of one expert fills the machine.
+values. On CPU a loop over the experts is as fast, since a product of one expert fills the machine. Kernels of our own
+in Triton were no faster on an H200 (docs/log.md).
 """
 
 from __future__ import annotations
@@ -19,11 +19,9 @@ from torch.nn import functional
 
 from kitforge.core.kernels.mixed_precision import NATIVE_DTYPES, compute_dtype
 from kitforge.core.kernels.recomputation import kept_operations
-from kitforge.foundation import device as devices
+from kitforge.core.kernels.triton_ops import triton_op
 
 _GROUPED_MM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Major compute capabilities whose shared memory holds the tiles of `triton_grouped`; with none `F.grouped_mm` runs.
-TRITON_CAPABILITIES = (9, 10)
 
 
 def grouped_linear(input: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
@@ -31,11 +29,8 @@ def grouped_linear(input: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return kept_operations(_grouped_linear, input.to(compute_dtype(input)), weight, ends)
 
 
-@torch.library.custom_op("kitforge::grouped_linear", mutates_args=())
+@triton_op("kitforge::grouped_linear")
 def _grouped_linear(input: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    if _takes_triton(input, weight):
-        output: Tensor = _kernels().multiply_by_expert(input.contiguous(), weight.to(input.dtype).mT, ends)
-        return output
     if _takes_grouped_mm(input, weight):
         products = functional.grouped_mm(input, weight.to(input.dtype).mT, offs=ends)
         return _clear_past(products, ends)
@@ -47,13 +42,11 @@ def _grouped_linear(input: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return output
 
 
-@torch.library.custom_op("kitforge::grouped_linear_backward", mutates_args=())
+@triton_op("kitforge::grouped_linear_backward")
 def _grouped_linear_backward(
     grad: Tensor, input: Tensor, weight: Tensor, ends: Tensor, wants_input: bool, wants_weight: bool
 ) -> tuple[Tensor, Tensor]:
     """The gradients of input and weight; empty where they are not wanted."""
-    if _takes_triton(input, weight):
-        return _triton_gradients(grad, input, weight, ends, wants_input, wants_weight)
     grad_input = input.new_empty(input.shape) if wants_input else input.new_empty(0)
     grad_weight = torch.empty_like(weight) if wants_weight else weight.new_empty(0)
     with torch.autocast(input.device.type, enabled=False):
@@ -70,18 +63,6 @@ def _grouped_linear_backward(
                 _multiply(grad[rows].t(), input[rows], grad_weight[expert])  # zero without rows
     if wants_input:
         grad_input[_num_rows(ends) :] = 0.0
-    return grad_input, grad_weight
-
-
-def _triton_gradients(
-    grad: Tensor, input: Tensor, weight: Tensor, ends: Tensor, wants_input: bool, wants_weight: bool
-) -> tuple[Tensor, Tensor]:
-    """`_grouped_linear_backward` by the kernels of `triton_grouped`; that of the weight is in its dtype throughout."""
-    grad_input, grad_weight = input.new_empty(0), weight.new_empty(0)
-    if wants_input:
-        grad_input = _kernels().multiply_by_expert(grad, weight.to(grad.dtype), ends)
-    if wants_weight:
-        grad_weight = _kernels().multiply_experts(grad, input.contiguous(), ends, weight.dtype)
     return grad_input, grad_weight
 
 
@@ -110,7 +91,7 @@ def _num_rows(ends: Tensor) -> int:
 def _clear_past(rows: Tensor, ends: Tensor) -> Tensor:
     """The same rows [R, width], with zeros past the last end, written without waiting for the device."""
     if rows.is_cuda and rows.is_contiguous() and _has_triton():
-        _kernels().zero_past(rows, ends)
+        importlib.import_module("kitforge.core.kernels.triton_moe").zero_past(rows, ends)
         return rows
     return rows.masked_fill_((torch.arange(len(rows), device=rows.device) >= ends[-1]).unsqueeze(1), 0.0)
 
@@ -118,20 +99,6 @@ def _clear_past(rows: Tensor, ends: Tensor) -> Tensor:
 @functools.cache
 def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
-
-
-@functools.cache
-def _kernels() -> Any:
-    """The module of the Triton kernels, which devices without them need not have."""
-    return importlib.import_module("kitforge.core.kernels.triton_grouped")
-
-
-def _takes_triton(input: Tensor, weight: Tensor) -> bool:
-    """Whether the kernels of `triton_grouped` run on the device, and are fast in this dtype and with these widths."""
-    is_half = input.dtype in (torch.bfloat16, torch.float16)
-    is_even = all(each and each % 16 == 0 for each in weight.shape[1:])
-    is_fit = input.is_cuda and is_half and is_even and _has_triton()
-    return is_fit and devices.compute_capability(input.device)[0] in TRITON_CAPABILITIES
 
 
 def _takes_grouped_mm(input: Tensor, weight: Tensor) -> bool:

@@ -14,12 +14,9 @@ from torch import Tensor
 from kitforge.core.kernels.triton_ops import triton_op
 from kitforge.core.kernels.triton_runtime import device_description, launch_grid, quotient_up, row_block
 
-# Heads of a tile at most, and pairs of features, for each element of the rows of a tile, of a thread, and warps that
-# run at once on a multiprocessor; found on an H200.
+# Heads of a tile at most, and pairs of features of a thread; found on an H200.
 _HEADS = 32
-_TILES = 2
-_PER_THREAD = 16
-_WARPS = 32
+_PER_THREAD = 8
 
 
 def rotary(input: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
@@ -60,13 +57,11 @@ def _strides(angles: Tensor) -> tuple[int, ...]:
 def _tile(input: Tensor, width: int) -> tuple[int, int, dict[str, Any]]:
     """The heads and tokens of a tile over input [batch, heads, length, dim], and the options of a launch."""
     _, heads, length, _ = input.shape
-    description = device_description(input.device)
-    rows = max(1, _TILES * description.row_elements // width)
+    rows = max(1, device_description(input.device).row_elements // width)
     head_block = min(row_block(heads), _HEADS, rows)
     tokens = min(max(1, rows // head_block), row_block(length))
     num_warps = min(max(head_block * tokens * width // (32 * _PER_THREAD), 1), 8)
-    programs = description.num_multiprocessors * _WARPS // num_warps
-    return head_block, tokens, {"num_warps": num_warps, "programs": programs or description.num_programs}
+    return head_block, tokens, {"num_warps": num_warps, "is_queued": True}
 
 
 @_rotate.register_fake
