@@ -209,8 +209,19 @@ def measure_products(device: torch.device, sizes: Sizes) -> Iterator[Row]:
     yield "attention of packed rows", f"{1e3 * one:.2f} ms, {other / one:.2f}x a dense mask", ""
 
 
+@torch.no_grad()
+def replay_seconds(work: Callable[[], Tensor], device: torch.device) -> float:
+    """`seconds` of 20 calls recorded in a graph, divided by 20; without graphs, of one."""
+    if not devices.can_record(device):
+        return seconds(work, device)
+    work()
+    replay = devices.recorded(lambda: [work() for _ in range(20)][-1], device)
+    return seconds(replay, device) / 20
+
+
 def measure_decoding(device: torch.device, sizes: Sizes) -> Iterator[Row]:
-    """Bytes a second of attention over paged keys and of quantized products, against torch's in bfloat16."""
+    """Bytes a second of attention over paged keys and of quantized products, against torch's in bfloat16; in CUDA
+    graphs, as in a decoding step."""
     kernels, dtype = select("O1", device.type), torch.bfloat16
     texts, length, page = sizes.rows // 256, sizes.width, 16
     blocks = texts * length // page
@@ -219,20 +230,20 @@ def measure_decoding(device: torch.device, sizes: Sizes) -> Iterator[Row]:
     tables = torch.randperm(blocks, device=device).view(texts, -1)
     lengths = torch.full((texts,), length, device=device)
     options: dict[str, Any] = {"block_size": page, "window": None, "scale": 0.1}
-    taken = seconds(lambda: kernels.paged_attention(query, keys, values, tables, lengths, **options), device)
+    taken = replay_seconds(lambda: kernels.paged_attention(query, keys, values, tables, lengths, **options), device)
     one, key, value = query.unsqueeze(2), *(each.view(texts, length, 8, 128).transpose(1, 2) for each in (keys, values))
-    other = seconds(lambda: functional.scaled_dot_product_attention(one, key, value, enable_gqa=True), device)
+    other = replay_seconds(lambda: functional.scaled_dot_product_attention(one, key, value, enable_gqa=True), device)
     moved = 2 * keys.nbytes + 2 * query.nbytes
     words = f"{moved / taken / 1e9:,.0f} GB/s, {other / taken:.2f}x torch's over keys in one piece"
     yield f"paged_attention of {texts} texts of {length}", words, ""
-    weight = torch.randn(2 * sizes.width, sizes.width, device=device, dtype=dtype)
+    weight = torch.randn(8 * sizes.width, sizes.width, device=device, dtype=dtype)
     for bits, group in ((8, None), (4, 32)):
         numbers, scales = quantize(weight, bits, group)  # type: ignore[arg-type]
         scales = scales.to(dtype)
         for rows in (1, 16):
             x = torch.randn(rows, sizes.width, device=device, dtype=dtype)
-            own = seconds(lambda x=x, n=numbers, s=scales: kernels.quantized_linear(x, n, s), device)  # type: ignore[misc]
-            other = seconds(lambda x=x: functional.linear(x, weight), device)  # type: ignore[misc]
+            own = replay_seconds(lambda x=x, n=numbers, s=scales: kernels.quantized_linear(x, n, s), device)  # type: ignore[misc]
+            other = replay_seconds(lambda x=x: functional.linear(x, weight), device)  # type: ignore[misc]
             rate = cost("quantized_linear", x, numbers, scales).bytes / own
             yield f"quantized_linear int{bits}, {rows} rows", f"{rate / 1e9:,.0f} GB/s, {other / own:.2f}x bf16", ""
 
