@@ -223,8 +223,10 @@ class Engine:
                     own[request] = [Completion(tokens=[], logprobs=[]) for _ in range(num_samples)]
                     self._generated[request] = own[request]
             # The lock is released between two steps, so that other threads can submit and step.
-            while any(sample.finish_reason is None for samples in own.values() for sample in samples):
-                self._run_step()
+            # The mode is changed once: in a step, it would take as long as the step of a small batch on a GPU.
+            with eval_mode(self._runner.model):
+                while any(sample.finish_reason is None for samples in own.values() for sample in samples):
+                    self._run_step()
         finally:
             with self.lock:
                 for request in own:

@@ -28,15 +28,15 @@ class PromptLogprob:
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Put the model into evaluation mode, and back into training mode afterwards if it was in it."""
-    was_training = model.training
-    if was_training:
-        model.eval()
+    """Put the model into evaluation mode, and afterwards those of its modules back that were in training mode."""
+    training = [module for module in model.modules() if module.training] if model.training else []
+    for module in training:
+        module.training = False
     try:
         yield
     finally:
-        if was_training:
-            model.train()
+        for module in training:
+            module.training = True
 
 
 @torch.no_grad()

@@ -213,11 +213,13 @@ def test_a_second_prompt_reads_only_what_is_new() -> None:
 
 def test_the_models_mode_is_put_back_and_weights_are_not_copied() -> None:
     model = copy.deepcopy(network("llama")).train()
+    model.blocks[0].eval()
+    modes = {name: module.training for name, module in model.named_modules()}
     before = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
     engine = Engine(model)
     engine.generate(PROMPTS, EIGHT)
     engine.score(PROMPTS)
-    assert model.training
+    assert {name: module.training for name, module in model.named_modules()} == modes
     assert {name: parameter.data_ptr() for name, parameter in engine.model.named_parameters()} == before
 
 
