@@ -21,6 +21,7 @@ CACHES: dict[str, dict[str, Any]] = {
 THERE = {"device": str(DEVICE)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "cache"), [(name, ("whole", "small")[at % 2]) for at, name in enumerate(FAMILIES)])
 def test_a_family_runs_there_as_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, cache: str) -> None:
     monkeypatch.setattr(embedding_cache, "DEVICE_IDS", 40)
