@@ -24,7 +24,7 @@ from kitforge.core.nn.moe import Experts, ExpertsConfig, MoE
 from kitforge.core.parallel import parallelize as applying
 from kitforge.core.parallel import tensor
 from kitforge.core.parallel.config import ParallelConfig
-from kitforge.core.parallel.layout import Layout
+from kitforge.core.parallel.grid import Grid
 from kitforge.core.parallel.mesh import Mesh
 from kitforge.core.parallel.parallelize import parallelize
 from kitforge.core.parallel.sharding import Sharding
@@ -323,7 +323,7 @@ def _tied_once() -> Any:
 
 
 def _counted_twice() -> Any:
-    return mock.patch.object(Layout, "num_shards", property(lambda _self: 4))
+    return mock.patch.object(Grid, "num_holders", lambda *_: 1)
 
 
 def _same_noise() -> Any:

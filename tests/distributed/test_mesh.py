@@ -20,7 +20,7 @@ def look(rank: int, degrees: ParallelConfig) -> dict[str, Any]:
     return {
         "groups": len(dist.distributed_c10d._world.pg_map) - before,
         "index": dict(mesh.index),
-        "of": [dict(mesh.index_of(each)) for each in range(mesh.size)],
+        "of": [dict(mesh.grid.index_of(each)) for each in range(mesh.size)],
         "members": {axis: group and dist.get_process_group_ranks(group) for axis, group in members.items()},
         "replicas": mesh.replicas and dist.get_process_group_ranks(mesh.replicas),
         "replica": (mesh.replica, mesh.num_replicas),

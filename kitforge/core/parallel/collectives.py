@@ -51,9 +51,9 @@ def start_all_reduce_(input: Tensor, group: dist.ProcessGroup) -> dist.Work:
     return work
 
 
-def broadcast_(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Broadcast tensors from the first rank of the group in place; small ones are coalesced."""
-    dist._broadcast_coalesced(group, list(tensors), BROADCAST_BYTES, 0)
+def broadcast_(tensors: Sequence[Tensor], group: dist.ProcessGroup, source: int = 0) -> None:
+    """Broadcast tensors from a rank of the group, by default its first, in place; small ones are coalesced."""
+    dist._broadcast_coalesced(group, list(tensors), BROADCAST_BYTES, source)
 
 
 def all_gather_object(value: Any, group: Group) -> list[Any]:

@@ -10,6 +10,8 @@ from kitforge.foundation.errors import ConfigError
 
 # Outermost first: the ranks of an inner axis are neighbours, as they communicate most.
 AXES = ("pipeline", "data", "shard", "context", "tensor")
+# Axes whose ranks hold different parts of a network in every pass.
+MODEL_AXES = ("tensor", "pipeline", "expert")
 UNBUILT_AXES = ("context", "pipeline", "expert")
 
 

@@ -19,15 +19,15 @@ def global_grad_norm(
     """The Euclidean norm, 0-dim float64 and the same on every rank, of gradients that are complete on their pieces and
     of table rows, which live once and whose squares on this rank are `rows`.
 
-    Each of a tensor's pieces is held by `mesh.size / num_pieces` ranks, so its squares count that much less; one sum
-    over the whole world is then the sum over all distinct elements.
+    The squares of a piece count by one over the ranks that hold it, so one sum over the whole world is the sum over all
+    distinct elements, wherever they are: a tied tensor of two stages counts once.
     """
     alike: dict[int, list[Tensor]] = {}
     for name, gradient in gradients.items():
-        alike.setdefault(layouts[name].num_shards, []).append(gradient)
+        alike.setdefault(mesh.grid.num_holders(layouts[name], mesh.rank), []).append(gradient)
     squares = rows.cpu().double()
-    for num_shards, members in alike.items():
-        squares = squares + global_norm(members).cpu().double() ** 2 * (num_shards / mesh.size)
+    for num_holders, members in alike.items():
+        squares = squares + global_norm(members).cpu().double() ** 2 / num_holders
     # Not the device of the gradients: a rank without gradients takes part too.
     device = torch.device(mesh.device_mesh.device_type)
     return collectives.all_reduce_(squares.to(device), mesh.world).sqrt()

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from kitforge.core.parallel.config import ParallelConfig
 from kitforge.foundation.errors import ConfigError
 
-Axis = Literal["tensor"]
+Axis = Literal["tensor", "expert"]
 TENSOR: Axis = "tensor"
 
 # What a module does with its input or output along an axis. The stream between blocks is sharded along the sequence:

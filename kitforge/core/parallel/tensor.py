@@ -98,7 +98,7 @@ class TensorParallelModel:
             # The global index of the first row of the weight.
             layout, first = self.layouts.get(f"{name}.weight"), 0
             if layout is not None and layout.splits:
-                first = layout.region({TENSOR: self.stream.index}).offset[0]
+                first = layout.held_region(mesh.index).offset[0]
             _wrap(module, rule, self.stream, first)
             if isinstance(module, Attention):
                 module.first_head = self.stream.index * (module.config.num_heads // self.stream.degree)
@@ -123,7 +123,7 @@ class TensorParallelModel:
         if not layout.splits:
             self._gradient_kinds[name] = rule.gradient
             return
-        shard = layout.region(mesh.index).of(parameter.detach()).clone(memory_format=torch.contiguous_format)
+        shard = layout.held_region(mesh.index).of(parameter.detach()).clone(memory_format=torch.contiguous_format)
         module.register_parameter(own, nn.Parameter(shard, requires_grad=parameter.requires_grad))
 
 
@@ -190,7 +190,7 @@ def _wrap_language_model(model: Shardable, split: TensorParallelModel, prefix: s
     layout = split.layouts[f"{prefix}{model.head_name}"]
     widest = -(-layout.shape[0] // stream.degree)
     vocab = VocabularyShard(
-        first=layout.region({TENSOR: stream.index}).offset[0],
+        first=layout.held_region({TENSOR: stream.index}).offset[0],
         max_rows=widest,
         gather=lambda values: collectives.all_gather(values.unsqueeze(0), stream.group, 0),
     )
