@@ -15,6 +15,7 @@ from kitforge.core.optim.grad_norm import global_norm
 from kitforge.core.optim.groups import ParameterGroup, groups_of_kinds
 from kitforge.core.optim.row_optimizers import SparseModule
 from kitforge.core.parallel import collectives
+from kitforge.core.parallel.context import ContextParallelModel
 from kitforge.core.parallel.data import GradientBuckets
 from kitforge.core.parallel.fsdp import FSDPUnits, local_tensor
 from kitforge.core.parallel.gather import FullMatrices, gather_full_tensor
@@ -146,6 +147,12 @@ class ParallelModel:
         """The names of all ranks, which call it together; see `Mesh.union`."""
         return list(names) if self._mesh is None else self._mesh.union(names)
 
+    @property
+    def loss_fraction(self) -> float:
+        """The part of the loss whose gradient begins the backward pass on this rank: ranks of the context axis have the
+        same loss."""
+        return 1.0 if self._mesh is None else 1.0 / self._mesh.degree("context")
+
     def micro_batch(self, *, is_last: bool) -> None:
         """Announce the next forward and backward pass."""
         if self._fsdp is not None:
@@ -205,6 +212,8 @@ class ParallelModel:
         if mesh.degree(TENSOR) > 1:
             self._tensor_parallel = TensorParallelModel(self.model, sharding, mesh)
             self.layouts = self._tensor_parallel.layouts
+        if mesh.degree("context") > 1:
+            ContextParallelModel(self.model, mesh)
         if mesh.degree("shard") > 1:
             # A language model without a declaration is called by `hidden` as well.
             is_plain = sharding.fsdp_roots == {"": ()} and isinstance(self.model, CausalLM)

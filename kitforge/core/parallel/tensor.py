@@ -55,7 +55,8 @@ class SequenceLayout:
             )
         if context.dropout is None:
             return context
-        return dataclasses.replace(context, dropout=dataclasses.replace(context.dropout, shard=self.dropout_shard()))
+        shard = self.dropout_shard(context.dropout.shard)
+        return dataclasses.replace(context, dropout=dataclasses.replace(context.dropout, shard=shard))
 
     def redistribute(self, kind: Redistribute, input: Tensor) -> Tensor:
         """Redistribute the residuals by a rule."""
@@ -75,12 +76,12 @@ class SequenceLayout:
         length = input.shape[-2] // self.degree
         return input.narrow(-2, self.index * length, length)
 
-    def dropout_shard(self) -> DropoutShard:
-        """This rank's part of a dropout mask."""
-        return DropoutShard(
-            sequence=(self.index, self.degree) if self.is_sharded else (0, 1),
-            heads=(self.index, self.degree),
-        )
+    def dropout_shard(self, outer: DropoutShard) -> DropoutShard:
+        """This rank's part of a dropout mask, of which the context axis has `outer`: it cuts the sequence before the
+        tensor axis does, and the heads after it."""
+        (first, parts), (head, heads) = outer.sequence, outer.heads
+        sequence = (first * self.degree + self.index, parts * self.degree) if self.is_sharded else outer.sequence
+        return DropoutShard(sequence=sequence, heads=(self.index * heads + head, self.degree * heads))
 
 
 @final

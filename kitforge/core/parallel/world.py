@@ -94,7 +94,7 @@ class World:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether ranks hold shards of networks only."""
+        """Whether ranks hold shards of networks or rows only, so that they need one another in every pass."""
         return self.mesh is not None and any(self.mesh.degree(axis) > 1 for axis in ("shard", *MODEL_AXES))
 
     def sum(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
