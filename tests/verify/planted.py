@@ -40,7 +40,7 @@ FAULTS = (
     Fault(
         breaks="micro_batches",
         file="core/parallel/micro_batches.py",
-        line='torch.autograd.backward(sums["loss"] * (weight * parallel.loss_fraction))',
+        line='torch.autograd.backward(sums["loss"] * own_weight)',
         planted='torch.autograd.backward(sums["loss"] / float(task.count([micro_batch])["loss"]) / len(step))',
         leaves=("packing",),
     ),
