@@ -52,7 +52,8 @@ def on_stages(rank: int, folder: Path) -> dict[str, Any]:
     world, own = World(device=torch.device("cpu"), mesh=mesh), held(mesh)
     found: dict[str, Any] = {"union": mesh.union(own), "own": set(own)}
     with Messages() as messages:
-        found["norm"] = float(global_grad_norm(own, LAYOUTS, torch.zeros(()), mesh))
+        holders = {name: mesh.grid.num_holders(LAYOUTS[name], rank) for name in own}
+        found["norm"] = float(global_grad_norm(own, holders, torch.zeros(()), mesh))
         found["gathered"] = {
             name: gather_full_tensor(own.get(name), layout, mesh, torch.float32) for name, layout in LAYOUTS.items()
         }

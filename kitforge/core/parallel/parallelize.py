@@ -48,6 +48,7 @@ class ParallelModel:
         # Of all parameters, also of those on other stages, and equal on all ranks; with stages, of buffers as well.
         self.layouts = {name: Layout(shape=tuple(each.shape)) for name, each in model.named_parameters()}
         self.dtypes = {name: each.dtype for name, each in model.named_parameters()}
+        self._num_holders: dict[str, int] = {}
         self._tensor_parallel: TensorParallelModel | None = None
         self._fsdp: FSDPUnits | None = None
         self._buckets: list[GradientBuckets] = []
@@ -89,6 +90,7 @@ class ParallelModel:
         """Refer to the current parameters; `materialize` creates new ones."""
         self._parameters = dict(self.model.named_parameters())
         self._local = self._parameters
+        self._num_holders = {}
         if self._fsdp is not None:
             self._local = {
                 name: nn.Parameter(local_tensor(each.detach()), each.requires_grad)
@@ -183,13 +185,17 @@ class ParallelModel:
             for name, each in self.parameters().items()
             if each.grad is not None and (names is None or name in names)
         }
+        if self._mesh is not None and not self._num_holders:
+            # Once, since every step asks for all of them.
+            grid, rank = self._mesh.grid, self._mesh.rank
+            self._num_holders = {name: grid.num_holders(self.layouts[name], rank) for name in self._parameters}
         if names is not None and self._mesh is None:
             return global_norm(list(gradients.values()))
         if names is not None and self._mesh is not None:
-            return global_grad_norm(gradients, self.layouts, torch.zeros(()), self._mesh)
+            return global_grad_norm(gradients, self._num_holders, torch.zeros(()), self._mesh)
         rows = sum((table.squared_norm() for table in self.tables), torch.zeros((), dtype=torch.float64))
         if self._mesh is not None:
-            return global_grad_norm(gradients, self.layouts, rows, self._mesh)
+            return global_grad_norm(gradients, self._num_holders, rows, self._mesh)
         norm = global_norm(list(gradients.values()))
         return (norm.double() ** 2 + rows).sqrt() if self.tables else norm
 
