@@ -207,7 +207,8 @@ def sharding_of(model: nn.Module) -> Sharding:
     if not isinstance(model, ScoreModel):
         return sharding_of_network(model)
     backbone = sharding_of_network(model.backbone).with_prefix("backbone")
-    score = Sharding(rules=(ShardingRule(module="score", gradient="whole"),) if backbone.rules else ())
+    rules = (ShardingRule(module="score", gradient="whole"),) if backbone.rules else ()
+    score = Sharding(rules=rules, cuts_rows=backbone.cuts_rows)
     return replace(backbone.merged_with(score), fsdp_roots={"": (model.fsdp_root,)})
 
 

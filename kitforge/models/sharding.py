@@ -46,6 +46,7 @@ DECODER = Sharding(
     ),
     divisible={TENSOR: ("num_heads", "num_kv_heads")},
     fsdp_roots={"": ("hidden",)},
+    cuts_rows=True,
 )
 
 

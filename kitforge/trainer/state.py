@@ -118,10 +118,12 @@ class TrainingState:
 
     def load_weights(self, checkpoint: Checkpoint) -> None:
         """Load weights, tables, optimizer, loss scale and plateau; the data position stays."""
-        self.optimizer.init_state()
-        regions = {name: self.parallel.region_of(layout) for name, layout in self.layouts().items()}
-        load_tensors(dict(self.model_tensors()), checkpoint.model(regions), what="model")
-        self.optimizer.load(dict(checkpoint.optimizer(regions)))
+        weights, states = dict(self.model_tensors()), dict(self.optimizer.tensors())
+        regions = self.parallel.regions(self.layouts())
+        # What other ranks hold is read by them; what no rank holds is unexpected.
+        elsewhere = set(self.parallel.union([*weights, *states])) - weights.keys() - states.keys()
+        load_tensors(weights, checkpoint.model(regions, elsewhere), what="model")
+        self.optimizer.load(dict(checkpoint.optimizer(regions, elsewhere)))
         checkpoint.load_tables(self.tables())
         self.scaler.load_state(checkpoint.state["training"]["scaler"])
         self.plateau.load_state(checkpoint.state["training"]["plateau"])

@@ -57,7 +57,7 @@ FIXED = {
     "data.num_workers": 1,
     "resume": None,
 }
-DEGREES = ("parallel.data", "parallel.shard", "parallel.tensor")
+DEGREES = ("parallel.data", "parallel.shard", "parallel.context", "parallel.tensor")
 LARGE, FEW_LAYERS = 20_000_000, 2
 
 

@@ -21,10 +21,11 @@ from kitforge.core.nn import moe
 from kitforge.core.nn.context import Context, DropoutKey, DropoutShard, EncoderInput
 from kitforge.core.nn.init import init_weights
 from kitforge.core.nn.moe import Experts, ExpertsConfig, MoE
+from kitforge.core.nn.rotary import RopeScaling
 from kitforge.core.parallel import parallelize as applying
 from kitforge.core.parallel import tensor
 from kitforge.core.parallel.config import ParallelConfig
-from kitforge.core.parallel.layout import Layout
+from kitforge.core.parallel.grid import Grid
 from kitforge.core.parallel.mesh import Mesh
 from kitforge.core.parallel.parallelize import parallelize
 from kitforge.core.parallel.sharding import Sharding
@@ -147,6 +148,26 @@ FAMILIES: dict[str, Any] = {
 }
 
 
+# Grouped keys of which there are fewer heads than ranks, or a number that ranks do not divide; positions that depend on
+# the length of a document.
+GROUPED: dict[str, Any] = {
+    f"grouped_{heads}_{kv_heads}": LlamaConfig(
+        vocab_size=53,
+        dim=16,
+        num_layers=2,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=4,
+        mlp_dim=22,
+        max_length=6,
+        rope_scaling=RopeScaling(kind="dynamic", factor=2.0),
+        attention_dropout=0.1,
+        sliding_window=4,
+    )
+    for heads, kv_heads in ((4, 1), (8, 2), (12, 3))
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """What a step is made of."""
@@ -156,6 +177,7 @@ class Case:
     micro_batches: int = 1
     recompute: Recompute = "none"
     level: Any = "O1"
+    length: int = LENGTH
 
 
 class Messages(TorchDispatchMode):
@@ -223,7 +245,7 @@ def run_step(rank: int, case: Case, fault: str | None = None) -> Outcome:
 
 
 def _step(case: Case, world: World, order: Order) -> Outcome:
-    model = build_on_meta(FAMILIES[case.family], case.level).double()
+    model = build_on_meta((FAMILIES | GROUPED)[case.family], case.level).double()
     model.recompute = case.recompute
     parallel = parallelize(model, sharding_of_network(model), world)
     parallel.materialize(world.device)
@@ -232,7 +254,7 @@ def _step(case: Case, world: World, order: Order) -> Outcome:
     init_weights(pieces.items(), 2, 0, regions)
     weights = {name: piece.detach().clone() for name, piece in pieces.items()}
     model.train()
-    batch = make_batch()
+    batch = make_batch(case.length)
     share = BATCH // world.num_replicas
     first = share * world.replica
     size = -(-share // case.micro_batches)
@@ -245,14 +267,14 @@ def _step(case: Case, world: World, order: Order) -> Outcome:
         part = slice(start, min(start + size, first + share))
         key = DropoutKey(seed=0, step=0, samples=tuple(range(BATCH)[part]))
         counted = batch["targets"][part] != -100
-        context = Context.packed(batch["positions"][part], batch["documents"][part], key, counted=counted)
-        context = dataclasses.replace(context, loss_weight=1.0 / count.double())
+        given = Context.packed(batch["positions"][part], batch["documents"][part], key, counted=counted)
+        given = dataclasses.replace(given, loss_weight=1.0 / count.double())
         if case.family == "t5":
             source = EncoderInput(tokens=batch["sources"][part], documents=batch["source_documents"][part])
-            context = dataclasses.replace(context, source=source)
-        hidden = model.hidden(batch["tokens"][part], context).flatten(0, 1)
+            given = dataclasses.replace(given, source=source)
+        hidden = model.hidden(batch["tokens"][part], given).flatten(0, 1)
         found = model.kernels.linear_cross_entropy(hidden, model.head_weight, batch["targets"][part].flatten()) / count
-        found.backward()
+        (found * parallel.loss_fraction).backward()
         loss += found.detach()
     parallel.reduce_gradients()
     return Outcome(
@@ -267,15 +289,15 @@ def _step(case: Case, world: World, order: Order) -> Outcome:
     )
 
 
-def make_batch() -> dict[str, Tensor]:
+def make_batch(length: int = LENGTH) -> dict[str, Tensor]:
     """Packed rows with uneven counts of valid targets; the last third of the rows has none at all."""
     generator = torch.Generator().manual_seed(7)
-    tokens = torch.randint(0, 50, (BATCH, LENGTH), generator=generator)
-    targets = torch.randint(0, 50, (BATCH, LENGTH), generator=generator)
-    targets[torch.rand(BATCH, LENGTH, generator=generator) < torch.linspace(0, 0.9, BATCH).unsqueeze(1)] = -100
+    tokens = torch.randint(0, 50, (BATCH, length), generator=generator)
+    targets = torch.randint(0, 50, (BATCH, length), generator=generator)
+    targets[torch.rand(BATCH, length, generator=generator) < torch.linspace(0, 0.9, BATCH).unsqueeze(1)] = -100
     targets[BATCH * 2 // 3 :] = -100
-    cuts = torch.randint(1, LENGTH, (BATCH, 1), generator=generator)
-    places = torch.arange(LENGTH).expand(BATCH, LENGTH)
+    cuts = torch.randint(1, length, (BATCH, 1), generator=generator)
+    places = torch.arange(length).expand(BATCH, length)
     documents = (places >= cuts).long()
     return {
         "tokens": tokens,
@@ -323,11 +345,11 @@ def _tied_once() -> Any:
 
 
 def _counted_twice() -> Any:
-    return mock.patch.object(Layout, "num_shards", property(lambda _self: 4))
+    return mock.patch.object(Grid, "num_holders", lambda *_: 1)
 
 
 def _same_noise() -> Any:
-    def noise(self: tensor.SequenceLayout) -> DropoutShard:
+    def noise(self: tensor.SequenceLayout, _outer: DropoutShard) -> DropoutShard:
         return DropoutShard(sequence=(0, self.degree) if self.is_sharded else (0, 1), heads=(0, self.degree))
 
     return mock.patch.object(tensor.SequenceLayout, "dropout_shard", noise)
@@ -359,8 +381,8 @@ def _balanced_once_per_rank() -> Any:
 def _balanced_by_itself() -> Any:
     """The balance of experts as a mean over the tokens of each rank."""
 
-    def balanced(self: MoE, output: Tensor, routing: Any, kept: Tensor, context: Context) -> Tensor:
-        own = dataclasses.replace(context, loss_weight=1.0 / context.counted.sum().clamp(min=1).double())  # type: ignore[union-attr]
+    def balanced(self: MoE, output: Tensor, routing: Any, kept: Tensor, given: Context) -> Tensor:
+        own = dataclasses.replace(given, loss_weight=1.0 / given.counted.sum().clamp(min=1).double())  # type: ignore[union-attr]
         return original(self, output, routing, kept, own)
 
     original = MoE._balanced

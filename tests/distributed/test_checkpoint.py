@@ -18,6 +18,7 @@ from kitforge.core.checkpoint.load import newest, open_checkpoint
 from kitforge.core.checkpoint.manifest import read_manifest, step_folder, steps
 from kitforge.core.checkpoint.save import CheckpointWriter
 from kitforge.core.parallel.config import ParallelConfig
+from kitforge.core.parallel.grid import Grid
 from kitforge.core.parallel.layout import Layout
 from kitforge.foundation.errors import CheckpointError, PeerError, TrainingError
 from kitforge.foundation.types import Region
@@ -63,8 +64,7 @@ def hidden(root: Path) -> list[str]:
 @pytest.mark.parametrize("target", TARGETS, ids=ParallelConfig.describe)
 def test_any_layout_reads_what_another_saved_to_the_bit(square: Path, target: ParallelConfig) -> None:
     checkpoint = open_checkpoint(square / "step_6")
-    for place in sharded.ranks_of(target).coordinates:
-        assert place is not None
+    for place in Grid.of(target).coordinates:
         sharded.assert_pieces(checkpoint, target, place)
 
 
@@ -78,8 +78,7 @@ def test_any_layout_reads_what_one_process_saved(tmp_path: Path, target: Paralle
     model, optimizer = sharded.whole_model(2), sharded.whole_optimizer(2)
     writer.save(2, model=model.items(), optimizer=optimizer.items(), state={"step": 2})
     writer.close()
-    for place in sharded.ranks_of(target).coordinates:
-        assert place is not None
+    for place in Grid.of(target).coordinates:
         sharded.assert_pieces(open_checkpoint(tmp_path / "step_2"), target, place)
 
 

@@ -20,7 +20,7 @@ def look(rank: int, degrees: ParallelConfig) -> dict[str, Any]:
     return {
         "groups": len(dist.distributed_c10d._world.pg_map) - before,
         "index": dict(mesh.index),
-        "of": [dict(mesh.index_of(each)) for each in range(mesh.size)],
+        "of": [dict(mesh.grid.index_of(each)) for each in range(mesh.size)],
         "members": {axis: group and dist.get_process_group_ranks(group) for axis, group in members.items()},
         "replicas": mesh.replicas and dist.get_process_group_ranks(mesh.replicas),
         "replica": (mesh.replica, mesh.num_replicas),
@@ -42,6 +42,29 @@ def test_copies_and_pieces_together_are_the_replicas() -> None:
     seen = run_ranks(4, look, ParallelConfig(data=2, shard=2))
     assert [each["replicas"] for each in seen] == [[0, 1, 2, 3]] * 4
     assert [each["replica"][0] for each in seen] == [0, 1, 2, 3]
+
+
+def test_a_view_of_neighbouring_axes_has_a_group_of_its_own() -> None:
+    seen = run_ranks(4, look_at_views, ParallelConfig(shard=2, context=2))
+    assert [each["fsdp"] for each in seen] == [[0, 1, 2, 3]] * 4
+    assert [each["context"] for each in seen] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert [each["replicas"] for each in seen] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+    # A copy for each pair, and shards over the pairs.
+    assert [each["sub mesh"] for each in seen] == [[0, 1, 2, 3]] * 4
+    seen = run_ranks(4, look_at_views, ParallelConfig(data=2, context=2))
+    assert [(each["batch"], each["fsdp"], each["replicas"]) for each in seen] == [
+        ([0, 1, 2, 3], [0, 1], [0, 2]),
+        ([0, 1, 2, 3], [0, 1], [1, 3]),
+        ([0, 1, 2, 3], [2, 3], [0, 2]),
+        ([0, 1, 2, 3], [2, 3], [1, 3]),
+    ]
+
+
+def look_at_views(rank: int, degrees: ParallelConfig) -> dict[str, Any]:
+    mesh = Mesh(degrees, "cpu")
+    groups = {axis: mesh.group(axis) for axis in ("context", "fsdp", "replicas", "batch")}
+    found: dict[str, Any] = {axis: group and dist.get_process_group_ranks(group) for axis, group in groups.items()}
+    return found | {"sub mesh": mesh.sub_mesh("data", "fsdp").mesh.flatten().tolist()}
 
 
 def test_an_axis_of_degree_one_costs_no_process_group() -> None:
@@ -84,8 +107,12 @@ def pairs(rank: int, name: str, dim: int) -> tuple[float, float]:
     group = Mesh(ParallelConfig(tensor=3), "cpu").group("tensor")
     generator = torch.Generator().manual_seed(rank)
     input = torch.randn(3, 6, 4, dtype=torch.float64, generator=generator).requires_grad_()
-    if name in ("all_reduce_fwd", "copy_to_group"):
+    if name in ("all_reduce_fwd", "all_reduce_autograd", "copy_to_group"):
         output = getattr(collectives, name)(input, group)
+    elif name == "exchange_autograd":
+        # Of [3, 6, 4], the two dims that 3 divides; and back.
+        split, joined = [(0, 1), (1, 2), (1, 0)][dim]
+        output = collectives.exchange_autograd(input, group, split, joined)
     else:
         output = getattr(collectives, name)(input, group, dim)
     weight = torch.randn(output.shape, dtype=torch.float64, generator=generator)
@@ -123,6 +150,10 @@ def test_what_is_gathered_is_no_view() -> None:
         ("all_gather_autograd", 1),
         ("reduce_scatter_autograd", 0),
         ("reduce_scatter_autograd", 1),
+        ("exchange_autograd", 0),
+        ("exchange_autograd", 1),
+        ("exchange_autograd", 2),
+        ("all_reduce_autograd", 0),
         ("all_reduce_fwd", 0),
         ("copy_to_group", 0),
     ],

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 import os
 import random
 import shutil
@@ -30,6 +31,10 @@ MESHES: list[dict[str, Any]] = [
     {"parallel.data": 2, "parallel.shard": 2},
     {"parallel.data": 2, "parallel.tensor": 2},
     {"parallel.shard": 2, "parallel.tensor": 2},
+    {"parallel.context": 2},
+    {"parallel.context": 2, "parallel.tensor": 2},
+    {"parallel.shard": 2, "parallel.context": 2},
+    {"parallel.data": 2, "parallel.context": 2},
 ]
 GPT2 = {
     "model": "gpt2_tiny",
@@ -52,6 +57,7 @@ MIXTURE = {
 }
 KINDS: dict[str, dict[str, Any]] = {
     "adamw": {},
+    "sgd": {"optimizer.name": "sgd", "optimizer.learning_rate": 0.1},
     "muon": {"optimizer.name": "muon"},
     "micro-batches": {"trainer.micro_batch_size": 2},
     "documents and dropout": {**GPT2, "data.separator": ", "},
@@ -73,8 +79,7 @@ CASES = PRODUCT if "KITFORGE_PROVE" in os.environ else random.Random(5).sample(P
 
 
 def world(choices: Mapping[str, Any]) -> int:
-    degrees = [choices.get(f"parallel.{axis}", 1) for axis in ("data", "shard", "tensor")]
-    return degrees[0] * degrees[1] * degrees[2]
+    return math.prod(choices.get(f"parallel.{axis}", 1) for axis in ("data", "shard", "context", "tensor"))
 
 
 def numbers(lines: list[dict[str, Any]], name: str) -> list[float]:
@@ -123,8 +128,31 @@ def test_losses_of_a_run_are_those_of_one_process(folder: Path, tmp_path: Path, 
 @pytest.mark.parametrize(
     ("kind", "mesh"),
     [
+        ("documents and dropout", {"parallel.context": 2, "parallel.tensor": 2}),
+        ("sgd", {"parallel.context": 2, "trainer.micro_batch_size": 2}),
+        ("muon", {"parallel.shard": 2, "parallel.context": 2, "data.sequence_length": 15}),
+    ],
+    ids=str,
+)
+def test_rows_that_are_cut_give_the_losses_of_one_process(
+    folder: Path, tmp_path: Path, kind: str, mesh: dict[str, Any]
+) -> None:
+    length = {name: value for name, value in mesh.items() if name.startswith("data.")}
+    choices = KINDS[kind] | length
+    one, _ = run_training(0, folder, {**choices, "output_dir": str(tmp_path / "one")})
+    split = {**KINDS[kind], **mesh, "output_dir": str(tmp_path / "many")}
+    for lines, _ in run_ranks(world(split), run_training, folder, split):
+        for name in ("loss", "eval/loss"):
+            assert numbers(lines, name) == pytest.approx(numbers(one, name), abs=2e-6)
+        assert numbers(lines, "grad_norm") == pytest.approx(numbers(one, "grad_norm"), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "mesh"),
+    [
         # One rank has a dry row in every step.
         ("experts", {"parallel.data": 2, "parallel.tensor": 2}),
+        ("experts with a bias", {"parallel.context": 2}),
         ("experts", {"trainer.micro_batch_size": 1}),
         ("experts with a bias", {"parallel.shard": 2, "trainer.micro_batch_size": 2}),
     ],
@@ -158,7 +186,16 @@ def halfway(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "later", [{}, {"parallel.tensor": 2}, {"parallel.shard": 3}, {"parallel.tensor": 4}, {"parallel.data": 2}], ids=str
+    "later",
+    [
+        {},
+        {"parallel.tensor": 2},
+        {"parallel.shard": 3},
+        {"parallel.tensor": 4},
+        {"parallel.data": 2},
+        {"parallel.context": 2},
+    ],
+    ids=str,
 )
 def test_a_run_goes_on_under_another_mesh(folder: Path, halfway: Path, tmp_path: Path, later: dict[str, Any]) -> None:
     whole = numbers(alone(folder, "one text and dropout"), "loss")
@@ -167,6 +204,26 @@ def test_a_run_goes_on_under_another_mesh(folder: Path, halfway: Path, tmp_path:
     outcomes = run_ranks(world(second), go_on, folder, second) if world(second) > 1 else [go_on(0, folder, second)]
     for lines, _ in outcomes:
         assert numbers(lines, "loss") == pytest.approx(whole[6:], abs=2e-6)
+
+
+@pytest.mark.parametrize("later", [{}, {"parallel.context": 2, "parallel.tensor": 2}, {"parallel.shard": 2}], ids=str)
+def test_a_run_of_cut_rows_goes_on_under_another_mesh(
+    folder: Path, halfway_cut: Path, tmp_path: Path, later: dict[str, Any]
+) -> None:
+    whole = numbers(alone(folder, "one text and dropout"), "loss")
+    copy = shutil.copytree(halfway_cut, tmp_path / "split")
+    second = {**GPT2, **later, "output_dir": str(copy), "trainer.checkpoint_every": 6}
+    outcomes = run_ranks(world(second), go_on, folder, second) if world(second) > 1 else [go_on(0, folder, second)]
+    for lines, _ in outcomes:
+        assert numbers(lines, "loss") == pytest.approx(whole[6:], abs=2e-6)
+
+
+@pytest.fixture(scope="module")
+def halfway_cut(folder: Path) -> Path:
+    """The same with rows that are cut, and sharded weights."""
+    mesh, output_dir = {"parallel.shard": 2, "parallel.context": 2}, folder / "halfway_cut"
+    run_ranks(4, half, folder, {**GPT2, **mesh, "output_dir": str(output_dir), "trainer.checkpoint_every": 6})
+    return output_dir
 
 
 def half(rank: int, folder: Path, choices: Mapping[str, Any]) -> None:

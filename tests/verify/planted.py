@@ -40,7 +40,7 @@ FAULTS = (
     Fault(
         breaks="micro_batches",
         file="core/parallel/micro_batches.py",
-        line='torch.autograd.backward(sums["loss"] * weight)',
+        line='torch.autograd.backward(sums["loss"] * own_weight)',
         planted='torch.autograd.backward(sums["loss"] / float(task.count([micro_batch])["loss"]) / len(step))',
         leaves=("packing",),
     ),
@@ -61,8 +61,8 @@ FAULTS = (
     Fault(
         breaks="resume",
         file="trainer/state.py",
-        line="self.optimizer.load(dict(checkpoint.optimizer(regions)))",
-        planted="dict(checkpoint.optimizer(regions))",
+        line="self.optimizer.load(dict(checkpoint.optimizer(regions, elsewhere)))",
+        planted="dict(checkpoint.optimizer(regions, elsewhere))",
         leaves=("evaluation",),
     ),
     Fault(

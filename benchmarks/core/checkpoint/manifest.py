@@ -47,7 +47,7 @@ STATES: dict[Part, tuple[str, ...]] = {"model": ("",), "optimizer": (".exp_avg",
 def slices(part: Part, shapes: dict[str, tuple[int, ...]], num_ranks: int) -> Iterator[Slice]:
     for name, shape in shapes.items():
         layout = Layout(shape=shape).split("shard", 0, num_ranks)
-        regions = [layout.region({"shard": rank}) for rank in range(num_ranks)]
+        regions = [layout.held_region({"shard": rank}) for rank in range(num_ranks)]
         for suffix in STATES[part]:
             for rank, region in enumerate(regions):
                 if region.shape[0]:

@@ -8,8 +8,8 @@ from typing import final
 import torch
 from torch import Tensor
 
-from kitforge.core.checkpoint.shard_ownership import RankCoords
 from kitforge.core.parallel import collectives
+from kitforge.core.parallel.grid import Grid
 from kitforge.core.parallel.layout import Layout
 from kitforge.core.parallel.parallelize import ParallelModel
 
@@ -25,18 +25,19 @@ class GatheredParameters(Mapping[str, Tensor]):
     def __init__(self, parallel: ParallelModel, names: Sequence[str], dtype: torch.dtype) -> None:
         self._shards = parallel.parameters()
         self._layouts = parallel.layouts
+        self._device = parallel.device
         self._rank = parallel.rank
-        self._ranks = None if parallel.mesh is None else RankCoords.of(parallel.mesh)
+        self._grid = None if parallel.mesh is None else parallel.mesh.grid
         self._names = list(names)
         self._dtype = dtype
         self._num_given = 0
 
     def __getitem__(self, name: str) -> Tensor:
-        if self._ranks is None:
+        if self._grid is None:
             return self._shards[name].detach().to(self._dtype)
         expected = self._names[self._num_given]
         assert name == expected, f"{name} is asked for in the place of {expected}"
-        found = self._next_tensor(self._ranks)
+        found = self._next_tensor(self._grid)
         assert found is not None
         return found
 
@@ -48,23 +49,26 @@ class GatheredParameters(Mapping[str, Tensor]):
 
     def finish(self) -> None:
         """Send or receive the remaining tensors, so that no rank waits. All ranks call it, also after errors."""
-        while self._ranks is not None and self._num_given < len(self._names):
-            self._next_tensor(self._ranks)
+        while self._grid is not None and self._num_given < len(self._names):
+            self._next_tensor(self._grid)
 
     @torch.no_grad()
-    def _next_tensor(self, ranks: RankCoords) -> Tensor | None:
+    def _next_tensor(self, grid: Grid) -> Tensor | None:
         name = self._names[self._num_given]
         self._num_given += 1
-        return gather_to_rank_zero(self._shards[name].detach().to(self._dtype), self._layouts[name], ranks, self._rank)
+        held = self._shards.get(name)
+        shard = torch.empty(0, dtype=self._dtype, device=self._device) if held is None else held.detach()
+        return gather_to_rank_zero(shard.to(self._dtype), self._layouts[name], grid, self._rank)
 
 
-def gather_to_rank_zero(shard: Tensor, layout: Layout, ranks: RankCoords, rank: int) -> Tensor | None:
+def gather_to_rank_zero(shard: Tensor, layout: Layout, grid: Grid, rank: int) -> Tensor | None:
     """The whole tensor on the CPU of rank 0, gathered from the shards of all ranks; None on the others.
 
-    All ranks call it together. Beside the whole, rank 0 holds one piece at a time.
+    All ranks call it together, those without a shard with an empty tensor. Beside the whole, rank 0 holds one piece at
+    a time.
     """
     whole = torch.empty(layout.shape, dtype=shard.dtype) if rank == 0 else None
-    for each in ranks.shards(layout):
+    for each in grid.shards(layout):
         sender = each.holders[0]
         if rank == sender != 0:
             collectives.send(shard.contiguous(), 0)

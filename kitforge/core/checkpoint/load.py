@@ -75,16 +75,18 @@ class Checkpoint:
         """Global shapes of model or optimizer tensors by name."""
         return {entry.name: entry.shape for entry in self.manifest.entries(part)}
 
-    def model(self, regions: Mapping[str, Region] = {}) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of the model, in the order in which they were saved, aliases included.
+    def model(self, regions: Mapping[str, Region] = {}, without: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor of the model but those `without`, in the order in which they were saved, aliases included.
 
         Of a tensor in `regions`, or tied to one that is, only that part; of the others the whole.
         """
-        return self._stream("model", regions)
+        return self._stream("model", regions, without)
 
-    def optimizer(self, regions: Mapping[str, Region] = {}) -> Iterator[tuple[str, Tensor]]:
+    def optimizer(
+        self, regions: Mapping[str, Region] = {}, without: Collection[str] = ()
+    ) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of the optimizer, or parts of them, like `model`."""
-        return self._stream("optimizer", regions)
+        return self._stream("optimizer", regions, without)
 
     @property
     def tables(self) -> list[str]:
@@ -139,8 +141,10 @@ class Checkpoint:
             within(shared, region).of(result).copy_(within(shared, region_of(each)).of(self._stored(each)))
         return result
 
-    def _stream(self, part: Part, regions: Mapping[str, Region]) -> Iterator[tuple[str, Tensor]]:
-        for name in self.names(part):
+    def _stream(
+        self, part: Part, regions: Mapping[str, Region], without: Collection[str]
+    ) -> Iterator[tuple[str, Tensor]]:
+        for name in (name for name in self.names(part) if name not in without):
             region = regions.get(name) or regions.get(self._entries[name].alias_of or name)
             yield name, self.tensor(name) if region is None else self.read(name, region)
 

@@ -24,7 +24,6 @@ from kitforge.core.checkpoint.all_or_none import all_gather_or_explain, collecti
 from kitforge.core.checkpoint.cleanup import clean, set_aside
 from kitforge.core.checkpoint.incremental_tables import IncrementalTables
 from kitforge.core.checkpoint.manifest import KEEP, step_folder, steps
-from kitforge.core.checkpoint.shard_ownership import RankCoords
 from kitforge.core.checkpoint.shard_writer import Written, write_files, write_manifest_of
 from kitforge.core.checkpoint.snapshot import Snapshot
 from kitforge.core.checkpoint.table_reader import parent_of
@@ -74,7 +73,10 @@ class CheckpointWriter:
         self._agree: Callable[[Any], list[Any]] = partial(collectives.all_gather_object, group=group)
         self._gather: Callable[[Any], list[Any]] = partial(collectives.gather_object, group=group)
         self._is_alone = world.mesh is None
-        self._snapshot = Snapshot() if world.mesh is None else Snapshot(RankCoords.of(world.mesh), world.rank)
+        self._snapshot = Snapshot()
+        if world.mesh is not None:
+            has_stages = world.mesh.degree("pipeline") > 1
+            self._snapshot = Snapshot(world.mesh.grid, world.rank, self._agree if has_stages else None)
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
         # Guards the set of kept steps, which `pin` and the background thread both change.

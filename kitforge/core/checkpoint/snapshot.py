@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, final
 
 import numpy as np
@@ -12,9 +14,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kitforge.core.checkpoint import safetensors_file
+from kitforge.core.checkpoint.all_or_none import AllGather, collective_try
 from kitforge.core.checkpoint.manifest import Part, encode_state
-from kitforge.core.checkpoint.shard_ownership import RankCoords, assign_shards
+from kitforge.core.checkpoint.shard_ownership import assign_shards
 from kitforge.core.checkpoint.state_tensors import detach_tensors
+from kitforge.core.parallel.grid import Grid
 from kitforge.core.parallel.layout import Layout
 from kitforge.foundation.device import synchronize
 from kitforge.foundation.errors import CheckpointError
@@ -28,17 +32,29 @@ CHUNK_BYTES = 2**21
 CopyChunk = tuple[NDArray[np.uint8], NDArray[np.uint8]]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tensors:
+    """The tensors of a snapshot: names as they were given, those that are tied to another one, and of the rest the
+    layout and the dtype of each as a whole."""
+
+    names: dict[Part, list[str]]
+    aliases: dict[str, str]
+    wholes: dict[str, tuple[Layout, torch.dtype]]
+
+
 @final
 class Snapshot:
     """A snapshot in CPU buffers that the next snapshot reuses.
 
-    Each rank copies the shards that it owns, without communication.
+    Each rank copies the shards that it owns, without communication unless ranks have different tensors.
     """
 
-    def __init__(self, ranks: RankCoords | None = None, rank: int = 0) -> None:
-        self._ranks = ranks
+    def __init__(self, grid: Grid | None = None, rank: int = 0, agree: AllGather | None = None) -> None:
+        """`agree` where ranks have different tensors, as stages of a pipeline have: all take a snapshot together."""
+        self._grid = grid
         self._rank = rank
-        self._is_owned: list[bool] = []
+        self._agree = agree
+        self._owned: set[str] = set()
         self.step = 0
         self.state = b""
         self.state_tensors: dict[str, Tensor] = {}
@@ -57,7 +73,7 @@ class Snapshot:
 
     def region(self, name: str) -> Region:
         """The region of a buffer in its tensor."""
-        found = None if self._ranks is None else self._ranks.region(self.wholes[name][0], self._rank)
+        found = None if self._grid is None else self._grid.region(self.wholes[name][0], self._rank)
         return Region.full(self.buffers[name].shape) if found is None else found
 
     def take(
@@ -75,46 +91,76 @@ class Snapshot:
         gives to this rank, or state that neither JSON nor safetensors can hold.
         """
         self.step = step
-        # The state of a run is the first rank's.
-        self.state_tensors = {}
-        self.state = encode_state(detach_tensors(state, self.state_tensors)) if self._rank == 0 else b""
         sources: dict[str, Tensor] = {}
-        self.aliases = {}
-        # Tied tensors are tied within the model; the optimizer has no reason to share memory with it.
-        self.names = {
-            "model": _collect(model, sources, self.aliases),
-            "optimizer": _collect(optimizer, sources, self.aliases),
-        }
-        sources = self._owned(sources, _with_tied(layouts, self.aliases))
+        collect = partial(self._collect, sources, model, optimizer, state, layouts)
+        found = collect() if self._agree is None else _union(collective_try(collect, self._agree))
+        self.names, self.aliases = found.names, found.aliases
+        if self._grid is not None:
+            # Names, shapes and layouts stay the same from step to step, so ownership is computed once.
+            if list(found.wholes.items()) != list(self.wholes.items()):
+                tensors = [(layout, dtype.itemsize) for layout, dtype in found.wholes.values()]
+                is_owned = assign_shards(tensors, self._grid, self._rank)
+                self._owned = {name for name, own in zip(found.wholes, is_owned, strict=True) if own}
+                self.wholes = found.wholes
+            sources = {name: source for name, source in sources.items() if name in self._owned}
         self.buffers = {name: _buffer(self.buffers.get(name), source) for name, source in sources.items()}
         _copy([(self.buffers[name], source) for name, source in sources.items()])
         for device in {source.device for source in sources.values()}:
             synchronize(device)
 
-    def _owned(self, sources: dict[str, Tensor], layouts: Mapping[str, Layout]) -> dict[str, Tensor]:
-        """The tensors whose shards this rank owns; with one process all."""
-        ranks = self._ranks
-        if ranks is None:
-            split = next((name for name, layout in layouts.items() if layout.splits), None)
-            if split is not None:
-                raise CheckpointError(f"tensor {split!r} is split, but one rank saves alone", got=layouts[split])
-            return sources
+    def _collect(
+        self,
+        sources: dict[str, Tensor],
+        model: Iterable[tuple[str, Tensor]],
+        optimizer: Iterable[tuple[str, Tensor]],
+        state: Mapping[str, Any],
+        layouts: Mapping[str, Layout],
+    ) -> _Tensors:
+        """Sort this rank's tensors into `sources`, and check that they are what their layouts say."""
+        # The state of a run is the first rank's.
+        self.state_tensors = {}
+        self.state = encode_state(detach_tensors(state, self.state_tensors)) if self._rank == 0 else b""
+        aliases: dict[str, str] = {}
+        # Tied tensors are tied within the model; the optimizer has no reason to share memory with it.
+        names: dict[Part, list[str]] = {
+            "model": _collect(model, sources, aliases),
+            "optimizer": _collect(optimizer, sources, aliases),
+        }
+        layouts = _with_tied(layouts, aliases)
         wholes = {}
         for name, source in sources.items():
             layout = layouts.get(name) or Layout(shape=tuple(source.shape))
-            region = ranks.region(layout, self._rank)
-            if region is None or region.shape != tuple(source.shape):
-                raise CheckpointError(
-                    f"tensor {name!r} is not of the shape that its layout gives to rank {self._rank}",
-                    got=list(source.shape),
-                    expected=None if region is None else list(region.shape),
-                )
+            if self._grid is not None:
+                self._check_shape(name, source, self._grid.region(layout, self._rank))
+            elif layout.splits:
+                raise CheckpointError(f"tensor {name!r} is split, but one rank saves alone", got=layout)
             wholes[name] = (layout, source.dtype)
-        # Names, shapes and layouts stay the same from step to step, so ownership is computed once.
-        if list(wholes.items()) != list(self.wholes.items()):
-            tensors = [(layout, dtype.itemsize) for layout, dtype in wholes.values()]
-            self.wholes, self._is_owned = wholes, assign_shards(tensors, ranks, self._rank)
-        return {name: source for (name, source), own in zip(sources.items(), self._is_owned, strict=True) if own}
+        return _Tensors(names=names, aliases=aliases, wholes=wholes)
+
+    def _check_shape(self, name: str, source: Tensor, region: Region | None) -> None:
+        if region is None or region.shape != tuple(source.shape):
+            raise CheckpointError(
+                f"tensor {name!r} is not of the shape that its layout gives to rank {self._rank}",
+                got=list(source.shape),
+                expected=None if region is None else list(region.shape),
+            )
+
+
+def _union(ranks: Sequence[_Tensors]) -> _Tensors:
+    """The tensors of all ranks, in one order."""
+    union = _Tensors(names={}, aliases={}, wholes={})
+    for rank, each in enumerate(ranks):
+        for part, names in each.names.items():
+            union.names[part] = list(dict.fromkeys((*union.names.get(part, ()), *names)))
+        for name, whole in each.wholes.items():
+            if union.wholes.setdefault(name, whole) != whole:
+                raise CheckpointError(
+                    f"rank {rank} has another tensor {name!r} than the ranks before it",
+                    got=whole,
+                    expected=union.wholes[name],
+                )
+        union.aliases.update(each.aliases)
+    return union
 
 
 def _with_tied(layouts: Mapping[str, Layout], aliases: Mapping[str, str]) -> Mapping[str, Layout]:

@@ -6,6 +6,7 @@ B batch, T length. No layer reads a global.
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -69,7 +70,19 @@ class Attend(Protocol):
         ...
 
 
-class CausalAttend:
+class RowAttend(ABC):
+    """Attention within the rows of a batch, as in training: without a cache."""
+
+    def prepare(self, stream: Tensor, length: int, windows: Iterable[int | None], head_dim: int) -> None:
+        """Called before the first layer with the stream [B, T or a shard of it, dim], the length of its rows, and the
+        windows of all layers. Default: nothing."""
+
+    @abstractmethod
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
+        """See `Attend`."""
+
+
+class CausalAttend(RowAttend):
     """Causal attention within each document.
 
     `documents` [B, T] is the document number of every token; tokens do not attend to those of other documents, so
@@ -110,7 +123,7 @@ class CausalAttend:
         return self._masks[length, window]
 
 
-class DocumentAttend:
+class DocumentAttend(RowAttend):
     """Attention in both directions within each document, as in an encoder. `documents` is that of `CausalAttend`."""
 
     def __init__(self, documents: Tensor | None = None) -> None:
@@ -205,6 +218,19 @@ class EncoderInput:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceShard:
+    """The place of tokens [B, T] in their rows, of which ranks have a shard each."""
+
+    first: int  # the position of the first token in its row
+    length: int  # of the rows, without padding at their end
+    whole_length: int  # of the rows, with it
+    documents: Tensor | None  # [B, whole length]
+    # Of a tensor without a gradient: the tensors of all ranks [ranks, ...], in the order of the shards, and their sum.
+    gather: Callable[[Tensor], Tensor]
+    sum: Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
     """Positions, documents, attention and dropout of a batch of tokens [B, T]."""
 
@@ -219,6 +245,7 @@ class Context:
     # The factor of the loss in the backward pass, float64 [], for layers with losses of their own; None: no training.
     loss_weight: Tensor | None = None
     counted: Tensor | None = None  # boolean [B, T]: the tokens with a loss, over which such layers sum; None: all
+    shard: SequenceShard | None = None  # None: the tokens are whole rows
 
     def __post_init__(self) -> None:
         # Plain causal attention does not know the documents, which must be isolated.

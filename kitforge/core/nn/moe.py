@@ -16,7 +16,7 @@ from torch.nn import functional
 from kitforge.core.kernels.dispatch import Kernels
 from kitforge.core.kernels.mixed_precision import compute_dtype
 from kitforge.core.kernels.moe_permute.reference import permutation_of
-from kitforge.core.nn.context import Context
+from kitforge.core.nn.context import Context, SequenceShard
 from kitforge.core.nn.mlp import MLP, MLPConfig
 from kitforge.foundation.config import check, check_counts
 
@@ -174,7 +174,7 @@ class MoE(nn.Module):
         routing, factor = self.router(input), self.config.experts.capacity_factor
         choices = routing.choices
         if factor is not None and self.training:
-            choices = _within_capacity(choices, factor, self.config.experts.num_experts)
+            choices = _within_capacity(choices, factor, self.config.experts.num_experts, context.shard)
         output: Tensor = self.experts(input, choices, routing.weights)
         if self.shared is not None:
             output = output + self.shared(input)
@@ -192,10 +192,10 @@ class MoE(nn.Module):
         self.load = torch.cat([chosen.flatten(0, -2).sum(0, dtype=torch.float64), dropped.double().view(1)])
         if config.balance in ("bias", "none"):
             return output
-        documents = context.documents if config.balance == "sequence" else torch.zeros_like(routing.choices[..., 0])
-        segments = _segments(documents, routing.choices, config.balance == "batch")
-        per_segment = chosen.new_zeros(len(segments), num_experts + 1)
+        segments, num_segments = _segments(context, routing.choices, config.balance == "batch")
+        per_segment = chosen.new_zeros(num_segments, num_experts + 1)
         per_segment.index_add_(0, segments, torch.cat([chosen, is_counted.to(chosen).unsqueeze(-1)], -1).flatten(0, -2))
+        per_segment = per_segment if context.shard is None else context.shard.sum(per_segment)
         found = per_segment[segments]
         fractions = found[:, :-1] * (num_experts / config.top_k) / found[:, -1:].clamp(min=1)
         loss = (routing.scores.flatten(0, -2) * fractions * is_counted.reshape(-1, 1)).sum()
@@ -206,24 +206,34 @@ class MoE(nn.Module):
         return balanced
 
 
-def _segments(documents: Tensor | None, choices: Tensor, is_batch: bool) -> Tensor:
-    """A number for each token [B * T], rising and below B * T, equal for the tokens of a document of a row."""
-    batch, length = choices.shape[:2]
+def _segments(context: Context, choices: Tensor, is_batch: bool) -> tuple[Tensor, int]:
+    """A number for each token [B * T], rising, equal for the tokens of a document of a row, and a bound of the numbers.
+    Of shards of rows, the numbers are those of the rows."""
+    batch, length, shard = *choices.shape[:2], context.shard
+    whole_length = length if shard is None else shard.whole_length
     if is_batch:
-        return choices.new_zeros(batch * length)
-    begins = torch.zeros(batch, length, dtype=torch.bool, device=choices.device)
+        return choices.new_zeros(batch * length), 1
+    documents = context.documents if shard is None else shard.documents
+    begins = torch.zeros(batch, whole_length, dtype=torch.bool, device=choices.device)
     begins[:, :1] = True
     if documents is not None:
         begins[:, 1:] |= documents[:, 1:] != documents[:, :-1]
-    return begins.flatten().cumsum(0) - 1
+    numbers = begins.flatten().cumsum(0) - 1
+    if shard is not None:
+        numbers = numbers.view(batch, whole_length)[:, shard.first : shard.first + length].flatten()
+    return numbers, batch * whole_length
 
 
-def _within_capacity(choices: Tensor, factor: float, num_experts: int) -> Tensor:
+def _within_capacity(choices: Tensor, factor: float, num_experts: int, shard: SequenceShard | None) -> Tensor:
     """The choices [B, T, k], E in the place of those that are beyond the capacity of an expert in their row."""
     length, top_k = choices.shape[1:]
-    capacity = math.ceil(factor * length * top_k / num_experts)
+    capacity = math.ceil(factor * (length if shard is None else shard.length) * top_k / num_experts)
     flat = choices.flatten(1)
-    rank = functional.one_hot(flat, num_experts).cumsum(1).gather(-1, flat.unsqueeze(-1)).squeeze(-1)
+    counts = functional.one_hot(flat, num_experts).cumsum(1)
+    if shard is not None:
+        # The choices of the tokens before this shard.
+        counts += shard.gather(counts[:, -1])[: shard.first // length].sum(0).unsqueeze(1)
+    rank = counts.gather(-1, flat.unsqueeze(-1)).squeeze(-1)
     return flat.masked_fill(rank > capacity, num_experts).view_as(choices)
 
 

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from kitforge.core.kernels.dispatch import Kernels
 from kitforge.core.kernels.recomputation import KEPT_OPERATIONS, Recompute, passes
 from kitforge.core.nn.block import Block, BlockConfig
-from kitforge.core.nn.context import CausalAttend, Context, DocumentAttend
+from kitforge.core.nn.context import Context, RowAttend
 from kitforge.core.nn.norm import Norm
 from kitforge.core.nn.positions import PositionEncoding
 from kitforge.foundation.errors import ModelError
@@ -61,7 +61,7 @@ class Stack(nn.Module, ABC):
     def run(self, stream: Tensor, encoding: PositionEncoding, context: Context, layers: range | None = None) -> Tensor:
         """The stream [B, T, dim] after those of the blocks, by default all. Raises ModelError for an absent block."""
         # With a cache each token would be a shape of its own to torch.compile.
-        has_cache = not isinstance(context.attend, (CausalAttend, DocumentAttend))
+        has_cache = not isinstance(context.attend, RowAttend)
         blocks = list(self.blocks) if has_cache or self._compiled is None else self._compiled
         for layer in range(len(blocks)) if layers is None else layers:
             block = blocks[layer]
@@ -87,7 +87,7 @@ class Stack(nn.Module, ABC):
         if self.begin is not None:
             context = self.begin(length, context)
         stream, encoding = self.embed(input, context), self.encode_positions(input, context)
-        if isinstance(context.attend, CausalAttend):
+        if isinstance(context.attend, RowAttend):
             context.attend.prepare(stream, length, self._windows, self._head_dim)
         return self.leave(self.run(stream, encoding, context), context)
 

@@ -54,10 +54,11 @@ def build_optimizer(
 ) -> Optimizer:
     """The optimizer of `config` over `groups`; `full_matrices` where their parameters are sharded.
 
-    Raises ModelError if there is no trainable parameter or a name occurs twice, ConfigError for Muon without a matrix.
+    A group without parameters has them on other ranks, which have layers that this rank does not have. Raises
+    ModelError if no rank has a trainable parameter or a name occurs twice, ConfigError for Muon without a matrix.
     """
     names = [name for group in groups for name in group.names]
-    if not names:
+    if not groups:
         raise ModelError("no parameter is trainable", fix="leave at least one parameter with requires_grad=True")
     if len(set(names)) < len(names):
         twice = sorted({name for name in names if names.count(name) > 1})
@@ -65,7 +66,8 @@ def build_optimizer(
     matrices = [group for group in groups if group.matrix] if config.name == "muon" else []
     if config.name == "muon" and not matrices:
         raise ConfigError("Muon has no parameter: there is no hidden 2-D weight", fix="optimizer.name=adamw")
-    others = [group for group in groups if group not in matrices]
+    others = [group for group in groups if group not in matrices and group.names]
+    matrices = [group for group in matrices if group.names]
     optimizers: list[torch.optim.Optimizer] = []
     if matrices:
         rate = config.matrix_learning_rate or config.learning_rate

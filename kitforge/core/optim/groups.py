@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
 from kitforge.foundation.errors import ModelError, nearest
+
+# Weight decay, matrix, part, learning rate and maximal gradient norm of a group.
+GroupKind = tuple[float, bool, str, float | None, float | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -22,6 +25,11 @@ class ParameterGroup:
     part: str = ""
     learning_rate: float | None = None  # the peak; None: the optimizer's
     max_grad_norm: float | None = None  # of the part's gradients; None: the run's
+
+    @property
+    def kind(self) -> GroupKind:
+        """Everything but the parameters, which ranks with other layers have as well."""
+        return (self.weight_decay, self.matrix, self.part, self.learning_rate, self.max_grad_norm)
 
 
 def decay_groups(
@@ -67,6 +75,26 @@ def decay_groups(
         for (decays, is_matrix), group in members.items()
         if group
     ]
+
+
+def groups_of_kinds(groups: Sequence[ParameterGroup], kinds: Iterable[GroupKind]) -> list[ParameterGroup]:
+    """One group of each kind, in this order, with the parameters of all `groups` of that kind, or with none."""
+    found = []
+    for kind in kinds:
+        alike = [group for group in groups if group.kind == kind]
+        weight_decay, matrix, part, learning_rate, max_grad_norm = kind
+        found.append(
+            ParameterGroup(
+                names=tuple(name for group in alike for name in group.names),
+                parameters=tuple(parameter for group in alike for parameter in group.parameters),
+                weight_decay=weight_decay,
+                matrix=matrix,
+                part=part,
+                learning_rate=learning_rate,
+                max_grad_norm=max_grad_norm,
+            )
+        )
+    return found
 
 
 def _check_listed(listed: set[str], known: set[str]) -> None:

@@ -51,9 +51,9 @@ def start_all_reduce_(input: Tensor, group: dist.ProcessGroup) -> dist.Work:
     return work
 
 
-def broadcast_(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Broadcast tensors from the first rank of the group in place; small ones are coalesced."""
-    dist._broadcast_coalesced(group, list(tensors), BROADCAST_BYTES, 0)
+def broadcast_(tensors: Sequence[Tensor], group: dist.ProcessGroup, source: int = 0) -> None:
+    """Broadcast tensors from a rank of the group, by default its first, in place; small ones are coalesced."""
+    dist._broadcast_coalesced(group, list(tensors), BROADCAST_BYTES, source)
 
 
 def all_gather_object(value: Any, group: Group) -> list[Any]:
@@ -130,6 +130,30 @@ def all_to_all(input: Tensor, received: Sequence[int], sent: Sequence[int], grou
     return output
 
 
+def exchange(input: Tensor, group: Group, split: int, joined: int) -> Tensor:
+    """This rank's part along dim `split`, whose size the degree divides, of the tensors of all ranks, concatenated
+    along dim `joined`. Not differentiable."""
+    if group is None:
+        return input
+    ranks = group_size(group)
+    shape = (*input.shape[:split], ranks, input.shape[split] // ranks, *input.shape[split + 1 :])
+    sent = input.reshape(shape).movedim(split, 0).contiguous()
+    # gloo writes scrambled values into memory that is not contiguous, as that of `empty_like` may be.
+    received = torch.empty_like(sent, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(received, sent, group=group)
+    return received.movedim(0, joined).flatten(joined, joined + 1)
+
+
+def exchange_autograd(input: Tensor, group: Group, split: int, joined: int) -> Tensor:
+    """`exchange`; backward: the exchange back."""
+    return input if group is None else _apply(_Exchange, input, group, split, joined)
+
+
+def all_reduce_autograd(input: Tensor, group: Group) -> Tensor:
+    """The sum over ranks on all of them; backward: the sum over ranks, each of which has a part of the gradient."""
+    return input if group is None else _apply(_AllReduce, input, group)
+
+
 def all_gather_autograd(input: Tensor, group: Group, dim: int) -> Tensor:
     """`all_gather`; backward: `reduce_scatter`, as each rank computes a partial gradient of the whole."""
     return input if group is None else _apply(_AllGather, input, group, dim)
@@ -191,6 +215,28 @@ class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return all_gather(grad, ctx.group, ctx.dim), None, None
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, group: dist.ProcessGroup, split: int, joined: int) -> Tensor:
+        ctx.group, ctx.split, ctx.joined = group, split, joined
+        return kept(exchange, input, group, split, joined)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return exchange(grad, ctx.group, ctx.joined, ctx.split), None, None, None
+
+
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return all_reduce_(input.clone(memory_format=torch.contiguous_format), group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return all_reduce_(grad.clone(memory_format=torch.contiguous_format), ctx.group), None
 
 
 class _AllReduceForward(torch.autograd.Function):

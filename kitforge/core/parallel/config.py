@@ -10,7 +10,9 @@ from kitforge.foundation.errors import ConfigError
 
 # Outermost first: the ranks of an inner axis are neighbours, as they communicate most.
 AXES = ("pipeline", "data", "shard", "context", "tensor")
-UNBUILT_AXES = ("context", "pipeline", "expert")
+# Axes whose ranks compute every pass of a network together, each with a part of its weights or of the rows.
+MODEL_AXES = ("tensor", "context", "pipeline", "expert")
+UNBUILT_AXES = ("pipeline", "expert")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +22,7 @@ class ParallelConfig:
     data: int = 1  # data parallel (DDP): replicas of the model, each with a part of every batch
     shard: int = 1  # fully sharded data parallel (FSDP, ZeRO): shards of the state, each with a part of every batch
     tensor: int = 1  # tensor parallel: shards of every matrix, all with the same batch
-    context: int = 1
+    context: int = 1  # context parallel: shards of every row; attention exchanges them for shards of its heads
     pipeline: int = 1
     expert: int = 1
     sequence_parallel: bool = True  # with tensor: norms, dropout and residuals are sharded along the sequence

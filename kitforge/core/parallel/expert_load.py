@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from kitforge.core.nn.moe import MoE
+from kitforge.core.parallel import collectives
 from kitforge.core.parallel.parallelize import ParallelModel
 from kitforge.foundation.errors import ConfigError
 from kitforge.foundation.log import logger, warn_once
@@ -36,14 +37,17 @@ def check_balance(model: nn.Module, num_micro_batches: int, num_replicas: int) -
     warn_once(_log, "model.experts.balance=batch: gradients depend on data.batch_size; sequence does not")
 
 
-def load_of(model: nn.Module, is_composed: bool) -> Sums:
-    """The load of the last forward pass under its name; empty for a network without experts, and for a task that has
-    `loss` instead of `inputs` and `loss_of`, whose passes know nothing of its weight."""
+def load_of(model: nn.Module, is_composed: bool, context_group: collectives.Group = None) -> Sums:
+    """The load of the last forward pass under its name, over the ranks with shards of its rows; empty for a network
+    without experts, and for a task that has `loss` instead of `inputs` and `loss_of`, whose passes know nothing of its
+    weight."""
     experts = list(named_experts(model).values())
     if experts and not is_composed and any(each.config.experts.balance != "none" for each in experts):
         warn_once(_log, "this task trains a mixture of experts without balancing its load")
     loads = [each.load for each in experts if each.load is not None and is_composed]
-    return {LOAD: torch.stack(loads)} if loads else {}
+    if not loads:
+        return {}
+    return {LOAD: collectives.all_reduce_(torch.stack(loads), context_group)}
 
 
 def load_sums(load: Tensor) -> Sums:

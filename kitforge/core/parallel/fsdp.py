@@ -37,7 +37,7 @@ class FSDPUnits:
         policy, is_half = _policy(compute_dtype), compute_dtype.itemsize == 2
         self._stage = mesh.degrees.zero_stage
         self._has_copies = mesh.degree("data") > 1
-        grid = mesh.sub_mesh("data", "shard")
+        grid = mesh.sub_mesh("data", "fsdp")
         layers = _layers(model)
         # torch's norms compute in the dtype of their weights, which is fp32 in one process: units of their own.
         norms = [each for each in model.modules() if is_half and isinstance(each, NORMS) and list(each.parameters())]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import final
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -13,11 +15,26 @@ from kitforge.core.parallel.layout import Layout
 from kitforge.core.parallel.mesh import Mesh
 
 
-def gather_full_tensor(shard: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
-    """All-gather a tensor of that layout on every rank."""
+def gather_full_tensor(shard: Tensor | None, layout: Layout, mesh: Mesh, dtype: torch.dtype | None = None) -> Tensor:
+    """All-gather a tensor of that layout on every rank. A rank of a stage that does not have it gives None, and its
+    dtype."""
+    whole = None if shard is None else _gather_shards(shard, layout, mesh)
+    if layout.stages is None or len(layout.stages) == mesh.degree("pipeline"):
+        assert whole is not None
+        return whole
+    device = torch.device(mesh.device_mesh.device_type)
+    whole = torch.empty(layout.shape, dtype=dtype, device=device) if whole is None else whole.contiguous()
+    group = mesh.group("pipeline")
+    assert group is not None
+    collectives.broadcast_([whole], group, layout.stages[0])
+    return whole
+
+
+def _gather_shards(shard: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
+    """The whole tensor on the ranks that hold a shard of it."""
     for number in reversed(range(len(layout.splits))):
         split = layout.splits[number]
-        size = Layout(shape=layout.shape, splits=layout.splits[:number]).region(mesh.index).shape[split.dim]
+        size = replace(layout, splits=layout.splits[:number]).held_region(mesh.index).shape[split.dim]
         missing = -(-size // split.degree) - shard.shape[split.dim]
         # Pieces are sent at one size; `pad` counts dims from the last.
         padded = functional.pad(shard, (0, 0) * (shard.dim() - 1 - split.dim) + (0, missing))
@@ -43,4 +60,4 @@ class FullMatrices:
 
     def shard_of(self, matrix: Tensor, shard: Tensor) -> Tensor:
         """This rank's shard of a whole matrix."""
-        return self._layouts[shard].region(self._mesh.index).of(matrix)
+        return self._layouts[shard].held_region(self._mesh.index).of(matrix)

@@ -9,25 +9,24 @@ from torch import Tensor
 
 from kitforge.core.optim.grad_norm import global_norm
 from kitforge.core.parallel import collectives
-from kitforge.core.parallel.layout import Layout
 from kitforge.core.parallel.mesh import Mesh
 
 
 def global_grad_norm(
-    gradients: Mapping[str, Tensor], layouts: Mapping[str, Layout], rows: Tensor, mesh: Mesh
+    gradients: Mapping[str, Tensor], num_holders: Mapping[str, int], rows: Tensor, mesh: Mesh
 ) -> Tensor:
     """The Euclidean norm, 0-dim float64 and the same on every rank, of gradients that are complete on their pieces and
     of table rows, which live once and whose squares on this rank are `rows`.
 
-    Each of a tensor's pieces is held by `mesh.size / num_pieces` ranks, so its squares count that much less; one sum
-    over the whole world is then the sum over all distinct elements.
+    The squares of a piece count by one over `num_holders`, the ranks that hold it, so one sum over the whole world is
+    the sum over all distinct elements, wherever they are: a tied tensor of two stages counts once.
     """
     alike: dict[int, list[Tensor]] = {}
     for name, gradient in gradients.items():
-        alike.setdefault(layouts[name].num_shards, []).append(gradient)
+        alike.setdefault(num_holders[name], []).append(gradient)
     squares = rows.cpu().double()
-    for num_shards, members in alike.items():
-        squares = squares + global_norm(members).cpu().double() ** 2 * (num_shards / mesh.size)
+    for num, members in alike.items():
+        squares = squares + global_norm(members).cpu().double() ** 2 / num
     # Not the device of the gradients: a rank without gradients takes part too.
     device = torch.device(mesh.device_mesh.device_type)
     return collectives.all_reduce_(squares.to(device), mesh.world).sqrt()

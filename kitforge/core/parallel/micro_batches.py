@@ -56,13 +56,15 @@ def run_micro_batches(
     """Gradients of loss * weight, summed over the micro-batches and the ranks; returns this rank's sums by name."""
     totals, model = Sums(), parallel.model
     is_composed = getattr(task.loss, "__func__", None) is Losses.loss
-    check_balance(model, len(step), 1 if parallel.mesh is None else parallel.mesh.num_replicas)
+    mesh, own_weight = parallel.mesh, weight * parallel.loss_fraction
+    context_group = None if mesh is None else mesh.group("context")
+    check_balance(model, len(step), 1 if mesh is None else mesh.num_replicas)
     for number, micro_batch in enumerate(step, start=1):
         parallel.micro_batch(is_last=number == len(step))
         with autocast():
             sums = composed_loss(task, model, micro_batch, weight) if is_composed else task.loss(model, micro_batch)
-        torch.autograd.backward(sums["loss"] * weight)
-        for name, value in {**sums, **load_of(model, is_composed)}.items():
+        torch.autograd.backward(sums["loss"] * own_weight)
+        for name, value in {**sums, **load_of(model, is_composed, context_group)}.items():
             totals[name] = totals[name] + value.detach() if name in totals else value.detach()
     parallel.reduce_gradients()
     return totals

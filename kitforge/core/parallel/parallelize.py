@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import final
 
@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from kitforge.core.nn.causal_lm import CausalLM, Shardable
 from kitforge.core.nn.init import materialize
 from kitforge.core.optim.grad_norm import global_norm
-from kitforge.core.optim.groups import ParameterGroup
+from kitforge.core.optim.groups import ParameterGroup, groups_of_kinds
 from kitforge.core.optim.row_optimizers import SparseModule
 from kitforge.core.parallel import collectives
+from kitforge.core.parallel.context import ContextParallelModel
 from kitforge.core.parallel.data import GradientBuckets
 from kitforge.core.parallel.fsdp import FSDPUnits, local_tensor
 from kitforge.core.parallel.gather import FullMatrices, gather_full_tensor
@@ -42,14 +43,21 @@ class ParallelModel:
         self.model = model
         self.tables = [module for module in model.modules() if isinstance(module, SparseModule)]
         self.rank = world.rank
+        self.device = world.device
         self._mesh = world.mesh
+        # Of all parameters, also of those on other stages, and equal on all ranks; with stages, of buffers as well.
         self.layouts = {name: Layout(shape=tuple(each.shape)) for name, each in model.named_parameters()}
+        self.dtypes = {name: each.dtype for name, each in model.named_parameters()}
+        self._num_holders: dict[str, int] = {}
         self._tensor_parallel: TensorParallelModel | None = None
         self._fsdp: FSDPUnits | None = None
-        self._buckets: GradientBuckets | None = None
+        self._buckets: list[GradientBuckets] = []
         if world.mesh is not None:
             self._replicate_init(world.mesh)
             self._distribute(sharding, world.mesh, DTYPES[world.precision])
+            if world.mesh.degree("pipeline") > 1:
+                buffers = {name: each for name, each in model.state_dict().items() if name not in self.layouts}
+                self.layouts |= {name: Layout(shape=tuple(each.shape)) for name, each in buffers.items()}
         self._bind()
 
     @property
@@ -82,21 +90,28 @@ class ParallelModel:
         """Refer to the current parameters; `materialize` creates new ones."""
         self._parameters = dict(self.model.named_parameters())
         self._local = self._parameters
+        self._num_holders = {}
         if self._fsdp is not None:
             self._local = {
                 name: nn.Parameter(local_tensor(each.detach()), each.requires_grad)
                 for name, each in self._parameters.items()
             }
-        elif self._mesh is not None and (group := self._mesh.group("data")) is not None:
-            self._buckets = GradientBuckets(list(self._parameters.values()), group)
+        elif self._mesh is not None:
+            self._buckets = _make_buckets(self._parameters, self.layouts, self._mesh)
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """This rank's shard of every parameter by name, as plain tensors that share the memory of the model."""
         return self._local
 
     def local_groups(self, groups: Sequence[ParameterGroup]) -> list[ParameterGroup]:
-        """The parameter groups over local shards."""
-        return [replace(group, parameters=tuple(self._local[name] for name in group.names)) for group in groups]
+        """The parameter groups over local shards: the same groups in one order on all ranks, empty where this rank has
+        none of their parameters, since a step has one collective for each part of a network."""
+        trained = [group for group in groups if group.names]
+        local = [replace(group, parameters=tuple(self._local[name] for name in group.names)) for group in trained]
+        if self._mesh is None or self._mesh.degree("pipeline") == 1:
+            return local
+        everyones = collectives.all_gather_object([group.kind for group in local], self._mesh.world)
+        return groups_of_kinds(local, dict.fromkeys(kind for kinds in everyones for kind in kinds))
 
     def full_matrices(self) -> FullMatrices | None:
         """Access to whole matrices for optimizers such as Muon; None without shards."""
@@ -113,30 +128,46 @@ class ParallelModel:
 
     def full_tensor(self, name: str) -> Tensor:
         """A whole parameter, gathered on all ranks together; with one process the parameter itself."""
-        shard = self._local[name].detach()
-        return shard if self._mesh is None else gather_full_tensor(shard, self.layouts[name], self._mesh)
+        shard = self._local.get(name)
+        if self._mesh is None:
+            return self._local[name].detach()
+        return gather_full_tensor(
+            None if shard is None else shard.detach(), self.layouts[name], self._mesh, self.dtypes[name]
+        )
 
     def region(self, name: str) -> Region:
-        """The region of this rank in the global parameter."""
-        return self.region_of(self.layouts[name])
+        """The region of this rank in the global parameter, which it holds."""
+        return self.layouts[name].held_region({} if self._mesh is None else self._mesh.index)
 
-    def region_of(self, layout: Layout) -> Region:
-        """The region of this rank in a tensor of that layout."""
-        return layout.region({} if self._mesh is None else self._mesh.index)
+    def regions(self, layouts: Mapping[str, Layout]) -> dict[str, Region]:
+        """The regions of this rank in tensors of these layouts, of those that it holds."""
+        index = {} if self._mesh is None else self._mesh.index
+        found = {name: layout.region(index) for name, layout in layouts.items()}
+        return {name: region for name, region in found.items() if region is not None}
+
+    def union(self, names: Iterable[str]) -> list[str]:
+        """The names of all ranks, which call it together; see `Mesh.union`."""
+        return list(names) if self._mesh is None else self._mesh.union(names)
+
+    @property
+    def loss_fraction(self) -> float:
+        """The part of the loss whose gradient begins the backward pass on this rank: ranks of the context axis have the
+        same loss."""
+        return 1.0 if self._mesh is None else 1.0 / self._mesh.degree("context")
 
     def micro_batch(self, *, is_last: bool) -> None:
         """Announce the next forward and backward pass."""
         if self._fsdp is not None:
             self._fsdp.micro_batch(is_last)
-        if self._buckets is not None:
-            self._buckets.micro_batch(is_last)
+        for buckets in self._buckets:
+            buckets.micro_batch(is_last)
 
     def reduce_gradients(self) -> None:
         """Complete the gradients of all shards after the last backward pass of a step."""
         if self._mesh is None:
             return
-        if self._buckets is not None:
-            self._buckets.finish()
+        for buckets in self._buckets:
+            buckets.finish()
         shards = self._local
         if self._fsdp is not None:
             for name, parameter in self._parameters.items():
@@ -154,13 +185,17 @@ class ParallelModel:
             for name, each in self.parameters().items()
             if each.grad is not None and (names is None or name in names)
         }
+        if self._mesh is not None and not self._num_holders:
+            # Once, since every step asks for all of them.
+            grid, rank = self._mesh.grid, self._mesh.rank
+            self._num_holders = {name: grid.num_holders(self.layouts[name], rank) for name in self._parameters}
         if names is not None and self._mesh is None:
             return global_norm(list(gradients.values()))
         if names is not None and self._mesh is not None:
-            return global_grad_norm(gradients, self.layouts, torch.zeros(()), self._mesh)
+            return global_grad_norm(gradients, self._num_holders, torch.zeros(()), self._mesh)
         rows = sum((table.squared_norm() for table in self.tables), torch.zeros((), dtype=torch.float64))
         if self._mesh is not None:
-            return global_grad_norm(gradients, self.layouts, rows, self._mesh)
+            return global_grad_norm(gradients, self._num_holders, rows, self._mesh)
         norm = global_norm(list(gradients.values()))
         return (norm.double() ** 2 + rows).sqrt() if self.tables else norm
 
@@ -183,13 +218,15 @@ class ParallelModel:
         if mesh.degree(TENSOR) > 1:
             self._tensor_parallel = TensorParallelModel(self.model, sharding, mesh)
             self.layouts = self._tensor_parallel.layouts
+        if mesh.degree("context") > 1:
+            ContextParallelModel(self.model, mesh)
         if mesh.degree("shard") > 1:
             # A language model without a declaration is called by `hidden` as well.
             is_plain = sharding.fsdp_roots == {"": ()} and isinstance(self.model, CausalLM)
             roots = {"": ("hidden",)} if is_plain else sharding.fsdp_roots
             self._fsdp = FSDPUnits(self.model, mesh, roots, compute_dtype)
-            degree = mesh.degree("shard")
-            self.layouts = {name: layout.split("shard", 0, degree) for name, layout in self.layouts.items()}
+            degree = mesh.degree("fsdp")
+            self.layouts = {name: layout.split("fsdp", 0, degree) for name, layout in self.layouts.items()}
 
 
 def parallelize(model: nn.Module, sharding: Sharding, world: World) -> ParallelModel:
@@ -205,6 +242,17 @@ def parallel_model_of(model: nn.Module, world: World, sharding: Sharding | None 
     """The ParallelModel of a model; `parallelize` is called if there is none yet."""
     found = model.__dict__.get(_ATTRIBUTE)
     return found if isinstance(found, ParallelModel) else parallelize(model, sharding or Sharding(), world)
+
+
+def _make_buckets(
+    parameters: Mapping[str, nn.Parameter], layouts: Mapping[str, Layout], mesh: Mesh
+) -> list[GradientBuckets]:
+    """The buckets of each axis along which gradients are summed."""
+    by_axis: dict[str, list[nn.Parameter]] = {}
+    for name, parameter in parameters.items():
+        by_axis.setdefault(mesh.grid.sum_axis(layouts[name]), []).append(parameter)
+    groups = [(members, mesh.group(axis)) for axis, members in by_axis.items()]
+    return [GradientBuckets(members, group) for members, group in groups if group is not None]
 
 
 def _all_reduce_partial(parameters: list[nn.Parameter], group: collectives.Group) -> None:
@@ -229,4 +277,6 @@ def state_layouts(layouts: Mapping[str, Layout], states: Mapping[str, Tensor]) -
         owner = layouts.get(name.rpartition(".")[0])
         if owner is not None and state.dim() == len(owner.shape):
             found[name] = owner
+        elif owner is not None:
+            found[name] = Layout(shape=tuple(state.shape), stages=owner.stages)
     return found

@@ -15,6 +15,7 @@ from kitforge.core.parallel import collectives
 from kitforge.core.parallel.layout import Layout
 from kitforge.core.parallel.mesh import Mesh
 from kitforge.foundation.errors import ModelError
+from kitforge.foundation.types import Region
 
 # Words per chunk, which bounds the memory of a checksum.
 CHECKSUM_WORDS = 2**20
@@ -38,36 +39,50 @@ def check_same_parameters(tensors: Mapping[str, Tensor], mesh: Mesh) -> None:
 
 def broadcast_replicas(tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout], mesh: Mesh) -> None:
     """Copy the values of the first rank with a shard to all its replicas, in place."""
-    for axis in mesh.shape:
-        group = mesh.group(axis)
-        alike = [each.detach() for name, each in tensors.items() if each.numel() and axis not in _axes(name, layouts)]
+    for axis in _axes(mesh):
+        group, alike = mesh.group(axis), []
+        for name, each in tensors.items():
+            layout = _layout(name, each, layouts)
+            if axis not in mesh.grid.copied_axes(layout) or not each.numel():
+                continue
+            if axis == "pipeline" and layout.stages is not None:
+                _broadcast_to_stages(each.detach(), layout.stages, mesh)
+            else:
+                alike.append(each.detach())
         if group is not None and alike:
             collectives.broadcast_(alike, group)
 
 
 def replica_drift(tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout], mesh: Mesh) -> dict[str, list[int]]:
     """Names of the tensors whose replicas differ in any bit, each with the ranks that differ from the first rank with
-    the same shard; the same result on every rank."""
-    held = {name: each for name, each in tensors.items() if set(mesh.shape) - _axes(name, layouts)}
+    the same shard; the same result on every rank. A rank that does not hold a tensor takes part in the comparison."""
+    copied = {name: mesh.grid.copied_axes(_layout(name, each, layouts)) for name, each in tensors.items()}
+    held = mesh.union(name for name, axes in copied.items() if axes)
     if not held:
         return {}
     device = torch.device(mesh.device_mesh.device_type)
-    sums = torch.stack([_checksum(each).to(device) for each in held.values()])
+    least = torch.full((), torch.iinfo(torch.int64).min, device=device)
+    own = {name: _checksum(tensors[name]).to(device) for name in held if name in tensors}
+    sums, complements = (
+        torch.stack([(~own[name] if negate else own[name]) if name in own else least for name in held])
+        for negate in (False, True)
+    )
     differ = torch.zeros(len(held), dtype=torch.bool, device=device)
-    for axis in mesh.shape:
+    for axis in _axes(mesh):
         # The largest of the complements is the complement of the smallest.
-        bounds = collectives.all_reduce_(torch.stack([sums, ~sums]), mesh.group(axis), collectives.MAX)
-        is_copied = torch.tensor([axis not in _axes(name, layouts) for name in held], device=device)
+        bounds = collectives.all_reduce_(torch.stack([sums, complements]), mesh.group(axis), collectives.MAX)
+        is_copied = torch.tensor([axis in copied.get(name, ()) for name in held], device=device)
         differ |= is_copied & (bounds[0] != ~bounds[1])
     if not float(collectives.all_reduce_(differ.any().float(), mesh.world, collectives.MAX)):
         return {}
-    own = dict(zip(held, sums.tolist(), strict=True))
     seen = collectives.all_gather_object(
         [name for name, each in zip(held, differ.tolist(), strict=True) if each], mesh.world
     )
     names = [name for name in held if any(name in each for each in seen)]
-    everyones = collectives.all_gather_object({name: own[name] for name in names}, mesh.world)
-    return {name: _differing_ranks(name, [each[name] for each in everyones], layouts, mesh) for name in names}
+    values = {name: int(own[name]) for name in names if name in own}
+    parts = {name: _layout(name, tensors[name], layouts).held_region(mesh.index) for name in values}
+    everyones = collectives.all_gather_object({name: (parts[name], values[name]) for name in values}, mesh.world)
+    return {name: _differing_ranks([each.get(name) for each in everyones]) for name in names}
 
 
 def describe_drift(drift: Mapping[str, Iterable[int]]) -> str:
@@ -76,17 +91,34 @@ def describe_drift(drift: Mapping[str, Iterable[int]]) -> str:
     return "; ".join(parts) + (f"; and {len(drift) - 8} more" if len(drift) > 8 else "")
 
 
-def _axes(name: str, layouts: Mapping[str, Layout]) -> set[str]:
-    """The mesh axes along which a tensor is sharded."""
-    layout = layouts.get(name)
-    return set() if layout is None else {split.axis for split in layout.splits}
+def _axes(mesh: Mesh) -> list[str]:
+    """The axes along which ranks may hold replicas, in one order on all ranks."""
+    axes = dict.fromkeys((*mesh.shape, "expert_data", "expert"))
+    return [axis for axis in axes if mesh.degree(axis) > 1 and (axis in mesh.shape or mesh.degree("expert") > 1)]
 
 
-def _differing_ranks(name: str, sums: list[int], layouts: Mapping[str, Layout], mesh: Mesh) -> list[int]:
-    cut = sorted(_axes(name, layouts))
-    first: dict[tuple[int, ...], int] = {}
-    coords = [tuple(mesh.index_of(rank)[axis] for axis in cut) for rank in range(mesh.size)]
-    return [rank for rank, coord in enumerate(coords) if first.setdefault(coord, sums[rank]) != sums[rank]]
+def _layout(name: str, tensor: Tensor, layouts: Mapping[str, Layout]) -> Layout:
+    found = layouts.get(name)
+    return Layout(shape=tuple(tensor.shape)) if found is None else found
+
+
+def _broadcast_to_stages(tensor: Tensor, stages: tuple[int, ...], mesh: Mesh) -> None:
+    """Send a tensor of some stages from the first of them to the others."""
+    ranks = next(row for row in mesh.grid.groups("pipeline") if mesh.rank in row)
+    first, *others = (ranks[stage] for stage in stages)
+    if mesh.rank != first:
+        tensor.copy_(collectives.receive_(torch.empty_like(tensor, memory_format=torch.contiguous_format), first))
+        return
+    for rank in others:
+        collectives.send(tensor.contiguous(), rank)
+
+
+def _differing_ranks(held: list[tuple[Region, int] | None]) -> list[int]:
+    """The ranks whose checksum is not that of the first rank with the same region."""
+    first: dict[Region, int] = {}
+    return [
+        rank for rank, each in enumerate(held) if each is not None and first.setdefault(each[0], each[1]) != each[1]
+    ]
 
 
 def _checksum(tensor: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from kitforge.core.parallel.config import ParallelConfig
 from kitforge.foundation.errors import ConfigError
 
-Axis = Literal["tensor"]
+Axis = Literal["tensor", "expert"]
 TENSOR: Axis = "tensor"
 
 # What a module does with its input or output along an axis. The stream between blocks is sharded along the sequence:
@@ -54,6 +54,7 @@ class Sharding:
     divisible: Mapping[Axis, Sequence[str]] = field(default_factory=dict)
     # The modules that are called by themselves, and by which methods beside their forward pass.
     fsdp_roots: Mapping[str, Sequence[str]] = field(default_factory=lambda: {"": ()})
+    cuts_rows: bool = False  # whether the context axis may cut its rows: `hidden` reads tokens by their positions alone
 
     def with_prefix(self, name: str) -> Sharding:
         """The declaration with a prefix before all names."""
@@ -67,6 +68,7 @@ class Sharding:
             rules=(*self.rules, *other.rules),
             divisible={**self.divisible, **other.divisible},
             fsdp_roots={**self.fsdp_roots, **other.fsdp_roots},
+            cuts_rows=self.cuts_rows and other.cuts_rows,
         )
 
     def rule(self, name: str) -> ShardingRule:
@@ -84,8 +86,24 @@ def check_geometry(sharding: Sharding, geometry: Any, degrees: ParallelConfig) -
             expected="parallel.tensor=1, or a network of one of the families",
             fix="parallel.data and parallel.shard split any network",
         )
+    if degrees.context > 1 and not sharding.cuts_rows:
+        raise ConfigError(
+            "the rows of this network cannot be cut along the sequence",
+            got=f"parallel.context={degrees.context}",
+            expected="parallel.context=1, or a decoder: no encoder-decoder, vision transformer or network of your own",
+            fix="parallel.data and parallel.shard split any network",
+        )
     if geometry is None:
         return
+    if geometry.num_heads % (degrees.context * degrees.tensor) and degrees.context > 1:
+        count, ranks = geometry.num_heads, degrees.context * degrees.tensor
+        raise ConfigError(
+            f"parallel.context={degrees.context} x parallel.tensor={degrees.tensor} does not divide "
+            f"model.num_heads={count}",
+            got=f"{count} / {ranks} = {count / ranks:.2f}",
+            expected="their product to divide the heads, which both axes divide among their ranks",
+            fix="lower parallel.context, or use parallel.shard, which has no such limit",
+        )
     for axis, names in sharding.divisible.items():
         degree = getattr(degrees, axis)
         for name in names:

@@ -55,7 +55,8 @@ class SequenceLayout:
             )
         if context.dropout is None:
             return context
-        return dataclasses.replace(context, dropout=dataclasses.replace(context.dropout, shard=self.dropout_shard()))
+        shard = self.dropout_shard(context.dropout.shard)
+        return dataclasses.replace(context, dropout=dataclasses.replace(context.dropout, shard=shard))
 
     def redistribute(self, kind: Redistribute, input: Tensor) -> Tensor:
         """Redistribute the residuals by a rule."""
@@ -75,12 +76,12 @@ class SequenceLayout:
         length = input.shape[-2] // self.degree
         return input.narrow(-2, self.index * length, length)
 
-    def dropout_shard(self) -> DropoutShard:
-        """This rank's part of a dropout mask."""
-        return DropoutShard(
-            sequence=(self.index, self.degree) if self.is_sharded else (0, 1),
-            heads=(self.index, self.degree),
-        )
+    def dropout_shard(self, outer: DropoutShard) -> DropoutShard:
+        """This rank's part of a dropout mask, of which the context axis has `outer`: it cuts the sequence before the
+        tensor axis does, and the heads after it."""
+        (first, parts), (head, heads) = outer.sequence, outer.heads
+        sequence = (first * self.degree + self.index, parts * self.degree) if self.is_sharded else outer.sequence
+        return DropoutShard(sequence=sequence, heads=(self.index * heads + head, self.degree * heads))
 
 
 @final
@@ -98,7 +99,7 @@ class TensorParallelModel:
             # The global index of the first row of the weight.
             layout, first = self.layouts.get(f"{name}.weight"), 0
             if layout is not None and layout.splits:
-                first = layout.region({TENSOR: self.stream.index}).offset[0]
+                first = layout.held_region(mesh.index).offset[0]
             _wrap(module, rule, self.stream, first)
             if isinstance(module, Attention):
                 module.first_head = self.stream.index * (module.config.num_heads // self.stream.degree)
@@ -123,7 +124,7 @@ class TensorParallelModel:
         if not layout.splits:
             self._gradient_kinds[name] = rule.gradient
             return
-        shard = layout.region(mesh.index).of(parameter.detach()).clone(memory_format=torch.contiguous_format)
+        shard = layout.held_region(mesh.index).of(parameter.detach()).clone(memory_format=torch.contiguous_format)
         module.register_parameter(own, nn.Parameter(shard, requires_grad=parameter.requires_grad))
 
 
@@ -190,7 +191,7 @@ def _wrap_language_model(model: Shardable, split: TensorParallelModel, prefix: s
     layout = split.layouts[f"{prefix}{model.head_name}"]
     widest = -(-layout.shape[0] // stream.degree)
     vocab = VocabularyShard(
-        first=layout.region({TENSOR: stream.index}).offset[0],
+        first=layout.held_region({TENSOR: stream.index}).offset[0],
         max_rows=widest,
         gather=lambda values: collectives.all_gather(values.unsqueeze(0), stream.group, 0),
     )

@@ -32,9 +32,7 @@ def sync_weights(
     own = apart[world.rank :: world.num_training]
     if not apart and target is None:
         return
-    for name, parameter in parallel.parameters().items():
-        if not parameter.requires_grad:
-            continue
+    for name in parallel.union(name for name, each in parallel.parameters().items() if each.requires_grad):
         whole = parallel.full_tensor(name).contiguous()
         for rank in own:
             collectives.send(whole, rank)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kitforge.core.parallel import collectives
-from kitforge.core.parallel.config import ParallelConfig
+from kitforge.core.parallel.config import MODEL_AXES, ParallelConfig
 from kitforge.core.parallel.mesh import Mesh
 from kitforge.core.parallel.rank_errors import FailureMonitor
 from kitforge.foundation.dtype import Precision
@@ -94,8 +94,8 @@ class World:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether ranks hold shards of networks only."""
-        return self.mesh is not None and max(self.mesh.degree("shard"), self.mesh.degree("tensor")) > 1
+        """Whether ranks hold shards of networks or rows only, so that they need one another in every pass."""
+        return self.mesh is not None and any(self.mesh.degree(axis) > 1 for axis in ("shard", *MODEL_AXES))
 
     def sum(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Values summed over replicas; with several, in float64 on the CPU."""

@@ -261,9 +261,10 @@ class RecommendationOptions(RunOptions):
     serve: RecommenderServeOptions = field(default_factory=RecommenderServeOptions)
 
     def __post_init__(self) -> None:
-        degree = self.parallel.tensor
         expected = "1: a recommender's network is small, and its embedding rows are sharded over all ranks anyway"
-        check(degree == 1, "parallel.tensor", degree, expected, f"parallel.data={degree}")
+        for axis in ("tensor", "context"):
+            degree = getattr(self.parallel, axis)
+            check(degree == 1, f"parallel.{axis}", degree, expected, f"parallel.data={degree}")
         check(0 <= self.port < 65536, "port", self.port, "0 to 65535")
 
     @property

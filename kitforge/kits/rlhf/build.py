@@ -36,6 +36,7 @@ from kitforge.kits.language_model import (
     save_language_model,
 )
 from kitforge.kits.network_kit import NetworkKit
+from kitforge.kits.network_source import check_splits
 from kitforge.kits.rlhf import tasks
 from kitforge.kits.rlhf.config import KTOOptions, PreferenceOptions, RewardOptions, RLOptions, SFTOptions, StageOptions
 from kitforge.kits.rlhf.inspection import loss_mask_lines
@@ -121,6 +122,7 @@ class RlhfTask(NetworkKit[StageOptions, Tokenizer]):
         """Raise ConfigError for parallel axes that the task does not support, before any rank starts."""
         options.lora.check_parallel(options.parallel)
         check_whole_rows(options.parallel)
+        check_splits(options)
 
     def evaluation_options(self, recorded: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:
         """The recorded options of a run that its evaluation takes over. Raises ConfigError for a reward function that

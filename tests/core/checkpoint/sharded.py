@@ -8,15 +8,13 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from kitforge.core.checkpoint.load import Checkpoint
 from kitforge.core.checkpoint.save import CheckpointWriter
-from kitforge.core.checkpoint.shard_ownership import RankCoords
 from kitforge.core.parallel import collectives
-from kitforge.core.parallel.config import AXES, ParallelConfig
+from kitforge.core.parallel.config import ParallelConfig
 from kitforge.core.parallel.layout import Layout
 from kitforge.core.parallel.mesh import Mesh
 from kitforge.core.parallel.world import World
@@ -71,7 +69,7 @@ def layouts(degrees: ParallelConfig) -> dict[str, Layout]:
 
 def regions(degrees: ParallelConfig, place: Mapping[str, int]) -> dict[str, Region]:
     """What the rank at that place has of each split tensor."""
-    return {name: layout.region(place) for name, layout in layouts(degrees).items()}
+    return {name: layout.held_region(place) for name, layout in layouts(degrees).items()}
 
 
 def pieces(wholes: Mapping[str, Tensor], parts: Mapping[str, Region]) -> dict[str, Tensor]:
@@ -103,13 +101,6 @@ def save(writer: CheckpointWriter, step: int, degrees: ParallelConfig, world: Wo
         keep=keep,
         layouts=layouts(degrees),
     )
-
-
-def ranks_of(degrees: ParallelConfig) -> RankCoords:
-    """The places that a mesh of those degrees gives to its ranks."""
-    shape = tuple(getattr(degrees, axis) for axis in AXES)
-    places = np.stack(np.unravel_index(range(degrees.world_size), shape), axis=1).tolist()
-    return RankCoords([dict(zip(AXES, place, strict=True)) for place in places])
 
 
 def save_steps(_rank: int, root: Path, degrees: ParallelConfig, *steps: int) -> None:

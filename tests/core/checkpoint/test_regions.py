@@ -6,12 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kitforge.core.checkpoint.regions import covers_exactly, num_elements, overlap
-from kitforge.core.checkpoint.shard_ownership import RankCoords, assign_shards
+from kitforge.core.checkpoint.shard_ownership import assign_shards
 from kitforge.core.parallel.config import ParallelConfig
+from kitforge.core.parallel.grid import Grid
 from kitforge.core.parallel.layout import Layout
 from kitforge.foundation.types import Region
-from tests.core.checkpoint import sharded
-from tests.distributed.ranks import run_ranks
 
 SQUARE = ParallelConfig(shard=2, tensor=2)
 
@@ -66,7 +65,7 @@ def test_a_scalar_is_one_element_and_is_there_once() -> None:
 
 
 @st.composite
-def spread_tensors(draw: st.DrawFn) -> tuple[RankCoords, list[Layout]]:
+def spread_tensors(draw: st.DrawFn) -> tuple[Grid, list[Layout]]:
     """Layouts of tensors over up to four ranks, cut along either axis, both or none."""
     degrees = draw(
         st.sampled_from([ParallelConfig(shard=s, tensor=t) for s, t in [(1, 1), (2, 1), (1, 3), (2, 2), (4, 1)]])
@@ -78,12 +77,12 @@ def spread_tensors(draw: st.DrawFn) -> tuple[RankCoords, list[Layout]]:
             if draw(st.booleans()):
                 made = made.split(axis, draw(st.integers(0, len(shape) - 1)), getattr(degrees, axis))
         layouts.append(made)
-    return sharded.ranks_of(degrees), layouts
+    return Grid.of(degrees), layouts
 
 
 @settings(max_examples=60)
 @given(spread=spread_tensors())
-def test_every_piece_has_one_owner(spread: tuple[RankCoords, list[Layout]]) -> None:
+def test_every_piece_has_one_owner(spread: tuple[Grid, list[Layout]]) -> None:
     ranks, layouts = spread
     answers = [assign_shards([(layout, 4) for layout in layouts], ranks, rank) for rank in range(ranks.size)]
     for number, layout in enumerate(layouts):
@@ -93,7 +92,7 @@ def test_every_piece_has_one_owner(spread: tuple[RankCoords, list[Layout]]) -> N
 
 
 def test_owners_share_the_bytes_of_copies() -> None:
-    ranks = sharded.ranks_of(ParallelConfig(data=2, shard=2))
+    ranks = Grid.of(ParallelConfig(data=2, shard=2))
     tensors = [(Layout(shape=(size, 8)).split("shard", 0, 2), 4) for size in range(2, 40)]
     loads = []
     for rank in range(4):
@@ -101,13 +100,3 @@ def test_owners_share_the_bytes_of_copies() -> None:
         parts = [ranks.region(layout, rank) for (layout, _), own in zip(tensors, mine, strict=True) if own]
         loads.append(sum(num_elements(part) for part in parts if part is not None))
     assert max(loads) < 1.1 * min(loads)
-
-
-def places_of_a_mesh(_rank: int) -> None:
-    world = sharded.world_of(SQUARE)
-    assert world.mesh is not None
-    assert RankCoords.of(world.mesh).coordinates == sharded.ranks_of(SQUARE).coordinates
-
-
-def test_ranks_know_one_anothers_places() -> None:
-    run_ranks(4, places_of_a_mesh)

@@ -293,7 +293,7 @@ def test_quantized_weights_of_experts_are_refused() -> None:
 def test_a_planted_fault_shows(fault: str) -> None:
     if fault == "document":
         together = torch.zeros(15, dtype=torch.int64)
-        planted = mock.patch.object(moe, "_segments", lambda *_: together)
+        planted = mock.patch.object(moe, "_segments", lambda *_: (together, 1))
         with planted, pytest.raises(AssertionError):
             test_the_balance_of_each_document_counts_by_its_tokens()
     else:

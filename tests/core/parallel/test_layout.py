@@ -1,5 +1,7 @@
 """Layouts: the arithmetic of pieces."""
 
+import math
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,7 +22,7 @@ def test_pieces_are_those_of_chunks_within_chunks(shape: list[int], cuts: list[t
     whole = torch.arange(torch.Size(shape).numel()).reshape(shape)
     seen = torch.zeros_like(whole)
     degrees = [split.degree for split in layout.splits]
-    for place in range(layout.num_shards):
+    for place in range(math.prod(degrees)):
         index = {}
         for split, degree in zip(layout.splits, degrees, strict=True):
             place, index[split.axis] = divmod(place, degree)
@@ -30,7 +32,7 @@ def test_pieces_are_those_of_chunks_within_chunks(shape: list[int], cuts: list[t
             chunk = -(-size // split.degree)
             start = min(index[split.axis] * chunk, size)
             expected = expected.narrow(split.dim, start, min(chunk, size - start))
-        region = layout.region(index)
+        region = layout.held_region(index)
         assert torch.equal(region.of(whole), expected)
         region.of(seen).add_(1)
     assert bool((seen == 1).all())
@@ -39,9 +41,8 @@ def test_pieces_are_those_of_chunks_within_chunks(shape: list[int], cuts: list[t
 def test_a_degree_of_one_cuts_nothing() -> None:
     layout = Layout(shape=(4, 4))
     assert layout.split("tensor", 0, 1) is layout
-    assert layout.num_shards == 1
 
 
 def test_an_uneven_dim_leaves_the_last_ranks_with_less_or_nothing() -> None:
     layout = Layout(shape=(5,)).split("shard", 0, 4)
-    assert [layout.region({"shard": rank}).shape for rank in range(4)] == [(2,), (2,), (1,), (0,)]
+    assert [layout.held_region({"shard": rank}).shape for rank in range(4)] == [(2,), (2,), (1,), (0,)]

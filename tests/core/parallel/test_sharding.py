@@ -12,7 +12,7 @@ from kitforge.models.glm.model import GLMConfig
 from kitforge.models.gpt2.model import GPT2Config
 from kitforge.models.llama.model import LlamaConfig
 from kitforge.models.loading import build_on_meta
-from kitforge.models.sharding import DECODER
+from kitforge.models.sharding import DECODER, ENCODER_DECODER, VISION
 
 CONFIGS = [
     GPT2Config(vocab_size=50, dim=16, num_layers=2, num_heads=4),
@@ -37,7 +37,7 @@ def test_a_degree_below_one_is_refused(name: str) -> None:
         ParallelConfig(**{name: 0})
 
 
-@pytest.mark.parametrize("name", ["context", "pipeline", "expert"])
+@pytest.mark.parametrize("name", ["pipeline", "expert"])
 def test_an_axis_that_is_not_built_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="not built yet"):
         ParallelConfig(**{name: 2})
@@ -52,6 +52,20 @@ def test_a_network_without_a_declaration_takes_no_tensor_axis() -> None:
     with pytest.raises(ConfigError, match="does not say how its matrices are split"):
         check_geometry(Sharding(), None, ParallelConfig(tensor=2))
     check_geometry(Sharding(), None, ParallelConfig(shard=2))
+
+
+def test_networks_whose_rows_cannot_be_cut_take_no_context_axis() -> None:
+    for sharding in (ENCODER_DECODER, VISION, Sharding()):
+        with pytest.raises(ConfigError, match=r"(?s)rows of this network cannot be cut.*got: +parallel.context=2"):
+            check_geometry(sharding, network(CONFIGS[0]).geometry, ParallelConfig(context=2))
+
+
+def test_context_and_tensor_together_divide_the_heads_but_not_those_of_keys() -> None:
+    geometry = network(CONFIGS[1]).geometry
+    check_geometry(DECODER, geometry, ParallelConfig(context=4))
+    check_geometry(DECODER, geometry, ParallelConfig(context=2, tensor=2))
+    with pytest.raises(ConfigError, match=r"context=4 x parallel.tensor=2 does not divide model.num_heads=4\n.*0.50"):
+        check_geometry(DECODER, geometry, ParallelConfig(context=4, tensor=2))
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.family)

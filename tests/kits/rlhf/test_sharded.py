@@ -35,8 +35,11 @@ ADAPTERS = {"lora.rank": 3, "lora.target_modules": ["query", "value", "out", "up
 ALONE = ParallelConfig(sequence_parallel=False)
 SHARD = ParallelConfig(shard=2, sequence_parallel=False)
 TENSOR = ParallelConfig(tensor=2, sequence_parallel=False)
+CONTEXT = ParallelConfig(context=2, sequence_parallel=False)
 SQUARE = ParallelConfig(shard=2, tensor=2, sequence_parallel=False)
 LESS = [ParallelConfig(shard=2, zero_stage=zero, sequence_parallel=False) for zero in (1, 2)]
+# Stages whose rows are cut along the sequence.
+CUT_ROWS = ("sft", "reward", "dpo", "kto", "ppo", "grpo")
 # Stages, what they are told beside, and how networks are cut.
 SPLIT: list[tuple[str, dict[str, Any], ParallelConfig]] = [
     *(("sft", ADAPTERS, degrees) for degrees in (SHARD, *LESS, TENSOR)),
@@ -45,8 +48,12 @@ SPLIT: list[tuple[str, dict[str, Any], ParallelConfig]] = [
     ("dpo", {}, TENSOR),
     ("kto", {}, SHARD),
     ("grpo", ADAPTERS, TENSOR),
+    *((each, ADAPTERS if each in ("sft", "grpo") else {}, CONTEXT) for each in CUT_ROWS),
 ]
-QUARTERS: list[tuple[str, dict[str, Any], ParallelConfig]] = [("sft", ADAPTERS, SQUARE), ("ppo", ADAPTERS, SQUARE)]
+QUARTERS: list[tuple[str, dict[str, Any], ParallelConfig]] = [
+    *((stage, ADAPTERS, SQUARE) for stage in ("sft", "ppo")),
+    *((stage, ADAPTERS, ParallelConfig(shard=2, context=2)) for stage in ("sft", "grpo")),
+]
 
 
 def trained(_rank: int, folder: Path, cases: list[tuple[str, dict[str, Any], ParallelConfig]]) -> list[dict[str, Any]]:
@@ -59,7 +66,8 @@ def run(folder: Path, stage: str, choices: dict[str, Any], degrees: ParallelConf
     rounds = runs.ROUNDS | {"rl.num_minibatches": 2} if stage in runs.RL else {}
     values = runs.OPTIONS | runs.SHAPED.get(stage, {}) | CHOICES | rounds | choices
     values |= {
-        f"parallel.{name}": getattr(degrees, name) for name in ("shard", "tensor", "sequence_parallel", "zero_stage")
+        f"parallel.{name}": getattr(degrees, name)
+        for name in ("shard", "context", "tensor", "sequence_parallel", "zero_stage")
     }
     options = TASKS[stage].read_options(tiny.nested(values | {"task": stage, "output_dir": str(folder)}))
     TASKS[stage].check_parallel(options)

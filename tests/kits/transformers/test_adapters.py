@@ -286,12 +286,16 @@ MESHES: list[tuple[str, dict[str, Any]]] = [
     ("lora", {"parallel.data": 2}),
     ("lora", {"parallel.shard": 2}),
     ("lora", {"parallel.tensor": 2}),
+    ("lora", {"parallel.context": 2}),
     ("dora", {"parallel.data": 2}),
     ("dora", {"parallel.shard": 2}),
+    ("dora", {"parallel.context": 2}),
     ("qlora", {"parallel.data": 2}),
+    ("qlora", {"parallel.context": 2}),
     ("frozen", {"parallel.data": 2}),
     ("frozen", {"parallel.shard": 2}),
     ("frozen", {"parallel.tensor": 2}),
+    ("frozen", {"parallel.context": 2}),
 ]
 
 

@@ -328,6 +328,7 @@ MESHES = [
     ParallelConfig(data=2, sequence_parallel=False),
     ParallelConfig(shard=2, sequence_parallel=False),
     ParallelConfig(tensor=2, sequence_parallel=False),
+    ParallelConfig(context=2, sequence_parallel=False),
 ]
 
 
@@ -336,7 +337,7 @@ def metrics(_rank: int, folder: Path, meshes: list[ParallelConfig]) -> list[tupl
     torch.set_num_threads(1)
     found = []
     for number, degrees in enumerate(meshes):
-        names = ("data", "shard", "tensor", "sequence_parallel")
+        names = ("data", "shard", "context", "tensor", "sequence_parallel")
         mesh = {f"parallel.{name}": getattr(degrees, name) for name in names}
         choices = mesh | {"trainer.max_steps": 12, "trainer.epochs": 1}
         place = folder / f"{number}-{degrees.world_size}"

@@ -1,0 +1,186 @@
+"""Context parallelism by heads: every rank has a shard of each row, and in attention whole rows of a part of the heads.
+
+DeepSpeed-Ulysses (Jacobs et al., 2023): one all-to-all before attention turns shards of rows with all heads into whole
+rows of some heads, one behind it turns them back. Attention itself is that of one process, so documents, windows,
+slopes and dropout are as they are there. Rows are cut inside of `hidden` and joined at its end, so losses see whole
+rows; the head's product, which is large, is computed by each rank for its part of the tokens.
+
+Every rank of the axis computes the same loss, whose backward pass begins with its part of the gradient: one over the
+degree. The gather at the end sums in the backward pass. So every gradient, inside of the cut and outside, is a part on
+each rank, and the parts are summed over the axis with those of the replicas.
+B batch, T length of rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+
+from kitforge.core.nn.causal_lm import Shardable
+from kitforge.core.nn.context import AttentionSpec, Context, DropoutShard, RowAttend, SequenceShard
+from kitforge.core.nn.rotary import document_lengths
+from kitforge.core.nn.stack import Stack
+from kitforge.core.parallel import collectives
+from kitforge.core.parallel.mesh import Mesh
+
+# The document of the tokens that pad a row; those of a batch count from 0.
+PADDING = -1
+
+
+@final
+class HeadExchange(RowAttend):
+    """Attention of whole rows for shards of them: query [B, heads, T / ranks, head_dim] and the same of key and value
+    become [B, heads / ranks, T, head_dim] for the attention `inner`, and its output becomes a shard again."""
+
+    def __init__(self, inner: RowAttend, group: dist.ProcessGroup, length: int) -> None:
+        """`length` is that of the rows without the padding that makes their shards equal; attention does not see it."""
+        self.inner = inner
+        self._group = group
+        self._ranks, self._rank = collectives.group_size(group), collectives.group_rank(group)
+        self._length = length
+
+    def prepare(self, stream: Tensor, length: int, windows: Iterable[int | None], head_dim: int) -> None:
+        """See `RowAttend`; the inner attention has whole rows."""
+        del length
+        self.inner.prepare(stream, self._length, windows, head_dim)
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
+        """See `Attend`."""
+        ranks = self._ranks
+        # Where there are fewer heads of keys than ranks, or a number that the ranks do not divide, they are repeated.
+        repeats = math.lcm(key.shape[1], ranks) // key.shape[1]
+        key, value = (each.repeat_interleave(repeats, dim=1) if repeats > 1 else each for each in (key, value))
+        # One message: of each rank's heads, those of the queries, the keys and the values.
+        batch, _, size, head_dim = query.shape
+        parts = [each.reshape(batch, ranks, -1, size, head_dim) for each in (query, key, value)]
+        sizes = [each.shape[2] for each in parts]
+        sent = torch.cat(parts, dim=2).flatten(1, 2)
+        whole = collectives.exchange_autograd(sent, self._group, 1, 2)[:, :, : self._length]
+        queries, keys, values = torch.split(whole, sizes, dim=1)
+        mixed = self.inner(queries.to(query.dtype), keys.to(key.dtype), values.to(value.dtype), self._own_heads(spec))
+        missing = size * ranks - self._length
+        padded = functional.pad(mixed, (0, 0, 0, missing)) if missing else mixed
+        return collectives.exchange_autograd(padded, self._group, 2, 1)
+
+    def _own_heads(self, spec: AttentionSpec) -> AttentionSpec:
+        if spec.slopes is None:
+            return spec
+        return dataclasses.replace(spec, slopes=spec.slopes.chunk(self._ranks)[self._rank])
+
+
+@final
+class ContextParallelModel:
+    """The language models of a network, whose rows are cut along the context axis."""
+
+    def __init__(self, model: nn.Module, mesh: Mesh) -> None:
+        group = mesh.group("context")
+        assert group is not None
+        self._group: dist.ProcessGroup = group
+        self._ranks, self._rank = mesh.degree("context"), mesh.index["context"]
+        is_cut_further = mesh.degree("tensor") > 1 and mesh.degrees.sequence_parallel
+        self._multiple = self._ranks * (mesh.degree("tensor") if is_cut_further else 1)
+        for module in model.modules():
+            if isinstance(module, Stack) and isinstance(module, Shardable):
+                self._cut_rows(module)
+                self._cut_tokens_of_head(module)
+
+    def _cut_rows(self, network: Any) -> None:
+        """Cut the tokens of `hidden`, and join its output."""
+        whole_hidden = network.hidden
+
+        def hidden(tokens: Tensor, context: Context | None = None) -> Tensor:
+            context = Context() if context is None else context
+            # With a cache every rank has the whole network and computes its tokens alone.
+            if not isinstance(context.attend, RowAttend) or tokens.numel() == 0:
+                alone: Tensor = whole_hidden(tokens, context)
+                return alone
+            output = whole_hidden(*self.local_shard(tokens, context, network.geometry.depends_on_length))
+            whole = collectives.all_gather_autograd(output, self._group, 1)
+            # No view, of which `fully_shard` would warn.
+            return whole if whole.shape[1] == tokens.shape[1] else whole[:, : tokens.shape[1]].clone()
+
+        # Set past nn.Module's own bookkeeping, which takes attributes for modules and parameters.
+        network.__dict__["hidden"] = hidden
+
+    def local_shard(self, tokens: Tensor, context: Context, depends_on_length: bool) -> tuple[Tensor, Context]:
+        """This rank's shard of tokens [B, T] and of their context. Rows are padded to shards of equal length; the
+        padding is at the end, where no token sees it, and is not counted."""
+        length = tokens.shape[1]
+        whole_length = -(-length // self._multiple) * self._multiple
+        size = whole_length // self._ranks
+        first = self._rank * size
+
+        def cut(values: Tensor | None, padding: float) -> Tensor | None:
+            if values is None or values.shape[-1] == 1 < length:
+                return values
+            return _padded(values, whole_length, padding).narrow(-1, first, size)
+
+        assert isinstance(context.attend, RowAttend)
+        positions = torch.arange(length, device=tokens.device) if context.positions is None else context.positions
+        counted, lengths, documents = context.counted, context.lengths, context.documents
+        if counted is None and whole_length > length:
+            counted = torch.ones_like(tokens, dtype=torch.bool)
+        if lengths is None and depends_on_length and documents is not None:
+            lengths = document_lengths(positions, documents)
+        elif lengths is None and depends_on_length:
+            lengths = positions.reshape(-1, length).amax(dim=1, keepdim=True) + 1
+        dropout_shard = DropoutShard(sequence=(self._rank, self._ranks), heads=(self._rank, self._ranks))
+        shard = SequenceShard(
+            first=first,
+            length=length,
+            whole_length=whole_length,
+            documents=None if documents is None else _padded(documents, whole_length, PADDING),
+            gather=lambda values: collectives.all_gather(values.unsqueeze(0), self._group, 0),
+            sum=lambda values: collectives.all_reduce_fwd(values, self._group),
+        )
+        own_tokens = cut(tokens, 0)
+        assert own_tokens is not None
+        return own_tokens, dataclasses.replace(
+            context,
+            positions=cut(positions, 0),
+            lengths=cut(lengths, 1),
+            documents=cut(documents, PADDING),
+            counted=cut(counted, 0),
+            attend=HeadExchange(context.attend, self._group, length),
+            dropout=None if context.dropout is None else dataclasses.replace(context.dropout, shard=dropout_shard),
+            shard=shard,
+        )
+
+    def _cut_tokens_of_head(self, network: Any) -> None:
+        """Let each rank compute the losses and log-probabilities of a part of the tokens [N, dim]."""
+        kernels = network.kernels
+
+        def loss(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
+            own = self._own_tokens(len(hidden))
+            total = kernels.linear_cross_entropy(hidden[own], weight, targets[own], **options)
+            return collectives.all_reduce_autograd(total, self._group)
+
+        def log_probs(
+            hidden: Tensor, weight: Tensor, targets: Tensor, *further: Any, **options: Any
+        ) -> tuple[Tensor, Tensor]:
+            own = self._own_tokens(len(hidden))
+            found = torch.stack(kernels.linear_log_probs(hidden[own], weight, targets[own], *further, **options))
+            size = -(-len(hidden) // self._ranks)
+            padded = functional.pad(found, (0, size - found.shape[1]))
+            whole = collectives.all_gather_autograd(padded, self._group, 1)
+            chosen, entropies = whole[:, : len(hidden)].unbind()
+            return chosen, entropies
+
+        network.kernels = dataclasses.replace(kernels, linear_cross_entropy=loss, linear_log_probs=log_probs)
+
+    def _own_tokens(self, count: int) -> slice:
+        size = -(-count // self._ranks)
+        return slice(min(self._rank * size, count), min((self._rank + 1) * size, count))
+
+
+def _padded(values: Tensor, length: int, padding: float) -> Tensor:
+    """Values [..., T] with padding at the end."""
+    missing = length - values.shape[-1]
+    return functional.pad(values, (0, missing), value=padding) if missing else values
