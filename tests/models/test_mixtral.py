@@ -62,7 +62,6 @@ def test_only_the_experts_of_a_region_are_read(peer: GetPeer, monkeypatch: pytes
     monkeypatch.setattr(HuggingFaceFolder, "tensor", lambda self, name: (read.append(name), original(self, name))[1])
     stored, name = loading.open_model(peer("mixtral").folder), "blocks.1.mlp.experts.down"
     whole = stored.read(name, None)
-    shape, width = tuple(whole.shape), whole.shape[2]
     for first, count, rows in ((1, 2, (3, 7)), (0, 1, (0, 64)), (4, 0, (0, 64))):
         read.clear()
         region = Region(
