@@ -194,6 +194,7 @@ class Case:
     recompute: Recompute = "none"
     level: Any = "O1"
     length: int = LENGTH
+    has_equal_scores: bool = False  # every token chooses the first experts of a mixture, the others get none
 
 
 class Messages(TorchDispatchMode):
@@ -270,6 +271,9 @@ def _step(case: Case, world: World, order: Order) -> Outcome:
     pieces = parallel.parameters()
     regions = {name: parallel.region(name) for name in pieces}
     init_weights(pieces.items(), 2, 0, regions)
+    for name, piece in pieces.items():
+        if case.has_equal_scores and name.endswith("router.weight"):
+            piece.detach().zero_()
     weights = {name: piece.detach().clone() for name, piece in pieces.items()}
     model.train()
     batch = make_batch(case.length)

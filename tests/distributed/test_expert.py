@@ -54,13 +54,18 @@ CASES = [
         Case(family="mixtral_12", degrees=ParallelConfig(shard=2, context=2, expert=each), length=7, micro_batches=2)
         for each in (2, 4)
     ),
+    # Ranks whose experts get no token, in blocks that are computed again too.
+    Case(family="mixtral_4", degrees=ParallelConfig(data=4, expert=4), has_equal_scores=True),
+    Case(family="mixtral_12", degrees=ParallelConfig(shard=4, expert=2), has_equal_scores=True, recompute="full"),
+    Case(family="qwen3_8", degrees=ParallelConfig(shard=2, context=2, expert=4), has_equal_scores=True, length=7),
 ]
 
 
 @cache
-def alone(family: str, length: int) -> Outcome:
+def alone(family: str, length: int, has_equal_scores: bool = False) -> Outcome:
     torch.set_num_threads(1)
-    return run_step(0, Case(family=family, degrees=ParallelConfig(), length=length))
+    case = Case(family=family, degrees=ParallelConfig(), length=length, has_equal_scores=has_equal_scores)
+    return run_step(0, case)
 
 
 def steps(rank: int, cases: list[Case]) -> list[Outcome]:
@@ -74,9 +79,13 @@ def launched() -> dict[int, list[list[Outcome]]]:
     return {size: run_ranks(size, steps, cases) for size, cases in by_size.items()}
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{words(case)}-{case.length}-{case.recompute}")
+@pytest.mark.parametrize(
+    "case",
+    CASES,
+    ids=lambda case: f"{words(case)}-{case.length}-{case.recompute}{'-tied' if case.has_equal_scores else ''}",
+)
 def test_divided_experts_equal_those_of_one_process(launched: dict[int, list[list[Outcome]]], case: Case) -> None:
-    size, one = case.degrees.world_size, alone(case.family, case.length)
+    size, one = case.degrees.world_size, alone(case.family, case.length, case.has_equal_scores)
     number = [each for each in CASES if each.degrees.world_size == size].index(case)
     outcomes = [rank[number] for rank in launched[size]]
     assert first_difference([each.order for each in outcomes]) is None
@@ -118,3 +127,9 @@ def test_selective_recomputation_repeats_no_exchange(launched: dict[int, list[li
 
 def test_a_case_is_what_its_name_says() -> None:
     assert len({dataclasses.astuple(case) for case in CASES}) == len(CASES)
+
+
+def test_equal_scores_leave_experts_without_a_token() -> None:
+    for name, gradient in alone("mixtral_4", 8, has_equal_scores=True).gradients.items():
+        if ".experts." in name:
+            assert [bool(each.any()) for each in gradient] == [True, True, False, False]

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import functools
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-from kitforge.core.checkpoint import safetensors_file
+from kitforge.core.checkpoint import safetensors_file, snapshot
 from kitforge.core.checkpoint.load import open_checkpoint
+from kitforge.core.parallel.grid import Grid
+from kitforge.core.parallel.layout import Layout
 from kitforge.foundation.errors import CheckpointError
 from kitforge.trainer.run_folder import train
 from tests.distributed.ranks import run_ranks
@@ -181,3 +184,46 @@ def test_every_expert_is_saved_once(halfway: list[Path]) -> None:
             slices = list(checkpoint.entry(experts).slices())
             assert sum(torch.Size(each.shape).numel() for each in slices) == checkpoint.tensor(experts).numel()
     assert len(set(stored)) == 1
+
+
+def _of_the_first_ranks_alone() -> Any:
+    """Only the experts of the first ranks are saved."""
+    original = Grid.shards
+    return mock.patch.object(
+        Grid, "shards", lambda self, layout: original(self, layout)[: 1 if "expert" in layout.axes else None]
+    )
+
+
+def _by_every_holder() -> Any:
+    """Every rank saves the experts that it holds, also those that others hold."""
+    original = snapshot.assign_shards
+
+    def assigned(tensors: Iterable[tuple[Layout, int]], grid: Grid, rank: int) -> list[bool]:
+        given = list(tensors)
+        owned = original(given, grid, rank)
+        return [own or "expert" in layout.axes for own, (layout, _) in zip(owned, given, strict=True)]
+
+    return mock.patch.object(snapshot, "assign_shards", assigned)
+
+
+SAVES: dict[str, Callable[[], Any]] = {"never": _of_the_first_ranks_alone, "twice": _by_every_holder}
+
+
+def saved_wrongly(rank: int, folder: Path, choices: Mapping[str, Any]) -> dict[str, str]:
+    """What is said of each fault of saving."""
+    found = {}
+    for fault, plant in SAVES.items():
+        with plant():
+            try:
+                halves(rank, folder, [{**choices, "output_dir": str(folder / fault)}])
+            except CheckpointError as error:
+                found[fault] = str(error)
+    return found
+
+
+def test_experts_that_are_saved_never_or_twice_are_refused(folder: Path) -> None:
+    choices = {**BASE, **divided(2, data=4)}
+    for found in run_ranks(4, saved_wrongly, folder, choices):
+        for fault, wanted in (("never", "only a part of it"), ("twice", "elements that are in")):
+            assert "blocks.0.mlp.experts.gate" in found[fault]
+            assert wanted in found[fault]
