@@ -61,6 +61,11 @@ CASES = [
 ]
 
 
+def name_of(case: Case) -> str:
+    tied = "-tied" if case.has_equal_scores else ""
+    return f"{words(case)}-{case.length}-{case.recompute}{tied}"
+
+
 @cache
 def alone(family: str, length: int, has_equal_scores: bool = False) -> Outcome:
     torch.set_num_threads(1)
@@ -79,11 +84,7 @@ def launched() -> dict[int, list[list[Outcome]]]:
     return {size: run_ranks(size, steps, cases) for size, cases in by_size.items()}
 
 
-@pytest.mark.parametrize(
-    "case",
-    CASES,
-    ids=lambda case: f"{words(case)}-{case.length}-{case.recompute}{'-tied' if case.has_equal_scores else ''}",
-)
+@pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_divided_experts_equal_those_of_one_process(launched: dict[int, list[list[Outcome]]], case: Case) -> None:
     size, one = case.degrees.world_size, alone(case.family, case.length, case.has_equal_scores)
     number = [each for each in CASES if each.degrees.world_size == size].index(case)
