@@ -43,7 +43,14 @@ from kitforge.models.gguf import GgufWeights, write_gguf
 from kitforge.models.hub import resolve
 from kitforge.models.llama.model import LlamaConfig
 from kitforge.models.peft import base_of, is_adapter, merge_adapter
-from kitforge.models.weight_mapping import HEADS, export_order, export_tensors, held_shapes, import_tensors
+from kitforge.models.weight_mapping import (
+    HEADS,
+    TensorReader,
+    export_order,
+    export_tensors,
+    held_shapes,
+    import_tensors,
+)
 
 # The suffixes of classifiers in transformers: of whole texts, and of each token.
 SEQUENCE_CLASSIFIER, TOKEN_CLASSIFIER = "ForSequenceClassification", "ForTokenClassification"
@@ -325,12 +332,11 @@ def _open_weights(
     published = next((name for name, dtype in EXPORT_DTYPES.items() if dtype == most_common), "float32")
 
     @cache
-    def readers() -> dict[str, Callable[[], Tensor]]:
+    def readers() -> dict[str, TensorReader]:
         return import_tensors(converter, mappings, shapes, source.tensor)
 
     def read(name: str, region: Region | None) -> Tensor:
-        tensor = readers()[name]()
-        return tensor if region is None else region.of(tensor)
+        return readers()[name](region)
 
     names = tuple(dict.fromkeys(mapping.ours for mapping in mappings))
     # Every family's options are a dataclass with this field.

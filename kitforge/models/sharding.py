@@ -7,10 +7,11 @@ from torch import nn
 from kitforge.core.nn.causal_lm import Shardable
 from kitforge.core.nn.encoder_decoder import EncoderDecoder
 from kitforge.core.nn.vision import VisionTransformer
-from kitforge.core.parallel.sharding import TENSOR, Sharding, ShardingRule
+from kitforge.core.parallel.sharding import EXPERT, TENSOR, Axis, Sharding, ShardingRule
 
 _ROWS = {"weight": {TENSOR: 0}, "bias": {TENSOR: 0}}
 _COLUMNS = {"weight": {TENSOR: 1}}
+_HEADS: dict[Axis, tuple[str, ...]] = {TENSOR: ("num_heads", "num_kv_heads")}
 
 DECODER = Sharding(
     rules=(
@@ -32,11 +33,11 @@ DECODER = Sharding(
         ShardingRule(module="blocks.*.mlp.gate", splits=_ROWS),
         ShardingRule(module="blocks.*.mlp.up", splits=_ROWS),
         ShardingRule(module="blocks.*.mlp.down", splits=_COLUMNS, output_layout={TENSOR: "reduce"}),
-        # Every rank routes all tokens, and computes its part of the hidden width of each expert.
+        # Every rank of `tensor` routes all tokens, and has its part of the hidden width of each expert.
         ShardingRule(module="blocks.*.mlp.router", gradient="part"),
         ShardingRule(
             module="blocks.*.mlp.experts",
-            splits={"gate": {TENSOR: 1}, "up": {TENSOR: 1}, "down": {TENSOR: 2}},
+            splits={"gate": {EXPERT: 0, TENSOR: 1}, "up": {EXPERT: 0, TENSOR: 1}, "down": {EXPERT: 0, TENSOR: 2}},
             output_layout={TENSOR: "reduce"},
         ),
         ShardingRule(module="blocks.*.mlp.shared.gate", splits=_ROWS),
@@ -44,7 +45,7 @@ DECODER = Sharding(
         ShardingRule(module="blocks.*.mlp.shared.down", splits=_COLUMNS, output_layout={TENSOR: "reduce"}),
         ShardingRule(module="norm", output_layout={TENSOR: "replicate"}),
     ),
-    divisible={TENSOR: ("num_heads", "num_kv_heads")},
+    divisible={**_HEADS, EXPERT: ("num_experts",)},
     fsdp_roots={"": ("hidden",)},
     cuts_rows=True,
 )
@@ -70,14 +71,14 @@ def _stack(name: str) -> list[ShardingRule]:
 _OUTER = tuple(rule for rule in DECODER.rules if rule.module in ("", "embedding"))
 ENCODER_DECODER = Sharding(
     rules=(*_OUTER, *_stack("encoder"), *_stack("decoder")),
-    divisible=DECODER.divisible,
+    divisible=_HEADS,
     fsdp_roots=DECODER.fsdp_roots,
 )
 
 
 VISION = Sharding(
     rules=tuple(rule for rule in DECODER.rules if rule.module.startswith(("blocks", "norm"))),
-    divisible=DECODER.divisible,
+    divisible=_HEADS,
     fsdp_roots={"": ("logits",)},
 )
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from types import MappingProxyType
-from typing import Any, final
+from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from kitforge.core.nn.rotary import RopeScaling
 from kitforge.foundation.config import from_dict, to_dict
 from kitforge.foundation.errors import ModelError
 from kitforge.foundation.known_keys import KnownKeys
+from kitforge.foundation.types import Region
 from kitforge.models.config_keys import CONFIG_KEYS
 
 # Names of an untied head in Hugging Face checkpoints.
@@ -143,6 +144,14 @@ class TensorMapping:
         return tensor.view(-1, self.stride, *tensor.shape[1:])[:, self.start : stop].flatten(0, 1)
 
 
+class TensorReader(Protocol):
+    """Reads one of our tensors, or a region of it."""
+
+    def __call__(self, region: Region | None = None) -> Tensor:
+        """The tensor, or the region of it."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Converter:
     """The conversion of one family's options and tensors to and from Hugging Face folders."""
@@ -215,7 +224,7 @@ def stacked_expert_mappings(ours: str, theirs: str, hidden_dim: int) -> list[Ten
 
 def import_tensors(
     converter: Converter, mappings: Sequence[TensorMapping], names: Iterable[str], read: Callable[[str], Tensor]
-) -> dict[str, Callable[[], Tensor]]:
+) -> dict[str, TensorReader]:
     """Readers of our tensors by name, from a checkpoint that holds `names`. Raises ModelError listing missing and
     unexpected tensors; the head of a model with tied embeddings is unexpected unless it equals the embedding."""
     wanted = {mapping.theirs for mapping in mappings}
@@ -240,7 +249,7 @@ def import_tensors(
         if mapping.rows is not None and mapping.stride is None:
             ends[mapping.theirs] = max(ends.get(mapping.theirs, 0), mapping.start + mapping.rows)
 
-    def reader(mapping: TensorMapping) -> Tensor:
+    def whole(mapping: TensorMapping) -> Tensor:
         tensor = read(held[mapping.theirs])
         tensor = tensor.t() if mapping.transpose else tensor
         held_rows = tensor.shape[mapping.dim]
@@ -259,13 +268,26 @@ def import_tensors(
         if mapping.index is not None:
             stacks.setdefault(mapping.ours, []).append(mapping)
 
-    def stack(members: Sequence[TensorMapping]) -> Tensor:
-        return torch.stack([reader(each) for each in members])
+    def part(mapping: TensorMapping, region: Region | None = None) -> Tensor:
+        return whole(mapping) if region is None else region.of(whole(mapping))
 
     return {
-        mapping.ours: partial(reader, mapping) if mapping.index is None else partial(stack, stacks[mapping.ours])
+        mapping.ours: partial(part, mapping) if mapping.index is None else partial(_stack, whole, stacks[mapping.ours])
         for mapping in mappings
     }
+
+
+def _stack(
+    whole: Callable[[TensorMapping], Tensor], members: Sequence[TensorMapping], region: Region | None = None
+) -> Tensor:
+    """Matrices as one tensor, or a region of it, for which only those in it are read."""
+    if region is None:
+        return torch.stack([whole(each) for each in members])
+    first, count = region.offset[0], region.shape[0]
+    matrix = Region(global_shape=region.global_shape[1:], offset=region.offset[1:], shape=region.shape[1:])
+    # A rank may have none: the dtype is that of any.
+    read = members[first : first + count] or members[-1:]
+    return torch.stack([matrix.of(whole(each)) for each in read])[:count]
 
 
 def held_shapes(

@@ -58,6 +58,7 @@ FIXED = {
     "resume": None,
 }
 DEGREES = ("parallel.data", "parallel.shard", "parallel.context", "parallel.tensor")
+EXPERT = "parallel.expert"  # divides their ranks
 LARGE, FEW_LAYERS = 20_000_000, 2
 
 
@@ -91,7 +92,7 @@ class Case:
             filled["reward"] = REWARD
         whole = dotted(composed.values) | dotted(kit.resolved(options)) | filled
         limits = _reductions(whole, known)
-        fixed = FIXED | dict.fromkeys(DEGREES, 1) | {"data.cache": str(folder / "cache")}
+        fixed = FIXED | dict.fromkeys((*DEGREES, EXPERT), 1) | {"data.cache": str(folder / "cache")}
         values = whole | {name: value for name, value in fixed.items() if name in known} | limits
         reduced = [f"trainer.max_steps={STEPS}", *(f"{name}={value}" for name, value in limits.items())]
         if values["device"] != "cpu" and torch.accelerator.is_available():
@@ -105,14 +106,14 @@ class Case:
             values=values,
             kit=kit,
             folder=folder,
-            degrees={name: whole[name] for name in DEGREES},
+            degrees={name: whole[name] for name in (*DEGREES, EXPERT)},
             reduced=tuple(reduced),
         )
 
     @property
     def num_ranks(self) -> int:
         """The ranks that the degrees as given ask for."""
-        return math.prod(self.degrees.values())
+        return math.prod(self.degrees[name] for name in DEGREES)
 
     def options(self, changes: Mapping[str, Any]) -> Any:
         """The options of the reduced run, with changes by dotted name. Raises ConfigError."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from kitforge.foundation.errors import ConfigError, KitforgeError
-from kitforge.verify.case import DEGREES, RUN_TIMEOUT, Case
+from kitforge.verify.case import DEGREES, EXPERT, RUN_TIMEOUT, Case
 from kitforge.verify.contract import Contract, Measured, NotOfferedError
 from kitforge.verify.processes import free_port, launched, run_ranks
 from kitforge.verify.run_equality import distance, run_differences
@@ -28,6 +28,8 @@ def layouts(case: Case) -> list[dict[str, Any]]:
     for it. Raises NotOfferedError where none is left."""
     pairs = [[{name: 2}, {name: 2, WHOLE_SEQUENCES: False}] for name in DEGREES]
     wanted: list[list[dict[str, Any]]] = [each if DEGREES[-1] in each[0] else each[:1] for each in pairs]
+    if any(name.startswith("model.experts.") for name in case.values):
+        wanted.append([{DEGREES[0]: 2, EXPERT: 2}])
     if case.num_ranks > 1 and dict(case.degrees) not in [each[0] for each in wanted]:
         wanted.append([dict(case.degrees)])
     found = [degrees for ways in wanted if (degrees := next((way for way in ways if _can_run(case, way)), None))]

@@ -168,6 +168,22 @@ GROUPED: dict[str, Any] = {
 }
 
 
+# Experts that 2 and 4 divide: more of them than tokens of a short row, widths that 4 does not divide, and each balance.
+_PLAIN = ExpertsConfig(num_experts=4, top_k=2, balance_weight=0.5)
+EXPERTS: dict[str, Any] = {
+    "mixtral_4": dataclasses.replace(FAMILIES["mixtral"], experts=_PLAIN),
+    "mixtral_bias": dataclasses.replace(FAMILIES["mixtral"], experts=dataclasses.replace(_PLAIN, balance="bias")),
+    "mixtral_none": dataclasses.replace(FAMILIES["mixtral"], experts=dataclasses.replace(_PLAIN, balance="none")),
+    "mixtral_12": dataclasses.replace(
+        FAMILIES["mixtral_shared"], experts=dataclasses.replace(FAMILIES["mixtral_shared"].experts, num_experts=12)
+    ),
+    "qwen3_8": dataclasses.replace(
+        FAMILIES["qwen3_moe"], experts=ExpertsConfig(num_experts=8, top_k=3, balance_weight=0.5)
+    ),
+}
+ALL = FAMILIES | GROUPED | EXPERTS
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """What a step is made of."""
@@ -178,6 +194,7 @@ class Case:
     recompute: Recompute = "none"
     level: Any = "O1"
     length: int = LENGTH
+    has_equal_scores: bool = False  # every token chooses the first experts of a mixture, the others get none
 
 
 class Messages(TorchDispatchMode):
@@ -192,7 +209,9 @@ class Messages(TorchDispatchMode):
             objects = [each for each in args if isinstance(each, torch.ScriptObject)]
             group = next(each for each in objects if "ProcessGroup" in str(each._type()))
             ranks = tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(group)))
-            shapes = tuple(tuple(each.shape) for each in tree_leaves(args) if isinstance(each, Tensor))
+            # Of an exchange whose parts differ in size each rank has a number of rows of its own.
+            is_uneven = function.name() == "c10d::alltoall_base_" and len(args[3]) > 0
+            shapes = tuple(tuple(each.shape)[is_uneven:] for each in tree_leaves(args) if isinstance(each, Tensor))
             self.order.setdefault(ranks, []).append((function.name(), shapes))
         return function(*args, **(kwargs or {}))
 
@@ -245,13 +264,16 @@ def run_step(rank: int, case: Case, fault: str | None = None) -> Outcome:
 
 
 def _step(case: Case, world: World, order: Order) -> Outcome:
-    model = build_on_meta((FAMILIES | GROUPED)[case.family], case.level).double()
+    model = build_on_meta(ALL[case.family], case.level).double()
     model.recompute = case.recompute
     parallel = parallelize(model, sharding_of_network(model), world)
     parallel.materialize(world.device)
     pieces = parallel.parameters()
     regions = {name: parallel.region(name) for name in pieces}
     init_weights(pieces.items(), 2, 0, regions)
+    for name, piece in pieces.items():
+        if case.has_equal_scores and name.endswith("router.weight"):
+            piece.detach().zero_()
     weights = {name: piece.detach().clone() for name, piece in pieces.items()}
     model.train()
     batch = make_batch(case.length)

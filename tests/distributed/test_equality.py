@@ -49,6 +49,7 @@ CASES = PRODUCT if "KITFORGE_PROVE" in os.environ else random.Random(1).sample(P
 
 def words(case: Case) -> str:
     split = case.degrees.describe().split(" = ")[0].replace(" x ", ",")
+    split += f",expert={case.degrees.expert}" if case.degrees.expert > 1 else ""
     stage = f",zero={case.degrees.zero_stage}" if case.degrees.shard > 1 else ""
     return f"{case.family}-{split}{stage}{'' if case.degrees.sequence_parallel else ',whole'}-{case.micro_batches}"
 

@@ -14,9 +14,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from kitforge.core.checkpoint.hugging_face import HuggingFaceFolder
 from kitforge.core.nn.decoder import Decoder
 from kitforge.core.nn.moe import ExpertsConfig
 from kitforge.foundation.errors import ModelError
+from kitforge.foundation.types import Region
 from kitforge.models import loading
 from kitforge.models.mixtral.model import MixtralConfig
 from tests.models.conftest import GetPeer
@@ -52,6 +54,23 @@ def test_what_we_write_is_what_transformers_reads(peer: GetPeer, tmp_path: Path)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     assert largest_difference(logits_of(theirs, tokens()), logits_of(ours, tokens())) < 1e-5
     assert loading.open_model(tmp_path).config == ours.config
+
+
+def test_only_the_experts_of_a_region_are_read(peer: GetPeer, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    original = HuggingFaceFolder.tensor
+    monkeypatch.setattr(HuggingFaceFolder, "tensor", lambda self, name: (read.append(name), original(self, name))[1])
+    stored, name = loading.open_model(peer("mixtral").folder), "blocks.1.mlp.experts.down"
+    whole = stored.read(name, None)
+    for first, count, rows in ((1, 2, (3, 7)), (0, 1, (0, 64)), (4, 0, (0, 64))):
+        read.clear()
+        region = Region(
+            global_shape=tuple(whole.shape), offset=(first, rows[0], 0), shape=(count, rows[1], whole.shape[2])
+        )
+        assert torch.equal(stored.read(name, region), region.of(whole))
+        # Of none the last one, for its dtype.
+        wanted = range(first, first + count) if count else [3]
+        assert read == [f"model.layers.1.block_sparse_moe.experts.{each}.w2.weight" for each in wanted]
 
 
 def _without(held: dict[str, Tensor]) -> None:

@@ -44,6 +44,11 @@ class BlockConfig:
         check(0 <= self.norm_eps < 1, "model.norm_eps", self.norm_eps, "0 or more, less than 1")
         check(0 <= self.dropout < 1, "model.residual_dropout", self.dropout, DROPOUT)
 
+    @property
+    def num_experts(self) -> int:
+        """The experts of a mixture; 0 for an MLP."""
+        return self.mlp.experts.num_experts if isinstance(self.mlp, MoEConfig) else 0
+
 
 @final
 class Block(nn.Module):

@@ -24,6 +24,7 @@ class Geometry:
     head_dim: int
     max_length: int
     depends_on_length: bool = False  # whether the keys of a sequence depend on its final length
+    num_experts: int = 0  # of a block with a mixture of experts; 0: no block has one
 
 
 @runtime_checkable

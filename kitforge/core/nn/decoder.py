@@ -110,6 +110,7 @@ class Decoder(Stack):
             head_dim=block.attention.head_dim,
             max_length=shape.max_length,
             depends_on_length=any(each.depends_on_length for each in angles),
+            num_experts=max(each.num_experts for each in shape.blocks),
         )
         self.embedding = unfilled_embedding(shape.vocab_size, dim)
         self.embedding_norm = Norm(block.norm, dim, block.norm_eps, kernels) if shape.embedding_norm else None

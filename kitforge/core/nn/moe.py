@@ -140,17 +140,24 @@ class Experts(nn.Module):
         self.gate = nn.Parameter(torch.empty(num, hidden_dim, dim))
         self.up = nn.Parameter(torch.empty(num, hidden_dim, dim))
         self.down = nn.Parameter(torch.empty(num, dim, hidden_dim))
-        self._kernels = kernels
+        self.kernels = kernels
+        self._num_experts = num
 
     def forward(self, input: Tensor, choices: Tensor, weights: Tensor) -> Tensor:
         """The weighted sum [B, T, dim] over the choices [B, T, k] of tokens [B, T, dim]. The choice E is none."""
-        kernels = self._kernels
-        permutation = permutation_of(choices.flatten(0, -2), len(self.gate))
-        rows = kernels.moe_permute(input.to(compute_dtype(input)).flatten(0, -2), permutation)
-        gate = kernels.grouped_linear(rows, self.gate, permutation.ends)
-        hidden = kernels.swiglu(gate, kernels.grouped_linear(rows, self.up, permutation.ends))
-        rows = kernels.grouped_linear(hidden, self.down, permutation.ends)
-        return kernels.moe_unpermute(rows, weights.flatten(0, -2), permutation).view_as(input)
+        permutation = permutation_of(choices.flatten(0, -2), self._num_experts)
+        rows = self.kernels.moe_permute(input.to(compute_dtype(input)).flatten(0, -2), permutation)
+        rows = self.products(rows, permutation.ends)
+        output = self.kernels.moe_unpermute(rows, weights.flatten(0, -2), permutation)
+        # No view, of which `fully_shard` would warn.
+        whole: Tensor = torch.ops.aten._unsafe_view(output, input.shape)
+        return whole
+
+    def products(self, rows: Tensor, ends: Tensor) -> Tensor:
+        """What the experts make of rows [R, dim], of which those of each end before `ends` [E]; zero past the last."""
+        gate = self.kernels.grouped_linear(rows, self.gate, ends)
+        hidden = self.kernels.swiglu(gate, self.kernels.grouped_linear(rows, self.up, ends))
+        return self.kernels.grouped_linear(hidden, self.down, ends)
 
 
 @final
@@ -175,6 +182,8 @@ class MoE(nn.Module):
         choices = routing.choices
         if factor is not None and self.training:
             choices = _within_capacity(choices, factor, self.config.experts.num_experts, context.shard)
+        if context.shard is not None:
+            choices = _without_padding(choices, self.config.experts.num_experts, context.shard)
         output: Tensor = self.experts(input, choices, routing.weights)
         if self.shared is not None:
             output = output + self.shared(input)
@@ -222,6 +231,15 @@ def _segments(context: Context, choices: Tensor, is_batch: bool) -> tuple[Tensor
     if shard is not None:
         numbers = numbers.view(batch, whole_length)[:, shard.first : shard.first + length].flatten()
     return numbers, batch * whole_length
+
+
+def _without_padding(choices: Tensor, num_experts: int, shard: SequenceShard) -> Tensor:
+    """The choices [B, T, k] of a shard of rows, E in the place of those of the padding at the end of a row."""
+    length = choices.shape[1]
+    if shard.first + length <= shard.length:
+        return choices
+    is_padding = torch.arange(shard.first, shard.first + length, device=choices.device) >= shard.length
+    return choices.masked_fill(is_padding.view(1, -1, 1), num_experts)
 
 
 def _within_capacity(choices: Tensor, factor: float, num_experts: int, shard: SequenceShard | None) -> Tensor:

@@ -130,6 +130,11 @@ def all_to_all(input: Tensor, received: Sequence[int], sent: Sequence[int], grou
     return output
 
 
+def all_to_all_autograd(input: Tensor, received: Sequence[int], sent: Sequence[int], group: Group) -> Tensor:
+    """`all_to_all`; backward: the rows of the gradient back to where they came from."""
+    return input if group is None else _apply(_AllToAll, input, tuple(received), tuple(sent), group)
+
+
 def exchange(input: Tensor, group: Group, split: int, joined: int) -> Tensor:
     """This rank's part along dim `split`, whose size the degree divides, of the tensors of all ranks, concatenated
     along dim `joined`. Not differentiable."""
@@ -226,6 +231,19 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return exchange(grad, ctx.group, ctx.joined, ctx.split), None, None, None
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, received: tuple[int, ...], sent: tuple[int, ...], group: dist.ProcessGroup
+    ) -> Tensor:
+        ctx.group, ctx.received, ctx.sent = group, received, sent
+        return kept(all_to_all, input, received, sent, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return all_to_all(grad, ctx.sent, ctx.received, ctx.group), None, None, None
 
 
 class _AllReduce(torch.autograd.Function):

@@ -12,7 +12,7 @@ from kitforge.foundation.errors import ConfigError
 AXES = ("pipeline", "data", "shard", "context", "tensor")
 # Axes whose ranks compute every pass of a network together, each with a part of its weights or of the rows.
 MODEL_AXES = ("tensor", "context", "pipeline", "expert")
-UNBUILT_AXES = ("pipeline", "expert")
+UNBUILT_AXES = ("pipeline",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +24,7 @@ class ParallelConfig:
     tensor: int = 1  # tensor parallel: shards of every matrix, all with the same batch
     context: int = 1  # context parallel: shards of every row; attention exchanges them for shards of its heads
     pipeline: int = 1
-    expert: int = 1
+    expert: int = 1  # expert parallel: the experts of a block, divided among ranks of data x shard x context
     sequence_parallel: bool = True  # with tensor: norms, dropout and residuals are sharded along the sequence
     zero_stage: Literal[1, 2, 3] = 3  # with shard: 1 shards optimizer state, 2 also gradients, 3 also weights
     timeout: float = 600.0  # seconds that a rank waits in a collective before the run fails
@@ -36,6 +36,15 @@ class ParallelConfig:
             check(degree >= 1, f"parallel.{name}", degree, "a whole number of at least 1")
         for name in UNBUILT_AXES:
             check(getattr(self, name) == 1, f"parallel.{name}", getattr(self, name), "1; this axis is not built yet")
+        batch, degree = self.data * self.shard * self.context, self.expert
+        check(
+            batch % degree == 0,
+            "parallel.expert",
+            degree,
+            f"a divisor of data x shard x context = {self.data} x {self.shard} x {self.context} = {batch}, whose ranks "
+            f"it divides: {batch} / {degree} = {batch / degree:.2f}",
+            f"parallel.data={degree}",
+        )
         check(self.timeout > 0, "parallel.timeout", self.timeout, "a number of seconds above 0")
         check(self.restarts >= 0, "parallel.restarts", self.restarts, "a whole number of at least 0")
 

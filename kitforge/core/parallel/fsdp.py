@@ -16,7 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from kitforge.core.parallel.layout import Layout
 from kitforge.core.parallel.mesh import Mesh
+from kitforge.core.parallel.sharding import EXPERT
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
@@ -27,11 +29,18 @@ NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)
 
 @final
 class FSDPUnits:
-    """The FSDP units of a model: each layer of a list of layers, then the rest."""
+    """The FSDP units of a model: each layer of a list of layers, then the rest. Experts that ranks have a part of each
+    are units of their own, over the ranks with the same part."""
 
     def __init__(
-        self, model: nn.Module, mesh: Mesh, roots: Mapping[str, Sequence[str]], compute_dtype: torch.dtype
+        self,
+        model: nn.Module,
+        mesh: Mesh,
+        roots: Mapping[str, Sequence[str]],
+        compute_dtype: torch.dtype,
+        layouts: Mapping[str, Layout],
     ) -> None:
+        """`layouts` are those of the shards."""
         from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
         policy, is_half = _policy(compute_dtype), compute_dtype.itemsize == 2
@@ -41,8 +50,22 @@ class FSDPUnits:
         layers = _layers(model)
         # torch's norms compute in the dtype of their weights, which is fp32 in one process: units of their own.
         norms = [each for each in model.modules() if is_half and isinstance(each, NORMS) and list(each.parameters())]
-        self._units: list[FSDPModule] = [
-            fully_shard(unit, mesh=grid, reshard_after_forward=self._stage == 3, mp_policy=policy_of_unit)
+        experts = _expert_dims(model, layouts)
+        alone: set[nn.Parameter] = set()
+        self._units: list[FSDPModule] = []
+        if mesh.degree("expert_data") > 1:
+            self._units += [_shard_experts(unit, dims, mesh, policy) for unit, dims in experts.items()]
+        else:
+            # No other rank has the same experts: their parameters stay as they are.
+            alone.update(each for dims in experts.values() for each in dims)
+        self._units += [
+            fully_shard(
+                unit,
+                mesh=grid,
+                reshard_after_forward=self._stage == 3,
+                mp_policy=policy_of_unit,
+                ignored_params=alone,
+            )
             for units, policy_of_unit in (
                 (norms, _policy(torch.float32)),
                 ([x for x in layers if x not in norms], policy),
@@ -51,7 +74,7 @@ class FSDPUnits:
         ]
         # Parameters outside of the blocks stay gathered after a forward pass, for the head.
         self._roots: list[FSDPModule] = [
-            fully_shard(root, mesh=grid, reshard_after_forward=False, mp_policy=policy)
+            fully_shard(root, mesh=grid, reshard_after_forward=False, mp_policy=policy, ignored_params=alone)
             for root in map(model.get_submodule, roots)
         ]
         self._units += self._roots
@@ -102,6 +125,43 @@ def local_tensor(tensor: Tensor) -> Tensor:
     from torch.distributed.tensor import DTensor
 
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def fsdp_layout(layout: Layout, mesh: Mesh) -> Layout:
+    """The layout of a parameter whose shards `fully_shard` cuts further: along the first dim, but matrices of experts,
+    of which there may be fewer than ranks, along another one where the ranks divide it alone."""
+    if EXPERT not in layout.axes:
+        return layout.split("fsdp", 0, mesh.degree("fsdp"))
+    degree, cut = mesh.degree("expert_data"), {split.dim for split in layout.splits}
+    own = layout.shape[0] // mesh.degree(EXPERT)
+    fits = [dim for dim in range(1, len(layout.shape)) if dim not in cut and layout.shape[dim] % degree == 0]
+    return layout.split("expert_data", 0 if own % degree == 0 or not fits else fits[0], degree)
+
+
+def _shard_experts(
+    experts: nn.Module, dims: Mapping[nn.Parameter, int], mesh: Mesh, policy: MixedPrecisionPolicy
+) -> FSDPModule:
+    """The unit of a module with matrices of experts, over the ranks that have the same experts."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard
+
+    return fully_shard(
+        experts,
+        mesh=mesh.sub_mesh("expert_data"),
+        reshard_after_forward=mesh.degrees.zero_stage == 3,
+        mp_policy=policy,
+        shard_placement_fn=lambda parameter: Shard(dims[parameter]),
+    )
+
+
+def _expert_dims(model: nn.Module, layouts: Mapping[str, Layout]) -> dict[nn.Module, dict[nn.Parameter, int]]:
+    """The modules with matrices of experts, of which ranks have a part each, and the dims along which those are cut."""
+    found: dict[nn.Module, dict[nn.Parameter, int]] = {}
+    for name, parameter in model.named_parameters():
+        if EXPERT in layouts[name].axes:
+            members = found.setdefault(model.get_submodule(name.rpartition(".")[0]), {})
+            members[parameter] = layouts[name].splits[-1].dim
+    return found
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:

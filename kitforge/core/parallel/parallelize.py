@@ -17,14 +17,15 @@ from kitforge.core.optim.row_optimizers import SparseModule
 from kitforge.core.parallel import collectives
 from kitforge.core.parallel.context import ContextParallelModel
 from kitforge.core.parallel.data import GradientBuckets
-from kitforge.core.parallel.fsdp import FSDPUnits, local_tensor
+from kitforge.core.parallel.expert import exchange_experts
+from kitforge.core.parallel.fsdp import FSDPUnits, fsdp_layout, local_tensor
 from kitforge.core.parallel.gather import FullMatrices, gather_full_tensor
 from kitforge.core.parallel.grad_norm import global_grad_norm
 from kitforge.core.parallel.layout import Layout
 from kitforge.core.parallel.mesh import Mesh
 from kitforge.core.parallel.replicas import broadcast_replicas, check_same_parameters, replica_drift
-from kitforge.core.parallel.sharding import TENSOR, Sharding, check_geometry
-from kitforge.core.parallel.tensor import TensorParallelModel
+from kitforge.core.parallel.sharding import EXPERT, TENSOR, Sharding, check_geometry
+from kitforge.core.parallel.tensor import TensorParallelModel, shard_parameters
 from kitforge.core.parallel.world import World
 from kitforge.foundation.dtype import DTYPES
 from kitforge.foundation.types import Region
@@ -215,18 +216,20 @@ class ParallelModel:
         language_models: list[nn.Module] = [each for each in self.model.modules() if isinstance(each, Shardable)]
         for each in language_models or [self.model]:
             check_geometry(sharding, each.geometry if isinstance(each, CausalLM) else None, mesh.degrees)
+        if mesh.degree(TENSOR) > 1 or mesh.degree(EXPERT) > 1:
+            self.layouts = shard_parameters(self.model, sharding, mesh)
+        if mesh.degree(EXPERT) > 1:
+            exchange_experts(self.model, mesh)
         if mesh.degree(TENSOR) > 1:
-            self._tensor_parallel = TensorParallelModel(self.model, sharding, mesh)
-            self.layouts = self._tensor_parallel.layouts
+            self._tensor_parallel = TensorParallelModel(self.model, sharding, mesh, self.layouts)
         if mesh.degree("context") > 1:
             ContextParallelModel(self.model, mesh)
         if mesh.degree("shard") > 1:
             # A language model without a declaration is called by `hidden` as well.
             is_plain = sharding.fsdp_roots == {"": ()} and isinstance(self.model, CausalLM)
             roots = {"": ("hidden",)} if is_plain else sharding.fsdp_roots
-            self._fsdp = FSDPUnits(self.model, mesh, roots, compute_dtype)
-            degree = mesh.degree("fsdp")
-            self.layouts = {name: layout.split("fsdp", 0, degree) for name, layout in self.layouts.items()}
+            self.layouts = {name: fsdp_layout(layout, mesh) for name, layout in self.layouts.items()}
+            self._fsdp = FSDPUnits(self.model, mesh, roots, compute_dtype, self.layouts)
 
 
 def parallelize(model: nn.Module, sharding: Sharding, world: World) -> ParallelModel:

@@ -16,6 +16,7 @@ from kitforge.foundation.errors import ConfigError
 
 Axis = Literal["tensor", "expert"]
 TENSOR: Axis = "tensor"
+EXPERT: Axis = "expert"
 
 # What a module does with its input or output along an axis. The stream between blocks is sharded along the sequence:
 #   gather     a shard of the stream becomes the whole of it, of which each rank then computes something else
@@ -76,6 +77,10 @@ class Sharding:
         return next((rule for rule in self.rules if rule.matches(name)), ShardingRule(module=name))
 
 
+# Where the name of a count is not that of the option.
+_OPTIONS = {"num_experts": "experts.num_experts"}
+
+
 def check_geometry(sharding: Sharding, geometry: Any, degrees: ParallelConfig) -> None:
     """Raise ConfigError, with the arithmetic, for degrees that do not divide the geometry of a network (None: no
     check)."""
@@ -93,6 +98,13 @@ def check_geometry(sharding: Sharding, geometry: Any, degrees: ParallelConfig) -
             expected="parallel.context=1, or a decoder: no encoder-decoder, vision transformer or network of your own",
             fix="parallel.data and parallel.shard split any network",
         )
+    if degrees.expert > 1 and not getattr(geometry, "num_experts", None):
+        raise ConfigError(
+            "this network has no experts to be divided among ranks",
+            got=f"parallel.expert={degrees.expert}",
+            expected="parallel.expert=1, or a mixture of experts such as model=llama_moe_tiny",
+            fix="parallel.data and parallel.shard split any network",
+        )
     if geometry is None:
         return
     if geometry.num_heads % (degrees.context * degrees.tensor) and degrees.context > 1:
@@ -105,13 +117,13 @@ def check_geometry(sharding: Sharding, geometry: Any, degrees: ParallelConfig) -
             fix="lower parallel.context, or use parallel.shard, which has no such limit",
         )
     for axis, names in sharding.divisible.items():
-        degree = getattr(degrees, axis)
+        degree: int = getattr(degrees, axis)
         for name in names:
             count = getattr(geometry, name)
             if count % degree:
                 fits = [str(divisor) for divisor in range(1, count + 1) if count % divisor == 0]
                 raise ConfigError(
-                    f"parallel.{axis}={degree} does not divide model.{name}={count}",
+                    f"parallel.{axis}={degree} does not divide model.{_OPTIONS.get(name, name)}={count}",
                     got=f"{count} / {degree} = {count / degree:.2f}",
                     expected=f"parallel.{axis} to be one of {', '.join(fits)}",
                 )

@@ -9,7 +9,7 @@ B batch, T length.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, final
 
 import torch
@@ -86,18 +86,20 @@ class SequenceLayout:
 
 @final
 class TensorParallelModel:
-    """A tensor-parallel model: layouts of parameters, and the parameters with partial gradients."""
+    """A tensor-parallel model, of whose parameters each rank has its shard: the ways between its modules, and the
+    parameters with partial gradients."""
 
-    def __init__(self, model: nn.Module, sharding: Sharding, mesh: Mesh) -> None:
-        self.layouts: dict[str, Layout] = {}
+    def __init__(self, model: nn.Module, sharding: Sharding, mesh: Mesh, layouts: Mapping[str, Layout]) -> None:
+        self.layouts = layouts
         self.stream = SequenceLayout(mesh)
         self._gradient_kinds: dict[str, str] = {}
         for name, module in list(model.named_modules()):
-            rule = _low_rank(sharding.rule(owner_of(name))) if isinstance(module, LowRank) else sharding.rule(name)
-            for own, parameter in list(module.named_parameters(recurse=False)):
-                self._shard_parameter(module, own, f"{name}.{own}".removeprefix("."), parameter, rule, mesh)
+            rule = _rule_of(name, module, sharding)
+            for own, _ in module.named_parameters(recurse=False):
+                if not layouts[full := f"{name}.{own}".removeprefix(".")].splits:
+                    self._gradient_kinds[full] = rule.gradient
             # The global index of the first row of the weight.
-            layout, first = self.layouts.get(f"{name}.weight"), 0
+            layout, first = layouts.get(f"{name}.weight"), 0
             if layout is not None and layout.splits:
                 first = layout.held_region(mesh.index).offset[0]
             _wrap(module, rule, self.stream, first)
@@ -114,18 +116,26 @@ class TensorParallelModel:
         partial = ("part", "stream") if self.stream.is_sharded else ("part",)
         return [name for name, kind in self._gradient_kinds.items() if kind in partial]
 
-    def _shard_parameter(
-        self, module: nn.Module, own: str, name: str, parameter: nn.Parameter, rule: ShardingRule, mesh: Mesh
-    ) -> None:
-        layout = Layout(shape=tuple(parameter.shape))
-        for axis, dim in rule.splits.get(own, {}).items():
-            layout = layout.split(axis, dim, mesh.degree(axis))
-        self.layouts[name] = layout
-        if not layout.splits:
-            self._gradient_kinds[name] = rule.gradient
-            return
-        shard = layout.held_region(mesh.index).of(parameter.detach()).clone(memory_format=torch.contiguous_format)
-        module.register_parameter(own, nn.Parameter(shard, requires_grad=parameter.requires_grad))
+
+def shard_parameters(model: nn.Module, sharding: Sharding, mesh: Mesh) -> dict[str, Layout]:
+    """Replace the parameters of a model by this rank's shards of them; returns the layouts of all."""
+    layouts: dict[str, Layout] = {}
+    for name, module in model.named_modules():
+        rule = _rule_of(name, module, sharding)
+        for own, parameter in list(module.named_parameters(recurse=False)):
+            layout = Layout(shape=tuple(parameter.shape))
+            for axis, dim in rule.splits.get(own, {}).items():
+                layout = layout.split(axis, dim, mesh.degree(axis))
+            layouts[f"{name}.{own}".removeprefix(".")] = layout
+            if layout.splits:
+                shard = layout.held_region(mesh.index).of(parameter.detach())
+                shard = shard.clone(memory_format=torch.contiguous_format)
+                module.register_parameter(own, nn.Parameter(shard, requires_grad=parameter.requires_grad))
+    return layouts
+
+
+def _rule_of(name: str, module: nn.Module, sharding: Sharding) -> ShardingRule:
+    return _low_rank(sharding.rule(owner_of(name))) if isinstance(module, LowRank) else sharding.rule(name)
 
 
 def _low_rank(layer: ShardingRule) -> ShardingRule:

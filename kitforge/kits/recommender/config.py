@@ -262,7 +262,7 @@ class RecommendationOptions(RunOptions):
 
     def __post_init__(self) -> None:
         expected = "1: a recommender's network is small, and its embedding rows are sharded over all ranks anyway"
-        for axis in ("tensor", "context"):
+        for axis in ("tensor", "context", "expert"):
             degree = getattr(self.parallel, axis)
             check(degree == 1, f"parallel.{axis}", degree, expected, f"parallel.data={degree}")
         check(0 <= self.port < 65536, "port", self.port, "0 to 65535")

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from kitforge.core.nn.decoder import Decoder
+from kitforge.core.nn.moe import ExpertsConfig
 from kitforge.core.parallel.config import ParallelConfig
 from kitforge.core.parallel.sharding import Sharding, ShardingRule, check_geometry
 from kitforge.foundation.errors import ConfigError
@@ -12,6 +13,7 @@ from kitforge.models.glm.model import GLMConfig
 from kitforge.models.gpt2.model import GPT2Config
 from kitforge.models.llama.model import LlamaConfig
 from kitforge.models.loading import build_on_meta
+from kitforge.models.mixtral.model import MixtralConfig
 from kitforge.models.sharding import DECODER, ENCODER_DECODER, VISION
 
 CONFIGS = [
@@ -37,10 +39,32 @@ def test_a_degree_below_one_is_refused(name: str) -> None:
         ParallelConfig(**{name: 0})
 
 
-@pytest.mark.parametrize("name", ["pipeline", "expert"])
-def test_an_axis_that_is_not_built_is_refused(name: str) -> None:
+def test_an_axis_that_is_not_built_is_refused() -> None:
     with pytest.raises(ConfigError, match="not built yet"):
-        ParallelConfig(**{name: 2})
+        ParallelConfig(pipeline=2)
+
+
+def test_expert_divides_the_ranks_of_data_shard_and_context() -> None:
+    wanted = (
+        r"(?s)parallel.expert.*got: +4.*data x shard x context = 2 x 1 x 3 = 6, whose ranks it divides: 6 / 4 = 1.50"
+    )
+    with pytest.raises(ConfigError, match=wanted):
+        ParallelConfig(data=2, context=3, tensor=2, expert=4)
+    assert ParallelConfig(data=2, context=3, tensor=2, expert=3).world_size == 12
+
+
+def test_experts_that_the_degree_does_not_divide_are_refused_and_so_are_networks_without() -> None:
+    experts = ExpertsConfig(num_experts=6, top_k=2)
+    mixture = MixtralConfig(vocab_size=50, dim=16, num_layers=2, num_heads=4, mlp_dim=8, experts=experts)
+    geometry = network(mixture).geometry
+    check_geometry(DECODER, geometry, ParallelConfig(data=3, expert=3))
+    wanted = r"(?s)expert=4 does not divide model.experts.num_experts=6\n.*6 / 4 = 1.50.*one of 1, 2, 3, 6"
+    with pytest.raises(ConfigError, match=wanted):
+        check_geometry(DECODER, geometry, ParallelConfig(data=4, expert=4))
+    dense = network(CONFIGS[0]).geometry
+    for sharding, own in ((DECODER, dense), (ENCODER_DECODER, dense), (VISION, object()), (Sharding(), None)):
+        with pytest.raises(ConfigError, match=r"(?s)no experts to be divided among ranks.*got: +parallel.expert=2"):
+            check_geometry(sharding, own, ParallelConfig(shard=2, expert=2))
 
 
 def test_heads_that_the_degree_does_not_divide_are_refused_with_what_fits() -> None:
