@@ -39,7 +39,7 @@ from kitforge.kits.kit import RunInputs
 from kitforge.kits.registry import kit_of
 from kitforge.trainer.callbacks.callback import Callback, Event, RunContext
 from kitforge.trainer.run_folder import train
-from kitforge.verify.kernel_cases import TABLE_TOLERANCE, TOLERANCE, has_same_mask, kernel_errors, table_errors
+from kitforge.verify.kernel_cases import TABLE_TOLERANCE, has_same_mask, kernel_errors, table_errors, tolerance
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "gpu" / "results"
 
@@ -48,7 +48,7 @@ def check_kernels(device: torch.device) -> Iterator[Row]:
     """Outputs and gradients at O1 in each dtype against the float64 references."""
     for name, errors in kernel_errors(device, "O1"):
         words = ", ".join(f"{str(dtype).removeprefix('torch.')} {error:.0e}" for dtype, error in errors.items())
-        is_right = all(error < TOLERANCE[dtype] for dtype, error in errors.items())
+        is_right = all(error < tolerance(name, dtype) for dtype, error in errors.items())
         yield f"kernel {name}", words, "equal" if is_right else "DIFFERENT"
 
 

@@ -24,11 +24,14 @@ from kitforge.core.kernels.dispatch import (
 )
 from kitforge.core.kernels.jagged_bags import Bags
 from kitforge.core.kernels.moe_permute.reference import permutation_of
+from kitforge.core.kernels.quantized_linear.reference import quantize
 from kitforge.core.optim.row_optimizers import SparseOptimizerConfig, build_row_optimizer
 
 # Relative to the largest element of the float64 reference.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 TABLE_TOLERANCE = 1e-5
+# Units add products in FP8 with 14 bits.
+FLOAT8_TOLERANCE = 2e-3
 # By name: how to call a kernel, and its float arguments in float64.
 Cases: TypeAlias = dict[str, tuple[Callable[[Kernels], Callable[..., Tensor]], list[Tensor]]]
 
@@ -81,8 +84,39 @@ def kernel_cases(device: torch.device) -> Cases:
             # Small logits: entropies and their gradients suffer most where logits are rounded.
             [random(37, 48) / 8, random(301, 48)],
         ),
+        **_product_cases(random, device),
         **_attention_cases(random, device),
     }
+
+
+def tolerance(name: str, dtype: torch.dtype) -> float:
+    """The error that a kernel of `kernel_cases` may have in a dtype."""
+    return max(TOLERANCE[dtype], FLOAT8_TOLERANCE) if name.startswith("float8") else TOLERANCE[dtype]
+
+
+def _product_cases(random: Callable[..., Tensor], device: torch.device) -> Cases:
+    ends = torch.tensor([9, 9, 30], dtype=torch.int32, device=device)
+    float8 = [random(40, 48), random(64, 48)]
+    cases: Cases = {
+        "grouped_linear": (
+            lambda kernels: lambda x, w: kernels.grouped_linear(x, w, ends),
+            [random(37, 48), random(3, 64, 48)],
+        ),
+        "float8_linear": (lambda kernels: kernels.float8_linear, float8),
+        # One row, and sizes that the units do not take.
+        "float8_linear of 1 row": (lambda kernels: kernels.float8_linear, [random(1, 24), random(20, 24)]),
+    }
+    packed = {bits: [*quantize(random(100, 256), bits, 32), *quantize(random(100, 256), bits)] for bits in (8, 4)}
+    for bits, (groups, scales, rows, row_scales) in packed.items():
+        for num_rows in (1, 37):
+            cases[f"quantized_linear int{bits} of {num_rows} rows"] = (
+                # Defaults bind the values of this turn.
+                lambda kernels, of_groups=(groups, scales), of_rows=(rows, row_scales): lambda x, bias: torch.stack(
+                    (kernels.quantized_linear(x, *of_groups, bias), kernels.quantized_linear(x, *of_rows))
+                ),
+                [random(num_rows, 256), random(100)],
+            )
+    return cases
 
 
 def _attention_cases(random: Callable[..., Tensor], device: torch.device) -> Cases:
@@ -131,8 +165,9 @@ def run_kernel(kernel: Callable[..., Tensor], arguments: list[Tensor]) -> list[T
     leaves = [each.detach().clone().requires_grad_() for each in arguments]
     try:
         output = kernel(*leaves)
-        # Not made of the output, which is rounded differently in each dtype.
-        gradient = torch.arange(output.numel(), device=output.device).cos().view_as(output).to(output.dtype)
+        # Not made of the output, which is rounded differently in each dtype; quarters are the same in all, FP8 too.
+        quarters = (4 * torch.arange(output.numel(), device=output.device).cos()).round() / 4
+        gradient = quarters.view_as(output).to(output.dtype)
         return [output.detach(), *torch.autograd.grad(output, leaves, gradient)]
     except (RuntimeError, NotImplementedError):
         with torch.no_grad():

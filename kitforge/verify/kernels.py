@@ -5,14 +5,14 @@ from __future__ import annotations
 from kitforge.foundation import device as devices
 from kitforge.verify.case import Case
 from kitforge.verify.contract import Contract, Measured
-from kitforge.verify.kernel_cases import TABLE_TOLERANCE, TOLERANCE, has_same_mask, kernel_errors, table_errors
+from kitforge.verify.kernel_cases import TABLE_TOLERANCE, has_same_mask, kernel_errors, table_errors, tolerance
 
 
 def check_kernels(case: Case) -> Measured:
     """Outputs and gradients of every kernel in every dtype; the figure is the largest share of its bound."""
     device = devices.pick(case.values["device"])
     shares = {
-        f"{name} in {str(dtype).removeprefix('torch.')}": error / TOLERANCE[dtype]
+        f"{name} in {str(dtype).removeprefix('torch.')}": error / tolerance(name, dtype)
         for name, errors in kernel_errors(device, case.values["compile_level"])
         for dtype, error in errors.items()
     }
