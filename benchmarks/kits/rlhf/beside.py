@@ -166,8 +166,10 @@ def _compare(comparison: Comparison, script: Path, chosen: Any) -> str:
 
 def _launched(command: Sequence[str]) -> Spent:
     """What a child says of its run."""
-    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    line = next(line for line in output.splitlines() if line.startswith("RESULT "))
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-2000:]}")
+    line = next(line for line in done.stdout.splitlines() if line.startswith("RESULT "))
     found: Spent = json.loads(line.removeprefix("RESULT "))
     return found
 
