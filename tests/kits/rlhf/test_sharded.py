@@ -36,11 +36,19 @@ ALONE = ParallelConfig(sequence_parallel=False)
 SHARD = ParallelConfig(shard=2, sequence_parallel=False)
 TENSOR = ParallelConfig(tensor=2, sequence_parallel=False)
 CONTEXT = ParallelConfig(context=2, sequence_parallel=False)
+WITH_TENSOR = ParallelConfig(context=2, tensor=2, sequence_parallel=False)
+EXPERTS = ParallelConfig(data=2, expert=2, sequence_parallel=False)
 SQUARE = ParallelConfig(shard=2, tensor=2, sequence_parallel=False)
 LESS = [ParallelConfig(shard=2, zero_stage=zero, sequence_parallel=False) for zero in (1, 2)]
 # Stages whose rows are cut along the sequence.
 CUT_ROWS = ("sft", "reward", "dpo", "kto", "ppo", "grpo")
-# Stages, what they are told beside, and how networks are cut.
+# Every expert gets tokens of both ranks; the penalty of a sequence is equal on any number of them.
+MIXTURE = {
+    **tiny.LLAMA,
+    "family": "mixtral",
+    "experts": {"num_experts": 4, "top_k": 2, "balance": "sequence"},
+}
+# Stages, what they are told beside, and how networks are cut; with experts where the axis of experts is.
 SPLIT: list[tuple[str, dict[str, Any], ParallelConfig]] = [
     *(("sft", ADAPTERS, degrees) for degrees in (SHARD, *LESS, TENSOR)),
     *(("ppo", {}, degrees) for degrees in (SHARD, TENSOR)),
@@ -49,10 +57,13 @@ SPLIT: list[tuple[str, dict[str, Any], ParallelConfig]] = [
     ("kto", {}, SHARD),
     ("grpo", ADAPTERS, TENSOR),
     *((each, ADAPTERS if each in ("sft", "grpo") else {}, CONTEXT) for each in CUT_ROWS),
+    *((stage, {}, EXPERTS) for stage in ("sft", "dpo", "ppo", "grpo")),
 ]
 QUARTERS: list[tuple[str, dict[str, Any], ParallelConfig]] = [
     *((stage, ADAPTERS, SQUARE) for stage in ("sft", "ppo")),
     *((stage, ADAPTERS, ParallelConfig(shard=2, context=2)) for stage in ("sft", "grpo")),
+    *((stage, {}, WITH_TENSOR) for stage in ("ppo", "grpo", "dpo")),
+    ("ppo", {}, ParallelConfig(data=2, expert=2, tensor=2, sequence_parallel=False)),
 ]
 
 
@@ -62,18 +73,27 @@ def trained(_rank: int, folder: Path, cases: list[tuple[str, dict[str, Any], Par
     return [run(folder / f"{number}", *case) for number, case in enumerate(cases)]
 
 
-def run(folder: Path, stage: str, choices: dict[str, Any], degrees: ParallelConfig) -> dict[str, Any]:
+def family_of(degrees: ParallelConfig) -> dict[str, Any]:
+    """With experts and heads for all ranks among which they are divided."""
+    if degrees.expert > 1:
+        return MIXTURE
+    return {**tiny.LLAMA, "num_heads": max(2, degrees.context * degrees.tensor)}
+
+
+def run(
+    folder: Path, stage: str, choices: dict[str, Any], degrees: ParallelConfig, family: dict[str, Any] | None = None
+) -> dict[str, Any]:
     rounds = runs.ROUNDS | {"rl.num_minibatches": 2} if stage in runs.RL else {}
     values = runs.OPTIONS | runs.SHAPED.get(stage, {}) | CHOICES | rounds | choices
     values |= {
         f"parallel.{name}": getattr(degrees, name)
-        for name in ("shard", "context", "tensor", "sequence_parallel", "zero_stage")
+        for name in ("data", "shard", "context", "expert", "tensor", "sequence_parallel", "zero_stage")
     }
     options = TASKS[stage].read_options(tiny.nested(values | {"task": stage, "output_dir": str(folder)}))
     TASKS[stage].check_parallel(options)
     inputs = Inputs(
         processor=ByteTokenizer(),
-        model=runs.network(torch.float64),
+        model=runs.network(torch.float64, family or family_of(degrees)),
         train_dataset=runs.ROWS.get(stage, runs.PROMPTS),
         roles={"reward": runs.letters} if stage in runs.RL else {},
     )
@@ -82,6 +102,12 @@ def run(folder: Path, stage: str, choices: dict[str, Any], degrees: ParallelConf
     parallel = made.loop.state.parallel
     weights = {name: parallel.full_tensor(name) for name, each in parallel.parameters().items() if each.requires_grad}
     return {"metrics": metrics, "weights": weights}
+
+
+def name_of(stage: str, choices: dict[str, Any], degrees: ParallelConfig) -> str:
+    """Of the run of one process that a case is compared with."""
+    family = family_of(degrees)
+    return f"{stage}{len(choices)}-{family['family']}-{family['num_heads']}"
 
 
 def adapter(folder: Path) -> dict[str, Tensor]:
@@ -99,20 +125,20 @@ def assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor], what: str)
 def test_ranks_with_pieces_equal_one(tmp_path: Path) -> None:
     wanted: dict[str, dict[str, Any]] = {}
     for size, cases in ((2, SPLIT), (4, QUARTERS)):
-        for stage, choices, _ in cases:
-            name = f"{stage}{len(choices)}"
+        for stage, choices, degrees in cases:
+            name = name_of(stage, choices, degrees)
             if name not in wanted:
-                wanted[name] = run(tmp_path / name, stage, choices, ALONE)
+                wanted[name] = run(tmp_path / name, stage, choices, ALONE, family_of(degrees))
         for rank in run_ranks(size, trained, tmp_path / f"{size}", cases):
             for found, (stage, choices, degrees) in zip(rank, cases, strict=True):
-                one = wanted[f"{stage}{len(choices)}"]
+                one = wanted[name_of(stage, choices, degrees)]
                 assert_close(
                     found["weights"], one["weights"], f"{stage} {degrees.describe()} zero={degrees.zero_stage}"
                 )
                 # The loss of pairs is computed in fp32.
                 assert found["metrics"] == pytest.approx(one["metrics"], abs=1e-6)
     # One process goes on where four have ended, and what they left is an adapter and a policy like any other.
-    whole, cut = tmp_path / "sft2", tmp_path / "4" / "0"
+    whole, cut = tmp_path / name_of("sft", ADAPTERS, ALONE), tmp_path / "4" / "0"
     assert_close(adapter(cut), adapter(whole), "adapter")
     tokens = torch.arange(9).unsqueeze(0)
     with torch.no_grad():
