@@ -25,7 +25,7 @@ Kind = TypeVar("Kind", bound=torch.optim.Optimizer)
 class OptimizerConfig:
     """The optimizer of parameters and its hyperparameters."""
 
-    # adamw: decoupled weight decay. muon: Muon for matrices, AdamW for the rest. sgd: L2 decay in the gradient.
+    # adamw: decoupled weight decay. muon: Muon for 2-D weights, AdamW for experts and others. sgd: L2 in the gradient.
     name: Literal["adamw", "muon", "sgd"] = "adamw"
     learning_rate: float = 3e-4  # the peak; the schedule scales it
     weight_decay: float = 0.1  # for `decay_groups`; each group then has its own
