@@ -15,11 +15,13 @@ from typing import cast, final
 import torch
 from torch import Tensor, nn
 
+from kitforge.core.kernels.mixed_precision import NATIVE_DTYPES
 from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.core.nn.quantized import Int8Linear, WeightOnlyLinear, quantized_copy
 from kitforge.foundation import device as devices
 from kitforge.foundation.config import check
 from kitforge.foundation.errors import ConfigError, DataError
+from kitforge.foundation.log import logger, warn_once
 from kitforge.inference.block_manager import BlockManager
 from kitforge.inference.cuda_graphs import CudaGraphRunner
 from kitforge.inference.fair_lock import FairLock
@@ -31,6 +33,7 @@ from kitforge.inference.sampling import SamplingOptions, TopLogprobs, sample_tok
 from kitforge.inference.scheduler import ScheduledTokens, Scheduler
 from kitforge.inference.sequence import FinishReason, Sequence
 
+_log = logger(__name__)
 # Default limit of the KV cache on CPU in bytes; one sequence of full length always fits.
 DEFAULT_KV_CACHE_BYTES = 4 * 2**30
 # Sequences at once by default, by device type: with more, a step takes longer and no more tokens come of a second.
@@ -88,6 +91,7 @@ class Engine:
         self.version = 0
         self.lock = FairLock()  # reentrant; hold it to make several calls atomic
         self._network = cast(CausalLM, model)
+        _warn_if_emulated(self._network.head_weight)
         self._geometry = self._network.geometry
         self._stop_ids = frozenset(stop_ids)
         self._batched_tokens = self.options.batched_tokens(self._network.head_weight.device.type)
@@ -446,3 +450,10 @@ class Engine:
                 fix="lower inference.engine.max_num_seqs or block_size, or raise kv_cache_bytes",
             )
         return wanted
+
+
+def _warn_if_emulated(weight: Tensor) -> None:
+    """Say once that a processor computes in another dtype than the weights have."""
+    if weight.is_cpu and not NATIVE_DTYPES.get(weight.dtype, True):
+        name = str(weight.dtype).removeprefix("torch.")
+        warn_once(_log, f"this processor has no {name} units: weights are kept in it, products are computed in fp32")

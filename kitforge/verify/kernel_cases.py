@@ -6,6 +6,7 @@ It needs torch and numpy only, as `scripts/gpu_check.py` does.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -32,6 +33,8 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5, torch.bfloat16: 3e-2, tor
 TABLE_TOLERANCE = 1e-5
 # Units add products in FP8 with 14 bits.
 FLOAT8_TOLERANCE = 2e-3
+# Whole numbers and their scales.
+Packed: TypeAlias = tuple[Tensor, Tensor]
 # By name: how to call a kernel, and its float arguments in float64.
 Cases: TypeAlias = dict[str, tuple[Callable[[Kernels], Callable[..., Tensor]], list[Tensor]]]
 
@@ -106,17 +109,23 @@ def _product_cases(random: Callable[..., Tensor], device: torch.device) -> Cases
         # One row, and sizes that the units do not take.
         "float8_linear of 1 row": (lambda kernels: kernels.float8_linear, [random(1, 24), random(20, 24)]),
     }
-    packed = {bits: [*quantize(random(100, 256), bits, 32), *quantize(random(100, 256), bits)] for bits in (8, 4)}
-    for bits, (groups, scales, rows, row_scales) in packed.items():
+    for bits in (8, 4):
+        of_groups, of_rows = quantize(random(100, 256), bits, 32), quantize(random(100, 256), bits)
         for num_rows in (1, 37):
             cases[f"quantized_linear int{bits} of {num_rows} rows"] = (
-                # Defaults bind the values of this turn.
-                lambda kernels, of_groups=(groups, scales), of_rows=(rows, row_scales): lambda x, bias: torch.stack(
-                    (kernels.quantized_linear(x, *of_groups, bias), kernels.quantized_linear(x, *of_rows))
-                ),
+                partial(_multiply_quantized, of_groups, of_rows),
                 [random(num_rows, 256), random(100)],
             )
     return cases
+
+
+def _multiply_quantized(of_groups: Packed, of_rows: Packed, kernels: Kernels) -> Callable[..., Tensor]:
+    """Products with a weight that has scales of groups, and with one that has a scale a row."""
+
+    def multiplied(x: Tensor, bias: Tensor) -> Tensor:
+        return torch.stack((kernels.quantized_linear(x, *of_groups, bias), kernels.quantized_linear(x, *of_rows)))
+
+    return multiplied
 
 
 def _attention_cases(random: Callable[..., Tensor], device: torch.device) -> Cases:

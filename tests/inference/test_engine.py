@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from kitforge.core.kernels.mixed_precision import NATIVE_DTYPES
 from kitforge.core.nn.decoder import Decoder
 from kitforge.foundation.errors import ConfigError, DataError
+from kitforge.foundation.log import noting_warnings
 from kitforge.inference.block_manager import BlockManager
 from kitforge.inference.engine import Completion, Engine, Output, kv_bytes_per_token
 from kitforge.inference.model_runner import ModelRunner
@@ -347,3 +349,11 @@ def test_with_every_token_come_the_most_likely_ones_of_a_plain_forward_pass(spec
             order = sorted(range(len(logprobs)), key=lambda token: -logprobs[token])[:place]
             assert [token for token, _ in others] == order
             assert [value for _, value in others] == pytest.approx([logprobs[token] for token in order], abs=1e-10)
+
+
+@pytest.mark.parametrize(("dtype", "is_told"), [(torch.bfloat16, True), (torch.float32, False)])
+def test_a_dtype_without_units_is_told(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, is_told: bool) -> None:
+    monkeypatch.setitem(NATIVE_DTYPES, torch.bfloat16, False)
+    with noting_warnings() as texts:
+        Engine(network("llama").to(dtype), EngineOptions(max_num_seqs=1))
+    assert any("no bfloat16 units" in text for text in texts) == is_told

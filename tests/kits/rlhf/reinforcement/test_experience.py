@@ -342,3 +342,17 @@ def test_a_greedy_evaluation_takes_the_likeliest_tokens_and_tells_no_divergence(
         assert likeliest.tolist() == list(each.completion.tokens)
     with pytest.raises(ConfigError, match=r"num_generations.*\n.*\n.*all are the same"):
         evaluated(temperature=0.0, num_generations=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["grpo", "ppo"])
+def test_engine_and_trainer_differ_by_the_rounding_of_a_pass_in_bf16(tmp_path: Path, stage: str) -> None:
+    # Sharp distributions, whose logits are large.
+    network = runs.network()
+    with torch.no_grad():
+        network.head_weight.mul_(8.0)
+    choices = {"precision": "bf16", "trainer.max_steps": 1, "rl.old_logprobs": "recompute"}
+    runs.finish(runs.begin(stage, tmp_path, choices, model=network))
+    found = [line["mismatch_kl"] for line in tiny.records(tmp_path, "train")]
+    # bfloat16 keeps eight bits of a logit, and k3 is half of a difference's square.
+    assert all(0 < each < (2.0**-8) ** 2 for each in found)
