@@ -20,9 +20,10 @@ from kitforge.core.kernels.triton_launcher import RepeatedLaunch
 from kitforge.core.kernels.triton_math import divide
 from kitforge.core.kernels.triton_ops import triton_op
 from kitforge.core.kernels.triton_runtime import (
+    Kinds,
     device_description,
     grid,
-    kind_of,
+    kinds_of,
     quotient_up,
     repeated_launch,
     row_block,
@@ -45,7 +46,7 @@ def round_to_float8(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor,
         rows.view(torch.int8).zero_()
         columns.view(torch.int8).zero_()
         return rows, columns, scale.fill_(_floor(dtype) / torch.finfo(dtype).max)
-    top, rounding, programs = _launches(kind_of(tensor), tensor.shape, tensor.stride(), dtype)
+    top, rounding, programs = _launches(kinds_of(tensor), tensor.shape, tensor.stride(), dtype)
     partial = tensor.new_empty(programs, dtype=torch.int32)
     top(tensor, partial)
     rounding(tensor, partial, rows, columns, scale)
@@ -59,10 +60,10 @@ def round_to_float8(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor,
 
 @functools.lru_cache(maxsize=1024)
 def _launches(
-    kind: tuple[torch.dtype, torch.device], shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype
+    kinds: Kinds, shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype
 ) -> tuple[RepeatedLaunch, RepeatedLaunch, int]:
     """Those of both kernels over a tensor of that shape, and the programs of the first."""
-    (num_rows, num_columns), device = shape, kind[1]
+    (num_rows, num_columns), device = shape, kinds[0][1]
     sizes = num_rows, num_columns, *strides
     most = 4 * device_description(device).tile_elements
     down, across, warps = TOP_TILE

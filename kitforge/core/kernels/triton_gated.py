@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kitforge.core.kernels.triton_launcher import RepeatedLaunch
 from kitforge.core.kernels.triton_ops import triton_op
-from kitforge.core.kernels.triton_runtime import device_description, kind_of, quotient_up, repeated_launch
+from kitforge.core.kernels.triton_runtime import Kinds, device_description, kinds_of, quotient_up, repeated_launch
 
 # 2 sqrt(2 / pi), and that times 0.044715.
 _LINEAR = tl.constexpr(1.5957691216057308)
@@ -31,7 +31,7 @@ def gated(gate: Tensor, up: Tensor, is_gelu: bool) -> Tensor:
     output = gate.new_empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype))
     size = output.numel()
     if size:
-        launch = _launch_over(size, (kind_of(gate), kind_of(up)), False, is_gelu)
+        launch = _launch_over(size, kinds_of(gate, up), False, is_gelu)
         launch(gate.contiguous(), up.contiguous(), output)
     return output
 
@@ -42,13 +42,13 @@ def _backward(grad: Tensor, gate: Tensor, up: Tensor, is_gelu: bool) -> tuple[Te
     grad_gate, grad_up = gate.new_empty(gate.shape), up.new_empty(up.shape)
     size = grad_gate.numel()
     if size:
-        launch = _launch_over(size, (kind_of(gate), kind_of(up), kind_of(grad)), True, is_gelu)
+        launch = _launch_over(size, kinds_of(gate, up, grad), True, is_gelu)
         launch(grad.contiguous(), gate.contiguous(), up.contiguous(), grad_gate, grad_up)
     return grad_gate, grad_up
 
 
 @functools.lru_cache(maxsize=1024)
-def _launch_over(size: int, kinds: tuple[Any, ...], is_backward: bool, is_gelu: bool) -> RepeatedLaunch:
+def _launch_over(size: int, kinds: Kinds, is_backward: bool, is_gelu: bool) -> RepeatedLaunch:
     """That of an elementwise kernel over contiguous tensors of so many elements."""
     device = kinds[0][1]
     block = device_description(device).tile_elements

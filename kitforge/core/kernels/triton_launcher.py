@@ -32,7 +32,6 @@ class _Kept(NamedTuple):
 
     run: Any  # the entry
     device_index: int
-    stream_of: Any  # finds the current stream of a device
     function: Any
     metadata: Any
     constants: tuple[Any, ...]
@@ -41,7 +40,7 @@ class _Kept(NamedTuple):
 _kept: dict[tuple[Any, ...], _Kept] = {}
 
 
-def launch(
+def launch_kernel(
     kernel: Any, programs: int, arguments: tuple[Any, ...], *, num_warps: int, constants: dict[str, Any]
 ) -> _Kept | None:
     """Run so many programs of a kernel, on the device of its first argument.
@@ -52,14 +51,15 @@ def launch(
     """
     first: Tensor = arguments[0]
     device, key = first.device, None
-    if device.type == "cuda" and torch.cuda.current_device() == device.index and _is_plain(kernel):
-        kinds, values = describe(arguments)
+    if device.type == "cuda" and _is_plain(kernel) and driver.active.get_current_device() == device.index:
+        kinds, values = specialization(arguments)
         # Not the kernel, whose hash is that of its source.
         key = (kernel.fn, device.index, num_warps, tuple(constants.items()), *kinds)
         found = _kept.get(key)
         if found is not None:
-            run, index, stream_of, function, metadata, trailing = found
-            run(programs, 1, 1, stream_of(index), function, metadata, None, None, None, *values, *trailing)
+            run, index, function, metadata, trailing = found
+            stream = driver.active.get_current_stream(index)
+            run(programs, 1, 1, stream, function, metadata, None, None, None, *values, *trailing)
             return found
     options = {**constants, "EXACT": tl.float64 if first.dtype == torch.float64 else tl.float32}
     # A kernel runs on the current device, which need not be that of its tensors.
@@ -86,25 +86,21 @@ class RepeatedLaunch:
         """Launch it."""
         addresses = [each.data_ptr() for each in tensors]
         is_aligned = not any([each & 15 for each in addresses])
-        kept = self._kept
-        if (
-            kept is not None
-            and is_aligned
-            and torch.cuda.current_device() == kept.device_index
-            and _is_plain(self._kernel)
-        ):
-            run, index, stream_of, function, metadata, _ = kept
-            stream = stream_of(index)
-            run(self._programs, 1, 1, stream, function, metadata, None, None, None, *addresses, *self._trailing)
-            return
+        if self._kept is not None and is_aligned and _is_plain(self._kernel):
+            run, index, function, metadata, _ = self._kept
+            active = driver.active
+            if active.get_current_device() == index:
+                stream = active.get_current_stream(index)
+                run(self._programs, 1, 1, stream, function, metadata, None, None, None, *addresses, *self._trailing)
+                return
         given = (*tensors, *self._numbers)
-        found = launch(self._kernel, self._programs, given, num_warps=self._num_warps, constants=self._constants)
+        found = launch_kernel(self._kernel, self._programs, given, num_warps=self._num_warps, constants=self._constants)
         if found is not None and is_aligned:
             self._trailing = *self._numbers, *found.constants
             self._kept = found
 
 
-def describe(arguments: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
+def specialization(arguments: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
     """What the machine code depends on, for all arguments one after another, and what the entry takes for each.
 
     Triton makes a constant of a 1, knows whether 16 divides other integers and addresses, and takes integers in 32 or
@@ -149,7 +145,6 @@ def _keep(
     if not all(each.is_constexpr and each.name in constants for each in trailing):
         return None
     values = tuple(constants[each.name] for each in trailing)
-    stream_of = driver.active.get_current_stream
     index = arguments[0].device.index
-    _kept[key] = _Kept(compiled.run, index, stream_of, compiled.function, compiled.packed_metadata, values)
+    _kept[key] = _Kept(compiled.run, index, compiled.function, compiled.packed_metadata, values)
     return _kept[key]

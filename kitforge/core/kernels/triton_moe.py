@@ -18,7 +18,8 @@ from torch import Tensor
 from kitforge.core.kernels.triton_launcher import RepeatedLaunch
 from kitforge.core.kernels.triton_ops import triton_op
 from kitforge.core.kernels.triton_runtime import (
-    kind_of,
+    Kinds,
+    kinds_of,
     launch_grid,
     quotient_up,
     repeated_launch,
@@ -69,15 +70,16 @@ def _launch(name: str, source: Tensor, positions: Tensor, other: Tensor | None, 
     """Run a kernel over the tokens of `positions`; `other` is weights, or the rows that a gradient multiplies."""
     if output.numel():
         read = source if other is None else other if name == "weight" else other.contiguous()
-        kinds = kind_of(source), kind_of(positions), kind_of(read)
         strides = source.stride(0), read.stride(0)
-        launch = _launch_over(name, kinds, positions.shape, source.shape[1], strides, other is not None)
+        launch = _launch_over(
+            name, kinds_of(source, positions, read), positions.shape, source.shape[1], strides, other is not None
+        )
         launch(source, positions.contiguous(), read, output)
 
 
 @functools.lru_cache(maxsize=1024)
 def _launch_over(
-    name: str, kinds: tuple[Any, ...], shape: torch.Size, dim: int, strides: tuple[int, int], has_other: bool
+    name: str, kinds: Kinds, shape: torch.Size, dim: int, strides: tuple[int, int], has_other: bool
 ) -> RepeatedLaunch:
     """That over `positions` of that shape, and over rows of `dim` elements and those strides."""
     (num_tokens, k), (dtype, device) = shape, kinds[0]

@@ -24,7 +24,8 @@ from torch import Tensor
 from kitforge.core.kernels.triton_launcher import RepeatedLaunch
 from kitforge.core.kernels.triton_ops import triton_op
 from kitforge.core.kernels.triton_runtime import (
-    kind_of,
+    Kinds,
+    kinds_of,
     quotient_up,
     repeated_launch,
     row_block,
@@ -80,9 +81,8 @@ def _run(
         added, added_stride = (rows, stride) if branch is None else _with_rows(branch)
         factors = weight.contiguous()
         shifts = factors if bias is None else bias.contiguous()
-        kinds = kind_of(rows), kind_of(added), kind_of(factors), kind_of(shifts)
         sizes = moments.shape[1], input.shape[-1], stride, added_stride
-        launch = _forward(kinds, sizes, eps, branch is not None, bias is not None)
+        launch = _forward(kinds_of(input, branch, weight, bias), sizes, eps, branch is not None, bias is not None)
         launch(rows, added, factors, shifts, output, rows if branch is None else total, moments)
     return output, total, moments
 
@@ -96,9 +96,7 @@ def _with_rows(tensor: Tensor) -> tuple[Tensor, int]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _forward(
-    kinds: tuple[Any, ...], sizes: tuple[int, ...], eps: float, has_branch: bool, has_bias: bool
-) -> RepeatedLaunch:
+def _forward(kinds: Kinds, sizes: tuple[int, ...], eps: float, has_branch: bool, has_bias: bool) -> RepeatedLaunch:
     """That of the forward kernel over tensors of those kinds; the sizes are rows, dim and strides."""
     flags = {"HAS_BRANCH": has_branch, "HAS_BIAS": has_bias}
     return _over_rows(_forward_kernel, "forward", has_bias, kinds[0][1], (*sizes, eps), flags)[0]
@@ -152,9 +150,10 @@ def _backward(
     rows, stride = _with_rows(total)
     others, others_stride = (grads, grad_stride) if grad_total is None else _with_rows(grad_total)
     factors = weight.contiguous()
-    kinds = kind_of(rows), kind_of(grads), kind_of(others), kind_of(factors)
     sizes = moments.shape[1], dim, grad_stride, others_stride, stride
-    launch, sum_launch, programs = _backward_launches(kinds, sizes, grad_total is not None, is_layer)
+    launch, sum_launch, programs = _backward_launches(
+        kinds_of(total, grad, grad_total, weight), sizes, grad_total is not None, is_layer
+    )
     # By program, of the weight and then of the bias.
     partial = moments.new_empty(programs, (1 + is_layer) * dim)
     launch(rows, grads, others, factors, moments, result, partial)
@@ -165,7 +164,7 @@ def _backward(
 
 @functools.lru_cache(maxsize=1024)
 def _backward_launches(
-    kinds: tuple[Any, ...], sizes: tuple[int, ...], has_others: bool, is_layer: bool
+    kinds: Kinds, sizes: tuple[int, ...], has_others: bool, is_layer: bool
 ) -> tuple[RepeatedLaunch, RepeatedLaunch, int]:
     """Those of the backward kernel and of the one that sums over its programs, and how many those are."""
     device, dim = kinds[0][1], sizes[1]

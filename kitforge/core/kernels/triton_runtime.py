@@ -14,8 +14,11 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from kitforge.core.kernels.triton_launcher import RepeatedLaunch, launch
+from kitforge.core.kernels.triton_launcher import RepeatedLaunch, launch_kernel
 from kitforge.foundation import device as devices
+
+# Dtypes and devices of tensors.
+Kinds = tuple[tuple[torch.dtype, torch.device], ...]
 
 
 @final
@@ -71,7 +74,7 @@ def grid(device: torch.device, num_tiles: int) -> tuple[int]:
 
 def rows_of(tensor: Tensor) -> Tensor:
     """The tensor as rows [n, dim] with adjacent columns: a view where the strides allow it."""
-    rows = tensor.reshape(-1, tensor.shape[-1])
+    rows = tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
     return rows if rows.shape[-1] <= 1 or rows.stride(-1) == 1 else rows.contiguous()
 
 
@@ -122,7 +125,7 @@ def launch_grid(
     device = arguments[0].device
     count, steps = _spread(device, tiles, programs, is_queued)
     options = dict(**constants, BLOCK=block)
-    launch(kernel, count, (*arguments, steps), num_warps=num_warps or _warps(block), constants=options)
+    launch_kernel(kernel, count, (*arguments, steps), num_warps=num_warps or _warps(block), constants=options)
 
 
 def repeated_launch(
@@ -137,15 +140,15 @@ def repeated_launch(
     **constants: Any,
 ) -> RepeatedLaunch:
     """A call of it with tensors is `launch_grid` with those tensors before `numbers`. To be kept for calls with the
-    same numbers, constants, and `kind_of` each tensor."""
+    same numbers, constants, and `kinds_of` tensors."""
     count, steps = _spread(device, tiles, programs, is_queued)
     options = dict(**constants, BLOCK=block)
     return RepeatedLaunch(kernel, count, (*numbers, steps), num_warps=num_warps or _warps(block), constants=options)
 
 
-def kind_of(tensor: Tensor) -> tuple[torch.dtype, torch.device]:
-    """What the machine code of a kernel depends on, other than the address."""
-    return tensor.dtype, tensor.device
+def kinds_of(*tensors: Tensor | None) -> Kinds:
+    """Of each tensor that is given: what machine code depends on, other than its address."""
+    return tuple([(each.dtype, each.device) for each in tensors if each is not None])
 
 
 def _spread(device: torch.device, tiles: int, programs: int | None, is_queued: bool) -> tuple[int, int]:

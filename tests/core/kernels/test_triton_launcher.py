@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
+import itertools
 import random
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +18,8 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import JITFunction
 
-from kitforge.core.kernels import triton_launcher
-from kitforge.core.kernels.triton_launcher import describe, launch
+from kitforge.core.kernels import triton_float8, triton_gated, triton_launcher, triton_moe, triton_norm
+from kitforge.core.kernels.triton_launcher import RepeatedLaunch, launch_kernel, specialization
 
 NUMBERS = [-(2**63), -(2**31) - 16, -(2**31) - 1, -(2**31), -16, -1, 0, 1, 2, 15, 16, 17, 48]
 NUMBERS += [2**31 - 16, 2**31 - 1, 2**31, 2**31 + 1, 2**33, 2**63 - 1, 2**63, 2**63 + 1, 2**64 - 16]
@@ -68,17 +70,17 @@ def test_the_key_tells_apart_what_triton_tells_apart() -> None:
     lists += [tuple(drawn(generator) for _ in range(3)) for _ in range(5000)]
     by_key: dict[tuple[Any, ...], str] = {}
     for each in lists:
-        key = tuple(describe(each)[0])
+        key = tuple(specialization(each)[0])
         assert by_key.setdefault(key, chosen_by(each)) == chosen_by(each)
     # And no more than that, so that sizes that change need no machine code again, but for what a pointer points to.
-    assert len({tuple(describe((each,))[0]) for each in range(-500, 500)}) == len(
+    assert len({tuple(specialization((each,))[0]) for each in range(-500, 500)}) == len(
         {chosen_by((each,)) for each in range(500)}
     )
 
 
 def test_the_entry_gets_addresses_and_numbers() -> None:
     tensor = tensor_of(offset=1)
-    assert describe((tensor, 3, 0.5, None))[1] == [tensor.data_ptr(), 3, 0.5, None]
+    assert specialization((tensor, 3, 0.5, None))[1] == [tensor.data_ptr(), 3, 0.5, None]
 
 
 class Compiled:
@@ -136,14 +138,15 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Triton:
     monkeypatch.setattr(triton_launcher, "CompiledKernel", Compiled)
     monkeypatch.setattr(triton_launcher, "_kept", {})
     monkeypatch.setattr(triton_launcher.devices, "current", found.current)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: found.device)
-    active = SimpleNamespace(get_current_stream=lambda device: f"stream of {device}")
+    active = SimpleNamespace(
+        get_current_device=lambda: found.device, get_current_stream=lambda device: f"stream of {device}"
+    )
     monkeypatch.setattr(triton_launcher, "driver", SimpleNamespace(active=active))
     return found
 
 
 def start(*arguments: Any, kernel: Any = COPY, programs: int = 3, warps: int = 4, **constants: Any) -> None:
-    launch(kernel, programs, arguments, num_warps=warps, constants={"BLOCK": 64, **constants})
+    launch_kernel(kernel, programs, arguments, num_warps=warps, constants={"BLOCK": 64, **constants})
 
 
 def test_installed_triton_is_known() -> None:
@@ -172,6 +175,64 @@ def test_later_launches_run_the_machine_code_that_triton_would_choose(recorded: 
         head = programs, 1, 1, f"stream of {source.number}", function, "metadata", None, None, None
         assert recorded.kept[-1] == (*head, *values, constants["BLOCK"], exact)
     assert len(recorded.kept) > 100
+
+
+def test_a_repeated_launch_runs_the_machine_code_that_triton_would_choose(
+    recorded: Triton, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = random.Random(2)
+    aligned, unaligned = [tensor_of(), tensor_of(offset=4)], [tensor_of(offset=1), tensor_of(offset=2)]
+    again = RepeatedLaunch(COPY, 5, (16, 1), num_warps=4, constants={"BLOCK": 64})
+    options = {"BLOCK": 64, "EXACT": tl.float32, "num_warps": 4}
+    for _ in range(300):
+        source, target = (generator.choice(generator.choice([aligned, aligned, unaligned])) for _ in range(2))
+        recorded.device = generator.choice([0, 0, 1])
+        is_watched = generator.choice([False, False, True])
+        monkeypatch.setattr(COPY, "pre_run_hooks", [print] * is_watched)
+        before = len(recorded.own), len(recorded.kept)
+        again(source, target)
+        arguments = source, target, 16, 1
+        if is_watched or recorded.device != 0 or len(recorded.own) > before[0]:
+            assert recorded.own[-1] == ((5,), arguments, options)
+            assert (len(recorded.own), len(recorded.kept)) == (before[0] + 1, before[1])
+            continue
+        head = 5, 1, 1, "stream of 0", made_for(COPY, 0, arguments, options), "metadata", None, None, None
+        assert recorded.kept[before[1] :] == [(*head, source.data_ptr(), target.data_ptr(), 16, 1, 64, tl.float32)]
+    assert len(recorded.kept) > 100
+
+
+def test_operations_repeat_no_launch_for_tensors_of_other_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[RepeatedLaunch, Any] = {}
+
+    def check(self: RepeatedLaunch, *tensors: Tensor) -> None:
+        kinds = [(each.dtype, each.device) for each in tensors]
+        assert seen.setdefault(self, kinds) == kinds
+
+    monkeypatch.setattr(RepeatedLaunch, "__call__", check)
+    kinds: list[tuple[Any, Any, Any]] = list(
+        itertools.product([torch.float32, torch.bfloat16, torch.float64], repeat=3)
+    )
+    positions, turn = torch.arange(8).view(4, 2), importlib.import_module("kitforge.core.kernels.rotary.triton")
+    for one, two, three in kinds:
+        rows, others = torch.zeros(4, 16, dtype=one), torch.zeros(4, 16, dtype=two)
+        weight, bias, sums = (torch.zeros(16, dtype=each) for each in (two, three, three))
+        moments = torch.zeros(2, 4, dtype=torch.promote_types(one, torch.float32))
+        triton_norm.norm(rows, weight, None, 1e-6)
+        triton_norm.norm(rows, weight, bias, 1e-6)
+        triton_norm.norm_of_sum(rows, others, bias, None, 1e-6)
+        triton_norm.norm_of_sum(rows, others, bias, sums, 1e-6)
+        for is_layer in (False, True):
+            triton_norm._backward(others, None, rows, bias, moments, is_layer)
+            triton_norm._backward(others, others.to(three), rows, sums, moments, is_layer)
+        triton_gated.gated(rows, others, False)
+        triton_gated._backward(rows.to(three), rows, others, True)
+        turn._rotate(rows.view(1, 2, 2, 16), *(torch.zeros(1, 2, 4, dtype=each) for each in (two, three)), False, False)
+        triton_moe.spread(rows, positions, positions.to(two))
+        triton_moe.combine(torch.zeros(8, 16, dtype=one), positions, positions.to(two))
+        triton_moe.weight_gradient(rows, torch.zeros(8, 16, dtype=two), positions.to(torch.int32))
+        for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+            triton_float8.round_to_float8(rows, dtype)
+    assert len(seen) > 100
 
 
 def num_kept(recorded: Triton, *arguments: Any, **options: Any) -> int:

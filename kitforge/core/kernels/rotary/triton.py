@@ -15,7 +15,14 @@ from torch import Tensor
 
 from kitforge.core.kernels.triton_launcher import RepeatedLaunch
 from kitforge.core.kernels.triton_ops import triton_op
-from kitforge.core.kernels.triton_runtime import device_description, kind_of, quotient_up, repeated_launch, row_block
+from kitforge.core.kernels.triton_runtime import (
+    Kinds,
+    device_description,
+    kinds_of,
+    quotient_up,
+    repeated_launch,
+    row_block,
+)
 
 # Heads of a tile at most, and pairs of features of a thread; found on an H200.
 _HEADS = 32
@@ -32,8 +39,9 @@ def rotary(input: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor
 def _rotate(input: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool) -> Tensor:
     output = _like(input)
     if output.numel():
-        kinds, strides = (kind_of(input), kind_of(cos), kind_of(sin)), (input.stride(), cos.stride(), sin.stride())
-        _launch_over(kinds, input.shape, cos.shape, strides, interleaved, inverse)(input, cos, sin, output)
+        strides = input.stride(), cos.stride(), sin.stride()
+        launch = _launch_over(kinds_of(input, cos, sin), input.shape, cos.shape, strides, interleaved, inverse)
+        launch(input, cos, sin, output)
     return output
 
 
@@ -45,7 +53,7 @@ def _like(input: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=1024)
 def _launch_over(
-    kinds: tuple[Any, ...],
+    kinds: Kinds,
     shape: torch.Size,
     angle_shape: torch.Size,
     strides: tuple[tuple[int, ...], ...],
