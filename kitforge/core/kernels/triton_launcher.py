@@ -40,7 +40,7 @@ class _Kept(NamedTuple):
 _kept: dict[tuple[Any, ...], _Kept] = {}
 
 
-def launch_kernel(
+def launch_programs(
     kernel: Any, programs: int, arguments: tuple[Any, ...], *, num_warps: int, constants: dict[str, Any]
 ) -> _Kept | None:
     """Run so many programs of a kernel, on the device of its first argument.
@@ -94,7 +94,9 @@ class RepeatedLaunch:
                 run(self._programs, 1, 1, stream, function, metadata, None, None, None, *addresses, *self._trailing)
                 return
         given = (*tensors, *self._numbers)
-        found = launch_kernel(self._kernel, self._programs, given, num_warps=self._num_warps, constants=self._constants)
+        found = launch_programs(
+            self._kernel, self._programs, given, num_warps=self._num_warps, constants=self._constants
+        )
         if found is not None and is_aligned:
             self._trailing = *self._numbers, *found.constants
             self._kept = found

@@ -14,7 +14,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from kitforge.core.kernels.triton_launcher import RepeatedLaunch, launch_kernel
+from kitforge.core.kernels.triton_launcher import RepeatedLaunch, launch_programs
 from kitforge.foundation import device as devices
 
 # Dtypes and devices of tensors.
@@ -125,7 +125,7 @@ def launch_grid(
     device = arguments[0].device
     count, steps = _spread(device, tiles, programs, is_queued)
     options = dict(**constants, BLOCK=block)
-    launch_kernel(kernel, count, (*arguments, steps), num_warps=num_warps or _warps(block), constants=options)
+    launch_programs(kernel, count, (*arguments, steps), num_warps=num_warps or _warps(block), constants=options)
 
 
 def repeated_launch(

@@ -19,7 +19,7 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import JITFunction
 
 from kitforge.core.kernels import triton_float8, triton_gated, triton_launcher, triton_moe, triton_norm
-from kitforge.core.kernels.triton_launcher import RepeatedLaunch, launch_kernel, specialization
+from kitforge.core.kernels.triton_launcher import RepeatedLaunch, launch_programs, specialization
 
 NUMBERS = [-(2**63), -(2**31) - 16, -(2**31) - 1, -(2**31), -16, -1, 0, 1, 2, 15, 16, 17, 48]
 NUMBERS += [2**31 - 16, 2**31 - 1, 2**31, 2**31 + 1, 2**33, 2**63 - 1, 2**63, 2**63 + 1, 2**64 - 16]
@@ -146,7 +146,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Triton:
 
 
 def start(*arguments: Any, kernel: Any = COPY, programs: int = 3, warps: int = 4, **constants: Any) -> None:
-    launch_kernel(kernel, programs, arguments, num_warps=warps, constants={"BLOCK": 64, **constants})
+    launch_programs(kernel, programs, arguments, num_warps=warps, constants={"BLOCK": 64, **constants})
 
 
 def test_installed_triton_is_known() -> None:
