@@ -345,7 +345,8 @@ class _WithFallback:
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         if self._accepts is not None and not self._accepts(*inputs):
             return self._otherwise(*inputs, **options)
-        if is_traced(inputs):
+        # Kernels in Triton are operators that see this themselves.
+        if torch.compiler.is_compiling() or (self._name != "triton" and is_traced(inputs)):
             return self._traceable()(*inputs, **options)
         if self._function is None:
             self.load()
@@ -353,7 +354,9 @@ class _WithFallback:
             return self._function(*inputs, **options)  # type: ignore[misc]
         except (KitforgeError, torch.OutOfMemoryError):
             raise
-        except Exception as error:  # noqa: BLE001 (whatever a compiler raises)
+        except Exception as error:
+            if is_traced(inputs):
+                raise
             # Wrong arguments fail in the reference as well: then its error is the caller's, and nothing is replaced.
             result = self._reference(*inputs, **options)
             _log_failure(self._operation, self._name, error)

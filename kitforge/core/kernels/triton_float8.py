@@ -10,16 +10,24 @@ from __future__ import annotations
 
 import functools
 import struct
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from kitforge.core.kernels.triton_launcher import RepeatedLaunch
 from kitforge.core.kernels.triton_math import divide
 from kitforge.core.kernels.triton_ops import triton_op
-from kitforge.core.kernels.triton_runtime import device_description, grid, launch_grid, quotient_up, row_block
+from kitforge.core.kernels.triton_runtime import (
+    Kinds,
+    device_description,
+    grid,
+    kinds_of,
+    quotient_up,
+    repeated_launch,
+    row_block,
+)
 
 # The lengths of rows that the matrix units multiply are multiples of it.
 BLOCK = 16
@@ -27,8 +35,6 @@ BLOCK = 16
 TOP_TILE = (4, 2048, 8)
 # The same of the kernel that rounds: columns are written down the rows of a tile.
 ROUND_TILE = (128, 64, 8)
-# How a tensor is cut: tiles side by side, all tiles, rows and columns of one, and its warps.
-_Tiles = tuple[int, int, int, int, int]
 
 
 @triton_op("kitforge::round_to_float8")
@@ -40,13 +46,10 @@ def round_to_float8(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor,
         rows.view(torch.int8).zero_()
         columns.view(torch.int8).zero_()
         return rows, columns, scale.fill_(_floor(dtype) / torch.finfo(dtype).max)
-    top, rounding, programs, constants = _launches(tensor.device, *tensor.shape, dtype)
-    partial = torch.empty(programs, dtype=torch.int32, device=tensor.device)
-    sizes = *tensor.shape, *tensor.stride()
-    _launch(_top_kernel, top, tensor, partial, *sizes, top[0])
-    lengths = rows.shape[1], columns.shape[1]
-    given = tensor, partial, rows, columns, scale, *sizes, *lengths, *rounding[:2], programs
-    _launch(_round_kernel, rounding, *given, **constants)
+    top, rounding, programs = _launches(kinds_of(tensor), tensor.shape, tensor.stride(), dtype)
+    partial = tensor.new_empty(programs, dtype=torch.int32)
+    top(tensor, partial)
+    rounding(tensor, partial, rows, columns, scale)
     if tensor.is_cuda and tensor.element_size() > 2:
         # Triton 3.6 writes other columns where it turns numbers that were wider: 4 in 10 differed on an H200.
         numbers = columns.view(torch.int8)
@@ -55,37 +58,42 @@ def round_to_float8(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor,
     return rows, columns, scale
 
 
-def _launch(kernel: Any, tiles: _Tiles, *given: Any, **constants: Any) -> None:
-    _, count, down, across, warps = tiles
-    launch_grid(kernel, count, down, *given, WIDTH=across, num_warps=warps, **constants)
-
-
 @functools.lru_cache(maxsize=1024)
 def _launches(
-    device: torch.device, num_rows: int, num_columns: int, dtype: torch.dtype
-) -> tuple[_Tiles, _Tiles, int, dict[str, Any]]:
-    """The tiles of both kernels over a tensor of that shape, the programs of the first, and constants of the second."""
+    kinds: Kinds, shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype
+) -> tuple[RepeatedLaunch, RepeatedLaunch, int]:
+    """Those of both kernels over a tensor of that shape, and the programs of the first."""
+    (num_rows, num_columns), device = shape, kinds[0][1]
+    sizes = num_rows, num_columns, *strides
     most = 4 * device_description(device).tile_elements
     down, across, warps = TOP_TILE
     across = min(across, most, row_block(num_columns))
-    top = _tiles(num_rows, num_columns, min(down, max(1, most // across)), across, warps)
+    down = min(down, max(1, most // across))
+    tiles, count = _tiles(num_rows, num_columns, down, across)
+    (programs,) = grid(device, count)
+    top = repeated_launch(_top_kernel, count, down, *sizes, tiles, device=device, WIDTH=across, num_warps=warps)
     down, across, warps = ROUND_TILE
     if down * across > most:
         down = across = BLOCK
-    rounding = _tiles(_padded(num_rows), _padded(num_columns), down, across, warps)
-    (programs,) = grid(device, top[1])
-    constants = {
-        "PARTIALS": row_block(programs),
-        "LARGEST": torch.finfo(dtype).max,
-        "WIDEN": device.type != "cuda",
-        "FLOOR": int.from_bytes(struct.pack("<f", _floor(dtype)), "little"),
-    }
-    return top, rounding, programs, constants
+    padded = _padded(num_columns), _padded(num_rows)
+    tiles, count = _tiles(padded[1], padded[0], down, across)
+    rounding = repeated_launch(
+        *(_round_kernel, count, down, *sizes, *padded, tiles, count, programs),
+        device=device,
+        num_warps=warps,
+        WIDTH=across,
+        PARTIALS=row_block(programs),
+        LARGEST=torch.finfo(dtype).max,
+        WIDEN=device.type != "cuda",
+        FLOOR=int.from_bytes(struct.pack("<f", _floor(dtype)), "little"),
+    )
+    return top, rounding, programs
 
 
-def _tiles(num_rows: int, num_columns: int, down: int, across: int, warps: int) -> _Tiles:
+def _tiles(num_rows: int, num_columns: int, down: int, across: int) -> tuple[int, int]:
+    """How many are side by side, and how many there are."""
     tiles = quotient_up(num_columns, across)
-    return tiles, tiles * quotient_up(num_rows, down), down, across, warps
+    return tiles, tiles * quotient_up(num_rows, down)
 
 
 def _padded(length: int) -> int:

@@ -6,6 +6,7 @@ tanh. The gradients are d up = grad * x * s and d gate = grad * up * (s + x * s 
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -13,8 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kitforge.core.kernels.triton_launcher import RepeatedLaunch
 from kitforge.core.kernels.triton_ops import triton_op
-from kitforge.core.kernels.triton_runtime import device_description, launch_grid, quotient_up
+from kitforge.core.kernels.triton_runtime import Kinds, device_description, kinds_of, quotient_up, repeated_launch
 
 # 2 sqrt(2 / pi), and that times 0.044715.
 _LINEAR = tl.constexpr(1.5957691216057308)
@@ -26,8 +28,11 @@ _PER_THREAD = 8
 @triton_op("kitforge::gated")
 def gated(gate: Tensor, up: Tensor, is_gelu: bool) -> Tensor:
     """`gelu_tanh(gate) * up`, or `silu(gate) * up`."""
-    output = torch.empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype), device=gate.device)
-    _launch(_forward_kernel, is_gelu, gate, up, output)
+    output = gate.new_empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype))
+    size = output.numel()
+    if size:
+        launch = _launch_over(size, kinds_of(gate, up), False, is_gelu)
+        launch(gate.contiguous(), up.contiguous(), output)
     return output
 
 
@@ -35,20 +40,25 @@ def gated(gate: Tensor, up: Tensor, is_gelu: bool) -> Tensor:
 def _backward(grad: Tensor, gate: Tensor, up: Tensor, is_gelu: bool) -> tuple[Tensor, Tensor]:
     """The gradients of gate and up."""
     grad_gate, grad_up = gate.new_empty(gate.shape), up.new_empty(up.shape)
-    _launch(_backward_kernel, is_gelu, grad, gate, up, grad_gate, grad_up)
+    size = grad_gate.numel()
+    if size:
+        launch = _launch_over(size, kinds_of(gate, up, grad), True, is_gelu)
+        launch(grad.contiguous(), gate.contiguous(), up.contiguous(), grad_gate, grad_up)
     return grad_gate, grad_up
 
 
-def _launch(kernel: Any, is_gelu: bool, *tensors: Tensor) -> None:
-    """Run an elementwise kernel over contiguous tensors of one shape; it writes the last of them."""
-    size, block = tensors[0].numel(), device_description(tensors[0].device).tile_elements
-    if size:
-        launch_grid(
-            *(kernel, quotient_up(size, block), block, *(each.contiguous() for each in tensors), size),
-            num_warps=max(block // (32 * _PER_THREAD), 1),
-            is_queued=True,
-            IS_GELU=is_gelu,
-        )
+@functools.lru_cache(maxsize=1024)
+def _launch_over(size: int, kinds: Kinds, is_backward: bool, is_gelu: bool) -> RepeatedLaunch:
+    """That of an elementwise kernel over contiguous tensors of so many elements."""
+    device = kinds[0][1]
+    block = device_description(device).tile_elements
+    return repeated_launch(
+        *(_backward_kernel if is_backward else _forward_kernel, quotient_up(size, block), block, size),
+        device=device,
+        num_warps=max(block // (32 * _PER_THREAD), 1),
+        is_queued=True,
+        IS_GELU=is_gelu,
+    )
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

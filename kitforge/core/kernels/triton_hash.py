@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kitforge.core.kernels.triton_runtime import device_description
+from kitforge.core.kernels.triton_runtime import device_description, quotient_up
 
 SMALLEST_TABLE = 64
 # Cells behind a table. Compare and swap has no mask, so a lane without work swaps one of these, each its own: many on
@@ -24,7 +24,7 @@ def table_size(num_keys: int) -> int:
 def key_tiles(device: torch.device, num_keys: int) -> tuple[int, int]:
     """Of a kernel over keys: the number of tiles, and the keys of a tile."""
     block = min(device_description(device).tile_elements, KEYS)
-    return triton.cdiv(num_keys, block), block
+    return quotient_up(num_keys, block), block
 
 
 @triton.jit

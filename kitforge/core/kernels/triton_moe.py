@@ -7,6 +7,7 @@ row belongs to one token. The loads of all k rows are issued before the first of
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -14,8 +15,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kitforge.core.kernels.triton_launcher import RepeatedLaunch
 from kitforge.core.kernels.triton_ops import triton_op
-from kitforge.core.kernels.triton_runtime import launch_grid, quotient_up, row_tiles, rows_of
+from kitforge.core.kernels.triton_runtime import (
+    Kinds,
+    kinds_of,
+    launch_grid,
+    quotient_up,
+    repeated_launch,
+    row_tiles,
+    rows_of,
+)
 
 # Bytes of a row that a warp reads at once: 16 for each thread.
 WARP_BYTES = 512
@@ -27,7 +37,7 @@ ZERO_ELEMENTS = 1024
 def spread(tokens: Tensor, positions: Tensor, weights: Tensor | None) -> Tensor:
     """Rows [T * k, dim]: at `positions` [T, k] the tokens [T, dim], times `weights` [T, k]."""
     rows = tokens.new_empty(positions.numel(), tokens.shape[1])
-    _launch(_spread_kernel, rows_of(tokens), positions, weights, rows)
+    _launch("spread", rows_of(tokens), positions, weights, rows)
     return rows
 
 
@@ -35,7 +45,7 @@ def spread(tokens: Tensor, positions: Tensor, weights: Tensor | None) -> Tensor:
 def combine(rows: Tensor, positions: Tensor, weights: Tensor | None) -> Tensor:
     """Tokens [T, dim]: the sums of `rows[positions]` times weights [T, k]."""
     tokens = rows.new_empty(len(positions), rows.shape[1])
-    _launch(_combine_kernel, rows_of(rows), positions, weights, tokens)
+    _launch("combine", rows_of(rows), positions, weights, tokens)
     return tokens
 
 
@@ -43,7 +53,7 @@ def combine(rows: Tensor, positions: Tensor, weights: Tensor | None) -> Tensor:
 def weight_gradient(grad: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
     """[T, k]: the products of the gradient of a token [T, dim] with its rows."""
     result = _like_weights(rows, positions)
-    _launch(_weight_kernel, rows_of(grad), positions, rows_of(rows), result)
+    _launch("weight", rows_of(grad), positions, rows_of(rows), result)
     return result
 
 
@@ -56,19 +66,35 @@ def zero_past(rows: Tensor, ends: Tensor) -> None:
         launch_grid(_zero_kernel, tiles, ZERO_ELEMENTS, rows, ends, *sizes, is_queued=True)
 
 
-def _launch(kernel: Any, source: Tensor, positions: Tensor, other: Tensor | None, output: Tensor) -> None:
+def _launch(name: str, source: Tensor, positions: Tensor, other: Tensor | None, output: Tensor) -> None:
     """Run a kernel over the tokens of `positions`; `other` is weights, or the rows that a gradient multiplies."""
-    num_tokens, k = positions.shape
-    dim = source.shape[1]
-    if not output.numel():
-        return
-    features, tokens, tiles = row_tiles(source.device, num_tokens, dim)
-    warps = min(max(tokens * features * source.element_size() // WARP_BYTES, 1), 16)
-    read = source if other is None else other if kernel is _weight_kernel else other.contiguous()
-    constants = {} if kernel is _weight_kernel else {"HAS_WEIGHTS": other is not None}
-    sizes = num_tokens, dim, source.stride(0), read.stride(0)
-    options: dict[str, Any] = {"K": k, "FEATURES": features, "num_warps": warps, "is_queued": True}
-    launch_grid(kernel, tiles, tokens, source, positions.contiguous(), read, output, *sizes, **options, **constants)
+    if output.numel():
+        read = source if other is None else other if name == "weight" else other.contiguous()
+        strides = source.stride(0), read.stride(0)
+        launch = _launch_over(
+            name, kinds_of(source, positions, read), positions.shape, source.shape[1], strides, other is not None
+        )
+        launch(source, positions.contiguous(), read, output)
+
+
+@functools.lru_cache(maxsize=1024)
+def _launch_over(
+    name: str, kinds: Kinds, shape: torch.Size, dim: int, strides: tuple[int, int], has_other: bool
+) -> RepeatedLaunch:
+    """That over `positions` of that shape, and over rows of `dim` elements and those strides."""
+    (num_tokens, k), (dtype, device) = shape, kinds[0]
+    features, tokens, tiles = row_tiles(device, num_tokens, dim)
+    kernels = {"spread": _spread_kernel, "combine": _combine_kernel, "weight": _weight_kernel}
+    constants = {} if name == "weight" else {"HAS_WEIGHTS": has_other}
+    return repeated_launch(
+        *(kernels[name], tiles, tokens, num_tokens, dim, *strides),
+        device=device,
+        num_warps=min(max(tokens * features * dtype.itemsize // WARP_BYTES, 1), 16),
+        is_queued=True,
+        K=k,
+        FEATURES=features,
+        **constants,
+    )
 
 
 def _like_weights(rows: Tensor, positions: Tensor) -> Tensor:

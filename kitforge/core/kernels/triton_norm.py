@@ -21,8 +21,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kitforge.core.kernels.triton_launcher import RepeatedLaunch
 from kitforge.core.kernels.triton_ops import triton_op
-from kitforge.core.kernels.triton_runtime import launch_grid, quotient_up, row_block, row_programs, rows_of
+from kitforge.core.kernels.triton_runtime import (
+    Kinds,
+    kinds_of,
+    quotient_up,
+    repeated_launch,
+    row_block,
+    row_programs,
+    rows_of,
+)
 
 
 @final
@@ -45,125 +54,178 @@ _TILE = 1024
 
 
 @triton_op("kitforge::norm")
-def norm(
+def norm(input: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    """The norm and the scale of each row, [1, rows]: with a bias LayerNorm, without one RMSNorm.
+
+    LayerNorm returns scale and mean, [2, rows].
+    """
+    output, _, moments = _run(input, None, weight, bias, eps)
+    return output, moments
+
+
+@triton_op("kitforge::norm_of_sum")
+def norm_of_sum(
+    input: Tensor, branch: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The norm of `input + branch`, that sum, and the moments as above."""
+    return _run(input, branch, weight, bias, eps)
+
+
+def _run(
     input: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The norm of `input + branch`, that sum (empty without a branch), and the scale of each row, [1, rows].
-
-    With a bias it is LayerNorm, without one RMSNorm. That of LayerNorm returns scale and mean, [2, rows].
-    """
+    """Norm, sum and moments; without a branch the sum is the input."""
     output, total, moments = _outputs(input, branch, weight, bias)
-    rows = rows_of(input)
-    added = rows if branch is None else rows_of(branch)
-    factors = weight.contiguous()
-    shifts = factors if bias is None else bias.contiguous()
-    if rows.numel():
-        sizes = *rows.shape, rows.stride(0), added.stride(0)
-        tiles, block, options = _tiles(rows.device, *rows.shape, "forward", bias is not None)
-        launch_grid(
-            *(_forward_kernel, tiles, block),
-            *(rows, added, factors, shifts, output, total, moments),
-            *(*sizes, eps),
-            HAS_BRANCH=branch is not None,
-            HAS_BIAS=bias is not None,
-            **options,
-        )
+    if output.numel():
+        rows, stride = _with_rows(input)
+        added, added_stride = (rows, stride) if branch is None else _with_rows(branch)
+        factors = weight.contiguous()
+        shifts = factors if bias is None else bias.contiguous()
+        sizes = moments.shape[1], input.shape[-1], stride, added_stride
+        launch = _forward(kinds_of(input, branch, weight, bias), sizes, eps, branch is not None, bias is not None)
+        launch(rows, added, factors, shifts, output, rows if branch is None else total, moments)
     return output, total, moments
 
 
+def _with_rows(tensor: Tensor) -> tuple[Tensor, int]:
+    """The tensor, or a copy, whose rows [dim] are at equal distances, and that distance in elements."""
+    if tensor.is_contiguous():
+        return tensor, tensor.shape[-1]
+    rows = rows_of(tensor)
+    return rows, rows.stride(0)
+
+
 @functools.lru_cache(maxsize=1024)
-def _tiles(device: torch.device, num_rows: int, dim: int, name: str, is_layer: bool) -> tuple[int, int, dict[str, Any]]:
-    """Tiles, the rows of one, and the options of a launch over rows [n, dim]."""
+def _forward(kinds: Kinds, sizes: tuple[int, ...], eps: float, has_branch: bool, has_bias: bool) -> RepeatedLaunch:
+    """That of the forward kernel over tensors of those kinds; the sizes are rows, dim and strides."""
+    flags = {"HAS_BRANCH": has_branch, "HAS_BIAS": has_bias}
+    return _over_rows(_forward_kernel, "forward", has_bias, kinds[0][1], (*sizes, eps), flags)[0]
+
+
+def _over_rows(
+    kernel: Any, name: str, is_layer: bool, device: torch.device, numbers: tuple[Any, ...], flags: dict[str, bool]
+) -> tuple[RepeatedLaunch, int]:
+    """A launch over rows [n, dim], the first of the numbers, and the most programs that it has."""
+    num_rows, dim, *_ = numbers
     plan, features = _PLANS[name][is_layer], row_block(dim)
     block, num_warps, programs = row_programs(
         *(device, num_rows, features), tile=_TILE, per_thread=plan.per_thread, warps=plan.warps or 0
     )
     tiles = quotient_up(num_rows, block)
-    spread = {"is_queued": True} if plan.warps is None else {"programs": min(programs, tiles)}
-    return tiles, block, {"FEATURES": features, "num_warps": num_warps, **spread}
+    programs = tiles if plan.warps is None else min(programs, tiles)
+    spread = {"is_queued": True} if plan.warps is None else {"programs": programs}
+    options: dict[str, Any] = {"FEATURES": features, "num_warps": num_warps, **flags, **spread}
+    return repeated_launch(kernel, tiles, block, *numbers, device=device, **options), programs
 
 
 def _outputs(
     input: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Memory for the results of `norm`."""
-    dtype = input.dtype if branch is None else torch.promote_types(input.dtype, branch.dtype)
-    output = input.new_empty(input.shape, dtype=torch.promote_types(dtype, weight.dtype))
-    exact = torch.promote_types(dtype, torch.float32)
-    kinds = 1 if bias is None else 2
-    moments = input.new_empty(kinds, input.numel() // max(input.shape[-1], 1), dtype=exact)
-    return output, input.new_empty(0 if branch is None else input.shape, dtype=dtype), moments
+    """Memory for the results of `_run`."""
+    dtype, total_dtype, exact = _dtypes(input.dtype, None if branch is None else branch.dtype, weight.dtype)
+    shape = input.shape
+    output = input.new_empty(shape, dtype=dtype)
+    moments = input.new_empty(1 if bias is None else 2, input.numel() // max(shape[-1], 1), dtype=exact)
+    return output, input if branch is None else input.new_empty(shape, dtype=total_dtype), moments
+
+
+@functools.cache
+def _dtypes(
+    input: torch.dtype, branch: torch.dtype | None, weight: torch.dtype
+) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+    """Those of norm, sum and moments."""
+    total = input if branch is None else torch.promote_types(input, branch)
+    return torch.promote_types(total, weight), total, torch.promote_types(total, torch.float32)
 
 
 @triton_op("kitforge::norm_backward")
 def _backward(
     grad: Tensor, grad_total: Tensor | None, total: Tensor, weight: Tensor, moments: Tensor, is_layer: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of the sum, which that of its other uses joins, and of weight and bias (empty for RMSNorm)."""
-    grads, rows, factors = rows_of(grad), rows_of(total), weight.contiguous()
-    others = grads if grad_total is None else rows_of(grad_total)
-    num_rows, dim = rows.shape
-    result = torch.empty(total.shape, dtype=total.dtype, device=total.device)
-    if not rows.numel():
-        return result, weight.new_zeros(dim), weight.new_zeros(dim * is_layer)
-    name = "backward" if grad_total is None else "backward of a used sum"
-    tiles, block, options = _tiles(rows.device, num_rows, dim, name, is_layer)
-    # By program, of the weight and then of the bias.
-    partial = moments.new_empty(options["programs"], (1 + is_layer) * dim)
-    launch_grid(
-        *(_backward_kernel, tiles, block),
-        *(rows, grads, others, factors, moments, result, partial),
-        *(num_rows, dim, grads.stride(0), others.stride(0), rows.stride(0)),
-        HAS_OTHERS=grad_total is not None,
-        IS_LAYER=is_layer,
-        **options,
+) -> list[Tensor]:
+    """The gradients of the sum, which that of its other uses joins, of the weight and, for LayerNorm, of the bias."""
+    result, dim = total.new_empty(total.shape), total.shape[-1]
+    if not total.numel():
+        return [result, *(weight.new_zeros(dim) for _ in range(1 + is_layer))]
+    grads, grad_stride = _with_rows(grad)
+    rows, stride = _with_rows(total)
+    others, others_stride = (grads, grad_stride) if grad_total is None else _with_rows(grad_total)
+    factors = weight.contiguous()
+    sizes = moments.shape[1], dim, grad_stride, others_stride, stride
+    launch, sum_launch, programs = _backward_launches(
+        kinds_of(total, grad, grad_total, weight), sizes, grad_total is not None, is_layer
     )
-    return result, *_summed(partial, weight, is_layer)
+    # By program, of the weight and then of the bias.
+    partial = moments.new_empty(programs, (1 + is_layer) * dim)
+    launch(rows, grads, others, factors, moments, result, partial)
+    sums = [weight.new_empty(dim) for _ in range(1 + is_layer)]
+    sum_launch(partial, sums[0], sums[-1])
+    return [result, *sums]
 
 
-def _summed(partial: Tensor, weight: Tensor, is_layer: bool) -> tuple[Tensor, Tensor]:
-    """The gradients of weight and bias [dim] from the sums of each program, [programs, dim] or [programs, 2 dim]."""
-    programs, width = partial.shape
-    of_weight, of_bias = weight.new_empty(len(weight)), weight.new_empty(len(weight) * is_layer)
-    columns = 32
-    launch_grid(
-        *(_sum_kernel, quotient_up(width, columns), columns),
-        *(partial, of_weight, of_bias, programs, len(weight), width),
+@functools.lru_cache(maxsize=1024)
+def _backward_launches(
+    kinds: Kinds, sizes: tuple[int, ...], has_others: bool, is_layer: bool
+) -> tuple[RepeatedLaunch, RepeatedLaunch, int]:
+    """Those of the backward kernel and of the one that sums over its programs, and how many those are."""
+    device, dim = kinds[0][1], sizes[1]
+    name = "backward of a used sum" if has_others else "backward"
+    flags = {"HAS_OTHERS": has_others, "IS_LAYER": is_layer}
+    launch, programs = _over_rows(_backward_kernel, name, is_layer, device, sizes, flags)
+    width, columns = (1 + is_layer) * dim, 32
+    sum_launch = repeated_launch(
+        *(_sum_kernel, quotient_up(width, columns), columns, programs, dim, width),
+        device=device,
         PARTS=min(row_block(programs), 128),
         num_warps=8 if programs > 64 else 4,
         IS_LAYER=is_layer,
     )
-    return of_weight, of_bias
+    return launch, sum_launch, programs
 
 
-norm.register_fake(lambda input, branch, weight, bias, _: _outputs(input, branch, weight, bias))
+norm.register_fake(lambda input, weight, bias, _: _outputs(input, None, weight, bias)[::2])
+norm_of_sum.register_fake(lambda input, branch, weight, bias, _: _outputs(input, branch, weight, bias))
 
 
 @_backward.register_fake
 def _(
     _grad: Tensor, _grad_total: Tensor | None, total: Tensor, weight: Tensor, _moments: Tensor, is_layer: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    return total.new_empty(total.shape), weight.new_empty(weight.shape), weight.new_empty(len(weight) * is_layer)
+) -> list[Tensor]:
+    return [total.new_empty(total.shape), *(weight.new_empty(weight.shape) for _ in range(1 + is_layer))]
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    input, weight, bias, _ = inputs
+    ctx.save_for_backward(input, weight, output[1])
+    ctx.bias_dtype = None if bias is None else bias.dtype
+
+
+def _gradients(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    dtype = ctx.bias_dtype
+    of_input, of_weight, *of_bias = _backward(grad, None, *ctx.saved_tensors, dtype is not None)
+    return of_input, of_weight, None if dtype is None else of_bias[0].to(dtype), None
+
+
+def _save_sum(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     input, branch, weight, bias, _ = inputs
-    ctx.save_for_backward(input if branch is None else output[1], weight, output[2])
-    ctx.dtypes = input.dtype, None if branch is None else branch.dtype, None if bias is None else bias.dtype
-    ctx.dtype = output[0].dtype
+    normal, total, moments = output
+    ctx.save_for_backward(total, weight, moments)
+    ctx.dtypes = input.dtype, branch.dtype, None if bias is None else bias.dtype
+    ctx.dtype = normal.dtype
 
 
-def _gradients(ctx: Any, grad: Tensor | None, grad_total: Tensor | None, _: Tensor) -> tuple[Tensor | None, ...]:
+def _gradients_of_sum(
+    ctx: Any, grad: Tensor | None, grad_total: Tensor | None, _: Tensor | None
+) -> tuple[Tensor | None, ...]:
     input_dtype, branch_dtype, bias_dtype = ctx.dtypes
-    others = None if branch_dtype is None else grad_total
     if grad is None:  # the norm of the sum is not used
         grad = torch.zeros_like(ctx.saved_tensors[0], dtype=ctx.dtype)
-    total, of_weight, of_bias = _backward(grad, others, *ctx.saved_tensors, bias_dtype is not None)
-    of_branch = None if branch_dtype is None else total.to(branch_dtype)
-    return total.to(input_dtype), of_branch, of_weight, None if bias_dtype is None else of_bias.to(bias_dtype), None
+    of_sum, of_weight, *of_bias = _backward(grad, grad_total, *ctx.saved_tensors, bias_dtype is not None)
+    shift = None if bias_dtype is None else of_bias[0].to(bias_dtype)
+    return of_sum.to(input_dtype), of_sum.to(branch_dtype), of_weight, shift, None
 
 
 norm.register_autograd(_gradients, setup_context=_save)
+norm_of_sum.register_autograd(_gradients_of_sum, setup_context=_save_sum)
 
 
 @triton.jit

@@ -28,7 +28,7 @@ class TritonOp:
         self.op: Any = torch.library.custom_op(name, function, mutates_args=mutates)
         self._function = function
         self._mutated = [list(inspect.signature(function).parameters).index(each) for each in mutates]
-        self._node: Any = None
+        self._apply: Any = None
 
     def register_fake(self, fake: Callable[..., Any]) -> Callable[..., Any]:
         """The shapes and dtypes of the results, found without their memory."""
@@ -49,15 +49,17 @@ class TritonOp:
             return output
 
         methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-        self._node = type(function.__name__, (torch.autograd.Function,), methods)
+        node: Any = type(function.__name__, (torch.autograd.Function,), methods)
+        # Not `Function.apply`, which first asks of each input what is known here.
+        self._apply = super(torch.autograd.Function, node).apply  # type: ignore[misc]
 
     def __call__(self, *inputs: Any) -> Any:
         """Run it."""
         if torch.compiler.is_compiling() or not _is_eager(inputs):
             return self.op(*inputs)
         if torch.is_grad_enabled():
-            if self._node is not None:
-                return self._node.apply(*inputs)
+            if self._apply is not None:
+                return self._apply(*inputs)
             # The operator raises the error that there are no gradients.
             if any(each.requires_grad for each in inputs if isinstance(each, Tensor)):
                 return self.op(*inputs)

@@ -8,11 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 
-from kitforge.core.kernels.triton_runtime import device_description, row_block
-from kitforge.foundation import device as devices
+from kitforge.core.kernels.triton_runtime import device_description, launch_grid, quotient_up, row_block
 
 # For each multiprocessor of a CUDA device; others keep to the programs that their description names.
 PROGRAMS = 32
@@ -29,7 +26,7 @@ def tile_of_rows(device: torch.device, num_rows: int, dim: int) -> tuple[int, in
     """The power of two that holds a row, the rows of a tile, and the number of tiles."""
     features = row_block(dim)
     rows = max(1, min(TILE_ELEMENTS // features, 32 * WARPS, device_description(device).row_elements // features))
-    return features, rows, int(triton.cdiv(num_rows, rows))
+    return features, rows, quotient_up(num_rows, rows)
 
 
 def unroll_of(features: int) -> int:
@@ -40,22 +37,7 @@ def unroll_of(features: int) -> int:
 def launch_rows(
     kernel: Any, tiles: int, block: int, *arguments: Any, num_warps: int | None = None, **constants: Any
 ) -> None:
-    """Run a kernel over that many tiles, on the device of its first argument.
-
-    As `triton_runtime.launch_grid`, with more programs: the kernel gets `arguments`, the tiles of one program as
-    `steps`, `block` as BLOCK, and the dtype to compute in as EXACT.
-    """
-    first: torch.Tensor = arguments[0]
-    limit = device_description(first.device).num_programs
-    if first.is_cuda:
-        limit = max(limit, PROGRAMS * devices.num_multiprocessors(first.device))
-    programs = max(1, min(tiles, limit))
-    with devices.current(first.device):
-        kernel[(programs,)](
-            *arguments,
-            steps=triton.cdiv(tiles, programs),
-            BLOCK=block,
-            EXACT=tl.float64 if first.dtype == torch.float64 else tl.float32,
-            num_warps=num_warps or WARPS,
-            **constants,
-        )
+    """`triton_runtime.launch_grid` with more programs."""
+    device = device_description(arguments[0].device)
+    programs = max(device.num_programs, PROGRAMS * device.num_multiprocessors)
+    launch_grid(kernel, tiles, block, *arguments, num_warps=num_warps or WARPS, programs=programs, **constants)

@@ -12,10 +12,13 @@ from dataclasses import dataclass
 from typing import Any, final
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
+from kitforge.core.kernels.triton_launcher import RepeatedLaunch, launch_programs
 from kitforge.foundation import device as devices
+
+# Dtypes and devices of tensors.
+Kinds = tuple[tuple[torch.dtype, torch.device], ...]
 
 
 @final
@@ -71,7 +74,7 @@ def grid(device: torch.device, num_tiles: int) -> tuple[int]:
 
 def rows_of(tensor: Tensor) -> Tensor:
     """The tensor as rows [n, dim] with adjacent columns: a view where the strides allow it."""
-    rows = tensor.reshape(-1, tensor.shape[-1])
+    rows = tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
     return rows if rows.shape[-1] <= 1 or rows.stride(-1) == 1 else rows.contiguous()
 
 
@@ -119,17 +122,41 @@ def launch_grid(
     compute in as EXACT: fp32, or float64 where the first argument has it. There are at most `programs` programs;
     with `is_queued` one for each tile on a GPU, which starts the next one as soon as one ends.
     """
-    first: Tensor = arguments[0]
-    device = first.device
+    device = arguments[0].device
+    count, steps = _spread(device, tiles, programs, is_queued)
+    options = dict(**constants, BLOCK=block)
+    launch_programs(kernel, count, (*arguments, steps), num_warps=num_warps or _warps(block), constants=options)
+
+
+def repeated_launch(
+    kernel: Any,
+    tiles: int,
+    block: int,
+    *numbers: Any,
+    device: torch.device,
+    num_warps: int | None = None,
+    programs: int | None = None,
+    is_queued: bool = False,
+    **constants: Any,
+) -> RepeatedLaunch:
+    """A call of it with tensors is `launch_grid` with those tensors before `numbers`. To be kept for calls with the
+    same numbers, constants, and `kinds_of` tensors."""
+    count, steps = _spread(device, tiles, programs, is_queued)
+    options = dict(**constants, BLOCK=block)
+    return RepeatedLaunch(kernel, count, (*numbers, steps), num_warps=num_warps or _warps(block), constants=options)
+
+
+def kinds_of(*tensors: Tensor | None) -> Kinds:
+    """Of each tensor that is given: what machine code depends on, other than its address."""
+    return tuple([(each.dtype, each.device) for each in tensors if each is not None])
+
+
+def _spread(device: torch.device, tiles: int, programs: int | None, is_queued: bool) -> tuple[int, int]:
+    """The number of programs, and the tiles of one."""
     most = tiles if is_queued and device.type == "cuda" else programs or device_description(device).num_programs
     count = max(1, min(tiles, most))
-    # A kernel runs on the current device, which need not be that of its tensors.
-    with devices.current(device):
-        kernel[(count,)](
-            *arguments,
-            steps=-(-tiles // count),
-            BLOCK=block,
-            EXACT=tl.float64 if first.dtype == torch.float64 else tl.float32,
-            num_warps=num_warps or min(max(block // 256, 1), 16),
-            **constants,
-        )
+    return count, -(-tiles // count)
+
+
+def _warps(block: int) -> int:
+    return min(max(block // 256, 1), 16)

@@ -271,7 +271,11 @@ def opcheck_cases() -> dict[str, tuple[Any, tuple[Any, ...]]]:
     input, weight = random(5, 7).requires_grad_(), random(7).requires_grad_()
     logits, targets = random(5, 9), targets_of(5, 9)
     return {
-        "norm": (triton_norm.norm, (input, random(5, 7).requires_grad_(), weight, random(7).requires_grad_(), 1e-6)),
+        "norm": (triton_norm.norm, (input, weight, random(7).requires_grad_(), 1e-6)),
+        "norm_of_sum": (
+            triton_norm.norm_of_sum,
+            (input, random(5, 7).requires_grad_(), weight, random(7).requires_grad_(), 1e-6),
+        ),
         "norm_backward": (triton_norm._backward, (random(5, 7), None, input.detach(), random(7), random(1, 5), False)),
         "gated": (triton_gated.gated, (input, random(5, 7).requires_grad_(), True)),
         "gated_backward": (triton_gated._backward, (random(5, 7), random(5, 7), random(5, 7), False)),

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kitforge.core.kernels.triton_norm import norm
+from kitforge.core.kernels.triton_norm import norm_of_sum
 
 
 def add_norm(input: Tensor, branch: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     """See `AddNormKernel`."""
-    normal, total, _ = norm(input, branch, weight, bias, eps)
+    normal, total, _ = norm_of_sum(input, branch, weight, bias, eps)
     return total, normal

@@ -13,7 +13,7 @@ from torch import Tensor
 from kitforge.core.kernels.copy_rows import reference
 from kitforge.core.kernels.triton_ops import triton_op
 from kitforge.core.kernels.triton_rows import COPY_ELEMENTS, COPY_WARPS, launch_rows
-from kitforge.core.kernels.triton_runtime import device_description, row_block
+from kitforge.core.kernels.triton_runtime import device_description, quotient_up, row_block
 from kitforge.foundation.errors import ModelError
 
 
@@ -36,7 +36,7 @@ def _copy(target: Tensor, source: Tensor, at: Tensor | None, to: Tensor | None) 
         return
     rows = max(1, min(COPY_ELEMENTS, 16 * device_description(target.device).row_elements) // dim)
     launch_rows(
-        *(_copy_kernel, triton.cdiv(num_rows, rows), row_block(rows * dim)),
+        *(_copy_kernel, quotient_up(num_rows, rows), row_block(rows * dim)),
         *(source, target, at, to, num_rows, len(source), len(target), source.stride(0), target.stride(0)),
         num_warps=COPY_WARPS,
         ROWS=rows,

@@ -16,6 +16,7 @@ from kitforge.core.kernels.jagged_bags import Bags
 from kitforge.core.kernels.triton_math import divide
 from kitforge.core.kernels.triton_ops import triton_op
 from kitforge.core.kernels.triton_rows import TILE_ELEMENTS, launch_rows, tile_of_rows, unroll_of
+from kitforge.core.kernels.triton_runtime import quotient_up
 
 # Sorted ids of a part. Rows of so many ids at most have the bits of the reference.
 SEGMENT = 32
@@ -72,11 +73,11 @@ def _sum(
     if len(inverse) <= SEGMENT:
         return
     exact = torch.float64 if gradients.dtype == torch.float64 else torch.float32
-    segments = triton.cdiv(len(inverse), SEGMENT)
+    segments = quotient_up(len(inverse), SEGMENT)
     parts = torch.empty(segments, 2, dim, dtype=exact, device=out.device)
     of = num_rows, len(inverse), segments
     launch_rows(
-        *(_part_kernel, triton.cdiv(segments, block), block, gradients, ascending, *given, parts, *of, *sizes),
+        *(_part_kernel, quotient_up(segments, block), block, gradients, ascending, *given, parts, *of, *sizes),
         **constants,
     )
     block = max(1, TILE_ELEMENTS // features)

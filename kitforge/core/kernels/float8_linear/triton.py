@@ -24,12 +24,13 @@ def _scaled_product(
     """Of operands that `round_to_float8` padded; the units also want a number of rows of `b` that blocks divide."""
     if not a.numel() or not b.numel():
         return torch.zeros(len(a), len(b), dtype=dtype, device=a.device)
-    if len(b) % BLOCK:
-        padded = b.new_zeros(len(b) + -len(b) % BLOCK, b.shape[1], dtype=torch.int8)
-        padded[: len(b)] = b.view(torch.int8)
-        return _scaled_product(a, padded.view(b.dtype), scale_a, scale_b, dtype, is_gradient)[:, : len(b)]
+    num_rows, width = b.shape
+    if num_rows % BLOCK:
+        padded = b.new_zeros(num_rows + -num_rows % BLOCK, width, dtype=torch.int8)
+        padded[:num_rows] = b.view(torch.int8)
+        return _scaled_product(a, padded.view(b.dtype), scale_a, scale_b, dtype, is_gradient)[:, :num_rows]
     # In bfloat16 or fp32; the units know no other result.
     result = dtype if dtype in (torch.bfloat16, torch.float32) else torch.float32
-    scales = {"scale_a": scale_a, "scale_b": scale_b}
     fast = ADDS_FAST and not is_gradient
+    scales = {"scale_a": scale_a, "scale_b": scale_b}
     return torch._scaled_mm(a, b.t(), **scales, out_dtype=result, use_fast_accum=fast).to(dtype)

@@ -95,12 +95,12 @@ class DeviceHashMap:
 
     def _claim(self, keys: Tensor, cells: Tensor, slots: Tensor) -> None:
         """Write keys [n] and slots [n] to their cells [n]; -1: to an empty one."""
-        self._launch(_claim_kernel, keys, cells, slots, self._keys, self._slots, self._states, spare=SPARE_CELLS - 1)
+        self._launch(_claim_kernel, keys, cells, slots, self._keys, self._slots, self._states, more=(SPARE_CELLS - 1,))
 
-    def _launch(self, kernel: Any, keys: Tensor, *tensors: Tensor, **more: int) -> None:
+    def _launch(self, kernel: Any, keys: Tensor, *tensors: Tensor, more: tuple[int, ...] = ()) -> None:
         tiles = key_tiles(keys.device, len(keys))
         sizes = len(keys), len(self._keys)
-        launch_rows(kernel, *tiles, keys.contiguous(), *tensors, *sizes, num_warps=KEY_WARPS, **more)
+        launch_rows(kernel, *tiles, keys.contiguous(), *tensors, *sizes, *more, num_warps=KEY_WARPS)
 
 
 @triton.jit

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kitforge.core.kernels.triton_ops import triton_op
-from kitforge.core.kernels.triton_runtime import device_description, launch_grid, row_block
+from kitforge.core.kernels.triton_runtime import device_description, launch_grid, quotient_up, row_block
 
 # The shortest sides of a tile of a product on tensor cores.
 _LEAST = 16
@@ -69,7 +69,7 @@ def _attend(
     block = max(_LEAST, int(device.tile_elements * _TILES[query.element_size()]) // features)
     span = max(block, device.tile_elements // _SPANS)
     positions = tables.shape[1] * block_size
-    splits = min(_MOST_SPLITS, triton.cdiv(min(positions, window) if window else positions, span))
+    splits = min(_MOST_SPLITS, quotient_up(min(positions, window) if window else positions, span))
     exact = torch.promote_types(query.dtype, torch.float32)
     rows, several = sequences * heads, splits if splits > 1 else 0
     partial = torch.empty(rows * several, dim, dtype=exact, device=query.device)

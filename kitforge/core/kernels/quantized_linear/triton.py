@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kitforge.core.kernels.triton_ops import triton_op
-from kitforge.core.kernels.triton_runtime import device_description, launch_grid, row_block
+from kitforge.core.kernels.triton_runtime import device_description, launch_grid, quotient_up, row_block
 
 # Rows of the weight and of the input that a program takes at most.
 _OUTPUTS, _ROWS = 32, 16
@@ -43,12 +43,12 @@ def _multiply(input: Tensor, quantized: Tensor, scales: Tensor, bias: Tensor | N
         chunk = _CHUNK[bits] if groups == 1 else math.gcd(num_features // groups, _CHUNK[bits])
         chunks = max(_STEP[bits] // chunk, 1) if is_half else 4
         chunk = chunk if is_half else min(chunk, 32)
-        steps = triton.cdiv(num_features, chunk * chunks)
+        steps = quotient_up(num_features, chunk * chunks)
         row_tile = min(max(row_block(num_rows), 8), _ROWS if is_half else 8)
-        output_tiles, row_tiles = triton.cdiv(num_outputs, _OUTPUTS), triton.cdiv(num_rows, row_tile)
+        output_tiles, row_tiles = quotient_up(num_outputs, _OUTPUTS), quotient_up(num_rows, row_tile)
         wanted = int(device_description(input.device).num_programs * _FRACTION) // output_tiles
-        span = triton.cdiv(steps, min(max(wanted, 1), steps)) * chunk * chunks
-        splits = triton.cdiv(num_features, span)
+        span = quotient_up(steps, min(max(wanted, 1), steps)) * chunk * chunks
+        splits = quotient_up(num_features, span)
         sums = output
         if splits > 1:
             sums = torch.empty(splits, num_rows, num_outputs, dtype=torch.float32, device=input.device)
@@ -69,7 +69,7 @@ def _multiply(input: Tensor, quantized: Tensor, scales: Tensor, bias: Tensor | N
             WIDEN=input.device.type == "cpu" and input.dtype == torch.bfloat16,
         )
         if splits > 1:
-            tiles = triton.cdiv(output.numel(), 512)
+            tiles = quotient_up(output.numel(), 512)
             more = output.numel(), num_outputs, splits
             launch_grid(_sum_kernel, tiles, 512, output, sums, bias, *more, is_queued=True)
     return output.view(*input.shape[:-1], num_outputs)

@@ -9,5 +9,5 @@ from kitforge.core.kernels.triton_norm import norm
 
 def rms_norm(input: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See `RMSNormKernel`."""
-    result: Tensor = norm(input, None, weight, None, eps)[0]
+    result: Tensor = norm(input, weight, None, eps)[0]
     return result

@@ -5,14 +5,24 @@ A program takes some heads of some tokens at a time, so the angles of a token ar
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from kitforge.core.kernels.triton_launcher import RepeatedLaunch
 from kitforge.core.kernels.triton_ops import triton_op
-from kitforge.core.kernels.triton_runtime import device_description, launch_grid, quotient_up, row_block
+from kitforge.core.kernels.triton_runtime import (
+    Kinds,
+    device_description,
+    kinds_of,
+    quotient_up,
+    repeated_launch,
+    row_block,
+)
 
 # Heads of a tile at most, and pairs of features of a thread; found on an H200.
 _HEADS = 32
@@ -27,47 +37,56 @@ def rotary(input: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor
 
 @triton_op("kitforge::rotary")
 def _rotate(input: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool) -> Tensor:
-    batch, heads, length, dim = input.shape
-    pairs = cos.shape[-1]
-    # [batch, length, heads, dim] in memory, as the projection that it comes from and the attention that reads it.
-    output = input.new_empty(batch, length, heads, dim).transpose(1, 2)
+    output = _like(input)
     if output.numel():
-        pair_block, rest_block = row_block(pairs), row_block(dim - 2 * pairs)
-        head_block, tokens, options = _tile(input, max(pair_block, rest_block))
-        head_tiles, token_tiles = quotient_up(heads, head_block), quotient_up(length, tokens)
-        launch_grid(
-            *(_rotary_kernel, batch * token_tiles * head_tiles, tokens),
-            *(input, cos, sin, output, batch * token_tiles, token_tiles, head_tiles, heads, length, dim, pairs),
-            *(*input.stride(), *_strides(cos), *_strides(sin)),
-            HEADS=head_block,
-            SIGN=-1 if inverse else 1,
-            INTERLEAVED=interleaved,
-            PAIRS=pair_block,
-            REST=rest_block if dim > 2 * pairs else 0,
-            **options,
-        )
+        strides = input.stride(), cos.stride(), sin.stride()
+        launch = _launch_over(kinds_of(input, cos, sin), input.shape, cos.shape, strides, interleaved, inverse)
+        launch(input, cos, sin, output)
     return output
 
 
-def _strides(angles: Tensor) -> tuple[int, ...]:
-    """Those of angles [batch or 1, length, pairs], where one sample stands for all."""
-    return 0 if len(angles) == 1 else angles.stride(0), angles.stride(1), angles.stride(2)
-
-
-def _tile(input: Tensor, width: int) -> tuple[int, int, dict[str, Any]]:
-    """The heads and tokens of a tile over input [batch, heads, length, dim], and the options of a launch."""
-    _, heads, length, _ = input.shape
-    rows = max(1, device_description(input.device).row_elements // width)
-    head_block = min(row_block(heads), _HEADS, rows)
-    tokens = min(max(1, rows // head_block), row_block(length))
-    num_warps = min(max(head_block * tokens * width // (32 * _PER_THREAD), 1), 8)
-    return head_block, tokens, {"num_warps": num_warps, "is_queued": True}
-
-
-@_rotate.register_fake
-def _(input: Tensor, _cos: Tensor, _sin: Tensor, _interleaved: bool, _inverse: bool) -> Tensor:
+def _like(input: Tensor) -> Tensor:
+    """[batch, length, heads, dim] in memory, as the projection that it comes from and the attention that reads it."""
     batch, heads, length, dim = input.shape
     return input.new_empty(batch, length, heads, dim).transpose(1, 2)
+
+
+@functools.lru_cache(maxsize=1024)
+def _launch_over(
+    kinds: Kinds,
+    shape: torch.Size,
+    angle_shape: torch.Size,
+    strides: tuple[tuple[int, ...], ...],
+    interleaved: bool,
+    inverse: bool,
+) -> RepeatedLaunch:
+    """That over input [batch, heads, length, dim] and angles [batch or 1, length, pairs], all with those strides."""
+    (batch, heads, length, dim), pairs = shape, angle_shape[2]
+    device, (in_strides, *angle_strides) = kinds[0][1], strides
+    pair_block, rest_block = row_block(pairs), row_block(dim - 2 * pairs)
+    width = max(pair_block, rest_block)
+    rows = max(1, device_description(device).row_elements // width)
+    head_block = min(row_block(heads), _HEADS, rows)
+    tokens = min(max(1, rows // head_block), row_block(length))
+    head_tiles, token_tiles = quotient_up(heads, head_block), quotient_up(length, tokens)
+    # One sample of angles stands for all.
+    turns = [(0 if angle_shape[0] == 1 else by_sample, *others) for by_sample, *others in angle_strides]
+    return repeated_launch(
+        *(_rotary_kernel, batch * token_tiles * head_tiles, tokens),
+        *(batch * token_tiles, token_tiles, head_tiles, heads, length, dim, pairs),
+        *(*in_strides, *turns[0], *turns[1]),
+        device=device,
+        num_warps=min(max(head_block * tokens * width // (32 * _PER_THREAD), 1), 8),
+        is_queued=True,
+        HEADS=head_block,
+        SIGN=-1 if inverse else 1,
+        INTERLEAVED=interleaved,
+        PAIRS=pair_block,
+        REST=rest_block if dim > 2 * pairs else 0,
+    )
+
+
+_rotate.register_fake(lambda input, *_: _like(input))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
