@@ -12,7 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kitforge.core.kernels.hash_map.reference import FoundIds, found_among
 from kitforge.core.kernels.numba_runtime import compiled, hash_bits, parallel_for, prefetch
+from kitforge.core.kernels.unique.numba import unique
 
 # The slot of a free position; a key can be any number.
 FREE = -1
@@ -37,16 +39,18 @@ class OpenAddressingHashMap:
     def __len__(self) -> int:
         return self._num_keys
 
-    def lookup(self, keys: Tensor, out: Tensor | None = None, through: Tensor | None = None) -> Tensor:
+    def lookup(self, keys: Tensor, marks: Tensor | None = None, mark: int = 0) -> Tensor:
         """See the protocol."""
-        result = torch.empty(len(keys), dtype=torch.int64) if out is None else out
+        result = torch.empty(len(keys), dtype=torch.int64)
         table, wanted, slots = self._table, keys.numpy(), result.numpy()
-        if through is None:
+        if marks is None:
             parallel_for(lambda start, stop: _lookup(table, wanted, slots, start, stop), len(wanted), GRAIN)
         else:
-            others = through.numpy()
+            marked = marks.numpy()
             parallel_for(
-                lambda start, stop: _lookup_through(table, wanted, others, slots, start, stop), len(wanted), GRAIN
+                lambda start, stop: _lookup_and_mark(table, wanted, slots, marked, mark, start, stop),
+                len(wanted),
+                GRAIN,
             )
         return result
 
@@ -60,6 +64,12 @@ class OpenAddressingHashMap:
         self._num_keys += _insert(self._table, keys.numpy(), slots.numpy(), before.numpy())
         return before
 
+    def replace(self, keys: Tensor, slots: Tensor) -> None:
+        """See the protocol."""
+        table, wanted, given = self._table, keys.numpy(), slots.numpy()
+        # No key moves, so threads do not disturb one another.
+        parallel_for(lambda start, stop: _replace(table, wanted, given, start, stop), len(wanted), GRAIN)
+
     def remove(self, keys: Tensor) -> Tensor:
         """See the protocol."""
         slots = torch.empty(len(keys), dtype=torch.int64)
@@ -71,6 +81,10 @@ class OpenAddressingHashMap:
         occupied = torch.from_numpy(self._table[self._table[:, 1] != FREE])
         order = torch.argsort(occupied[:, 0])
         return occupied[order, 0], occupied[order, 1]
+
+    def find_distinct(self, ids: Tensor, bound: int | None = None) -> FoundIds:
+        """See the protocol."""
+        return found_among(self, *unique(ids), bound)
 
 
 def _size(num_keys: int) -> int:
@@ -115,17 +129,20 @@ def _lookup(table: Table, keys: Keys, slots: Keys, start: int, stop: int) -> Non
 
 
 @compiled
-def _lookup_through(table: Table, keys: Keys, others: Keys, slots: Keys, start: int, stop: int) -> None:
-    rows = others.reshape(-1, 1)
-    for number in range(start, stop + AHEAD):
+def _lookup_and_mark(table: Table, keys: Keys, slots: Keys, marks: Keys, mark: int, start: int, stop: int) -> None:
+    for number in range(start, stop):
         _prefetch_key(table, keys, number + AHEAD, stop)
-        if number < stop:
-            slots[number] = table[_probe(table, keys[number]), 1]
-            prefetch(rows, max(slots[number], 0), 0)
-        # Prefetched `AHEAD` keys ago.
-        one = number - AHEAD
-        if one >= start and slots[one] != FREE:
-            slots[one] = others[slots[one]]
+        slot = table[_probe(table, keys[number]), 1]
+        slots[number] = slot
+        if slot >= 0:
+            marks[slot] = mark
+
+
+@compiled
+def _replace(table: Table, keys: Keys, slots: Keys, start: int, stop: int) -> None:
+    for number in range(start, stop):
+        _prefetch_key(table, keys, number + AHEAD, stop)
+        table[_probe(table, keys[number]), 1] = slots[number]
 
 
 @compiled
