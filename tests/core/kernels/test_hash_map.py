@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -105,10 +106,10 @@ def up_to_its_home_only(table: Any, gap: int) -> None:
 @pytest.mark.parametrize("fault", [without_moving_up, up_to_its_home_only])
 def test_a_planted_fault_of_removal_is_seen(fault: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     # The loops as Python runs them, so that one of them can be exchanged.
-    for name in ("_probe", "_lookup", "_insert", "_remove"):
+    for name in ("_probe", "_lookup", "_lookup_and_mark", "_insert", "_remove"):
         monkeypatch.setattr(fast, name, getattr(fast, name).py_func)
     monkeypatch.setattr(fast, "prefetch", lambda *_: None)
-    monkeypatch.setattr(fast, "_home", lambda key, mask: key & mask)
+    monkeypatch.setattr(fast, "_home", lambda key, mask: np.uint64(key) & np.uint64(mask))
     monkeypatch.setattr(fast, "_close", fault)
     size = fast.SMALLEST_TABLE
     with pytest.raises(AssertionError):
