@@ -17,7 +17,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
+from contextlib import closing
 from pathlib import Path
 from typing import Any, final
 
@@ -97,9 +98,13 @@ class Steps(Task):
         """See `Task`."""
         return new_recommender(self._config, self._encoder, self.options, world)
 
-    def steps(self, model: nn.Module, cursor: Cursor) -> Iterator[list[MicroBatch]]:
+    def steps(self, model: Any, cursor: Cursor) -> Generator[list[MicroBatch]]:
         """See `Task`."""
-        return iter(itertools.cycle(self._data))
+        batches, depth = itertools.cycle(self._data), self.options.cache.prefetch_batches
+        if not depth:
+            yield from batches
+        with closing(model.tables.prefetch(batches, depth, ids=_requests)) as fetched:
+            yield from fetched
 
     def count(self, step: Any) -> Sums:
         """See `Task`."""
@@ -125,6 +130,10 @@ class Steps(Task):
             }
             for start in starts
         ]
+
+
+def _requests(step: list[MicroBatch]) -> list[Any]:
+    return [requests for micro_batch in step for requests in micro_batch["calls"]]
 
 
 def ours(name: str, configuration: str, precision: str, num_steps: int) -> dict[str, Any]:

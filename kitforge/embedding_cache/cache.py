@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kitforge.core.kernels.dispatch import select_table
+from kitforge.core.kernels.hash_map.reference import DictHashMap
 from kitforge.core.kernels.indexing import put
 from kitforge.core.kernels.threads import reserve_threads
 from kitforge.core.kernels.workspace import Workspace
@@ -56,7 +57,8 @@ class RowCache:
         self.row_initializer = RowInitializer(self.config, optimizer, None if sharding is None else sharding.columns)
         self.layout = self.row_initializer.layout
         self._counts = TableCounters()
-        self.device = DeviceTier(self.layout.width, options.device_rows, options.device)
+        has_key_map = plans_on_device(options, sharding)
+        self.device = DeviceTier(self.layout.width, options.device_rows, options.device, has_key_map=has_key_map)
         kernels = select_table()  # of ids, which are in main memory wherever the device is
         self._unique = kernels.unique
         self.admission = Admission(options.admission, kernels.hash_map, options.seed, options.name)
@@ -94,29 +96,42 @@ class RowCache:
         `is_gathered`: all ranks have these same ids. Raises DataError for an id outside the table.
         """
         with reserve_threads() if ahead else nullcontext():
-            if self._finds_there and len(ids) >= DEVICE_IDS:
-                distinct, inverse = self._found_there(ids)
+            if self.device.key_map is not None:
+                ids = copy_to(ids, self.device.device)
+                handle = LookupHandle(keys=ids[:0], inverse=ids[:0], exchange=None)
             else:
-                distinct, inverse = self._unique(ids, scratch=self._scratches[ahead])
-            check_range(distinct, self.options.num_embeddings, self.options.name)
-            if self._replicas is not None and not is_gathered:
-                own, distinct = distinct, self._replicas.all_gather_keys(distinct, ahead)
-                inverse = torch.searchsorted(distinct, own)[inverse]
-            route = None if self._sharding is None else self._sharding.plan_exchange(distinct, ahead)
-            handle = LookupHandle(keys=distinct if route is None else route.ids, inverse=inverse, exchange=route)
+                handle = self._distinct_ids(ids, ahead=ahead, is_gathered=is_gathered)
             # Lookups are numbered in the order in which rows are pinned by them, whichever thread plans.
             with self.manager.lock if ahead else self.exclusive():
                 self.pins.open(handle)
                 if ahead and self.manager.policy.future:
                     self.manager.policy.future.popleft()
                 try:
-                    handle.slots = self.manager.ensure_resident(handle.number, handle.keys)
+                    if self.device.key_map is None:
+                        handle.slots = self.manager.ensure_resident(handle.number, handle.keys)
+                        handle.device_slots = copy_to(handle.slots, self.device.device)
+                    elif self.manager.find_ids(handle, ids, self.options.num_embeddings):
+                        check_range(ids, self.options.num_embeddings, self.options.name)
                 except BaseException:
                     self.pins.close(handle.number)
                     raise
                 if keep is not None:
                     keep(handle)
             return handle
+
+    def _distinct_ids(self, ids: Tensor, *, ahead: bool, is_gathered: bool) -> LookupHandle:
+        """A lookup without slots: its keys are those that this process needs rows of."""
+        if self._finds_there and len(ids) >= DEVICE_IDS:
+            distinct, inverse = self._found_there(ids)
+        else:
+            distinct, inverse = self._unique(ids.cpu(), scratch=self._scratches[ahead])
+        check_range(distinct, self.options.num_embeddings, self.options.name)
+        if self._replicas is not None and not is_gathered:
+            own, distinct = distinct, self._replicas.all_gather_keys(distinct, ahead)
+            inverse = torch.searchsorted(distinct, own)[inverse]
+        route = None if self._sharding is None else self._sharding.plan_exchange(distinct, ahead)
+        keys = distinct if route is None else route.ids
+        return LookupHandle(keys=keys, inverse=copy_to(inverse, self.device.device), exchange=route)
 
     def _found_there(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """The distinct ids [u], on the CPU, and the index [N] of each id among them, on the device."""
@@ -125,7 +140,7 @@ class RowCache:
 
     def on_future_access(self, ids: Tensor) -> None:
         """The prefetch thread will plan a lookup of these ids later."""
-        self.manager.policy.future.append(self._unique(flat_ids(ids), scratch=self._scratches[True])[0])
+        self.manager.policy.future.append(self._unique(flat_ids(ids).cpu(), scratch=self._scratches[True])[0])
 
     def prefetch(self, ids: Tensor) -> None:
         """Plan the next lookup of this very tensor; only the prefetch thread calls it."""
@@ -150,23 +165,26 @@ class RowCache:
             yield
 
     @torch.no_grad()
-    def catch_up(self, slots: Tensor) -> None:
-        """Before rows are read: apply the steps in which they had no gradient, for optimizers that move such rows."""
+    def catch_up(self, slots: Tensor, there: Tensor) -> None:
+        """Before rows are read: apply the steps in which they had no gradient, for optimizers that move such rows.
+        `there`: the slots on the device of the rows."""
         if not self.optimizer.moves_untouched_rows or not self.num_steps or not len(slots):
             return
         with self.device.slab_lock:
-            slab, there = self.device.slab, copy_to(slots, self.device.device)
+            slab = self.device.slab
             self._before_change(slots)
             self.optimizer.catch_up(slab, there, self.num_steps, self.rates)
-            has_moved = self.layout.as_integers(slab)[:, self.layout.updates][there] > 0
-            self.device.is_dirty[slots] |= has_moved.cpu()
+            # Without a capacity no row leaves the tier.
+            if self.device.capacity is not None:
+                has_moved = self.layout.as_integers(slab)[:, self.layout.updates][there] > 0
+                self.device.is_dirty[slots] |= has_moved.cpu()
 
     @torch.no_grad()
     def update(self, part: SlotGradients | None, rate: float) -> None:
         """One optimizer step on the rows of `part`, whose lookups are still open."""
         if self.optimizer.moves_untouched_rows:
             if part is not None:
-                self.catch_up(part.slots)
+                self.catch_up(part.slots, part.device_slots)
             if self.num_steps == len(self.rates):
                 self.rates = torch.cat([self.rates, torch.zeros_like(self.rates)])
             self.rates[self.num_steps] = rate
@@ -174,14 +192,16 @@ class RowCache:
         if part is None or not len(part.slots):
             return
         with self.device.slab_lock:
-            slab, there = self.device.slab, copy_to(part.slots, self.device.device)
+            slab, there = self.device.slab, part.device_slots
             self._before_change(part.slots)
             self.optimizer.update(slab, there, part.gradients, rate, self.num_steps)
-            put(self.device.is_dirty, part.slots, True)
-            put(self.device.is_fresh, part.slots, False)
+            if self.device.capacity is not None:
+                put(self.device.is_dirty, part.slots, True)
+            if self.manager.fresh:
+                self.device.mark_fresh(part.slots, False)
             if self.expiry.has_buckets:
                 is_first = self.layout.as_integers(slab)[:, self.layout.updates][there].cpu() == 1
-                keys = self.device.index.keys_at(part.slots[is_first])
+                keys = self.device.index.keys_at(part.slots.cpu()[is_first])
                 self.expiry.on_update(keys, torch.full((len(keys),), self.num_steps), self.num_steps)
 
     @torch.no_grad()
@@ -253,5 +273,15 @@ class RowCache:
 
     def _before_change(self, slots: Tensor) -> None:
         if self.changes.observers or self.changes.since is not None:
+            slots = slots.cpu()
             keys = self.device.index.keys_at(slots)
             self.changes.before_change(keys, lambda positions: self.device.rows(slots[positions]))
+
+
+def plans_on_device(options: CachedEmbeddingOptions, sharding: TableSharding | None) -> bool:
+    """Whether lookups are planned on the device of the rows: where all rows are there, every id gets a row, ranks
+    exchange no ids, and the device has a hash map of its own."""
+    device = torch.device(options.device)
+    if device.type == "cpu" or options.device_rows is not None or sharding is not None:
+        return False
+    return options.admission.name == "always" and select_table(device.type).hash_map is not DictHashMap

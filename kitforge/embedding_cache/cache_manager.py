@@ -20,11 +20,12 @@ from kitforge.embedding_cache.eviction.policy import build_policy
 from kitforge.embedding_cache.keys.row_init import RowInitializer
 from kitforge.embedding_cache.keys.slot_map import NEVER_USED, flip_location
 from kitforge.embedding_cache.options import CachedEmbeddingOptions
-from kitforge.embedding_cache.pins import PinRegistry
+from kitforge.embedding_cache.pins import LookupHandle, PinRegistry
 from kitforge.embedding_cache.stats import TableCounters
 from kitforge.embedding_cache.tiers.device import DeviceTier
 from kitforge.embedding_cache.tiers.host import HostStore
 from kitforge.embedding_cache.tiers.two_level import TwoLevelStore
+from kitforge.foundation.device import copy_to
 from kitforge.foundation.errors import ConfigError
 
 
@@ -49,8 +50,8 @@ class CacheManager:
         self.device, self.tiers, self.counts = device, tiers, counts
         self.policy = build_policy(options.policy, device.index)
         self._row_initializer, self._fails_on_overflow = row_initializer, options.fail_on_overflow
-        # Slots of rows initialized here, some of which were updated or removed since.
-        self._fresh: list[Tensor] = []
+        # Slots of rows initialized here, some of which were updated or removed since; those of open lookups are there.
+        self.fresh: list[Tensor] = []
         self._pinned_mask = torch.zeros(0, dtype=torch.bool)  # by slot; false between calls
         self._copy_rows, self._scratch = select_table().copy_rows, Workspace()
 
@@ -63,12 +64,35 @@ class CacheManager:
                 self._resident_unbounded(keys) if capacity is None else self._resident_bounded(number, keys, capacity)
             )
 
+    def find_ids(self, handle: LookupHandle, ids: Tensor, bound: int | None) -> int:
+        """As `ensure_resident`, for a device that has a key map: plan the lookup of ids [N], which are there, so that
+        nothing of them is copied to the CPU but the keys of new rows. Returns the number of ids that are not from 0 to
+        below `bound`; then nothing is planned."""
+        device = self.device
+        assert device.key_map is not None
+        with self.lock:
+            found = device.key_map.find_distinct(ids, bound)
+            if found.num_outside:
+                return found.num_outside
+            self.counts.events["lookups"] += 1
+            if found.num_missing:
+                # The host knows how many there are, and does not wait for their positions.
+                missing = torch.argsort(found.slots.clamp(max=0), stable=True)[: found.num_missing]
+                keys = found.keys.index_select(0, missing).cpu()
+                if self.fresh:
+                    self._drop_fresh(found.slots.cpu())
+                found.slots.index_copy_(0, missing, copy_to(self._fetch(keys), device.device))
+            self.counts.hits["device"] += len(found.keys) - found.num_missing
+            handle.keys, handle.inverse = found.keys, found.inverse
+            handle.slots = handle.device_slots = found.slots
+            return 0
+
     def is_pinned(self, slots: Tensor, planned: Tensor) -> Tensor:
         """The mask [n] of those of these slots [n] that an open lookup needs, or the current one, whose rows so far are
-        in the slots `planned`. Only under `lock`."""
+        at the locations `planned`. Only under `lock`."""
         if len(self._pinned_mask) < self.device.index.room:
             self._pinned_mask = torch.zeros(self.device.index.room, dtype=torch.bool)
-        pinned = [planned, *[handle.slots for handle in self.pins.open_lookups()]]
+        pinned = [at(planned, where(planned >= 0)), *[handle.slots.cpu() for handle in self.pins.open_lookups()]]
         mask = self._pinned_mask.numpy()
         for each in pinned:
             mask[each.numpy()] = True
@@ -79,19 +103,19 @@ class CacheManager:
 
     def mark_fresh(self, slots: Tensor) -> None:
         """The rows at these slots are initial rows. They are dropped when no lookup needs them, unless updated."""
-        put(self.device.is_fresh, slots, True)
-        self._fresh.append(slots)
+        self.device.mark_fresh(slots, True)
+        self.fresh.append(slots)
 
     def clear(self) -> None:
         """Forget the fresh rows, when the tiers are empty."""
-        put(self.device.is_fresh, torch.cat([*self._fresh, torch.empty(0, dtype=torch.int64)]), False)
-        self._fresh = []
+        self.device.mark_fresh(torch.cat([*self.fresh, torch.empty(0, dtype=torch.int64)]), False)
+        self.fresh = []
 
     def _resident_unbounded(self, keys: Tensor) -> Tensor:
         slots = self.device.index.lookup(keys)
         missing = where(slots < 0)
         if len(missing):
-            self._drop_fresh(at(slots, where(slots >= 0)))
+            self._drop_fresh(slots)
             put(slots, missing, self._fetch(at(keys, missing)))
         self.counts.hits["device"] += len(keys) - len(missing)
         return slots
@@ -105,16 +129,13 @@ class CacheManager:
                 expected=f"cache.device_rows of at least {len(keys)}",
                 fix=f"cache.device_rows={len(keys)}, or cache.fail_on_overflow=false to let the tier grow",
             )
-        slots = device.index.find(keys)
-        missing, here = where(torch.from_numpy(slots.numpy() < 0)), slots.numpy().copy()
-        # Pin hits before choosing victims. Duplicating one slot is cheaper than masking out the misses.
-        here[missing.numpy()] = here.max(initial=-1)
-        if len(missing) < len(slots):
-            device.index.touch(torch.from_numpy(here), number)
+        # Hits are pinned before victims are chosen.
+        slots = device.index.find_and_touch(keys, number)
+        missing = where(torch.from_numpy(slots.numpy() < 0))
         self.counts.hits["device"] += len(keys) - len(missing)
         if len(missing) or len(device.index) > capacity:
             arriving = at(slots, missing)
-            self._make_room(number, arriving, at(slots, where(slots >= 0)), capacity)
+            self._make_room(number, arriving, slots, capacity)
             left = where(arriving < 0)
             if len(left):
                 inserted = self._fetch(at(keys, at(missing, left)))
@@ -151,7 +172,7 @@ class CacheManager:
         """Evict rows until the arriving ones fit into the capacity, as far as that is possible.
 
         `arriving` [n] holds their locations (`SlotMap.find`). A row of the host tier takes the slot of a victim, which
-        is then written there. `planned`: slots of rows of this lookup that are here already.
+        is then written there. `planned` [u]: the locations of all rows of this lookup.
         """
         device = self.device
         in_host, num_new = where(arriving < -1), len(arriving)
@@ -193,15 +214,15 @@ class CacheManager:
     def _drop_fresh(self, planned: Tensor) -> int:
         """Drop initial rows that were never updated and that no lookup needs: unseen ids of an evaluation, ids without
         admission. They would be initialized alike again. Returns their number."""
-        if not self._fresh:
+        if not self.fresh:
             return 0
-        slots, device = torch.cat(self._fresh), self.device
+        slots, device = torch.cat(self.fresh), self.device
         # Pins are read before the flags: a lookup that is done by then has cleared the flags of rows it updated.
         is_needed = self.is_pinned(slots, planned)
-        is_fresh = at(device.is_fresh, slots)
+        is_fresh = device.are_fresh(slots)
         going = torch.from_numpy(np.unique(at(slots, where(is_fresh & ~is_needed)).numpy()))
         kept = at(slots, where(is_fresh & is_needed))
-        self._fresh = [kept] if len(kept) else []
-        put(device.is_fresh, going, False)
+        self.fresh = [kept] if len(kept) else []
+        device.mark_fresh(going, False)
         device.index.remove(going)
         return len(going)

@@ -32,7 +32,7 @@ CHUNK_IDS = 4096
 class LookupInput:
     """Ids [N] and their bags; without bags every id gives a row."""
 
-    ids: Tensor  # [N] int64, on the CPU
+    ids: Tensor  # [N] int64, where they were given
     bags: Bags | None
     weights: Tensor | None  # [N] the weights as passed in, for their gradient
     output_shape: tuple[int, ...]  # of the output, without its last dim
@@ -71,7 +71,7 @@ def parse_lookup_input(
 
 
 def flat_ids(ids: Tensor) -> Tensor:
-    """Ids of any shape as [N] int64 on the CPU, where planning happens. Raises DataError unless they are integers."""
+    """Ids of any shape as [N] int64 on their device. Raises DataError unless they are integers."""
     if ids.dtype not in (torch.int64, torch.int32):
         raise DataError(
             "invalid dtype of ids",
@@ -79,15 +79,16 @@ def flat_ids(ids: Tensor) -> Tensor:
             expected="int64",
             fix="where a batch holds more than ids, say which they are: prefetch(batches, ids=lambda batch: batch[0])",
         )
-    return ids.detach().reshape(-1).to("cpu", torch.int64).contiguous()
+    return ids.detach().reshape(-1).to(torch.int64).contiguous()
 
 
 def check_range(ids: Tensor, num_embeddings: int | None, table: str) -> None:
     """Raise DataError for an id [u] outside the table."""
     if num_embeddings is None or not len(ids):
         return
-    bounds = torch.aminmax(ids)
-    lowest, highest = int(bounds.min), int(bounds.max)
+    # In one thread: torch's others would go on spinning.
+    values = ids.cpu().numpy()
+    lowest, highest = int(values.min()), int(values.max())
     if lowest < 0 or highest >= num_embeddings:
         raise DataError(
             f"an id is not in the table {table!r}",
@@ -95,6 +96,14 @@ def check_range(ids: Tensor, num_embeddings: int | None, table: str) -> None:
             expected=f"0 to {num_embeddings - 1}",
             fix="give the table a larger num_embeddings, or None to take any id",
         )
+
+
+def bags_on(device: torch.device, bags: Bags | None) -> Bags | None:
+    """Bags on the CPU, copied to a device."""
+    if bags is None or device.type == "cpu":
+        return bags
+    weights = None if bags.weights is None else copy_to(bags.weights, device)
+    return replace(bags, offsets=copy_to(bags.offsets, device), weights=weights)
 
 
 @final
@@ -106,12 +115,13 @@ class Pooling:
     dim: int
     slots: Tensor  # [u] positions of the distinct rows in the source, on the device of the tier
     inverse: Tensor  # [N], on the device of the tier
-    bags: Bags | None
+    bags: Bags | None  # on the CPU
+    device_bags: Bags | None  # the same on the device of the tier
 
     def pool(self, source: Tensor) -> Tensor:
         """[B, dim], or [N, dim] without bags, of the first `dim` columns of `source`."""
-        kernel, bags = self.tier.kernels.embedding_bag, self._device_bags()
-        return kernel(source, self.slots, self.dim, inverse=self.inverse, bags=bags)
+        kernel = self.tier.kernels.embedding_bag
+        return kernel(source, self.slots, self.dim, inverse=self.inverse, bags=self.device_bags)
 
     def scatter_gradients(self, gradients: Tensor, out: Tensor) -> Tensor:
         """The gradients [u, dim] of the distinct rows, from those of the output of `pool`."""
@@ -119,7 +129,7 @@ class Pooling:
             gradients.contiguous(),
             self.inverse,
             len(self.slots),
-            bags=self._device_bags(),
+            bags=self.device_bags,
             out=out,
         )
 
@@ -133,13 +143,6 @@ class Pooling:
         parts = [(rows[at] * gradients[copy_to(bags, device)]).sum(1) for at, bags in chunks]
         result = torch.cat([*parts, gradients.new_empty(0)])
         return result / copy_to(counts[bag_of], device).to(result.dtype) if self.bags.mode == "mean" else result
-
-    def _device_bags(self) -> Bags | None:
-        device = self.tier.device
-        if self.bags is None or device.type == "cpu":
-            return self.bags
-        weights = None if self.bags.weights is None else copy_to(self.bags.weights, device)
-        return replace(self.bags, offsets=copy_to(self.bags.offsets, device), weights=weights)
 
 
 class PooledRows(torch.autograd.Function):
@@ -192,7 +195,8 @@ class PooledVectors(torch.autograd.Function):
 class SlotGradients:
     """Gradients [n, dim] of the rows at distinct slots [n] of the device tier."""
 
-    slots: Tensor
+    slots: Tensor  # where lookups are planned
+    device_slots: Tensor  # the same on the device of the tier
     gradients: Tensor
 
 
@@ -223,15 +227,16 @@ class RowGradients:
         """All gradients, each row once; None when there are none. The caller may overwrite them."""
         if len(self.parts) > 1:
             tier, parts = self._tier, self.parts
-            # Slots are planned in main memory, wherever the rows are.
-            slots, inverse = select_table().unique(torch.cat([part.slots for part in parts]))
+            # Slots are in main memory unless lookups are planned where the rows are.
+            given = torch.cat([part.slots for part in parts])
+            slots, inverse = (select_table() if given.is_cpu else tier.kernels).unique(given)
             gradients = torch.cat(
                 [part.gradients for part in parts], out=self.buffer("joined", sum(len(part.slots) for part in parts))
             )
             summed = tier.kernels.embedding_bag_backward(
                 gradients, copy_to(inverse, tier.device), len(slots), out=self.buffer("summed", len(slots))
             )
-            self.parts = [SlotGradients(slots=slots, gradients=summed)]
+            self.parts = [SlotGradients(slots=slots, device_slots=copy_to(slots, tier.device), gradients=summed)]
         return self.parts[0] if self.parts else None
 
     def squared_norm(self) -> Tensor:
@@ -263,8 +268,13 @@ class GradientHandle:
                 fix="call backward once for each lookup, before step or clear_gradients",
             )
         self.close.detach()
-        slots = lookup.slots
+        part = SlotGradients(slots=lookup.slots, device_slots=lookup.device_slots, gradients=gradients)
         if lookup.is_trained is not None:
-            slots, gradients = slots[lookup.is_trained], gradients[lookup.is_trained.to(self._tier.device)]
+            there = lookup.is_trained.to(self._tier.device)
+            part = SlotGradients(
+                slots=part.slots[lookup.is_trained],
+                device_slots=part.device_slots[there],
+                gradients=gradients[there],
+            )
         self._gradients.handles.append(lookup)
-        self._gradients.parts.append(SlotGradients(slots=slots, gradients=gradients))
+        self._gradients.parts.append(part)

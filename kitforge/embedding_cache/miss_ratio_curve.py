@@ -77,7 +77,7 @@ def estimate(
     Ahmad, 2015). Raises DataError for an empty sample.
     """
     unique = select_table().unique
-    needs = [_sampled(unique(flat_ids(ids))[0].numpy(), sample_rate) for ids in batches]
+    needs = [_sampled(unique(flat_ids(ids).cpu())[0].numpy(), sample_rate) for ids in batches]
     if not needs:
         raise DataError("an estimate needs at least one batch", got="no batches", expected="at least one tensor of ids")
     rows = round(len(np.unique(np.concatenate(needs))) / sample_rate)

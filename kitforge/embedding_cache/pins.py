@@ -11,13 +11,15 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import final
 
 import torch
 from torch import Tensor
 
 from kitforge.core.parallel.table import ExchangePlan
+
+_NO_SLOTS = torch.empty(0, dtype=torch.int64)
 
 
 @final
@@ -29,10 +31,14 @@ class LookupHandle:
     """
 
     keys: Tensor  # [u]
-    inverse: Tensor  # [N] the position of each id among the u; with an exchange, among the distinct ids asked for here
+    # [N] the position of each id among the u, on the device of the rows; with an exchange, among the distinct ids asked
+    # for here
+    inverse: Tensor
     exchange: ExchangePlan | None  # where the ids of this rank live, when there are several ranks
     number: int = -1
-    slots: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))  # [u], empty until it is planned
+    # [u], empty until it is planned: where it is planned, and on the device of the rows.
+    slots: Tensor = _NO_SLOTS
+    device_slots: Tensor = _NO_SLOTS
     is_trained: Tensor | None = None  # [u] the rows that take gradients, known when it is computed; None: all
     is_open: bool = True
 

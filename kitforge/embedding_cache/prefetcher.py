@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Generic, TypeVar, final
 
@@ -40,6 +41,8 @@ class EmbeddingPrefetcher(Generic[Batch]):
         self._window = max((cache.manager.policy.window for cache in caches), default=0)
         # Whether planning is a collective, so that all ranks must plan the same number of batches.
         self._is_collective = any(cache.is_collective for cache in caches)
+        on_cpu = any(cache.device.device.type == "cpu" for cache in caches)
+        self._is_parallel = len(caches) > 1 and not on_cpu and not self._is_collective
         self._ready: deque[Batch] = deque()
         self._changed = threading.Condition()
         self._is_closed = False
@@ -88,21 +91,38 @@ class EmbeddingPrefetcher(Generic[Batch]):
 
     def _run(self) -> None:
         try:
-            for batch in self._with_lookahead():
-                if not self._may_plan():
-                    break
-                for cache, ids in self._lookups(batch):
-                    cache.prefetch(ids)
-                with self._changed:
-                    self._ready.append(batch)
-                    self._awaited.close()
-                    self._changed.notify_all()
+            with ThreadPoolExecutor(len(self._caches) or 1, thread_name_prefix="table plan") as pool:
+                for batch in self._with_lookahead():
+                    if not self._may_plan():
+                        break
+                    self._plan(batch, pool)
+                    with self._changed:
+                        self._ready.append(batch)
+                        self._awaited.close()
+                        self._changed.notify_all()
         except BaseException as error:  # noqa: BLE001 (the trainer raises it)
             self._error = error
         with self._changed:
             self._is_finished = True
             self._awaited.close()
             self._changed.notify_all()
+
+    def _plan(self, batch: Batch, pool: Executor) -> None:
+        """Plan the lookups of a batch: those of a table in their order, and those of several tables at once if training
+        leaves the CPU to them."""
+        by_cache: dict[RowCache, list[Tensor]] = {}
+        for cache, ids in self._lookups(batch):
+            if self._is_parallel:
+                by_cache.setdefault(cache, []).append(ids)
+            else:
+                cache.prefetch(ids)
+
+        def plan_all(cache: RowCache, given: list[Tensor]) -> None:
+            for ids in given:
+                cache.prefetch(ids)
+
+        for each in [pool.submit(plan_all, *lookups) for lookups in by_cache.items()]:
+            each.result()
 
     def _may_plan(self) -> bool:
         """Wait until fewer than `depth` batches are ready; False when the loop was left.

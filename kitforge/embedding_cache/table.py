@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, Self, TypeVar, final
 
 import torch
@@ -24,6 +25,7 @@ from kitforge.embedding_cache.lookup import (
     Pooling,
     RowGradients,
     SlotGradients,
+    bags_on,
     parse_lookup_input,
 )
 from kitforge.embedding_cache.miss_ratio_curve import CacheEstimate, estimate
@@ -37,7 +39,6 @@ from kitforge.embedding_cache.stats import TableStats
 from kitforge.embedding_cache.store import RowStore
 from kitforge.embedding_cache.tiers.redis import RedisStore
 from kitforge.foundation.config import check, to_dict
-from kitforge.foundation.device import copy_to
 from kitforge.foundation.errors import DataError, ModelError
 
 Batch = TypeVar("Batch")
@@ -98,7 +99,7 @@ class CachedEmbedding(nn.Module):
         handle = self.rows.prefetched.pop(ids) or self.rows.plan(query.ids, ahead=False)
         # Training lookups are counted here, not where they are planned: batches planned ahead may be dropped.
         self.rows.admit(handle, is_counted=self.training and torch.is_grad_enabled())
-        self.rows.catch_up(handle.slots)
+        self.rows.catch_up(handle.slots, handle.device_slots)
         output = self._pool(handle, query)
         return output.reshape(*query.output_shape, self.options.dim)
 
@@ -210,17 +211,17 @@ class CachedEmbedding(nn.Module):
         device, dim = self.rows.device, self.options.dim
         deliver = GradientHandle(handle, self._gradients, device, self.rows.pins)
         output: Tensor
-        inverse = copy_to(handle.inverse, device.device)
+        bags = bags_on(device.device, query.bags)
+        new_pooling = partial(Pooling, tier=device, dim=dim, inverse=handle.inverse, bags=query.bags, device_bags=bags)
         if handle.exchange is None:
-            slots = copy_to(handle.slots, device.device)
-            pooling = Pooling(tier=device, dim=dim, slots=slots, inverse=inverse, bags=query.bags)
+            pooling = new_pooling(slots=handle.device_slots)
             anchor = torch.empty(0, requires_grad=True)
             output = PooledRows.apply(anchor, query.weights, pooling, deliver)  # type: ignore[no-untyped-call]
         else:
             assert self._sharding is not None
             vectors = self._sharding.vectors(handle.exchange, lambda: self._vectors_of(handle), deliver)
             positions = torch.arange(len(vectors), device=device.device)
-            pooling = Pooling(tier=device, dim=dim, slots=positions, inverse=inverse, bags=query.bags)
+            pooling = new_pooling(slots=positions)
             output = PooledVectors.apply(vectors, query.weights, pooling)  # type: ignore[no-untyped-call]
         if not torch.is_grad_enabled():
             deliver.close()
@@ -229,8 +230,7 @@ class CachedEmbedding(nn.Module):
     def _vectors_of(self, handle: LookupHandle) -> Tensor:
         device = self.rows.device
         with device.slab_lock:
-            slots = copy_to(handle.slots, device.device)
-            return device.kernels.embedding_bag(device.slab, slots, self.rows.row_initializer.dim)
+            return device.kernels.embedding_bag(device.slab, handle.device_slots, self.rows.row_initializer.dim)
 
     def _all_reduce_gradients(self) -> None:
         """With replicas on all ranks, sum the gradients of all ranks, once a step."""
@@ -243,7 +243,9 @@ class CachedEmbedding(nn.Module):
         keys, gradients = self._sharding.all_reduce_gradients(keys, own)
         # Rows for which only other ranks had gradients must be resident as well.
         handle = self.rows.plan(keys, ahead=False, is_gathered=True)
-        self._gradients.parts = [SlotGradients(slots=handle.slots, gradients=gradients)]
+        self._gradients.parts = [
+            SlotGradients(slots=handle.slots, device_slots=handle.device_slots, gradients=gradients)
+        ]
         self._gradients.handles.append(handle)
         self._gradients.is_reduced = True
 

@@ -6,8 +6,8 @@ import ctypes
 import platform
 import resource
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, final
@@ -200,18 +200,27 @@ class CopyStream:
         self._device = device
         # A stream needs no memory of the device before its first use.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self.is_idle = self._stream is None
+        # Whether computation waits for all copies that have been queued.
+        self.is_idle = True
 
     def copying(self) -> AbstractContextManager[Any]:
         """What is queued within runs after all that computation has queued so far, and beside what it queues next."""
-        if self._stream is None:
-            return _NO_CONTEXT
-        self._stream.wait_stream(torch.cuda.default_stream(self._device))
-        return torch.cuda.stream(self._stream)
+        return _NO_CONTEXT if self._stream is None else self._queueing(self._stream)
+
+    @contextmanager
+    def _queueing(self, stream: Any) -> Iterator[None]:
+        stream.wait_stream(torch.cuda.default_stream(self._device))
+        with torch.cuda.stream(stream):
+            try:
+                yield
+            finally:
+                self.is_idle = False
 
     def wait(self) -> None:
         """Let computation that is queued from now on wait for the copies that have been queued. The CPU does not."""
         if self._stream is not None:
+            # Before the wait: what another thread queues after it is not idle again.
+            self.is_idle = True
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
 

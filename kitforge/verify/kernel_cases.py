@@ -200,7 +200,9 @@ def table_errors(device: torch.device) -> Iterator[tuple[str, float]]:
         copied = torch.zeros_like(rows)
         kernels.copy_rows(rows, copied, at=at, to=at.flip(0))
         results = {"embedding_bag": pooled, "embedding_bag_backward": sums, "copy_rows": copied}
-        results |= {"unique": torch.cat([distinct, numbers]), "hash_map": table.lookup(of * 7 - 3)}
+        found = table.find_distinct(of * 7 - 3)
+        known = torch.cat([table.lookup(of * 7 - 3), found.keys, found.inverse, found.slots])
+        results |= {"unique": torch.cat([distinct, numbers]), "hash_map": known}
         for name in ("sgd", "adagrad", "rowwise_adagrad", "lazy_adam", "adam", "ftrl"):
             rule = build_row_optimizer(SparseOptimizerConfig(name=name), kernels)
             layout = rule.layout(32)

@@ -127,5 +127,8 @@ def test_copies_wait_for_computation_and_computation_for_copies(monkeypatch: pyt
     stream = CopyStream(torch.device("cuda"))
     with stream.copying():
         events.append("copy")
+    assert not stream.is_idle
     stream.wait()
+    # Nothing else has been queued, so that nothing waits again.
+    assert stream.is_idle
     assert events == ["copies waits for compute", "on copies", "copy", "compute waits for copies"]

@@ -3,6 +3,9 @@
 Two tiers in memory share one hash map, since a key is in at most one of them: its location is a slot of the first tier,
 or -2 - slot of the second. One search finds a key in either tier.
 
+Where lookups are planned on a device, that has a copy of the map. It learns of each key that gets or loses a slot here,
+so it needs no state in a checkpoint.
+
 Legend: keys [n] int64, any value; slots [n] int64 from 0.
 """
 
@@ -14,6 +17,7 @@ import torch
 from torch import Tensor
 
 from kitforge.core.kernels.hash_map.reference import HashMapFactory, HashMapKernel
+from kitforge.foundation.device import copy_to
 
 # Room before the first growth, where the number of rows is not known.
 INITIAL_ROOM = 1024
@@ -25,9 +29,17 @@ NEVER_USED = -1
 class SlotMap:
     """Keys and slots, each at most once. Not thread-safe."""
 
-    def __init__(self, new_hash_map: HashMapFactory, room: int, first: SlotMap | None = None) -> None:
-        """`first` is the map of the tier above; this tier then shares its hash map as the second of the two."""
+    def __init__(
+        self,
+        new_hash_map: HashMapFactory,
+        room: int,
+        first: SlotMap | None = None,
+        copy: tuple[HashMapKernel, torch.device] | None = None,
+    ) -> None:
+        """`first` is the map of the tier above; this tier then shares its hash map as the second of the two. `copy` is
+        an empty map and the device that it is for."""
         self.room, self.num_free = room, room
+        self._copy = copy
         self._locations: HashMapKernel = new_hash_map(room) if first is None else first._locations
         self._is_second = first is not None
         self._keys = torch.zeros(room, dtype=torch.int64)
@@ -44,6 +56,10 @@ class SlotMap:
         """The location of each key: a slot of this tier, -1 for nowhere, -2 - slot for a slot of the other tier."""
         locations = self._locations.lookup(keys)
         return flip_location(locations) if self._is_second else locations
+
+    def find_and_touch(self, keys: Tensor, number: int) -> Tensor:
+        """`find` distinct keys in the first of two tiers, and `touch` those that are in it."""
+        return self._locations.lookup(keys, self.last_use, number)
 
     def lookup(self, keys: Tensor) -> Tensor:
         """The slots of keys, -1 for a key that is not in this tier."""
@@ -64,6 +80,9 @@ class SlotMap:
         """Give each of these distinct keys a new slot, at most `num_free`; a key that had a slot loses the old one."""
         self.num_free -= len(keys)
         slots = self._free[self.num_free : self.num_free + len(keys)].flip(0)
+        if self._copy is not None:
+            there, device = self._copy
+            there.insert(copy_to(keys, device), copy_to(slots, device))
         self._keys.numpy()[slots.numpy()] = keys.numpy()
         self.is_used.numpy()[slots.numpy()] = True
         before = self._locations.insert(keys, flip_location(slots) if self._is_second else slots).numpy()
@@ -76,6 +95,9 @@ class SlotMap:
         """Free slots that are in use and return their keys."""
         keys = self.keys_at(slots)
         self._locations.remove(keys)
+        if self._copy is not None and len(keys):
+            there, device = self._copy
+            there.remove(copy_to(keys, device))
         self._release(slots)
         return keys
 
@@ -90,8 +112,8 @@ class SlotMap:
         down, up = self.keys_at(slots), second.keys_at(positions)
         self._keys.numpy()[slots.numpy()] = up.numpy()
         second._keys.numpy()[positions.numpy()] = down.numpy()
-        self._locations.insert(up, slots)
-        self._locations.insert(down, flip_location(positions))
+        self._locations.replace(up, slots)
+        self._locations.replace(down, flip_location(positions))
 
     def grow(self, room: int) -> None:
         """Have at least `room` slots."""

@@ -90,7 +90,7 @@ class ServedTable(nn.Module):
     def forward(self, ids: Tensor, offsets: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
         """See `CachedEmbedding.forward`. Nothing has a gradient."""
         query = parse_lookup_input(self.options, ids, offsets, weights)
-        distinct, inverse = self._kernels.unique(query.ids)
+        distinct, inverse = self._kernels.unique(query.ids.cpu())
         check_range(distinct, self.options.num_embeddings, self.options.name)
         vectors, positions = self.vectors(distinct), torch.arange(len(distinct))
         output = self._kernels.embedding_bag(vectors, positions, self.options.dim, inverse=inverse, bags=query.bags)

@@ -5,19 +5,21 @@ from __future__ import annotations
 import threading
 from typing import final
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kitforge.core.kernels.dispatch import TableKernels, select_table
+from kitforge.core.kernels.hash_map.reference import HashMapKernel
 from kitforge.core.kernels.indexing import at, put
 from kitforge.core.kernels.workspace import Workspace
 from kitforge.embedding_cache.keys.slot_map import INITIAL_ROOM, SlotMap, grow_rows
-from kitforge.foundation.device import CopyStream, copy_to
+from kitforge.foundation.device import CopyStream, copy_to, host_memory
 
 
 @final
 class DeviceTier:
-    """Rows in slots of one slab [room, width] on a device; the key map is on the CPU.
+    """Rows in slots of one slab [room, width] on a device. The key map is on the CPU, with `has_key_map` there as well.
 
     `capacity` is the number of rows it should hold, None for any. The planning thread moves rows in slots that no
     lookup needs; the training thread reads and updates rows in slots that its lookups need, and marks them dirty. Only
@@ -25,17 +27,24 @@ class DeviceTier:
     of their own, beside the computation of earlier steps.
     """
 
-    def __init__(self, width: int, capacity: int | None, device: torch.device | str) -> None:
+    def __init__(
+        self, width: int, capacity: int | None, device: torch.device | str, *, has_key_map: bool = False
+    ) -> None:
         self.capacity, self.width = capacity, width
         self.device = torch.device(device)
         self.kernels: TableKernels = select_table(self.device.type)
         room = INITIAL_ROOM if capacity is None else capacity
-        self.index = SlotMap(select_table().hash_map, room)
+        # Finds slots without the CPU; None: lookups are planned on the CPU.
+        self.key_map: HashMapKernel | None = self.kernels.hash_map() if has_key_map else None
+        copy = None if self.key_map is None else (self.key_map, self.device)
+        self.index = SlotMap(select_table().hash_map, room, copy=copy)
         self._slab = torch.empty(room, width, device=self.device)
         self._copies = CopyStream(self.device)
         self.slab_lock = threading.RLock()
         self.is_dirty = torch.zeros(room, dtype=torch.bool)
-        self.is_fresh = torch.zeros(room, dtype=torch.bool)  # rows initialized here and not updated since
+        # Rows initialized here and not updated since; it lies where lookups are planned.
+        self._is_fresh = torch.zeros(room, dtype=torch.bool, device=self.device if has_key_map else "cpu")
+        self._swap_here = select_table().swap_rows
         self._scratch = Workspace()
 
     @property
@@ -57,7 +66,7 @@ class DeviceTier:
             slab = torch.empty(room, self.width, device=self.device)
             slab[:before] = self.slab
             self._slab = slab
-            self.is_dirty, self.is_fresh = grow_rows(self.is_dirty, room), grow_rows(self.is_fresh, room)
+            self.is_dirty, self._is_fresh = grow_rows(self.is_dirty, room), grow_rows(self._is_fresh, room)
         self.index.grow(room)
 
     def insert(self, keys: Tensor, rows: Tensor, dirty: Tensor) -> Tensor:
@@ -66,8 +75,21 @@ class DeviceTier:
         with self._copies.copying():
             self.kernels.copy_rows(copy_to(rows, self.device), self._slab, to=copy_to(slots, self.device))
         put(self.is_dirty, slots, dirty)
-        put(self.is_fresh, slots, False)
+        self.mark_fresh(slots, False)
         return slots
+
+    def mark_fresh(self, slots: Tensor, is_fresh: bool) -> None:
+        """Whether the rows at `slots` [n] were initialized here and not updated since."""
+        if self._is_fresh.is_cpu:
+            put(self._is_fresh, slots, is_fresh)
+        else:
+            self._is_fresh.index_fill_(0, copy_to(slots, self.device), is_fresh)
+
+    def are_fresh(self, slots: Tensor) -> Tensor:
+        """The mask [n] of the rows at `slots` [n], on the CPU, that were initialized here and not updated since."""
+        if self._is_fresh.is_cpu:
+            return at(self._is_fresh, slots)
+        return self._is_fresh.index_select(0, copy_to(slots, self.device)).cpu()
 
     def evict(self, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Free slots; their keys, rows and dirty bits. The next call overwrites these rows."""
@@ -78,7 +100,7 @@ class DeviceTier:
         else:
             rows = self.rows(slots)
         dirty = at(self.is_dirty, slots)
-        put(self.is_fresh, slots, False)
+        self.mark_fresh(slots, False)
         return self.index.remove(slots), rows, dirty
 
     def rows(self, slots: Tensor) -> Tensor:
@@ -89,4 +111,11 @@ class DeviceTier:
     def swap(self, slots: Tensor, other: Tensor, positions: Tensor) -> None:
         """Swap the rows at `slots` [n] with those at `positions` [n] of a slab on the CPU."""
         with self._copies.copying():
-            self.kernels.swap_rows(self._slab, other, copy_to(slots, self.device), positions)
+            if self.device.type == "cpu":
+                self.kernels.swap_rows(self._slab, other, slots, positions)
+                return
+            there = copy_to(slots, self.device)
+            rows = host_memory(self.device, len(slots), self.width)
+            rows.copy_(self._slab.index_select(0, there))
+            self._swap_here(rows, other, torch.from_numpy(np.arange(len(slots))), positions)
+            self.kernels.copy_rows(copy_to(rows, self.device), self._slab, to=there)

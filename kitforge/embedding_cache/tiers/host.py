@@ -31,7 +31,7 @@ class HostStore(SlabStore):
         first = None if above is None or above.capacity is None else above.index
         super().__init__(width, capacity, SlotMap(kernels.hash_map, room, first))
         self._device = torch.device("cpu") if above is None else above.device
-        self._copy_rows = kernels.copy_rows
+        self._copy_rows, self._swap_rows = kernels.copy_rows, kernels.swap_rows
         self._slab = devices.host_memory(self._device, room, width)
         self._dirty = torch.zeros(room, dtype=torch.bool)
 
@@ -62,10 +62,8 @@ class HostStore(SlabStore):
         with self._lock:
             above.index.exchange(slots, self._index, positions)
             above.swap(slots, self._slab, positions)
-            dirty = at(above.is_dirty, slots)
-            put(above.is_dirty, slots, at(self._dirty, positions))
-            put(self._dirty, positions, dirty)
-            put(above.is_fresh, slots, False)
+            self._swap_rows(above.is_dirty.unsqueeze(1), self._dirty.unsqueeze(1), slots, positions)
+            above.mark_fresh(slots, False)
             self._touch(positions)
 
     def take(self, keys: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:

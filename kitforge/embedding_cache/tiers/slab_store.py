@@ -55,5 +55,7 @@ class SlabStore(RowStore, ABC):
         return iter(torch.split(keys, chunk))
 
     def _touch(self, slots: Tensor) -> None:
-        self._clock += 1
-        self._index.touch(slots, self._clock)
+        """These rows were used. Where no row leaves, nobody asks for that."""
+        if self.capacity is not None:
+            self._clock += 1
+            self._index.touch(slots, self._clock)

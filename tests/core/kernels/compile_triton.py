@@ -183,6 +183,8 @@ def call_tables(*, with_all: bool) -> None:
     table = kernels.hash_map()
     table.insert(torch.arange(3000), torch.arange(3000))
     table.lookup(torch.arange(3000))
+    table.find_distinct(torch.arange(3000), 3000)
+    kernels.hash_map().find_distinct(torch.arange(3000))
     slots, inverse = torch.randperm(50)[:20], torch.randint(0, 20, (60,))
     offsets = torch.arange(0, 61, 3)
     for dim in (1, 16, 128) if with_all else (1, 16):

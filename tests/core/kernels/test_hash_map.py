@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kitforge.core.kernels.hash_map import numba as fast
+from kitforge.core.kernels.hash_map.reference import FoundIds
 from tests.core.kernels.records import EXTREME, FAST, KERNELS, seeded, threads
 
 # Few keys, so that they are met again, and keys that collide: the finaliser is undone for numbers that differ only in
 # bits above those that a small table looks at.
 KEYS = st.sampled_from(EXTREME) | st.integers(-9, 9) | st.integers(-(2**63), 2**63 - 1)
 BATCHES = st.lists(KEYS, max_size=40, unique=True)
-CALLS = st.lists(st.tuples(st.sampled_from(["insert", "remove", "lookup"]), BATCHES), max_size=12)
+CALLS = st.lists(st.tuples(st.sampled_from(["insert", "replace", "remove", "lookup"]), BATCHES), max_size=12)
 
 
 def keys_of_home(home: int, count: int) -> list[int]:
@@ -30,6 +32,16 @@ def vector(values: list[int]) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int64)
 
 
+def compare_distinct(found: FoundIds, asked: list[int], oracle: dict[int, int]) -> None:
+    """Whether those are the distinct ids, with the slots of the oracle, under a bound of 5."""
+    keys = list(dict.fromkeys(asked))
+    assert found.keys.tolist() == keys
+    assert found.inverse.tolist() == [keys.index(key) for key in asked]
+    assert found.slots.tolist() == [oracle.get(key, -1) for key in keys]
+    assert found.num_missing == sum(key not in oracle for key in keys)
+    assert found.num_outside == sum(not 0 <= key < 5 for key in asked)
+
+
 def check(kernels: str, calls: list[tuple[str, list[int]]]) -> None:
     """Whether a map answers as a dict does, after each of these calls."""
     found, oracle, next_slot = KERNELS[kernels].hash_map(), dict[int, int](), 0
@@ -39,10 +51,21 @@ def check(kernels: str, calls: list[tuple[str, list[int]]]) -> None:
             next_slot += len(keys)
             found.insert(vector(keys), vector(slots))
             oracle.update(zip(keys, slots, strict=True))
+        elif call == "replace":
+            keys = [key for key in keys if key in oracle]
+            slots = list(range(next_slot, next_slot + len(keys)))
+            next_slot += len(keys)
+            found.replace(vector(keys), vector(slots))
+            oracle.update(zip(keys, slots, strict=True))
         elif call == "remove":
             assert found.remove(vector(keys)).tolist() == [oracle.pop(key, -1) for key in keys]
         asked = [*keys, *EXTREME, *oracle, *keys]
         assert found.lookup(vector(asked)).tolist() == [oracle.get(key, -1) for key in asked]
+        marks = torch.zeros(next_slot, dtype=torch.int64)
+        assert found.lookup(vector(keys), marks, 3).tolist() == [oracle.get(key, -1) for key in keys]
+        assert marks.nonzero().flatten().tolist() == sorted(oracle[key] for key in keys if key in oracle)
+        compare_distinct(found.find_distinct(vector(asked), 5), asked, oracle)
+        assert found.find_distinct(vector(asked)).num_outside == 0
         assert len(found) == len(oracle)
     assert [part.tolist() for part in found.items()] == [sorted(oracle), [oracle[key] for key in sorted(oracle)]]
 
@@ -83,10 +106,10 @@ def up_to_its_home_only(table: Any, gap: int) -> None:
 @pytest.mark.parametrize("fault", [without_moving_up, up_to_its_home_only])
 def test_a_planted_fault_of_removal_is_seen(fault: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     # The loops as Python runs them, so that one of them can be exchanged.
-    for name in ("_probe", "_lookup", "_insert", "_remove"):
+    for name in ("_probe", "_lookup", "_lookup_and_mark", "_insert", "_remove"):
         monkeypatch.setattr(fast, name, getattr(fast, name).py_func)
     monkeypatch.setattr(fast, "prefetch", lambda *_: None)
-    monkeypatch.setattr(fast, "_home", lambda key, mask: key & mask)
+    monkeypatch.setattr(fast, "_home", lambda key, mask: np.uint64(key) & np.uint64(mask))
     monkeypatch.setattr(fast, "_close", fault)
     size = fast.SMALLEST_TABLE
     with pytest.raises(AssertionError):
@@ -117,10 +140,15 @@ def test_threads_find_the_same(count: int) -> None:
     keys = torch.randperm(3 * fast.GRAIN, generator=seeded(1)) * 12345678910111213
     found = FAST.hash_map(len(keys))
     found.insert(keys[::2], torch.arange(len(keys))[::2])
-    out = torch.full_like(keys, -7)
+    is_known, order = torch.arange(len(keys)) % 2 == 0, torch.arange(len(keys))
+    marks = torch.zeros_like(keys)
     with threads(count):
-        assert found.lookup(keys, out) is out
-    assert torch.equal(out, torch.where(torch.arange(len(keys)) % 2 == 0, torch.arange(len(keys)), -1))
+        assert torch.equal(found.lookup(keys), torch.where(is_known, order, -1))
+        assert torch.equal(found.lookup(keys, marks, 9), torch.where(is_known, order, -1))
+        assert torch.equal(marks, torch.where(is_known, 9, 0))
+        found.replace(keys[::2], -2 - order[::2])
+        assert torch.equal(found.lookup(keys, marks, 7), torch.where(is_known, -2 - order, -1))
+    assert torch.equal(marks, torch.where(is_known, 9, 0))
 
 
 @pytest.mark.parametrize("kernels", KERNELS)

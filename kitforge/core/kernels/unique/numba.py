@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kitforge.core.kernels.numba_runtime import compiled, hash_bits, parallel_for
+from kitforge.core.kernels.numba_runtime import compiled, hash_bits, parallel_for, prefetch
 from kitforge.core.kernels.threads import num_threads
 from kitforge.core.kernels.unique import reference
 from kitforge.core.kernels.workspace import Workspace
@@ -21,6 +21,8 @@ from kitforge.core.kernels.workspace import Workspace
 SMALLEST_TABLE = 64
 # Ids per thread, at least.
 GRAIN = 2**16
+# Prefetch distance in ids.
+AHEAD = 16
 # Returned instead of a count when a table is full.
 FULL = -1
 
@@ -79,11 +81,17 @@ def _probe(table: Numbers, distinct: Ids, offset: int, key: Any) -> Any:
 @compiled
 def _number(ids: Ids, table: Numbers, distinct: Ids, inverse: Ids, start: int, stop: int) -> int:
     """Number the ids of one chunk; its distinct ids are written from `start` on."""
-    count, room = 0, len(table) // 4 * 3
+    # It probes by itself, as `_probe` does: a call with arrays would count their references by atomic operations.
+    count, room, mask = 0, len(table) // 4 * 3, np.uint64(len(table) - 1)
     table[:] = 0
+    rows = table.reshape(-1, 1)
     for index in range(start, stop):
+        if index + AHEAD < stop:
+            prefetch(rows, np.int64(hash_bits(ids[index + AHEAD]) & mask), 0)
         key = ids[index]
-        entry = _probe(table, distinct, start, key)
+        entry = hash_bits(key) & mask
+        while table[entry] != 0 and distinct[start + table[entry] - 1] != key:
+            entry = (entry + np.uint64(1)) & mask
         if table[entry] == 0:
             if count == room:
                 return FULL

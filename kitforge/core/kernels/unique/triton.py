@@ -22,20 +22,32 @@ _EMPTY = tl.constexpr(2**31 - 1)
 
 def unique(ids: Tensor, out: Tensor | None = None, scratch: Workspace | None = None) -> tuple[Tensor, Tensor]:
     """See `UniqueKernel`."""
-    num_ids = len(ids)
-    if not 0 < num_ids < _EMPTY.value:
+    if not can_number(ids):
         return reference.unique(ids, out, scratch)
-    ids, size, tiles = ids.contiguous(), table_size(num_ids), key_tiles(ids.device, num_ids)
+    ids = ids.contiguous()
+    firsts, numbers = number_ids(ids)
+    distinct = torch.empty_like(ids)
+    inverse = out if out is not None and out.is_contiguous() else torch.empty_like(ids)
+    tiles = key_tiles(ids.device, len(ids))
+    launch_rows(_number_kernel, *tiles, ids, firsts, numbers, distinct, inverse, len(ids), num_warps=KEY_WARPS)
+    return distinct[: int(numbers[-1])], inverse if out is None or out is inverse else out.copy_(inverse)
+
+
+def can_number(ids: Tensor) -> bool:
+    """Whether `number_ids` takes these ids."""
+    return 0 < len(ids) < 2**31 - 1
+
+
+def number_ids(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """For each position the first one with the same id, and how many distinct ids there are up to it: [N] int32."""
+    num_ids = len(ids)
+    size, tiles = table_size(num_ids), key_tiles(ids.device, num_ids)
     table = torch.full((size + SPARE_CELLS,), _EMPTY.value, dtype=torch.int32, device=ids.device)
     cells, is_first = (torch.empty(num_ids, dtype=torch.int32, device=ids.device) for _ in range(2))
     spare = SPARE_CELLS - 1
     launch_rows(_insert_kernel, *tiles, ids, table, cells, num_ids, size, spare, num_warps=KEY_WARPS)
     launch_rows(_first_kernel, *tiles, ids, table, cells, is_first, num_ids, num_warps=KEY_WARPS)
-    numbers = is_first.cumsum(0, dtype=torch.int32)
-    distinct = torch.empty_like(ids)
-    inverse = out if out is not None and out.is_contiguous() else torch.empty_like(ids)
-    launch_rows(_number_kernel, *tiles, ids, cells, numbers, distinct, inverse, num_ids, num_warps=KEY_WARPS)
-    return distinct[: int(numbers[-1])], inverse if out is None or out is inverse else out.copy_(inverse)
+    return cells, is_first.cumsum(0, dtype=torch.int32)
 
 
 @triton.jit
