@@ -1,6 +1,6 @@
 """Training steps and decoding of a LLaMA beside `transformers`, and beside Liger's kernels where they are installed.
 
-    python -m benchmarks.gpu.llama [--size 1b|tiny] [--rounds 5] [--device cuda]
+    python -m benchmarks.gpu.llama [--size 1b|half|tiny] [--rounds 5] [--device cuda]
 
 All contestants begin with the same weights and take turns in one process, so that ratios are those of pairs; a row has
 the median over rounds. MFU is against the dense bfloat16 peak of an H200, 989 TFLOP/s. The losses of the first steps
@@ -37,12 +37,14 @@ from kitforge.trainer.precision import autocast, use_precision
 PEAK = 989e12
 RESULTS = Path(__file__).parent / "results"
 SIZES: dict[str, dict[str, int]] = {
-    # The shape of LLaMA 3.2 1B, and one that only shows that this runs.
+    # The shape of LLaMA 3.2 1B, half of its layers (four contestants with their moments fit 80 GB), and one that only
+    # shows that this runs.
     "1b": {"dim": 2048, "num_layers": 16, "num_heads": 32, "num_kv_heads": 8, "mlp_dim": 8192, "vocab_size": 128256},
+    "half": {"dim": 2048, "num_layers": 8, "num_heads": 32, "num_kv_heads": 8, "mlp_dim": 8192, "vocab_size": 128256},
     "tiny": {"dim": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "mlp_dim": 176, "vocab_size": 512},
 }
 # Rows and tokens of a batch, and new tokens of a decoded text.
-BATCHES = {"1b": (2, 4096, 128), "tiny": (2, 64, 8)}
+BATCHES = {"1b": (2, 4096, 128), "half": (2, 4096, 128), "tiny": (2, 64, 8)}
 # A CPU multiplies in FP8 slowly.
 SMOKE = {"size": "tiny", "rounds": 1, "BATCHES": {"tiny": (1, 16, 2)}}
 Step = Callable[[Tensor], Tensor]
