@@ -91,7 +91,7 @@ def with_optimizer(model: nn.Module, loss_of: Callable[[Tensor], Tensor]) -> Ste
 
 
 def new_model(size: str, device: torch.device) -> Decoder:
-    config = config_of({"family": "llama", "max_length": 8192, "tie_embeddings": size == "1b", **SIZES[size]})
+    config = config_of({"family": "llama", "max_length": 8192, "tie_embeddings": size != "tiny", **SIZES[size]})
     return build(config, device=device, level="O1", seed=0)
 
 
