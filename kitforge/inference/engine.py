@@ -292,7 +292,7 @@ class Engine:
             for work in ready
             for count in range(len(work.draft_tokens) + 1)
         ]
-        tokens, logprobs, is_finite = sample_tokens(logits, draws, hidden)
+        tokens, logprobs, is_finite = sample_tokens(logits, draws, hidden, self._network.kernels)
         diverged = set() if is_finite or hidden is None else diverged_works(works, hidden)
         top = top_logprobs(logits, draws)
         end = 0

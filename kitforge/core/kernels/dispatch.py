@@ -31,6 +31,7 @@ from kitforge.core.kernels.grouped_linear.reference import GroupedLinearKernel, 
 from kitforge.core.kernels.hash_map.reference import DictHashMap, HashMapFactory
 from kitforge.core.kernels.keep_mask.reference import KeepMaskKernel, keep_mask
 from kitforge.core.kernels.layer_norm.reference import LayerNormKernel, layer_norm
+from kitforge.core.kernels.likeliest.reference import LikeliestKernel, likeliest
 from kitforge.core.kernels.linear.reference import LinearKernel, linear
 from kitforge.core.kernels.linear_cross_entropy.reference import LinearCrossEntropyKernel, linear_cross_entropy
 from kitforge.core.kernels.linear_log_probs.reference import LinearLogProbsKernel, linear_log_probs
@@ -73,6 +74,7 @@ class Kernels:
     moe_permute: MoEPermuteKernel
     moe_unpermute: MoEUnpermuteKernel
     keep_mask: KeepMaskKernel
+    likeliest: LikeliestKernel
     # None: the modules one by one are as fast.
     add_norm: AddNormKernel | None = None
     fused_decode_step: DecodeStepFactory | None = None
@@ -113,6 +115,7 @@ REFERENCE = Kernels(
     moe_permute=moe_permute,
     moe_unpermute=moe_unpermute,
     keep_mask=keep_mask,
+    likeliest=likeliest,
 )
 TABLE_REFERENCE = TableKernels(
     hash_map=DictHashMap,
@@ -214,6 +217,7 @@ IMPLEMENTATIONS: dict[str, dict[str, Implementation]] = {
         "triton": _triton(path="triton.moe_unpermute", levels=("O1", "O2"), accepts=fast_path.accepts_triton),
         "fused": Implementation(path="fused.moe_unpermute", levels=("O1", "O2")),
     },
+    "likeliest": {"numba": _numba(path="numba.likeliest", levels=("O1", "O2"), accepts=fast_path.accepts_likeliest)},
     "keep_mask": {"numba": _numba(path="numba.keep_mask", levels=("O1", "O2"))},
     "fused_decode_step": {"numba": _numba(path="numba.NumbaDecodeStep")},
     "hash_map": {"triton": _triton(path="triton.DeviceHashMap"), "numba": _numba(path="numba.OpenAddressingHashMap")},
