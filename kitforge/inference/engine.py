@@ -98,6 +98,7 @@ class Engine:
         self._num_requests = 0
         self._num_arrivals = 0
         self._num_steps = 0
+        self._has_new_texts = False  # submitted since the step that last read the weights anew
         self._live: dict[int, list[Sequence]] = {}
         self._undelivered: list[Output] = []
         self._generated: dict[int, list[Completion]] = {}  # the completions of running `generate` calls
@@ -192,6 +193,7 @@ class Engine:
                 for sample in range(num_samples)
             ]
             self._num_arrivals += num_samples
+            self._has_new_texts = True
             samples[0].forks = samples[1:]
             self._live[request] = list(samples)
             self._scheduler.add(samples[0])
@@ -279,7 +281,8 @@ class Engine:
             if not works:
                 return
             self._num_steps += 1
-            if self._scheduler.admitted:
+            if self._scheduler.admitted and self._has_new_texts:
+                self._has_new_texts = False
                 self._runner.on_admission()
             with eval_mode(self._runner.model):
                 if self._blocks.copies:
@@ -296,7 +299,7 @@ class Engine:
             for work in ready
             for count in range(len(work.draft_tokens) + 1)
         ]
-        tokens, logprobs, is_finite = sample_tokens(logits, draws, hidden)
+        tokens, logprobs, is_finite = sample_tokens(logits, draws, hidden, self._network.kernels)
         diverged = set() if is_finite or hidden is None else diverged_works(works, hidden)
         top = top_logprobs(logits, draws)
         end = 0

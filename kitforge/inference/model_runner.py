@@ -50,7 +50,7 @@ class ModelRunner:
             self._cuda_graphs.drop_graphs_of_moved_weights()
 
     def on_admission(self) -> None:
-        """A text begins, with the weights as they are now: they may have changed in place since the last step."""
+        """A newly submitted text begins, with the weights as they are now: they may have changed in place."""
         self._fused_decode.reread()
 
     def run(self, works: list[ScheduledTokens]) -> tuple[Tensor, Tensor | None]:

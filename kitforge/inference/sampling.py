@@ -7,12 +7,14 @@ nor on preemption.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from math import isfinite
 
 import torch
 from torch import Tensor
 
+from kitforge.core.kernels.dispatch import REFERENCE, Kernels
 from kitforge.core.kernels.threads import single_thread
 from kitforge.foundation import seed as seeds
 from kitforge.foundation.config import check
@@ -121,37 +123,38 @@ class SampleRequest:
 
 
 def sample_tokens(
-    logits: Tensor, draws: Sequence[SampleRequest], hidden: Tensor | None = None
+    logits: Tensor, draws: Sequence[SampleRequest], hidden: Tensor | None = None, kernels: Kernels = REFERENCE
 ) -> tuple[list[int], list[float], bool]:
     """The next token of every row of logits [R, vocab], its log-probability under the distribution it was sampled from
     (see `process_logits`), and whether `hidden` is finite: read from the device in one transfer. A row with NaN has a
     log-probability of NaN and a meaningless token."""
-    parts = [_sample(logits, draws).flatten()] if draws else []
+    parts = [_sample(logits, draws, kernels).flatten()] if draws else []
     if hidden is not None:
-        parts.append(hidden.sum().double().view(1))
+        with single_thread() if hidden.is_cpu else nullcontext():
+            parts.append(hidden.sum().double().view(1))
     numbers: list[float] = torch.cat(parts).tolist() if parts else []
     size = len(draws)
     return list(map(int, numbers[:size])), numbers[size : 2 * size], all(map(isfinite, numbers[2 * size :]))
 
 
-def _sample(logits: Tensor, draws: Sequence[SampleRequest]) -> Tensor:
+def _sample(logits: Tensor, draws: Sequence[SampleRequest], kernels: Kernels) -> Tensor:
     """Tokens and log-probabilities [2, R] in float64, in which both are exact."""
     if logits.is_cpu and logits.numel() <= SINGLE_THREAD_LOGITS:
         with single_thread():
-            return _sample_kinds(logits, draws)
-    return _sample_kinds(logits, draws)
+            return _sample_kinds(logits, draws, kernels)
+    return _sample_kinds(logits, draws, kernels)
 
 
-def _sample_kinds(logits: Tensor, draws: Sequence[SampleRequest]) -> Tensor:
+def _sample_kinds(logits: Tensor, draws: Sequence[SampleRequest], kernels: Kernels) -> Tensor:
     first = draws[0].signature
     if all(draw.signature == first for draw in draws):
-        return _sample_with_same_options(logits, draws)
+        return _sample_with_same_options(logits, draws, kernels)
     kinds: dict[Hashable, list[int]] = {}
     for row, draw in enumerate(draws):
         kinds.setdefault(draw.signature, []).append(row)
     sampled = torch.empty(2, len(draws), dtype=torch.float64, device=logits.device)
     for rows in kinds.values():
-        sampled[:, rows] = _sample_with_same_options(logits[rows], [draws[row] for row in rows])
+        sampled[:, rows] = _sample_with_same_options(logits[rows], [draws[row] for row in rows], kernels)
     return sampled
 
 
@@ -198,16 +201,16 @@ def process_logits(logits: Tensor, options: SamplingOptions, draws: Sequence[Sam
     return scores
 
 
-def _sample_with_same_options(logits: Tensor, draws: Sequence[SampleRequest]) -> Tensor:
+def _sample_with_same_options(logits: Tensor, draws: Sequence[SampleRequest], kernels: Kernels) -> Tensor:
     options = draws[0].options
     scores = process_logits(logits, options, draws)
     if options.is_greedy:
-        chosen = scores.argmax(-1, keepdim=True)
-    else:
-        # Inverse transform sampling; in double precision the cumulative sums are exact enough for any vocabulary.
-        ends = torch.softmax(scores, dim=-1).cumsum(-1, dtype=torch.float64)
-        points = torch.tensor([[draw.uniform()] for draw in draws], dtype=torch.float64, device=scores.device)
-        chosen = torch.searchsorted(ends, points * ends[:, -1:], right=True).clamp_(max=scores.shape[-1] - 1)
+        tokens, values = kernels.greedy_sample(scores)
+        return torch.stack([tokens.double(), values.double()])
+    # Inverse transform sampling; in double precision the cumulative sums are exact enough for any vocabulary.
+    ends = torch.softmax(scores, dim=-1).cumsum(-1, dtype=torch.float64)
+    points = torch.tensor([[draw.uniform()] for draw in draws], dtype=torch.float64, device=scores.device)
+    chosen = torch.searchsorted(ends, points * ends[:, -1:], right=True).clamp_(max=scores.shape[-1] - 1)
     logprobs = torch.log_softmax(scores, dim=-1).gather(-1, chosen)
     return torch.stack([chosen.flatten().double(), logprobs.flatten().double()])
 

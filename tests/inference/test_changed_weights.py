@@ -14,6 +14,7 @@ from kitforge.core.kernels.fused_decode_step.numba import NumbaDecodeStep
 from kitforge.core.nn.decoder import Decoder
 from kitforge.foundation import device as devices
 from kitforge.inference.engine import Completion, Engine
+from kitforge.inference.model_runner import ModelRunner
 from kitforge.inference.options import EngineOptions
 from kitforge.inference.sampling import SamplingOptions
 from tests.core.nn.networks import GPT2, LLAMA, build
@@ -114,6 +115,16 @@ def test_a_running_text_sees_a_version_and_an_update() -> None:
             assert (output.tokens, output.logprobs) == ((wanted := fresh.step()[0]).tokens, wanted.logprobs)
         kept = _kept_of(engine)
         assert torch.equal(kept, _kept_of_fresh(model))
+
+
+def test_weights_are_read_anew_once_for_texts_submitted_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[int] = []
+    monkeypatch.setattr(ModelRunner, "on_admission", lambda _runner: found.append(engine._num_steps))
+    engine = Engine(network(torch.bfloat16), EngineOptions(prefix_cache=False, max_num_seqs=1))
+    generated(engine)
+    assert found == [1]
+    generated(engine)
+    assert len(found) == 2
 
 
 def _kept_of(engine: Engine) -> Tensor:

@@ -27,6 +27,7 @@ from kitforge.core.kernels.embedding_bag_backward.reference import EmbeddingBagB
 from kitforge.core.kernels.float8_linear.reference import Float8LinearKernel, float8_linear
 from kitforge.core.kernels.fused_decode_step.reference import DecodeStepFactory, ReferenceDecodeStep
 from kitforge.core.kernels.geglu.reference import GeGLUKernel, geglu
+from kitforge.core.kernels.greedy_sample.reference import GreedySampleKernel, greedy_sample
 from kitforge.core.kernels.grouped_linear.reference import GroupedLinearKernel, grouped_linear
 from kitforge.core.kernels.hash_map.reference import DictHashMap, HashMapFactory
 from kitforge.core.kernels.keep_mask.reference import KeepMaskKernel, keep_mask
@@ -73,6 +74,7 @@ class Kernels:
     moe_permute: MoEPermuteKernel
     moe_unpermute: MoEUnpermuteKernel
     keep_mask: KeepMaskKernel
+    greedy_sample: GreedySampleKernel
     # None: the modules one by one are as fast.
     add_norm: AddNormKernel | None = None
     fused_decode_step: DecodeStepFactory | None = None
@@ -113,6 +115,7 @@ REFERENCE = Kernels(
     moe_permute=moe_permute,
     moe_unpermute=moe_unpermute,
     keep_mask=keep_mask,
+    greedy_sample=greedy_sample,
 )
 TABLE_REFERENCE = TableKernels(
     hash_map=DictHashMap,
@@ -213,6 +216,9 @@ IMPLEMENTATIONS: dict[str, dict[str, Implementation]] = {
     "moe_unpermute": {
         "triton": _triton(path="triton.moe_unpermute", levels=("O1", "O2"), accepts=fast_path.accepts_triton),
         "fused": Implementation(path="fused.moe_unpermute", levels=("O1", "O2")),
+    },
+    "greedy_sample": {
+        "numba": _numba(path="numba.greedy_sample", levels=("O1", "O2"), accepts=fast_path.accepts_greedy_sample)
     },
     "keep_mask": {"numba": _numba(path="numba.keep_mask", levels=("O1", "O2"))},
     "fused_decode_step": {"numba": _numba(path="numba.NumbaDecodeStep")},

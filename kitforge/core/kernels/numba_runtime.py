@@ -149,20 +149,6 @@ def truncated(_context: Any, _number: Any, like: Any) -> Any:
     return (types.float32 if like == types.float32 else types.uint16)(types.float32, like), generate
 
 
-@intrinsic
-def word(_context: Any, one: Any, _other: Any) -> Any:
-    """In a compiled loop, `word(one, other)` is the 32 bits of two adjacent bfloat16 numbers, or of one fp32 number."""
-
-    def generate(_context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        wide = ir.IntType(32)
-        if signature.args[0] == types.float32:
-            return builder.bitcast(arguments[0], wide)
-        lower, upper = (builder.zext(each, wide) for each in arguments)
-        return builder.or_(lower, builder.shl(upper, ir.Constant(wide, 16)))
-
-    return types.uint32(one, one), generate
-
-
 @compiled_fastmath
 def rounded(number: Any, like: Any) -> Any:
     """In a compiled loop, the fp32 number rounded to the precision of `like`."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from kitforge.core.kernels.fused_decode_step.reference import BlockWeights, DecoderWeights, DecodeStepKernel, Locations
+from kitforge.core.kernels.threads import single_thread
 from kitforge.core.nn.attention import Attention
 from kitforge.core.nn.block import Block
 from kitforge.core.nn.context import Context
@@ -69,10 +70,11 @@ class FusedDecodeStep:
         if self._blocks is None:
             return None
         model = cast(Decoder, self._model)
-        stream, positions = model.embed(tokens, context), model.encode_positions(tokens, context)
         angles = None
-        if rotations := positions.rotary:
-            angles = torch.stack([cos[0] for cos, _ in rotations]), torch.stack([sin[0] for _, sin in rotations])
+        with single_thread():
+            stream, positions = model.embed(tokens, context), model.encode_positions(tokens, context)
+            if rotations := positions.rotary:
+                angles = torch.stack([cos[0] for cos, _ in rotations]), torch.stack([sin[0] for _, sin in rotations])
         result = self._blocks(stream[0], angles, locations, rereads=self._rereads)
         self._rereads = False
         return result

@@ -26,7 +26,9 @@ def product(rows: Tensor, weight: Tensor, kept: int, packs: bool) -> Tensor:
     addresses = rows.data_ptr(), weight.data_ptr(), 0, kept, packs
     for panel in range(-(-len(weight) // PANEL)):
         columns = output.data_ptr() + 4 * PANEL * panel, len(weight)
-        numba.multiply(like, False, *addresses, columns, len(rows), *weight.shape, panel, _first_line(memory))
+        numba.multiply(
+            like, False, *addresses, columns, len(rows), *weight.shape, panel, panel + 1, _first_line(memory)
+        )
     return output
 
 

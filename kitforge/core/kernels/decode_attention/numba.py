@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kitforge.core.kernels.decode_attention.mix_microkernel import mix
 from kitforge.core.kernels.linear.gemm_microkernel import LANES, PAIRS, PANEL
 from kitforge.core.kernels.linear.numba import LINE, aligned, multiply_panel, pack_panel
 from kitforge.core.kernels.numba_runtime import (
@@ -25,7 +26,6 @@ from kitforge.core.kernels.numba_runtime import (
     int64_at,
     narrowed,
     prefetch,
-    word,
 )
 
 
@@ -153,13 +153,11 @@ def attend(
         begin = (max(0, own - window + 1) if window else 0) - base
         _softmax(weights + 4 * num_positions * row, num_positions, begin, own + 1 - base, panel)
     for feature in range(0, dim, PANEL):
-        for first in range(0, num_positions, PANEL):
-            _pack_values(like, slabs, offsets + 8 * first, feature, panel)
-            own_weights, count = weights + 4 * first, PANEL // per_word
-            multiply_panel(FLOAT, like, own_weights, 4 * num_positions, num_rows, panel, count, sums, first, panel)
+        columns, width = slabs.values + 4 // per_word * feature, min(PANEL, dim - feature)
+        mix(like, weights, 4 * num_positions, num_rows, offsets, columns, end - base, width, sums)
         for row in range(num_rows):
             head = row // group * slabs.num_heads + kv_head * group + row % group
-            part = float32_at(sums + 4 * PANEL * row, (min(PANEL, dim - feature),))
+            part = float32_at(sums + 4 * PANEL * row, (width,))
             mixed = array_at(tokens[1] + 4 // per_word * (head * dim + feature), part.shape, like)
             for lane in range(len(part)):
                 mixed[lane] = narrowed(part[lane], like)
@@ -225,25 +223,6 @@ def _pack_keys(like: Any, slabs: Any, offsets: int, scratch: int, copies: int, n
             padded[:dim] = array_at(addresses[lane], (dim,), like)
             addresses[lane] = copies + 4 * num_words * lane
     pack_panel(scratch, 0, num_words, scratch + 8 * PANEL, scratch + 8 * PANEL)
-
-
-@compiled_fastmath
-def _pack_values(like: Any, slabs: Any, offsets: int, feature: int, panel: int) -> None:
-    """Write the features from `feature` on of the values of the positions of a panel. A word of two bfloat16 numbers
-    holds adjacent positions."""
-    itemsize, width = array_at(slabs.values, (1,), like).itemsize, min(PANEL, slabs.head_dim - feature)
-    table, values = int64_at(offsets, (PANEL,)), slabs.values + feature * itemsize
-    for index in range(0, PANEL, 4 // itemsize):
-        words = array_at(panel + PANEL * index * itemsize, (PANEL,), np.uint32(0))
-        value = array_at(values + table[index], (width,), like)
-        following = array_at(values + table[index | 1], (width,), like)
-        if width == PANEL:
-            for lane in range(PANEL):
-                words[lane] = word(value[lane], following[lane])
-        else:
-            words[:] = 0
-            for lane in range(width):
-                words[lane] = word(value[lane], following[lane])
 
 
 _UNSEEN = np.float32(-np.inf)

@@ -2,8 +2,7 @@
 
 Threads share each phase of a layer and wait for one another after it (`spin_barrier`). The bits of a token depend
 neither on the number of threads nor on the tokens beside it: products and attention sum in a fixed order, and all else
-is computed row by row, in vectors of a fixed width. Half precision is rounded at the same
-points as in the network of modules.
+is computed row by row, in vectors of a fixed width. Half precision is rounded where the network of modules rounds.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from kitforge.core.kernels.numba_runtime import (
 )
 from kitforge.core.kernels.quantized_linear.numba import multiply_quantized, packed
 from kitforge.core.kernels.spin_barrier import BYTES_PER_PHASE, ThreadAutotuner, barrier, finish, next_chunk
-from kitforge.core.kernels.threads import num_threads
+from kitforge.core.kernels.threads import num_threads, single_thread
 from kitforge.foundation import device as devices
 
 # Multiplications of a step that are worth a second thread.
@@ -113,7 +112,8 @@ class NumbaDecodeStep:
         """See `DecodeStepKernel`."""
         num_tokens, rows = len(stream), locations.rows
         dim, num_heads, num_kv_heads, head_dim, mlp_dim, vocab = self._sizes
-        own = torch.empty(stream.shape).copy_(stream)
+        with single_thread():
+            own = torch.empty(stream.shape).copy_(stream)
         angles = [each.contiguous() for each in rotary or (own, own)]
         hidden, logits = torch.empty(stream.shape, dtype=self._dtype), torch.empty(len(rows), vocab)
         tiles, is_decode = self._tiles(locations)
@@ -133,6 +133,7 @@ class NumbaDecodeStep:
             self._bits,
             rereads or not self._are_kept,
             is_decode,
+            num_threads(),
             num_tokens,
             len(rows),
             len(tiles),
@@ -207,6 +208,7 @@ class _Step(NamedTuple):
     bits: int  # of the weights; 0: like all else
     packs: bool  # weights, as they are now
     is_decode: bool  # every token is the only one of its text
+    num_threads: int  # which take chunks in turn
     num_tokens: int
     num_rows: int  # whose logits are computed
     num_tiles: int
@@ -297,10 +299,18 @@ def _linear(row: Any, weight: int, kept: int) -> Any:
 
 @compiled_fastmath
 def _multiply(
-    step: Any, rows: Any, weights: Any, num_outputs: int, output: Any, panel: int, scratch: int, count: int
+    step: Any,
+    rows: Any,
+    weights: Any,
+    num_outputs: int,
+    output: Any,
+    panel: int,
+    following: int,
+    scratch: int,
+    count: int,
 ) -> None:
-    """A panel of the outputs of a linear layer by its `_linear` for `count` rows; rows and output are addresses and
-    widths, that of the output where the panel begins."""
+    """A panel of the outputs of a linear layer by its `_linear` for `count` rows, with the panel that this thread will
+    multiply next; rows and output are addresses and widths, that of the output where the panel begins."""
     like, num_features = step.like, rows[1]
     if step.bits:
         multiply_quantized(
@@ -332,6 +342,7 @@ def _multiply(
             num_outputs,
             num_features,
             panel,
+            following,
             scratch,
         )
 
@@ -343,14 +354,22 @@ def _num_chunks(step: Any, num_panels: int) -> Any:
 
 
 @compiled_fastmath
+def _panels_of(step: Any, num_panels: int, num_chunks: int, chunk: int) -> Any:
+    """The first panel of a chunk, the one behind its last, and the first of the chunk that this thread takes next."""
+    first, stop = num_panels * chunk // num_chunks, num_panels * (chunk + 1) // num_chunks
+    return first, stop, num_panels * (chunk + step.num_threads) // num_chunks
+
+
+@compiled_fastmath
 def _product(step: Any, rows: Any, weights: Any, output: Any, scratch: int, phase: int, num_rows: int) -> Any:
     num_panels = _num_panels(output[1])
     num_chunks = _num_chunks(step, num_panels)
     chunk = next_chunk(phase)
     while chunk < num_chunks:
-        for panel in range(num_panels * chunk // num_chunks, num_panels * (chunk + 1) // num_chunks):
-            columns = output[0] + 4 * PANEL * panel, output[1]
-            _multiply(step, rows, weights, output[1], columns, panel, scratch, num_rows)
+        start, stop, then = _panels_of(step, num_panels, num_chunks, chunk)
+        for panel in range(start, stop):
+            columns, following = output[0] + 4 * PANEL * panel, panel + 1 if panel + 1 < stop else then
+            _multiply(step, rows, weights, output[1], (columns, output[1]), panel, following, scratch, num_rows)
         chunk = finish(phase)
     return barrier(phase, num_chunks)
 
@@ -363,11 +382,13 @@ def _products(step: Any, rows: Any, weights: Any, outputs: Any, scratch: int, ph
     num_chunks = _num_chunks(step, num_panels)
     chunk = next_chunk(phase)
     while chunk < num_chunks:
-        for panel in range(num_panels * chunk // num_chunks, num_panels * (chunk + 1) // num_chunks):
+        start, stop, then = _panels_of(step, num_panels, num_chunks, chunk)
+        for panel in range(start, stop):
             which = 0 if panel < first else 1 if panel < first + second else 2
-            own, output = panel - (0, first, first + second)[which], outputs[which]
+            base, output = (0, first, first + second)[which], outputs[which]
+            own, following = panel - base, (panel + 1 if panel + 1 < stop else then) - base
             columns = output[0] + 4 * PANEL * own, output[1]
-            _multiply(step, rows, weights[which], output[1], columns, own, scratch, step.num_tokens)
+            _multiply(step, rows, weights[which], output[1], columns, own, following, scratch, step.num_tokens)
         chunk = finish(phase)
     return barrier(phase, num_chunks)
 
@@ -444,10 +465,12 @@ def _expand(step: Any, row: Any, panels: int, scratch: int, phase: int) -> Any:
     num_chunks = _num_chunks(step, num_panels)
     chunk = next_chunk(phase)
     while chunk < num_chunks:
-        for panel in range(num_panels * chunk // num_chunks, num_panels * (chunk + 1) // num_chunks):
-            _multiply(step, rows, up, step.mlp_dim, ups, panel, scratch, step.num_tokens)
+        start, stop, then = _panels_of(step, num_panels, num_chunks, chunk)
+        for panel in range(start, stop):
+            following = panel + 1 if panel + 1 < stop else then
+            _multiply(step, rows, up, step.mlp_dim, ups, panel, following, scratch, step.num_tokens)
             if has_gate:
-                _multiply(step, rows, gate, step.mlp_dim, gates, panel, scratch, step.num_tokens)
+                _multiply(step, rows, gate, step.mlp_dim, gates, panel, following, scratch, step.num_tokens)
             _activate(step, has_gate, ups[0], gates[0], PANEL * panel)
         chunk = finish(phase)
     return barrier(phase, num_chunks)

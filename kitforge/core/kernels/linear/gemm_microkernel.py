@@ -119,20 +119,21 @@ def transpose(_context: Any, _addresses: Any, _offset: Any, _target: Any, _ahead
     return types.void(*(types.intp for _ in range(4))), generate
 
 
-def _broadcast(builder: Any, scalar: Any) -> Any:
+def on_all_lanes(builder: Any, scalar: Any) -> Any:
+    """A vector of a number."""
     vector = ir.VectorType(scalar.type, LANES)
     one = builder.insert_element(ir.Constant(vector, ir.Undefined), scalar, _INT(0))
     return builder.shuffle_vector(one, ir.Constant(vector, ir.Undefined), ir.Constant(_WORDS, [0] * LANES))
 
 
-def _halves(builder: Any, words: Any) -> list[Any]:
+def widened_words(builder: Any, words: Any) -> list[Any]:
     """The fp32 numbers of both bfloat16 numbers of words."""
     lower = builder.shl(words, ir.Constant(_WORDS, [16] * LANES))
     upper = builder.and_(words, ir.Constant(_WORDS, [-(2**16)] * LANES))
     return [builder.bitcast(each, _VECTOR) for each in (lower, upper)]
 
 
-def _added(builder: Any, total: Any, one: Any, other: Any) -> Any:
+def plus_products(builder: Any, total: Any, one: Any, other: Any) -> Any:
     """`total + one * other`; of pairs, both products."""
     if one.type == _VECTOR:
         return called(builder, f"llvm.fma.v{LANES}f32", _VECTOR, [one, other, total])
@@ -146,14 +147,14 @@ def _factors(builder: Any, address: Any, input_size: int, weight_size: int, word
     fp32."""
     if input_size == weight_size:
         kind = _FLOAT if input_size == 4 else _INT
-        return [_broadcast(builder, _loaded(builder, address, kind, word * _WORD_BYTES))]
-    return [_broadcast(builder, _loaded(builder, address, _FLOAT, 8 * word + 4 * half)) for half in range(2)]
+        return [on_all_lanes(builder, _loaded(builder, address, kind, word * _WORD_BYTES))]
+    return [on_all_lanes(builder, _loaded(builder, address, _FLOAT, 8 * word + 4 * half)) for half in range(2)]
 
 
 def _weights(builder: Any, address: Any, input_size: int, weight_size: int) -> list[Any]:
     """A vector of a panel, once for each of `_factors`."""
     words = _loaded(builder, address, _VECTOR if weight_size == 4 else _WORDS)
-    return [words] if input_size == weight_size else _halves(builder, words)
+    return [words] if input_size == weight_size else widened_words(builder, words)
 
 
 def _generate(rows: int, input_size: int, weight_size: int, builder: Any, arguments: Any) -> None:
@@ -199,7 +200,7 @@ def _generate(rows: int, input_size: int, weight_size: int, builder: Any, argume
                 factors = _factors(builder, address, input_size, weight_size, step)
                 for total, vector in zip(totals, vectors, strict=True):
                     for factor, weight in zip(factors, vector, strict=True):
-                        builder.store(_added(builder, builder.load(total), factor, weight), total)
+                        builder.store(plus_products(builder, builder.load(total), factor, weight), total)
     for pair, totals in zip(targets, sums, strict=True):
         for target, total in zip(pair, totals, strict=True):
             builder.store(builder.load(total), target).align = 4

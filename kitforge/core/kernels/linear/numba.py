@@ -128,7 +128,20 @@ def _multiply_panels(
     for panel in range(start, stop):
         result = output + 4 * PANEL * panel, num_outputs
         multiply(
-            like, has_tiles, rows, weight, bias, 0, True, result, num_rows, num_outputs, num_features, panel, scratch
+            like,
+            has_tiles,
+            rows,
+            weight,
+            bias,
+            0,
+            True,
+            result,
+            num_rows,
+            num_outputs,
+            num_features,
+            panel,
+            panel + 1,
+            scratch,
         )
     release(has_tiles)
     # numba frees an array after its last use, and does not know of addresses.
@@ -154,6 +167,7 @@ def multiply(
     num_outputs: int,
     num_features: int,
     panel: int,
+    following: int,
     scratch: int,
 ) -> None:
     """rows [rows, in] @ weight [out, in].T + bias [out], rounded to the type of `like`, for the outputs `PANEL * panel`
@@ -162,7 +176,8 @@ def multiply(
     `scratch_size` bytes.
 
     The panels of the weight are at `kept`, of `packed_size` bytes: written there if the call `packs`, else only read.
-    At 0 none are kept, and a call must pack."""
+    At 0 none are kept, and a call must pack. Panel `following`, which this thread will multiply next, is prefetched: it
+    may lie behind the last one, where the panels of another weight begin."""
     start, itemsize = PANEL * panel, array_at(rows, (1,), like).itemsize
     addresses, words = int64_at(scratch, (PANEL,)), scratch + 8 * PANEL
     sums = words + 4 * PANEL * PANEL_WORDS
@@ -178,13 +193,13 @@ def multiply(
         if kept:
             words = kept + 4 * PANEL * (panel * num_words + first)
         if packs:
-            # The next panel is prefetched while this one is packed, or while it is multiplied if that takes longer.
-            ahead = addresses[PANEL - 1] + num_features * itemsize + 4 * PANEL * first
+            # It is prefetched while this one is packed, or while it is multiplied if that takes longer.
+            ahead = weight + following * PANEL * num_features * itemsize + 4 * PANEL * first
             pack_panel(scratch, first, count, words, ahead if is_few or has_tiles else words)
             ahead = words if is_few or has_tiles else ahead
         else:
             # For few rows, which vectors multiply as fast as they are read, the processor itself prefetches.
-            ahead = words if is_few and not has_tiles else words + 4 * PANEL * num_words
+            ahead = words if is_few and not has_tiles else words + 4 * PANEL * (following - panel) * num_words
         add_products(like, has_tiles, rows, num_rows, num_features, first, count, words, sums, first, ahead)
     tiled = num_words * features_per_word
     part = float32_at(sums, (num_rows, PANEL))

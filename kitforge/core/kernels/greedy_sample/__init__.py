@@ -1,0 +1,1 @@
+"""The operation `greedy_sample`."""
