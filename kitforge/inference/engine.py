@@ -301,7 +301,7 @@ class Engine:
         ]
         tokens, logprobs, is_finite = sample_tokens(logits, draws, hidden, self._network.kernels)
         diverged = set() if is_finite or hidden is None else diverged_works(works, hidden)
-        top = top_logprobs(logits, draws)
+        top = top_logprobs(logits, draws, self._network.kernels)
         end = 0
         for index, work in enumerate(works):
             start, end = end, end + (len(work.draft_tokens) + 1 if work.needs_logits else 0)

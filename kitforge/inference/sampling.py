@@ -158,9 +158,9 @@ def _sample_kinds(logits: Tensor, draws: Sequence[SampleRequest], kernels: Kerne
     return sampled
 
 
-def top_logprobs(logits: Tensor, draws: Sequence[SampleRequest]) -> list[TopLogprobs]:
+def top_logprobs(logits: Tensor, draws: Sequence[SampleRequest], kernels: Kernels = REFERENCE) -> list[TopLogprobs]:
     """For every row of logits [R, vocab] the most likely tokens that it requests, without those that top_k, top_p or
-    min_p exclude."""
+    min_p exclude. That of the sampled token has the bits that `sample_tokens` gives."""
     if not any(draw.num_top_logprobs for draw in draws):
         return [[] for _ in draws]
     result: list[TopLogprobs] = []
@@ -168,7 +168,11 @@ def top_logprobs(logits: Tensor, draws: Sequence[SampleRequest]) -> list[TopLogp
         if not draw.num_top_logprobs:
             result.append([])
             continue
-        logprobs = torch.log_softmax(process_logits(logits[row : row + 1], draw.options, [draw])[0], dim=-1)
+        scores = process_logits(logits[row : row + 1], draw.options, [draw])
+        if draw.options.is_greedy:
+            logprobs = (scores - scores.amax() + kernels.greedy_sample(scores)[1])[0]
+        else:
+            logprobs = torch.log_softmax(scores, dim=-1)[0]
         values, tokens = logprobs.topk(min(draw.num_top_logprobs, len(logprobs)))
         pairs = zip(tokens.tolist(), values.tolist(), strict=True)
         result.append([(token, value) for token, value in pairs if value > float("-inf")])

@@ -355,5 +355,5 @@ def test_with_every_token_come_the_most_likely_ones_of_a_plain_forward_pass(spec
 def test_a_dtype_without_units_is_told(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, is_told: bool) -> None:
     monkeypatch.setitem(NATIVE_DTYPES, torch.bfloat16, False)
     with noting_warnings() as texts:
-        Engine(network("llama").to(dtype), EngineOptions(max_num_seqs=1))
+        Engine(network("llama", dtype), EngineOptions(max_num_seqs=1))
     assert any("no bfloat16 units" in text for text in texts) == is_told

@@ -138,17 +138,18 @@ def steps(pairs: int) -> list[str]:
         ours_ms, theirs_ms = found[f"ours {name}"], found.get(f"transformers {name}", float("nan"))
         both = f"{losses[f'ours {name}']:.5f}, {losses.get(f'transformers {name}', float('nan')):.5f}"
         lines.append(f"| {name} | {ours_ms:.0f} | {theirs_ms:.0f} | {theirs_ms / ours_ms:.2f}x | {both} |")
-    told = ", ".join(f"{name} {product_share(call):.0%}" for name, call in calls.items())
-    return [*lines, "", f"Of a step the matrix products take: {told}.", "", *shares(model, pairs)]
+    told = ", ".join(f"{name} {kernel_share(call):.0%}" for name, call in calls.items())
+    lines += ["", f"Of a step the matrix products and attention of torch, which both use, take: {told}."]
+    return [*lines, "", *shares(model, pairs)]
 
 
-def product_share(step: Callable[[], object]) -> float:
-    """The share of a step's time that is in matrix products; attention's are not counted."""
+def kernel_share(step: Callable[[], object]) -> float:
+    """The share of a step's time that is in torch's matrix products and attention."""
     with profile(activities=[ProfilerActivity.CPU]) as found:
         step()
     spent = {event.key: event.self_cpu_time_total for event in found.key_averages()}
-    products = ("aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm", "aten::_addmm_activation")
-    return sum(spent.get(name, 0.0) for name in products) / sum(spent.values())
+    kernels = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_dot_product")
+    return sum(each for name, each in spent.items() if name.startswith(kernels)) / sum(spent.values())
 
 
 def transformers_model(model: Any) -> Any:
