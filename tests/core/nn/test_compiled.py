@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import shutil
 import warnings
 from collections import Counter
@@ -32,6 +33,11 @@ from tests.core.nn.networks import (
     packed,
 )
 
+# A family is compiled for ten seconds and more; `make prove` compiles these too.
+_IS_WHOLE = "KITFORGE_PROVE" in os.environ
+MORE_GRAPHS = [("llama", False), ("gpt2", True)] if _IS_WHOLE else []
+MORE_RECOMPUTED = ["bloom"] if _IS_WHOLE else []
+
 # What torch says about itself while it compiles is not ours to answer for.
 pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.filterwarnings("default")]
 
@@ -58,7 +64,7 @@ def test_compiled_blocks_equal_eager_ones(monkeypatch: pytest.MonkeyPatch) -> No
     assert distance(gradients(compiled, found.square().sum()), gradients(eager, wanted.square().sum())) < 1e-5
 
 
-@pytest.mark.parametrize(("name", "half"), [("llama", False), ("llama", True), ("gpt2", True), ("bloom", True)])
+@pytest.mark.parametrize(("name", "half"), [("llama", True), ("bloom", True), *MORE_GRAPHS])
 def test_layers_share_their_graphs_and_nothing_breaks_them(
     name: str, half: bool, counted: Mapping[str, Counter[str]]
 ) -> None:
@@ -162,7 +168,7 @@ def saved_bytes(model: Decoder, context: Context) -> tuple[int, Tensor]:
     return kept, torch.cat([each.flatten() for each in found])
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "bloom"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", *MORE_RECOMPUTED])
 def test_recomputed_blocks_have_the_same_gradients(name: str, counted: Mapping[str, Counter[str]]) -> None:
     config = replace(GPT2, num_layers=4, attention_dropout=0.1, residual_dropout=0.2) if name == "gpt2" else None
     config = replace(CONFIGS[name], num_layers=4) if config is None else config  # type: ignore[type-var]
