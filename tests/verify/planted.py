@@ -99,8 +99,8 @@ FAULTS = (
     Fault(
         breaks="sampler",
         file="inference/sampling.py",
-        line="logprobs = torch.log_softmax(scores, dim=-1)",
-        planted="logprobs = torch.log_softmax(1.01 * scores, dim=-1)",
+        line="logprobs = torch.log_softmax(scores, dim=-1).gather",
+        planted="logprobs = torch.log_softmax(1.01 * scores, dim=-1).gather",
         leaves=("kernels",),
     ),
     Fault(

@@ -20,6 +20,11 @@ def test_every_contract_has_a_fault_and_is_left_alone_by_another() -> None:
     assert {name for fault in planted.FAULTS for name in fault.leaves} == names
 
 
+@pytest.mark.parametrize("fault", planted.FAULTS, ids=lambda fault: fault.breaks)
+def test_a_fault_names_one_line_of_its_file(fault: planted.Fault) -> None:
+    assert (PACKAGE / fault.file).read_text(encoding="utf-8").count(fault.line) == 1
+
+
 @pytest.mark.slow
 def test_a_planted_fault_breaks_its_contract_and_no_other(tmp_path: Path) -> None:
     shutil.copytree(PACKAGE, tmp_path / "kitforge")
