@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from itertools import groupby
 from types import MappingProxyType
@@ -152,7 +152,7 @@ class TensorReader(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Converter:
     """The conversion of one family's options and tensors to and from Hugging Face folders."""
 
@@ -160,8 +160,9 @@ class Converter:
     read_config: Callable[[Mapping[str, Any]], Any]  # the options of the family
     write_config: Callable[[Any], dict[str, Any]]
     tensor_mappings: Callable[[Any, str], list[TensorMapping]]  # (config, model_type of the folder)
+    _: KW_ONLY
     prefixes: tuple[str, ...]  # of tensor names, which checkpoints of the model without a head lack
-    ignored_suffixes: tuple[str, ...]  # of tensors that are no weights
+    ignored_suffixes: tuple[str, ...] = ()  # of tensors that are no weights
     # The same of folders that hold all experts of a block in one tensor.
     stacked_mappings: Callable[[Any, str], list[TensorMapping]] | None = None
 

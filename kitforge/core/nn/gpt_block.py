@@ -6,9 +6,7 @@ from typing import Protocol
 
 from kitforge.core.nn.attention import AttentionConfig
 from kitforge.core.nn.block import BlockConfig
-from kitforge.core.nn.decoder import MAX_LAYERS
 from kitforge.core.nn.mlp import MLPConfig, MLPKind
-from kitforge.foundation.config import check, check_counts
 
 
 class GPTSizes(Protocol):
@@ -17,10 +15,6 @@ class GPTSizes(Protocol):
     @property
     def dim(self) -> int:
         """The width of the stream."""
-
-    @property
-    def num_layers(self) -> int:
-        """Layers."""
 
     @property
     def num_heads(self) -> int:
@@ -37,13 +31,6 @@ class GPTSizes(Protocol):
     @property
     def residual_dropout(self) -> float:
         """Of each branch's output."""
-
-
-def check_sizes(config: GPTSizes) -> None:
-    """Raise ConfigError for too many layers, and for heads that do not divide the width."""
-    check_counts("model", {"num_layers": config.num_layers}, MAX_LAYERS)
-    divides = config.num_heads > 0 and config.dim % config.num_heads == 0
-    check(divides, "model.num_heads", config.num_heads, f"a divisor of model.dim={config.dim}")
 
 
 def gpt_block(

@@ -1,14 +1,16 @@
-"""A multilayer perceptron of linear layers with ReLU and dropout."""
+"""A multilayer perceptron of linear layers with ReLU and dropout, and the options of networks that end in one."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import final
+from dataclasses import dataclass
+from typing import ClassVar, final
 
 from torch import Tensor, nn
 
 from kitforge.core.kernels.dispatch import Kernels
 from kitforge.core.nn.dropout import SampleDropout, sample_dropout
+from kitforge.core.nn.embedding_spec import RecommenderConfig
 from kitforge.core.nn.linear import Linear
 from kitforge.foundation.config import check
 
@@ -43,3 +45,17 @@ def check_widths(path: str, widths: Sequence[int], dropout: float = 0.0) -> None
     """Raise ConfigError for invalid widths or dropout of hidden layers."""
     check(all(width > 0 for width in widths), path, list(widths), "positive whole numbers")
     check(0 <= dropout < 1, "model.dropout", dropout, "at least 0, below 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TowerConfig(RecommenderConfig):
+    """Options of a recommender that ends in a tower over embeddings of one dimension."""
+
+    logit: ClassVar[str] = "tower"
+    dim: int = 16  # embedding dimension, unless the schema gives a feature its own
+    hidden: tuple[int, ...] = (256, 128, 64)
+    dropout: float = 0.0  # after each hidden layer
+
+    def __post_init__(self) -> None:
+        check(self.dim > 0, "model.dim", self.dim, "a positive whole number")
+        check_widths("model.hidden", self.hidden, self.dropout)

@@ -92,11 +92,4 @@ def _block(head_dim: int, ours: str, theirs: str) -> list[TensorMapping]:
     return mappings
 
 
-CONVERTER = Converter(
-    model_types=("bloom",),
-    read_config=read_config,
-    write_config=write_config,
-    tensor_mappings=tensor_mappings,
-    prefixes=("transformer.",),
-    ignored_suffixes=(),
-)
+CONVERTER = Converter(("bloom",), read_config, write_config, tensor_mappings, prefixes=("transformer.",))

@@ -14,35 +14,31 @@ from kitforge.core.nn.cross_network import CrossNetwork
 from kitforge.core.nn.dropout import SampleDropout
 from kitforge.core.nn.embedding_spec import (
     EmbeddingLookup,
-    RecommenderConfig,
     SampleShape,
     concat_features,
     deep_lookups,
     width,
 )
 from kitforge.core.nn.linear import Linear
-from kitforge.core.nn.mlp_tower import MLPTower, check_widths
+from kitforge.core.nn.mlp_tower import MLPTower, TowerConfig
 from kitforge.foundation.config import check
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DCNV2Config(RecommenderConfig):
+class DCNV2Config(TowerConfig):
     """Sizes and options of a DCN V2."""
 
     family: ClassVar[str] = "dcn_v2"
     logit: ClassVar[str] = "head"
-    dim: int = 16  # embedding dimension
     num_cross_layers: int = 3
     rank: int | None = None  # of the cross matrices; None: full
     hidden: tuple[int, ...] = (256, 128)
     structure: Literal["parallel", "stacked"] = "parallel"  # stacked: the tower reads the cross output
-    dropout: float = 0.0  # after each hidden layer
 
     def __post_init__(self) -> None:
-        check(self.dim > 0, "model.dim", self.dim, "a positive whole number")
+        TowerConfig.__post_init__(self)
         check(self.num_cross_layers > 0, "model.num_cross_layers", self.num_cross_layers, "a positive whole number")
         check(self.rank is None or self.rank > 0, "model.rank", self.rank, "a positive whole number")
-        check_widths("model.hidden", self.hidden, self.dropout)
 
     def lookups(self, shape: SampleShape) -> tuple[EmbeddingLookup, ...]:
         """Embeddings of all categorical features and crosses, and the mean embedding of each sequence."""

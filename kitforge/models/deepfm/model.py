@@ -12,30 +12,21 @@ from kitforge.core.kernels.dispatch import REFERENCE, Kernels
 from kitforge.core.nn.dropout import SampleDropout
 from kitforge.core.nn.embedding_spec import (
     EmbeddingLookup,
-    RecommenderConfig,
     SampleShape,
     concat_features,
     one_width,
     width,
 )
 from kitforge.core.nn.linear import Linear
-from kitforge.core.nn.mlp_tower import MLPTower, check_widths
+from kitforge.core.nn.mlp_tower import MLPTower, TowerConfig
 from kitforge.foundation.config import check
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeepFMConfig(RecommenderConfig):
+class DeepFMConfig(TowerConfig):
     """Sizes and options of a DeepFM."""
 
     family: ClassVar[str] = "deepfm"
-    logit: ClassVar[str] = "tower"
-    dim: int = 16  # embedding dimension
-    hidden: tuple[int, ...] = (256, 128, 64)
-    dropout: float = 0.0  # after each hidden layer
-
-    def __post_init__(self) -> None:
-        check(self.dim > 0, "model.dim", self.dim, "a positive whole number")
-        check_widths("model.hidden", self.hidden, self.dropout)
 
     def lookups(self, shape: SampleShape) -> tuple[EmbeddingLookup, ...]:
         """The sum of the first-order weights, and the embeddings that both parts share; a sequence is its mean."""

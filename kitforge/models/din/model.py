@@ -13,33 +13,28 @@ from kitforge.core.kernels.dispatch import REFERENCE, Kernels
 from kitforge.core.nn.dropout import SampleDropout
 from kitforge.core.nn.embedding_spec import (
     EmbeddingLookup,
-    RecommenderConfig,
     SampleShape,
     concat_features,
     one_width,
     width,
 )
-from kitforge.core.nn.mlp_tower import MLPTower, check_widths
+from kitforge.core.nn.mlp_tower import MLPTower, TowerConfig, check_widths
 from kitforge.foundation.config import check
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DINConfig(RecommenderConfig):
+class DINConfig(TowerConfig):
     """Sizes and options of a DIN."""
 
     family: ClassVar[str] = "din"
-    logit: ClassVar[str] = "tower"
-    dim: int = 16  # embedding dimension
     attention: tuple[int, ...] = (36,)  # hidden widths of the attention MLP
     hidden: tuple[int, ...] = (200, 80)
     softmax: bool = False  # normalize the weights; the paper does not, which keeps the intensity of interests
     targets: dict[str, str] = field(default_factory=dict)  # target of each sequence; {}: what shares its table
-    dropout: float = 0.0  # after each hidden layer
 
     def __post_init__(self) -> None:
-        check(self.dim > 0, "model.dim", self.dim, "a positive whole number")
+        TowerConfig.__post_init__(self)
         check_widths("model.attention", self.attention)
-        check_widths("model.hidden", self.hidden, self.dropout)
 
     def lookups(self, shape: SampleShape) -> tuple[EmbeddingLookup, ...]:
         """Embeddings of all categorical features and crosses, and of every item of each sequence."""

@@ -157,10 +157,10 @@ def _gate_and_up(config: GLMConfig, ours: str, theirs: str) -> list[TensorMappin
 
 
 CONVERTER = Converter(
-    model_types=("glm", "glm4", "chatglm"),
-    read_config=read_config,
-    write_config=write_config,
-    tensor_mappings=tensor_mappings,
+    ("glm", "glm4", "chatglm"),
+    read_config,
+    write_config,
+    tensor_mappings,
     prefixes=("model.", "transformer."),
     ignored_suffixes=("rotary_emb.inv_freq", "rotary_pos_emb.inv_freq"),
 )

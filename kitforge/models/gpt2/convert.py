@@ -99,10 +99,10 @@ def _block(dim: int, ours: str, theirs: str) -> list[TensorMapping]:
 
 
 CONVERTER = Converter(
-    model_types=("gpt2",),
-    read_config=read_config,
-    write_config=write_config,
-    tensor_mappings=tensor_mappings,
+    ("gpt2",),
+    read_config,
+    write_config,
+    tensor_mappings,
     prefixes=("transformer.",),
     ignored_suffixes=(".attn.bias", ".attn.masked_bias"),
 )

@@ -7,32 +7,20 @@ from typing import ClassVar
 
 from kitforge.core.nn.block import BlockConfig
 from kitforge.core.nn.decoder import DecoderConfig
-from kitforge.core.nn.gpt_block import check_sizes, gpt_block
+from kitforge.core.nn.gpt_block import gpt_block
 from kitforge.core.nn.positions import Learned
-from kitforge.foundation.dtype import WeightDtype
+from kitforge.models.transformer_config import GPTConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GPT2Config:
+class GPT2Config(GPTConfig):
     """Sizes and options of a GPT-2."""
 
     family: ClassVar[str] = "gpt2"
-    vocab_size: int
-    dim: int
-    num_layers: int
-    num_heads: int
     max_length: int = 1024
     mlp_dim: int | None = None  # None: 4 * dim
-    norm_eps: float = 1e-5
-    tie_embeddings: bool = True
     embedding_dropout: float = 0.0
-    attention_dropout: float = 0.0
-    residual_dropout: float = 0.0
     scale_by_layer: bool = False  # divide attention scores by the layer's number, counted from 1
-    dtype: WeightDtype = "float32"  # of exported weights unless another is asked for; training keeps fp32
-
-    def __post_init__(self) -> None:
-        check_sizes(self)
 
     def decoder(self) -> DecoderConfig:
         """The decoder of these options, layer by layer."""

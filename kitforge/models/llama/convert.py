@@ -256,10 +256,10 @@ def _block(config: LlamaConfig, ours: str, theirs: str) -> list[TensorMapping]:
 
 
 CONVERTER = Converter(
-    model_types=("llama", "mistral", "qwen2", "qwen3", "smollm3", "gemma3_text"),
-    read_config=read_config,
-    write_config=write_config,
-    tensor_mappings=tensor_mappings,
+    ("llama", "mistral", "qwen2", "qwen3", "smollm3", "gemma3_text"),
+    read_config,
+    write_config,
+    tensor_mappings,
     prefixes=("model.",),
     ignored_suffixes=("rotary_emb.inv_freq",),
 )

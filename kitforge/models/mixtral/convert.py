@@ -84,10 +84,10 @@ def _stacked_block(config: MixtralConfig, ours: str, theirs: str) -> list[Tensor
 
 
 CONVERTER = Converter(
-    model_types=("mixtral",),
-    read_config=read_config,
-    write_config=write_config,
-    tensor_mappings=tensor_mappings,
+    ("mixtral",),
+    read_config,
+    write_config,
+    tensor_mappings,
     prefixes=("model.",),
     ignored_suffixes=("rotary_emb.inv_freq",),
     stacked_mappings=stacked_mappings,

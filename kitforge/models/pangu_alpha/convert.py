@@ -97,10 +97,10 @@ def _block(ours: str, theirs: str) -> list[TensorMapping]:
 
 
 CONVERTER = Converter(
-    model_types=("gpt_pangu",),
-    read_config=read_config,
-    write_config=write_config,
-    tensor_mappings=tensor_mappings,
+    ("gpt_pangu",),
+    read_config,
+    write_config,
+    tensor_mappings,
     prefixes=("transformer.",),
     ignored_suffixes=("attn.bias", "attn.masked_bias"),
 )

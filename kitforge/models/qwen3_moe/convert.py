@@ -102,10 +102,10 @@ def _block(config: Qwen3MoEConfig, is_stacked: bool, ours: str, theirs: str) -> 
 
 
 CONVERTER = Converter(
-    model_types=("qwen3_moe",),
-    read_config=read_config,
-    write_config=write_config,
-    tensor_mappings=tensor_mappings,
+    ("qwen3_moe",),
+    read_config,
+    write_config,
+    tensor_mappings,
     prefixes=("model.",),
     ignored_suffixes=("rotary_emb.inv_freq",),
     stacked_mappings=stacked_mappings,

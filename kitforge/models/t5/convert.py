@@ -119,10 +119,10 @@ def _block(config: T5Config, *, is_decoder: bool) -> dict[str, str]:
 
 
 CONVERTER = Converter(
-    model_types=("t5", "mt5"),
-    read_config=read_config,
-    write_config=write_config,
-    tensor_mappings=tensor_mappings,
+    ("t5", "mt5"),
+    read_config,
+    write_config,
+    tensor_mappings,
     prefixes=(),
     ignored_suffixes=(".embed_tokens.weight", "EncDecAttention.relative_attention_bias.weight"),
 )

@@ -15,18 +15,14 @@ from kitforge.core.nn.encoder_decoder import EncoderDecoderConfig
 from kitforge.core.nn.mlp import MLPConfig
 from kitforge.core.nn.positions import Relative
 from kitforge.foundation.config import check, check_counts
-from kitforge.foundation.dtype import WeightDtype
+from kitforge.models.transformer_config import LanguageModelConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class T5Config:
+class T5Config(LanguageModelConfig):
     """Sizes and options of a T5."""
 
     family: ClassVar[str] = "t5"
-    vocab_size: int
-    dim: int
-    num_layers: int
-    num_heads: int
     mlp_dim: int
     num_decoder_layers: int | None = None  # None: num_layers
     head_dim: int = 64  # num_heads * head_dim may differ from dim
@@ -39,14 +35,16 @@ class T5Config:
     scale_output: bool | None = None  # multiply the decoder's output by dim ** -0.5; None: with tied embeddings
     dropout: float = 0.0  # of embeddings, attention weights, branches and the outputs of both stacks
     decoder_start_id: int | None = None  # the token that targets begin with; None: the tokenizer's padding
-    dtype: WeightDtype = "float32"  # of exported weights unless another is asked for; training keeps fp32
 
     def __post_init__(self) -> None:
+        LanguageModelConfig.__post_init__(self)
         start = self.decoder_start_id
         expected = f"a token below vocab_size={self.vocab_size}, or null"
         check(start is None or 0 <= start < self.vocab_size, "model.decoder_start_id", start, expected)
-        counts = {"num_layers": self.num_layers, "num_decoder_layers": self.num_decoder_layers}
-        check_counts("model", counts, MAX_LAYERS)
+        check_counts("model", {"num_decoder_layers": self.num_decoder_layers}, MAX_LAYERS)
+
+    def _heads_fit(self) -> bool:
+        return self.num_heads > 0
 
     @property
     def scales_output(self) -> bool:

@@ -116,10 +116,10 @@ def tensor_mappings(config: ViTConfig, _model_type: str) -> list[TensorMapping]:
 
 
 CONVERTER = Converter(
-    model_types=("vit",),
-    read_config=read_config,
-    write_config=write_config,
-    tensor_mappings=tensor_mappings,
+    ("vit",),
+    read_config,
+    write_config,
+    tensor_mappings,
     prefixes=("vit.",),
     ignored_suffixes=("vit.pooler.dense.weight", "vit.pooler.dense.bias"),
 )

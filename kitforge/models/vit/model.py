@@ -5,20 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from kitforge.core.nn.gpt_block import check_sizes, gpt_block
+from kitforge.core.nn.gpt_block import gpt_block
 from kitforge.core.nn.vision import VisionConfig
 from kitforge.foundation.config import check
-from kitforge.foundation.dtype import WeightDtype
+from kitforge.models.transformer_config import TransformerConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ViTConfig:
+class ViTConfig(TransformerConfig):
     """Sizes and options of a ViT, its labels, and how it wants its images."""
 
     family: ClassVar[str] = "vit"
-    dim: int
-    num_layers: int
-    num_heads: int
     labels: tuple[str, ...] = ("LABEL_0", "LABEL_1")  # in the order of the logits
     problem_type: Literal["single_label_classification", "multi_label_classification", "regression"] = (
         "single_label_classification"
@@ -38,10 +35,9 @@ class ViTConfig:
     image_std: tuple[float, ...] = (0.5, 0.5, 0.5)
     image_resize: tuple[int, ...] = ()  # height and width, or the shorter side, before a crop to image_size; (): to it
     image_resample: Literal["none", "nearest", "lanczos", "bilinear", "bicubic", "box", "hamming"] = "bilinear"
-    dtype: WeightDtype = "float32"  # of exported weights unless another is asked for; training keeps fp32
 
     def __post_init__(self) -> None:
-        check_sizes(self)
+        TransformerConfig.__post_init__(self)
         resize = self.image_resize
         check(len(resize) <= 2 and all(each > 0 for each in resize), "model.image_resize", resize, "one or two numbers")
         for name in ("image_mean", "image_std"):

@@ -13,33 +13,24 @@ from kitforge.core.kernels.dispatch import REFERENCE, Kernels
 from kitforge.core.nn.dropout import SampleDropout
 from kitforge.core.nn.embedding_spec import (
     EmbeddingLookup,
-    RecommenderConfig,
     SampleShape,
     concat_features,
     deep_lookups,
     width,
 )
 from kitforge.core.nn.linear import Linear
-from kitforge.core.nn.mlp_tower import MLPTower, check_widths
+from kitforge.core.nn.mlp_tower import MLPTower, TowerConfig
 from kitforge.foundation.config import check
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WideDeepConfig(RecommenderConfig):
+class WideDeepConfig(TowerConfig):
     """Sizes and options of a Wide & Deep."""
 
     family: ClassVar[str] = "wide_deep"
-    logit: ClassVar[str] = "tower"
-    dim: int = 16  # embedding dimension of the deep part, unless the schema gives a feature its own
-    hidden: tuple[int, ...] = (256, 128, 64)
-    dropout: float = 0.0  # after each hidden layer
     wide: tuple[str, ...] | None = None  # features of the wide part; None: all categorical ones and the crosses
     # dense: numeric features are inputs of the tower. rows: each scales an embedding of its own.
     numeric: Literal["dense", "rows"] = "dense"
-
-    def __post_init__(self) -> None:
-        check(self.dim > 0, "model.dim", self.dim, "a positive whole number")
-        check_widths("model.hidden", self.hidden, self.dropout)
 
     def lookups(self, shape: SampleShape) -> tuple[EmbeddingLookup, ...]:
         """The sum of the wide weights, then the embeddings of the deep part; a sequence is its mean."""
