@@ -68,11 +68,14 @@ def refused(deed: str) -> str:
     return told
 
 
-# The ranks are processes that import torch, which takes most of the time of these tests.
+@pytest.fixture
+def warm_ranks(shims: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that have imported torch. A signal from outside would not reach them."""
+    monkeypatch.setattr(sys, "executable", str(shims / "python"))
 
 
 @pytest.mark.slow
-def test_two_ranks_run_and_only_the_first_is_heard(capfd: pytest.CaptureFixture[str]) -> None:
+def test_two_ranks_run_and_only_the_first_is_heard(capfd: pytest.CaptureFixture[str], warm_ranks: None) -> None:
     handler, environment = signal.getsignal(signal.SIGINT), dict(os.environ)
     assert launched_ranks("nothing") == 0
     shown = capfd.readouterr()
@@ -92,7 +95,7 @@ def test_two_ranks_run_and_only_the_first_is_heard(capfd: pytest.CaptureFixture[
     ],
 )
 def test_a_rank_that_fails_is_told_by_its_number_and_at_once(
-    deed: str, words: list[str], capfd: pytest.CaptureFixture[str]
+    deed: str, words: list[str], capfd: pytest.CaptureFixture[str], warm_ranks: None
 ) -> None:
     told = refused(deed)
     assert deed == "differ" or since_it_failed() < 30
@@ -110,7 +113,7 @@ def test_a_rank_that_hangs_is_named_and_ended() -> None:
 
 
 @pytest.mark.slow
-def test_ranks_that_died_are_started_again(capfd: pytest.CaptureFixture[str]) -> None:
+def test_ranks_that_died_are_started_again(capfd: pytest.CaptureFixture[str], warm_ranks: None) -> None:
     assert launched_ranks("die once", restarts=1) == 0
     assert "ended in round 1" in capfd.readouterr().out
 
