@@ -25,7 +25,12 @@ settings.register_profile("kitforge", deadline=None, derandomize=True, database=
 settings.load_profile("kitforge")
 
 
+# Tests of half a minute; they begin first, so that no worker waits for another at the end.
+LONG = {"test_planted.py", "test_gpu_check.py", "test_demo.py", "test_real_weights.py"}
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in LONG)
     for item in items:
         if isinstance(item, pytest.Function) and _is_to_run_alone(item):
             item.fixturenames.append("warm_compiler")
