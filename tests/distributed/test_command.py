@@ -112,8 +112,8 @@ def ranks_of(parent: int) -> list[int]:
     return [int(pid) for pid, ppid, words in rows if int(ppid) == parent and "kitforge" in words]
 
 
-def wait_for(path: Path, seconds: float = 120.0) -> None:
-    until = time.monotonic() + seconds
+def wait_for(path: Path) -> None:
+    until = time.monotonic() + PATIENCE
     while not path.exists():
         assert time.monotonic() < until, f"{path} did not come"
         time.sleep(0.02)

@@ -70,7 +70,8 @@ def refused(deed: str) -> str:
 
 @pytest.fixture
 def warm_ranks(shims: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks that have imported torch. A signal from outside would not reach them."""
+    """Ranks that have imported torch. A signal from outside does not reach them, so only for those that end by
+    themselves."""
     monkeypatch.setattr(sys, "executable", str(shims / "python"))
 
 
@@ -95,7 +96,7 @@ def test_two_ranks_run_and_only_the_first_is_heard(capfd: pytest.CaptureFixture[
     ],
 )
 def test_a_rank_that_fails_is_told_by_its_number_and_at_once(
-    deed: str, words: list[str], capfd: pytest.CaptureFixture[str], warm_ranks: None
+    deed: str, words: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
     told = refused(deed)
     assert deed == "differ" or since_it_failed() < 30
@@ -113,7 +114,7 @@ def test_a_rank_that_hangs_is_named_and_ended() -> None:
 
 
 @pytest.mark.slow
-def test_ranks_that_died_are_started_again(capfd: pytest.CaptureFixture[str], warm_ranks: None) -> None:
+def test_ranks_that_died_are_started_again(capfd: pytest.CaptureFixture[str]) -> None:
     assert launched_ranks("die once", restarts=1) == 0
     assert "ended in round 1" in capfd.readouterr().out
 
