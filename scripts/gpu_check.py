@@ -136,7 +136,8 @@ def train_deterministically(place: Path, device: str, sizes: Sizes, name: str, k
 
 def check_resumption(device: torch.device, sizes: Sizes, place: Path) -> Row:
     """Two whole runs and one that was killed and resumed have the same losses, bit for bit."""
-    context = multiprocessing.get_context("spawn")
+    # The first of them imports what all need, and has not touched the device.
+    context = multiprocessing.get_context("forkserver")
     exits = []
     for name, kill_at in (("whole", None), ("again", None), ("killed", 5), ("killed", None)):
         process = context.Process(target=train_deterministically, args=(place, str(device), sizes, name, kill_at))

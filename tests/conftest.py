@@ -16,19 +16,24 @@ if not torch.accelerator.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 from tests.small_run import write_run
-from tests.warm.shell import CLIENT, run, warm
+from tests.warm.shell import CLIENT, run, shims, warm, warm_compiler
 
-__all__ = ["run", "warm"]
+__all__ = ["run", "shims", "warm", "warm_compiler"]
 
 # No deadline, since cores are shared; no database, since a run must not depend on the one before.
 settings.register_profile("kitforge", deadline=None, derandomize=True, database=None)
 settings.load_profile("kitforge")
 
 
+# Tests of half a minute; they begin first, so that no worker waits for another at the end.
+LONG = {"test_planted.py", "test_gpu_check.py", "test_demo.py", "test_real_weights.py"}
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in LONG)
     for item in items:
         if isinstance(item, pytest.Function) and _is_to_run_alone(item):
-            item.fixturenames.append("warm")
+            item.fixturenames.append("warm_compiler")
     if torch.accelerator.is_available():
         return
     for item in items:
@@ -54,13 +59,14 @@ def _is_to_run_alone(item: pytest.Item) -> bool:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """A test that is marked `alone` runs in a process that ran nothing else, a copy of the one that has torch."""
+    """A test that is marked `alone` runs in a process that ran nothing else, a copy of the one that has torch's
+    compiler."""
     if not _is_to_run_alone(pyfuncitem):
         return None
     # The process holds modules in whose assertions pytest can no longer look.
     ignored = ["-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning"]
     pytest_alone = ["-m", "pytest", "-q", "-p", "no:cacheprovider", *ignored, pyfuncitem.nodeid]
-    command = [sys.executable, "-S", "-E", str(CLIENT), str(pyfuncitem.funcargs["warm"]), *pytest_alone]
+    command = [sys.executable, "-S", "-E", str(CLIENT), str(pyfuncitem.funcargs["warm_compiler"]), *pytest_alone]
     environment = {**os.environ, "KITFORGE_TEST_ALONE": "1"}
     done = subprocess.run(
         command, cwd=pyfuncitem.config.rootpath, env=environment, capture_output=True, text=True, check=False

@@ -13,8 +13,8 @@ LAZY = {"kitforge", "kitforge.api"}
 def hidden_imports(sources: list[Source]) -> Findings:
     """An import of our own inside a function is the fingerprint of a circle."""
     for source in sources:
-        for function in () if source.module in LAZY else source.functions():
-            for name, node in imports(function):
+        for function in () if source.module in LAZY else source.functions:
+            for name, node in imports(ast.walk(function)):
                 if name.split(".")[0] == "kitforge":
                     yield f"{source.at(node)} {function.name} imports {name}"
 
@@ -24,7 +24,7 @@ def front_doors(sources: list[Source]) -> Findings:
     modules = {source.module for source in sources}
     packages = {source.module for source in sources if source.is_door}
     for source in sources:
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             if not isinstance(node, ast.ImportFrom):
                 continue
             if node.level:

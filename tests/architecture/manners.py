@@ -64,7 +64,7 @@ def options(sources: list[Source]) -> Findings:
     """Options are frozen, slotted, keyword-only dataclasses (or the protocol of such)."""
     wanted = {"frozen", "slots", "kw_only"}
     for source in sources:
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             if isinstance(node, ast.ClassDef) and node.name.endswith(("Config", "Options")) and not is_abstract(node):
                 call = decorators(node).get("dataclass")
                 given = call.keywords if isinstance(call, ast.Call) else []
@@ -81,13 +81,13 @@ def inheritance(sources: list[Source]) -> Findings:
     concrete = {
         f"{source.module}.{node.name}"
         for source in sources
-        for node in ast.walk(source.tree)
+        for node in source.nodes
         if isinstance(node, ast.ClassDef)
         if not (node.name.endswith("Error") or is_abstract(node) or is_record(node))
     }
     for source in sources:
-        ours = {name.rsplit(".", 1)[-1]: name for name, _ in imports(source.tree) if name in concrete}
-        for node in (item for item in ast.walk(source.tree) if isinstance(item, ast.ClassDef)):
+        ours = {name.rsplit(".", 1)[-1]: name for name, _ in imports(source.nodes) if name in concrete}
+        for node in (item for item in source.nodes if isinstance(item, ast.ClassDef)):
             for base in map(dotted, node.bases):
                 if ours.get(base) or f"{source.module}.{base}" in concrete:
                     yield f"{source.at(node)} {node.name} inherits from {base}, which is not abstract"
@@ -108,18 +108,20 @@ def is_record(node: ast.ClassDef) -> bool:
 def pass_through(sources: list[Source]) -> Findings:
     """`**kwargs` is handed on whole or not taken at all; anything else is a hidden parameter."""
     for source in sources:
-        for node in source.functions():
-            name = node.args.kwarg and node.args.kwarg.arg
+        for node in source.functions:
+            if node.args.kwarg is None:
+                continue
+            name = node.args.kwarg.arg
             uses = [item for item in ast.walk(node) if isinstance(item, ast.Name) and item.id == name]
             calls = [item for item in ast.walk(node) if isinstance(item, ast.Call)]
             handed_on = [part for call in calls for part in (*call.args, *(item.value for item in call.keywords))]
-            if name and (not uses or not all(use in handed_on for use in uses)):
+            if not uses or not all(use in handed_on for use in uses):
                 yield f"{source.at(node)} {node.name} reads **{name}"
 
 
 def prints(sources: list[Source]) -> Findings:
     for source in sources:
-        for name, node in source.calls():
+        for name, node in source.calls:
             if name in {"print", "rich.print", "pprint", "pprint.pprint"}:
                 yield f"{source.at(node)} {name}()"
 
@@ -129,8 +131,8 @@ def vendor_modules(sources: list[Source]) -> Findings:
     for source in sources:
         if source.module == "kitforge.foundation.device":
             continue
-        named = [(dotted(node), node) for node in ast.walk(source.tree) if isinstance(node, (ast.Attribute, ast.Name))]
-        for name, node in (*named, *imports(source.tree)):
+        named = [(dotted(node), node) for node in source.nodes if isinstance(node, (ast.Attribute, ast.Name))]
+        for name, node in (*named, *imports(source.nodes)):
             if VENDORS.match(name):
                 yield f"{source.at(node)} {name}"
 
@@ -138,11 +140,12 @@ def vendor_modules(sources: list[Source]) -> Findings:
 def executed_data(sources: list[Source]) -> Findings:
     """Nothing that comes with data is executed: no pickle in any dress, no unsafe YAML, no eval."""
     for source in sources:
-        for name, imported in imports(source.tree):
+        for name, imported in imports(source.nodes):
             if name.split(".")[0] in EXECUTING_MODULES or name in EXECUTING_CALLS:
                 yield f"{source.at(imported)} import of {name}"
-        for name, call in source.calls():
-            keywords = {item.arg: ast.unparse(item.value) for item in call.keywords}
+        for name, call in source.calls:
+            read = {"Loader", "allow_pickle"}
+            keywords = {item.arg: ast.unparse(item.value) for item in call.keywords if item.arg in read}
             unsafe_yaml = name == "yaml.load" and "Safe" not in keywords.get("Loader", "")
             if name in EXECUTING_CALLS or unsafe_yaml or keywords.get("allow_pickle") == "True":
                 yield f"{source.at(call)} {name}()"
@@ -156,9 +159,9 @@ def decoder_checks(sources: list[Source]) -> Findings:
             continue
         in_core = source.module.startswith("kitforge.core.")
         banned = {"Decoder", "EncoderDecoder", "VisionTransformer"} if in_core else {"Decoder"}
-        calls = [node for name, node in source.calls() if name in {"isinstance", "issubclass"}]
+        calls = [node for name, node in source.calls if name in {"isinstance", "issubclass"}]
         classes = [part for call in calls for argument in call.args[1:] for part in ast.walk(argument)]
-        patterns = [node.cls for node in ast.walk(source.tree) if isinstance(node, ast.MatchClass)]
+        patterns = [node.cls for node in source.nodes if isinstance(node, ast.MatchClass)]
         for node in (*classes, *patterns):
             name = dotted(node).rsplit(".", 1)[-1] if isinstance(node, (ast.Name, ast.Attribute)) else ""
             if name in banned:
@@ -168,7 +171,7 @@ def decoder_checks(sources: list[Source]) -> Findings:
 def local_tensors(sources: list[Source]) -> Findings:
     """DTensors become plain tensors and back in one gate, the only place where a gradient could go silent."""
     gates = {"to_local", "from_local"}
-    places = [(source, node) for source in sources for name, node in source.calls() if name.rsplit(".", 1)[-1] in gates]
+    places = [(source, node) for source in sources for name, node in source.calls if name.rsplit(".", 1)[-1] in gates]
     if len({source.path for source, _ in places}) > 1:
         yield from (f"{source.at(node)} is a second gate" for source, node in places)
 
@@ -180,7 +183,7 @@ def parts_of_texts(sources: list[Source]) -> Findings:
             continue
         places = [
             node
-            for name, node in source.calls()
+            for name, node in source.calls
             if re.search(r"(^|\.)(\w*tokenizer|_own)\.(encode|decode|encode_array)$", name)
         ]
         if len(places) > WHOLE_TEXTS.get(source.module, 0):

@@ -31,7 +31,7 @@ def file_length(sources: list[Source]) -> Findings:
 def function_length(sources: list[Source]) -> Findings:
     """Lines from `def` to the end, the docstring left out."""
     for source in sources:
-        for node in () if source.is_kernel or source.is_front_door else source.functions():
+        for node in () if source.is_kernel or source.is_front_door else source.functions:
             first = node.body[0]
             doc = last_line(first) - first.lineno + 1 if ast.get_docstring(node) else 0
             lines = last_line(node) - node.lineno + 1 - doc
@@ -44,7 +44,7 @@ def small_functions(sources: list[Source]) -> Findings:
     small: Counter[str] = Counter()
     num_functions = 0
     for source in sources:
-        for node in source.functions():
+        for node in source.functions:
             has_doc = ast.get_docstring(node) is not None
             if all(isinstance(each, ast.Raise) or is_ellipsis(each) for each in node.body[has_doc:]):
                 continue
@@ -63,7 +63,7 @@ def is_ellipsis(node: ast.stmt) -> bool:
 def parameters(sources: list[Source]) -> Findings:
     """A seventh parameter means that a dataclass is missing; `self` and `cls` do not count."""
     for source in sources:
-        for node in () if source.is_kernel or source.is_front_door else source.functions():
+        for node in () if source.is_kernel or source.is_front_door else source.functions:
             given = [arg.arg for arg in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
             num = len(given) - (given[:1] in (["self"], ["cls"]))
             if num > PARAMETERS:
@@ -72,7 +72,7 @@ def parameters(sources: list[Source]) -> Findings:
 
 def nesting(sources: list[Source]) -> Findings:
     for source in sources:
-        for node in source.functions():
+        for node in source.functions:
             depth = max(map(block_depth, node.body))
             wall = KERNEL_NESTING if source.is_kernel else NESTING
             if depth > wall:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache, cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -16,7 +17,7 @@ Definition = Function | ast.ClassDef
 Findings = Iterator[str]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Source:
     """One Python file; `path` is relative to the folder that holds the package."""
 
@@ -43,15 +44,28 @@ class Source:
     def is_kernel(self) -> bool:
         return "kernels" in self.path.parts
 
-    def functions(self) -> Iterator[Function]:
-        return (node for node in ast.walk(self.tree) if isinstance(node, Function))
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """The whole tree, walked once for all rules."""
+        return list(ast.walk(self.tree))
 
-    def calls(self) -> Iterator[tuple[str, ast.Call]]:
+    @cached_property
+    def functions(self) -> list[Function]:
+        return [node for node in self.nodes if isinstance(node, Function)]
+
+    @cached_property
+    def calls(self) -> list[tuple[str, ast.Call]]:
         """Every call with the dotted name of what is called, as far as it is made of names."""
-        return ((dotted(node.func), node) for node in ast.walk(self.tree) if isinstance(node, ast.Call))
+        return [(dotted(node.func), node) for node in self.nodes if isinstance(node, ast.Call)]
 
     def at(self, node: ast.expr | ast.stmt) -> str:
         return f"{self.path}:{node.lineno}"
+
+
+@cache
+def read_package() -> list[Source]:
+    """The files of Kitforge, read once for all tests of a process."""
+    return read(PACKAGE)
 
 
 def read(package: Path) -> list[Source]:
@@ -69,9 +83,9 @@ def dotted(node: ast.AST) -> str:
     return "?"
 
 
-def imports(tree: ast.AST) -> Iterator[tuple[str, ast.Import | ast.ImportFrom]]:
+def imports(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, ast.Import | ast.ImportFrom]]:
     """Every module named by an import statement: `from a import b` names both `a` and `a.b`."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from ((alias.name, node) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.architecture import doors, manners, sizes
-from tests.architecture.source import PACKAGE, Findings, Source, read
+from tests.architecture.source import Findings, Source, read, read_package
 
 Rule = Callable[[list[Source]], Findings]
 # A rule, the file to plant, and what to plant in it.
@@ -107,7 +107,7 @@ RULES = list(dict.fromkeys(rule for rule, _, _ in PLANTED))
 
 @pytest.fixture(scope="module")
 def package() -> list[Source]:
-    return read(PACKAGE)
+    return read_package()
 
 
 def plant(folder: Path, path: str, text: str) -> list[Source]:

@@ -12,7 +12,7 @@ import pytest
 from kitforge.cli.main import COMMANDS
 from kitforge.composition import option_names
 from kitforge.kits.registry import kit_of, task_names
-from tests.architecture.source import PACKAGE, Source, read
+from tests.architecture.source import PACKAGE, Source, read_package
 
 # Words given up, as whole words of identifiers and file names (split at `_` and capitals), with what to say instead.
 GIVEN_UP = {
@@ -55,16 +55,16 @@ def class_names(sources: list[Source]) -> dict[str, list[str]]:
     """The files of every public class by its name."""
     files: dict[str, list[str]] = defaultdict(list)
     for source in sources:
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 files[node.name].append(str(source.path))
     return files
 
 
-def identifiers(tree: ast.AST) -> set[str]:
+def identifiers(nodes: list[ast.AST]) -> set[str]:
     """The names that a module gives: to modules, classes, functions, parameters, variables and attributes."""
     names = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             names.add(node.name)
         elif isinstance(node, ast.arg):
@@ -79,7 +79,7 @@ def identifiers(tree: ast.AST) -> set[str]:
 def given_up_words(source: Source) -> list[str]:
     """The names of a file, its own among them, that hold a word given up."""
     found = []
-    for name in sorted(identifiers(source.tree) | {source.path.stem}):
+    for name in sorted(identifiers(source.nodes) | {source.path.stem}):
         words = {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name)}
         if not FOREIGN.fullmatch(name) and words & GIVEN_UP.keys():
             found.append(name)
@@ -88,7 +88,7 @@ def given_up_words(source: Source) -> list[str]:
 
 @pytest.fixture(scope="module")
 def sources() -> list[Source]:
-    return read(PACKAGE)
+    return read_package()
 
 
 def test_a_public_class_name_exists_once(sources: list[Source]) -> None:

@@ -112,8 +112,8 @@ def ranks_of(parent: int) -> list[int]:
     return [int(pid) for pid, ppid, words in rows if int(ppid) == parent and "kitforge" in words]
 
 
-def wait_for(path: Path, seconds: float = 120.0) -> None:
-    until = time.monotonic() + seconds
+def wait_for(path: Path) -> None:
+    until = time.monotonic() + PATIENCE
     while not path.exists():
         assert time.monotonic() < until, f"{path} did not come"
         time.sleep(0.02)
@@ -129,7 +129,10 @@ def undisturbed(folder: Path) -> list[float]:
     return losses(folder, "whole")
 
 
-@pytest.mark.parametrize("restarts", [0, 1])
+# That a launcher tells of a rank that was killed is shown in test_launch, that a stopped run goes on exactly in
+# test_training.
+@pytest.mark.prove
+@pytest.mark.parametrize("restarts", [0, 1] if "KITFORGE_PROVE" in os.environ else [1])
 def test_a_killed_rank_ends_the_run_or_it_starts_again_and_ends_the_same(
     folder: Path, undisturbed: list[float], restarts: int
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -28,8 +29,10 @@ OPTIONS = EngineOptions(block_size=4, max_num_seqs=3, max_num_batched_tokens=8, 
 
 
 def network(family: str, world: World) -> Decoder:
+    # The workload has a text that fills the whole length of the network.
+    config = replace(FAMILIES[family], max_length=32)
     with torch.device("meta"):
-        model = build_on_meta(FAMILIES[family], "O1")
+        model = build_on_meta(config, "O1")
     parallel = parallelize(model, DECODER, world)
     parallel.materialize(torch.device("cpu"))
     regions = {name: parallel.region(name) for name in parallel.parameters()}

@@ -68,11 +68,15 @@ def refused(deed: str) -> str:
     return told
 
 
-# The ranks are processes that import torch, which takes most of the time of these tests.
+@pytest.fixture
+def warm_ranks(shims: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that have imported torch. A signal from outside does not reach them, so only for those that end by
+    themselves."""
+    monkeypatch.setattr(sys, "executable", str(shims / "python"))
 
 
 @pytest.mark.slow
-def test_two_ranks_run_and_only_the_first_is_heard(capfd: pytest.CaptureFixture[str]) -> None:
+def test_two_ranks_run_and_only_the_first_is_heard(capfd: pytest.CaptureFixture[str], warm_ranks: None) -> None:
     handler, environment = signal.getsignal(signal.SIGINT), dict(os.environ)
     assert launched_ranks("nothing") == 0
     shown = capfd.readouterr()

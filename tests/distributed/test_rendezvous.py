@@ -322,8 +322,6 @@ def fails(opened: Rendezvous, rank: int) -> None:
     [
         (dies, "PeerError: rank 1 died\n", "nothing"),
         (fails, "PeerError: rank 1 failed: a bad row\n", "DataError: a bad row"),
-        # The second rank is ended by its watch, as it would sleep on.
-        pytest.param(hangs, "PeerError: rank 1 died or hung\n", "nothing", marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_that_fails_ends_the_others_which_name_it(
@@ -334,6 +332,15 @@ def test_a_rank_that_fails_ends_the_others_which_name_it(
     assert answers[0].startswith(first)
     assert answers[1] == second
     assert time.monotonic() - started < PATIENCE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("store", ["kept by rank 0"], indirect=True)
+def test_a_rank_that_hangs_is_named_and_ended_by_its_watch(store: None) -> None:
+    """As it would sleep on; with a store of a launcher in test_launch."""
+    first, second = meet(hangs, timeout=10)
+    assert first.startswith("PeerError: rank 1 died or hung\n")
+    assert second == "nothing"
 
 
 def test_only_errors_of_other_ranks_are_explained() -> None:

@@ -109,9 +109,12 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
+# Triton's interpreter takes seconds for what the others take in a tenth of one, so it has the change with most to it.
+CASES = [(kind, name) for name in MAPS for kind in CHANGES if name != "triton" or kind == "norm"]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MAPS)
-@pytest.mark.parametrize("kind", CHANGES)
+@pytest.mark.parametrize(("kind", "name"), CASES)
 def test_slots_counts_changes_and_resumed_runs_are_those_of_the_cpu(
     kind: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

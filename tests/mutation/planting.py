@@ -106,9 +106,12 @@ def nodes(definition: Definition) -> list[ast.AST]:
 
 def locate(fault: Fault) -> Place | None:
     """The function that the fault lies in; None where none has its shape any more."""
-    places = _places().get(fault.shape, [])
-    nearest = sorted(places, key=lambda place: (_relative(place.path) != fault.file, place.function != fault.function))
-    return nearest[0] if nearest else None
+    own = PACKAGE / fault.file
+    # Mostly it lies where it was, and the other files need not be read.
+    places = _places(own).get(fault.shape) if own.exists() else None
+    if not places:
+        places = [place for path in sorted(PACKAGE.rglob("*.py")) for place in _places(path).get(fault.shape, [])]
+    return min(places, key=lambda place: place.function != fault.function, default=None)
 
 
 def planted(fault: Fault) -> tuple[Path, str] | None:
@@ -255,16 +258,12 @@ DRAWN = ("comparison", "sign", "boolean", "dropped call", "swapped arguments", "
 
 
 @cache
-def _places() -> dict[str, list[Place]]:
+def _places(path: Path) -> dict[str, list[Place]]:
+    """The functions of a file by their shapes."""
     found: dict[str, list[Place]] = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
-        for place in functions(path):
-            found.setdefault(shape(place.node), []).append(place)
+    for place in functions(path):
+        found.setdefault(shape(place.node), []).append(place)
     return found
-
-
-def _relative(path: Path) -> str:
-    return path.relative_to(PACKAGE).as_posix()
 
 
 def _children(node: ast.AST) -> Iterator[ast.AST]:

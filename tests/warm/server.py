@@ -4,13 +4,15 @@ The tests start `kitforge` dozens of times, and each start would import torch fo
 caller's arguments, folder, environment and streams, and gives back its status; no command sees another one. Ranks that
 a command starts are copies as well. A signal reaches the client, not the copy.
 
-`python -m tests.warm.server SOCKET` serves; `python -S client.py SOCKET [-m MODULE | FILE] ...` calls.
+`python -m tests.warm.server SOCKET [MODULE ...]` serves, and has imported these modules too;
+`python -S client.py SOCKET [-m MODULE | FILE] ...` calls.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import json
 import os
 import runpy
@@ -124,6 +126,8 @@ if __name__ == "__main__":
         shorten()
     # The first compiled loop of a process takes longer than all the steps of a page together.
     linear(torch.ones(1, 1), torch.ones(1, 1))
+    for module in sys.argv[2:]:
+        importlib.import_module(module)
     # A copy that looks for garbage would make all of this memory its own.
     gc.freeze()
     carry_out(serve(Path(sys.argv[1])))

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -19,14 +20,18 @@ SECONDS = 600
 CLIENT = Path(__file__).with_name("client.py")
 
 
-@pytest.fixture(scope="session")
-def warm() -> Iterator[Path]:
-    """Where the process listens that has imported everything."""
+# What torch.compile imports when it is first called, in several seconds.
+COMPILER = ("torch._dynamo", "torch._functorch.aot_autograd", "torch._inductor.compile_fx")
+
+
+@contextmanager
+def serving(python: list[str], *modules: str) -> Iterator[Path]:
+    """Where a process listens that has imported everything, and these modules."""
     # The path of a socket may have a hundred letters only, which pytest's own folders can exceed.
     with tempfile.TemporaryDirectory(prefix="kitforge-") as folder:
         path = Path(folder) / "socket"
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, "-m", "tests.warm.server", str(path)]
+        command = [*python, "-m", "tests.warm.server", str(path), *modules]
         # It ends with its standard input, also where these tests are killed.
         with subprocess.Popen(command, env=environment, cwd=ROOT, stdin=subprocess.PIPE) as process:
             while not path.exists():
@@ -37,8 +42,22 @@ def warm() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def run(tmp_path_factory: pytest.TempPathFactory, warm: Path) -> Run:
-    """Run a command in a folder and return what it prints; a failure shows the whole of it."""
+def warm() -> Iterator[Path]:
+    """Where the process listens that has imported everything."""
+    with serving([sys.executable]) as path:
+        yield path
+
+
+@pytest.fixture(scope="session")
+def warm_compiler(warm: Path) -> Iterator[Path]:
+    """Where a copy of it listens that has imported torch's compiler as well."""
+    with serving([sys.executable, "-S", "-E", str(CLIENT), str(warm)], *COMPILER) as path:
+        yield path
+
+
+@pytest.fixture(scope="session")
+def shims(tmp_path_factory: pytest.TempPathFactory, warm: Path) -> Path:
+    """A folder with `kitforge`, `python` and `python3` that start at once."""
     shims = tmp_path_factory.mktemp("bin")
     python = shlex.quote(sys.executable)
     call = f"exec {python} -S -E {shlex.quote(str(CLIENT))} {warm}"
@@ -47,6 +66,12 @@ def run(tmp_path_factory: pytest.TempPathFactory, warm: Path) -> Run:
         shim = shims / name
         shim.write_text(f"#!/bin/sh\n{body}\n")
         shim.chmod(0o755)
+    return shims
+
+
+@pytest.fixture(scope="session")
+def run(shims: Path) -> Run:
+    """Run a command in a folder and return what it prints; a failure shows the whole of it."""
     environment = {**os.environ, "PATH": f"{shims}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
 
     def run_here(command: list[str], folder: Path) -> str:

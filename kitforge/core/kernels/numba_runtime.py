@@ -6,9 +6,9 @@ import fcntl
 import functools
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -16,6 +16,7 @@ from llvmlite import ir
 from numba import extending, njit, types
 from numba.core import cgutils
 from numba.core.caching import FunctionCache
+from numba.core.compiler_lock import global_compiler_lock
 from numba.np.numpy_support import carray
 
 from kitforge.core.kernels.threads import num_threads
@@ -33,7 +34,8 @@ def compiled(function: Function, fastmath: bool | set[str] = False) -> Function:
     make: Any = njit(nogil=True, error_model="numpy", fastmath=fastmath)
     made = make(function)
     with suppress(RuntimeError):
-        made._cache = _LockedFunctionCache(function)  # type: ignore[no-untyped-call]
+        made._cache = FunctionCache(function)  # type: ignore[no-untyped-call]
+        made.compile = functools.partial(_compile_once, made.compile, made._cache)
     return cast(Function, made)
 
 
@@ -42,31 +44,18 @@ def compiled_fastmath(function: Function) -> Function:
     return compiled(function, {"reassoc", "contract", "nsz", "arcp"})
 
 
-class _LockedFunctionCache(FunctionCache):
-    """numba's cache of compiled functions behind a file lock.
+def _compile_once(compile: Callable[[Any], Any], cache: Any, signature: Any) -> Any:
+    """Load or compile the function behind a file lock: of several processes, such as ranks that have just started, one
+    compiles and the others load what it has saved.
 
-    Without it, numba 0.68 may give two signatures that two processes compile at once the same file (it reads, extends
-    and writes the index without a lock), and calls one for the other from then on.
+    Without it, numba 0.68 may also give two signatures that two processes compile at once the same file (it reads,
+    extends and writes the index without a lock), and calls one for the other from then on.
     """
-
-    def _load_overload(self, *signature: Any) -> Any:
-        with self._locked():
-            return super()._load_overload(*signature)  # type: ignore[no-untyped-call]
-
-    def _save_overload(self, *compiled: Any) -> None:
-        with self._locked():
-            super()._save_overload(*compiled)  # type: ignore[no-untyped-call]
-
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        folder = os.open(self.cache_path, os.O_RDONLY)
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX)
-            yield
-        finally:
-            # A process forked meanwhile holds the handle too, so closing it here would not release the lock.
-            fcntl.flock(folder, fcntl.LOCK_UN)
-            os.close(folder)
+    # A function that is being compiled asks for those that it calls, so the lock between threads comes first.
+    with global_compiler_lock, open(os.path.join(cache.cache_path, f"{cache._impl.filename_base}.lock"), "w") as file:
+        # A lock of the process, which one that is forked meanwhile does not hold. Closing the file releases it.
+        fcntl.lockf(file, fcntl.LOCK_EX)
+        return compile(signature)
 
 
 intrinsic: Callable[[Callable[..., Any]], Any] = extending.intrinsic

@@ -65,13 +65,12 @@ def test_under_autocast_it_is_near_the_exact_result(shape: tuple[int, ...], mask
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("num_heads", [8, 12])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_long_row_is_as_exact_as_without_a_bias(num_heads: int, dtype: torch.dtype) -> None:
+def test_a_long_row_is_as_exact_as_without_a_bias(dtype: torch.dtype) -> None:
     # Biases reach 1,400. Rounded at that size, as where a row's positions are counted from 0, the error is 50 times as
-    # large in fp32.
-    inputs = [random(1, num_heads, 2000, 16, seed=seed).to(dtype) for seed in range(3)]
-    slopes, errors = alibi_slopes(num_heads, CPU), []
+    # large in fp32. Of twelve heads the steepest and, as of eight, the shallowest.
+    inputs = [random(1, 3, 2000, 16, seed=seed).to(dtype) for seed in range(3)]
+    slopes, errors = alibi_slopes(12, CPU)[[8, 0, 7]], []
     options: dict[str, Any] = {"mask": None, "causal": True, "scale": 0.25}
     for more in ({"slopes": slopes}, {}):
         exact = reference(*(each.double() for each in inputs), **options, **more)

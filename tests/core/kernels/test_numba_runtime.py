@@ -1,4 +1,5 @@
-"""Loops compiled by two processes at once: what is kept for one signature is never called for another."""
+"""Loops compiled by two processes at once: one of them compiles, and what is kept for one signature is never called for
+another."""
 
 import contextlib
 import importlib
@@ -8,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from numba.core.caching import FunctionCache, IndexDataCacheFile
+from numba.core.caching import IndexDataCacheFile
 
+from kitforge.core.kernels import numba_runtime
 from kitforge.core.kernels.numba_runtime import compiled
 from tests.patience import PATIENCE
 
@@ -26,24 +28,27 @@ def half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     return function
 
 
-def compile_at_once(function: Callable[..., Any], values: list[object], seconds: float) -> None:
-    """A process for each value compiles the function for it; all read the index before one of them writes it, if the
-    lock lets them: they wait `seconds` for one another."""
-    arrived = FORK.Barrier(len(values))
+def compile_at_once(function: Callable[..., Any], values: list[object], seconds: float, reading: int = 2) -> int:
+    """A process for each value compiles the function for it; all read the index for the `reading`-th time before one of
+    them writes it, if the lock lets them: they wait `seconds` for one another. How many compiled it themselves."""
+    arrived, num_compiled = FORK.Barrier(len(values)), FORK.Value("i", 0)
     read = IndexDataCacheFile._load_index
     num_reads = [0]
 
     def read_together(file: Any) -> Any:
         overloads = read(file)
         num_reads[0] += 1
-        if num_reads[0] == 2:  # the first looks for what was kept, the second is about to keep
+        if num_reads[0] == reading:  # the first looks for what was kept, the second is about to keep
             with contextlib.suppress(Exception):
                 arrived.wait(seconds)
         return overloads
 
     def use(value: object) -> None:
         IndexDataCacheFile._load_index = read_together
-        compiled(function)(value)
+        made = compiled(function)
+        made(value)
+        with num_compiled:
+            num_compiled.value += sum(made.stats.cache_misses.values())
 
     processes = [FORK.Process(target=use, args=(value,)) for value in values]
     for process in processes:
@@ -51,6 +56,7 @@ def compile_at_once(function: Callable[..., Any], values: list[object], seconds:
     for process in processes:
         process.join(PATIENCE)
     assert [process.exitcode for process in processes] == [0] * len(values)
+    return num_compiled.value
 
 
 def test_two_signatures_keep_two_files(half: Callable[..., Any], tmp_path: Path) -> None:
@@ -61,9 +67,22 @@ def test_two_signatures_keep_two_files(half: Callable[..., Any], tmp_path: Path)
     assert sum(again.stats.cache_hits.values()) == 2
 
 
+@pytest.fixture
+def unlocked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted fault: everyone compiles without asking."""
+    monkeypatch.setattr(numba_runtime, "_compile_once", lambda compile, cache, signature: compile(signature))
+
+
+def test_one_of_two_processes_compiles_for_both(half: Callable[..., Any]) -> None:
+    assert compile_at_once(half, [2.5, 3.5], seconds=0.2, reading=1) == 1
+
+
+def test_planted_without_a_lock_both_compile(half: Callable[..., Any], unlocked: None) -> None:
+    assert compile_at_once(half, [2.5, 3.5], seconds=60, reading=1) == 2
+
+
 def test_planted_without_a_lock_one_signature_takes_the_file_of_the_other(
-    half: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    half: Callable[..., Any], tmp_path: Path, unlocked: None
 ) -> None:
-    monkeypatch.setattr("kitforge.core.kernels.numba_runtime._LockedFunctionCache", FunctionCache)
     compile_at_once(half, [3, 2.5], seconds=60)
     assert len(list(tmp_path.rglob("*.nbc"))) == 1

@@ -13,6 +13,7 @@ from kitforge.core.kernels.dispatch import REFERENCE, implementation
 from kitforge.core.kernels.fast_path import accepts_triton_pages
 from kitforge.core.kernels.paged_attention import triton as module
 from tests.core.kernels.comparison import poison, random
+from tests.pairs import pairs
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -55,12 +56,13 @@ def expected(query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, length
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("window", [None, 1, 6])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 4, 8), (6, 2, 20), (3, 1, 64)])
+@pytest.mark.parametrize(
+    ("shape", "window", "dtype"), pairs([(2, 2, 8), (6, 2, 20), (3, 1, 64)], [None, 1, 6], TOLERANCE)
+)
 def test_triton_attends_to_the_pages_of_each_sequence(
-    heads: int, kv_heads: int, dim: int, window: int | None, dtype: torch.dtype
+    shape: tuple[int, int, int], window: int | None, dtype: torch.dtype
 ) -> None:
+    heads, kv_heads, dim = shape
     keys, values, tables = cache(dim, kv_heads, LENGTHS)
     query, lengths, slopes = random(len(LENGTHS), heads, dim), torch.tensor(LENGTHS), random(heads).abs() / 4
     for more in ({}, {"slopes": slopes}):

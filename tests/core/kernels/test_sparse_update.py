@@ -48,10 +48,11 @@ def train(
     dim: int,
     dtype: torch.dtype,
     change: Callable[[Tensor], Tensor] = lambda gradients: gradients,
+    rest: int = 300,
 ) -> Tensor:
-    """The slab after some steps and a rest that is long enough for every row to come to a stop."""
+    """The slab after some steps and a rest, which is long enough for every row to come to a stop."""
     rule = build_row_optimizer(config, kernels)
-    slab, last = new_records(rule, normal(NUM_ROWS, dim, dtype=dtype)), NUM_STEPS + 300
+    slab, last = new_records(rule, normal(NUM_ROWS, dim, dtype=dtype)), NUM_STEPS + rest
     slab[:, rule.layout(dim).visits] = torch.nan
     rates = rates_of(last)
     for step in range(1, NUM_STEPS + 1):

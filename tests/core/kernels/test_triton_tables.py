@@ -76,7 +76,9 @@ def test_bags_of_more_ids_than_there_are_give_nan() -> None:
 
 
 def trained(kernels: TableKernels, name: str, dim: int, dtype: torch.dtype) -> Tensor:
-    return update_tests.train(kernels, update_tests.CONFIGS[name], dim, dtype)
+    # Every row of adam comes to a stop in a long rest, of which the interpreter takes every step.
+    rest = 300 if (name, dim) == ("adam", 1) else 60
+    return update_tests.train(kernels, update_tests.CONFIGS[name], dim, dtype, rest=rest)
 
 
 # The rest of adam takes the interpreter long.
@@ -193,9 +195,9 @@ def test_no_ids_are_no_trouble() -> None:
 def test_a_map_on_a_device_answers_as_a_dict_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(KERNELS, "triton", TRITON)
     generator = seeded(5)
-    for _ in range(4):
+    for _ in range(2):
         calls = [("lookup", [1, 2])]
-        for _ in range(12):
+        for _ in range(8):
             call = ("insert", "insert", "replace", "remove")[int(torch.randint(0, 4, (), generator=generator))]
             keys = torch.randint(-60, 60, (int(torch.randint(0, 40, (), generator=generator)),), generator=generator)
             calls.append((call, [*keys.unique().tolist(), *EXTREME[:2]]))

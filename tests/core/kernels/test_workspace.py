@@ -98,7 +98,7 @@ def test_a_loop_is_compiled_anew_where_nothing_can_be_written(monkeypatch: pytes
     def half(value: int) -> float:
         return value / 2
 
-    monkeypatch.setattr(compiling, "_LockedFunctionCache", nowhere)
+    monkeypatch.setattr(compiling, "FunctionCache", nowhere)
     made: Any = compiling.compiled(half)
     assert made(3) == 1.5 and not made.stats.cache_path
 

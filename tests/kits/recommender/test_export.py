@@ -25,10 +25,12 @@ from tests.kits.recommender.runs import FAMILIES, ready, run
 
 KIT = TASKS["recommendation"]
 
+# For every folder, what its program gives for the rows in it.
 PROGRAM = """
 import sys, torch
-program = torch.export.load(sys.argv[1]).module()
-torch.save([program(inputs) for inputs in torch.load(sys.argv[2])], sys.argv[3])
+for folder in sys.argv[1:]:
+    program = torch.export.load(f"{folder}/model.pt2").module()
+    torch.save([program(inputs) for inputs in torch.load(f"{folder}/inputs.pt")], f"{folder}/outputs.pt")
 assert not any(name.startswith("kitforge") for name in sys.modules)
 """
 SCHEMA: dict[str, Any] = {
@@ -93,55 +95,60 @@ def program_inputs(batch: Any, features: list[str]) -> dict[str, torch.Tensor]:
     return inputs
 
 
-def exported(folder: Path, given: list[list[dict[str, Any]]], features: list[str], place: Path) -> list[torch.Tensor]:
-    """What the program gives for the rows, in a process of its own."""
-    assert cli.run(["export", f"checkpoint={folder}", "format=torch_export", f"output={place / 'model.pt2'}"]) == 0
-    torch.save([program_inputs(batch_of(folder, rows), features) for rows in given], place / "inputs.pt")
-    files = [str(place / name) for name in ("model.pt2", "inputs.pt", "outputs.pt")]
-    subprocess.run([sys.executable, "-c", PROGRAM, *files], check=True, cwd=place)
-    found: list[torch.Tensor] = torch.load(place / "outputs.pt")
-    return found
+TOWERS = {"model.user": ["user", "tags", "history", "price"], "model.item": ["item"]}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    **{family: (family, {}) for family in ("wide_deep", "deepfm", "dcn_v2", "dlrm", "din")},
+    "pooled": ("wide_deep", {"tables.pooling": "mean"}),
+    "two_tower": ("two_tower", TOWERS),
+}
+GIVEN = [[row(number) for number in range(9)] + STRANGE, [row(5)], [STRANGE[1]]]
+
+
+def features(name: str, folder: Path) -> list[str]:
+    """The features that a program takes, in the order of its inputs."""
+    if name == "two_tower":
+        return ["user", "tags", "history"]
+    lookups = str(load_model(folder / "run", "cpu").requests.lookups)
+    return [each for each in ("age", "user", "item", "tags", "history", "user_age") if each in lookups]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A run of every case with its program, and what the program gave in a process of its own, one for all of them."""
+    made = {name: tmp_path_factory.mktemp(name) for name in CASES}
+    for name, folder in made.items():
+        family, choices = CASES[name]
+        trained(folder / "run", family, **choices)
+        words = [f"checkpoint={folder / 'run'}", "format=torch_export", f"output={folder / 'model.pt2'}"]
+        assert cli.run(["export", *words]) == 0
+        own = features(name, folder)
+        torch.save([program_inputs(batch_of(folder / "run", rows), own) for rows in GIVEN], folder / "inputs.pt")
+    subprocess.run([sys.executable, "-c", PROGRAM, *map(str, made.values())], check=True, cwd=folder)
+    return made
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "choices"),
-    [
-        ("wide_deep", {}),
-        ("wide_deep", {"tables.pooling": "mean"}),
-        ("deepfm", {}),
-        ("dcn_v2", {}),
-        ("dlrm", {}),
-        ("din", {}),
-    ],
-)
-def test_a_program_gives_the_probabilities_of_the_run(tmp_path: Path, family: str, choices: dict[str, Any]) -> None:
-    folder = trained(tmp_path / "run", family, **choices)
-    given = [[row(number) for number in range(9)] + STRANGE, [row(5)], [STRANGE[1]]]
-    names = [name for name in ("age", "user", "item", "tags", "history", "user_age")]
-    used = [name for name in names if name in str(load_model(folder, "cpu").requests.lookups)]
-    found = exported(folder, given, used, tmp_path)
-    score = pipeline("recommendation", model=folder)
-    for rows, scores in zip(given, found, strict=True):
+@pytest.mark.parametrize("name", [name for name in CASES if name != "two_tower"])
+def test_a_program_gives_the_probabilities_of_the_run(name: str, folders: dict[str, Path]) -> None:
+    folder = folders[name]
+    score = pipeline("recommendation", model=folder / "run")
+    for rows, scores in zip(GIVEN, torch.load(folder / "outputs.pt"), strict=True):
         assert scores.tolist() == pytest.approx([each["score"] for each in score(rows)], rel=2e-6)
-    described = json.loads((tmp_path / "model.json").read_text())
-    assert (described["family"], described["step"]) == (family, 3)
+    described = json.loads((folder / "model.json").read_text())
+    assert (described["family"], described["step"]) == (CASES[name][0], 3)
     inputs = {each["name"]: each for each in described["inputs"]}
-    assert set(inputs) == set(program_inputs(batch_of(folder, given[0]), used))
+    assert set(inputs) == set(program_inputs(batch_of(folder / "run", GIVEN[0]), features(name, folder)))
     assert [each["name"] for each in inputs["dense"]["holds"]] == ["price", "price is missing"]
     assert inputs["bags.tags.ids"]["encoding"]["num_buckets"] == 40
 
 
 @pytest.mark.slow
-def test_the_tower_of_users_is_exported(tmp_path: Path) -> None:
-    folder = trained(
-        tmp_path / "run", "two_tower", **{"model.user": ["user", "tags", "history", "price"], "model.item": ["item"]}
-    )
-    given = [[row(number) for number in range(9)] + STRANGE]
-    (found,) = exported(folder, given, ["user", "tags", "history"], tmp_path)
-    opened = KIT.open_pipeline(load_model(folder, "cpu"), load_processor(folder), KIT.read_options({}))
-    vectors, _ = opened.queries(batch_of(folder, given[0]))  # type: ignore[attr-defined]
-    assert found.numpy() == pytest.approx(vectors, abs=2e-6)
+def test_the_tower_of_users_is_exported(folders: dict[str, Path]) -> None:
+    run = folders["two_tower"] / "run"
+    opened = KIT.open_pipeline(load_model(run, "cpu"), load_processor(run), KIT.read_options({}))
+    for rows, found in zip(GIVEN, torch.load(folders["two_tower"] / "outputs.pt"), strict=True):
+        vectors, _ = opened.queries(batch_of(run, rows))  # type: ignore[attr-defined]
+        assert found.numpy() == pytest.approx(vectors, abs=2e-6)
 
 
 @pytest.mark.slow

@@ -37,15 +37,17 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*treespec.*:FutureWarning")
 CPU = torch.device("cpu")
 VOCAB = 61
 SIZES: dict[str, Any] = {"vocab_size": VOCAB, "dim": 24, "num_layers": 2, "num_heads": 6, "max_length": 40}
-# Every option of a family that changes its attention, though no published architecture has all of them.
+# Every option of a family that changes its attention, though no published architecture has all of them. Tracing
+# takes the time of these tests, so one layer stands where a second would be the same.
 FAMILIES: dict[str, dict[str, Any]] = {
-    "gpt2": {},
+    "gpt2": {"num_layers": 1},
     "llama": {"num_heads": 4, "head_dim": 8, "num_kv_heads": 2, "mlp_dim": 40, "qk_norm": True, "qkv_bias": True}
     | {"sliding_window": 3, "window_layers": (1,), "tie_embeddings": True},
-    "glm": {"num_heads": 4, "head_dim": 8, "num_kv_heads": 2, "mlp_dim": 40, "sandwich_norms": True},
+    "glm": {"num_heads": 4, "head_dim": 8, "num_kv_heads": 2, "mlp_dim": 40, "sandwich_norms": True}
+    | {"num_layers": 1},
     "gemma3": {"family": "llama", "num_heads": 4, "head_dim": 8, "num_kv_heads": 2, "mlp_dim": 40, "mlp_kind": "geglu"}
     | {"sliding_window": 3, "window_layers": (1,), "local_rope_theta": 100.0, "scale_embedding": True},
-    "bloom": {"num_heads": 6},
+    "bloom": {"num_heads": 6, "num_layers": 1},
     "pangu_alpha": {},
 }
 # A program that onnxruntime runs has gone through torch.export as well; what is saved of one is read back for decoders.
@@ -171,7 +173,7 @@ def test_a_decoder_with_a_cache(family: str, format: str, tmp_path: Path) -> Non
 @pytest.mark.slow
 def test_a_decoder_whose_keys_depend_on_the_length_has_no_cache(tmp_path: Path) -> None:
     scaling = {"kind": "dynamic", "factor": 2.0}
-    model = network("llama", rope_scaling=scaling, max_length=8)
+    model = network("llama", rope_scaling=scaling, max_length=8, num_layers=1, window_layers=(0,))
     with pytest.raises(ConfigError, match="use_cache=false"):
         programs_of(model)
     (run,) = written(model, tmp_path, "onnx", use_cache=False)
@@ -184,7 +186,7 @@ def test_a_decoder_whose_keys_depend_on_the_length_has_no_cache(tmp_path: Path) 
 @pytest.mark.prove
 @pytest.mark.parametrize("format", FORMATS)
 def test_an_encoder_and_a_decoder(format: str, tmp_path: Path) -> None:
-    config = T5Config(vocab_size=VOCAB, dim=24, num_layers=2, num_decoder_layers=2, num_heads=3, head_dim=6, mlp_dim=40)
+    config = T5Config(vocab_size=VOCAB, dim=24, num_layers=1, num_decoder_layers=2, num_heads=3, head_dim=6, mlp_dim=40)
     # Its attention is not scaled: larger weights would magnify rounding a hundredfold.
     model: EncoderDecoder = filled(loading.build(config, device=CPU, level="O0", seed=1), 1.0)
     encode, begin, step = written(model, tmp_path, format)
@@ -206,7 +208,7 @@ def test_an_encoder_and_a_decoder(format: str, tmp_path: Path) -> None:
 @pytest.mark.prove
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_vision_transformer(format: str, tmp_path: Path) -> None:
-    config = ViTConfig(dim=24, num_layers=2, num_heads=3, image_size=8, patch_size=4, labels=("a", "b", "c"))
+    config = ViTConfig(dim=24, num_layers=1, num_heads=3, image_size=8, patch_size=4, labels=("a", "b", "c"))
     network = VisionTransformer(config)
     init_weights(network.named_parameters(), config.num_layers, seed=1)
     model: VisionTransformer = filled(network)
@@ -219,7 +221,7 @@ def test_a_vision_transformer(format: str, tmp_path: Path) -> None:
 @pytest.mark.prove
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_classifier_of_texts(format: str, tmp_path: Path) -> None:
-    model = filled(SequenceClassifier(network("llama"), ("bad", "fair", "good")))
+    model = filled(SequenceClassifier(network("llama", num_layers=1, window_layers=(0,)), ("bad", "fair", "good")))
     (run,) = written(model, tmp_path, format)
     for rows, columns in (
         (texts(9, 4, 1), [range(9), range(4), range(1)]),
