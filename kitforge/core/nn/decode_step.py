@@ -115,7 +115,7 @@ def stack_of(model: Decoder) -> DecoderWeights:
         gate="gelu" if blocks[0].mlp.kind == "geglu" else "silu",
         norm=norm.weight,
         norm_bias=norm.bias,
-        head=model.head_weight if model.stored_head is None else _weight(model.stored_head),
+        head=cast(Any, model.head_weight if model.stored_head is None else _weight(model.stored_head)),
         head_dim=first.config.head_dim,
         norm_eps=norm.eps,
         qk_norm_eps=0.0 if first.query_norm is None else first.query_norm.eps,

@@ -104,7 +104,7 @@ def quantized_bits(model: nn.Module) -> Literal[4, 8] | None:
 def keep_blocks(model: Decoder, blocks: Mapping[str, Callable[[], Blocks]]) -> dict[str, Tensor]:
     """Replace weights of linear layers and the head by quantized ones, read by the names of the parameters. Returns the
     other parameters."""
-    left = dict(model.named_parameters())
+    left: dict[str, Tensor] = dict(model.named_parameters())
     linears = {f"{path}.weight": each for path, each in model.named_modules() if isinstance(each, Linear)}
     if model.head_name in blocks:
         left.pop("output", None)

@@ -52,7 +52,7 @@ def product(rows: Tensor, blocks: Blocks, has_tiles: bool, bias: Tensor | None =
     from kitforge.core.kernels.numba_runtime import FLOAT, HALF
 
     outputs, features = blocks.shape
-    memory, (weight,) = numba.pack([blocks], 4 // rows.element_size())
+    memory, (weight,) = numba.pack_blocks([blocks], 4 // rows.element_size())
     room = torch.empty(linear.scratch_size(len(rows), features) + linear.LINE, dtype=torch.uint8)
     scratch, output = -(-room.data_ptr() // linear.LINE) * linear.LINE, torch.full((len(rows), outputs), float("nan"))
     like: Any = FLOAT if rows.dtype is torch.float32 else HALF

@@ -48,7 +48,7 @@ from kitforge.core.kernels.numba_runtime import (
     run_on_threads,
     widened,
 )
-from kitforge.core.kernels.quantized_linear.numba import layout_of, multiply_quantized, pack
+from kitforge.core.kernels.quantized_linear.numba import layout_of, multiply_quantized, pack_blocks
 from kitforge.core.kernels.quantized_linear.reference import Blocks
 from kitforge.core.kernels.spin_barrier import BYTES_PER_PHASE, ThreadAutotuner, barrier, finish, next_chunk
 from kitforge.core.kernels.threads import num_threads, single_thread
@@ -83,7 +83,7 @@ class NumbaDecodeStep:
         self._options = weights.norm_eps, weights.qk_norm_eps, weights.interleaved_rotary, weights.gate == "gelu"
         matrices = [[getattr(layer, name) for name in LINEARS] for layer in weights.layers] + [[weights.head]]
         blocks = [each for layer in matrices for each in layer if isinstance(each, Blocks)]
-        self._quantized, starts = pack(blocks, 4 // self._dtype.itemsize)
+        self._quantized, starts = pack_blocks(blocks, 4 // self._dtype.itemsize)
         packed = {id(each): start for each, start in zip(blocks, starts, strict=True)}
         self._are_kept, panels = False, self._panels(matrices)
         layouts = [[layout_of(each) if isinstance(each, Blocks) else 0 for each in layer] for layer in matrices]

@@ -127,20 +127,21 @@ class ReferenceDecodeStep:
         for index, layer in enumerate(weights.layers):
             normal = _norm(stream, layer.attention_norm, layer.attention_norm_bias, weights.norm_eps)
             mixed = self._attended(index, normal, rotary, locations)
-            branch = linear(mixed, layer.out, layer.out_bias)
+            branch = _linear(mixed, layer.out, layer.out_bias)
             stream = stream + _norm(branch, layer.attention_out_norm, layer.attention_out_norm_bias, weights.norm_eps)
             normal = _norm(stream, layer.mlp_norm, layer.mlp_norm_bias, weights.norm_eps)
-            branch = linear(_activated(layer, normal, weights.gate), layer.down, layer.down_bias)
+            branch = _linear(_activated(layer, normal, weights.gate), layer.down, layer.down_bias)
             stream = stream + _norm(branch, layer.mlp_out_norm, layer.mlp_out_norm_bias, weights.norm_eps)
         hidden = _norm(stream, weights.norm, weights.norm_bias, weights.norm_eps)
-        return hidden, linear(hidden[locations.rows], weights.head).to(torch.promote_types(hidden.dtype, torch.float32))
+        logits = _linear(hidden[locations.rows], weights.head)
+        return hidden, logits.to(torch.promote_types(hidden.dtype, torch.float32))
 
     def _attended(self, index: int, normal: Tensor, rotary: Angles | None, locations: Locations) -> Tensor:
         weights, layer, (keys, values) = self._weights, self._weights.layers[index], self._slabs[index]
 
-        def heads(weight: Tensor, bias: Tensor | None, norm: Tensor | None) -> Tensor:
+        def heads(weight: Tensor | Blocks, bias: Tensor | None, norm: Tensor | None) -> Tensor:
             """[sequences, heads, head_dim]."""
-            result = linear(normal, weight, bias).view(len(normal), -1, weights.head_dim)
+            result = _linear(normal, weight, bias).view(len(normal), -1, weights.head_dim)
             return _norm(result, norm, None, weights.qk_norm_eps)
 
         query = heads(layer.query, layer.query_bias, layer.query_norm)
@@ -202,6 +203,11 @@ def _slots(locations: Locations, token: int) -> Tensor:
     return torch.arange(start, start + length) if start >= 0 else locations.slots[-1 - start :][:length]
 
 
+def _linear(input: Tensor, weight: Tensor | Blocks, bias: Tensor | None = None) -> Tensor:
+    assert isinstance(weight, Tensor)  # of `_dequantized`
+    return linear(input, weight, bias)
+
+
 def _norm(input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     if weight is None:
         return input
@@ -211,8 +217,8 @@ def _norm(input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float)
 
 
 def _activated(layer: BlockWeights, normal: Tensor, gate: Literal["silu", "gelu"]) -> Tensor:
-    up = linear(normal, layer.up, layer.up_bias)
+    up = _linear(normal, layer.up, layer.up_bias)
     if layer.gate is None:
         return functional.gelu(up, approximate="tanh")
     activation = swiglu if gate == "silu" else geglu
-    return activation(linear(normal, layer.gate, layer.gate_bias), up)
+    return activation(_linear(normal, layer.gate, layer.gate_bias), up)

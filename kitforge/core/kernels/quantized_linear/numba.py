@@ -48,14 +48,14 @@ def layout_of(blocks: Blocks) -> int:
     return bits + 16 * is_half + 32 * (blocks.scales.shape[1] > 1)
 
 
-def pack(weights: list[Blocks], per_word: int) -> tuple[Tensor, list[int]]:
+def pack_blocks(weights: list[Blocks], per_word: int) -> tuple[Tensor, list[int]]:
     """Memory with weights [out, in] packed for rows of `per_word` numbers in a word, and the address of each.
 
     Of a panel and a group of features, first the scales [`PANEL`], then the words of a panel of `linear` in order. In
     int4 line by line of 128 numbers: word n of 16 has numbers n, 16 + n, ..., the first in the lowest bits."""
     sizes = [-(-_packed_bytes(each) // LINE) * LINE for each in weights]
     memory = empty_lines(sum(sizes))
-    parts = memory.split(sizes)
+    parts = torch.split(memory, sizes)
     for each, part in zip(weights, parts, strict=True):
         _pack(each, per_word, part[: _packed_bytes(each)])
     return memory, [part.data_ptr() for part in parts]
@@ -142,16 +142,16 @@ def _multiply_filled(
     """Fill a panel, and multiply at most two tiles of rows with it, an address and its bytes of a row."""
     few = min(num_rows, 2 * TILE_ROWS)
     first, row_bytes = rows
-    place = source.scales, source.scale_stride, source.numbers, source.stride, source.is_half
+    origin = source.scales, source.scale_stride, source.numbers, source.stride, source.is_half
     if source.bits == 8:
         if few > TILE_ROWS:
-            _two_of_bytes(first, row_bytes, few, words, count, sums, adds, mask, place)
+            _two_of_bytes(first, row_bytes, few, words, count, sums, adds, mask, origin)
         else:
-            _one_of_bytes(first, row_bytes, few, words, count, sums, adds, mask, place)
+            _one_of_bytes(first, row_bytes, few, words, count, sums, adds, mask, origin)
     elif few > TILE_ROWS:
-        _two_of_nibbles(first, row_bytes, few, words, count, sums, adds, mask, place)
+        _two_of_nibbles(first, row_bytes, few, words, count, sums, adds, mask, origin)
     else:
-        _one_of_nibbles(first, row_bytes, few, words, count, sums, adds, mask, place)
+        _one_of_nibbles(first, row_bytes, few, words, count, sums, adds, mask, origin)
 
 
 @compiled_fastmath
@@ -159,11 +159,11 @@ def _fill(like: Any, source: Any, words: int, num_words: int) -> None:
     """Write the words of a panel in the type of `like`."""
     per_word = 4 // array_at(words, (1,), like).itemsize
     if PAIRS and per_word == 2:
-        place = source.scales, source.scale_stride, source.numbers, source.stride, source.is_half
+        origin = source.scales, source.scale_stride, source.numbers, source.stride, source.is_half
         if source.bits == 8:
-            _bytes(words, num_words, place)
+            _bytes(words, num_words, origin)
         else:
-            _nibbles(words, num_words, place)
+            _nibbles(words, num_words, origin)
         return
     width, factors = PANEL * per_word // _VECTOR, words - 8 * PANEL
     vectors, factor = array_at(words, (num_words * width, _VECTOR), like), float32_at(factors, (width, _VECTOR))
@@ -247,11 +247,13 @@ def _scale_vectors(builder: Any, scales: Any, is_half: Any) -> list[Any]:
     return found
 
 
-def _filler(bits: int, words: Any, mask: Any, place: list[Any]) -> Any:
+def _filler(bits: int, words: Any, mask: Any, origin: list[Any]) -> Any:
     """Code that writes `LANES` words of bfloat16 pairs, a block of `GROUP` features; see `generate_tiles`."""
-    scales, scale_stride, numbers, stride, is_half = place
+    scales, scale_stride, numbers, stride, is_half = origin
 
     def fill(builder: Any, word: Any) -> None:
+        if not PAIRS:
+            return  # never called, but compiled for a processor that lacks the instructions
         number, block = word.type, builder.udiv(word, word.type(LANES))
         own = builder.add(scales, builder.mul(block, scale_stride))
         factors = _scale_vectors(builder, own, builder.icmp_signed("!=", is_half, number(0)))
@@ -272,18 +274,18 @@ def _filler(bits: int, words: Any, mask: Any, place: list[Any]) -> Any:
 
 
 def _filling(bits: int) -> Any:
-    """An intrinsic, with `PAIRS`: `(words, num_words, place)` writes a panel of bfloat16."""
+    """An intrinsic, with `PAIRS`: `(words, num_words, origin)` writes a panel of bfloat16."""
 
-    def typed(_context: Any, _words: Any, _num_words: Any, place: Any) -> Any:
+    def typed(_context: Any, _words: Any, _num_words: Any, origin: Any) -> Any:
         def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
             words, num_words, packed = arguments
             number = words.type
-            fill = _filler(bits, words, number(-1), cast(Any, cgutils).unpack_tuple(builder, packed, len(place)))
+            fill = _filler(bits, words, number(-1), cast(Any, cgutils).unpack_tuple(builder, packed, len(origin)))
             with cast(Any, cgutils).for_range_slice(builder, number(0), num_words, number(LANES), number) as (word, _):
                 fill(builder, word)
             return context.get_dummy_value()
 
-        return types.void(types.intp, types.intp, place), generate
+        return types.void(types.intp, types.intp, origin), generate
 
     return intrinsic(typed)
 
@@ -301,16 +303,16 @@ def _multiplying(bits: int, num_tiles: int) -> Any:
         _sums: Any,
         _adds: Any,
         _mask: Any,
-        place: Any,
+        origin: Any,
     ) -> Any:
         def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
             *numbers, packed = arguments
-            place_of = cast(Any, cgutils).unpack_tuple(builder, packed, len(place))
-            fill = _filler(bits, numbers[3], numbers[7], place_of)
+            fields = cast(Any, cgutils).unpack_tuple(builder, packed, len(origin))
+            fill = _filler(bits, numbers[3], numbers[7], fields)
             generate_tiles(num_tiles, builder, numbers, fill)
             return context.get_dummy_value()
 
-        return types.void(*(types.intp for _ in range(8)), place), generate
+        return types.void(*(types.intp for _ in range(8)), origin), generate
 
     return intrinsic(typed)
 
