@@ -3,9 +3,10 @@
     python -m benchmarks.inference.against_llama_cpp --peer-python OTHER/bin/python [--threads 2] [--rounds 3]
 
 The other environment has llama-cpp-python, built here with `CMAKE_ARGS=-DGGML_NATIVE=ON pip install --no-binary
-llama-cpp-python llama-cpp-python`; without it, ours runs alone. Every measurement is a process of its own, in turn;
-ratios are those of one round. What is timed is a step of the engine, choice of the token and bookkeeping included,
-against `llama_decode` alone. The table goes to against_llama_cpp.md.
+llama-cpp-python llama-cpp-python`; without it, ours runs alone. Where its AMX code dies of an illegal instruction, as
+that of 0.3.36 did, build it with `-mno-amx-int8 -mno-amx-tile -mno-amx-bf16` in `CFLAGS` and `CXXFLAGS`. Every
+measurement is a process of its own, in turn; ratios are those of one round. What is timed is a step of the engine,
+choice of the token and bookkeeping included, against `llama_decode` alone. The table goes to against_llama_cpp.md.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def main() -> None:
     lines = [
         "# Decoding against llama.cpp",
         "",
-        f"{datetime.date.today()}, {describe(torch.device('cpu'))} ({features()}), {threads} threads, torch "
+        f"{datetime.date.today()}, {describe(torch.device('cpu'))} ({features()}), torch "
         f"{torch.__version__}; 134M LLaMA, random weights; milliseconds of a step, median of {arguments.rounds} "
         f"interleaved rounds; load average at the start {os.getloadavg()[0]:.1f}. Above 1x we are faster.",
         "",
