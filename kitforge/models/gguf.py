@@ -98,7 +98,10 @@ class GgufWeights:
         return tensor if heads is None else _to_halves(tensor, heads)
 
     def blocks(self) -> dict[str, Callable[[], Blocks]]:
-        """Readers of the matrices in Q8_0 and Q4_0 as stored, by our names."""
+        """Readers of the matrices in Q8_0 and Q4_0 as stored, by our names; none where most are of other types."""
+        num_matrices = sum(len(shape) == 2 for shape in self.shapes().values())
+        if 2 * len(self._in_blocks) < num_matrices:
+            return {}
         return {ours: partial(self._read_blocks, name) for ours, name in self._in_blocks.items()}
 
     def _read_blocks(self, name: str) -> Blocks:

@@ -106,7 +106,13 @@ def test_weights_are_those_of_the_file_and_take_its_memory(
 
 def test_another_dtype_widens_and_so_does_what_no_step_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = written(tmp_path / "a.gguf", FILES["q8_0"], monkeypatch)
-    for model in (loading.load(path, device=CPU), loading.load(path, device=CPU, dtype="auto", level="O0")):
+    # llama.cpp's Q5_1, with a finer head.
+    other = written(tmp_path / "b.gguf", kinds("Q8_0", "Q5_1", "Q5_1"), monkeypatch)
+    for model in (
+        loading.load(path, device=CPU),
+        loading.load(path, device=CPU, dtype="auto", level="O0"),
+        loading.load(other, device=CPU, dtype="auto"),
+    ):
         assert isinstance(model, Decoder) and model.stored_head is None
         assert all(each.is_floating_point() for each in model.parameters())
 
