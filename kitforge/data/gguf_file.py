@@ -91,6 +91,23 @@ class GgufFile:
         decoded: NDArray[Any] = quants.dequantize(blocks, kind).reshape(entry.shape)
         return decoded
 
+    def has_blocks(self, name: str) -> bool:
+        """Whether a tensor is a matrix in Q8_0 or Q4_0."""
+        return self.tensors[name].kind in ("Q8_0", "Q4_0") and len(self.tensors[name].shape) == 2
+
+    def blocks(self, name: str) -> tuple[NDArray[Any], NDArray[np.float16]]:
+        """Whole numbers and scales [rows, columns / 32] of a matrix that `has_blocks`: of Q8_0 int8 [rows, columns], of
+        Q4_0 uint8 [rows, columns / 2], two adjacent columns plus 8, the first in the lower half."""
+        entry = self.tensors[name]
+        size = _TENSOR_TYPES[entry.number][2]
+        data = np.frombuffer(self._bytes, np.uint8, entry.num_bytes, entry.start).reshape(entry.shape[0], -1, size)
+        scales, numbers = np.ascontiguousarray(data[..., :2]).view("<f2")[..., 0].copy(), data[..., 2:]
+        if entry.kind == "Q8_0":
+            return np.ascontiguousarray(numbers).view(np.int8).reshape(entry.shape), scales
+        # A byte of a block holds column n and, in the upper half, n + 16.
+        columns = np.concatenate([numbers & 15, numbers >> 4], axis=2)
+        return (columns[..., ::2] | columns[..., 1::2] << 4).reshape(entry.shape[0], -1), scales
+
 
 @final
 class _Header:

@@ -22,7 +22,9 @@ class InferenceOptions(SamplingOptions):
     """Options of text generation."""
 
     stop: tuple[str, ...] = ()  # strings that end the output, which does not contain them
-    dtype: LoadDtype = "auto"  # of the weights of a model loaded for inference; auto: as stored (float16 on CPU: fp32)
+    # Of the weights of a model loaded for inference; auto: as stored (on a CPU float16 becomes fp32, and Q8_0 and Q4_0
+    # of a GGUF file stay quantized).
+    dtype: LoadDtype = "auto"
     engine: EngineOptions = field(default_factory=EngineOptions)
 
     def __post_init__(self) -> None:

@@ -177,6 +177,9 @@ def save_language_model(
     active adapter is merged. `dtype` of the weights: by default that of the published ones. For a sharded model all
     ranks call this, and rank 0 writes tensor by tensor."""
     config = exportable_config(model)
+    if getattr(model, "stored_head", None) is not None:
+        fix = "save the file itself: save_model(FILE, folder), or load it with dtype=fp32"
+        raise ModelError("the model holds its weights as a GGUF file stores them", got="a quantized head", fix=fix)
     parallel = parallel_model_of(model, ALONE)
     names = loading.exported_names(config)
     read, finish = _merged_reader(model, parallel, names, export_dtype(dtype or config.dtype))

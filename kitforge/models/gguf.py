@@ -7,6 +7,7 @@ architecture `llama` neighbouring features rotate together, so rows of queries a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kitforge.core.kernels.quantized_linear.reference import Blocks
 from kitforge.core.nn.rotary import RopeScaling, RotaryAngles, RotaryConfig
 from kitforge.data.gguf_file import GgufFile
 from kitforge.data.optional_imports import import_optional
@@ -25,6 +27,7 @@ from kitforge.models.llama import convert as llama
 from kitforge.models.llama.model import LlamaConfig
 from kitforge.models.mixtral import convert as mixtral
 from kitforge.models.qwen3_moe import convert as qwen3_moe
+from kitforge.models.weight_mapping import TensorMapping
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe")
 # Of mixtures of experts, which hold those of a block in one tensor.
@@ -59,6 +62,7 @@ class GgufWeights:
         self._stack: tuple[str, Tensor] = "", torch.empty(0)  # the last of all experts of a block that was read
         # The tensor of the file that holds one of Hugging Face's, and of an expert its number in it.
         self._names: dict[str, tuple[str, int | None]] = {}
+        self._in_blocks: dict[str, str] = {}  # Hugging Face's names of matrices in Q8_0 and Q4_0, by ours
         converter = _CONVERTERS.get(self.config["model_type"], llama.CONVERTER)
         config = converter.read_config(self.config)
         translate = _translator(self._architecture, config.num_layers)
@@ -66,6 +70,8 @@ class GgufWeights:
             own = translate(mapping.theirs if mapping.index is None else _stacked_name(mapping.ours))
             if own in self._file.tensors:
                 self._names[mapping.theirs] = own, mapping.index
+                if mapping == TensorMapping(ours=mapping.ours, theirs=mapping.theirs) and self._file.has_blocks(own):
+                    self._in_blocks[mapping.ours] = mapping.theirs
                 if mapping.index is not None:
                     self._check_stack(own, config.experts.num_experts)
         known = {_ROPE_FACTORS, *(own for own, _ in self._names.values())}
@@ -90,6 +96,18 @@ class GgufWeights:
         tensor = self._decoded(own)
         heads = _rotated_heads(name, self.config) if self._architecture == "llama" else None
         return tensor if heads is None else _to_halves(tensor, heads)
+
+    def blocks(self) -> dict[str, Callable[[], Blocks]]:
+        """Readers of the matrices in Q8_0 and Q4_0 as stored, by our names; none where most are of other types."""
+        num_matrices = sum(len(shape) == 2 for shape in self.shapes().values())
+        if 2 * len(self._in_blocks) < num_matrices:
+            return {}
+        return {ours: partial(self._read_blocks, name) for ours, name in self._in_blocks.items()}
+
+    def _read_blocks(self, name: str) -> Blocks:
+        whole, scales = map(torch.from_numpy, self._file.blocks(self._names[name][0]))
+        heads = _rotated_heads(name, self.config) if self._architecture == "llama" else None
+        return Blocks(whole, scales) if heads is None else Blocks(_to_halves(whole, heads), _to_halves(scales, heads))
 
     def _decoded(self, own: str) -> Tensor:
         """A tensor of the file, decoded to float32 if it is quantized."""

@@ -17,11 +17,13 @@ from torch import Tensor, nn
 from kitforge.core.checkpoint.hugging_face import CONFIG, read_folder, write_folder
 from kitforge.core.checkpoint.load import Checkpoint, check_shapes, find_checkpoint, load_tensors
 from kitforge.core.kernels.dispatch import CompileLevel, select
-from kitforge.core.kernels.quantized_linear.reference import dequantize
+from kitforge.core.kernels.mixed_precision import NATIVE_DTYPES
+from kitforge.core.kernels.quantized_linear.reference import Blocks, dequantize
+from kitforge.core.nn.decode_step import is_fusable
 from kitforge.core.nn.decoder import Decoder, FamilyConfig
 from kitforge.core.nn.init import init_weights, materialize
 from kitforge.core.nn.lora import FACTORS, LoraConfig, adapter_tensors, attach, merge_factors
-from kitforge.core.nn.quantized import quantize_linears
+from kitforge.core.nn.quantized import keep_blocks, quantize_linears
 from kitforge.core.nn.score_head import BACKBONE, HEAD, HEAD_BIAS
 from kitforge.data.gguf_file import GGUF_SUFFIX, is_gguf
 from kitforge.data.labels import ProblemType
@@ -122,6 +124,8 @@ class StoredModel:
     suffix: str = SEQUENCE_CLASSIFIER  # of the class of a model with a head in transformers
     dtype: torch.dtype = torch.float32  # of most weights as stored
     pad_id: int | None = None  # padding token of a published classifier, whose outputs do not count; None: all count
+    # Reads a weight as it is quantized in the file, by our name, where layers compute with this quantization.
+    blocks: Mapping[str, Callable[[], Blocks]] = field(default_factory=dict)
     is_run: bool = False  # a classifier of ours, whose padding token is that of its tokenizer
 
     def tensors(self, regions: Mapping[str, Region]) -> Iterator[tuple[str, Tensor]]:
@@ -139,8 +143,10 @@ def load_stored(
 ) -> Decoder:
     """The unsharded model of an opened folder. Its weights are in memory in `dtype` alone: those of a file are copied
     from its memory-mapped pages. "auto" is the dtype as stored; float16 becomes fp32 on CPU, which has no products in
-    it, and so does any dtype that is not offered."""
+    it, and so does any dtype that is not offered. Weights in Q8_0 and Q4_0 of a dense decoder stay so there."""
     check(dtype in ("auto", *DTYPES), "dtype", dtype, f"one of auto, {', '.join(DTYPES)}")
+    if dtype == "auto" and device.type == "cpu" and (kept := _with_blocks(stored, level)) is not None:
+        return kept
     chosen = stored.dtype if dtype == "auto" else DTYPES[dtype]
     if dtype == "auto" and (chosen not in DTYPES.values() or (chosen, device.type) == (torch.float16, "cpu")):
         chosen = torch.float32
@@ -149,18 +155,32 @@ def load_stored(
     return model
 
 
+def _with_blocks(stored: StoredModel, level: CompileLevel) -> Decoder | None:
+    """The model on a CPU with its quantized weights as stored, the others in bfloat16, or in fp32 where the processor
+    has no products in it; None without quantized weights and where no compiled step runs the network."""
+    dtype = torch.bfloat16 if NATIVE_DTYPES[torch.bfloat16] else torch.float32
+    model = build(stored.config, device=torch.device("cpu"), level=level, dtype=dtype) if stored.blocks else None
+    if model is None or not is_fusable(model):
+        return None
+    left = keep_blocks(model, stored.blocks)
+    load_tensors(left, ((name, stored.read(name, None)) for name in stored.names if name in left), what="model")
+    return model
+
+
 def open_model(folder: Path, open_run: OpenCheckpoint = find_checkpoint) -> StoredModel:
     """Open a run folder, a step folder, a Hugging Face folder, a GGUF file or the folder of a PEFT adapter, which names
     its base model; reads no weights. Raises ModelError where names or shapes of the tensors do not match the
     configuration."""
     if is_gguf(folder):
-        return _open_weights(GgufWeights(folder))
+        source = GgufWeights(folder)
+        stored = _open_weights(source)
+        return replace(stored, blocks=source.blocks())
     if not folder.is_dir():
         expected = "a run, a step or a Hugging Face folder, or a .gguf file"
         raise ModelError("there is no such folder", got=folder, expected=expected)
     if is_adapter(folder):
         base = open_model(resolve(base_of(folder)), open_run)
-        return replace(base, read=merge_adapter(base.config, base.read, folder))
+        return replace(base, read=merge_adapter(base.config, base.read, folder), blocks={})
     checkpoint = open_run(folder)
     if checkpoint is None:
         return _open_weights(read_folder(folder))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from kitforge.core.kernels.fused_decode_step.reference import BlockWeights, DecoderWeights, DecodeStepKernel, Locations
+from kitforge.core.kernels.quantized_linear.reference import GROUP, Blocks
 from kitforge.core.kernels.threads import single_thread
 from kitforge.core.nn.attention import Attention
 from kitforge.core.nn.block import Block
@@ -30,7 +31,7 @@ _PARTS: dict[str, type[nn.Module]] = {
 }
 _BLOCK = {"": Block, ".attention": Attention, ".mlp": MLP} | {f".{name}": kind for name, kind in _PARTS.items()}
 _STACK = {"": Decoder, "embedding": nn.Embedding, "position": nn.Embedding, "blocks": nn.ModuleList}
-_STACK |= {"embedding_norm": Norm, "norm": Norm}
+_STACK |= {"embedding_norm": Norm, "norm": Norm, "stored_head": Linear}
 
 
 @final
@@ -85,7 +86,7 @@ class FusedDecodeStep:
             return None
         decoder = cast(Decoder, model)
         head_dim, blocks = decoder.geometry.head_dim, cast(list[Block], list(decoder.blocks))
-        like = decoder.head_weight.new_empty(1, len(blocks[0].attention.key.weight) // head_dim, 1, head_dim)
+        like = decoder.head_weight.new_empty(1, decoder.geometry.num_kv_heads, 1, head_dim)
         slabs = [self._slabs(layer, like) for layer in range(len(blocks))]
         if any(each.dtype is not like.dtype for pair in slabs for each in pair):
             return None
@@ -114,7 +115,7 @@ def stack_of(model: Decoder) -> DecoderWeights:
         gate="gelu" if blocks[0].mlp.kind == "geglu" else "silu",
         norm=norm.weight,
         norm_bias=norm.bias,
-        head=model.head_weight,
+        head=cast(Any, model.head_weight if model.stored_head is None else _weight(model.stored_head)),
         head_dim=first.config.head_dim,
         norm_eps=norm.eps,
         qk_norm_eps=0.0 if first.query_norm is None else first.query_norm.eps,
@@ -129,8 +130,16 @@ def _layer(block: Block) -> BlockWeights:
     found: dict[str, Any] = {}
     for name in BlockWeights.__slots__:
         owner = name.removesuffix("_bias")
-        found[name] = getattr(parts[owner], "weight" if name == owner else "bias", None)
+        part = parts[owner]
+        found[name] = _weight(part) if name == owner else getattr(part, "bias", None)
     return BlockWeights(**found)
+
+
+def _weight(part: nn.Module | None) -> Tensor | Blocks | None:
+    """The weight of a linear layer or a norm."""
+    scales = part.scales if isinstance(part, Linear) else None
+    weight = cast(Tensor, getattr(part, "weight", None))
+    return weight if scales is None else Blocks(weight, scales)
 
 
 def _shape(block: Block) -> tuple[object, ...]:
@@ -156,9 +165,19 @@ def _is_plain(model: Decoder) -> bool:
     # A module that a step does not know would be skipped.
     if None in set(model.blocks) or any(type(each) is not known.get(name) for name, each in model.named_modules()):
         return False
-    dtype = model.head_weight.dtype
-    if any(isinstance(each, Linear) and (each.is_float8 or each.scales is not None) for each in model.modules()):
+    linears = [each for each in model.modules() if isinstance(each, Linear)]
+    quantized = [Blocks(each.weight, each.scales) for each in linears if each.scales is not None]
+    if any(each.is_float8 for each in linears) or not all(map(_is_steppable, quantized)):
         return False
+    dtype, others = model.head_weight.dtype, {id(each) for blocks in quantized for each in blocks}
     return dtype in (torch.float32, torch.bfloat16) and all(
-        each.dtype is dtype and each.is_cpu and each.is_contiguous() for each in model.parameters()
+        (each.dtype is dtype or id(each) in others) and each.is_cpu and each.is_contiguous()
+        for each in model.parameters()
     )
+
+
+def _is_steppable(blocks: Blocks) -> bool:
+    """Whether a step can run a quantized weight."""
+    features, groups = blocks.shape[1], blocks.scales.shape[1]
+    is_whole = features % GROUP == 0 and groups in (1, features // GROUP)
+    return is_whole and blocks.scales.dtype in (torch.float32, torch.float16)

@@ -14,10 +14,12 @@ from torch import Tensor, nn
 from torch.compiler import is_exporting
 
 from kitforge.core.kernels.dispatch import REFERENCE, Kernels
+from kitforge.core.kernels.quantized_linear.reference import Blocks
 from kitforge.core.nn.block import DROPOUT, BlockConfig
 from kitforge.core.nn.causal_lm import Geometry
 from kitforge.core.nn.context import Context, dropout
 from kitforge.core.nn.init import unfilled_embedding
+from kitforge.core.nn.linear import Linear
 from kitforge.core.nn.norm import Norm
 from kitforge.core.nn.positions import ALiBi, Learned, PositionEncoding, Positions, alibi_slopes
 from kitforge.core.nn.rotary import RotaryAngles, RotaryConfig, document_lengths
@@ -117,6 +119,7 @@ class Decoder(Stack):
         self.position = unfilled_embedding(shape.max_length, dim) if isinstance(positions, Learned) else None
         self.add_blocks(shape.blocks, kernels)
         self.output = None if shape.tie_embeddings else nn.Parameter(torch.empty(shape.vocab_size, dim))
+        self.stored_head: Linear | None = None  # a quantized head, in place of `output` or of a tied embedding
         self._angles = angles
         self._has_slopes = isinstance(positions, ALiBi)
         self._has_query_layer = shape.blocks[-1].query_positions is not None
@@ -125,7 +128,10 @@ class Decoder(Stack):
 
     @property
     def head_weight(self) -> Tensor:
-        """The matrix [vocab, dim] of the head; the embedding's if they are tied."""
+        """The matrix [vocab, dim] of the head; the embedding's if they are tied. Of a quantized head only device and
+        dtype of the network, an empty matrix."""
+        if self.stored_head is not None:
+            return self.embedding.weight[:0]
         return self.embedding.weight if self.output is None else self.output
 
     @property
@@ -166,7 +172,17 @@ class Decoder(Stack):
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits [..., vocab] of hidden [..., dim]."""
+        if self.stored_head is not None:
+            return self.stored_head(hidden)  # type: ignore[no-any-return]
         return self.kernels.linear(hidden, self.head_weight)
+
+    def keep_head(self, blocks: Blocks) -> None:
+        """Replace the head by a quantized one; a tied embedding stays as it is."""
+        vocab, dim = blocks.shape
+        self.output = None
+        with torch.device("meta"):
+            self.stored_head = Linear(dim, vocab, bias=False, kernels=self.kernels)
+        self.stored_head.keep(blocks)
 
     def forward(self, tokens: Tensor, context: Context | None = None) -> Tensor:
         """Logits [B, T, vocab]."""

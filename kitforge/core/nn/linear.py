@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from kitforge.core.kernels.dispatch import Kernels
 from kitforge.core.kernels.mixed_precision import compute_dtype
 from kitforge.core.kernels.quantized_linear.frozen import frozen_quantized_linear
-from kitforge.core.kernels.quantized_linear.reference import dequantize, quantize
+from kitforge.core.kernels.quantized_linear.reference import Blocks, dequantize, quantize
 from kitforge.foundation.errors import ModelError
 
 # Features of a row that share a scale in int4, the largest that divides the row; else all of them do.
@@ -48,9 +48,12 @@ class Linear(nn.Module):
         pairs of int4 in a byte with one for each group of features. Raises ModelError if it is quantized already."""
         if self.scales is not None:
             raise ModelError("a linear layer is quantized already", expected="weights in floating point")
-        whole, scales = quantize_weight(self.weight, bits)
-        self.weight = nn.Parameter(whole, requires_grad=False)
-        self.scales = nn.Parameter(scales, requires_grad=False)
+        self.keep(Blocks(*quantize_weight(self.weight, bits)))
+
+    def keep(self, blocks: Blocks) -> None:
+        """Replace the weight by a quantized one, which stays as it is."""
+        self.weight = nn.Parameter(blocks.whole, requires_grad=False)
+        self.scales = nn.Parameter(blocks.scales, requires_grad=False)
 
     def dense_weight(self) -> Tensor:
         """The weight [out_dim, in_dim] in floating point; of a quantized layer a new tensor."""

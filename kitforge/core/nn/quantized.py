@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Literal, cast, final
 
@@ -21,9 +22,10 @@ from torch import Tensor, nn
 
 from kitforge.core.kernels.mixed_precision import compute_dtype
 from kitforge.core.kernels.quantized_linear.reference import GROUP as STEP_GROUP
-from kitforge.core.kernels.quantized_linear.reference import QuantizedLinearKernel, quantize
+from kitforge.core.kernels.quantized_linear.reference import Blocks, QuantizedLinearKernel, quantize
 from kitforge.core.nn.causal_lm import Quantizable
 from kitforge.core.nn.decode_step import is_fusable
+from kitforge.core.nn.decoder import Decoder
 from kitforge.core.nn.linear import Linear
 from kitforge.core.nn.moe import Experts
 from kitforge.foundation.errors import ModelError
@@ -99,6 +101,20 @@ def quantized_bits(model: nn.Module) -> Literal[4, 8] | None:
     return None if not kinds else 4 if torch.uint8 in kinds else 8
 
 
+def keep_blocks(model: Decoder, blocks: Mapping[str, Callable[[], Blocks]]) -> dict[str, Tensor]:
+    """Replace weights of linear layers and the head by quantized ones, read by the names of the parameters. Returns the
+    other parameters."""
+    left: dict[str, Tensor] = dict(model.named_parameters())
+    linears = {f"{path}.weight": each for path, each in model.named_modules() if isinstance(each, Linear)}
+    if model.head_name in blocks:
+        left.pop("output", None)
+        model.keep_head(blocks[model.head_name]())
+    for name in linears.keys() & blocks.keys():
+        linears[name].keep(blocks[name]())
+        del left[name]
+    return left
+
+
 def _check_dense(model: nn.Module, fix: str) -> None:
     if any(isinstance(each, Experts) for each in model.modules()):
         message = "the experts of a mixture, most of its weights, are not quantized"
@@ -129,7 +145,8 @@ def quantized_copy(model: nn.Module, kind: Quantization = "int8") -> tuple[nn.Mo
     """
     _check_dense(model, "inference.engine.quantization=none")
     if quantized_bits(model) is not None:
-        got, fix = "a base model of QLoRA", "inference.engine.quantization=none"
+        got = "a base model of QLoRA, or a GGUF file as it is stored"
+        fix = "inference.engine.quantization=none, or for a file inference.dtype=fp32"
         raise ModelError("the weights are quantized already", got=got, fix=fix)
     if not isinstance(model, Quantizable) or not model.is_whole:
         raise ModelError(

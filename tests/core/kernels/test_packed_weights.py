@@ -1,77 +1,143 @@
-"""int8 and int4 in the compiled step: the product with the dequantized weight, whatever rows are beside a row."""
+"""Quantized weights in the compiled step: the product with the dequantized weight, whatever rows are beside a row."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import os
+import subprocess
+import sys
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from kitforge.core.kernels.quantized_linear.reference import GROUP, dequantize, quantize
+from kitforge.core.kernels.quantized_linear.reference import GROUP, Blocks, dequantize, quantize
 from tests.core.kernels.comparison import poison, random
 
 numba = pytest.importorskip("kitforge.core.kernels.quantized_linear.numba")
+linear = pytest.importorskip("kitforge.core.kernels.linear.numba")
 DTYPES = [torch.float32, torch.bfloat16]
+# Bits, features of a scale, and its dtype. The last two are GGUF's Q8_0 and Q4_0.
+KINDS: dict[str, tuple[Any, int | None, torch.dtype]] = {
+    "int8": (8, None, torch.float32),
+    "int4": (4, GROUP, torch.float32),
+    "q8_0": (8, GROUP, torch.float16),
+    "q4_0": (4, GROUP, torch.float16),
+}
 # Outputs that fill panels and that do not; more features than are multiplied at once.
-SIZES = [(70, 64), (32, 96), (3, 4128)]
+SIZES = [(70, 64), (32, 96), (5, 32), (3, 4128)]
 
 
-def product(
-    rows: Tensor, weight: Tensor, bits: Literal[4, 8], bias: Tensor | None = None, has_tiles: bool = False
-) -> Tensor:
+@pytest.fixture(params=["vectors", "matrix unit"])
+def has_tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether the matrix unit multiplies bfloat16, here and in `linear`."""
+    wanted = request.param == "matrix unit"
+    if wanted and not linear.has_matrix_unit():
+        pytest.skip("no matrix unit here")
+    monkeypatch.setattr(linear, "prefers_matrix_unit", lambda: wanted)
+    return wanted
+
+
+def blocks_of(sizes: tuple[int, int], kind: str) -> Blocks:
+    """Neighbouring groups differ in size, so that a scale of another group shows."""
+    bits, group, dtype = KINDS[kind]
+    weight = random(*sizes, seed=1).float() * 2.0 ** (torch.arange(sizes[1]) // GROUP % 5)
+    whole, scales = quantize(weight, bits, group)
+    return Blocks(whole, scales.to(dtype))
+
+
+def product(rows: Tensor, blocks: Blocks, has_tiles: bool, bias: Tensor | None = None) -> Tensor:
     """As the step calls it, panel by panel."""
     from kitforge.core.kernels.linear.gemm_microkernel import PANEL
-    from kitforge.core.kernels.linear.numba import LINE, scratch_size
     from kitforge.core.kernels.numba_runtime import FLOAT, HALF
 
-    packed, output = numba.packed(weight, bits), torch.full((len(rows), len(weight)), float("nan"))
-    memory = torch.empty(scratch_size(len(rows), weight.shape[1]) + LINE, dtype=torch.uint8)
-    scratch = -(-memory.data_ptr() // LINE) * LINE
+    outputs, features = blocks.shape
+    memory, (weight,) = numba.pack_blocks([blocks], 4 // rows.element_size())
+    room = torch.empty(linear.scratch_size(len(rows), features) + linear.LINE, dtype=torch.uint8)
+    scratch, output = -(-room.data_ptr() // linear.LINE) * linear.LINE, torch.full((len(rows), outputs), float("nan"))
     like: Any = FLOAT if rows.dtype is torch.float32 else HALF
-    addresses = rows.data_ptr(), packed.data_ptr(), 0 if bias is None else bias.data_ptr()
-    for panel in range(-(-len(weight) // PANEL)):
-        columns = output.data_ptr() + 4 * PANEL * panel, len(weight)
-        numba.multiply_quantized(like, has_tiles, bits, *addresses, columns, len(rows), *weight.shape, panel, scratch)
+    addresses = rows.data_ptr(), weight, 0 if bias is None else bias.data_ptr()
+    for panel in range(-(-outputs // PANEL)):
+        numba.multiply_quantized(
+            like,
+            has_tiles and rows.dtype is torch.bfloat16,
+            numba.layout_of(blocks),
+            *addresses,
+            (output.data_ptr() + 4 * PANEL * panel, outputs),
+            len(rows),
+            outputs,
+            features,
+            panel,
+            scratch,
+        )
+    assert memory.nbytes >= blocks.whole.nbytes + blocks.scales.nbytes  # and it lives until here
     return output
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_it_is_the_product_with_the_dequantized_weight(
-    sizes: tuple[int, int], bits: Literal[4, 8], dtype: torch.dtype
+    sizes: tuple[int, int], kind: str, dtype: torch.dtype, has_tiles: bool
 ) -> None:
-    # Neighbouring groups differ in size, so that a scale of another group shows.
-    weight = (random(*sizes, seed=1) * (1 + torch.arange(sizes[1]) // GROUP % 5)).to(dtype)
-    rows, bias = random(9, sizes[1], seed=2).to(dtype), random(sizes[0], seed=3).to(dtype)
-    poison()
-    found = product(rows, weight, bits, bias)
-    exact = dequantize(*quantize(weight, bits, GROUP if bits == 4 else None)).double()
-    wanted = rows.double() @ exact.t() + bias.double()
-    # n sums, a scale and a bias, each rounded in fp32 (Higham, 2002, section 3.1); then the type of the rows.
-    sums = (sizes[1] + sizes[1] // GROUP + 2) * 2**-24 * (rows.double().abs() @ exact.abs().t() + bias.abs())
-    assert bool(((found - wanted).abs() <= sums + (2**-8 * wanted.abs() if dtype is torch.bfloat16 else 0)).all())
+    blocks = blocks_of(sizes, kind)
+    rows, bias = random(40, sizes[1], seed=2).to(dtype), random(sizes[0], seed=3).to(dtype)
+    exact = dequantize(*blocks)
+    for count in (1, 9, 40):
+        poison()
+        found, part = product(rows[:count].contiguous(), blocks, has_tiles, bias), rows[:count]
+        # The bits of the dense product with the weight in the dtype of the rows.
+        assert torch.equal(found, linear.linear(part.contiguous(), exact.to(dtype), bias).float())
+        wanted, sums = (
+            part.double() @ exact.double().t() + bias.double(),
+            part.double().abs() @ exact.double().abs().t(),
+        )
+        # n sums and a bias, rounded in fp32 (Higham, 2002, section 3.1); in bfloat16 the weight and the result too.
+        most = (sizes[1] + 2) * 2**-24 * (sums + bias.double().abs())
+        if dtype is torch.bfloat16:
+            most += 2**-9 * sums + 2**-8 * wanted.abs()
+        assert bool(((found - wanted).abs() <= most).all())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("bits", [8, 4])
-def test_the_bits_of_a_row_do_not_depend_on_the_rows_beside_it(bits: Literal[4, 8], dtype: torch.dtype) -> None:
-    weight, rows = random(70, 192, seed=1).to(dtype), random(70, 192, seed=2).to(dtype)
-    many = product(rows, weight, bits)
-    for first, count in ((0, 1), (5, 2), (1, 4), (7, 9), (2, 13), (6, 64)):
-        assert torch.equal(product(rows[first : first + count].contiguous(), weight, bits), many[first : first + count])
-
-
-def test_the_matrix_unit_multiplies_int8_to_the_rounding_of_its_sums() -> None:
-    linear = pytest.importorskip("kitforge.core.kernels.linear.numba")
-    if not linear.has_matrix_unit():
-        pytest.skip("no matrix unit here")
-    weight, rows = random(70, 4128, seed=1).bfloat16(), random(70, 4128, seed=2).bfloat16()
-    many = product(rows, weight, 8, has_tiles=True)
-    exact = dequantize(*quantize(weight, 8, None)).double()
-    wanted, sums = rows.double() @ exact.t(), rows.double().abs() @ exact.abs().t()
-    assert bool(((many - wanted).abs() <= (4128 + 2) * 2**-24 * sums + 2**-8 * wanted.abs()).all())
-    for first, count in ((0, 1), (7, 9), (2, 33)):
-        few = product(rows[first : first + count].contiguous(), weight, 8, has_tiles=True)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_bits_of_a_row_do_not_depend_on_the_rows_beside_it(kind: str, dtype: torch.dtype, has_tiles: bool) -> None:
+    blocks, rows = blocks_of((70, 608), kind), random(70, 608, seed=2).to(dtype)
+    many = product(rows, blocks, has_tiles)
+    for first, count in ((0, 1), (5, 2), (1, 4), (7, 9), (2, 13), (3, 33), (6, 64)):
+        few = product(rows[first : first + count].contiguous(), blocks, has_tiles)
         assert torch.equal(few, many[first : first + count])
+
+
+@pytest.mark.parametrize("kind", ["q8_0", "q4_0"])
+def test_scales_that_half_precision_holds_without_an_exponent_are_exact(kind: str, has_tiles: bool) -> None:
+    whole, scales = blocks_of((40, 64), kind)
+    scales = (torch.arange(scales.numel()).view_as(scales) * 37 % 2048 * 2.0**-24).half()
+    scales[::2] *= -1
+    blocks, rows = Blocks(whole, scales), random(3, 64, seed=2)
+    for dtype in DTYPES:
+        part = rows.to(dtype)
+        dense = dequantize(*blocks).to(dtype)
+        assert torch.equal(product(part, blocks, has_tiles), linear.linear(part, dense).float())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "features"), [("cooperlake", "+avx2,+fma,+avx512f,+avx512bf16"), ("haswell", "+sse4.2,+avx,+avx2,+fma")]
+)
+def test_other_processors_multiply_alike(name: str, features: str) -> None:
+    """Without a matrix unit, and with narrower vectors that have no dot products."""
+    environment = os.environ | {"NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": features}
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        __file__,
+        "-k",
+        "vectors and (70 or bits)",
+    ]
+    subprocess.run([*command, "-m", "not slow"], env=environment, check=True)

@@ -9,18 +9,32 @@ from __future__ import annotations
 
 import functools
 import itertools
-from dataclasses import replace
-from typing import Any, Literal, NamedTuple, final
+import math
+from typing import Any, NamedTuple, final
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kitforge.core.kernels.decode_attention.numba import Slabs, attend, attention_scratch, slot_of
-from kitforge.core.kernels.fused_decode_step.reference import LINEARS, BlockWeights, DecoderWeights, Locations
+from kitforge.core.kernels.fused_decode_step.reference import (
+    LINEARS,
+    BlockWeights,
+    DecoderWeights,
+    Locations,
+    quantized_weights,
+)
 from kitforge.core.kernels.linear.gemm_microkernel import PANEL
 from kitforge.core.kernels.linear.matrix_microkernel import release
-from kitforge.core.kernels.linear.numba import LINE, aligned, multiply, packed_size, prefers_matrix_unit, scratch_size
+from kitforge.core.kernels.linear.numba import (
+    LINE,
+    aligned,
+    empty_lines,
+    multiply,
+    packed_size,
+    prefers_matrix_unit,
+    scratch_size,
+)
 from kitforge.core.kernels.numba_runtime import (
     FLOAT,
     HALF,
@@ -34,7 +48,8 @@ from kitforge.core.kernels.numba_runtime import (
     run_on_threads,
     widened,
 )
-from kitforge.core.kernels.quantized_linear.numba import multiply_quantized, packed
+from kitforge.core.kernels.quantized_linear.numba import layout_of, multiply_quantized, pack_blocks
+from kitforge.core.kernels.quantized_linear.reference import Blocks
 from kitforge.core.kernels.spin_barrier import BYTES_PER_PHASE, ThreadAutotuner, barrier, finish, next_chunk
 from kitforge.core.kernels.threads import num_threads, single_thread
 from kitforge.foundation import device as devices
@@ -58,53 +73,52 @@ class NumbaDecodeStep:
     """See `DecodeStepKernel`; for contiguous weights and slabs of one dtype, fp32 or bfloat16, on CPU.
 
     Where memory allows, the panels that the first step packs are kept for those that follow, with the same bits: for a
-    few rows, packing takes as long as multiplying. A step that rereads the weights packs them again.
+    few rows, packing takes as long as multiplying. A step that rereads the weights packs them again, if not quantized.
     """
 
     def __init__(self, weights: DecoderWeights, slabs: list[tuple[Tensor, Tensor]]) -> None:
-        sizes = weights.layers[0], weights.head.shape
-        bits = weights.bits
-        if bits is not None:
-            weights = _packed(weights, bits)
-        layers = [[*layer.tensors(), *pair] for layer, pair in zip(weights.layers, slabs, strict=True)]
-        num_heads = len(sizes[0].query) // weights.head_dim
-        slopes = torch.zeros(num_heads) if weights.slopes is None else weights.slopes.float().contiguous()
-        # Tensors that are read by address must stay alive.
-        self._keepalive = weights, slabs
-        self._slopes = slopes
-        self._dtype, self._bits = weights.norm.dtype, bits or 0
+        weights = quantized_weights(weights)
+        self._dtype = weights.norm.dtype
         self._autotuner = ThreadAutotuner()
         self._options = weights.norm_eps, weights.qk_norm_eps, weights.interleaved_rotary, weights.gate == "gelu"
-        self._are_kept, (*kept, head) = False, self._panels(weights)
-        self._table = np.array([[*map(_address, layer), *panels] for layer, panels in zip(layers, kept, strict=True)])
-        self._ends = np.array([*map(_address, (weights.norm, weights.norm_bias, weights.head, None)), *head])
+        matrices = [[getattr(layer, name) for name in LINEARS] for layer in weights.layers] + [[weights.head]]
+        blocks = [each for layer in matrices for each in layer if isinstance(each, Blocks)]
+        self._quantized, starts = pack_blocks(blocks, 4 // self._dtype.itemsize)
+        packed = {id(each): start for each, start in zip(blocks, starts, strict=True)}
+        self._are_kept, panels = False, self._panels(matrices)
+        layouts = [[layout_of(each) if isinstance(each, Blocks) else 0 for each in layer] for layer in matrices]
+
+        def address(each: Tensor | Blocks | None) -> int:
+            return packed[id(each)] if isinstance(each, Blocks) else 0 if each is None else each.data_ptr()
+
+        tensors = [[*layer.tensors(), *pair] for layer, pair in zip(weights.layers, slabs, strict=True)]
+        self._table = np.array([[*map(address, row), *panels[n], *layouts[n]] for n, row in enumerate(tensors)])
+        ends = weights.norm, weights.norm_bias, weights.head, None
+        self._ends = np.array([*map(address, ends), *panels[-1], *layouts[-1]])
+        # Tensors that are read by address must stay alive; quantized ones are packed.
+        self._keepalive = [each for layer in (*tensors, ends) for each in layer if isinstance(each, Tensor)]
         self._scales = np.array(weights.scales, dtype=np.float32)
         self._windows = np.array([window or 0 for window in weights.windows])
         self._rotations = np.array([-1 if each is None else each for each in weights.rotations])
-        self._num_weights = sum(
-            each.numel() for layer in weights.layers for each in layer.tensors() if each is not None
-        )
-        first, (vocab, dim) = sizes
-        num_kv_heads = len(first.key) // weights.head_dim
-        self._sizes = dim, num_heads, num_kv_heads, weights.head_dim, len(first.up), vocab
+        self._num_weights = sum(math.prod(each.shape) for layer in matrices[:-1] for each in layer if each is not None)
+        first, (vocab, dim) = weights.layers[0], weights.head.shape
+        num_heads, num_kv_heads = (each.shape[0] // weights.head_dim for each in (first.query, first.key))
+        self._sizes = dim, num_heads, num_kv_heads, weights.head_dim, first.up.shape[0], vocab
+        self._slopes = torch.zeros(num_heads) if weights.slopes is None else weights.slopes.float().contiguous()
 
-    def _panels(self, weights: DecoderWeights) -> list[list[int]]:
+    def _panels(self, matrices: list[list[Tensor | Blocks | None]]) -> list[list[int]]:
         """Addresses of the panels of each layer's `LINEARS`, and of the head's, that are kept; else 0."""
-        matrices = [[getattr(layer, name) for name in LINEARS] for layer in weights.layers] + [[weights.head]]
-        sizes = [[0 if each is None else packed_size(each) for each in layer] for layer in matrices]
+        sizes = [[packed_size(each) if isinstance(each, Tensor) else 0 for each in layer] for layer in matrices]
         total = sum(map(sum, sizes))
-        if weights.bits is not None or total > KEPT_PART * devices.free_host_memory():
-            self._kept = torch.empty(0)
-            return [[0] * len(layer) for layer in sizes]
-        # numpy asks the system for huge pages, without which a thread reads memory half as fast; torch does not.
-        self._kept = torch.from_numpy(np.empty(total + LINE, dtype=np.uint8))
-        addresses = itertools.accumulate(itertools.chain(*sizes), initial=-(-self._kept.data_ptr() // LINE) * LINE)
-        return [[next(addresses) for _ in layer] for layer in sizes]
+        if total > KEPT_PART * devices.free_host_memory():
+            total, sizes = 0, [[0] * len(layer) for layer in sizes]
+        self._kept = empty_lines(total)
+        addresses = itertools.accumulate(itertools.chain(*sizes), initial=self._kept.data_ptr())
+        return [[next(addresses) * (size > 0) for size in layer] for layer in sizes]
 
     def panels(self) -> Tensor:
         """The bytes of the panels that are kept."""
-        first = -self._kept.data_ptr() % LINE
-        return self._kept[first : len(self._kept) - LINE + first] if len(self._kept) else self._kept
+        return self._kept
 
     def __call__(
         self, stream: Tensor, rotary: tuple[Tensor, Tensor] | None, locations: Locations, *, rereads: bool = False
@@ -130,7 +144,6 @@ class NumbaDecodeStep:
             FLOAT if self._dtype is torch.float32 else HALF,
             self._dtype is not torch.float32 and prefers_matrix_unit(),
             *self._options,
-            self._bits,
             rereads or not self._are_kept,
             is_decode,
             num_threads(),
@@ -172,18 +185,6 @@ class NumbaDecodeStep:
         return np.array(tiles), False
 
 
-def _packed(weights: DecoderWeights, bits: Literal[4, 8]) -> DecoderWeights:
-    layers = tuple(
-        replace(layer, **{name: packed(each, bits) for name in LINEARS if (each := getattr(layer, name)) is not None})
-        for layer in weights.layers
-    )
-    return replace(weights, layers=layers, head=packed(weights.head, bits))
-
-
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
-
-
 _NAMES = list(BlockWeights.__dataclass_fields__)
 _QUERY, _KEY, _VALUE, _OUT = (_NAMES.index(name) for name in ("query", "key", "value", "out"))
 _GATE, _UP, _DOWN = (_NAMES.index(name) for name in ("gate", "up", "down"))
@@ -191,6 +192,7 @@ _QUERY_NORM, _KEY_NORM = _NAMES.index("query_norm"), _NAMES.index("key_norm")
 _ATTENTION_NORM, _ATTENTION_OUT_NORM = _NAMES.index("attention_norm"), _NAMES.index("attention_out_norm")
 _MLP_NORM, _MLP_OUT_NORM = _NAMES.index("mlp_norm"), _NAMES.index("mlp_out_norm")
 _KEYS, _VALUES = len(_NAMES), len(_NAMES) + 1
+_NUM_LINEARS = len(LINEARS)
 _KEPT = {name: len(_NAMES) + 2 + index for index, name in enumerate(LINEARS)}
 _KEPT_QUERY, _KEPT_KEY, _KEPT_VALUE, _KEPT_OUT = (_KEPT[name] for name in ("query", "key", "value", "out"))
 _KEPT_GATE, _KEPT_UP, _KEPT_DOWN = (_KEPT[name] for name in ("gate", "up", "down"))
@@ -205,7 +207,6 @@ class _Step(NamedTuple):
     qk_eps: float
     interleaved: bool
     has_gelu_gate: bool
-    bits: int  # of the weights; 0: like all else
     packs: bool  # weights, as they are now
     is_decode: bool  # every token is the only one of its text
     num_threads: int  # which take chunks in turn
@@ -271,7 +272,7 @@ def _run(step: Any, table: Any, ends: Any, scales: Any, windows: Any, rotations:
         following = table[layer + 1, _ATTENTION_NORM:] if layer < last else ends
         phase = _join(step, row[_MLP_OUT_NORM:], following, phase, True)
     phase = _choose(step, phase)
-    head, logits = (ends[2], 0, ends[4]), (step.logits, step.vocab)
+    head, logits = (ends[2], 0, ends[4], ends[5]), (step.logits, step.vocab)
     _product(step, (step.chosen, step.dim), head, logits, scratch, phase, step.num_rows)
     release(step.has_tiles)
     # numba frees an array after its last use, and does not know of addresses.
@@ -293,8 +294,8 @@ def _num_panels(num_outputs: int) -> Any:
 
 @compiled_fastmath
 def _linear(row: Any, weight: int, kept: int) -> Any:
-    """Addresses of a weight, its bias and its panels."""
-    return row[weight], row[weight + 1], row[kept]
+    """Addresses of a weight, its bias and its panels; and its `layout_of`, 0 for one that is not quantized."""
+    return row[weight], row[weight + 1], row[kept], row[kept + _NUM_LINEARS]
 
 
 @compiled_fastmath
@@ -312,12 +313,11 @@ def _multiply(
     """A panel of the outputs of a linear layer by its `_linear` for `count` rows, with the panel that this thread will
     multiply next; rows and output are addresses and widths, that of the output where the panel begins."""
     like, num_features = step.like, rows[1]
-    if step.bits:
+    if weights[3]:
         multiply_quantized(
             like,
-            # Tiles begin anew for each group of int4, which takes longer than few rows do.
-            step.has_tiles and step.bits == 8,
-            step.bits,
+            step.has_tiles,
+            weights[3],
             rows[0],
             weights[0],
             weights[1],

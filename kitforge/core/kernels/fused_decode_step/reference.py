@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch.nn import functional
 from kitforge.core.kernels.decode_attention.reference import decode_attention
 from kitforge.core.kernels.geglu.reference import geglu
 from kitforge.core.kernels.linear.reference import linear
-from kitforge.core.kernels.quantized_linear.reference import GROUP, dequantize, quantize
+from kitforge.core.kernels.quantized_linear.reference import GROUP, Blocks, dequantize, quantize
 from kitforge.core.kernels.rms_norm.reference import rms_norm
 from kitforge.core.kernels.rotary.reference import rotary as rotate
 from kitforge.core.kernels.swiglu.reference import swiglu
@@ -30,30 +31,30 @@ class BlockWeights:
 
     attention_norm: Tensor
     attention_norm_bias: Tensor | None
-    query: Tensor
+    query: Tensor | Blocks
     query_bias: Tensor | None
-    key: Tensor
+    key: Tensor | Blocks
     key_bias: Tensor | None
-    value: Tensor
+    value: Tensor | Blocks
     value_bias: Tensor | None
     query_norm: Tensor | None
     key_norm: Tensor | None
-    out: Tensor
+    out: Tensor | Blocks
     out_bias: Tensor | None
     attention_out_norm: Tensor | None
     attention_out_norm_bias: Tensor | None
     mlp_norm: Tensor
     mlp_norm_bias: Tensor | None
-    gate: Tensor | None
+    gate: Tensor | Blocks | None
     gate_bias: Tensor | None
-    up: Tensor
+    up: Tensor | Blocks
     up_bias: Tensor | None
-    down: Tensor
+    down: Tensor | Blocks
     down_bias: Tensor | None
     mlp_out_norm: Tensor | None
     mlp_out_norm_bias: Tensor | None
 
-    def tensors(self) -> list[Tensor | None]:
+    def tensors(self) -> list[Tensor | Blocks | None]:
         """All fields, in order."""
         return [getattr(self, field.name) for field in fields(self)]
 
@@ -67,7 +68,7 @@ class DecoderWeights:
     windows: tuple[int | None, ...]  # how many positions each layer sees; None: all
     norm: Tensor
     norm_bias: Tensor | None
-    head: Tensor
+    head: Tensor | Blocks
     head_dim: int
     norm_eps: float
     qk_norm_eps: float
@@ -115,7 +116,7 @@ class ReferenceDecodeStep:
     """See `DecodeStepKernel`."""
 
     def __init__(self, weights: DecoderWeights, slabs: Slabs) -> None:
-        self._weights = weights if weights.bits is None else _dequantized(weights, weights.bits)
+        self._weights = _dequantized(weights)
         self._slabs = slabs
 
     def __call__(
@@ -126,20 +127,21 @@ class ReferenceDecodeStep:
         for index, layer in enumerate(weights.layers):
             normal = _norm(stream, layer.attention_norm, layer.attention_norm_bias, weights.norm_eps)
             mixed = self._attended(index, normal, rotary, locations)
-            branch = linear(mixed, layer.out, layer.out_bias)
+            branch = _linear(mixed, layer.out, layer.out_bias)
             stream = stream + _norm(branch, layer.attention_out_norm, layer.attention_out_norm_bias, weights.norm_eps)
             normal = _norm(stream, layer.mlp_norm, layer.mlp_norm_bias, weights.norm_eps)
-            branch = linear(_activated(layer, normal, weights.gate), layer.down, layer.down_bias)
+            branch = _linear(_activated(layer, normal, weights.gate), layer.down, layer.down_bias)
             stream = stream + _norm(branch, layer.mlp_out_norm, layer.mlp_out_norm_bias, weights.norm_eps)
         hidden = _norm(stream, weights.norm, weights.norm_bias, weights.norm_eps)
-        return hidden, linear(hidden[locations.rows], weights.head).to(torch.promote_types(hidden.dtype, torch.float32))
+        logits = _linear(hidden[locations.rows], weights.head)
+        return hidden, logits.to(torch.promote_types(hidden.dtype, torch.float32))
 
     def _attended(self, index: int, normal: Tensor, rotary: Angles | None, locations: Locations) -> Tensor:
         weights, layer, (keys, values) = self._weights, self._weights.layers[index], self._slabs[index]
 
-        def heads(weight: Tensor, bias: Tensor | None, norm: Tensor | None) -> Tensor:
+        def heads(weight: Tensor | Blocks, bias: Tensor | None, norm: Tensor | None) -> Tensor:
             """[sequences, heads, head_dim]."""
-            result = linear(normal, weight, bias).view(len(normal), -1, weights.head_dim)
+            result = _linear(normal, weight, bias).view(len(normal), -1, weights.head_dim)
             return _norm(result, norm, None, weights.qk_norm_eps)
 
         query = heads(layer.query, layer.query_bias, layer.query_norm)
@@ -166,23 +168,44 @@ class ReferenceDecodeStep:
         return mixed.flatten(1)
 
 
-def _dequantized(weights: DecoderWeights, bits: Literal[4, 8]) -> DecoderWeights:
-    """The weights that a step of quantized ones multiplies with."""
+def quantized_weights(weights: DecoderWeights) -> DecoderWeights:
+    """The same with the linear layers and the head quantized to `bits`."""
+    bits = weights.bits
+    return weights if bits is None else _with_matrices(weights, lambda weight: _quantized(weight, bits))
 
-    def rounded(weight: Tensor) -> Tensor:
-        return dequantize(*quantize(weight, bits, GROUP if bits == 4 else None)).to(weight.dtype)
 
+def _quantized(weight: Tensor | Blocks, bits: Literal[4, 8]) -> Tensor | Blocks:
+    if isinstance(weight, Blocks):
+        return weight
+    return Blocks(*quantize(weight, bits, GROUP if bits == 4 else None))
+
+
+def _with_matrices(weights: DecoderWeights, change: Callable[[Any], Any]) -> DecoderWeights:
     layers = tuple(
-        replace(layer, **{name: rounded(each) for name in LINEARS if (each := getattr(layer, name)) is not None})
+        replace(layer, **{name: change(each) for name in LINEARS if (each := getattr(layer, name)) is not None})
         for layer in weights.layers
     )
-    return replace(weights, layers=layers, head=rounded(weights.head), bits=None)
+    return replace(weights, layers=layers, head=change(weights.head), bits=None)
+
+
+def _dequantized(weights: DecoderWeights) -> DecoderWeights:
+    """The weights that a step of quantized ones multiplies with."""
+
+    def dense(weight: Tensor | Blocks) -> Tensor:
+        return dequantize(*weight).to(weights.norm.dtype) if isinstance(weight, Blocks) else weight
+
+    return _with_matrices(quantized_weights(weights), dense)
 
 
 def _slots(locations: Locations, token: int) -> Tensor:
     """The slots of the positions that a token sees."""
     start, length = int(locations.starts[token]), int(locations.lengths[token])
     return torch.arange(start, start + length) if start >= 0 else locations.slots[-1 - start :][:length]
+
+
+def _linear(input: Tensor, weight: Tensor | Blocks, bias: Tensor | None = None) -> Tensor:
+    assert isinstance(weight, Tensor)  # of `_dequantized`
+    return linear(input, weight, bias)
 
 
 def _norm(input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
@@ -194,8 +217,8 @@ def _norm(input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float)
 
 
 def _activated(layer: BlockWeights, normal: Tensor, gate: Literal["silu", "gelu"]) -> Tensor:
-    up = linear(normal, layer.up, layer.up_bias)
+    up = _linear(normal, layer.up, layer.up_bias)
     if layer.gate is None:
         return functional.gelu(up, approximate="tanh")
     activation = swiglu if gate == "silu" else geglu
-    return activation(linear(normal, layer.gate, layer.gate_bias), up)
+    return activation(_linear(normal, layer.gate, layer.gate_bias), up)

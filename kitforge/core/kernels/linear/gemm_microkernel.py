@@ -48,6 +48,9 @@ class _Bfloat(ir.Type):  # type: ignore[misc]
         return hash(_Bfloat)
 
 
+BFLOAT = _Bfloat()
+
+
 def called(builder: Any, name: str, result: Any, arguments: list[Any]) -> Any:
     """The result of an instruction, by its name in LLVM."""
     kind = ir.FunctionType(result, [each.type for each in arguments])
@@ -137,7 +140,7 @@ def plus_products(builder: Any, total: Any, one: Any, other: Any) -> Any:
     """`total + one * other`; of pairs, both products."""
     if one.type == _VECTOR:
         return called(builder, f"llvm.fma.v{LANES}f32", _VECTOR, [one, other, total])
-    halves = ir.VectorType(_Bfloat(), 2 * LANES)
+    halves = ir.VectorType(BFLOAT, 2 * LANES)
     pairs = [builder.bitcast(each, halves) for each in (one, other)]
     return called(builder, "llvm.x86.avx512bf16.dpbf16ps.512", _VECTOR, [total, *pairs])
 

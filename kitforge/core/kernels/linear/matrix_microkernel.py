@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import platform
+from collections.abc import Callable
 from typing import Any, cast
 
 from llvmlite import ir
@@ -70,8 +71,12 @@ def _instruction(builder: Any, name: str, *operands: Any) -> None:
     called(builder, f"llvm.x86.{name}", ir.VoidType(), arguments)
 
 
-def _generate(num_tiles: int, builder: Any, arguments: Any) -> None:
-    """See `multiply_tiles`, for one tile of rows or two."""
+def generate_tiles(
+    num_tiles: int, builder: Any, arguments: Any, fill: Callable[[Any, Any], None] | None = None
+) -> None:
+    """Code of `multiply_tiles`, for one tile of rows or two. `fill(builder, word)` writes the `LANES` words of the
+    panel from that one on; it is called a round before they are multiplied, since tiles wait for what was just
+    written. Nothing is prefetched then, and `ahead` is a mask: word n lies at n & mask."""
     rows, row_bytes, num_rows, panel, num_words, sums, adds, ahead = arguments
     number, lowering = rows.type, cast(Any, cgutils)
     table = lowering.global_constant(builder, "tile_shapes", ir.Constant(ir.ArrayType(_BYTE, len(_SHAPES)), _SHAPES))
@@ -91,11 +96,18 @@ def _generate(num_tiles: int, builder: Any, arguments: Any) -> None:
         with begins:
             for register, _ in targets:
                 _instruction(builder, "tilezero", register)
+    if fill is not None:
+        fill(builder, number(0))
     with lowering.for_range_slice(builder, number(0), num_words, number(LANES), number) as (word, _):
-        offset = builder.mul(word, width)
-        with builder.if_then(builder.icmp_signed("!=", ahead, panel)):
-            for line in range(0, _PANEL_BYTES * LANES, 64):
-                prefetch_line(builder, builder.add(ahead, offset), line)
+        offset = builder.mul(word if fill is None else builder.and_(word, ahead), width)
+        if fill is None:
+            with builder.if_then(builder.icmp_signed("!=", ahead, panel)):
+                for line in range(0, _PANEL_BYTES * LANES, 64):
+                    prefetch_line(builder, builder.add(ahead, offset), line)
+        else:
+            following = builder.add(word, number(LANES))
+            with builder.if_then(builder.icmp_signed("<", following, num_words)):
+                fill(builder, following)
         for half, register in enumerate(_WEIGHTS):
             weights = pointer_to(builder, builder.add(panel, offset), _BYTE, _TILE_BYTES * half)
             _instruction(builder, "tileloadd64", register, weights, width)
@@ -122,7 +134,7 @@ def _tiles(num_tiles: int) -> Any:
         _ahead: Any,
     ) -> Any:
         def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-            _generate(num_tiles, builder, arguments)
+            generate_tiles(num_tiles, builder, arguments)
             return context.get_dummy_value()
 
         return types.void(*(types.intp for _ in range(8))), generate

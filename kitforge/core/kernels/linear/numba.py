@@ -153,6 +153,14 @@ def packed_size(weight: Tensor) -> int:
     return -(-len(weight) // PANEL) * 4 * PANEL * (weight[0].nbytes // 4 // LANES * LANES)
 
 
+def empty_lines(size: int) -> Tensor:
+    """Memory of so many bytes from the start of a cache line on, in huge pages, without which a thread reads half as
+    fast: numpy asks the system for them, torch does not."""
+    memory = torch.from_numpy(np.empty(size + LINE, dtype=np.uint8))
+    first = -memory.data_ptr() % LINE
+    return memory[first : first + size]
+
+
 @compiled_fastmath
 def multiply(
     like: Any,

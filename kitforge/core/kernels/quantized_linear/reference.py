@@ -6,7 +6,7 @@ stay as they are.
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -55,10 +55,28 @@ def quantize(weight: Tensor, bits: Literal[4, 8], group: int | None = None) -> t
 
 
 def dequantize(quantized: Tensor, scales: Tensor) -> Tensor:
-    """The weight [out, in] in the dtype of the scales."""
-    whole = quantized
-    if quantized.dtype == torch.uint8:
-        whole = torch.stack((quantized & 15, quantized >> 4), dim=2).flatten(1).to(torch.int8) - 8
+    """The weight [out, in] in the dtype of the scales, in fp32 at least."""
+    whole, dtype = whole_numbers(quantized), torch.promote_types(scales.dtype, torch.float32)
     rows, features = whole.shape
-    parts = whole.view(rows, scales.shape[1], features // scales.shape[1]).to(scales.dtype)
-    return (parts * scales.unsqueeze(2)).view(rows, features)
+    parts = whole.view(rows, scales.shape[1], features // scales.shape[1]).to(dtype)
+    return (parts * scales.to(dtype).unsqueeze(2)).view(rows, features)
+
+
+def whole_numbers(quantized: Tensor) -> Tensor:
+    """int8 [out, in] of a quantized weight."""
+    if quantized.dtype != torch.uint8:
+        return quantized
+    return torch.stack((quantized & 15, quantized >> 4), dim=2).flatten(1).to(torch.int8) - 8
+
+
+class Blocks(NamedTuple):
+    """A quantized weight [out, in], see `QuantizedLinearKernel`."""
+
+    whole: Tensor
+    scales: Tensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out, in)."""
+        rows, size = self.whole.shape
+        return rows, size * (2 if self.whole.dtype == torch.uint8 else 1)
