@@ -132,7 +132,7 @@ def attend(
     sums = aligned(copies + 4 * PANEL * num_words)
     weights = aligned(sums + 4 * PANEL * num_rows)
     offsets = weights + 4 * num_rows * num_positions
-    _locate(slabs, start, base, end - 1, kv_head, dim * 4 // per_word, offsets, num_positions + PANEL)
+    _locate(slabs, start, base, end - 1, kv_head, dim * 4 // per_word, offsets, num_positions)
     _copy_queries(like, slabs, tokens[0], num_tokens, kv_head, rows, num_words * per_word)
     slopes = float32_at(slabs.slopes, (slabs.num_heads,))
     for first in range(0, num_positions, PANEL):
@@ -173,8 +173,9 @@ def slot_of(slabs: Any, start: int, position: int) -> Any:
 
 @compiled_fastmath
 def _locate(slabs: Any, start: int, first: int, last: int, kv_head: int, size: int, offsets: int, count: int) -> None:
-    """Write where in the slabs the rows of `size` bytes of `count` positions from `first` on begin; `last` repeats."""
-    table, step = int64_at(offsets, (count,)), slabs.num_kv_heads * size
+    """Write where in the slabs the rows of `size` bytes of `count` positions from `first` on begin; `last` repeats.
+    Behind them follow the first `PANEL` rows of the next head, which are prefetched."""
+    table, step = int64_at(offsets, (count + PANEL,)), slabs.num_kv_heads * size
     if start >= 0:
         for index in range(count):
             table[index] = (start + min(first + index, last)) * step + kv_head * size
@@ -182,6 +183,8 @@ def _locate(slabs: Any, start: int, first: int, last: int, kv_head: int, size: i
         slots = int64_at(slabs.slots - 8 * (start + 1), (last + 1,))
         for index in range(count):
             table[index] = slots[min(first + index, last)] * step + kv_head * size
+    for index in range(PANEL):
+        table[count + index] = table[index] + size
 
 
 @compiled_fastmath

@@ -24,6 +24,7 @@ from kitforge.core.kernels.fused_decode_step.reference import (
     Locations,
     quantized_weights,
 )
+from kitforge.core.kernels.fused_decode_step.rows import activate_row, normalize_row, rotate_row, write_row
 from kitforge.core.kernels.linear.gemm_microkernel import PANEL
 from kitforge.core.kernels.linear.matrix_microkernel import release
 from kitforge.core.kernels.linear.numba import (
@@ -40,13 +41,10 @@ from kitforge.core.kernels.numba_runtime import (
     HALF,
     array_at,
     compiled_fastmath,
-    exponential,
     float32_at,
     int64_at,
-    narrowed,
     rounded,
     run_on_threads,
-    widened,
 )
 from kitforge.core.kernels.quantized_linear.numba import layout_of, multiply_quantized, pack_blocks
 from kitforge.core.kernels.quantized_linear.reference import Blocks
@@ -60,6 +58,10 @@ GRAIN = 2**23
 MANY_TOKENS = 16
 # Of each linear layer, with fewer tokens.
 NUM_CHUNKS = 8
+# Rows that are multiplied with a panel at a time: few enough for their sums to stay in the L1 cache.
+BLOCK_ROWS = 64
+# Chunks of the tokens of a phase that only norms or writes.
+TOKEN_CHUNKS = 32
 # Query rows of a tile of attention, and their scores, at most.
 TILE_ROWS, TILE_SCORES = 48, 2**18
 # Of free memory, how much panels of weights may take.
@@ -145,6 +147,8 @@ class NumbaDecodeStep:
             self._dtype is not torch.float32 and prefers_matrix_unit(),
             *self._options,
             rereads or not self._are_kept,
+            # Without panels that are kept, each block would pack or dequantize its own.
+            max(num_tokens, 1) if self._quantized.numel() or not self._kept.numel() else BLOCK_ROWS,
             is_decode,
             num_threads(),
             num_tokens,
@@ -208,6 +212,7 @@ class _Step(NamedTuple):
     interleaved: bool
     has_gelu_gate: bool
     packs: bool  # weights, as they are now
+    block: int  # rows that are multiplied with a panel at a time
     is_decode: bool  # every token is the only one of its text
     num_threads: int  # which take chunks in turn
     num_tokens: int
@@ -246,9 +251,9 @@ def _run(step: Any, table: Any, ends: Any, scales: Any, windows: Any, rotations:
     """Run all layers on one thread, or on several that share the chunks. Rows of the table are `BlockWeights`."""
     width, kv_width, last = step.num_heads * step.head_dim, step.num_kv_heads * step.head_dim, len(table) - 1
     slabs = Slabs(step.num_heads, step.num_kv_heads, step.head_dim, 0, 0, step.slots, step.slopes)
-    size = max(scratch_size(step.num_tokens, max(step.dim, max(width, step.mlp_dim))), _attention_bytes(step, slabs))
-    # A panel of outputs of two layers, fp32.
-    pair = 8 * PANEL * step.num_tokens
+    size = max(scratch_size(step.block, max(step.dim, max(width, step.mlp_dim))), _attention_bytes(step, slabs))
+    # A panel of outputs of two layers for a block of rows, fp32.
+    pair = 8 * PANEL * step.block
     memory = np.empty((pair + size + LINE) // 4, dtype=np.float32)
     panels = aligned(memory.ctypes.data)
     scratch = panels + pair
@@ -308,17 +313,20 @@ def _multiply(
     panel: int,
     following: int,
     scratch: int,
+    first: int,
     count: int,
 ) -> None:
-    """A panel of the outputs of a linear layer by its `_linear` for `count` rows, with the panel that this thread will
-    multiply next; rows and output are addresses and widths, that of the output where the panel begins."""
+    """A panel of the outputs of a linear layer by its `_linear` for `count` rows from the first on, with the panel that
+    this thread will multiply next; rows and output are addresses and widths, that of the output where the panel and
+    these rows begin."""
     like, num_features = step.like, rows[1]
+    begin = rows[0] + array_at(rows[0], (1,), like).itemsize * num_features * first
     if weights[3]:
         multiply_quantized(
             like,
             step.has_tiles,
             weights[3],
-            rows[0],
+            begin,
             weights[0],
             weights[1],
             output,
@@ -332,19 +340,39 @@ def _multiply(
         multiply(
             like,
             step.has_tiles,
-            rows[0],
+            begin,
             weights[0],
             weights[1],
             weights[2],
-            step.packs,
+            # The rows after the first block find the panel packed and in the caches.
+            step.packs and first == 0,
             output,
             count,
             num_outputs,
             num_features,
             panel,
-            following,
+            panel if first else following,
             scratch,
         )
+
+
+@compiled_fastmath
+def _multiply_all(
+    step: Any,
+    rows: Any,
+    weights: Any,
+    num_outputs: int,
+    output: Any,
+    panel: int,
+    following: int,
+    scratch: int,
+    num_rows: int,
+) -> None:
+    """`_multiply` for all rows, in blocks whose sums stay in the caches until they are written. Without rows a panel is
+    packed all the same, for the calls that read it; one that is quantized is packed already."""
+    for first in range(0, num_rows if weights[3] else max(num_rows, 1), step.block):
+        columns, count = (output[0] + 4 * output[1] * first, output[1]), min(step.block, num_rows - first)
+        _multiply(step, rows, weights, num_outputs, columns, panel, following, scratch, first, count)
 
 
 @compiled_fastmath
@@ -369,7 +397,7 @@ def _product(step: Any, rows: Any, weights: Any, output: Any, scratch: int, phas
         start, stop, then = _panels_of(step, num_panels, num_chunks, chunk)
         for panel in range(start, stop):
             columns, following = output[0] + 4 * PANEL * panel, panel + 1 if panel + 1 < stop else then
-            _multiply(step, rows, weights, output[1], (columns, output[1]), panel, following, scratch, num_rows)
+            _multiply_all(step, rows, weights, output[1], (columns, output[1]), panel, following, scratch, num_rows)
         chunk = finish(phase)
     return barrier(phase, num_chunks)
 
@@ -388,7 +416,7 @@ def _products(step: Any, rows: Any, weights: Any, outputs: Any, scratch: int, ph
             base, output = (0, first, first + second)[which], outputs[which]
             own, following = panel - base, (panel + 1 if panel + 1 < stop else then) - base
             columns = output[0] + 4 * PANEL * own, output[1]
-            _multiply(step, rows, weights[which], output[1], columns, own, following, scratch, step.num_tokens)
+            _multiply_all(step, rows, weights[which], output[1], columns, own, following, scratch, step.num_tokens)
         chunk = finish(phase)
     return barrier(phase, num_chunks)
 
@@ -404,25 +432,29 @@ def _attend(step: Any, row: Any, window: int, rotation: int, scale: Any, scratch
     width, itemsize = step.num_heads * step.head_dim, array_at(step.mixed, (1,), step.like).itemsize
     if not step.is_decode:
         # A token sees keys that other threads write.
-        token = next_chunk(phase)
-        while token < num_tokens:
-            for kv_head in range(num_kv_heads):
-                _write_key(step, slabs, row, rotation, token, kv_head)
-            token = finish(phase)
-        phase = barrier(phase, num_tokens)
-    chunk = next_chunk(phase)
-    while chunk < step.num_tiles * num_kv_heads:
-        tile, kv_head = chunk // num_kv_heads, chunk % num_kv_heads
-        first, count = tiles[tile]
-        if step.is_decode:
-            _write_key(step, slabs, row, rotation, first, kv_head)
-        for token in range(first, first + count):
-            _turn_queries(step, row, rotation, token, kv_head)
-        tokens = step.query + 4 * width * first, step.mixed + itemsize * width * first
-        position = lengths[first] - 1
-        attend(step.like, slabs, tokens, starts[first], position, count, kv_head, window, scale, scratch)
+        num_chunks, chunk = min(TOKEN_CHUNKS, num_tokens), next_chunk(phase)
+        while chunk < num_chunks:
+            for token in range(num_tokens * chunk // num_chunks, num_tokens * (chunk + 1) // num_chunks):
+                for kv_head in range(num_kv_heads):
+                    _write_key(step, slabs, row, rotation, token, kv_head)
+            chunk = finish(phase)
+        phase = barrier(phase, num_chunks)
+    # Of many texts, a thread takes all key heads: those of a position lie beside one another.
+    heads = num_kv_heads if step.num_tiles >= MANY_TOKENS else 1
+    num_chunks, chunk = step.num_tiles * num_kv_heads // heads, next_chunk(phase)
+    while chunk < num_chunks:
+        for each in range(heads * chunk, heads * (chunk + 1)):
+            tile, kv_head = each // num_kv_heads, each % num_kv_heads
+            first, count = tiles[tile]
+            if step.is_decode:
+                _write_key(step, slabs, row, rotation, first, kv_head)
+            for token in range(first, first + count):
+                _turn_queries(step, row, rotation, token, kv_head)
+            tokens = step.query + 4 * width * first, step.mixed + itemsize * width * first
+            position = lengths[first] - 1
+            attend(step.like, slabs, tokens, starts[first], position, count, kv_head, window, scale, scratch)
         chunk = finish(phase)
-    return barrier(phase, step.num_tiles * num_kv_heads)
+    return barrier(phase, num_chunks)
 
 
 @compiled_fastmath
@@ -439,7 +471,15 @@ def _turn_queries(step: Any, row: Any, rotation: int, token: int, kv_head: int) 
     group, (cos, sin) = step.num_heads // step.num_kv_heads, _angles(step, rotation, token)
     query = float32_at(step.query, (step.num_tokens, step.num_heads, step.head_dim))
     for head in range(kv_head * group, kv_head * group + group):
-        _rotate(step, query[token, head], row[_QUERY_NORM], cos, sin)
+        _turn(step, query[token, head], row[_QUERY_NORM], cos, sin)
+
+
+@compiled_fastmath
+def _turn(step: Any, row: Any, norm: int, cos: Any, sin: Any) -> None:
+    """Normalize a head if there is a norm, then rotate it; in place."""
+    if norm:
+        normalize_row(row, step.like, norm, 0, step.qk_eps)
+    rotate_row(row, step.like, cos, sin, step.interleaved)
 
 
 @compiled_fastmath
@@ -451,57 +491,76 @@ def _write_key(step: Any, slabs: Any, row: Any, rotation: int, token: int, kv_he
     start, length = int64_at(step.starts, shape[:1])[token], int64_at(step.lengths, shape[:1])[token]
     slot, itemsize = slot_of(slabs, start, length - 1), array_at(slabs.keys, (1,), step.like).itemsize
     offset = (slot * step.num_kv_heads + kv_head) * step.head_dim * itemsize
-    _rotate(step, key, row[_KEY_NORM], cos, sin)
-    _write(key, array_at(slabs.keys + offset, (step.head_dim,), step.like), step.like)
-    _write(value, array_at(slabs.values + offset, (step.head_dim,), step.like), step.like)
+    _turn(step, key, row[_KEY_NORM], cos, sin)
+    write_row(key, array_at(slabs.keys + offset, (step.head_dim,), step.like), step.like)
+    write_row(value, array_at(slabs.values + offset, (step.head_dim,), step.like), step.like)
 
 
 @compiled_fastmath
 def _expand(step: Any, row: Any, panels: int, scratch: int, phase: int) -> Any:
-    """The hidden layer of the MLP, panel by panel; `panels` is memory for two."""
+    """The hidden layer of the MLP, panel by panel; `panels` is memory for two of a block of rows."""
     num_panels, rows, has_gate = _num_panels(step.mlp_dim), (step.normal, step.dim), row[_GATE] != 0
     up, gate = _linear(row, _UP, _KEPT_UP), _linear(row, _GATE, _KEPT_GATE)
-    ups, gates = (panels, PANEL), (panels + 4 * PANEL * step.num_tokens, PANEL)
+    ups, gates = (panels, PANEL), (panels + 4 * PANEL * step.block, PANEL)
     num_chunks = _num_chunks(step, num_panels)
     chunk = next_chunk(phase)
     while chunk < num_chunks:
         start, stop, then = _panels_of(step, num_panels, num_chunks, chunk)
         for panel in range(start, stop):
             following = panel + 1 if panel + 1 < stop else then
-            _multiply(step, rows, up, step.mlp_dim, ups, panel, following, scratch, step.num_tokens)
-            if has_gate:
-                _multiply(step, rows, gate, step.mlp_dim, gates, panel, following, scratch, step.num_tokens)
-            _activate(step, has_gate, ups[0], gates[0], PANEL * panel)
+            for first in range(0, step.num_tokens, step.block):
+                count = min(step.block, step.num_tokens - first)
+                _multiply(step, rows, up, step.mlp_dim, ups, panel, following, scratch, first, count)
+                if has_gate:
+                    _multiply(step, rows, gate, step.mlp_dim, gates, panel, following, scratch, first, count)
+                _activate(step, has_gate, ups[0], gates[0], PANEL * panel, first, count)
         chunk = finish(phase)
     return barrier(phase, num_chunks)
 
 
 @compiled_fastmath
+def _activate(step: Any, has_gate: bool, ups: int, gates: int, start: int, first: int, count: int) -> None:
+    """The activation of panels [count, `PANEL`], written from token `first` and column `start` on."""
+    like, width = step.like, min(PANEL, step.mlp_dim - start)
+    itemsize = array_at(step.inner, (1,), like).itemsize
+    for token in range(count):
+        up, gate = float32_at(ups + 4 * PANEL * token, (PANEL,)), float32_at(gates + 4 * PANEL * token, (PANEL,))
+        activate_row(like, up, gate, has_gate, step.has_gelu_gate)
+        target = step.inner + itemsize * (step.mlp_dim * (first + token) + start)
+        if width == PANEL:
+            write_row(up, array_at(target, (PANEL,), like), like)
+        else:
+            write_row(up[:width], array_at(target, (width,), like), like)
+
+
+@compiled_fastmath
 def _join(step: Any, out_norm: Any, norm: Any, phase: int, has_branch: bool) -> Any:
-    """Token by token: add the branch, normalized if it has a norm, to the stream, and normalize the stream for the next
-    branch."""
-    like, num_tokens, dim = step.like, step.num_tokens, step.dim
-    shape = num_tokens, dim
-    streams, branches, normals = (
-        float32_at(step.stream, shape),
-        float32_at(step.branch, shape),
-        array_at(step.normal, shape, like),
-    )
-    token = next_chunk(phase)
-    while token < num_tokens:
-        stream, branch, normal = streams[token], branches[token], normals[token]
-        if has_branch:
-            if out_norm[0]:
-                _normalize(branch, like, out_norm[0], out_norm[1], step.eps)
-            for k in range(dim):
-                stream[k] = rounded(stream[k] + branch[k], like)
+    """Add the branches, normalized if they have a norm, to the streams, and normalize these for the next branch."""
+    num_tokens, num_chunks, chunk = step.num_tokens, min(TOKEN_CHUNKS, step.num_tokens), next_chunk(phase)
+    while chunk < num_chunks:
+        for token in range(num_tokens * chunk // num_chunks, num_tokens * (chunk + 1) // num_chunks):
+            _join_token(step, out_norm, norm, token, has_branch)
+        chunk = finish(phase)
+    return barrier(phase, num_chunks)
+
+
+@compiled_fastmath
+def _join_token(step: Any, out_norm: Any, norm: Any, token: int, has_branch: bool) -> None:
+    like, dim = step.like, step.dim
+    itemsize = array_at(step.normal, (1,), like).itemsize
+    stream = float32_at(step.stream + 4 * dim * token, (dim,))
+    branch = float32_at(step.branch + 4 * dim * token, (dim,))
+    if has_branch:
+        if out_norm[0]:
+            normalize_row(branch, like, out_norm[0], out_norm[1], step.eps)
         for k in range(dim):
-            branch[k] = stream[k]
-        _normalize(branch, like, norm[0], norm[1], step.eps)
-        for k in range(dim):
-            normal[k] = narrowed(branch[k], like)
-        token = finish(phase)
-    return barrier(phase, num_tokens)
+            total = rounded(stream[k] + branch[k], like)
+            stream[k] = total
+            branch[k] = total
+    else:
+        branch[:] = stream
+    normalize_row(branch, like, norm[0], norm[1], step.eps)
+    write_row(branch, array_at(step.normal + itemsize * dim * token, (dim,), like), like)
 
 
 @compiled_fastmath
@@ -518,83 +577,3 @@ def _choose(step: Any, phase: int) -> Any:
                 chosen[rows[token]] = normals[token]
         finish(phase)
     return barrier(phase, 1)
-
-
-@compiled_fastmath
-def _write(source: Any, target: Any, like: Any) -> None:
-    """Copy numbers, rounded to the type of `like`."""
-    for k in range(len(source)):
-        target[k] = narrowed(source[k], like)
-
-
-@compiled_fastmath
-def _normalize(row: Any, like: Any, weight: int, bias: int, eps: float) -> None:
-    """RMSNorm or, with a bias, LayerNorm in place, by weight and bias at these addresses."""
-    count, total, mean = len(row), np.float32(0), np.float32(0)
-    factors, shifts = array_at(weight, (count,), like), array_at(bias, (count,), like)
-    if bias:
-        for k in range(count):
-            mean += row[k]
-        mean /= np.float32(count)
-    for k in range(count):
-        total += (row[k] - mean) * (row[k] - mean)
-    scale = np.float32(1) / np.sqrt(total / np.float32(count) + np.float32(eps))
-    if bias:
-        for k in range(count):
-            row[k] = rounded((row[k] - mean) * scale * widened(factors[k]) + widened(shifts[k]), like)
-    else:
-        for k in range(count):
-            row[k] = rounded(rounded(row[k] * scale, like) * widened(factors[k]), like)
-
-
-@compiled_fastmath
-def _rotate(step: Any, row: Any, norm: int, cos: Any, sin: Any) -> None:
-    """Normalize a head if there is a norm, then rotate it; in place."""
-    like, num_pairs = step.like, len(cos)
-    if norm:
-        _normalize(row, like, norm, 0, step.qk_eps)
-    if step.interleaved:
-        for pair in range(num_pairs):
-            x, y = row[2 * pair], row[2 * pair + 1]
-            row[2 * pair] = rounded(x * cos[pair] - y * sin[pair], like)
-            row[2 * pair + 1] = rounded(y * cos[pair] + x * sin[pair], like)
-    else:
-        # Arrays of their own, since an index that is a sum is checked for its sign and not vectorized.
-        ones, others = row[:num_pairs], row[num_pairs : 2 * num_pairs]
-        for pair in range(num_pairs):
-            x, y = ones[pair], others[pair]
-            ones[pair] = rounded(x * cos[pair] - y * sin[pair], like)
-            others[pair] = rounded(y * cos[pair] + x * sin[pair], like)
-
-
-_LARGEST = np.float32(88)
-# Twice the coefficients of the tanh GELU.
-_LINEAR, _CUBIC = np.float32(2 * 0.7978845608028654), np.float32(2 * 0.7978845608028654 * 0.044715)
-
-
-@compiled_fastmath
-def _gated(number: Any, power: Any) -> Any:
-    """`number / (1 + e**-power)`."""
-    power = -power
-    return number / (np.float32(1) + exponential(_LARGEST if power > _LARGEST else power))
-
-
-@compiled_fastmath
-def _activate(step: Any, has_gate: bool, ups: int, gates: int, start: int) -> None:
-    """The activation of panels [tokens, `PANEL`], written from column `start` on. Panels are whole vectors: those and
-    a remainder are not rounded alike."""
-    like, count = step.like, step.num_tokens * PANEL
-    up, gate = float32_at(ups, (count,)), float32_at(gates, (count,))
-    if has_gate:
-        for k in range(count):
-            x = gate[k]
-            power = x * (_LINEAR + _CUBIC * x * x) if step.has_gelu_gate else x
-            up[k] = rounded(_gated(x, power), like) * up[k]
-    else:
-        for k in range(count):
-            x = up[k]
-            up[k] = _gated(x, x * (_LINEAR + _CUBIC * x * x))
-    itemsize = array_at(step.inner, (1,), like).itemsize
-    for token in range(step.num_tokens):
-        part = float32_at(ups + 4 * PANEL * token, (min(PANEL, step.mlp_dim - start),))
-        _write(part, array_at(step.inner + itemsize * (step.mlp_dim * token + start), part.shape, like), like)

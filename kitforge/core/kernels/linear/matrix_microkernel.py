@@ -77,12 +77,8 @@ def generate_tiles(
     """Code of `multiply_tiles`, for one tile of rows or two. `fill(builder, word)` writes the `LANES` words of the
     panel from that one on; it is called a round before they are multiplied, since tiles wait for what was just
     written. Nothing is prefetched then, and `ahead` is a mask: word n lies at n & mask."""
-    rows, row_bytes, num_rows, panel, num_words, sums, adds, ahead = arguments
+    rows, row_bytes, panel, num_words, sums, adds, ahead = arguments
     number, lowering = rows.type, cast(Any, cgutils)
-    table = lowering.global_constant(builder, "tile_shapes", ir.Constant(ir.ArrayType(_BYTE, len(_SHAPES)), _SHAPES))
-    last = builder.sub(num_rows, number(TILE_ROWS * (num_tiles - 1) + 1))
-    shape = builder.add(builder.ptrtoint(table, number), builder.mul(last, number(_SHAPE_BYTES)))
-    _instruction(builder, "ldtilecfg", pointer_to(builder, shape, _BYTE))
     width, tiles = number(_PANEL_BYTES), (_FULL, _LAST)[-num_tiles:]
     targets = [
         (register, pointer_to(builder, sums, _BYTE, _PANEL_BYTES * TILE_ROWS * tile + _TILE_BYTES * half))
@@ -126,7 +122,6 @@ def _tiles(num_tiles: int) -> Any:
         _context: Any,
         _rows: Any,
         _row_bytes: Any,
-        _num_rows: Any,
         _panel: Any,
         _num_words: Any,
         _sums: Any,
@@ -137,7 +132,7 @@ def _tiles(num_tiles: int) -> Any:
             generate_tiles(num_tiles, builder, arguments)
             return context.get_dummy_value()
 
-        return types.void(*(types.intp for _ in range(8))), generate
+        return types.void(*(types.intp for _ in range(7))), generate
 
     return intrinsic(typed)
 
@@ -145,17 +140,39 @@ def _tiles(num_tiles: int) -> Any:
 _one, _two = _tiles(1), _tiles(2)
 
 
+@intrinsic
+def configure_tiles(_context: Any, _num_last: Any) -> Any:
+    """Set the shapes of the registers, of which those of the last rows hold so many, 1 to `TILE_ROWS`."""
+
+    def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        number, lowering = arguments[0].type, cast(Any, cgutils)
+        kind = ir.ArrayType(_BYTE, len(_SHAPES))
+        table = lowering.global_constant(builder, "tile_shapes", ir.Constant(kind, _SHAPES))
+        offset = builder.mul(builder.sub(arguments[0], number(1)), number(_SHAPE_BYTES))
+        shape = builder.add(builder.ptrtoint(table, number), offset)
+        _instruction(builder, "ldtilecfg", pointer_to(builder, shape, _BYTE))
+        return context.get_dummy_value()
+
+    return types.void(types.intp), generate
+
+
 @compiled_fastmath
 def multiply_tiles(
     rows: int, row_bytes: int, num_rows: int, panel: int, num_words: int, sums: int, adds: int, ahead: int
 ) -> None:
     """See `gemm_microkernel.tile`; any number of rows, in bfloat16. Nothing is prefetched if `ahead` is the panel."""
+    configured = 0
     for row in range(0, num_rows, 2 * TILE_ROWS):
         x, y, count = rows + row * row_bytes, sums + _PANEL_BYTES * row, min(num_rows - row, 2 * TILE_ROWS)
+        last = count - TILE_ROWS if count > TILE_ROWS else count
+        # It takes as long as the products of two tiles.
+        if last != configured:
+            configure_tiles(last)
+            configured = last
         if count > TILE_ROWS:
-            _two(x, row_bytes, count, panel, num_words, y, adds, ahead)
+            _two(x, row_bytes, panel, num_words, y, adds, ahead)
         else:
-            _one(x, row_bytes, count, panel, num_words, y, adds, ahead)
+            _one(x, row_bytes, panel, num_words, y, adds, ahead)
         ahead = panel
 
 

@@ -22,6 +22,7 @@ from kitforge.core.kernels.numba_runtime import (
     FLOAT,
     HALF,
     array_at,
+    compiled,
     compiled_fastmath,
     float32_at,
     int64_at,
@@ -226,18 +227,23 @@ def multiply(
 def write_sums(like: Any, sums: int, bias: int, output: Any, num_rows: int, num_outputs: int, start: int) -> None:
     """Write sums [rows, `PANEL`] of the outputs from `start` on, with a bias [out], or none at 0, to an output, an
     address and a width of its rows, rounded to the type of `like`."""
-    part, width = float32_at(sums, (num_rows, PANEL)), min(PANEL, num_outputs - start)
-    if bias:
-        shifts = array_at(bias, (num_outputs,), like)
-        for row in range(num_rows):
-            for lane in range(width):
-                part[row, lane] += widened(shifts[start + lane])
-    # A single loop over adjacent memory is vectorized without checks for overlaps.
-    numbers = float32_at(sums, (num_rows * PANEL,))
-    for k in range(num_rows * PANEL):
-        numbers[k] = rounded(numbers[k], like)
+    width = min(PANEL, num_outputs - start)
+    # Arrays of their own, since an index that is a sum is checked for its sign and not vectorized.
+    shifts = array_at(bias + array_at(bias, (1,), like).itemsize * start, (width,), like)
     for row in range(num_rows):
-        float32_at(output[0] + 4 * output[1] * row, (width,))[:] = part[row, :width]
+        numbers = float32_at(sums + 4 * PANEL * row, (PANEL,))
+        if bias:
+            for lane in range(width):
+                numbers[lane] += widened(shifts[lane])
+        if width == PANEL:
+            # A loop of constant length becomes whole vectors.
+            target = float32_at(output[0] + 4 * output[1] * row, (PANEL,))
+            for lane in range(PANEL):
+                target[lane] = rounded(numbers[lane], like)
+        else:
+            rest = float32_at(output[0] + 4 * output[1] * row, (width,))
+            for lane in range(width):
+                rest[lane] = rounded(numbers[lane], like)
 
 
 @compiled_fastmath
@@ -327,9 +333,10 @@ def multiply_panel(
         ahead = panel
 
 
-@compiled_fastmath
+@compiled
 def _add_remainder(rows: Any, weight: Any, sums: Any, start: int) -> None:
-    """Add the products of the features from `start` on, which do not fill a tile."""
+    """Add the products of the features from `start` on, which do not fill a tile; one after another, since LLVM would
+    choose another order for another caller."""
     for row in range(len(rows)):
         for lane in range(len(weight)):
             total = np.float32(0)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kitforge.core.kernels.linear.gemm_microkernel import BFLOAT, LANES, PAIRS, PANEL, called, pointer_to, prefetch_line
-from kitforge.core.kernels.linear.matrix_microkernel import TILE_ROWS, generate_tiles, multiply_tiles
+from kitforge.core.kernels.linear.matrix_microkernel import TILE_ROWS, configure_tiles, generate_tiles, multiply_tiles
 from kitforge.core.kernels.linear.numba import LINE, add_products, empty_lines, write_sums
 from kitforge.core.kernels.numba_runtime import (
     array_at,
@@ -142,16 +142,17 @@ def _multiply_filled(
     """Fill a panel, and multiply at most two tiles of rows with it, an address and its bytes of a row."""
     few = min(num_rows, 2 * TILE_ROWS)
     first, row_bytes = rows
+    configure_tiles(few - TILE_ROWS if few > TILE_ROWS else few)
     origin = source.scales, source.scale_stride, source.numbers, source.stride, source.is_half
     if source.bits == 8:
         if few > TILE_ROWS:
-            _two_of_bytes(first, row_bytes, few, words, count, sums, adds, mask, origin)
+            _two_of_bytes(first, row_bytes, words, count, sums, adds, mask, origin)
         else:
-            _one_of_bytes(first, row_bytes, few, words, count, sums, adds, mask, origin)
+            _one_of_bytes(first, row_bytes, words, count, sums, adds, mask, origin)
     elif few > TILE_ROWS:
-        _two_of_nibbles(first, row_bytes, few, words, count, sums, adds, mask, origin)
+        _two_of_nibbles(first, row_bytes, words, count, sums, adds, mask, origin)
     else:
-        _one_of_nibbles(first, row_bytes, few, words, count, sums, adds, mask, origin)
+        _one_of_nibbles(first, row_bytes, words, count, sums, adds, mask, origin)
 
 
 @compiled_fastmath
@@ -297,7 +298,6 @@ def _multiplying(bits: int, num_tiles: int) -> Any:
         _context: Any,
         _rows: Any,
         _row_bytes: Any,
-        _num_rows: Any,
         _words: Any,
         _num_words: Any,
         _sums: Any,
@@ -308,11 +308,11 @@ def _multiplying(bits: int, num_tiles: int) -> Any:
         def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
             *numbers, packed = arguments
             fields = cast(Any, cgutils).unpack_tuple(builder, packed, len(origin))
-            fill = _filler(bits, numbers[3], numbers[7], fields)
+            fill = _filler(bits, numbers[2], numbers[6], fields)
             generate_tiles(num_tiles, builder, numbers, fill)
             return context.get_dummy_value()
 
-        return types.void(*(types.intp for _ in range(8)), origin), generate
+        return types.void(*(types.intp for _ in range(7)), origin), generate
 
     return intrinsic(typed)
 
