@@ -21,6 +21,11 @@ def main(deed: str) -> int:
     assert where is not None
     sys.stdout.write(f"rank {where.rank} speaks\n")
     sys.stderr.write(f"rank {where.rank} complains\n")
+    # The timeout counts from when both have imported torch, which takes longer than it on a busy machine.
+    here, other = (Path(f"started-{where.restarts}-{rank}") for rank in (where.rank, 1 - where.rank))
+    here.touch()
+    while not other.exists():
+        time.sleep(0.05)
     is_second = where.rank == 1
     if is_second and deed == "die once" and where.restarts == 0:
         # Late enough for the other to be in the lobby, whose keys it leaves behind there.
