@@ -1,7 +1,7 @@
 """The rows of a compiled step between its products: rounded, normalized, rotated and activated, one at a time.
 
-Without `compiled_fastmath` but for sums of a row: LLVM would fuse products with sums, and divide, in other ways where
-it inlines a loop into one caller than into another, and a token of a prompt would differ from the same one decoded.
+Only the sums of a row are `compiled_fastmath`: LLVM inlines these loops into several callers, and may fuse products
+with sums differently in each, so that a token of a prompt would differ from the same one decoded.
 """
 
 from __future__ import annotations
