@@ -9,8 +9,10 @@ from kitforge.foundation.errors import DependencyError
 
 
 def import_optional(module: str, *, needed_for: str, extra: str) -> Any:
-    """The module called `module`; DependencyError naming the extra that brings it when it is not installed."""
+    """The module called `module`; DependencyError naming the absent package, its own or one that it imports, and the
+    extra that brings it."""
     try:
         return importlib.import_module(module)
-    except ImportError:
-        raise DependencyError(module.split(".")[0], needed_for=needed_for, extra=extra) from None
+    except ImportError as error:
+        absent = error.name if isinstance(error, ModuleNotFoundError) else None
+        raise DependencyError((absent or module).split(".")[0], needed_for=needed_for, extra=extra) from None

@@ -14,8 +14,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from kitforge.core.kernels.grouped_linear import fused as grouped_linear
 from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.core.nn.context import Context
+from kitforge.core.nn.moe import Experts
 from kitforge.foundation import device as devices
 from kitforge.inference.paged_attention import KeyValueCache, PagedAttention, PagedBatch
 from kitforge.inference.sequence import Sequence
@@ -33,6 +35,19 @@ class RecordedStep:
     replay: Callable[[], Tensor]
     rows: npt.NDArray[np.int64]  # the inputs on the host
     tables: list[list[int]]  # the block table that each row has
+
+
+def can_record_steps(model: nn.Module) -> bool:
+    """Whether the device supports CUDA graphs, and no product of experts waits for the host."""
+    if not devices.can_record(cast(CausalLM, model).head_weight.device):
+        return False
+    return not any(isinstance(each, Experts) and _waits_for_host(each) for each in model.modules())
+
+
+def _waits_for_host(experts: Experts) -> bool:
+    matrices = (experts.gate, experts.up, experts.down)
+    is_fused = experts.kernels.grouped_linear is grouped_linear.grouped_linear
+    return not is_fused or any(grouped_linear.waits_for_host(matrix) for matrix in matrices)
 
 
 @final

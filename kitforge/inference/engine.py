@@ -23,7 +23,7 @@ from kitforge.foundation.config import check
 from kitforge.foundation.errors import ConfigError, DataError
 from kitforge.foundation.log import logger, warn_once
 from kitforge.inference.block_manager import BlockManager
-from kitforge.inference.cuda_graphs import CudaGraphRunner
+from kitforge.inference.cuda_graphs import CudaGraphRunner, can_record_steps
 from kitforge.inference.fair_lock import FairLock
 from kitforge.inference.logprobs import PromptLogprob, eval_mode, token_logprobs
 from kitforge.inference.model_runner import ModelRunner, decodes_first, diverged_works
@@ -127,7 +127,7 @@ class Engine:
         cache = KeyValueCache(num_blocks, size)
         # Collectives cannot be captured in a graph, so only a single rank uses graphs.
         is_alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
-        uses_graphs = self.options.cuda_graphs and devices.can_record(device) and is_alone and not is_contiguous
+        uses_graphs = self.options.cuda_graphs and is_alone and not is_contiguous and can_record_steps(running)
         graphs = CudaGraphRunner(running, cache) if uses_graphs else None
         self._runner = ModelRunner(running, cache, is_paged=not is_contiguous, cuda_graphs=graphs)
 

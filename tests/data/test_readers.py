@@ -174,6 +174,13 @@ def test_a_missing_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.M
         read(write(tmp_path / "a.parquet", "x"))
 
 
+def test_a_package_that_a_present_one_misses_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "half_installed.py").write_text("import absent_package.part\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(DependencyError, match=r"(?s)'absent_package'.*kitforge\[serve\]"):
+        optional_imports.import_optional("half_installed", needed_for="it", extra="serve")
+
+
 def test_a_shard_of_a_file_knows_its_size(tmp_path: Path) -> None:
     shard = FileShard(
         path=tmp_path, column="text", separator=None, encoding_errors="strict", stamp=(10, 0), start=2, stop=7

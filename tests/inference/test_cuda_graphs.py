@@ -5,17 +5,20 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
 
+from kitforge.core.kernels.grouped_linear import fused as grouped_linear
+from kitforge.core.nn.decoder import Decoder
 from kitforge.foundation import device as devices
 from kitforge.inference.cuda_graphs import CudaGraphRunner
 from kitforge.inference.engine import Engine
 from kitforge.inference.options import EngineOptions
 from kitforge.inference.sampling import SamplingOptions
 from kitforge.inference.sequence import Sequence
-from tests.core.nn.networks import CONFIGS
+from tests.core.nn.networks import CONFIGS, MIXTRAL, MIXTURES, build
 from tests.inference import workload
 from tests.inference.recomputation import network
 
@@ -33,6 +36,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
         return run(recorded, sequences)
 
     monkeypatch.setattr(devices, "can_record", lambda _: True)
+    monkeypatch.setattr(grouped_linear, "waits_for_host", lambda _: False)
     monkeypatch.setattr(CudaGraphRunner, "run", watched)
     return seen
 
@@ -65,14 +69,34 @@ def test_weights_that_moved_are_found(steps: Counter[int]) -> None:
     assert not recorded._graphs
 
 
+def test_steps_whose_experts_wait_for_the_host_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "can_record", lambda _: True)
+    assert Engine(network("llama"), PAGED)._runner._cuda_graphs is not None
+    for name in MIXTURES:
+        assert Engine(network(name), PAGED)._runner._cuda_graphs is None
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["gpt2", "bloom", "pangu_alpha", "llama", "window", "longrope"])
-def test_a_gpu_replays_what_it_would_compute(name: str) -> None:
+def test_a_gpu_records_experts_in_bfloat16() -> None:
+    config = replace(MIXTRAL, mlp_dim=32, max_length=64)
+    model = build(config, dtype=torch.bfloat16).to(torch.accelerator.current_accelerator()).eval()
+    assert_replayed(model.requires_grad_(False))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["gpt2", "bloom", "pangu_alpha", "llama", "window", "longrope", *MIXTURES])
+def test_a_gpu_replays_what_it_would_compute(name: str, dtype: torch.dtype) -> None:
     import copy
 
-    model = copy.deepcopy(network(name, torch.float32)).to(torch.accelerator.current_accelerator())
+    model = copy.deepcopy(network(name, torch.float32)).to(torch.accelerator.current_accelerator(), dtype)
+    assert_replayed(model)
+
+
+def assert_replayed(model: Decoder) -> None:
+    """The same texts with recorded steps and without."""
     options = SamplingOptions(max_new_tokens=16)
-    prompts = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3]]
+    prompts = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3], [5, 8, 9]]  # a power of two: no row is added
     recorded, plain = (
         Engine(model, EngineOptions(cuda_graphs=flag)).generate(prompts, options) for flag in (True, False)
     )

@@ -1,8 +1,9 @@
 """`grouped_linear` as one custom op: a product for each expert, written into one output, or on CUDA `F.grouped_mm`.
 
-`F.grouped_mm` refuses float64 and rows that are no multiple of 16 bytes, and leaves rows past the last end without
-values. On CPU a loop over the experts is as fast, since a product of one expert fills the machine. Kernels of our own
-in Triton were no faster on an H200 (docs/log.md).
+`F.grouped_mm` takes rows of a multiple of 16 bytes and leaves rows past the last end without values. Outside of
+bfloat16 on Hopper and Blackwell it is a loop over the experts itself, which reads their ends on the host. On CPU the
+loop is as fast, since a product of one expert fills the machine. Kernels of our own in Triton were no faster on an H200
+(docs/log.md).
 """
 
 from __future__ import annotations
@@ -21,12 +22,18 @@ from kitforge.core.kernels.mixed_precision import NATIVE_DTYPES, compute_dtype
 from kitforge.core.kernels.recomputation import kept_operations
 from kitforge.core.kernels.triton_ops import triton_op
 
-_GROUPED_MM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_GROUPED_MM_CAPABILITIES = (9, 10)  # of CUDA devices, major: Hopper and Blackwell
 
 
 def grouped_linear(input: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """See `GroupedLinearKernel`."""
     return kept_operations(_grouped_linear, input.to(compute_dtype(input)), weight, ends)
+
+
+def waits_for_host(weight: Tensor) -> bool:
+    """Whether products with weight [E, out, in] in its dtype read `ends` on the host, so that no CUDA graph records
+    them."""
+    return not _takes_grouped_mm(weight.flatten(0, 1), weight)
 
 
 @triton_op("kitforge::grouped_linear")
@@ -102,9 +109,16 @@ def _has_triton() -> bool:
 
 
 def _takes_grouped_mm(input: Tensor, weight: Tensor) -> bool:
-    """Whether they are on CUDA, in a dtype and with contiguous rows that `F.grouped_mm` takes."""
+    """Whether `F.grouped_mm` multiplies them in one kernel of the device."""
+    if not input.is_cuda or input.dtype is not torch.bfloat16:
+        return False
     widths = (input.shape[1] * input.element_size(), weight.shape[1] * input.element_size())
-    return input.is_cuda and input.dtype in _GROUPED_MM_DTYPES and all(each and each % 16 == 0 for each in widths)
+    return all(each and each % 16 == 0 for each in widths) and _capability(input.device) in _GROUPED_MM_CAPABILITIES
+
+
+@functools.cache
+def _capability(device: torch.device) -> int:
+    return torch.cuda.get_device_capability(device)[0]
 
 
 @_grouped_linear.register_fake
