@@ -14,7 +14,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from kitforge.core.kernels.grouped_linear import fused as grouped_linear
+from kitforge.core.kernels.fast_path import accepts_grouped_mm
+from kitforge.core.kernels.grouped_linear.reference import grouped_linear
 from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.core.nn.context import Context
 from kitforge.core.nn.moe import Experts
@@ -45,9 +46,9 @@ def can_record_steps(model: nn.Module) -> bool:
 
 
 def _waits_for_host(experts: Experts) -> bool:
-    matrices = (experts.gate, experts.up, experts.down)
-    is_fused = experts.kernels.grouped_linear is grouped_linear.grouped_linear
-    return not is_fused or any(grouped_linear.waits_for_host(matrix) for matrix in matrices)
+    if experts.kernels.grouped_linear is grouped_linear:
+        return True
+    return not all(accepts_grouped_mm(each.flatten(0, 1), each) for each in (experts.gate, experts.up, experts.down))
 
 
 @final

@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kitforge.core.kernels.grouped_linear import fused as grouped_linear
 from kitforge.core.nn.decoder import Decoder
 from kitforge.foundation import device as devices
+from kitforge.inference import cuda_graphs
 from kitforge.inference.cuda_graphs import CudaGraphRunner
 from kitforge.inference.engine import Engine
 from kitforge.inference.options import EngineOptions
@@ -36,7 +36,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
         return run(recorded, sequences)
 
     monkeypatch.setattr(devices, "can_record", lambda _: True)
-    monkeypatch.setattr(grouped_linear, "waits_for_host", lambda _: False)
+    monkeypatch.setattr(cuda_graphs, "accepts_grouped_mm", lambda *_: True)
     monkeypatch.setattr(CudaGraphRunner, "run", watched)
     return seen
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from kitforge.core.kernels.mixed_precision import NATIVE_DTYPES, compute_dtype
+from kitforge.foundation import device as devices
 
 # Elements below which waking a second thread, or calling another operation, takes longer than the work.
 MAX_SMALL_ELEMENTS = 2**15
@@ -19,6 +20,7 @@ _GPU_ROW = 2**16
 _GPU_HEAD = 256
 # With more rows a product with the dequantized weight is faster.
 MAX_QUANTIZED_ROWS = 256
+_GROUPED_MM_CAPABILITIES = (9, 10)  # major, of Hopper and Blackwell
 
 
 def is_numba_eligible(tensor: Tensor) -> bool:
@@ -88,3 +90,13 @@ def accepts_triton_quantized(input: Tensor, quantized: Tensor, scales: Tensor, *
 def accepts_triton_logits(hidden: Tensor, weight: Tensor, *_: object) -> bool:
     """Whether no product is in fp16, whose gradients must be scaled before they are rounded."""
     return torch.float16 not in (hidden.dtype, weight.dtype, compute_dtype(hidden))
+
+
+def accepts_grouped_mm(input: Tensor, weight: Tensor) -> bool:
+    """Whether `F.grouped_mm` multiplies rows [R, in] and weight [E, out, in] in one kernel of the device. Elsewhere it
+    is a loop that waits for the host, or refuses them."""
+    if not input.is_cuda or input.dtype is not torch.bfloat16:
+        return False
+    widths = (input.shape[1] * input.element_size(), weight.shape[1] * input.element_size())
+    is_aligned = all(each and each % 16 == 0 for each in widths)
+    return is_aligned and devices.compute_capability(input.device)[0] in _GROUPED_MM_CAPABILITIES

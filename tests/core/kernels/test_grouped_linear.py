@@ -72,7 +72,7 @@ def test_grouped_mm_behind_the_op_is_the_reference_on_dirty_memory(case: str, dt
     rows, _, _, ends = CASES[case]
     input, weight = random(rows, 16, dtype=dtype), random(len(ends), 24, 16, dtype=dtype)
     with (
-        mock.patch.object(fused, "_takes_grouped_mm", return_value=True),
+        mock.patch.object(fused, "accepts_grouped_mm", return_value=True),
         mock.patch.object(fused.functional, "grouped_mm", side_effect=dirty_grouped_mm) as grouped_mm,
     ):
         found = distance(call(fused.grouped_linear, ends), call(REFERENCE.grouped_linear, ends), [input, weight])

@@ -18,11 +18,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kitforge.core.kernels.fast_path import accepts_grouped_mm
 from kitforge.core.kernels.mixed_precision import NATIVE_DTYPES, compute_dtype
 from kitforge.core.kernels.recomputation import kept_operations
 from kitforge.core.kernels.triton_ops import triton_op
-
-_GROUPED_MM_CAPABILITIES = (9, 10)  # of CUDA devices, major: Hopper and Blackwell
 
 
 def grouped_linear(input: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
@@ -30,15 +29,9 @@ def grouped_linear(input: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return kept_operations(_grouped_linear, input.to(compute_dtype(input)), weight, ends)
 
 
-def waits_for_host(weight: Tensor) -> bool:
-    """Whether products with weight [E, out, in] in its dtype read `ends` on the host, so that no CUDA graph records
-    them."""
-    return not _takes_grouped_mm(weight.flatten(0, 1), weight)
-
-
 @triton_op("kitforge::grouped_linear")
 def _grouped_linear(input: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    if _takes_grouped_mm(input, weight):
+    if accepts_grouped_mm(input, weight):
         products = functional.grouped_mm(input, weight.to(input.dtype).mT, offs=ends)
         return _clear_past(products, ends)
     output = input.new_empty(len(input), weight.shape[1])
@@ -57,7 +50,7 @@ def _grouped_linear_backward(
     grad_input = input.new_empty(input.shape) if wants_input else input.new_empty(0)
     grad_weight = torch.empty_like(weight) if wants_weight else weight.new_empty(0)
     with torch.autocast(input.device.type, enabled=False):
-        if _takes_grouped_mm(input, weight) and _takes_grouped_mm(grad, weight.mT):
+        if accepts_grouped_mm(input, weight) and accepts_grouped_mm(grad, weight.mT):
             if wants_input:
                 grad_input = _clear_past(functional.grouped_mm(grad, weight.to(grad.dtype), offs=ends), ends)
             if wants_weight:
@@ -106,19 +99,6 @@ def _clear_past(rows: Tensor, ends: Tensor) -> Tensor:
 @functools.cache
 def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
-
-
-def _takes_grouped_mm(input: Tensor, weight: Tensor) -> bool:
-    """Whether `F.grouped_mm` multiplies them in one kernel of the device."""
-    if not input.is_cuda or input.dtype is not torch.bfloat16:
-        return False
-    widths = (input.shape[1] * input.element_size(), weight.shape[1] * input.element_size())
-    return all(each and each % 16 == 0 for each in widths) and _capability(input.device) in _GROUPED_MM_CAPABILITIES
-
-
-@functools.cache
-def _capability(device: torch.device) -> int:
-    return torch.cuda.get_device_capability(device)[0]
 
 
 @_grouped_linear.register_fake
