@@ -13,6 +13,7 @@ from kitforge.foundation.errors import ConfigError, TrainingError
 from kitforge.verify.contract import Contract, Measured, NotOfferedError, Verdict
 from kitforge.verify.processes import Process, run_ranks
 from kitforge.verify.runner import chosen, run_contracts, summary
+from tests.patience import PATIENCE
 
 
 def fails(_: str) -> Measured:
@@ -79,7 +80,7 @@ def test_a_check_that_hangs_is_broken_and_killed_with_its_children(tmp_path: Pat
         return state.exists() and state.read_text().rsplit(")", 1)[1].split()[0] != "Z"
 
     # A signal reaches a process at its next turn on a core.
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE
     while lives() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not lives()
@@ -109,9 +110,9 @@ def on_rank(rank: int, failing: int) -> int:
 
 
 def test_ranks_return_in_order_and_raise_what_one_of_them_raised() -> None:
-    assert run_ranks(3, on_rank, -1, timeout=60.0) == [0, 10, 20]
+    assert run_ranks(3, on_rank, -1, timeout=PATIENCE) == [0, 10, 20]
     with pytest.raises(ConfigError, match="a bad rank"):
-        run_ranks(3, on_rank, 1, timeout=60.0)
+        run_ranks(3, on_rank, 1, timeout=PATIENCE)
 
 
 def test_an_error_that_cannot_be_sent_keeps_its_words() -> None:

@@ -97,7 +97,7 @@ def test_metrics_count_tokens_and_the_time_between_them(model: Decoder, speculat
         assert metric(served.url, "kitforge_prompt_tokens_total") == 33
         num_between = metric(served.url, "kitforge_inter_token_latency_seconds_count")
         assert made - 2 * (speculation + 1) <= num_between <= made - 2
-        assert 0 < metric(served.url, "kitforge_inter_token_latency_seconds_sum") < 60
+        assert 0 < metric(served.url, "kitforge_inter_token_latency_seconds_sum") < PATIENCE
         assert metric(served.url, "kitforge_queue_time_seconds_count") == 2
         assert metric(served.url, "kitforge_first_token_seconds_count") == 1
         for name in ("kv_cache_usage", "running", "waiting"):
