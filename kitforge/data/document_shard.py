@@ -74,6 +74,13 @@ def document_of(row: object, column: str, errors: EncodingErrors, location: obje
     )
 
 
+def column_value(row: object, column: str, location: object) -> Any:
+    """The value of a column of a row. Raises DataError where it has none."""
+    if not isinstance(row, Mapping) or column not in row:
+        raise missing_column(column, map(str, row if isinstance(row, Mapping) else ()), location)
+    return row[column]
+
+
 def missing_column(column: str, columns: Iterable[str], location: object) -> DataError:
     """The error about rows without the column that was asked for."""
     present = sorted(columns)

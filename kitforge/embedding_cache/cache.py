@@ -122,7 +122,8 @@ class RowCache:
     def _distinct_ids(self, ids: Tensor, *, ahead: bool, is_gathered: bool) -> LookupHandle:
         """A lookup without slots: its keys are those that this process needs rows of."""
         if self._finds_there and len(ids) >= DEVICE_IDS:
-            distinct, inverse = self._found_there(ids)
+            distinct, inverse = self.device.kernels.unique(copy_to(ids, self.device.device))
+            distinct = distinct.cpu()
         else:
             distinct, inverse = self._unique(ids.cpu(), scratch=self._scratches[ahead])
         check_range(distinct, self.options.num_embeddings, self.options.name)
@@ -132,11 +133,6 @@ class RowCache:
         route = None if self._sharding is None else self._sharding.plan_exchange(distinct, ahead)
         keys = distinct if route is None else route.ids
         return LookupHandle(keys=keys, inverse=copy_to(inverse, self.device.device), exchange=route)
-
-    def _found_there(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """The distinct ids [u], on the CPU, and the index [N] of each id among them, on the device."""
-        distinct, inverse = self.device.kernels.unique(copy_to(ids, self.device.device))
-        return distinct.cpu(), inverse
 
     def on_future_access(self, ids: Tensor) -> None:
         """The prefetch thread will plan a lookup of these ids later."""

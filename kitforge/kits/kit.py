@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeAlias, TypeVar, final
+from typing import Any, Generic, TypeAlias, TypeVar, final
 
 import torch
 from rich.console import RenderableType
@@ -23,7 +23,7 @@ from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.core.parallel.world import World
 from kitforge.foundation.config import from_dict, to_dict, to_yaml
 from kitforge.foundation.dtype import ExportDtype, LoadDtype, Precision
-from kitforge.foundation.errors import ConfigError
+from kitforge.foundation.errors import ConfigError, ModelError
 from kitforge.inference.server.application import HttpService
 from kitforge.models.loading import OpenCheckpoint, StoredModel
 from kitforge.report.config_diff import NOTE
@@ -102,28 +102,20 @@ class Prepared(Generic[OptionsT, ProcessorT]):
     task: Callable[[World], tuple[Task, Sequence[Callback]]]  # the task, and the callbacks that it brings
 
 
-class ReplayResult(Protocol):
-    """The metrics of one step: as recorded, and as replayed."""
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayResult:
+    """The metrics of a step, as recorded in metrics.jsonl and as replayed."""
 
-    @property
-    def step(self) -> int:
-        """The step that was replayed."""
-
-    @property
-    def start(self) -> int:
-        """The step of the checkpoint that the replay started from."""
-
-    @property
-    def recorded(self) -> dict[str, float]:
-        """The metrics of metrics.jsonl."""
-
-    @property
-    def replayed(self) -> dict[str, float]:
-        """The metrics of the replay."""
+    step: int
+    start: int  # step of the checkpoint that the replay started from
+    recorded: dict[str, float]
+    replayed: dict[str, float]
 
     @property
     def is_same(self) -> bool:
         """Whether all metrics are equal, bit for bit."""
+        return self.recorded == self.replayed
 
 
 class Kit(ABC, Generic[OptionsT, ProcessorT]):
@@ -357,6 +349,18 @@ class OwnTaskKit(TaskKit[RunOptions, None]):
     def task(self, options: RunOptions, inputs: RunInputs[None]) -> Task:
         """The task that was handed over."""
         return self._task
+
+
+NetworkT = TypeVar("NetworkT", bound=nn.Module)
+
+
+def expect_network(
+    model: nn.Module, kind: type[NetworkT], complaint: str, expected: str, fix: str | None = None
+) -> NetworkT:
+    """`model`, which is to be of that class. Raises ModelError with `complaint` for another."""
+    if not isinstance(model, kind):
+        raise ModelError(complaint, got=type(model).__name__, expected=expected, fix=fix)
+    return model
 
 
 def datasets(options: Any, inputs: RunInputs[ProcessorT], *, is_evaluation: bool) -> tuple[object, object]:

@@ -18,12 +18,7 @@ from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.core.nn.context import Context, DropoutKey
 from kitforge.core.nn.decoder import FamilyConfig
 from kitforge.core.nn.linear import Linear
-from kitforge.core.nn.lora import (
-    LoraConfig,
-    active_adapter,
-    adapter_tensors,
-    merge_factors,
-)
+from kitforge.core.nn.lora import LoraConfig, active_adapter, adapter_tensors, merge_factors
 from kitforge.core.nn.lora import active_lora_config as config_of_adapter
 from kitforge.core.parallel import collectives
 from kitforge.core.parallel.config import ParallelConfig

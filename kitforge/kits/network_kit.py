@@ -14,7 +14,8 @@ from kitforge.core.kernels.dispatch import CompileLevel
 from kitforge.data.tokenizers.loading import ByteTokenizer
 from kitforge.foundation.config import to_dict
 from kitforge.foundation.dtype import ExportDtype, LoadDtype
-from kitforge.kits.kit import Kit, ProcessorT
+from kitforge.foundation.errors import ConfigError
+from kitforge.kits.kit import Kit, ProcessorT, RunInputs, datasets
 from kitforge.kits.language_model import (
     NetworkOptions,
     evaluation_options,
@@ -36,6 +37,17 @@ class NetworkKit(Kit[NetworkOptionsT, ProcessorT]):
 
     FINE_TUNING = "adamw_finetune"
     KIND: Kind = "language model"
+    ROWS = "ROWS.jsonl"  # names of files in advice: of rows, and what `predict` writes of them
+    OUTPUT = "PREDICTIONS.jsonl"
+
+    def required_datasets(
+        self, options: NetworkOptionsT, inputs: RunInputs[ProcessorT], rows: str, *, is_evaluation: bool
+    ) -> tuple[object, object]:
+        """See `datasets`. Raises ConfigError where neither names `rows`."""
+        train, evaluation = datasets(options, inputs, is_evaluation=is_evaluation)
+        if train is None and evaluation is None:
+            raise ConfigError(f"there are no {rows}", got="data.train=null", fix=f"add data.train={self.ROWS}")
+        return train, evaluation
 
     def check_parallel(self, options: NetworkOptionsT) -> None:
         """Raise ConfigError for a network that the degrees of `options` cannot split; before any rank is started."""
@@ -68,6 +80,13 @@ class NetworkKit(Kit[NetworkOptionsT, ProcessorT]):
             export_language_model(self.open_model(source), folder, processor, dtype)
         else:
             save_language_model(source.model if isinstance(source, Run) else source, folder, processor, dtype)
+
+    def next_steps(self, folder: Path) -> list[str]:
+        """Commands to try after a run."""
+        return [
+            f"kitforge predict checkpoint={folder} data.eval={self.ROWS} output={self.OUTPUT}",
+            f"kitforge evaluate checkpoint={folder} data.eval={self.ROWS}",
+        ]
 
     def resolved(self, options: NetworkOptionsT) -> dict[str, Any]:
         """All options, with the defaults of the model unless a checkpoint brings it."""

@@ -272,15 +272,21 @@ def check_fit(config: FamilyConfig, options: NetworkOptions, tokenizer: Tokenize
     check(length <= config.max_length, "data.sequence_length", length, expected)
 
 
-def find_run_tokenizer(options: TokenizedOptions, given: Tokenizer | None, source: Source | None) -> Tokenizer:
-    """The one handed over, else the one that lies with the weights, else the one that the options name."""
-    if given is not None:
+def given_tokenizer(options: Any, given: Tokenizer | None, find: Callable[[Path], Tokenizer]) -> Tokenizer | None:
+    """The one handed over, else the one that lies with the weights; None for the one that the options name."""
+    if given is not None or options.checkpoint is None:
         return given
-    if options.checkpoint is not None:
-        try:
-            return stored_tokenizer(Path(options.checkpoint))
-        except DataError:
-            if options.tokenizer == TokenizerConfig():
-                raise
+    try:
+        return find(Path(options.checkpoint))
+    except DataError:
+        if options.tokenizer == TokenizerConfig():
+            raise
+        return None
+
+
+def find_run_tokenizer(options: TokenizedOptions, given: Tokenizer | None, source: Source | None) -> Tokenizer:
+    """See `given_tokenizer`."""
+    if (found := given_tokenizer(options, given, stored_tokenizer)) is not None:
+        return found
     cache = options.data.cache
     return make_tokenizer(options.tokenizer, source, default_root() if cache is None else Path(cache))

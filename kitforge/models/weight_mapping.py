@@ -32,6 +32,8 @@ LLAMA_NAMES = {
     "norm.weight": "model.norm.weight",
     "output": "lm_head.weight",
 }
+# And those of the two norms of a block.
+LLAMA_NORMS = {"attention_norm.weight": "input_layernorm.weight", "mlp_norm.weight": "post_attention_layernorm.weight"}
 # The gates and the ups of all experts of a block as one tensor [experts, 2 * hidden, dim].
 STACKED = "experts.gate_up_proj"
 
@@ -192,7 +194,7 @@ def decoder_mappings(
 
 def attention_mappings(ours: str, theirs: str, *, bias: bool = False, qk_norm: bool = False) -> list[TensorMapping]:
     """The mappings of the attention and of both norms of a block under LLaMA's names."""
-    names = {"attention_norm.weight": "input_layernorm.weight", "mlp_norm.weight": "post_attention_layernorm.weight"}
+    names = dict(LLAMA_NORMS)
     for name in ("query", "key", "value", "out"):
         for kind in ("weight", "bias") if bias else ("weight",):
             names[f"attention.{name}.{kind}"] = f"self_attn.{name[0]}_proj.{kind}"
@@ -390,6 +392,29 @@ def write_shared_keys(config: Any, rotary_fraction: float | None = None) -> dict
         "tie_word_embeddings": config.tie_embeddings,
         "attention_dropout": config.attention_dropout,
     }
+
+
+# The keys that BLOOM, GPT-2 and PanGu-alpha store alike, by our options.
+GPT_NAMES = {"vocab_size": "vocab_size", "norm_eps": "layer_norm_epsilon", "tie_embeddings": "tie_word_embeddings"}
+
+
+def read_gpt_keys(config: ConfigFile, names: Mapping[str, str], max_length: int, dropout: float) -> dict[str, Any]:
+    """The options of `names`, by their keys; `max_length` and `dropout` are the defaults of the architecture."""
+    rate = partial(config.number, default=dropout, below=1.0)
+    readers: dict[str, Callable[[str], Any]] = {
+        "num_layers": partial(config.count, largest=MAX_LAYERS),
+        "max_length": partial(config.count, default=max_length),
+        "mlp_dim": config.optional_count,
+        "norm_eps": partial(config.number, default=1e-5, below=1.0),
+        "tie_embeddings": partial(config.flag, default=True),
+        **dict.fromkeys(("embedding_dropout", "attention_dropout", "residual_dropout"), rate),
+    }
+    return {option: readers.get(option, config.count)(key) for option, key in names.items()}
+
+
+def write_gpt_keys(config: Any, names: Mapping[str, str]) -> dict[str, Any]:
+    """The keys of `names`, with the values of their options."""
+    return {key: getattr(config, option) for option, key in names.items()}
 
 
 def read_experts(config: ConfigFile, count: str, default: tuple[int, int], normalize: bool = True) -> ExpertsConfig:

@@ -74,7 +74,9 @@ class Loop:
         self._resumed_from: Path | None = None
         self._config_changes: list[str] = []
         self.model = task.build(world)
-        _seed_per_replica(options.seed, world)
+        if world.replica > 0:
+            # All ranks initialize from one seed; afterwards each data-parallel replica has its own random stream.
+            torch.manual_seed(seeds.key(options.seed, "replica", world.replica))
         use_precision(self.model, options.precision, world.device)
         self._parallel = parallel_model_of(self.model, world)
         self._parallel.broadcast_replicas()
@@ -390,12 +392,6 @@ class Loop:
         if self.world.any(self._stop_requested):
             self._interrupted = True
             self.stop("interrupted")
-
-
-def _seed_per_replica(seed: int, world: World) -> None:
-    """All ranks initialize from one seed; afterwards each data-parallel replica has its own random stream."""
-    if world.replica > 0:
-        torch.manual_seed(seeds.key(seed, "replica", world.replica))
 
 
 def _with_best_metric(options: TrainerOptions, task: Task) -> TrainerOptions:

@@ -9,7 +9,7 @@ import torch
 
 from kitforge.core.nn.rotary import RopeScaling, RotaryAngles, RotaryConfig
 from kitforge.foundation.errors import ConfigError, KitforgeError, ModelError
-from kitforge.models.catalog import converter_of_type
+from kitforge.models.catalog import config_of, converter_of, converter_of_type
 from kitforge.models.llama.model import LlamaConfig
 from kitforge.models.weight_mapping import ConfigFile, read_rope
 from tests.models.conftest import GetPeer
@@ -217,3 +217,19 @@ def reads(config: dict[str, Any], without: str) -> bool:
     except KitforgeError:
         return False
     return True
+
+
+def test_each_rate_of_dropout_is_read_from_its_own_key() -> None:
+    keys = {
+        "gpt2": {"embd_pdrop": 0.1, "attn_pdrop": 0.2, "resid_pdrop": 0.3},
+        "pangu_alpha": {"embd_pdrop": 0.1, "attn_pdrop": 0.2, "resid_pdrop": 0.3},
+        "bloom": {"attention_dropout": 0.2, "hidden_dropout": 0.3},
+    }
+    rates = {"embedding_dropout": 0.1, "attention_dropout": 0.2, "residual_dropout": 0.3}
+    for family, wanted in keys.items():
+        known = {name: rate for name, rate in rates.items() if family != "bloom" or name != "embedding_dropout"}
+        sizes = {"vocab_size": 31, "dim": 24, "num_layers": 3, "num_heads": 4}
+        config = config_of({"family": family, **sizes, **known})
+        written = converter_of(config).write_config(config)
+        assert {key: written[key] for key in wanted} == wanted
+        assert converter_of(config).read_config(written) == config

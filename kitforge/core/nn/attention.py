@@ -49,11 +49,7 @@ class Attention(nn.Module):
     def __init__(self, config: AttentionConfig, layer: int, kernels: Kernels, name: str = "") -> None:
         super().__init__()
         self.config = config
-        query_dim, kv_dim = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.query = Linear(config.dim, query_dim, bias=config.qkv_bias, kernels=kernels)
-        self.key = Linear(config.dim, kv_dim, bias=config.qkv_bias, kernels=kernels)
-        self.value = Linear(config.dim, kv_dim, bias=config.qkv_bias, kernels=kernels)
-        self.out = Linear(query_dim, config.dim, bias=config.out_bias, kernels=kernels)
+        self.query, self.key, self.value, self.out = projections(config, kernels)
         eps = config.qk_norm_eps
         self.query_norm = None if eps is None else Norm("rms", config.head_dim, eps, kernels)
         self.key_norm = None if eps is None else Norm("rms", config.head_dim, eps, kernels)
@@ -97,6 +93,15 @@ class Attention(nn.Module):
         kernel = dropping_kernel(self.config.dropout, self._noise, dropout_key)
         # Only a cache reads the layer, never with dropout; reading it here would cost torch.compile a graph per layer.
         return replace(self.spec, layer=-1, kernel=kernel, slopes=slopes, bias=bias)
+
+
+def projections(config: AttentionConfig, kernels: Kernels) -> tuple[Linear, Linear, Linear, Linear]:
+    """The layers of queries, keys, values and the output of an attention layer."""
+    dim, query_dim, kv_dim = config.dim, config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    query, key, value = (
+        Linear(dim, width, bias=config.qkv_bias, kernels=kernels) for width in (query_dim, kv_dim, kv_dim)
+    )
+    return query, key, value, Linear(query_dim, dim, bias=config.out_bias, kernels=kernels)
 
 
 def split_heads(features: Tensor, head_dim: int) -> Tensor:

@@ -14,12 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kitforge.core.kernels.attention.packed_mask import (
-    PackedMask,
-    find_boundaries,
-    row_boundaries,
-    takes_packed,
-)
+from kitforge.core.kernels.attention.packed_mask import PackedMask, find_boundaries, row_boundaries, takes_packed
 from kitforge.core.kernels.attention.reference import AttentionKernel, Mask
 from kitforge.core.kernels.dispatch import select
 from kitforge.foundation import seed

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from kitforge.core.kernels.dispatch import Kernels
-from kitforge.core.nn.attention import AttentionConfig, dropping_kernel, split_heads
+from kitforge.core.nn.attention import AttentionConfig, dropping_kernel, projections, split_heads
 from kitforge.core.nn.context import Context, dropout_name_key
-from kitforge.core.nn.linear import Linear
 from kitforge.foundation.errors import ModelError
 
 
@@ -21,11 +20,7 @@ class CrossAttention(nn.Module):
     def __init__(self, config: AttentionConfig, layer: int, kernels: Kernels) -> None:
         super().__init__()
         self.config = config
-        query_dim, kv_dim = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.query = Linear(config.dim, query_dim, bias=config.qkv_bias, kernels=kernels)
-        self.key = Linear(config.dim, kv_dim, bias=config.qkv_bias, kernels=kernels)
-        self.value = Linear(config.dim, kv_dim, bias=config.qkv_bias, kernels=kernels)
-        self.out = Linear(query_dim, config.dim, bias=config.out_bias, kernels=kernels)
+        self.query, self.key, self.value, self.out = projections(config, kernels)
         self.scale = config.head_dim**-0.5 if config.scale is None else config.scale
         self._layer = layer
         self._kernel = kernels.attention

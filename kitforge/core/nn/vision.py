@@ -18,7 +18,6 @@ from kitforge.core.nn.block import BlockConfig
 from kitforge.core.nn.context import Context, DocumentAttend, dropout
 from kitforge.core.nn.stack import Stack
 from kitforge.foundation.config import check, check_counts
-from kitforge.foundation.dtype import WeightDtype
 from kitforge.foundation.errors import ModelError
 
 
@@ -51,21 +50,6 @@ class VisionGeometry:
 
 class VisionFamily(Protocol):
     """The options of a family of vision transformers."""
-
-    @property
-    def family(self) -> str:
-        """The family's name in the catalog."""
-        ...
-
-    @property
-    def num_layers(self) -> int:
-        """Blocks."""
-        ...
-
-    @property
-    def dtype(self) -> WeightDtype:
-        """The dtype of its published weights, and of an export by default."""
-        ...
 
     def vision(self) -> VisionConfig:
         """The network of these options."""

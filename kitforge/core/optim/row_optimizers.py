@@ -16,14 +16,7 @@ from torch import Tensor
 
 from kitforge.core.kernels.dispatch import TableKernels, select_table
 from kitforge.core.kernels.indexing import check_indices
-from kitforge.core.kernels.sparse_update.reference import (
-    LAST_STEP,
-    NUM_COUNTERS,
-    UPDATES,
-    VISITS,
-    Powers,
-    integer_view,
-)
+from kitforge.core.kernels.sparse_update.reference import LAST_STEP, NUM_COUNTERS, UPDATES, VISITS, Powers, integer_view
 from kitforge.foundation.config import check, check_choice
 from kitforge.foundation.errors import ModelError
 

@@ -55,7 +55,9 @@ class TokenExchange:
     def __call__(self, rows: Tensor, ends: Tensor) -> Tensor:
         """See `Experts.products`: rows [R, dim], ends [E] of the experts of all ranks."""
         arriving = kept(_exchange_counts, ends, self._group)
-        sent, received = _rows_by_rank(ends, arriving)
+        last = ends.view(self._ranks, -1)[:, -1].long()
+        # The rows sent to each rank, and received from each, in one wait for the device.
+        sent, received = torch.stack([last.diff(prepend=last.new_zeros(1)), arriving.sum(1)]).tolist()
         own = len(ends) // self._ranks
         # What arrives is in the order of the ranks that sent it, and of each in the order of the experts.
         expert_of_row = torch.arange(own, device=rows.device).repeat(self._ranks)
@@ -73,13 +75,6 @@ def _exchange_counts(ends: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Of each rank of the group, the rows that it sends to each of this rank's experts: int64 [ranks, E / ranks]."""
     counts = ends.long().diff(prepend=ends.new_zeros(1).long())
     return collectives.exchange(counts.view(collectives.group_size(group), -1), group, 0, 0)
-
-
-def _rows_by_rank(ends: Tensor, arriving: Tensor) -> tuple[list[int], list[int]]:
-    """The rows sent to each rank, and received from each, in one wait for the device."""
-    last = ends.view(len(arriving), -1)[:, -1].long()
-    sent, received = torch.stack([last.diff(prepend=last.new_zeros(1)), arriving.sum(1)]).tolist()
-    return sent, received
 
 
 def _inverse(order: Permutation) -> Permutation:

@@ -235,9 +235,9 @@ class Rendezvous:
             with suppress(dist.DistError):
                 publish_failure(self._store, self._launch.rank, words)
         if self._has_joined and dist.is_initialized():
-            if failed:
+            if failed and (group := dist.group.WORLD) is not None:
                 with suppress(RuntimeError):
-                    _world_group().abort()
+                    group.abort()
             dist.destroy_process_group()
         if failed and self._launch.rank == 0 and not _launcher_keeps_store():
             # The store ends with this process: leave the others time to read it.
@@ -314,12 +314,6 @@ def _check_restarts() -> None:
             fix="export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every machine (scripts/torchrun.sh does), "
             "or --max-restarts 0",
         )
-
-
-def _world_group() -> dist.ProcessGroup:
-    group = dist.group.WORLD
-    assert group is not None
-    return group
 
 
 def _launcher_keeps_store() -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -41,7 +42,7 @@ def to_columns(chunk: ArrowChunk, layout: ColumnLayout) -> tuple[Columns, list[B
 
     def note(name: str, problems: Iterable[RowProblem]) -> None:
         for row, problem in problems:
-            problem_of.setdefault(row, _about(name, problem))
+            problem_of.setdefault(row, replace(problem, reason=f"{problem.reason} in column {name!r}"))
 
     # Columns are written one by one, so each lies in one piece.
     numbers = np.empty((table.num_rows, len(layout.numbers)), order="F")
@@ -75,11 +76,6 @@ def to_columns(chunk: ArrowChunk, layout: ColumnLayout) -> tuple[Columns, list[B
 
 
 _NO_VALUE = Problem(reason="has no value", got="nothing", expected="a value in every row")
-
-
-def _about(name: str, problem: Problem) -> Problem:
-    reason = f"{problem.reason} in column {name!r}"
-    return Problem(reason=reason, got=problem.got, expected=problem.expected, fix=problem.fix)
 
 
 def _numbers(array: Any, name: str, decimal: DecimalMark) -> tuple[NDArray[np.float64], list[RowProblem]]:

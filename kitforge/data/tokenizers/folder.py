@@ -6,14 +6,18 @@ They are read as `transformers` 5 reads them, for tokenizer.json and tokenizer.m
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, final
 
+import numpy as np
+
+from kitforge.data.tokenizers.added_tokens import AddedTokenFinder
 from kitforge.data.tokenizers.config_keys import TOKENIZER_CONFIG, check_keys
 from kitforge.data.tokenizers.generation_config import GENERATION_CONFIG, end_tokens, find_generation_config
-from kitforge.data.tokenizers.protocol import parse_object, read_tokenizer_file
+from kitforge.data.tokenizers.protocol import AddedTokenSpan, Tokens, decode_known, parse_object, read_tokenizer_file
 from kitforge.foundation.errors import DataError
 from kitforge.foundation.files import atomic_file
 
@@ -147,6 +151,54 @@ class TokenizerFolder:
 
     def _object(self, name: str) -> dict[str, Any]:
         return parse_object(name, self.files.get(name, b"{}"))
+
+
+class FolderTokenizer(ABC):
+    """What the tokenizers have in common whose vocabulary lies with such files."""
+
+    vocab_size: int
+    _folder: TokenizerFolder
+
+    @abstractmethod
+    def encode(self, text: str) -> list[int]:
+        """The tokens of the text."""
+
+    @abstractmethod
+    def _decode(self, ids: list[int]) -> str:
+        """The text of tokens that are all in the vocabulary."""
+
+    @property
+    @abstractmethod
+    def _finder(self) -> AddedTokenFinder:
+        """What finds the added tokens."""
+
+    @property
+    def generation_config(self) -> Mapping[str, Any]:
+        """The values of generation_config.json."""
+        return self._folder.generation
+
+    @property
+    def named_tokens(self) -> dict[str, str]:
+        """The special tokens by their template names: `bos_token`, `eos_token`, `image_token` and so on."""
+        return self._folder.named_tokens
+
+    @property
+    def chat_templates(self) -> dict[str, str]:
+        """The Jinja templates of conversations that lie with the tokenizer, by name; a single one is "default"."""
+        return self._folder.chat_templates
+
+    def find_added(self, text: str) -> list[AddedTokenSpan]:
+        """The added tokens that a text spells, special or not, in order; of two that overlap the first, of two that
+        begin alike the longer."""
+        return self._finder(text)
+
+    def encode_array(self, text: str) -> Tokens:
+        """The tokens of the text, [length] of uint32."""
+        return np.array(self.encode(text), dtype=np.uint32)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of the tokens."""
+        return decode_known(ids, self.vocab_size, self._decode)
 
 
 def template_file(name: str) -> str:

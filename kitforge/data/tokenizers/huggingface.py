@@ -10,17 +10,13 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, final
 
-import numpy as np
-
 from kitforge.data.optional_imports import import_optional
 from kitforge.data.tokenizers.added_tokens import AddedTokenFinder
 from kitforge.data.tokenizers.config_keys import check_cutting, warn_of_frame
-from kitforge.data.tokenizers.folder import TokenizerFolder
+from kitforge.data.tokenizers.folder import FolderTokenizer, TokenizerFolder
 from kitforge.data.tokenizers.protocol import (
     NO_TOKEN,
     AddedTokenSpan,
-    Tokens,
-    decode_known,
     read_tokenizer_file,
     without_end,
 )
@@ -31,7 +27,7 @@ HUGGINGFACE_FILE = "tokenizer.json"
 
 
 @final
-class HuggingFaceTokenizer:
+class HuggingFaceTokenizer(FolderTokenizer):
     """A folder with `tokenizer.json`, read by the package `tokenizers`. Never truncates and never pads."""
 
     def __init__(self, folder: str | Path | Mapping[str, bytes]) -> None:
@@ -83,11 +79,6 @@ class HuggingFaceTokenizer:
         return dict(self._folder.files)
 
     @property
-    def generation_config(self) -> Mapping[str, Any]:
-        """The values of generation_config.json."""
-        return self._folder.generation
-
-    @property
     def added_tokens(self) -> dict[int, tuple[str, bool]]:
         """The tokens beside the vocabulary by number: the spelling, and whether it is special."""
         added = self._tokenizer.get_added_tokens_decoder()
@@ -98,21 +89,6 @@ class HuggingFaceTokenizer:
         """The tokens that a chat template may write, by their spelling."""
         added = self._tokenizer.get_added_tokens_decoder()
         return {token.content: number for number, token in added.items() if token.special}
-
-    @property
-    def named_tokens(self) -> dict[str, str]:
-        """The special tokens by their template names: `bos_token`, `eos_token`, `image_token` and so on."""
-        return self._folder.named_tokens
-
-    @property
-    def chat_templates(self) -> dict[str, str]:
-        """The Jinja templates of conversations that lie with the tokenizer, by name; a single one is "default"."""
-        return self._folder.chat_templates
-
-    def find_added(self, text: str) -> list[AddedTokenSpan]:
-        """The added tokens that a text spells, special or not, in order; of two that overlap the first, of two that
-        begin alike the longer."""
-        return self._finder(text)
 
     def encode_marked(self, text: str, marks: Sequence[AddedTokenSpan]) -> tuple[list[int], list[tuple[int, int]]]:
         """The tokens of a text with those `marks` in it as special tokens and no others, and the characters
@@ -151,10 +127,6 @@ class HuggingFaceTokenizer:
         """The tokens of the text."""
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
-    def encode_array(self, text: str) -> Tokens:
-        """The tokens of the text, [length] of uint32."""
-        return np.array(self.encode(text), dtype=np.uint32)
-
     def encode_prompt(self, text: str) -> list[int]:
         """The tokens of the text between those that the post-processor adds."""
         return list(self._tokenizer.encode(text, add_special_tokens=True).ids)
@@ -163,10 +135,6 @@ class HuggingFaceTokenizer:
         """The tokens of `encode_prompt`, and the characters of each."""
         encoding = self._tokenizer.encode(text, add_special_tokens=True)
         return list(encoding.ids), list(encoding.offsets)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of the tokens."""
-        return decode_known(ids, self.vocab_size, self._decode)
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes of the token, by the rules of the decoder."""

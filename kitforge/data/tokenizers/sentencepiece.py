@@ -11,19 +11,15 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, final
 
-import numpy as np
-
 from kitforge.data.document_shard import fingerprint_of
 from kitforge.data.optional_imports import import_optional
 from kitforge.data.source import Source
 from kitforge.data.tokenizers.added_tokens import AddedTokenFinder
 from kitforge.data.tokenizers.config_keys import TOKENIZER_CONFIG, check_cutting
-from kitforge.data.tokenizers.folder import TokenizerFolder
+from kitforge.data.tokenizers.folder import FolderTokenizer, TokenizerFolder
 from kitforge.data.tokenizers.protocol import (
     NO_TOKEN,
     AddedTokenSpan,
-    Tokens,
-    decode_known,
     read_tokenizer_file,
     without_end,
 )
@@ -65,7 +61,7 @@ _OPTIONS = {
 
 
 @final
-class SentencePieceTokenizer:
+class SentencePieceTokenizer(FolderTokenizer):
     """A sentencepiece model and the files that lie with it, from a file or from their bytes; bytes alone are those of
     tokenizer_config.json. Its `add_bos_token` and `add_eos_token` say what begins and ends a text; by default nothing
     does."""
@@ -108,26 +104,6 @@ class SentencePieceTokenizer:
     def __reduce__(self) -> tuple[type[SentencePieceTokenizer], tuple[bytes, dict[str, bytes]]]:
         return SentencePieceTokenizer, (self._model, self._folder.files)
 
-    @property
-    def generation_config(self) -> Mapping[str, Any]:
-        """The values of generation_config.json."""
-        return self._folder.generation
-
-    @property
-    def named_tokens(self) -> dict[str, str]:
-        """The special tokens by their template names: `bos_token`, `eos_token` and so on."""
-        return self._folder.named_tokens
-
-    @property
-    def chat_templates(self) -> dict[str, str]:
-        """The Jinja templates of conversations that lie with the tokenizer, by name; a single one is "default"."""
-        return self._folder.chat_templates
-
-    def find_added(self, text: str) -> list[AddedTokenSpan]:
-        """The added tokens that a text spells, special or not, in order; of two that overlap the first, of two that
-        begin alike the longer."""
-        return self._finder(text)
-
     def encode_marked(self, text: str, marks: Sequence[AddedTokenSpan]) -> tuple[list[int], list[tuple[int, int]]]:
         """The pieces of a text with those `marks` in it as special tokens and no others, and the characters
         [start, stop) of each. A mark of token -1 is not a token; no piece lies across it."""
@@ -160,10 +136,6 @@ class SentencePieceTokenizer:
             ids += self._processor.encode(part)
         return ids
 
-    def encode_array(self, text: str) -> Tokens:
-        """The pieces of the text, [pieces] of uint32."""
-        return np.array(self.encode(text), dtype=np.uint32)
-
     def encode_prompt(self, text: str) -> list[int]:
         """The pieces of the text between the tokens that `tokenizer_config.json` asks for."""
         return [*self._before, *self.encode(text), *self._after]
@@ -173,10 +145,6 @@ class SentencePieceTokenizer:
         ids, spans = self.encode_marked(text, [])
         before, after = [(0, 0)] * len(self._before), [(0, 0)] * len(self._after)
         return [*self._before, *ids, *self._after], [*before, *spans, *after]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of the pieces."""
-        return decode_known(ids, self.vocab_size, self._decode)
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes of the piece: one of a byte piece, a space for the letter that sentencepiece writes for it."""

@@ -27,12 +27,7 @@ from kitforge.inference.text_engine import InferenceOptions, TextDelta, TextEngi
 
 if TYPE_CHECKING:
     # Needs pydantic, so it is imported at run time by `app.create_app` alone.
-    from kitforge.inference.server.requests import (
-        ChatRequest,
-        CompletionRequest,
-        TokenizeChatRequest,
-        TokenizeRequest,
-    )
+    from kitforge.inference.server.requests import ChatRequest, CompletionRequest, TokenizeChatRequest, TokenizeRequest
 
 _log = logger(__name__)
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from queue import Empty, SimpleQueue
-from typing import Any, final
+from queue import Empty
+from typing import final
 
 from kitforge.foundation.log import logger
-from kitforge.inference.server.batcher import set_result
+from kitforge.inference.server.batcher import LoopThread, set_result
 from kitforge.inference.server.metrics import Metrics
 from kitforge.inference.text_engine import InferenceOptions, TextDelta, TextEngine
 
@@ -43,28 +41,15 @@ class PromptJob:
 
 
 @final
-class Worker:
-    """Steps the engine between `start` and `stop`. All other methods are called from the event loop of `start`."""
+class Worker(LoopThread):
+    """Steps the engine between `start` and `stop`, which drops unfinished prompts. All other methods are called from
+    the event loop of `start`."""
 
     def __init__(self, texts: TextEngine, metrics: Metrics) -> None:
-        self.failure: Exception | None = None
-        self.on_failure: Callable[[], None] | None = None  # called once, on the worker's thread
+        super().__init__("engine")
         self._text_engine = texts
         self._metrics = metrics
-        self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._jobs: dict[int, PromptJob] = {}
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._loop: asyncio.AbstractEventLoop | None = None
-
-    def start(self) -> None:
-        """Start the thread; deltas go to the running event loop."""
-        self._loop = asyncio.get_running_loop()
-        self._thread.start()
-
-    def stop(self) -> None:
-        """End the thread after the current step; unfinished prompts are dropped."""
-        self._inbox.put(None)
-        self._thread.join()
 
     def submit(self, job: PromptJob) -> None:
         """Submit a prompt; its queue gets (choice, delta) pairs, or an error."""
@@ -152,6 +137,7 @@ class Worker:
                 batch.append((job, job.pending))
                 job.pending = []
         if batch:
+            # Once for all deltas of a step, since waking the event loop is expensive.
             self._call_soon(_deliver, batch)
 
     def _observe_latency(self, job: PromptJob, delta: TextDelta, now: float) -> None:
@@ -171,12 +157,6 @@ class Worker:
         for job in self._jobs.values():
             self._call_soon(job.queue.put_nowait, (job.first_choice, error))
         self._jobs.clear()
-
-    def _call_soon(self, function: Callable[..., None], *arguments: Any) -> None:
-        assert self._loop is not None
-        # Called once for all deltas of a step, since waking the event loop is expensive.
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(function, *arguments)
 
 
 def _deliver(batch: list[tuple[PromptJob, list[TextDelta]]]) -> None:

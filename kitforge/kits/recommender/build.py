@@ -24,7 +24,7 @@ from kitforge.foundation.dtype import LoadDtype
 from kitforge.foundation.errors import ConfigError, ModelError
 from kitforge.foundation.progress import show_progress
 from kitforge.kits.batch_predict import prediction_files
-from kitforge.kits.kit import AnyKit, Kit, LoadModel, Prepared, RunInputs
+from kitforge.kits.kit import AnyKit, Kit, LoadModel, Prepared, RunInputs, expect_network
 from kitforge.kits.recommender.artifacts import SaveFeatures, find_features, find_item_catalog, resumed_features
 from kitforge.kits.recommender.batch_inference import check_target, write_predictions
 from kitforge.kits.recommender.config import TASK, RecommendationOptions, with_size_defaults
@@ -278,16 +278,9 @@ def _network_config(
 
 
 def _model_of(inputs: Inputs) -> Recommender | None:
-    if inputs.model is None:
-        return None
-    if not isinstance(inputs.model, Recommender):
-        raise ModelError(
-            "this network cannot be trained on recommendation",
-            got=type(inputs.model).__name__,
-            expected="a preset, or the model of a run",
-            fix="or give it its own loss in a Task of your own (docs/tasks.md)",
-        )
-    return inputs.model
+    complaint, expected = "this network cannot be trained on recommendation", "a preset, or the model of a run"
+    fix = "or give it its own loss in a Task of your own (docs/tasks.md)"
+    return None if inputs.model is None else expect_network(inputs.model, Recommender, complaint, expected, fix)
 
 
 def _dataset(options: RecommendationOptions, inputs: Inputs, config: RecommenderConfig) -> RecommendationDataset:

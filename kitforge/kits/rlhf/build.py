@@ -26,14 +26,13 @@ from kitforge.foundation.progress import show_progress
 from kitforge.foundation.untrusted import load_yaml, names_function
 from kitforge.inference.pipeline import TextGenerationPipeline
 from kitforge.kits.batch_predict import prediction_files
-from kitforge.kits.kit import LoadModel, Prepared
+from kitforge.kits.kit import LoadModel, Prepared, ReplayResult
 from kitforge.kits.language_model import (
     TRAINING_ONLY_OPTIONS,
     SaveAdapter,
     SaveTokenizer,
     check_whole_rows,
     export_language_model,
-    save_language_model,
 )
 from kitforge.kits.network_kit import NetworkKit
 from kitforge.kits.network_source import check_splits
@@ -42,13 +41,8 @@ from kitforge.kits.rlhf.config import KTOOptions, PreferenceOptions, RewardOptio
 from kitforge.kits.rlhf.inspection import loss_mask_lines
 from kitforge.kits.rlhf.pipeline import RewardPipeline, write_scores
 from kitforge.kits.rlhf.reinforcement.ppo import PolicyGradientTask
-from kitforge.kits.rlhf.replay import Replay, replay
-from kitforge.kits.rlhf.roles.model_loading import (
-    load_policy,
-    load_reward_model,
-    open_policy,
-    open_reward_model,
-)
+from kitforge.kits.rlhf.replay import replay
+from kitforge.kits.rlhf.roles.model_loading import load_policy, load_reward_model, open_policy, open_reward_model
 from kitforge.kits.rlhf.roles.rewards import reward_reference
 from kitforge.kits.rlhf.roles.role_checks import DisableDropout, check_role_tokenizers
 from kitforge.kits.rlhf.roles.value_head import ValueHeadModel, policy_of
@@ -172,7 +166,7 @@ class RlhfTask(NetworkKit[StageOptions, Tokenizer]):
         }
         return found.get(self.OPTIONS, reader.pairs)
 
-    def replay(self, folder: Path, step: int, options: StageOptions) -> Replay:
+    def replay(self, folder: Path, step: int, options: StageOptions) -> ReplayResult:
         """Train a step of a run again from its logged rollouts. Raises ConfigError for tasks without rollouts."""
         if not isinstance(options, RLOptions):
             raise ConfigError(
@@ -212,21 +206,16 @@ class RlhfTask(NetworkKit[StageOptions, Tokenizer]):
         return options.inference.dtype
 
     def save(
-        self,
-        source: nn.Module | Run | Path,
-        folder: Path,
-        processor: Tokenizer | None,
-        dtype: ExportDtype | None = None,
+        self, source: nn.Module | Run | Path, folder: Path, processor: Any, dtype: ExportDtype | None = None
     ) -> None:
         """Write a Hugging Face folder of a policy or a reward model; a reward model always from its run folder."""
         is_reward = self.OPTIONS is RewardOptions
         if is_reward and isinstance(source, Run) and source.folder.is_dir():
             source = source.folder
-        if isinstance(source, Path):
-            stored = open_reward_model(source) if is_reward else open_policy(source)
-            export_language_model(stored, folder, processor, dtype)
+        if is_reward and isinstance(source, Path):
+            export_language_model(open_reward_model(source), folder, processor, dtype)
         else:
-            save_language_model(source.model if isinstance(source, Run) else source, folder, processor, dtype)
+            super().save(source, folder, processor, dtype)
 
     def open_model(self, folder: Path, open_run: OpenCheckpoint = find_checkpoint) -> StoredModel:
         """The language model of a run or step; reads no weights yet. Raises ModelError for a reward model."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast, final
 
@@ -16,6 +15,7 @@ from kitforge.core.parallel.config import ParallelConfig
 from kitforge.core.parallel.world import World
 from kitforge.data.tokenizers.loading import find_tokenizer
 from kitforge.foundation.errors import CheckpointError, ConfigError, DataError
+from kitforge.kits.kit import ReplayResult
 from kitforge.kits.rlhf.config import RLOptions
 from kitforge.kits.rlhf.reinforcement.ppo import PolicyGradientTask
 from kitforge.kits.rlhf.reinforcement.rollout_log import first_rollout, logged_rollouts, read_rollouts
@@ -27,22 +27,9 @@ from kitforge.trainer.callbacks.callback import Callback, Event, RunContext
 from kitforge.trainer.loop import Loop
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Replay:
-    """The metrics of a step, as recorded and as replayed."""
-
-    step: int
-    start: int  # step of the checkpoint that the replay started from
-    recorded: dict[str, float]
-    replayed: dict[str, float]
-
-    @property
-    def is_same(self) -> bool:
-        """Whether all metrics are equal, bit for bit."""
-        return self.recorded == self.replayed
-
-
-def replay(folder: Path, step: int, options: RLOptions, prepare: Callable[[TaskInputs[Any]], TaskBuilder]) -> Replay:
+def replay(
+    folder: Path, step: int, options: RLOptions, prepare: Callable[[TaskInputs[Any]], TaskBuilder]
+) -> ReplayResult:
     """Train from the newest checkpoint before `step` up to it. Nothing is generated, scored or written.
 
     Raises DataError if the run has not logged the step or kept its rollouts, CheckpointError without a checkpoint.
@@ -80,7 +67,7 @@ def replay(folder: Path, step: int, options: RLOptions, prepare: Callable[[TaskI
     loop = Loop(task, options, World(device=device), callbacks=[watch])
     loop.resume(checkpoint)
     loop.train()
-    return Replay(step=step, start=start, recorded=recorded, replayed=watch.metrics)
+    return ReplayResult(step=step, start=start, recorded=recorded, replayed=watch.metrics)
 
 
 def _check_replayable(folder: Path, step: int, options: RLOptions) -> None:

@@ -28,11 +28,7 @@ from kitforge.inference.server.service import Service
 from kitforge.inference.text_engine import TextEngine
 from kitforge.kits.batch_predict import prediction_files
 from kitforge.kits.kit import AnyKit, LoadModel, Prepared, RunInputs, datasets
-from kitforge.kits.language_model import (
-    ADAPTER,
-    SaveAdapter,
-    stored_tokenizer,
-)
+from kitforge.kits.language_model import ADAPTER, SaveAdapter, stored_tokenizer
 from kitforge.kits.network_kit import NetworkKit
 from kitforge.kits.network_source import NetworkSource, find_run_tokenizer
 from kitforge.kits.transformers.batch_inference import read_prompts, run_batch_inference

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias, cast, final
+from typing import Any, cast, final
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from kitforge.core.nn.context import DropoutKey
-from kitforge.data.document_shard import document_of, fingerprint_of
+from kitforge.data.document_shard import column_value, document_of, fingerprint_of
 from kitforge.data.labels import (
     Label,
     ProblemType,
@@ -29,25 +29,20 @@ from kitforge.data.labels import (
 )
 from kitforge.data.tokenizers.loading import Tokenizer
 from kitforge.foundation.device import copy_to
-from kitforge.foundation.errors import DataError, ModelError
+from kitforge.foundation.errors import DataError
 from kitforge.foundation.types import MicroBatch, Sums
-from kitforge.kits.batch_predict import Predict, predict_rows, row_batches
-from kitforge.kits.kit import LoadModel, RunInputs
-from kitforge.kits.language_model import stored_tokenizer
 from kitforge.kits.transformers.labelling import (
+    PIPELINE_ROWS,
     HeadedTask,
-    LabelledData,
     LabelledRowOptions,
     LabellingKit,
     LabellingOptions,
+    LabellingPipeline,
     SequenceClassifier,
-    check_text_length,
-    column,
-    eval_split,
     read_labelled_rows,
 )
 from kitforge.kits.transformers.programs import export_programs
-from kitforge.kits.transformers.rows import RaggedTokens, label_probabilities, last_token
+from kitforge.kits.transformers.rows import RaggedTokens, RowSplits, hold_out, label_probabilities, last_token
 from kitforge.models.loading import SEQUENCE_CLASSIFIER
 
 
@@ -71,15 +66,13 @@ class TextClassificationOptions(LabellingOptions):
 class LabelledRows:
     """Tokenized rows in memory, and a label for each."""
 
-    def __init__(
-        self, tokens: Sequence[Sequence[int]], labels: Sequence[Any], indices: NDArray[np.int64], pad_id: int
-    ) -> None:
+    def __init__(self, rows: Sequence[tuple[Sequence[int], Any]], pad_id: int, problem_type: ProblemType) -> None:
         self._pad_id = pad_id
-        self._ends = np.array([last_token(tokens[index], pad_id) for index in indices], np.int64)
-        self._tokens = RaggedTokens(tokens[index] for index in indices)
+        self._ends = np.array([last_token(tokens, pad_id) for tokens, _ in rows], np.int64)
+        self._tokens = RaggedTokens(tokens for tokens, _ in rows)
         self.lengths = self._tokens.lengths
-        are_lists = any(isinstance(each, list) for each in labels)
-        self.labels = np.array([labels[index] for index in indices], np.float32 if are_lists else np.int64)
+        is_single = problem_type == "single_label_classification"
+        self.labels = np.array([label for _, label in rows], np.int64 if is_single else np.float32)
         self.fingerprint = fingerprint_of(*self._tokens.identity(), self.labels.tobytes())
 
     def __len__(self) -> int:
@@ -104,7 +97,7 @@ class LabelledRows:
 
 def read_data(
     train: object, evaluation: object, tokenizer: Tokenizer, options: TextClassificationOptions, known: tuple[str, ...]
-) -> LabelledData[LabelledRows]:
+) -> RowSplits[LabelledRows]:
     """Read and tokenize labelled rows. `known` are the labels of the options or of the checkpoint; without them they
     are those of the training rows, in order. Raises DataError naming the row of a text or label that is unusable."""
     data = options.data
@@ -114,27 +107,24 @@ def read_data(
         return tokenizer.encode_prompt(text), label
 
     rows, held = read_labelled_rows(train, read, data), read_labelled_rows(evaluation, read, data)
-    problem_type = options.problem_type or _problem_type([*rows, *held])
+    every = [label for _, _, label in (*rows, *held)]
+    are_lists = bool(every) and all(isinstance(label, list) for label in every)
+    kind: ProblemType = "multi_label_classification" if are_lists else "single_label_classification"
+    problem_type = options.problem_type or kind
     if problem_type == "regression":
         labels = number_names([(at, label) for at, _, label in rows or held], known)
     else:
         labels = known or names_of([label for _, _, label in rows])
     index = index_of(labels)
-    tokens, targets = [each for _, each, _ in rows], _targets(rows, index, problem_type)
-    kept, held_out = eval_split(len(rows), data, options.seed, has_own=evaluation is not None)
-    held_targets = _targets(held, index, problem_type)
-    elsewhere = LabelledRows([each for _, each, _ in held], held_targets, np.arange(len(held)), tokenizer.pad_id)
-    return LabelledData(
-        train=LabelledRows(tokens, targets, kept, tokenizer.pad_id),
-        eval=LabelledRows(tokens, targets, held_out, tokenizer.pad_id) if evaluation is None else elsewhere,
-        labels=labels,
-        problem_type=problem_type,
+    found, others = (
+        list(zip([tokens for _, tokens, _ in each], _targets(each, index, problem_type), strict=True))
+        for each in (rows, held)
     )
-
-
-def _problem_type(rows: Sequence[tuple[object, list[int], Label]]) -> ProblemType:
-    are_lists = bool(rows) and all(isinstance(label, list) for _, _, label in rows)
-    return "multi_label_classification" if are_lists else "single_label_classification"
+    own, held_out = (
+        LabelledRows(each, tokenizer.pad_id, problem_type)
+        for each in hold_out(found, others or None, data.eval_fraction, options.seed)
+    )
+    return RowSplits(train=own, eval=held_out, labels=labels, problem_type=problem_type)
 
 
 def _targets(
@@ -154,7 +144,7 @@ def _targets(
 def _columns(row: object, options: TextClassificationOptions, location: object) -> tuple[str, Label]:
     data = options.data
     text = document_of(row, data.text, "strict", location)
-    label = column(row, data.label, location)
+    label = column_value(row, data.label, location)
     if options.problem_type == "regression" and text.strip():
         numbers_of(label, None, location)
         return text, label
@@ -192,70 +182,9 @@ class TextClassificationTask(HeadedTask):
         return network.logits_at(tokens, ends, dropout_key), labels, weights
 
 
-Inputs: TypeAlias = RunInputs[Tokenizer]
-# Rows that a pipeline computes at once.
-_BATCH = 32
-
-
 @final
-class TextClassification(LabellingKit[TextClassificationOptions]):
-    """The task `text_classification`."""
-
-    OPTIONS = TextClassificationOptions
-    MODEL, TASK, SUFFIX = SequenceClassifier, TextClassificationTask, SEQUENCE_CLASSIFIER
-    READ, OUTPUT = staticmethod(read_data), "LABELS.jsonl"
-
-    def export_program(self, options: TextClassificationOptions) -> list[Path]:
-        """Write the programs of the model under `options.checkpoint` into the folder `options.output_dir`."""
-        return export_programs(self, options)
-
-    def open_pipeline(
-        self, model: nn.Module, processor: Tokenizer, options: TextClassificationOptions
-    ) -> TextClassificationPipeline:
-        """The text classification pipeline."""
-        return TextClassificationPipeline(model, processor, options)
-
-    def predict_file(self, options: TextClassificationOptions, load_model: LoadModel) -> Path:
-        """Write each row of `data.eval` with `predicted_label` and `score` to the jsonl file `output`; of a regression
-        with its `score`, or with the `scores` of several outputs by name."""
-
-        def opened(model: nn.Module, folder: Path) -> Predict[dict[str, Any]]:
-            classify = self.open_pipeline(model, stored_tokenizer(folder), options)
-            is_regression = cast(SequenceClassifier, model).problem_type == "regression"
-
-            def predict(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-                found = classify([str(row[options.data.text]) for row in rows], top_k=None if is_regression else 1)
-                for row, each in zip(rows, found, strict=True):
-                    yield row | (_numbers(each) if is_regression else _label(each))
-
-            return predict
-
-        return predict_rows(options, row_batches(options.data.eval, options.data.text, _BATCH), load_model, opened)
-
-
-def _label(found: dict[str, Any]) -> dict[str, Any]:
-    """The best label as columns of a row."""
-    return {"predicted_label": found["label"], "score": found["score"]}
-
-
-def _numbers(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The outputs of a regression as columns of a row."""
-    scores = {each["label"]: each["score"] for each in sorted(found, key=lambda each: str(each["label"]))}
-    return {"scores": scores} if len(scores) > 1 else {"score": found[0]["score"]}
-
-
-@final
-class TextClassificationPipeline:
+class TextClassificationPipeline(LabellingPipeline[SequenceClassifier]):
     """Labels texts, in the shapes of Hugging Face's pipeline."""
-
-    def __init__(self, model: nn.Module, tokenizer: Tokenizer, options: TextClassificationOptions) -> None:
-        if not isinstance(model, SequenceClassifier):
-            expected = "the model of a run of text_classification"
-            raise ModelError("this model does not label texts", got=type(model).__name__, expected=expected)
-        self._model = model.eval()
-        self._tokenizer = tokenizer
-        self._cuts = options.data.on_too_long == "cut_right"
-        self._longest = model.language_model.geometry.max_length
 
     @torch.no_grad()
     def __call__(self, texts: str | Sequence[str], top_k: int | None = 1) -> list[Any]:
@@ -263,13 +192,13 @@ class TextClassificationPipeline:
         that many for each, the most probable first; None: of all labels. Raises DataError for a text that is longer
         than the model's context, or without tokens."""
         rows = [texts] if isinstance(texts, str) else list(texts)
-        tokens = [self._tokenizer.encode_prompt(text) for text in rows]
-        for number, each in enumerate(tokens):
-            check_text_length(each, self._longest, self._cuts, f"text {number}")
+        tokens = [
+            self._fitting(self._tokenizer.encode_prompt(text), f"text {number}") for number, text in enumerate(rows)
+        ]
         found: list[Any] = [None] * len(rows)
         order = sorted(range(len(rows)), key=lambda row: -len(tokens[row]))
-        for start in range(0, len(order), _BATCH):
-            part = order[start : start + _BATCH]
+        for start in range(0, len(order), PIPELINE_ROWS):
+            part = order[start : start + PIPELINE_ROWS]
             for row, scores in zip(part, self._probabilities([tokens[row] for row in part]), strict=True):
                 chosen = scores.topk(min(top_k or len(scores), len(scores)))
                 labels = [self._model.labels[index] for index in chosen.indices.tolist()]
@@ -280,14 +209,37 @@ class TextClassificationPipeline:
                 found[row] = ranked[0] if top_k == 1 else ranked
         return found
 
+    def predictions(self, values: Sequence[Any]) -> Iterator[dict[str, Any]]:
+        """`predicted_label` and `score` of each text; of a regression the `score`, or the `scores` of several outputs
+        by name."""
+        is_regression = self._model.problem_type == "regression"
+        for found in self(list(map(str, values)), top_k=None if is_regression else 1):
+            if not is_regression:
+                yield {"predicted_label": found["label"], "score": found["score"]}
+            elif len(found) == 1:
+                yield {"score": found[0]["score"]}
+            else:
+                by_name = sorted(found, key=lambda each: str(each["label"]))
+                yield {"scores": {each["label"]: each["score"] for each in by_name}}
+
     def _probabilities(self, rows: Sequence[Sequence[int]]) -> Tensor:
         """[B, C] on the CPU."""
         device = self._model.score.weight.device
-        cut = [row[: self._longest] for row in rows]
-        tokens = torch.zeros(len(cut), max(map(len, cut)), dtype=torch.int64)
-        for number, row in enumerate(cut):
-            tokens[number, : len(row)] = torch.tensor(row)
+        tokens = RaggedTokens(rows).padded(np.arange(len(rows)), 0)
         pad_id = self._tokenizer.pad_id if self._model.pad_id is False else self._model.pad_id
-        ends = torch.tensor([last_token(row, pad_id) for row in cut])
+        ends = torch.tensor([last_token(row, pad_id) for row in rows])
         logits = self._model.logits_at(tokens.to(device), ends.to(device))
         return label_probabilities(logits, self._model.problem_type).cpu()
+
+
+@final
+class TextClassification(LabellingKit[TextClassificationOptions]):
+    """The task `text_classification`."""
+
+    OPTIONS, PIPELINE = TextClassificationOptions, TextClassificationPipeline
+    MODEL, TASK, SUFFIX = SequenceClassifier, TextClassificationTask, SEQUENCE_CLASSIFIER
+    READ, COLUMN, LABELLED, OUTPUT = staticmethod(read_data), "text", "texts", "LABELS.jsonl"
+
+    def export_program(self, options: TextClassificationOptions) -> list[Path]:
+        """Write the programs of the model under `options.checkpoint` into the folder `options.output_dir`."""
+        return export_programs(self, options)

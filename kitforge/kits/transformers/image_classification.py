@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,6 @@ from kitforge.core.nn.context import Context, DropoutKey
 from kitforge.core.nn.vision import VisionTransformer
 from kitforge.core.optim.groups import ParameterGroup, decay_groups
 from kitforge.core.parallel.rendezvous import Rendezvous
-from kitforge.core.parallel.world import World
 from kitforge.data.document_shard import fingerprint_of
 from kitforge.data.images.labelled import ImageEntry, find_images
 from kitforge.data.labels import (
@@ -36,22 +35,16 @@ from kitforge.data.labels import (
     number_names,
     numbers_of,
 )
-from kitforge.data.schedule import train_eval_split
 from kitforge.foundation.config import check, to_dict
 from kitforge.foundation.device import copy_to
 from kitforge.foundation.dtype import ExportDtype
-from kitforge.foundation.errors import ConfigError, DataError, ModelError
+from kitforge.foundation.errors import DataError, ModelError
 from kitforge.foundation.files import write_text
 from kitforge.foundation.log import logger
 from kitforge.foundation.types import MicroBatch, Region, Sums
 from kitforge.kits.batch_predict import Predict, predict_rows
-from kitforge.kits.kit import LoadModel, Prepared, RunInputs, datasets
-from kitforge.kits.language_model import (
-    FineTuningOptions,
-    check_whole_rows,
-    export_language_model,
-    save_language_model,
-)
+from kitforge.kits.kit import LoadModel, Prepared, RunInputs, expect_network
+from kitforge.kits.language_model import FineTuningOptions, check_whole_rows, export_language_model, save_language_model
 from kitforge.kits.network_kit import NetworkKit
 from kitforge.kits.network_source import NetworkSource
 from kitforge.kits.transformers.preprocessor import (
@@ -63,7 +56,7 @@ from kitforge.kits.transformers.preprocessor import (
     write_preprocessor,
 )
 from kitforge.kits.transformers.programs import export_programs
-from kitforge.kits.transformers.rows import ClassifierTask, label_probabilities
+from kitforge.kits.transformers.rows import ClassifierTask, RowSplits, hold_out, label_probabilities
 from kitforge.models import loading as model_folder
 from kitforge.models.catalog import config_of, config_of_network
 from kitforge.models.hub import resolve
@@ -153,22 +146,6 @@ class ImageRows:
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ImageData:
-    """Training and evaluation images, and the names of their labels."""
-
-    train: ImageRows
-    eval: ImageRows
-    labels: tuple[str, ...]
-    problem_type: ProblemType
-
-    @property
-    def fingerprint(self) -> str:
-        """Of all images."""
-        return fingerprint_of(self.train.fingerprint, self.eval.fingerprint, self.labels)
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ImageFiles:
     """Images of both splits that are not decoded yet."""
 
@@ -213,14 +190,15 @@ def find_files(train: object, evaluation: object, data: ImageDataOptions) -> Ima
 
 def read_images(
     files: ImageFiles, options: ImageClassificationOptions, labels: tuple[str, ...], config: ViTConfig
-) -> ImageData:
+) -> RowSplits[ImageRows]:
     """Decode the images that are kept. Raises DataError naming one without a known label, or that is not an image."""
-    train, held = (_usable(each or [], labels, options.data, config) for each in (files.train, files.eval))
-    if files.eval is None:
-        kept, held_out = train_eval_split(len(train), options.data.eval_fraction, options.seed)
-        train, held = [train[index] for index in kept], [train[index] for index in held_out]
-    rows = [ImageRows([entry for entry, _ in each], [label for _, label in each], config) for each in (train, held)]
-    return ImageData(train=rows[0], eval=rows[1], labels=labels, problem_type=config.problem_type)
+    found = _usable(files.train, labels, options.data, config)
+    held = None if files.eval is None else _usable(files.eval, labels, options.data, config)
+    train, evaluation = (
+        ImageRows([entry for entry, _ in each], [label for _, label in each], config)
+        for each in hold_out(found, held, options.data.eval_fraction, options.seed)
+    )
+    return RowSplits(train=train, eval=evaluation, labels=labels, problem_type=config.problem_type)
 
 
 def _usable(
@@ -256,19 +234,6 @@ def _usable(
 class ImageClassificationTask(ClassifierTask):
     """Cross entropy of the labels. A micro-batch is that of `ImageRows.batch`, with the numbers of its samples and of
     the step, of which the augmentation of an image is a function."""
-
-    def __init__(
-        self,
-        options: ImageClassificationOptions,
-        data: ImageData,
-        build: Callable[[World], nn.Module],
-        world: World,
-    ) -> None:
-        rows = options.data
-        super().__init__(options, data, build, world, batch_size=rows.batch_size, shuffle=rows.shuffle)
-        self._options = options
-        self.num_labels = len(data.labels)
-        self.problem_type = data.problem_type
 
     def parameter_groups(self, model: nn.Module, weight_decay: float) -> list[ParameterGroup]:
         """Weight decay for matrices only: not for positions, the class token, norms and biases."""
@@ -324,19 +289,17 @@ class ImageClassification(NetworkKit[ImageClassificationOptions, ImageProcessor]
     """The task `image_classification`. Image size and normalization come from the model's config."""
 
     OPTIONS = ImageClassificationOptions
-    KIND = "vision"
+    KIND, ROWS, OUTPUT = "vision", "FOLDER", "LABELS.jsonl"
     PREDICTS_AS_TRAINED = True
 
     def prepare(
         self, options: ImageClassificationOptions, inputs: Inputs, rendezvous: Rendezvous, *, is_evaluation: bool
     ) -> Prepared[ImageClassificationOptions, ImageProcessor]:
         """Images, labels and network."""
-        train, evaluation = datasets(options, inputs, is_evaluation=is_evaluation)
-        if train is None and evaluation is None:
-            raise ConfigError("there are no images", got="data.train=null", fix="add data.train=FOLDER")
-        if inputs.model is not None and not isinstance(inputs.model, VisionTransformer):
-            got, expected = type(inputs.model).__name__, "a vision transformer: vit"
-            raise ModelError("this network reads no images", got=got, expected=expected)
+        train, evaluation = self.required_datasets(options, inputs, "images", is_evaluation=is_evaluation)
+        if inputs.model is not None:
+            expected = "a vision transformer: vit"
+            expect_network(inputs.model, VisionTransformer, "this network reads no images", expected)
         source = NetworkSource.find(options, inputs, open_vision, is_evaluation=is_evaluation)
         files = find_files(train, evaluation, options.data)
         known = cast(ViTConfig | None, source.config)
@@ -424,13 +387,6 @@ class ImageClassification(NetworkKit[ImageClassificationOptions, ImageProcessor]
 
         return predict_rows(options, batches(), load_model, opened)
 
-    def next_steps(self, folder: Path) -> list[str]:
-        """Commands to try after a run."""
-        return [
-            f"kitforge predict checkpoint={folder} data.eval=FOLDER output=LABELS.jsonl",
-            f"kitforge evaluate checkpoint={folder} data.eval=FOLDER",
-        ]
-
 
 def open_vision(folder: Path, open_run: OpenCheckpoint = find_checkpoint) -> StoredModel:
     """The vision transformer of a run, a step or a Hugging Face folder; no weight is read yet."""
@@ -452,10 +408,8 @@ class ImageClassificationPipeline:
     """Labels images, in the shapes of Hugging Face's pipeline."""
 
     def __init__(self, model: nn.Module) -> None:
-        if not isinstance(model, VisionTransformer):
-            expected = "the model of a run of image_classification"
-            raise ModelError("this model does not label images", got=type(model).__name__, expected=expected)
-        self._model = model.eval()
+        expected = "the model of a run of image_classification"
+        self._model = expect_network(model, VisionTransformer, "this model does not label images", expected).eval()
         self._config = cast(ViTConfig, model.config)
         self._process = ImageProcessor(self._config)
         self.labels = self._config.labels

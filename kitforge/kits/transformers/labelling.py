@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeAlias, TypeVar, cast, final
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -25,34 +24,32 @@ from kitforge.core.nn.score_head import BACKBONE, HEAD, HEAD_BIAS, ScoreModel, i
 from kitforge.core.optim.groups import ParameterGroup, decay_groups
 from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.core.parallel.world import World
-from kitforge.data.document_shard import fingerprint_of, missing_column
 from kitforge.data.labels import ProblemType
-from kitforge.data.schedule import Indices, train_eval_split
 from kitforge.data.source import open_rows
 from kitforge.data.tokenizers.loading import Tokenizer
 from kitforge.foundation.config import check, to_dict
 from kitforge.foundation.dtype import ExportDtype, LoadDtype
 from kitforge.foundation.errors import ConfigError, DataError, ModelError
 from kitforge.foundation.log import logger
-from kitforge.kits.kit import Prepared, RunInputs, datasets
+from kitforge.kits.batch_predict import Predict, predict_rows, row_batches
+from kitforge.kits.kit import LoadModel, Prepared, RunInputs, expect_network
 from kitforge.kits.language_model import (
     ADAPTER,
     SaveAdapter,
     SaveTokenizer,
     TokenizedOptions,
     check_whole_rows,
-    export_language_model,
+    stored_tokenizer,
 )
 from kitforge.kits.network_kit import NetworkKit
 from kitforge.kits.network_source import HeadSource, NetworkSource, find_run_tokenizer
-from kitforge.kits.transformers.rows import ClassifierTask, StampedRows
+from kitforge.kits.transformers.rows import ClassifierTask, RowSplits
 from kitforge.kits.transformers.task import EMBEDDINGS
 from kitforge.models import loading as model_folder
 from kitforge.models.loading import OpenCheckpoint, StoredModel
 from kitforge.trainer.callbacks.callback import Callback
 from kitforge.trainer.run_folder import Run
 
-RowsT = TypeVar("RowsT", bound=StampedRows)
 TargetT = TypeVar("TargetT")
 _log = logger(__name__)
 
@@ -94,22 +91,6 @@ class LabellingOptions(TokenizedOptions, ABC):
         check_whole_rows(self.parallel)
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LabelledData(Generic[RowsT]):
-    """Training and evaluation rows, and the names of their labels."""
-
-    train: RowsT
-    eval: RowsT
-    labels: tuple[str, ...]
-    problem_type: ProblemType = "single_label_classification"
-
-    @property
-    def fingerprint(self) -> str:
-        """Of all rows."""
-        return fingerprint_of(self.train.fingerprint, self.eval.fingerprint, self.labels)
-
-
 def read_labelled_rows(
     spec: object, read: Callable[[object, object], tuple[list[int], TargetT]], data: LabelledRowOptions
 ) -> list[tuple[object, list[int], TargetT]]:
@@ -138,28 +119,6 @@ def read_labelled_rows(
     if num_skipped or num_cut:
         _log.warning("%d rows: %d more were skipped, %d were cut", len(found), num_skipped, num_cut)
     return found
-
-
-def check_text_length(tokens: Sequence[int], longest: int, cuts: bool, name: str) -> None:
-    """Raise DataError for a text without tokens, or with more than `longest` unless it is cut."""
-    if not tokens or (len(tokens) > longest and not cuts):
-        got, fix = f"{len(tokens)} tokens", "shorten it, or add data.on_too_long=cut_right"
-        raise DataError(f"{name} does not fit into the model", got=got, expected=f"1 to {longest}", fix=fix)
-
-
-def eval_split(num_rows: int, data: LabelledRowOptions, seed: int, *, has_own: bool) -> tuple[Indices, Indices]:
-    """The training rows, and the evaluation rows among them: none if there are evaluation rows of their own."""
-    if has_own:
-        return np.arange(num_rows), np.arange(0)
-    return train_eval_split(num_rows, data.eval_fraction, seed)
-
-
-def column(row: object, name: str, location: object) -> Any:
-    """The value of a column of a row."""
-    values = row if isinstance(row, dict) else {}
-    if name not in values:
-        raise missing_column(name, map(str, values), location)
-    return values[name]
 
 
 class HeadedModel(ScoreModel, ABC):
@@ -213,19 +172,6 @@ class TokenClassifier(HeadedModel):
 class HeadedTask(ClassifierTask, ABC):
     """Cross entropy of labels that a head gives."""
 
-    def __init__(
-        self,
-        options: LabellingOptions,
-        data: LabelledData[Any],
-        build: Callable[[World], nn.Module],
-        world: World,
-    ) -> None:
-        rows = options.data
-        super().__init__(options, data, build, world, batch_size=rows.batch_size, shuffle=rows.shuffle)
-        self._data = data
-        self.num_labels = len(data.labels)
-        self.problem_type = data.problem_type
-
     def parameter_groups(self, model: nn.Module, weight_decay: float) -> list[ParameterGroup]:
         """Weight decay for matrices only: not for embeddings, norms and biases."""
         names = [name for name, _ in model.named_parameters()]
@@ -235,6 +181,34 @@ class HeadedTask(ClassifierTask, ABC):
 
 Inputs: TypeAlias = RunInputs[Tokenizer]
 HeadedOptionsT = TypeVar("HeadedOptionsT", bound=LabellingOptions)
+HeadedModelT = TypeVar("HeadedModelT", bound=HeadedModel)
+# Rows that a pipeline computes at once.
+PIPELINE_ROWS = 32
+
+
+class LabellingPipeline(ABC, Generic[HeadedModelT]):
+    """Labels texts by a head, in the shapes of Hugging Face's pipelines."""
+
+    def __init__(self, model: HeadedModelT, tokenizer: Tokenizer, options: LabellingOptions) -> None:
+        self._model, self._tokenizer = model.eval(), tokenizer
+        self._cuts = options.data.on_too_long == "cut_right"
+        self._longest = model.language_model.geometry.max_length
+
+    @abstractmethod
+    def __call__(self, texts: str | Sequence[str]) -> list[Any]:
+        """What the labels say of a text, or of each of several."""
+
+    @abstractmethod
+    def predictions(self, values: Sequence[Any]) -> Iterable[dict[str, Any]]:
+        """The columns that `predict` adds to rows with these texts or lists of words."""
+
+    def _fitting(self, tokens: Sequence[int], name: str) -> Sequence[int]:
+        """The tokens of a text for which the model has room. Raises DataError for a text without tokens, or with more
+        unless it is to be cut."""
+        if not tokens or (len(tokens) > self._longest and not self._cuts):
+            got, fix = f"{len(tokens)} tokens", "shorten it, or add data.on_too_long=cut_right"
+            raise DataError(f"{name} does not fit into the model", got=got, expected=f"1 to {self._longest}", fix=fix)
+        return tokens[: self._longest]
 
 
 class LabellingKit(NetworkKit[HeadedOptionsT, Tokenizer]):
@@ -245,16 +219,16 @@ class LabellingKit(NetworkKit[HeadedOptionsT, Tokenizer]):
     TASK: type[HeadedTask]
     SUFFIX: str  # of the class in transformers
     # Reads rows: train, evaluation, tokenizer, options, and the labels of the options or of the checkpoint.
-    READ: Callable[..., LabelledData[Any]]
-    OUTPUT: str  # a name for the file that `predict` writes
+    READ: Callable[..., RowSplits[Any]]
+    PIPELINE: type[LabellingPipeline[Any]]
+    COLUMN: str  # the option that names the column of what is labelled
+    LABELLED: str  # in messages
 
     def prepare(
         self, options: HeadedOptionsT, inputs: Inputs, rendezvous: Rendezvous, *, is_evaluation: bool
     ) -> Prepared[HeadedOptionsT, Tokenizer]:
         """Rows and labels, tokenizer and network."""
-        train, evaluation = datasets(options, inputs, is_evaluation=is_evaluation)
-        if train is None and evaluation is None:
-            raise ConfigError("there are no labelled rows", got="data.train=null", fix="add data.train=ROWS.jsonl")
+        train, evaluation = self.required_datasets(options, inputs, "labelled rows", is_evaluation=is_evaluation)
         given = inputs.model
         if given is not None and not isinstance(given, (HeadedModel, CausalLM)):
             expected = "a language model or a classifier"
@@ -299,7 +273,7 @@ class LabellingKit(NetworkKit[HeadedOptionsT, Tokenizer]):
             task=task,
         )
 
-    def _with_head(self, given: nn.Module | None, data: LabelledData[Any], backbone: nn.Module) -> HeadedModel:
+    def _with_head(self, given: nn.Module | None, data: RowSplits[Any], backbone: nn.Module) -> HeadedModel:
         """The classifier that was handed over, or one with another head on the network."""
         if not isinstance(given, HeadedModel) or given.labels != data.labels:
             return self.MODEL(backbone, data.labels, data.problem_type)
@@ -323,25 +297,33 @@ class LabellingKit(NetworkKit[HeadedOptionsT, Tokenizer]):
         """The model of a folder, with head and labels where it is a classifier's; no weight is read yet."""
         return _open_headed(folder, self.SUFFIX, open_run)
 
+    def open_pipeline(self, model: nn.Module, processor: Tokenizer, options: HeadedOptionsT) -> LabellingPipeline[Any]:
+        """What labels texts."""
+        expected = f"the model of a run of {self.OPTIONS().task}"
+        network = expect_network(model, self.MODEL, f"this model does not label {self.LABELLED}", expected)
+        return self.PIPELINE(network, processor, options)
+
+    def predict_file(self, options: HeadedOptionsT, load_model: LoadModel) -> Path:
+        """Write each row of `data.eval`, with the columns of `LabellingPipeline.predictions`, to the jsonl file
+        `output`."""
+        column = getattr(options.data, self.COLUMN)
+
+        def opened(model: nn.Module, folder: Path) -> Predict[dict[str, Any]]:
+            label = self.open_pipeline(model, stored_tokenizer(folder), options).predictions
+            return lambda rows: (
+                row | added for row, added in zip(rows, label([row[column] for row in rows]), strict=True)
+            )
+
+        return predict_rows(options, row_batches(options.data.eval, column, PIPELINE_ROWS), load_model, opened)
+
     def save(
-        self,
-        source: nn.Module | Run | Path,
-        folder: Path,
-        processor: Tokenizer | None,
-        dtype: ExportDtype | None = None,
+        self, source: nn.Module | Run | Path, folder: Path, processor: Any, dtype: ExportDtype | None = None
     ) -> None:
         """Write the Hugging Face folder of the task's class in transformers, from the folder of a run."""
         home = source.folder if isinstance(source, Run) else source
         if isinstance(home, nn.Module):
             raise ConfigError("a classifier is exported from its folder", fix="pass the Run or its folder instead")
-        export_language_model(self.open_model(home), folder, processor, dtype)
-
-    def next_steps(self, folder: Path) -> list[str]:
-        """Commands to try after a run."""
-        return [
-            f"kitforge predict checkpoint={folder} data.eval=ROWS.jsonl output={self.OUTPUT}",
-            f"kitforge evaluate checkpoint={folder} data.eval=ROWS.jsonl",
-        ]
+        super().save(home, folder, processor, dtype)
 
 
 def _head_tensors(

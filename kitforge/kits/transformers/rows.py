@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Protocol, final
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar, final
 
 import numpy as np
 import torch
@@ -14,10 +15,12 @@ from torch.nn import functional
 
 from kitforge.core.nn.context import DropoutKey
 from kitforge.core.parallel.world import World
+from kitforge.data.document_shard import fingerprint_of
 from kitforge.data.labels import ProblemType
+from kitforge.data.schedule import train_eval_split
 from kitforge.foundation.types import Cursor, MicroBatch, Sums
+from kitforge.kits.language_model import NetworkOptions
 from kitforge.trainer.dataset_task import DatasetTask
-from kitforge.trainer.options import RunOptions
 from kitforge.trainer.task import batch_schedule
 
 # Tokens of a micro-batch on a CPU, padding included: with more, activations leave its caches.
@@ -56,6 +59,11 @@ class SplitRows(Protocol):
     """Rows of a split."""
 
     @property
+    def fingerprint(self) -> str:
+        """Of the rows and their labels."""
+        ...
+
+    @property
     def lengths(self) -> NDArray[np.int64]:
         """Tokens of each row, by which rows of like lengths share a micro-batch."""
         ...
@@ -67,32 +75,35 @@ class SplitRows(Protocol):
         ...
 
 
-class StampedRows(SplitRows, Protocol):
-    """Rows with a fingerprint of their own."""
-
-    @property
-    def fingerprint(self) -> str:
-        """Of the rows and their labels."""
-        ...
+RowT = TypeVar("RowT")
+RowsT = TypeVar("RowsT", bound=SplitRows)
 
 
-class RowSplits(Protocol):
-    """Training and evaluation rows."""
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowSplits(Generic[RowsT]):
+    """Training and evaluation rows, and the names of their labels; none of rows that are not labelled."""
 
-    @property
-    def train(self) -> SplitRows:
-        """Rows of training."""
-        ...
-
-    @property
-    def eval(self) -> SplitRows:
-        """Rows of evaluation; may be empty."""
-        ...
+    train: RowsT
+    eval: RowsT  # may be empty
+    labels: tuple[str, ...] = ()
+    problem_type: ProblemType = "single_label_classification"
 
     @property
     def fingerprint(self) -> str:
         """Of all rows."""
-        ...
+        own = (self.train.fingerprint, self.eval.fingerprint)
+        return fingerprint_of(*own, self.labels) if self.labels else fingerprint_of(*own)
+
+
+def hold_out(
+    rows: Sequence[RowT], held: Sequence[RowT] | None, fraction: float, seed: int
+) -> tuple[Sequence[RowT], Sequence[RowT]]:
+    """Training and evaluation rows. Without evaluation rows, a fraction of the training rows is held out."""
+    if held is not None:
+        return rows, held
+    kept, held_out = train_eval_split(len(rows), fraction, seed)
+    return [rows[index] for index in kept], [rows[index] for index in held_out]
 
 
 class RowTask(DatasetTask, ABC):
@@ -101,21 +112,18 @@ class RowTask(DatasetTask, ABC):
 
     def __init__(
         self,
-        options: RunOptions,
-        data: RowSplits,
+        options: NetworkOptions,
+        data: RowSplits[Any],
         build: Callable[[World], nn.Module],
         world: World,
-        *,
-        batch_size: int,
-        shuffle: bool,
     ) -> None:
-        self._rows = data
+        self._options, self._rows = options, data
         schedule = batch_schedule(
             options,
             world,
             num_rows=len(data.train),
-            batch_size=batch_size,
-            shuffle=shuffle,
+            batch_size=options.data.batch_size,
+            shuffle=options.data.shuffle,
             max_tokens=_CPU_TOKENS if world.device.type == "cpu" else None,
         )
         super().__init__(options, build, world, schedule, {"rows": data.fingerprint}, len(data.eval))
@@ -143,9 +151,6 @@ class ClassifierTask(RowTask, ABC):
     """Cross entropy of labels over rows; binary, and a mean over the labels, where a row may have several; the mean
     squared error of numbers in a regression. `count` and `logits` are those of the task."""
 
-    num_labels: int
-    problem_type: ProblemType = "single_label_classification"
-
     @abstractmethod
     def logits(
         self, model: nn.Module, micro_batch: MicroBatch, dropout_key: DropoutKey | None
@@ -157,7 +162,7 @@ class ClassifierTask(RowTask, ABC):
         """The sums of cross entropies and of right answers, or of squared errors."""
         dropout_key = self.dropout_key(micro_batch) if model.training else None
         logits, labels, weights = self.logits(model, micro_batch, dropout_key)
-        if self.problem_type == "regression":
+        if self._rows.problem_type == "regression":
             return {"loss": (squared_errors(logits, labels) * weights).sum()}
         losses, right = losses_of(logits, labels), rightness(logits.detach(), labels).to(weights)
         return {"loss": (losses * weights).sum(), "accuracy": (right * weights).sum()}
@@ -168,9 +173,9 @@ class ClassifierTask(RowTask, ABC):
         same, and eval/pearson, a mean over the outputs."""
         if not self._num_eval_rows:
             return {}
-        if self.problem_type == "regression":
+        if self._rows.problem_type == "regression":
             return self._evaluate_numbers(model)
-        size = self.num_labels
+        size = len(self._rows.labels)
         total, confusion = torch.zeros((), dtype=torch.float64), torch.zeros(size, size, dtype=torch.float64)
         several = torch.zeros(2 + 3 * size, dtype=torch.float64)
         for micro_batch in self.shown(self.eval_micro_batches(model)):
@@ -188,7 +193,7 @@ class ClassifierTask(RowTask, ABC):
 
     def _evaluate_numbers(self, model: nn.Module) -> dict[str, float]:
         """See `evaluate`."""
-        sums = torch.zeros(7, self.num_labels, dtype=torch.float64)
+        sums = torch.zeros(7, len(self._rows.labels), dtype=torch.float64)
         for micro_batch in self.shown(self.eval_micro_batches(model)):
             logits, labels, weights = (each.double().cpu() for each in self.logits(model, micro_batch, None))
             parts = [torch.ones_like(logits), (logits - labels).square(), logits, labels]

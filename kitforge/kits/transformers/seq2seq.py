@@ -22,18 +22,17 @@ from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.core.parallel.world import World
 from kitforge.data.document_shard import document_of, fingerprint_of
 from kitforge.data.optional_imports import import_optional
-from kitforge.data.schedule import train_eval_split
 from kitforge.data.source import open_rows, open_source
 from kitforge.data.tokenizers.loading import Tokenizer
 from kitforge.foundation.config import check, to_dict
 from kitforge.foundation.device import copy_to
-from kitforge.foundation.errors import ConfigError, DataError, ModelError
+from kitforge.foundation.errors import DataError
 from kitforge.foundation.log import logger
 from kitforge.foundation.types import MicroBatch, Sums
 from kitforge.inference.folder_defaults import with_folder_search
 from kitforge.inference.seq2seq import Seq2SeqInference, generate_targets
 from kitforge.kits.batch_predict import Predict, predict_rows, row_batches
-from kitforge.kits.kit import LoadModel, Prepared, RunInputs, datasets
+from kitforge.kits.kit import LoadModel, Prepared, RunInputs, expect_network
 from kitforge.kits.language_model import (
     ADAPTER,
     SaveAdapter,
@@ -46,7 +45,7 @@ from kitforge.kits.language_model import (
 from kitforge.kits.network_kit import NetworkKit
 from kitforge.kits.network_source import NetworkSource, find_run_tokenizer
 from kitforge.kits.transformers.programs import export_programs
-from kitforge.kits.transformers.rows import RaggedTokens, RowTask
+from kitforge.kits.transformers.rows import RaggedTokens, RowSplits, RowTask, hold_out
 from kitforge.trainer.callbacks.callback import Callback
 from kitforge.trainer.task import Task
 
@@ -136,20 +135,6 @@ class Pair:
 SIDES = ("source", "target")
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PairData:
-    """Training and evaluation pairs."""
-
-    train: PairRows
-    eval: PairRows
-
-    @property
-    def fingerprint(self) -> str:
-        """Of all rows."""
-        return fingerprint_of(self.train.fingerprint, self.eval.fingerprint)
-
-
 def read_texts(spec: object, data: PairDataOptions) -> list[tuple[object, tuple[str, str]]]:
     """Location and texts of every row. Raises DataError naming the row that lacks one."""
     found: list[tuple[object, tuple[str, str]]] = []
@@ -178,18 +163,14 @@ def read_pairs(
     evaluation: Sequence[tuple[object, tuple[str, str]]] | None,
     tokenizer: Tokenizer,
     options: Seq2SeqOptions,
-) -> PairData:
+) -> RowSplits[PairRows]:
     """Tokenize pairs of texts. Without evaluation rows, a fraction of the training rows is held out. Raises DataError
     naming the row of a text that is too long."""
     data = options.data
-    pairs = [_pair(location, texts, tokenizer, data) for location, texts in train]
-    if evaluation is None:
-        kept, held_out = train_eval_split(len(pairs), data.eval_fraction, options.seed)
-        held = [pairs[index] for index in held_out]
-        pairs = [pairs[index] for index in kept]
-    else:
-        held = [_pair(location, texts, tokenizer, data) for location, texts in evaluation]
-    return PairData(train=PairRows(pairs, tokenizer.pad_id), eval=PairRows(held, tokenizer.pad_id))
+    rows = [_pair(location, texts, tokenizer, data) for location, texts in train]
+    held = None if evaluation is None else [_pair(location, texts, tokenizer, data) for location, texts in evaluation]
+    own, others = hold_out(rows, held, data.eval_fraction, options.seed)
+    return RowSplits(train=PairRows(own, tokenizer.pad_id), eval=PairRows(others, tokenizer.pad_id))
 
 
 def _pair(location: object, texts: tuple[str, str], tokenizer: Tokenizer, data: PairDataOptions) -> Pair:
@@ -219,18 +200,17 @@ class Seq2SeqTask(RowTask):
     """Cross entropy of the targets' tokens, their ends included. A micro-batch is that of `PairRows.batch`, with the
     numbers of its samples and of the step."""
 
+    _options: Seq2SeqOptions
+
     def __init__(
         self,
         options: Seq2SeqOptions,
-        data: PairData,
+        data: RowSplits[PairRows],
         tokenizer: Tokenizer,
         build: Callable[[World], nn.Module],
         world: World,
     ) -> None:
-        rows = options.data
-        super().__init__(options, data, build, world, batch_size=rows.batch_size, shuffle=rows.shuffle)
-        self._options = options
-        self._data = data
+        super().__init__(options, data, build, world)
         self._tokenizer = tokenizer
 
     def parameter_groups(self, model: nn.Module, weight_decay: float) -> list[ParameterGroup]:
@@ -256,7 +236,7 @@ class Seq2SeqTask(RowTask):
 
     def _text_metrics(self, model: nn.Module) -> dict[str, float]:
         """Of the first evaluation rows. All ranks generate the same texts, since they share each forward pass."""
-        pairs = self._data.eval.pairs[: self._options.data.eval_texts]
+        pairs = self._rows.eval.pairs[: self._options.data.eval_texts]
         if not pairs:
             return {}
         sources = [each.source for each in pairs]
@@ -338,7 +318,7 @@ _BATCH = 256
 class Seq2Seq(NetworkKit[Seq2SeqOptions, Tokenizer]):
     """The tasks `translation` and `summarization`, which differ in their metrics and in the keys of the pipeline."""
 
-    KIND = "encoder-decoder"
+    KIND, OUTPUT = "encoder-decoder", "WRITTEN.jsonl"
     PREDICTS_AS_TRAINED = True
 
     def __init__(self, options: type[Seq2SeqOptions]) -> None:
@@ -348,12 +328,10 @@ class Seq2Seq(NetworkKit[Seq2SeqOptions, Tokenizer]):
         self, options: Seq2SeqOptions, inputs: Inputs, rendezvous: Rendezvous, *, is_evaluation: bool
     ) -> Prepared[Seq2SeqOptions, Tokenizer]:
         """Pairs, tokenizer and network."""
-        train, evaluation = datasets(options, inputs, is_evaluation=is_evaluation)
-        if train is None and evaluation is None:
-            raise ConfigError("there are no pairs", got="data.train=null", fix="add data.train=ROWS.jsonl")
-        if inputs.model is not None and not isinstance(inputs.model, EncoderDecoder):
-            got, expected = type(inputs.model).__name__, "an encoder-decoder, such as t5"
-            raise ModelError("this network reads no source", got=got, expected=expected)
+        train, evaluation = self.required_datasets(options, inputs, "pairs", is_evaluation=is_evaluation)
+        if inputs.model is not None:
+            expected = "an encoder-decoder, such as t5"
+            expect_network(inputs.model, EncoderDecoder, "this network reads no source", expected)
         source = NetworkSource.find(options, inputs, self.open_model, is_evaluation=is_evaluation)
         if options.data.eval_texts:
             # Refused now, not at the first evaluation.
@@ -396,23 +374,14 @@ class Seq2Seq(NetworkKit[Seq2SeqOptions, Tokenizer]):
 
         return predict_rows(options, row_batches(options.data.eval, column, _BATCH), load_model, opened)
 
-    def next_steps(self, folder: Path) -> list[str]:
-        """Commands to try after a run."""
-        return [
-            f"kitforge predict checkpoint={folder} data.eval=ROWS.jsonl output=WRITTEN.jsonl",
-            f"kitforge evaluate checkpoint={folder} data.eval=ROWS.jsonl",
-        ]
-
 
 @final
 class Seq2SeqPipeline:
     """Writes targets, in the shapes of Hugging Face's pipelines."""
 
     def __init__(self, model: nn.Module, tokenizer: Tokenizer, options: Seq2SeqOptions) -> None:
-        if not isinstance(model, EncoderDecoder):
-            expected = "the model of a run of translation or summarization"
-            raise ModelError("this model reads no source", got=type(model).__name__, expected=expected)
-        self._model = model.eval()
+        expected = "the model of a run of translation or summarization"
+        self._model = expect_network(model, EncoderDecoder, "this model reads no source", expected).eval()
         self._tokenizer = tokenizer
         self._options = options
         self._key = "translation_text" if options.task == "translation" else "summary_text"

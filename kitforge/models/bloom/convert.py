@@ -6,10 +6,17 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from kitforge.core.nn.decoder import MAX_LAYERS
 from kitforge.models.bloom.model import BloomConfig
 from kitforge.models.config_keys import CONFIG_KEYS
-from kitforge.models.weight_mapping import Converter, TensorMapping, checked, decoder_mappings
+from kitforge.models.weight_mapping import (
+    GPT_NAMES,
+    Converter,
+    TensorMapping,
+    checked,
+    decoder_mappings,
+    read_gpt_keys,
+    write_gpt_keys,
+)
 
 _KEYS = CONFIG_KEYS.with_keys(
     refusal="a BLOOM of another architecture",
@@ -18,6 +25,14 @@ _KEYS = CONFIG_KEYS.with_keys(
     unused="""attention_softmax_in_fp32 bias_dropout_fusion masked_softmax_fusion n_embed n_inner offset_alibi
     skip_bias_add skip_bias_add_qkv""",
 )
+_NAMES = GPT_NAMES | {
+    "dim": "hidden_size",
+    "num_layers": "n_layer",
+    "num_heads": "n_head",
+    "max_length": "seq_length",
+    "attention_dropout": "attention_dropout",
+    "residual_dropout": "hidden_dropout",
+}
 # The first checkpoints of BLOOM name the width and the counts otherwise.
 _ALIASES = {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
 
@@ -26,35 +41,13 @@ def read_config(config: Mapping[str, Any]) -> BloomConfig:
     """Our options from config.json. Raises ModelError."""
     old = {"hidden_size": config["n_embed"]} if "n_embed" in config else {}
     config = checked(old | dict(config), _KEYS, _ALIASES)
-    return BloomConfig(
-        vocab_size=config.count("vocab_size"),
-        dim=config.count("hidden_size"),
-        num_layers=config.count("n_layer", largest=MAX_LAYERS),
-        num_heads=config.count("n_head"),
-        max_length=config.count("seq_length", 2048),
-        norm_eps=config.number("layer_norm_epsilon", 1e-5, below=1.0),
-        tie_embeddings=config.flag("tie_word_embeddings", True),
-        attention_dropout=config.number("attention_dropout", 0.0, below=1.0),
-        residual_dropout=config.number("hidden_dropout", 0.0, below=1.0),
-    )
+    return BloomConfig(**read_gpt_keys(config, _NAMES, max_length=2048, dropout=0.0))
 
 
 def write_config(config: BloomConfig) -> dict[str, Any]:
     """The values of config.json."""
-    return {
-        "architectures": ["BloomForCausalLM"],
-        "model_type": "bloom",
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.dim,
-        "n_layer": config.num_layers,
-        "n_head": config.num_heads,
-        "seq_length": config.max_length,
-        "layer_norm_epsilon": config.norm_eps,
-        "tie_word_embeddings": config.tie_embeddings,
-        "attention_dropout": config.attention_dropout,
-        "hidden_dropout": config.residual_dropout,
-        "apply_residual_connection_post_layernorm": False,
-    }
+    kind = {"architectures": ["BloomForCausalLM"], "model_type": "bloom"}
+    return kind | write_gpt_keys(config, _NAMES) | {"apply_residual_connection_post_layernorm": False}
 
 
 def tensor_mappings(config: BloomConfig, _model_type: str) -> list[TensorMapping]:

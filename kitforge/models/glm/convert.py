@@ -10,6 +10,8 @@ from kitforge.core.nn.decoder import MAX_LAYERS
 from kitforge.models.config_keys import CONFIG_KEYS
 from kitforge.models.glm.model import GLMConfig
 from kitforge.models.weight_mapping import (
+    LLAMA_NAMES,
+    LLAMA_NORMS,
     SHARED_KEYS,
     ConfigFile,
     Converter,
@@ -104,21 +106,11 @@ def tensor_mappings(config: GLMConfig, model_type: str) -> list[TensorMapping]:
             "output": "transformer.output_layer.weight",
         }
         return decoder_mappings(config, theirs, "transformer.encoder.layers", partial(_chatglm_block, config))
-    theirs = {
-        "embedding.weight": "model.embed_tokens.weight",
-        "norm.weight": "model.norm.weight",
-        "output": "lm_head.weight",
-    }
-    return decoder_mappings(config, theirs, "model.layers", partial(_glm_block, config))
+    return decoder_mappings(config, LLAMA_NAMES, "model.layers", partial(_glm_block, config))
 
 
 def _glm_block(config: GLMConfig, ours: str, theirs: str) -> list[TensorMapping]:
-    names = {
-        "attention_norm.weight": "input_layernorm.weight",
-        "mlp_norm.weight": "post_attention_layernorm.weight",
-        "attention.out.weight": "self_attn.o_proj.weight",
-        "mlp.down.weight": "mlp.down_proj.weight",
-    }
+    names = LLAMA_NORMS | {"attention.out.weight": "self_attn.o_proj.weight", "mlp.down.weight": "mlp.down_proj.weight"}
     for kind in ("weight", "bias") if config.qkv_bias else ("weight",):
         for name in ("query", "key", "value"):
             names[f"attention.{name}.{kind}"] = f"self_attn.{name[0]}_proj.{kind}"
@@ -131,12 +123,8 @@ def _glm_block(config: GLMConfig, ours: str, theirs: str) -> list[TensorMapping]
 
 def _chatglm_block(config: GLMConfig, ours: str, theirs: str) -> list[TensorMapping]:
     """One matrix holds query, key and value: all heads, then the key groups, then the value groups."""
-    names = {
-        "attention_norm.weight": "input_layernorm.weight",
-        "mlp_norm.weight": "post_attention_layernorm.weight",
-        "attention.out.weight": "self_attention.dense.weight",
-        "mlp.down.weight": "mlp.dense_4h_to_h.weight",
-    }
+    own = {"attention.out.weight": "self_attention.dense.weight", "mlp.down.weight": "mlp.dense_4h_to_h.weight"}
+    names = LLAMA_NORMS | own
     mappings = [TensorMapping(ours=ours + name, theirs=theirs + source) for name, source in names.items()]
     head_dim = config.head_dim or config.dim // config.num_heads
     queries, keys = config.num_heads * head_dim, config.num_kv_heads * head_dim

@@ -6,11 +6,18 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from kitforge.core.nn.decoder import MAX_LAYERS
 from kitforge.foundation.errors import ModelError
 from kitforge.models.config_keys import CONFIG_KEYS
 from kitforge.models.gpt2.model import GPT2Config
-from kitforge.models.weight_mapping import Converter, TensorMapping, checked, decoder_mappings
+from kitforge.models.weight_mapping import (
+    GPT_NAMES,
+    Converter,
+    TensorMapping,
+    checked,
+    decoder_mappings,
+    read_gpt_keys,
+    write_gpt_keys,
+)
 
 _KEYS = CONFIG_KEYS.with_keys(
     refusal="a GPT-2 of another architecture",
@@ -18,6 +25,16 @@ _KEYS = CONFIG_KEYS.with_keys(
     resid_pdrop scale_attn_by_inverse_layer_idx""",
     accepted={"scale_attn_weights": True},
 )
+_NAMES = GPT_NAMES | {
+    "dim": "n_embd",
+    "num_layers": "n_layer",
+    "num_heads": "n_head",
+    "max_length": "n_positions",
+    "mlp_dim": "n_inner",
+    "embedding_dropout": "embd_pdrop",
+    "attention_dropout": "attn_pdrop",
+    "residual_dropout": "resid_pdrop",
+}
 _ALIASES = {
     "hidden_size": "n_embd",
     "max_position_embeddings": "n_positions",
@@ -32,41 +49,14 @@ def read_config(config: Mapping[str, Any]) -> GPT2Config:
     activation = config.get("activation_function", "gelu_new")
     if activation not in ("gelu_new", "gelu_pytorch_tanh"):
         raise ModelError("GPT-2 with another activation", got=activation, expected="gelu_new")
-    return GPT2Config(
-        vocab_size=config.count("vocab_size"),
-        dim=config.count("n_embd"),
-        num_layers=config.count("n_layer", largest=MAX_LAYERS),
-        num_heads=config.count("n_head"),
-        max_length=config.count("n_positions", 1024),
-        mlp_dim=config.optional_count("n_inner"),
-        norm_eps=config.number("layer_norm_epsilon", 1e-5, below=1.0),
-        tie_embeddings=config.flag("tie_word_embeddings", True),
-        embedding_dropout=config.number("embd_pdrop", 0.1, below=1.0),
-        attention_dropout=config.number("attn_pdrop", 0.1, below=1.0),
-        residual_dropout=config.number("resid_pdrop", 0.1, below=1.0),
-        scale_by_layer=config.flag("scale_attn_by_inverse_layer_idx", False),
-    )
+    values = read_gpt_keys(config, _NAMES, max_length=1024, dropout=0.1)
+    return GPT2Config(**values, scale_by_layer=config.flag("scale_attn_by_inverse_layer_idx", False))
 
 
 def write_config(config: GPT2Config) -> dict[str, Any]:
     """The values of config.json."""
-    return {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        "vocab_size": config.vocab_size,
-        "n_embd": config.dim,
-        "n_layer": config.num_layers,
-        "n_head": config.num_heads,
-        "n_positions": config.max_length,
-        "n_inner": config.mlp_dim,
-        "layer_norm_epsilon": config.norm_eps,
-        "activation_function": "gelu_new",
-        "tie_word_embeddings": config.tie_embeddings,
-        "embd_pdrop": config.embedding_dropout,
-        "attn_pdrop": config.attention_dropout,
-        "resid_pdrop": config.residual_dropout,
-        "scale_attn_by_inverse_layer_idx": config.scale_by_layer,
-    }
+    own = {"activation_function": "gelu_new", "scale_attn_by_inverse_layer_idx": config.scale_by_layer}
+    return {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"} | write_gpt_keys(config, _NAMES) | own
 
 
 def tensor_mappings(config: GPT2Config, _model_type: str) -> list[TensorMapping]:

@@ -11,6 +11,8 @@ from kitforge.core.nn.decoder import MAX_LAYERS
 from kitforge.foundation.errors import ModelError
 from kitforge.models.llama.model import LlamaConfig
 from kitforge.models.weight_mapping import (
+    LLAMA_NAMES,
+    LLAMA_NORMS,
     SHARED_KEYS,
     ConfigFile,
     Converter,
@@ -222,12 +224,7 @@ def _layer_types(config: LlamaConfig) -> dict[str, Any]:
 
 def tensor_mappings(config: LlamaConfig, kind: str) -> list[TensorMapping]:
     """Our tensors and theirs."""
-    theirs = {
-        "embedding.weight": "model.embed_tokens.weight",
-        "norm.weight": "model.norm.weight",
-        "output": "lm_head.weight",
-    }
-    mappings = decoder_mappings(config, theirs, "model.layers", partial(_block, config))
+    mappings = decoder_mappings(config, LLAMA_NAMES, "model.layers", partial(_block, config))
     if kind != "gemma3_text":
         return mappings
     # Gemma's norms multiply by one plus their weight.
@@ -235,10 +232,7 @@ def tensor_mappings(config: LlamaConfig, kind: str) -> list[TensorMapping]:
 
 
 def _block(config: LlamaConfig, ours: str, theirs: str) -> list[TensorMapping]:
-    names = {
-        "attention_norm.weight": "input_layernorm.weight",
-        "mlp_norm.weight": "post_attention_layernorm.weight",
-    }
+    names = dict(LLAMA_NORMS)
     layers = {name: (f"self_attn.{name[0]}_proj", config.qkv_bias) for name in ("query", "key", "value")}
     layers["out"] = ("self_attn.o_proj", config.out_bias)
     linears = {f"attention.{name}": layer for name, layer in layers.items()}

@@ -5,10 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kitforge.core.nn.decoder import MAX_LAYERS
 from kitforge.models.config_keys import CONFIG_KEYS
 from kitforge.models.pangu_alpha.model import PanguAlphaConfig
-from kitforge.models.weight_mapping import Converter, TensorMapping, checked, decoder_mappings
+from kitforge.models.weight_mapping import (
+    GPT_NAMES,
+    Converter,
+    TensorMapping,
+    checked,
+    decoder_mappings,
+    read_gpt_keys,
+    write_gpt_keys,
+)
 
 _KEYS = CONFIG_KEYS.with_keys(
     refusal="a PanGu-alpha of another architecture",
@@ -16,6 +23,16 @@ _KEYS = CONFIG_KEYS.with_keys(
     max_position_embeddings num_heads num_layers resid_pdrop""",
     accepted={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": (False, None)},
 )
+_NAMES = GPT_NAMES | {
+    "dim": "hidden_size",
+    "num_layers": "num_layers",
+    "num_heads": "num_heads",
+    "max_length": "max_position_embeddings",
+    "mlp_dim": "intermediate_size",
+    "embedding_dropout": "embd_pdrop",
+    "attention_dropout": "attn_pdrop",
+    "residual_dropout": "resid_pdrop",
+}
 # MindSpore calls the activation of the published training fast_gelu; `gelu_fast` of Hugging Face is another one.
 _ACTIVATIONS = {"quick_gelu": "quick_gelu", "fast_gelu": "quick_gelu", "gelu": "gelu", "gelu_new": "gelu_tanh"}
 
@@ -25,41 +42,15 @@ def read_config(config: Mapping[str, Any]) -> PanguAlphaConfig:
     config = checked(config, _KEYS, {"num_hidden_layers": "num_layers", "num_attention_heads": "num_heads"})
     activation = config.get("activation_function", "gelu")
     config.check(activation in _ACTIVATIONS, "activation_function", ", ".join(_ACTIVATIONS))
-    return PanguAlphaConfig(
-        vocab_size=config.count("vocab_size"),
-        dim=config.count("hidden_size"),
-        num_layers=config.count("num_layers", largest=MAX_LAYERS),
-        num_heads=config.count("num_heads"),
-        max_length=config.count("max_position_embeddings", 1024),
-        mlp_dim=config.optional_count("intermediate_size"),
-        activation=_ACTIVATIONS[activation],  # type: ignore[arg-type]
-        norm_eps=config.number("layer_norm_epsilon", 1e-5, below=1.0),
-        tie_embeddings=config.flag("tie_word_embeddings", True),
-        embedding_dropout=config.number("embd_pdrop", 0.1, below=1.0),
-        attention_dropout=config.number("attn_pdrop", 0.1, below=1.0),
-        residual_dropout=config.number("resid_pdrop", 0.1, below=1.0),
-    )
+    values = read_gpt_keys(config, _NAMES, max_length=1024, dropout=0.1)
+    return PanguAlphaConfig(**values, activation=_ACTIVATIONS[activation])  # type: ignore[arg-type]
 
 
 def write_config(config: PanguAlphaConfig) -> dict[str, Any]:
     """The values of config.json."""
     names = {ours: theirs for theirs, ours in _ACTIVATIONS.items() if theirs != "fast_gelu"}
-    return {
-        "architectures": ["GPTPanguForCausalLM"],
-        "model_type": "gpt_pangu",
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.dim,
-        "num_layers": config.num_layers,
-        "num_heads": config.num_heads,
-        "max_position_embeddings": config.max_length,
-        "intermediate_size": config.mlp_dim,
-        "layer_norm_epsilon": config.norm_eps,
-        "activation_function": names[config.activation],
-        "tie_word_embeddings": config.tie_embeddings,
-        "embd_pdrop": config.embedding_dropout,
-        "attn_pdrop": config.attention_dropout,
-        "resid_pdrop": config.residual_dropout,
-    }
+    own = {"activation_function": names[config.activation]}
+    return {"architectures": ["GPTPanguForCausalLM"], "model_type": "gpt_pangu"} | write_gpt_keys(config, _NAMES) | own
 
 
 def tensor_mappings(config: PanguAlphaConfig, _model_type: str) -> list[TensorMapping]:

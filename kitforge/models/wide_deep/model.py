@@ -11,13 +11,7 @@ from torch import Tensor, nn
 
 from kitforge.core.kernels.dispatch import REFERENCE, Kernels
 from kitforge.core.nn.dropout import SampleDropout
-from kitforge.core.nn.embedding_spec import (
-    EmbeddingLookup,
-    SampleShape,
-    concat_features,
-    deep_lookups,
-    width,
-)
+from kitforge.core.nn.embedding_spec import EmbeddingLookup, SampleShape, concat_features, deep_lookups, width
 from kitforge.core.nn.linear import Linear
 from kitforge.core.nn.mlp_tower import MLPTower, TowerConfig
 from kitforge.foundation.config import check

@@ -279,7 +279,7 @@ def test_labels_are_numbers_in_their_order_or_texts_by_the_alphabet() -> None:
 
 def test_a_number_that_is_no_name_is_an_index() -> None:
     given = [{"text": "a", "label": 0}, {"text": "b", "label": 2}]
-    data = begin(None, {"data.eval_fraction": 0.0, "labels": list(LABELS)}, train_dataset=given).loop.task._data
+    data = begin(None, {"data.eval_fraction": 0.0, "labels": list(LABELS)}, train_dataset=given).loop.task._rows
     assert data.train.labels.tolist() == [0, 2]
 
 
@@ -302,7 +302,7 @@ def test_a_row_that_cannot_be_used_is_named(choices: dict[str, Any], extra: list
 def test_rows_can_be_skipped_or_cut_instead(caplog: pytest.LogCaptureFixture) -> None:
     extra = [{"text": "a" * 60, "label": "bad"}, {"text": "no label"}]
     choices = {"data.on_invalid": "skip", "data.on_too_long": "cut_right", "data.eval_fraction": 0.0}
-    data = begin(None, choices, train_dataset=[*rows(), *extra]).loop.task._data
+    data = begin(None, choices, train_dataset=[*rows(), *extra]).loop.task._rows
     assert (len(data.train), int(data.train.lengths.max())) == (61, 48)
     assert "1 more were skipped, 1 were cut" in caplog.text
 

@@ -283,7 +283,7 @@ def test_a_row_that_cannot_be_used_is_named(choices: dict[str, Any], extra: Any,
 def test_rows_can_be_skipped_or_cut_instead() -> None:
     extra = [{"source": "a" * 60, "target": "b" * 60}, {"source": "no target"}]
     choices = {"data.on_invalid": "skip", "data.on_too_long": "cut_right", "data.eval_fraction": 0.0}
-    pairs = begin(None, choices, train_dataset=[*rows(), *extra]).loop.task._data.train.pairs
+    pairs = begin(None, choices, train_dataset=[*rows(), *extra]).loop.task._rows.train.pairs
     assert len(pairs) == 41
     assert (len(pairs[40].source), pairs[40].source[-1], len(pairs[40].target)) == (48, 256, 40)
 

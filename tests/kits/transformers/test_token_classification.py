@@ -16,12 +16,14 @@ from kitforge.api import Trainer, load_model, pipeline, save_model
 from kitforge.cli.main import run as run_command
 from kitforge.core.parallel.config import ParallelConfig
 from kitforge.core.parallel.rendezvous import Rendezvous
+from kitforge.data.text.tagged_words import words_of
 from kitforge.data.tokenizers.loading import ByteTokenizer
 from kitforge.foundation.errors import ConfigError, DataError, ModelError
 from kitforge.kits.kit import RunInputs
 from kitforge.kits.registry import kit_of_folder, recorded_task
 from kitforge.kits.transformers.build import TASKS
-from kitforge.kits.transformers.token_classification import TaggedRows, entity_counts, words_of
+from kitforge.kits.transformers.entities import entity_counts
+from kitforge.kits.transformers.token_classification import TaggedRows
 from kitforge.trainer.run_folder import train
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import TestRendezvous
@@ -78,7 +80,7 @@ def test_a_label_lies_on_the_first_token_of_its_word() -> None:
     given = [{"tokens": ["Zoë", "is"], "ner_tags": ["B-PER", "O"]}] * 2
     for labels_all, wanted in ((False, [1, -1, -1, -1, -1, 3, -1]), (True, [1, 2, 2, 2, -1, 3, 3])):
         choices = {"data.eval_fraction": 0.0, "labels": list(LABELS), "data.label_all_tokens": labels_all}
-        data = begin(None, choices, train_dataset=given).loop.task._data
+        data = begin(None, choices, train_dataset=given).loop.task._rows
         batch = cast(TaggedRows, data.train).batch(torch.arange(1).numpy())
         assert batch["labels"].tolist() == [wanted]
         assert batch["firsts"].nonzero()[:, 1].tolist() == [0, 5]
@@ -275,7 +277,7 @@ def test_a_row_that_cannot_be_used_is_named(choices: dict[str, Any], row: dict[s
 def test_rows_can_be_skipped_or_cut_instead(caplog: pytest.LogCaptureFixture) -> None:
     extra = [{"tokens": ["a" * 60, "bcdef"], "ner_tags": ["O", "O"]}, {"tokens": ["x"]}]
     choices = {"data.on_invalid": "skip", "data.on_too_long": "cut_right", "data.eval_fraction": 0.0}
-    data = begin(None, choices, train_dataset=[*rows(), *extra]).loop.task._data
+    data = begin(None, choices, train_dataset=[*rows(), *extra]).loop.task._rows
     assert (len(data.train), int(data.train.lengths.max())) == (41, 64)
     assert "1 more were skipped, 1 were cut" in caplog.text
 

@@ -8,14 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kitforge.foundation.errors import KitforgeError
-from kitforge.inference.server.application import (
-    BODY,
-    REFUSALS,
-    documented,
-    new_application,
-    read_body,
-    unless_gone,
-)
+from kitforge.inference.server.application import BODY, REFUSALS, documented, new_application, read_body, unless_gone
 from kitforge.inference.server.errors import ApiError
 from kitforge.inference.server.request_body import invalid_value
 from kitforge.kits.recommender.batch import FeatureBatch

@@ -22,11 +22,7 @@ from kitforge.kits.rlhf.algorithms.kl import kl_estimate
 from kitforge.kits.rlhf.algorithms.losses import ImportanceSamplingOptions, importance_weights
 from kitforge.kits.rlhf.algorithms.pass_at_k import measured_k, pass_at_k
 from kitforge.kits.rlhf.config import RLOptions
-from kitforge.kits.rlhf.reinforcement.rollout_batch import (
-    Rollout,
-    RolloutBatch,
-    to_token_grid,
-)
+from kitforge.kits.rlhf.reinforcement.rollout_batch import Rollout, RolloutBatch, to_token_grid
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

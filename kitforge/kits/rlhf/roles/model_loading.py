@@ -26,7 +26,7 @@ from kitforge.data.cache_folder import default_root
 from kitforge.data.chat.datasets import iter_texts
 from kitforge.data.mixture import weighted_sources
 from kitforge.data.source import open_source
-from kitforge.data.tokenizers.loading import Tokenizer, TokenizerConfig, find_tokenizer, make_tokenizer
+from kitforge.data.tokenizers.loading import Tokenizer, find_tokenizer, make_tokenizer
 from kitforge.foundation.config import from_dict
 from kitforge.foundation.dtype import LoadDtype
 from kitforge.foundation.errors import DataError, ModelError
@@ -34,7 +34,14 @@ from kitforge.foundation.log import logger
 from kitforge.foundation.types import Region
 from kitforge.kits.kit import RunInputs
 from kitforge.kits.language_model import LoraOptions
-from kitforge.kits.network_source import HeadSource, NetworkSource, fill_head, prepare_training, sharding_of
+from kitforge.kits.network_source import (
+    HeadSource,
+    NetworkSource,
+    fill_head,
+    given_tokenizer,
+    prepare_training,
+    sharding_of,
+)
 from kitforge.kits.rlhf.config import StageOptions
 from kitforge.kits.rlhf.roles.model_copy import (
     alias_weights,
@@ -258,14 +265,8 @@ def _merged_base(
 
 def tokenizer_of(options: StageOptions, given: Tokenizer | None, train: object) -> Tokenizer:
     """The given tokenizer, else that of the checkpoint, else that of the options."""
-    if given is not None:
-        return given
-    if options.checkpoint is not None:
-        try:
-            return find_tokenizer(Path(options.checkpoint))
-        except DataError:
-            if options.tokenizer == TokenizerConfig():
-                raise
+    if (found := given_tokenizer(options, given, find_tokenizer)) is not None:
+        return found
     is_trained = options.tokenizer.name == "sentencepiece" and options.tokenizer.path is None
     if not is_trained or train is None:
         return make_tokenizer(options.tokenizer, None, default_root())
