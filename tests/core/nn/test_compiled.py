@@ -71,6 +71,7 @@ def test_compiled_blocks_equal_eager_ones(monkeypatch: pytest.MonkeyPatch) -> No
     assert distance(gradients(compiled, found.square().sum()), gradients(eager, wanted.square().sum())) < 1e-5
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize(("name", "half"), [("llama", True), ("bloom", True), *MORE_GRAPHS])
 def test_layers_share_their_graphs_and_nothing_breaks_them(
     name: str, half: bool, counted: Mapping[str, Counter[str]]
@@ -175,6 +176,7 @@ def saved_bytes(model: Decoder, context: Context) -> tuple[int, Tensor]:
     return kept, torch.cat([each.flatten() for each in found])
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("name", ["gpt2", *MORE_RECOMPUTED])
 def test_recomputed_blocks_have_the_same_gradients(name: str, counted: Mapping[str, Counter[str]]) -> None:
     config = replace(GPT2, num_layers=4, attention_dropout=0.1, residual_dropout=0.2) if name == "gpt2" else None
