@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import inspect
 import io
 import re
@@ -124,8 +125,7 @@ def _composed(
         # A task of an installed kit: only the groups among its options.
         for name in named.keys() - option_sections - {"recipe"}:
             raise ConfigError(f"task {task!r} has no option {name!r}", got=f"{name}={named[name]}", fix="leave it out")
-        for section in [each for each in config if each not in option_sections]:
-            del config[section]
+        config = OmegaConf.masked_copy(config, [str(each) for each in config if each in option_sections])
         preset = preset if "model" in option_sections else task
     # The requested task overrides that of a recipe.
     return to_plain_dict(OmegaConf.merge(config, nested(single), {"task": task})), preset
@@ -384,14 +384,19 @@ def dotted(choices: Mapping[str, Any], path: str = "") -> dict[str, Any]:
 
 
 def _compose_presets(named: Mapping[str, str]) -> tuple[DictConfig, str]:
-    """The presets as one configuration, and the name of the model preset."""
-    overrides = [*(f"{group}={name}" for group, name in named.items()), *_search_path()]
+    """The presets as one configuration, and the name of the model preset. Where all are shipped, the same ones are
+    composed once, and the caller leaves them as they are."""
+    overrides, own = [f"{group}={name}" for group, name in named.items()], _search_path()
+    return _hydra_config(*overrides, *own) if own else _shipped_config(*overrides)
+
+
+def _hydra_config(*overrides: str) -> tuple[DictConfig, str]:
     # Restored below for programs that run under Hydra themselves.
     before = get_gh_backup()
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-            config = hydra_compose("config", overrides, return_hydra_config=True)
+            config = hydra_compose("config", [*overrides], return_hydra_config=True)
     finally:
         restore_gh_from_backup(before)
     preset = str(config.hydra.runtime.choices.model)
@@ -399,6 +404,9 @@ def _compose_presets(named: Mapping[str, str]) -> tuple[DictConfig, str]:
     OmegaConf.set_struct(config, False)
     del config["hydra"]
     return config, preset
+
+
+_shipped_config = functools.lru_cache(maxsize=64)(_hydra_config)
 
 
 def _split_choices(choices: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+# Once for all ranks that are forked, each of which would import it.
 from kitforge.verify import processes
 from tests.patience import PATIENCE
 

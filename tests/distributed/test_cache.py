@@ -42,6 +42,8 @@ NUM_STEPS = 9
 WAYS: tuple[ShardingType, ...] = ("row", "column", "table", "replicate")
 JOBS: list[tuple[ShardingType, str]] = [("row", optimizer) for optimizer in OPTIMIZERS]
 JOBS += [(way, optimizer) for way in WAYS[1:] for optimizer in ("adagrad", "adam")]
+# Four ranks take each placement; `test_cache_product.py` has them all.
+JOBS_OF = {2: JOBS, 4: [("row", "adam"), *((way, "adagrad") for way in WAYS)]}
 # Uncached, then caches that differ in look-ahead, tiers and capacity.
 CASES = (
     Case(tiers="whole", depth=0),
@@ -116,8 +118,8 @@ def trained(num_ranks: int) -> dict[tuple[ShardingType, str], list[list[Result]]
     for _, optimizer in JOBS:
         alone(optimizer)
     with tempfile.TemporaryDirectory() as folder:
-        answers = run_ranks(num_ranks, on_ranks, JOBS, folder)
-    return {job: [answer[place] for answer in answers] for place, job in enumerate(JOBS)}
+        answers = run_ranks(num_ranks, on_ranks, JOBS_OF[num_ranks], folder)
+    return {job: [answer[place] for answer in answers] for place, job in enumerate(JOBS_OF[num_ranks])}
 
 
 @functools.cache
@@ -127,11 +129,11 @@ def alone(optimizer: str) -> Result:
         return result_of(table, train(table, 0))
 
 
-RANKS = [2, pytest.param(4, marks=pytest.mark.slow)]
+RANKS = list(JOBS_OF)
+RUNS = [(num_ranks, *job) for num_ranks, jobs in JOBS_OF.items() for job in jobs]
 
 
-@pytest.mark.parametrize(("way", "optimizer"), JOBS)
-@pytest.mark.parametrize("num_ranks", RANKS)
+@pytest.mark.parametrize(("num_ranks", "way", "optimizer"), RUNS)
 def test_cached_equals_uncached_on_every_rank(num_ranks: int, way: ShardingType, optimizer: str) -> None:
     for whole, *cached in trained(num_ranks)[way, optimizer]:
         for other in cached:
@@ -139,8 +141,7 @@ def test_cached_equals_uncached_on_every_rank(num_ranks: int, way: ShardingType,
                 assert torch.equal(whole[key].view(torch.int32), other[key].view(torch.int32)), key
 
 
-@pytest.mark.parametrize(("way", "optimizer"), JOBS)
-@pytest.mark.parametrize("num_ranks", RANKS)
+@pytest.mark.parametrize(("num_ranks", "way", "optimizer"), RUNS)
 def test_ranks_equal_one_process(num_ranks: int, way: ShardingType, optimizer: str) -> None:
     ranks, expected = [results[0] for results in trained(num_ranks)[way, optimizer]], alone(optimizer)
     for step in range(NUM_STEPS):

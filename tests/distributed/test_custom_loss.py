@@ -110,16 +110,16 @@ def assert_equal(found: Outcome, wanted: Outcome) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", [CONFIG, TIED], ids=["untied", "tied"])
 @pytest.mark.parametrize(
-    "degrees",
+    ("degrees", "config"),
     [
-        ParallelConfig(tensor=2),
-        ParallelConfig(tensor=2, sequence_parallel=False),
-        ParallelConfig(tensor=4),
-        pytest.param(ParallelConfig(tensor=2, shard=2), marks=pytest.mark.slow),
+        (ParallelConfig(tensor=2), CONFIG),
+        (ParallelConfig(tensor=2), TIED),
+        (ParallelConfig(tensor=2, sequence_parallel=False), CONFIG),
+        (ParallelConfig(tensor=4), CONFIG),
+        (ParallelConfig(tensor=2, shard=2), TIED),
     ],
-    ids=["2", "2,whole", "4", "2 and shard"],
+    ids=["2-untied", "2-tied", "2,whole-untied", "4-untied", "2 and shard-tied"],
 )
 def test_every_gradient_is_that_of_one_process(degrees: ParallelConfig, config: LlamaConfig) -> None:
     if degrees.shard > 1:

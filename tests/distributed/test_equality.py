@@ -1,4 +1,7 @@
-"""N ranks equal one process: initial weights bit for bit, loss, norm and every gradient within 1e-9 in float64."""
+"""N ranks equal one process: initial weights bit for bit, loss, norm and every gradient within 1e-9 in float64.
+
+One launch for each number of ranks runs all steps of that number, another one those with faults.
+"""
 
 import dataclasses
 import itertools
@@ -60,9 +63,25 @@ def alone(family: str) -> Outcome:
     return run_step(0, Case(family=family, degrees=ParallelConfig()))
 
 
+def steps(rank: int, cases: list[Case]) -> list[Outcome]:
+    return [run_step(rank, case) for case in cases]
+
+
+@cache
+def launched(size: int) -> list[list[Outcome]]:
+    """Of each rank of one launch the outcomes of all cases of so many, as in `cases_of`."""
+    torch.set_num_threads(1)
+    return run_ranks(size, steps, cases_of(size))
+
+
+def cases_of(size: int) -> list[Case]:
+    return [case for case in (*CASES, *MIXTURES, REFERENCE) if case.degrees.world_size == size]
+
+
 def check_equal(case: Case) -> None:
-    one = alone(case.family)
-    outcomes = run_ranks(case.degrees.world_size, run_step, case)
+    one, size = alone(case.family), case.degrees.world_size
+    number = cases_of(size).index(case)
+    outcomes = [rank[number] for rank in launched(size)]
     assert first_difference([each.order for each in outcomes]) is None
     for outcome in outcomes:
         for name, weight in outcome.weights.items():
@@ -77,24 +96,35 @@ def test_ranks_equal_one_process(case: Case) -> None:
 
 
 RECOMPUTED = [
-    ("gpt2", ParallelConfig(shard=2)),
-    ("gpt2", ParallelConfig(tensor=2)),
-    ("llama", ParallelConfig(tensor=2)),
-    ("t5", ParallelConfig(tensor=2, sequence_parallel=False)),
-    *(("pangu_alpha", ParallelConfig(shard=2, zero_stage=stage)) for stage in (1, 2)),
-    ("glm", ParallelConfig(shard=2, tensor=2)),
-    ("bloom", ParallelConfig(data=2)),
+    Case(family=family, degrees=degrees, micro_batches=2)
+    for family, degrees in (
+        ("gpt2", ParallelConfig(shard=2)),
+        ("gpt2", ParallelConfig(tensor=2)),
+        ("llama", ParallelConfig(tensor=2)),
+        ("t5", ParallelConfig(tensor=2, sequence_parallel=False)),
+        *(("pangu_alpha", ParallelConfig(shard=2, zero_stage=stage)) for stage in (1, 2)),
+        ("glm", ParallelConfig(shard=2, tensor=2)),
+        ("bloom", ParallelConfig(data=2)),
+    )
 ]
 
 
-def recomputed(rank: int, case: Case) -> dict[Recompute, Outcome]:
-    return {each: run_step(rank, dataclasses.replace(case, recompute=each)) for each in get_args(Recompute)}
+def recomputed(rank: int, cases: list[Case]) -> list[dict[Recompute, Outcome]]:
+    kinds = get_args(Recompute)
+    return [{each: run_step(rank, dataclasses.replace(case, recompute=each)) for each in kinds} for case in cases]
 
 
-@pytest.mark.parametrize(("family", "degrees"), RECOMPUTED)
-def test_recomputation_changes_no_bit_and_repeats_no_reduction(family: str, degrees: ParallelConfig) -> None:
-    case, one = Case(family=family, degrees=degrees, micro_batches=2), alone(family)
-    ranks = run_ranks(degrees.world_size, recomputed, case)
+@cache
+def launched_again(size: int) -> dict[Case, list[dict[Recompute, Outcome]]]:
+    """Of each case of so many ranks what each rank has."""
+    cases = [case for case in RECOMPUTED if case.degrees.world_size == size]
+    return dict(zip(cases, map(list, zip(*run_ranks(size, recomputed, cases), strict=True)), strict=True))
+
+
+@pytest.mark.parametrize("case", RECOMPUTED, ids=words)
+def test_recomputation_changes_no_bit_and_repeats_no_reduction(case: Case) -> None:
+    degrees, one = case.degrees, alone(case.family)
+    ranks = launched_again(degrees.world_size)[case]
     for found in ranks:
         wanted = found["none"]
         assert difference(wanted, one) < 1e-9
@@ -122,9 +152,10 @@ def test_another_order_of_collectives_would_show() -> None:
 
 
 def test_the_reference_kernels_are_cut_as_well() -> None:
-    check_equal(Case(family="llama", degrees=ParallelConfig(tensor=2), level="O0"))
+    check_equal(REFERENCE)
 
 
+REFERENCE = Case(family="llama", degrees=ParallelConfig(tensor=2), level="O0")
 # Of the mixtures of experts every run takes these, beside the sample of all.
 MIXTURES = [
     Case(family="mixtral", degrees=ParallelConfig(tensor=2), micro_batches=3),
@@ -142,36 +173,41 @@ def test_mixtures_of_experts_equal_one_process(case: Case) -> None:
     check_equal(case)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("fault", "degrees"),
-    [
-        ("a router's gradient that is not summed", ParallelConfig(tensor=2)),
-        ("a balance that every tensor rank adds", ParallelConfig(tensor=2)),
-        ("a balance of each rank by itself", ParallelConfig(data=2)),
-        ("an expert gradient divided by the ranks", ParallelConfig(data=2)),
-        ("rows of a neighbouring expert", ParallelConfig(shard=2)),
-    ],
-)
-def test_a_fault_planted_in_a_mixture_is_seen(fault: str, degrees: ParallelConfig) -> None:
-    outcomes = run_ranks(degrees.world_size, run_step, Case(family="mixtral", degrees=degrees), fault)
-    assert max(difference(outcome, alone("mixtral")) for outcome in outcomes) > 1e-4
+FAULTS = [
+    *(
+        (fault, Case(family="mixtral", degrees=degrees))
+        for fault, degrees in (
+            ("a router's gradient that is not summed", ParallelConfig(tensor=2)),
+            ("a balance that every tensor rank adds", ParallelConfig(tensor=2)),
+            ("a balance of each rank by itself", ParallelConfig(data=2)),
+            ("an expert gradient divided by the ranks", ParallelConfig(data=2)),
+            ("rows of a neighbouring expert", ParallelConfig(shard=2)),
+        )
+    ),
+    *(
+        (fault, Case(family="gpt2", degrees=degrees))
+        for fault, degrees in (
+            ("a partial gradient that is not summed", ParallelConfig(tensor=2)),
+            ("a tied weight without the head's gradient", ParallelConfig(tensor=2)),
+            ("the same dropout on every piece", ParallelConfig(tensor=2)),
+            ("the same dropout on every piece", ParallelConfig(tensor=2, sequence_parallel=False)),
+            ("a loss averaged on each rank", ParallelConfig(data=2)),
+            ("copies that do not sum", ParallelConfig(data=2)),
+            ("a bias added on every rank", ParallelConfig(tensor=2)),
+        )
+    ),
+    ("a norm that counts copies", Case(family="gpt2", degrees=ParallelConfig(shard=2, tensor=2))),
+]
+
+
+def planted(rank: int, faults: list[tuple[str, Case]]) -> list[Outcome]:
+    return [run_step(rank, case, fault) for fault, case in faults]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("fault", "degrees"),
-    [
-        ("a partial gradient that is not summed", ParallelConfig(tensor=2)),
-        ("a tied weight without the head's gradient", ParallelConfig(tensor=2)),
-        ("a norm that counts copies", ParallelConfig(shard=2, tensor=2)),
-        ("the same dropout on every piece", ParallelConfig(tensor=2)),
-        ("the same dropout on every piece", ParallelConfig(tensor=2, sequence_parallel=False)),
-        ("a loss averaged on each rank", ParallelConfig(data=2)),
-        ("copies that do not sum", ParallelConfig(data=2)),
-        ("a bias added on every rank", ParallelConfig(tensor=2)),
-    ],
-)
-def test_a_planted_fault_is_seen(fault: str, degrees: ParallelConfig) -> None:
-    outcomes = run_ranks(degrees.world_size, run_step, Case(family="gpt2", degrees=degrees), fault)
-    assert max(difference(outcome, alone("gpt2")) for outcome in outcomes) > 1e-4
+@pytest.mark.parametrize("size", [2, 4])
+def test_every_planted_fault_is_seen(size: int) -> None:
+    faults = [(fault, case) for fault, case in FAULTS if case.degrees.world_size == size]
+    ranks = run_ranks(size, planted, faults)
+    for number, (fault, case) in enumerate(faults):
+        assert max(difference(rank[number], alone(case.family)) for rank in ranks) > 1e-4, (fault, case)

@@ -29,20 +29,17 @@ CASES = [
     *(Case(family=each, degrees=PAIR, recompute="selective") for each in ("mixtral_4", "mixtral_12")),
     Case(family="qwen3_8", degrees=PAIR, recompute="full", micro_batches=2),
     # Four ranks: all experts apart, copies of experts, sharded copies, and each of the other axes.
-    *(
-        Case(family=each, degrees=ParallelConfig(data=4, expert=4), micro_batches=3)
-        for each in ("mixtral_4", "qwen3_8")
-    ),
-    *(Case(family=each, degrees=ParallelConfig(data=4, expert=2)) for each in ("mixtral_4", "mixtral_12", "qwen3_8")),
+    Case(family="qwen3_8", degrees=ParallelConfig(data=4, expert=4), micro_batches=3),
+    *(Case(family=each, degrees=ParallelConfig(data=4, expert=2)) for each in ("mixtral_4", "mixtral_12")),
     *(
         Case(family=each, degrees=ParallelConfig(shard=4, expert=2, zero_stage=stage), micro_batches=2)
-        for each, stage in (("mixtral_4", 3), ("mixtral_12", 2), ("qwen3_8", 3), ("mixtral_4", 1))
+        for each, stage in (("mixtral_12", 2), ("qwen3_8", 3), ("mixtral_4", 1))
     ),
     Case(family="mixtral_4", degrees=ParallelConfig(shard=4, expert=4, zero_stage=2), micro_batches=2),
     *(Case(family="qwen3_8", degrees=ParallelConfig(data=2, shard=2, expert=each), micro_batches=2) for each in (2, 4)),
     *(
         Case(family=each, degrees=ParallelConfig(data=2, expert=2, tensor=2), micro_batches=2)
-        for each in ("mixtral_4", "mixtral_12", "qwen3_8")
+        for each in ("mixtral_12", "qwen3_8")
     ),
     Case(family="mixtral_4", degrees=ParallelConfig(shard=2, expert=2, tensor=2), recompute="selective"),
     Case(family="qwen3_8", degrees=ParallelConfig(data=2, expert=2, tensor=2, sequence_parallel=False), length=7),

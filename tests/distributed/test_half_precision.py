@@ -10,8 +10,6 @@ from typing import Any, get_args
 
 import pytest
 import torch
-
-# Once for all ranks that are forked, each of which would import it.
 import torch.distributed.fsdp
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -34,6 +32,7 @@ from kitforge.trainer.precision import autocast
 from tests.distributed.ranks import run_ranks
 from tests.distributed.step import init_sharded
 from tests.distributed.training import run_training, write_text
+from tests.pairs import pairs
 
 NUM_LAYERS, DIM = 4, 64
 CONFIG = LlamaConfig(vocab_size=32, dim=DIM, num_layers=NUM_LAYERS, num_heads=4, mlp_dim=256, max_length=32)
@@ -151,23 +150,22 @@ def test_layers_of_every_kind_are_computed() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("native", [True, False])
-def test_losses_are_those_of_one_process_within_half_precision(tmp_path: Path, precision: str, native: bool) -> None:
+@pytest.mark.parametrize(("precision", "native", "zero_stage"), pairs(("bf16", "fp16"), (True, False), (1, 3)))
+def test_losses_are_those_of_one_process_within_half_precision(
+    tmp_path: Path, precision: str, native: bool, zero_stage: int
+) -> None:
     write_text(tmp_path)
     choices: dict[str, Any] = {"precision": precision, "trainer.max_steps": 6, "trainer.micro_batch_size": 2}
     half_native = dict(mixed_precision.NATIVE_DTYPES)
     mixed_precision.NATIVE_DTYPES.update({torch.float16: native, torch.bfloat16: native})
     try:
         alone, _ = run_training(0, tmp_path, {**choices, "output_dir": str(tmp_path / "alone")})
-        meshes: list[dict[str, Any]] = [{"parallel.shard": 2}, {"parallel.shard": 2, "parallel.zero_stage": 1}]
-        for number, mesh in enumerate(meshes):
-            found = run_ranks(2, run_training, tmp_path, {**choices, **mesh, "output_dir": str(tmp_path / str(number))})
-            for lines, weights in found:
-                for name in ("loss", "eval/loss", "grad_norm"):
-                    wanted = [line[name] for line in alone if name in line]
-                    assert [line[name] for line in lines if name in line] == pytest.approx(wanted, rel=2e-2)
-                assert {each.dtype for each in weights.values()} == {torch.float32}
+        choices |= {"parallel.shard": 2, "parallel.zero_stage": zero_stage, "output_dir": str(tmp_path / "sharded")}
+        for lines, weights in run_ranks(2, run_training, tmp_path, choices):
+            for name in ("loss", "eval/loss", "grad_norm"):
+                wanted = [line[name] for line in alone if name in line]
+                assert [line[name] for line in lines if name in line] == pytest.approx(wanted, rel=2e-2)
+            assert {each.dtype for each in weights.values()} == {torch.float32}
     finally:
         mixed_precision.NATIVE_DTYPES.update(half_native)
 

@@ -35,11 +35,12 @@ PROGRAM = ("-m", "tests.distributed.rank_program")
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An empty folder, from which the ranks still find the package and these tests."""
+def here(tmp_path: Path, shims: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty folder, from which the ranks, which have imported torch, still find the package and these tests."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(sys, "executable", str(shims / "python"))
 
 
 def launched_ranks(deed: str, restarts: int = 0) -> int | str:
@@ -68,15 +69,8 @@ def refused(deed: str) -> str:
     return told
 
 
-@pytest.fixture
-def warm_ranks(shims: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks that have imported torch. A signal from outside does not reach them, so only for those that end by
-    themselves."""
-    monkeypatch.setattr(sys, "executable", str(shims / "python"))
-
-
 @pytest.mark.slow
-def test_two_ranks_run_and_only_the_first_is_heard(capfd: pytest.CaptureFixture[str], warm_ranks: None) -> None:
+def test_two_ranks_run_and_only_the_first_is_heard(capfd: pytest.CaptureFixture[str]) -> None:
     handler, environment = signal.getsignal(signal.SIGINT), dict(os.environ)
     assert launched_ranks("nothing") == 0
     shown = capfd.readouterr()

@@ -189,10 +189,8 @@ def halfway(folder: Path) -> Path:
     "later",
     [
         {},
-        {"parallel.tensor": 2},
         {"parallel.shard": 3},
         {"parallel.tensor": 4},
-        {"parallel.data": 2},
         {"parallel.context": 2},
     ],
     ids=str,
@@ -206,7 +204,7 @@ def test_a_run_goes_on_under_another_mesh(folder: Path, halfway: Path, tmp_path:
         assert numbers(lines, "loss") == pytest.approx(whole[6:], abs=2e-6)
 
 
-@pytest.mark.parametrize("later", [{}, {"parallel.context": 2, "parallel.tensor": 2}, {"parallel.shard": 2}], ids=str)
+@pytest.mark.parametrize("later", [{}, {"parallel.context": 2, "parallel.tensor": 2}], ids=str)
 def test_a_run_of_cut_rows_goes_on_under_another_mesh(
     folder: Path, halfway_cut: Path, tmp_path: Path, later: dict[str, Any]
 ) -> None:

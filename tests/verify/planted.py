@@ -1,20 +1,21 @@
-"""Faults in a copy of the package, and the command in that copy: `python planted.py COPY OUTPUT` prints verdicts by
-fault into OUTPUT as JSON. The process imports no line of ours but in forks, each of which finds another copy."""
+"""Faults, and the command beside each of them: `python planted.py FOLDER OUTPUT` writes verdicts by fault as JSON. Each
+fault has a fork of its own, in which one function has another code."""
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
 import sys
+import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import CodeType, FunctionType
 
-# What forks would import anew.
-PACKAGES = (
-    *("torch.distributed.fsdp", "torch.fx.experimental.symbolic_shapes", "numba", "hydra", "rich.console"),
-    *("safetensors.torch", "pyarrow.csv", "fastapi", "uvicorn"),
-)
+from kitforge.cli.main import run
+
 TEXT = (
     "task=text_generation",
     "model=llama_tiny",
@@ -128,21 +129,12 @@ FAULTS = (
 )
 
 
-def verdicts(copy: Path, fault: Fault) -> dict[str, str]:
-    """The status of the contracts that the fault names, in a copy with the fault, which then is sound again."""
-    file = copy / "kitforge" / fault.file
-    sound, times = file.read_text(encoding="utf-8"), file.stat()
-    assert sound.count(fault.line) == 1, fault
-    output = copy / f"{fault.breaks}.txt"
-    file.write_text(sound.replace(fault.line, fault.planted), encoding="utf-8")
-    try:
-        if (process := os.fork()) == 0:
-            _command(copy, output, fault)
-        os.waitpid(process, 0)
-    finally:
-        file.write_text(sound, encoding="utf-8")
-        # Compiled loops of the file are cached by its time.
-        os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+def verdicts(folder: Path, fault: Fault) -> dict[str, str]:
+    """The status of the contracts that the fault names, in a fork of this process with the fault."""
+    output = folder / f"{fault.breaks}.txt"
+    if (process := os.fork()) == 0:
+        _command(folder, output, fault)
+    os.waitpid(process, 0)
     printed = output.read_text(encoding="utf-8")
     try:
         found = json.loads(printed.splitlines()[-1])
@@ -151,28 +143,64 @@ def verdicts(copy: Path, fault: Fault) -> dict[str, str]:
         return {"printed": printed}
 
 
-def _command(copy: Path, output: Path, fault: Fault) -> None:
+def plant(fault: Fault) -> None:
+    """Give the innermost function around the line that is there already the code that it would have with the fault."""
+    module = "kitforge." + fault.file.removesuffix(".py").replace("/", ".")
+    path = Path(str(importlib.import_module(module).__file__))
+    sound = path.read_text(encoding="utf-8")
+    assert sound.count(fault.line) == 1, fault
+    faulty = sound.replace(fault.line, fault.planted)
+    # Objects that were frozen before a fork would not be found.
+    gc.unfreeze()
+    functions = [each for each in gc.get_objects() if type(each) is FunctionType and each.__module__ == module]
+    # Not with the future of this file.
+    codes = [compile(text, str(path), "exec", dont_inherit=True) for text in (sound, faulty)]
+    for old, new in _changed(*codes):
+        found = [each for each in functions if _place(each.__code__) == _place(old)]
+        for function in found:
+            function.__code__ = new
+        if found:
+            return
+    raise AssertionError(fault)
+
+
+def _place(code: CodeType) -> tuple[str, int]:
+    return code.co_qualname, code.co_firstlineno
+
+
+def _changed(old: CodeType, new: CodeType) -> Iterator[tuple[CodeType, CodeType]]:
+    """Those that differ, the innermost first."""
+    # A comprehension of the fault has no counterpart, and is after what has.
+    for one, other in zip(_inner(old), _inner(new), strict=False):
+        if one != other:
+            yield from _changed(one, other)
+    yield old, new
+
+
+def _inner(code: CodeType) -> list[CodeType]:
+    return [each for each in code.co_consts if isinstance(each, CodeType)]
+
+
+def _command(folder: Path, output: Path, fault: Fault) -> None:
     status = 9
     try:
-        os.chdir(copy)
+        os.chdir(folder)
         with output.open("w") as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
-        sys.path.insert(0, str(copy))
         names = ",".join((fault.breaks, *fault.leaves))
-        sys.argv = ["kitforge", "verify", *fault.arguments, "--only", names, f"output_dir=verify-{fault.breaks}"]
-        importlib.import_module("kitforge.cli.main").main()
-    except SystemExit as end:
-        status = int(str(end.code or 0))
+        plant(fault)
+        status = run(["verify", *fault.arguments, "--only", names, f"output_dir=verify-{fault.breaks}"])
+    except BaseException:
+        traceback.print_exc()
+        raise
     finally:
         sys.stdout.flush()
+        sys.stderr.flush()
         os._exit(status)
 
 
 if __name__ == "__main__":
-    for package in PACKAGES:
-        importlib.import_module(package)
-    assert not any(name.startswith("kitforge") for name in sys.modules)
     root = Path(sys.argv[1])
     wanted = [fault for fault in FAULTS if len(sys.argv) == 3 or fault.breaks in sys.argv[3:]]
     Path(sys.argv[2]).write_text(json.dumps({fault.breaks: verdicts(root, fault) for fault in wanted}))

@@ -1,10 +1,6 @@
 """A command that cannot say no is worth nothing: for every contract a fault that breaks it, and it alone."""
 
 import json
-import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +8,7 @@ import pytest
 from kitforge.verify.catalog import CONTRACTS
 from tests.architecture.source import PACKAGE
 from tests.verify import planted
+from tests.warm.shell import Run
 
 
 def test_every_contract_has_a_fault_and_is_left_alone_by_another() -> None:
@@ -26,13 +23,8 @@ def test_a_fault_names_one_line_of_its_file(fault: planted.Fault) -> None:
 
 
 @pytest.mark.slow
-def test_a_planted_fault_breaks_its_contract_and_no_other(tmp_path: Path) -> None:
-    shutil.copytree(PACKAGE, tmp_path / "kitforge")
-    # The copy keeps what is compiled of it, Python's code too.
-    unwanted = ("PYTHONPATH", "NUMBA_CACHE_DIR", "PYTHONDONTWRITEBYTECODE")
-    environment = {name: value for name, value in os.environ.items() if name not in unwanted}
-    command = [sys.executable, planted.__file__, str(tmp_path), str(tmp_path / "verdicts.json")]
-    subprocess.run(command, cwd=tmp_path, env=environment | {"OMP_NUM_THREADS": "1"}, check=True)
+def test_a_planted_fault_breaks_its_contract_and_no_other(tmp_path: Path, run: Run) -> None:
+    run(["python", planted.__file__, str(tmp_path), str(tmp_path / "verdicts.json")], tmp_path)
     found = json.loads((tmp_path / "verdicts.json").read_text())
     assert found == {
         fault.breaks: {fault.breaks: "broken"} | dict.fromkeys(fault.leaves, "held") for fault in planted.FAULTS

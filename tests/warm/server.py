@@ -2,7 +2,7 @@
 
 The tests start `kitforge` dozens of times, and each start would import torch for several seconds. A copy has the
 caller's arguments, folder, environment and streams, and gives back its status; no command sees another one. Ranks that
-a command starts are copies as well. A signal reaches the client, not the copy.
+a command starts are copies as well. A copy gets its client's signals, and ends with it.
 
 `python -m tests.warm.server SOCKET [MODULE ...]` serves, and has imported these modules too;
 `python -S client.py SOCKET [-m MODULE | FILE] ...` calls.
@@ -18,6 +18,7 @@ import os
 import runpy
 import select
 import shutil
+import signal
 import socket
 import sys
 from dataclasses import replace
@@ -41,6 +42,7 @@ __all__ = ["kitforge", "shorten"]
 SHORT_STEPS, MOST_STEPS = 5, 20
 SHORT_CORPUS = ("json/", "logging/")
 SHORT_LOG = 20_000
+SECONDS_BETWEEN_LOOKS = 0.02
 
 
 def shorten() -> None:
@@ -82,19 +84,21 @@ def serve(path: Path) -> dict[str, Any]:
 
 
 def _answer(caller: socket.socket) -> dict[str, Any]:
-    """Become the copy that carries the call out; its parent waits for it and tells the caller its status."""
+    """Become the copy that carries the call out; its parent tells the caller its number, and its status at the end."""
     # A message comes whole or in pieces, the streams with its first byte.
     start, streams, _, _ = socket.recv_fds(caller, 2**20, 3)
     message = bytearray(start)
-    while part := caller.recv(2**20):
-        message += part
+    while not message.endswith(b"\n"):
+        message += (part := caller.recv(2**20))
+        if not part:
+            os._exit(0)
     process = os.fork()
     if process:
         for stream in streams:
             os.close(stream)
-        status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
         with contextlib.suppress(BrokenPipeError):
-            caller.sendall(str(status).encode())
+            caller.sendall(f"{process}\n".encode())
+            caller.sendall(str(_status(process, caller)).encode())
         os._exit(0)
     caller.close()
     for number, stream in enumerate(streams):
@@ -102,6 +106,16 @@ def _answer(caller: socket.socket) -> dict[str, Any]:
         os.close(stream)
     asked: dict[str, Any] = json.loads(message)
     return asked
+
+
+def _status(process: int, caller: socket.socket) -> int:
+    """With which it ends; it is killed if the caller was."""
+    while not (ended := os.waitpid(process, os.WNOHANG))[0]:
+        if select.select([caller], [], [], SECONDS_BETWEEN_LOOKS)[0]:
+            os.kill(process, signal.SIGKILL)
+            ended = os.waitpid(process, 0)
+            break
+    return os.waitstatus_to_exitcode(ended[1])
 
 
 def carry_out(asked: dict[str, Any]) -> None:

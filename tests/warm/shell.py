@@ -61,7 +61,8 @@ def shims(tmp_path_factory: pytest.TempPathFactory, warm: Path) -> Path:
     shims = tmp_path_factory.mktemp("bin")
     python = shlex.quote(sys.executable)
     call = f"exec {python} -S -E {shlex.quote(str(CLIENT))} {warm}"
-    scripts = f'case "$1" in *.py|-m) {call} "$@" ;; *) exec {python} "$@" ;; esac'
+    # Torchrun starts its ranks with -u.
+    scripts = f'[ "$1" = -u ] && shift; case "$1" in *.py|-m) {call} "$@" ;; *) exec {python} "$@" ;; esac'
     for name, body in (("kitforge", f'{call} -m kitforge "$@"'), ("python", scripts), ("python3", scripts)):
         shim = shims / name
         shim.write_text(f"#!/bin/sh\n{body}\n")

@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,7 +31,7 @@ from kitforge.kits.rlhf.tasks import Inputs
 from kitforge.models import loading as model_folder
 from kitforge.trainer.run_folder import train
 from tests.distributed.ranks import run_ranks
-from tests.distributed.test_command import environment, losses, wait_for
+from tests.distributed.test_command import losses, start_command, wait_for
 from tests.distributed.test_command import ranks_of as process_numbers
 from tests.distributed.training import TestRendezvous
 from tests.kits.rlhf import runs
@@ -79,9 +78,11 @@ PLACED: list[tuple[Choices, Choices, bool]] = [
     (at([2, 3], [3], [2]) | CUT, {}, False),
     (at([1, 2], [0], [2]) | CUT, AHEAD, False),
 ]
+# The same runs as this one are killed and go on below.
+SEEN_KILLED = 7
 PRODUCT = list(itertools.product(("ppo", "grpo"), range(len(PLACED))))
-# Otherwise each placement once, beside one of the two.
-SAMPLE = [(("ppo", "grpo")[place % 2], place) for place in range(1, len(PLACED))]
+# Otherwise each placement once, beside one of the two; those of one fragment are within those of several.
+SAMPLE = [(("ppo", "grpo")[place % 2], place) for place in range(3, len(PLACED)) if place != SEEN_KILLED]
 CASES = PRODUCT if "KITFORGE_PROVE" in os.environ else SAMPLE
 Case = tuple[str, Choices]
 
@@ -369,7 +370,7 @@ def breaking(_rank: int, folders: list[Path], cases: list[Case]) -> list[Any]:
 # The command line.
 
 SMALL = ["recipe=rlhf_tiny", "model.dim=32", "model.num_layers=1", "model.mlp_dim=48", "rl.prompts_per_rollout=2"]
-SHORT = ["trainer.max_steps=25", "trainer.checkpoint_every=1", "trainer.progress=false", "device=cpu"]
+SHORT = ["trainer.max_steps=15", "trainer.checkpoint_every=1", "trainer.progress=false", "device=cpu"]
 
 
 def is_running(number: int) -> bool:
@@ -378,18 +379,11 @@ def is_running(number: int) -> bool:
 
 
 @pytest.mark.slow
-def test_a_killed_rank_beside_ends_the_run_which_another_placement_goes_on_with(tmp_path: Path) -> None:
+def test_a_killed_rank_beside_ends_the_run_which_another_placement_goes_on_with(tmp_path: Path, shims: Path) -> None:
     command = ["train", *SMALL, *SHORT, f"output_dir={tmp_path / 'run'}"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "kitforge", *command, "role_ranks.rollout=[1]"],
-        cwd=tmp_path,
-        env=environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    process = start_command(tmp_path, shims, *command, "role_ranks.rollout=[1]")
     wait_for(tmp_path / "run" / "checkpoints" / "step_2")
-    started = process_numbers(process.pid)
+    started = process_numbers(process.pid, tmp_path / "run")
     os.kill(max(started), signal.SIGKILL)
     _, complaint = process.communicate(timeout=PATIENCE)
     assert process.returncode == 1

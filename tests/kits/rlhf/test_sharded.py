@@ -57,12 +57,12 @@ SPLIT: list[tuple[str, dict[str, Any], ParallelConfig]] = [
     ("kto", {}, SHARD),
     ("grpo", ADAPTERS, TENSOR),
     *((each, ADAPTERS if each in ("sft", "grpo") else {}, CONTEXT) for each in CUT_ROWS),
-    *((stage, {}, EXPERTS) for stage in ("sft", "dpo", "ppo", "grpo")),
+    *((stage, {}, EXPERTS) for stage in ("dpo", "ppo")),
 ]
 QUARTERS: list[tuple[str, dict[str, Any], ParallelConfig]] = [
-    *((stage, ADAPTERS, SQUARE) for stage in ("sft", "ppo")),
-    *((stage, ADAPTERS, ParallelConfig(shard=2, context=2)) for stage in ("sft", "grpo")),
-    *((stage, {}, WITH_TENSOR) for stage in ("ppo", "grpo", "dpo")),
+    ("sft", ADAPTERS, SQUARE),
+    ("grpo", ADAPTERS, ParallelConfig(shard=2, context=2)),
+    *((stage, {}, WITH_TENSOR) for stage in ("ppo", "dpo")),
     ("ppo", {}, ParallelConfig(data=2, expert=2, tensor=2, sequence_parallel=False)),
 ]
 

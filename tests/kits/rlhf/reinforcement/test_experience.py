@@ -214,8 +214,8 @@ PAIRS: list[Choices] = [
     ),
     *(PPO | one | other for one, other in itertools.islice(itertools.product(OF_CRITICS, AXES), 0, None, 17)),
 ]
-# Every option, and every fifth pair of options.
-PRODUCT = ALONE + (PAIRS if "KITFORGE_PROVE" in os.environ else PAIRS[::5])
+# Every option, and every tenth pair of options.
+PRODUCT = ALONE + (PAIRS if "KITFORGE_PROVE" in os.environ else PAIRS[::10])
 
 
 @pytest.mark.slow
