@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import inspect
 import io
 import re
@@ -124,8 +125,7 @@ def _composed(
         # A task of an installed kit: only the groups among its options.
         for name in named.keys() - option_sections - {"recipe"}:
             raise ConfigError(f"task {task!r} has no option {name!r}", got=f"{name}={named[name]}", fix="leave it out")
-        for section in [each for each in config if each not in option_sections]:
-            del config[section]
+        config = OmegaConf.masked_copy(config, [each for each in config if each in option_sections])
         preset = preset if "model" in option_sections else task
     # The requested task overrides that of a recipe.
     return to_plain_dict(OmegaConf.merge(config, nested(single), {"task": task})), preset
@@ -313,7 +313,8 @@ def _similar_names(name: str, known: Iterable[str], cutoff: float) -> list[str]:
     return [option for option in known if last[option] in near]
 
 
-def option_names(options: type[Any], path: str = "") -> dict[str, Any]:
+@functools.cache
+def option_names(options: type[Any], path: str = "") -> Mapping[str, Any]:
     """All options by dotted name, with their types."""
     result: dict[str, Any] = {}
     internal = _internal_names(options)
@@ -384,14 +385,18 @@ def dotted(choices: Mapping[str, Any], path: str = "") -> dict[str, Any]:
 
 
 def _compose_presets(named: Mapping[str, str]) -> tuple[DictConfig, str]:
-    """The presets as one configuration, and the name of the model preset."""
-    overrides = [*(f"{group}={name}" for group, name in named.items()), *_search_path()]
+    """The presets as one configuration, which is not to be changed, and the name of the model preset."""
+    overrides = (*(f"{group}={name}" for group, name in named.items()), *_search_path())
+    return _hydra_config(overrides) if OWN_CONFIGS.is_dir() else _shipped_config(overrides)
+
+
+def _hydra_config(overrides: tuple[str, ...]) -> tuple[DictConfig, str]:
     # Restored below for programs that run under Hydra themselves.
     before = get_gh_backup()
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-            config = hydra_compose("config", overrides, return_hydra_config=True)
+            config = hydra_compose("config", list(overrides), return_hydra_config=True)
     finally:
         restore_gh_from_backup(before)
     preset = str(config.hydra.runtime.choices.model)
@@ -399,6 +404,9 @@ def _compose_presets(named: Mapping[str, str]) -> tuple[DictConfig, str]:
     OmegaConf.set_struct(config, False)
     del config["hydra"]
     return config, preset
+
+
+_shipped_config = functools.lru_cache(maxsize=128)(_hydra_config)  # what no folder of the user changes
 
 
 def _split_choices(choices: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
