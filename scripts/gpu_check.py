@@ -136,8 +136,9 @@ def train_deterministically(place: Path, device: str, sizes: Sizes, name: str, k
 
 def check_resumption(device: torch.device, sizes: Sizes, place: Path) -> Row:
     """Two whole runs and one that was killed and resumed have the same losses, bit for bit."""
-    # The first of them imports what all need, and has not touched the device.
+    # They are copies of one process that has imported what all need, and has not touched the device.
     context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([name for name in sys.modules if name.startswith(("benchmarks.", "kitforge."))])
     exits = []
     for name, kill_at in (("whole", None), ("again", None), ("killed", 5), ("killed", None)):
         process = context.Process(target=train_deterministically, args=(place, str(device), sizes, name, kill_at))

@@ -325,7 +325,17 @@ def test_nested_undoes_dotted() -> None:
     assert nested(dotted(tree)) == tree
 
 
+def test_what_is_remembered_is_nobodys_to_change() -> None:
+    first = values(model="gpt2_tiny")
+    first["model"]["dim"] = first["optimizer"]["learning_rate"] = None
+    again = values(model="gpt2_tiny")
+    assert again["model"]["dim"] is not None
+    assert again["optimizer"]["learning_rate"] is not None
+
+
 def test_a_program_that_hydra_runs_keeps_its_own_hydra() -> None:
+    # With presets of one's own none is remembered.
+    write("configs/model/mine.yaml", "family: gpt2\n")
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         assert values(model="gpt2_tiny")["model"]["family"] == "gpt2"
         assert hydra_compose("config").model.family == "llama"

@@ -241,9 +241,11 @@ def set_random_state(states: dict[str, torch.Tensor], device: torch.device) -> N
 
 def set_deterministic(enabled: bool) -> None:
     """Select deterministic kernels (CPU kernels always are; on CUDA they cost speed)."""
-    # The call imports the compiler, which takes two seconds; skip it if nothing changes.
-    if enabled or torch.are_deterministic_algorithms_enabled():
+    if "torch._inductor.config" in sys.modules:
         torch.use_deterministic_algorithms(enabled)
+    else:
+        # The same, but it does not import the compiler, which takes three seconds; compiled blocks ask what is set.
+        torch.set_deterministic_debug_mode("error" if enabled else "default")
     torch.backends.cudnn.benchmark = not enabled
 
 

@@ -69,16 +69,18 @@ def test_freed_memory_is_kept_where_the_allocator_allows() -> None:
     assert isinstance(device.keep_malloc_arenas(), bool)
 
 
-def test_determinism_that_nobody_asked_for_does_not_load_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[bool] = []
-    monkeypatch.setattr(torch, "use_deterministic_algorithms", asked.append)
-    device.set_deterministic(False)
-    device.set_deterministic(True)
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    device.set_deterministic(False)
-    assert asked == [True, False]
-    monkeypatch.undo()
-    device.set_deterministic(torch.are_deterministic_algorithms_enabled())
+def test_determinism_does_not_load_the_compiler_but_tells_one_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[bool] = []
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", told.append)
+    monkeypatch.delitem(sys.modules, "torch._inductor.config", raising=False)
+    for enabled in (True, False):
+        device.set_deterministic(enabled)
+        assert torch.are_deterministic_algorithms_enabled() == enabled
+    assert not told and "torch._inductor.config" not in sys.modules
+    monkeypatch.setitem(sys.modules, "torch._inductor.config", None)
+    for enabled in (True, False):
+        device.set_deterministic(enabled)
+    assert told == [True, False]
 
 
 def test_free_host_memory_is_part_of_what_the_host_has() -> None:

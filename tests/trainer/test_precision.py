@@ -99,8 +99,8 @@ def test_two_runs_are_equal_and_another_seed_is_not(tmp_path: Path, corpus: Path
 
 def test_deterministic_algorithms_are_asked_for_by_option(tmp_path: Path, corpus: Path) -> None:
     try:
-        tiny.begin(tmp_path / "yes", corpus, {"deterministic": True})
-        assert torch.are_deterministic_algorithms_enabled()
+        tiny.begin(tmp_path / "yes", corpus, {"deterministic": True, "compile_level": "O2"})
+        assert torch.are_deterministic_algorithms_enabled() and torch._inductor.config.deterministic
     finally:
         torch.use_deterministic_algorithms(False)
 

@@ -33,13 +33,14 @@ import kitforge.inference.pipeline
 import kitforge.kits.recommender.build
 import kitforge.kits.rlhf.build
 import kitforge.kits.transformers.build
+from kitforge.composition import compose_config
 from kitforge.core.kernels.linear.numba import linear
 from kitforge.data import standard_library
 from kitforge.data.tables.synthetic_clicks import SyntheticClicks, SyntheticClicksConfig
 from kitforge.trainer import loop
 
 __all__ = ["kitforge", "shorten"]
-SHORT_STEPS, MOST_STEPS = 5, 20
+SHORT_STEPS, MOST_STEPS = 5, 8
 SHORT_CORPUS = ("json/", "logging/")
 SHORT_LOG = 20_000
 SECONDS_BETWEEN_LOOKS = 0.02
@@ -138,6 +139,9 @@ if __name__ == "__main__":
     # `make prove` lets them have the whole.
     if "KITFORGE_PROVE" not in os.environ:
         shorten()
+    # So does the first configuration that Hydra composes.
+    for task in ("text_generation", "recommendation"):
+        compose_config(task, {})
     # The first compiled loop of a process takes longer than all the steps of a page together.
     linear(torch.ones(1, 1), torch.ones(1, 1))
     for module in sys.argv[2:]:

@@ -93,7 +93,7 @@ class Stack(nn.Module, ABC):
 
     def compile_blocks(self) -> None:
         """Compile each block with torch.compile (level O2), over the same weights."""
-        _make_room()
+        _prepare_compiler()
         self._compiled = [block and torch.compile(self._traceable(block), dynamic=False) for block in self.blocks]
 
     def _traceable(self, block: nn.Module) -> Callable[..., Tensor]:
@@ -125,8 +125,10 @@ def _recomputed(block: Callable[..., Tensor], contexts: Callable[[], Any], strea
     return output
 
 
-def _make_room() -> None:
-    """Raise the recompile limit of torch.compile to `_GRAPHS`, and warn the user when that is reached."""
+def _prepare_compiler() -> None:
+    """Raise the recompile limit of torch.compile to `_GRAPHS`, and warn the user when that is reached; the code that it
+    makes is as deterministic as torch's own."""
+    torch._inductor.config.deterministic = torch.are_deterministic_algorithms_enabled()
     options = torch._dynamo.config
     options.recompile_limit = max(options.recompile_limit, _GRAPHS)
     log = logging.getLogger("torch._dynamo.convert_frame")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,6 +30,7 @@ from kitforge.core.kernels import (
 )
 from kitforge.core.kernels.dispatch import IMPLEMENTATIONS, REFERENCE, implementation
 from tests.core.kernels.comparison import Call, in_parts, random, relative, results
+from tests.pairs import pairs
 
 # Rows beyond the last one compute on nothing, and what they find is not written.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -45,7 +48,7 @@ DTYPES = list(TOLERANCE)
 ANGLES = random(2, 9, 3)
 # Rows and columns: one of each, no row, fewer and more than a tile of 64, powers of two and their neighbours.
 SHAPES = [(1, 1), (0, 5), (5, 7), (4, 64), (3, 65), (9, 200)]
-FAST_SHAPES = [(0, 5), (3, 65)]
+CASES = list((product if "KITFORGE_PROVE" in os.environ else pairs)(TRITON, SHAPES, DTYPES))
 
 
 def targets_of(rows: int, vocabulary: int, ignored: int = 3) -> Tensor:
@@ -99,11 +102,8 @@ def check(operation: str, call: Callable[[Any], Call], inputs: list[Tensor], fou
     return max(relative(one, other, floor=1.0) for one, other in zip(got, wanted, strict=True))
 
 
-@pytest.mark.parametrize("operation", TRITON)
-@pytest.mark.parametrize(
-    "shape", [each if each in FAST_SHAPES else pytest.param(each, marks=pytest.mark.slow) for each in SHAPES]
-)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.prove
+@pytest.mark.parametrize(("operation", "shape", "dtype"), CASES)
 def test_it_is_its_reference(operation: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
     if dtype == torch.float16 and operation.startswith("linear"):
         assert not IMPLEMENTATIONS[operation]["triton"].accepts(*(random(2, 2).half() for _ in range(2)))
@@ -297,6 +297,7 @@ def test_every_custom_op_passes_opcheck_and_is_in_this_test() -> None:
         for name in ("paged_attention", "quantized_linear", "round_to_float8", "add_wide_product", "keep_mask", *TABLES)
     }
     elsewhere |= {f"kitforge::moe_{name}" for name in ("spread", "combine", "weight_gradient")}
+    elsewhere |= {"kitforge::grouped_linear", "kitforge::grouped_linear_backward"}
     compiled_loops = {name for name in registered() if name.endswith("_numba")}
     assert {f"kitforge::{name}" for name in made} == set(registered()) - elsewhere - compiled_loops
 
