@@ -40,7 +40,7 @@ from kitforge.data.tables.synthetic_clicks import SyntheticClicks, SyntheticClic
 from kitforge.trainer import loop
 
 __all__ = ["kitforge", "shorten"]
-SHORT_STEPS, MOST_STEPS = 5, 8
+SHORT_STEPS, MOST_STEPS = 5, 20
 SHORT_CORPUS = ("json/", "logging/")
 SHORT_LOG = 20_000
 SECONDS_BETWEEN_LOOKS = 0.02
