@@ -12,7 +12,7 @@ import inspect
 import io
 import re
 import typing
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,7 @@ TEXT_OPTIONS = ("prompt",)
 # Options that may be given without their section, if exactly one option of the verb has this name.
 SHORT_NAMES = ("max_new_tokens", "temperature", "top_p", "num_generations")
 FIELD = re.compile(r"^((?:    # .*\n)*)    (\w+): [^#\n]*?(?:  # (.*))?$", re.MULTILINE)
+_type_hints: Callable[..., dict[str, Any]] = functools.cache(typing.get_type_hints)
 REFERENCE = re.compile(r"\$\{[\w.]+\}")
 
 
@@ -125,7 +126,7 @@ def _composed(
         # A task of an installed kit: only the groups among its options.
         for name in named.keys() - option_sections - {"recipe"}:
             raise ConfigError(f"task {task!r} has no option {name!r}", got=f"{name}={named[name]}", fix="leave it out")
-        config = OmegaConf.masked_copy(config, [each for each in config if each in option_sections])
+        config = OmegaConf.masked_copy(config, [str(each) for each in config if each in option_sections])
         preset = preset if "model" in option_sections else task
     # The requested task overrides that of a recipe.
     return to_plain_dict(OmegaConf.merge(config, nested(single), {"task": task})), preset
@@ -313,12 +314,11 @@ def _similar_names(name: str, known: Iterable[str], cutoff: float) -> list[str]:
     return [option for option in known if last[option] in near]
 
 
-@functools.cache
-def option_names(options: type[Any], path: str = "") -> Mapping[str, Any]:
+def option_names(options: type[Any], path: str = "") -> dict[str, Any]:
     """All options by dotted name, with their types."""
     result: dict[str, Any] = {}
     internal = _internal_names(options)
-    for name, hint in typing.get_type_hints(options).items():
+    for name, hint in _type_hints(options).items():
         if name in internal:
             continue
         if dataclasses.is_dataclass(hint):
@@ -337,7 +337,7 @@ def option_help(options: type[Any], path: str = "") -> dict[str, str]:
         for above, name, trailing in FIELD.findall(source):
             if name not in internal:
                 result[path + name] = trailing or " ".join(above.replace("#", " ").split())
-    for name, hint in typing.get_type_hints(options).items():
+    for name, hint in _type_hints(options).items():
         if dataclasses.is_dataclass(hint):
             result |= option_help(hint, f"{path}{name}.")  # type: ignore[arg-type]
     return result
