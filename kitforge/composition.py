@@ -12,7 +12,7 @@ import inspect
 import io
 import re
 import typing
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,7 @@ TEXT_OPTIONS = ("prompt",)
 # Options that may be given without their section, if exactly one option of the verb has this name.
 SHORT_NAMES = ("max_new_tokens", "temperature", "top_p", "num_generations")
 FIELD = re.compile(r"^((?:    # .*\n)*)    (\w+): [^#\n]*?(?:  # (.*))?$", re.MULTILINE)
+_type_hints: Callable[..., dict[str, Any]] = functools.cache(typing.get_type_hints)
 REFERENCE = re.compile(r"\$\{[\w.]+\}")
 
 
@@ -317,7 +318,7 @@ def option_names(options: type[Any], path: str = "") -> dict[str, Any]:
     """All options by dotted name, with their types."""
     result: dict[str, Any] = {}
     internal = _internal_names(options)
-    for name, hint in typing.get_type_hints(options).items():
+    for name, hint in _type_hints(options).items():
         if name in internal:
             continue
         if dataclasses.is_dataclass(hint):
@@ -336,7 +337,7 @@ def option_help(options: type[Any], path: str = "") -> dict[str, str]:
         for above, name, trailing in FIELD.findall(source):
             if name not in internal:
                 result[path + name] = trailing or " ".join(above.replace("#", " ").split())
-    for name, hint in typing.get_type_hints(options).items():
+    for name, hint in _type_hints(options).items():
         if dataclasses.is_dataclass(hint):
             result |= option_help(hint, f"{path}{name}.")  # type: ignore[arg-type]
     return result
@@ -384,8 +385,7 @@ def dotted(choices: Mapping[str, Any], path: str = "") -> dict[str, Any]:
 
 
 def _compose_presets(named: Mapping[str, str]) -> tuple[DictConfig, str]:
-    """The presets as one configuration, and the name of the model preset. Where all are shipped, the same ones are
-    composed once, and the caller leaves them as they are."""
+    """The presets as one configuration, not to be changed, and the model preset's name. Shipped ones compose once."""
     overrides, own = [f"{group}={name}" for group, name in named.items()], _search_path()
     return _hydra_config(*overrides, *own) if own else _shipped_config(*overrides)
 

@@ -333,6 +333,12 @@ def test_what_is_remembered_is_nobodys_to_change() -> None:
     assert again["optimizer"]["learning_rate"] is not None
 
 
+def test_a_preset_of_ones_own_is_read_anew_each_time() -> None:
+    for dim in (48, 64):
+        write("configs/model/mine.yaml", f"family: gpt2\ndim: {dim}\n")
+        assert values(model="mine")["model"]["dim"] == dim
+
+
 def test_a_program_that_hydra_runs_keeps_its_own_hydra() -> None:
     # With presets of one's own none is remembered.
     write("configs/model/mine.yaml", "family: gpt2\n")

@@ -16,6 +16,7 @@ from kitforge.foundation.config import from_dict, to_dict
 from kitforge.foundation.errors import ConfigError
 from kitforge.trainer.options import TrainerOptions
 from kitforge.trainer.precision import autocast
+from tests.core.nn import networks
 from tests.trainer import tiny
 
 
@@ -101,6 +102,10 @@ def test_deterministic_algorithms_are_asked_for_by_option(tmp_path: Path, corpus
     try:
         tiny.begin(tmp_path / "yes", corpus, {"deterministic": True, "compile_level": "O2"})
         assert torch.are_deterministic_algorithms_enabled() and torch._inductor.config.deterministic
+        # Blocks may be compiled before it is asked for, and after, by a compiler that was not there to be told.
+        torch._inductor.config.deterministic = False
+        networks.build(networks.CONFIGS["gpt2"], "O1", torch.float32).compile_blocks()
+        assert torch._inductor.config.deterministic
     finally:
         torch.use_deterministic_algorithms(False)
 
