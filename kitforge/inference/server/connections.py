@@ -16,7 +16,9 @@ from kitforge.inference.server.middleware import ABORT
 from kitforge.inference.server.options import HttpOptions
 
 _log = logger(__name__)
-# Listen backlog. All of its connections may be accepted before one can be closed.
+# Turns of the event loop in which a connection beyond the limit is open, from `accept` to `close`; each may accept as
+# many as the listen backlog.
+_TURNS = 4
 _BACKLOG = 2048
 # File descriptors reserved for everything but connections.
 _SPARE = 32
@@ -77,8 +79,8 @@ def connection_limits(limits: HttpOptions) -> tuple[int, int]:
     if allowed == resource.RLIM_INFINITY:
         return limits.max_connections, _BACKLOG
     free = allowed - len(os.listdir("/dev/fd")) - _SPARE
-    backlog = max(1, min(_BACKLOG, free // 4))
-    most = max(1, min(limits.max_connections, free - backlog))
+    backlog = max(1, min(_BACKLOG, free // (2 * _TURNS)))
+    most = max(1, min(limits.max_connections, free - _TURNS * backlog))
     if most < limits.max_connections:
         words = (
             "%d connections may be open at once instead of serve.max_connections=%d: %d files may be open (ulimit -n)"
