@@ -87,9 +87,10 @@ def test_it_starts_its_own_ranks_and_one_of_them_speaks(
     printed = [
         capsys.readouterr().out,
         run(["kitforge", *evaluation, "parallel.data=2"], folder),
+        on_forked_ranks(folder, 2, *evaluation, "parallel.tensor=2"),
     ]
     found = [json.loads(each.splitlines()[-1])["loss"] for each in printed]
-    assert found[1] == pytest.approx(found[0], abs=1e-6)
+    assert found[1:] == pytest.approx(found[:1] * 2, abs=1e-6)
 
 
 def test_torchrun_starts_them_as_well(folder: Path, alone: list[float], run: Run) -> None:

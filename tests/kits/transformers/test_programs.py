@@ -186,8 +186,7 @@ def test_a_decoder_whose_keys_depend_on_the_length_has_no_cache(tmp_path: Path) 
 
 
 @pytest.mark.prove
-# Half a minute as ONNX.
-@pytest.mark.parametrize("format", FORMATS if PROVES else ["torch_export"])
+@pytest.mark.parametrize("format", FORMATS)
 def test_an_encoder_and_a_decoder(format: str, tmp_path: Path) -> None:
     config = T5Config(vocab_size=VOCAB, dim=24, num_layers=1, num_decoder_layers=2, num_heads=3, head_dim=6, mlp_dim=40)
     # Its attention is not scaled: larger weights would magnify rounding a hundredfold.
