@@ -55,14 +55,14 @@ def fingerprint_of(*parts: object) -> str:
     return hashlib.blake2b(repr(parts).encode("utf-8", "backslashreplace"), digest_size=16).hexdigest()
 
 
-def document_of(row: object, column: str, errors: EncodingErrors, location: object) -> str:
-    """The text of a row, which is the text itself or a mapping with the column `column`.
+def document_of(row: object, column: str, errors: EncodingErrors, location: object, option: str = "data.column") -> str:
+    """The text of a row, which is the text itself or a mapping with the column `column`, chosen by `option`.
 
     `place` tells a person, as text, where the row stands; it is made into text only for a message.
     """
     if isinstance(row, Mapping):
         if column not in row:
-            raise missing_column(column, map(str, row), location)
+            raise missing_column(column, map(str, row), location, option)
         row = row[column]
     if isinstance(row, str):
         return row if row.isascii() else _encodable(row, errors, location)
@@ -70,21 +70,21 @@ def document_of(row: object, column: str, errors: EncodingErrors, location: obje
         f"{location} holds no text in column {column!r}",
         got=f"{type(row).__name__} {str(row)[:60]!r}",
         expected="text",
-        fix="choose a column that holds text (data.column=NAME), or leave such rows out of the data",
+        fix=f"choose a column that holds text ({option}=NAME), or leave such rows out of the data",
     )
 
 
-def column_value(row: object, column: str, location: object) -> Any:
-    """The value of a column of a row. Raises DataError where it has none."""
+def column_value(row: object, column: str, location: object, option: str) -> Any:
+    """The value of a column of a row, chosen by `option`. Raises DataError where it has none."""
     if not isinstance(row, Mapping) or column not in row:
-        raise missing_column(column, map(str, row if isinstance(row, Mapping) else ()), location)
+        raise missing_column(column, map(str, row if isinstance(row, Mapping) else ()), location, option)
     return row[column]
 
 
-def missing_column(column: str, columns: Iterable[str], location: object) -> DataError:
+def missing_column(column: str, columns: Iterable[str], location: object, option: str = "data.column") -> DataError:
     """The error about rows without the column that was asked for."""
     present = sorted(columns)
-    fix = f"data.column=NAME; {nearest(column, present)}" if present else "data.column=NAME"
+    fix = f"{option}=NAME; {nearest(column, present)}" if present else f"{option}=NAME"
     return DataError(
         f"{location} has no column {column!r}",
         got=f"columns {', '.join(present)}",

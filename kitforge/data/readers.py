@@ -1,4 +1,4 @@
-"""Readers of documents from one file: plain text, JSON, JSON lines, CSV, Parquet."""
+"""Readers of documents from one file: plain text, JSON, JSON lines, CSV, Parquet, CoNLL."""
 
 from __future__ import annotations
 
@@ -217,6 +217,27 @@ def _json_lines(shard: FileShard) -> Iterator[tuple[object, Any]]:
             yield location, _parse(_decode(shard, offset, raw), location)
 
 
+def _tagged_sentences(shard: FileShard) -> Iterator[tuple[object, Any]]:
+    """A row for each sentence of a CoNLL file: a line for each word, which is its first column and has its tag in the
+    last one, and empty lines between sentences. -DOCSTART- and comments (`# id 7`: another number of columns) are left
+    out."""
+    lines = [line.split() for line in [*_everything(shard).split("\n"), ""]]
+    width = next((len(line) for line in lines if line and line[0] not in ("#", "-DOCSTART-")), 2)
+    sentence: list[tuple[int, list[str]]] = []
+    for number, line in enumerate(lines, start=1):
+        if line and line[0] == "#" and len(line) != width:
+            continue
+        if line and line[0] != "-DOCSTART-":
+            if len(line) != max(width, 2):
+                got, expected = f"{len(line)} columns", f"{max(width, 2)}: a word, and its tag in the last one"
+                raise DataError(f"{shard.path}:{number} is not a word with its tag", got=got, expected=expected)
+            sentence.append((number, line))
+        elif sentence:
+            columns = {"tokens": [each[0] for _, each in sentence], "ner_tags": [each[-1] for _, each in sentence]}
+            yield f"{shard.path}:{sentence[0][0]}", columns
+            sentence = []
+
+
 def _json_rows(shard: FileShard) -> Iterator[tuple[object, Any]]:
     rows = _parse(_everything(shard), shard.path)
     for number, row in enumerate(rows if isinstance(rows, list) else [rows], start=1):
@@ -328,6 +349,7 @@ _READERS: dict[str, Callable[[FileShard], Iterator[str]]] = {
     ".csv": _read_table,
     ".tsv": _read_table,
     ".parquet": _read_parquet,
+    ".conll": _read_rows,
 }
 _ROWS: dict[str, Callable[[FileShard], Iterator[tuple[object, Any]]]] = {
     ".jsonl": _json_lines,
@@ -335,4 +357,5 @@ _ROWS: dict[str, Callable[[FileShard], Iterator[tuple[object, Any]]]] = {
     ".csv": _table_rows,
     ".tsv": _table_rows,
     ".parquet": _parquet_rows,
+    ".conll": _tagged_sentences,
 }

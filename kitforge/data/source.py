@@ -207,4 +207,4 @@ def _path_shards(spec: str | os.PathLike[str], config: SourceConfig) -> list[Doc
 
 
 def _text_files(spec: str | os.PathLike[str]) -> list[Path]:
-    return resolve_files(spec, is_known, ".txt .py .md .jsonl .json .csv .tsv .parquet", [STANDARD_LIBRARY])
+    return resolve_files(spec, is_known, ".txt .py .md .jsonl .json .csv .tsv .parquet .conll", [STANDARD_LIBRARY])

@@ -181,6 +181,34 @@ def test_a_package_that_a_present_one_misses_is_named(tmp_path: Path, monkeypatc
         optional_imports.import_optional("half_installed", needed_for="it", extra="serve")
 
 
+CONLL = """-DOCSTART- -X- O O
+
+EU NNP I-NP B-ORG
+rejects VBZ I-VP O
+
+# id 7 of 9
+# HASH I-NP O
+Ann\tNNP\tI-NP\tB-PER
+"""
+
+
+@pytest.mark.parametrize("ends", ["\n", "\r\n", "\n\n"])
+def test_a_conll_file_is_a_row_for_each_sentence(tmp_path: Path, ends: str) -> None:
+    text = CONLL if ends == "\n\n" else CONLL.replace("\n", ends)
+    found = list(file_shards(write(tmp_path / "a.conll", text + ends), "text", None, "strict")[0].rows())
+    assert [row for _, row in found] == [
+        {"tokens": ["EU", "rejects"], "ner_tags": ["B-ORG", "O"]},
+        {"tokens": ["#", "Ann"], "ner_tags": ["O", "B-PER"]},
+    ]
+    assert [str(location) for location, _ in found] == [f"{tmp_path / 'a.conll'}:{line}" for line in (3, 7)]
+
+
+@pytest.mark.parametrize(("text", "line"), [("Ann\n", 1), ("Ann B-PER\nsaw O\nBob\n", 3), ("a b O\n\nc d e O\n", 3)])
+def test_a_conll_line_without_a_word_and_its_tag_is_named(tmp_path: Path, text: str, line: int) -> None:
+    with pytest.raises(DataError, match=rf"a\.conll:{line} is not a word with its tag"):
+        list(file_shards(write(tmp_path / "a.conll", text), "text", None, "strict")[0].rows())
+
+
 def test_a_shard_of_a_file_knows_its_size(tmp_path: Path) -> None:
     shard = FileShard(
         path=tmp_path, column="text", separator=None, encoding_errors="strict", stamp=(10, 0), start=2, stop=7

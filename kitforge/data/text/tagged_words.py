@@ -11,6 +11,7 @@ from kitforge.data.labels import label_index
 from kitforge.data.tokenizers.loading import Tokenizer
 from kitforge.foundation.errors import DataError
 
+TAG_COLUMNS = ("ner_tags", "tags")  # as the datasets of the Hugging Face Hub call them
 # The tag of the word of a token, or None, and whether it is the first token of its word.
 TokenTag: TypeAlias = tuple[str | int | None, bool]
 
@@ -24,11 +25,14 @@ def words_of(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[list[int], lis
 
 
 def tagged_tokens(
-    row: object, columns: tuple[str, str], tokenizer: Tokenizer, location: object
+    row: object, columns: tuple[str, str | None], tokenizer: Tokenizer, location: object
 ) -> tuple[list[int], list[TokenTag]]:
-    """The tokens of the words of a row and the tag of each; `columns` are those of the words and of the tags. Raises
-    DataError for a row without words, with another number of tags, or with a word that has no token."""
-    words, tags = (column_value(row, name, location) for name in columns)
+    """The tokens of the words of a row and the tag of each; `columns` are those of the words and of the tags (None:
+    the first of `TAG_COLUMNS` that the row has). Raises DataError for a row without words, with another number of tags,
+    or with a word that has no token."""
+    present = [name for name in TAG_COLUMNS if isinstance(row, Mapping) and name in row]
+    words = column_value(row, columns[0], location, "data.words")
+    tags = column_value(row, columns[1] or (*present, *TAG_COLUMNS)[0], location, "data.tags")
     if not (isinstance(words, list) and words and all(isinstance(each, str) and each.strip() for each in words)):
         expected = f"a list of texts in the column {columns[0]!r}"
         raise DataError(f"{location} has no words", got=repr(words)[:80], expected=expected)

@@ -143,8 +143,8 @@ def _targets(
 
 def _columns(row: object, options: TextClassificationOptions, location: object) -> tuple[str, Label]:
     data = options.data
-    text = document_of(row, data.text, "strict", location)
-    label = column_value(row, data.label, location)
+    text = document_of(row, data.text, "strict", location, "data.text")
+    label = column_value(row, data.label, location, "data.label")
     if options.problem_type == "regression" and text.strip():
         numbers_of(label, None, location)
         return text, label

@@ -142,7 +142,8 @@ def read_texts(spec: object, data: PairDataOptions) -> list[tuple[object, tuple[
     located = (pair for shard in (open_rows(spec) if spec is not None else ()) for pair in shard.rows())
     for location, row in located:
         try:
-            texts = document_of(row, data.source, "strict", location), document_of(row, data.target, "strict", location)
+            source = document_of(row, data.source, "strict", location, "data.source")
+            texts = source, document_of(row, data.target, "strict", location, "data.target")
             if not all(each.strip() for each in texts):
                 raise DataError(f"{location} is not a pair", got="an empty text", expected="a source and a target")
         except DataError:

@@ -42,7 +42,7 @@ class TokenDataOptions(LabelledRowOptions):
     """Rows of words and a tag for each."""
 
     words: str = "tokens"  # column of the list of words
-    tags: str = "ner_tags"  # column of the list of their labels: texts or whole numbers
+    tags: str | None = None  # column of the list of their labels, texts or whole numbers; null: ner_tags, or tags
     label_all_tokens: bool = False  # train on every token of a word; false: on its first
 
 

@@ -274,6 +274,19 @@ def test_a_row_that_cannot_be_used_is_named(choices: dict[str, Any], row: dict[s
         begin(None, choices, train_dataset=[*rows(), row])
 
 
+@pytest.mark.parametrize("tags", ["ner_tags", "tags"])
+def test_the_tags_are_found_in_either_column(tags: str) -> None:
+    found = [{"tokens": each["tokens"], tags: each["ner_tags"]} for each in rows()]
+    own, other = (begin(None, train_dataset=each).loop.task._rows for each in (rows(), found))
+    assert own.labels == other.labels
+    assert own.fingerprint == other.fingerprint
+
+
+def test_the_advice_on_a_missing_column_names_its_option() -> None:
+    with pytest.raises(DataError, match=r"(?s)data\.tags=NAME; did you mean 'tag'"):
+        begin(None, train_dataset=[{"tokens": ["Ann"], "tag": ["O"]}])
+
+
 def test_rows_can_be_skipped_or_cut_instead(caplog: pytest.LogCaptureFixture) -> None:
     extra = [{"tokens": ["a" * 60, "bcdef"], "ner_tags": ["O", "O"]}, {"tokens": ["x"]}]
     choices = {"data.on_invalid": "skip", "data.on_too_long": "cut_right", "data.eval_fraction": 0.0}
