@@ -4,8 +4,8 @@
 
 The head of peer_vllm.py says how to make the other environment; without it, ours runs alone. FOLDER is a Hugging Face
 folder; by default the weights are random. A round starts a process of each in turn, and a ratio is of one round. The
-last table sets a step of the engine beside the products of its linear layers, by the faster of torch and our kernel.
-The result goes to against_vllm.md.
+last line sets a step of the engine beside its linear layers alone, by the step's own product and packed panels, all
+layers one after another (packed_products.py). The result goes to against_vllm.md.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn import functional
 
 from benchmarks.command_line import CommandLine, write_result
 from benchmarks.inference.engine_claims import network
@@ -81,21 +80,12 @@ def ours(folder: str) -> dict[str, float]:
 
 
 def products(model: Decoder, rows: int) -> float:
-    """Seconds of the products of all linear layers and the head, each by the faster of torch and our kernel."""
-    from kitforge.core.kernels.linear.numba import linear as compiled
+    """Seconds of the products of so many rows with all linear layers and the head, as a step of the engine runs them,
+    and of nothing else."""
+    from benchmarks.inference.packed_products import packed_seconds
 
-    weights = [each.weight for each in model.modules() if isinstance(each, Linear)] + [model.head_weight]
-    total = 0.0
-    with torch.no_grad():
-        for kernel in (functional.linear, compiled):
-            times = []
-            for _ in range(5):
-                start = time.perf_counter()
-                for weight in weights:
-                    kernel(torch.ones(rows, weight.shape[1], dtype=weight.dtype), weight)
-                times.append(time.perf_counter() - start)
-            total = min(times) if not total else min(total, *times)
-    return total
+    weights = [each.weight for each in model.modules() if isinstance(each, Linear)]
+    return packed_seconds([*weights, model.head_weight], rows)
 
 
 def launched(command: list[str], threads: int) -> dict[str, float]:
@@ -109,15 +99,14 @@ def launched(command: list[str], threads: int) -> dict[str, float]:
     return result
 
 
-def row(count: int, rounds: list[tuple[dict[str, float], dict[str, float]]]) -> str:
-    """A line of the table, from (ours, the peer's) of every round."""
-    own = [mine[str(count)] for mine, _ in rounds]
-    other = [peer[str(count)] for _, peer in rounds if peer]
-    line = f"| {count} | {statistics.median(own):.0f} |"
+def row(name: str, asked: float, rounds: list[tuple[dict[str, float], dict[str, float]]]) -> str:
+    """A line of the table: a name in what was measured, the ratio asked for, and (ours, the peer's) of every round."""
+    own = [mine[name] for mine, _ in rounds]
+    other = [peer[name] for _, peer in rounds if peer]
+    line = f"| {name} | {statistics.median(own):.0f} |"
     if not other:
         return f"{line} | | |"
-    ratio = statistics.median(mine[str(count)] / peer[str(count)] for mine, peer in rounds if peer)
-    asked = ASKED.get(count, 1.0)
+    ratio = statistics.median(mine[name] / peer[name] for mine, peer in rounds if peer)
     verdict = f"{'met' if ratio >= asked else 'missed'}: >= {asked:g}x"
     return f"{line} {statistics.median(other):.0f} | {ratio:.2f}x | {verdict} |"
 
@@ -166,7 +155,7 @@ def main() -> None:
         "",
         "| prompts | ours | vLLM | ours / vLLM | target |",
         "|---:|---:|---:|---:|---|",
-        *(row(count, rounds) for count in COUNTS),
+        *(row(str(count), ASKED.get(count, 1.0), rounds) for count in COUNTS),
         "",
         f"A step of {COUNTS[-1]} texts takes {step:.1f} ms, its products {product:.1f} ms: {step / product:.2f}x "
         "(target: at most 1.6x).",

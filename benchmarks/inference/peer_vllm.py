@@ -14,18 +14,19 @@ import os
 import sys
 import time
 
+# Of every process of vLLM, besides OMP_NUM_THREADS.
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "2",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+
 
 def main() -> None:
     """One process, all counts."""
     folder, length, new, threads = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
     counts = [int(count) for count in sys.argv[5:]]
-    os.environ.update(
-        VLLM_CPU_KVCACHE_SPACE="2",
-        VLLM_CPU_OMP_THREADS_BIND="nobind",
-        OMP_NUM_THREADS=threads,
-        VLLM_LOGGING_LEVEL="ERROR",
-        VLLM_ENABLE_V1_MULTIPROCESSING="0",
-    )
+    os.environ.update(ENVIRONMENT, OMP_NUM_THREADS=threads, VLLM_ENABLE_V1_MULTIPROCESSING="0")
     from vllm import LLM, SamplingParams
 
     engine = LLM(model=folder, dtype="bfloat16", max_model_len=512, max_num_seqs=64, skip_tokenizer_init=True)
