@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import functools
-import math
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -145,18 +144,6 @@ def rounded(number: Any, like: Any) -> Any:
 
 
 @intrinsic
-def power_of_two(_context: Any, _exponent: Any) -> Any:
-    """In a compiled loop, `power_of_two(n)` is 2**n in fp32, for int32 n from -126 to 127."""
-
-    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        wide = ir.IntType(32)
-        bits = builder.shl(builder.add(arguments[0], ir.Constant(wide, 127)), ir.Constant(wide, 23))
-        return builder.bitcast(bits, ir.FloatType())
-
-    return types.float32(types.int32), generate
-
-
-@intrinsic
 def prefetch(_context: Any, array: Any, _row: Any, _column: Any) -> Any:
     """In a compiled loop, `prefetch(array, row, column)` prefetches the cache line of that element."""
 
@@ -190,26 +177,6 @@ def hash_bits(key: Any) -> Any:
     bits = (bits ^ (bits >> np.uint64(33))) * np.uint64(0xFF51AFD7ED558CCD)
     bits = (bits ^ (bits >> np.uint64(33))) * np.uint64(0xC4CEB9FE1A85EC53)
     return bits ^ (bits >> np.uint64(33))
-
-
-_LOG2_E = np.float32(1.4426950408889634)
-_HALF = np.float32(0.5)
-_SMALLEST = np.float32(-126)
-# Taylor series of 2**x; from -1/2 to 1/2 its error is below the precision of fp32.
-_TERMS = tuple(np.float32(math.log(2) ** power / math.factorial(power)) for power in range(8))
-
-
-@compiled_fastmath
-def exponential(number: Any) -> Any:
-    """e**number in fp32 for numbers of at most 88, in a form that LLVM vectorizes. Results are at least 2**-126."""
-    power = number * _LOG2_E
-    power = _SMALLEST if power < _SMALLEST else power
-    integer = np.floor(power + _HALF)
-    x = power - integer
-    series = _TERMS[7]
-    for term in (_TERMS[6], _TERMS[5], _TERMS[4], _TERMS[3], _TERMS[2], _TERMS[1], _TERMS[0]):
-        series = series * x + term
-    return series * power_of_two(np.int32(integer))
 
 
 def parallel_for(work: Callable[[int, int], Any], count: int, grain: int) -> list[Any]:

@@ -15,27 +15,50 @@ from torch import Tensor
 
 from kitforge.core.kernels.decode_attention.mix_microkernel import mix
 from kitforge.core.kernels.linear.gemm_microkernel import LANES, PAIRS, PANEL
-from kitforge.core.kernels.linear.numba import LINE, aligned, multiply_panel, pack_panel
+from kitforge.core.kernels.linear.matrix_microkernel import release
+from kitforge.core.kernels.linear.numba import (
+    LINE,
+    aligned,
+    multiply_panel,
+    multiply_rows,
+    pack_panel,
+    prefers_matrix_unit,
+)
 from kitforge.core.kernels.numba_runtime import (
     FLOAT,
     HALF,
     array_at,
+    compiled,
     compiled_fastmath,
-    exponential,
     float32_at,
     int64_at,
     narrowed,
     prefetch,
 )
+from kitforge.core.kernels.vectors import (
+    fused,
+    lane_numbers,
+    larger,
+    largest_of,
+    part_at,
+    powers_of_e,
+    sum_of,
+    vector_at,
+    vector_of,
+    within,
+    write_part,
+    write_vector,
+)
 
 
 class Slabs(NamedTuple):
-    """Heads, and addresses: of keys and values [slots, kv_heads, head_dim], of the slots of positions (int64) and of
-    ALiBi's slopes (fp32 [heads])."""
+    """Heads; whether products take the matrix unit; addresses of keys and values [slots, kv_heads, head_dim], of the
+    slots of positions (int64) and of slopes of ALiBi (fp32 [heads])."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    has_tiles: bool
     keys: int
     values: int
     slots: int
@@ -57,9 +80,9 @@ def decode_attention(
     exact = query.float().contiguous()
     output = torch.empty(query.shape, dtype=keys.dtype)
     slopes = exact.new_zeros(query.shape[1]) if slopes is None else slopes.float().contiguous()
-    heads = query.shape[1], keys.shape[1], keys.shape[2]
-    slabs = Slabs(*heads, keys.data_ptr(), values.data_ptr(), 0, slopes.data_ptr())
     like = FLOAT if keys.dtype is torch.float32 else HALF
+    heads = query.shape[1], keys.shape[1], keys.shape[2], like is HALF and prefers_matrix_unit()
+    slabs = Slabs(*heads, keys.data_ptr(), values.data_ptr(), 0, slopes.data_ptr())
     tokens = exact.data_ptr(), output.data_ptr(), starts.data_ptr(), lengths.data_ptr(), len(query)
     over: Any = _attend_each
     over(like, slabs, *tokens, window or 0, scale)
@@ -87,6 +110,7 @@ def _attend_each(
         own = query + 4 * width * token, output + itemsize * width * token
         for kv_head in range(slabs.num_kv_heads):
             attend(like, slabs, own, first[token], counts[token] - 1, 1, kv_head, window, np.float32(scale), scratch)
+    release(slabs.has_tiles)
     # numba frees an array after its last use, and does not know of addresses.
     memory[0] = 0
 
@@ -138,29 +162,28 @@ def attend(
     for first in range(0, num_positions, PANEL):
         _pack_keys(like, slabs, offsets + 8 * first, scratch, copies, num_words)
         if PAIRS:
-            multiply_panel(like, like, rows, 4 * num_words, num_rows, panel, num_words, sums, 0, panel)
+            multiply_rows(like, slabs.has_tiles, rows, 4 * num_words, num_rows, panel, num_words, sums, 0, panel)
         else:
             multiply_panel(FLOAT, like, rows, 4 * num_words * per_word, num_rows, panel, num_words, sums, 0, panel)
         for row in range(num_rows):
-            products = float32_at(sums + 4 * PANEL * row, (PANEL,))
-            scores = float32_at(weights + 4 * (num_positions * row + first), (PANEL,))
             slope = slopes[kv_head * group + row % group]
-            distance = np.float32(base + first - position - row // group)
-            for lane in range(PANEL):
-                scores[lane] = products[lane] * scale + slope * (distance + np.float32(np.int32(lane)))
+            for lane in range(0, PANEL, LANES):
+                distance = lane_numbers() + np.float32(base + first + lane - position - row // group)
+                products = vector_at(sums + 4 * (PANEL * row + lane), FLOAT)
+                scores = fused(products, scale, distance * slope)
+                write_vector(scores, weights + 4 * (num_positions * row + first + lane), FLOAT)
     for row in range(num_rows):
         own = position + row // group
         begin = (max(0, own - window + 1) if window else 0) - base
-        _softmax(weights + 4 * num_positions * row, num_positions, begin, own + 1 - base, panel)
+        _softmax(weights + 4 * num_positions * row, num_positions, begin, own + 1 - base)
     for feature in range(0, dim, PANEL):
         columns, width = slabs.values + 4 // per_word * feature, min(PANEL, dim - feature)
         mix(like, weights, 4 * num_positions, num_rows, offsets, columns, end - base, width, sums)
         for row in range(num_rows):
             head = row // group * slabs.num_heads + kv_head * group + row % group
-            part = float32_at(sums + 4 * PANEL * row, (width,))
-            mixed = array_at(tokens[1] + 4 // per_word * (head * dim + feature), part.shape, like)
-            for lane in range(len(part)):
-                mixed[lane] = narrowed(part[lane], like)
+            for lane in range(0, width, LANES):
+                mixed = vector_at(sums + 4 * (PANEL * row + lane), FLOAT)
+                write_part(mixed, tokens[1] + 4 // per_word * (head * dim + feature + lane), like, width - lane)
 
 
 @compiled_fastmath
@@ -191,19 +214,16 @@ def _locate(slabs: Any, start: int, first: int, last: int, kv_head: int, size: i
 def _copy_queries(like: Any, slabs: Any, queries: int, num_tokens: int, kv_head: int, rows: int, width: int) -> None:
     """Copy the queries of a group of heads to rows [tokens * group, width], with zeros behind their features."""
     group, dim = slabs.num_heads // slabs.num_kv_heads, slabs.head_dim
+    size = array_at(rows, (1,), like).itemsize
     for index in range(num_tokens * group):
         head = index // group * slabs.num_heads + kv_head * group + index % group
-        query = float32_at(queries + 4 * dim * head, (dim,))
-        # Rows of their own, since an index that is a sum is checked for its sign and not vectorized.
-        if PAIRS:
-            row = array_at(rows + array_at(rows, (1,), like).itemsize * width * index, (width,), like)
-            row[:] = narrowed(np.float32(0), like)
-            for k in range(dim):
-                row[k] = narrowed(query[k], like)
-        else:
-            exact = float32_at(rows + 4 * width * index, (width,))
-            exact[:] = 0
-            exact[:dim] = query
+        query = queries + 4 * dim * head
+        for k in range(0, width, LANES):
+            numbers = part_at(query + 4 * k, FLOAT, dim - k)
+            if PAIRS:
+                write_part(numbers, rows + size * (width * index + k), like, width - k)
+            else:
+                write_vector(numbers, rows + 4 * (width * index + k), FLOAT)
 
 
 @compiled_fastmath
@@ -228,32 +248,22 @@ def _pack_keys(like: Any, slabs: Any, offsets: int, scratch: int, copies: int, n
     pack_panel(scratch, 0, num_words, scratch + 8 * PANEL, scratch + 8 * PANEL)
 
 
-_UNSEEN = np.float32(-np.inf)
+_UNSEEN, _ZERO = np.float32(-np.inf), np.float32(0)
 
 
-@compiled_fastmath
-def _softmax(scores: int, count: int, start: int, stop: int, scratch: int) -> None:
+@compiled
+def _softmax(scores: int, count: int, start: int, stop: int) -> None:
     """The softmax of the scores from `start` to `stop` - 1 of `count`, which fill panels, in place; zero for the
-    others. Panel by panel in whole vectors: a remainder would take as long as all of them."""
-    seen, largest = float32_at(scores, (count,)), _UNSEEN
-    seen[:start] = _UNSEEN
-    seen[stop:] = _UNSEEN
-    for first in range(0, count, PANEL):
-        part = float32_at(scores + 4 * first, (PANEL,))
-        for lane in range(PANEL):
-            largest = max(largest, part[lane])
-    totals = float32_at(scratch, (PANEL,))
-    totals[:] = 0
-    for first in range(0, count, PANEL):
-        part = float32_at(scores + 4 * first, (PANEL,))
-        for lane in range(PANEL):
-            power = np.float32(0) if part[lane] == _UNSEEN else exponential(part[lane] - largest)
-            part[lane] = power
-            totals[lane] += power
-    total = np.float32(0)
-    for lane in range(PANEL):
-        total += totals[lane]
-    for first in range(0, count, PANEL):
-        part = float32_at(scores + 4 * first, (PANEL,))
-        for lane in range(PANEL):
-            part[lane] /= total
+    others."""
+    tops, totals = vector_of(_UNSEEN), vector_of(_ZERO)
+    for first in range(0, count, LANES):
+        tops = larger(within(vector_at(scores + 4 * first, FLOAT), start - first, stop - first, _UNSEEN), tops)
+    largest = largest_of(tops)
+    for first in range(0, count, LANES):
+        powers = powers_of_e(vector_at(scores + 4 * first, FLOAT) - largest)
+        powers = within(powers, start - first, stop - first, _ZERO)
+        write_vector(powers, scores + 4 * first, FLOAT)
+        totals = totals + powers
+    scale = np.float32(1) / sum_of(totals)
+    for first in range(0, count, LANES):
+        write_vector(vector_at(scores + 4 * first, FLOAT) * scale, scores + 4 * first, FLOAT)

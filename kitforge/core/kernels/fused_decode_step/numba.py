@@ -24,7 +24,7 @@ from kitforge.core.kernels.fused_decode_step.reference import (
     Locations,
     quantized_weights,
 )
-from kitforge.core.kernels.fused_decode_step.rows import activate_row, normalize_row, rotate_row, write_row
+from kitforge.core.kernels.fused_decode_step.rows import activate_row, add_row, normalize_row, rotate_row, write_row
 from kitforge.core.kernels.linear.gemm_microkernel import PANEL
 from kitforge.core.kernels.linear.matrix_microkernel import release
 from kitforge.core.kernels.linear.numba import (
@@ -43,7 +43,6 @@ from kitforge.core.kernels.numba_runtime import (
     compiled_fastmath,
     float32_at,
     int64_at,
-    rounded,
     run_on_threads,
 )
 from kitforge.core.kernels.quantized_linear.numba import layout_of, multiply_quantized, pack_blocks
@@ -250,7 +249,8 @@ class _Step(NamedTuple):
 def _run(step: Any, table: Any, ends: Any, scales: Any, windows: Any, rotations: Any, phase: int) -> None:
     """Run all layers on one thread, or on several that share the chunks. Rows of the table are `BlockWeights`."""
     width, kv_width, last = step.num_heads * step.head_dim, step.num_kv_heads * step.head_dim, len(table) - 1
-    slabs = Slabs(step.num_heads, step.num_kv_heads, step.head_dim, 0, 0, step.slots, step.slopes)
+    heads = step.num_heads, step.num_kv_heads, step.head_dim, step.has_tiles
+    slabs = Slabs(heads[0], heads[1], heads[2], heads[3], 0, 0, step.slots, step.slopes)
     size = max(scratch_size(step.block, max(step.dim, max(width, step.mlp_dim))), _attention_bytes(step, slabs))
     # A panel of outputs of two layers for a block of rows, fp32.
     pair = 8 * PANEL * step.block
@@ -425,8 +425,8 @@ def _products(step: Any, rows: Any, weights: Any, outputs: Any, scratch: int, ph
 def _attend(step: Any, row: Any, window: int, rotation: int, scale: Any, scratch: int, phase: int) -> Any:
     """Write the new keys and values, and attend, tile by tile and for each key head."""
     num_tokens, num_kv_heads = step.num_tokens, step.num_kv_heads
-    addresses = row[_KEYS], row[_VALUES], step.slots, step.slopes
-    slabs = Slabs(step.num_heads, num_kv_heads, step.head_dim, addresses[0], addresses[1], addresses[2], addresses[3])
+    shape = step.num_heads, num_kv_heads, step.head_dim, step.has_tiles
+    slabs = Slabs(shape[0], shape[1], shape[2], shape[3], row[_KEYS], row[_VALUES], step.slots, step.slopes)
     tiles = int64_at(step.tiles, (step.num_tiles, 2))
     starts, lengths = int64_at(step.starts, (num_tokens,)), int64_at(step.lengths, (num_tokens,))
     width, itemsize = step.num_heads * step.head_dim, array_at(step.mixed, (1,), step.like).itemsize
@@ -469,31 +469,31 @@ def _angles(step: Any, rotation: int, token: int) -> Any:
 def _turn_queries(step: Any, row: Any, rotation: int, token: int, kv_head: int) -> None:
     """Normalize and rotate the queries of a token that share a key head, in place."""
     group, (cos, sin) = step.num_heads // step.num_kv_heads, _angles(step, rotation, token)
-    query = float32_at(step.query, (step.num_tokens, step.num_heads, step.head_dim))
     for head in range(kv_head * group, kv_head * group + group):
-        _turn(step, query[token, head], row[_QUERY_NORM], cos, sin)
+        query = step.query + 4 * step.head_dim * (token * step.num_heads + head)
+        _turn(step, query, row[_QUERY_NORM], cos, sin)
 
 
 @compiled_fastmath
-def _turn(step: Any, row: Any, norm: int, cos: Any, sin: Any) -> None:
+def _turn(step: Any, address: int, norm: int, cos: Any, sin: Any) -> None:
     """Normalize a head if there is a norm, then rotate it; in place."""
     if norm:
-        normalize_row(row, step.like, norm, 0, step.qk_eps)
-    rotate_row(row, step.like, cos, sin, step.interleaved)
+        normalize_row(address, step.head_dim, step.like, norm, 0, step.qk_eps)
+    rotate_row(float32_at(address, (step.head_dim,)), step.like, cos, sin, step.interleaved)
 
 
 @compiled_fastmath
 def _write_key(step: Any, slabs: Any, row: Any, rotation: int, token: int, kv_head: int) -> None:
     """Normalize and rotate a key of a token, and write it and its value to the cache."""
     cos, sin = _angles(step, rotation, token)
-    shape = step.num_tokens, step.num_kv_heads, step.head_dim
-    key, value = float32_at(step.key, shape)[token, kv_head], float32_at(step.value, shape)[token, kv_head]
-    start, length = int64_at(step.starts, shape[:1])[token], int64_at(step.lengths, shape[:1])[token]
+    offset, shape = 4 * step.head_dim * (token * step.num_kv_heads + kv_head), (step.num_tokens,)
+    key, value = step.key + offset, step.value + offset
+    start, length = int64_at(step.starts, shape)[token], int64_at(step.lengths, shape)[token]
     slot, itemsize = slot_of(slabs, start, length - 1), array_at(slabs.keys, (1,), step.like).itemsize
     offset = (slot * step.num_kv_heads + kv_head) * step.head_dim * itemsize
     _turn(step, key, row[_KEY_NORM], cos, sin)
-    write_row(key, array_at(slabs.keys + offset, (step.head_dim,), step.like), step.like)
-    write_row(value, array_at(slabs.values + offset, (step.head_dim,), step.like), step.like)
+    write_row(key, slabs.keys + offset, step.like, step.head_dim)
+    write_row(value, slabs.values + offset, step.like, step.head_dim)
 
 
 @compiled_fastmath
@@ -524,13 +524,8 @@ def _activate(step: Any, has_gate: bool, ups: int, gates: int, start: int, first
     like, width = step.like, min(PANEL, step.mlp_dim - start)
     itemsize = array_at(step.inner, (1,), like).itemsize
     for token in range(count):
-        up, gate = float32_at(ups + 4 * PANEL * token, (PANEL,)), float32_at(gates + 4 * PANEL * token, (PANEL,))
-        activate_row(like, up, gate, has_gate, step.has_gelu_gate)
-        target = step.inner + itemsize * (step.mlp_dim * (first + token) + start)
-        if width == PANEL:
-            write_row(up, array_at(target, (PANEL,), like), like)
-        else:
-            write_row(up[:width], array_at(target, (width,), like), like)
+        target, row = step.inner + itemsize * (step.mlp_dim * (first + token) + start), 4 * PANEL * token
+        activate_row(like, ups + row, gates + row if has_gate else 0, step.has_gelu_gate, target, width)
 
 
 @compiled_fastmath
@@ -548,19 +543,15 @@ def _join(step: Any, out_norm: Any, norm: Any, phase: int, has_branch: bool) -> 
 def _join_token(step: Any, out_norm: Any, norm: Any, token: int, has_branch: bool) -> None:
     like, dim = step.like, step.dim
     itemsize = array_at(step.normal, (1,), like).itemsize
-    stream = float32_at(step.stream + 4 * dim * token, (dim,))
-    branch = float32_at(step.branch + 4 * dim * token, (dim,))
+    stream, branch = step.stream + 4 * dim * token, step.branch + 4 * dim * token
     if has_branch:
         if out_norm[0]:
-            normalize_row(branch, like, out_norm[0], out_norm[1], step.eps)
-        for k in range(dim):
-            total = rounded(stream[k] + branch[k], like)
-            stream[k] = total
-            branch[k] = total
+            normalize_row(branch, dim, like, out_norm[0], out_norm[1], step.eps)
+        add_row(stream, branch, dim, like)
     else:
-        branch[:] = stream
-    normalize_row(branch, like, norm[0], norm[1], step.eps)
-    write_row(branch, array_at(step.normal + itemsize * dim * token, (dim,), like), like)
+        write_row(stream, branch, np.float32(0), dim)
+    normalize_row(branch, dim, like, norm[0], norm[1], step.eps)
+    write_row(branch, step.normal + itemsize * dim * token, like, dim)
 
 
 @compiled_fastmath

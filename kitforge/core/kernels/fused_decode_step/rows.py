@@ -1,7 +1,7 @@
 """The rows of a compiled step between its products: rounded, normalized, rotated and activated, one at a time.
 
-Only the sums of a row are `compiled_fastmath`: LLVM inlines these loops into several callers, and may fuse products
-with sums differently in each, so that a token of a prompt would differ from the same one decoded.
+None is `compiled_fastmath`: LLVM inlines these loops into several callers, and might fuse products with sums
+differently in each, so that a token of a prompt would differ from the same one decoded.
 """
 
 from __future__ import annotations
@@ -10,59 +10,67 @@ from typing import Any
 
 import numpy as np
 
-from kitforge.core.kernels.linear.gemm_microkernel import PANEL
-from kitforge.core.kernels.numba_runtime import (
-    array_at,
-    compiled,
-    compiled_fastmath,
-    exponential,
-    narrowed,
-    rounded,
-    widened,
+from kitforge.core.kernels.linear.gemm_microkernel import LANES
+from kitforge.core.kernels.numba_runtime import FLOAT, array_at, compiled, rounded
+from kitforge.core.kernels.vectors import (
+    fused,
+    gated,
+    part_at,
+    sum_of,
+    to_precision,
+    vector_at,
+    vector_of,
+    within,
+    write_part,
 )
 
-_LARGEST = np.float32(88)
+_ZERO = np.float32(0)
 # Twice the coefficients of the tanh GELU.
 _LINEAR, _CUBIC = np.float32(2 * 0.7978845608028654), np.float32(2 * 0.7978845608028654 * 0.044715)
 
 
 @compiled
-def write_row(source: Any, target: Any, like: Any) -> None:
-    """Copy numbers, rounded to the type of `like`."""
-    for k in range(len(source)):
-        target[k] = narrowed(source[k], like)
-
-
-@compiled_fastmath
-def _total(row: Any) -> Any:
-    total = np.float32(0)
-    for k in range(len(row)):
-        total += row[k]
-    return total
-
-
-@compiled_fastmath
-def _total_of_squares(row: Any, mean: Any) -> Any:
-    total = np.float32(0)
-    for k in range(len(row)):
-        total += (row[k] - mean) * (row[k] - mean)
-    return total
+def add_row(row: int, branch: int, count: int, like: Any) -> None:
+    """Add the fp32 numbers of `branch` to those of `row`, rounded to the type of `like`, and write them to both."""
+    for k in range(0, count, LANES):
+        total = part_at(row + 4 * k, FLOAT, count - k) + part_at(branch + 4 * k, FLOAT, count - k)
+        total = to_precision(total, like)
+        write_part(total, row + 4 * k, FLOAT, count - k)
+        write_part(total, branch + 4 * k, FLOAT, count - k)
 
 
 @compiled
-def normalize_row(row: Any, like: Any, weight: int, bias: int, eps: float) -> None:
+def write_row(source: int, target: int, like: Any, count: int) -> None:
+    """Copy fp32 numbers, rounded to the type of `like`."""
+    for k in range(0, count, LANES):
+        write_part(
+            part_at(source + 4 * k, FLOAT, count - k),
+            target + array_at(target, (1,), like).itemsize * k,
+            like,
+            count - k,
+        )
+
+
+@compiled
+def normalize_row(row: int, count: int, like: Any, weight: int, bias: int, eps: float) -> None:
     """RMSNorm or, with a bias, LayerNorm in place, by weight and bias at these addresses."""
-    count, mean = len(row), np.float32(0)
-    factors, shifts = array_at(weight, (count,), like), array_at(bias, (count,), like)
+    size, mean, squares = array_at(weight, (1,), like).itemsize, vector_of(_ZERO), vector_of(_ZERO)
     if bias:
-        mean = _total(row) / np.float32(count)
-    scale = np.float32(1) / np.sqrt(_total_of_squares(row, mean) / np.float32(count) + np.float32(eps))
-    if bias:
-        for k in range(count):
-            row[k] = rounded((row[k] - mean) * scale * widened(factors[k]) + widened(shifts[k]), like)
-    else:
-        for k in range(count):
-            row[k] = rounded(rounded(row[k] * scale, like) * widened(factors[k]), like)
+        total = vector_of(_ZERO)
+        for k in range(0, count, LANES):
+            total = total + part_at(row + 4 * k, FLOAT, count - k)
+        mean = vector_of(sum_of(total) / np.float32(count))
+    for k in range(0, count, LANES):
+        centered = within(part_at(row + 4 * k, FLOAT, count - k) - mean, 0, count - k, _ZERO)
+        squares = fused(centered, centered, squares)
+    scale = np.float32(1) / np.sqrt(sum_of(squares) / np.float32(count) + np.float32(eps))
+    for k in range(0, count, LANES):
+        numbers, factors = part_at(row + 4 * k, FLOAT, count - k), part_at(weight + size * k, like, count - k)
+        if bias:
+            numbers = fused((numbers - mean) * scale, factors, part_at(bias + size * k, like, count - k))
+        else:
+            numbers = to_precision(numbers * scale, like) * factors
+        write_part(to_precision(numbers, like), row + 4 * k, FLOAT, count - k)
 
 
 @compiled
@@ -84,22 +92,15 @@ def rotate_row(row: Any, like: Any, cos: Any, sin: Any, interleaved: bool) -> No
 
 
 @compiled
-def _gated(number: Any, power: Any) -> Any:
-    """`number / (1 + e**-power)`."""
-    power = -power
-    return number / (np.float32(1) + exponential(_LARGEST if power > _LARGEST else power))
-
-
-@compiled
-def activate_row(like: Any, up: Any, gate: Any, has_gate: bool, has_gelu_gate: bool) -> None:
-    """The activation of `PANEL` outputs, in `up`. They are whole vectors: those and a remainder are not rounded
-    alike."""
-    if has_gate:
-        for k in range(PANEL):
-            x = gate[k]
-            power = x * (_LINEAR + _CUBIC * x * x) if has_gelu_gate else x
-            up[k] = rounded(_gated(x, power), like) * up[k]
-    else:
-        for k in range(PANEL):
-            x = up[k]
-            up[k] = _gated(x, x * (_LINEAR + _CUBIC * x * x))
+def activate_row(like: Any, up: int, gate: int, has_gelu_gate: bool, target: int, count: int) -> None:
+    """Write the activation of the first `count` of `PANEL` outputs at `up` to `target`; a gate at 0 is none."""
+    size = array_at(target, (1,), like).itemsize
+    for k in range(0, count, LANES):
+        numbers = vector_at(up + 4 * k, FLOAT)
+        if gate:
+            x = vector_at(gate + 4 * k, FLOAT)
+            power = x * fused(x * x, _CUBIC, _LINEAR) if has_gelu_gate else x
+            numbers = to_precision(gated(x, power), like) * numbers
+        else:
+            numbers = gated(numbers, numbers * fused(numbers * numbers, _CUBIC, _LINEAR))
+        write_part(numbers, target + size * k, like, count - k)

@@ -11,12 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kitforge.core.kernels.numba_runtime import compiled_fastmath, exponential, float32_at, int64_at, parallel_for
+from kitforge.core.kernels.linear.gemm_microkernel import LANES
+from kitforge.core.kernels.numba_runtime import FLOAT, compiled, float32_at, int64_at, parallel_for
+from kitforge.core.kernels.vectors import larger, largest_of, part_at, powers_of_e, sum_of, vector_of, within
 
 # Logits per thread, at least.
 GRAIN = 2**18
-# Of a block, whose sum is rounded once; a block is read in lanes, so that it fills vectors.
-BLOCK, _LANES = 1024, 64
+# Of a block, whose sum is rounded once.
+BLOCK = 1024
+_LOWEST, _ZERO = np.float32(-np.inf), np.float32(0)
 
 
 def greedy_sample(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -28,56 +31,40 @@ def greedy_sample(logits: Tensor) -> tuple[Tensor, Tensor]:
     return chosen, logprobs
 
 
-@compiled_fastmath
+@compiled
 def _choose_rows(logits: int, size: int, chosen: int, logprobs: int, start: int, stop: int) -> None:
-    lanes = np.empty(_LANES, np.float32)
     tokens, values = int64_at(chosen, (stop,)), float32_at(logprobs, (stop,))
     for row in range(start, stop):
         address = logits + 4 * size * row
-        largest, first = _largest(address, size, lanes)
+        largest, first = _largest(address, size)
         token, numbers = first, float32_at(address, (size,))
         while token < size - 1 and numbers[token] != largest:
             token += 1
-        tokens[row], values[row] = token, -np.log(_total(address, size, largest, lanes))
+        tokens[row], values[row] = token, -np.log(_total(address, size, largest))
 
 
-@compiled_fastmath
-def _largest(address: int, size: int, lanes: Any) -> Any:
+@compiled
+def _largest(address: int, size: int) -> Any:
     """The largest number and the beginning of the first block that has it."""
-    found, first = np.float32(-np.inf), 0
+    found, first = _LOWEST, 0
     for begin in range(0, size, BLOCK):
-        largest, count = np.float32(-np.inf), min(BLOCK, size - begin)
-        whole = count // _LANES * _LANES
-        lanes[:] = largest
-        for start in range(begin, begin + whole, _LANES):
-            part = float32_at(address + 4 * start, (_LANES,))
-            for lane in range(_LANES):
-                lanes[lane] = max(lanes[lane], part[lane])
-        for lane in range(_LANES):
-            largest = max(largest, lanes[lane])
-        rest = float32_at(address + 4 * (begin + whole), (count - whole,))
-        for k in range(count - whole):
-            largest = max(largest, rest[k])
+        tops, stop = vector_of(_LOWEST), min(begin + BLOCK, size)
+        for k in range(begin, stop, LANES):
+            tops = larger(within(part_at(address + 4 * k, FLOAT, stop - k), 0, stop - k, _LOWEST), tops)
+        largest = largest_of(tops)
         if largest > found:
             found, first = largest, begin
     return found, first
 
 
-@compiled_fastmath
-def _total(address: int, size: int, largest: Any, lanes: Any) -> Any:
+@compiled
+def _total(address: int, size: int, largest: Any) -> Any:
     """The sum of the powers of all numbers less the largest, in double precision block by block."""
     total = 0.0
     for begin in range(0, size, BLOCK):
-        count = min(BLOCK, size - begin)
-        whole = count // _LANES * _LANES
-        lanes[:] = 0
-        for start in range(begin, begin + whole, _LANES):
-            part = float32_at(address + 4 * start, (_LANES,))
-            for lane in range(_LANES):
-                lanes[lane] += exponential(part[lane] - largest)
-        for lane in range(_LANES):
-            total += lanes[lane]
-        rest = float32_at(address + 4 * (begin + whole), (count - whole,))
-        for k in range(count - whole):
-            total += exponential(rest[k] - largest)
+        totals, stop = vector_of(_ZERO), min(begin + BLOCK, size)
+        for k in range(begin, stop, LANES):
+            powers = powers_of_e(part_at(address + 4 * k, FLOAT, stop - k) - largest)
+            totals = totals + within(powers, 0, stop - k, _ZERO)
+        total += sum_of(totals)
     return total

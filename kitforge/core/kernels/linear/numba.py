@@ -27,9 +27,9 @@ from kitforge.core.kernels.numba_runtime import (
     float32_at,
     int64_at,
     parallel_for,
-    rounded,
     widened,
 )
+from kitforge.core.kernels.vectors import part_at, to_precision, vector_at, write_part
 
 _log = logging.getLogger(__name__)
 # Multiplications per thread, at least: waking one takes as long as a million of them, and a single thread nearly
@@ -227,23 +227,13 @@ def multiply(
 def write_sums(like: Any, sums: int, bias: int, output: Any, num_rows: int, num_outputs: int, start: int) -> None:
     """Write sums [rows, `PANEL`] of the outputs from `start` on, with a bias [out], or none at 0, to an output, an
     address and a width of its rows, rounded to the type of `like`."""
-    width = min(PANEL, num_outputs - start)
-    # Arrays of their own, since an index that is a sum is checked for its sign and not vectorized.
-    shifts = array_at(bias + array_at(bias, (1,), like).itemsize * start, (width,), like)
+    width, size = min(PANEL, num_outputs - start), array_at(bias, (1,), like).itemsize
     for row in range(num_rows):
-        numbers = float32_at(sums + 4 * PANEL * row, (PANEL,))
-        if bias:
-            for lane in range(width):
-                numbers[lane] += widened(shifts[lane])
-        if width == PANEL:
-            # A loop of constant length becomes whole vectors.
-            target = float32_at(output[0] + 4 * output[1] * row, (PANEL,))
-            for lane in range(PANEL):
-                target[lane] = rounded(numbers[lane], like)
-        else:
-            rest = float32_at(output[0] + 4 * output[1] * row, (width,))
-            for lane in range(width):
-                rest[lane] = rounded(numbers[lane], like)
+        for lane in range(0, width, LANES):
+            numbers = vector_at(sums + 4 * (PANEL * row + lane), FLOAT)
+            if bias:
+                numbers = numbers + part_at(bias + size * (start + lane), like, width - lane)
+            write_part(to_precision(numbers, like), output[0] + 4 * (output[1] * row + lane), FLOAT, width - lane)
 
 
 @compiled_fastmath
