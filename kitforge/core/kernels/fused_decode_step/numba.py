@@ -41,7 +41,6 @@ from kitforge.core.kernels.numba_runtime import (
     HALF,
     array_at,
     compiled_fastmath,
-    float32_at,
     int64_at,
     run_on_threads,
 )
@@ -459,39 +458,38 @@ def _attend(step: Any, row: Any, window: int, rotation: int, scale: Any, scratch
 
 @compiled_fastmath
 def _angles(step: Any, rotation: int, token: int) -> Any:
-    """Cosines and sines of a token; no pairs where the layer has no rotary positions."""
-    pairs = step.num_pairs if rotation >= 0 else 0
+    """Addresses of the cosines and sines of a token, and their number; none where the layer has no rotary positions."""
     start = 4 * (max(rotation, 0) * step.num_tokens + token) * step.num_pairs
-    return float32_at(step.cos + start, (pairs,)), float32_at(step.sin + start, (pairs,))
+    return step.cos + start, step.sin + start, step.num_pairs if rotation >= 0 else 0
 
 
 @compiled_fastmath
 def _turn_queries(step: Any, row: Any, rotation: int, token: int, kv_head: int) -> None:
     """Normalize and rotate the queries of a token that share a key head, in place."""
-    group, (cos, sin) = step.num_heads // step.num_kv_heads, _angles(step, rotation, token)
+    group, angles = step.num_heads // step.num_kv_heads, _angles(step, rotation, token)
     for head in range(kv_head * group, kv_head * group + group):
         query = step.query + 4 * step.head_dim * (token * step.num_heads + head)
-        _turn(step, query, row[_QUERY_NORM], cos, sin)
+        _turn(step, query, row[_QUERY_NORM], angles)
 
 
 @compiled_fastmath
-def _turn(step: Any, address: int, norm: int, cos: Any, sin: Any) -> None:
-    """Normalize a head if there is a norm, then rotate it; in place."""
+def _turn(step: Any, address: int, norm: int, angles: Any) -> None:
+    """Normalize a head if there is a norm, then rotate it by its `_angles`; in place."""
+    cos, sin, num_pairs = angles
     if norm:
         normalize_row(address, step.head_dim, step.like, norm, 0, step.qk_eps)
-    rotate_row(float32_at(address, (step.head_dim,)), step.like, cos, sin, step.interleaved)
+    rotate_row(address, step.like, cos, sin, num_pairs, step.interleaved)
 
 
 @compiled_fastmath
 def _write_key(step: Any, slabs: Any, row: Any, rotation: int, token: int, kv_head: int) -> None:
     """Normalize and rotate a key of a token, and write it and its value to the cache."""
-    cos, sin = _angles(step, rotation, token)
     offset, shape = 4 * step.head_dim * (token * step.num_kv_heads + kv_head), (step.num_tokens,)
     key, value = step.key + offset, step.value + offset
     start, length = int64_at(step.starts, shape)[token], int64_at(step.lengths, shape)[token]
     slot, itemsize = slot_of(slabs, start, length - 1), array_at(slabs.keys, (1,), step.like).itemsize
     offset = (slot * step.num_kv_heads + kv_head) * step.head_dim * itemsize
-    _turn(step, key, row[_KEY_NORM], cos, sin)
+    _turn(step, key, row[_KEY_NORM], _angles(step, rotation, token))
     write_row(key, slabs.keys + offset, step.like, step.head_dim)
     write_row(value, slabs.values + offset, step.like, step.head_dim)
 

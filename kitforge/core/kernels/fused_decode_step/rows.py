@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from kitforge.core.kernels.linear.gemm_microkernel import LANES
-from kitforge.core.kernels.numba_runtime import FLOAT, array_at, compiled, rounded
+from kitforge.core.kernels.numba_runtime import FLOAT, array_at, compiled, float32_at, rounded
 from kitforge.core.kernels.vectors import (
     fused,
     gated,
@@ -74,21 +74,25 @@ def normalize_row(row: int, count: int, like: Any, weight: int, bias: int, eps: 
 
 
 @compiled
-def rotate_row(row: Any, like: Any, cos: Any, sin: Any, interleaved: bool) -> None:
-    """Rotate the pairs of a head in place."""
-    num_pairs = len(cos)
+def rotate_row(row: int, like: Any, cos: int, sin: int, num_pairs: int, interleaved: bool) -> None:
+    """Rotate the pairs of a head in place, by fp32 cosines and sines."""
     if interleaved:
+        numbers, cosines, sines = (
+            float32_at(row, (2 * num_pairs,)),
+            float32_at(cos, (num_pairs,)),
+            float32_at(sin, (num_pairs,)),
+        )
         for pair in range(num_pairs):
-            x, y = row[2 * pair], row[2 * pair + 1]
-            row[2 * pair] = rounded(x * cos[pair] - y * sin[pair], like)
-            row[2 * pair + 1] = rounded(y * cos[pair] + x * sin[pair], like)
-    else:
-        # Arrays of their own, since an index that is a sum is checked for its sign and not vectorized.
-        ones, others = row[:num_pairs], row[num_pairs : 2 * num_pairs]
-        for pair in range(num_pairs):
-            x, y = ones[pair], others[pair]
-            ones[pair] = rounded(x * cos[pair] - y * sin[pair], like)
-            others[pair] = rounded(y * cos[pair] + x * sin[pair], like)
+            x, y = numbers[2 * pair], numbers[2 * pair + 1]
+            numbers[2 * pair] = rounded(x * cosines[pair] - y * sines[pair], like)
+            numbers[2 * pair + 1] = rounded(y * cosines[pair] + x * sines[pair], like)
+        return
+    for pair in range(0, num_pairs, LANES):
+        count, one, other = num_pairs - pair, row + 4 * pair, row + 4 * (num_pairs + pair)
+        x, y = part_at(one, FLOAT, count), part_at(other, FLOAT, count)
+        c, s = part_at(cos + 4 * pair, FLOAT, count), part_at(sin + 4 * pair, FLOAT, count)
+        write_part(to_precision(x * c - y * s, like), one, FLOAT, count)
+        write_part(to_precision(y * c + x * s, like), other, FLOAT, count)
 
 
 @compiled
