@@ -127,6 +127,8 @@ def complete(connection: http.client.HTTPConnection, prompt: str, is_streamed: b
         first = first or time.perf_counter() - begun
         # The events of a stream, of which the last has the usage, or one body.
         last = line.removeprefix(b"data: ") if b"{" in line else last
+    # A connection is free for the next request once its answer is read to the end.
+    answer.read()
     if answer.status != 200:
         raise RuntimeError(f"status {answer.status}: {last.decode()}")
     return json.loads(last)["usage"]["completion_tokens"], first

@@ -10,19 +10,42 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from llvmlite import ir
 from numba import extending, types
+from numba.core import cgutils, config
+from numba.core.codegen import get_host_cpu_features
 
-from kitforge.core.kernels.linear.gemm_microkernel import LANES, called, on_all_lanes, pointer_to
 from kitforge.core.kernels.numba_runtime import compiled, intrinsic
 
+# Of the processor, as numba is told or finds them.
+FEATURES = str(cast(Any, config).CPU_FEATURES or cast(Any, get_host_cpu_features)()).split(",")
+# Of a vector.
+LANES = 16 if "+avx512f" in FEATURES else 8
 _FLOAT, _INT, _SHORT = ir.FloatType(), ir.IntType(32), ir.IntType(16)
 _VECTOR, _WORDS = ir.VectorType(_FLOAT, LANES), ir.VectorType(_INT, LANES)
 _SHORTS = ir.VectorType(_SHORT, LANES)
 _extending: Any = extending
+
+
+def called(builder: Any, name: str, result: Any, arguments: list[Any]) -> Any:
+    """The result of an instruction, by its name in LLVM."""
+    kind = ir.FunctionType(result, [each.type for each in arguments])
+    return builder.call(cast(Any, cgutils).get_or_insert_function(builder.module, kind, name), arguments)
+
+
+def pointer_to(builder: Any, address: Any, kind: Any, offset: Any = 0) -> Any:
+    """A pointer to a type, `offset` bytes behind an address."""
+    return builder.inttoptr(builder.add(address, address.type(offset)), kind.as_pointer())
+
+
+def on_all_lanes(builder: Any, scalar: Any) -> Any:
+    """A vector of a number."""
+    vector = ir.VectorType(scalar.type, LANES)
+    one = builder.insert_element(ir.Constant(vector, ir.Undefined), scalar, _INT(0))
+    return builder.shuffle_vector(one, ir.Constant(vector, ir.Undefined), ir.Constant(_WORDS, [0] * LANES))
 
 
 class _Vector(types.Type):
@@ -113,9 +136,9 @@ def _is_between(builder: Any, start: Any, stop: Any) -> Any:
 
 
 @intrinsic
-def within(_context: Any, _values: Any, _start: Any, _stop: Any, _others: Any) -> Any:
-    """`within(vector, start, stop, others)` has the number `others` on all lanes but those from `start` to `stop` - 1,
-    which may lie outside the vector."""
+def keep_lanes(_context: Any, _values: Any, _start: Any, _stop: Any, _others: Any) -> Any:
+    """`keep_lanes(vector, start, stop, others)` has the number `others` on all lanes but those from `start` to `stop`
+    - 1, which may lie outside the vector."""
 
     def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         values, start, stop, others = arguments
@@ -291,6 +314,6 @@ _LARGEST = np.float32(88)
 
 
 @compiled
-def gated(values: Any, power: Any) -> Any:
+def times_sigmoid(values: Any, power: Any) -> Any:
     """`values / (1 + e**-power)`."""
     return values / (powers_of_e(smaller(np.float32(0) - power, _LARGEST)) + np.float32(1))

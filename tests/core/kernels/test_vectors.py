@@ -7,10 +7,11 @@ import pytest
 import torch
 from numba import njit
 
-from kitforge.core.kernels.linear.gemm_microkernel import LANES
 from kitforge.core.kernels.numba_runtime import FLOAT, HALF
 from kitforge.core.kernels.vectors import (
+    LANES,
     fused,
+    keep_lanes,
     lane_numbers,
     larger,
     largest_of,
@@ -21,7 +22,6 @@ from kitforge.core.kernels.vectors import (
     to_precision,
     vector_at,
     vector_of,
-    within,
     write_part,
     write_vector,
 )
@@ -61,7 +61,7 @@ def read(source: int, target: int, like: Any, count: int) -> None:
 
 @njit
 def keep(numbers: int, start: int, stop: int) -> None:
-    write_vector(within(vector_at(numbers, FLOAT), start, stop, FACTOR), numbers, FLOAT)
+    write_vector(keep_lanes(vector_at(numbers, FLOAT), start, stop, FACTOR), numbers, FLOAT)
 
 
 @njit

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kitforge.core.kernels.decode_attention.mix_microkernel import mix
-from kitforge.core.kernels.linear.gemm_microkernel import LANES, PAIRS, PANEL
+from kitforge.core.kernels.linear.gemm_microkernel import PAIRS, PANEL
 from kitforge.core.kernels.linear.matrix_microkernel import release
 from kitforge.core.kernels.linear.numba import (
     LINE,
@@ -36,7 +36,9 @@ from kitforge.core.kernels.numba_runtime import (
     prefetch,
 )
 from kitforge.core.kernels.vectors import (
+    LANES,
     fused,
+    keep_lanes,
     lane_numbers,
     larger,
     largest_of,
@@ -45,7 +47,6 @@ from kitforge.core.kernels.vectors import (
     sum_of,
     vector_at,
     vector_of,
-    within,
     write_part,
     write_vector,
 )
@@ -257,11 +258,11 @@ def _softmax(scores: int, count: int, start: int, stop: int) -> None:
     others."""
     tops, totals = vector_of(_UNSEEN), vector_of(_ZERO)
     for first in range(0, count, LANES):
-        tops = larger(within(vector_at(scores + 4 * first, FLOAT), start - first, stop - first, _UNSEEN), tops)
+        tops = larger(keep_lanes(vector_at(scores + 4 * first, FLOAT), start - first, stop - first, _UNSEEN), tops)
     largest = largest_of(tops)
     for first in range(0, count, LANES):
         powers = powers_of_e(vector_at(scores + 4 * first, FLOAT) - largest)
-        powers = within(powers, start - first, stop - first, _ZERO)
+        powers = keep_lanes(powers, start - first, stop - first, _ZERO)
         write_vector(powers, scores + 4 * first, FLOAT)
         totals = totals + powers
     scale = np.float32(1) / sum_of(totals)

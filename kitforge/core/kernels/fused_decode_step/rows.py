@@ -10,17 +10,17 @@ from typing import Any
 
 import numpy as np
 
-from kitforge.core.kernels.linear.gemm_microkernel import LANES
 from kitforge.core.kernels.numba_runtime import FLOAT, array_at, compiled, float32_at, rounded
 from kitforge.core.kernels.vectors import (
+    LANES,
     fused,
-    gated,
+    keep_lanes,
     part_at,
     sum_of,
+    times_sigmoid,
     to_precision,
     vector_at,
     vector_of,
-    within,
     write_part,
 )
 
@@ -61,7 +61,7 @@ def normalize_row(row: int, count: int, like: Any, weight: int, bias: int, eps: 
             total = total + part_at(row + 4 * k, FLOAT, count - k)
         mean = vector_of(sum_of(total) / np.float32(count))
     for k in range(0, count, LANES):
-        centered = within(part_at(row + 4 * k, FLOAT, count - k) - mean, 0, count - k, _ZERO)
+        centered = keep_lanes(part_at(row + 4 * k, FLOAT, count - k) - mean, 0, count - k, _ZERO)
         squares = fused(centered, centered, squares)
     scale = np.float32(1) / np.sqrt(sum_of(squares) / np.float32(count) + np.float32(eps))
     for k in range(0, count, LANES):
@@ -104,7 +104,7 @@ def activate_row(like: Any, up: int, gate: int, has_gelu_gate: bool, target: int
         if gate:
             x = vector_at(gate + 4 * k, FLOAT)
             power = x * fused(x * x, _CUBIC, _LINEAR) if has_gelu_gate else x
-            numbers = to_precision(gated(x, power), like) * numbers
+            numbers = to_precision(times_sigmoid(x, power), like) * numbers
         else:
-            numbers = gated(numbers, numbers * fused(numbers * numbers, _CUBIC, _LINEAR))
+            numbers = times_sigmoid(numbers, numbers * fused(numbers * numbers, _CUBIC, _LINEAR))
         write_part(numbers, target + size * k, like, count - k)

@@ -11,9 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kitforge.core.kernels.linear.gemm_microkernel import LANES
 from kitforge.core.kernels.numba_runtime import FLOAT, compiled, float32_at, int64_at, parallel_for
-from kitforge.core.kernels.vectors import larger, largest_of, part_at, powers_of_e, sum_of, vector_of, within
+from kitforge.core.kernels.vectors import LANES, keep_lanes, larger, largest_of, part_at, powers_of_e, sum_of, vector_of
 
 # Logits per thread, at least.
 GRAIN = 2**18
@@ -50,7 +49,7 @@ def _largest(address: int, size: int) -> Any:
     for begin in range(0, size, BLOCK):
         tops, stop = vector_of(_LOWEST), min(begin + BLOCK, size)
         for k in range(begin, stop, LANES):
-            tops = larger(within(part_at(address + 4 * k, FLOAT, stop - k), 0, stop - k, _LOWEST), tops)
+            tops = larger(keep_lanes(part_at(address + 4 * k, FLOAT, stop - k), 0, stop - k, _LOWEST), tops)
         largest = largest_of(tops)
         if largest > found:
             found, first = largest, begin
@@ -65,6 +64,6 @@ def _total(address: int, size: int, largest: Any) -> Any:
         totals, stop = vector_of(_ZERO), min(begin + BLOCK, size)
         for k in range(begin, stop, LANES):
             powers = powers_of_e(part_at(address + 4 * k, FLOAT, stop - k) - largest)
-            totals = totals + within(powers, 0, stop - k, _ZERO)
+            totals = totals + keep_lanes(powers, 0, stop - k, _ZERO)
         total += sum_of(totals)
     return total

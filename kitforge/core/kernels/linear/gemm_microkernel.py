@@ -12,21 +12,17 @@ from typing import Any, cast
 
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils, config
-from numba.core.codegen import get_host_cpu_features
+from numba.core import cgutils
 
 from kitforge.core.kernels.numba_runtime import intrinsic
+from kitforge.core.kernels.vectors import FEATURES, LANES, called, on_all_lanes, pointer_to
 
-# Of the processor, as numba is told or finds them.
-FEATURES = str(cast(Any, config).CPU_FEATURES or cast(Any, get_host_cpu_features)()).split(",")
-_WIDE = "+avx512f" in FEATURES
 # Whether the processor has dot products of bfloat16 pairs.
 PAIRS = "+avx512bf16" in FEATURES
-# Words of a vector; a panel is two vectors wide.
-LANES = 16 if _WIDE else 8
+# A panel is two vectors wide.
 PANEL = 2 * LANES
 # Rows of a tile: as many sums as there are registers.
-ROWS = 12 if _WIDE else 6
+ROWS = 12 if LANES == 16 else 6
 _WORD_BYTES, _UNROLLED = 4, 4
 # Words of a row that are interleaved with those of others.
 _QUARTER = 4
@@ -49,17 +45,6 @@ class _Bfloat(ir.Type):  # type: ignore[misc]
 
 
 BFLOAT = _Bfloat()
-
-
-def called(builder: Any, name: str, result: Any, arguments: list[Any]) -> Any:
-    """The result of an instruction, by its name in LLVM."""
-    kind = ir.FunctionType(result, [each.type for each in arguments])
-    return builder.call(cast(Any, cgutils).get_or_insert_function(builder.module, kind, name), arguments)
-
-
-def pointer_to(builder: Any, address: Any, kind: Any, offset: Any = 0) -> Any:
-    """A pointer to a type, `offset` bytes behind an address."""
-    return builder.inttoptr(builder.add(address, address.type(offset)), kind.as_pointer())
 
 
 def _loaded(builder: Any, address: Any, kind: Any, offset: int = 0) -> Any:
@@ -120,13 +105,6 @@ def transpose(_context: Any, _addresses: Any, _offset: Any, _target: Any, _ahead
         return context.get_dummy_value()
 
     return types.void(*(types.intp for _ in range(4))), generate
-
-
-def on_all_lanes(builder: Any, scalar: Any) -> Any:
-    """A vector of a number."""
-    vector = ir.VectorType(scalar.type, LANES)
-    one = builder.insert_element(ir.Constant(vector, ir.Undefined), scalar, _INT(0))
-    return builder.shuffle_vector(one, ir.Constant(vector, ir.Undefined), ir.Constant(_WORDS, [0] * LANES))
 
 
 def widened_words(builder: Any, words: Any) -> list[Any]:

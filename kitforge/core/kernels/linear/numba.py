@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kitforge.core.kernels.linear.gemm_microkernel import LANES, PAIRS, PANEL, ROWS, tile, transpose
+from kitforge.core.kernels.linear.gemm_microkernel import PAIRS, PANEL, ROWS, tile, transpose
 from kitforge.core.kernels.linear.matrix_microkernel import has_matrix_unit, multiply_tiles, release
 from kitforge.core.kernels.numba_runtime import (
     FLOAT,
@@ -29,7 +29,7 @@ from kitforge.core.kernels.numba_runtime import (
     parallel_for,
     widened,
 )
-from kitforge.core.kernels.vectors import part_at, to_precision, vector_at, write_part
+from kitforge.core.kernels.vectors import LANES, part_at, to_precision, vector_at, write_part
 
 _log = logging.getLogger(__name__)
 # Multiplications per thread, at least: waking one takes as long as a million of them, and a single thread nearly

@@ -16,7 +16,7 @@ from numba.core import cgutils
 from torch import Tensor
 from torch.nn import functional
 
-from kitforge.core.kernels.linear.gemm_microkernel import BFLOAT, LANES, PAIRS, PANEL, called, pointer_to, prefetch_line
+from kitforge.core.kernels.linear.gemm_microkernel import BFLOAT, PAIRS, PANEL, prefetch_line
 from kitforge.core.kernels.linear.matrix_microkernel import TILE_ROWS, configure_tiles, generate_tiles, multiply_tiles
 from kitforge.core.kernels.linear.numba import LINE, add_products, empty_lines, write_sums
 from kitforge.core.kernels.numba_runtime import (
@@ -27,6 +27,7 @@ from kitforge.core.kernels.numba_runtime import (
     narrowed,
 )
 from kitforge.core.kernels.quantized_linear.reference import GROUP, Blocks, whole_numbers
+from kitforge.core.kernels.vectors import LANES, called, pointer_to
 
 _SIGNED: Any = np.int8(0)
 _SHORT: Any = np.uint16(0)
