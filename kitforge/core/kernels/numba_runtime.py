@@ -93,6 +93,33 @@ def int64_at(address: int, shape: Any) -> Any:
     return array_at(address, shape, np.int64(0))
 
 
+def _like(value: Any, kind: Any) -> Any:
+    """That type, or a vector of as many as the value has."""
+    return ir.VectorType(kind, value.type.count) if isinstance(value.type, ir.VectorType) else kind
+
+
+def _constant(value: Any, kind: Any, number: int) -> Any:
+    wide = _like(value, kind)
+    return ir.Constant(wide, number if wide is kind else [number] * wide.count)
+
+
+def widened_bits(builder: Any, short: Any) -> Any:
+    """LLVM's fp32 of a bfloat16 (as int16), or of a vector of them."""
+    wide = ir.IntType(32)
+    bits = builder.shl(builder.zext(short, _like(short, wide)), _constant(short, wide, 16))
+    return builder.bitcast(bits, _like(short, ir.FloatType()))
+
+
+def narrowed_bits(builder: Any, number: Any) -> Any:
+    """LLVM's bfloat16 (as int16) nearest to an fp32 number, or to a vector of them; of two, the even one."""
+    wide, short = ir.IntType(32), ir.IntType(16)
+    bits, upper = builder.bitcast(number, _like(number, wide)), _constant(number, wide, 16)
+    to_even = builder.and_(builder.lshr(bits, upper), _constant(number, wide, 1))
+    half = builder.add(bits, builder.add(to_even, _constant(number, wide, 0x7FFF)))
+    rounded = builder.trunc(builder.lshr(half, upper), _like(number, short))
+    return builder.select(builder.fcmp_unordered("uno", number, number), _constant(number, short, 0x7FC0), rounded)
+
+
 @intrinsic
 def widened(_context: Any, number: Any) -> Any:
     """In a compiled loop, `widened(number)` is the fp32 value of a bfloat16 (as uint16), or of fp32 itself."""
@@ -100,9 +127,7 @@ def widened(_context: Any, number: Any) -> Any:
     def generate(_context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         if signature.args[0] == types.float32:
             return arguments[0]
-        wide = ir.IntType(32)
-        bits = builder.shl(builder.zext(arguments[0], wide), ir.Constant(wide, 16))
-        return builder.bitcast(bits, ir.FloatType())
+        return widened_bits(builder, arguments[0])
 
     return types.float32(number), generate
 
@@ -114,12 +139,7 @@ def narrowed(_context: Any, _number: Any, like: Any) -> Any:
     def generate(_context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         if signature.args[1] == types.float32:
             return arguments[0]
-        wide, short = ir.IntType(32), ir.IntType(16)
-        bits = builder.bitcast(arguments[0], wide)
-        to_even = builder.and_(builder.lshr(bits, wide(16)), wide(1))
-        rounded = builder.trunc(builder.lshr(builder.add(bits, builder.add(to_even, wide(0x7FFF))), wide(16)), short)
-        is_none = builder.fcmp_unordered("uno", arguments[0], arguments[0])
-        return builder.select(is_none, short(0x7FC0), rounded)
+        return narrowed_bits(builder, arguments[0])
 
     return (types.float32 if like == types.float32 else types.uint16)(types.float32, like), generate
 

@@ -18,7 +18,7 @@ from numba import extending, types
 from numba.core import cgutils, config
 from numba.core.codegen import get_host_cpu_features
 
-from kitforge.core.kernels.numba_runtime import compiled, intrinsic
+from kitforge.core.kernels.numba_runtime import compiled, intrinsic, narrowed_bits, widened_bits
 
 # Of the processor, as numba is told or finds them.
 FEATURES = str(cast(Any, config).CPU_FEATURES or cast(Any, get_host_cpu_features)()).split(",")
@@ -147,21 +147,6 @@ def keep_lanes(_context: Any, _values: Any, _start: Any, _stop: Any, _others: An
     return _vector(_vector, types.intp, types.intp, types.float32), generate
 
 
-def _widened(builder: Any, shorts: Any) -> Any:
-    bits = builder.shl(builder.zext(shorts, _WORDS), ir.Constant(_WORDS, [16] * LANES))
-    return builder.bitcast(bits, _VECTOR)
-
-
-def _narrowed(builder: Any, values: Any) -> Any:
-    """See `numba_runtime.narrowed`."""
-    bits, one = builder.bitcast(values, _WORDS), ir.Constant(_WORDS, [1] * LANES)
-    shift = ir.Constant(_WORDS, [16] * LANES)
-    to_even = builder.add(builder.and_(builder.lshr(bits, shift), one), ir.Constant(_WORDS, [0x7FFF] * LANES))
-    shorts = builder.trunc(builder.lshr(builder.add(bits, to_even), shift), _SHORTS)
-    is_none = builder.fcmp_unordered("uno", values, values)
-    return builder.select(is_none, ir.Constant(_SHORTS, [0x7FC0] * LANES), shorts)
-
-
 def _is_float(like: Any) -> bool:
     return bool(like == types.float32)
 
@@ -172,7 +157,7 @@ def to_precision(_context: Any, _values: Any, like: Any) -> Any:
 
     def generate(_context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         values = arguments[0]
-        return values if _is_float(signature.args[1]) else _widened(builder, _narrowed(builder, values))
+        return values if _is_float(signature.args[1]) else widened_bits(builder, narrowed_bits(builder, values))
 
     return _vector(_vector, like), generate
 
@@ -185,7 +170,7 @@ def vector_at(_context: Any, _address: Any, like: Any) -> Any:
         is_float = _is_float(signature.args[1])
         loaded = builder.load(pointer_to(builder, arguments[0], _VECTOR if is_float else _SHORTS))
         loaded.align = 4 if is_float else 2
-        return loaded if is_float else _widened(builder, loaded)
+        return loaded if is_float else widened_bits(builder, loaded)
 
     return _vector(types.intp, like), generate
 
@@ -199,7 +184,7 @@ def _masked_at(_context: Any, _address: Any, like: Any, _count: Any) -> Any:
         kind, name = (_VECTOR, "f32") if size == 4 else (_SHORTS, "i16")
         operands = [pointer_to(builder, address, kind), _INT(size), mask, ir.Constant(kind, None)]
         loaded = called(builder, f"llvm.masked.load.v{LANES}{name}.p0", kind, operands)
-        return loaded if size == 4 else _widened(builder, loaded)
+        return loaded if size == 4 else widened_bits(builder, loaded)
 
     return _vector(types.intp, like, types.intp), generate
 
@@ -211,7 +196,7 @@ def write_vector(_context: Any, _values: Any, _address: Any, like: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         values, address, _ = arguments
         is_float = _is_float(signature.args[2])
-        kept = values if is_float else _narrowed(builder, values)
+        kept = values if is_float else narrowed_bits(builder, values)
         builder.store(kept, pointer_to(builder, address, kept.type)).align = 4 if is_float else 2
         return context.get_dummy_value()
 
@@ -224,7 +209,7 @@ def _write_masked(_context: Any, _values: Any, _address: Any, like: Any, _count:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         values, address, _, count = arguments
         size = 4 if _is_float(signature.args[2]) else 2
-        kept, name = (values, "f32") if size == 4 else (_narrowed(builder, values), "i16")
+        kept, name = (values, "f32") if size == 4 else (narrowed_bits(builder, values), "i16")
         mask = _is_between(builder, count.type(0), count)
         operands = [kept, pointer_to(builder, address, kept.type), _INT(size), mask]
         called(builder, f"llvm.masked.store.v{LANES}{name}.p0", ir.VoidType(), operands)
