@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from typing import Literal
@@ -10,6 +11,7 @@ from typing import Literal
 import pytest
 import torch
 
+from kitforge.core.kernels.mixed_precision import NATIVE_DTYPES
 from kitforge.core.nn.decoder import Decoder, FamilyConfig
 from kitforge.foundation.errors import ModelError
 from kitforge.inference.engine import Completion, Engine
@@ -37,6 +39,14 @@ def network(family: str, dtype: torch.dtype) -> Decoder:
     return build(replace(FAMILIES[family], max_length=LENGTH), dtype=dtype).requires_grad_(False).eval()
 
 
+@pytest.fixture
+def autocast(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Of a rollout in bf16, on a processor that has its products as far as dispatch knows."""
+    monkeypatch.setitem(NATIVE_DTYPES, torch.bfloat16, True)
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        yield
+
+
 def alone(model: Decoder, prompt: list[int], options: SamplingOptions, key: int | str, stop: int) -> Completion:
     engine = Engine(model, EngineOptions(max_num_seqs=1, prefix_cache=False), stop_ids=[stop])
     engine.submit(prompt, options, key=key)
@@ -52,7 +62,16 @@ def alone(model: Decoder, prompt: list[int], options: SamplingOptions, key: int 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_text_of_a_schedule_has_the_bits_that_it_has_alone(family: str, dtype: torch.dtype) -> None:
     """Prefixes, chunks, cancellations, preemption, penalties, seeds and drafts, as the workload mixes them."""
-    model = network(family, dtype)
+    have_their_own_bits(network(family, dtype))
+
+
+@pytest.mark.parametrize("family", ["llama", "bloom"])
+@pytest.mark.usefixtures("autocast")
+def test_so_it_has_in_a_rollout_of_weights_in_fp32(family: str) -> None:
+    have_their_own_bits(network(family, torch.float32))
+
+
+def have_their_own_bits(model: Decoder) -> None:
     for seed in range(6):
         wanted, result = workload.run(model, seed)
         for place, request in enumerate(wanted):

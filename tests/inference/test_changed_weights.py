@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from kitforge.core.kernels.fused_decode_step.numba import NumbaDecodeStep
+from kitforge.core.kernels.mixed_precision import NATIVE_DTYPES
 from kitforge.core.nn.decoder import Decoder
 from kitforge.foundation import device as devices
 from kitforge.inference.engine import Completion, Engine
@@ -44,7 +45,9 @@ def add_to_data(model: nn.Module) -> None:
 def add_by_address(model: nn.Module) -> None:
     """As compiled loops do."""
     for each in model.parameters():
-        each.detach().view(torch.int16 if each.element_size() == 2 else torch.int32).numpy()[...] ^= 1 << 4
+        # The third bit of the mantissa.
+        kind, bit = (torch.int16, 4) if each.element_size() == 2 else (torch.int32, 20)
+        each.detach().view(kind).numpy()[...] ^= 1 << bit
 
 
 def change_one_number(model: nn.Module) -> None:
@@ -97,6 +100,15 @@ def test_the_next_text_is_of_the_new_weights(change: Callable[[nn.Module], None]
     after = generated(engine)
     assert after == generated(Engine(deepcopy(model), EngineOptions(prefix_cache=False)))
     assert after != before
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_so_it_is_in_a_rollout_whose_products_read_copies(
+    change: Callable[[nn.Module], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(NATIVE_DTYPES, torch.bfloat16, True)
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        test_the_next_text_is_of_the_new_weights(change, torch.float32)
 
 
 def test_a_running_text_sees_a_version_and_an_update() -> None:

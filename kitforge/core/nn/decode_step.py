@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from kitforge.core.kernels.fused_decode_step.reference import BlockWeights, DecoderWeights, DecodeStepKernel, Locations
+from kitforge.core.kernels.mixed_precision import NATIVE_DTYPES
 from kitforge.core.kernels.quantized_linear.reference import GROUP, Blocks
 from kitforge.core.kernels.threads import single_thread
 from kitforge.core.nn.attention import Attention
@@ -49,6 +50,7 @@ class FusedDecodeStep:
         self._modules = list(self._model.modules())
         self._owners = [(each._parameters, name) for each in self._modules for name in each._parameters]
         self._marks: list[tuple[int, int]] = []
+        self._dtype: torch.dtype | None = None
         self._blocks: DecodeStepKernel | None = None
         self._rereads = False
 
@@ -59,15 +61,16 @@ class FusedDecodeStep:
     def __call__(self, tokens: Tensor, context: Context, locations: Locations) -> tuple[Tensor, Tensor] | None:
         """Normalized output [tokens, dim] and logits [rows, vocab] of tokens [1, tokens] at these locations. None where
         the modules must run one by one."""
-        if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
+        if torch.is_grad_enabled():
             return None
         if cast(Any, _has_any_global_hook)() or any(map(_is_wrapped, self._modules)):
             return None
         # Weights are read by address: one that was moved or replaced has another. Copies of them are of one version.
         marks = [(0, 0) if (each := owned[name]) is None else _mark(each) for owned, name in self._owners]
-        if marks != self._marks:
+        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+        if marks != self._marks or dtype is not self._dtype:
             self._blocks = None  # its memory is free before the next one takes as much
-            self._marks, self._blocks = marks, self._new_blocks()
+            self._marks, self._dtype, self._blocks = marks, dtype, self._new_blocks(dtype)
         if self._blocks is None:
             return None
         model = cast(Decoder, self._model)
@@ -80,13 +83,18 @@ class FusedDecodeStep:
         self._rereads = False
         return result
 
-    def _new_blocks(self) -> DecodeStepKernel | None:
+    def _new_blocks(self, autocast: torch.dtype | None) -> DecodeStepKernel | None:
         model = self._model
         if not is_fusable(model):
             return None
         decoder = cast(Decoder, model)
+        own = decoder.head_weight.dtype
+        # Without native products in bfloat16, the modules' products take weights in fp32 under autocast.
+        if autocast not in (None, own) and not (autocast is torch.bfloat16 and NATIVE_DTYPES[autocast]):
+            return None
         head_dim, blocks = decoder.geometry.head_dim, cast(list[Block], list(decoder.blocks))
-        like = decoder.head_weight.new_empty(1, decoder.geometry.num_kv_heads, 1, head_dim)
+        shape = 1, decoder.geometry.num_kv_heads, 1, head_dim
+        like = decoder.head_weight.new_empty(shape, dtype=own if autocast is None else autocast)
         slabs = [self._slabs(layer, like) for layer in range(len(blocks))]
         if any(each.dtype is not like.dtype for pair in slabs for each in pair):
             return None

@@ -104,11 +104,13 @@ def locations(starts: Tensor, lengths: Tensor) -> Locations:
     return Locations(starts=starts, lengths=lengths, slots=slots, rows=torch.arange(len(starts)))
 
 
-def run(kind: str, num_texts: int, dtype: torch.dtype, made: Callable[..., Any]) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden, logits, and all slabs after the call."""
-    slabs, *rest = inputs(num_texts, kind, dtype)
+def run(
+    kind: str, num_texts: int, dtype: torch.dtype, made: Callable[..., Any], weights: torch.dtype | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden, logits, and all slabs after the call, with slabs in a dtype, weights in it or in their own."""
+    slabs, stream, *rest = inputs(num_texts, kind, dtype)
     poison()
-    hidden, logits = made(stack(kind, dtype), slabs)(*rest)
+    hidden, logits = made(stack(kind, weights or dtype), slabs)(stream.to(weights or dtype), *rest)
     return hidden, logits, torch.stack([each for pair in slabs for each in pair])
 
 
@@ -135,15 +137,31 @@ def test_one_call_is_the_reference(kind: str, num_texts: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_texts", [1, 9])
+@pytest.mark.parametrize("weights", [torch.bfloat16, torch.float32], ids=str)
 @torch.no_grad()
-def test_bfloat16_is_rounded_where_the_reference_rounds(kind: str, num_texts: int) -> None:
-    found, wanted = run(kind, num_texts, torch.bfloat16, fast), run(kind, num_texts, torch.bfloat16, Reference)
+def test_bfloat16_is_rounded_where_the_reference_rounds(kind: str, num_texts: int, weights: torch.dtype) -> None:
+    """With weights in fp32, as under autocast, the stream and its norms are not."""
+    found, wanted = (run(kind, num_texts, torch.bfloat16, each, weights) for each in (fast, Reference))
     exact = run(kind, num_texts, torch.float64, Reference)
     for got, own, true in zip(found, wanted, exact, strict=True):
         assert got.dtype is own.dtype
         # Sums are taken in another order, so that a number now and then falls to the other side.
         assert relative(got.nan_to_num(0), own.nan_to_num(0)) < 2**-5
         assert relative(got.nan_to_num(0), true.nan_to_num(0)) < 2 * relative(own.nan_to_num(0), true.nan_to_num(0))
+
+
+@pytest.mark.parametrize("kind", ["plain", "normed_heads"])
+@torch.no_grad()
+def test_under_autocast_the_stream_is_not_rounded(kind: str) -> None:
+    """Seen where branches are zero: what is left of the stream is its norm, rounded once."""
+    weights, (slabs, stream, *rest) = stack(kind, torch.float32), inputs(9, kind, torch.bfloat16)
+    silent = [
+        replace(each, out=each.out * 0, down=each.down * 0, out_bias=None, down_bias=None) for each in weights.layers
+    ]
+    stream = random(9, DIM, dtype=torch.float32)
+    found = [made(replace(weights, layers=tuple(silent)), slabs)(stream, *rest)[0] for made in (fast, Reference)]
+    assert found[0].dtype is torch.bfloat16
+    assert (found[0] == found[1]).float().mean() > 0.98
 
 
 @pytest.fixture

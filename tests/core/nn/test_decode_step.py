@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from kitforge.core.kernels.mixed_precision import NATIVE_DTYPES
 from kitforge.core.nn import lora
 from kitforge.core.nn.context import Context
 from kitforge.core.nn.decode_step import FusedDecodeStep
@@ -82,6 +84,74 @@ def test_in_bfloat16_it_is_as_near_to_the_truth_as_the_forward_pass(name: str) -
     assert relative(decoded(single(model), tokens), wanted) < 2 * relative(forward(model, tokens), wanted)
 
 
+@pytest.fixture
+def native(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A processor that multiplies in bfloat16, as far as dispatch knows."""
+    monkeypatch.setitem(NATIVE_DTYPES, torch.bfloat16, True)
+
+
+def autocast() -> AbstractContextManager[object]:
+    return torch.autocast("cpu", torch.bfloat16, cache_enabled=False)
+
+
+@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.usefixtures("native")
+@torch.no_grad()
+def test_under_autocast_it_is_as_near_to_the_truth_as_the_forward_pass(name: str) -> None:
+    tokens, model = texts(24), build(CONFIGS[name], dtype=torch.float32)
+    wanted = forward(build(CONFIGS[name], dtype=torch.float32).double(), tokens)
+    with autocast():
+        found, own = decoded(single(model, 24), tokens), forward(model, tokens)
+    assert (found - wanted).norm() < 1.2 * (own - wanted).norm()
+
+
+@pytest.mark.usefixtures("native")
+@torch.no_grad()
+def test_autocast_may_begin_and_end_between_steps() -> None:
+    model, tokens = build(CONFIGS["llama"], dtype=torch.float32), texts()[:, 0]
+    slabs: dict[torch.dtype, Slabs] = {torch.float32: Slabs(3), torch.bfloat16: Slabs(3)}
+    tried = FusedDecodeStep(model, lambda layer, like: slabs[like.dtype](layer, like))
+    found = []
+    for is_half in (False, True, False, True):
+        with autocast() if is_half else nullcontext():
+            result = step(tried, tokens, 0)
+            assert result is not None and result[0].dtype is (torch.bfloat16 if is_half else torch.float32)
+            found.append(result[1])
+    assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3])
+    assert 0 < relative(found[1], found[0]) < 2**-5
+
+
+@pytest.mark.usefixtures("native")
+@torch.no_grad()
+def test_copies_under_autocast_are_of_the_weights_as_they_are_now() -> None:
+    tokens = texts()[:, 0]
+    with autocast():
+        for has_trace in (True, False):
+            model = build(CONFIGS["llama"], dtype=torch.float32)
+            tried = single(model)
+            step(tried, tokens, 0)
+            for each in model.parameters():
+                (each if has_trace else each.data).mul_(1.25)
+            if not has_trace:
+                tried.reread()
+            found, wanted = step(tried, tokens, 0), step(single(model), tokens, 0)
+            assert found is not None and wanted is not None and torch.equal(found[1], wanted[1])
+
+
+@torch.no_grad()
+def test_under_autocast_dtypes_without_such_products_are_asked_module_by_module(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, tokens = build(CONFIGS["llama"], dtype=torch.float32), texts()[:, 0]
+    with torch.autocast("cpu", torch.float16):
+        assert step(single(model), tokens, 0) is None
+    monkeypatch.setitem(NATIVE_DTYPES, torch.bfloat16, False)
+    with autocast():
+        assert step(single(model), tokens, 0) is None
+        # Weights in bfloat16 are multiplied as they are.
+        assert step(single(build(CONFIGS["llama"], dtype=torch.bfloat16)), tokens, 0) is not None
+
+
 def hook(model: Decoder) -> None:
     model.blocks[1].register_forward_hook(lambda *_: None)
 
@@ -126,8 +196,6 @@ def test_others_are_asked_module_by_module_from_the_start() -> None:
     assert step(single(build(CONFIGS["llama"], "O0", torch.float32)), tokens[:, 0], 0) is None
     assert step(single(nn.Linear(1, 1)), tokens[:, 0], 0) is None
     assert step(single(model, 70), texts(70)[:, 0], 0) is not None
-    with torch.autocast("cpu", torch.bfloat16):
-        assert step(single(model), tokens[:, 0], 0) is None
     with torch.enable_grad():
         assert step(single(model), tokens[:, 0], 0) is None
     other = build(CONFIGS["llama"], dtype=torch.float32)

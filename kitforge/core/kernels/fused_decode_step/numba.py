@@ -23,6 +23,7 @@ from kitforge.core.kernels.fused_decode_step.reference import (
     DecoderWeights,
     Locations,
     quantized_weights,
+    rounded_weights,
 )
 from kitforge.core.kernels.fused_decode_step.rows import activate_row, add_row, normalize_row, rotate_row, write_row
 from kitforge.core.kernels.linear.gemm_microkernel import PANEL
@@ -70,15 +71,17 @@ _PHASES, _ENDS = 8, 3
 
 @final
 class NumbaDecodeStep:
-    """See `DecodeStepKernel`; for contiguous weights and slabs of one dtype, fp32 or bfloat16, on CPU.
+    """See `DecodeStepFactory` and `DecodeStepKernel`.
 
     Where memory allows, the panels that the first step packs are kept for those that follow, with the same bits: for a
     few rows, packing takes as long as multiplying. A step that rereads the weights packs them again, if not quantized.
     """
 
     def __init__(self, weights: DecoderWeights, slabs: list[tuple[Tensor, Tensor]]) -> None:
-        weights = quantized_weights(weights)
-        self._dtype = weights.norm.dtype
+        exact = quantized_weights(weights)
+        self._dtype, self._stream_dtype = slabs[0][0].dtype, weights.norm.dtype
+        weights = rounded_weights(exact, self._dtype)
+        self._copies = [pair for pair in zip(_tensors(weights), _tensors(exact), strict=True) if pair[0] is not pair[1]]
         self._autotuner = ThreadAutotuner()
         self._options = weights.norm_eps, weights.qk_norm_eps, weights.interleaved_rotary, weights.gate == "gelu"
         matrices = [[getattr(layer, name) for name in LINEARS] for layer in weights.layers] + [[weights.head]]
@@ -124,6 +127,9 @@ class NumbaDecodeStep:
         self, stream: Tensor, rotary: tuple[Tensor, Tensor] | None, locations: Locations, *, rereads: bool = False
     ) -> tuple[Tensor, Tensor]:
         """See `DecodeStepKernel`."""
+        if rereads:
+            for rounded, weight in self._copies:
+                rounded.copy_(weight)
         num_tokens, rows = len(stream), locations.rows
         dim, num_heads, num_kv_heads, head_dim, mlp_dim, vocab = self._sizes
         with single_thread():
@@ -141,7 +147,8 @@ class NumbaDecodeStep:
         counts = torch.zeros((_PHASES * len(self._table) + _ENDS) * BYTES_PER_PHASE // 8, dtype=torch.long)
         tensors = own, *angles, locations.starts, locations.lengths, hidden, logits, self._slopes
         step = _Step(
-            FLOAT if self._dtype is torch.float32 else HALF,
+            _TYPES[self._dtype],
+            _TYPES[self._stream_dtype],
             self._dtype is not torch.float32 and prefers_matrix_unit(),
             *self._options,
             rereads or not self._are_kept,
@@ -187,6 +194,14 @@ class NumbaDecodeStep:
         return np.array(tiles), False
 
 
+def _tensors(weights: DecoderWeights) -> list[Tensor]:
+    """Those of all layers, and the head; without those that are quantized."""
+    everything = [each for layer in weights.layers for each in layer.tensors()] + [weights.head]
+    return [each for each in everything if isinstance(each, Tensor)]
+
+
+# The element types of kernels, by dtype.
+_TYPES = {torch.float32: FLOAT, torch.bfloat16: HALF}
 _NAMES = list(BlockWeights.__dataclass_fields__)
 _QUERY, _KEY, _VALUE, _OUT = (_NAMES.index(name) for name in ("query", "key", "value", "out"))
 _GATE, _UP, _DOWN = (_NAMES.index(name) for name in ("gate", "up", "down"))
@@ -201,9 +216,10 @@ _KEPT_GATE, _KEPT_UP, _KEPT_DOWN = (_KEPT[name] for name in ("gate", "up", "down
 
 
 class _Step(NamedTuple):
-    """Arguments of all phases: sizes, then addresses of arrays in fp32, or in the dtype of the weights where noted."""
+    """Arguments of all phases: sizes, then addresses of arrays in fp32, or in the type of `like` where noted."""
 
-    like: Any
+    like: Any  # an element of what products read: linear layers, keys and values
+    stream_like: Any  # an element of the stream, and of the weights of its norms
     has_tiles: bool  # products take the matrix unit
     eps: float
     qk_eps: float
@@ -232,16 +248,16 @@ class _Step(NamedTuple):
     sin: int  # [rotations, tokens, pairs]
     starts: int  # int64 [tokens]
     lengths: int  # int64 [tokens]
-    normal: int  # [tokens, dim], like weights
+    normal: int  # [tokens, dim], like
     logits: int  # [rows, vocab]
     slopes: int  # [heads]
     branch: int  # [tokens, dim]
     query: int  # [tokens, heads, head_dim]
-    mixed: int  # [tokens, heads, head_dim], like weights
+    mixed: int  # [tokens, heads, head_dim], like
     key: int  # [tokens, kv_heads, head_dim]
     value: int  # [tokens, kv_heads, head_dim]
-    inner: int  # [tokens, mlp_dim], like weights
-    chosen: int  # [rows, dim], like weights
+    inner: int  # [tokens, mlp_dim], like
+    chosen: int  # [rows, dim], like
 
 
 @compiled_fastmath
@@ -545,10 +561,10 @@ def _join_token(step: Any, out_norm: Any, norm: Any, token: int, has_branch: boo
     if has_branch:
         if out_norm[0]:
             normalize_row(branch, dim, like, out_norm[0], out_norm[1], step.eps)
-        add_row(stream, branch, dim, like)
+        add_row(stream, branch, dim, step.stream_like)
     else:
         write_row(stream, branch, np.float32(0), dim)
-    normalize_row(branch, dim, like, norm[0], norm[1], step.eps)
+    normalize_row(branch, dim, step.stream_like, norm[0], norm[1], step.eps)
     write_row(branch, step.normal + itemsize * dim * token, like, dim)
 
 

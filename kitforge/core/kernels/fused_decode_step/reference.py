@@ -22,6 +22,8 @@ Slabs = list[tuple[Tensor, Tensor]]
 Angles = tuple[Tensor, Tensor]
 # The fields of a block that are weights of linear layers.
 LINEARS = ("query", "key", "value", "out", "gate", "up", "down")
+# Those that have the dtype of the stream.
+_STREAM_NORMS = ("attention_norm", "attention_norm_bias", "mlp_norm", "mlp_norm_bias")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +108,9 @@ class DecodeStepKernel(Protocol):
 class DecodeStepFactory(Protocol):
     """Makes a decode step over weights and each layer's keys and values [slots, kv_heads, head_dim].
 
-    All have one dtype, fp32 or bfloat16, are contiguous and on CPU, and are read at their present addresses.
+    All have one dtype, fp32 or bfloat16, are contiguous and on CPU, and are read at their present addresses. Or the
+    weights have fp32 and the slabs bfloat16, as under autocast: linear layers and the norms of heads and branches
+    compute in bfloat16, by copies of their weights; the stream and its norms stay in fp32.
     """
 
     def __call__(self, weights: DecoderWeights, slabs: list[tuple[Tensor, Tensor]]) -> DecodeStepKernel: ...
@@ -116,7 +120,8 @@ class ReferenceDecodeStep:
     """See `DecodeStepKernel`."""
 
     def __init__(self, weights: DecoderWeights, slabs: Slabs) -> None:
-        self._weights = _dequantized(weights)
+        self._dtype = slabs[0][0].dtype
+        self._weights = rounded_weights(_dequantized(weights), self._dtype)
         self._slabs = slabs
 
     def __call__(
@@ -125,16 +130,19 @@ class ReferenceDecodeStep:
         """See `DecodeStepKernel`."""
         weights = self._weights
         for index, layer in enumerate(weights.layers):
-            normal = _norm(stream, layer.attention_norm, layer.attention_norm_bias, weights.norm_eps)
+            normal = self._stream_norm(stream, layer.attention_norm, layer.attention_norm_bias)
             mixed = self._attended(index, normal, rotary, locations)
             branch = _linear(mixed, layer.out, layer.out_bias)
             stream = stream + _norm(branch, layer.attention_out_norm, layer.attention_out_norm_bias, weights.norm_eps)
-            normal = _norm(stream, layer.mlp_norm, layer.mlp_norm_bias, weights.norm_eps)
+            normal = self._stream_norm(stream, layer.mlp_norm, layer.mlp_norm_bias)
             branch = _linear(_activated(layer, normal, weights.gate), layer.down, layer.down_bias)
             stream = stream + _norm(branch, layer.mlp_out_norm, layer.mlp_out_norm_bias, weights.norm_eps)
-        hidden = _norm(stream, weights.norm, weights.norm_bias, weights.norm_eps)
+        hidden = self._stream_norm(stream, weights.norm, weights.norm_bias)
         logits = _linear(hidden[locations.rows], weights.head)
         return hidden, logits.to(torch.promote_types(hidden.dtype, torch.float32))
+
+    def _stream_norm(self, stream: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return _norm(stream, weight, bias, self._weights.norm_eps).to(self._dtype)
 
     def _attended(self, index: int, normal: Tensor, rotary: Angles | None, locations: Locations) -> Tensor:
         weights, layer, (keys, values) = self._weights, self._weights.layers[index], self._slabs[index]
@@ -172,6 +180,19 @@ def quantized_weights(weights: DecoderWeights) -> DecoderWeights:
     """The same with the linear layers and the head quantized to `bits`."""
     bits = weights.bits
     return weights if bits is None else _with_matrices(weights, lambda weight: _quantized(weight, bits))
+
+
+def rounded_weights(weights: DecoderWeights, dtype: torch.dtype) -> DecoderWeights:
+    """The same, all in `dtype` but the norms of the stream and what is quantized; copied where that is another."""
+
+    def rounded(each: Any) -> Any:
+        return each.to(dtype) if isinstance(each, Tensor) else each
+
+    names = [field.name for field in fields(BlockWeights) if field.name not in _STREAM_NORMS]
+    layers = tuple(
+        replace(layer, **{name: rounded(getattr(layer, name)) for name in names}) for layer in weights.layers
+    )
+    return replace(weights, layers=layers, head=rounded(weights.head))
 
 
 def _quantized(weight: Tensor | Blocks, bits: Literal[4, 8]) -> Tensor | Blocks:
