@@ -82,6 +82,11 @@ class SamplingOptions:
         """Whether penalties need the tokens so far."""
         return bool(self.presence_penalty or self.frequency_penalty or self.penalty != 1)
 
+    @property
+    def truncates(self) -> bool:
+        """Whether unlikely tokens are excluded."""
+        return bool(self.top_k or self.min_p) or (self.top_p or 1) < 1
+
     def signature(self) -> Hashable:
         """Equal for options that process logits alike."""
         shape = (self.temperature, self.top_k, self.top_p, self.min_p)
@@ -168,11 +173,10 @@ def top_logprobs(logits: Tensor, draws: Sequence[SampleRequest], kernels: Kernel
         if not draw.num_top_logprobs:
             result.append([])
             continue
-        scores = process_logits(logits[row : row + 1], draw.options, [draw])
-        if draw.options.is_greedy:
-            logprobs = (scores - scores.amax() + kernels.greedy_sample(scores)[1])[0]
-        else:
-            logprobs = torch.log_softmax(scores, dim=-1)[0]
+        own = logits[row : row + 1]
+        scores = process_logits(own, draw.options, [draw])[0].double()
+        (token,), (logprob,) = _choose(own, [draw], kernels)
+        logprobs = scores - scores[token] + logprob
         values, tokens = logprobs.topk(min(draw.num_top_logprobs, len(logprobs)))
         pairs = zip(tokens.tolist(), values.tolist(), strict=True)
         result.append([(token, value) for token, value in pairs if value > float("-inf")])
@@ -186,10 +190,7 @@ def process_logits(logits: Tensor, options: SamplingOptions, draws: Sequence[Sam
     At temperature 0 the scores are those of temperature 1 without truncation, so the log-probability of a greedy token
     is the model's own. `draws` holds the tokens of each row and is needed for penalties only.
     """
-    scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    is_banned = any(draw.banned for draw in draws)
-    if options.needs_history or options.logit_bias or options.suppress_tokens or is_banned:
-        scores = _apply_penalties(scores.clone(), options, draws)
+    scores = _penalized(logits, options, draws)
     if options.is_greedy:
         return scores
     # The largest score is 0, which stays finite for any temperature.
@@ -206,17 +207,28 @@ def process_logits(logits: Tensor, options: SamplingOptions, draws: Sequence[Sam
 
 
 def _sample_with_same_options(logits: Tensor, draws: Sequence[SampleRequest], kernels: Kernels) -> Tensor:
+    tokens, logprobs = _choose(logits, draws, kernels)
+    return torch.stack([tokens.double(), logprobs.double()])
+
+
+def _choose(logits: Tensor, draws: Sequence[SampleRequest], kernels: Kernels) -> tuple[Tensor, Tensor]:
+    """The token of each row and its log-probability, for the same options in all rows."""
     options = draws[0].options
-    scores = process_logits(logits, options, draws)
     if options.is_greedy:
-        tokens, values = kernels.greedy_sample(scores)
-        return torch.stack([tokens.double(), values.double()])
-    # Inverse transform sampling; in double precision the cumulative sums are exact enough for any vocabulary.
-    ends = torch.softmax(scores, dim=-1).cumsum(-1, dtype=torch.float64)
-    points = torch.tensor([[draw.uniform()] for draw in draws], dtype=torch.float64, device=scores.device)
-    chosen = torch.searchsorted(ends, points * ends[:, -1:], right=True).clamp_(max=scores.shape[-1] - 1)
-    logprobs = torch.log_softmax(scores, dim=-1).gather(-1, chosen)
-    return torch.stack([chosen.flatten().double(), logprobs.flatten().double()])
+        return kernels.greedy_sample(process_logits(logits, options, draws))
+    points = torch.tensor([draw.uniform() for draw in draws], dtype=torch.float64, device=logits.device)
+    if options.truncates:
+        return kernels.random_sample(process_logits(logits, options, draws), points, 1.0)
+    return kernels.random_sample(_penalized(logits, options, draws), points, options.temperature)
+
+
+def _penalized(logits: Tensor, options: SamplingOptions, draws: Sequence[SampleRequest]) -> Tensor:
+    """Logits in fp32 at least, after bias, penalties and excluded tokens."""
+    scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    is_banned = any(draw.banned for draw in draws)
+    if options.needs_history or options.logit_bias or options.suppress_tokens or is_banned:
+        return _apply_penalties(scores.clone(), options, draws)
+    return scores
 
 
 def _apply_penalties(scores: Tensor, options: SamplingOptions, draws: Sequence[SampleRequest]) -> Tensor:

@@ -7,9 +7,11 @@ import itertools
 import resource
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from kitforge.core.kernels.mixed_precision import NATIVE_DTYPES
 from kitforge.core.nn.decoder import Decoder
@@ -17,6 +19,7 @@ from kitforge.foundation.errors import ConfigError, DataError
 from kitforge.foundation.log import noting_warnings
 from kitforge.inference.block_manager import BlockManager
 from kitforge.inference.engine import Completion, Engine, Output, kv_bytes_per_token
+from kitforge.inference.logprobs import eval_mode
 from kitforge.inference.model_runner import ModelRunner
 from kitforge.inference.options import EngineOptions
 from kitforge.inference.sampling import SamplingOptions
@@ -223,6 +226,32 @@ def test_the_models_mode_is_put_back_and_weights_are_not_copied() -> None:
     engine.score(PROMPTS)
     assert {name: module.training for name, module in model.named_modules()} == modes
     assert {name: parameter.data_ptr() for name, parameter in engine.model.named_parameters()} == before
+
+
+class Witness(nn.Module):
+    """Tells which modes are set through its own method."""
+
+    told: list[bool]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "training":
+            self.told.append(value)
+        super().__setattr__(name, value)
+
+
+def test_the_mode_of_modules_may_change_between_steps() -> None:
+    witness = Witness()
+    witness.told = []
+    model = nn.Sequential(nn.Dropout(), nn.Sequential(nn.Dropout(), witness), nn.Dropout().eval())
+    for frozen in (model[0], model[1], None):
+        before, told = [each.training for each in model.modules()], len(witness.told)
+        with pytest.raises(ZeroDivisionError), eval_mode(model):
+            assert not any(each.training for each in model.modules())
+            raise ZeroDivisionError
+        assert [each.training for each in model.modules()] == before
+        assert witness.told[told:] == ([False, True] if before[4] else [])
+        if frozen is not None:
+            frozen.eval()
 
 
 def test_no_prompts_give_no_texts() -> None:

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kitforge.core.kernels.dispatch import CompileLevel, select
 from kitforge.foundation.errors import ConfigError
 from kitforge.inference import sampling
 from kitforge.inference.sampling import SampleRequest, SamplingOptions, process_logits, sample_tokens, top_logprobs
@@ -204,6 +205,28 @@ def test_the_most_likely_tokens_are_told_in_order(options: SamplingOptions, num:
     assert [token for token, _ in found[0]] == order
     assert [value for _, value in found[0]] == pytest.approx([math.log(shares[token]) for token in order], abs=1e-5)
     assert found[1] == []
+
+
+@pytest.mark.parametrize("level", ["O0", "O1"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "choices",
+    [{}, {"temperature": 0.7}, {"temperature": 1.3, "top_k": 50}, {"temperature": 0.3, "repetition_penalty": 1.3}],
+    ids=["greedy", "warm", "top_k", "penalty"],
+)
+@torch.no_grad()
+def test_the_sampled_token_is_told_with_the_bits_of_its_log_probability(
+    choices: dict[str, Any], dtype: torch.dtype, level: CompileLevel
+) -> None:
+    options, kernels = SamplingOptions(**choices), select(level)
+    draws = [replace(draw(options, key, position=3), num_top_logprobs=3000) for key in range(8)]
+    logits = (3 * torch.randn(8, 3000, generator=torch.Generator().manual_seed(1))).to(dtype)
+    tokens, logprobs, _ = sample_tokens(logits, draws, kernels=kernels)
+    found = top_logprobs(logits, draws, kernels)
+    assert [dict(told)[token] for told, token in zip(found, tokens, strict=True)] == logprobs
+    exact = distribution(logits, options, draws).log()
+    assert logprobs == pytest.approx([float(row[token]) for row, token in zip(exact, tokens, strict=True)], abs=5e-6)
+    assert [sum(math.exp(value) for _, value in told) for told in found] == pytest.approx([1.0] * 8, abs=1e-5)
 
 
 def test_the_most_likely_tokens_are_those_after_penalties() -> None:

@@ -100,8 +100,8 @@ FAULTS = (
     Fault(
         breaks="sampler",
         file="inference/sampling.py",
-        line="logprobs = torch.log_softmax(scores, dim=-1).gather",
-        planted="logprobs = torch.log_softmax(1.01 * scores, dim=-1).gather",
+        line="return kernels.random_sample(_penalized(logits, options, draws), points, options.temperature)",
+        planted="return kernels.random_sample(1.01 * logits, points, options.temperature)",
         leaves=("kernels",),
     ),
     Fault(

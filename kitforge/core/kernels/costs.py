@@ -247,6 +247,9 @@ COSTS: dict[str, Callable[..., Cost]] = {
     # Ten rounds of Philox for four elements, of integers.
     "keep_mask": lambda _key, rows, _start, count, _rate: Cost(0, _size(rows) + len(rows) * count),
     "greedy_sample": lambda logits: Cost(3 * logits.numel(), _size(logits) + len(logits) * (8 + logits.element_size())),
+    "random_sample": lambda logits, points, _temperature: Cost(
+        5 * logits.numel(), _size(logits, points) + len(logits) * (8 + logits.element_size())
+    ),
     "unique": lambda ids: Cost(0, 3 * _size(ids)),
     "copy_rows": _copy_rows,
     "swap_rows": lambda one, _, at, to: Cost(0, 4 * len(at) * one.shape[1] * one.element_size() + _size(at, to)),

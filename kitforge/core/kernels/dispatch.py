@@ -40,6 +40,7 @@ from kitforge.core.kernels.moe_unpermute.reference import MoEUnpermuteKernel, mo
 from kitforge.core.kernels.paged_attention.reference import PagedAttentionKernel, paged_attention
 from kitforge.core.kernels.pread_rows.reference import PreadRowsKernel, pread_rows
 from kitforge.core.kernels.quantized_linear.reference import QuantizedLinearKernel, quantized_linear
+from kitforge.core.kernels.random_sample.reference import RandomSampleKernel, random_sample
 from kitforge.core.kernels.rms_norm.reference import RMSNormKernel, rms_norm
 from kitforge.core.kernels.rotary.reference import RotaryKernel, rotary
 from kitforge.core.kernels.sparse_update.reference import SPARSE_UPDATE, SparseUpdate
@@ -75,6 +76,7 @@ class Kernels:
     moe_unpermute: MoEUnpermuteKernel
     keep_mask: KeepMaskKernel
     greedy_sample: GreedySampleKernel
+    random_sample: RandomSampleKernel
     # None: the modules one by one are as fast.
     add_norm: AddNormKernel | None = None
     fused_decode_step: DecodeStepFactory | None = None
@@ -116,6 +118,7 @@ REFERENCE = Kernels(
     moe_unpermute=moe_unpermute,
     keep_mask=keep_mask,
     greedy_sample=greedy_sample,
+    random_sample=random_sample,
 )
 TABLE_REFERENCE = TableKernels(
     hash_map=DictHashMap,
@@ -218,7 +221,10 @@ IMPLEMENTATIONS: dict[str, dict[str, Implementation]] = {
         "fused": Implementation(path="fused.moe_unpermute", levels=("O1", "O2")),
     },
     "greedy_sample": {
-        "numba": _numba(path="numba.greedy_sample", levels=("O1", "O2"), accepts=fast_path.accepts_greedy_sample)
+        "numba": _numba(path="numba.greedy_sample", levels=("O1", "O2"), accepts=fast_path.accepts_sampling)
+    },
+    "random_sample": {
+        "numba": _numba(path="numba.random_sample", levels=("O1", "O2"), accepts=fast_path.accepts_sampling)
     },
     "keep_mask": {"numba": _numba(path="numba.keep_mask", levels=("O1", "O2"))},
     "fused_decode_step": {"numba": _numba(path="numba.NumbaDecodeStep")},

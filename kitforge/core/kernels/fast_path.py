@@ -53,7 +53,7 @@ def accepts_rotary(input: Tensor, cos: Tensor, sin: Tensor, *_: object) -> bool:
     return input.numel() <= MAX_SMALL_ELEMENTS and is_numba_eligible(input) and is_exact
 
 
-def accepts_greedy_sample(logits: Tensor, *_: object) -> bool:
+def accepts_sampling(logits: Tensor, *_: object) -> bool:
     """Whether logits are in fp32 on CPU, with a column at least, and gradients are off."""
     return is_numba_eligible(logits) and logits.dtype is torch.float32 and logits.shape[-1] > 0
 

@@ -104,6 +104,11 @@ fused: Any = _elementwise(lambda builder, x, y, z: called(builder, f"llvm.fma.v{
 larger: Any = _elementwise(lambda builder, x, y: builder.select(builder.fcmp_ordered(">", y, x), y, x), 2)
 smaller: Any = _elementwise(lambda builder, x, y: builder.select(builder.fcmp_ordered("<", y, x), y, x), 2)
 
+# The first of two vectors where it is above the second, or NaN, and 0 elsewhere.
+above: Any = _elementwise(
+    lambda builder, x, y: builder.select(builder.fcmp_unordered(">", x, y), x, ir.Constant(_VECTOR, [0.0] * LANES)), 2
+)
+
 
 @intrinsic
 def vector_of(_context: Any, _number: Any) -> Any:

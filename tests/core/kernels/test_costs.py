@@ -69,6 +69,7 @@ WHOLE: dict[str, tuple[tuple[Any, ...], dict[str, Any], list[Tensor]]] = {
     "geglu": ((torch.randn(4, DIM), torch.randn(4, DIM)), {}, []),
     "keep_mask": ((5, torch.arange(3), 0, 10, 0.5), {}, []),
     "greedy_sample": ((torch.randn(4, DIM),), {}, []),
+    "random_sample": ((torch.randn(4, DIM), torch.rand(4).double(), 0.7), {}, []),
     "copy_rows": ((ROWS, OUT), {"to": SLOTS[:3] % 4}, [ROWS]),
     "unique": ((torch.tensor([4, 2, 9]),), {}, []),
     "embedding_bag_backward": ((torch.randn(4, 8), INVERSE, 3), {}, []),

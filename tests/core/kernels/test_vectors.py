@@ -10,6 +10,7 @@ from numba import njit
 from kitforge.core.kernels.numba_runtime import FLOAT, HALF
 from kitforge.core.kernels.vectors import (
     LANES,
+    above,
     fused,
     keep_lanes,
     lane_numbers,
@@ -42,6 +43,7 @@ def calculate(one: int, other: int, results: int) -> None:
     write_vector(larger(x, y), results + 6 * step, FLOAT)
     write_vector(smaller(x, y), results + 7 * step, FLOAT)
     write_vector(lane_numbers() + vector_of(FACTOR), results + 8 * step, FLOAT)
+    write_vector(above(x, y), results + 9 * step, FLOAT)
 
 
 @njit
@@ -84,19 +86,20 @@ def same_bits(one: Any, other: Any) -> bool:
 
 
 def test_arithmetic_has_the_bits_of_numpy() -> None:
-    x, y, found = random(2 * LANES)[:LANES].copy(), random(2 * LANES)[LANES:].copy(), np.zeros((9, LANES), np.float32)
+    x, y, found = random(2 * LANES)[:LANES].copy(), random(2 * LANES)[LANES:].copy(), np.zeros((10, LANES), np.float32)
     calculate(x.ctypes.data, y.ctypes.data, found.ctypes.data)
     exact = (x.astype(np.float64) * y + np.float64(FACTOR)).astype(np.float32)
     lanes = np.arange(LANES, dtype=np.float32) + FACTOR
     expected = [x + y, x - y, x * y, x / y, FACTOR - x, exact, np.maximum(x, y), np.minimum(x, y), lanes]
+    expected.append(np.where(x > y, x, np.float32(0)))
     for own, other in zip(found, expected, strict=True):
         assert same_bits(own, other)
 
 
 def test_a_number_that_is_none_stays_so() -> None:
-    x, found = np.full(LANES, np.nan, dtype=np.float32), np.zeros((9, LANES), np.float32)
+    x, found = np.full(LANES, np.nan, dtype=np.float32), np.zeros((10, LANES), np.float32)
     calculate(x.ctypes.data, random().ctypes.data, found.ctypes.data)
-    assert np.isnan(found[:8]).all()
+    assert np.isnan(found[[*range(8), 9]]).all()
     exponentiate(x.ctypes.data, LANES)
     assert np.isnan(x).all()
 

@@ -35,7 +35,7 @@ def _choose_rows(logits: int, size: int, chosen: int, logprobs: int, start: int,
     tokens, values = int64_at(chosen, (stop,)), float32_at(logprobs, (stop,))
     for row in range(start, stop):
         address = logits + 4 * size * row
-        largest, first = _largest(address, size)
+        largest, first = find_largest(address, size)
         token, numbers = first, float32_at(address, (size,))
         while token < size - 1 and numbers[token] != largest:
             token += 1
@@ -43,7 +43,7 @@ def _choose_rows(logits: int, size: int, chosen: int, logprobs: int, start: int,
 
 
 @compiled
-def _largest(address: int, size: int) -> Any:
+def find_largest(address: int, size: int) -> Any:
     """The largest number and the beginning of the first block that has it."""
     found, first = _LOWEST, 0
     for begin in range(0, size, BLOCK):

@@ -1,0 +1,1 @@
+"""The operation `random_sample`."""
