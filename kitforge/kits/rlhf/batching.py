@@ -16,8 +16,9 @@ from kitforge.foundation.types import MicroBatch
 from kitforge.kits.rlhf.config import StageOptions
 from kitforge.trainer.task import batch_schedule
 
-# Tokens of a forward pass on a CPU: with more, activations leave its caches.
-CPU_TOKENS = 1024
+# Tokens of a forward pass on a CPU: with more, activations leave its caches; with fewer, weights are cast and gradients
+# added, more often.
+CPU_TOKENS = 2048
 # On other devices: the widest layer of a model of 7 billion weights then holds 1 to 2 GiB.
 DEVICE_TOKENS = 2**15
 
