@@ -29,7 +29,7 @@ from kitforge.core.kernels.numba_runtime import (
     parallel_for,
     widened,
 )
-from kitforge.core.kernels.vectors import LANES, part_at, to_precision, vector_at, write_part
+from kitforge.core.kernels.vectors import LANES, part_at, to_precision, vector_at, write_part, write_vector
 
 _log = logging.getLogger(__name__)
 # Multiplications per thread, at least: waking one takes as long as a million of them, and a single thread nearly
@@ -207,8 +207,7 @@ def multiply(
             pack_panel(scratch, first, count, words, ahead if is_few or has_tiles else words)
             ahead = words if is_few or has_tiles else ahead
         else:
-            # For few rows, which vectors multiply as fast as they are read, the processor itself prefetches.
-            ahead = words if is_few and not has_tiles else words + 4 * PANEL * (following - panel) * num_words
+            ahead = words + 4 * PANEL * (following - panel) * num_words
         add_products(like, has_tiles, rows, num_rows, num_features, first, count, words, sums, first, ahead)
     tiled = num_words * features_per_word
     part = float32_at(sums, (num_rows, PANEL))
@@ -267,15 +266,13 @@ def add_products(
         row_bytes = num_features * array_at(rows, (1,), like).itemsize
         multiply_rows(like, has_tiles, rows + 4 * first, row_bytes, num_rows, words, count, sums, adds, ahead)
     else:
-        per_word = 4 // array_at(rows, (1,), like).itemsize
-        input = array_at(rows, (num_rows, num_features), like)
-        exact = float32_at(sums + 4 * PANEL * num_rows, (num_rows, per_word * count))
+        size = array_at(rows, (1,), like).itemsize
+        exact, width = sums + 4 * PANEL * num_rows, 4 // size * count
         for row in range(num_rows):
-            for k in range(per_word * count):
-                exact[row, k] = widened(input[row, per_word * first + k])
-        multiply_panel(
-            FLOAT, like, sums + 4 * PANEL * num_rows, 4 * per_word * count, num_rows, words, count, sums, first, ahead
-        )
+            source, target = rows + size * num_features * row + 4 * first, exact + 4 * width * row
+            for k in range(0, width, LANES):
+                write_vector(vector_at(source + size * k, like), target + 4 * k, FLOAT)
+        multiply_panel(FLOAT, like, exact, 4 * width, num_rows, words, count, sums, first, ahead)
 
 
 @compiled_fastmath
