@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Any, TypeVar, cast
 
 import numpy as np
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba import extending, njit, types
 from numba.core import cgutils
 from numba.core.caching import FunctionCache
@@ -19,6 +19,11 @@ from numba.core.compiler_lock import global_compiler_lock
 from numba.np.numpy_support import carray
 
 from kitforge.core.kernels.threads import num_threads
+
+# LLVM may write a function as it is for one constant argument in place of the general one. The process that compiles it
+# runs the general one of another library; those that load the caller from the cache run the other for all arguments.
+if binding.llvm_version_info[0] >= 20:
+    binding.set_option("", "-funcspec-max-iters=0")
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
