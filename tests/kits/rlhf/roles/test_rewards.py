@@ -187,7 +187,8 @@ def test_a_model_scores_answers_in_their_order_whatever_their_lengths(monkeypatc
     assert scores(judge, answers) == pytest.approx(wanted, abs=1e-12)
 
 
-def test_rows_that_share_a_pass_are_of_similar_length() -> None:
+def test_rows_that_share_a_pass_are_of_similar_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batching, "CPU_TOKENS", 1024)
     lengths = [600, 20, 500, 30, 610, 480, 25, *[10] * 70]
     parts = batching.forward_batches(lengths, None, torch.device("cpu"))
     assert sorted(place for part in parts for place in part) == list(range(len(lengths)))
