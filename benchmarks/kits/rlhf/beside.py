@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks.command_line import CommandLine, is_smoke, write_section
+from kitforge.core.nn.decoder import Decoder
 from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.data.tokenizers.loading import ByteTokenizer
 from kitforge.foundation.device import describe
@@ -39,7 +40,7 @@ CPU = torch.device("cpu")
 Spent = dict[str, float]
 
 
-def network(seed: int) -> torch.nn.Module:
+def network(seed: int) -> Decoder:
     """A network of the shape that both sides have."""
     shape = {"vocab_size": VOCAB, "dim": DIM, "num_layers": LAYERS, "num_heads": 4, "max_length": 512}
     return build(config_of({"family": "gpt2", **shape}), device=CPU, seed=seed)
@@ -52,28 +53,39 @@ def lists(number: int, seed: int, shortest: int, longest: int) -> Iterator[list[
         yield torch.randint(0, VOCAB - 2, (length,), generator=noise).tolist()
 
 
-def timed(spent: Spent, phase: str, work: Callable[..., Any]) -> Callable[..., Any]:
-    """The same work, its CPU seconds added to those of its phase; also when the first began and the last ended."""
+def timed(
+    spent: Spent, phase: str, work: Callable[..., Any], clock: Callable[[], float] = time.process_time
+) -> Callable[..., Any]:
+    """The same work, its seconds of the clock added to those of its phase; also when the first began and the last
+    ended."""
 
     def found(*given: Any, **named: Any) -> Any:
-        begun = time.process_time()
+        begun = clock()
         try:
             return work(*given, **named)
         finally:
-            spent["end"] = time.process_time()
+            spent["end"] = clock()
             spent.setdefault("begin", begun)
             spent[phase] += spent["end"] - begun
 
     return found
 
 
-def run(values: dict[str, Any], rows: list[dict[str, Any]], **roles: Any) -> None:
-    """Train a stage over rows in memory, from a network of the shape, on one thread."""
-    torch.set_num_threads(1)
+def run(
+    values: dict[str, Any],
+    rows: list[dict[str, Any]],
+    *,
+    model: Decoder | None = None,
+    threads: int = 1,
+    **roles: Any,
+) -> None:
+    """Train a stage over rows in memory, by default from a network of the shape, on one thread."""
+    torch.set_num_threads(threads)
+    model = network(1) if model is None else model
     # The rows are tokens already, which the tokenizer has to know.
-    tokenizer = ByteTokenizer()
-    tokenizer.vocab_size, tokenizer.fingerprint = VOCAB, f"numbers below {VOCAB}"
-    inputs = Inputs(processor=tokenizer, model=network(1), train_dataset=rows, roles=roles)
+    tokenizer, known = ByteTokenizer(), model.config.vocab_size
+    tokenizer.vocab_size, tokenizer.fingerprint = known, f"numbers below {known}"
+    inputs = Inputs(processor=tokenizer, model=model, train_dataset=rows, roles=roles)
     with tempfile.TemporaryDirectory() as folder:
         options = TASKS[values["task"]].read_options(values | {"device": "cpu", "output_dir": f"{folder}/run"})
         assembly = TASKS[values["task"]].assemble(options, inputs, Rendezvous.open(options.parallel, options.device))
@@ -158,13 +170,13 @@ def _compare(comparison: Comparison, script: Path, chosen: Any) -> str:
     found: dict[str, list[Spent]] = {name: [] for name in sides}
     for _ in range(chosen.launches):
         for name, command in sides.items():
-            found[name].append(_launched(command))
+            found[name].append(launched(command))
     told = ", ".join(f"{name} {value}" for name, value in shape.items() if name not in ("task", "episodes"))
     title = f"{shape.get('task', script.stem)}: {told}"
     return _section(title, found, comparison.floor(chosen), comparison.phases)
 
 
-def _launched(command: Sequence[str]) -> Spent:
+def launched(command: Sequence[str]) -> Spent:
     """What a child says of its run."""
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:

@@ -77,33 +77,33 @@ class Clock(TrainerCallback):
 
     begun = ended = 0.0
 
-    def __init__(self, first=0, at_first=lambda: None):
-        self.first, self.at_first = first, at_first
+    def __init__(self, first, at_first, clock):
+        self.first, self.at_first, self.clock = first, at_first, clock
 
     def on_step_begin(self, args, state, control, **_):
         if state.global_step == self.first:
-            self.begun = time.process_time()
+            self.begun = self.clock()
             self.at_first()
 
     def on_step_end(self, args, state, control, **_):
-        self.ended = time.process_time()
+        self.ended = self.clock()
 
 
-def measure(trainer, generation, episodes):
-    """Train, and say what it took. `generation` names the method that writes answers, if there is one: then the first
-    round does not count, on either side."""
+def measure(trainer, generation, episodes, clock=time.process_time):
+    """Train, and say what it took and how many episodes count. `generation` names the method that writes answers, if
+    there is one: then the first round does not count, on either side."""
     found, first = {}, 0
     if generation is not None:
         generate, found["generating"], first = getattr(trainer, generation), 0.0, 1
 
         def timed(*given, **named):
-            begun = time.process_time()
+            begun = clock()
             answers = generate(*given, **named)
-            found["generating"] += time.process_time() - begun
+            found["generating"] += clock() - begun
             return answers
 
         setattr(trainer, generation, timed)
-    clock = Clock(first, lambda: found.update(dict.fromkeys(found, 0.0)))
-    trainer.add_callback(clock)
+    whole = Clock(first, lambda: found.update(dict.fromkeys(found, 0.0)), clock)
+    trainer.add_callback(whole)
     trainer.train()
-    print("RESULT", json.dumps({**found, "episodes": episodes - 32 * first, "seconds": clock.ended - clock.begun}))
+    print("RESULT", json.dumps({**found, "episodes": episodes, "seconds": whole.ended - whole.begun}))

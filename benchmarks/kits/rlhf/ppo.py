@@ -8,6 +8,9 @@ either side loads or compiles what it needs. Ratios are those of launches of the
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -37,13 +40,14 @@ FIRST = 1
 PHASES = ("generating", "scoring", "log-probs", "updating", "rest")
 
 
-def watched(spent: Spent) -> None:
+def watched(spent: Spent, clock: Callable[[], float] = time.process_time) -> None:
     """Take the time of each phase of a round, from the first that counts."""
-    rollout_collector.generate_rollouts = timed(spent, "generating", generate_rollouts)  # type: ignore[attr-defined]
+    taken = partial(timed, spent, clock=clock)
+    rollout_collector.generate_rollouts = taken("generating", generate_rollouts)  # type: ignore[attr-defined]
     # The scores are those of whole answers: what answering takes beside the engine.
-    RolloutCollector._generate = timed(spent, "scoring", RolloutCollector._generate)  # type: ignore[method-assign]
-    RolloutCollector.annotate = timed(spent, "log-probs", RolloutCollector.annotate)  # type: ignore[method-assign]
-    Loop._step = timed(spent, "updating", Loop._step)  # type: ignore[method-assign]
+    RolloutCollector._generate = taken("scoring", RolloutCollector._generate)  # type: ignore[method-assign]
+    RolloutCollector.annotate = taken("log-probs", RolloutCollector.annotate)  # type: ignore[method-assign]
+    Loop._step = taken("updating", Loop._step)  # type: ignore[method-assign]
     collect = PolicyGradientTask._next_batch
 
     def collected(task: PolicyGradientTask, model: nn.Module, number: int) -> RolloutBatch:
