@@ -176,9 +176,9 @@ def _compare(comparison: Comparison, script: Path, chosen: Any) -> str:
     return _section(title, found, comparison.floor(chosen), comparison.phases)
 
 
-def launched(command: Sequence[str]) -> Spent:
-    """What a child says of its run."""
-    done = subprocess.run(command, capture_output=True, text=True)
+def launched(command: Sequence[str], folder: Path | None = None) -> Spent:
+    """What a child, started in that folder, says of its run."""
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-2000:]}")
     line = next(line for line in done.stdout.splitlines() if line.startswith("RESULT "))

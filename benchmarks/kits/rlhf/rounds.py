@@ -2,9 +2,9 @@
 
 python -m benchmarks.kits.rlhf.rounds [--older CHECKOUT] [--peer-python OTHER/bin/python] [--launches 2]
 
-CHECKOUT is a folder with another version of this repository, OTHER an environment with TRL. All are launched in turn;
-seconds of the clock are taken from the second round on. Ratios are those of launches of the same turn. The section
-goes to rounds.md.
+CHECKOUT is a folder with another version of this repository that has this script, OTHER an environment with TRL. All
+are launched in turn; seconds of the clock are taken from the second round on. Ratios are those of launches of the same
+turn. The section goes to rounds.md.
 """
 
 from __future__ import annotations
@@ -34,11 +34,6 @@ NETWORK = SHAPE | {"max_length": 512}
 TABLE = Path(__file__).with_suffix(".md")
 _TINY = {"dim": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "mlp_dim": 64, "vocab_size": 1024}
 SMOKE = {"PROMPTS": 2, "ANSWERS": 2, "NEW": 4, "NETWORK": _TINY | {"max_length": 512}, "launches": 1}
-# Runs this module with the package of another folder.
-WITH_OTHER_PACKAGE = (
-    "import runpy, sys; sys.path.insert(0, sys.argv.pop(1)); import kitforge; sys.path.pop(0); "
-    "runpy.run_module('benchmarks.kits.rlhf.rounds', run_name='__main__', alter_sys=True)"
-)
 
 
 def ours(chosen: Any) -> Spent:
@@ -77,19 +72,20 @@ def main() -> None:
         sys.stdout.write(f"RESULT {json.dumps(ours(chosen))}\n")
         return
     own = ["--child", "--precision", chosen.precision, "--threads", str(chosen.threads), "--rounds", str(chosen.rounds)]
-    sides = {"kitforge": [sys.executable, "-m", "benchmarks.kits.rlhf.rounds", *own]}
+    here, command = Path.cwd(), [sys.executable, "-m", "benchmarks.kits.rlhf.rounds", *own]
+    sides = {"kitforge": (command, here)}
     if chosen.older:
-        sides["older"] = [sys.executable, "-c", WITH_OTHER_PACKAGE, str(chosen.older.resolve()), *own]
+        sides["older"] = command, chosen.older
     if chosen.peer_python:
         peer = Path(__file__).with_name("peer_rounds.py")
         given = {"shape": NETWORK, "prompts": PROMPTS, "answers": ANSWERS, "new": NEW}
         told = given | {name: getattr(chosen, name) for name in ("precision", "threads", "rounds")}
-        sides["trl"] = [chosen.peer_python, str(peer), json.dumps(told)]
+        sides["trl"] = [chosen.peer_python, str(peer), json.dumps(told)], here
     load = os.getloadavg()[0]
     found: dict[str, list[Spent]] = {name: [] for name in sides}
     for _ in range(chosen.launches):
-        for name, command in sides.items():
-            found[name].append(launched(command))
+        for name, (command, folder) in sides.items():
+            found[name].append(launched(command, folder))
     section = _section(chosen, found, load)
     sys.stdout.write(section)
     write_section(TABLE, "Rounds of GRPO at 135M parameters", section)

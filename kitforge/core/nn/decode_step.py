@@ -47,8 +47,9 @@ class FusedDecodeStep:
 
     def forget(self) -> None:
         """Read the network anew: it has changed."""
-        self._modules = list(self._model.modules())
-        self._owners = [(each._parameters, name) for each in self._modules for name in each._parameters]
+        modules = list(self._model.modules())
+        self._attributes = [vars(each) for each in modules]
+        self._owners = [(each._parameters, name) for each in modules for name in each._parameters]
         self._marks: list[tuple[int, int]] = []
         self._dtype: torch.dtype | None = None
         self._blocks: DecodeStepKernel | None = None
@@ -63,10 +64,9 @@ class FusedDecodeStep:
         the modules must run one by one."""
         if torch.is_grad_enabled():
             return None
-        if cast(Any, _has_any_global_hook)() or any(map(_is_wrapped, self._modules)):
+        if cast(Any, _has_any_global_hook)() or self._is_wrapped():
             return None
-        # Weights are read by address: one that was moved or replaced has another. Copies of them are of one version.
-        marks = [(0, 0) if (each := owned[name]) is None else _mark(each) for owned, name in self._owners]
+        marks = self._weight_marks()
         dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
         if marks != self._marks or dtype is not self._dtype:
             self._blocks = None  # its memory is free before the next one takes as much
@@ -82,6 +82,22 @@ class FusedDecodeStep:
         result = self._blocks(stream[0], angles, locations, rereads=self._rereads)
         self._rereads = False
         return result
+
+    def _is_wrapped(self) -> bool:
+        """Whether calls of a module are changed: by adapters, parallelism or hooks."""
+        # As all that runs over hundreds of modules in each step, without a call for each.
+        return any(
+            "forward" in each or each["_forward_hooks"] or each["_forward_pre_hooks"] for each in self._attributes
+        )
+
+    def _weight_marks(self) -> list[tuple[int, int]]:
+        """Addresses and versions. Weights are read by address: one that was moved or replaced has another. Copies of
+        them are of one version; an inference tensor has none, and `Tensor.data` changes none."""
+        weights = [owned[name] for owned, name in self._owners]
+        return [
+            (0, 0) if each is None else (each.data_ptr(), 0 if each.is_inference() else each._version)
+            for each in weights
+        ]
 
     def _new_blocks(self, autocast: torch.dtype | None) -> DecodeStepKernel | None:
         model = self._model
@@ -155,16 +171,6 @@ def _shape(block: Block) -> tuple[object, ...]:
     shapes = [None if each is None else each.shape for each in _layer(block).tensors()]
     norms = [each.eps for each in block.modules() if isinstance(each, Norm)]
     return (*shapes, *norms, block.attention.config.head_dim, block.attention.config.interleaved_rotary)
-
-
-def _mark(parameter: Tensor) -> tuple[int, int]:
-    """Address and version. An inference tensor has no version, and `Tensor.data` changes none."""
-    return parameter.data_ptr(), 0 if parameter.is_inference() else parameter._version
-
-
-def _is_wrapped(module: nn.Module) -> bool:
-    """Whether calls of the module are changed: by adapters, parallelism or hooks."""
-    return "forward" in module.__dict__ or bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def _is_plain(model: Decoder) -> bool:
