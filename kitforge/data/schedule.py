@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Literal, TypeAlias, final
 
 import numpy as np
@@ -24,6 +24,9 @@ Indices: TypeAlias = NDArray[np.int64]
 _ROUNDS = 8
 # A few rows cost as much as a block, so whole blocks are computed and the last ones cached.
 _BLOCK_ROWS = 4096
+_TOKEN_BYTES = 8
+# Only attention sees prompts repeated and padding, whose memory is about an eighth of a layer's.
+_PADDED = 4
 
 
 OnSourceEnd: TypeAlias = Literal["restart", "stop"]
@@ -161,17 +164,24 @@ class BatchSchedule:
         starts = (min(part.start + start, part.stop) for start in range(0, largest, step))
         return [slice(start, min(start + step, part.stop)) for start in starts]
 
-    def length_buckets(self, lengths: Sequence[int], max_tokens: int | None = None) -> list[Indices]:
+    def length_buckets(
+        self, lengths: Sequence[int], max_tokens: int | None = None, prompts: Sequence[bytes] | None = None
+    ) -> list[Indices]:
         """Micro-batches of at most `max_tokens` tokens, padding included, of this replica's part of rows of these
         lengths, the longest rows first. All replicas have equally many; some may be empty. None: by
-        `micro_batch_size`, else by the schedule's own `max_tokens`."""
+        `micro_batch_size`, else by the schedule's own `max_tokens`. With the prompts of the rows, see
+        `shared_prompt_batches`, rows of a prompt are of one replica as far as its part allows."""
         if max_tokens is None and self.micro_batch_size is None:
             max_tokens = self.max_tokens
         if max_tokens is None:
             return [np.arange(part.start, part.stop, dtype=np.int64) for part in self.micro_batches(len(lengths))]
         bounds = [len(lengths) * each // self.num_replicas for each in range(self.num_replicas + 1)]
-        ranges = [range(*each) for each in zip(bounds, bounds[1:], strict=False)]
-        parts = [token_budget_batches(each, lengths, max_tokens) for each in ranges]
+        order, cut = list(range(len(lengths))), token_budget_batches
+        if prompts is not None:
+            first = {prompt: row for row, prompt in reversed(list(enumerate(prompts)))}
+            order.sort(key=lambda row: first[prompts[row]])
+            cut = partial(shared_prompt_batches, prompts=prompts)
+        parts = [cut(order[start:stop], lengths, max_tokens) for start, stop in zip(bounds, bounds[1:], strict=False)]
         own = parts[self.replica]
         return own + [np.zeros(0, dtype=np.int64)] * (max(map(len, parts)) - len(own))
 
@@ -202,6 +212,31 @@ def token_budget_batches(indices: Sequence[int], lengths: Sequence[int], max_tok
         if not batches or lengths[batches[-1][0]] * (len(batches[-1]) + 1) > max_tokens:
             batches.append([])
         batches[-1].append(index)
+    return [np.array(each, dtype=np.int64) for each in batches]
+
+
+def shared_prompt_batches(
+    indices: Sequence[int], lengths: Sequence[int], max_tokens: int, prompts: Sequence[bytes]
+) -> list[Indices]:
+    """The indices of rows that begin with these prompts, tokens in int64, in batches of at most `max_tokens` tokens or
+    one row. Rows of a prompt follow one another, those with the longest row first, and its tokens count once in a
+    batch. Padding does not count, but with it and every prompt a batch has at most `_PADDED` times as many tokens."""
+    longest: dict[bytes, int] = {}
+    for index in indices:
+        longest[prompts[index]] = max(longest.get(prompts[index], 0), lengths[index])
+    batches: list[list[int]] = []
+    tokens = width = 0
+    before = None
+    for index in sorted(indices, key=lambda each: (-longest[prompts[each]], prompts[each], -lengths[each], each)):
+        prompt, length = prompts[index], lengths[index]
+        added = length - (len(prompt) // _TOKEN_BYTES if prompt == before else 0)
+        width, before = max(width, length), prompt
+        padded = width * (len(batches[-1]) + 1) if batches else 0
+        if not batches or tokens + added > max_tokens or padded > _PADDED * max_tokens:
+            batches.append([])
+            tokens, added, width = 0, length, length
+        batches[-1].append(index)
+        tokens += added
     return [np.array(each, dtype=np.int64) for each in batches]
 
 

@@ -1,7 +1,7 @@
 """The order of rows and the batches of it: a permutation an epoch, the same for any layout and after any resume."""
 
 from collections import Counter
-from itertools import islice
+from itertools import groupby, islice
 from typing import Any
 
 import numpy as np
@@ -9,7 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kitforge.data.schedule import BatchSchedule, _feistel, shuffled_indices, token_budget_batches
+from kitforge.data.schedule import (
+    BatchSchedule,
+    _feistel,
+    shared_prompt_batches,
+    shuffled_indices,
+    token_budget_batches,
+)
 from kitforge.foundation.seed import key
 
 
@@ -159,6 +165,35 @@ def test_length_buckets_hold_their_tokens(lengths: list[int], max_tokens: int, r
     assert sorted(index for part in parts for each in part for index in each.tolist()) == list(range(len(lengths)))
     for each in (each for part in parts for each in part if len(each) > 1):
         assert max(lengths[index] for index in each) * len(each) <= max_tokens
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 6)), min_size=1, max_size=30), st.integers(1, 20))
+def test_batches_count_a_shared_prompt_once(answers: list[tuple[int, int]], max_tokens: int) -> None:
+    prompts = [np.arange(1 + number, dtype=np.int64).tobytes() for number, _ in answers]
+    lengths = [1 + number + further for number, further in answers]
+    batches = shared_prompt_batches(range(len(answers)), lengths, max_tokens, prompts)
+    order = [index for each in batches for index in each.tolist()]
+    assert sorted(order) == list(range(len(answers)))
+    runs = [key for key, _ in groupby(prompts[index] for index in order)]
+    assert len(runs) == len(set(runs))
+    sizes = []
+    for batch in (each.tolist() for each in batches):
+        distinct = {answers[index][0] for index in batch}
+        sizes.append(sum(1 + number for number in distinct) + sum(answers[index][1] for index in batch))
+        padded = max(lengths[index] for index in batch) * len(batch)
+        assert len(batch) == 1 or (sizes[-1] <= max_tokens and padded <= 4 * max_tokens)
+    # None could have been closed later.
+    for batch, following, size in zip(batches, batches[1:], sizes, strict=False):
+        number, further = answers[following[0]]
+        known = number in {answers[index][0] for index in batch}
+        grown = max(lengths[index] for index in (*batch, following[0])) * (len(batch) + 1)
+        assert size + further + (0 if known else 1 + number) > max_tokens or grown > 4 * max_tokens
+
+
+def test_rows_of_a_prompt_are_of_one_replica() -> None:
+    prompts = [bytes([number]) * 8 for number in (3, 1, 3, 2, 1, 3, 2, 3)]
+    parts = [each.length_buckets([4] * 8, 100, prompts) for each in schedules(2, num_rows=1, batch_size=1, seed=0)]
+    assert [[set(each.tolist()) for each in part] for part in parts] == [[{0, 2, 5, 7}], [{1, 4, 3, 6}]]
 
 
 def test_without_a_budget_length_buckets_are_micro_batches() -> None:

@@ -96,6 +96,11 @@ class Stack(nn.Module, ABC):
         _prepare_compiler()
         self._compiled = [block and torch.compile(self._traceable(block), dynamic=False) for block in self.blocks]
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether torch compiles the blocks."""
+        return self._compiled is not None
+
     def _traceable(self, block: nn.Module) -> Callable[..., Tensor]:
         """A block with its selective recomputation, of which the compiler knows torch's own kind."""
         names = (each.split("::") for each in KEPT_OPERATIONS)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kitforge.core.parallel.world import World
 from kitforge.data.chat.datasets import PreferencePair, TokenizedExample
-from kitforge.data.schedule import BatchSchedule, Indices, token_budget_batches
+from kitforge.data.schedule import BatchSchedule, Indices, shared_prompt_batches, token_budget_batches
 from kitforge.data.text.packing import IGNORED
 from kitforge.foundation.types import MicroBatch
 from kitforge.kits.rlhf.config import StageOptions
@@ -35,12 +35,16 @@ def row_schedule(num_rows: int, options: StageOptions, world: World) -> BatchSch
     )
 
 
-def forward_batches(lengths: Sequence[int], max_tokens: int | None, device: torch.device) -> list[Indices]:
+def forward_batches(
+    lengths: Sequence[int], max_tokens: int | None, device: torch.device, prompts: Sequence[bytes] | None = None
+) -> list[Indices]:
     """Batches of rows of these lengths for forward passes without gradients, each of at most `max_tokens` tokens; None:
-    a default of the device."""
+    a default of the device. For prompts, see `shared_prompt_batches`."""
     if max_tokens is None:
         max_tokens = CPU_TOKENS if device.type == "cpu" else DEVICE_TOKENS
-    return token_budget_batches(range(len(lengths)), lengths, max_tokens)
+    if prompts is None:
+        return token_budget_batches(range(len(lengths)), lengths, max_tokens)
+    return shared_prompt_batches(range(len(lengths)), lengths, max_tokens, prompts)
 
 
 def pad_examples(responses: Sequence[TokenizedExample], pad_id: int) -> dict[str, Tensor]:

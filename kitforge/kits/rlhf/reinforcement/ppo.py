@@ -221,7 +221,9 @@ class PolicyGradientTask(Task):
         value_scale = denominator / max(float(mask.sum()), 1.0)
         shared = {"metrics": batch.metrics, "value_scale": value_scale, "warms_up": warms_up}
         lengths = [last_index(each) for each in batch.mask[rows]]
-        parts = self._schedule.length_buckets(lengths, rl.max_tokens_per_microbatch)
+        # A critic reads whole rows.
+        prompts = None if rl.has_critic else batch.prompts(rows)
+        parts = self._schedule.length_buckets(lengths, rl.max_tokens_per_microbatch, prompts)
         micro_batches: list[MicroBatch] = [{**slice_batch(batch, rows[indices]), **shared} for indices in parts]
         if self._ptx is None:
             return micro_batches

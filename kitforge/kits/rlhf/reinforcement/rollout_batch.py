@@ -6,14 +6,17 @@ Tokens of the engine are trained on unchanged, without decoding and encoding.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast, final
 
+import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor, nn
 
 from kitforge.core.nn.causal_lm import CausalLM
+from kitforge.core.nn.shared_prefix import hidden_at
 from kitforge.data.chat.datasets import PromptExample, TokenizedExample
 from kitforge.data.text.continuation import Detokenizer
 from kitforge.data.text.packing import IGNORED
@@ -218,6 +221,11 @@ class RolloutBatch:
         """True [S, T] where a token was generated."""
         return self.targets != IGNORED
 
+    def prompts(self, rows: Tensor) -> list[bytes]:
+        """The `prompt_bytes` of rows: what lies before the first token that was generated."""
+        first = self.mask[rows].int().argmax(dim=1) + 1
+        return prompt_bytes(self.tokens[row, :end].numpy() for row, end in zip(rows, first.tolist(), strict=True))
+
     def to_dict(self) -> dict[str, Any]:
         """State for a checkpoint: tensors and metrics by name."""
         return {name: getattr(self, name) for name in (*_TENSORS, "metrics")}
@@ -301,11 +309,10 @@ def to_token_grid(rows: Sequence[Sequence[float]], mask: Tensor) -> Tensor:
 def target_logprobs(model: nn.Module, tokens: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies of the targets [B, T], 0 without a target."""
     network = cast(CausalLM, model)
-    device = network.head_weight.device
-    tokens, targets = copy_to(tokens, device), copy_to(targets, device)
+    hidden = hidden_at(network, tokens, targets != IGNORED)
+    targets = copy_to(targets, hidden.device)
     mask = targets != IGNORED
-    hidden = network.hidden(tokens)
-    found = network.kernels.linear_log_probs(hidden[mask], network.head_weight, targets[mask], temperature)
+    found = network.kernels.linear_log_probs(hidden, network.head_weight, targets[mask], temperature)
     log_probs, entropies = (torch.zeros_like(targets, dtype=each.dtype).masked_scatter(mask, each) for each in found)
     return log_probs, entropies
 
@@ -324,6 +331,11 @@ def slice_batch(batch: RolloutBatch, rows: Tensor) -> dict[str, Tensor]:
     grids = {name: getattr(batch, name)[chosen, :width] for name in _GRIDS}
     is_real = torch.full((len(chosen),), len(rows) > 0)
     return {**grids, "keep_mask": batch.keep_mask[chosen] & is_real, "is_real": is_real}
+
+
+def prompt_bytes(prompts: Iterable[ArrayLike]) -> list[bytes]:
+    """The tokens of prompts, as `shared_prompt_batches` takes them."""
+    return [np.asarray(each, dtype=np.int64).tobytes() for each in prompts]
 
 
 def last_index(mask: Tensor) -> int:

@@ -28,6 +28,7 @@ from kitforge.kits.rlhf.reinforcement.rollout_batch import (
     from_state,
     generate_rollouts,
     pad_rollouts,
+    prompt_bytes,
     target_logprobs,
     to_state,
     token_values,
@@ -309,7 +310,10 @@ class RolloutCollector:
             yield from outputs
             return
         lengths = [len(each.completion.prompt) + len(each.completion.tokens) for each in rollouts]
-        for indices in forward_batches(lengths, self._options.rl.max_tokens_per_microbatch, self._world.device):
+        # A critic reads whole rows.
+        prompts = prompt_bytes([each.completion.prompt for each in rollouts]) if critic is None else None
+        most = self._options.rl.max_tokens_per_microbatch
+        for indices in forward_batches(lengths, most, self._world.device, prompts):
             batch = pad_rollouts([rollouts[index] for index in indices], self._rows.pad_id)
             tokens, targets = batch["tokens"], batch["targets"]
             mask = targets != IGNORED

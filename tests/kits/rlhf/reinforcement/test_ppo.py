@@ -13,9 +13,11 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from kitforge.core.checkpoint.load import find_checkpoint
+from kitforge.core.nn import shared_prefix
 from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.core.nn.context import Context
 from kitforge.core.nn.decoder import Decoder
+from kitforge.core.nn.shared_prefix import PrefixTree, SharedPrefixAttend
 from kitforge.data.tokenizers.loading import ByteTokenizer
 from kitforge.foundation.errors import CheckpointError, ConfigError, TrainingError
 from kitforge.foundation.types import MicroBatch
@@ -213,13 +215,19 @@ def test_micro_batches_are_cut_by_tokens(tmp_path: Path) -> None:
     assert told.startswith(f"{words}, at most 32 tokens per micro-batch; starts from weights: learning rate 0.01")
 
 
+def shared_tree(context: Context) -> PrefixTree | None:
+    return context.attend.tree if isinstance(context.attend, SharedPrefixAttend) else None
+
+
 def test_no_network_reads_an_answer_twice_but_the_one_that_learns(monkeypatch: pytest.MonkeyPatch) -> None:
     rows: Counter[tuple[int, str]] = Counter()
     hidden = Decoder.hidden
 
     def counted(network: Decoder, tokens: Tensor, context: Context | None = None) -> Tensor:
-        how = "trained" if torch.is_grad_enabled() else "looked at" if context is None else "drawn"
-        rows[id(network), how] += len(tokens)
+        tree = None if context is None else shared_tree(context)
+        is_drawn = context is not None and tree is None
+        how = "trained" if torch.is_grad_enabled() else "drawn" if is_drawn else "looked at"
+        rows[id(network), how] += len(tokens if tree is None else tree.nodes)
         return hidden(network, tokens, context)
 
     monkeypatch.setattr(Decoder, "hidden", counted)
@@ -246,8 +254,9 @@ def test_passes_over_answers_keep_to_the_token_budget(monkeypatch: pytest.Monkey
     hidden = Decoder.hidden
 
     def measured(network: Decoder, tokens: Tensor, context: Context | None = None) -> Tensor:
-        if context is None:
-            widest[id(network)] = max(widest.get(id(network), 0), tokens.numel())
+        tree = None if context is None else shared_tree(context)
+        if context is None or tree is not None:
+            widest[id(network)] = max(widest.get(id(network), 0), (tokens if tree is None else tree.nodes).numel())
         return hidden(network, tokens, context)
 
     monkeypatch.setattr(Decoder, "hidden", measured)
@@ -277,3 +286,23 @@ def test_a_cut_length_is_refused_and_says_what_to_turn_off() -> None:
     options = TASKS["ppo"].read_options({"task": "ppo", "parallel": {"tensor": 2}})
     with pytest.raises(ConfigError, match=r"parallel\.sequence"):
         TASKS["ppo"].check_parallel(options)
+
+
+@pytest.mark.parametrize("stage", ["grpo", "dapo", "rloo"])
+def test_prompts_of_several_answers_are_computed_once(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens: Counter[bool] = Counter()
+    hidden = Decoder.hidden
+
+    def counted(network: Decoder, each: Tensor, context: Context | None = None) -> Tensor:
+        if torch.is_grad_enabled():
+            tokens[context is not None] += each.numel()
+        return hidden(network, each, context)
+
+    monkeypatch.setattr(Decoder, "hidden", counted)
+    choices = {"rl.num_generations": 4, "rl.max_tokens_per_microbatch": 64}
+    gradients = []
+    for share in (0.0, 0.9):
+        monkeypatch.setattr(shared_prefix, "SHARED", share)
+        gradients.append(runs.gradient(runs.begin(stage, None, choices, model=runs.network(torch.float64))))
+    assert 0 < tokens[True] < 0.6 * tokens[False]
+    assert float((gradients[0] - gradients[1]).abs().max()) < 1e-12 * float(gradients[0].abs().max()) + 1e-14

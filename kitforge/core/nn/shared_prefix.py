@@ -1,0 +1,115 @@
+"""Rows that begin alike, as the answers to one prompt do: a position of a common prefix is computed once.
+
+Layers see the positions of all rows as one row [1, N] without repetitions and padding; attention alone sees the rows
+[B, T]. The idea is that of prefix trees in serving (Zheng et al., 2024, SGLang), with gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kitforge.core.nn.causal_lm import CausalLM
+from kitforge.core.nn.context import AttentionSpec, CausalAttend, Context, RowAttend
+from kitforge.core.nn.stack import Stack
+from kitforge.foundation.device import copy_to
+
+# With more than this share of the positions of the rows, their selection costs as much as it saves.
+SHARED = 0.9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixTree:
+    """The positions of rows [B, T] without repetitions: N nodes, each of which follows its parent in all its rows."""
+
+    tokens: Tensor  # [1, N]
+    positions: Tensor  # [1, N]
+    nodes: Tensor  # [B, T] of the positions of the rows; 0 behind their ends
+    origins: Tensor  # [N], a position of each node in the rows as one [B * T]
+
+    def to(self, device: torch.device) -> PrefixTree:
+        """The same on a device."""
+        return PrefixTree(**{name: copy_to(getattr(self, name), device) for name in self.__slots__})
+
+    def context(self) -> Context:
+        """That of a forward pass of the tokens."""
+        return Context(positions=self.positions, attend=SharedPrefixAttend(self))
+
+
+def prefix_tree(tokens: Tensor, lengths: Sequence[int]) -> PrefixTree:
+    """That of the first `lengths` tokens of rows [B, T], which are on the CPU."""
+    numbers = tokens.numpy()
+    rows = [numbers[row, :length] for row, length in enumerate(lengths)]
+    nodes, origins = np.zeros(numbers.shape, dtype=np.int64), []
+    # In this order a row shares most with the one before it. The bytes of big-endian numbers are in their order.
+    before, count = -1, 0
+    for row in sorted(range(len(rows)), key=lambda each: rows[each].astype(">i8").tobytes()):
+        common = 0 if before < 0 else _common_length(rows[before], rows[row])
+        fresh = len(rows[row]) - common
+        nodes[row, :common] = nodes[before, :common]
+        nodes[row, common : common + fresh] = np.arange(count, count + fresh)
+        origins.append(np.arange(common, common + fresh) + row * numbers.shape[1])
+        before, count = row, count + fresh
+    flat = torch.from_numpy(np.concatenate(origins))
+    return PrefixTree(
+        tokens=tokens.reshape(1, -1)[:, flat],
+        positions=(flat % numbers.shape[1]).unsqueeze(0),
+        nodes=torch.from_numpy(nodes),
+        origins=flat,
+    )
+
+
+def _common_length(one: np.ndarray, other: np.ndarray) -> int:
+    """The number of first elements that are equal."""
+    shorter = min(len(one), len(other))
+    differs = one[:shorter] != other[:shorter]
+    return int(differs.argmax()) if differs.any() else shorter
+
+
+def hidden_at(network: CausalLM, tokens: Tensor, mask: Tensor) -> Tensor:
+    """Hidden states [n, dim] at the positions of a mask [B, T] of tokens [B, T], row by row. Where it saves a tenth of
+    them, positions of common prefixes are computed once, and those behind the last one of a row's mask not at all."""
+    device, tree = network.head_weight.device, None
+    # To the compiler each tree is a shape of its own. Rotary angles may depend on the length of a row.
+    is_known = isinstance(network, Stack) and not network.is_compiled and not network.geometry.depends_on_length
+    if is_known and mask.is_cpu:
+        ends = torch.where(mask, torch.arange(1, mask.shape[1] + 1), 0).amax(dim=1)
+        tree = prefix_tree(tokens, ends.tolist())
+    if tree is None or tree.tokens.numel() > SHARED * tokens.numel() or not tree.tokens.numel():
+        return network.hidden(copy_to(tokens, device))[copy_to(mask, device)]
+    rows = copy_to(tree.nodes[mask], device)
+    tree = tree.to(device)
+    return network.hidden(tree.tokens, tree.context())[0].index_select(0, rows)
+
+
+@final
+class SharedPrefixAttend(RowAttend):
+    """Causal attention of the rows of a tree for queries, keys and values [1, heads, N, head_dim] of its nodes."""
+
+    def __init__(self, tree: PrefixTree) -> None:
+        self.tree = tree
+        self._inner = CausalAttend()
+
+    def prepare(self, stream: Tensor, length: int, windows: Iterable[int | None], head_dim: int) -> None:
+        """See `RowAttend`; the masks are those of the rows."""
+        del length
+        rows, width = self.tree.nodes.shape
+        self._inner.prepare(stream.new_empty(rows, 0), width, windows, head_dim)
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
+        """See `Attend`."""
+        tree = self.tree
+        queries, keys, values = (_selected(each[0], tree.nodes) for each in (query, key, value))
+        mixed = self._inner(queries, keys, values, spec).transpose(1, 2).flatten(0, 1)
+        return mixed.index_select(0, tree.origins).transpose(0, 1).unsqueeze(0)
+
+
+def _selected(heads: Tensor, nodes: Tensor) -> Tensor:
+    """[heads, N, head_dim] and the nodes of rows [B, T] -> [B, heads, T, head_dim]."""
+    rows = heads.transpose(0, 1).index_select(0, nodes.flatten())
+    return rows.view(*nodes.shape, *rows.shape[1:]).transpose(1, 2)
