@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kitforge.core.nn.context import Context
+from kitforge.core.nn.shared_prefix import hidden_at
 from kitforge.core.parallel.config import ParallelConfig
 from kitforge.core.parallel.mesh import Mesh
 from kitforge.core.parallel.world import World
@@ -83,6 +84,15 @@ def rows_of(model: Any, length: int) -> Tensor:
     return hidden
 
 
+def answers(model: Any) -> Tensor:
+    """Hidden states of three answers of 4 tokens to a prompt of 3, which is computed once."""
+    tokens = (torch.arange(21).view(3, 7) * 5) % 50
+    tokens[:, :3] = torch.tensor([7, 3, 9])
+    mask = torch.arange(7).expand(3, -1).ge(2)
+    with torch.no_grad():
+        return hidden_at(model, tokens, mask)
+
+
 def neighbours(model: Any) -> list[Tensor]:
     """The second document of a row, which begins before the cut, behind two different first ones of 3 tokens."""
     documents, positions = torch.tensor([[0] * 3 + [1] * 7]), torch.tensor([[0, 1, 2, *range(7)]])
@@ -100,6 +110,7 @@ def steps(rank: int, cases: list[Case]) -> dict[str, Any]:
     world = World(device=torch.device("cpu"), mesh=Mesh(PAIR if cases[0].degrees == PAIR else QUARTER, "cpu"))
     models = {name: network(name, world) for name in ("gpt2", "grouped_4_1")}
     found["rows"] = {(name, n): rows_of(each, n) for name, each in models.items() for n in LENGTHS}
+    found["answers"] = {name: answers(each) for name, each in models.items()}
     found["neighbours"] = neighbours(models["gpt2"])
     return found
 
@@ -128,6 +139,14 @@ def test_rows_of_any_length_are_padded_and_never_wrong(launched: dict[int, list[
         wanted = rows_of(network(name, World(device=torch.device("cpu"))), length)
         for rank in launched[2]:
             torch.testing.assert_close(rank["rows"][name, length], wanted, rtol=0, atol=1e-12)
+
+
+def test_rows_with_a_common_prefix_are_cut_too(launched: dict[int, list[dict[str, Any]]]) -> None:
+    for name, found in launched[2][0]["answers"].items():
+        wanted = answers(network(name, World(device=torch.device("cpu"))))
+        for rank in (*launched[2], *launched[4]):
+            torch.testing.assert_close(rank["answers"][name], wanted, rtol=0, atol=1e-12)
+        assert len(found) == 15
 
 
 def test_a_neighbour_across_the_cut_changes_no_bit(launched: dict[int, list[dict[str, Any]]]) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from kitforge.core.nn.causal_lm import CausalLM
+from kitforge.core.nn.shared_prefix import hidden_at
 from kitforge.data.text.packing import IGNORED
 from kitforge.foundation.device import copy_to
 from kitforge.foundation.types import MicroBatch, Sums
@@ -74,12 +75,11 @@ class PreferenceTask(PairTask[PreferenceOptions]):
 def sequence_logprobs(model: nn.Module, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
     """The sums [B] of the target log-probs of each row, and the numbers of targets (1 for none)."""
     network = cast(CausalLM, model)
-    device = network.head_weight.device
-    targets = copy_to(micro_batch["targets"], device)
+    # The head is applied to positions with a target only, and a prompt that answers share is read once.
+    hidden = hidden_at(network, micro_batch["tokens"], micro_batch["targets"] != IGNORED)
+    targets = copy_to(micro_batch["targets"], hidden.device)
     loss_mask = targets != IGNORED
-    hidden = network.hidden(copy_to(micro_batch["tokens"], device))
-    # The head is applied to positions with a target only.
-    log_probs, _ = network.kernels.linear_log_probs(hidden[loss_mask], network.head_weight, targets[loss_mask])
+    log_probs, _ = network.kernels.linear_log_probs(hidden, network.head_weight, targets[loss_mask])
     rows = loss_mask.nonzero()[:, 0]
-    sums = torch.zeros(len(targets), dtype=log_probs.dtype, device=device).index_add(0, rows, log_probs)
+    sums = torch.zeros(len(targets), dtype=log_probs.dtype, device=hidden.device).index_add(0, rows, log_probs)
     return sums, loss_mask.sum(-1).clamp(min=1)
