@@ -185,8 +185,8 @@ class PolicyGradientOptions:
     num_generations: int = 1  # number of completions per prompt
     epochs: int = 1  # PPO epochs: passes over each rollout batch
     num_minibatches: int = 1  # minibatches, and updates, per epoch
-    # Maximum number of tokens per micro-batch, padding included, instead of trainer.micro_batch_size; also for the
-    # forward passes of reference, critic and reward models.
+    # Maximum number of tokens per micro-batch, instead of trainer.micro_batch_size; also for the forward passes of
+    # reference, critic and reward models. With a critic padding counts; without, a prompt counts once in a micro-batch.
     max_tokens_per_microbatch: int | None = None
     # Old log-probs in the PPO ratio: of the rollout engine, or recomputed by the trainer before the first update.
     old_logprobs: Literal["rollout", "recompute"] = "rollout"
