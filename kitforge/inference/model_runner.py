@@ -65,8 +65,9 @@ class ModelRunner:
         if device.type == "cpu":
             result = self._run_fused(works)
             if result is not None:
-                self._add_prompt_logprobs(works, result[1])
-                return result
+                logits, hidden = result
+                self._add_prompt_logprobs(works, hidden)
+                return logits, None if logits.shape[0] == hidden.shape[0] else hidden
         tokens: list[int] = []
         positions: list[int] = []
         slots: list[int] = []

@@ -133,34 +133,40 @@ def sample_tokens(
     """The next token of every row of logits [R, vocab], its log-probability under the distribution it was sampled from
     (see `process_logits`), and whether `hidden` is finite: read from the device in one transfer. A row with NaN has a
     log-probability of NaN and a meaningless token."""
-    parts = [_sample(logits, draws, kernels).flatten()] if draws else []
+    parts: list[Tensor] = []
+    if draws:
+        tokens, logprobs = _sample(logits, draws, kernels)
+        # Float64 holds both exactly, and is what all are joined in.
+        parts = [tokens.double(), logprobs.double()]
     if hidden is not None:
         with single_thread() if hidden.is_cpu else nullcontext():
-            parts.append(hidden.sum().double().view(1))
+            parts.append(hidden.sum().view(1))
     numbers: list[float] = torch.cat(parts).tolist() if parts else []
     size = len(draws)
     return list(map(int, numbers[:size])), numbers[size : 2 * size], all(map(isfinite, numbers[2 * size :]))
 
 
-def _sample(logits: Tensor, draws: Sequence[SampleRequest], kernels: Kernels) -> Tensor:
-    """Tokens and log-probabilities [2, R] in float64, in which both are exact."""
+def _sample(logits: Tensor, draws: Sequence[SampleRequest], kernels: Kernels) -> tuple[Tensor, Tensor]:
+    """Tokens [R] and log-probabilities [R]."""
     if logits.is_cpu and logits.numel() <= SINGLE_THREAD_LOGITS:
         with single_thread():
             return _sample_kinds(logits, draws, kernels)
     return _sample_kinds(logits, draws, kernels)
 
 
-def _sample_kinds(logits: Tensor, draws: Sequence[SampleRequest], kernels: Kernels) -> Tensor:
+def _sample_kinds(logits: Tensor, draws: Sequence[SampleRequest], kernels: Kernels) -> tuple[Tensor, Tensor]:
     first = draws[0].signature
     if all(draw.signature == first for draw in draws):
-        return _sample_with_same_options(logits, draws, kernels)
+        return _choose(logits, draws, kernels)
     kinds: dict[Hashable, list[int]] = {}
     for row, draw in enumerate(draws):
         kinds.setdefault(draw.signature, []).append(row)
-    sampled = torch.empty(2, len(draws), dtype=torch.float64, device=logits.device)
+    tokens = torch.empty(len(draws), dtype=torch.long, device=logits.device)
+    logprobs = torch.empty(len(draws), dtype=torch.float64, device=logits.device)
     for rows in kinds.values():
-        sampled[:, rows] = _sample_with_same_options(logits[rows], [draws[row] for row in rows], kernels)
-    return sampled
+        chosen, own = _choose(logits[rows], [draws[row] for row in rows], kernels)
+        tokens[rows], logprobs[rows] = chosen, own.double()
+    return tokens, logprobs
 
 
 def top_logprobs(logits: Tensor, draws: Sequence[SampleRequest], kernels: Kernels = REFERENCE) -> list[TopLogprobs]:
@@ -204,11 +210,6 @@ def process_logits(logits: Tensor, options: SamplingOptions, draws: Sequence[Sam
     if options.top_p is not None and options.top_p < 1:
         scores = _top_p_filter(scores, options.top_p)
     return scores
-
-
-def _sample_with_same_options(logits: Tensor, draws: Sequence[SampleRequest], kernels: Kernels) -> Tensor:
-    tokens, logprobs = _choose(logits, draws, kernels)
-    return torch.stack([tokens.double(), logprobs.double()])
 
 
 def _choose(logits: Tensor, draws: Sequence[SampleRequest], kernels: Kernels) -> tuple[Tensor, Tensor]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import fcntl
 import functools
 import os
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from queue import SimpleQueue
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -229,12 +231,56 @@ def parallel_for(work: Callable[[int, int], Any], count: int, grain: int) -> lis
 def run_on_threads(work: Callable[[], Any], count: int) -> None:
     """Call `work` on this thread and on others, `count` in all, as far as they are free. They share the work through a
     counter, so a late one may find none left."""
-    pool = _pool(os.getpid(), count - 1) if count > 1 else None
-    futures = [] if pool is None else [pool.submit(work) for _ in range(count - 1)]
+    calls = [_Call(work) for _ in range(count - 1)]
+    if calls:
+        queue = _helpers(os.getpid(), len(calls))
+        for call in calls:
+            queue.put(call)
     work()
-    for future in futures:
-        if not future.cancel():
-            future.result()
+    for call in calls:
+        call.join()
+
+
+class _Call:
+    """A call for another thread. A future does the same in several times as long, which is much of a short call."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self._work = work
+        self._begun, self._finished = threading.Lock(), threading.Lock()
+        self._finished.acquire()
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        """Call it, unless it has been joined before it began."""
+        if not self._begun.acquire(blocking=False):
+            return
+        try:
+            self._work()
+        except BaseException as error:  # noqa: BLE001 (raised by the thread that joins)
+            self._error = error
+        self._finished.release()
+
+    def join(self) -> None:
+        """Wait until it has finished, or keep it from beginning."""
+        if self._begun.acquire(blocking=False):
+            return
+        self._finished.acquire()
+        if self._error is not None:
+            raise self._error
+
+
+def _serve(queue: SimpleQueue[_Call]) -> None:
+    while True:
+        queue.get().run()
+
+
+@functools.cache
+def _helpers(_process: int, num_threads: int) -> SimpleQueue[_Call]:
+    """The queue of so many threads. A forked process has none of the threads of its parent."""
+    queue: SimpleQueue[_Call] = SimpleQueue()
+    for _ in range(num_threads):
+        threading.Thread(target=_serve, args=(queue,), name="kernel", daemon=True).start()
+    return queue
 
 
 @functools.cache

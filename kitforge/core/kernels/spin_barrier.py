@@ -92,34 +92,38 @@ class ThreadAutotuner:
     """Measures one and two threads per call signature and uses the faster; results are the same.
 
     Two threads are slower where other processes need the cores, since each waits for the other. The first calls try
-    both in turn; later ones retry the slower one now and then.
+    both in turn; later ones retry the slower one now and then. The median of the latest calls decides, so that another
+    process in one or two of them changes nothing.
     """
 
-    NUM_TRIALS, RETRY_INTERVAL = 8, 64
+    NUM_TRIALS, RETRY_INTERVAL, NUM_LATEST = 8, 64, 5
 
     def __init__(self) -> None:
+        self._is_single_core = os.cpu_count() == 1
         self._num_calls: dict[Hashable, int] = {}
-        self._seconds: dict[tuple[Hashable, bool], float] = {}
+        self._seconds: dict[tuple[Hashable, bool], list[float]] = {}  # of the latest calls
 
     def call(self, signature: Hashable, work: Callable[[], Any]) -> None:
         """Run `work`, which shares its chunks with a concurrent call of itself."""
-        if num_threads() == 1 or os.cpu_count() == 1:
+        if num_threads() == 1 or self._is_single_core:
             work()
             return
         number = self._num_calls[signature] = self._num_calls.get(signature, 0) + 1
-        is_regular = number > self.NUM_TRIALS and number % self.RETRY_INTERVAL > 0
         choice = (signature, self._uses_two_threads(signature, number))
         start = time.perf_counter()
         run_on_threads(work, 2) if choice[1] else work()
         seconds = time.perf_counter() - start
-        before = self._seconds.get(choice, seconds)
-        if number <= self.NUM_TRIALS:
-            self._seconds[choice] = min(before, seconds)
-        else:
-            self._seconds[choice] = 0.8 * before + 0.2 * seconds if is_regular else seconds
+        is_retry = number > self.NUM_TRIALS and number % self.RETRY_INTERVAL == 0
+        before = [] if is_retry else self._seconds.get(choice, [])
+        self._seconds[choice] = [*before, seconds][-self.NUM_LATEST :]
 
     def _uses_two_threads(self, kind: Hashable, number: int) -> bool:
         if number <= self.NUM_TRIALS:
             return number % 2 == 0
-        is_faster = self._seconds[kind, True] < self._seconds[kind, False]
+        is_faster = _median(self._seconds[kind, True]) < _median(self._seconds[kind, False])
         return is_faster if number % self.RETRY_INTERVAL else not is_faster
+
+
+def _median(numbers: list[float]) -> float:
+    """The lower one of an even number."""
+    return sorted(numbers)[(len(numbers) - 1) // 2]

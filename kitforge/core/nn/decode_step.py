@@ -10,8 +10,15 @@ from typing import Any, cast, final
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
+from torch.utils.hooks import RemovableHandle
 
-from kitforge.core.kernels.fused_decode_step.reference import BlockWeights, DecoderWeights, DecodeStepKernel, Locations
+from kitforge.core.kernels.fused_decode_step.reference import (
+    Angles,
+    BlockWeights,
+    DecoderWeights,
+    DecodeStepKernel,
+    Locations,
+)
 from kitforge.core.kernels.mixed_precision import NATIVE_DTYPES
 from kitforge.core.kernels.quantized_linear.reference import GROUP, Blocks
 from kitforge.core.kernels.threads import single_thread
@@ -22,6 +29,7 @@ from kitforge.core.nn.decoder import Decoder
 from kitforge.core.nn.linear import Linear
 from kitforge.core.nn.mlp import MLP
 from kitforge.core.nn.norm import Norm
+from kitforge.core.nn.positions import PositionEncoding
 
 # What a step computes: the modules of a block, and those around the blocks.
 _PARTS: dict[str, type[nn.Module]] = {
@@ -33,6 +41,9 @@ _PARTS: dict[str, type[nn.Module]] = {
 _BLOCK = {"": Block, ".attention": Attention, ".mlp": MLP} | {f".{name}": kind for name, kind in _PARTS.items()}
 _STACK = {"": Decoder, "embedding": nn.Embedding, "position": nn.Embedding, "blocks": nn.ModuleList}
 _STACK |= {"embedding_norm": Norm, "norm": Norm, "stored_head": Linear}
+# In place of a weight that a module has not.
+_NONE = torch.empty(0)
+_version = attrgetter("_version")
 
 
 @final
@@ -43,6 +54,7 @@ class FusedDecodeStep:
     def __init__(self, model: nn.Module, slabs: Callable[[int, Tensor], tuple[Tensor, Tensor]]) -> None:
         self._model = model
         self._slabs = slabs
+        self._table: Angles | None = None  # of positions from 0 on
         self.forget()
 
     def forget(self) -> None:
@@ -50,7 +62,8 @@ class FusedDecodeStep:
         modules = list(self._model.modules())
         self._attributes = [vars(each) for each in modules]
         self._owners = [(each._parameters, name) for each in modules for name in each._parameters]
-        self._marks: list[tuple[int, int]] = []
+        self._num_hooks, self._has_hooks = -1, False
+        self._marks: tuple[list[int], list[int]] = [], []
         self._dtype: torch.dtype | None = None
         self._blocks: DecodeStepKernel | None = None
         self._rereads = False
@@ -74,30 +87,43 @@ class FusedDecodeStep:
         if self._blocks is None:
             return None
         model = cast(Decoder, self._model)
-        angles = None
         with single_thread():
-            stream, positions = model.embed(tokens, context), model.encode_positions(tokens, context)
-            if rotations := positions.rotary:
-                angles = torch.stack([cos[0] for cos, _ in rotations]), torch.stack([sin[0] for _, sin in rotations])
+            stream, angles = model.embed(tokens, context), self._angles(tokens, context)
         result = self._blocks(stream[0], angles, locations, rereads=self._rereads)
         self._rereads = False
         return result
 
+    def _angles(self, tokens: Tensor, context: Context) -> Angles | None:
+        """Cosines and sines [rotations, tokens, pairs] of the positions of tokens [1, tokens]."""
+        model, positions = cast(Decoder, self._model), context.positions
+        if positions is None or not model.has_fixed_angles:
+            return _stacked(model.encode_positions(tokens, context))
+        # Computing them takes a dozen operations, looking them up two.
+        length = int(positions.max()) + 1
+        if self._table is None or self._table[0].shape[1] < length:
+            known = torch.arange(max(length, min(2 * length, model.geometry.max_length))).unsqueeze(0)
+            self._table = _stacked(model.encode_positions(known, Context(positions=known)))
+        cos, sin = cast(Angles, self._table)
+        return cos.index_select(1, positions[0]), sin.index_select(1, positions[0])
+
     def _is_wrapped(self) -> bool:
         """Whether calls of a module are changed: by adapters, parallelism or hooks."""
-        # As all that runs over hundreds of modules in each step, without a call for each.
-        return any(
-            "forward" in each or each["_forward_hooks"] or each["_forward_pre_hooks"] for each in self._attributes
-        )
+        # As all that runs over hundreds of modules in each step: without a call for each, and hooks only where torch,
+        # which numbers all of them, has added one.
+        if self._has_hooks or self._num_hooks != RemovableHandle.next_id:
+            self._num_hooks = RemovableHandle.next_id
+            self._has_hooks = any(each["_forward_hooks"] or each["_forward_pre_hooks"] for each in self._attributes)
+        return self._has_hooks or any("forward" in each for each in self._attributes)
 
-    def _weight_marks(self) -> list[tuple[int, int]]:
+    def _weight_marks(self) -> tuple[list[int], list[int]]:
         """Addresses and versions. Weights are read by address: one that was moved or replaced has another. Copies of
         them are of one version; an inference tensor has none, and `Tensor.data` changes none."""
-        weights = [owned[name] for owned, name in self._owners]
-        return [
-            (0, 0) if each is None else (each.data_ptr(), 0 if each.is_inference() else each._version)
-            for each in weights
-        ]
+        weights = [_NONE if (weight := owned[name]) is None else weight for owned, name in self._owners]
+        try:
+            versions = list(map(_version, weights))
+        except RuntimeError:
+            versions = [0 if each.is_inference() else each._version for each in weights]
+        return list(map(Tensor.data_ptr, weights)), versions
 
     def _new_blocks(self, autocast: torch.dtype | None) -> DecodeStepKernel | None:
         model = self._model
@@ -116,6 +142,14 @@ class FusedDecodeStep:
             return None
         assert decoder.kernels.fused_decode_step is not None
         return decoder.kernels.fused_decode_step(stack_of(decoder), slabs)
+
+
+def _stacked(positions: PositionEncoding) -> Angles | None:
+    """The cosines and the sines of all rotations; None where there are none."""
+    if not positions.rotary:
+        return None
+    cos, sin = zip(*positions.rotary, strict=True)
+    return torch.cat(cos), torch.cat(sin)
 
 
 def is_fusable(model: nn.Module) -> bool:

@@ -140,6 +140,11 @@ class Decoder(Stack):
         return "embedding.weight" if self.output is None else "output"
 
     @property
+    def has_fixed_angles(self) -> bool:
+        """Whether it has rotary positions, with angles that depend on nothing but the position."""
+        return bool(self._angles) and not self.geometry.depends_on_length
+
+    @property
     def is_whole(self) -> bool:
         """Whether no axis of parallelism and no adapter has wrapped its modules."""
         # The tensor axis replaces `forward` of modules; torch's FSDP makes a class of its own.

@@ -4,6 +4,7 @@ another."""
 import contextlib
 import importlib
 import multiprocessing
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from numba.core.caching import IndexDataCacheFile
 
 from kitforge.core.kernels import numba_runtime
-from kitforge.core.kernels.numba_runtime import compiled
+from kitforge.core.kernels.numba_runtime import compiled, run_on_threads
 from tests.patience import PATIENCE
 
 FORK = multiprocessing.get_context("fork")
@@ -86,3 +87,48 @@ def test_planted_without_a_lock_one_signature_takes_the_file_of_the_other(
 ) -> None:
     compile_at_once(half, [3, 2.5], seconds=60)
     assert len(list(tmp_path.rglob("*.nbc"))) == 1
+
+
+def test_a_call_on_threads_returns_once_all_have_finished() -> None:
+    together, finished = threading.Barrier(3), []
+
+    def work() -> None:
+        together.wait(PATIENCE)
+        finished.append(threading.get_ident())
+
+    for _ in range(3):
+        run_on_threads(work, 3)
+    assert len(finished) == 9 and len(set(finished)) == 3
+
+
+def test_a_thread_that_is_not_free_is_not_waited_for() -> None:
+    begun, may_end, calls = threading.Event(), threading.Event(), []
+
+    def keep_busy() -> None:
+        if threading.current_thread() is not caller:
+            begun.set()
+            may_end.wait(PATIENCE)
+        else:
+            begun.wait(PATIENCE)
+
+    caller = threading.Thread(target=run_on_threads, args=(keep_busy, 2))
+    caller.start()
+    begun.wait(PATIENCE)
+    run_on_threads(lambda: calls.append(1), 2)
+    may_end.set()
+    caller.join(PATIENCE)
+    run_on_threads(lambda: calls.append(2), 1)
+    assert calls == [1, 2]
+
+
+def test_what_another_thread_raises_is_raised() -> None:
+    together, own = threading.Barrier(2), threading.get_ident()
+
+    def work() -> None:
+        together.wait(PATIENCE)
+        if threading.get_ident() != own:
+            raise ValueError("there")
+
+    for _ in range(2):
+        with pytest.raises(ValueError, match="there"):
+            run_on_threads(work, 2)

@@ -84,6 +84,20 @@ def test_in_bfloat16_it_is_as_near_to_the_truth_as_the_forward_pass(name: str) -
     assert relative(decoded(single(model), tokens), wanted) < 2 * relative(forward(model, tokens), wanted)
 
 
+@pytest.mark.parametrize("name", FUSED)
+@torch.no_grad()
+def test_angles_that_are_looked_up_are_those_that_are_computed(name: str) -> None:
+    model = build(CONFIGS[name], dtype=torch.float32)
+    tried, last = single(model), model.geometry.max_length - 1
+    for places in ([0], [2, 1], [5, 5, 0, 4], [last, 1, last // 2], [3]):
+        positions = torch.tensor([places])
+        context = Context(positions=positions, lengths=torch.full_like(positions, last))
+        found, wanted = tried._angles(positions, context), model.encode_positions(positions, context).rotary
+        assert (found is None) == (not wanted)
+        for angles, computed in zip(found or (), zip(*wanted, strict=True), strict=True):
+            assert torch.equal(angles, torch.cat(computed))
+
+
 @pytest.fixture
 def native(monkeypatch: pytest.MonkeyPatch) -> None:
     """A processor that multiplies in bfloat16, as far as dispatch knows."""

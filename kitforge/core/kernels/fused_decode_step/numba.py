@@ -161,7 +161,7 @@ class NumbaDecodeStep:
             len(tiles),
             *self._sizes,
             angles[0].shape[2] if rotary else 0,
-            int(locations.lengths.max()),
+            max(locations.lengths.tolist(), default=0),
             locations.slots.data_ptr(),
             tiles.ctypes.data,
             logit_rows.ctypes.data,
@@ -183,15 +183,18 @@ class NumbaDecodeStep:
         """The first token and the number of tokens of each tile of attention [tiles, 2], which follow one another in a
         text; and whether no tile has several."""
         starts, lengths = locations.starts.numpy(), locations.lengths.numpy()
+        alone = [(row, 1) for row in range(len(starts))]
+        # As in most steps; numpy takes longer to compare a few numbers.
+        if len(set(starts.tolist())) == len(starts):
+            return np.array(alone), True
         follows = (starts[1:] == starts[:-1]) & (lengths[1:] == lengths[:-1] + 1)
         if not follows.any():
-            first = np.arange(len(starts))
-            return np.stack([first, np.ones_like(first)], axis=1), True
+            return np.array(alone), True
         size = max(1, min(TILE_ROWS, TILE_SCORES // int(lengths.max())) * self._sizes[2] // self._sizes[1])
         firsts = np.flatnonzero(np.concatenate([[True], ~follows]))
         runs = zip(firsts, np.append(firsts[1:], len(starts)), strict=True)
-        tiles = [(row, min(size, stop - row)) for first, stop in runs for row in range(first, stop, size)]
-        return np.array(tiles), False
+        parts = [(row, min(size, stop - row)) for first, stop in runs for row in range(first, stop, size)]
+        return np.array(parts), False
 
 
 def _tensors(weights: DecoderWeights) -> list[Tensor]:
