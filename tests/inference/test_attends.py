@@ -20,6 +20,7 @@ from kitforge.core.kernels.attention.reference import attention
 from kitforge.core.kernels.dispatch import REFERENCE, select
 from kitforge.core.nn.context import Attend, AttentionSpec, CausalAttend, DocumentAttend
 from kitforge.core.nn.encoder_decoder import DecoderCache
+from kitforge.core.nn.shared_prefix import SharedPrefixAttend, prefix_tree
 from kitforge.foundation.errors import ModelError
 from kitforge.inference.choice_scoring import TreeAttention
 from kitforge.inference.paged_attention import (
@@ -108,6 +109,13 @@ CASES = [
         run=whole(TreeAttention(torch.zeros(T), BRANCHES, BRANCHED)),
         seen=OPEN,
         positions=BRANCHED,
+    ),
+    Case(
+        name="SharedPrefixAttend",
+        run=whole(SharedPrefixAttend(prefix_tree(torch.tensor([[0, 1, 2, 3], [0, 1, 4, 5]]), [4, 4]))),
+        seen=OPEN,
+        positions=BRANCHED,
+        refuses=("bias",),
     ),
     *(Case(name="PagedAttention", run=paged(kind), seen=CAUSAL, refuses=("bias",)) for kind in ("span", "gathered")),
     *(Case(name="PagedAttention", run=paged(kind), seen=CAUSAL, refuses=("bias",)) for kind in ("decode", "paged")),

@@ -18,6 +18,7 @@ from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.core.nn.context import AttentionSpec, CausalAttend, Context, RowAttend
 from kitforge.core.nn.stack import Stack
 from kitforge.foundation.device import copy_to
+from kitforge.foundation.errors import ModelError
 
 # With more than this share of the positions of the rows, their selection costs as much as it saves.
 SHARED = 0.9
@@ -103,6 +104,8 @@ class SharedPrefixAttend(RowAttend):
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         """See `Attend`."""
+        if spec.bias is not None:
+            raise ModelError("rows with common prefixes have no learned bias", got="a bias", expected="none")
         tree = self.tree
         queries, keys, values = (_selected(each[0], tree.nodes) for each in (query, key, value))
         mixed = self._inner(queries, keys, values, spec).transpose(1, 2).flatten(0, 1)
