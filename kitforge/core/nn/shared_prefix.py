@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.core.nn.context import AttentionSpec, CausalAttend, Context, RowAttend
-from kitforge.core.nn.stack import Stack
+from kitforge.core.nn.decoder import Decoder
 from kitforge.foundation.device import copy_to
 from kitforge.foundation.errors import ModelError
 
@@ -72,13 +72,17 @@ def _common_length(one: np.ndarray, other: np.ndarray) -> int:
     return int(differs.argmax()) if differs.any() else shorter
 
 
+def shares_prefixes(network: object) -> bool:
+    """Whether `hidden_at` can compute common prefixes of a network once. To the compiler each tree would be a shape of
+    its own, and some rotary angles depend on the length of a row."""
+    return isinstance(network, Decoder) and not (network.is_compiled or network.geometry.depends_on_length)
+
+
 def hidden_at(network: CausalLM, tokens: Tensor, mask: Tensor) -> Tensor:
     """Hidden states [n, dim] at the positions of a mask [B, T] of tokens [B, T], row by row. Where it saves a tenth of
     them, positions of common prefixes are computed once, and those behind the last one of a row's mask not at all."""
     device, tree = network.head_weight.device, None
-    # To the compiler each tree is a shape of its own. Rotary angles may depend on the length of a row.
-    is_known = isinstance(network, Stack) and not network.is_compiled and not network.geometry.depends_on_length
-    if is_known and mask.is_cpu:
+    if mask.is_cpu and shares_prefixes(network):
         ends = torch.where(mask, torch.arange(1, mask.shape[1] + 1), 0).amax(dim=1)
         tree = prefix_tree(tokens, ends.tolist())
     if tree is None or tree.tokens.numel() > SHARED * tokens.numel() or not tree.tokens.numel():

@@ -18,6 +18,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from kitforge.core.nn.shared_prefix import shares_prefixes
 from kitforge.core.optim.groups import ParameterGroup
 from kitforge.core.parallel.world import World
 from kitforge.data.chat.datasets import PromptExample, TokenizedExample
@@ -111,6 +112,7 @@ class PolicyGradientTask(Task):
         self._controller = KlController(options.kl.controller_options())
         self._batch: RolloutBatch | None = None
         self._num_served = 0  # updates begun on the open rollout batch
+        self._reads_whole_rows = True  # as a critic does, and a policy without `shares_prefixes`
         self._is_stopped = False  # rl.target_kl ended the open rollout batch early
         self._num_stops = 0  # rollout batches ended early
         self._next_prompt_index = 0  # first prompt of the next rollout batch, in the endless order of prompts
@@ -144,6 +146,7 @@ class PolicyGradientTask(Task):
     def steps(self, model: nn.Module, cursor: Cursor) -> Iterator[list[MicroBatch]]:
         """Updates from the cursor on, with a new rollout batch every `updates_per_rollout` of them."""
         number, served = divmod(cursor.step, self._options.rl.updates_per_rollout)
+        self._reads_whole_rows = self._options.rl.has_critic or not shares_prefixes(policy_of(model))
         while True:
             if served == 0:
                 self._is_stopped = False
@@ -221,8 +224,7 @@ class PolicyGradientTask(Task):
         value_scale = denominator / max(float(mask.sum()), 1.0)
         shared = {"metrics": batch.metrics, "value_scale": value_scale, "warms_up": warms_up}
         lengths = [last_index(each) for each in batch.mask[rows]]
-        # A critic reads whole rows.
-        prompts = None if rl.has_critic else batch.prompts(rows)
+        prompts = None if self._reads_whole_rows else batch.prompts(rows)
         parts = self._schedule.length_buckets(lengths, rl.max_tokens_per_microbatch, prompts)
         micro_batches: list[MicroBatch] = [{**slice_batch(batch, rows[indices]), **shared} for indices in parts]
         if self._ptx is None:

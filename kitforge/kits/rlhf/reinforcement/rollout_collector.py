@@ -10,6 +10,7 @@ from typing import Any, TypeAlias, final
 import torch
 from torch import nn
 
+from kitforge.core.nn.shared_prefix import shares_prefixes
 from kitforge.core.parallel.world import World
 from kitforge.data.chat.datasets import PromptExample
 from kitforge.data.schedule import shuffled_indices
@@ -310,8 +311,8 @@ class RolloutCollector:
             yield from outputs
             return
         lengths = [len(each.completion.prompt) + len(each.completion.tokens) for each in rollouts]
-        # A critic reads whole rows.
-        prompts = prompt_bytes([each.completion.prompt for each in rollouts]) if critic is None else None
+        shares = critic is None and all(map(shares_prefixes, models.values()))
+        prompts = prompt_bytes(each.completion.prompt for each in rollouts) if shares else None
         most = self._options.rl.max_tokens_per_microbatch
         for indices in forward_batches(lengths, most, self._world.device, prompts):
             batch = pad_rollouts([rollouts[index] for index in indices], self._rows.pad_id)

@@ -306,3 +306,19 @@ def test_prompts_of_several_answers_are_computed_once(stage: str, monkeypatch: p
         gradients.append(runs.gradient(runs.begin(stage, None, choices, model=runs.network(torch.float64))))
     assert 0 < tokens[True] < 0.6 * tokens[False]
     assert float((gradients[0] - gradients[1]).abs().max()) < 1e-12 * float(gradients[0].abs().max()) + 1e-14
+
+
+def test_rows_that_are_computed_whole_keep_to_the_token_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    hidden = Decoder.hidden
+
+    def counted(network: Decoder, each: Tensor, context: Context | None = None) -> Tensor:
+        if context is None:
+            sizes.append(each.numel())
+        return hidden(network, each, context)
+
+    monkeypatch.setattr(Decoder, "hidden", counted)
+    monkeypatch.setattr(Decoder, "is_compiled", True)
+    runs.gradient(runs.begin("grpo", None, {"rl.num_generations": 4, "rl.max_tokens_per_microbatch": 64}))
+    assert len(sizes) > 4
+    assert max(sizes) <= 64
