@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.core.nn.context import AttentionSpec, CausalAttend, Context, RowAttend
-from kitforge.core.nn.decoder import Decoder
+from kitforge.core.nn.stack import Stack
 from kitforge.foundation.device import copy_to
 from kitforge.foundation.errors import ModelError
 
@@ -75,7 +75,9 @@ def _common_length(one: np.ndarray, other: np.ndarray) -> int:
 def shares_prefixes(network: object) -> bool:
     """Whether `hidden_at` can compute common prefixes of a network once. To the compiler each tree would be a shape of
     its own, and some rotary angles depend on the length of a row."""
-    return isinstance(network, Decoder) and not (network.is_compiled or network.geometry.depends_on_length)
+    if not (isinstance(network, Stack) and isinstance(network, CausalLM)):
+        return False
+    return not (network.is_compiled or network.geometry.depends_on_length)
 
 
 def hidden_at(network: CausalLM, tokens: Tensor, mask: Tensor) -> Tensor:
