@@ -221,10 +221,12 @@ IMPLEMENTATIONS: dict[str, dict[str, Implementation]] = {
         "fused": Implementation(path="fused.moe_unpermute", levels=("O1", "O2")),
     },
     "greedy_sample": {
-        "numba": _numba(path="numba.greedy_sample", levels=("O1", "O2"), accepts=fast_path.accepts_sampling)
+        "triton": _triton(path="triton.greedy_sample", levels=("O1", "O2"), accepts=fast_path.accepts_triton_sampling),
+        "numba": _numba(path="numba.greedy_sample", levels=("O1", "O2"), accepts=fast_path.accepts_sampling),
     },
     "random_sample": {
-        "numba": _numba(path="numba.random_sample", levels=("O1", "O2"), accepts=fast_path.accepts_sampling)
+        "triton": _triton(path="triton.random_sample", levels=("O1", "O2"), accepts=fast_path.accepts_triton_sampling),
+        "numba": _numba(path="numba.random_sample", levels=("O1", "O2"), accepts=fast_path.accepts_sampling),
     },
     "keep_mask": {"numba": _numba(path="numba.keep_mask", levels=("O1", "O2"))},
     "fused_decode_step": {"numba": _numba(path="numba.NumbaDecodeStep")},

@@ -58,6 +58,12 @@ def accepts_sampling(logits: Tensor, *_: object) -> bool:
     return is_numba_eligible(logits) and logits.dtype is torch.float32 and logits.shape[-1] > 0
 
 
+def accepts_triton_sampling(logits: Tensor, *_: object) -> bool:
+    """Whether logits are in fp32, with a column at least, and need no gradient."""
+    needs_gradient = logits.requires_grad and torch.is_grad_enabled()
+    return logits.dtype is torch.float32 and logits.shape[-1] > 0 and not needs_gradient
+
+
 def accepts_decode_attention(_query: Tensor, keys: Tensor, values: Tensor, *_: object) -> bool:
     """Whether keys and values are contiguous."""
     return is_numba_eligible(keys) and keys.is_contiguous() and values.is_contiguous()

@@ -119,6 +119,15 @@ def resources(machine_code: bytes) -> dict[str, int]:
     return {"registers": int(found["REG"]), "stack": int(found["STACK"])}
 
 
+@torch.no_grad()
+def call_samplers() -> None:
+    """Both choices of a token of a large vocabulary and of a small one."""
+    kernels = select("O1", "cuda")
+    for width in (5000, 128256):
+        kernels.greedy_sample(torch.zeros(3, width))
+        kernels.random_sample(torch.zeros(3, width), torch.zeros(3, dtype=torch.float64), 0.7)
+
+
 def call_networks(*, with_all: bool) -> None:
     """Every operation of networks that has a Triton kernel, at the sizes of a LLaMA."""
     kernels = select("O1", "cuda")
@@ -217,6 +226,7 @@ def main() -> None:
         module.device_description = lambda _device: DEVICE  # type: ignore[assignment]
     compiler = Compiler(int(sys.argv[1]))
     JITFunction.run = lambda kernel, *arguments, **options: compiler(kernel, *arguments, **options)
+    call_samplers()
     call_networks(with_all=sys.argv[2] == "all")
     call_products(can_float8=int(sys.argv[1]) >= 89)
     call_tables(with_all=sys.argv[2] == "all")

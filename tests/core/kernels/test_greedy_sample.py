@@ -11,14 +11,26 @@ from kitforge.core.kernels.greedy_sample.reference import greedy_sample as refer
 from tests.core.kernels.comparison import poison, random
 
 numba = pytest.importorskip("kitforge.core.kernels.greedy_sample.numba")
+triton = pytest.importorskip("kitforge.core.kernels.greedy_sample.triton")
+# NaN is what some tests are about, and numpy, which interprets Triton, warns of it.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 # Numbers that fill no lanes and no block, one block, and several with a rest.
 SIZES = [1, 5, 63, 64, numba.BLOCK, numba.BLOCK + 1, 2 * numba.BLOCK + 97]
+KERNELS = {"numba": numba.greedy_sample, "triton": triton.greedy_sample}
+
+
+@pytest.fixture(autouse=True, params=KERNELS)
+def name(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Of the kernel that `found` calls; on a CPU, Triton's blocks would hold whole rows."""
+    monkeypatch.setattr(triton, "logits_tiles", lambda logits: (len(logits), numba.BLOCK))
+    monkeypatch.setitem(KERNELS, "tested", KERNELS[request.param])
+    return str(request.param)
 
 
 def found(logits: Tensor) -> tuple[Tensor, Tensor]:
     poison()
     with torch.no_grad():
-        result: tuple[Tensor, Tensor] = numba.greedy_sample(logits)
+        result: tuple[Tensor, Tensor] = KERNELS["tested"](logits)
     return result
 
 
