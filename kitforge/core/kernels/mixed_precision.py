@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -17,6 +21,21 @@ def compute_dtype(input: Tensor) -> torch.dtype:
     if torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind)
     return input.dtype
+
+
+def outside_autocast(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """The backward pass of an `autograd.Function` in the dtypes that it names itself: a training loop may call
+    `backward` within `torch.autocast`, which casts products and losses there."""
+
+    @functools.wraps(backward)
+    def run(ctx: Any, *gradients: Tensor) -> Any:
+        kind = gradients[0].device.type
+        if not torch.is_autocast_enabled(kind):
+            return backward(ctx, *gradients)
+        with torch.autocast(kind, enabled=False):
+            return backward(ctx, *gradients)
+
+    return run
 
 
 def storage_dtype(input: Tensor) -> torch.dtype | None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from kitforge.core.kernels.mixed_precision import compute_dtype
+from kitforge.core.kernels.mixed_precision import compute_dtype, outside_autocast
 
 # Queries in a block.
 BLOCK = 64
@@ -64,6 +64,7 @@ class _Products(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @outside_autocast
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         queries, keys, values, *kept = ctx.saved_tensors
         exact = torch.promote_types(queries.dtype, torch.float32)

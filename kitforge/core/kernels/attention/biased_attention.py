@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from kitforge.core.kernels.mixed_precision import NATIVE_DTYPES, compute_dtype
+from kitforge.core.kernels.mixed_precision import NATIVE_DTYPES, compute_dtype, outside_autocast
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, mask: Tensor | None, scale: float) -> Tensor:
@@ -52,6 +52,7 @@ class _BiasedProducts(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @outside_autocast
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None, None]:
         query, key, value, kept = ctx.saved_tensors
         exact, product = _dtypes(query)

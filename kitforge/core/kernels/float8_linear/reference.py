@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from kitforge.core.kernels.mixed_precision import compute_dtype
+from kitforge.core.kernels.mixed_precision import compute_dtype, outside_autocast
 from kitforge.core.kernels.recomputation import kept
 
 # Of a tensor [m, n] and a dtype: its rows [m, n] and its columns [n, m] in FP8, and their scale. The lengths n of rows
@@ -80,6 +80,7 @@ class _Float8(torch.autograd.Function):
         return kept(product, rows, matrix, scale, size, dtype, False)
 
     @staticmethod
+    @outside_autocast
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         columns, scale, turned, size = ctx.saved_tensors
         (of_input, of_weight), (input_dtype, weight_dtype) = ctx.needs_input_grad[:2], ctx.dtypes

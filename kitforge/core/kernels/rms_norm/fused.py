@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kitforge.core.kernels.mixed_precision import outside_autocast
+
 
 def rms_norm(input: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See `RMSNormKernel`."""
@@ -36,6 +38,7 @@ class _RMSNorm(torch.autograd.Function):
         return output
 
     @staticmethod
+    @outside_autocast
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         input, weight, scale = ctx.saved_tensors
         normal = input * scale
