@@ -23,6 +23,8 @@ from kitforge.foundation import device as devices
 from kitforge.inference.paged_attention import KeyValueCache, PagedAttention, PagedBatch
 from kitforge.inference.sequence import Sequence
 
+# Tokens [texts] for a number of a step and its logits [texts, vocab].
+Sampler = Callable[[int, Tensor], Tensor]
 # The inputs of a text before its block table: its token, the position of that, its final length, the slot of the cache
 # that is written, and the length up to and with the token.
 _NUM_COLUMNS = 5
@@ -61,15 +63,27 @@ class CudaGraphRunner:
         self._graphs: dict[tuple[int, int], RecordedStep] = {}
         self._weight_addresses = self._addresses()
 
-    def run(self, sequences: list[Sequence]) -> Tensor:
-        """Logits [texts, vocab]."""
-        num_blocks = max(sequence.num_cached // self._cache.block_size + 1 for sequence in sequences)
+    def run(self, sequences: list[Sequence], num_steps: int = 1, sample: Sampler | None = None) -> Tensor:
+        """Logits [texts, vocab] of the last of some steps. `sample` gives the tokens [texts] that follow the logits of
+        a step before it, by its number, and the next step reads them on the device. A text that has its full length
+        earlier takes part as a padding row."""
+        ends = (max(each.num_cached + 1, min(each.num_cached + num_steps, each.max_length - 1)) for each in sequences)
+        num_blocks = -(-max(ends) // self._cache.block_size)
         shape = (1 << (len(sequences) - 1).bit_length(), 1 << (num_blocks - 1).bit_length())
         if shape not in self._graphs:
             self._graphs[shape] = self._capture(*shape)
         step = self._graphs[shape]
         self._fill(step, sequences)
-        return step.replay()[: len(sequences)]
+        logits = step.replay()[: len(sequences)]
+        if sample is None or num_steps == 1:
+            return logits
+        columns = devices.copy_to(torch.from_numpy(self._later_columns(step, num_steps)), logits.device)
+        for number, own in enumerate(columns):
+            tokens = sample(number, logits)
+            step.inputs[:, 1:_NUM_COLUMNS] = own
+            step.inputs[: len(tokens), 0] = tokens
+            logits = step.replay()[: len(sequences)]
+        return logits
 
     def drop_graphs_of_moved_weights(self) -> None:
         """A graph reads weights at the addresses of its capture; drop all graphs if weights have moved."""
@@ -111,6 +125,17 @@ class CudaGraphRunner:
         rows[len(sequences) :] = self._spare_row(num_blocks)
         tables[len(sequences) :] = [[]] * (len(tables) - len(sequences))
         step.inputs.copy_(devices.copy_to(torch.from_numpy(rows), step.inputs.device))
+
+    def _later_columns(self, step: RecordedStep, num_steps: int) -> npt.NDArray[np.int64]:
+        """The inputs [steps - 1, B, 4] of the steps after the one that is filled in, but for their tokens."""
+        size, index = self._cache.block_size, np.arange(len(step.rows))
+        positions = step.rows[:, 1] + np.arange(1, num_steps)[:, None]
+        lengths = np.broadcast_to(step.rows[:, 2], positions.shape)
+        goes_on = positions + 1 < lengths
+        positions = np.where(goes_on, positions, 0)
+        slots = step.rows[index, _NUM_COLUMNS + positions // size] * size + positions % size
+        slots = np.where(goes_on, slots, self._cache.spare_slot)
+        return np.stack([positions, lengths, slots, positions + 1], axis=-1)
 
     def _spare_row(self, num_blocks: int) -> list[int]:
         """The inputs of a row without a text."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Numbers
 from dataclasses import dataclass
-from math import isnan
+from math import inf, isnan
+from time import perf_counter
 from typing import cast, final
 
 import torch
@@ -18,29 +19,24 @@ from torch import Tensor, nn
 from kitforge.core.kernels.mixed_precision import NATIVE_DTYPES
 from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.core.nn.quantized import Int8Linear, WeightOnlyLinear, quantized_copy
-from kitforge.foundation import device as devices
 from kitforge.foundation.config import check
 from kitforge.foundation.errors import ConfigError, DataError
 from kitforge.foundation.log import logger, warn_once
 from kitforge.inference.block_manager import BlockManager
+from kitforge.inference.capacity import max_num_seqs, num_cache_blocks
 from kitforge.inference.cuda_graphs import CudaGraphRunner, can_record_steps
 from kitforge.inference.fair_lock import FairLock
 from kitforge.inference.logprobs import PromptLogprob, eval_mode, token_logprobs
 from kitforge.inference.model_runner import ModelRunner, decodes_first, diverged_works
 from kitforge.inference.options import EngineOptions
 from kitforge.inference.paged_attention import KeyValueCache
-from kitforge.inference.sampling import SamplingOptions, TopLogprobs, sample_tokens, top_logprobs
+from kitforge.inference.sampling import SamplingOptions, TopLogprobs, draw_tokens, sample_tokens, top_logprobs
 from kitforge.inference.scheduler import ScheduledTokens, Scheduler
 from kitforge.inference.sequence import FinishReason, Sequence
 
 _log = logger(__name__)
-# Default limit of the KV cache on CPU in bytes; one sequence of full length always fits.
-DEFAULT_KV_CACHE_BYTES = 4 * 2**30
-# Sequences at once by default, by device type: with more, a step takes longer and no more tokens come of a second.
-MOST_SEQUENCES = {"cpu": 64}
-_MOST_SEQUENCES = 256
-# Tokens that the cache must hold for each of them, or the full length of a model if it is shorter.
-LEAST_TOKENS = 256
+# Seconds of decoding steps after which a text is shown and others are let in.
+LONG_STEP = 0.02
 
 
 @dataclass(slots=True, kw_only=True)
@@ -72,13 +68,6 @@ class Completion:
         return self.tokens[:-1] if self.finish_reason == "stop" else self.tokens
 
 
-def kv_bytes_per_token(model: nn.Module) -> int:
-    """Bytes that the keys and values of one token take in the cache."""
-    network = cast(CausalLM, model)
-    geometry = network.geometry
-    return 2 * geometry.num_layers * geometry.num_kv_heads * geometry.head_dim * network.head_weight.element_size()
-
-
 @final
 class Engine:
     """Generates from `model` and shares its weights. `stop_ids` end every sequence."""
@@ -98,12 +87,13 @@ class Engine:
         self._num_requests = 0
         self._num_arrivals = 0
         self._num_steps = 0
+        self._seconds = inf  # of the last step
         self._has_new_texts = False  # submitted since the step that last read the weights anew
         self._live: dict[int, list[Sequence]] = {}
         self._undelivered: list[Output] = []
         self._generated: dict[int, list[Completion]] = {}  # the completions of running `generate` calls
-        num_blocks = self._num_blocks()
-        self.max_num_seqs = self._max_num_seqs(num_blocks)  # sequences generated at once
+        num_blocks = num_cache_blocks(self._network, self.options)
+        self.max_num_seqs = max_num_seqs(self._network, self.options, num_blocks)  # sequences generated at once
         device, layout = self._network.head_weight.device, self.options.kv_layout
         is_contiguous = layout == "contiguous" or (layout == "auto" and device.type == "cpu")
         size = self.options.block_size
@@ -284,12 +274,55 @@ class Engine:
             if self._scheduler.admitted and self._has_new_texts:
                 self._has_new_texts = False
                 self._runner.on_admission()
+            started, num_steps = perf_counter(), self._num_steps_at_once(works)
             with eval_mode(self._runner.model):
                 if self._blocks.copies:
                     self._runner.cache.copy(self._blocks.copies)
                     self._blocks.copies.clear()
-                logits, hidden = self._runner.run(works)
-            self._sample(works, logits, hidden)
+                if num_steps > 1:
+                    self._decode(works, num_steps)
+                else:
+                    logits, hidden = self._runner.run(works)
+                    self._sample(works, logits, hidden)
+            self._seconds = (perf_counter() - started) / num_steps
+
+    def _num_steps_at_once(self, works: list[ScheduledTokens]) -> int:
+        """How many decoding steps follow each other on the device, before the host reads their tokens."""
+        if self._seconds > LONG_STEP or self.options.num_scheduler_steps == 1 or not self._runner.can_replay(works):
+            return 1
+        # Penalties need the tokens so far, and alternatives the logits.
+        if any(each.sequence.options.needs_history or each.sequence.num_top_logprobs for each in works):
+            return 1
+        most = min(self.options.num_scheduler_steps, int(LONG_STEP / self._seconds))
+        return self._scheduler.reserve_steps([each.sequence for each in works], most)
+
+    def _decode(self, works: list[ScheduledTokens], num_steps: int) -> None:
+        """Decoding steps that read each other's tokens on the device: drafts that are right, up to a stop token."""
+        sequences = [work.sequence for work in works]
+        draws = [sequence.sample_request() for sequence in sequences]
+        found: list[Tensor] = []
+
+        def sample(number: int, logits: Tensor) -> Tensor:
+            for draw in draws if number else ():
+                draw.go_on()
+            chosen, values = draw_tokens(logits, draws, self._network.kernels)
+            # Float64 holds both exactly.
+            found.append(torch.stack([chosen.double(), values.double()]))
+            return chosen
+
+        sample(num_steps - 1, self._runner.replay(sequences, num_steps, sample))
+        tokens: list[int] = []
+        logprobs: list[float] = []
+        for work, (own, values) in zip(works, torch.stack(found).permute(2, 1, 0).tolist(), strict=True):
+            sequence = work.sequence
+            most = min(num_steps, sequence.max_length - len(sequence.tokens))
+            # The step of a NaN that is not the first is repeated, and then ends the text.
+            most = next((step for step in range(1, most) if isnan(values[step])), most)
+            chosen = list(map(int, own[:most]))
+            work.draft_tokens = chosen[:-1]
+            tokens += chosen
+            logprobs += values[:most]
+        self._update(works, tokens, logprobs, [[] for _ in tokens], set())
 
     def _sample(self, works: list[ScheduledTokens], logits: Tensor, hidden: Tensor | None) -> None:
         """Sample the next tokens and advance the sequences; works whose hidden states are not finite are aborted."""
@@ -301,7 +334,17 @@ class Engine:
         ]
         tokens, logprobs, is_finite = sample_tokens(logits, draws, hidden, self._network.kernels)
         diverged = set() if is_finite or hidden is None else diverged_works(works, hidden)
-        top = top_logprobs(logits, draws, self._network.kernels)
+        self._update(works, tokens, logprobs, top_logprobs(logits, draws, self._network.kernels), diverged)
+
+    def _update(
+        self,
+        works: list[ScheduledTokens],
+        tokens: list[int],
+        logprobs: list[float],
+        top: list[TopLogprobs],
+        diverged: set[int],
+    ) -> None:
+        """Append the sampled tokens, one for each draft token and one more for each work that samples."""
         end = 0
         for index, work in enumerate(works):
             start, end = end, end + (len(work.draft_tokens) + 1 if work.needs_logits else 0)
@@ -416,43 +459,6 @@ class Engine:
                     expected=expected,
                     fix="shorten the prompt or lower max_new_tokens",
                 )
-
-    def _num_blocks(self) -> int:
-        """Blocks that fit the memory, or that all sequences need at full length if these are fewer."""
-        geometry, options = self._geometry, self.options
-        block = kv_bytes_per_token(self.model) * options.block_size
-        blocks_per_sequence = -(-geometry.max_length // options.block_size)
-        if options.kv_cache_bytes is None:
-            free = devices.free_memory(self._network.head_weight.device)
-            budget = DEFAULT_KV_CACHE_BYTES if free is None else free // 2
-            most = options.max_num_seqs or self._most_sequences()
-            return max(blocks_per_sequence, min(blocks_per_sequence * most, budget // block))
-        if options.kv_cache_bytes < block:
-            raise ConfigError(
-                "inference.engine.kv_cache_bytes is smaller than one block",
-                got=f"{options.kv_cache_bytes} bytes",
-                expected=f"at least {block}",
-            )
-        return options.kv_cache_bytes // block
-
-    def _most_sequences(self) -> int:
-        most = MOST_SEQUENCES.get(self._network.head_weight.device.type, _MOST_SEQUENCES)
-        return min(most, self._batched_tokens)
-
-    def _max_num_seqs(self, num_blocks: int) -> int:
-        """The option, or by default as many as the cache holds `LEAST_TOKENS` of."""
-        wanted, size = self.options.max_num_seqs, self.options.block_size
-        if wanted is None:
-            least = min(LEAST_TOKENS, self._geometry.max_length)
-            return max(1, min(self._most_sequences(), num_blocks * size // least))
-        if wanted > num_blocks:
-            raise ConfigError(
-                "the KV cache has no block for each of max_num_seqs sequences",
-                got=f"inference.engine.max_num_seqs={wanted}",
-                expected=f"at most {num_blocks}: the cache holds {num_blocks} blocks of {size} tokens",
-                fix="lower inference.engine.max_num_seqs or block_size, or raise kv_cache_bytes",
-            )
-        return wanted
 
 
 def _warn_if_emulated(weight: Tensor) -> None:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import cast, final
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from kitforge.core.kernels.attention.packed_mask import takes_packed
 from kitforge.core.kernels.fused_decode_step.reference import Locations
 from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.core.nn.context import Context
 from kitforge.core.nn.decode_step import FusedDecodeStep
 from kitforge.foundation.device import copy_to
-from kitforge.inference.cuda_graphs import CudaGraphRunner, pad_block_table
+from kitforge.inference.cuda_graphs import CudaGraphRunner, Sampler, pad_block_table
 from kitforge.inference.logprobs import prompt_logprobs_of
 from kitforge.inference.paged_attention import (
     AttentionSegment,
@@ -22,6 +24,7 @@ from kitforge.inference.paged_attention import (
     KeyValueCache,
     PagedAttention,
     PagedBatch,
+    PrefillBatch,
     PrefillSpan,
 )
 from kitforge.inference.scheduler import ScheduledTokens
@@ -58,8 +61,8 @@ class ModelRunner:
         row for its last token and one for each draft token. Works must be ordered by `decodes_first`. Prompt
         log-probabilities are appended to the sequences that request them. The hidden states are None where the logits
         of all tokens show whether they are finite."""
-        if self._cuda_graphs is not None and all(work.is_single_token and work.needs_logits for work in works):
-            return self._cuda_graphs.run([work.sequence for work in works]), None
+        if self.can_replay(works):
+            return self.replay([work.sequence for work in works]), None
         network = cast(CausalLM, self.model)
         device = network.head_weight.device
         if device.type == "cpu":
@@ -90,6 +93,15 @@ class ModelRunner:
         hidden = network.hidden(copy_to(torch.tensor([tokens]), device), context)[0]
         self._add_prompt_logprobs(works, hidden)
         return network.head(hidden if len(rows) == len(tokens) else hidden[rows]), hidden
+
+    def can_replay(self, works: list[ScheduledTokens]) -> bool:
+        """Whether the step is one of a captured graph: each sequence has one token."""
+        return self._cuda_graphs is not None and all(work.is_single_token and work.needs_logits for work in works)
+
+    def replay(self, sequences: list[Sequence], num_steps: int = 1, sample: Sampler | None = None) -> Tensor:
+        """See `CudaGraphRunner.run`."""
+        assert self._cuda_graphs is not None
+        return self._cuda_graphs.run(sequences, num_steps, sample)
 
     def _add_prompt_logprobs(self, works: list[ScheduledTokens], hidden: Tensor) -> None:
         """Append prompt log-probabilities from hidden [N, dim]. The row of a token predicts the next one."""
@@ -163,12 +175,29 @@ class ModelRunner:
             segments.append(self._paged_batch([work.sequence for work in works[:num_decodes]], device))
         elif num_decodes:
             segments += self._decode_batches([work.sequence for work in works[:num_decodes]], device)
+        network, prefills = cast(CausalLM, self.model), works[num_decodes:]
+        if len(prefills) > 1 and takes_packed(network.head_weight, network.geometry.head_dim):
+            return [*segments, self._prefill_batch(prefills, num_decodes, device)]
         first = num_decodes
-        for work in works[num_decodes:]:
+        for work in prefills:
             count = work.num_tokens + len(work.draft_tokens)
             segments.append(self._prefill_span(work.sequence, first, count, device))
             first += count
         return segments
+
+    def _prefill_batch(self, works: list[ScheduledTokens], first: int, device: torch.device) -> PrefillBatch:
+        counts = [work.num_tokens + len(work.draft_tokens) for work in works]
+        lengths = [work.sequence.num_cached + count for work, count in zip(works, counts, strict=True)]
+        within = np.arange(self._size)
+        tables = [np.array(work.sequence.block_table)[:, None] * self._size + within for work in works]
+        numbers = [table.ravel()[:length] for table, length in zip(tables, lengths, strict=True)]
+        slots = copy_to(torch.from_numpy(np.concatenate(numbers)), device)
+        spans = []
+        for count, own in zip(counts, torch.split(slots, lengths), strict=True):
+            spans.append(PrefillSpan(first=first, num_tokens=count, length=len(own), start=None, slots=own))
+            first += count
+        queries, keys = (_boundaries(sizes, device) for sizes in (counts, lengths))
+        return PrefillBatch(spans=spans, slots=slots, queries=(queries, max(counts)), keys=(keys, max(lengths)))
 
     def _prefill_span(self, sequence: Sequence, first: int, num_tokens: int, device: torch.device) -> PrefillSpan:
         length = sequence.num_cached + num_tokens
@@ -201,6 +230,11 @@ class ModelRunner:
                 segments += [self._prefill_span(text, first + index, 1, device) for index, text in enumerate(texts)]
             first += len(texts)
         return segments
+
+
+def _boundaries(lengths: list[int], device: torch.device) -> Tensor:
+    """Where parts of these lengths begin and end, int32 [parts + 1]."""
+    return copy_to(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), device)
 
 
 def diverged_works(works: list[ScheduledTokens], hidden: Tensor) -> set[int]:

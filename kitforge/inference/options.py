@@ -27,9 +27,12 @@ class EngineOptions:
     quantization: Literal["none", "int8", "int4"] = "none"
     prompt_lookup_tokens: int = 0  # draft tokens a step from prompt lookup, verified in one pass; 0: none
     cuda_graphs: bool = True  # replay captured decoding steps on a GPU
+    # Decoding steps that a GPU runs without waiting for the host, where they take less than 20 ms; 1: as many tokens as
+    # possible are seen as soon as possible.
+    num_scheduler_steps: int = 4
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):
+        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "num_scheduler_steps"):
             value = getattr(self, name)
             check(value is None or value > 0, f"inference.engine.{name}", value, "a whole number of at least 1")
         size, drafts = self.kv_cache_bytes, self.prompt_lookup_tokens

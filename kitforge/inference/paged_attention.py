@@ -6,6 +6,7 @@ size s has the slots b * s to b * s + s - 1.
 
 from __future__ import annotations
 
+import functools
 import math
 import mmap
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from kitforge.core.kernels.attention.packed_mask import PackedMask
 from kitforge.core.kernels.dispatch import Kernels
 from kitforge.core.nn.context import AttentionSpec, causal_mask
 from kitforge.foundation.errors import ModelError
@@ -68,6 +70,16 @@ class PrefillSpan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillBatch:
+    """Spans that follow each other, whose keys are gathered and attended to in one call."""
+
+    spans: list[PrefillSpan]
+    slots: Tensor  # of the keys of all spans, [keys]
+    queries: tuple[Tensor, int]  # see `PackedMask`
+    keys: tuple[Tensor, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeBatch:
     """Tokens `first` .. `first + len(lengths) - 1` of a step, each the last one of a sequence with consecutive
     blocks."""
@@ -86,7 +98,7 @@ class PagedBatch:
     lengths: Tensor  # [texts]
 
 
-AttentionSegment = PrefillSpan | DecodeBatch | PagedBatch
+AttentionSegment = PrefillSpan | PrefillBatch | DecodeBatch | PagedBatch
 
 
 @final
@@ -107,7 +119,7 @@ class PagedAttention:
         self._kernels = kernels
         self._slots = slots
         self._segments = segments
-        self._masks: dict[tuple[int, int | None], Tensor | None] = {}
+        self._masks: dict[tuple[int, int | None], Tensor | None] = {}  # by a span's first token and window
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         """Write the new keys and values [1, kv_heads, N, D] to the cache and attend; see `Attend`."""
@@ -117,17 +129,17 @@ class PagedAttention:
         keys.index_copy_(0, self._slots, key[0].transpose(0, 1).to(keys.dtype))
         values.index_copy_(0, self._slots, value[0].transpose(0, 1).to(values.dtype))
         slabs = keys.to(query.dtype), values.to(query.dtype)
-        outputs = [
-            self._attend_segment(index, segment, query, slabs, spec) for index, segment in enumerate(self._segments)
-        ]
+        outputs = [self._attend_segment(segment, query, slabs, spec) for segment in self._segments]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
 
     def _attend_segment(
-        self, index: int, segment: AttentionSegment, query: Tensor, slabs: tuple[Tensor, Tensor], spec: AttentionSpec
+        self, segment: AttentionSegment, query: Tensor, slabs: tuple[Tensor, Tensor], spec: AttentionSpec
     ) -> Tensor:
         """The output [1, heads, tokens of the segment, D]."""
         if isinstance(segment, PrefillSpan):
-            return self._attend_prefill(index, segment, query, slabs, spec)
+            return self._attend_prefill(segment, query, slabs, spec)
+        if isinstance(segment, PrefillBatch):
+            return self._attend_prefills(segment, query, slabs, spec)
         num_texts = len(segment.lengths)
         tokens = query[0, :, segment.first : segment.first + num_texts].transpose(0, 1)
         kernels, lengths = self._kernels, segment.lengths
@@ -140,7 +152,7 @@ class PagedAttention:
         return mixed.transpose(0, 1).unsqueeze(0)
 
     def _attend_prefill(
-        self, index: int, span: PrefillSpan, query: Tensor, slabs: tuple[Tensor, Tensor], spec: AttentionSpec
+        self, span: PrefillSpan, query: Tensor, slabs: tuple[Tensor, Tensor], spec: AttentionSpec
     ) -> Tensor:
         tokens = query[:, :, span.first : span.first + span.num_tokens]
         # A single token is given the keys of its window alone, so it needs no mask.
@@ -153,12 +165,25 @@ class PagedAttention:
         keys, values = (each.transpose(0, 1).unsqueeze(0) for each in view)
 
         def mask(window: int | None) -> Tensor | None:
-            if (index, window) not in self._masks:
-                self._masks[index, window] = _prefill_mask(span, window, query.device)
-            return self._masks[index, window]
+            if (span.first, window) not in self._masks:
+                self._masks[span.first, window] = _prefill_mask(span, window, query.device)
+            return self._masks[span.first, window]
 
         # A mask goes before `causal`.
         return spec.attend(tokens, keys, values, mask=mask, causal=span.num_tokens > 1)
+
+    def _attend_prefills(
+        self, batch: PrefillBatch, query: Tensor, slabs: tuple[Tensor, Tensor], spec: AttentionSpec
+    ) -> Tensor:
+        first, last = batch.spans[0].first, batch.spans[-1]
+        tokens = query[:, :, first : last.first + last.num_tokens]
+        keys, values = (slab.index_select(0, batch.slots).transpose(0, 1).unsqueeze(0) for slab in slabs)
+
+        def mask(window: int | None) -> PackedMask:
+            dense = functools.partial(_dense_mask, batch.spans, window, query.device)
+            return PackedMask(*batch.queries, window, dense, batch.keys)
+
+        return spec.attend(tokens, keys, values, mask=mask, causal=True)
 
 
 def _zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:
@@ -177,3 +202,13 @@ def _prefill_mask(span: PrefillSpan, window: int | None, device: torch.device) -
         return None
     positions = torch.arange(span.length, device=device)
     return causal_mask(positions[span.length - span.num_tokens :], positions, window)
+
+
+def _dense_mask(spans: list[PrefillSpan], window: int | None, device: torch.device) -> Tensor:
+    """Boolean [1, 1, tokens, keys] of all spans."""
+    parts = []
+    for span in spans:
+        positions = torch.arange(span.length, device=device)
+        parts.append(causal_mask(positions[span.length - span.num_tokens :], positions, window))
+    whole: Tensor = torch.block_diag(*parts)  # type: ignore[no-untyped-call]
+    return whole.bool()[None, None]

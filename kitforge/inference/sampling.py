@@ -11,15 +11,20 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from math import isfinite
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kitforge.core.kernels.dispatch import REFERENCE, Kernels
 from kitforge.core.kernels.threads import single_thread
+from kitforge.data.splitmix64 import hash_array
 from kitforge.foundation import seed as seeds
 from kitforge.foundation.config import check
 from kitforge.foundation.device import copy_to
 
+# What the states of SplitMix64 differ by from one number to the next.
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)
 # Up to so many logits on CPU are sampled on one thread, which leaves the other cores to the next forward pass.
 SINGLE_THREAD_LOGITS = 2**20
 
@@ -87,6 +92,10 @@ class SamplingOptions:
         """Whether unlikely tokens are excluded."""
         return bool(self.top_k or self.min_p) or (self.top_p or 1) < 1
 
+    def noise(self, key: str | int) -> int:
+        """The seed of the noise of a text with this key, from 0 to below 2⁶³."""
+        return seeds.key(self.seed, "token", key)
+
     def signature(self) -> Hashable:
         """Equal for options that process logits alike."""
         shape = (self.temperature, self.top_k, self.top_p, self.min_p)
@@ -117,14 +126,24 @@ class SampleRequest:
     history: Sequence[int]  # the tokens before it; read for penalties only
     prompt_length: int  # how many of these are prompt tokens
     position: int  # how many tokens were generated before
-    key: str | int  # of its noise, besides seed and position
+    noise: int  # of its text, see `SamplingOptions.noise`
     num_top_logprobs: int = 0  # most likely tokens to return
     bias: LogitBias | None = None  # of the options; made on demand where it is not given
     banned: tuple[int, ...] = ()  # excluded tokens
 
-    def uniform(self) -> float:
-        """A number in [0, 1), in steps of 2⁻³²."""
-        return (seeds.key(self.options.seed, "token", self.key, self.position) >> 31) * 2.0**-32
+    def go_on(self) -> None:
+        """Become the request of the token after this one, whose history the host does not know."""
+        self.position += 1
+        if self.position >= self.options.min_new_tokens:
+            self.banned = ()
+
+
+def uniforms(draws: Sequence[SampleRequest]) -> NDArray[np.float64]:
+    """A number in [0, 1) for each, in steps of 2⁻³²: SplitMix64 of the noise of its text, at its position."""
+    counts = np.array([draw.position for draw in draws], dtype=np.uint64)
+    noise = np.array([draw.noise for draw in draws], dtype=np.uint64)
+    high = hash_array(noise + counts * _GAMMA, 0) >> np.uint64(32)
+    return high.astype(np.float64) * 2.0**-32
 
 
 def sample_tokens(
@@ -135,7 +154,7 @@ def sample_tokens(
     log-probability of NaN and a meaningless token."""
     parts: list[Tensor] = []
     if draws:
-        tokens, logprobs = _sample(logits, draws, kernels)
+        tokens, logprobs = draw_tokens(logits, draws, kernels)
         # Float64 holds both exactly, and is what all are joined in.
         parts = [tokens.double(), logprobs.double()]
     if hidden is not None:
@@ -146,8 +165,8 @@ def sample_tokens(
     return list(map(int, numbers[:size])), numbers[size : 2 * size], all(map(isfinite, numbers[2 * size :]))
 
 
-def _sample(logits: Tensor, draws: Sequence[SampleRequest], kernels: Kernels) -> tuple[Tensor, Tensor]:
-    """Tokens [R] and log-probabilities [R]."""
+def draw_tokens(logits: Tensor, draws: Sequence[SampleRequest], kernels: Kernels) -> tuple[Tensor, Tensor]:
+    """Those of `sample_tokens` on the device of the logits: tokens [R] and log-probabilities [R]."""
     if logits.is_cpu and logits.numel() <= SINGLE_THREAD_LOGITS:
         with single_thread():
             return _sample_kinds(logits, draws, kernels)
@@ -217,7 +236,7 @@ def _choose(logits: Tensor, draws: Sequence[SampleRequest], kernels: Kernels) ->
     options = draws[0].options
     if options.is_greedy:
         return kernels.greedy_sample(process_logits(logits, options, draws))
-    points = torch.tensor([draw.uniform() for draw in draws], dtype=torch.float64, device=logits.device)
+    points = copy_to(torch.from_numpy(uniforms(draws)), logits.device)
     if options.truncates:
         return kernels.random_sample(process_logits(logits, options, draws), points, 1.0)
     return kernels.random_sample(_penalized(logits, options, draws), points, options.temperature)

@@ -91,6 +91,16 @@ class Scheduler:
             pass
         return list(self._scheduled.values())
 
+    def reserve_steps(self, sequences: list[Sequence], most: int) -> int:
+        """How many decoding steps these running sequences can take one after another, at most `most`; their positions
+        are writable."""
+        remaining = [sequence.max_length - len(sequence.tokens) for sequence in sequences]
+        num_steps = max(1, min(most, max(remaining)))
+        for sequence, count in zip(sequences, remaining, strict=True):
+            if num_steps > 1 and not self._blocks.reserve(sequence, max(1, min(count, num_steps))):
+                return 1
+        return num_steps
+
     def _schedule_running(self, sequence: Sequence) -> None:
         """Schedule a running sequence; later ones are preempted where blocks are missing."""
         num_tokens = min(sequence.num_pending_tokens, self._token_budget)

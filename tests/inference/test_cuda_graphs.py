@@ -3,6 +3,7 @@ itself is tested here."""
 
 from __future__ import annotations
 
+import copy
 import random
 from collections import Counter
 from dataclasses import replace
@@ -12,44 +13,150 @@ import torch
 
 from kitforge.core.nn.decoder import Decoder
 from kitforge.foundation import device as devices
-from kitforge.inference import cuda_graphs
-from kitforge.inference.cuda_graphs import CudaGraphRunner
-from kitforge.inference.engine import Engine
+from kitforge.inference import cuda_graphs, model_runner
+from kitforge.inference import engine as engines
+from kitforge.inference.capacity import kv_bytes_per_token
+from kitforge.inference.cuda_graphs import CudaGraphRunner, Sampler
+from kitforge.inference.engine import Completion, Engine
+from kitforge.inference.model_runner import ModelRunner
 from kitforge.inference.options import EngineOptions
+from kitforge.inference.paged_attention import PrefillBatch
 from kitforge.inference.sampling import SamplingOptions
-from kitforge.inference.sequence import Sequence
+from kitforge.inference.scheduler import ScheduledTokens
+from kitforge.inference.sequence import FinishReason, Sequence
 from tests.core.nn.networks import CONFIGS, MIXTRAL, MIXTURES, build
 from tests.inference import workload
-from tests.inference.recomputation import network
+from tests.inference.recomputation import network, recomputed
 
 PAGED = EngineOptions(kv_layout="paged", block_size=4, max_num_seqs=5, max_num_batched_tokens=16)
 
 
 @pytest.fixture
-def steps(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
+def steps(monkeypatch: pytest.MonkeyPatch) -> Counter[object]:
     """A device that can record; counts the texts of recorded steps."""
-    seen = Counter[int]()
+    seen = Counter[object]()
     run = CudaGraphRunner.run
 
-    def watched(recorded: CudaGraphRunner, sequences: list[Sequence]) -> torch.Tensor:
+    def watched(recorded: CudaGraphRunner, sequences: list[Sequence], num_steps: int, sample: Sampler) -> torch.Tensor:
         seen[len(sequences)] += 1
-        return run(recorded, sequences)
+        seen["together"] += num_steps > 1
+        return run(recorded, sequences, num_steps, sample)
 
     monkeypatch.setattr(devices, "can_record", lambda _: True)
+    # How long a step takes here decides nothing.
+    monkeypatch.setattr(engines, "LONG_STEP", 1e9)
     monkeypatch.setattr(cuda_graphs, "accepts_grouped_mm", lambda *_: True)
     monkeypatch.setattr(CudaGraphRunner, "run", watched)
     return seen
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_recorded_steps_change_no_text(name: str, steps: Counter[int]) -> None:
+def test_recorded_steps_change_no_text(name: str, steps: Counter[object]) -> None:
     model = network(name)
     wanted = workload.requests(random.Random(4), model)
     workload.check(model, wanted, workload.serve(Engine(model, PAGED, stop_ids=[workload.STOP]), wanted))
     assert sum(steps.values()) > 3
+    assert steps["together"] > 0
 
 
-def test_rows_that_fill_up_a_step_write_where_nobody_reads(steps: Counter[int]) -> None:
+def as_texts(found: list[list[Completion]]) -> list[tuple[list[int], FinishReason | None]]:
+    """What does not depend on the number of rows of a step by rounding."""
+    return [(each.tokens, each.finish_reason) for samples in found for each in samples]
+
+
+def test_a_text_ends_at_its_stop_token_and_length_within_steps_that_run_together(steps: Counter[object]) -> None:
+    model = network("llama")
+    prompts, options = [[1, 2, 3], [4, 5], [6, 7, 8, 9, 10], [11]], SamplingOptions(max_new_tokens=11, seed=5)
+    alone = [Engine(model, PAGED).generate([prompt], replace(options), num_samples=2)[0] for prompt in prompts]
+    assert steps["together"] > 0
+    for stop in {token for samples in alone for each in samples for token in each.tokens}:
+        one, other = (
+            Engine(model, replace(PAGED, num_scheduler_steps=count), stop_ids=[stop]).generate(prompts, options)
+            for count in (1, 7)
+        )
+        assert as_texts(one) == as_texts(other)
+
+
+def test_steps_that_run_together_need_no_room_behind_a_text(steps: Counter[object]) -> None:
+    # Two blocks for one text and three for the other, and all of them are needed.
+    tight = replace(PAGED, kv_cache_bytes=5 * 4 * kv_bytes_per_token(network("llama")), prefix_cache=False)
+    crowded = Engine(network("llama"), tight)
+    for count in (7, 11):
+        crowded.submit([1], SamplingOptions(max_new_tokens=count, ignore_eos=True))
+    found = [0, 0]
+    while crowded.has_work:
+        for output in crowded.step():
+            found[output.request] += len(output.tokens)
+    # After the step that reads the prompts: four, four and two.
+    assert found == [7, 11] and steps["together"] == 3 and crowded.stats()["preemptions"] == 0
+
+
+def test_alternatives_of_each_token_are_read_step_by_step(steps: Counter[object]) -> None:
+    asked = Engine(network("llama"), PAGED)
+    asked.submit([1, 2, 3], SamplingOptions(max_new_tokens=6, ignore_eos=True), num_top_logprobs=2)
+    outputs = []
+    while asked.has_work:
+        outputs += asked.step()
+    assert [len(top) for output in outputs for top in output.top_logprobs] == [2] * 6
+    assert steps["together"] == 0
+
+
+def test_a_text_that_has_ended_writes_no_keys_in_the_steps_of_others(steps: Counter[object]) -> None:
+    model, kept = network("llama"), Engine(network("llama"), PAGED)
+    short, long = (SamplingOptions(max_new_tokens=count, ignore_eos=True) for count in (8, 12))
+    # Its last token would be the first of a block that it does not have.
+    kept.submit([1], short, key="short")
+    kept.submit([2], long, key="long")
+    tokens = [1]
+    while kept.has_work:
+        tokens += [token for output in kept.step() if output.request == 0 for token in output.tokens]
+    (again,) = kept.generate([tokens], SamplingOptions(max_new_tokens=3))[0]
+    alone = recomputed(model, tokens, SamplingOptions(max_new_tokens=3), 0, [])
+    assert steps["together"] > 0 and kept.stats()["prefix_cache_hits"] == 8
+    assert again.logprobs == pytest.approx(alone.logprobs, abs=workload.TOLERANCE)
+
+
+def test_a_text_that_diverges_within_steps_that_run_together_ends_where_it_ends_alone(
+    steps: Counter[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = copy.deepcopy(network("llama"))
+    prompts, options = [[1, 2, 3], [4, 5]], SamplingOptions(max_new_tokens=9, ignore_eos=True)
+    fifth = Engine(model, PAGED).generate(prompts, options)[0][0].tokens[4]
+    with torch.no_grad():
+        model.embedding.weight[fifth] = torch.nan
+    one, other = (
+        Engine(model, replace(PAGED, num_scheduler_steps=count)).generate(prompts, options) for count in (1, 8)
+    )
+    assert as_texts(one) == as_texts(other) and one[0][0].finish_reason == "diverged"
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_prompts_read_in_one_call_change_no_text(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU in half precision; here the call computes under a dense mask."""
+    sizes: list[int] = []
+    batch = ModelRunner._prefill_batch
+
+    def watched(runner: ModelRunner, works: list[ScheduledTokens], first: int, device: torch.device) -> PrefillBatch:
+        sizes.append(len(works))
+        return batch(runner, works, first, device)
+
+    monkeypatch.setattr(model_runner, "takes_packed", lambda *_: True)
+    monkeypatch.setattr(ModelRunner, "_prefill_batch", watched)
+    monkeypatch.setattr(ModelRunner, "_run_fused", lambda *_: None)
+    model = network(name)
+    base, options = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], SamplingOptions(max_new_tokens=6, seed=2)
+    prompts = [[*base[: 3 * number], number, number] for number in range(4)]
+    runs = Engine(model, replace(PAGED, max_num_batched_tokens=24, prompt_lookup_tokens=2))
+    # The second time, beginnings are in the cache.
+    for _ in range(2):
+        for number, (found,) in enumerate(runs.generate(prompts, options)):
+            alone = recomputed(model, prompts[number], options, number, [])
+            assert found.tokens == alone.tokens
+            assert found.logprobs == pytest.approx(alone.logprobs, abs=workload.TOLERANCE)
+    assert max(sizes) > 2
+
+
+def test_rows_that_fill_up_a_step_write_where_nobody_reads(steps: Counter[object]) -> None:
     engine = Engine(network("llama"), PAGED)
     engine.generate([[1, 2, 3], [4, 5], [6]], SamplingOptions(max_new_tokens=6))
     keys, _ = engine._runner.cache._slabs[0]
@@ -57,7 +164,7 @@ def test_rows_that_fill_up_a_step_write_where_nobody_reads(steps: Counter[int]) 
     assert keys[engine._runner.cache.spare_slot :].abs().sum() > 0
 
 
-def test_weights_that_moved_are_found(steps: Counter[int]) -> None:
+def test_weights_that_moved_are_found(steps: Counter[object]) -> None:
     engine = Engine(network("llama"), PAGED)
     engine.generate([[1, 2, 3]], SamplingOptions(max_new_tokens=3))
     recorded = engine._runner._cuda_graphs
@@ -87,8 +194,6 @@ def test_a_gpu_records_experts_in_bfloat16() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["gpt2", "bloom", "pangu_alpha", "llama", "window", "longrope", *MIXTURES])
 def test_a_gpu_replays_what_it_would_compute(name: str, dtype: torch.dtype) -> None:
-    import copy
-
     model = copy.deepcopy(network(name, torch.float32)).to(torch.accelerator.current_accelerator(), dtype)
     assert_replayed(model)
 

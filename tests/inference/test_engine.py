@@ -18,7 +18,8 @@ from kitforge.core.nn.decoder import Decoder
 from kitforge.foundation.errors import ConfigError, DataError
 from kitforge.foundation.log import noting_warnings
 from kitforge.inference.block_manager import BlockManager
-from kitforge.inference.engine import Completion, Engine, Output, kv_bytes_per_token
+from kitforge.inference.capacity import kv_bytes_per_token
+from kitforge.inference.engine import Completion, Engine, Output
 from kitforge.inference.logprobs import eval_mode
 from kitforge.inference.model_runner import ModelRunner
 from kitforge.inference.options import EngineOptions

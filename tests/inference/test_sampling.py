@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -16,7 +17,14 @@ from torch import Tensor
 from kitforge.core.kernels.dispatch import CompileLevel, select
 from kitforge.foundation.errors import ConfigError
 from kitforge.inference import sampling
-from kitforge.inference.sampling import SampleRequest, SamplingOptions, process_logits, sample_tokens, top_logprobs
+from kitforge.inference.sampling import (
+    SampleRequest,
+    SamplingOptions,
+    process_logits,
+    sample_tokens,
+    top_logprobs,
+    uniforms,
+)
 
 NUM_TOKENS = 6
 LOGITS = torch.tensor([[2.0, 1.0, 0.5, 0.0, -1.0, -3.0]])
@@ -30,7 +38,7 @@ def draw(options: SamplingOptions, key: int = 0, position: int = 0, prompt: Sequ
         history=text,
         prompt_length=len(prompt),
         position=position,
-        key=key,
+        noise=options.noise(key),
     )
 
 
@@ -105,17 +113,30 @@ def test_positions_of_a_text_are_drawn_independently() -> None:
 
 def test_noise_depends_on_seed_key_and_position_alone() -> None:
     options = SamplingOptions(temperature=1.0, seed=4)
-    numbers = {draw(options, key, position).uniform() for key in range(30) for position in range(30)}
-    assert len(numbers) == 900
-    assert draw(options, 2, 3).uniform() == draw(options, 2, 3, prompt=[5, 5]).uniform()
-    assert draw(options, 2, 3).uniform() != draw(SamplingOptions(temperature=1.0, seed=5), 2, 3).uniform()
+    numbers = uniforms([draw(options, key, position) for key in range(30) for position in range(30)])
+    assert len(set(numbers.tolist())) == 900
+    other = SamplingOptions(temperature=1.0, seed=5)
+    one, same, different = uniforms([draw(options, 2, 3), draw(options, 2, 3, prompt=[5, 5]), draw(other, 2, 3)])
+    assert one == same == numbers[2 * 30 + 3] != different
+
+
+@pytest.mark.parametrize("keys", [1, 300])
+def test_noise_is_uniform_and_independent_of_the_number_before(keys: int) -> None:
+    """Chi-square of pairs of neighbors, of one long text and of many short ones."""
+    options, count = SamplingOptions(temperature=1.0), 30_000 // keys
+    numbers = uniforms([draw(options, key, position) for key in range(keys) for position in range(count)])
+    cells = (20 * numbers).astype(int).reshape(keys, count)
+    pairs = np.bincount((20 * cells[:, 1:] + cells[:, :-1]).ravel(), minlength=400)
+    expected = pairs.sum() / 400
+    # Of 399 degrees of freedom: four standard deviations from the mean.
+    assert abs(float(((pairs - expected) ** 2 / expected).sum()) - 399) < 4 * (2 * 399) ** 0.5
 
 
 def test_the_ends_of_the_unit_interval_fall_on_tokens_that_may_be_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     options = SamplingOptions(temperature=1.0, top_k=2)
     logits = torch.tensor([[-3.0, 2.0, -4.0, 1.0, -5.0]])
     for point, token in ((0.0, 1), (1 - 2.0**-32, 3)):
-        monkeypatch.setattr(SampleRequest, "uniform", lambda _, point=point: point)
+        monkeypatch.setattr(sampling, "uniforms", lambda draws, point=point: np.full(len(draws), point))
         assert sample_tokens(logits, [draw(options)])[0] == [token]
 
 
@@ -140,7 +161,7 @@ def test_penalties_and_bias_are_those_of_the_papers() -> None:
         repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25, logit_bias={"5": 7.0, "0": -1.0}
     )
     # The prompt says 5 and 2; then 2, 2 and 1 were generated.
-    text = SampleRequest(options=options, signature=(), history=[5, 2, 2, 2, 1], prompt_length=2, position=3, key=0)
+    text = SampleRequest(options=options, signature=(), history=[5, 2, 2, 2, 1], prompt_length=2, position=3, noise=0)
     got = process_logits(LOGITS, options, [text])[0].tolist()
     wanted = [2.0 - 1.0, 1.0 / 2 - 0.5 - 0.25, 0.5 / 2 - 0.5 - 2 * 0.25, 0.0, -1.0, -3.0 * 2 + 7.0]
     assert got == pytest.approx(wanted)
@@ -181,7 +202,7 @@ def test_a_temperature_near_zero_takes_the_most_likely_token() -> None:
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
     for temperature in (1e-5, 1e-38, 2e-207):
         options = SamplingOptions(temperature=temperature)
-        drawn = SampleRequest(options=options, signature=0, history=(), prompt_length=0, position=0, key=0)
+        drawn = SampleRequest(options=options, signature=0, history=(), prompt_length=0, position=0, noise=0)
         assert sample_tokens(logits, [drawn] * 3) == (logits.argmax(-1).tolist(), [0.0] * 3, True)
 
 

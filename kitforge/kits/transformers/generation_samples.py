@@ -12,7 +12,8 @@ from torch import nn
 from kitforge.data.text.continuation import decode_continuation
 from kitforge.data.tokenizers.loading import TOKENIZER_FOLDER, Tokenizer
 from kitforge.foundation.files import write_text
-from kitforge.inference.engine import Engine, kv_bytes_per_token
+from kitforge.inference.capacity import kv_bytes_per_token
+from kitforge.inference.engine import Engine
 from kitforge.inference.folder_defaults import with_folder_defaults
 from kitforge.inference.options import EngineOptions
 from kitforge.inference.text_engine import InferenceOptions

@@ -25,19 +25,26 @@ _MAX_HEAD_DIM = 256
 @final
 class PackedMask:
     """`cu_seqlens` int32 [sequences + 1]: where sequences begin among the tokens of all rows; no sequence has more than
-    `max_length` tokens. A query sees itself and the `window` - 1 keys before it. `make_dense` gives the dense mask."""
+    `max_length` tokens. A query sees itself and the `window` - 1 keys before it. `make_dense` gives the dense mask.
+    `keys` are the two numbers of the keys where queries are the last tokens of each sequence alone."""
 
     def __init__(
-        self, cu_seqlens: Tensor, max_length: int, window: int | None, make_dense: Callable[[], Tensor]
+        self,
+        cu_seqlens: Tensor,
+        max_length: int,
+        window: int | None,
+        make_dense: Callable[[], Tensor],
+        keys: tuple[Tensor, int] | None = None,
     ) -> None:
         self.cu_seqlens = cu_seqlens
         self.max_length = max_length
+        self.keys = (cu_seqlens, max_length) if keys is None else keys
         self.window = window
         self._make_dense = make_dense
 
     @functools.cached_property
     def dense(self) -> Tensor:
-        """Boolean [B or 1, 1, T, T]."""
+        """Boolean [B or 1, 1, queries, keys]."""
         return self._make_dense()
 
 
@@ -76,11 +83,11 @@ def takes_packed(input: Tensor, head_dim: int) -> bool:
 
 
 def packed_attention(query: Tensor, key: Tensor, value: Tensor, mask: PackedMask, scale: float) -> Tensor:
-    """See `AttentionKernel`. Queries and keys are [B, heads, T, head_dim] of the same rows."""
+    """See `AttentionKernel`. Queries and keys are [B, heads, T, head_dim] of the same sequences."""
     dtype, batch = compute_dtype(query), query.shape[0]
     # A view where heads lie behind tokens in memory, as a linear layer leaves them.
     tokens = [each.to(dtype).transpose(1, 2).flatten(0, 1) for each in (query, key, value)]
-    boundaries = mask.cu_seqlens, mask.cu_seqlens, mask.max_length, mask.max_length
+    boundaries = mask.cu_seqlens, mask.keys[0], mask.max_length, mask.keys[1]
     left = -1 if mask.window is None else mask.window - 1
     attend = functools.partial(
         _varlen_attn(), scale=scale, window_size=(left, 0), enable_gqa=query.shape[1] != key.shape[1]
