@@ -27,6 +27,7 @@ from rich.table import Table
 from torch.nn import functional
 
 from benchmarks.gpu import kernels as speed
+from benchmarks.gpu import texts
 from benchmarks.gpu.kernels import CPU, GPU, LLAMA, Row, Sizes
 from kitforge.core.nn.context import Context
 from kitforge.core.parallel.rendezvous import Rendezvous
@@ -218,6 +219,9 @@ PARTS: dict[str, Callable[[torch.device, Sizes, Path], Iterator[Row] | Row]] = {
     "tables": lambda device, *_: check_tables(device),
     "step": lambda device, *_: check_one_step(device),
     "sampler": lambda device, *_: check_sampler(device),
+    "texts": lambda device, *_: texts.check_texts(device),
+    "half_precision": lambda device, *_: texts.check_half_precision(device),
+    "groups": lambda device, _, place: texts.check_groups(device, place),
     "train_fp32": lambda device, sizes, place: check_training(device, sizes, "fp32", place),
     "train_bf16": lambda device, sizes, place: check_training(device, sizes, "bf16", place),
     "resumption": check_resumption,
@@ -229,6 +233,8 @@ PARTS: dict[str, Callable[[torch.device, Sizes, Path], Iterator[Row] | Row]] = {
     "speed_decoding": lambda device, sizes, _: speed.measure_decoding(device, sizes),
     "speed_tables": lambda device, sizes, _: speed.measure_tables(device, sizes),
     "speed_llama": lambda device, sizes, _: speed.measure_llama(device, sizes),
+    "speed_texts": lambda device, sizes, _: texts.measure_texts(device, sizes),
+    "speed_groups": lambda device, sizes, _: texts.measure_groups(device, sizes),
 }
 
 
@@ -240,7 +246,10 @@ def all_rows(device: torch.device, sizes: Sizes, place: Path, names: Collection[
         started = time.perf_counter()
         try:
             made = part(device, sizes, place)
-            yield from [made] if isinstance(made, tuple) else made
+            for row in [made] if isinstance(made, tuple) else made:
+                # A run that is cut off has shown what it found.
+                console.print(*row, style="dim")
+                yield row
         except Exception as error:  # noqa: BLE001 (the other rows are wanted as well)
             traceback.print_exc()
             yield name, f"{type(error).__name__}: {str(error)[:200]}", "FAILED"

@@ -29,7 +29,7 @@ sys.meta_path[sys.meta_path.index(PathFinder)] = Without
 @pytest.mark.slow
 def test_every_check_holds_on_a_cpu_without_extras(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(SITE)
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}", "COLUMNS": "200"}
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}", "COLUMNS": "200", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "scripts/gpu_check.py", "--device", "cpu", "--out", str(tmp_path / "results")]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
