@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kitforge.core.kernels.triton_runtime import launch_grid, logits_tiles, quotient_up, row_block
 
-# The largest share below one: that of the last number that is smaller than a total.
+# The largest fraction below one: that of the last number that is smaller than a total.
 _BELOW_ONE = tl.constexpr(1 - 2.0**-52)
 
 
@@ -61,12 +61,12 @@ def _draw_kernel(
             goal = tl.minimum(tl.load(points + row), _BELOW_ONE) * tl.max(ends, 0)
             block = tl.minimum(tl.sum((ends <= goal).to(tl.int32), 0), (width - 1) // BLOCK)
             before = tl.sum(tl.where(blocks < block, totals, 0.0), 0)
-            share = (goal - before) / tl.sum(tl.where(blocks == block, totals, 0.0), 0)
-            place = block * BLOCK + columns
-            values = tl.load(own + place, mask=place < width, other=float("-inf"))
+            fraction = (goal - before) / tl.sum(tl.where(blocks == block, totals, 0.0), 0)
+            inside = block * BLOCK + columns
+            values = tl.load(own + inside, mask=inside < width, other=float("-inf"))
             inner = tl.cumsum(tl.exp((values - top) * scale).to(tl.float64), 0)
             # The total of the block was rounded otherwise, which the last token would pay for.
-            goal = tl.minimum(share, _BELOW_ONE) * tl.max(inner, 0)
+            goal = tl.minimum(fraction, _BELOW_ONE) * tl.max(inner, 0)
             token = tl.minimum(block * BLOCK + tl.sum((inner <= goal).to(tl.int32), 0), width - 1)
             tl.store(chosen + row, token.to(tl.int64))
             # The sum of a row with NaN is NaN, which its largest end need not be.
