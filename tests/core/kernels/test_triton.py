@@ -36,12 +36,13 @@ from tests.pairs import pairs
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 ALL = [operation for operation, found in IMPLEMENTATIONS.items() if "triton" in found]
 # Those with files of their own.
+SAMPLERS = {"greedy_sample", "random_sample"}
 TABLES = {"embedding_bag", "embedding_bag_backward", "sparse_update", "copy_rows", "unique", "hash_map"}
 TRITON = [
     operation
     for operation in ALL
     if operation
-    not in {"paged_attention", "quantized_linear", "float8_linear", "moe_permute", "moe_unpermute", *TABLES}
+    not in {"paged_attention", "quantized_linear", "float8_linear", "moe_permute", "moe_unpermute", *SAMPLERS, *TABLES}
 ]
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 3e-2, torch.float16: 3e-3}
 DTYPES = list(TOLERANCE)
