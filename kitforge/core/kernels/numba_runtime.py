@@ -16,7 +16,7 @@ import numpy as np
 from llvmlite import binding, ir
 from numba import extending, njit, types
 from numba.core import cgutils
-from numba.core.caching import FunctionCache
+from numba.core.caching import CompileResultCacheImpl, FunctionCache
 from numba.core.compiler_lock import global_compiler_lock
 from numba.np.numpy_support import carray
 
@@ -37,12 +37,35 @@ def compiled(function: Function, fastmath: bool | set[str] = False) -> Function:
     beside the source, like Python's bytecode; without a writable folder each process compiles it again. The cache of a
     caller does not notice a changed callee of another file.
     """
-    make: Any = njit(nogil=True, error_model="numpy", fastmath=fastmath)
+    made = _dispatcher(FunctionCache, function, fastmath=fastmath)
+    # Calls from Python and from C need wrappers, which take a third of the time of compilation; those of compiled loops
+    # need none.
+    inner = functools.cache(
+        lambda: _dispatcher(_InnerCache, function, fastmath=fastmath, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+    )
+    made.get_call_template = lambda *types: inner().get_call_template(*types)
+    made.get_overload = lambda signature: inner().get_overload(signature)
+    return cast(Function, made)
+
+
+def _dispatcher(kind: Callable[..., Any], function: Callable[..., Any], **options: Any) -> Any:
+    """numba's, with that cache of machine code where there is a writable folder."""
+    make: Any = njit(nogil=True, error_model="numpy", **options)
     made = make(function)
     with suppress(RuntimeError):
-        made._cache = FunctionCache(function)  # type: ignore[no-untyped-call]
+        made._cache = kind(function)
         made.compile = functools.partial(_compile_once, made.compile, made._cache)
-    return cast(Function, made)
+    return made
+
+
+class _InnerFiles(CompileResultCacheImpl):
+    def get_filename_base(self, *names: str) -> str:
+        """Of other files than those of the function with its wrappers."""
+        return f"inner.{super().get_filename_base(*names)}"  # type: ignore[no-untyped-call]
+
+
+class _InnerCache(FunctionCache):
+    _impl_class = _InnerFiles
 
 
 def compiled_fastmath(function: Function) -> Function:

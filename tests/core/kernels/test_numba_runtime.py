@@ -68,6 +68,18 @@ def test_two_signatures_keep_two_files(half: Callable[..., Any], tmp_path: Path)
     assert sum(again.stats.cache_hits.values()) == 2
 
 
+@pytest.mark.parametrize("first", ["python", "loop"])
+def test_what_a_loop_calls_can_be_called_as_well(half: Callable[..., Any], tmp_path: Path, first: str) -> None:
+    # The second time both are loaded from their files.
+    for _ in range(2):
+        part = compiled(half)
+        calls = [lambda part=part: part(3.0), lambda part=part: compiled(lambda value: part(value) + 1)(3.0)]
+        found = [call() for call in (calls if first == "python" else reversed(calls))]
+        assert sorted(found) == [1.5, 2.5]
+    names = [path.name.partition("loops_of")[0] for path in tmp_path.rglob("*.nbc")]
+    assert sorted(names) == ["", "inner."]
+
+
 @pytest.fixture
 def unlocked(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted fault: everyone compiles without asking."""
