@@ -14,6 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FunctionType
 
+# Once for all ranks of all forks, each of which would import it for two seconds.
+import torch._dynamo  # noqa: F401
+
 from kitforge.cli.main import run
 
 TEXT = (
