@@ -16,9 +16,9 @@ if not torch.accelerator.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 from tests.small_run import write_run
-from tests.warm.shell import CLIENT, run, shims, warm, warm_compiler
+from tests.warm.shell import CLIENT, may_shorten, run, shims, warm, warm_compiler
 
-__all__ = ["run", "shims", "warm", "warm_compiler"]
+__all__ = ["may_shorten", "run", "shims", "warm", "warm_compiler"]
 
 # No deadline, since cores are shared; no database, since a run must not depend on the one before.
 settings.register_profile("kitforge", deadline=None, derandomize=True, database=None)

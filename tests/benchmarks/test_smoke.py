@@ -59,6 +59,7 @@ COMMANDS = sorted(set(commands()))
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("may_shorten")
 @pytest.mark.parametrize("script", SCRIPTS, ids=name)
 def test_the_benchmark_runs_and_writes_nothing(script: Path, tmp_path: Path, run: Run) -> None:
     before = written()

@@ -35,6 +35,7 @@ def empty(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("may_shorten")
 @pytest.mark.parametrize(
     "story", [pytest.param(story, id=story.name, marks=[pytest.mark.slow] * story.is_slow) for story in TOLD]
 )
@@ -43,6 +44,7 @@ def test_the_page_runs_as_it_stands(story: Story, empty: Path, tmp_path: Path, r
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("may_shorten")
 @pytest.mark.parametrize("example", [path for path in EXAMPLES if path.name not in AFTER], ids=lambda path: path.name)
 def test_the_example_runs_in_an_empty_folder(example: Path, empty: Path, run: Run) -> None:
     run(["python", str(example)], empty)

@@ -41,21 +41,30 @@ from kitforge.trainer import loop
 
 __all__ = ["kitforge", "shorten"]
 SHORT_STEPS, MOST_STEPS = 5, 20
+# Set in the environment of what may end before its last step; elsewhere a long run is an error.
+MAY_SHORTEN = "KITFORGE_TEST_MAY_SHORTEN"
 SHORT_CORPUS = ("json/", "logging/")
 SHORT_LOG = 20_000
 SECONDS_BETWEEN_LOOKS = 0.02
 
 
 def shorten() -> None:
-    """Let runs without a length, long ones, and those on the standard library or the click log be just long enough to
-    show that they train."""
+    """Let runs without a length, long ones of pages and benchmarks, and those on the standard library or the click log
+    be just long enough to show that they train."""
     all_files = standard_library._source_files
     standard_library._source_files = lambda folder: filter(
         lambda name: name.startswith(SHORT_CORPUS), all_files(folder)
     )
     loop.DEFAULT_MAX_STEPS = SHORT_STEPS
     max_steps = loop._max_steps
-    loop._max_steps = lambda task, options: min(max_steps(task, options), MOST_STEPS)
+
+    def few_steps(task: Any, options: Any) -> int:
+        steps = max_steps(task, options)
+        if steps > MOST_STEPS and MAY_SHORTEN not in os.environ:
+            raise RuntimeError(f"{steps} steps are more than the {MOST_STEPS} of a test, and {MAY_SHORTEN} is not set")
+        return min(steps, MOST_STEPS)
+
+    loop._max_steps = few_steps
     make_log = SyntheticClicks.__init__
 
     def make_short(log: SyntheticClicks, config: SyntheticClicksConfig, *start: int) -> None:

@@ -70,12 +70,18 @@ def shims(tmp_path_factory: pytest.TempPathFactory, warm: Path) -> Path:
     return shims
 
 
+@pytest.fixture
+def may_shorten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets runs that are told to be long end early."""
+    monkeypatch.setenv("KITFORGE_TEST_MAY_SHORTEN", "1")
+
+
 @pytest.fixture(scope="session")
 def run(shims: Path) -> Run:
     """Run a command in a folder and return what it prints; a failure shows the whole of it."""
-    environment = {**os.environ, "PATH": f"{shims}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
 
     def run_here(command: list[str], folder: Path) -> str:
+        environment = {**os.environ, "PATH": f"{shims}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
         result = subprocess.run(
             command,
             cwd=folder,
