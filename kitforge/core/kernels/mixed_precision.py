@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from kitforge.foundation import device
 
+Backward = TypeVar("Backward", bound=Callable[..., Any])
 # Whether the processor has native products in these dtypes. Asked once, since torch.compile cannot trace the question.
 NATIVE_DTYPES = {dtype: device.has_native_matmul(dtype) for dtype in (torch.bfloat16, torch.float16)}
 
@@ -23,7 +24,7 @@ def compute_dtype(input: Tensor) -> torch.dtype:
     return input.dtype
 
 
-def outside_autocast(backward: Callable[..., Any]) -> Callable[..., Any]:
+def outside_autocast(backward: Backward) -> Backward:
     """The backward pass of an `autograd.Function` in the dtypes that it names itself: a training loop may call
     `backward` within `torch.autocast`, which casts products and losses there."""
 
@@ -35,7 +36,7 @@ def outside_autocast(backward: Callable[..., Any]) -> Callable[..., Any]:
         with torch.autocast(kind, enabled=False):
             return backward(ctx, *gradients)
 
-    return run
+    return cast(Backward, run)
 
 
 def storage_dtype(input: Tensor) -> torch.dtype | None:
