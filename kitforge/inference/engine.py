@@ -315,7 +315,7 @@ class Engine:
         logprobs: list[float] = []
         for work, (own, values) in zip(works, torch.stack(found).permute(2, 1, 0).tolist(), strict=True):
             sequence = work.sequence
-            most = min(num_steps, sequence.max_length - len(sequence.tokens))
+            most = max(1, min(num_steps, sequence.max_length - len(sequence.tokens)))
             # The step of a NaN that is not the first is repeated, and then ends the text.
             most = next((step for step in range(1, most) if isnan(values[step])), most)
             chosen = list(map(int, own[:most]))

@@ -91,6 +91,21 @@ def test_steps_that_run_together_need_no_room_behind_a_text(steps: Counter[objec
     assert found == [7, 11] and steps["together"] == 3 and crowded.stats()["preemptions"] == 0
 
 
+def test_a_text_without_new_tokens_takes_none_between_others(steps: Counter[object]) -> None:
+    asked, options = Engine(network("llama"), PAGED), SamplingOptions(max_new_tokens=9, ignore_eos=True)
+    asked.submit([5, 6], options)
+    outputs = asked.step()
+    asked.submit([1], SamplingOptions(max_new_tokens=0, prompt_logprobs=0))
+    asked.submit([8], options)
+    while asked.has_work:
+        outputs += asked.step()
+    texts: list[list[int]] = [[], [], []]
+    for output in outputs:
+        texts[output.request] += output.tokens
+    alone = [Engine(network("llama"), PAGED).generate([prompt], options)[0][0].tokens for prompt in ([5, 6], [8])]
+    assert texts == [alone[0], [], alone[1]] and steps["together"] > 0
+
+
 def test_alternatives_of_each_token_are_read_step_by_step(steps: Counter[object]) -> None:
     asked = Engine(network("llama"), PAGED)
     asked.submit([1, 2, 3], SamplingOptions(max_new_tokens=6, ignore_eos=True), num_top_logprobs=2)
