@@ -18,13 +18,10 @@ from torch import Tensor
 
 from kitforge.core.kernels.dispatch import REFERENCE, Kernels
 from kitforge.core.kernels.threads import single_thread
-from kitforge.data.splitmix64 import hash_array
 from kitforge.foundation import seed as seeds
 from kitforge.foundation.config import check
 from kitforge.foundation.device import copy_to
 
-# What the states of SplitMix64 differ by from one number to the next.
-_GAMMA = np.uint64(0x9E3779B97F4A7C15)
 # Up to so many logits on CPU are sampled on one thread, which leaves the other cores to the next forward pass.
 SINGLE_THREAD_LOGITS = 2**20
 
@@ -92,10 +89,6 @@ class SamplingOptions:
         """Whether unlikely tokens are excluded."""
         return bool(self.top_k or self.min_p) or (self.top_p or 1) < 1
 
-    def noise(self, key: str | int) -> int:
-        """The seed of the noise of a text with this key, from 0 to below 2⁶³."""
-        return seeds.key(self.seed, "token", key)
-
     def signature(self) -> Hashable:
         """Equal for options that process logits alike."""
         shape = (self.temperature, self.top_k, self.top_p, self.min_p)
@@ -126,7 +119,7 @@ class SampleRequest:
     history: Sequence[int]  # the tokens before it; read for penalties only
     prompt_length: int  # how many of these are prompt tokens
     position: int  # how many tokens were generated before
-    noise: int  # of its text, see `SamplingOptions.noise`
+    key: str | int  # of its noise, besides seed and position
     num_top_logprobs: int = 0  # most likely tokens to return
     bias: LogitBias | None = None  # of the options; made on demand where it is not given
     banned: tuple[int, ...] = ()  # excluded tokens
@@ -139,11 +132,9 @@ class SampleRequest:
 
 
 def uniforms(draws: Sequence[SampleRequest]) -> NDArray[np.float64]:
-    """A number in [0, 1) for each, in steps of 2⁻³²: SplitMix64 of the noise of its text, at its position."""
-    counts = np.array([draw.position for draw in draws], dtype=np.uint64)
-    noise = np.array([draw.noise for draw in draws], dtype=np.uint64)
-    high = hash_array(noise + counts * _GAMMA, 0) >> np.uint64(32)
-    return high.astype(np.float64) * 2.0**-32
+    """A number in [0, 1) for each, in steps of 2⁻³²."""
+    keys = [seeds.key(draw.options.seed, "token", draw.key, draw.position) >> 31 for draw in draws]
+    return np.array(keys, dtype=np.float64) * 2.0**-32
 
 
 def sample_tokens(

@@ -41,10 +41,8 @@ class Sequence:
     # Of all prompt tokens but the first, as far as they are computed; None: not requested.
     prompt_logprobs: list[PromptLogprob] | None = None
     max_length: int = field(init=False)  # the most tokens that it can have
-    noise: int = field(init=False)  # of sampling
 
     def __post_init__(self) -> None:
-        self.noise = self.options.noise(self.key)
         self.max_length = self.prompt_length + self.options.max_new_tokens
 
     @property
@@ -72,7 +70,7 @@ class Sequence:
             history=self.tokens + drafts if options.needs_history else (),
             prompt_length=self.prompt_length,
             position=position,
-            noise=self.noise,
+            key=self.key,
             num_top_logprobs=self.num_top_logprobs,
             bias=self.bias,
             banned=tuple(self.stop_ids) if position < options.min_new_tokens else (),

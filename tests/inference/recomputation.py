@@ -50,7 +50,7 @@ def recomputed(
             history=text,
             prompt_length=len(prompt),
             position=len(completion.tokens),
-            noise=options.noise(key),
+            key=key,
         )
         tokens, logprobs, _ = sample_tokens(logits_of(model, text, final_length)[-1:], [draw])
         completion.tokens += tokens

@@ -38,7 +38,7 @@ def draw(options: SamplingOptions, key: int = 0, position: int = 0, prompt: Sequ
         history=text,
         prompt_length=len(prompt),
         position=position,
-        noise=options.noise(key),
+        key=key,
     )
 
 
@@ -161,7 +161,7 @@ def test_penalties_and_bias_are_those_of_the_papers() -> None:
         repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25, logit_bias={"5": 7.0, "0": -1.0}
     )
     # The prompt says 5 and 2; then 2, 2 and 1 were generated.
-    text = SampleRequest(options=options, signature=(), history=[5, 2, 2, 2, 1], prompt_length=2, position=3, noise=0)
+    text = SampleRequest(options=options, signature=(), history=[5, 2, 2, 2, 1], prompt_length=2, position=3, key=0)
     got = process_logits(LOGITS, options, [text])[0].tolist()
     wanted = [2.0 - 1.0, 1.0 / 2 - 0.5 - 0.25, 0.5 / 2 - 0.5 - 2 * 0.25, 0.0, -1.0, -3.0 * 2 + 7.0]
     assert got == pytest.approx(wanted)
@@ -202,7 +202,7 @@ def test_a_temperature_near_zero_takes_the_most_likely_token() -> None:
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
     for temperature in (1e-5, 1e-38, 2e-207):
         options = SamplingOptions(temperature=temperature)
-        drawn = SampleRequest(options=options, signature=0, history=(), prompt_length=0, position=0, noise=0)
+        drawn = SampleRequest(options=options, signature=0, history=(), prompt_length=0, position=0, key=0)
         assert sample_tokens(logits, [drawn] * 3) == (logits.argmax(-1).tolist(), [0.0] * 3, True)
 
 
