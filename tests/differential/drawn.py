@@ -1,0 +1,24 @@
+"""How many inputs a drawn comparison looks at: a seeded sample in the gate, thousands in `make prove`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+WHOLE = "KITFORGE_PROVE" in os.environ
+
+
+def drawn(examples: int, *, whole: int = 2_000) -> Callable[[Any], Any]:
+    """The mark of a drawn comparison: `examples` inputs in the gate, the same ones every time; `whole` fresh ones in
+    `make prove`."""
+    limits = settings(
+        max_examples=whole if WHOLE else examples,
+        derandomize=not WHOLE,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+        print_blob=WHOLE,
+    )
+    return lambda test: pytest.mark.prove(limits(test))
