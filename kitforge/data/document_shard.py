@@ -85,13 +85,13 @@ def column_value(row: object, column: str, location: object, option: str) -> Any
     has none."""
     if not isinstance(row, Mapping) or column not in row:
         raise missing_column(column, map(str, row if isinstance(row, Mapping) else ()), location, option)
-    return plain(row[column])
+    return python_value(row[column])
 
 
-def plain(value: Any) -> Any:
+def python_value(value: Any) -> Any:
     """The value as Python objects: arrays, tensors and their numbers too."""
     if isinstance(value, (list, tuple)):
-        return [plain(each) for each in value]
+        return [python_value(each) for each in value]
     return value.tolist() if hasattr(value, "tolist") else value
 
 

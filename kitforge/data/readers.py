@@ -231,7 +231,7 @@ def _tagged_sentences(shard: FileShard) -> Iterator[tuple[object, Any]]:
     """A row for each sentence of a CoNLL file: a line for each word, which is its first column and has its tag in the
     last one, and empty lines between sentences. Columns are parted by tabs where every line has one, else by spaces. A
     first column that counts the words of every sentence is left out, and so are -DOCSTART- and comments (`# id 7`:
-    another number of columns, or begins a sentence with what is no tag of the file)."""
+    another number of columns, or at the beginning of a sentence, with other than a tag at its end)."""
     lines = _everything(shard).split("\n")
     words = [line.strip() for line in lines if (line.split() or ["#"])[0] not in ("#", "-DOCSTART-")]
     mark = "\t" if all("\t" in line for line in words) else None

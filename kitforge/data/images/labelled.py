@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, final
 
-from kitforge.data.document_shard import plain
+from kitforge.data.document_shard import python_value
 from kitforge.data.features import class_names, named
 from kitforge.data.labels import NO_LABEL, Label
 from kitforge.data.source import open_rows
@@ -91,7 +91,7 @@ def _of_row(
     values, (image, label) = row if isinstance(row, Mapping) else {}, columns
     if image not in values:
         raise DataError(f"{location} has no column {image!r}", got=", ".join(map(str, values)) or type(row).__name__)
-    value, name = values[image], named(values.get(label), names, location) if names else plain(values.get(label))
+    value, name = values[image], named(values.get(label), names, location) if names else python_value(values.get(label))
     if isinstance(name, float) and name.is_integer():
         name = int(name)
     is_list = isinstance(name, list) and all(isinstance(each, (str, int, float)) for each in name)
