@@ -73,8 +73,10 @@ def build(
     dtype: torch.dtype = torch.float32,
 ) -> Decoder:
     """A language model on the device with initial weights under `seed`; without a seed its weights are not initialized,
-    as the caller loads them next."""
+    as the caller loads them next. Norms that are stored without their offset keep fp32, in which it is added."""
     model = build_on_meta(config, level, device.type).to(dtype)
+    for name in exact_names(config) if dtype.itemsize < 4 else ():
+        model.get_parameter(name).data = model.get_parameter(name).float()
     materialize(model, device)
     if seed is not None:
         layers = model.geometry.num_layers
@@ -405,7 +407,8 @@ def export(
         tensor = stored.read(name, None)
         if not tensor.is_floating_point():
             raise ModelError(f"tensor {name!r} is not a weight", got=tensor.dtype, expected="floating point")
-        return tensor.to(export_dtype(chosen))
+        # The few vectors are cast when they are written: from some an offset is subtracted first.
+        return tensor if tensor.dim() == 1 else tensor.to(export_dtype(chosen))
 
     if not stored.head:
         _write(stored.config, read, folder, extra, chosen)
@@ -493,3 +496,13 @@ def exported_names(config: FamilyConfig) -> list[str]:
     """The parameters of a network, in the order in which `save` reads them."""
     converter = converter_of(config)
     return export_order(converter.tensor_mappings(config, converter.write_config(config)["model_type"]))
+
+
+def exact_names(config: FamilyConfig) -> set[str]:
+    """The weights that are stored without an offset, which no half-precision number holds together with it."""
+    converter = converter_of(config)
+    try:
+        kind = converter.write_config(config)["model_type"]
+    except ModelError:
+        return set()  # of no architecture of Hugging Face
+    return {each.ours for each in converter.tensor_mappings(config, kind) if each.offset}

@@ -137,9 +137,9 @@ class TensorMapping:
     index: int | None = None
 
     def take(self, tensor: Tensor) -> Tensor:
-        """Our tensor, a view of theirs or, with a stride or an offset (then in fp32), a copy."""
+        """Our tensor, a view of theirs or, with a stride or an offset (then in float64, exactly), a copy."""
         if self.rows is None:
-            return tensor.float() + self.offset if self.offset else tensor
+            return tensor.double() + self.offset if self.offset else tensor
         if self.stride is None:
             return tensor.narrow(self.dim, self.start, self.rows)
         stop = self.start + self.rows
@@ -332,10 +332,11 @@ def _joined(members: Sequence[TensorMapping], read: Callable[[str], Tensor]) -> 
 
 
 def join(members: Sequence[TensorMapping], parts: Sequence[Tensor]) -> Tensor:
-    """The rows of one of their tensors, from those of its members in order: the inverse of `TensorMapping.take`."""
+    """The rows of one of their tensors, from those of its members in order: the inverse of `TensorMapping.take`, before
+    which none must be rounded."""
     if len(parts) == 1:
         offset = members[0].offset
-        return (parts[0].float() - offset).to(parts[0].dtype) if offset else parts[0]
+        return parts[0].double() - offset if offset else parts[0]
     if members[0].stride is None:
         return torch.cat(list(parts), members[0].dim)
     groups = [part.view(-1, mapping.rows or 1, *part.shape[1:]) for mapping, part in zip(members, parts, strict=True)]
