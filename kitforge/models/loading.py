@@ -41,7 +41,7 @@ from kitforge.models.catalog import (
     exportable_config,
     initial_deviations,
 )
-from kitforge.models.gguf import GgufWeights, write_gguf
+from kitforge.models.gguf import WRITTEN, GgufWeights, write_gguf
 from kitforge.models.hub import resolve
 from kitforge.models.llama.model import LlamaConfig
 from kitforge.models.peft import base_of, is_adapter, merge_adapter
@@ -468,11 +468,13 @@ def _write(
     mappings = converter.tensor_mappings(config, values["model_type"])
     meta = dict(build_on_meta(config).named_parameters())
     if folder.suffix == GGUF_SUFFIX:
-        if not isinstance(config, LlamaConfig) or head:
-            got = "a classifier or reward model" if head else config.family
-            raise ModelError("this model cannot be written as a GGUF file", got=got, expected="a language model, llama")
+        got = "a classifier or reward model" if head else values["model_type"]
+        if got not in WRITTEN:
+            expected = f"a language model of {', '.join(WRITTEN)}"
+            fix = "export a Hugging Face folder, of which llama.cpp's convert_hf_to_gguf.py may make one"
+            raise ModelError("this model cannot be written as a GGUF file", got=got, expected=expected, fix=fix)
         outline = {name: tuple(each.shape) for name, each in export_tensors(mappings, meta.__getitem__)}
-        write_gguf(folder, config, outline, export_tensors(mappings, read), extra or {}, dtype)
+        write_gguf(folder, cast(LlamaConfig, config), outline, export_tensors(mappings, read), extra or {}, dtype)
         return
     if dtype == "q8_0":
         fix = "add format=gguf, or export as bfloat16"
