@@ -29,8 +29,8 @@ from kitforge.models.mixtral import convert as mixtral
 from kitforge.models.qwen3_moe import convert as qwen3_moe
 from kitforge.models.weight_mapping import TensorMapping
 
-# By `model_type`. llama.cpp computes others of the family in its own way: it rotates the heads of a SmolLM3 in pairs and
-# knows which layers of it and of Gemma 3 have no positions or a window.
+# By `model_type`. llama.cpp computes others of the family in its own way: it rotates the heads of a SmolLM3 in pairs
+# and knows which layers of it and of Gemma 3 have no positions or a window.
 WRITTEN = ("llama", "mistral", "qwen2", "qwen3")
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe")
 # Of mixtures of experts, which hold those of a block in one tensor.

@@ -38,13 +38,14 @@ from kitforge.models.catalog import (
     config_of,
     converter_of,
     converter_of_type,
+    exact_names,
     exportable_config,
     initial_deviations,
 )
 from kitforge.models.gguf import WRITTEN, GgufWeights, write_gguf
 from kitforge.models.hub import resolve
 from kitforge.models.llama.model import LlamaConfig
-from kitforge.models.peft import base_of, is_adapter, merge_adapter
+from kitforge.models.peft import TOKEN_HEADS, base_of, is_adapter, merge_adapter
 from kitforge.models.weight_mapping import (
     HEADS,
     TensorReader,
@@ -56,8 +57,6 @@ from kitforge.models.weight_mapping import (
 
 # The suffixes of classifiers in transformers: of whole texts, and of each token.
 SEQUENCE_CLASSIFIER, TOKEN_CLASSIFIER = "ForSequenceClassification", "ForTokenClassification"
-# Token classifiers of GPT-2 and BLOOM call their head otherwise.
-_TOKEN_HEADS = {"gpt2": "classifier", "bloom": "classifier"}
 # Further numbers of our reward head, stored as `score_<name>` in config.json, which transformers ignores.
 SCORE_KEYS = ("bias", "mean", "deviation")
 # Finds the checkpoint of a folder, collectively over all ranks; None where there is none.
@@ -305,7 +304,7 @@ def _head_names(model_type: str, suffix: str) -> dict[str, str]:
     """The names of a classifier's tensors in transformers by ours."""
     if suffix == SEQUENCE_CLASSIFIER:
         return {HEAD: HEAD}
-    theirs = _TOKEN_HEADS.get(model_type, "score")
+    theirs = TOKEN_HEADS.get(model_type, "score")
     return {HEAD: f"{theirs}.weight", HEAD_BIAS: f"{theirs}.bias"}
 
 
@@ -498,13 +497,3 @@ def exported_names(config: FamilyConfig) -> list[str]:
     """The parameters of a network, in the order in which `save` reads them."""
     converter = converter_of(config)
     return export_order(converter.tensor_mappings(config, converter.write_config(config)["model_type"]))
-
-
-def exact_names(config: FamilyConfig) -> set[str]:
-    """The weights that are stored without an offset, which no half-precision number holds together with it."""
-    converter = converter_of(config)
-    try:
-        kind = converter.write_config(config)["model_type"]
-    except ModelError:
-        return set()  # of no architecture of Hugging Face
-    return {each.ours for each in converter.tensor_mappings(config, kind) if each.offset}
