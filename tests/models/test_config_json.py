@@ -303,3 +303,12 @@ def test_absent_keys_of_a_pangu_alpha_are_those_of_its_port() -> None:
     read = converter_of_type("gpt_pangu").read_config
     assert read(given) == read(given | port)
     assert read(given).embedding_dropout == read(given).attention_dropout == read(given).residual_dropout == 0.1
+
+
+def test_positions_that_are_described_twice_are_those_that_transformers_takes() -> None:
+    both = LLAMA32 | {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}
+    assert read(both) == read(LLAMA32)
+    inner = {"rope_type": "default", "rope_theta": 7e4}
+    assert read(LLAMA32 | {"rope_scaling": None, "rope_parameters": inner, "rope_theta": 1e4}).rope_theta == 7e4
+    # Of two lengths the one beside the scaling wins.
+    assert read(LLAMA32 | {"original_max_position_embeddings": 512}).rope_scaling.original_length == 512

@@ -98,7 +98,8 @@ def _read_gemma3(config: ConfigFile) -> dict[str, Any]:
     local = ConfigFile(config)
     rope = config.group("rope_parameters")
     if "full_attention" in rope:
-        config["rope_parameters"], local = rope["full_attention"], ConfigFile(rope.get("sliding_attention") or {})
+        config["rope_parameters"] = rope["full_attention"] | (config.pop("rope_scaling", None) or {})
+        local = ConfigFile(rope.get("sliding_attention") or {})
         if local.get("rope_type", "default") != "default":
             message = "config.json: a Gemma 3 of another architecture"
             expected = "rope_type=default for sliding_attention in rope_parameters"
@@ -166,8 +167,10 @@ def model_type(config: LlamaConfig) -> str:
         kind, plain = "qwen3", config.qkv_bias == config.out_bias and not config.mlp_bias
     elif config.qkv_bias and not config.out_bias:
         kind, plain = "qwen2", not config.mlp_bias
+    elif config.sliding_window is not None and (config.out_bias or config.mlp_bias):
+        kind, plain = "smollm3", config.qkv_bias == config.out_bias
     elif config.sliding_window is not None:
-        kind, plain = "mistral", not (config.out_bias or config.mlp_bias)
+        kind, plain = "mistral", True
     else:
         kind, plain = "llama", config.qkv_bias == config.out_bias
     needs_gemma3 = config.local_rope_theta is not None or config.query_pre_attn_scalar is not None
