@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, Protocol
 
+from kitforge.data.features import Features
 from kitforge.foundation.errors import DataError, nearest
 
 EncodingErrors = Literal["strict", "replace", "ignore"]
@@ -45,6 +46,11 @@ class RecordShard(Protocol):
         """Roughly how many bytes are read."""
         ...
 
+    @property
+    def features(self) -> Features:
+        """What is said of the columns."""
+        ...
+
     def rows(self) -> Iterator[tuple[object, Any]]:
         """Every row in a fixed order with its location, which is formatted only for messages."""
         ...
@@ -75,10 +81,18 @@ def document_of(row: object, column: str, errors: EncodingErrors, location: obje
 
 
 def column_value(row: object, column: str, location: object, option: str) -> Any:
-    """The value of a column of a row, chosen by `option`. Raises DataError where it has none."""
+    """The value of a column of a row, chosen by `option`; of arrays and tensors the numbers. Raises DataError where it
+    has none."""
     if not isinstance(row, Mapping) or column not in row:
         raise missing_column(column, map(str, row if isinstance(row, Mapping) else ()), location, option)
-    return row[column]
+    return python_value(row[column])
+
+
+def python_value(value: Any) -> Any:
+    """The value as Python objects: arrays, tensors and their numbers too."""
+    if isinstance(value, (list, tuple)):
+        return [python_value(each) for each in value]
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def missing_column(column: str, columns: Iterable[str], location: object, option: str = "data.column") -> DataError:

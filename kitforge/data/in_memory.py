@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, final
 
 from kitforge.data.document_shard import SHARD_BYTES, EncodingErrors, document_of, fingerprint_of, missing_column
+from kitforge.data.features import Features, schema_features
+from kitforge.data.optional_imports import import_optional
 from kitforge.foundation.errors import DataError
 
 _DATASET_ROWS = 20_000
@@ -67,9 +69,10 @@ class HFDatasetShard:
 class InMemoryRows:
     """Rows held in memory, from the one with number `start` on."""
 
-    def __init__(self, items: list[object], start: int) -> None:
+    def __init__(self, items: list[object], start: int, features: Features = None) -> None:
         self._items = items
         self._start = start
+        self.features = features
 
     @cached_property
     def fingerprint(self) -> str:
@@ -100,6 +103,11 @@ class HFDatasetRows:
         return fingerprint_of("dataset rows", self.items._fingerprint, self.start, len(self.items))
 
     @property
+    def features(self) -> Features:
+        """Those of the dataset."""
+        return dict(self.items.features.to_dict())
+
+    @property
     def size(self) -> int:
         """Bytes of the range, as the dataset's own tables count them."""
         return int(self.items.data.nbytes)
@@ -110,16 +118,48 @@ class HFDatasetRows:
 
 
 def memory_rows(rows: Iterable[object]) -> Iterator[InMemoryRows]:
-    """Read an iterable once, shard by shard."""
+    """Read an iterable once, shard by shard: also an IterableDataset, and a table by `table_rows`."""
+    found = getattr(rows, "features", None)
+    # A stream of datasets may not know its own.
+    features = dict(found.to_dict()) if hasattr(found, "to_dict") else found if isinstance(rows, TableRows) else None
     items: list[object] = []
     start = 1
     for row in rows:
         items.append(row)
         if len(items) == _MEMORY_ROWS:
-            yield InMemoryRows(items, start)
+            yield InMemoryRows(items, start, features)
             items, start = [], start + len(items)
     if items:
-        yield InMemoryRows(items, start)
+        yield InMemoryRows(items, start, features)
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableRows:
+    """The rows of a table: of a DataFrame of pandas, or of Arrow's columns, as polars has them too."""
+
+    items: list[dict[str, Any]]
+    features: Features
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(self.items)
+
+
+def rows_of_table(spec: object) -> object:
+    """The rows of a table, where it is one; else what was given."""
+    # A Series has no columns, and a datasets.Dataset reads its own.
+    is_table = hasattr(spec, "columns") or hasattr(spec, "column_names")
+    table: Any = spec
+    if not is_table or isinstance(spec, Mapping) or is_dataset(spec):
+        return spec
+    if hasattr(spec, "iloc"):
+        # As in Parquet files, a missing value is null.
+        return TableRows(items=table.astype(object).where(table.notna(), None).to_dict("records"), features=None)
+    if hasattr(spec, "__arrow_c_stream__"):
+        arrow = import_optional("pyarrow", needed_for="reading tables", extra="transformers")
+        table = arrow.table(spec)
+        return TableRows(items=table.to_pylist(), features=schema_features(table.schema.metadata))
+    return spec
 
 
 def dataset_rows(dataset: Any) -> list[HFDatasetRows]:

@@ -15,6 +15,7 @@ ProblemType = Literal["single_label_classification", "multi_label_classification
 # The label of a row; a list of labels, or of zeros and ones for all of them, where it may have several.
 # A number or a list of them, in a regression.
 Label: TypeAlias = str | int | float | Sequence[Any]
+NO_LABEL = -100  # as torch's cross entropy and transformers leave a label out
 _NUMBER = re.compile(r"[-+]?\d+(\.\d*)?")
 _log = logger(__name__)
 _WHOLE = re.compile(r"0|-?[1-9]\d*")  # as str(int) writes it
@@ -35,6 +36,27 @@ def label_names(labels: Sequence[str | int]) -> tuple[str, ...]:
     return names
 
 
+def head_labels(
+    known: tuple[str, ...], declared: Sequence[str], found: Sequence[Label], *, is_fixed: bool
+) -> tuple[tuple[str, ...], dict[str, int]]:
+    """The labels of a head, and the number of each name that the rows have. `known` are those of the options or of the
+    checkpoint, and kept if `is_fixed`; `declared` those of the rows' ClassLabel, of which others than the known ones
+    begin a new head; without both, the labels `found` in the rows are taken in order."""
+    if len(declared) < 2 or set(declared) <= set(known):
+        labels = known or names_of(found)
+        return labels, index_of(labels)
+    # Names that say nothing, or that the caller chose, stand for the classes in their order.
+    is_nameless = all(name in (f"LABEL_{number}", str(number)) for number, name in enumerate(known))
+    if len(known) == len(declared) and (is_fixed or is_nameless) and not set(known) & set(declared):
+        return known, index_of(known) | index_of(declared)
+    if known and is_fixed:
+        return known, index_of(known)
+    if known:
+        few, others = (", ".join(each[:8]) for each in (known, declared))
+        _log.warning("the rows have other labels (%s) than the model (%s), so it begins with a new head", others, few)
+    return tuple(declared), index_of(declared)
+
+
 def names_of(labels: Sequence[Label]) -> tuple[str, ...]:
     """`label_names` of rows that have one label each, or a list of them. Where all have as many zeros and ones, these
     are LABEL_0, LABEL_1, ..."""
@@ -50,9 +72,11 @@ def names_of(labels: Sequence[Label]) -> tuple[str, ...]:
 def multi_hot(label: Label, index: Mapping[str, int], location: object) -> list[float]:
     """A one for each label of a row and a zero for each other one. Raises DataError as `label_index` does."""
     values: list[Any] = list(label) if isinstance(label, (list, tuple)) else [label]
-    if len(values) == len(index) and _is_multi_hot(values) and not {"0", "1"} & index.keys():
+    # A number may have two names.
+    size = len(set(index.values()))
+    if len(values) == size and _is_multi_hot(values) and not {"0", "1"} & index.keys():
         return [float(each) for each in values]
-    found = [0.0] * len(index)
+    found = [0.0] * size
     for each in values:
         found[label_index(each, index, location)] = 1.0
     return found

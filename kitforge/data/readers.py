@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any, final
 
 from kitforge.data.document_shard import SHARD_BYTES, EncodingErrors, document_of, fingerprint_of, missing_column
+from kitforge.data.features import Features, holds_json, schema_features, with_json
 from kitforge.data.file_bytes import (
     BYTE_ORDER_MARK,
     FileStamp,
@@ -27,6 +29,7 @@ from kitforge.foundation.errors import DataError
 
 _BLOCK_BYTES = 2**20
 _FIELD_CHARACTERS = 2**31 - 1
+_PART = re.compile(r"\d+[-.]\d+")
 
 
 @final
@@ -59,6 +62,13 @@ class FileShard:
         """Read the file. Raises DataError for whatever is wrong with it, by line or byte where there is one."""
         check_unchanged(self.path, self.stamp, "corpus")
         yield from filter(None, _READERS[format_of(self.path)](self))
+
+    @property
+    def features(self) -> Features:
+        """Those of a Parquet file."""
+        if format_of(self.path) != ".parquet":
+            return None
+        return schema_features(_pyarrow().read_schema(self.path).metadata)
 
     def rows(self) -> Iterator[tuple[object, Any]]:
         """Every row with its location, which is formatted only for messages."""
@@ -219,23 +229,35 @@ def _json_lines(shard: FileShard) -> Iterator[tuple[object, Any]]:
 
 def _tagged_sentences(shard: FileShard) -> Iterator[tuple[object, Any]]:
     """A row for each sentence of a CoNLL file: a line for each word, which is its first column and has its tag in the
-    last one, and empty lines between sentences. -DOCSTART- and comments (`# id 7`: another number of columns) are left
-    out."""
-    lines = [line.split() for line in [*_everything(shard).split("\n"), ""]]
-    width = next((len(line) for line in lines if line and line[0] not in ("#", "-DOCSTART-")), 2)
-    sentence: list[tuple[int, list[str]]] = []
+    last one, and empty lines between sentences. Columns are parted by tabs where every line has one, else by spaces. A
+    first column that counts the words of every sentence is left out, and so are -DOCSTART- and comments (`# id 7`:
+    another number of columns, or at the beginning of a sentence, with other than a tag at its end)."""
+    lines = _everything(shard).split("\n")
+    words = [line.strip() for line in lines if (line.split() or ["#"])[0] not in ("#", "-DOCSTART-")]
+    mark = "\t" if all("\t" in line for line in words) else None
+    width = len(words[0].split(mark)) if words else 2
+    tags = {line.split(mark)[-1].strip() for line in words}
+    sentences: list[list[tuple[int, list[str]]]] = [[]]
     for number, line in enumerate(lines, start=1):
-        if line and line[0] == "#" and len(line) != width:
+        first, cells = line.split()[:1], [each.strip() for each in line.strip().split(mark)]
+        if first == ["#"] and (len(cells) != width or not (sentences[-1] or cells[-1] in tags)):
             continue
-        if line and line[0] != "-DOCSTART-":
-            if len(line) != max(width, 2):
-                got, expected = f"{len(line)} columns", f"{max(width, 2)}: a word, and its tag in the last one"
-                raise DataError(f"{shard.path}:{number} is not a word with its tag", got=got, expected=expected)
-            sentence.append((number, line))
-        elif sentence:
-            columns = {"tokens": [each[0] for _, each in sentence], "ner_tags": [each[-1] for _, each in sentence]}
-            yield f"{shard.path}:{sentence[0][0]}", columns
-            sentence = []
+        if not first or first == ["-DOCSTART-"]:
+            sentences += [[]] if sentences[-1] else []
+            continue
+        if len(cells) != max(width, 2):
+            got, expected = f"{len(cells)} columns", f"{max(width, 2)}: a word, and its tag in the last one"
+            raise DataError(f"{shard.path}:{number} is not a word with its tag", got=got, expected=expected)
+        sentences[-1].append((number, cells))
+    # In CoNLL-U 1-2 is a word that is written as one with the next, and 1.1 one that is not written.
+    counted = [[line for line in each if not _PART.fullmatch(line[1][0])] for each in sentences]
+    is_counted = width > 2 and all(
+        [cells[0] for _, cells in each] == [str(at) for at in range(1, len(each) + 1)] for each in counted
+    )
+    for sentence in filter(None, counted if is_counted else sentences):
+        found = [cells[is_counted:] for _, cells in sentence]
+        columns = {"tokens": [each[0] for each in found], "ner_tags": [each[-1] for each in found]}
+        yield f"{shard.path}:{sentence[0][0]}", columns
 
 
 def _json_rows(shard: FileShard) -> Iterator[tuple[object, Any]]:
@@ -320,8 +342,10 @@ def _parquet_rows(shard: FileShard, columns: Sequence[str] | None = None) -> Ite
                     raise missing_column(column, file.schema_arrow.names, str(shard.path))
             batches = file.iter_batches(batch_size=1024, columns=columns)
             rows = (row for batch in batches for row in batch.to_pylist())
+            features = {} if columns else schema_features(file.schema_arrow.metadata)
+            is_json = any(map(holds_json, features.values()))
             for number, row in enumerate(rows, start=1):
-                yield f"{shard.path}, row {number}", row
+                yield f"{shard.path}, row {number}", with_json(row, features) if is_json else row
     except (OSError, ValueError) as error:
         raise DataError(f"cannot read {shard.path}", got=error, expected="a whole Parquet file") from None
 

@@ -10,7 +10,14 @@ from typing import final
 
 from kitforge.data.document_shard import DocumentShard, EncodingErrors, RecordShard, fingerprint_of
 from kitforge.data.file_resolver import resolve_files
-from kitforge.data.in_memory import dataset_rows, dataset_shards, is_dataset, memory_rows, memory_shards
+from kitforge.data.in_memory import (
+    dataset_rows,
+    dataset_shards,
+    is_dataset,
+    memory_rows,
+    memory_shards,
+    rows_of_table,
+)
 from kitforge.data.mixture import WeightedSource, source_error, weighted_sources
 from kitforge.data.readers import file_shards, is_known, row_file_shards
 from kitforge.data.standard_library import standard_library_shards
@@ -85,10 +92,12 @@ def open_source(spec: object, config: SourceConfig = _DEFAULT) -> Source:
 
     A spec is "python_stdlib" (the sources of this Python's standard library), a file, a folder (all files below it of
     a known format, hidden ones left out, sorted), a pattern such as "data/*.jsonl", a list of these, a
-    datasets.Dataset, or an iterable of texts or of rows (mappings), which is read once and kept in memory. A list of
-    texts is a list of paths when they look like paths. A list of {source, weight} with options of SourceConfig is a
-    mixture. Raises DataError for what is missing, empty or unreadable, ConfigError for a mixture that cannot be.
+    datasets.Dataset, a table (DataFrame, Arrow), or an iterable of texts or of rows (mappings), which is read once and
+    kept in memory. A list of texts is a list of paths when they look like paths. A list of {source, weight} with
+    options of SourceConfig is a mixture. Raises DataError for what is missing, empty or unreadable, ConfigError for a
+    mixture that cannot be.
     """
+    spec = rows_of_table(spec)
     if (entries := weighted_sources(spec, SourceConfig.__dataclass_fields__)) is not None:
         return _open_mixture(entries, config)
     if isinstance(spec, (str, os.PathLike)):
@@ -109,6 +118,7 @@ def open_source(spec: object, config: SourceConfig = _DEFAULT) -> Source:
 def open_stream(spec: object, config: SourceConfig) -> Source:
     """The corpus that `spec` names, of which nothing is read yet: shards of files or a dataset, or an iterable of texts
     or rows."""
+    spec = rows_of_table(spec)
     is_known = spec is None or isinstance(spec, (str, os.PathLike, list, tuple, Mapping)) or is_dataset(spec)
     if is_known or not isinstance(spec, Iterable) or isinstance(spec, (bytes, bytearray)):
         return open_source(spec, config)
@@ -130,8 +140,9 @@ def _open_mixture(entries: Sequence[WeightedSource], config: SourceConfig) -> So
 
 
 def open_rows(spec: object) -> Iterator[RecordShard]:
-    """The shards of a file of rows, a folder, a pattern, a list of these, a datasets.Dataset, or an iterable of rows,
-    in order."""
+    """The shards of a file of rows, a folder, a pattern, a list of these, a datasets.Dataset, a table, or an iterable
+    of rows, in order."""
+    spec = rows_of_table(spec)
     if weighted_sources(spec, ()) is not None:
         raise ConfigError(
             "a mixture of sources cannot be read here",

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kitforge.data.labels import index_of, label_index, label_names
+from kitforge.data.labels import head_labels, index_of, label_index, label_names
 from kitforge.foundation import log
 from kitforge.foundation.errors import DataError
 
@@ -51,3 +51,36 @@ def test_a_number_beside_names_that_are_texts_is_an_index() -> None:
         label_index(2, index_of(("no", "yes")), "row 1")
     with pytest.raises(DataError, match="unknown label"):
         label_index("1", index_of(("no", "yes")), "row 1")
+
+
+TAGS = ("O", "B-PER", "I-PER")
+
+
+@pytest.mark.parametrize(
+    ("known", "declared", "is_fixed", "names", "index"),
+    [
+        # The numbers of a data set mean its names, whatever their order in a checkpoint.
+        (("B-PER", "O", "I-PER"), TAGS, False, ("B-PER", "O", "I-PER"), {"B-PER": 0, "O": 1, "I-PER": 2}),
+        (("B-PER", "O", "I-PER"), TAGS[:2], False, ("B-PER", "O", "I-PER"), {"B-PER": 0, "O": 1, "I-PER": 2}),
+        ((), TAGS, False, TAGS, {"O": 0, "B-PER": 1, "I-PER": 2}),
+        (("no", "yes"), ("ham", "spam"), False, ("ham", "spam"), {"ham": 0, "spam": 1}),
+        (("ham", "yes"), ("ham", "spam"), True, ("ham", "yes"), {"ham": 0, "yes": 1}),
+        # Names without a meaning, and those of the options, stand for the classes in their order.
+        (("LABEL_0", "LABEL_1"), ("ham", "spam"), False, ("LABEL_0", "LABEL_1"), {"ham": 0, "spam": 1}),
+        (("0", "1"), ("ham", "spam"), False, ("0", "1"), {"ham": 0, "spam": 1}),
+        (("no", "yes"), ("ham", "spam"), True, ("no", "yes"), {"ham": 0, "spam": 1}),
+    ],
+)
+def test_the_labels_of_a_class_label_are_matched_by_name(
+    known: Any, declared: Any, is_fixed: bool, names: Any, index: dict[str, int]
+) -> None:
+    found, numbers = head_labels(known, declared, list(declared), is_fixed=is_fixed)
+    assert found == names
+    assert index.items() <= numbers.items()
+
+
+def test_other_classes_than_those_of_the_model_are_said_in_a_word(caplog: pytest.LogCaptureFixture) -> None:
+    head_labels(("no", "yes"), ("ham", "spam"), [], is_fixed=False)
+    assert (
+        "the rows have other labels (ham, spam) than the model (no, yes), so it begins with a new head" in caplog.text
+    )

@@ -3,6 +3,7 @@
 import gzip
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -201,6 +202,26 @@ def test_a_conll_file_is_a_row_for_each_sentence(tmp_path: Path, ends: str) -> N
         {"tokens": ["#", "Ann"], "ner_tags": ["O", "B-PER"]},
     ]
     assert [str(location) for location, _ in found] == [f"{tmp_path / 'a.conll'}:{line}" for line in (3, 7)]
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "tags"),
+    [
+        # As MultiCoNER: a note has as many fields as the columns.
+        ("# id 0a9c\tdomain=en\nAnn _ _ B-PER\nsaw _ _ O\n", ["Ann", "saw"], ["B-PER", "O"]),
+        ("# newdoc\nAnn B-PER\n# O\n", ["Ann", "#"], ["B-PER", "O"]),
+        ("#\tO\nAnn\tB-PER\nsaw\tO\n", ["#", "Ann", "saw"], ["O", "B-PER", "O"]),
+        # As GermEval 2014 and CoNLL-U: the first column counts the words.
+        ("# text = Ann\n1\tAnn\tB-PER\n2\tsaw\tO\n", ["Ann", "saw"], ["B-PER", "O"]),
+        ("1-2\tdel\t_\n1\tde\tO\n2\tel\tO\n2.1\tx\tO\n", ["de", "el"], ["O", "O"]),
+        ("1 O\n2 B-NUM\n", ["1", "2"], ["O", "B-NUM"]),
+        ("1 CD O\n3 CD O\n", ["1", "3"], ["O", "O"]),
+        ("1\xa0000\tB-NUM\nNew York\tB-LOC\n", ["1\xa0000", "New York"], ["B-NUM", "B-LOC"]),
+    ],
+)
+def test_dialects_of_conll_are_told_by_their_lines(tmp_path: Path, text: str, words: Any, tags: Any) -> None:
+    ((_, row),) = file_shards(write(tmp_path / "a.conll", text), "text", None, "strict")[0].rows()
+    assert row == {"tokens": words, "ner_tags": tags}
 
 
 @pytest.mark.parametrize(("text", "line"), [("Ann\n", 1), ("Ann B-PER\nsaw O\nBob\n", 3), ("a b O\n\nc d e O\n", 3)])

@@ -35,19 +35,31 @@ from kitforge.data.chat.rows import (
 )
 from kitforge.data.chat.template import BegunMessage, ChatTemplate, Message
 from kitforge.data.document_shard import RecordShard, fingerprint_of
+from kitforge.data.features import Features
 from kitforge.data.source import open_rows
 from kitforge.data.text.continuation import encode_completion
 from kitforge.data.tokenizers.protocol import Tokenizer, document_frame
 from kitforge.foundation.errors import DataError, nearest
 from kitforge.foundation.log import logger
 
-_FORMAT = 3  # changes with what a row becomes, so that no older cache is read
+_FORMAT = 4  # changes with what a row becomes, so that no older cache is read
 _log = logger(__name__)
 Row = TypeVar("Row")
 ExampleKind = Literal["demonstrations", "pairs", "unpaired"]
 _VERDICTS = {"true": True, "false": False, "1": True, "0": False}
 # What data.columns may name for examples.
-_COLUMNS = (*SAID, *MEANT, "margin", "source", "label", "instruction", "input", "output", "conversations")
+_COLUMNS = (
+    *SAID,
+    *MEANT,
+    "margin",
+    "source",
+    "label",
+    "instruction",
+    "input",
+    "output",
+    "conversations",
+    "rejected_response",
+)
 
 
 @final
@@ -162,9 +174,9 @@ class ChatDatasetReader:
         """Texts, conversations, or completions of prompts."""
         return self._each(spec, self._demonstration)
 
-    def demonstration(self, row: Mapping[str, Any], location: object) -> TokenizedExample:
+    def demonstration(self, row: Mapping[str, Any], location: object, features: Features) -> TokenizedExample:
         """One row of these. Raises DataError where it cannot be used."""
-        return self._demonstration(ChatRow(row, location, self.columns))
+        return self._demonstration(ChatRow(row, location, self.columns, features))
 
     def pairs(self, spec: object) -> Iterator[PreferencePair]:
         """A preferred and a rejected response to each prompt."""
@@ -235,9 +247,8 @@ class ChatDatasetReader:
         if not row.has("completion") and others:
             said = row.with_context(self._said(row, others[0])) if others[0] == "messages" else self._said(row, "text")
             if not said:
-                raise DataError(
-                    f"{row.location} has an empty {others[0]}", expected="at least one token", fix=LEAVE_OUT
-                )
+                what = f"{row.location} has an empty {others[0]}"
+                raise DataError(what, expected="at least one token", fix=LEAVE_OUT)
             example = self._full_sequence(said, row)
             row.note_unread(MEANT)
             return example
@@ -263,6 +274,15 @@ class ChatDatasetReader:
 
     def _pair_parts(self, row: ChatRow) -> tuple[Said, Said, Said]:
         """The prompt of a pair and its responses."""
+        if row.has("messages") and row.has("rejected_response") and not row.has("chosen"):
+            # As ms-swift has it: the conversation ends with the response that is preferred.
+            prompt, chosen = self._last_reply(row)
+            rejected = self._said(row, "rejected_response")
+            return (
+                prompt,
+                chosen,
+                [{"role": "assistant", "content": rejected}] if isinstance(rejected, str) else rejected,
+            )
         chosen, rejected = self._said(row, "chosen"), self._said(row, "rejected")
         if row.has("prompt") and not (is_conversation(chosen) and is_conversation(rejected)):
             prompt = self._prompt(row)
@@ -278,7 +298,25 @@ class ChatDatasetReader:
             label = _VERDICTS.get(label.strip().lower(), label)
         if label not in (True, False):
             raise DataError(f"{row.location} has no verdict", got=f"label {label!r}", expected="true or false")
-        return UnpairedExample(response=self._prompt_completion(row), is_desirable=bool(label))
+        if row.has("messages") and not row.has("completion"):
+            example = self._response(*self._last_reply(row), row)
+            row.note_unread(MEANT)
+        else:
+            example = self._prompt_completion(row)
+        return UnpairedExample(response=example, is_desirable=bool(label))
+
+    def _last_reply(self, row: ChatRow) -> tuple[Said, Said]:
+        """The messages of a row without the last one, which is the response that is judged, and that one."""
+        said = self._said(row, "messages")
+        if not is_chat(said) or said[-1]["role"] != "assistant":
+            got, expected = (
+                "no messages" if not is_chat(said) else f"{said[-1]['role']} last",
+                "a reply as the last one",
+            )
+            raise DataError(
+                f"{row.location} has no response in its messages", got=got, expected=expected, fix=LEAVE_OUT
+            )
+        return row.with_context(said[:-1]), said[-1:]
 
     def _prompt_completion(self, row: ChatRow) -> TokenizedExample:
         """The prompt of a row with its completion, which as in UltraFeedback may begin with the prompt's messages."""
@@ -320,11 +358,12 @@ class ChatDatasetReader:
         messages = tuple(opening) if is_chat(opening) else None
         if messages is not None:
             with_contents(partial(self._template.check_written, trained={}, inputs=inputs), messages)
+            row.note_keys(self._template.unread_keys(messages, inputs))
         tokens = self._prompt_tokens(opening, inputs)
         if not opening or not tokens:
             raise DataError(f"{row.location} has an empty prompt", expected="at least one token", fix=LEAVE_OUT)
         row.note_unread(CONTEXT)
-        return PromptExample(tokens=tuple(tokens), columns=row.values, messages=messages, inputs=inputs)
+        return PromptExample(tokens=tuple(tokens), columns=row.all_values, messages=messages, inputs=inputs)
 
     def _prompt(self, row: ChatRow) -> Said:
         return with_open_end(self._said(row, "prompt"))
@@ -409,6 +448,7 @@ class ChatDatasetReader:
         if first < len(prompt) and first in trained:
             trained[first] = prompt[-1]["content"]
         with_contents(partial(self._template.check_written, trained=trained, inputs=inputs), messages)
+        row.note_keys(self._template.unread_keys(messages, inputs))
         chat = with_contents(partial(self._template.training, prompt=prompt, **inputs), messages)
         loss_mask = chat.loss_mask(first, untrained)
         if not any(loss_mask):

@@ -13,6 +13,7 @@ import numpy as np
 
 from kitforge.data.chat.template import BegunMessage, Message
 from kitforge.data.document_shard import RecordShard
+from kitforge.data.features import Features, without_fills
 from kitforge.foundation.errors import DataError, nearest
 
 # Text, messages or tokens.
@@ -21,6 +22,9 @@ Said = str | Sequence[Message] | Sequence[int]
 LEAVE_OUT = "leave such rows out, with data.on_invalid=drop"
 # Columns in which something is said.
 SAID = ("text", "messages", "prompt", "completion", "chosen", "rejected")
+# Columns in whose values Arrow fills in nulls.
+_CHATS = (*SAID, "conversations", "tools", "chat_template_kwargs")
+FLAGS = ("weight", "train", "loss")  # of a message: whether it is trained on
 _TURN = re.compile(r"\n\n(Human|Assistant): ?")
 _TOOL_WORDS = ("observation", "tool", "function", "function_response", "tool_response")
 _ASSISTANT_WORDS = ("gpt", "assistant", "chatgpt", "bing", "bard", "model", "bot", "ai", "claude", "chatbot", "output")
@@ -59,15 +63,28 @@ _WORD = re.compile(rf"{_LETTER}+(?:[.,'’-]{_LETTER}+)*")
 class ChatRow:
     """A row under our names; `location` names it in errors. `columns` maps our names to those that the row had."""
 
-    def __init__(self, row: Mapping[str, Any], location: object, columns: Mapping[str, str]) -> None:
+    def __init__(
+        self, row: Mapping[str, Any], location: object, columns: Mapping[str, str], features: Features = None
+    ) -> None:
         self.location = location
         self.notes: dict[str, str] = {}  # what is to be said once, by its kind
+        if features is not None:
+            chats = [columns.get(name, name) for name in _CHATS if columns.get(name, name) in row]
+            row = {**row, **{name: without_fills(row[name], features.get(name)) for name in chats}}
         renamed = {name: row[own] for name, own in columns.items() if own in row}
-        self.values = to_standard_columns({**row, **renamed})
+        # A column under another name has its own no longer; rewards alone know both.
+        self._renamed = {own: row[own] for own in columns.values() if own in row}
+        others = {name: value for name, value in row.items() if name not in self._renamed}
+        self.values = to_standard_columns({**others, **renamed})
         # Columns that hold messages and nothing else.
         self._chats = {"messages"} | ({"prompt"} if "conversations" in row and "chosen" in row else set())
         self._columns = columns
         self._read: set[str] = set()
+
+    @property
+    def all_values(self) -> dict[str, Any]:
+        """The values by our names, and those of renamed columns by their own too."""
+        return {**self._renamed, **self.values}
 
     def has(self, name: str) -> bool:
         """Whether the column has a value."""
@@ -153,9 +170,8 @@ class ChatRow:
             number = math.nan
         # Trained in single precision.
         if isinstance(value, (bool, str, bytes)) or not abs(number) <= float(np.finfo(np.float32).max):
-            raise DataError(
-                f"{self.location} has a {name} that is not a number", got=str(value)[:60], expected="a finite number"
-            )
+            what = f"{self.location} has a {name} that is not a number"
+            raise DataError(what, got=str(value)[:60], expected="a finite number")
         return number
 
     def note_unread(self, names: Sequence[str]) -> None:
@@ -173,6 +189,12 @@ class ChatRow:
                 "other columns are ignored"
             )
 
+    def note_keys(self, names: Sequence[str]) -> None:
+        """Note keys of messages that nobody reads."""
+        for name in names:
+            what = f"{self.location} has a message with {name!r}, which the chat template does not read: it is ignored"
+            self.notes[f"key {name}"] = f"{what} (whether a reply is trained on is said by {', '.join(FLAGS)})"
+
     def _parsed(self, name: str, text: str) -> list[Any] | None:
         """The messages that a text spells as JSON. Raises DataError where a column of messages holds other text, and
         for a list as Python writes it."""
@@ -181,12 +203,9 @@ class ChatRow:
         if found is not None and (found or is_chat_column):
             return found
         if _PYTHON_LIST.match(text.lstrip()):
-            raise DataError(
-                f"{self.location} has a Python list in column {name!r}, spelt as text",
-                got=f"{text[:60]!r}",
-                expected="JSON, with double quotes, or a list of messages",
-                fix="write the column with json.dumps(messages)",
-            )
+            what = f"{self.location} has a Python list in column {name!r}, spelt as text"
+            expected, fix = "JSON, with double quotes, or a list", "write the column with json.dumps(messages)"
+            raise DataError(what, got=f"{text[:60]!r}", expected=expected, fix=fix)
         if is_chat_column and not is_dialogue(text):
             raise DataError(
                 f"{self.location} has a text in column {name!r}",
@@ -220,32 +239,26 @@ class ChatRow:
             for turn in turns
         )
         if not is_read:
-            raise DataError(
-                f"{self.location} cannot be read in column 'history'",
-                got=str(turns)[:60],
-                expected="a list of pairs: what was asked and what was answered",
-            )
+            what, expected = "column 'history'", "a list of pairs: what was asked and what was answered"
+            raise DataError(f"{self.location} cannot be read in {what}", got=str(turns)[:60], expected=expected)
         self._check_encodable("history", turns)
         roles = ("user", "assistant")
         return [{"role": role, "content": text} for turn in turns for role, text in zip(roles, turn, strict=True)]
 
     def _check_encodable(self, name: str, value: Any) -> None:
-        broken = _lone_surrogate(value)
-        if broken is not None:
-            raise DataError(
-                f"{self.location} holds half of a surrogate pair in column {name!r}, which no encoding can write",
-                got=f"U+{ord(broken):04X}",
-                expected="text that UTF-8 can hold",
-                fix=f"repair the row, or {LEAVE_OUT}",
-            )
+        if (broken := _lone_surrogate(value)) is not None:
+            what = f"half of a surrogate pair in column {name!r}, which no encoding can write"
+            got, fix = f"U+{ord(broken):04X}", f"repair the row, or {LEAVE_OUT}"
+            raise DataError(f"{self.location} holds {what}", got=got, expected="text that UTF-8 can hold", fix=fix)
 
 
 def chat_rows(shard: RecordShard, columns: Mapping[str, str]) -> Iterator[tuple[Mapping[str, Any], ChatRow]]:
     """Every row as it is and under our names."""
+    features = shard.features
     for location, row in shard.rows():
         if not isinstance(row, Mapping):
             raise DataError(f"{location} is not a row", got=type(row).__name__, expected="a mapping of columns")
-        yield row, ChatRow(row, location, columns)
+        yield row, ChatRow(row, location, columns, features)
 
 
 def iter_said(row: ChatRow) -> Iterator[str]:
@@ -345,12 +358,9 @@ def common_prompt(chosen: Said, rejected: Said, location: object) -> tuple[Said,
     """The common prompt of two responses and the rest of each, split at whole messages, words or tokens. Raises
     DataError where nothing is left of one, and where they are of different kinds."""
     if isinstance(chosen, str) != isinstance(rejected, str) or is_chat(chosen) != is_chat(rejected):
-        raise DataError(
-            f"{location} has responses of two kinds, which have no common prompt",
-            got=f"{_kind(chosen)} and {_kind(rejected)}",
-            expected="two texts, two lists of messages or two lists of tokens; or a column 'prompt'",
-            fix=LEAVE_OUT,
-        )
+        what, got = "responses of two kinds, which have no common prompt", f"{_kind(chosen)} and {_kind(rejected)}"
+        expected = "two texts, two lists of messages or two lists of tokens; or a column 'prompt'"
+        raise DataError(f"{location} has {what}", got=got, expected=expected, fix=LEAVE_OUT)
     if chosen == rejected:
         raise DataError(f"{location} prefers a response to itself", fix=LEAVE_OUT)
     pairs = enumerate(zip(chosen, rejected, strict=False))
@@ -404,16 +414,15 @@ def _messages_in_json(text: str) -> list[Any] | None:
 
 def _message(item: Mapping[str, Any], location: object, knows_role: Callable[[str], bool]) -> Message:
     """A message with the keys that templates read, and `train` if it is not to be trained on."""
-    flags = [item[name] for name in ("weight", "train") if item.get(name) is not None]
-    if any(flag not in (0, 1) for flag in flags):
+    flags = {name: item[name] for name in FLAGS if item.get(name) is not None}
+    if any(flag not in (0, 1) for flag in flags.values()):
         raise DataError(
             f"{location} has a message that is partly trained on",
-            got=", ".join(f"{name}={item[name]!r}" for name in ("weight", "train") if item.get(name) is not None),
-            expected="weight 0 or 1, train false or true",
+            got=", ".join(f"{name}={flag!r}" for name, flag in flags.items()),
+            expected="weight 0 or 1, train or loss false or true",
         )
-    kept = {name: value for name, value in item.items() if name not in ("weight", "train")}
-    message = _speech(kept, location, knows_role)
-    return {**message, "train": False} if any(not flag for flag in flags) else message
+    message = _speech({name: value for name, value in item.items() if name not in FLAGS}, location, knows_role)
+    return {**message, "train": False} if not all(flags.values()) else message
 
 
 def _speech(item: Mapping[str, Any], location: object, knows_role: Callable[[str], bool]) -> Message:

@@ -16,9 +16,9 @@ from typing import Any, final
 import numpy as np
 
 from kitforge.data.chat.jinja_sandbox import sandboxed
-from kitforge.data.chat.render import ChatRender, TemplateLanguage
+from kitforge.data.chat.render import REASONING, ChatRender, TemplateLanguage
 from kitforge.data.chat.replies import ReplySpan, find_replies
-from kitforge.data.chat.written import check_plain, check_written
+from kitforge.data.chat.written import check_plain, check_written, is_written
 from kitforge.data.document_shard import fingerprint_of
 from kitforge.data.text.continuation import encode_continuation
 from kitforge.data.tokenizers.huggingface import HuggingFaceTokenizer
@@ -39,6 +39,8 @@ _SPEAKERS = {"user": "Human", "assistant": "Assistant"}
 # Tokenizers that know special tokens and templates.
 _MARKING = (HuggingFaceTokenizer, SentencePieceTokenizer)
 # Options that callers cannot set.
+# Keys of messages that are read by their meaning; the id of a call only joins it to its result.
+_KEYS = ("role", "content", "from", "value", "train", "tool_calls", "tool_call_id", *REASONING)
 _RESERVED = ("messages", "add_generation_prompt")
 
 
@@ -91,6 +93,7 @@ class ChatTemplate:
     ) -> None:
         self._tokenizer = tokenizer
         self._named = dict(named_tokens)
+        self._tried: dict[str, set[str]] = {}  # keys of messages, by role
         sources = {"default": source} if isinstance(source, str) else dict(source or {})
         self.fingerprint = fingerprint_of("chat template", sources, self._named)
         # Whether a tool call is written between <tool_call> and </tool_call>.
@@ -138,6 +141,19 @@ class ChatTemplate:
             check_plain(messages, trained, inputs)
         else:
             check_written(self._text, messages, trained, inputs)
+
+    def unread_keys(self, messages: Sequence[Message], inputs: Mapping[str, Any]) -> list[str]:
+        """The keys of messages without which the conversation is the same. Each is tried once for a role."""
+        found = []
+        for number, message in enumerate(messages):
+            known = self._tried.setdefault(message["role"], set(_KEYS))
+            for name in sorted(name for name, value in message.items() if value is not None and name not in known):
+                known.add(name)
+                # Null contents are empty texts, as templates read them.
+                read = [each if each.get("content") is not None else {**each, "content": ""} for each in messages]
+                if not (self._languages and is_written(self._text, read, number, name, inputs)):
+                    found.append(name)
+        return found
 
     def names_role(self, role: str) -> bool:
         """Whether the template has a word for that role."""

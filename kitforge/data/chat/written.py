@@ -31,7 +31,7 @@ def check_written(
         for name in _parts(message):
             letter = {"content": "c", "tool_calls": "k"}.get(name, "r")
             is_marked = f"{nonce}x{number}{letter}" in marked
-            if not is_marked and not _is_written(write, messages, number, name, inputs):
+            if not is_marked and not is_written(write, messages, number, name, inputs):
                 raise _left_out(name, f"{name} of message {number}, which is the {message['role']}'s")
     for number, content in trained.items():
         is_marked = not content and "content" in _parts(messages[number]) and f"{nonce}x{number}c" in marked
@@ -78,7 +78,7 @@ def _marked_call(call: Any, mark: str) -> Any:
     return {**call, "function": {**function, "name": function["name"] + mark}}
 
 
-def _is_written(write: Write, messages: Sequence[Message], number: int, name: str, inputs: Mapping[str, Any]) -> bool:
+def is_written(write: Write, messages: Sequence[Message], number: int, name: str, inputs: Mapping[str, Any]) -> bool:
     """Whether the conversation up to a message, or all of it, is another without a part of that message."""
     names = REASONING if name in REASONING else (name,)
     kept = {key: value for key, value in messages[number].items() if key not in names}

@@ -9,7 +9,9 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, final
 
-from kitforge.data.labels import Label
+from kitforge.data.document_shard import python_value
+from kitforge.data.features import class_names, named
+from kitforge.data.labels import NO_LABEL, Label
 from kitforge.data.source import open_rows
 from kitforge.foundation.errors import DataError
 
@@ -26,6 +28,7 @@ class ImageEntry:
 
     location: str  # for messages
     label: Label | None
+    names: tuple[str, ...] = ()  # of the numbers of a ClassLabel, if the label is one of them
     read: Callable[[], Any]  # bytes, a path, an image of Pillow, or an array [H, W] or [H, W, C] of bytes
 
 
@@ -45,7 +48,7 @@ def find_images(spec: object, split: Split = "train", image: str = "image", labe
     else:
         home = path.parent if path is not None else None
         found = [
-            _of_row(row, str(location), image, label, home)
+            _of_row(row, str(location), (image, label), home, class_names(shard.features, (label,))[1])
             for shard in open_rows(spec)
             for location, row in shard.rows()
         ]
@@ -82,17 +85,19 @@ def _of_names(
     return [ImageEntry(location=f"{root}: {name}", label=each[-2], read=reader(name)) for name, each in parts.items()]
 
 
-def _of_row(row: object, location: str, image: str, label: str, home: Path | None) -> ImageEntry:
-    values = row if isinstance(row, Mapping) else {}
+def _of_row(
+    row: object, location: str, columns: tuple[str, str], home: Path | None, names: tuple[str, ...]
+) -> ImageEntry:
+    values, (image, label) = row if isinstance(row, Mapping) else {}, columns
     if image not in values:
         raise DataError(f"{location} has no column {image!r}", got=", ".join(map(str, values)) or type(row).__name__)
-    value, name = values[image], values.get(label)
+    value, name = values[image], named(values.get(label), names, location) if names else python_value(values.get(label))
     if isinstance(name, float) and name.is_integer():
         name = int(name)
     is_list = isinstance(name, list) and all(isinstance(each, (str, int, float)) for each in name)
-    if name is not None and (not (is_list or isinstance(name, (str, int, float))) or name == ""):
+    if name is not None and (not (is_list or isinstance(name, (str, int, float))) or name in ("", NO_LABEL)):
         expected = "a text, a number, or a list of them"
         raise DataError(f"{location} has no label", got=f"{label}={name!r}", expected=expected)
     if isinstance(value, str) and home is not None:
         value = home / value
-    return ImageEntry(location=location, label=name, read=lambda: value)
+    return ImageEntry(location=location, label=name, names=names, read=lambda: value)

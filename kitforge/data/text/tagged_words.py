@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 from kitforge.data.document_shard import column_value
-from kitforge.data.labels import label_index
+from kitforge.data.labels import NO_LABEL, label_index
 from kitforge.data.tokenizers.loading import Tokenizer
 from kitforge.foundation.errors import DataError
 
@@ -21,7 +21,14 @@ def words_of(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[list[int], lis
     tokens, spans = tokenizer.encode_offsets(" ".join(words))
     # A space belongs to no word; a token of two words to the first.
     owners = [owner for number, word in enumerate(words) for owner in (*[number] * len(word), -1)]
-    return tokens, [next((each for each in owners[start:stop] if each >= 0), -1) for start, stop in spans]
+    found = [next((each for each in owners[start:stop] if each >= 0), -1) for start, stop in spans]
+    for at, (token, (start, stop)) in enumerate(zip(tokens, spans, strict=True)):
+        follows = found[at + 1] if at + 1 < len(found) else -1
+        # A word that begins with a token of its space alone where it is encoded by itself, as in the vocabularies of
+        # LLaMA 2, has that as its first token here too.
+        if found[at] < 0 <= follows and start < stop and tokenizer.encode(words[follows])[:1] == [token]:
+            found[at] = follows
+    return tokens, found
 
 
 def tagged_tokens(
@@ -40,6 +47,7 @@ def tagged_tokens(
     if not is_list or len(tags) != len(words):
         got = f"{len(tags)} tags" if is_list else repr(tags)[:80]
         raise DataError(f"{location} has other tags than words", got=got, expected=f"{len(words)}, texts or numbers")
+    tags = [None if str(each) == str(NO_LABEL) else each for each in tags]
     tokens, owners = words_of(tokenizer, words)
     if missing := set(range(len(words))) - set(owners):
         got = repr(words[min(missing)])

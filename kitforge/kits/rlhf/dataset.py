@@ -197,6 +197,10 @@ def _length_filtered(
             expected=limit,
             fix="add a larger data.sequence_length, data.truncation=left|right or data.on_too_long=drop",
         )
+    if reserved and options.truncation == "right":
+        fix = "data.truncation=left, data.on_too_long=drop without it, or a larger data.sequence_length"
+        got = f"up to {int(lengths.max())} tokens, and data.truncation=right"
+        raise DataError("prompts cut on the right lose what opens the reply", got=got, expected=limit, fix=fix)
     lost = overlong if options.truncation is None else _invalid_after_truncation(rows, overlong, options, room)
     kept = np.setdiff1d(everything, lost)
     if not len(kept):

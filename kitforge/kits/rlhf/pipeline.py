@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any, final
 
@@ -79,9 +79,10 @@ def _responses(
 ) -> Iterator[tuple[Mapping[str, Any], TokenizedExample]]:
     """Every valid row with its tokens."""
     reader, num_dropped = ChatDatasetReader(pipeline.tokenizer, template_of(pipeline.tokenizer), options.columns), 0
-    for location, row in chain.from_iterable(shard.rows() for shard in open_rows(options.eval)):
+    described = ((shard.features, shard) for shard in open_rows(options.eval))
+    for features, (location, row) in ((found, pair) for found, shard in described for pair in shard.rows()):
         try:
-            response = reader.demonstration(row, location)
+            response = reader.demonstration(row, location, features)
             if "score" in row:
                 raise DataError("the row has a column `score` already", fix="rename it: the scores are written there")
         except DataError as error:

@@ -104,7 +104,7 @@ class TaskInputs(Generic[OptionsT]):
         """The rows of the task; `columns` names their columns for the error. `kind` None: prompts, rendered with the
         schemas of `tools`. Raises ConfigError without data."""
         purpose, name = ("evaluate", "eval") if self.is_evaluation else ("train", "train")
-        if self.sources == (None, None):
+        if all(each is None for each in self.sources):
             raise ConfigError(
                 f"{self.options.task} has no data to {purpose} on",
                 got=f"data.{name}=null",

@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from kitforge.core.nn.context import DropoutKey
 from kitforge.data.document_shard import column_value, document_of, fingerprint_of
 from kitforge.data.labels import (
+    NO_LABEL,
     Label,
     ProblemType,
+    head_labels,
     index_of,
     label_index,
     multi_hot,
-    names_of,
     number_names,
     numbers_of,
 )
@@ -106,16 +107,20 @@ def read_data(
         text, label = _columns(row, options, location)
         return tokenizer.encode_prompt(text), label
 
-    rows, held = read_labelled_rows(train, read, data), read_labelled_rows(evaluation, read, data)
+    # The numbers of a regression are no classes.
+    columns = () if options.problem_type == "regression" else (data.label,)
+    rows, declared = read_labelled_rows(train, read, data, columns)
+    held, held_declared = read_labelled_rows(evaluation, read, data, columns)
     every = [label for _, _, label in (*rows, *held)]
     are_lists = bool(every) and all(isinstance(label, list) for label in every)
     kind: ProblemType = "multi_label_classification" if are_lists else "single_label_classification"
     problem_type = options.problem_type or kind
     if problem_type == "regression":
         labels = number_names([(at, label) for at, _, label in rows or held], known)
+        index = index_of(labels)
     else:
-        labels = known or names_of([label for _, _, label in rows])
-    index = index_of(labels)
+        is_fixed, own = bool(options.labels) or not rows, [label for _, _, label in rows]
+        labels, index = head_labels(known, declared or held_declared, own, is_fixed=is_fixed)
     found, others = (
         list(zip([tokens for _, tokens, _ in each], _targets(each, index, problem_type), strict=True))
         for each in (rows, held)
@@ -151,7 +156,7 @@ def _columns(row: object, options: TextClassificationOptions, location: object) 
     if isinstance(label, float) and label.is_integer():
         label = int(label)
     is_list = isinstance(label, list) and all(isinstance(each, (str, int, float)) for each in label)
-    if not text.strip() or not (is_list or isinstance(label, (str, int))) or label == "":
+    if not text.strip() or not (is_list or isinstance(label, (str, int))) or label in ("", NO_LABEL):
         got = "an empty text" if not text.strip() else f"{data.label}={label!r}"
         fix = "add problem_type=regression to learn numbers" if isinstance(label, float) else None
         expected = "a text, and a label or a list of them"

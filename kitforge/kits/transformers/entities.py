@@ -24,7 +24,12 @@ def entity_counts(wanted: Sequence[str], predicted: Sequence[str]) -> tuple[floa
     """Entities of one row that were found, that were predicted, and that there are; an entity is right if its type and
     both of its ends are."""
     seqeval = import_optional("seqeval.metrics.sequence_labeling", needed_for="entity F1", extra="transformers")
-    theirs, ours = (set(seqeval.get_entities(list(each))) for each in (wanted, predicted))
+    # seqeval's default mode knows IOBES; BILOU has U for its S, and L for its E.
+    spelt = (
+        [re.sub("^[LU]-", lambda tag: "E-" if tag[0] == "L-" else "S-", tag) for tag in each]
+        for each in (wanted, predicted)
+    )
+    theirs, ours = (set(seqeval.get_entities(each)) for each in spelt)
     return float(len(theirs & ours)), float(len(ours)), float(len(theirs))
 
 

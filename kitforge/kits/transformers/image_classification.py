@@ -28,10 +28,10 @@ from kitforge.data.images.labelled import ImageEntry, find_images
 from kitforge.data.labels import (
     ProblemType,
     find_label,
+    head_labels,
     index_of,
     label_index,
     multi_hot,
-    names_of,
     number_names,
     numbers_of,
 )
@@ -152,20 +152,24 @@ class ImageFiles:
     train: list[ImageEntry]
     eval: list[ImageEntry] | None  # None: a fraction of the training images
 
-    def labels(self, known: tuple[str, ...], problem_type: ProblemType) -> tuple[str, ...]:
+    def labels(
+        self, known: tuple[str, ...], problem_type: ProblemType, *, is_fixed: bool
+    ) -> tuple[tuple[str, ...], dict[str, int]]:
         """The known labels, where any training image has one of them, else those of the images in order; those of a
-        regression by the count of its numbers."""
+        regression by the count of its numbers. And the number of each name."""
+        every = [*self.train, *(self.eval or [])]
         if problem_type == "regression":
-            every = [*self.train, *(self.eval or [])]
-            return number_names([(each.location, each.label) for each in every if each.label is not None], known)
+            names = number_names([(each.location, each.label) for each in every if each.label is not None], known)
+            return names, index_of(names)
         fraction = next((each for each in self.train if isinstance(each.label, float)), None)
         if fraction is not None:
             expected, fix = "a text, a whole number, or a list of them", "add model.problem_type=regression"
             raise DataError(f"{fraction.location} has no label", got=fraction.label, expected=expected, fix=fix)
         own = [each.label for each in self.train if each.label is not None]
         single = [part for each in own for part in (each if isinstance(each, (list, tuple)) else (each,))]
-        is_known = any(find_label(each, index_of(known)) is not None for each in single) or not own
-        return known if known and is_known else names_of(own)
+        declared = list(dict.fromkeys(name for each in self.train or every for name in each.names))
+        is_known = bool(declared) or any(find_label(each, index_of(known)) is not None for each in single) or not own
+        return head_labels(known if is_known or is_fixed else (), declared, own, is_fixed=is_fixed or not self.train)
 
     @property
     def has_lists(self) -> bool:
@@ -189,31 +193,31 @@ def find_files(train: object, evaluation: object, data: ImageDataOptions) -> Ima
 
 
 def read_images(
-    files: ImageFiles, options: ImageClassificationOptions, labels: tuple[str, ...], config: ViTConfig
+    files: ImageFiles, options: ImageClassificationOptions, index: dict[str, int], config: ViTConfig
 ) -> RowSplits[ImageRows]:
     """Decode the images that are kept. Raises DataError naming one without a known label, or that is not an image."""
-    found = _usable(files.train, labels, options.data, config)
-    held = None if files.eval is None else _usable(files.eval, labels, options.data, config)
+    found = _usable(files.train, index, options.data, config)
+    held = None if files.eval is None else _usable(files.eval, index, options.data, config)
     train, evaluation = (
         ImageRows([entry for entry, _ in each], [label for _, label in each], config)
         for each in hold_out(found, held, options.data.eval_fraction, options.seed)
     )
-    return RowSplits(train=train, eval=evaluation, labels=labels, problem_type=config.problem_type)
+    return RowSplits(train=train, eval=evaluation, labels=config.labels, problem_type=config.problem_type)
 
 
 def _usable(
-    entries: Sequence[ImageEntry], names: tuple[str, ...], data: ImageDataOptions, config: ViTConfig
+    entries: Sequence[ImageEntry], index: dict[str, int], data: ImageDataOptions, config: ViTConfig
 ) -> list[tuple[ImageEntry, int | list[float]]]:
     """The images that can be used, and the number of each one's label, or a zero or one for each label."""
     is_multi_hot, is_number = (config.problem_type == each for each in ("multi_label_classification", "regression"))
-    index, found, num_skipped = index_of(names), [], 0
+    found, num_skipped = [], 0
     for entry in entries:
         if isinstance(entry.label, (list, tuple)) and not (is_multi_hot or is_number):
             expected = "one, by the problem_type of the model"
             raise DataError(f"{entry.location} has a list of labels", got=entry.label, expected=expected)
         number: int | list[float]
         if is_number:
-            number = numbers_of(entry.label, names, entry.location)
+            number = numbers_of(entry.label, list(index), entry.location)
         elif is_multi_hot and entry.label is not None:
             number = multi_hot(entry.label, index, entry.location)
         else:
@@ -307,14 +311,15 @@ class ImageClassification(NetworkKit[ImageClassificationOptions, ImageProcessor]
         # As in transformers, a single output that is not said to be a label is a number.
         is_number = kind != "multi_label_classification" and known is not None and len(known.labels) == 1
         kind = "regression" if is_number else kind or "single_label_classification"
-        labels = options.labels or files.labels(() if known is None else known.labels, kind)
+        given = options.labels or (() if known is None else known.labels)
+        labels, index = files.labels(given, kind, is_fixed=bool(options.labels))
         values = {**options.model, "labels": labels} if known is None else {**to_dict(known), "labels": labels}
         if kind == "regression":
             values["problem_type"] = kind
         elif files.has_lists and known is None:
             values.setdefault("problem_type", "multi_label_classification")
         config: Any = config_of({"family": "vit", **values}, "vision")
-        data = read_images(files, options, labels, config)
+        data = read_images(files, options, index, config)
         source = dataclasses.replace(source, config=config)
         if known is not None and known.labels != labels:
             # Labels that the model does not have begin with a new classifier.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from kitforge.core.nn.score_head import BACKBONE, HEAD, HEAD_BIAS, ScoreModel, i
 from kitforge.core.optim.groups import ParameterGroup, decay_groups
 from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.core.parallel.world import World
+from kitforge.data.features import class_names, named
 from kitforge.data.labels import ProblemType
 from kitforge.data.source import open_rows
 from kitforge.data.tokenizers.loading import Tokenizer
@@ -95,16 +96,21 @@ class LabellingOptions(TokenizedOptions, ABC):
 
 
 def read_labelled_rows(
-    spec: object, read: Callable[[object, object], tuple[list[int], TargetT]], data: LabelledRowOptions
-) -> list[tuple[object, list[int], TargetT]]:
+    spec: object,
+    read: Callable[[object, object], tuple[list[int], TargetT]],
+    data: LabelledRowOptions,
+    columns: Sequence[str],
+) -> tuple[list[tuple[object, list[int], TargetT]], list[str]]:
     """Location, tokens and target of every row; `read` gives the latter two of a row and its location, and raises
-    DataError for one that cannot be used."""
+    DataError for one that cannot be used. And the names that ClassLabel gives to the numbers of the first of `columns`
+    that there is, in whose place the rows have these names."""
     found: list[tuple[object, list[int], TargetT]] = []
-    num_skipped = num_cut = 0
-    located = (pair for shard in (open_rows(spec) if spec is not None else ()) for pair in shard.rows())
-    for location, row in located:
+    num_skipped, num_cut, declared = 0, 0, dict[str, None]()
+    for location, row, column, names in _class_rows(spec, columns):
+        declared |= dict.fromkeys(names)
         try:
-            tokens, target = read(row, location)
+            plain = {**row, column: named(row[column], names, location)} if names else row
+            tokens, target = read(plain, location)
         except DataError:
             if data.on_invalid == "refuse":
                 raise
@@ -121,7 +127,14 @@ def read_labelled_rows(
         raise DataError("there are no labelled rows", got=f"{num_skipped} unusable ones", expected="at least one")
     if num_skipped or num_cut:
         _log.warning("%d rows: %d more were skipped, %d were cut", len(found), num_skipped, num_cut)
-    return found
+    return found, list(declared)
+
+
+def _class_rows(spec: object, columns: Sequence[str]) -> Iterator[tuple[object, Any, str, tuple[str, ...]]]:
+    """Every row with its location, and the column of a ClassLabel with its names."""
+    for shard in open_rows(spec) if spec is not None else ():
+        column, names = class_names(shard.features, columns)
+        yield from ((location, row, column, names) for location, row in shard.rows())
 
 
 class HeadedModel(ScoreModel, ABC):

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from kitforge.core.nn.context import DropoutKey
 from kitforge.data.document_shard import fingerprint_of
-from kitforge.data.labels import index_of, label_names
-from kitforge.data.text.tagged_words import TokenTag, tagged_tokens, token_codes, words_of
+from kitforge.data.labels import head_labels
+from kitforge.data.text.tagged_words import TAG_COLUMNS, TokenTag, tagged_tokens, token_codes, words_of
 from kitforge.data.tokenizers.loading import Tokenizer
 from kitforge.foundation.config import check_choice
 from kitforge.foundation.device import copy_to
@@ -88,9 +88,13 @@ def read_tagged(
     def read(row: object, location: object) -> tuple[list[int], list[TokenTag]]:
         return tagged_tokens(row, (data.words, data.tags), tokenizer, location)
 
-    rows, held = read_labelled_rows(train, read, data), read_labelled_rows(evaluation, read, data)
-    labels = known or label_names([tag for _, _, tags in rows for tag, _ in tags if tag is not None])
-    coded = partial(token_codes, index=index_of(labels), labels_all=data.label_all_tokens)
+    columns = TAG_COLUMNS if data.tags is None else (data.tags,)
+    rows, declared = read_labelled_rows(train, read, data, columns)
+    held, held_declared = read_labelled_rows(evaluation, read, data, columns)
+    own_tags = [tag for _, _, tags in rows for tag, _ in tags if tag is not None]
+    is_fixed = bool(options.labels) or not rows
+    labels, index = head_labels(known, declared or held_declared, own_tags, is_fixed=is_fixed)
+    coded = partial(token_codes, index=index, labels_all=data.label_all_tokens)
     found, others = (
         [(tokens, coded(tags, location=location)[: len(tokens)]) for location, tokens, tags in each]
         for each in (rows, held)

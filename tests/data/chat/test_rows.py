@@ -8,9 +8,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
+from pyarrow import parquet
 
 from kitforge.data import readers
 from kitforge.data.chat.datasets import ChatDatasetReader, TokenizedExample
@@ -18,7 +21,7 @@ from kitforge.data.chat.example_cache import build_example_cache
 from kitforge.data.chat.template import template_of
 from kitforge.data.tokenizers.loading import ByteTokenizer, HuggingFaceTokenizer
 from kitforge.foundation.errors import DataError
-from tests.data.chat.cases import CHATML, assistant, save_tokenizer, user
+from tests.data.chat.cases import CHATML, THINKING, assistant, save_tokenizer, user
 
 TOKENIZER = ByteTokenizer()
 CHAT, REPLY, NO = [user("Hi")], [assistant("Hello")], [assistant("No")]
@@ -410,3 +413,74 @@ def test_rows_mean_the_same_wherever_they_are(name: str, tmp_path: Path) -> None
         iter(rows),
     ):
         assert list(read(given)) == wanted, type(given)
+
+
+@pytest.mark.parametrize("flag", ["weight", "train", "loss"])
+@pytest.mark.parametrize("key", ["messages", "conversations"])
+def test_a_reply_with_a_flag_is_not_trained_on(flag: str, key: str) -> None:
+    talk = [user("Hi"), {**assistant("Draft"), flag: False}, user("So"), {**assistant("Good"), flag: True}]
+    (found,) = reader().demonstrations([{key: talk}])
+    assert "[Good|]" in shown(found)
+    assert "[Draft|]" not in shown(found)
+    with pytest.raises(DataError, match="partly trained on"):
+        list(reader().demonstrations([{key: [user("Hi"), {**assistant("Draft"), flag: 0.5}]}]))
+
+
+def test_keys_of_messages_that_nobody_reads_are_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    template = CHATML.replace("m['content']", "m['content'] + m.get('sign', '')")
+    tokenizer = HuggingFaceTokenizer(save_tokenizer(tmp_path, "bytes", template))
+    talk = [user("Hi"), {**assistant("Hello"), "loss_scale": 0.0, "sign": "!", "loss": None, "tool_call_id": "7"}]
+    list(ChatDatasetReader(tokenizer, template_of(tokenizer)).demonstrations([{"messages": talk}] * 2))
+    assert [record.getMessage().split(",")[0] for record in caplog.records] == [
+        "row 1 of the data has a message with 'loss_scale'"
+    ]
+
+
+def test_a_renamed_column_is_not_read_again_under_its_own_name() -> None:
+    (asked,) = reader({"prompt": "system", "completion": "reply"}).demonstrations([{"system": "Hi", "reply": "Hello"}])
+    assert shown(asked) == "Hi[Hello|]"
+    (pair,) = reader({"prompt": "history"}).pairs([{"history": "Hi", "chosen": "yes", "rejected": "no"}])
+    assert shown(pair.chosen) == "Hi[yes|]"
+    # Rewards read every column of the row.
+    (question,) = reader({"prompt": "system"}).prompts([{"system": "Hi", "answer": 4}])
+    assert question.columns == {"prompt": "Hi", "system": "Hi", "answer": 4}
+
+
+def test_the_last_message_of_a_row_with_a_verdict_is_what_is_judged() -> None:
+    for row in ({"messages": CHAT + REPLY}, {"conversations": SPELLINGS["messages"][1]["messages"]}):
+        (found,) = reader().unpaired([{**row, "label": False}])
+        (wanted,) = reader().unpaired([{"prompt": CHAT, "completion": REPLY, "label": False}])
+        assert found == wanted
+    with pytest.raises(DataError, match=r"row 1 of the data has no response in its messages\n.*user last"):
+        list(reader().unpaired([{"messages": CHAT, "label": True}]))
+
+
+@pytest.mark.parametrize("rejected", ["No", NO])
+def test_a_conversation_beside_a_rejected_response_is_a_pair(rejected: Any) -> None:
+    (found,) = reader().pairs([{"messages": CHAT + REPLY, "rejected_response": rejected}])
+    (wanted,) = reader().pairs([{"prompt": CHAT, "chosen": REPLY, "rejected": NO}])
+    assert found == wanted
+
+
+@pytest.mark.parametrize("spec", ["dataset", "parquet", "jsonl"])
+def test_tools_have_no_nulls_that_arrow_filled_in(spec: str, tmp_path: Path) -> None:
+    tokenizer = HuggingFaceTokenizer(save_tokenizer(tmp_path / "tokenizer", "bytes", THINKING))
+    rows = []
+    for name in ("city", "zone"):
+        properties = {name: {"type": "string", "default": "x"}}
+        tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": properties}}}
+        call = {"type": "function", "function": {"name": "f", "arguments": {name: "Rome"}}}
+        rows.append({"messages": [user("Hi"), assistant("So", tool_calls=[call])], "tools": [tool]})
+    columns = {"messages": "messages"}
+    wanted = list(ChatDatasetReader(tokenizer, template_of(tokenizer), columns).demonstrations(rows))
+    given: Any = datasets.Dataset.from_list(rows)
+    if spec == "parquet":
+        parquet.write_table(pa.Table.from_pylist(rows), given := tmp_path / "a.parquet")
+    if spec == "jsonl":
+        # What JSON says is so: null is a value there.
+        rows[0]["tools"][0]["function"]["parameters"]["properties"]["zone"] = None
+        (given := tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = list(ChatDatasetReader(tokenizer, template_of(tokenizer), columns).demonstrations(given))
+    assert [each.tokens for each in found] == [each.tokens for each in wanted] or spec == "jsonl"
+    assert ("null" in tokenizer.decode(found[0].tokens)) is (spec == "jsonl")
+    assert "zone" not in tokenizer.decode(found[0].tokens) or spec == "jsonl"

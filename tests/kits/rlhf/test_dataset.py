@@ -64,6 +64,10 @@ def test_prompts_are_cut_to_leave_room_for_answers(tmp_path: Path) -> None:
         read(None, [{"prompt": "pqrs"}], tmp_path, reserved=3)
     with pytest.raises(DataError, match="too long"):
         read(None, [{"prompt": "pqrs"}], tmp_path, reserved=5, truncation="left")
+    # The end of a prompt opens the answer.
+    with pytest.raises(DataError, match="prompts cut on the right lose what opens the reply"):
+        read(None, [{"prompt": "pqrs"}], tmp_path, reserved=3, truncation="right")
+    assert len(read(None, [{"prompt": "pq"}], tmp_path, reserved=3, truncation="right").train) == 1
 
 
 def test_rows_of_which_nothing_is_left_to_learn_are_refused_or_counted(

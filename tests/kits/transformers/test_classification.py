@@ -7,6 +7,8 @@ import random
 from pathlib import Path
 from typing import Any, cast
 
+import datasets
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -22,6 +24,7 @@ from kitforge.foundation.errors import ConfigError, DataError, ModelError
 from kitforge.kits.kit import RunInputs
 from kitforge.kits.registry import kit_of_folder, recorded_task
 from kitforge.kits.transformers.build import TASKS
+from kitforge.kits.transformers.classification import read_data
 from kitforge.kits.transformers.labelling import SequenceClassifier
 from kitforge.kits.transformers.rows import metrics_of
 from kitforge.trainer.run_folder import train
@@ -380,3 +383,24 @@ def test_a_number_of_an_evaluation_row_that_is_none_of_the_labels_is_refused() -
     given = [{"text": "a", "label": 1}, {"text": "b", "label": 2}, {"text": "c", "label": 3}]
     with pytest.raises(DataError, match=r"row \d.*(?s:unknown label.*got: +0)"):
         begin(None, {}, train_dataset=given, eval_dataset=[given[0], {"text": "d", "label": 0}])
+
+
+def test_the_numbers_of_a_class_label_are_its_names_and_minus_100_is_none() -> None:
+    features = datasets.Features(
+        {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["spam", "ham"])}
+    )
+    labelled = datasets.Dataset.from_dict({"text": ["a", "b"], "label": [1, 0]}, features=features)
+    unlabelled = [
+        {"text": "a", "label": np.int64(1)},
+        {"text": "b", "label": np.int64(0)},
+        {"text": "c", "label": -100},
+    ]
+    options = KIT.read_options(tiny.nested(OPTIONS | {"data.eval_fraction": 0.0}))
+    # Its own names in their order, the same ones of a checkpoint, and a head of its own beside others.
+    for known, names in (((), ("spam", "ham")), (("ham", "spam"), ("ham", "spam")), (("no", "yes"), ("spam", "ham"))):
+        data = read_data(labelled, None, ByteTokenizer(), options, known)
+        assert data.labels == names
+        assert [data.labels[each] for each in data.train.labels] == ["ham", "spam"]
+    with pytest.raises(DataError, match=r"row 3 of the data is not a labelled text\n.*label=-100"):
+        read_data(unlabelled, None, ByteTokenizer(), options, ())
+    assert read_data(unlabelled[:2], None, ByteTokenizer(), options, ("no", "yes")).train.labels.tolist() == [1, 0]

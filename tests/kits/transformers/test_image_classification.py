@@ -8,6 +8,7 @@ import zipfile
 from pathlib import Path
 from typing import Any, cast
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -50,6 +51,12 @@ def picture(colour: str, number: int, size: tuple[int, int] = (16, 16)) -> Image
     """Noise around a colour."""
     noise = np.random.default_rng(number).integers(-40, 40, (*size[::-1], 3))
     return Image.fromarray((np.array(COLOURS[colour]) + noise).clip(0, 255).astype(np.uint8))
+
+
+def png(image: Image.Image) -> bytes:
+    content = io.BytesIO()
+    image.save(content, "PNG")
+    return content.getvalue()
 
 
 def rows(count: int = 24) -> list[dict[str, Any]]:
@@ -189,6 +196,14 @@ def test_a_published_model_goes_on_with_its_labels_or_with_new_ones(tmp_path: Pa
     given = begin(None, {"model": {}}, model=before, train_dataset=others).loop.model
     assert given.config.labels == ("blueish", "greenish", "pinkish", "redish")
     assert torch.equal(given.position, before.position)
+    names = datasets.ClassLabel(names=["dog", "cat"])
+    features = datasets.Features({"image": datasets.Value("binary"), "label": names})
+    dataset = datasets.Dataset.from_list(
+        [{"image": png(row["image"]), "label": at % 2} for at, row in enumerate(rows(8))], features=features
+    )
+    named = begin(None, still, train_dataset=dataset).loop.model
+    assert named.config.labels == ("dog", "cat")
+    assert not torch.equal(named.classifier.weight, before.classifier.weight)
     for kind in ("lora", "dora", "qlora"):
         model = run(
             tmp_path / kind, still | {"lora.rank": 2, "lora.kind": kind, "trainer.max_steps": 2}

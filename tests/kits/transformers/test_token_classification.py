@@ -7,6 +7,8 @@ import random
 from pathlib import Path
 from typing import Any, cast
 
+import datasets
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -23,7 +25,7 @@ from kitforge.kits.kit import RunInputs
 from kitforge.kits.registry import kit_of_folder, recorded_task
 from kitforge.kits.transformers.build import TASKS
 from kitforge.kits.transformers.entities import entity_counts
-from kitforge.kits.transformers.token_classification import TaggedRows
+from kitforge.kits.transformers.token_classification import TaggedRows, read_tagged
 from kitforge.trainer.run_folder import train
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import TestRendezvous
@@ -84,6 +86,34 @@ def test_a_label_lies_on_the_first_token_of_its_word() -> None:
         batch = cast(TaggedRows, data.train).batch(torch.arange(1).numpy())
         assert batch["labels"].tolist() == [wanted]
         assert batch["firsts"].nonzero()[:, 1].tolist() == [0, 5]
+
+
+@pytest.mark.parametrize("known", [(), ("I-PER", "O", "B-PER"), ("B-LOC", "O")])
+def test_the_numbers_of_a_class_label_are_its_names(known: tuple[str, ...]) -> None:
+    names, given = ["O", "B-PER", "I-PER"], [{"tokens": ["Zoë", "is"], "ner_tags": [1, 0]}] * 2
+    features = datasets.Features(
+        {"tokens": datasets.List(datasets.Value("string")), "ner_tags": datasets.List(datasets.ClassLabel(names=names))}
+    )
+    tagged = datasets.Dataset.from_list(given, features=features)
+    for train_rows, held in ((tagged, None), (None, tagged)):
+        if train_rows is None and not set(names) <= set(known):
+            continue
+        options = KIT.read_options(tiny.nested(OPTIONS | {"data.eval_fraction": 0.0}))
+        data = read_tagged(train_rows, held, ByteTokenizer(), options, known)
+        batch = (data.train if held is None else data.eval).batch(np.arange(1))
+        labels = [data.labels[each] for each in batch["labels"][0].tolist() if each >= 0]
+        assert labels == ["B-PER", "O"]
+        # Other classes than the model's are learnt by a head of their own.
+        assert data.labels == (known if set(names) <= set(known) else tuple(names))
+
+
+@pytest.mark.parametrize("spell", [list, np.array, torch.tensor, lambda tags: list(map(np.int64, tags))])
+def test_tags_of_numpy_and_torch_are_numbers_and_the_one_of_no_class_is_none(spell: Any) -> None:
+    given = [{"tokens": np.array(["Zoë", "is"]), "ner_tags": spell(tags)} for tags in ([1, -100], [0, 1])]
+    data = begin(None, {"data.eval_fraction": 0.0}, train_dataset=given).loop.task._rows
+    assert data.labels == ("0", "1")
+    batch = data.train.batch(np.arange(2))
+    assert [each[each >= 0].tolist() for each in batch["labels"]] == [[1], [0, 1]]
 
 
 @pytest.mark.parametrize("labels_all", [False, True])
