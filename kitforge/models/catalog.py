@@ -162,6 +162,16 @@ def converter_of(config: FamilyConfig) -> Converter:
     return converter
 
 
+def exact_names(config: FamilyConfig) -> set[str]:
+    """The weights that are stored without an offset, which no half-precision number holds together with it."""
+    converter = converter_of(config)
+    try:
+        kind = converter.write_config(config)["model_type"]
+    except ModelError:
+        return set()  # of no architecture of Hugging Face
+    return {each.ours for each in converter.tensor_mappings(config, kind) if each.offset}
+
+
 def converter_of_type(model_type: str) -> Converter:
     """The conversion for folders whose config.json has that `model_type`. Raises ModelError."""
     converters = [family.convert for family in FAMILIES.values() if family.convert is not None]

@@ -38,13 +38,14 @@ from kitforge.models.catalog import (
     config_of,
     converter_of,
     converter_of_type,
+    exact_names,
     exportable_config,
     initial_deviations,
 )
-from kitforge.models.gguf import GgufWeights, write_gguf
+from kitforge.models.gguf import WRITTEN, GgufWeights, write_gguf
 from kitforge.models.hub import resolve
 from kitforge.models.llama.model import LlamaConfig
-from kitforge.models.peft import base_of, is_adapter, merge_adapter
+from kitforge.models.peft import TOKEN_HEADS, base_of, is_adapter, merge_adapter
 from kitforge.models.weight_mapping import (
     HEADS,
     TensorReader,
@@ -56,8 +57,6 @@ from kitforge.models.weight_mapping import (
 
 # The suffixes of classifiers in transformers: of whole texts, and of each token.
 SEQUENCE_CLASSIFIER, TOKEN_CLASSIFIER = "ForSequenceClassification", "ForTokenClassification"
-# Token classifiers of GPT-2 and BLOOM call their head otherwise.
-_TOKEN_HEADS = {"gpt2": "classifier", "bloom": "classifier"}
 # Further numbers of our reward head, stored as `score_<name>` in config.json, which transformers ignores.
 SCORE_KEYS = ("bias", "mean", "deviation")
 # Finds the checkpoint of a folder, collectively over all ranks; None where there is none.
@@ -73,8 +72,10 @@ def build(
     dtype: torch.dtype = torch.float32,
 ) -> Decoder:
     """A language model on the device with initial weights under `seed`; without a seed its weights are not initialized,
-    as the caller loads them next."""
+    as the caller loads them next. Norms that are stored without their offset keep fp32, in which it is added."""
     model = build_on_meta(config, level, device.type).to(dtype)
+    for name in exact_names(config) if dtype.itemsize < 4 else ():
+        model.get_parameter(name).data = model.get_parameter(name).float()
     materialize(model, device)
     if seed is not None:
         layers = model.geometry.num_layers
@@ -303,7 +304,7 @@ def _head_names(model_type: str, suffix: str) -> dict[str, str]:
     """The names of a classifier's tensors in transformers by ours."""
     if suffix == SEQUENCE_CLASSIFIER:
         return {HEAD: HEAD}
-    theirs = _TOKEN_HEADS.get(model_type, "score")
+    theirs = TOKEN_HEADS.get(model_type, "score")
     return {HEAD: f"{theirs}.weight", HEAD_BIAS: f"{theirs}.bias"}
 
 
@@ -405,7 +406,8 @@ def export(
         tensor = stored.read(name, None)
         if not tensor.is_floating_point():
             raise ModelError(f"tensor {name!r} is not a weight", got=tensor.dtype, expected="floating point")
-        return tensor.to(export_dtype(chosen))
+        # The few vectors are cast when they are written: from some an offset is subtracted first.
+        return tensor if tensor.dim() == 1 else tensor.to(export_dtype(chosen))
 
     if not stored.head:
         _write(stored.config, read, folder, extra, chosen)
@@ -465,11 +467,13 @@ def _write(
     mappings = converter.tensor_mappings(config, values["model_type"])
     meta = dict(build_on_meta(config).named_parameters())
     if folder.suffix == GGUF_SUFFIX:
-        if not isinstance(config, LlamaConfig) or head:
-            got = "a classifier or reward model" if head else config.family
-            raise ModelError("this model cannot be written as a GGUF file", got=got, expected="a language model, llama")
+        got = "a classifier or reward model" if head else values["model_type"]
+        if got not in WRITTEN:
+            expected = f"a language model of {', '.join(WRITTEN)}"
+            fix = "export a Hugging Face folder, of which llama.cpp's convert_hf_to_gguf.py may make one"
+            raise ModelError("this model cannot be written as a GGUF file", got=got, expected=expected, fix=fix)
         outline = {name: tuple(each.shape) for name, each in export_tensors(mappings, meta.__getitem__)}
-        write_gguf(folder, config, outline, export_tensors(mappings, read), extra or {}, dtype)
+        write_gguf(folder, cast(LlamaConfig, config), outline, export_tensors(mappings, read), extra or {}, dtype)
         return
     if dtype == "q8_0":
         fix = "add format=gguf, or export as bfloat16"

@@ -36,8 +36,8 @@ from kitforge.models.weight_mapping import ConfigFile, TensorMapping, by_theirs,
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX, _SUFFIXES = "base_model.model.", (".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector")
-# The name of a reward model's head in PEFT and transformers.
-_HEAD = "score"
+# The names of heads in PEFT and transformers: of token classifiers of these families, and of all others.
+TOKEN_HEADS, _HEAD = {"gpt2": "classifier", "bloom": "classifier"}, "score"
 # PEFT re-initializes an adapter when it loads it, before it reads the factors; under other names than these the base
 # model is changed with it.
 _INITIAL = (True, False, None, "gaussian", "orthogonal")
@@ -119,21 +119,24 @@ def save_adapter(
         ranks[theirs] = len(merged[0])
         for suffix, factor in zip(_SUFFIXES, merged, strict=False):
             tensors.append((f"{_PREFIX}{theirs}{suffix}", factor.detach().contiguous()))
-    tensors += [(f"{_PREFIX}{own}", each.detach().contiguous()) for own, each in (head or {}).items()]
+    task = _task_type(network, head or {})
+    name = TOKEN_HEADS.get(exportable_config(network).family, _HEAD) if task == "TOKEN_CLS" else _HEAD
+    for own, each in (head or {}).items():
+        tensors.append((f"{_PREFIX}{name}.{own.removeprefix(f'{_HEAD}.')}", each.detach().contiguous()))
     folder.mkdir(parents=True, exist_ok=True)
     write(folder / WEIGHTS, tensors)
     names = {theirs: _target(theirs, set(groups) - set(written)) for theirs in written}
     wider = {names[theirs]: rank for theirs, rank in ranks.items() if rank != config.rank}
     values = {
         "peft_type": "LORA",
-        "task_type": _task_type(network, head or {}),
+        "task_type": task,
         "base_model_name_or_path": base,
         "r": config.rank,
         "lora_alpha": config.alpha,
         "rank_pattern": wider,
         "alpha_pattern": {name: config.scale * rank for name, rank in wider.items()},
         "target_modules": sorted(set(names.values())),
-        "modules_to_save": [_HEAD] if head else None,
+        "modules_to_save": [name] if head else None,
         "use_dora": config.kind == "dora",
         "lora_dropout": 0.0,
         "bias": "none",
@@ -356,11 +359,10 @@ def base_of(folder: Path) -> str:
 
 
 def read_head(folder: Path) -> dict[str, Tensor]:
-    """The tensors of the reward head stored with an adapter, `score.<name>`; empty for an adapter of a language
-    model."""
+    """The tensors of the head stored with an adapter, `score.<name>`; empty for an adapter of a language model."""
     _read_config(folder / CONFIG)
     file = TensorFile(folder / WEIGHTS, ModelError)
-    return {key.removeprefix(_PREFIX): file.tensor(key) for key in file.names() if _is_head(key)}
+    return {f"{_HEAD}.{key.rpartition('.')[2]}": file.tensor(key) for key in file.names() if _is_head(key)}
 
 
 def is_adapter(folder: Path) -> bool:
@@ -369,7 +371,7 @@ def is_adapter(folder: Path) -> bool:
 
 
 def _is_head(key: str) -> bool:
-    return key.startswith(f"{_PREFIX}{_HEAD}.")
+    return key.startswith(tuple(f"{_PREFIX}{name}." for name in (_HEAD, *TOKEN_HEADS.values())))
 
 
 def _groups(config: FamilyConfig) -> dict[str, list[TensorMapping]]:

@@ -137,9 +137,9 @@ class TensorMapping:
     index: int | None = None
 
     def take(self, tensor: Tensor) -> Tensor:
-        """Our tensor, a view of theirs or, with a stride or an offset (then in fp32), a copy."""
+        """Our tensor, a view of theirs or, with a stride or an offset (then in float64, exactly), a copy."""
         if self.rows is None:
-            return tensor.float() + self.offset if self.offset else tensor
+            return tensor.double() + self.offset if self.offset else tensor
         if self.stride is None:
             return tensor.narrow(self.dim, self.start, self.rows)
         stop = self.start + self.rows
@@ -231,8 +231,7 @@ def import_tensors(
     """Readers of our tensors by name, from a checkpoint that holds `names`. Raises ModelError listing missing and
     unexpected tensors; the head of a model with tied embeddings is unexpected unless it equals the embedding."""
     wanted = {mapping.theirs for mapping in mappings}
-    kept = [name for name in names if not name.endswith(converter.ignored_suffixes)]
-    held = {_full_name(name, converter, wanted): name for name in kept}
+    held = _held(converter, mappings, (name for name in names if not name.endswith(converter.ignored_suffixes)))
     missing, surplus = sorted(wanted - held.keys()), sorted(held.keys() - wanted)
     embedding = next((mapping.theirs for mapping in mappings if mapping.ours == "embedding.weight"), None)
 
@@ -298,14 +297,20 @@ def held_shapes(
 ) -> dict[str, tuple[int, ...]]:
     """The shapes of a checkpoint's tensors by the names of the mappings; tensors without a mapping are left out."""
     wanted = {mapping.theirs for mapping in mappings}
-    full = {_full_name(name, converter, wanted): shape for name, shape in shapes.items()}
-    return {name: shape for name, shape in full.items() if name in wanted}
+    return {name: shapes[own] for name, own in _held(converter, mappings, shapes).items() if name in wanted}
 
 
-def _full_name(name: str, converter: Converter, wanted: Collection[str]) -> str:
-    """A tensor's name in the model with a head; checkpoints of the model without one lack the prefix."""
-    candidates = [name, *(prefix + name for prefix in converter.prefixes)]
-    return next((candidate for candidate in candidates if candidate in wanted), name)
+def _held(converter: Converter, mappings: Sequence[TensorMapping], names: Iterable[str]) -> dict[str, str]:
+    """The names of a checkpoint by those of the model with a head; it may lack the prefix, or a tied embedding."""
+    theirs, found = {mapping.ours: mapping.theirs for mapping in mappings}, dict[str, str]()
+    wanted = {mapping.theirs for mapping in mappings}
+    for name in names:
+        candidates = [name, *(prefix + name for prefix in converter.prefixes)]
+        found[next((candidate for candidate in candidates if candidate in wanted), name)] = name
+    embedding, head = theirs.get("embedding.weight", ""), next((name for name in HEADS if name in found), None)
+    if embedding not in found and head is not None and "output" not in theirs:
+        found[embedding] = found.pop(head)
+    return found
 
 
 def export_tensors(mappings: Sequence[TensorMapping], read: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -332,10 +337,11 @@ def _joined(members: Sequence[TensorMapping], read: Callable[[str], Tensor]) -> 
 
 
 def join(members: Sequence[TensorMapping], parts: Sequence[Tensor]) -> Tensor:
-    """The rows of one of their tensors, from those of its members in order: the inverse of `TensorMapping.take`."""
+    """The rows of one of their tensors, from those of its members in order: the inverse of `TensorMapping.take`, before
+    which none must be rounded."""
     if len(parts) == 1:
         offset = members[0].offset
-        return (parts[0].float() - offset).to(parts[0].dtype) if offset else parts[0]
+        return parts[0].double() - offset if offset else parts[0]
     if members[0].stride is None:
         return torch.cat(list(parts), members[0].dim)
     groups = [part.view(-1, mapping.rows or 1, *part.shape[1:]) for mapping, part in zip(members, parts, strict=True)]
@@ -344,8 +350,8 @@ def join(members: Sequence[TensorMapping], parts: Sequence[Tensor]) -> Tensor:
 
 def export_order(mappings: Sequence[TensorMapping]) -> list[str]:
     """Our names, in the order in which an export reads them."""
-    members = (mapping for group in by_theirs(mappings).values() for mapping in group)
     # A stack is read once, for the matrices of it that follow one another.
+    members = (mapping for group in by_theirs(mappings).values() for mapping in group)
     return [name for (name, _), _ in groupby(members, lambda each: (each.ours, each.index is not None))]
 
 
@@ -445,11 +451,11 @@ def write_experts(experts: ExpertsConfig, count: str) -> dict[str, Any]:
 
 
 def read_rope(config: ConfigFile) -> dict[str, Any]:
-    """The RoPE options of config.json in either format: `rope_parameters`, or `rope_scaling` with top-level keys.
+    """The RoPE options of config.json in either format: `rope_scaling` with top-level keys, or else `rope_parameters`.
 
     Returns theta, fraction and scaling (the options of `RopeScaling`, or None), absent keys left out.
     """
-    nested = config.group("rope_parameters") or config.group("rope_scaling")
+    nested = config.group("rope_scaling") or config.group("rope_parameters")
     result: dict[str, Any] = {}
     inner = {name: nested.pop(name, None) for name in ("rope_theta", "partial_rotary_factor")}
     plain = ConfigFile(config | {name: value for name, value in inner.items() if value is not None})

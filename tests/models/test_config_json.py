@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from kitforge.core.nn.rotary import RopeScaling, RotaryAngles, RotaryConfig
 from kitforge.foundation.errors import ConfigError, KitforgeError, ModelError
@@ -233,3 +235,80 @@ def test_each_rate_of_dropout_is_read_from_its_own_key() -> None:
         written = converter_of(config).write_config(config)
         assert {key: written[key] for key in wanted} == wanted
         assert converter_of(config).read_config(written) == config
+
+
+# The keys without which no network of a family is described; every other one may be absent.
+_ROTARY = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
+REQUIRED: dict[str, tuple[str, tuple[str, ...]]] = {
+    "llama": ("LlamaConfig", _ROTARY),
+    "mistral": ("MistralConfig", _ROTARY),
+    "qwen2": ("Qwen2Config", _ROTARY),
+    "qwen3": ("Qwen3Config", _ROTARY),
+    "smollm3": ("SmolLM3Config", _ROTARY),
+    "gemma3_text": ("Gemma3TextConfig", _ROTARY),
+    "glm": ("GlmConfig", (*_ROTARY, "num_key_value_heads")),
+    "glm4": ("Glm4Config", (*_ROTARY, "num_key_value_heads")),
+    "mixtral": ("MixtralConfig", _ROTARY),
+    "qwen3_moe": ("Qwen3MoeConfig", _ROTARY),
+    "gpt2": ("GPT2Config", ("vocab_size", "n_embd", "n_head", "n_layer")),
+    "bloom": ("BloomConfig", ("vocab_size", "hidden_size", "n_head", "n_layer")),
+    "t5": ("T5Config", ("vocab_size", "d_model", "d_ff", "num_heads", "num_layers")),
+    "mt5": ("MT5Config", ("vocab_size", "d_model", "d_ff", "num_heads", "num_layers")),
+    "vit": ("ViTConfig", ("hidden_size", "num_attention_heads", "num_hidden_layers")),
+}
+# Ours says the same by other options: None is as many heads or layers as of the other kind, or as wide as is left.
+FILLED = {
+    "num_kv_heads": lambda config: config.num_heads,
+    "head_dim": lambda config: config.dim // config.num_heads,
+    "num_decoder_layers": lambda config: config.num_layers,
+    "decoder_start_id": lambda config: 0,
+}
+# transformers 5 says of every mT5 that it is tied, and of none what its file lacked; those of version 4 were not.
+OWN = {"mt5": {"tie_embeddings", "scale_output"}}
+
+
+@pytest.mark.parametrize("kind", REQUIRED)
+def test_absent_keys_mean_what_transformers_means_by_them(kind: str) -> None:
+    name, keys = REQUIRED[kind]
+    whole = getattr(transformers, name)()
+    given = {key: getattr(whole, key) for key in keys}
+    read = converter_of_type(kind).read_config
+    short, long = (
+        {
+            each.name: FILLED[each.name](config) if value is None and each.name in FILLED else value
+            for each, value in ((each, getattr(config, each.name)) for each in fields(config))
+            if each.name not in OWN.get(kind, ())
+        }
+        for config in (
+            read({"model_type": kind, **given}),
+            read({**getattr(transformers, name)(**given).to_dict(), "model_type": kind}),
+        )
+    )
+    assert short == long
+
+
+def test_absent_keys_of_a_pangu_alpha_are_those_of_its_port() -> None:
+    # The defaults of `GPTPanguConfig` in its published configuration_gptpangu.py.
+    port = {
+        "max_position_embeddings": 1024,
+        "intermediate_size": None,
+        "activation_function": "gelu",
+        "resid_pdrop": 0.1,
+        "embd_pdrop": 0.1,
+        "attn_pdrop": 0.1,
+        "layer_norm_epsilon": 1e-5,
+        "scale_attn_weights": True,
+    }
+    given = {"model_type": "gpt_pangu", "vocab_size": 40000, "hidden_size": 2560, "num_layers": 32, "num_heads": 32}
+    read = converter_of_type("gpt_pangu").read_config
+    assert read(given) == read(given | port)
+    assert read(given).embedding_dropout == read(given).attention_dropout == read(given).residual_dropout == 0.1
+
+
+def test_positions_that_are_described_twice_are_those_that_transformers_takes() -> None:
+    both = LLAMA32 | {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}
+    assert read(both) == read(LLAMA32)
+    inner = {"rope_type": "default", "rope_theta": 7e4}
+    assert read(LLAMA32 | {"rope_scaling": None, "rope_parameters": inner, "rope_theta": 1e4}).rope_theta == 7e4
+    # Of two lengths the one beside the scaling wins.
+    assert read(LLAMA32 | {"original_max_position_embeddings": 512}).rope_scaling.original_length == 512

@@ -174,7 +174,10 @@ def test_the_order_of_rotated_features_is_turned_round(peer: GetPeer, tmp_path: 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("gpt2", "cannot be written as a GGUF"),
+        ("gpt2", "got: +gpt2"),
+        ("smollm3", "got: +smollm3"),
+        ("gemma3", "got: +gemma3_text"),
+        ("qwen3_biased_window", "got: +qwen3 with biases"),
         ("mistral", "sliding window"),
         ("yarn_mscale", "rope_scaling"),
         ("longrope_short", "rope_scaling"),

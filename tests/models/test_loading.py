@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from kitforge.foundation.errors import ConfigError, ModelError
@@ -221,3 +222,20 @@ def test_bfloat16_weights_are_never_in_memory_as_fp32(tmp_path: Path) -> None:
 def test_an_unknown_dtype_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="dtype"):
         model_folder.load(written(tmp_path), device=CPU, dtype="int3")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["tied", "gpt2", "bloom"])
+def test_a_tied_folder_may_hold_its_head_alone(name: str, tmp_path: Path) -> None:
+    written(tmp_path, name)
+    wanted = dict(model_folder.load(tmp_path, device=CPU).named_parameters())
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    embedding = next(
+        each for each in tensors if each.endswith(("embed_tokens.weight", "wte.weight", "word_embeddings.weight"))
+    )
+    tensors["lm_head.weight"] = tensors.pop(embedding)
+    save_file(tensors, path, metadata={"format": "pt"})
+    found = dict(model_folder.load(tmp_path, device=CPU).named_parameters())
+    assert all(torch.equal(found[each], wanted[each]) for each in wanted)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(theirs.get_input_embeddings().weight, wanted["embedding.weight"])

@@ -16,10 +16,11 @@ from kitforge.core.parallel.parallelize import ParallelModel
 
 @final
 class GatheredParameters(Mapping[str, Tensor]):
-    """The parameters of a model in one dtype, each put together when rank 0 asks for it, in the order of `names`.
+    """The parameters of a model, matrices in one dtype and vectors in fp32, each put together when rank 0 asks for it,
+    in the order of `names`.
 
     All ranks make it. Rank 0 reads it and the others give their pieces by `finish`; they hold nothing but these. Alone,
-    a parameter is its own memory where it has that dtype.
+    a parameter is its own memory where it has its dtype.
     """
 
     def __init__(self, parallel: ParallelModel, names: Sequence[str], dtype: torch.dtype) -> None:
@@ -34,7 +35,7 @@ class GatheredParameters(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         if self._grid is None:
-            return self._shards[name].detach().to(self._dtype)
+            return self._shards[name].detach().to(self._dtype_of(self._shards[name].shape))
         expected = self._names[self._num_given]
         assert name == expected, f"{name} is asked for in the place of {expected}"
         found = self._next_tensor(self._grid)
@@ -57,8 +58,13 @@ class GatheredParameters(Mapping[str, Tensor]):
         name = self._names[self._num_given]
         self._num_given += 1
         held = self._shards.get(name)
-        shard = torch.empty(0, dtype=self._dtype, device=self._device) if held is None else held.detach()
-        return gather_to_rank_zero(shard.to(self._dtype), self._layouts[name], grid, self._rank)
+        shard = torch.empty(0, device=self._device) if held is None else held.detach()
+        dtype = self._dtype_of(self._layouts[name].shape)
+        return gather_to_rank_zero(shard.to(dtype), self._layouts[name], grid, self._rank)
+
+    def _dtype_of(self, shape: Sequence[int]) -> torch.dtype:
+        """Vectors are few, and some are stored as the difference from one, which is rounded after it is taken."""
+        return torch.float32 if len(shape) == 1 else self._dtype
 
 
 def gather_to_rank_zero(shard: Tensor, layout: Layout, grid: Grid, rank: int) -> Tensor | None:

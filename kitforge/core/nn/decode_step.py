@@ -172,6 +172,7 @@ def stack_of(model: Decoder) -> DecoderWeights:
         rotations=tuple(block.attention.config.rotary for block in blocks),
         gate="gelu" if blocks[0].mlp.kind == "geglu" else "silu",
         norm=norm.weight,
+        has_exact_norms=norm.weight.dtype is not model.head_weight.dtype,
         norm_bias=norm.bias,
         head=cast(Any, model.head_weight if model.stored_head is None else _weight(model.stored_head)),
         head_dim=first.config.head_dim,
@@ -218,6 +219,9 @@ def _is_plain(model: Decoder) -> bool:
     if any(each.is_float8 for each in linears) or not all(map(_is_steppable, quantized)):
         return False
     dtype, others = model.head_weight.dtype, {id(each) for blocks in quantized for each in blocks}
+    norms = [each for norm in model.modules() if isinstance(norm, Norm) for each in norm.parameters()]
+    if {each.dtype for each in norms} == {torch.float32}:
+        others |= set(map(id, norms))
     return dtype in (torch.float32, torch.bfloat16) and all(
         (each.dtype is dtype or id(each) in others) and each.is_cpu and each.is_contiguous()
         for each in model.parameters()

@@ -38,9 +38,9 @@ class BegunMessage(dict[str, Any]):
 _SPEAKERS = {"user": "Human", "assistant": "Assistant"}
 # Tokenizers that know special tokens and templates.
 _MARKING = (HuggingFaceTokenizer, SentencePieceTokenizer)
-# Options that callers cannot set.
 # Keys of messages that are read by their meaning; the id of a call only joins it to its result.
 _KEYS = ("role", "content", "from", "value", "train", "tool_calls", "tool_call_id", *REASONING)
+# Options that callers cannot set.
 _RESERVED = ("messages", "add_generation_prompt")
 
 

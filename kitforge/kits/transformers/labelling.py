@@ -16,6 +16,7 @@ from typing import Any, Generic, Literal, TypeAlias, TypeVar, cast, final
 import torch
 from torch import Tensor, nn
 
+from kitforge.core.checkpoint.hugging_face import CONFIG, read_folder
 from kitforge.core.checkpoint.load import find_checkpoint
 from kitforge.core.kernels.dispatch import CompileLevel
 from kitforge.core.nn.causal_lm import CausalLM
@@ -47,7 +48,9 @@ from kitforge.kits.network_source import HeadSource, NetworkSource, find_run_tok
 from kitforge.kits.transformers.rows import ClassifierTask, RowSplits
 from kitforge.kits.transformers.task import EMBEDDINGS
 from kitforge.models import loading as model_folder
+from kitforge.models.hub import resolve
 from kitforge.models.loading import OpenCheckpoint, StoredModel
+from kitforge.models.peft import base_of, is_adapter, merge_adapter, read_head
 from kitforge.trainer.callbacks.callback import Callback
 from kitforge.trainer.run_folder import Run
 
@@ -355,6 +358,9 @@ def _head_tensors(
 def _open_headed(folder: Path, suffix: str, open_run: OpenCheckpoint) -> StoredModel:
     """The classifier of a run, a step or a Hugging Face folder, with its head and labels; else the language model that
     lies there. No weight is read yet."""
+    if is_adapter(folder):
+        base = resolve(base_of(folder))
+        return _open_adapted(folder, base, _open_headed(base, suffix, open_run), suffix)
     checkpoint = open_run(folder) if folder.is_dir() else None
     if checkpoint is not None and HEAD in checkpoint.names("model") and checkpoint.state["config"].get("labels"):
         labels, stored = tuple(checkpoint.state["config"]["labels"]), model_folder.open_scored(checkpoint)
@@ -363,6 +369,31 @@ def _open_headed(folder: Path, suffix: str, open_run: OpenCheckpoint) -> StoredM
     if checkpoint is None and model_folder.labels_of(folder, suffix):
         return model_folder.open_classifier(folder, suffix)
     return model_folder.open_model(folder, lambda _folder: checkpoint)
+
+
+def _open_adapted(folder: Path, base: Path, stored: StoredModel, suffix: str) -> StoredModel:
+    """An opened base model with the adapter of a PEFT folder, and the head that lies there. Its labels are those of the
+    base where it has as many, else numbered."""
+    adapted, head = (
+        dataclasses.replace(stored, read=merge_adapter(stored.config, stored.read, folder)),
+        read_head(folder),
+    )
+    if HEAD not in head:
+        return adapted
+    is_published, count, config = (base / CONFIG).is_file(), len(head[HEAD]), cast(Any, stored.config)
+    labels = (is_published and model_folder.labels_of(base, suffix)) or stored.labels
+    pad_id = read_folder(base).config.get("pad_token_id") if is_published else None
+    return dataclasses.replace(
+        adapted,
+        # As of every classifier, without the head of a language model.
+        config=dataclasses.replace(config, tie_embeddings=True),
+        names=tuple(name for name in stored.names if name != "output"),
+        head=head,
+        labels=labels if len(labels) == count else tuple(f"LABEL_{number}" for number in range(count)),
+        suffix=suffix,
+        pad_id=pad_id if isinstance(pad_id, int) else stored.pad_id,
+        blocks={},
+    )
 
 
 def _adapted(model: nn.Module) -> tuple[nn.Module, str, Mapping[str, Tensor] | None]:

@@ -40,9 +40,9 @@ def read_config(config: Mapping[str, Any]) -> LlamaConfig:
     return LlamaConfig(
         **read_shared_keys(config),
         **own,
-        num_kv_heads=config.optional_count("num_key_value_heads"),
+        num_kv_heads=config.optional_count("num_key_value_heads", _KV_HEADS.get(kind)),
         head_dim=config.optional_count("head_dim"),
-        max_length=config.count("max_position_embeddings", 2048),
+        max_length=config.count("max_position_embeddings"),
         norm_eps=config.number("rms_norm_eps", 1e-6, below=1.0),
         qkv_bias=bias,
         out_bias=bias and kind != "qwen2",
@@ -72,7 +72,10 @@ _KEYS = {
 }
 # What an architecture means by a key that its file lacks or has as null.
 _DEFAULTS: dict[str, dict[str, Any]] = {
-    "qwen3": {"head_dim": 128},
+    "llama": {"max_position_embeddings": 2048},
+    "mistral": {"max_position_embeddings": 131072},
+    "qwen2": {"max_position_embeddings": 32768},
+    "qwen3": {"head_dim": 128, "max_position_embeddings": 32768},
     "smollm3": {"rope_theta": 2e6, "max_position_embeddings": 32768, "tie_word_embeddings": True},
     "gemma3_text": {
         "head_dim": 256,
@@ -85,6 +88,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "sliding_window": 4096,
     },
 }
+# Of keys alone that its file lacks: null means as many as there are heads.
+_KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32, "smollm3": 4}
 _GEMMA3 = {"mlp_kind": "geglu", "sandwich_norms": True, "scale_embedding": True}
 
 
@@ -93,7 +98,8 @@ def _read_gemma3(config: ConfigFile) -> dict[str, Any]:
     local = ConfigFile(config)
     rope = config.group("rope_parameters")
     if "full_attention" in rope:
-        config["rope_parameters"], local = rope["full_attention"], ConfigFile(rope.get("sliding_attention") or {})
+        config["rope_parameters"] = rope["full_attention"] | (config.pop("rope_scaling", None) or {})
+        local = ConfigFile(rope.get("sliding_attention") or {})
         if local.get("rope_type", "default") != "default":
             message = "config.json: a Gemma 3 of another architecture"
             expected = "rope_type=default for sliding_attention in rope_parameters"
@@ -161,8 +167,10 @@ def model_type(config: LlamaConfig) -> str:
         kind, plain = "qwen3", config.qkv_bias == config.out_bias and not config.mlp_bias
     elif config.qkv_bias and not config.out_bias:
         kind, plain = "qwen2", not config.mlp_bias
+    elif config.sliding_window is not None and (config.out_bias or config.mlp_bias):
+        kind, plain = "smollm3", config.qkv_bias == config.out_bias
     elif config.sliding_window is not None:
-        kind, plain = "mistral", not (config.out_bias or config.mlp_bias)
+        kind, plain = "mistral", True
     else:
         kind, plain = "llama", config.qkv_bias == config.out_bias
     needs_gemma3 = config.local_rope_theta is not None or config.query_pre_attn_scalar is not None

@@ -6,7 +6,7 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -148,6 +148,28 @@ def test_bfloat16_is_rounded_where_the_reference_rounds(kind: str, num_texts: in
         # Sums are taken in another order, so that a number now and then falls to the other side.
         assert relative(got.nan_to_num(0), own.nan_to_num(0)) < 2**-5
         assert relative(got.nan_to_num(0), true.nan_to_num(0)) < 2 * relative(own.nan_to_num(0), true.nan_to_num(0))
+
+
+@pytest.mark.parametrize("kind", ["plain", "sandwich", "normed_heads"])
+@torch.no_grad()
+def test_norms_in_fp32_of_a_network_in_bfloat16_are_rounded_once(kind: str) -> None:
+    whole, exact = (stack(kind, each, windows=(None,)) for each in (torch.bfloat16, torch.float32))
+    whole, exact = (replace(each, scales=(0.4,), rotations=(0,)) for each in (whole, exact))
+    kept = {name: None for name in BlockWeights.__dataclass_fields__ if "norm" in name}
+    layers = [
+        replace(half, **{name: getattr(each, name) for name in kept})
+        for half, each in zip(whole.layers, exact.layers, strict=True)
+    ]
+    ends = {"norm": exact.norm, "norm_bias": exact.norm_bias, "has_exact_norms": True}
+    mixed = replace(whole, layers=tuple(layers), **cast(Any, ends))
+    found, wanted, rounded = (
+        each(weights, [slabs])(stream, *rest)
+        for each, weights in ((fast, mixed), (Reference, mixed), (Reference, whole))
+        for (slabs, *_), stream, *rest in [inputs(9, kind, torch.bfloat16)]
+    )
+    near, far = ((each[0] == wanted[0]).float().mean() for each in (found, rounded))
+    # Sums in another order round a number now and then to the other side.
+    assert near > 1.2 * far
 
 
 @pytest.mark.parametrize("kind", ["plain", "normed_heads"])

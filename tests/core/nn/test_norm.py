@@ -62,3 +62,14 @@ def test_a_fused_residual_connection_is_an_addition_and_a_norm(kind: NormKind, i
     assert [each.dtype for each in found] == [each.dtype for each in wanted]
     for own, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(own, other)
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+@pytest.mark.parametrize("has_kernel", [False, True])
+def test_a_weight_in_fp32_is_not_rounded_to_half_precision(kind: NormKind, has_kernel: bool) -> None:
+    norm = norm_of(kind)
+    norm._kernels = dataclasses.replace(norm._kernels, add_norm=add_norm if has_kernel else None)
+    input = torch.randn(5, 6, generator=torch.Generator().manual_seed(1)).bfloat16()
+    wanted = norm(input.float()).bfloat16()
+    assert torch.equal(norm(input), wanted)
+    assert torch.equal(norm.add(input, torch.zeros_like(input))[1], wanted)

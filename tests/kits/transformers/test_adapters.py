@@ -19,11 +19,15 @@ from kitforge.core.nn.decoder import Decoder
 from kitforge.core.nn.linear import quantize_weight
 from kitforge.core.nn.lora import adapter_tensors
 from kitforge.core.nn.quantized import quantized_copy
+from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.data.tokenizers.loading import ByteTokenizer
 from kitforge.foundation.errors import ConfigError, ModelError
+from kitforge.kits.kit import RunInputs
 from kitforge.kits.language_model import ADAPTER
+from kitforge.kits.transformers.build import TASKS
 from kitforge.models import loading
 from kitforge.models.catalog import config_of
+from kitforge.trainer.run_folder import train
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import run_training, write_text
 from tests.trainer import tiny
@@ -330,3 +334,51 @@ def test_two_ranks_are_one(tmp_path: Path) -> None:
 def test_a_kind_that_an_axis_cannot_cut_is_refused_before_any_process_starts(kind: str, axis: str) -> None:
     with pytest.raises(ConfigError, match=rf"(?s){axis}.*lora\.kind={kind}"):
         tiny.KIT.read_options(tiny.nested(KINDS[kind] | {axis: 2}))
+
+
+HEADS = {
+    ("gpt2", "token_classification"): "classifier",
+    ("bloom", "token_classification"): "classifier",
+}
+
+
+def rows_of(task: str) -> list[dict[str, Any]]:
+    if task == "text_classification":
+        return [{"text": text, "label": label} for text, label in (("a sun", "x"), ("the moon", "y"), ("sea", "z"))] * 4
+    return [{"tokens": ["the", "sun"], "ner_tags": ["O", tag]} for tag in ("x", "y")] * 6
+
+
+def theirs_of(task: str, start: Path, num_labels: int) -> Any:
+    classes = {
+        "text_classification": transformers.AutoModelForSequenceClassification,
+        "token_classification": transformers.AutoModelForTokenClassification,
+    }
+    return cast(Any, classes[task]).from_pretrained(start, num_labels=num_labels).eval()
+
+
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out")
+@pytest.mark.parametrize("family", ["llama", "gpt2", "glm", "bloom"])
+@pytest.mark.parametrize("task", ["text_classification", "token_classification"])
+def test_an_adapter_with_a_head_goes_to_peft_and_comes_from_it(task: str, family: str, tmp_path: Path) -> None:
+    start, adapter = base(tmp_path / "base", family), tmp_path / "run" / "adapter"
+    options = (
+        ALL
+        | {"lora.rank": 3, "trainer.max_steps": 2, "data.batch_size": 4, "data.sequence_length": 64, "device": "cpu"}
+        | {"optimizer.learning_rate": 0.05, "data.eval_fraction": 0.2}
+    )
+    kit, given = cast(Any, TASKS[task]), {"checkpoint": str(start), "model": {}, "output_dir": str(tmp_path / "run")}
+    values = kit.read_options(tiny.nested({**given, **options}))
+    assembly = kit.assemble(values, RunInputs(train_dataset=rows_of(task)), Rendezvous.open(values.parallel, "cpu"))
+    train(assembly.loop, assembly.options, assembly.folder, assembly.config_text)
+    own, ids = assembly.loop.model.eval(), TOKENS
+    found = peft.PeftModel.from_pretrained(theirs_of(task, start, len(own.labels)), adapter).eval()
+    with torch.no_grad():
+        assert torch.allclose(found(ids).logits, own(ids), atol=2e-5)
+        # What PEFT writes of it is a checkpoint here, as our own folder is.
+        found.save_pretrained(tmp_path / "theirs")
+        for folder in (adapter, tmp_path / "theirs"):
+            again = kit.load(folder, CPU)
+            assert again.labels == tuple(f"LABEL_{number}" for number in range(len(own.labels)))
+            assert torch.allclose(again(ids), own(ids), atol=2e-5)
+    names = json.loads((adapter / "adapter_config.json").read_text())["modules_to_save"]
+    assert names == [HEADS.get((family, task), "score")]

@@ -79,10 +79,12 @@ class NumbaDecodeStep:
 
     def __init__(self, weights: DecoderWeights, slabs: list[tuple[Tensor, Tensor]]) -> None:
         exact = quantized_weights(weights)
-        self._dtype, self._stream_dtype = slabs[0][0].dtype, weights.norm.dtype
+        self._dtype = slabs[0][0].dtype
         self._has_tiles = self._dtype is not torch.float32 and prefers_matrix_unit()
         weights = rounded_weights(exact, self._dtype)
         self._copies = [pair for pair in zip(_tensors(weights), _tensors(exact), strict=True) if pair[0] is not pair[1]]
+        self._norm_type = _TYPES[weights.norm.dtype if weights.has_exact_norms else self._dtype]
+        self._stream_norm_type = _TYPES[weights.norm.dtype]
         self._autotuner = ThreadAutotuner()
         self._options = weights.norm_eps, weights.qk_norm_eps, weights.interleaved_rotary, weights.gate == "gelu"
         matrices = [[getattr(layer, name) for name in LINEARS] for layer in weights.layers] + [[weights.head]]
@@ -149,7 +151,9 @@ class NumbaDecodeStep:
         tensors = own, *angles, locations.starts, locations.lengths, hidden, logits, self._slopes
         step = _Step(
             _TYPES[self._dtype],
-            _TYPES[self._stream_dtype],
+            _TYPES[stream.dtype],
+            self._norm_type,
+            self._stream_norm_type,
             self._has_tiles,
             *self._options,
             rereads or not self._are_kept,
@@ -223,7 +227,9 @@ class _Step(NamedTuple):
     """Arguments of all phases: sizes, then addresses of arrays in fp32, or in the type of `like` where noted."""
 
     like: Any  # an element of what products read: linear layers, keys and values
-    stream_like: Any  # an element of the stream, and of the weights of its norms
+    stream_like: Any  # an element of the stream
+    norm_like: Any  # an element of the weights of the norms of heads and branches
+    stream_norm_like: Any  # and of those of the stream
     has_tiles: bool  # products take the matrix unit
     eps: float
     qk_eps: float
@@ -497,7 +503,7 @@ def _turn(step: Any, address: int, norm: int, angles: Any) -> None:
     """Normalize a head if there is a norm, then rotate it by its `_angles`; in place."""
     cos, sin, num_pairs = angles
     if norm:
-        normalize_row(address, step.head_dim, step.like, norm, 0, step.qk_eps)
+        normalize_row(address, step.head_dim, (step.like, step.norm_like), norm, 0, step.qk_eps)
     rotate_row(address, step.like, cos, sin, num_pairs, step.interleaved)
 
 
@@ -564,11 +570,11 @@ def _join_token(step: Any, out_norm: Any, norm: Any, token: int, has_branch: boo
     stream, branch = step.stream + 4 * dim * token, step.branch + 4 * dim * token
     if has_branch:
         if out_norm[0]:
-            normalize_row(branch, dim, like, out_norm[0], out_norm[1], step.eps)
+            normalize_row(branch, dim, (like, step.norm_like), out_norm[0], out_norm[1], step.eps)
         add_row(stream, branch, dim, step.stream_like)
     else:
         write_row(stream, branch, np.float32(0), dim)
-    normalize_row(branch, dim, step.stream_like, norm[0], norm[1], step.eps)
+    normalize_row(branch, dim, (step.stream_like, step.stream_norm_like), norm[0], norm[1], step.eps)
     write_row(branch, step.normal + itemsize * dim * token, like, dim)
 
 

@@ -78,6 +78,7 @@ class DecoderWeights:
     rotations: tuple[int | None, ...]  # which of the rotations turns each layer's heads; None: none
     gate: Literal["silu", "gelu"]  # the activation of the MLPs' gates
     slopes: Tensor | None = None  # of ALiBi [heads]
+    has_exact_norms: bool = False  # norms have fp32 and stay so, whatever the rest has
     bits: Literal[4, 8] | None = None  # of linear layers and head, which a step quantizes for itself; None: as they are
 
 
@@ -108,9 +109,9 @@ class DecodeStepKernel(Protocol):
 class DecodeStepFactory(Protocol):
     """Makes a decode step over weights and each layer's keys and values [slots, kv_heads, head_dim].
 
-    All have one dtype, fp32 or bfloat16, are contiguous and on CPU, and are read at their present addresses. Or the
-    weights have fp32 and the slabs bfloat16, as under autocast: linear layers and the norms of heads and branches
-    compute in bfloat16, by copies of their weights; the stream and its norms stay in fp32.
+    All but `has_exact_norms` have one dtype, fp32 or bfloat16, are contiguous and on CPU, and are read at their present
+    addresses. Or the weights have fp32 and the slabs bfloat16, as under autocast: linear layers and the norms of heads
+    and branches compute in bfloat16, by copies of their weights; the stream and its norms stay in fp32.
     """
 
     def __call__(self, weights: DecoderWeights, slabs: list[tuple[Tensor, Tensor]]) -> DecodeStepKernel: ...
@@ -188,7 +189,12 @@ def rounded_weights(weights: DecoderWeights, dtype: torch.dtype) -> DecoderWeigh
     def rounded(each: Any) -> Any:
         return each.to(dtype) if isinstance(each, Tensor) else each
 
-    names = [field.name for field in fields(BlockWeights) if field.name not in _STREAM_NORMS]
+    kept = (
+        [name for name in BlockWeights.__dataclass_fields__ if "norm" in name]
+        if weights.has_exact_norms
+        else _STREAM_NORMS
+    )
+    names = [name for name in BlockWeights.__dataclass_fields__ if name not in kept]
     layers = tuple(
         replace(layer, **{name: rounded(getattr(layer, name)) for name in names}) for layer in weights.layers
     )
@@ -232,6 +238,8 @@ def _linear(input: Tensor, weight: Tensor | Blocks, bias: Tensor | None = None) 
 def _norm(input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     if weight is None:
         return input
+    if weight.dtype.itemsize > input.dtype.itemsize:
+        return _norm(input.to(weight.dtype), weight, bias, eps).to(input.dtype)
     if bias is None:
         return rms_norm(input, weight, eps)
     return functional.layer_norm(input, weight.shape, weight, bias, eps)

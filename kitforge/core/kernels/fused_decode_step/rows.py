@@ -52,9 +52,11 @@ def write_row(source: int, target: int, like: Any, count: int) -> None:
 
 
 @compiled
-def normalize_row(row: int, count: int, like: Any, weight: int, bias: int, eps: float) -> None:
-    """RMSNorm or, with a bias, LayerNorm in place, by weight and bias at these addresses."""
-    size, mean, squares = array_at(weight, (1,), like).itemsize, vector_of(_ZERO), vector_of(_ZERO)
+def normalize_row(row: int, count: int, types: Any, weight: int, bias: int, eps: float) -> None:
+    """RMSNorm or, with a bias, LayerNorm in place, by weight and bias at these addresses. `types`: of the row, and of
+    weight and bias. A row is rounded once, after the weight, where that is more exact."""
+    like, own = types
+    size, mean, squares = array_at(weight, (1,), own).itemsize, vector_of(_ZERO), vector_of(_ZERO)
     if bias:
         total = vector_of(_ZERO)
         for k in range(0, count, LANES):
@@ -65,11 +67,11 @@ def normalize_row(row: int, count: int, like: Any, weight: int, bias: int, eps: 
         squares = fused(centered, centered, squares)
     scale = np.float32(1) / np.sqrt(sum_of(squares) / np.float32(count) + np.float32(eps))
     for k in range(0, count, LANES):
-        numbers, factors = part_at(row + 4 * k, FLOAT, count - k), part_at(weight + size * k, like, count - k)
+        numbers, factors = part_at(row + 4 * k, FLOAT, count - k), part_at(weight + size * k, own, count - k)
         if bias:
-            numbers = fused((numbers - mean) * scale, factors, part_at(bias + size * k, like, count - k))
+            numbers = fused((numbers - mean) * scale, factors, part_at(bias + size * k, own, count - k))
         else:
-            numbers = to_precision(numbers * scale, like) * factors
+            numbers = to_precision(numbers * scale, own) * factors
         write_part(to_precision(numbers, like), row + 4 * k, FLOAT, count - k)
 
 

@@ -63,7 +63,7 @@ def copy_model(network: nn.Module, device: torch.device, level: CompileLevel = "
     config = config_of_network(network)
     if config is None:
         return copy.deepcopy(network).to(device)
-    twin = build(config, device=device, level=level).to(cast(CausalLM, network).head_weight.dtype)
+    twin = build(config, device=device, level=level, dtype=cast(CausalLM, network).head_weight.dtype)
     sources: dict[str, Tensor] = dict(network.named_parameters())
     layers = {path: each for path, each in network.named_modules() if isinstance(each, Linear)}
     sources |= {f"{path}.weight": each.dense_weight() for path, each in layers.items()}
