@@ -129,7 +129,12 @@ class _Finder:
         limit = following[0] if following else len(self._text)
         closing = [each for each in self._own if start <= each.start and each.stop <= limit]
         tail = (written or "").rstrip()
-        alike = max(closing, key=lambda each: self._alike(each, tail), default=None)
+        # As much as it says itself is enough: of replies that are alike the first one is meant.
+        said = self._render.messages[message]
+        is_text = isinstance(said.get("content"), str) and not said.get("tool_calls")
+        most = len(said["content"].strip()) if is_text else len(tail)
+        likeness = {each: min(self._alike(each, tail), most + each.stop - each.start) for each in closing}
+        alike = max(closing, key=likeness.__getitem__, default=None)
         if alike is not None and self._alike(alike, tail):
             rest = (written or "")[len(tail) :]
             stop = alike.stop + len(rest) * self._text.startswith(rest, alike.stop)
