@@ -317,7 +317,9 @@ def all_reduce_ranking_metrics(metrics: RankingMetrics, loss: float, world: Worl
     for counts, num_cold, num_invalid, rank_loss in world.all_gather_object(own):
         merged.merge(counts, num_cold, num_invalid)
         total += rank_loss
-    return {"loss": total / max(int(merged.counts.sum()), 1), **merged.result()}
+    # A target that is not among the items has no loss.
+    num_scored = int(merged.counts.sum())
+    return {"loss": total / num_scored if num_scored else math.nan, **merged.result()}
 
 
 def all_reduce_click_metrics(metrics: ClickMetrics, world: World) -> dict[str, float]:
