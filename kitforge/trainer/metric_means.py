@@ -20,8 +20,8 @@ def weighted_means(
     counts: Callable[[Batch], Sums],
     all_reduce: Callable[[Mapping[str, Tensor]], Sums] = dict,
 ) -> dict[str, float]:
-    """Sum of sums / sum of counts by name, in float64; NaN for a count of 0. A sum without a count of its own is divided
-    by the count of "loss". `all_reduce` sums over ranks."""
+    """Sum of sums / sum of counts by name, in float64; NaN for a count of 0. A sum without a count of its own is over
+    the count of "loss". `all_reduce` sums over ranks."""
     totals: dict[str, float] = {}
     divisors: dict[str, float] = {}
     for batch in batches:
@@ -30,8 +30,7 @@ def weighted_means(
         for name, value in counts(batch).items():
             divisors[name] = divisors.get(name, 0.0) + float(value)
     totals, divisors = _all_reduced(totals, all_reduce), _all_reduced(divisors, all_reduce)
-    counted = {name: divisors.get(name, divisors["loss"]) for name in totals}
-    return {name: total / counted[name] if counted[name] else math.nan for name, total in totals.items()}
+    return {name: total / (divisors.get(name, divisors["loss"]) or math.nan) for name, total in totals.items()}
 
 
 def _all_reduced(values: Mapping[str, float], over_ranks: Callable[[Mapping[str, Tensor]], Sums]) -> dict[str, float]:

@@ -318,8 +318,7 @@ def all_reduce_ranking_metrics(metrics: RankingMetrics, loss: float, world: Worl
         merged.merge(counts, num_cold, num_invalid)
         total += rank_loss
     # A target that is not among the items has no loss.
-    num_scored = int(merged.counts.sum())
-    return {"loss": total / num_scored if num_scored else math.nan, **merged.result()}
+    return {"loss": total / (int(merged.counts.sum()) or math.nan), **merged.result()}
 
 
 def all_reduce_click_metrics(metrics: ClickMetrics, world: World) -> dict[str, float]:

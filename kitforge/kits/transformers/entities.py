@@ -32,9 +32,9 @@ def entity_counts(wanted: Sequence[str], predicted: Sequence[str]) -> tuple[floa
 def entity_metrics(right: float, predicted: float, wanted: float) -> dict[str, float]:
     """Precision, recall and F1 of the sums of `entity_counts`; NaN where no entity was predicted and there is none."""
     if predicted + wanted == 0:
-        return dict.fromkeys(("precision", "recall", "f1"), math.nan)
+        right = math.nan
     precision, recall = right / max(predicted, 1), right / max(wanted, 1)
-    return {"precision": precision, "recall": recall, "f1": 2 * right / (predicted + wanted)}
+    return {"precision": precision, "recall": recall, "f1": 2 * right / max(predicted + wanted, 1)}
 
 
 def entities(

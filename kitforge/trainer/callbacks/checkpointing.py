@@ -26,7 +26,7 @@ class CheckpointCallback(Callback):
         self._num_increments = num_increments
         self._saved: int | None = None
         self._best: int | None = None
-        self._is_told = False
+        self._has_warned = False
 
     def on_event(self, event: Event, run: RunContext) -> None:
         """Save when due. An error of a background write is raised at the next save or at the end."""
@@ -39,8 +39,10 @@ class CheckpointCallback(Callback):
             self._writer.wait()
         if event.kind in ("start", "rollback"):
             self._writer.attach(run.state.tables(), num_deltas=self._num_increments)
-        if event.kind == "evaluate":
-            self._tell_of_no_number(event, run)
+        value = event.record.get(str(run.options.metric_for_best), 0.0)
+        if event.kind == "evaluate" and not self._has_warned and not math.isfinite(value):
+            self._has_warned = True
+            run.log_event("best", f"{run.options.metric_for_best} is {value}, so it is not compared with the best one")
         is_new_best = event.kind == "evaluate" and run.state.best_step == run.state.cursor.step
         # Skipped steps have nothing new to save, and a rollback needs the checkpoint before them.
         is_due = event.kind == "checkpoint" and run.state.consecutive_skips == 0
@@ -54,13 +56,6 @@ class CheckpointCallback(Callback):
                 self._writer.abandon(ABANDON_SECONDS)
             elif event.kind == "end":
                 self._writer.close()
-
-    def _tell_of_no_number(self, event: Event, run: RunContext) -> None:
-        """Say once that an evaluation cannot be the best."""
-        name = str(run.options.metric_for_best)
-        if not self._is_told and not math.isfinite(value := event.record[name]):
-            self._is_told = True
-            run.log_event("best", f"{name} is {value}, so this evaluation is not compared with the best one")
 
     def _save(self, run: RunContext) -> None:
         """Save the step once; a new best checkpoint is pinned instead of the previous one."""

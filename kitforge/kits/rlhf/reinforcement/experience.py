@@ -185,11 +185,6 @@ def _std(values: Sequence[float]) -> float:
     return float(torch.tensor(values, dtype=torch.float64).std()) if len(values) > 1 else 0.0
 
 
-def _share(count: int, total: int) -> float:
-    """NaN of nothing: no failure among no calls is not the best there is."""
-    return count / total if total else math.nan
-
-
 def environment_metrics(trajectories: Sequence[Rollout]) -> dict[str, float]:
     """Turns per completion, and the number of environment steps that raised or timed out; empty without an environment.
     With tools also the calls per completion and the fractions of calls that failed and whose tool raised."""
@@ -197,10 +192,11 @@ def environment_metrics(trajectories: Sequence[Rollout]) -> dict[str, float]:
         return {}
     tools = [each for each in trajectories if each.num_tool_calls is not None]
     num_calls = sum(each.num_tool_calls or 0 for each in tools)
+    # NaN of no calls: no failure among nothing is not the best there is.
     frequencies = {
         "tools/call_frequency": num_calls / max(len(tools), 1),
-        "tools/failure_frequency": _share(sum(each.num_tool_failures for each in tools), num_calls),
-        "tools/error_frequency": _share(sum(each.num_tool_errors for each in tools), num_calls),
+        "tools/failure_frequency": sum(each.num_tool_failures for each in tools) / (num_calls or math.nan),
+        "tools/error_frequency": sum(each.num_tool_errors for each in tools) / (num_calls or math.nan),
     }
     num_timeouts = sum(each.has_timed_out for each in trajectories)
     num_failures = sum(each.failure is not None for each in trajectories)
