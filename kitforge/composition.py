@@ -13,6 +13,7 @@ import io
 import re
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -362,22 +363,21 @@ def to_plain_dict(config: Any) -> dict[str, Any]:
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """`{"a.b": 1}` as `{"a": {"b": 1}}`."""
+    """`{"a.b": 1}` as `{"a": {"b": 1}}`; what holds other names comes before them."""
     result: dict[str, Any] = {}
-    for name, value in values.items():
-        node = result
-        *parents, last = name.split(".")
+    for name, value in sorted(values.items(), key=lambda pair: pair[0].count(".")):
+        node, (*parents, last) = result, name.split(".")
         for parent in parents:
             node = node.setdefault(parent, {})
-        node[last] = value
+        node[last] = deepcopy(value) if isinstance(value, Mapping) else value
     return result
 
 
 def dotted(choices: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """`{"a": {"b": 1}}` as `{"a.b": 1}`."""
+    """`{"a": {"b": 1}}` as `{"a.b": 1}`; a schema stays whole, since its columns may have dots in their names."""
     result: dict[str, Any] = {}
     for name, value in choices.items():
-        if isinstance(value, Mapping) and value:
+        if isinstance(value, Mapping) and value and path + name != "data.schema":
             result |= dotted(value, f"{path}{name}.")
         else:
             result[path + name] = str(value) if isinstance(value, Path) else value

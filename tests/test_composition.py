@@ -13,6 +13,7 @@ from hydra import initialize_config_dir
 from kitforge.composition import (
     CONFIGS,
     compose,
+    compose_config,
     dotted,
     groups,
     nested,
@@ -24,6 +25,7 @@ from kitforge.composition import (
 )
 from kitforge.foundation.config import from_dict
 from kitforge.foundation.errors import ConfigError
+from kitforge.kits.recommender.data import label_choice
 from kitforge.kits.registry import kit_of, recorded_task, task_names
 from kitforge.kits.transformers.config import TextGenerationOptions
 from kitforge.peer_names import PEER_NAMES
@@ -345,3 +347,19 @@ def test_a_program_that_hydra_runs_keeps_its_own_hydra() -> None:
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         assert values(model="gpt2_tiny")["model"]["family"] == "gpt2"
         assert hydra_compose("config").model.family == "llama"
+
+
+def test_a_schema_given_as_a_mapping_has_columns_with_dots_in_their_names() -> None:
+    schema = {"label": {"name": "click"}, "categorical": {"user.id": {"encoding": "hash"}}}
+    more = {"data.schema.categorical.site.encoding": "exact"}
+    for choices in ({"data": {"schema": schema}}, {"data.schema": schema}, more | {"data.schema": schema}):
+        found = compose_config("recommendation", choices).values["data"]["schema"]
+        site = {"site": {"encoding": "exact"}} if len(choices) == 2 else {}
+        assert found == {**schema, "categorical": {"user.id": {"encoding": "hash"}} | site}
+    assert schema["categorical"] == {"user.id": {"encoding": "hash"}}
+
+
+@pytest.mark.parametrize(("value", "wanted"), [(5, "5"), (5.0, "5"), (1e3, "1000"), (True, "true"), ("True", "true")])
+def test_the_positive_value_of_a_label_is_of_any_type(value: object, wanted: str) -> None:
+    options = kit_of("recommendation").read_options(compose_config("recommendation", {"data.positive": value}).values)
+    assert label_choice(options.data).positive == wanted

@@ -4,23 +4,32 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from urllib.parse import unquote
 
 from kitforge.foundation.errors import DataError
 from kitforge.foundation.files import missing_file_error
 
+# The folder of rows without a value.
+_NOTHING = "__HIVE_DEFAULT_PARTITION__"
+
 
 def resolve_files(
-    spec: str | os.PathLike[str], is_known: Callable[[Path], bool], known: str, names: Sequence[str] = ()
+    spec: str | os.PathLike[str],
+    is_known: Callable[[Path], bool],
+    known: str,
+    names: Sequence[str] = (),
+    is_hidden: Callable[[str], bool] = lambda part: part.startswith("."),
 ) -> list[Path]:
     """The files of a path or a glob pattern, in the order of reading. Of a folder: the files at any depth for which
-    `is_known`, without hidden ones, sorted by relative path. `known` lists the suffixes and `names` further valid
-    values, for messages. Raises DataError if there is no file."""
+    `is_known`, without those below names that are hidden, sorted by relative path. `known` lists the suffixes and
+    `names` further valid values, for messages. Raises DataError if there is no file."""
     path = Path(spec).expanduser()
     if path.is_dir():
         below = {each.relative_to(path).as_posix(): each for each in path.rglob("*") if is_known(each)}
-        shown = (name for name in sorted(below) if not any(part.startswith(".") for part in name.split("/")))
+        shown = (name for name in sorted(below) if not any(map(is_hidden, name.split("/"))))
         if files := [below[name] for name in shown if below[name].is_file()]:
             return files
         got = ", ".join(sorted(os.listdir(path))[:8]) or "nothing"
@@ -35,3 +44,13 @@ def resolve_files(
         fix = "check the pattern, and quote it in a shell"
         raise DataError(f"no file matches {path}", got=f"in {Path.cwd()}", fix=fix)
     raise missing_file_error(path, list(names))
+
+
+def folder_values(spec: str | os.PathLike[str], file: Path) -> Mapping[str, str | None]:
+    """What the folders between a folder, or what a pattern begins with, and one of its files say, as Hive names them
+    (`country=de`); None for no value."""
+    path = Path(spec).expanduser()
+    fixed = [not glob.has_magic(part) for part in path.parts]
+    base = Path(*path.parts[: [*fixed, False].index(False)])
+    found = (re.fullmatch(r"([^=]+)=(.*)", part) for part in file.relative_to(base).parts[:-1] if file != base)
+    return {unquote(each[1]): None if each[2] == _NOTHING else unquote(each[2]) for each in found if each is not None}

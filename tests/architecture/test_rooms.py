@@ -16,7 +16,7 @@ from tests.architecture.source import PACKAGE, ROOT
 # Folders at the root that are rooms of the project, if not of the package.
 YARDS = ("benchmarks", "docs", "examples", "scripts", "tests")
 # Test folders that mirror no room, since they look at the whole.
-WHOLE = {"architecture", "benchmarks", "distributed", "documentation", "mutation", "warm"}
+WHOLE = {"architecture", "benchmarks", "differential", "distributed", "documentation", "mutation", "warm"}
 
 
 def folders(top: Path) -> list[Path]:

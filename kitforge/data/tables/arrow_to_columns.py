@@ -14,9 +14,11 @@ from numpy.typing import NDArray
 from kitforge.data.tables.bad_rows import ArrowChunk, BadRow, DecimalMark, Problem
 from kitforge.data.tables.cells import (
     array_of,
+    byte_range,
     decoded,
     is_text,
     is_unsure,
+    lists_of,
     one_array,
     plain_cells,
     pyarrow,
@@ -88,11 +90,15 @@ def _numbers(array: Any, name: str, decimal: DecimalMark) -> tuple[NDArray[np.fl
     if not (is_number or types.is_null(array.type) or is_text(array)):
         raise _wrong_type(name, array, "numbers")
     problems: list[RowProblem] = []
+    is_ready = decimal == "," and is_text(array)
+    if is_ready:
+        # Arrow would take a point between thousands for the decimal one.
+        array = with_points(plain_cells(array), decimal)
     try:
         values = _floats(array)
     except arrow.ArrowInvalid:
         # The slower way, by which texts with blanks or commas are read.
-        array = with_points(plain_cells(array), decimal)
+        array = array if is_ready else with_points(plain_cells(array), decimal)
         try:
             values = _floats(array)
         except arrow.ArrowInvalid:
@@ -111,6 +117,9 @@ def _numbers(array: Any, name: str, decimal: DecimalMark) -> tuple[NDArray[np.fl
 
 
 def _floats(array: Any) -> NDArray[np.float64]:
+    if pyarrow().types.is_decimal(array.type):
+        # Arrow rounds twice from decimals, of which 3.01 becomes 3.0100000000000002.
+        array = array.cast(pyarrow().string())
     return np.array(array.cast(pyarrow().float64(), safe=False).to_numpy(zero_copy_only=False))
 
 
@@ -147,6 +156,9 @@ def _keys(array: Any, kind: KeyKind, name: str) -> tuple[NDArray[np.int64], NDAr
     if kind == "text":
         return np.where(absent, 0, hash_texts(texts)), absent, []
     try:
+        if is_text(texts) and byte_range(texts)[1] > ord("9"):
+            # Arrow reads hexadecimal digits too; the slow way says true and false.
+            raise arrow.ArrowInvalid
         # No step from text to a smaller type or past the range of int64 is taken in silence.
         integers = texts.cast(arrow.int64())
     except arrow.ArrowInvalid:
@@ -164,14 +176,16 @@ def keys_of(values: Sequence[Any], kind: KeyKind) -> NDArray[np.int64]:
     return keys
 
 
-def texts_of_column(table: Any, column: KeyColumn | ListColumn) -> Any:
-    """The different texts of a column, in the order of their first rows: what becomes its keys."""
+def texts_of_column(table: Any, column: KeyColumn | ListColumn) -> tuple[Any, Any]:
+    """The different texts of a column as the data have them, in the order of their first rows, and in the form that
+    becomes their keys."""
     array = plain_cells(one_array(table.column(column.name)))
     if isinstance(column, ListColumn):
         array = plain_cells(_cut(array, column)[0])
     if pyarrow().types.is_null(array.type):
-        return pyarrow().array([], pyarrow().string())
-    return _texts(array, column.name).drop_null().unique()
+        array = array.cast(pyarrow().string())
+    texts = (array if is_text(array) else _texts(array, column.name)).drop_null().unique()
+    return texts, _texts(texts, column.name)
 
 
 def _texts(array: Any, name: str) -> Any:
@@ -232,11 +246,13 @@ def _cut(array: Any, column: ListColumn) -> tuple[Any, NDArray[np.int64]]:
     types = arrow.types
     if types.is_struct(array.type) and [field.name for field in array.type] == ["list", "text"]:
         # Of rows in Python, some with lists and some with texts.
-        texts = compute.split_pattern(plain_cells(array.field("text")), column.separator)
-        array = compute.coalesce(array.field("list"), texts)
+        texts = plain_cells(array.field("text"))
+        array = compute.coalesce(array.field("list"), lists_of(texts), compute.split_pattern(texts, column.separator))
     cut = is_text(array)
     if cut:
-        array = compute.split_pattern(array, column.separator)
+        array = compute.coalesce(
+            lists_of(array), compute.split_pattern(array, column.separator).cast(arrow.list_(arrow.string()))
+        )
     elif array.null_count == len(array):
         array = arrow.nulls(len(array), arrow.list_(arrow.string()))
     if not (types.is_list(array.type) or types.is_large_list(array.type)):
@@ -261,7 +277,7 @@ def _labels(array: Any, label: LabelColumn, decimal: DecimalMark) -> tuple[NDArr
     else:
         array = plain_cells(array)
         array = array.cast(pyarrow().string()) if pyarrow().types.is_null(array.type) else _texts(array, label.name)
-        positive, negative = (None if text is None else _text(text) for text in (label.positive, label.negative))
+        positive, negative = (None if text is None else form_of(text) for text in (label.positive, label.negative))
         is_positive, problems = _equals(array, positive), list[RowProblem]()
         is_negative = _equals(array, negative)
         values, rows = is_positive.astype(np.float64), np.flatnonzero(~(is_positive | is_negative)).tolist()
@@ -271,9 +287,9 @@ def _labels(array: Any, label: LabelColumn, decimal: DecimalMark) -> tuple[NDArr
     return np.nan_to_num(values).astype(np.float32), problems
 
 
-def _text(text: str) -> str:
-    """A text of the options in the form of cells."""
-    return str(_texts(plain_cells(array_of([text])), "label")[0])
+def form_of(value: Any) -> str:
+    """The text of a value of the options in the form of cells: of 5.0 as of 5, of true as of True."""
+    return str(_texts(plain_cells(array_of([value])), "label")[0])
 
 
 def _equals(texts: Any, wanted: str | None) -> NDArray[np.bool_]:

@@ -7,6 +7,7 @@ Texts that only look alike keep their forms: 007, 1.10, 12e3.
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 import re
@@ -22,6 +23,7 @@ from numpy.typing import NDArray
 from kitforge.data.optional_imports import import_optional
 from kitforge.data.tables.bad_rows import ArrowChunk, DecimalMark
 from kitforge.data.tables.hashing import text_views
+from kitforge.foundation.errors import DataError
 
 _SMALLEST, _LARGEST = -(2.0**63), 2.0**63
 _WHOLE = r"^(-?(?:0|[1-9]\d*))\.0+$"
@@ -30,9 +32,16 @@ _EXPONENT = r"-?\d(\.\d+)?e\+\d{2}"
 # Of one of these types, values need no look at each.
 _PLAIN = {str, bool, bytes, list, dict}
 _NOTHING = ("NAType", "NaTType")  # of pandas
+_BARE = r"[+-]?[\d.]+(?:[eE][+-]?\d+)?|None|null|[Nn]a[Nn]|[Tt]rue|[Ff]alse"
+_ITEM = re.compile(rf"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|(?:{_BARE})(?![^\s,\]])""")
+_LIST = re.compile(rf"""\[\s*(?:(?:{_ITEM.pattern})(?:\s*,\s*|\s+|(?=\s*\])))*\]""")
+_NO_TEXT: Any = object.__str__
+_WITH_TEXT = (int, float, list, tuple, set, frozenset)
+READABLE = "a text, a number, a bool, a date, None, or a list or an array of these"
 _TRUE, _FALS = (int.from_bytes(word, "little") for word in (b"true", b"fals"))
-_DECIMAL_COMMA = r"^([+-]?\d*),(\d+)$"
-_GROUPED_COMMA = r"^[+-]?[1-9]\d{0,2}((\.\d{3})+),\d+$"
+_DECIMAL_COMMA = r"^([+-]?\d*),(\d+(?:[eE][+-]?\d+)?)$"
+_GROUPED_COMMA = r"^[+-]?[1-9]\d{0,2}(\.\d{3})+,\d+$"
+_GROUPED_POINTS = r"^[+-]?[1-9]\d{0,2}(\.\d{3})+(,\d+)?$"
 _GROUPS = r"^[+-]?[1-9]\d{0,2}(,\d{3})+(\.\d+)?$"
 _SURE_GROUPS = r"^[+-]?[1-9]\d{0,2}((,\d{3}){2,}(\.\d+)?|,\d{3}\.\d+)$"
 _UNSURE = r"^[+-]?[1-9]\d{0,2},\d{3}$"
@@ -56,16 +65,16 @@ class CellRules:
         table = chunk.table
         for index, name in enumerate(table.column_names) if self.missing_values else ():
             column = table.column(name)
+            column = decoded(one_array(column))
             is_missing = self._is_missing(column)
             if is_missing is not None and pyarrow("pyarrow.compute").any(is_missing).as_py():
-                column = pyarrow("pyarrow.compute").if_else(is_missing, None, decoded(column))
+                column = pyarrow("pyarrow.compute").if_else(is_missing, None, column)
                 table = table.set_column(index, name, column)
         return replace(chunk, table=table, decimal=self.decimal)
 
     def _is_missing(self, column: Any) -> Any:
         """Where a column holds a missing value; None for a type that texts have no form of."""
         arrow, compute, types = pyarrow(), pyarrow("pyarrow.compute"), pyarrow().types
-        column = one_array(decoded(column))
         if is_text(column):
             column = _one_form(_trimmed(column))
         elif not (types.is_integer(column.type) or types.is_floating(column.type) or types.is_boolean(column.type)):
@@ -76,12 +85,21 @@ class CellRules:
 
 def array_of(values: Sequence[Any]) -> Any:
     """A column of Python values as an Arrow array. Values of several types, or beyond int64, become texts. Lists beside
-    texts become structs of a list and a text, of which one is null."""
+    texts become structs of a list and a text, of which one is null. Raises DataError for a value of a type that has no
+    text, UnicodeEncodeError for a text that has no UTF-8."""
     arrow = pyarrow()
+    if isinstance(values, (arrow.Array, arrow.ChunkedArray)):
+        return values
+    values = contents(values)
     is_sequence = isinstance(values, (list, tuple))
     types = set(map(type, values)) - {type(None)} if is_sequence else set()
     is_plain = len(types) > 0 and (types <= {int, float} or (len(types) == 1 and types <= _PLAIN))
+    if not is_plain and is_sequence:
+        values = _of_one_width([contents(value) for value in values])
     kinds = {_kind(value) for value in values} - {None} if is_sequence and not is_plain else set()
+    if kinds == {Decimal}:
+        # Arrow would give all of them the most places of any.
+        kinds = {value.as_tuple().exponent for value in values if _kind(value) is not None}
     if len(kinds) < 2:
         if not is_plain and any(type(value).__name__ == "Timestamp" and value.nanosecond for value in values):
             # Arrow would read timestamps of pandas as microseconds.
@@ -103,6 +121,35 @@ def array_of(values: Sequence[Any]) -> Any:
     return arrow.StructArray.from_arrays([array, arrow.array(texts, arrow.string())], ["list", "text"])
 
 
+def contents(value: Any) -> Any:
+    """The numbers of a tensor or an array in the types of numpy or Python, of a scalar alone; others as they are."""
+    if type(value) in _PLAIN or isinstance(value, np.generic) or type(value).__module__.startswith("pandas"):
+        return value
+    if not (hasattr(value, "__array__") and hasattr(value, "tolist") and hasattr(value, "ndim")):
+        return value.as_py() if hasattr(value, "as_py") else value
+    # Of torch: wherever it lies, and whether it has gradients.
+    value = value.detach().cpu() if hasattr(value, "detach") else value
+    try:
+        array = np.asarray(value)
+    except TypeError:
+        # A type that numpy lacks, such as bfloat16.
+        return value.tolist()
+    return array[()] if array.ndim == 0 else array
+
+
+def _of_one_width(values: list[Any]) -> list[Any]:
+    """Values whose floats, if of several widths, are written in the shortest digits of their own: 0.1 is one value."""
+    narrow = {type(value) for value in values if isinstance(value, (np.float32, np.float16))}
+    if not narrow or {type(value) for value in values if isinstance(value, (float, np.floating))} == narrow:
+        return values
+    return [_widened(value) if type(value) in narrow else value for value in values]
+
+
+def _widened(value: Any) -> float:
+    """A narrow float as the one of Python that is written so; a whole number is itself."""
+    return float(value) if float(value).is_integer() or not math.isfinite(value) else float(str(value))
+
+
 def _kind(value: Any) -> type | None:
     """The type of a cell; int for every number, which Arrow joins exactly or not at all; None if not a value."""
     kind = type(value)
@@ -114,9 +161,11 @@ def _kind(value: Any) -> type | None:
 
 
 def text_of(value: Any) -> str | None:
-    """A Python value as text; None where it is not a value."""
-    value = value.item() if isinstance(value, np.generic) else value
-    is_nan = isinstance(value, float) and math.isnan(value)
+    """A Python value as text; None where it is not a value. Raises DataError for a type that has none."""
+    value = contents(value)
+    if isinstance(value, np.generic):
+        value = _widened(value) if isinstance(value, np.floating) else value.item()
+    is_nan = isinstance(value, (float, Decimal)) and math.isnan(value)
     if value is None or is_nan or type(value).__name__ in _NOTHING:
         return None
     if isinstance(value, float) and value.is_integer() and abs(value) < _LARGEST:
@@ -126,8 +175,37 @@ def text_of(value: Any) -> str | None:
     if isinstance(value, Mapping):
         return json.dumps(value, default=str, ensure_ascii=False)
     if isinstance(value, Decimal):
-        return format(value.normalize(), "f")
+        # As a csv file has it: 1.10 keeps its form.
+        return str(int(value)) if value.is_finite() and value == value.to_integral_value() else str(value)
+    if type(value).__str__ is _NO_TEXT and not isinstance(value, _WITH_TEXT):
+        # Only its repr is left, which nobody means.
+        raise DataError("a cell is of a type that cannot be read", got=type(value).__name__, expected=READABLE)
     return value.isoformat() if isinstance(value, (date, time)) else str(value)
+
+
+def lists_of(texts: Any) -> Any:
+    """The lists [n] that texts show as JSON, Python and numpy write them: [1, 2], ['a', 'b'], ["a"]; null where a text
+    shows none."""
+    arrow, compute = pyarrow(), pyarrow("pyarrow.compute")
+    if not compute.any(compute.starts_with(texts, "[")).as_py():
+        return arrow.nulls(len(texts), arrow.list_(arrow.string()))
+    return arrow.array(map(_list_of, texts.to_pylist()), arrow.list_(arrow.string()))
+
+
+def _list_of(text: str | None) -> list[str | None] | None:
+    if text is None or not _LIST.fullmatch(text):
+        return None
+    try:
+        return [_item(token) for token in _ITEM.findall(text[1:-1])]
+    except (SyntaxError, ValueError):
+        return None
+
+
+def _item(token: str) -> str | None:
+    if token[0] in "'\"":
+        # Both are literals of Python, and JSON's are of the second kind.
+        return str(json.loads(token) if token[0] == '"' else ast.literal_eval(token))
+    return None if token[0] in "Nn" else token
 
 
 def one_array(column: Any) -> Any:
@@ -178,14 +256,20 @@ def decoded(array: Any) -> Any:
     if isinstance(array.type, arrow.BaseExtensionType):
         array = array.cast(array.type.storage_type)
     if types.is_dictionary(array.type):
-        array = array.cast(array.type.value_type)
+        # Arrow casts no dictionary of text views, which polars has.
+        array = decoded(array.dictionary).take(array.indices)
     if types.is_run_end_encoded(array.type):
         array = pyarrow("pyarrow.compute").run_end_decode(array)
     is_bytes = types.is_binary(array.type) or types.is_large_binary(array.type) or types.is_binary_view(array.type)
     if types.is_string_view(array.type) or is_bytes:
         array = _texts_of_bytes(array)
-    if types.is_fixed_size_list(array.type) or types.is_list_view(array.type):
+    if types.is_fixed_size_list(array.type):
         array = array.cast(arrow.list_(array.type.value_type))
+    if types.is_list_view(array.type) or types.is_large_list_view(array.type):
+        # Arrow's own cast of a view gives wrong offsets.
+        lengths = pyarrow("pyarrow.compute").list_value_length(array).fill_null(0).to_numpy(zero_copy_only=False)
+        offsets = arrow.array(np.append(0, np.cumsum(lengths, dtype=np.int64)))
+        array = arrow.LargeListArray.from_arrays(offsets, array.flatten(), mask=array.is_null())
     return array.cast(arrow.float32()) if types.is_float16(array.type) else array
 
 
@@ -200,7 +284,7 @@ def _texts_of_bytes(array: Any) -> Any:
 
 def _trimmed(texts: Any) -> Any:
     compute = pyarrow("pyarrow.compute")
-    lowest, highest = _byte_range(texts)
+    lowest, highest = byte_range(texts)
     if (lowest <= ord(" ") or highest >= 0xC2) and _has_outer_blanks(texts):
         texts = compute.utf8_trim_whitespace(texts)
     offsets = text_views(texts)[0]
@@ -212,7 +296,7 @@ def _trimmed(texts: Any) -> Any:
     return texts
 
 
-def _byte_range(texts: Any) -> tuple[int, int]:
+def byte_range(texts: Any) -> tuple[int, int]:
     """The lowest and the highest byte of texts; a pass over bytes costs a tenth of one over texts."""
     used = _bytes_of(texts)
     return (int(used.min()), int(used.max())) if len(used) else (255, 0)
@@ -244,8 +328,11 @@ def texts_of(array: Any) -> Any | None:
         return _one_form(array)
     if types.is_integer(array.type) or types.is_boolean(array.type):
         return array.cast(arrow.string())
-    if types.is_decimal(array.type):
+    if types.is_decimal(array.type) and not 0 <= array.type.scale <= 6:
+        # Arrow writes these with an exponent, zero too.
         return arrow.array(map(text_of, array.to_pylist()), arrow.string())
+    if types.is_decimal(array.type):
+        return _one_form(array.cast(arrow.string()))
     return _texts_of_floats(array) if types.is_floating(array.type) else None
 
 
@@ -258,13 +345,14 @@ def _texts_of_floats(array: Any) -> Any:
     if (is_whole | absent).all():
         return whole
     # numpy writes the shortest digits that give the value again, as Python, pandas and JSON do.
-    others = arrow.array(values.astype(str).tolist(), arrow.string(), mask=absent)
+    digits = values.astype(str) if values.dtype == np.float64 else values.astype(str).astype(np.float64).astype(str)
+    others = arrow.array(digits.tolist(), arrow.string(), mask=absent)
     return pyarrow("pyarrow.compute").if_else(arrow.array(is_whole), whole, others)
 
 
 def _one_form(texts: Any) -> Any:
     """Texts [n] with bools and whole numbers in the form that they have in columns of these types."""
-    lowest, highest = _byte_range(texts)
+    lowest, highest = byte_range(texts)
     if highest > ord("9"):
         texts = _replaced(texts, _with_bools(texts), pyarrow("pyarrow.compute").utf8_lower)
     if lowest <= ord("."):
@@ -342,8 +430,13 @@ def _with_zeros(texts: Any) -> NDArray[np.intp]:
 
 
 def with_points(texts: Any, decimal: DecimalMark) -> Any:
-    """Texts of numbers with a decimal point. Commas stay where a cell does not show what they mean: in 1,250."""
+    """Texts of numbers with a decimal point, and nothing between thousands. Commas stay where a cell does not show what
+    they mean: in 1,250."""
     compute = pyarrow("pyarrow.compute")
+    if decimal == ",":
+        grouped = compute.replace_substring(texts, ".", "")
+        texts = compute.if_else(compute.match_substring_regex(texts, _GROUPED_POINTS), grouped, texts)
+        return compute.replace_substring_regex(texts, _DECIMAL_COMMA, r"\1.\2")
     if not compute.any(compute.match_substring(texts, ",")).as_py():
         return texts
     no_groups = compute.replace_substring(texts, ",", "")
@@ -352,8 +445,6 @@ def with_points(texts: Any, decimal: DecimalMark) -> Any:
     decimals = compute.replace_substring_regex(texts, _DECIMAL_COMMA, r"\1.\2")
     grouped = compute.replace_substring(compute.replace_substring(texts, ".", ""), ",", ".")
     decimals = compute.if_else(compute.match_substring_regex(texts, _GROUPED_COMMA), grouped, decimals)
-    if decimal == ",":
-        return decimals
     decimals = compute.if_else(compute.match_substring_regex(texts, _SURE_GROUPS), no_groups, decimals)
     return compute.if_else(compute.match_substring_regex(texts, _UNSURE), texts, decimals)
 

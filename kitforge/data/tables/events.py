@@ -90,8 +90,8 @@ class EventRows:
     @property
     def names(self) -> tuple[str, ...]:
         """The columns of the events, and that of the histories."""
-        history = self.events.history
-        return self.source.names if history is None else (*self.source.names, history)
+        history, names = self.events.history, self.source.parts[0].names
+        return names if history is None else (*names, history)
 
     def jobs(self, columns: Sequence[str]) -> Iterator[Job]:
         """Chunks of whole users, in the order of their first events."""

@@ -8,8 +8,9 @@ from functools import partial
 from typing import Any, final
 
 from kitforge.data.tables.bad_rows import ArrowChunk, check_names
-from kitforge.data.tables.cells import array_of, pyarrow
+from kitforge.data.tables.cells import contents, pyarrow
 from kitforge.data.tables.csv_files import Job
+from kitforge.data.tables.python_rows import table_chunk
 from kitforge.foundation.errors import DataError
 
 _CHUNK_ROWS = 65_536
@@ -20,15 +21,19 @@ _CHUNK_ROWS = 65_536
 class FrameRows:
     """The rows of an Arrow table."""
 
-    table: Any
+    rows: ArrowChunk
     names: tuple[str, ...]
     name: str = "the data"  # for messages
 
     def jobs(self, columns: Sequence[str]) -> Iterator[Job]:
         """Chunks in order."""
-        chosen = self.table.select(list(columns))
-        for start in range(0, self.table.num_rows, _CHUNK_ROWS):
-            yield partial(ArrowChunk, table=chosen.slice(start, _CHUNK_ROWS), location=partial(_location, start))
+        chosen = self.rows.table.select(list(columns))
+        for start in range(0, max(chosen.num_rows, 1), _CHUNK_ROWS):
+            location, bad = partial(self._location, start), () if start else self.rows.bad
+            yield partial(ArrowChunk, table=chosen.slice(start, _CHUNK_ROWS), location=location, bad=bad)
+
+    def _location(self, start: int, row: int) -> str:
+        return self.rows.location(start + row)
 
 
 def is_frame(spec: object) -> bool:
@@ -38,11 +43,13 @@ def is_frame(spec: object) -> bool:
 
 def open_frame(spec: Any) -> FrameRows:
     """The table of a DataFrame, or of arrays by column. Raises DataError for other objects."""
-    arrow = pyarrow()
+    arrow, columns = pyarrow(), None
     try:
         if isinstance(spec, Mapping):
             scalars = [
-                str(name) for name, values in spec.items() if isinstance(values, str) or not hasattr(values, "__len__")
+                str(name)
+                for name, values in spec.items()
+                if isinstance(values, str) or not hasattr(contents(values), "__len__")
             ]
             if scalars:
                 raise DataError(
@@ -50,33 +57,41 @@ def open_frame(spec: Any) -> FrameRows:
                     got=f"a single value for {', '.join(scalars[:8])}",
                     expected="arrays by column, all of one length; or a list of rows",
                 )
-            spec = {str(name): array_of(values) for name, values in spec.items()}
-        if hasattr(spec, "dtypes"):
+            columns = {str(name): values for name, values in spec.items()}
+        elif hasattr(spec, "index") and (any(map(_holds_objects, spec.dtypes)) or _has_named_range(spec)):
+            columns = _columns_of_pandas(spec)
+        elif hasattr(spec, "dtypes"):
             check_names("the data", list(map(str, spec.columns)))
-        table = _table(spec)
+        if columns is None:
+            rows = ArrowChunk(table=arrow.table(spec), location=_location)
+        else:
+            rows = table_chunk(columns, _location)
     except (arrow.ArrowInvalid, arrow.ArrowTypeError, arrow.ArrowNotImplementedError) as error:
         raise DataError(
             "these columns are no table", got=error, expected="one type a column, and one length for all"
         ) from error
-    # pandas hands over an index that has values of its own as one more column.
-    names = tuple(name for name in table.column_names if not name.startswith("__index_level_"))
-    check_names("the data", table.column_names)
-    if table.num_rows == 0:
+    names = tuple(rows.table.column_names)
+    check_names("the data", names)
+    if rows.table.num_rows == 0 and not rows.bad:
         raise DataError("there are no rows in the data", got=f"columns {', '.join(names)}", expected="at least one row")
-    return FrameRows(table=table, names=names)
+    return FrameRows(rows=rows, names=names)
 
 
-def _table(spec: Any) -> Any:
-    """The table of an object. Columns of Python objects of pandas are read cell by cell, as rows in Python are."""
-    arrow = pyarrow()
-    if not (hasattr(spec, "items") and any(map(_holds_objects, getattr(spec, "dtypes", ())))):
-        return arrow.table(spec)
-    names, columns = zip(*spec.items(), strict=True)
-    arrays = [
-        array_of(column.tolist()) if _holds_objects(column.dtype) else arrow.array(column, from_pandas=True)
-        for column in columns
-    ]
-    return arrow.Table.from_arrays(arrays, list(map(str, names)))
+def _columns_of_pandas(frame: Any) -> dict[str, Any]:
+    """The columns, and the levels of the index that have names, as Arrow has them. Columns of Python objects are read
+    cell by cell, as rows in Python are."""
+    levels = [(name, frame.index.get_level_values(level)) for level, name in enumerate(frame.index.names)]
+    columns = [*frame.items(), *((name, values) for name, values in levels if name is not None)]
+    check_names("the data", [str(name) for name, _ in columns])
+    return {
+        str(name): values.tolist() if _holds_objects(values.dtype) else pyarrow().array(values, from_pandas=True)
+        for name, values in columns
+    }
+
+
+def _has_named_range(frame: Any) -> bool:
+    """Whether the index is a column that pandas keeps as a range, which Arrow leaves out."""
+    return type(frame.index).__name__ == "RangeIndex" and frame.index.name is not None
 
 
 def _holds_objects(dtype: Any) -> bool:
@@ -84,5 +99,5 @@ def _holds_objects(dtype: Any) -> bool:
     return str(dtype if categories is None else categories.dtype) == "object"
 
 
-def _location(start: int, row: int) -> str:
-    return f"row {start + row + 1} of the data"
+def _location(row: int) -> str:
+    return f"row {row + 1} of the data"

@@ -19,7 +19,7 @@ from kitforge.data.tables.id_index import IdIndex
 from kitforge.data.tables.source import TableSource
 from kitforge.foundation.files import atomic_file
 
-FORMAT = 2
+FORMAT = 3
 
 
 @final
@@ -77,8 +77,8 @@ def _find_names(source: TableSource, column: KeyColumn | ListColumn, keys: NDArr
     index, names, num_left = IdIndex(keys), [""] * len(keys), len(keys)
     is_open = np.ones(len(keys), bool)
     for job in source.jobs([column.name]):
-        texts = texts_of_column(job().table, column)
-        positions = index.find(hash_texts(texts))
+        texts, forms = texts_of_column(job().table, column)
+        positions = index.find(hash_texts(forms))
         rows = np.flatnonzero((positions >= 0) & is_open[positions])
         for row, position in zip(rows.tolist(), positions[rows].tolist(), strict=True):
             if is_open[position]:

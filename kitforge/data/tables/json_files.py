@@ -11,7 +11,7 @@ from typing import Any, final
 
 from kitforge.data.tables.bad_rows import ArrowChunk, BadRow, Problem
 from kitforge.data.tables.csv_files import Job, first_line, text_blocks
-from kitforge.data.tables.python_rows import chunk_of
+from kitforge.data.tables.python_rows import columns_of_rows, table_chunk
 from kitforge.data.tables.table_file import TableFile
 from kitforge.foundation.errors import DataError
 
@@ -30,21 +30,16 @@ class JsonLinesFile(TableFile):
         rows: list[Mapping[str, Any]] = []
         lines: list[int] = []
         bad: list[BadRow] = []
-        for line, text in enumerate(raw.split(b"\n"), start=first):
-            if not text.strip():
-                continue
-            try:
-                row = json.loads(text)
-            except ValueError as error:
-                row = error
+        for line, row in _objects(raw, first):
             if isinstance(row, Mapping):
-                rows.append({name: row.get(name) for name in columns})
+                rows.append(row)
                 lines.append(line)
             else:
                 got = str(row) if isinstance(row, ValueError) else type(row).__name__
                 problem = Problem(reason="is not a JSON object", got=got[:80], expected='{"column": value, ...}')
                 bad.append(BadRow(problem=problem, location=partial(str, f"{self.path}:{line}")))
-        return replace(chunk_of(rows, 0, columns), location=partial(self._location, lines), bad=tuple(bad))
+        cells = {name: [row.get(name) for row in rows] for name in columns}
+        return table_chunk(cells, partial(self._location, lines), bad)
 
     def _location(self, lines: list[int], row: int) -> str:
         return f"{self.path}:{lines[row]}"
@@ -60,4 +55,23 @@ def open_json_lines(path: Path) -> JsonLinesFile:
     if not isinstance(row, Mapping):
         expected = '{"column": value, ...}'
         raise DataError(f"the first line of {path} is not a JSON object", got=line[:60], expected=expected)
-    return JsonLinesFile(path=path, names=tuple(row))
+    return JsonLinesFile(path=path, names=columns_of_rows([row]))
+
+
+def with_all_names(parts: Sequence[Any]) -> list[Any]:
+    """The parts of a table, of which the files of JSON Lines have all columns of the first lines of these files."""
+    files = [part for part in parts if isinstance(part, JsonLinesFile)]
+    blocks = (block for file in files for block in text_blocks(file.path, False))
+    names = columns_of_rows(row for line, raw in blocks for _, row in _objects(raw, line)) if files else ()
+    return [replace(part, names=names) if isinstance(part, JsonLinesFile) else part for part in parts]
+
+
+def _objects(raw: bytes, first: int) -> Iterator[tuple[int, object]]:
+    """The lines that are not empty, with their numbers; the error of one that is not JSON."""
+    for line, text in enumerate(raw.split(b"\n"), start=first):
+        if not text.strip():
+            continue
+        try:
+            yield line, json.loads(text)
+        except ValueError as error:
+            yield line, error

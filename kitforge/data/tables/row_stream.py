@@ -12,7 +12,7 @@ import numpy as np
 
 from kitforge.data.tables.arrow_to_columns import to_columns
 from kitforge.data.tables.bad_rows import BadRows
-from kitforge.data.tables.cells import CellRules
+from kitforge.data.tables.cells import CellRules, contents
 from kitforge.data.tables.columns import ColumnLayout, Columns, concatenate
 from kitforge.data.tables.python_rows import chunk_of
 from kitforge.foundation.errors import DataError, nearest
@@ -155,6 +155,7 @@ class RowStream:
 
 def _plain(value: object) -> object:
     """A cell as a JSON value; values that no column can hold become text, as in reading."""
+    value = contents(value)
     if value is None or isinstance(value, (str, bool, int, float)):
         return value
     if isinstance(value, (np.ndarray, np.generic)):

@@ -4,32 +4,41 @@ from __future__ import annotations
 
 import csv
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Literal, Protocol, final
 
 from kitforge.data.document_shard import fingerprint_of
-from kitforge.data.file_bytes import FileStamp, check_unchanged, format_suffix, stamp_of
-from kitforge.data.file_resolver import resolve_files
+from kitforge.data.file_bytes import FileStamp, check_unchanged, format_suffix, opened, stamp_of
+from kitforge.data.file_resolver import folder_values, resolve_files
 from kitforge.data.in_memory import is_dataset
 from kitforge.data.tables.bad_rows import ArrowChunk, DecimalMark, OnBadRow
-from kitforge.data.tables.cells import CellRules
-from kitforge.data.tables.csv_files import CRITEO_COLUMNS, Job, TextFile, first_line
+from kitforge.data.tables.cells import CellRules, pyarrow
+from kitforge.data.tables.csv_files import CRITEO_COLUMNS, Job, TextFile, first_line, text_blocks
 from kitforge.data.tables.frames import is_frame, open_frame
 from kitforge.data.tables.interactions import InteractionFile
-from kitforge.data.tables.json_files import open_json_lines
+from kitforge.data.tables.json_files import open_json_lines, with_all_names
 from kitforge.data.tables.parquet_files import open_parquet
 from kitforge.data.tables.python_rows import HFDatasetTable, open_python_rows
 from kitforge.data.tables.times import as_times, without_order
 from kitforge.foundation.config import check
 from kitforge.foundation.errors import DataError, nearest
+from kitforge.foundation.log import logger
+
+_log = logger(__name__)
 
 TableFormat = Literal["auto", "criteo", "csv", "tsv", "parquet", "jsonl", "interactions"]
 _SUFFIXES = (".csv", ".tsv", ".txt", ".inter", ".parquet", ".jsonl")
 # What pandas calls a column without a name.
 UNNAMED = "Unnamed: "
+# What it calls an index without a name in tables of Arrow and in Parquet files.
+_ROW_NUMBERS = re.compile(r"__index_level_\d+__")
+# What a number with a decimal comma alone in its cell looks like, in a file that ; delimits.
+_COMMA_CELL = re.compile(rb"(?:^|[;\n\"])[ ]*[+-]?(?:\d*|\d{1,3}(?:\.\d{3})+),\d+[ ]*(?=[;\r\n\"]|$)")
 _DELIMITERS = (",", ";", "\t", "|")
 
 
@@ -46,7 +55,7 @@ class TableSourceConfig:
     delimiter: str | None = None
     # Texts that mean a missing value, besides an empty cell.
     missing_values: tuple[str, ...] = ()
-    # Decimal mark of numbers that are written as text. auto: a comma in a csv file that ; delimits; else what a cell
+    # Decimal mark of numbers written as text. auto: a comma in a csv file with ; that has one; else what a cell
     # shows (1.5, 12,5, 1,250.5), and a cell that shows neither (1,250) is a bad row.
     decimal: DecimalMark = "auto"
     on_bad_row: OnBadRow = "error"
@@ -98,8 +107,8 @@ class TableSource:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The columns of the first part."""
-        return self.parts[0].names
+        """The columns of the first part, without the row numbers that pandas leaves in a table."""
+        return tuple(name for name in self.parts[0].names if not _ROW_NUMBERS.fullmatch(name))
 
     def check_unchanged(self) -> None:
         """Raise DataError when a file is no longer the one that was opened."""
@@ -132,7 +141,7 @@ def open_table(spec: object, config: TableSourceConfig = _DEFAULT) -> TableSourc
     Raises DataError for what is missing, empty or unreadable.
     """
     if isinstance(spec, (str, os.PathLike)):
-        return _of_files(str(spec), _table_files(spec), config)
+        return _of_files(str(spec), [(file, spec) for file in _table_files(spec)], config)
     if is_dataset(spec):
         names = tuple(spec.column_names)  # type: ignore[attr-defined]
         mark = fingerprint_of("dataset", spec._fingerprint)  # type: ignore[attr-defined]
@@ -142,7 +151,7 @@ def open_table(spec: object, config: TableSourceConfig = _DEFAULT) -> TableSourc
     if is_frame(spec) or isinstance(spec, Mapping):
         return TableSource(name="the data", parts=(open_frame(spec),), fingerprint=None, cells=config.cells)
     if isinstance(spec, (list, tuple)) and spec and all(isinstance(item, (str, os.PathLike)) for item in spec):
-        files = [file for item in spec for file in _table_files(item)]
+        files = [(file, item) for item in spec for file in _table_files(item)]
         return _of_files(", ".join(map(str, spec)), files, config)
     if isinstance(spec, Iterable) and not isinstance(spec, (bytes, bytearray)):
         return TableSource(
@@ -159,15 +168,79 @@ def open_table(spec: object, config: TableSourceConfig = _DEFAULT) -> TableSourc
     )
 
 
-def _of_files(name: str, files: Sequence[Path], config: TableSourceConfig) -> TableSource:
-    stamps = tuple((file.absolute(), stamp_of(file.absolute())) for file in files)
-    parts = tuple(_open_file(file.absolute(), config) for file in files)
-    mark = fingerprint_of("table", [(str(path), *stamp) for path, stamp in stamps])
+def _of_files(
+    name: str, files: Sequence[tuple[Path, str | os.PathLike[str]]], config: TableSourceConfig
+) -> TableSource:
+    """The table of files, each with the folder or pattern that it is from."""
+    stamps = tuple((file.absolute(), stamp_of(file.absolute())) for file, _ in files)
+    full = [(file, spec) for file, spec in files if len(files) == 1 or not _is_empty(file)] or files[:1]
+    parts = with_all_names([_open_file(file.absolute(), config) for file, _ in full])
     cells = config.cells
-    if cells.decimal == "auto" and any(isinstance(part, TextFile) and part.delimiter == ";" for part in parts):
+    if cells.decimal == "auto" and any(map(_has_decimal_commas, parts)):
         cells = replace(cells, decimal=",")
+    parts = [_in_folders(part, folder_values(spec, file)) for part, (file, spec) in zip(parts, full, strict=True)]
+    mark = fingerprint_of("table", [(str(path), *stamp) for path, stamp in stamps])
     fingerprint = fingerprint_of(mark, config.format, config.columns, config.delimiter, cells)
-    return TableSource(name=name, parts=parts, fingerprint=fingerprint, stamps=stamps, cells=cells)
+    return TableSource(name=name, parts=tuple(parts), fingerprint=fingerprint, stamps=stamps, cells=cells)
+
+
+def _is_empty(path: Path) -> bool:
+    """Whether a file of text has nothing in it, as a writer leaves it that had no rows; this is logged."""
+    if format_suffix(path) == ".parquet":
+        return False
+    with opened(path) as stream:
+        is_empty = not stream.read(1)
+    if is_empty:
+        _log.warning("%s is empty and left out", path)
+    return is_empty
+
+
+def _has_decimal_commas(part: TablePart) -> bool:
+    """Whether the first rows of a file that ; delimits show a decimal comma: then points are between thousands."""
+    if not isinstance(part, TextFile) or part.delimiter != ";":
+        return False
+    return any(_COMMA_CELL.search(raw) for _, raw in islice(text_blocks(part.path, False), 1))
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _InFolders:
+    """A file, and the values that its folders give to all of its rows."""
+
+    file: TablePart
+    values: Mapping[str, str | None]
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return self.file.name
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Its columns, and those of its folders."""
+        return (*self.file.names, *self.values)
+
+    def jobs(self, columns: Sequence[str]) -> Iterator[Job]:
+        """Chunks in order."""
+        # A chunk without columns would have no rows.
+        own = [name for name in columns if name not in self.values] or list(self.file.names[:1])
+        for job in self.file.jobs(own):
+            yield partial(self._with_values, job, tuple(columns))
+
+    def _with_values(self, job: Job, columns: tuple[str, ...]) -> ArrowChunk:
+        arrow, chunk = pyarrow(), job()
+        table, text = chunk.table, pyarrow().string()
+        for name in columns:
+            if name in self.values:
+                values = arrow.repeat(arrow.scalar(self.values[name], text), table.num_rows)
+                table = table.append_column(name, values)
+        return replace(chunk, table=table.select(list(columns)))
+
+
+def _in_folders(part: TablePart, values: Mapping[str, str | None]) -> TablePart:
+    """The part with the values of its folders; a column of its own goes before one of these."""
+    others = {name: value for name, value in values.items() if name not in part.names}
+    return _InFolders(file=part, values=others) if others else part
 
 
 def _ruled(job: Job, cells: CellRules, times: tuple[str, ...]) -> ArrowChunk:
@@ -176,7 +249,12 @@ def _ruled(job: Job, cells: CellRules, times: tuple[str, ...]) -> ArrowChunk:
 
 
 def _table_files(spec: str | os.PathLike[str]) -> list[Path]:
-    return resolve_files(spec, lambda path: format_suffix(path) in _SUFFIXES, " ".join(_SUFFIXES))
+    return resolve_files(spec, lambda path: format_suffix(path) in _SUFFIXES, " ".join(_SUFFIXES), is_hidden=_is_hidden)
+
+
+def _is_hidden(part: str) -> bool:
+    """Whether a name below a folder is left out of its table, as Spark and Arrow have it: _temporary, _SUCCESS."""
+    return part.startswith(".") or (part.startswith("_") and "=" not in part)
 
 
 def _open_file(path: Path, config: TableSourceConfig) -> TablePart:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Literal, Protocol, final
 
@@ -88,14 +89,20 @@ class HashedSplit:
 def split_rows(
     table: ColumnTable, rule: SplitRule, fraction: float, seed: int, group: str | None = None, time: str | None = None
 ) -> tuple[RowSet, RowSet]:
-    """Rows to train on and rows to evaluate on. `random` rounds the share to one of so many rows. `group` and `time`
-    name the columns of those rules."""
+    """Rows to train on and rows to evaluate on. `random` computes a share of one in so many rows, and lists any other.
+    `group` and `time` name the columns of those rules."""
     num_rows = table.num_rows
     if fraction == 0:
         return RowRange(0, num_rows), RowRange(num_rows, num_rows)
     if rule == "last":
         cut = num_rows - round(num_rows * fraction)
         return RowRange(0, cut), RowRange(cut, num_rows)
+    if rule == "random" and abs(round(1 / fraction) * fraction - 1) > 1e-9:
+        # No one in so many: those of the lowest hashes, as many as scikit-learn takes.
+        hashes = hash_array(np.arange(num_rows, dtype=np.uint64), key(seed, "validation"))
+        order = np.argsort(hashes, kind="stable").astype(np.int64)
+        cut = min(math.ceil(num_rows * fraction), num_rows)
+        return RowList(np.sort(order[cut:])), RowList(np.sort(order[:cut]))
     if rule == "random":
         period = max(2, round(1 / fraction))
         training, validation = (HashedSplit(num_rows, period, seed, is_validation=flag) for flag in (False, True))

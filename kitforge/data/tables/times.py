@@ -6,10 +6,12 @@ its own: whole seconds as int64, and the fraction of a second.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from decimal import Decimal
 from typing import Any, final
 
 import numpy as np
@@ -135,7 +137,7 @@ def _second(text: str | None) -> str | None:
         return text
     whole = int((date if date.tzinfo else date.replace(tzinfo=UTC)).timestamp())
     # Before 1970 the fraction counts towards zero.
-    return f"{whole}.{nanoseconds}" if whole >= 0 else repr(whole + int(nanoseconds) / 1e9)
+    return str(Decimal(f"{whole}.{nanoseconds}") if whole >= 0 else whole + Decimal(f"0.{nanoseconds}"))
 
 
 def _parts_of_texts(texts: Any) -> tuple[Any, Any]:
@@ -156,8 +158,9 @@ def _part_of_text(text: str | None) -> tuple[int, float] | None:
     if text is None:
         return None
     found = re.match(_PLAIN_NUMBER, text)
-    if found and abs(int(found[1])) < 2**63 and not (text.startswith("-") and found[2]):
-        return int(found[1]), float(found[2] or 0)
+    if found and abs(int(found[1])) < 2**63:
+        whole_number = math.floor(Decimal(text))
+        return whole_number, float(Decimal(text) - whole_number)
     try:
         value = float(text)
     except ValueError:

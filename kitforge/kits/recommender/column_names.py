@@ -30,6 +30,7 @@ TIMES = (
     "timestamp", "time", "ts", "datetime", "eventtime", "date", "createdat", "eventtimestamp", "unixtime",
     "unixreviewtime", "reviewtime", "eventdate", "occurredat",
 )  # fmt: skip
+_TIME_WORDS = ("timestamp", "time", "ts", "datetime", "date", "at")
 # Words of a name that say what whole numbers in it are.
 _CATEGORIES = frozenset((
     "brand", "category", "cate", "cat", "campaign", "advertiser", "publisher", "site", "domain", "device", "city",
@@ -73,6 +74,11 @@ def name_words(name: str) -> list[str]:
 def plain_name(name: str) -> str:
     """The words of a name without anything between them: userid."""
     return "".join(name_words(name))
+
+
+def is_time_name(name: str) -> bool:
+    """Whether numbers as large as Unix times have that meaning in a column: timestamp, review_time, created_at."""
+    return plain_name(name) in TIMES or name_words(name)[-1:] in [[word] for word in _TIME_WORDS]
 
 
 def id_kind_of(name: str) -> NameKind | None:

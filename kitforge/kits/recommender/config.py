@@ -69,14 +69,14 @@ class RecommendationDataOptions:
     # Without a schema: the column of the label, and the value of it that counts as 1. None: guessed by name, place and
     # values; what they do not say is an error.
     label: str | None = None
-    positive: str | None = None
+    positive: str | int | float | bool | None = None
     format: TableFormat = "auto"  # auto: by the suffix and the first line
     columns: tuple[str, ...] | None = None  # column names of a csv or tsv file without a header
     # Delimiter of a csv or tsv file. None: a tab for tsv; for csv, the one of , ; | and tab that splits the first line
     # into most cells.
     delimiter: str | None = None
     missing_values: tuple[str, ...] = ()  # texts that mean a missing value, besides an empty cell
-    # Decimal mark of numbers that are written as text. auto: a comma in a csv file that ; delimits; else what a cell
+    # Decimal mark of numbers written as text. auto: a comma in a csv file with ; that has one; else what a cell
     # shows (1.5, 12,5, 1,250.5); one that may be either (1,250) is a bad row.
     decimal: DecimalMark = "auto"
     negatives: NegativeOptions = field(default_factory=NegativeOptions)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from kitforge.data.cache_folder import default_root
 from kitforge.data.document_shard import fingerprint_of
+from kitforge.data.tables.arrow_to_columns import form_of
 from kitforge.data.tables.bad_rows import BadRows
 from kitforge.data.tables.column_cache import load_table
 from kitforge.data.tables.columns import ColumnTable
@@ -143,7 +144,7 @@ def schema_of(
         return read_schema(options.schema)
     if (log := click_log(spec)) is not None:
         return click_log_schema(log)
-    choice = LabelChoice(name=options.label, positive=options.positive, by_position=retrieval is None)
+    choice = replace(label_choice(options), by_position=retrieval is None)
     description = describe_table(spec, table_config(options), choice=choice, ids=ids)
     if options.negatives.num_negatives:
         expected = "a schema, or columns called user_id, item_id and timestamp, or much like that"
@@ -159,6 +160,12 @@ def schema_of(
     if retrieval == "sequences" and not description.schema.sequences and description.sequences:
         return _without_others(description.sequences, description)
     return description.schema
+
+
+def label_choice(options: RecommendationDataOptions) -> LabelChoice:
+    """What the options say of the label."""
+    positive = None if options.positive is None else form_of(options.positive)
+    return LabelChoice(name=options.label, positive=positive)
 
 
 def _without_others(schema: FeatureSchema, description: TableDescription) -> FeatureSchema:

@@ -14,10 +14,21 @@ from rich.table import Table
 from rich.text import Text
 
 from kitforge.data.tables.bad_rows import BadRows, DecimalMark
-from kitforge.data.tables.cells import is_text, join_tables, one_array, plain_cells, pyarrow, texts_of, with_points
+from kitforge.data.tables.cells import (
+    is_text,
+    join_tables,
+    lists_of,
+    one_array,
+    plain_cells,
+    pyarrow,
+    texts_of,
+    with_points,
+)
 from kitforge.data.tables.columns import LabelColumn
+from kitforge.data.tables.python_rows import FIRST_ROWS
 from kitforge.data.tables.source import TableSource, TableSourceConfig, open_table
 from kitforge.foundation.errors import DataError
+from kitforge.kits.recommender.column_names import is_time_name
 from kitforge.kits.recommender.schema import FeatureSchema, schema_summary, schema_yaml
 from kitforge.kits.recommender.schema_inference import (
     ANY_LABEL,
@@ -31,7 +42,7 @@ from kitforge.kits.recommender.schema_inference import (
     why_no_label,
 )
 
-DESCRIBED_ROWS = 200_000
+DESCRIBED_ROWS = FIRST_ROWS
 _HEAD_COLUMNS = 12
 _HEAD_ROWS = 5
 # A column with at least this fraction of numbers is numeric; its other cells probably mean missing values.
@@ -41,8 +52,11 @@ _MIN_NUMERIC_FRACTION = 0.95
 _MIN_REPEATS = 3
 _MAX_LIKENESS = 0.2
 _MAX_GAP_RATIO = 4
+# Seconds since 1970, in a column whose name says so; finer units are larger.
+_OLDEST_TIME = 1e8
 _LIST = r"^\d{1,18}( \d{1,18})*$"
 _DIGITS_IN_THREES = r"^\d{1,3}( \d{3})*$"
+_ISO_TIME = r"^\d{4}-\d{2}-\d{2}([T ]\d{2}:\d{2}(:\d{2}([.,]\d+)?)?)?\s*(Z|UTC|GMT|[+-]\d{2}:?(\d{2})?)?$"
 _NUMBER = r"^\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*$"
 
 
@@ -102,7 +116,7 @@ def describe_table(
         raise DataError(f"there are no rows in {source.name}", got=f"{bad.total} bad ones", expected="at least one")
     decimal = source.cells.decimal
     columns = tuple(_view(name, table.column(name), decimal) for name in table.column_names)
-    label = infer_label(columns, choice)
+    label = infer_label(columns, choice, is_complete=is_complete)
     schema = infer_schema(columns, label, table.num_rows, is_complete=is_complete, ids=ids)
     texts = [[_cell(value) for value in column.to_pylist()] for column in table.slice(0, _HEAD_ROWS).columns]
     return TableDescription(
@@ -114,7 +128,7 @@ def describe_table(
         schema=schema,
         label_rate=None if label is None else _label_rate(table, label),
         bad_rows=dict(bad.counts),
-        no_label=why_no_label(columns, table.num_rows, choice) if label is None else None,
+        no_label=why_no_label(columns, table.num_rows, choice, is_complete=is_complete) if label is None else None,
         sequences=infer_event_schema(columns),
         targets=guess_targets(columns),
     )
@@ -142,15 +156,20 @@ def _view(name: str, column: Any, decimal: DecimalMark) -> ColumnView:
         return ColumnView(name=name, type="nothing", stored=stored, num_values=0, num_missing=missing)
     if is_text(array) and _holds_lists(array.drop_null()):
         array, stored = compute.split_pattern(array, " "), "list<int64>"
+    elif is_text(array) and (lists := lists_of(array)).null_count == missing:
+        array, stored = lists, "list<string>"
     if types.is_list(array.type) or types.is_large_list(array.type):
         items = texts_of(plain_cells(compute.list_flatten(array)))
-        if items is None or types.is_floating(array.type.value_type):
+        if items is None or types.is_floating(array.type.value_type) or _has_fractions(items):
             return ColumnView(name=name, type="other", stored=stored, num_values=0, num_missing=missing)
         num_values = compute.count_distinct(items).as_py()
         return ColumnView(name=name, type="list", stored=stored, num_values=num_values, num_missing=missing)
     texts = texts_of(array)
     if texts is None:
-        return ColumnView(name=name, type="other", stored=stored, num_values=0, num_missing=missing)
+        is_time = types.is_timestamp(array.type) or types.is_date(array.type)
+        return ColumnView(
+            name=name, type="other", stored=stored, num_values=0, num_missing=missing, holds_times=is_time
+        )
     counts = compute.value_counts(texts.drop_null())
     frequent = np.argsort(-np.asarray(counts.field("counts")), kind="stable")[:3]
     view = ColumnView(
@@ -160,8 +179,17 @@ def _view(name: str, column: Any, decimal: DecimalMark) -> ColumnView:
         num_values=len(counts),
         num_missing=missing,
         common=tuple((pair["values"], pair["counts"]) for pair in counts.take(frequent).to_pylist()),
+        holds_times=is_text(array) and compute.all(compute.match_substring_regex(array, _ISO_TIME)).as_py(),
     )
     return _with_range(view, array.drop_null(), decimal)
+
+
+def _has_fractions(items: Any) -> bool:
+    """Whether texts of items are numbers, and not all of them whole."""
+    compute, items = pyarrow("pyarrow.compute"), items.drop_null()
+    if not compute.all(compute.match_substring_regex(items, _NUMBER)).as_py():
+        return False
+    return bool((np.mod(np.asarray(items.cast(pyarrow().float64())), 1) != 0).any())
 
 
 def _holds_lists(texts: Any) -> bool:
@@ -200,6 +228,7 @@ def _with_range(view: ColumnView, values: Any, decimal: DecimalMark) -> ColumnVi
         median=float(np.median(numbers)),
         no_numbers=tuple((_cell(pair["values"]), pair["counts"]) for pair in counts),
         behaves_as_ids=is_integer and _behave_as_ids(numbers),
+        holds_times=is_time_name(view.name) and float(np.median(numbers)) >= _OLDEST_TIME,
     )
 
 

@@ -16,7 +16,7 @@ from kitforge.foundation.config import check, from_dict
 from kitforge.foundation.errors import ConfigError, DataError, ModelError
 from kitforge.kits.recommender.artifacts import find_item_catalog
 from kitforge.kits.recommender.config import TASK, RecommendationDataOptions, RecommendationOptions
-from kitforge.kits.recommender.data import RecommendationDataset
+from kitforge.kits.recommender.data import RecommendationDataset, label_choice
 from kitforge.kits.recommender.dataset import ClickDataset
 from kitforge.kits.recommender.describe import describe_table
 from kitforge.kits.recommender.features import FeatureEncoder
@@ -32,7 +32,6 @@ from kitforge.kits.recommender.model import (
 from kitforge.kits.recommender.negatives import NegativeSampler
 from kitforge.kits.recommender.objective import Objective, RetrievalObjective
 from kitforge.kits.recommender.pointwise_objective import PointwiseObjective
-from kitforge.kits.recommender.schema_inference import LabelChoice
 from kitforge.kits.recommender.sequential_objective import NUM_HELD_OUT, SampledSoftmax
 from kitforge.kits.recommender.tables import EMPTY, shard_tables
 from kitforge.kits.recommender.two_tower_objective import InBatchSoftmax
@@ -97,7 +96,7 @@ def build_objective(
     if dataset.encoder.schema.label is None:
         got: str | None = "a data.schema without a label"
         if options.data.schema is None and dataset.source is not None:
-            choice = LabelChoice(name=options.data.label, positive=options.data.positive)
+            choice = label_choice(options.data)
             got = describe_table(dataset.source, choice=choice).no_label
         raise DataError(
             "these rows have no label",

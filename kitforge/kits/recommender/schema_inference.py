@@ -59,6 +59,7 @@ class ColumnView:
     common: tuple[tuple[str, int], ...] = ()  # the most frequent values, with their counts
     # Numeric columns: the few other texts with their counts. Only data.missing_values makes them missing values.
     no_numbers: tuple[tuple[str, int], ...] = ()
+    holds_times: bool = False  # dates, ISO 8601 texts, or Unix times
     behaves_as_ids: bool = False  # whole numbers that repeat, and whose size says nothing about their frequency
 
 
@@ -75,20 +76,25 @@ class LabelChoice:
 ANY_LABEL = LabelChoice()
 
 
-def infer_label(columns: Sequence[ColumnView], choice: LabelChoice = ANY_LABEL) -> LabelColumn | None:
+def infer_label(
+    columns: Sequence[ColumnView], choice: LabelChoice = ANY_LABEL, *, is_complete: bool = True
+) -> LabelColumn | None:
     """The label column: it has two values that say which is positive, and a known name or the first or last position.
-    None if there is none. Raises DataError where the column or the value of `choice` does not exist."""
+    Of the first rows of a longer table, which may be sorted, one of 0 and 1 is enough beside a name. None if there is
+    none. Raises DataError where the column or the value of `choice` does not exist."""
     if choice.name is not None:
         names = [view.name for view in columns]
         if choice.name not in names:
             fix = nearest(choice.name, names)
             raise DataError("there is no such label", got=f"data.label={choice.name}", expected=names[:40], fix=fix)
-        return _label_of(columns[names.index(choice.name)], choice.positive)
+        return _label_of(columns[names.index(choice.name)], choice.positive, is_complete=is_complete)
     two = [view for view in columns if _is_binary(view)]
     named = [view for view in two if plain_name(view.name) in LABELS]
     ends = [view for view in two if view in (columns[0], columns[-1])] if choice.by_position else []
+    if not is_complete:
+        named += [view for view in columns if plain_name(view.name) in LABELS and view not in two]
     for view in (*named, *ends):
-        if (label := _label_of(view, choice.positive)) is not None:
+        if (label := _label_of(view, choice.positive, is_complete=is_complete)) is not None:
             return label
     return None
 
@@ -97,8 +103,10 @@ def _is_binary(view: ColumnView) -> bool:
     return view.num_values == 2 and view.num_missing == 0 and view.type not in ("list", "other")
 
 
-def _label_of(view: ColumnView, positive: str | None) -> LabelColumn | None:
+def _label_of(view: ColumnView, positive: str | None, *, is_complete: bool) -> LabelColumn | None:
     """A column as the label; None where its values do not say what is positive."""
+    if not is_complete and view.num_values == 1 and view.common[0][0] in ("0", "1", "false", "true"):
+        return LabelColumn(name=view.name, positive=positive)
     values = sorted(value for value, _ in view.common)
     if positive is not None:
         others = [value for value in values if value != positive]
@@ -116,7 +124,9 @@ def _label_of(view: ColumnView, positive: str | None) -> LabelColumn | None:
     return None if pair is None else LabelColumn(name=view.name, positive=pair[0], negative=pair[1])
 
 
-def why_no_label(columns: Sequence[ColumnView], num_rows: int, choice: LabelChoice = ANY_LABEL) -> str:
+def why_no_label(
+    columns: Sequence[ColumnView], num_rows: int, choice: LabelChoice = ANY_LABEL, *, is_complete: bool = True
+) -> str:
     """Why no column is the label."""
     named = [view for view in columns if plain_name(view.name) in LABELS]
     if choice.name is not None:
@@ -126,7 +136,9 @@ def why_no_label(columns: Sequence[ColumnView], num_rows: int, choice: LabelChoi
         if view.type not in ("list", "other") and view.num_missing and view.num_values <= 2:
             return f"{view.name!r} has no value in {view.num_missing:,} of {num_rows:,} rows"
         if named and view.num_values == 1:
-            return f"{view.name!r} is {values} in every row"
+            return (
+                f"{view.name!r} is {values} in {'every row' if is_complete else f'all of the first {num_rows:,} rows'}"
+            )
         if named and _is_binary(view):
             return f"{view.name!r} holds {values}, which do not say what is positive"
         if named:
@@ -156,7 +168,7 @@ def infer_schema(
     sequences: dict[str, SequenceFeature] = {}
     left_out: dict[str, str] = {}
     for view in columns:
-        reason = _useless(view, label, num_rows, view.name in ids)
+        reason = _useless(view, label, num_rows, is_complete=is_complete, is_id=view.name in ids)
         if reason is not None:
             left_out[view.name] = reason
         elif view.type == "list" and _TIME_NAME.search(view.name):
@@ -232,16 +244,21 @@ def _feature_name(view: ColumnView) -> tuple[str, str | None]:
     return name, view.name if name != view.name else None
 
 
-def _useless(view: ColumnView, label: LabelColumn | None, num_rows: int, is_id: bool) -> str | None:
+def _useless(
+    view: ColumnView, label: LabelColumn | None, num_rows: int, *, is_complete: bool, is_id: bool
+) -> str | None:
     if label is not None and view.name == label.name:
         return "the label"
     if plain_name(view.name) in LABELS and view.num_values == 2 and label is None:
         return "a label whose values do not say which is positive (data.label=COLUMN data.positive=VALUE)"
     if view.name.startswith(UNNAMED):
         return "a column without a name"
+    newest = f"; data.split=time data.time_column={view.name} evaluates on the newest rows" if view.holds_times else ""
     if view.type == "other":
-        return f"of type {view.stored}, which is neither a number, a text nor a list of ids"
-    if view.num_values <= 1 and view.num_missing == 0:
+        return f"of type {view.stored}, which is neither a number, a text nor a list of ids{newest}"
+    if view.holds_times:
+        return f"times, which do not come again unless data.schema says what of them does{newest}"
+    if view.num_values <= 1 and view.num_missing == 0 and is_complete:
         return "always the same"
     if view.type == "nothing":
         return "no values"
@@ -281,7 +298,7 @@ def _categories(view: ColumnView, *, is_complete: bool) -> dict[str, Any]:
 
 def _kind(view: ColumnView) -> KeyKind:
     # Text columns stay text: a number in them may exceed 64 bits.
-    return "integer" if "int" in view.stored else "text"
+    return "integer" if "int" in view.stored and "uint64" not in view.stored else "text"
 
 
 def _ids(view: ColumnView) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import numpy as np
 import pandas
 import pyarrow
 import pytest
+import torch
 from pyarrow import parquet
 
 from kitforge.data.tables.bad_rows import BadRows
@@ -22,6 +23,7 @@ from kitforge.data.tables.row_stream import RowStream
 from kitforge.data.tables.source import TableSourceConfig, open_table
 from kitforge.foundation.errors import DataError
 from tests.data.tables.reading_rows import columns_of
+from tests.text_keys import hash_text
 
 TEXT = ColumnLayout(keys=(KeyColumn(name="c"),))
 INTEGER = ColumnLayout(keys=(KeyColumn(name="c", kind="integer"),))
@@ -191,6 +193,66 @@ def test_a_comma_before_three_digits_is_decided_by_the_option_or_the_file(tmp_pa
     assert columns_of(rows, NUMBER, decimal=".").numbers[0, 0] == 1250
     (tmp_path / "a.csv").write_text("c;d\n1,250;1\n12,5;2\n7;3\n")
     assert columns_of(tmp_path / "a.csv", NUMBER).numbers[:, 0].tolist() == [1.25, 12.5, 7]
+
+
+@pytest.mark.parametrize(
+    ("cells", "values"),
+    [
+        (("12,5", "1.250", "-2.000", "1.250,75", "1.234.567"), (12.5, 1250, -2000, 1250.75, 1234567)),
+        (("12,5", "0.250", "12.5", "7"), (12.5, 0.25, 12.5, 7)),
+        # Without a decimal comma in the file a point is the decimal one.
+        (("7.4", "1.001", "12.500"), (7.4, 1.001, 12.5)),
+    ],
+)
+def test_points_are_between_thousands_where_the_file_shows_decimal_commas(
+    cells: tuple[str, ...], values: tuple[float, ...], tmp_path: Path
+) -> None:
+    (tmp_path / "a.csv").write_text("".join(["c;d\n", *(f"{cell};a\n" for cell in cells)]))
+    assert columns_of(tmp_path / "a.csv", NUMBER).numbers[:, 0].tolist() == list(values)
+
+
+def test_narrow_floats_and_decimals_have_the_digits_of_the_data_beside_any_others() -> None:
+    for value, text in ((np.float32(0.1), "0.1"), (np.float32(1000000.5), "1000000.5"), (Decimal("1.10"), "1.10")):
+        for neighbours in ([], [0.5], ["x"], [np.float32(7)], [Decimal("0.125")]):
+            assert read(in_rows([value, *neighbours], Path()), TEXT).keys[0, 0] == hash_text(text), neighbours
+
+
+def test_tensors_and_arrays_are_their_numbers() -> None:
+    keyed, listed = INTEGER, ColumnLayout(lists=(ListColumn(name="c", kind="integer"),))
+    whole = (torch.tensor([3, 4]), np.array([3, 4]), [torch.tensor(3), np.array(4)], [torch.tensor(3), 4])
+    for column in whole:
+        for spec in ({"c": column}, [{"c": cell} for cell in column]):
+            assert read(spec, keyed).keys[:, 0].tolist() == [3, 4]
+    for column in (
+        torch.tensor([[1, 2], [3, 4]]),
+        [torch.tensor([1, 2]), np.array([3, 4])],
+        [[torch.tensor(1), 2], [3, 4]],
+    ):
+        for spec in ({"c": column}, [{"c": cell} for cell in column]):
+            assert read(spec, listed).lists["c"].values.tolist() == [1, 2, 3, 4]
+    halves = torch.tensor([0.5, 2.0])
+    for column in (halves.clone().requires_grad_(), halves.bfloat16(), [*halves], [*halves.bfloat16()]):
+        assert read({"c": column}, NUMBER).numbers[:, 0].tolist() == [0.5, 2]
+    stream = RowStream(iter([{"c": torch.tensor(7)}]), TEXT, CellRules())
+    stream.read(1, BadRows())
+    assert json.loads(stream.state()["rows"]) == [{"c": 7}]
+
+
+def test_lists_are_read_as_csv_writers_have_them(tmp_path: Path) -> None:
+    cells = ["[1, 2]", "['1' '2']", '["1", "2"]', "1 2", "[]", "[1 2\n 3]", "[1]x"]
+    pandas.DataFrame({"c": cells, "d": 0}).to_csv(tmp_path / "c.csv", index=False)
+    lists = columns_of(tmp_path / "c.csv", ColumnLayout(lists=(ListColumn(name="c", separator=" "),))).lists["c"]
+    assert lists.lengths.tolist() == [2, 2, 2, 2, 0, 3, 1]
+    assert lists.values.tolist() == [*([hash_text("1"), hash_text("2")] * 4), *map(hash_text, ["1", "2", "3", "[1]x"])]
+    views = pyarrow.array([[1, 2], None, [], [3]], pyarrow.list_view(pyarrow.int64()))
+    for column in (
+        views,
+        pyarrow.array(views.to_pylist(), pyarrow.large_list_view(pyarrow.int64())),
+        pyarrow.chunked_array([views, views[2:]]),
+    ):
+        rows = columns_of(pyarrow.table({"c": column}), ColumnLayout(lists=(ListColumn(name="c", kind="integer"),)))
+        assert rows.lists["c"].values.tolist()[:3] == [1, 2, 3]
+        assert rows.lists["c"].lengths.tolist()[:4] == [2, 0, 0, 1]
 
 
 def test_labels_are_read_from_every_spelling(tmp_path: Path) -> None:

@@ -103,3 +103,40 @@ def test_a_cell_that_is_no_number_says_how_to_read_it_as_missing(tmp_path: Path)
         assert f"data.missing_values='[\"{odd}\"]'" in str(error.value)
         told = open_table(tmp_path / "a.csv", TableSourceConfig(missing_values=(odd,)))
         assert np.isnan(concatenate(list(read_columns(told, layout, BadRows()))).numbers[1, 0])
+
+
+def test_a_named_index_is_a_column_beside_columns_of_objects() -> None:
+    frame = pandas.DataFrame({"user": ["b", "a"], "item": [3, 4], "items": [[1], [2, 3]], "x": [0.5, 1.5]})
+    layout = ColumnLayout(keys=(KeyColumn(name="user"), KeyColumn(name="item", kind="integer")), numbers=("x",))
+    wanted = concatenate(list(read_columns(open_table(frame), layout, BadRows())))
+    for indexed in (frame.set_index(["user", "item"]), frame.set_index("item"), frame.drop(columns="items")):
+        found = concatenate(list(read_columns(open_table(indexed), layout, BadRows())))
+        assert found.keys.tolist() == wanted.keys.tolist() and found.numbers.tolist() == wanted.numbers.tolist()
+
+
+def test_a_cell_that_no_column_holds_is_a_bad_row_of_a_frame() -> None:
+    frame = pandas.DataFrame({"city": pandas.Series(["a", "\ud83d", "b"], dtype=object), "price": [1.0, 2.0, 3.0]})
+    layout = ColumnLayout(numbers=("price",), keys=(KeyColumn(name="city"),))
+    for spec in (frame, dict(frame.items())):
+        bad = BadRows(policy="skip")
+        assert concatenate(list(read_columns(open_table(spec), layout, bad))).numbers.tolist() == [[1], [3]]
+        assert bad.total == 1
+        with pytest.raises(DataError, match="row 2 of the data holds no text in column 'city'"):
+            list(read_columns(open_table(spec), layout, BadRows()))
+
+
+def test_categories_whose_words_are_views_are_read_as_polars_has_them() -> None:
+    words = pyarrow.DictionaryArray.from_arrays(
+        pyarrow.array([0, 1, None], pyarrow.uint32()), pyarrow.array(["a", "b"], pyarrow.string_view())
+    )
+    lists = pyarrow.ListArray.from_arrays(pyarrow.array([0, 2, 2, 3]), words)
+    table = pyarrow.table({"city": words, "seen": lists.slice(0, 3)})
+    layout = ColumnLayout(keys=(KeyColumn(name="city"),), lists=(ListColumn(name="seen"),))
+    bad = BadRows(policy="skip")
+    found = concatenate(list(read_columns(open_table(table), layout, bad)))
+    plain = [{"city": "a", "seen": ["a", "b"]}, {"city": "b", "seen": []}]
+    wanted = concatenate(list(read_columns(open_table(plain), layout, BadRows())))
+    assert found.keys.tolist() == wanted.keys.tolist()
+    assert found.lists["seen"].values.tolist() == wanted.lists["seen"].values.tolist()
+    # The third row has a list of nothing but a missing word.
+    assert bad.total == 1

@@ -49,6 +49,12 @@ def test_whole_numbers_that_are_read_as_texts_have_names_too(tmp_path: Path) -> 
     assert not list(tmp_path.iterdir())
 
 
+def test_a_name_is_the_text_of_the_data_where_other_spellings_share_its_key(tmp_path: Path) -> None:
+    rows = [{"x": "1984.0"}, {"x": "1984"}, {"x": "TRUE"}, {"x": "1e+05"}, {"x": " true"}]
+    wanted = load_id_names(open_table(rows), KeyColumn(name="x"), keys_of(["true", "1984", "100000"]), tmp_path)
+    assert listed(wanted) == ["TRUE", "1984.0", "1e+05"]
+
+
 def test_lists_name_their_items(tmp_path: Path) -> None:
     rows = [{"x": TEXTS[:2]}, {"x": []}, {"x": None}, {"x": TEXTS[2:]}]
     column = ListColumn(name="x")

@@ -1,10 +1,12 @@
 """Parquet, interactions, rows in Python; which files a spec names, and what is said about those that are none."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas
 import pyarrow
 import pytest
 from pyarrow import parquet
@@ -153,7 +155,8 @@ def test_a_damaged_row_group_is_refused(path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"click": 1}, r"(?s)row 11 of the data has no column 'price'.*columns click"),
+        (ROWS[0] | {"site": object()}, "row 11 of the data holds a cell that cannot be read in column 'site'"),
+        (ROWS[0] | {"tags": ["\ud83d"]}, "row 11 of the data holds no text in column 'tags'"),
         ("text", "row 11 of the data is not a row"),
         (ROWS[0] | {"user": 2**80}, "row 11 of the data holds no 64-bit id"),
         (ROWS[0] | {"price": "dear"}, "row 11 of the data holds no number"),
@@ -244,6 +247,59 @@ def test_folders_patterns_and_lists_are_read_in_order(tmp_path: Path) -> None:
     assert columns_of(tmp_path, layout).numbers[:, 0].tolist() == [97, 98, 99]
     assert columns_of(str(tmp_path / "?.csv"), layout).numbers[:, 0].tolist() == [97, 98]
     assert columns_of([tmp_path / "b.csv", tmp_path / "sub"], layout).numbers[:, 0].tolist() == [98, 99]
+
+
+def test_folders_name_columns_and_names_with_an_underscore_are_no_part_of_the_table(tmp_path: Path) -> None:
+    for name in ("city=a%20b/day=1/x.csv", "city=c/day=2/x.csv", "city=__HIVE_DEFAULT_PARTITION__/day=2/x.csv"):
+        (tmp_path / "parts" / name).parent.mkdir(parents=True)
+        (tmp_path / "parts" / name).write_text("x,day\n5,9\n" if "c/day" in name else "x\n5\n")
+    for name in ("_temporary/0/x.csv", "_delta_log/1.csv", ".x.csv", "_x.csv"):
+        (tmp_path / "parts" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "parts" / name).write_text("x\n5\n")
+    layout = ColumnLayout(keys=(KeyColumn(name="city"), KeyColumn(name="day", kind="integer")))
+    for spec in (tmp_path / "parts", str(tmp_path / "parts/*/day=*/*.csv")):
+        found = columns_of(spec, layout)
+        # A column of the file goes before that of a folder.
+        assert found.keys[:, 1].tolist() == [2, 1, 9]
+        assert found.keys[:, 0].tolist() == [0, hash_text("a b"), hash_text("c")]
+        assert found.absent[:, 0].tolist() == [True, False, False]
+    # Of what lies above nothing is said.
+    assert open_table(tmp_path / "parts/city=c/day=2").names == ("x", "day")
+    assert open_table(tmp_path / "parts/city=a%20b").names == ("x", "day")
+
+
+def test_an_empty_part_is_left_out_with_a_word(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "a.csv").write_text("")
+    (tmp_path / "b.csv").write_text("x,y\n1,2\n")
+    assert columns_of(tmp_path, ColumnLayout(numbers=("x",))).numbers.tolist() == [[1]]
+    assert "a.csv is empty and left out" in caplog.text
+    (tmp_path / "b.csv").write_text("")
+    with pytest.raises(DataError, match="is empty"):
+        open_table(tmp_path)
+
+
+def test_a_column_that_the_first_row_lacks_is_there_in_rows_and_json_lines(tmp_path: Path) -> None:
+    rows = [{"x": 1}, {"y": "b", "x": 2}, {"z": 3}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:1]))
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[1:]))
+    layout = ColumnLayout(numbers=("x", "z"), keys=(KeyColumn(name="y"),))
+    for spec in (rows, [*rows, {"\ud83d": 3}], tmp_path):
+        assert open_table(spec).names == ("x", "y", "z")
+    assert columns_of([{1: 2, "x": 3}], ColumnLayout(numbers=("1", "x"))).numbers.tolist() == [[2, 3]]
+    for spec in (rows, tmp_path):
+        found = columns_of(spec, layout)
+        assert np.array_equal(found.numbers, [[1, np.nan], [2, np.nan], [np.nan, 3]], equal_nan=True)
+        assert found.absent[:, 0].tolist() == [True, False, True]
+
+
+def test_the_row_numbers_of_pandas_are_no_column_but_where_they_are_named(tmp_path: Path) -> None:
+    frame = pandas.DataFrame({"x": [1, 2]}, index=[4, 3])
+    frame.to_parquet(tmp_path / "a.parquet")
+    for spec in (frame, tmp_path / "a.parquet"):
+        assert open_table(spec).names == ("x",)
+        assert columns_of(spec, ColumnLayout(numbers=("__index_level_0__",))).numbers.tolist() == [[4], [3]]
+    frame.rename_axis("user").to_parquet(tmp_path / "a.parquet")
+    assert open_table(tmp_path / "a.parquet").names == ("x", "user")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Callable
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
@@ -62,6 +63,9 @@ def test_a_type_in_the_name_is_obeyed_whatever_the_values() -> None:
 def test_words_of_names_are_found_in_camel_case_and_between_separators() -> None:
     assert name_words("userID") == ["user", "id"] == name_words("user_id:token") == name_words("User-Id")
     assert name_words("HTTPServerName") == ["http", "server", "name"]
+    edges = {"price_category": "category", "age_group": "category", "time_zone_code": "category", "category_count":
+             "quantity", "group_size": "quantity", "score_user": "id", "code": "category"}  # fmt: skip
+    assert {name: id_kind_of(name) for name in edges} == edges
     assert [id_kind_of(name) for name in ("grid", "paid", "x", "valid", "I1")] == [None, "quantity", None, None, None]
 
 
@@ -154,6 +158,56 @@ def test_features_named_for_the_towers_are_ids(tmp_path: Path) -> None:
     assembly, _ = ready(tmp_path, "two_tower", towers, rows)
     assert list(assembly.processor.schema.categorical) == ["who", "what"]
     assert list(assembly.processor.schema.numeric) == ["price"]
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("timestamp", 1_700_000_000 + 977 * np.arange(60)),
+        ("review_time", 1_700_000_000_000.0 + 977 * np.arange(60)),
+        ("createdAt", [None, *(1_700_000_000 + 977 * np.arange(59)).tolist()]),
+        ("seen", [f"2026-01-{1 + n % 9:02}" for n in range(60)]),
+        ("seen", [f"2026-01-01 10:{n:02}:00.5+02:00" for n in range(60)]),
+        ("when", [datetime(2026, 1, 1 + n % 9) for n in range(60)]),
+    ],
+)
+def test_times_are_left_out_unless_a_schema_names_them(name: str, values: Any) -> None:
+    rows = [{name: value, "x": n / 3, "click": n % 2} for n, value in enumerate(values)]
+    schema = describe_table(rows).schema
+    assert f"data.split=time data.time_column={name} evaluates on the newest rows" in schema.left_out[name]
+    assert (list(schema.numeric), list(schema.categorical)) == (["x"], [])
+
+
+@pytest.mark.parametrize("name", ["time", "hours", "date_count"])
+def test_other_numbers_of_such_names_stay_features(name: str) -> None:
+    assert list(describe_table(clicks(**{name: ids()})).schema.numeric) == [name]
+
+
+def test_first_rows_that_are_sorted_decide_neither_label_nor_constants(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"campaign": "a" if n < 40 else "b", "x": n / 3, "click": int(n >= 40)} for n in range(60)]
+    part = describe_table(rows[:40] * 30, num_rows=40)
+    assert part.schema.label == LabelColumn(name="click") and "campaign" in part.schema.categorical
+    assert describe_table(rows[:40]).schema.label is None and "campaign" in describe_table(rows[:40]).left_out
+
+
+def test_whole_numbers_beyond_int64_are_texts() -> None:
+    large = pandas.DataFrame(clicks(user_id=ids().astype(np.uint64) + np.uint64(2**63)))
+    assert describe_table(large).schema.categorical["user_id"].kind == "text"
+
+
+@pytest.mark.parametrize(
+    "write", [str, json.dumps, lambda items: str(np.array(items)), lambda items: str(list(map(str, items)))]
+)
+def test_lists_that_went_through_csv_are_lists(write: Callable[[Any], str], tmp_path: Path) -> None:
+    frame = pandas.DataFrame(
+        clicks(tags=[write([n % 5, n % 3]) for n in range(NUM_ROWS)], x=DRAW.normal(size=NUM_ROWS))
+    )
+    frame["vector"] = [str([n / 3, 0.5]) for n in range(NUM_ROWS)]
+    frame.to_csv(tmp_path / "a.csv", index=False)
+    found = describe_table(tmp_path / "a.csv")
+    assert list(found.schema.bags) == ["tags"] and "lists" not in found.schema.categorical
+    assert "vector" in found.left_out
+    assert next(view.num_values for view in found.columns if view.name == "tags") == 5
 
 
 UNUSABLE: dict[str, Any] = {
