@@ -153,7 +153,7 @@ class _Moments:
         mean, count = float(values[0] + (values - values[0]).mean()), self._count + len(values)
         shift = mean - self._mean
         self._squares += float(((values - mean) ** 2).sum()) + shift**2 * self._count * len(values) / count
-        self._mean += shift * len(values) / count
+        self._mean += shift * (len(values) / count)
         self._count = count
 
     def result(self) -> Moments:
