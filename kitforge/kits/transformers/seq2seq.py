@@ -307,7 +307,7 @@ def rouge(texts: Sequence[str], references: Sequence[str]) -> Mapping[str, float
     names = ["rouge1", "rouge2", "rougeL"]
     scorer = rouge_score.RougeScorer(names, use_stemmer=True)
     scores = [scorer.score(wanted, text) for wanted, text in zip(references, texts, strict=True)]
-    return {name: sum(each[name].fmeasure for each in scores) / max(len(scores), 1) for name in names}
+    return {name: sum(each[name].fmeasure for each in scores) / len(scores) for name in names}
 
 
 Inputs: TypeAlias = RunInputs[Tokenizer]
