@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Literal, final
 
 from kitforge.data.document_shard import SHARD_BYTES, EncodingErrors, document_of, fingerprint_of, missing_column
 from kitforge.data.features import Features, holds_json, schema_features, with_json
@@ -261,9 +261,24 @@ def _tagged_sentences(shard: FileShard) -> Iterator[tuple[object, Any]]:
 
 
 def _json_rows(shard: FileShard) -> Iterator[tuple[object, Any]]:
-    rows = _parse(_everything(shard), shard.path)
+    text = _everything(shard)
+    first, _, rest = text.strip().partition("\n")
+    if rest and _is_json(first):
+        # JSON lines under the name of JSON, as other libraries write them: a value with more behind it.
+        numbered = ((number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip())
+        for number, line in numbered:
+            yield f"{shard.path}:{number}", _parse(line, f"{shard.path}:{number}")
+        return
+    rows = _parse(text, shard.path)
     for number, row in enumerate(rows if isinstance(rows, list) else [rows], start=1):
         yield f"{shard.path}, row {number}", row
+
+
+def _is_json(text: str) -> bool:
+    try:
+        return json.loads(text) is not None
+    except (ValueError, RecursionError):
+        return False
 
 
 def _parse(text: str, location: object) -> Any:
@@ -302,11 +317,12 @@ def _table_lines(shard: FileShard) -> Iterator[tuple[str | None, list[str], list
     # The limit belongs to the process, and a document may well be longer than its 128 KiB.
     csv.field_size_limit(_FIELD_CHARACTERS)
     delimiter = "\t" if format_of(shard.path) == ".tsv" else ","
+    quoting = _quoting(shard) if delimiter == "\t" else csv.QUOTE_MINIMAL
     with (
         opened(shard.path) as stream,
         io.TextIOWrapper(stream, encoding="utf-8-sig", errors=shard.encoding_errors, newline="") as text,
     ):
-        lines = csv.reader(text, delimiter=delimiter, strict=True)
+        lines = csv.reader(text, delimiter=delimiter, strict=True, quoting=quoting)
         try:
             header: list[str] = next(lines, [])
             yield None, header, []
@@ -326,6 +342,21 @@ def _table_lines(shard: FileShard) -> Iterator[tuple[str | None, list[str], list
         except UnicodeDecodeError:
             # The reader decodes block by block without offsets; this raises the error again, with the offset.
             _everything(shard)
+
+
+def _quoting(shard: FileShard) -> Literal[0, 3]:
+    """Whether quotes of a .tsv enclose cells. As in GLUE they are letters where every line has as many cells then, but
+    enclosing would break or join lines: one that opens a cell and does not close it."""
+    found: list[list[int]] = []
+    for quoting in (csv.QUOTE_NONE, csv.QUOTE_MINIMAL):
+        with opened(shard.path) as stream, io.TextIOWrapper(stream, "utf-8-sig", "replace", newline="") as text:
+            try:
+                lines = csv.reader(text, delimiter="\t", strict=True, quoting=quoting)
+                found.append([len(cells) for cells in lines if cells])
+            except csv.Error:
+                found.append([])
+    plain, quoted = found
+    return csv.QUOTE_NONE if len(set(plain)) == 1 and plain != quoted else csv.QUOTE_MINIMAL
 
 
 def _read_parquet(shard: FileShard) -> Iterator[str]:

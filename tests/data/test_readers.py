@@ -193,6 +193,33 @@ Ann\tNNP\tI-NP\tB-PER
 """
 
 
+def test_json_lines_under_the_name_of_json_are_rows(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.json", '{"text": "a\u2028b"}\n\n{"text": "c"}\n')
+    (shard,) = file_shards(path, "text", None, "strict")
+    assert [(str(at), row["text"]) for at, row in shard.rows()] == [(f"{path}:1", "a\u2028b"), (f"{path}:3", "c")]
+    (torn,) = file_shards(write(tmp_path / "b.json", '{"text": "a"}\n{"text"\n'), "text", None, "strict")
+    with pytest.raises(DataError, match=r"b\.json:2 is not JSON"):
+        list(torn.rows())
+
+
+@pytest.mark.parametrize(
+    ("lines", "rows"),
+    [
+        # As GLUE: a quote is a letter, whether or not another one follows.
+        (['"so he said\t1', "b\t0"], [('"so he said', "1"), ("b", "0")]),
+        (['"so\t1', 'b"\t0'], [('"so', "1"), ('b"', "0")]),
+        (['"so" he said\t1'], [('"so" he said', "1")]),
+        # Cells that are enclosed in quotes stay so.
+        (['"a\tb"\t1'], [("a\tb", "1")]),
+        (['"a\nb"\t1', '"c ""d"""\t0'], [("a\nb", "1"), ('c "d"', "0")]),
+        (['"a"\t1'], [("a", "1")]),
+    ],
+)
+def test_a_quote_of_a_tsv_encloses_a_cell_only_where_it_closes(tmp_path: Path, lines: Any, rows: Any) -> None:
+    (shard,) = file_shards(write(tmp_path / "a.tsv", "\n".join(["text\tlabel", *lines])), "text", None, "strict")
+    assert [(row["text"], row["label"]) for _, row in shard.rows()] == rows
+
+
 @pytest.mark.parametrize("ends", ["\n", "\r\n", "\n\n"])
 def test_a_conll_file_is_a_row_for_each_sentence(tmp_path: Path, ends: str) -> None:
     text = CONLL if ends == "\n\n" else CONLL.replace("\n", ends)

@@ -1,11 +1,15 @@
 """Where text comes from: what can be named, in which order it is read, and what is said about what cannot."""
 
 import os
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
+import pandas
+import pyarrow as pa
 import pytest
 
-from kitforge.data.source import Source, SourceConfig, open_source
+from kitforge.data.source import Source, SourceConfig, open_rows, open_source, open_stream
 from kitforge.foundation.errors import ConfigError, DataError
 
 
@@ -250,3 +254,42 @@ def test_tiny_shakespeare_is_one_document() -> None:
 def test_a_source_can_be_made_of_any_shards() -> None:
     first, second = open_source(["a"]).shards(), open_source(["b"]).shards()
     assert list(Source("both", [*first, *second]).documents()) == ["a", "b"]
+
+
+TABLE = {"text": ["one", "two"], "label": [1, None]}
+
+
+class Stream:
+    """A table that gives its columns as Arrow arrays alone, as polars does."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self._table, self.columns = pa.table(values), list(values)
+
+    def __arrow_c_stream__(self, schema: object = None) -> object:
+        return self._table.__arrow_c_stream__(schema)
+
+    def __iter__(self) -> Iterator[object]:
+        return iter(self._table.columns)
+
+
+TABLES: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "pandas": pandas.DataFrame,
+    "columns of Arrow": Stream,
+    "arrow": pa.table,
+}
+
+
+@pytest.mark.parametrize("kind", TABLES)
+def test_a_table_is_its_rows_and_never_the_names_of_its_columns(kind: str) -> None:
+    table = TABLES[kind](TABLE)
+    for opened in (open_source(table), open_stream(table, SourceConfig())):
+        found = opened.iterable if opened.iterable is not None else opened.documents()
+        assert [each["text"] if isinstance(each, Mapping) else each for each in found] == ["one", "two"]
+    (shard,) = open_rows(table)
+    assert [row for _, row in shard.rows()] == [{"text": "one", "label": 1}, {"text": "two", "label": None}]
+    with pytest.raises(DataError, match="row 1 of the data has no column 'text'"):
+        open_source(TABLES[kind]({"body": ["one"]}))
+
+
+def test_a_series_is_its_texts() -> None:
+    assert list(open_source(pandas.Series(["one", "two"])).documents()) == ["one", "two"]

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from kitforge.data.chat.datasets import ChatDatasetReader
+from kitforge.data.chat.rows import FLAGS
 from kitforge.data.chat.template import template_of
 from kitforge.data.tokenizers.huggingface import HuggingFaceTokenizer
 from tests.data.chat.cases import CHATML, THINKING, TRAINING, assistant, save_tokenizer, user
@@ -97,7 +98,7 @@ def wanted(peer: Any, row: dict[str, Any], kind: str) -> tuple[list[int], list[b
     if kind != "marked":
         return found["input_ids"], None
     replies = [each for each in row["messages"] if each["role"] == "assistant"]
-    is_trained = [all(each.get(name) in (None, 1) for name in ("weight", "train", "loss")) for each in replies]
+    is_trained = [all(each.get(name) in (None, 1) for name in FLAGS) for each in replies]
     mask, number, was = [], -1, 0
     for each in found["assistant_masks"]:
         number += each > was

@@ -123,14 +123,21 @@ class _Finder:
         if written is not None and self._text.startswith(written):
             return self._span(message, start, max(len(written), start))
         # The template renders this reply differently once the conversation continues: it drops the reasoning.
-        following = self._contents(message + 1, start)
+        # Of a message without letters, such as "?", it cannot be told where it is; of the one behind it it can.
+        behind = range(message + 1, len(self._render.messages))
+        following = next(filter(None, (self._contents(each, start) for each in behind)), None)
         limit = following[0] if following else len(self._text)
         closing = [each for each in self._own if start <= each.start and each.stop <= limit]
         tail = (written or "").rstrip()
-        alike = max(closing, key=lambda each: self._alike(each, tail), default=None)
+        # As much as it says itself is enough: of replies that are alike the first one is meant.
+        said = self._render.messages[message]
+        is_text = isinstance(said.get("content"), str) and not said.get("tool_calls")
+        most = len(said["content"].strip()) if is_text else len(tail)
+        likeness = {each: min(self._alike(each, tail), most + each.stop - each.start) for each in closing}
+        alike = max(closing, key=likeness.__getitem__, default=None)
         if alike is not None and self._alike(alike, tail):
-            behind = (written or "")[len(tail) :]
-            stop = alike.stop + len(behind) * self._text.startswith(behind, alike.stop)
+            rest = (written or "")[len(tail) :]
+            stop = alike.stop + len(rest) * self._text.startswith(rest, alike.stop)
             return ReplySpan(message=message, start=start, stop=stop, has_end=True)
         contents = [each for each in self._contents(message, start) if each < limit]
         return self._until_token(message, start, contents[-1] + 1 if contents else start)

@@ -58,6 +58,14 @@ _WORDS = re.compile(
 )
 
 
+# Classes of publishers that read a sentencepiece model as LlamaTokenizer does, and those that cut words before it.
+_PLAIN = re.compile(
+    r"(Llama|CodeLlama|Gemma|T5|ChatGLM\d*|Baichuan|InternLM\d*|Xverse|Orion|Skywork|Yi|Mistral|Aquila|MiniCPM)?"
+    r"(PreTrained)?(Tokenizer(Fast)?)?"
+)
+_CUTTING = re.compile(r"(GPTPangu|CPM|CpmAnt|CPMBee)Tokenizer(Fast)?")
+
+
 def check_keys(config: Mapping[str, Any]) -> None:
     """Raise DataError for a key that is not known, naming file, key and value."""
     _KEYS.check(config, DataError)
@@ -90,6 +98,23 @@ def check_cutting(config: Mapping[str, Any], written: Callable[[str], str], file
             f"{TOKENIZER_CONFIG}: tokens would be drawn at random",
             got=f"sp_model_kwargs={dict(sampling)!r}"[:200],
             expected="sp_model_kwargs without enable_sampling",
+        )
+
+
+def check_class(config: Mapping[str, Any], file: str) -> None:
+    """Raise DataError for a publisher's class with code of its own, which prepares texts before `file` is asked."""
+    declared, files = str(config.get("tokenizer_class") or ""), config.get("auto_map")
+    has_code = (
+        isinstance(files, Mapping)
+        and bool(files.get("AutoTokenizer"))
+        and not (declared and _PLAIN.fullmatch(declared))
+    )
+    if has_code or _CUTTING.fullmatch(declared):
+        raise DataError(
+            f"{TOKENIZER_CONFIG}: texts would be cut in another way than by the code of {declared or 'its tokenizer'}",
+            got=f"tokenizer_class={declared}, auto_map={files!r}"[:200],
+            expected=f"a class that reads {file} as it is, such as LlamaTokenizer; code of a folder is never run",
+            fix="save it as a tokenizer.json, or correct tokenizer_class if its code changes nothing in a text",
         )
 
 

@@ -22,8 +22,10 @@ from kitforge.data.tokenizers.protocol import (
 )
 from kitforge.data.tokenizers.token_bytes import token_decoder
 from kitforge.foundation.errors import DataError
+from kitforge.foundation.log import logger, warn_once
 
 HUGGINGFACE_FILE = "tokenizer.json"
+_log = logger(__name__)
 
 
 @final
@@ -40,6 +42,11 @@ class HuggingFaceTokenizer(FolderTokenizer):
             tokenizer = tokenizers.Tokenizer.from_buffer(files[HUGGINGFACE_FILE])
         except ValueError as error:
             raise DataError(f"this {HUGGINGFACE_FILE} cannot be read", got=error) from None
+        has_dropout = bool(getattr(tokenizer.model, "dropout", None))
+        if has_dropout:
+            # Drawn at random, the tokens of a prompt would differ from call to call.
+            tokenizer.model.dropout = None
+            warn_once(_log, f"{HUGGINGFACE_FILE}: the dropout of its merges is not used, so a text has the same tokens")
         self._folder.complete({"tokenizer_class": "PreTrainedTokenizerFast"}, {}, tokenizer.token_to_id)
         check_cutting(self._folder.config, partial(_written, tokenizer), HUGGINGFACE_FILE)
         added = _add_tokens(tokenizer, self._folder)
@@ -66,7 +73,7 @@ class HuggingFaceTokenizer(FolderTokenizer):
         frame = rule[0] if rule else []
         begins = frame[:1] == [self.bos_id]
         warn_of_frame(self._folder.config, begins=begins, ends=frame[begins:][-1:] == [self.eos_id])
-        named = json.dumps([self.eos_ids, self.bos_id, self.pad_id, *rule, *added]).encode()
+        named = json.dumps([self.eos_ids, self.bos_id, self.pad_id, *rule, *added, *["merges"] * has_dropout]).encode()
         tokenizer.add_tokens([tokenizers.AddedToken(self._mark, normalized=False)])
         self.fingerprint = hashlib.sha256(files[HUGGINGFACE_FILE] + named).hexdigest()
 

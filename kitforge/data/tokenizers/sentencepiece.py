@@ -15,7 +15,7 @@ from kitforge.data.document_shard import fingerprint_of
 from kitforge.data.optional_imports import import_optional
 from kitforge.data.source import Source
 from kitforge.data.tokenizers.added_tokens import AddedTokenFinder
-from kitforge.data.tokenizers.config_keys import TOKENIZER_CONFIG, check_cutting
+from kitforge.data.tokenizers.config_keys import TOKENIZER_CONFIG, check_class, check_cutting
 from kitforge.data.tokenizers.folder import FolderTokenizer, TokenizerFolder
 from kitforge.data.tokenizers.protocol import (
     NO_TOKEN,
@@ -75,6 +75,7 @@ class SentencePieceTokenizer(FolderTokenizer):
         name = "the bytes" if isinstance(model, bytes) else model
         self._processor = _processor(self._model, name)
         asked = {key: each for key, each in self._folder.config.items() if (key, each) != ("add_prefix_space", False)}
+        check_class(asked, SENTENCEPIECE_FILE)
         check_cutting(asked, self._processor.normalize, SENTENCEPIECE_FILE)
         # Of a text that does not begin at the start: no space is put before it.
         self._inner = _processor(self._model + _WITHOUT_PREFIX, name)

@@ -155,9 +155,11 @@ async def _respond(
     request.scope[BODY].close()
     if params.stream:
         await handle.wait_until_started()
-        has_usage = params.stream_options is not None and params.stream_options.include_usage
+        chosen = params.stream_options
+        has_usage = chosen is not None and chosen.include_usage
+        is_continuous = has_usage and bool(chosen.continuous_usage_stats)
         return StreamingResponse(
-            stream_events(form, handle, has_usage=has_usage),
+            stream_events(form, handle, has_usage=has_usage, is_continuous=is_continuous),
             media_type="text/event-stream",
             headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
         )

@@ -10,7 +10,7 @@ import json
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Collection, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 from typing import Any, final
 from urllib.parse import quote
@@ -28,6 +28,11 @@ Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 # The web UI asks for the token itself, and health checks need none.
 _PUBLIC_PATHS = ("/", "/health")
+_PREFLIGHT = [
+    (b"access-control-allow-methods", b"GET, POST"),
+    (b"access-control-allow-headers", b"*, Authorization, Content-Type"),
+    (b"access-control-max-age", b"600"),
+]
 # ASGI scope key: an ExitStack that is closed when the response has ended, however it ended.
 CLOSING = "kitforge.closing"
 # ASGI scope key: a function that returns the token usage, for requests that have one.
@@ -69,7 +74,7 @@ class AuthMiddleware:
         since, headers = time.perf_counter(), {name.lower(): value for name, value in scope["headers"]}
         given = headers.get(b"x-request-id", b"")
         request_id = given.decode() if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-        reply = _Reply(send, request_id, self._limits.client_timeout)
+        reply = _Reply(send, request_id, self._limits.client_timeout, self._origin_headers(headers))
         try:
             with ExitStack() as closing:
                 scope[CLOSING] = closing
@@ -78,9 +83,15 @@ class AuthMiddleware:
             self._log_request(scope, reply, time.perf_counter() - since)
 
     async def _handle(self, scope: Scope, headers: Mapping[bytes, bytes], receive: Receive, reply: _Reply) -> None:
-        refusal = self._auth_error(scope["path"], headers)
+        # A browser asks without the token whether it may send it.
+        is_preflight = scope["method"] == "OPTIONS" and b"access-control-request-method" in headers
+        is_preflight = is_preflight and bool(self._origin_headers(headers))
+        refusal = self._auth_error("/" if is_preflight else scope["path"], headers)
         try:
-            if refusal is None:
+            if refusal is None and is_preflight:
+                await reply.send({"type": "http.response.start", "status": 204, "headers": _PREFLIGHT})
+                await reply.send({"type": "http.response.body", "body": b""})
+            elif refusal is None:
                 await self._application(scope, receive, reply.send)
             else:
                 await send_error(refusal, reply.send)
@@ -107,6 +118,13 @@ class AuthMiddleware:
             return None
         message = "the token is wrong or missing; send it as `Authorization: Bearer TOKEN`"
         return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+
+    def _origin_headers(self, headers: Mapping[bytes, bytes]) -> list[tuple[bytes, bytes]]:
+        """What lets the page that sends a request read the response; nothing for a page that may not."""
+        origin, allowed = headers.get(b"origin", b""), self._limits.allowed_origins
+        if not origin or not ("*" in allowed or origin.decode("latin-1") in allowed):
+            return []
+        return [(b"access-control-allow-origin", origin), (b"vary", b"Origin")]
 
     def _log_request(self, scope: Scope, reply: _Reply, seconds: float) -> None:
         path = scope["path"] if scope["path"] in self._paths else "other"
@@ -135,20 +153,23 @@ class AuthMiddleware:
 class _Reply:
     """Sends the response of one request. Raises TimeoutError where the client does not read it."""
 
-    def __init__(self, send: Send, request_id: str, timeout: float) -> None:
+    def __init__(
+        self, send: Send, request_id: str, timeout: float, headers: Sequence[tuple[bytes, bytes]] = ()
+    ) -> None:
         self.request_id = request_id
         self.has_begun = False
         self.status = CLIENT_CLOSED_REQUEST  # for metrics and log, until the response has been sent to its end
         self._sent_status = CLIENT_CLOSED_REQUEST
         self._send = send
         self._timeout = timeout
+        self._headers = headers
 
     async def send(self, message: MutableMapping[str, Any]) -> None:
         """Send one ASGI message."""
         if message["type"] == "http.response.start":
             self.has_begun, self._sent_status = True, message["status"]
             name = (b"x-request-id", self.request_id.encode())
-            message = {**message, "headers": [*message.get("headers", ()), name]}
+            message = {**message, "headers": [*message.get("headers", ()), *self._headers, name]}
         async with asyncio.timeout(self._timeout):
             await self._send(message)
         if message["type"] == "http.response.body" and not message.get("more_body", False):

@@ -30,6 +30,8 @@ class HttpOptions:
     client_timeout: float = 30.0  # seconds for a header or a body to arrive, and for a client to read what it is sent
     drain_timeout: float = 30.0  # seconds to finish active requests at shutdown
     access_log: bool = False  # log a line for every request
+    # Pages whose scripts may send requests, such as http://localhost:3000; "*" for all. None: those of this server.
+    allowed_origins: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("max_body_bytes", "max_requests", "max_connections"):

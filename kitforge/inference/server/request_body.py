@@ -43,7 +43,7 @@ def truncate(text: str) -> str:
 def parse_body(body: bytes) -> Any:
     """The JSON object of a body. Raises ApiError."""
     try:
-        value = json.loads(body.decode("utf-8"), parse_constant=_no_number)
+        value = json.loads(body.decode("utf-8-sig"), parse_constant=_no_number)
         if b"\\u" in body:
             # JSON can spell a lone surrogate, which is not valid text.
             json.dumps(value, ensure_ascii=False).encode("utf-8")

@@ -139,7 +139,7 @@ class StreamSettings(RequestBody):
 
     include_usage: bool = False  # token usage, in a last event
     include_obfuscation: bool | None = None  # accepted; no padding is sent
-    continuous_usage_stats: Literal[False] | None = None
+    continuous_usage_stats: bool | None = None  # with include_usage, in every event
 
 
 @final
@@ -251,6 +251,7 @@ class TextPart(RequestBody):
 
     type: Literal["text"]
     text: str
+    cache_control: dict[str, Any] | None = None  # ignored: prompts are cached by their tokens
 
 
 @final
@@ -336,11 +337,11 @@ class ChatRequest(GenerationParams):
     logprobs: bool | None = None  # of the sampled tokens
     top_logprobs: Annotated[int, Field(ge=0, le=20), _INTEGRAL] | None = None  # most likely tokens with each
 
-    tools: EmptyList | None = None
+    tools: list[dict[str, Any]] | None = None  # ignored with tool_choice="none"; without it, none
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool | None = None
     modalities: list[Literal["text"]] | None = None
-    reasoning_effort: Literal["none"] | None = None
+    reasoning_effort: Literal["none", "medium"] | None = None
     verbosity: Literal["medium"] | None = None
     echo: Literal[False] | None = None
     add_special_tokens: Literal[False] | None = None  # the template adds its own
@@ -442,6 +443,9 @@ def _check_consistency(request: RequestBody) -> None:
 
 def _check_messages(request: ChatRequest | TokenizeChatRequest) -> None:
     last = request.messages[-1]
+    if isinstance(request, ChatRequest) and request.tools and request.tool_choice != "none":
+        expected = 'an empty value, or tool_choice="none": calls are not supported'
+        raise invalid_value("tools", request.tools, expected, size=len(request.tools))
     if request.continue_final_message and request.add_generation_prompt:
         raise _contradiction("continue_final_message", "continue_final_message excludes add_generation_prompt")
     if request.continue_final_message and (last.role != "assistant" or last.tool_calls):

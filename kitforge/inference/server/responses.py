@@ -254,8 +254,10 @@ async def full_response(form: ResponseFormat, handle: RequestHandle) -> dict[str
     return await asyncio.to_thread(form.response_body, handle, deltas)
 
 
-async def stream_events(form: ResponseFormat, handle: RequestHandle, *, has_usage: bool) -> AsyncIterator[bytes]:
-    """The response as server-sent events, delta by delta."""
+async def stream_events(
+    form: ResponseFormat, handle: RequestHandle, *, has_usage: bool, is_continuous: bool
+) -> AsyncIterator[bytes]:
+    """The response as server-sent events, delta by delta; `is_continuous` if each of them has the usage."""
     begun: set[int] = set()
     readers = [ChoiceReader(handle.prompts[index], form.options) for index in range(handle.num_choices)]
     try:
@@ -265,7 +267,7 @@ async def stream_events(form: ResponseFormat, handle: RequestHandle, *, has_usag
             if choice.text or choice.tokens or choice.finish_reason is not None:
                 part = {"index": index, **form.choice_delta(choice, is_first=index not in begun)}
                 begun.add(index)
-                yield form.event([part], None)
+                yield form.event([part], handle.usage() if is_continuous else None)
     except ApiError as refusal:
         yield sse_event(refusal.body())
         return

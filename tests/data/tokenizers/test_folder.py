@@ -301,6 +301,27 @@ def test_chatglm_begins_every_text_with_tokens_behind_its_pieces(tmp_path: Path,
     assert tokens[:3] == [301, 303, 306] and tokens[-1] == 307
 
 
+@pytest.mark.parametrize(
+    ("declared", "has_code", "is_read"),
+    [
+        ("GPTPanguTokenizer", False, False),
+        ("OwnTokenizer", True, False),
+        ("BaichuanTokenizer", True, True),
+        ("", True, False),
+    ],
+)
+def test_a_class_with_code_of_its_own_is_refused_by_its_name(
+    tmp_path: Path, model: bytes, declared: str, has_code: bool, is_read: bool
+) -> None:
+    code = {"auto_map": {"AutoTokenizer": ["tokenization.OwnTokenizer", None]}} if has_code else {}
+    folder = write(tmp_path, tokenizer=model, tokenizer_config={"tokenizer_class": declared, **code})
+    if is_read:
+        assert load_tokenizer(folder).encode("is")
+        return
+    with pytest.raises(DataError, match=declared or "its tokenizer"):
+        load_tokenizer(folder)
+
+
 def test_kinds_of_folders_are_told_apart(tmp_path: Path, model: bytes) -> None:
     assert isinstance(load_tokenizer(write(tmp_path / "a", tokenizer=model)), SentencePieceTokenizer)
     folder = write_bytes_level(tmp_path / "b", ["</s>"], tokenizer_config={"eos_token": "</s>"})

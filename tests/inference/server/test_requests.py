@@ -103,7 +103,8 @@ ONLY = {
     "chat/completions": {
         "messages": [USER],
         "tool_choice": "none",
-        "tools": [],
+        "tools": [CALL],
+        "reasoning_effort": "medium",
         "parallel_tool_calls": False,
         "logprobs": False,
         "top_logprobs": 0,
@@ -124,6 +125,29 @@ def test_what_asks_for_nothing_changes_nothing(served: Served, route: str) -> No
         assert answer.status_code == 200, answer.text
         texts.append([each.get("text", each.get("message")) for each in answer.json()["choices"]])
     assert texts[0] == texts[1]
+
+
+def test_a_mark_of_caches_and_one_of_byte_order_change_nothing(served: Served) -> None:
+    parts = [{"type": "text", "text": "Hi", "cache_control": {"type": "ephemeral"}}]
+    texts = []
+    for content, mark in (("Hi", b""), (parts, b"\xef\xbb\xbf")):
+        body = {"messages": [{"role": "user", "content": content}], "max_tokens": 6, "temperature": 0}
+        headers = {"Content-Type": "application/json"}
+        url = f"{served.url}/v1/chat/completions"
+        answer = httpx.post(url, content=mark + json.dumps(body).encode(), headers=headers)
+        assert answer.status_code == 200, answer.text
+        texts.append(answer.json()["choices"])
+    assert texts[0] == texts[1]
+
+
+def test_each_event_of_a_stream_may_have_the_usage(client: openai.OpenAI) -> None:
+    told: Any = {"include_usage": True, "continuous_usage_stats": True}
+    stream = client.completions.create(
+        model="tiny", prompt="Hi", max_tokens=5, stream=True, stream_options=told, seed=1
+    )
+    used = [each.usage.completion_tokens if each.usage else None for each in stream]
+    assert None not in used
+    assert used == sorted(used) and used[0] < used[-1]
 
 
 def test_padding_of_streams_may_be_declined(client: openai.OpenAI) -> None:
