@@ -41,9 +41,21 @@ REFUSED = {
     "has no form in PEFT": "DoRA of a part of a matrix, whose magnitudes are of the whole",
 }
 
-_MODERN = {"num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 20}
+_MODERN: dict[str, Any] = {
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 20,
+}
 _MODERN |= {"vocab_size": 23, "hidden_size": 16, "pad_token_id": None, "bos_token_id": 0, "eos_token_id": 1}
-_GPT = {"n_layer": LAYERS, "n_head": 2, "vocab_size": 23, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None}
+_GPT: dict[str, Any] = {
+    "n_layer": LAYERS,
+    "n_head": 2,
+    "vocab_size": 23,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": None,
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "llama": (
         "Llama",
