@@ -28,8 +28,9 @@ def class_names(features: Features, columns: Sequence[str]) -> tuple[str, tuple[
     feature = (features or {}).get(column)
     while (inner := _inner(feature)) is not None:
         feature = inner
-    is_class = isinstance(feature, dict) and feature.get("_type") == "ClassLabel"
-    return column, tuple(map(str, feature.get("names") or ())) if is_class else ()
+    if not isinstance(feature, dict) or feature.get("_type") != "ClassLabel":
+        return column, ()
+    return column, tuple(map(str, feature.get("names") or ()))
 
 
 def named(value: Any, names: Sequence[str], location: object) -> Any:

@@ -119,7 +119,7 @@ class HFDatasetRows:
 
 def memory_rows(rows: Iterable[object]) -> Iterator[InMemoryRows]:
     """Read an iterable once, shard by shard: also an IterableDataset, and a table by `table_rows`."""
-    found = getattr(rows, "features", None)
+    found: Any = getattr(rows, "features", None)
     # A stream of datasets may not know its own.
     features = dict(found.to_dict()) if hasattr(found, "to_dict") else found if isinstance(rows, TableRows) else None
     items: list[object] = []

@@ -43,7 +43,7 @@ def tags_of(scheme: str) -> st.SearchStrategy[str]:
 @st.composite
 def sound_tags(draw: Any, scheme: str, length: int) -> list[str]:
     """Tags of spans, as the scheme spells them."""
-    first, inside, last, alone = {"BIO": "BIIB", "IOBES": "BIES", "BILOU": "BILU"}[scheme]
+    first, inside, last, alone = list({"BIO": "BIIB", "IOBES": "BIES", "BILOU": "BILU"}[scheme])
     found: list[str] = []
     while len(found) < length:
         size, kind = draw(st.integers(0, min(3, length - len(found)))), draw(st.sampled_from(TYPES))

@@ -19,7 +19,7 @@ from tests.differential.drawn import drawn
 
 CORPUS = ["the cat, the hat 12 2023 é ü x y\nif you go\tto Rome: (a) b's", "hello hello there, the end."] * 4
 SPECIAL = ["<unk>", "<s>", "</s>"]
-MODELS = {
+MODELS: dict[str, Any] = {
     "bpe": (models.BPE, trainers.BpeTrainer, {"unk_token": "<unk>"}),
     "bpe bytes": (models.BPE, trainers.BpeTrainer, {"unk_token": "<unk>", "byte_fallback": True}),
     "bpe dropout": (models.BPE, trainers.BpeTrainer, {"unk_token": "<unk>", "dropout": 0.5}),
@@ -27,7 +27,7 @@ MODELS = {
     "wordpiece": (models.WordPiece, trainers.WordPieceTrainer, {"unk_token": "<unk>"}),
     "wordlevel": (models.WordLevel, trainers.WordLevelTrainer, {"unk_token": "<unk>"}),
 }
-NORMALIZERS = {
+NORMALIZERS: dict[str, Any] = {
     "nfc": normalizers.NFC,
     "nfkd": normalizers.NFKD,
     "lower": normalizers.Lowercase,
@@ -37,7 +37,7 @@ NORMALIZERS = {
     "spaces": lambda: normalizers.Replace(Regex(" +"), " "),
     "prepend": lambda: normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]),
 }
-CUTS = {
+CUTS: dict[str, Any] = {
     "none": (lambda: None, lambda: None),
     "bytes": (lambda: pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel),
     "bytes prefixed": (lambda: pre_tokenizers.ByteLevel(add_prefix_space=True), decoders.ByteLevel),
@@ -73,7 +73,8 @@ def folders(draw: Any) -> Path:
     model, trainer, options = MODELS[kind]
     pieces: Any = Tokenizer(model(**options))
     chosen = [NORMALIZERS[name]() for name in draw(st.lists(st.sampled_from([*NORMALIZERS]), max_size=2, unique=True))]
-    pieces.normalizer = normalizers.Sequence(chosen) if len(chosen) > 1 else (chosen or [None])[0]
+    if chosen:
+        pieces.normalizer = normalizers.Sequence(chosen) if len(chosen) > 1 else chosen[0]
     cut, decoder = CUTS[draw(st.sampled_from([*CUTS]))]
     if (made := cut()) is not None:
         pieces.pre_tokenizer = made

@@ -119,8 +119,8 @@ def read_data(
         labels = number_names([(at, label) for at, _, label in rows or held], known)
         index = index_of(labels)
     else:
-        is_fixed, own = bool(options.labels) or not rows, [label for _, _, label in rows]
-        labels, index = head_labels(known, declared or held_declared, own, is_fixed=is_fixed)
+        is_fixed, given = bool(options.labels) or not rows, [label for _, _, label in rows]
+        labels, index = head_labels(known, declared or held_declared, given, is_fixed=is_fixed)
     found, others = (
         list(zip([tokens for _, tokens, _ in each], _targets(each, index, problem_type), strict=True))
         for each in (rows, held)
