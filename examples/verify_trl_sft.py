@@ -45,6 +45,7 @@ class TrlTrainer:
             "lr_scheduler_type": "constant",
             "save_strategy": "steps",
             "save_steps": 1,
+            **packing_of(batches),
         }
         trainer = prepared(model, folder, settings, train_dataset=dataset_of(batches))
         trainer.train(resume_from_checkpoint=resume and any(folder.glob("checkpoint-*")))
@@ -52,17 +53,20 @@ class TrlTrainer:
 
     def evaluate(self, model: nn.Module, batches: Sequence[dict[str, Tensor]]) -> float:
         """`eval_loss`, at the batch size of the first batch; several documents of a row are packed."""
-        is_packed = any(len(documents_of(batch)) > len(batch["labels"]) for batch in batches)
         size = len(batches[0]["labels"])
-        longest = max(batch["labels"].shape[1] for batch in batches)
         settings: dict[str, object] = {
             "per_device_eval_batch_size": size,
-            "packing": is_packed,
-            "max_length": longest,
+            **packing_of(batches),
         }
         with tempfile.TemporaryDirectory() as folder:
             trainer = prepared(model, folder, settings, eval_dataset=dataset_of(batches))
             return trainer.evaluate()["eval_loss"]
+
+
+def packing_of(batches: Sequence[dict[str, Tensor]]) -> dict[str, object]:
+    """The options of rows that several documents share, and of others."""
+    is_packed = any(len(documents_of(batch)) > len(batch["labels"]) for batch in batches)
+    return {"packing": is_packed, "max_length": max(batch["labels"].shape[1] for batch in batches)}
 
 
 def prepared(model: nn.Module, folder: str | Path, settings: dict[str, object], **datasets: Dataset) -> SFTTrainer:

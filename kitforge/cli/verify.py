@@ -144,9 +144,11 @@ def _show_progress(promise: str) -> None:
 
 def line(verdict: Verdict) -> str:
     """A verdict in one line: status, promise, figure of its bound, seconds. A longer error stands below it."""
-    promise = next(each.promise for each in CONTRACTS if each.name == verdict.contract)
+    promises = {each.name: each.promise for each in CONTRACTS} | {
+        each.name: each.promise for each in own_trainer.CONTRACTS
+    }
     bound = "" if not verdict.bound else f" of {verdict.bound:.0e}"
     figure = "" if verdict.figure is None else f"{verdict.figure:.2g}{bound} "
     first, *further = sanitize(verdict.words).splitlines() or [""]
-    lines = [f"  {verdict.status:<11}  {promise:<43}  {figure}{first}  {verdict.seconds:.1f} s"]
+    lines = [f"  {verdict.status:<11}  {promises[verdict.contract]:<43}  {figure}{first}  {verdict.seconds:.1f} s"]
     return "\n".join([*lines, *(f"               {each}" for each in further)])

@@ -7,6 +7,7 @@ from typing import Any, Self, TypeVar, final
 
 from torch import Tensor, nn
 
+from kitforge.core.nn.named_modules import NamedModules
 from kitforge.embedding_cache.cache import RowCache
 from kitforge.embedding_cache.miss_ratio_curve import CacheEstimate
 from kitforge.embedding_cache.prefetcher import EmbeddingPrefetcher
@@ -30,7 +31,7 @@ class EmbeddingCollection(nn.Module):
     def __init__(self, tables: Mapping[str, CachedEmbedding], features: Mapping[str, str] | None = None) -> None:
         """`features`: the table name of each feature; None: each table is a feature of the same name."""
         super().__init__()
-        self.tables = nn.ModuleDict(tables)
+        self.tables = NamedModules(tables)
         self.features = dict(features) if features is not None else {name: name for name in tables}
         for feature, name in self.features.items():
             check(name in tables, f"features.{feature}", name, "the name of a table", nearest(name, tables))

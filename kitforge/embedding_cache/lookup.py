@@ -11,8 +11,8 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from kitforge.core.kernels.derivatives import by_hand
 from kitforge.core.kernels.dispatch import select_table
 from kitforge.core.kernels.jagged_bags import Bags
 from kitforge.core.kernels.workspace import Workspace
@@ -145,6 +145,9 @@ class Pooling:
         return result / copy_to(counts[bag_of], device).to(result.dtype) if self.bags.mode == "mean" else result
 
 
+_by_hand = by_hand(fix="look the rows up without weights", where=lambda ctx: ctx.wants_weights)
+
+
 class PooledRows(torch.autograd.Function):
     """Pools rows of the device tier as they are now; their gradients go to a `GradientHandle`. `anchor` requires a
     gradient, so that autograd calls the backward pass."""
@@ -158,7 +161,7 @@ class PooledRows(torch.autograd.Function):
             return pooling.pool(pooling.tier.slab)
 
     @staticmethod
-    @once_differentiable
+    @_by_hand
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None, None]:
         """See `Pooling.scatter_gradients`."""
         pooling: Pooling = ctx.pooling
@@ -182,7 +185,7 @@ class PooledVectors(torch.autograd.Function):
         return pooling.pool(vectors)
 
     @staticmethod
-    @once_differentiable
+    @_by_hand
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         """See `Pooling.scatter_gradients`."""
         (vectors,) = ctx.saved_tensors

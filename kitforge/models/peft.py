@@ -32,7 +32,7 @@ from kitforge.foundation.log import logger
 from kitforge.foundation.types import Region
 from kitforge.foundation.untrusted import parse_json
 from kitforge.models.catalog import FAMILIES, converter_of, exportable_config
-from kitforge.models.weight_mapping import ConfigFile, TensorMapping, by_theirs, join
+from kitforge.models.weight_mapping import HEADS, ConfigFile, TensorMapping, by_theirs, join
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX, _SUFFIXES = "base_model.model.", (".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector")
@@ -454,7 +454,7 @@ def _saved_layers(
     mappings = converter.tensor_mappings(config, converter.write_config(config)["model_type"])
     found = {each.ours: (f"{_PREFIX}{each.theirs}", each) for each in mappings if f"{_PREFIX}{each.theirs}" in held}
     is_tied = bool(getattr(config, "tie_embeddings", False))
-    if is_tied and "embedding.weight" in found:
+    if is_tied and ("embedding.weight" in found or any(f"{_PREFIX}{name}" in held for name in HEADS)):
         got = f"modules_to_save={values['modules_to_save']}"
         expected = "layers other than embeddings that are the head too"
         raise ModelError(f"{CONFIG}: the adapter unties the embeddings", got=got, expected=expected)

@@ -16,8 +16,8 @@ from kitforge.core.checkpoint.load import Checkpoint, newest, open_checkpoint
 from kitforge.core.checkpoint.manifest import step_folder
 from kitforge.core.optim.build import build_optimizer
 from kitforge.core.optim.schedules import Plateau, lr_scale
-from kitforge.core.parallel.expert_load import LOAD, load_sums, move_biases
-from kitforge.core.parallel.micro_batches import run_micro_batches
+from kitforge.core.parallel.expert_load import LOAD, check_capacity, load_sums, move_biases
+from kitforge.core.parallel.micro_batches import is_composed, run_micro_batches
 from kitforge.core.parallel.parallelize import parallel_model_of
 from kitforge.core.parallel.rank_errors import describe_error
 from kitforge.core.parallel.world import World
@@ -74,6 +74,7 @@ class Loop:
         self._resumed_from: Path | None = None
         self._config_changes: list[str] = []
         self.model = task.build(world)
+        check_capacity(self.model, is_composed(task))
         if world.replica > 0:
             # All ranks initialize from one seed; afterwards each data-parallel replica has its own random stream.
             torch.manual_seed(seeds.key(options.seed, "replica", world.replica))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
@@ -19,8 +20,8 @@ def weighted_means(
     counts: Callable[[Batch], Sums],
     all_reduce: Callable[[Mapping[str, Tensor]], Sums] = dict,
 ) -> dict[str, float]:
-    """Sum of sums / sum of counts by name, in float64; a sum without a count of its own is divided by the count of
-    "loss". `all_reduce` sums over ranks."""
+    """Sum of sums / sum of counts by name, in float64; NaN for a count of 0. A sum without a count of its own is over
+    the count of "loss". `all_reduce` sums over ranks."""
     totals: dict[str, float] = {}
     divisors: dict[str, float] = {}
     for batch in batches:
@@ -29,7 +30,7 @@ def weighted_means(
         for name, value in counts(batch).items():
             divisors[name] = divisors.get(name, 0.0) + float(value)
     totals, divisors = _all_reduced(totals, all_reduce), _all_reduced(divisors, all_reduce)
-    return {name: total / max(divisors.get(name, divisors["loss"]), 1.0) for name, total in totals.items()}
+    return {name: total / (divisors.get(name, divisors["loss"]) or math.nan) for name, total in totals.items()}
 
 
 def _all_reduced(values: Mapping[str, float], over_ranks: Callable[[Mapping[str, Tensor]], Sums]) -> dict[str, float]:

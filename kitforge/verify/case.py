@@ -57,6 +57,8 @@ FIXED = {
     "data.num_workers": 1,
     "resume": None,
 }
+# Where what differs by rounding is compared: the same code, whose mistakes half precision would hide.
+PRECISE = {"precision": "fp32"}
 DEGREES = ("parallel.data", "parallel.shard", "parallel.context", "parallel.tensor")
 EXPERT = "parallel.expert"  # divides their ranks
 LARGE, FEW_LAYERS = 20_000_000, 2
@@ -99,6 +101,8 @@ class Case:
             # Equal bits are promised for this alone.
             values["deterministic"] = True
             reduced.append("deterministic=True")
+        if values["precision"] != "fp32":
+            reduced.append("fp32 for micro_batches, evaluation, packing, ranks and layouts")
         if math.prod(whole[name] for name in DEGREES) > 1:
             reduced.append("one rank but for ranks and layouts")
         return cls(
@@ -164,6 +168,13 @@ class Case:
             self.train("base", {})
         else:
             self.start("base", {}).result(RUN_TIMEOUT)
+
+    def exact_base(self) -> Path:
+        """The undisturbed run in fp32, which is another one where the run is in half precision."""
+        folder = self.base if self.values["precision"] == "fp32" else self.folder / "fp32"
+        if not folder.exists():
+            self.start(folder.name, PRECISE).result(RUN_TIMEOUT)
+        return folder
 
     def network(self) -> tuple[nn.Module, bool]:
         """The trained network on this process, and whether it is in float64. One with tables of rows stays as it is."""

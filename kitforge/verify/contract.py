@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeAlias, TypeVar, final
 
@@ -23,6 +24,11 @@ class Measured:
     def is_held(self) -> bool:
         """Whether the figure is within its bound."""
         return self.figure <= self.bound
+
+
+def furthest(figures: Iterable[float], default: float = math.inf) -> float:
+    """The largest figure, which `max` does not find beside NaN: one NaN is the furthest. `default` if there is none."""
+    return max(figures, key=lambda figure: math.inf if math.isnan(figure) else figure, default=default)
 
 
 class NotOfferedError(Exception):

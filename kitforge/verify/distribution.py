@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from kitforge.foundation.errors import ConfigError, KitforgeError
-from kitforge.verify.case import DEGREES, EXPERT, RUN_TIMEOUT, Case
-from kitforge.verify.contract import Contract, Measured, NotOfferedError
+from kitforge.verify.case import DEGREES, EXPERT, PRECISE, RUN_TIMEOUT, Case
+from kitforge.verify.contract import Contract, Measured, NotOfferedError, furthest
 from kitforge.verify.processes import free_port, launched, run_ranks
 from kitforge.verify.run_equality import distance, run_differences
 
@@ -58,31 +58,29 @@ def on_layouts(
     case: Case,
     name: str,
     changes: Mapping[str, Any],
-    compared: Callable[[Path], float],
-    prepare: Callable[[Path], object] = lambda _folder: None,
-) -> tuple[float, str]:
-    """Train under every layout in a folder that `prepare` may fill; the largest figure of `compared`, and the names of
-    the layouts."""
-    figures, names = [], []
+    prepare: Callable[[Path, Path], object] = lambda _base, _folder: None,
+) -> Measured:
+    """Losses and gradient norms under every layout against those of the undisturbed run, from which `prepare` may fill
+    the folder that each is trained in."""
+    base, changes, figures, names = case.exact_base(), {**changes, **PRECISE}, list[float](), list[str]()
     for degrees in layouts(case):
         words = " x ".join(f"{axis.removeprefix('parallel.')}={degree}" for axis, degree in degrees.items())
         folder = f"{name}/{words.replace(' ', '')}"
-        prepare(case.folder / folder)
+        prepare(base, case.folder / folder)
         num_ranks, port = case.options(degrees).num_ranks, free_port()
 
         def work(rank: int, num_ranks: int, port: int, *given: Any) -> None:
             launched(rank, num_ranks, port, case.train, *given)
 
         run_ranks(num_ranks, work, num_ranks, port, folder, {**changes, **degrees}, timeout=RUN_TIMEOUT)
-        figures.append(compared(case.folder / folder))
+        figures.append(distance(case.folder / folder, base))
         names.append(words)
-    return max(figures), ", ".join(names)
+    return Measured(figure=furthest(figures), bound=LAYOUT_BOUND, unit=f"relative, {', '.join(names)}")
 
 
 def check_ranks(case: Case) -> Measured:
     """Losses and gradient norms of runs on several ranks against those of one."""
-    figure, names = on_layouts(case, "ranks", {}, lambda folder: distance(folder, case.base))
-    return Measured(figure=figure, bound=LAYOUT_BOUND, unit=f"relative, {names}")
+    return on_layouts(case, "ranks", {})
 
 
 def check_cache(case: Case) -> Measured:

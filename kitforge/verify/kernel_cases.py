@@ -27,6 +27,7 @@ from kitforge.core.kernels.jagged_bags import Bags
 from kitforge.core.kernels.moe_permute.reference import permutation_of
 from kitforge.core.kernels.quantized_linear.reference import quantize
 from kitforge.core.optim.row_optimizers import SparseOptimizerConfig, build_row_optimizer
+from kitforge.verify.contract import furthest
 
 # Relative to the largest element of the float64 reference.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
@@ -162,7 +163,7 @@ def kernel_errors(device: torch.device, level: CompileLevel) -> Iterator[tuple[s
             rounded = [each.to(dtype) for each in arguments]
             wanted = run_kernel(get(REFERENCE), [each.double() for each in rounded])
             found = run_kernel(get(select(level, device.type)), rounded)
-            errors[dtype] = max(
+            errors[dtype] = furthest(
                 float((one.double() - other).abs().max() / other.abs().max().clamp(min=1e-9))
                 for one, other in zip(found, wanted, strict=False)
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kitforge.foundation import device as devices
 from kitforge.verify.case import Case
-from kitforge.verify.contract import Contract, Measured
+from kitforge.verify.contract import Contract, Measured, furthest
 from kitforge.verify.kernel_cases import TABLE_TOLERANCE, has_same_mask, kernel_errors, table_errors, tolerance
 
 
@@ -18,9 +18,10 @@ def check_kernels(case: Case) -> Measured:
     }
     shares |= {name: error / TABLE_TOLERANCE for name, error in table_errors(device)}
     shares["dropout mask"] = 0.0 if has_same_mask(device) else float("inf")
-    worst = max(shares, key=lambda name: float("inf") if shares[name] != shares[name] else shares[name])
+    figure = furthest(shares.values())
+    worst = next(name for name, each in shares.items() if each is figure)
     unit = f"of the bound of its dtype, {worst}; {len(shares)} on {device}"
-    return Measured(figure=shares[worst], bound=1.0, unit=unit)
+    return Measured(figure=figure, bound=1.0, unit=unit)
 
 
 CONTRACTS = (Contract(name="kernels", promise="kernels = references", check=check_kernels, is_of_device=True),)

@@ -11,6 +11,9 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from kitforge.core.checkpoint.manifest import steps
 from kitforge.verify.processes import Process
@@ -18,6 +21,7 @@ from kitforge.verify.processes import Process
 FILE_EVENTS = {"open", "os.rename", "os.mkdir", "os.rmdir", "os.remove", "shutil.rmtree"}
 # Seconds between two looks at a run that is to be killed.
 LOOK = 0.002
+SETTLE = 0.05
 
 
 def die_at_operation(number: int, root: Path, *, published: int = 0) -> None:
@@ -32,6 +36,22 @@ def die_at_operation(number: int, root: Path, *, published: int = 0) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(hook)
+
+
+def die_before_backward(number: int) -> None:
+    """Have this process die by SIGKILL before its backward pass of that number, counted from 0: between two steps,
+    whoever writes the files, and however. Writers of PyTorch and safetensors raise no event of `die_at_operation`."""
+    count = itertools.count()
+
+    def counted(run: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        if next(count) == number:
+            # A thread that saves may end before.
+            time.sleep(SETTLE)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return run(*arguments, **options)
+
+    for name in ("backward", "grad"):
+        setattr(torch.autograd, name, partial(counted, getattr(torch.autograd, name)))
 
 
 def kill_at_line(process: Process, metrics: Path, number: int, delay: float, timeout: float) -> bool:

@@ -14,8 +14,8 @@ from torch.nn import functional
 from kitforge.api import load_processor
 from kitforge.foundation.types import Cursor
 from kitforge.kits.registry import DEFAULT_TASK
-from kitforge.verify.case import Case
-from kitforge.verify.contract import Contract, Measured, NotOfferedError
+from kitforge.verify.case import PRECISE, Case
+from kitforge.verify.contract import Contract, Measured, NotOfferedError, furthest
 from kitforge.verify.run_equality import relative
 from kitforge.verify.sample_data import documents
 
@@ -47,7 +47,7 @@ def check_micro_batches(case: Case) -> Measured:
     def trained(size: int | None) -> tuple[dict[str, Tensor], dict[str, float]]:
         # Log-probs of further rollouts are rounded to float32.
         steps = 1 if case.has("rollout.max_new_tokens") else 2
-        changes = {**GRADIENT_STEP, "trainer.max_steps": steps, "trainer.micro_batch_size": size}
+        changes = {**GRADIENT_STEP, **PRECISE, "trainer.max_steps": steps, "trainer.micro_batch_size": size}
         changes |= {"trainer.checkpoint_every": None, "trainer.eval_batches": 1}
         given = copy.deepcopy(model) if is_double else None
         # Tables of rows begin with the rows of their seed, and go on from no other.
@@ -60,12 +60,12 @@ def check_micro_batches(case: Case) -> Measured:
 
     whole, metrics = trained(None)
     way = _distance(whole, before)
-    figure = 0.0 if way > 0 else math.inf
+    figures = [0.0 if way > 0 else math.inf]
     for size in SIZES:
         split, found = trained(size)
         loss = _furthest(found, metrics)
-        figure = max(figure, _distance(split, whole) / max(way, 1e-30), loss if loss > METRIC_BOUND else 0.0)
-    return Measured(figure=figure, **ROUNDING[is_double])
+        figures += [_distance(split, whole) / (way or math.inf), loss if loss > METRIC_BOUND else 0.0]
+    return Measured(figure=furthest(figures), **ROUNDING[is_double])
 
 
 def check_evaluation(case: Case) -> Measured:
@@ -73,12 +73,12 @@ def check_evaluation(case: Case) -> Measured:
     if case.values["task"] == "kto":
         raise NotOfferedError("the KL baseline pairs the rows of a batch")
     model, is_double = case.network()
-    whole = {"trainer.eval_batches": None, "data.batch_size": 1}
+    whole = {**PRECISE, "trainer.eval_batches": None, "data.batch_size": 1}
     metrics = case.evaluate(model, whole)
-    if not metrics or metrics == case.evaluate(model, {"trainer.eval_batches": 1, "data.batch_size": 1}):
+    if not metrics or metrics == case.evaluate(model, whole | {"trainer.eval_batches": 1}):
         raise NotOfferedError("there are no two rows to evaluate")
     others = [{"data.batch_size": 2}, {"data.batch_size": 7}, {"data.batch_size": 6, "trainer.micro_batch_size": 2}]
-    figure = max(_furthest(case.evaluate(model, whole | other), metrics) for other in others)
+    figure = furthest(_furthest(case.evaluate(model, whole | other), metrics) for other in others)
     rounding = ROUNDING[is_double]
     return Measured(figure=figure, bound=max(rounding["bound"], METRIC_BOUND), unit=rounding["unit"])
 
@@ -100,6 +100,7 @@ def _check_packed_documents(case: Case) -> Measured:
     separator = "\n%%\n"
     file.write_text(separator.join(documents(3, 5)), encoding="utf-8")
     changes = {
+        **PRECISE,
         "data.train": str(file),
         "data.eval": str(file),
         "data.separator": separator,
@@ -120,15 +121,15 @@ def _check_packed_documents(case: Case) -> Measured:
     model.eval()
     packed = _first_gradients(case, changes, model)
     loss = case.evaluate(model, changes | {"trainer.eval_batches": None})["eval/loss"]
-    figure = max(_distance(packed, alone) / _norm(alone), relative(loss, float(total.detach()) / count, floor=1e-6))
-    return Measured(figure=figure, **ROUNDING[is_double])
+    figures = (_distance(packed, alone) / _norm(alone), relative(loss, float(total.detach()) / count, floor=1e-6))
+    return Measured(figure=furthest(figures), **ROUNDING[is_double])
 
 
 def _check_packed_rows(case: Case) -> Measured:
     """The gradient of a batch of rows, which share sequences, against the sum over micro-batches of one row each."""
     model, is_double = case.network()
-    together = _first_gradients(case, {}, model)
-    alone = _first_gradients(case, {"trainer.micro_batch_size": 1}, model)
+    together = _first_gradients(case, PRECISE, model)
+    alone = _first_gradients(case, {**PRECISE, "trainer.micro_batch_size": 1}, model)
     figure = _distance(together, alone) / _norm(alone)
     return Measured(figure=figure, **ROUNDING[is_double])
 
@@ -171,8 +172,9 @@ def _furthest(got: Mapping[str, float], wanted: Mapping[str, float]) -> float:
     """The largest relative difference of metrics; infinite where names differ, or where none is a number in both."""
     if got.keys() != wanted.keys():
         return math.inf
+    # NaN of one alone is infinitely far.
     pairs = [(got[name], value) for name, value in wanted.items() if not math.isnan(got[name]) or not math.isnan(value)]
-    return max((relative(*pair, floor=1e-6) for pair in pairs), default=math.inf)
+    return furthest(relative(*pair, floor=1e-6) for pair in pairs)
 
 
 CONTRACTS = (

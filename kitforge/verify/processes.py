@@ -110,6 +110,9 @@ def _run(
     except BaseException as raised:  # noqa: BLE001 (the parent raises it)
         error, trace = raised, traceback.format_exc()
         sys.stderr.write(trace)
+        if not isinstance(error, Exception):
+            # As SystemExit it would end the parent, too.
+            error = RuntimeError(f"{type(error).__name__}: {error}")
         try:
             # Errors that cannot be rebuilt from their arguments cannot be sent.
             copy.copy(error)

@@ -14,6 +14,7 @@ from torch import Tensor
 from kitforge.core.checkpoint.load import Checkpoint, open_checkpoint
 from kitforge.core.checkpoint.manifest import step_folder, steps
 from kitforge.core.checkpoint.state_tensors import detach_tensors
+from kitforge.verify.contract import furthest
 
 # Rows by id of every part of every table, as bits.
 Tables: TypeAlias = dict[str, dict[str, dict[int, bytes]]]
@@ -105,7 +106,7 @@ def distance(got: Path, wanted: Path, names: Iterable[str] = ("loss", "eval/loss
     pairs = [(line, lines[key]) for line in records(got) if (key := (line["kind"], line["step"])) in lines]
     values = [(line[name], other[name]) for line, other in pairs for name in names if name in line and name in other]
     # A policy's loss is zero but for rounding where its ratios are one.
-    return max((relative(one, other, floor=1e-2) for one, other in values), default=inf)
+    return furthest(relative(one, other, floor=1e-2) for one, other in values)
 
 
 def relative(got: float, wanted: float, floor: float) -> float:

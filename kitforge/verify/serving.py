@@ -7,6 +7,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import combinations
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,7 +27,7 @@ from kitforge.kits.kit import AnyKit
 from kitforge.kits.registry import kit_of
 from kitforge.kits.rlhf.reinforcement.rollout_batch import target_logprobs
 from kitforge.verify.case import Case
-from kitforge.verify.contract import Contract, Measured, NotOfferedError
+from kitforge.verify.contract import Contract, Measured, NotOfferedError, furthest
 from kitforge.verify.processes import Process, free_port
 from kitforge.verify.sample_data import documents
 
@@ -41,7 +42,7 @@ def check_sampler(case: Case) -> Measured:
     """The log-probability of each sampled token, of the engine as it samples and of the trainer's own pass."""
     model, prompts = _language_model(case)
     completions = [each[0] for each in Engine(model, stop_ids=()).generate(prompts, SAMPLING)]
-    figure = 0.0
+    figures = []
     for prompt, completion in zip(prompts, completions, strict=True):
         tokens = torch.tensor([[*prompt, *completion.tokens]])
         targets = torch.full_like(tokens, -100)
@@ -50,8 +51,8 @@ def check_sampler(case: Case) -> Measured:
             found, _ = target_logprobs(model, tokens, targets, SAMPLING.temperature)
         trained = found[0, len(prompt) - 1 : -1].double().cpu()
         sampled = torch.tensor(completion.logprobs, dtype=torch.float64)
-        figure = max(figure, float((trained - sampled).abs().max()))
-    return Measured(figure=figure, bound=LOGPROB_BOUND, unit=f"nats, {NUM_TEXTS} texts")
+        figures.append(float((trained - sampled).abs().max()))
+    return Measured(figure=furthest(figures), bound=LOGPROB_BOUND, unit=f"nats, {NUM_TEXTS} texts")
 
 
 def check_batching(case: Case) -> Measured:
@@ -66,10 +67,9 @@ def check_batching(case: Case) -> Measured:
     pairs = list(zip(alone, together, strict=True))
     differing = sum(one.tokens != other.tokens for one, other in pairs)
     same = [pair for pair in pairs if pair[0].tokens == pair[1].tokens]
-    furthest = max(
-        (abs(a - b) for one, other in same for a, b in zip(one.logprobs, other.logprobs, strict=True)), default=0.0
-    )
-    return Measured(figure=differing, unit=f"of {len(prompts)} texts differ; log-probs by {furthest:.1g}")
+    gaps = [abs(a - b) for one, other in same for a, b in zip(one.logprobs, other.logprobs, strict=True)]
+    words = f"of {len(prompts)} texts differ; log-probs by {furthest(gaps, default=0.0):.1g}"
+    return Measured(figure=differing, unit=words)
 
 
 def check_scores(case: Case) -> Measured:
@@ -93,7 +93,7 @@ def _check_rows(case: Case) -> Measured:
             raise NotOfferedError("the model ranks items and scores no rows")
         answer = ask("/score", [{"rows": rows}])[0]["scores"]
     ways = [[row["score"] for row in predicted], [each["score"] for each in scored(rows)], answer]
-    figure = max(max(values) - min(values) for values in zip(*ways, strict=True))
+    figure = furthest(abs(one - other) for values in zip(*ways, strict=True) for one, other in combinations(values, 2))
     return Measured(figure=figure, bound=SCORE_BOUND, unit=f"largest difference of {len(rows)} rows")
 
 

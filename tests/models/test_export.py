@@ -80,7 +80,6 @@ def test_half_precision_weights_stay_half(peer: GetPeer, tmp_path: Path) -> None
     [
         {"qkv_bias": True, "mlp_bias": True},
         {"out_bias": True},
-        {"sliding_window": 8, "mlp_bias": True},
         {"sliding_window": 8, "out_bias": True},
         {"qk_norm": True, "qkv_bias": True},
         {"qk_norm": True, "mlp_bias": True},
@@ -95,6 +94,8 @@ def test_a_mix_that_no_architecture_has_is_refused(options: dict[str, Any]) -> N
     "options",
     [
         {"sliding_window": 8},
+        # A SmolLM3 whose layers all rotate.
+        {"sliding_window": 8, "mlp_bias": True},
         {"qkv_bias": True, "sliding_window": 8, "window_layers": (0,)},
         {"qkv_bias": True, "head_dim": 24},
         {"qk_norm": True, "sliding_window": 8},

@@ -77,6 +77,15 @@ def test_the_weights_before_training_can_be_the_best(tmp_path: Path) -> None:
     assert all(value.equal(best[name]) for name, value in run.model.state_dict().items())
 
 
+def test_what_is_not_measured_is_never_the_best(tmp_path: Path) -> None:
+    nan = float("nan")
+    train(tmp_path / "never", Scripted(nan, nan, nan), eval_every=1, early_stopping=3, max_steps=9)
+    assert "eval/loss is nan" in tiny.events(tmp_path / "never", "best")[0]
+    assert "eval/loss was never finite" in tiny.events(tmp_path / "never", "stop")[0]
+    train(tmp_path / "once", Scripted(nan, 3.0, nan, 2.0, nan, nan), eval_every=1, early_stopping=2, max_steps=9)
+    assert "eval/loss was best at step 4 with 2" in tiny.events(tmp_path / "once", "stop")[0]
+
+
 @pytest.mark.slow
 def test_a_run_that_stopped_early_stays_stopped_when_it_is_resumed(tmp_path: Path) -> None:
     train(tmp_path, Scripted(5.0, 3.0, 4.0, 3.5), eval_every=1, early_stopping=2, max_steps=9)

@@ -1,8 +1,10 @@
 """Sums over all batches, divided once."""
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -37,6 +39,12 @@ def test_a_sum_without_a_count_of_its_own_is_divided_by_that_of_the_loss() -> No
 def test_small_sums_are_not_lost_beside_large_ones() -> None:
     batches = [[2.0**30], *[[1.0]] * 64]
     assert weighted_means(batches, sums, counts)["loss"] == (2.0**30 + 64) / 65
+
+
+def test_a_mean_of_nothing_is_no_number_and_one_of_less_than_one_is_the_mean() -> None:
+    tensors = {"loss": torch.tensor(0.0), "hits": torch.tensor(0.1)}
+    found = weighted_means([1], lambda _: tensors, lambda _: {"loss": torch.tensor(0.0), "hits": torch.tensor(0.5)})
+    assert math.isnan(found["loss"]) and found["hits"] == pytest.approx(0.2)
 
 
 def test_nothing_to_evaluate_gives_no_metrics() -> None:

@@ -47,6 +47,8 @@ FAULTS = (
         line='torch.autograd.backward(sums["loss"] * own_weight)',
         planted='torch.autograd.backward(sums["loss"] / float(task.count([micro_batch])["loss"]) / len(step))',
         leaves=("packing",),
+        # What is right is held in half precision too, and what is wrong is found.
+        arguments=(*TEXT, "precision=bf16"),
     ),
     Fault(
         breaks="evaluation",

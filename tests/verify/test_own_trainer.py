@@ -6,14 +6,23 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
 from kitforge.cli import main as cli
 from kitforge.foundation.errors import ConfigError
+from kitforge.verify.own_trainer import CONTRACTS, OwnTrainer
+from kitforge.verify.runner import run_contracts
 from tests.architecture.source import ROOT
+from tests.differential.drawn import WHOLE
+from tests.verify.strangers import NEW_RIGHT, NEW_WRONG, RIGHT, WRONG, trainer
 from tests.warm.shell import Run
 
 EXAMPLES = ROOT / "examples"
-NAMES = ("micro_batches", "evaluation", "packing", "resume")
+NAMES = ("gradient", "micro_batches", "evaluation", "packing", "resume")
+WRONG_ONES = {name: contract for name, (contract, _) in (WRONG | NEW_WRONG).items()}
+# Those that nothing found before, and right ones that were called broken.
+ALWAYS_WRONG = tuple(WRONG)[:15]
+ALWAYS_RIGHT = ("saves_by_path", "loss_is_a_tensor", "loss_is_of_numpy")
 
 
 def statuses(
@@ -60,3 +69,27 @@ def test_what_is_missing_is_not_offered_and_never_held(tmp_path: Path, capsys: p
 def test_one_that_cannot_be_loaded_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="trainer"):
         cli.run(["verify", "--callable", name, f"output_dir={tmp_path / 'runs'}"])
+
+
+def statuses_of(name: str, folder: Path, *contracts: str) -> dict[str, str]:
+    # Forks of a process with threads could wait for these for ever.
+    torch.set_num_threads(1)
+    chosen = [each for each in CONTRACTS if not contracts or each.name in contracts]
+    own = OwnTrainer(trainer=trainer(name), folder=folder)
+    return {each.contract: each.status for each in run_contracts(chosen, own, name, folder / "log")}
+
+
+def sample(names: list[str] | tuple[str, ...], always: tuple[str, ...]) -> list[object]:
+    """All in `make prove`, those that are named in the gate."""
+    return [pytest.param(name, marks=pytest.mark.prove) for name in names if WHOLE or name in always]
+
+
+@pytest.mark.parametrize("name", sample(tuple(WRONG_ONES), ALWAYS_WRONG))
+def test_a_wrong_trainer_breaks_the_contract_that_is_about_it(name: str, tmp_path: Path) -> None:
+    contract = WRONG_ONES[name]
+    assert statuses_of(name, tmp_path, contract) == {contract: "broken"}
+
+
+@pytest.mark.parametrize("name", sample([*RIGHT, *NEW_RIGHT], ALWAYS_RIGHT))
+def test_a_right_trainer_of_another_kind_holds_all(name: str, tmp_path: Path) -> None:
+    assert statuses_of(name, tmp_path) == {contract.name: "held" for contract in CONTRACTS}

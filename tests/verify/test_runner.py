@@ -3,6 +3,7 @@
 import math
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kitforge.foundation.errors import ConfigError, TrainingError
-from kitforge.verify.contract import Contract, Measured, NotOfferedError, Verdict
+from kitforge.verify.contract import Contract, Measured, NotOfferedError, Verdict, furthest
 from kitforge.verify.processes import Process, run_ranks
 from kitforge.verify.runner import chosen, run_contracts, summary
 from tests.patience import PATIENCE
@@ -27,6 +28,10 @@ def absent(_: str) -> Measured:
 def dies(_: str) -> Measured:
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError
+
+
+def leaves(_: str) -> Measured:
+    sys.exit(3)
 
 
 def hangs(_: str) -> Measured:
@@ -52,6 +57,7 @@ def verdict(check: Callable[[str], Measured], folder: Path, timeout: float = 60.
         (gives(math.nan), "broken", "things"),
         (fails, "broken", "ValueError: no way"),
         (dies, "broken", "exit code -9"),
+        (leaves, "broken", "SystemExit: 3"),
         (absent, "not offered", "there is none"),
     ],
 )
@@ -61,6 +67,15 @@ def test_a_check_comes_to_one_of_three(
     found = verdict(check, tmp_path)
     assert (found.status, found.contract, found.subject) == (status, "one", "name")
     assert words in found.words
+
+
+@pytest.mark.parametrize("figures", [[math.nan, 1.0], [0.0, math.nan], [2.0, math.nan, 3.0]])
+def test_the_furthest_figure_is_nan_wherever_it_stands(figures: list[float]) -> None:
+    assert math.isnan(furthest(figures))
+
+
+def test_the_furthest_figure_of_none_is_infinite() -> None:
+    assert furthest([]) == math.inf and furthest([], default=0.0) == 0.0 and furthest([1.0, 3.0, 2.0]) == 3.0
 
 
 def test_a_check_that_hangs_is_broken_and_killed_with_its_children(tmp_path: Path) -> None:

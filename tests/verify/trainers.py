@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+# Each fork that makes an optimizer would import it for two seconds.
+import torch._dynamo
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
@@ -56,17 +59,20 @@ class Right:
         return weights
 
     def evaluate(self, model: nn.Module, batches: Sequence[Batch]) -> float:
+        model.eval()
         with torch.no_grad():
             sums = [loss_of(model, batch) for batch in batches]
         return float(sum(total for total, _ in sums)) / sum(count for _, count in sums)
 
 
 class Wrong(Right):
-    """Means of means, neighbours in a row, and weights that a checkpoint rounds."""
+    """Means of means, no label of the last row, neighbours in a row, and weights that a checkpoint rounds."""
 
     def accumulate(self, model: nn.Module, parts: list[Batch], whole: Batch) -> None:
         for part in parts:
-            total, count = loss_of(model, part)
+            labels = part["labels"].clone()
+            labels[-1, 1:] = -100 if len(parts) == 1 else labels[-1, 1:]
+            total, count = loss_of(model, part | {"labels": labels})
             (total / count / len(parts)).backward()
 
     def restored(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kitforge.core.kernels.derivatives import by_hand
 from kitforge.core.kernels.triton_launcher import RepeatedLaunch
 from kitforge.core.kernels.triton_ops import triton_op
 from kitforge.core.kernels.triton_runtime import Kinds, device_description, kinds_of, quotient_up, repeated_launch
@@ -72,7 +73,7 @@ gated.register_fake(
 )
 _backward.register_fake(lambda _, gate, up, _gelu: (gate.new_empty(gate.shape), up.new_empty(up.shape)))
 gated.register_autograd(
-    lambda ctx, grad: (*_backward(grad, *ctx.saved_tensors, ctx.is_gelu), None), setup_context=_save
+    by_hand()(lambda ctx, grad: (*_backward(grad, *ctx.saved_tensors, ctx.is_gelu), None)), setup_context=_save
 )
 
 

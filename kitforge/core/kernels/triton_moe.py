@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kitforge.core.kernels.derivatives import by_hand
 from kitforge.core.kernels.triton_launcher import RepeatedLaunch
 from kitforge.core.kernels.triton_ops import triton_op
 from kitforge.core.kernels.triton_runtime import (
@@ -111,12 +112,14 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
+@by_hand()
 def _of_spread(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor | None]:
     tokens, positions, weights = ctx.saved_tensors
     of_weights = None if weights is None else weight_gradient(tokens, grad, positions).to(weights.dtype)
     return combine(grad, positions, weights), None, of_weights
 
 
+@by_hand()
 def _of_combine(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor | None]:
     rows, positions, weights = ctx.saved_tensors
     of_weights = None if weights is None else weight_gradient(grad, rows, positions).to(weights.dtype)

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kitforge.core.kernels.derivatives import by_hand
 from kitforge.core.kernels.triton_launcher import RepeatedLaunch
 from kitforge.core.kernels.triton_ops import triton_op
 from kitforge.core.kernels.triton_runtime import (
@@ -199,6 +200,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     ctx.bias_dtype = None if bias is None else bias.dtype
 
 
+@by_hand()
 def _gradients(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
     dtype = ctx.bias_dtype
     of_input, of_weight, *of_bias = _backward(grad, None, *ctx.saved_tensors, dtype is not None)
@@ -213,6 +215,7 @@ def _save_sum(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, T
     ctx.dtype = normal.dtype
 
 
+@by_hand()
 def _gradients_of_sum(
     ctx: Any, grad: Tensor | None, grad_total: Tensor | None, _: Tensor | None
 ) -> tuple[Tensor | None, ...]:

@@ -5,7 +5,7 @@ B samples, F features of a lookup, L positions of a sequence.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -47,6 +47,14 @@ class EmbeddingLookup:
     dim: int
     pooling: Pooling = "each"
     kind: TableKind = "deep"
+
+
+def sequence_lookup(feature: str, dim: int, others: Collection[str], shape: SampleShape) -> EmbeddingLookup:
+    """Every vector of a sequence, under the name of its feature unless one of the `others` has that name."""
+    name = feature
+    while name in others or (name != feature and name in shape.sequences):
+        name += "'"
+    return EmbeddingLookup(name=name, features=(feature,), dim=dim, pooling="sequence")
 
 
 class RecommenderConfig(Protocol):

@@ -13,6 +13,10 @@ from kitforge.foundation.errors import ModelError, nearest
 GroupKind = tuple[float, bool, str, float | None, float | None]
 
 
+# The ends of their names, `query_position.weight` of PanGu-alpha among them.
+_TABLES = ("embedding.weight", "position.weight", "relative.weight", "output")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ParameterGroup:
     """Parameters with one weight decay and learning rate; `names[i]` is the name of `parameters[i]`."""
@@ -75,6 +79,11 @@ def decay_groups(
         for (decays, is_matrix), group in members.items()
         if group
     ]
+
+
+def table_names(model: nn.Module) -> list[str]:
+    """The tables of tokens and positions of a network, biases by distance and output heads: nothing of them decays."""
+    return [name for name, _ in model.named_parameters() if name.endswith(_TABLES)]
 
 
 def groups_of_kinds(groups: Sequence[ParameterGroup], kinds: Iterable[GroupKind]) -> list[ParameterGroup]:

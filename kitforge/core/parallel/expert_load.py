@@ -37,6 +37,19 @@ def check_balance(model: nn.Module, num_micro_batches: int, num_replicas: int) -
     warn_once(_log, "model.experts.balance=batch: gradients depend on data.batch_size; sequence does not")
 
 
+def check_capacity(model: nn.Module, is_composed: bool) -> None:
+    """Raise ConfigError for experts with a capacity under a task that does not pack its rows: counted over padding, and
+    over the texts that share a prefix, it makes a text's result depend on those beside it."""
+    factors = {each.config.experts.capacity_factor for each in named_experts(model).values()} - {None}
+    if factors and not is_composed:
+        raise ConfigError(
+            "padding would take a part of the capacity of experts, which only text_generation and sft count by row",
+            got=f"model.experts.capacity_factor={', '.join(map(str, factors))}",
+            expected="null in this task",
+            fix="add model.experts.capacity_factor=null; of a trained model, start from its export, which has none",
+        )
+
+
 def load_of(model: nn.Module, is_composed: bool, context_group: collectives.Group = None) -> Sums:
     """The load of the last forward pass under its name, over the ranks with shards of its rows; empty for a network
     without experts, and for a task that has `loss` instead of `inputs` and `loss_of`, whose passes know nothing of its
@@ -66,6 +79,7 @@ def move_biases(parallel: ParallelModel, load: Tensor) -> None:
     shards = parallel.parameters()
     for (name, module), counts in zip(named_experts(parallel.model).items(), load[:, :-1], strict=True):
         own, rate = f"{name}.router.bias", module.config.experts.bias_rate
-        if own in shards:
+        # Under an adapter the whole router is frozen, and the run that it adapts has the same tensor.
+        if own in shards and module.router.weight.requires_grad:
             towards = (counts.mean() - counts).sign() * rate
             shards[own].add_(parallel.region(own).of(towards).to(shards[own]))

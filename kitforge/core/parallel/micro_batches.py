@@ -37,6 +37,11 @@ class Losses(ABC):  # noqa: B024 (a task gives one method or two)
         return composed_loss(self, model, micro_batch)
 
 
+def is_composed(task: Losses) -> bool:
+    """Whether the task has `inputs` and `loss_of`, and no `loss` of its own."""
+    return getattr(task.loss, "__func__", None) is Losses.loss
+
+
 def composed_loss(task: Losses, model: nn.Module, micro_batch: MicroBatch, weight: float | None = None) -> Sums:
     """`loss_of` the hidden states of `inputs`; layers see the weight of the loss in their context."""
     tokens, context = task.inputs(micro_batch)
@@ -55,16 +60,16 @@ def run_micro_batches(
 ) -> Sums:
     """Gradients of loss * weight, summed over the micro-batches and the ranks; returns this rank's sums by name."""
     totals, model = Sums(), parallel.model
-    is_composed = getattr(task.loss, "__func__", None) is Losses.loss
+    composes = is_composed(task)
     mesh, own_weight = parallel.mesh, weight * parallel.loss_fraction
     context_group = None if mesh is None else mesh.group("context")
     check_balance(model, len(step), 1 if mesh is None else mesh.num_replicas)
     for number, micro_batch in enumerate(step, start=1):
         parallel.micro_batch(is_last=number == len(step))
         with autocast():
-            sums = composed_loss(task, model, micro_batch, weight) if is_composed else task.loss(model, micro_batch)
+            sums = composed_loss(task, model, micro_batch, weight) if composes else task.loss(model, micro_batch)
         torch.autograd.backward(sums["loss"] * own_weight)
-        for name, value in {**sums, **load_of(model, is_composed, context_group)}.items():
+        for name, value in {**sums, **load_of(model, composes, context_group)}.items():
             totals[name] = totals[name] + value.detach() if name in totals else value.detach()
     parallel.reduce_gradients()
     return totals

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Sized
 from dataclasses import dataclass
 from typing import final
 
 import torch
 from torch import Tensor
-
-from kitforge.foundation.device import copy_to
 
 
 @final
@@ -52,17 +50,17 @@ class FeatureBatch:
         for name, bag in self.bags.items():
             offsets = bag.offsets[start : stop + 1]
             bags[name] = IdBag(ids=bag.ids[int(offsets[0]) : int(offsets[-1])], offsets=offsets - offsets[0])
-        return FeatureBatch(
-            dense=self.dense[start:stop],
-            ids={name: ids[start:stop] for name, ids in self.ids.items()},
-            bags=bags,
-            sequences={
-                name: IdSequence(ids=item.ids[start:stop], lengths=item.lengths[start:stop])
-                for name, item in self.sequences.items()
-            },
-            labels=None if self.labels is None else self.labels[start:stop],
-            groups=None if self.groups is None else self.groups[start:stop],
-        )
+        return self._changed(lambda rows: rows[start:stop], bags)
+
+    def take(self, numbers: Tensor) -> FeatureBatch:
+        """The rows of these numbers [n], in this order."""
+        bags = {}
+        for name, bag in self.bags.items():
+            lengths = bag.offsets.diff()[numbers]
+            offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+            shifts = torch.repeat_interleave(bag.offsets[numbers] - offsets[:-1], lengths)
+            bags[name] = IdBag(ids=bag.ids[torch.arange(len(shifts)) + shifts], offsets=offsets)
+        return self._changed(lambda rows: rows[numbers], bags)
 
     @staticmethod
     def concatenate(batches: Sized[FeatureBatch]) -> FeatureBatch:
@@ -89,19 +87,16 @@ class FeatureBatch:
             },
         )
 
-    def to(self, device: torch.device) -> FeatureBatch:
-        """The same batch on a device."""
+    def _changed(self, change: Callable[[Tensor], Tensor], bags: Mapping[str, IdBag]) -> FeatureBatch:
+        """All tensors changed along the rows, with these bags."""
         return FeatureBatch(
-            dense=copy_to(self.dense, device),
-            ids={name: copy_to(ids, device) for name, ids in self.ids.items()},
-            bags={
-                name: IdBag(ids=copy_to(bag.ids, device), offsets=copy_to(bag.offsets, device))
-                for name, bag in self.bags.items()
-            },
+            dense=change(self.dense),
+            ids={name: change(ids) for name, ids in self.ids.items()},
+            bags=bags,
             sequences={
-                name: IdSequence(ids=copy_to(item.ids, device), lengths=copy_to(item.lengths, device))
+                name: IdSequence(ids=change(item.ids), lengths=change(item.lengths))
                 for name, item in self.sequences.items()
             },
-            labels=None if self.labels is None else copy_to(self.labels, device),
-            groups=None if self.groups is None else copy_to(self.groups, device),
+            labels=None if self.labels is None else change(self.labels),
+            groups=None if self.groups is None else change(self.groups),
         )

@@ -25,7 +25,7 @@ from kitforge.foundation.errors import ConfigError, ModelError
 from kitforge.foundation.progress import show_progress
 from kitforge.kits.batch_predict import prediction_files
 from kitforge.kits.kit import AnyKit, Kit, LoadModel, Prepared, RunInputs, expect_network
-from kitforge.kits.recommender.artifacts import SaveFeatures, find_features, find_item_catalog, resumed_features
+from kitforge.kits.recommender.artifacts import SaveFeatures, find_features, find_item_catalog, resumed_checkpoint
 from kitforge.kits.recommender.batch_inference import check_target, write_predictions
 from kitforge.kits.recommender.config import TASK, RecommendationOptions, with_size_defaults
 from kitforge.kits.recommender.data import (
@@ -59,6 +59,7 @@ from kitforge.kits.recommender.server.service import RecommenderService
 from kitforge.kits.recommender.serving import open_served, serve_quantized
 from kitforge.kits.recommender.tables import TableStatsCallback, distinct_rows, hit_rate_curves
 from kitforge.kits.recommender.task import RecommendationTask
+from kitforge.kits.recommender.unknown_values import unlearned_values
 from kitforge.models.catalog import families_of, recommender_of
 from kitforge.models.sasrec.model import SASRecConfig
 from kitforge.models.two_tower.model import TwoTowerConfig
@@ -102,17 +103,19 @@ class Recommendation(Kit[RecommendationOptions, FeatureEncoder]):
             options = _evaluation_of_run(options, start)
         config = _network_config(options, given, start)
         with rendezvous.local_rank_zero_first():
-            dataset = _dataset(options, inputs, config)
+            resumed = None if is_evaluation else resumed_checkpoint(options)
+            dataset = _dataset(options, inputs, config, start, resumed, is_evaluation=is_evaluation)
         if is_evaluation and (dataset.eval is None or dataset.eval.num_rows == 0):
             raise ConfigError("there is nothing to evaluate on", got="data.eval=null", fix="add data.eval=FILE")
         if not is_evaluation:
-            num_rows = dataset.train.num_rows if isinstance(dataset.train, ClickDataset) else None
-            options = with_size_defaults(options, num_rows, config.family)
+            has_begun = resumed is not None and given is None and start is None
+            options = with_size_defaults(options, _num_rows(dataset, has_begun=has_begun), config.family)
         objective = build_objective(config, options, dataset)
 
         def build(world: World) -> nn.Module:
             if given is not None:
                 parallel_model_of(given.to(world.device), world)
+                given.item_catalog = given.item_catalog if is_evaluation else dataset.catalogue
                 return given
             is_counted = world.mesh is not None and not is_evaluation
             distinct = distinct_rows(config, options, dataset, objective) if is_counted else {}
@@ -128,7 +131,7 @@ class Recommendation(Kit[RecommendationOptions, FeatureEncoder]):
                 return made, []
             features = used_features(config, sample_shape(dataset.encoder))
             stats = TableStatsCallback(hit_rate_curves(config, options, dataset, objective))
-            return made, [SaveFeatures(dataset.encoder, dataset.catalogue, features), stats]
+            return made, [SaveFeatures(dataset.encoder, dataset.catalogue, features, dataset.unlearned), stats]
 
         return Prepared(
             options=options,
@@ -283,18 +286,25 @@ def _model_of(inputs: Inputs) -> Recommender | None:
     return None if inputs.model is None else expect_network(inputs.model, Recommender, complaint, expected, fix)
 
 
-def _dataset(options: RecommendationOptions, inputs: Inputs, config: RecommenderConfig) -> RecommendationDataset:
-    """Rows read as the model's own were, where there is one already."""
+def _dataset(
+    options: RecommendationOptions,
+    inputs: Inputs,
+    config: RecommenderConfig,
+    start: Checkpoint | None,
+    resumed: Checkpoint | None,
+    *,
+    is_evaluation: bool,
+) -> RecommendationDataset:
+    """Rows read as the model's own were, where there is one already: nothing is fitted anew beside weights that are
+    kept, since which value a row of a table stands for was decided when the run began."""
     train = options.data.train if inputs.train_dataset is None else inputs.train_dataset
     evaluation = options.data.eval if inputs.eval_dataset is None else inputs.eval_dataset
     given = _model_of(inputs)
     encoder, catalogue = (None, None) if given is None else (given.encoder, given.item_catalog)
-    if options.checkpoint is not None and given is None:
-        folder = Path(options.checkpoint)
-        encoder, catalogue = find_features(folder), find_item_catalog(folder)
-    if encoder is None and train is not None and iter_of(train) is not None:
-        # Other rows come now than those that the features were fitted on.
-        encoder = resumed_features(options)
+    if given is None and start is not None:
+        encoder, catalogue = find_features(start.folder), find_item_catalog(start)
+    elif given is None and resumed is not None:
+        encoder = find_features(resumed.folder)
     data = options.data
     if isinstance(config, SASRecConfig):
         # What is kept for evaluation are the last items of sequences, not whole ones.
@@ -316,7 +326,18 @@ def _dataset(options: RecommendationOptions, inputs: Inputs, config: Recommender
         data = dataclasses.replace(data, schema=to_dict(with_own_items(with_rare_values(guessed), items)))
     with show_progress("rows read", enabled=options.trainer.progress) as progress:
         dataset = load_dataset(train, evaluation, data, options.seed, encoder, progress)
-    return with_item_catalog(dataclasses.replace(dataset, catalogue=catalogue), config, column_cache_root(data))
+    # A run that is resumed over its own rows left some out as too rare, and said so.
+    if encoder is not None and not is_evaluation and (resumed is None or options.trainer.allow_data_changes):
+        dataset = dataclasses.replace(dataset, unlearned=unlearned_values(dataset.train))
+    dataset, is_open = dataclasses.replace(dataset, catalogue=catalogue), catalogue is None or not is_evaluation
+    return with_item_catalog(dataset, config, column_cache_root(data), resumed, is_open=is_open)
+
+
+def _num_rows(dataset: RecommendationDataset, *, has_begun: bool) -> int | None:
+    """The training rows that defaults depend on: those that a run began with, however many there are now."""
+    if not isinstance(dataset.train, ClickDataset):
+        return None
+    return dataset.encoder.statistics.num_rows if has_begun else dataset.train.num_rows
 
 
 def _recorded(options: RecommendationOptions, config: RecommenderConfig) -> dict[str, Any]:

@@ -56,6 +56,8 @@ class RecommendationDataset:
     encoder: FeatureEncoder
     source: TableSource | None = None  # of the training rows; None for synthetic ones
     catalogue: ItemCatalog | None = None  # the items of retrieval families
+    unlearned: str | None = None  # words about values that the vocabularies of a run that goes on lack
+    time: str | None = None  # the column of times that training rows were read with
 
     @property
     def fingerprint(self) -> str:
@@ -97,7 +99,8 @@ def load_dataset(
     fitted = encoder or FeatureEncoder(schema, fit_features(schema, table, kept))
     given = ClickDataset(table, held_out, fitted) if evaluation is None else _all(evaluation, options, fitted)
     source = None if click_log(spec) is not None else _source(spec, options, schema)
-    return RecommendationDataset(train=ClickDataset(table, kept, fitted), eval=given, encoder=fitted, source=source)
+    training = ClickDataset(table, kept, fitted)
+    return RecommendationDataset(train=training, eval=given, encoder=fitted, source=source, time=time)
 
 
 def iter_of(spec: Any) -> Iterator[Any] | None:

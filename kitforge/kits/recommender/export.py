@@ -26,7 +26,7 @@ from kitforge.kits.recommender.model import MISSING_SUFFIX, ReadOnlyTables, Reco
 from kitforge.kits.recommender.schema import FeatureSchema
 from kitforge.models.catalog import build_recommender
 from kitforge.models.sasrec.model import SASRec
-from kitforge.models.two_tower.model import TwoTower
+from kitforge.models.two_tower.model import TwoTower, TwoTowerConfig
 
 FORMAT_VERSION = 1
 
@@ -43,8 +43,8 @@ class ScoringProgram(nn.Module):
         is_user = isinstance(network, TwoTower)
         self.network = network.user if isinstance(network, TwoTower) else network
         self._is_user = is_user
-        names = {*getattr(model.config, "user", ()), "user"}
-        self._lookups = [each for each in model.requests.lookups if not is_user or each.name in names]
+        towers = model.config if isinstance(model.config, TwoTowerConfig) else None
+        self._lookups = [each for each in model.requests.lookups if towers is None or towers.is_of("user", each)]
         self._plan = model.requests
         self._pooling = pooling
         self._max_lengths = dict(max_lengths)
@@ -84,9 +84,9 @@ class ScoringProgram(nn.Module):
         if feature in self._bags:
             rows = self._rows(lookup, feature, inputs[f"bags.{feature}.ids"])
             lengths = inputs[f"bags.{feature}.lengths"]
-            # The bag of each id: the number of bags that end before it.
-            positions = torch.arange(rows.shape[0], device=rows.device)
-            owners = torch.searchsorted(lengths.cumsum(0), positions, right=True)
+            # The bag of each id: the number of bags that end before it, counted with what ONNX has too.
+            ends = lengths.new_zeros(rows.shape[0] + 1).index_add(0, lengths.cumsum(0), torch.ones_like(lengths))
+            owners = ends.cumsum(0)[:-1]
             total = rows.new_zeros(lengths.shape[0], rows.shape[1]).index_add(0, owners, rows)
             is_sum = lookup.kind == "wide" or self._pooling == "sum"
             return total if is_sum else total / lengths.clamp(min=1).unsqueeze(1)

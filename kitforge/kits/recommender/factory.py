@@ -14,12 +14,13 @@ from kitforge.core.parallel.world import World
 from kitforge.data.tables.id_names import load_id_names
 from kitforge.foundation.config import check, from_dict
 from kitforge.foundation.errors import ConfigError, DataError, ModelError
+from kitforge.kits.recommender.artifacts import find_item_catalog
 from kitforge.kits.recommender.config import TASK, RecommendationDataOptions, RecommendationOptions
 from kitforge.kits.recommender.data import RecommendationDataset, label_choice
 from kitforge.kits.recommender.dataset import ClickDataset
 from kitforge.kits.recommender.describe import describe_table
 from kitforge.kits.recommender.features import FeatureEncoder
-from kitforge.kits.recommender.item_catalog import ItemCatalog, build_item_catalog
+from kitforge.kits.recommender.item_catalog import ItemCatalog, build_item_catalog, joined_catalog
 from kitforge.kits.recommender.model import (
     Recommender,
     build_request_plan,
@@ -123,14 +124,22 @@ def build_retrieval_objective(
     return SampledSoftmax(feature, config.max_length, plan, catalogue, options.retrieval, options.seed)
 
 
-def with_item_catalog(dataset: RecommendationDataset, config: RecommenderConfig, root: Path) -> RecommendationDataset:
-    """The data set with the items that can be found, for families that find some. Where whole sequences are asked to
-    go on, the sequences that are trained on are evaluated as well, by the items that training leaves out. What
-    items are called is kept in caches below `root`."""
+def with_item_catalog(
+    dataset: RecommendationDataset,
+    config: RecommenderConfig,
+    root: Path,
+    resumed: Checkpoint | None,
+    *,
+    is_open: bool,
+) -> RecommendationDataset:
+    """The data set with the items that can be found, for families that find some: where the catalogue `is_open`, those
+    of the training rows beside those that were known. Where whole sequences are asked to go on, the sequences that are
+    trained on are evaluated as well, by the items that training leaves out. What items are called is kept in caches
+    below `root`. A run that is `resumed` has counted some of these rows before."""
     if isinstance(config, SASRecConfig):
         given = dataset.eval is not None and dataset.eval.num_rows > 0
         dataset = dataset if given else dataclasses.replace(dataset, eval=dataset.train_rows())
-    if dataset.catalogue is not None or not isinstance(dataset.train, ClickDataset):
+    if not isinstance(dataset.train, ClickDataset) or not is_open:
         return dataset
     if isinstance(config, TwoTowerConfig):
         config.lookups(sample_shape(dataset.encoder))
@@ -139,11 +148,15 @@ def with_item_catalog(dataset: RecommendationDataset, config: RecommenderConfig,
         item, held_out = config.items(sample_shape(dataset.encoder)), NUM_HELD_OUT
     else:
         return dataset
-    catalogue = build_item_catalog(dataset.train, item, held_out)
+    catalogue = build_item_catalog(dataset.train, item, held_out, dataset.time)
     column = dataset.encoder.schema.column_of(item)
     if dataset.source is not None and column.kind == "text":
         names = load_id_names(dataset.source, column, catalogue.keys, root)
         catalogue = dataclasses.replace(catalogue, names=names)
+    if dataset.catalogue is not None:
+        catalogue = joined_catalog(dataset.catalogue, catalogue, is_summed=True)
+    if resumed is not None and (earlier := find_item_catalog(resumed)) is not None:
+        catalogue = joined_catalog(earlier, catalogue, is_summed=False)
     return dataclasses.replace(dataset, catalogue=catalogue)
 
 

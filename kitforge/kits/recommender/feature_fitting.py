@@ -20,8 +20,9 @@ from kitforge.kits.recommender.features import (
     FeatureStatistics,
     IdEncoding,
     Moments,
+    common_precision,
+    feature_keys,
     feature_tables,
-    id_features,
     table_features,
     transform,
 )
@@ -90,14 +91,8 @@ class _Pass:
         for name, moments in self._moments.items():
             moments.add(columns.numbers(schema.numeric[name].column or name))
         for name, sample in self._samples.items():
-            sample.add(rows, columns.numbers(schema.bucketed[name].column or name))
-        for name, feature in id_features(schema):
-            column = feature.column or name
-            if name in schema.categorical:
-                keys, absent = columns.keys(column)
-                keys = keys[~absent]
-            else:
-                keys = columns.lists(column).values
+            sample.add(rows, common_precision(columns.numbers(schema.bucketed[name].column or name)))
+        for name, keys in feature_keys(schema, columns):
             self._tallies[self._tables[name]].add(keys)
 
     def statistics(self, crossed: dict[str, CollisionStats] | None = None) -> FeatureStatistics:
@@ -154,14 +149,18 @@ class _Moments:
         values = values[~np.isnan(values)]
         if len(values) == 0:
             return
-        mean, count = float(values.mean()), self._count + len(values)
+        # From the first value on, so that the mean of equal values is that value.
+        mean, count = float(values[0] + (values - values[0]).mean()), self._count + len(values)
         shift = mean - self._mean
         self._squares += float(((values - mean) ** 2).sum()) + shift**2 * self._count * len(values) / count
-        self._mean += shift * len(values) / count
+        self._mean += shift * (len(values) / count)
         self._count = count
 
     def result(self) -> Moments:
-        deviation = math.sqrt(self._squares / self._count) if self._count else 0.0
+        variance, epsilon = self._squares / max(self._count, 1), np.finfo(np.float64).eps
+        # Values that are all the same differ from their mean by the rounding of their sum (the bound of scikit-learn).
+        is_constant = variance <= self._count * epsilon * variance + (self._count * self._mean * epsilon) ** 2
+        deviation = 0.0 if is_constant else math.sqrt(variance)
         return Moments(mean=self._mean, deviation=deviation, num_missing=self._num_missing)
 
 

@@ -248,8 +248,8 @@ class FeatureEncoder:
         return dense
 
     def _bucketed(self, name: str, feature: BucketFeature, read: NamedColumns) -> NDArray[np.int64]:
-        values = read.numbers(feature.column or name)
-        buckets = np.searchsorted(np.array(self.statistics.edges[name]), values, side="right") + 1
+        values = common_precision(read.numbers(feature.column or name))
+        buckets = np.searchsorted(common_precision(np.array(self.statistics.edges[name])), values, side="right") + 1
         return np.where(np.isnan(values), 0, buckets)
 
     def _crossed(
@@ -274,6 +274,14 @@ class FeatureEncoder:
         values = lists.values[(lists.offsets[1:, None] - lengths[:, None] + positions)[is_there]]
         ids[is_there] = self.ids_of(name, values)
         return IdSequence(ids=torch.from_numpy(ids), lengths=torch.from_numpy(lengths))
+
+
+def common_precision(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Numbers as float32 holds them, so that 0.7 is one number in a file of texts and in a column of float32. Whole
+    numbers that float64 holds stay, such as dates that are written as 20261127."""
+    with np.errstate(over="ignore"):
+        rounded = values.astype(np.float32).astype(np.float64)
+    return np.where((values == np.rint(values)) & (np.abs(values) < 2.0**53), values, rounded)
 
 
 def transform(raw: NDArray[np.float64], feature: NumericFeature) -> NDArray[np.float64]:
@@ -320,6 +328,16 @@ def id_features(schema: FeatureSchema) -> Iterator[tuple[str, IdFeature]]:
     yield from schema.categorical.items()
     yield from schema.bags.items()
     yield from schema.sequences.items()
+
+
+def feature_keys(schema: FeatureSchema, columns: NamedColumns) -> Iterator[tuple[str, NDArray[np.int64]]]:
+    """The keys of the values that are there, of every feature whose values are keys."""
+    for name, feature in id_features(schema):
+        if name in schema.categorical:
+            keys, absent = columns.keys(feature.column or name)
+            yield name, keys[~absent]
+        else:
+            yield name, columns.lists(feature.column or name).values
 
 
 def _encoding(table: str, feature: IdFeature | CrossFeature, statistics: FeatureStatistics) -> IdEncoding:

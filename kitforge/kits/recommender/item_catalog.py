@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import final
 
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from kitforge.core.checkpoint.safetensors_file import TensorFile, write
 from kitforge.data.tables.id_names import TextArray
+from kitforge.data.tables.times import Times
 from kitforge.foundation.config import check
 from kitforge.foundation.errors import DataError, ModelError
 from kitforge.kits.recommender.batch import FeatureBatch, IdBag
@@ -70,15 +71,42 @@ class ItemCatalog:
         return torch.from_numpy(np.log(counts / self.counts.sum()))
 
 
-def build_item_catalog(rows: ClickDataset, feature: str, held_out: int = 0) -> ItemCatalog:
-    """The items of a categorical feature, with the features of their first row, or of a sequence, without its last
-    `held_out` items."""
+def joined_catalog(older: ItemCatalog, newer: ItemCatalog, *, is_summed: bool) -> ItemCatalog:
+    """The items of both, with the names and features of `newer` where it has them. `is_summed`: items of both count as
+    often as they occur in either; else as in `newer`."""
+    _, mine, theirs = np.intersect1d(older.ids, newer.ids, assume_unique=True, return_indices=True)
+    alone = np.setdiff1d(np.arange(len(older)), mine)
+    again = newer.counts.copy()
+    again[theirs] += older.counts[mine] * is_summed
+    newer = replace(newer, counts=again)
+    if len(alone) == 0:
+        return newer
+    ids = np.concatenate([older.ids[alone], newer.ids])
+    order = np.argsort(ids)
+    keys, counts = (
+        np.concatenate([one[alone], other])[order]
+        for one, other in ((older.keys, newer.keys), (older.counts, newer.counts))
+    )
+    names = samples = None
+    if older.names is not None and newer.names is not None:
+        texts = [older.names[int(index)] for index in alone] + [newer.names[index] for index in range(len(newer))]
+        names = TextArray.of(texts[index] for index in order)
+    if older.samples is not None and newer.samples is not None:
+        both = FeatureBatch.concatenate([older.samples, newer.samples])
+        rows = np.concatenate([alone, np.arange(len(older), len(both))])[order]
+        samples = both.take(torch.from_numpy(rows))
+    return ItemCatalog(ids=ids[order], keys=keys, counts=counts, names=names, samples=samples)
+
+
+def build_item_catalog(rows: ClickDataset, feature: str, held_out: int = 0, time: str | None = None) -> ItemCatalog:
+    """The items of a categorical feature, with the features of their newest row (the last one, or by the column `time`
+    of rows that were read with it), or of a sequence, without its last `held_out` items."""
     is_sequence = feature in rows.encoder.schema.sequences
     read = _of_lists if is_sequence else _of_column
-    chunks = []
+    chunks, order = [], _by_age(rows, time)
+    # Newest first: of several rows, numpy gives the first.
     for start in range(0, rows.num_rows, _CHUNK_ROWS):
-        numbers = np.arange(start, min(start + _CHUNK_ROWS, rows.num_rows))
-        keys, owners = read(rows, feature, numbers, held_out)
+        keys, owners = read(rows, feature, order[start : start + _CHUNK_ROWS], held_out)
         keys, firsts, counts = np.unique(keys, return_index=True, return_counts=True)
         chunks.append((keys, owners[firsts], counts))
     keys, owners, counts = (np.concatenate(parts) for parts in zip(*chunks, strict=True))
@@ -100,6 +128,16 @@ def build_item_catalog(rows: ClickDataset, feature: str, held_out: int = 0) -> I
     ids = ids[order]
     samples = None if is_sequence else rows.batch(owners[firsts][order])
     return ItemCatalog(ids=ids, keys=keys[order], counts=totals[order], samples=samples)
+
+
+def _by_age(rows: ClickDataset, time: str | None) -> NDArray[np.int64]:
+    """The rows, newest first; of rows of one time, the last in the table first."""
+    numbers = np.arange(rows.num_rows)
+    if time is None:
+        return numbers[::-1]
+    starts = range(0, rows.num_rows, _CHUNK_ROWS)
+    times = Times.joined([Times.of(rows.columns(numbers[start : start + _CHUNK_ROWS]), time) for start in starts])
+    return np.lexsort((times.fraction, times.whole))[::-1]
 
 
 def _encoding(rows: ClickDataset, feature: str) -> Encoding:

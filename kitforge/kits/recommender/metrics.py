@@ -317,7 +317,8 @@ def all_reduce_ranking_metrics(metrics: RankingMetrics, loss: float, world: Worl
     for counts, num_cold, num_invalid, rank_loss in world.all_gather_object(own):
         merged.merge(counts, num_cold, num_invalid)
         total += rank_loss
-    return {"loss": total / max(int(merged.counts.sum()), 1), **merged.result()}
+    # A target that is not among the items has no loss.
+    return {"loss": total / (int(merged.counts.sum()) or math.nan), **merged.result()}
 
 
 def all_reduce_click_metrics(metrics: ClickMetrics, world: World) -> dict[str, float]:

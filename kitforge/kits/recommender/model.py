@@ -19,6 +19,7 @@ from kitforge.core.kernels.dispatch import CompileLevel, select
 from kitforge.core.nn.dropout import SampleDropout
 from kitforge.core.nn.embedding_spec import EmbeddingLookup, RecommenderConfig, SampleShape, TableKind
 from kitforge.core.nn.init import normal_rows
+from kitforge.core.nn.named_modules import NamedModules
 from kitforge.core.parallel.world import World
 from kitforge.embedding_cache.collection import EmbeddingCollection
 from kitforge.embedding_cache.sharding.strategy import TableSharding
@@ -166,7 +167,8 @@ class EmbeddingRequestPlan:
             together.setdefault((self._table(lookup, feature).name, own), []).append(feature)
         return [
             _TableCall(
-                key="_".join([lookup.name, table, own]).rstrip("_"),
+                # No two calls have one key, whatever features and tables are called.
+                key=repr((lookup.name, table, own)),
                 table=self.tables[table],
                 features=tuple(features),
                 starts=torch.tensor([self.tables[table].starts[self._shape.table_of(name)] for name in features]),
@@ -258,7 +260,7 @@ class ReadOnlyTables(nn.Module):
 
     def __init__(self, tables: Mapping[str, nn.Module], features: Mapping[str, str]) -> None:
         super().__init__()
-        self.tables = nn.ModuleDict(tables)
+        self.tables = NamedModules(tables)
         self.features = dict(features)
         # Moves with the module: rows are read on the CPU, and their vectors are for the network.
         self.register_buffer("anchor", torch.empty(0), persistent=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any, final
@@ -57,8 +57,9 @@ class RecommendationPipeline:
     @torch.no_grad()
     def __call__(self, rows: Any) -> Any:
         """See the class. Rows need no label."""
-        if isinstance(rows, Mapping):
-            return self([rows])[0]
+        rows, is_one = _rows_of(rows)
+        if is_one:
+            return self(rows)[0]
         if isinstance(rows, Sequence) and not len(rows):
             return []
         if isinstance(self.model.network, SASRec):
@@ -77,18 +78,24 @@ class RecommendationPipeline:
         return scores
 
     @torch.no_grad()
-    def retrieve(self, users: Row | Sequence[Row], k: int = 10) -> Any:
-        """The k items that go best with a user, the best first: `[{"item": ..., "score": ...}]`; a list of users gives
-        a list of those. A user is a row with the user's features, or with the sequence of items taken so far.
+    def retrieve(self, users: Any, k: int = 10) -> Any:
+        """The k items that go best with a user, the best first: `[{"item": ..., "score": ...}]`; a list of users, a
+        file or a data set gives a list of those. A user is a row with the user's features, or with the sequence of
+        items taken so far.
 
         An item is what the data call it: a whole number, or a text.
         """
         check(k >= 1, "k", k, "a whole number of at least 1")
-        if isinstance(users, Mapping):
-            return self.retrieve([users], k)[0]
-        if not users:
+        users, is_one = _rows_of(users)
+        if is_one:
+            return self.retrieve(users, k)[0]
+        if hasattr(users, "__len__") and not len(users):
             return []
         encoder, wanted = self.user_encoder()
+        if not isinstance(users, Sequence) or not all(isinstance(user, Mapping) for user in users):
+            source = open_table(users, table_config(self.options.data))
+            columns = [name for name in source.names if name in wanted]
+            users = [row for job in source.jobs(columns) for row in job().table.to_pylist()]
         others = dict.fromkeys(name for name in encoder.schema.layout(with_label=False).names if name not in wanted)
         rows = [{name: value for name, value in user.items() if name in wanted} | others for user in users]
         return [row_items for batch in self._batches(rows, encoder) for row_items in self.items(batch, k)]
@@ -210,6 +217,17 @@ class RecommendationPipeline:
         starts = range(0, table.num_rows, ROWS_AT_ONCE)
         parts = (np.arange(start, min(start + ROWS_AT_ONCE, table.num_rows)) for start in starts)
         return [encoder.encode(NamedColumns(table.rows(part), layout)) for part in parts]
+
+
+def _rows_of(given: Any) -> tuple[Any, bool]:
+    """What a table can be opened of, and whether it is one row: a mapping, or a Series of pandas, which is the row of a
+    frame. Records of NumPy are columns by name, and an iterator of rows is a list."""
+    if isinstance(given, Mapping) or (hasattr(given, "to_dict") and getattr(given, "ndim", None) == 1):
+        return [given if isinstance(given, Mapping) else given.to_dict()], True
+    names = given.dtype.names if isinstance(given, np.ndarray) else None
+    if names:
+        return {name: given[name] for name in names}, False
+    return list(given) if isinstance(given, Iterator) else given, False
 
 
 def _check_finite(values: Tensor) -> None:

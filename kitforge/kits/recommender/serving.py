@@ -40,7 +40,7 @@ def open_served(folder: Path, device: torch.device, level: CompileLevel) -> Reco
     tables = _served_tables(checkpoint, build_request_plan(config, encoder), {}, 0)
     model = Recommender(config, encoder, tables, level)
     load_tensors(dict(model.named_parameters()), checkpoint.model(), what="model")
-    model.item_catalog = find_item_catalog(folder)
+    model.item_catalog = find_item_catalog(checkpoint)
     model.checkpoint_folder = checkpoint.folder
     return model.to(device)
 
@@ -57,7 +57,7 @@ def refreshed(model: Recommender, checkpoint: Checkpoint, num_newer: int, level:
     tables = _served_tables(checkpoint, model.requests, older, num_newer)
     newer = Recommender(config, model.encoder, tables, level)
     load_tensors(dict(newer.named_parameters()), checkpoint.model(), what="model")
-    newer.item_catalog = model.item_catalog
+    newer.item_catalog = find_item_catalog(checkpoint)
     return newer.to(next(model.parameters()).device)
 
 

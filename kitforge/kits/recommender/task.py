@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from kitforge.core.optim.groups import ParameterGroup, decay_groups
+from kitforge.core.optim.groups import ParameterGroup, decay_groups, table_names
 from kitforge.core.parallel.world import World
 from kitforge.data.prefetch import BackgroundPrefetcher
 from kitforge.data.schedule import Batch
@@ -52,8 +52,8 @@ class RecommendationTask(DatasetTask):
         return BestMetric(name=self._objective.metric_for_best, mode="max")
 
     def parameter_groups(self, model: nn.Module, weight_decay: float) -> list[ParameterGroup]:
-        """Weight decay for matrices only; embedding rows are not parameters."""
-        return decay_groups(model.named_parameters(), weight_decay=weight_decay)
+        """Weight decay for matrices only, not for positions; embedding rows are not parameters."""
+        return decay_groups(model.named_parameters(), weight_decay=weight_decay, no_decay=table_names(model))
 
     def num_steps(self, epochs: float) -> int | None:
         """Steps in that many passes over the rows; the last one may be smaller. A stream has none that is known."""

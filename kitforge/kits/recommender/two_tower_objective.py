@@ -60,9 +60,8 @@ class InBatchSoftmax(RetrievalObjective[StepCandidates]):
         histories = {name for each in plan.lookups if each.pooling == "sequence" for name in each.features}
         sequences = [name for name in config.item if name in histories]
         check(not sequences, "model.item", sequences, "features of one value or a bag: an item has no history")
-        sides = {side: set(getattr(config, side)) | {side} for side in ("user", "item")}
         self._lookups = {
-            side: [lookup.name for lookup in plan.lookups if lookup.name in names] for side, names in sides.items()
+            side: [each.name for each in plan.lookups if config.is_of(side, each)] for side in ("user", "item")
         }
         self.histories = plan.histories_of(self._item, config.user)
         check(

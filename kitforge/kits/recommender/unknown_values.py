@@ -3,16 +3,20 @@ training."""
 
 from __future__ import annotations
 
+import math
 from typing import final
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kitforge.core.parallel.world import World
+from kitforge.data.tables.frequency_counter import FrequencyCounter
 from kitforge.embedding_cache.serving.table import ServedTable
 from kitforge.foundation.log import logger
 from kitforge.kits.recommender.batch import FeatureBatch
-from kitforge.kits.recommender.features import UNKNOWN, FeatureEncoder, feature_tables, table_features
+from kitforge.kits.recommender.dataset import ClickDataset, StreamingDataset
+from kitforge.kits.recommender.features import UNKNOWN, FeatureEncoder, feature_keys, feature_tables, table_features
 from kitforge.kits.recommender.model import ReadOnlyTables, Recommender
 from kitforge.kits.recommender.schema import IdFeature
 
@@ -21,6 +25,7 @@ _log = logger(__name__)
 PREFIX = "unknown_share/"
 # Fewer values say nothing about the rows.
 _MIN_VALUES = 20
+_CHUNK_ROWS = 65_536
 
 
 @final
@@ -56,8 +61,8 @@ class UnknownValues:
         return ~table.has_rows(found[1])
 
     def shares(self) -> dict[str, float]:
-        """The share of unknown values by feature; 0 without values."""
-        return {name: unknown / max(present, 1) for name, (unknown, present) in self.counts.items()}
+        """The share of unknown values by feature; NaN without values."""
+        return {name: unknown / (present or math.nan) for name, (unknown, present) in self.counts.items()}
 
     def all_reduce(self, world: World, warned: set[str]) -> dict[str, float]:
         """The shares over the rows of all ranks by metric. Rank 0 warns of features above half, once for each in
@@ -76,6 +81,25 @@ class UnknownValues:
                 known.add(name)
                 words = "%s: %.0f%% of the values of %r never occurred in training: is it written as it was there?"
                 _log.warning(words, what, 100 * fraction, name)
+
+
+def unlearned_values(rows: ClickDataset | StreamingDataset | None) -> str | None:
+    """Words about the values in these rows that are outside the vocabularies; None without any, and for streams."""
+    if not isinstance(rows, ClickDataset):
+        return None
+    statistics, tables = rows.encoder.statistics, feature_tables(rows.encoder.schema)
+    counters = {name: FrequencyCounter() for name in statistics.vocabularies}
+    for start in range(0, rows.num_rows if counters else 0, _CHUNK_ROWS):
+        columns = rows.columns(np.arange(start, min(start + _CHUNK_ROWS, rows.num_rows)))
+        for name, keys in feature_keys(rows.encoder.schema, columns):
+            if tables[name] in counters:
+                counters[tables[name]].add(keys[rows.encoder.ids_of(name, keys) == UNKNOWN])
+    words = [
+        f"{len(counter.keys):,} values of {name!r} in {int(counter.counts.sum()):,} places"
+        for name, counter in counters.items()
+        if len(counter.keys)
+    ]
+    return f"outside the vocabulary of the run, so they share its unknown row: {'; '.join(words)}" if words else None
 
 
 def _ids_of(batch: FeatureBatch, name: str) -> Tensor:

@@ -6,6 +6,7 @@ T tokens, C labels.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -34,7 +35,9 @@ def entity_counts(wanted: Sequence[str], predicted: Sequence[str]) -> tuple[floa
 
 
 def entity_metrics(right: float, predicted: float, wanted: float) -> dict[str, float]:
-    """Precision, recall and F1 of the sums of `entity_counts`; 0 of nothing."""
+    """Precision, recall and F1 of the sums of `entity_counts`; NaN where no entity was predicted and there is none."""
+    if predicted + wanted == 0:
+        right = math.nan
     precision, recall = right / max(predicted, 1), right / max(wanted, 1)
     return {"precision": precision, "recall": recall, "f1": 2 * right / max(predicted + wanted, 1)}
 

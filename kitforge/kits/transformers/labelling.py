@@ -21,8 +21,8 @@ from kitforge.core.checkpoint.load import find_checkpoint
 from kitforge.core.kernels.dispatch import CompileLevel
 from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.core.nn.context import Context, DropoutKey
-from kitforge.core.nn.score_head import BACKBONE, HEAD, HEAD_BIAS, ScoreModel, initial_head
-from kitforge.core.optim.groups import ParameterGroup, decay_groups
+from kitforge.core.nn.score_head import HEAD, HEAD_BIAS, ScoreModel, initial_head
+from kitforge.core.optim.groups import ParameterGroup, decay_groups, table_names
 from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.core.parallel.world import World
 from kitforge.data.features import class_names, named
@@ -46,7 +46,6 @@ from kitforge.kits.language_model import (
 from kitforge.kits.network_kit import NetworkKit
 from kitforge.kits.network_source import HeadSource, NetworkSource, find_run_tokenizer
 from kitforge.kits.transformers.rows import ClassifierTask, RowSplits
-from kitforge.kits.transformers.task import EMBEDDINGS
 from kitforge.models import loading as model_folder
 from kitforge.models.hub import resolve
 from kitforge.models.loading import OpenCheckpoint, StoredModel
@@ -190,8 +189,7 @@ class HeadedTask(ClassifierTask, ABC):
 
     def parameter_groups(self, model: nn.Module, weight_decay: float) -> list[ParameterGroup]:
         """Weight decay for matrices only: not for embeddings, norms and biases."""
-        names = [name for name, _ in model.named_parameters()]
-        tables = [name for name in names if name.removeprefix(BACKBONE) in EMBEDDINGS]
+        tables = table_names(model)
         return decay_groups(model.named_parameters(), weight_decay=weight_decay, no_decay=tables, heads=[HEAD])
 
 

@@ -200,14 +200,14 @@ class ClassifierTask(RowTask, ABC):
             parts += [logits.square(), labels.square(), logits * labels]
             sums += torch.stack([(each * weights.unsqueeze(1)).sum(0) for each in parts])
         found = self._world.sum({"sums": sums})["sums"]
-        error = float((found[1] / found[0].clamp(min=1)).mean())
+        error = float((found[1] / found[0]).mean())
         return {"eval/loss": error, "eval/mse": error, "eval/pearson": float(_correlations(found).mean())}
 
 
 def _correlations(sums: Tensor) -> Tensor:
     """Pearson's correlation of each output [labels] with its numbers, 0 where either does not vary; from the sums of
     `_evaluate_numbers`."""
-    means = sums[2:] / sums[0].clamp(min=1)
+    means = sums[2:] / sums[0]
     variances = (means[2:4] - means[:2].square()).clamp(min=0)
     covariance = means[4] - means[0] * means[1]
     # Smaller ones are rounding.
@@ -218,9 +218,9 @@ def _correlations(sums: Tensor) -> Tensor:
 def metrics_of(loss: Tensor, confusion: Tensor) -> dict[str, float]:
     """Mean loss, accuracy, and the unweighted mean of the labels' F1 (a label that neither occurs nor is predicted is
     left out), from the sum of losses and the counts [label, prediction]."""
-    count, right = confusion.sum().clamp(min=1), confusion.diagonal()
+    count, right = confusion.sum(), confusion.diagonal()
     both = confusion.sum(0) + confusion.sum(1)
-    f1 = (2 * right / both.clamp(min=1))[both > 0]
+    f1 = (2 * right / both)[both > 0]
     return {"loss": float(loss / count), "accuracy": float(right.sum() / count), "f1": float(f1.mean())}
 
 
@@ -237,9 +237,8 @@ def _metrics_of_several(loss: Tensor, counts: Tensor) -> dict[str, float]:
     """`metrics_of` of rows with several labels, from the sums of `_counts_of`."""
     right, predictions, occurrences = counts[2:].view(3, -1)
     both = predictions + occurrences
-    f1 = (2 * right / both.clamp(min=1))[both > 0]
-    mean = float(f1.mean()) if len(f1) else 0.0
-    return {"loss": float(loss / counts[0]), "accuracy": float(counts[1] / counts[0]), "f1": mean}
+    f1 = (2 * right / both)[both > 0]
+    return {"loss": float(loss / counts[0]), "accuracy": float(counts[1] / counts[0]), "f1": float(f1.mean())}
 
 
 def last_token(row: Sequence[int], pad_id: int | None) -> int:

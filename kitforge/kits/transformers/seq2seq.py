@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from kitforge.core.nn.context import Context, DropoutKey, EncoderInput
 from kitforge.core.nn.encoder_decoder import EncoderDecoder
-from kitforge.core.optim.groups import ParameterGroup, decay_groups
+from kitforge.core.optim.groups import ParameterGroup, decay_groups, table_names
 from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.core.parallel.world import World
 from kitforge.data.document_shard import document_of, fingerprint_of
@@ -50,7 +50,6 @@ from kitforge.trainer.callbacks.callback import Callback
 from kitforge.trainer.task import Task
 
 IGNORED = -100
-_EMBEDDINGS = ("embedding.weight", "output", "encoder.relative.weight", "decoder.relative.weight")
 _log = logger(__name__)
 
 
@@ -216,8 +215,7 @@ class Seq2SeqTask(RowTask):
 
     def parameter_groups(self, model: nn.Module, weight_decay: float) -> list[ParameterGroup]:
         """Weight decay for matrices only: not for embeddings, the head, relative biases and norms."""
-        tables = [name for name, _ in model.named_parameters() if name in _EMBEDDINGS]
-        return decay_groups(model.named_parameters(), weight_decay=weight_decay, no_decay=tables)
+        return decay_groups(model.named_parameters(), weight_decay=weight_decay, no_decay=table_names(model))
 
     def count(self, step: Sequence[MicroBatch]) -> Sums:
         """The target tokens of this rank: the denominator of the mean loss."""
@@ -307,7 +305,7 @@ def rouge(texts: Sequence[str], references: Sequence[str]) -> Mapping[str, float
     names = ["rouge1", "rouge2", "rougeL"]
     scorer = rouge_score.RougeScorer(names, use_stemmer=True)
     scores = [scorer.score(wanted, text) for wanted, text in zip(references, texts, strict=True)]
-    return {name: sum(each[name].fmeasure for each in scores) / max(len(scores), 1) for name in names}
+    return {name: sum(each[name].fmeasure for each in scores) / len(scores) for name in names}
 
 
 Inputs: TypeAlias = RunInputs[Tokenizer]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from kitforge.core.nn.context import Context
-from kitforge.core.optim.groups import ParameterGroup, decay_groups
+from kitforge.core.optim.groups import ParameterGroup, decay_groups, table_names
 from kitforge.core.parallel.world import World
 from kitforge.data.collate import drop_trivial_columns
 from kitforge.data.prefetch import BackgroundPrefetcher
@@ -49,8 +49,7 @@ class TextGenerationTask(DatasetTask):
 
     def parameter_groups(self, model: nn.Module, weight_decay: float) -> list[ParameterGroup]:
         """Weight decay for matrices only: not for embeddings, the head, norms and biases."""
-        tables = [name for name, _ in model.named_parameters() if name in EMBEDDINGS]
-        return decay_groups(model.named_parameters(), weight_decay=weight_decay, no_decay=tables)
+        return decay_groups(model.named_parameters(), weight_decay=weight_decay, no_decay=table_names(model))
 
     def num_steps(self, epochs: float) -> int | None:
         """Steps in that many passes over the rows; the last one may be smaller."""
@@ -179,6 +178,5 @@ class TextGenerationTask(DatasetTask):
 
 IGNORED = -100
 NO_SAMPLE = -1
-EMBEDDINGS = ("embedding.weight", "position.weight", "output")
 # Rows gathered at once cost less each; this many tokens fit in the second-level cache.
 TOKENS_GATHERED = 16384

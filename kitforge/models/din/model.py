@@ -11,8 +11,16 @@ from torch import Tensor, nn
 
 from kitforge.core.kernels.dispatch import REFERENCE, Kernels
 from kitforge.core.nn.dropout import SampleDropout
-from kitforge.core.nn.embedding_spec import EmbeddingLookup, SampleShape, concat_features, one_width, width
+from kitforge.core.nn.embedding_spec import (
+    EmbeddingLookup,
+    SampleShape,
+    concat_features,
+    one_width,
+    sequence_lookup,
+    width,
+)
 from kitforge.core.nn.mlp_tower import MLPTower, TowerConfig, check_widths
+from kitforge.core.nn.named_modules import NamedModules
 from kitforge.foundation.config import check
 
 
@@ -41,9 +49,7 @@ class DINConfig(TowerConfig):
             expected = f"the categorical feature that {name} is a history of: {', '.join(shape.categorical)}"
             check(target in shape.categorical, f"model.targets.{name}", target, expected, fix)
         one_width(shape, (*shape.categorical, *shape.crosses, *shape.sequences), self.dim)
-        sequences = (
-            EmbeddingLookup(name=name, features=(name,), dim=self.dim, pooling="sequence") for name in shape.sequences
-        )
+        sequences = (sequence_lookup(name, self.dim, ("deep",), shape) for name in shape.sequences)
         return (EmbeddingLookup(name="deep", features=(*shape.categorical, *shape.crosses), dim=self.dim), *sequences)
 
     def pairs(self, shape: SampleShape) -> dict[str, str]:
@@ -89,16 +95,18 @@ class DIN(nn.Module):
         deep, *sequences = config.lookups(shape)
         self.config = config
         self._deep = deep
+        self._keys = [each.name for each in sequences]
         self._targets = {name: deep.features.index(target) for name, target in config.pairs(shape).items()}
-        self.interests = nn.ModuleDict({each.name: InterestAttention(config, each.name, kernels) for each in sequences})
+        names = [each.features[0] for each in sequences]
+        self.interests = NamedModules({name: InterestAttention(config, name, kernels) for name in names})
         dims = (len(shape.numeric) + width([deep, *sequences]), *config.hidden, 1)
         self.tower = MLPTower("tower", dims, kernels=kernels, dropout=config.dropout)
 
     def forward(self, dense: Tensor, vectors: Mapping[str, Tensor], dropout_key: SampleDropout | None = None) -> Tensor:
         """Logits [B]; see the class."""
         interests = [
-            self.interests[name](vectors["deep"][:, index], vectors[name], vectors[f"{name}.lengths"])
-            for name, index in self._targets.items()
+            self.interests[name](vectors["deep"][:, index], vectors[key], vectors[f"{key}.lengths"])
+            for (name, index), key in zip(self._targets.items(), self._keys, strict=True)
         ]
         input = torch.cat([concat_features(dense, vectors, [self._deep]), *interests], dim=1)
         logits: Tensor = self.tower(input, dropout_key).float().squeeze(1)

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from kitforge.core.kernels.dispatch import REFERENCE, Kernels
 from kitforge.core.nn.dropout import SampleDropout
-from kitforge.core.nn.embedding_spec import EmbeddingLookup, RecommenderConfig, SampleShape, one_width
+from kitforge.core.nn.embedding_spec import EmbeddingLookup, RecommenderConfig, SampleShape, one_width, sequence_lookup
 from kitforge.core.nn.mlp_tower import MLPTower, check_widths
 from kitforge.foundation.config import check
 
@@ -62,8 +62,12 @@ class TwoTowerConfig(RecommenderConfig):
         sequences = (name for name in (*self.user, *self.item) if name in shape.sequences)
         return (
             *lookups,
-            *(EmbeddingLookup(name=name, features=(name,), dim=self.dim, pooling="sequence") for name in sequences),
+            *(sequence_lookup(name, self.dim, SIDES, shape) for name in sequences),
         )
+
+    def is_of(self, side: str, lookup: EmbeddingLookup) -> bool:
+        """Whether a tower reads a lookup."""
+        return lookup.name == side if lookup.pooling != "sequence" else lookup.features[0] in getattr(self, side)
 
     def dense_features(self, shape: SampleShape) -> tuple[str, ...]:
         """The numeric features of both sides."""
@@ -79,7 +83,7 @@ class TowerSide(nn.Module):
         names = getattr(config, side)
         self._side = side
         self._numeric = [shape.numeric.index(name) for name in names if name in shape.numeric]
-        self._sequences = [name for name in names if name in shape.sequences]
+        self._sequences = [sequence_lookup(name, 0, SIDES, shape).name for name in names if name in shape.sequences]
         self._num_categorical = sum(name in shape.categorical for name in names)
         num_vectors = self._num_categorical + len(self._sequences)
         dims = (len(self._numeric) + num_vectors * config.dim, *config.hidden, config.output_dim)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import final
 
@@ -25,6 +26,7 @@ class CheckpointCallback(Callback):
         self._num_increments = num_increments
         self._saved: int | None = None
         self._best: int | None = None
+        self._has_warned = False
 
     def on_event(self, event: Event, run: RunContext) -> None:
         """Save when due. An error of a background write is raised at the next save or at the end."""
@@ -37,6 +39,10 @@ class CheckpointCallback(Callback):
             self._writer.wait()
         if event.kind in ("start", "rollback"):
             self._writer.attach(run.state.tables(), num_deltas=self._num_increments)
+        value = event.record.get(str(run.options.metric_for_best), 0.0)
+        if event.kind == "evaluate" and not self._has_warned and not math.isfinite(value):
+            self._has_warned = True
+            run.log_event("best", f"{run.options.metric_for_best} is {value}, so it is not compared with the best one")
         is_new_best = event.kind == "evaluate" and run.state.best_step == run.state.cursor.step
         # Skipped steps have nothing new to save, and a rollback needs the checkpoint before them.
         is_due = event.kind == "checkpoint" and run.state.consecutive_skips == 0

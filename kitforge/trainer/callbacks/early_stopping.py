@@ -25,9 +25,9 @@ class EarlyStopping(Callback):
             )
         if self._num_without_improvement >= self.patience:
             run.state.result_step = run.state.best_step
-            best = (
-                f"{run.options.metric_for_best} was best at step {run.state.best_step} with {run.state.best_value:.5g}"
-            )
+            name, step, value = run.options.metric_for_best, run.state.best_step, run.state.best_value
+            # Without a finite value none was best, and the weights stay those of the last step.
+            best = f"{name} was never finite" if value is None else f"{name} was best at step {step} with {value:.5g}"
             run.stop(f"early stopping after {self._num_without_improvement} evaluations without a new best: {best}")
 
     def state(self) -> dict[str, Any]:

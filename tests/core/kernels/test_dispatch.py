@@ -312,19 +312,19 @@ SECOND: dict[str, tuple[Callable[[Kernels, Tensor], Tensor], tuple[int, ...]]] =
 }
 
 
+@pytest.mark.parametrize("power", [1, 3])
 @pytest.mark.parametrize("name", SECOND)
-def test_a_second_derivative_is_right_or_refused(name: str) -> None:
+def test_a_second_derivative_is_right(name: str, power: int) -> None:
     call, shape = SECOND[name]
-    wanted = curvature(REFERENCE, call, shape)
-    try:
-        found = curvature(select("O1"), call, shape)
-    except RuntimeError:
-        return
+    found, wanted = (curvature(kernels, call, shape, power) for kernels in (select("O1"), REFERENCE))
     assert relative(found, wanted) < 1e-10
 
 
-def curvature(kernels: Kernels, call: Callable[[Kernels, Tensor], Tensor], shape: tuple[int, ...]) -> Tensor:
-    """The gradient of a function of the gradient of a function of what the kernel returns."""
+def curvature(
+    kernels: Kernels, call: Callable[[Kernels, Tensor], Tensor], shape: tuple[int, ...], power: int
+) -> Tensor:
+    """The gradient of a function of the gradient of what the kernel returns, or of its power: the incoming gradient of
+    a plain sum requires none."""
     input = random(*shape).requires_grad_()
-    (gradient,) = torch.autograd.grad(call(kernels, input).pow(3).sum(), input, create_graph=True)
+    (gradient,) = torch.autograd.grad(call(kernels, input.tanh()).pow(power).sum(), input, create_graph=True)
     return torch.autograd.grad(gradient.square().sum(), input)[0]

@@ -254,6 +254,14 @@ def test_biases_move_towards_experts_with_fewer_tokens() -> None:
     assert torch.allclose(moved[1], torch.tensor([0.5, -0.5, 0.5, 0.5]).double())
 
 
+def test_the_bias_of_a_frozen_router_stays() -> None:
+    model = build(replace(MIXTRAL, experts=replace(MIXTRAL.experts, balance="bias", bias_rate=0.5)))
+    attach(model, "own", LoraConfig())
+    before = {name: each.clone() for name, each in model.named_parameters()}
+    move_biases(parallelize(model, Sharding(), ALONE), torch.tensor([[4.0, 2.0, 0.0, 2.0, 9.0]] * len(model.blocks)))
+    assert all(torch.equal(each, before[name]) for name, each in model.named_parameters())
+
+
 def test_a_balance_over_a_batch_needs_the_batch_in_one_micro_batch() -> None:
     model = Decoder(replace(MIXTRAL, experts=replace(MIXTRAL.experts, balance="batch")))
     check_balance(model, 1, 1)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import pytest
 import torch
 from torch import nn
 
-from kitforge.core.optim.groups import ParameterGroup, decay_groups
+from kitforge.core.optim.groups import ParameterGroup, decay_groups, table_names
 from kitforge.foundation.errors import ModelError
+from kitforge.kits.rlhf.roles.model_copy import decoder_groups
+from kitforge.models.catalog import FAMILIES, config_of
+from tests.models.recommender import samples
+from tests.models.test_dropout_names import SIZES
 
 
 class Model(nn.Module):
@@ -87,3 +93,20 @@ def test_a_tied_name_that_was_not_shown_is_refused() -> None:
 def test_equal_but_separate_parameters_are_both_kept() -> None:
     named = [("a", nn.Parameter(torch.ones(2, 2))), ("b", nn.Parameter(torch.ones(2, 2)))]
     assert summary(decay_groups(named, weight_decay=0.1)) == [(("a", "b"), 0.1, True)]
+
+
+@pytest.mark.parametrize("name", [name for name, each in FAMILIES.items() if each.kind != "recommender"])
+def test_no_table_of_a_family_decays(name: str) -> None:
+    known = {each.name for each in fields(FAMILIES[name].config)}
+    model = FAMILIES[name].build(config_of({"family": name} | {key: SIZES[key] for key in SIZES if key in known}))
+    tables = {f"{name}.weight" for name, each in model.named_modules() if isinstance(each, nn.Embedding)}
+    assert tables <= set(table_names(model))
+    for prefix, network in (("", model), ("policy.", nn.ModuleDict({"policy": model}))):
+        decayed = {each for group in decoder_groups(network, 0.1) if group.weight_decay for each in group.names}
+        assert not decayed & {prefix + table for table in tables}
+        assert prefix + "blocks.0.mlp.down.weight" in decayed or name not in {"llama", "pangu_alpha"}
+
+
+def test_the_positions_of_sasrec_do_not_decay() -> None:
+    model = samples.network_of(samples.config_of("sasrec", dim=8, num_heads=2, num_layers=1, max_length=6))
+    assert table_names(model) == ["position.weight"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,20 @@ def test_a_program_gives_the_probabilities_of_the_run(name: str, folders: dict[s
     assert set(inputs) == set(program_inputs(batch_of(folder / "run", GIVEN[0]), features(name, folder)))
     assert [each["name"] for each in inputs["dense"]["holds"]] == ["price", "price is missing"]
     assert inputs["bags.tags.ids"]["encoding"]["num_buckets"] == 40
+
+
+@pytest.mark.slow
+def test_a_program_with_a_bag_becomes_one_of_onnx(folders: dict[str, Path], tmp_path: Path) -> None:
+    onnxruntime = pytest.importorskip("onnxruntime")
+    program = torch.export.load(folders["wide_deep"] / "model.pt2")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.onnx.export(program, (), str(tmp_path / "model.onnx"), dynamo=True, verbose=False)
+    session = onnxruntime.InferenceSession(str(tmp_path / "model.onnx"))
+    known, outputs = torch.load(folders["wide_deep"] / "inputs.pt"), torch.load(folders["wide_deep"] / "outputs.pt")
+    for inputs, scores in zip(known, outputs, strict=True):
+        found = session.run(None, {f"inputs_{name.replace('.', '_')}": value.numpy() for name, value in inputs.items()})
+        assert found[0] == pytest.approx(scores.numpy(), rel=2e-6)
 
 
 @pytest.mark.slow

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
+import pyarrow as pa
 import pytest
 import torch
 
@@ -101,6 +103,31 @@ def test_items_are_found_best_first(runs: dict[str, Path], family: str) -> None:
     assert everything[:5] == found
     known = set(find.model.item_catalog.keys.tolist())
     assert {each["item"] for each in everything} == known
+
+
+@pytest.mark.slow
+def test_users_come_in_every_form_of_a_table(runs: dict[str, Path], tmp_path: Path) -> None:
+    pytest.importorskip("faiss")
+    find, score = (pipeline("recommendation", model=runs[family]) for family in ("two_tower", "wide_deep"))
+    users = [row | {"history": list(row["history"])} for row in rows(4)]
+    frame = pd.DataFrame(users)
+    frame.to_parquet(tmp_path / "users.parquet")
+    (tmp_path / "users.csv").write_text(
+        "\n".join([",".join(users[0]), *(",".join(map(cell, each.values())) for each in users)])
+    )
+    forms: dict[str, Any] = {
+        "frame": frame, "Arrow": pa.Table.from_pandas(frame), "records": frame.to_records(index=False),
+        "iterator": iter(users), "Parquet": str(tmp_path / "users.parquet"), "csv": tmp_path / "users.csv",
+    }  # fmt: skip
+    found, scored = find.retrieve(users, k=3), score(users)
+    for name, form in forms.items():
+        assert find.retrieve(form, k=3) == found, name
+        assert score(iter(users) if name == "iterator" else form) == scored, name
+    assert find.retrieve(frame.iloc[1], k=3) == found[1] and score(frame.iloc[1]) == scored[1]
+    assert find.retrieve(frame[:0], k=3) == find.retrieve(iter([]), k=3) == []
+    for wrong in ([1, 2], "no such file.csv", 7):
+        with pytest.raises(DataError, match="got|no such"):
+            find.retrieve(wrong, k=3)
 
 
 def test_a_found_item_has_the_score_of_its_pair(runs: dict[str, Path]) -> None:

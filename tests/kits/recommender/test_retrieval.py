@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from kitforge.api import load_model, load_processor
+from kitforge.api import load_model, load_processor, pipeline
 from kitforge.core.parallel.world import World
 from kitforge.foundation.errors import ConfigError, DataError
 from kitforge.kits.recommender import metrics as recommender_metrics
@@ -19,7 +19,7 @@ from kitforge.kits.recommender.data import load_dataset
 from kitforge.kits.recommender.metrics import RankingMetrics, rank_users, ranks_without, target_ranks
 from kitforge.kits.recommender.pipeline import build_index, index_recall, set_search
 from kitforge.trainer.run_folder import train
-from tests.kits.recommender.runs import ready
+from tests.kits.recommender.runs import ready, run
 from tests.kits.recommender.test_objectives import CLICKS, WORDS
 
 KIT = TASKS["recommendation"]
@@ -161,3 +161,64 @@ def test_items_already_taken_can_be_left_out_of_the_ranks(monkeypatch: pytest.Mo
     plain, same_loss = rank_users(lambda block: scores[block], targets, 11)
     assert (plain >= ranks).all() and (plain > ranks).any() and same_loss == loss
     assert ranks_without(popularity, targets, None).tolist() == popularity[targets].tolist()
+
+
+def taken(first: int, kind: str = "integer") -> list[dict[str, Any]]:
+    """Ten items from `first` on, each taken by the users of its own; the price of an item rises with its rows."""
+    rows = [{"user": n % 10, "item": first + n % 10, "price": float(n // 10 + first)} for n in range(200)]
+    return rows if kind == "integer" else [row | {"item": f"film {row['item']}"} for row in rows]
+
+
+def growing(kind: str, encoding: str) -> dict[str, Any]:
+    item = {"kind": kind, "encoding": encoding}
+    schema = {"categorical": {"user": WORDS, "item": item}, "numeric": {"price": {"standardize": False}}}
+    towers = {"model.user": ["user"], "model.item": ["item", "price"], "model.dropout": 0.0}
+    return {**towers, "data.schema": schema, "data.eval_fraction": 0.0, "trainer.max_steps": 2}
+
+
+@pytest.mark.parametrize("kind", ["integer", "text"])
+def test_items_of_later_rows_are_found_beside_those_of_a_run(tmp_path: Path, kind: str) -> None:
+    choices = growing(kind, "exact")
+    run(tmp_path / "day 1", "two_tower", choices, rows=taken(0, kind))
+    tuned = {"checkpoint": str(tmp_path / "day 1"), "data.eval_fraction": 0.0, "trainer.max_steps": 2}
+    run(tmp_path / "day 2", "two_tower", tuned, rows=taken(5, kind))
+    items = pipeline("recommendation", str(tmp_path / "day 2"), options={"device": "cpu"})
+    names = [row["item"] for row in items.retrieve([{"user": 3}], k=100)[0]]
+    assert sorted(names, key=str) == sorted({row["item"] for row in taken(0, kind) + taken(5, kind)}, key=str)
+    catalogue = items.model.item_catalog
+    found = {catalogue.item(n): (catalogue.counts[n], catalogue.samples.dense[n, 0]) for n in range(len(catalogue))}
+    first, both, last = (found[each if kind == "integer" else f"film {each}"] for each in (1, 7, 12))
+    # Counted over both, with the price of the newest row.
+    assert (first, both, last) == ((20, 19.0), (40, 24.0), (20, 24.0))
+
+
+def test_an_earlier_checkpoint_keeps_its_items(tmp_path: Path) -> None:
+    choices = {**growing("integer", "exact"), "trainer.save_total_limit": 9}
+    run(tmp_path, "two_tower", choices, rows=taken(0))
+    on = {**choices, "resume": "auto", "trainer.allow_data_changes": True, "trainer.allow_config_changes": True}
+    run(tmp_path, "two_tower", {**on, "trainer.max_steps": 4}, rows=taken(0) + taken(10))
+    run(tmp_path, "two_tower", {**on, "trainer.max_steps": 6}, rows=taken(0) + taken(10))
+    run(tmp_path, "two_tower", {**on, "trainer.max_steps": 8}, rows=taken(20))
+    steps = [load_model(tmp_path / "checkpoints" / f"step_{step}").item_catalog for step in (2, 4, 6, 8)]
+    assert [each.ids.tolist() for each in steps] == [list(range(size)) for size in (10, 20, 20, 30)]
+    assert len(list(tmp_path.glob("items_after_*"))) == 2
+    assert len(load_model(tmp_path).item_catalog) == 30
+
+
+def test_a_vocabulary_keeps_its_items_and_says_which_it_cannot_learn(tmp_path: Path) -> None:
+    choices = growing("text", "vocabulary")
+    run(tmp_path / "day 1", "two_tower", choices, rows=taken(0, "text"))
+    tuned = {"checkpoint": str(tmp_path / "day 1"), "data.eval_fraction": 0.0, "trainer.max_steps": 2}
+    told, _ = run(tmp_path / "day 2", "two_tower", tuned, rows=taken(5, "text"))
+    (words,) = [line["message"] for line in told.lines if line.get("event") == "unlearned"]
+    assert "5 values of 'item' in 100 places" in words
+    assert len(load_model(tmp_path / "day 2").item_catalog) == 10
+
+
+def test_the_newest_row_of_an_item_is_told_by_its_time(tmp_path: Path) -> None:
+    rows = [{"user": n % 4, "item": n % 5, "price": float(n), "day": 40 - n} for n in range(40)]
+    choices = growing("integer", "exact") | {"data.eval_fraction": 0.1, "data.split": "time", "data.time_column": "day"}
+    assembly, _ = ready(tmp_path, "two_tower", choices, rows)
+    samples = assembly.loop.model.item_catalog.samples  # type: ignore[union-attr]
+    # The four newest are held out.
+    assert samples.dense[:, 0].tolist() == [5.0, 6.0, 7.0, 8.0, 4.0]

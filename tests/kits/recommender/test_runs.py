@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import random
 from pathlib import Path
@@ -12,13 +13,16 @@ import numpy as np
 import pytest
 import torch
 
-from kitforge.api import evaluate
-from kitforge.composition import compose_config
+from kitforge.api import evaluate, pipeline
+from kitforge.composition import compose_config, compose_eval_config
 from kitforge.core.parallel.config import ParallelConfig
 from kitforge.foundation.errors import ConfigError
 from kitforge.kits.recommender.build import TASKS, Inputs
 from kitforge.kits.recommender.config import with_size_defaults
-from kitforge.kits.recommender.model import Recommender
+from kitforge.kits.recommender.features import FeatureEncoder, FeatureStatistics
+from kitforge.kits.recommender.model import Recommender, build_request_plan
+from kitforge.kits.recommender.schema import read_schema
+from kitforge.models.catalog import recommender_of
 from kitforge.trainer.run_folder import train
 from tests.distributed.training import TestRendezvous
 from tests.kits.recommender.runs import FAMILIES, numbers, ready, rows_of, run, same
@@ -218,3 +222,94 @@ def test_a_small_table_is_learned_without_a_word_about_how(tmp_path: Path) -> No
     found = train(assembly.loop, assembly.options, assembly.folder, assembly.config_text)
     # A line through the numbers has 0.5, the truth about 0.84.
     assert found["eval/auc"] > 0.8
+
+
+def day(number: int, num_rows: int = 900) -> list[dict[str, Any]]:
+    """Rows whose labels depend on the user alone. Every day other users are the frequent ones, some are new, and
+    prices are others."""
+    generator = np.random.default_rng(number)
+    users = (generator.integers(0, 10 + 10 * number, num_rows) ** 2 // (10 + 10 * number) + 7 * number) % 40
+    prices = generator.normal(10 + 30 * number, 1 + number, num_rows).round(2)
+    return [
+        {"user": f"u{user}", "price": float(price), "click": int(user % 3 == 0)}
+        for user, price in zip(users, prices, strict=True)
+    ]
+
+
+# No batch size and no rates: the number of rows decides them.
+GROWING: dict[str, Any] = {
+    "data.schema": {
+        "label": {"name": "click"},
+        "numeric": {"price": {}},
+        "bucketed": {"price_range": {"column": "price", "num_buckets": 4}},
+        "categorical": {"user": {"encoding": "vocabulary"}},
+    },
+    "data.batch_size": None,
+    "trainer.max_steps": None,
+    "trainer.epochs": 12,
+}
+
+
+def auc_of(checkpoint: Path) -> float:
+    choices = {"checkpoint": str(checkpoint), "device": "cpu", "data.train": None}
+    options = KIT.read_options(compose_eval_config("recommendation", choices).values)
+    return evaluate(options, Inputs(eval_dataset=day(1, 400)))["eval/auc"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("added", [day(1, 945)[900:], day(2, 1500)], ids=["a twentieth", "other users"])
+def test_a_run_over_rows_that_have_grown_keeps_what_its_rows_stand_for(tmp_path: Path, added: Any) -> None:
+    _, state = run(tmp_path, "wide_deep", GROWING, stop_at=100, rows=day(1))
+    before = auc_of(tmp_path / "checkpoints" / "step_100")
+    assert before > 0.95
+    went_on = {**GROWING, "resume": "auto", "trainer.allow_data_changes": True}
+    told, later = run(tmp_path, "wide_deep", went_on, stop_at=102, rows=day(1) + added)
+    assert auc_of(tmp_path / "checkpoints" / "step_100") == before
+    assert auc_of(tmp_path / "checkpoints" / "step_102") == pytest.approx(before, abs=0.02)
+    is_new = {row["user"] for row in added} - {row["user"] for row in day(1)}
+    words = [event["message"] for event in told.lines if event.get("event") == "unlearned"]
+    assert bool(words) == bool(is_new)
+    assert all(f"{len(is_new)} values of 'user'" in each for each in words)
+
+
+def test_each_call_of_a_table_has_a_key_of_its_own() -> None:
+    exact = {"kind": "integer", "encoding": "exact"}
+    values = {"item": exact, "item_last": exact}
+    schema = read_schema({"categorical": values, "sequences": {"last": {**exact, "table": "item", "max_length": 2}}})
+    plan = build_request_plan(
+        recommender_of({"family": "wide_deep"}), FeatureEncoder(schema, FeatureStatistics(num_rows=1))
+    )
+    deep = sorted(name for name in plan.features.values() if name.startswith("deep"))
+    assert deep == ["deep_16_of_item", "deep_16_of_item", "deep_16_of_item_last"]
+
+
+# Names that Python's modules own, that networks give to their own parts, and that have a dot.
+OWNED = ["items", "keys", "type", "deep", "item", "user", "user.id", "wide", "values", "a/b"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("as_history", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_columns_have_any_name(tmp_path: Path, family: str, as_history: bool) -> None:
+    rows = [
+        {"click": n % 2, "n": n}
+        | {f"last {name}": n % 7 for name in OWNED}
+        | {f"all {name}": [n % 5, n % 7] for name in OWNED}
+        for n in range(60)
+    ]
+    values, histories = {}, {}
+    for name, encoding in zip(OWNED, itertools.cycle(["vocabulary", "exact"]), strict=False):
+        word = {"kind": "integer", "encoding": encoding, "table": name}
+        own, other = (f"its {name}", name) if as_history else (name, f"its {name}")
+        values[own] = {**word, "column": f"last {name}"}
+        histories[other] = {**word, "column": f"all {name}", "max_length": 3}
+    schema = {"label": {"name": "click"}, "numeric": {"n": {}}, "categorical": values, "sequences": histories}
+    towers = {"model.user": [*histories, *list(values)[1:]], "model.item": [*values][:1]}
+    if family == "sasrec":
+        schema = {"sequences": {"keys": histories[[*histories][0]]}}
+    # In a file, as a name with a dot is several options on a command line.
+    (tmp_path / "schema.yaml").write_text(json.dumps(schema))
+    choices = {"data.schema": str(tmp_path / "schema.yaml"), "data.eval_fraction": 0.0, "trainer.max_steps": 2}
+    run(tmp_path / "run", family, {**choices, **(towers if family == "two_tower" else {})}, rows=rows)
+    found = pipeline("recommendation", str(tmp_path / "run"), options={"device": "cpu"})
+    assert found.retrieve(rows[:1], k=1) if family in ("two_tower", "sasrec") else found(rows[:1])

@@ -72,6 +72,14 @@ def test_only_the_adapter_learns_and_the_base_stays_bit_for_bit(stage: str, tmp_
     assert all(each.requires_grad for each in load_policy(tmp_path, CPU).parameters())
 
 
+def test_an_adapter_moves_no_bias_of_the_experts_below_it(tmp_path: Path) -> None:
+    family = {**tiny.LLAMA, "family": "mixtral", "experts": {"num_experts": 4, "top_k": 2, "balance": "bias"}}
+    base = runs.network(family=family)
+    before = {name: each.clone() for name, each in base.named_parameters()}
+    runs.finish(runs.begin("sft", tmp_path, SMALL, model=base))
+    assert all(torch.equal(each, before[name]) for name, each in base.named_parameters())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dora", "qlora"])
 @pytest.mark.parametrize("stage", ["sft", "reward", "dpo", "kto", "grpo", "ppo"])

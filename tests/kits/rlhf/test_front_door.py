@@ -18,6 +18,7 @@ from kitforge.kits.registry import RLHF_TASKS, task_names
 from kitforge.kits.rlhf.build import TASKS
 from kitforge.kits.rlhf.roles.value_head import ValueHeadModel
 from tests.kits.rlhf import runs
+from tests.trainer import tiny
 
 NETWORK = {
     f"model.{name}": value
@@ -88,3 +89,15 @@ def test_the_shipped_yaml_makes_options(stage: str) -> None:
 def test_a_role_that_a_stage_does_not_have_is_refused() -> None:
     with pytest.raises(ConfigError, match="no role 'judge'"):
         Trainer("ppo", "llama_tiny", runs.PROMPTS, roles={"judge": runs.letters}, options=NETWORK)
+
+
+@pytest.mark.parametrize("stage", [stage for stage in TASKS if stage != "sft"])
+def test_a_capacity_of_experts_is_refused_where_rows_are_padded(stage: str, tmp_path: Path) -> None:
+    experts = {"num_experts": 4, "top_k": 2, "capacity_factor": 1.5}
+    network = runs.network(family={**tiny.LLAMA, "family": "mixtral", "experts": experts})
+    with pytest.raises(
+        ConfigError, match=r"capacity_factor=1.5\n.*expected: null in this task\n.*capacity_factor=null"
+    ):
+        runs.begin(stage, tmp_path / "run", model=network)
+    assert not (tmp_path / "run").exists()
+    runs.begin("sft", tmp_path / "run", model=network)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from kitforge.api import Trainer, pipeline
+from kitforge.api import Trainer, pipeline, save_model
 from kitforge.composition import compose_config
 from kitforge.foundation.errors import ConfigError
 from kitforge.kits.transformers.build import TASKS
@@ -44,3 +44,22 @@ def test_texts_of_a_trained_mixture_are_those_generated_alone(tmp_path: Path) ->
     together = generate(prompts, max_new_tokens=6)
     assert together == [generate([prompt], max_new_tokens=6)[0] for prompt in prompts]
     assert all(torch.isfinite(each).all() for each in run.model.parameters())
+
+
+@pytest.mark.slow
+def test_a_capacity_is_for_packed_rows(tmp_path: Path) -> None:
+    (tmp_path / "corpus.txt").write_text(TEXT)
+    options = {**OPTIONS, **MIXTURE, "model.experts.capacity_factor": 0.5, "trainer.max_steps": 1}
+    options["data.cache"] = str(tmp_path / "cache")
+    trainer = Trainer("text_generation", "llama_moe_tiny", tmp_path / "corpus.txt", options=options)
+    run = trainer.train()
+    assert run.metrics["experts/dropped"] > 0
+    rows = [{"text": "one two", "label": "a"}, {"text": "three", "label": "b"}] * 8
+    folder = tmp_path / "labels"
+    with pytest.raises(ConfigError, match=r"padding would(.|\n)*0\.5(.|\n)*start from its export"):
+        Trainer("text_classification", run, rows, output_dir=folder).train()
+    assert not folder.exists()
+    # What the message says to do.
+    save_model(run, tmp_path / "export")
+    options = {"trainer.max_steps": 1, "output_dir": str(folder)}
+    assert Trainer("text_classification", tmp_path / "export", rows, options=options).train().metrics

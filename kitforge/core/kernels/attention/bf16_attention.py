@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from kitforge.core.kernels.derivatives import by_hand
 from kitforge.core.kernels.mixed_precision import compute_dtype, outside_autocast
 
 # Queries in a block.
@@ -63,7 +63,7 @@ class _Products(torch.autograd.Function):
         return mixed
 
     @staticmethod
-    @once_differentiable
+    @by_hand()
     @outside_autocast
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         queries, keys, values, *kept = ctx.saved_tensors

@@ -6,12 +6,14 @@ batch are computed one after the other, all with the same bias, whose gradient i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from kitforge.core.kernels.attention import reference
+from kitforge.core.kernels.derivatives import by_hand
 from kitforge.core.kernels.mixed_precision import NATIVE_DTYPES, compute_dtype, outside_autocast
 
 
@@ -30,6 +32,15 @@ def _dtypes(query: Tensor) -> tuple[torch.dtype, torch.dtype]:
     return exact, query.dtype if NATIVE_DTYPES.get(query.dtype, True) else exact
 
 
+def _again(ctx: Any) -> tuple[tuple[Tensor, ...], Callable[..., Tensor]]:
+    *inputs, mask, _ = ctx.saved_tensors
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
+        return reference.attention(query, key, value, mask=mask, causal=False, scale=ctx.scale, bias=bias)
+
+    return tuple(inputs), attend
+
+
 class _BiasedProducts(torch.autograd.Function):
     @staticmethod
     def forward(  # noqa: PLR0917 (torch's way of passing arguments)
@@ -46,15 +57,15 @@ class _BiasedProducts(torch.autograd.Function):
                 scores.masked_fill_(hidden[row], float("-inf"))
             kept[row] = torch.softmax(scores, dim=-1)
             mixed[row] = kept[row].to(product) @ value[row].to(product)
-        ctx.save_for_backward(query, key, value, kept)
-        ctx.scale, ctx.bias_dtype = scale, bias.dtype
+        ctx.save_for_backward(query, key, value, bias, mask, kept)
+        ctx.scale = scale
         return mixed
 
     @staticmethod
-    @once_differentiable
+    @by_hand(_again)
     @outside_autocast
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None, None]:
-        query, key, value, kept = ctx.saved_tensors
+        query, key, value, bias, _, kept = ctx.saved_tensors
         exact, product = _dtypes(query)
         of_query, of_key, of_value = (torch.empty_like(each) for each in (query, key, value))
         of_bias = torch.zeros(kept.shape[1:], dtype=exact, device=kept.device)
@@ -66,4 +77,4 @@ class _BiasedProducts(torch.autograd.Function):
             of_query[row] = of_scores @ key[row].to(product)
             of_key[row] = of_scores.transpose(1, 2) @ query[row].to(product)
             of_value[row] = kept[row].to(product).transpose(1, 2) @ gradient[row].to(product)
-        return of_query, of_key, of_value, of_bias.to(ctx.bias_dtype), None, None
+        return of_query, of_key, of_value, of_bias.to(bias.dtype), None, None

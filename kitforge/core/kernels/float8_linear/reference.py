@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from kitforge.core.kernels.derivatives import by_hand
 from kitforge.core.kernels.mixed_precision import compute_dtype, outside_autocast
 from kitforge.core.kernels.recomputation import kept
 
@@ -80,6 +81,7 @@ class _Float8(torch.autograd.Function):
         return kept(product, rows, matrix, scale, size, dtype, False)
 
     @staticmethod
+    @by_hand(fix="train without FP8")
     @outside_autocast
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         columns, scale, turned, size = ctx.saved_tensors

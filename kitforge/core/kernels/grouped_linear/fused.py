@@ -11,14 +11,16 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kitforge.core.kernels.derivatives import by_hand
 from kitforge.core.kernels.fast_path import accepts_grouped_mm
+from kitforge.core.kernels.grouped_linear import reference
 from kitforge.core.kernels.mixed_precision import NATIVE_DTYPES, compute_dtype
 from kitforge.core.kernels.recomputation import kept_operations
 from kitforge.core.kernels.triton_ops import triton_op
@@ -121,6 +123,12 @@ def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> No
     ctx.save_for_backward(*inputs)
 
 
+def _again(ctx: Any) -> tuple[tuple[Tensor, ...], Callable[..., Tensor]]:
+    input, weight, ends = ctx.saved_tensors
+    return (input, weight), lambda input, weight: reference.grouped_linear(input, weight, ends)
+
+
+@by_hand(_again)
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
     wants_input, wants_weight, _ = ctx.needs_input_grad
     found = _grouped_linear_backward(grad.contiguous(), *ctx.saved_tensors, wants_input, wants_weight)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kitforge.core.kernels.derivatives import by_hand
 from kitforge.core.kernels.mixed_precision import match_dtype, storage_dtype
 from kitforge.core.kernels.recomputation import kept, kept_operations
 
@@ -51,6 +52,7 @@ class _StoredHalf(torch.autograd.Function):
         return kept(_products, stored, weight, bias)
 
     @staticmethod
+    @by_hand()
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         stored, weight = ctx.saved_tensors
         wants_input, wants_weight, wants_bias, _ = ctx.needs_input_grad

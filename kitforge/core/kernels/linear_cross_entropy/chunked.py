@@ -9,12 +9,14 @@ recomputes the logits and multiplies their gradients by the incoming one, as aut
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from kitforge.core.kernels.derivatives import by_hand
+from kitforge.core.kernels.linear_cross_entropy import reference
 from kitforge.core.kernels.mixed_precision import product_operands
 from kitforge.core.kernels.vocabulary import VocabularyShard, add_product, chunks
 
@@ -25,6 +27,14 @@ def linear_cross_entropy(
     """See `LinearCrossEntropyKernel`."""
     result: Tensor = _Chunked.apply(hidden, weight, targets, torch.is_grad_enabled(), shard)  # type: ignore[no-untyped-call]
     return result
+
+
+def again(ctx: Any) -> tuple[tuple[Tensor, ...], Callable[..., Tensor]] | None:
+    """The loss by the reference, which takes no shard, of the first three tensors that were saved."""
+    hidden, weight, targets = ctx.saved_tensors[:3]
+    if not ctx.is_whole:
+        return None
+    return (hidden, weight), lambda hidden, weight: reference.linear_cross_entropy(hidden, weight, targets)
 
 
 class _Chunked(torch.autograd.Function):
@@ -64,25 +74,26 @@ class _Chunked(torch.autograd.Function):
             grad_weight = grad_weight.to(weight.dtype)
         if ctx.scales_first and with_gradients:
             ctx.first, ctx.hidden_dtype = 0 if shard is None else shard.first, hidden.dtype
-            ctx.save_for_backward(rounded, weight, targets, counts, normalizers)
+            ctx.save_for_backward(hidden, weight, targets, rounded, counts, normalizers)
         else:
-            ctx.save_for_backward(grad_hidden, grad_weight)
+            ctx.save_for_backward(hidden, weight, targets, grad_hidden, grad_weight)
+        ctx.is_whole = shard is None
         return total
 
     @staticmethod
-    @once_differentiable
+    @by_hand(again)
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         others = (None,) * 3
         if ctx.scales_first:
             return *_scaled_gradients(ctx, grad), *others
         # The loss is used once in a step, so its gradients are scaled in place; torch refuses to unpack them again.
         scale = grad.to(torch.float32) if grad.dtype in (torch.bfloat16, torch.float16) else grad
-        return *(None if each is None else each.mul_(scale) for each in ctx.saved_tensors), *others
+        return *(None if each is None else each.mul_(scale) for each in ctx.saved_tensors[3:]), *others
 
 
 def _scaled_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of hidden and weight, multiplied by the incoming one before they are rounded."""
-    rounded, weight, targets, counts, normalizers = ctx.saved_tensors
+    _, weight, targets, rounded, counts, normalizers = ctx.saved_tensors
     wants_hidden, wants_weight = ctx.needs_input_grad[:2]
     matrix, exact = weight.to(rounded.dtype), normalizers.dtype
     grad_hidden = torch.empty(rounded.shape, dtype=ctx.hidden_dtype, device=rounded.device) if wants_hidden else None

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from kitforge.core.kernels.derivatives import by_hand
+from kitforge.core.kernels.linear_cross_entropy.chunked import again
 from kitforge.core.kernels.mixed_precision import product_operands
 from kitforge.core.kernels.triton_logits import gradient_, statistics
 from kitforge.core.kernels.vocabulary import VocabularyShard, add_product, chunks, merge_statistics
@@ -60,11 +61,13 @@ class _Chunked(torch.autograd.Function):
                     grad_hidden[part] = logits @ matrix
                 if grad_weight is not None:
                     add_product(grad_weight, logits, rounded[part])
-        ctx.save_for_backward(grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype))
+        grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
+        ctx.save_for_backward(hidden, weight, targets, grad_hidden, grad_weight)
+        ctx.is_whole = shard is None
         return torch.where(counts == 0, 0, -losses).sum()
 
     @staticmethod
-    @once_differentiable
+    @by_hand(again)
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         # The loss is used once in a step, so its gradients are scaled in place; torch refuses to unpack them again.
-        return *(None if each is None else each.mul_(grad) for each in ctx.saved_tensors), *(None,) * 3
+        return *(None if each is None else each.mul_(grad) for each in ctx.saved_tensors[3:]), *(None,) * 3

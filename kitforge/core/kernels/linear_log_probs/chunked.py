@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from kitforge.core.kernels.derivatives import by_hand
+from kitforge.core.kernels.linear_log_probs import reference
 from kitforge.core.kernels.mixed_precision import product_operands
 from kitforge.core.kernels.vocabulary import VocabularyShard, chunks, merge_statistics
 
@@ -40,6 +41,11 @@ def _logits(rows: Tensor, matrix: Tensor, temperature: float, exact: torch.dtype
         return (rows @ matrix.t()).to(exact).div_(temperature)
 
 
+def _again(ctx: Any) -> tuple[tuple[Tensor, ...], Callable[..., tuple[Tensor, Tensor]]]:
+    hidden, weight, targets = ctx.saved_tensors[:3]
+    return (hidden, weight), lambda *two: reference.linear_log_probs(two[0], two[1], targets, ctx.temperature)
+
+
 class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -62,7 +68,7 @@ class _Chunked(torch.autograd.Function):
         return chosen, entropies
 
     @staticmethod
-    @once_differentiable
+    @by_hand(_again)
     def backward(
         ctx: Any, grad_chosen: Tensor, grad_entropies: Tensor
     ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
@@ -115,7 +121,7 @@ class _VocabularyParallel(torch.autograd.Function):
         return log_probs, entropies
 
     @staticmethod
-    @once_differentiable
+    @by_hand()
     def backward(
         ctx: Any, grad_chosen: Tensor, grad_entropies: Tensor
     ) -> tuple[Tensor | None, Tensor | None, None, None, None]:

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from kitforge.core.kernels.derivatives import by_hand
 from kitforge.core.kernels.mixed_precision import product_operands
 from kitforge.core.kernels.triton_logits import gradient_, statistics
 from kitforge.core.kernels.vocabulary import VocabularyShard, add_product, chunks, merge_statistics
@@ -53,7 +53,7 @@ class _Chunked(torch.autograd.Function):
         return log_probs, entropies
 
     @staticmethod
-    @once_differentiable
+    @by_hand()
     def backward(ctx: Any, grad_log_probs: Tensor, grad_entropies: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, columns, entropies, normalizers = ctx.saved_tensors
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kitforge.core.kernels.derivatives import by_hand
 from kitforge.core.kernels.mixed_precision import outside_autocast
+from kitforge.core.kernels.rms_norm import reference
 
 
 def rms_norm(input: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -35,9 +37,11 @@ class _RMSNorm(torch.autograd.Function):
     def forward(ctx: Any, input: Tensor, weight: Tensor, eps: float) -> Tensor:
         output, scale = _normalized(input, weight, eps)
         ctx.save_for_backward(input, weight, scale)
+        ctx.eps = eps
         return output
 
     @staticmethod
+    @by_hand(lambda ctx: (ctx.saved_tensors[:2], lambda one, weight: reference.rms_norm(one, weight, ctx.eps)))
     @outside_autocast
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         input, weight, scale = ctx.saved_tensors

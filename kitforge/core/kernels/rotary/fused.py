@@ -28,7 +28,7 @@ class _Rotary(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         cos, sin = ctx.saved_tensors
-        return _rotate(grad, cos, -sin, ctx.interleaved), None, None, None
+        return rotary(grad, cos, -sin, ctx.interleaved), None, None, None
 
 
 def _rotate(input: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kitforge.core.kernels.derivatives import by_hand
+
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """See `SwiGLUKernel`."""
@@ -37,6 +39,7 @@ class Gated(torch.autograd.Function):
         return activation(gate).mul_(up)
 
     @staticmethod
+    @by_hand(lambda ctx: (ctx.saved_tensors, lambda gate, up: ctx.functions[0](gate) * up))
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:  # noqa: D102
         (gate, up), (activation, activation_backward) = ctx.saved_tensors, ctx.functions
         return activation_backward(grad * up, gate), activation(gate).mul_(grad), None, None

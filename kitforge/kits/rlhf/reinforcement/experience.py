@@ -192,10 +192,11 @@ def environment_metrics(trajectories: Sequence[Rollout]) -> dict[str, float]:
         return {}
     tools = [each for each in trajectories if each.num_tool_calls is not None]
     num_calls = sum(each.num_tool_calls or 0 for each in tools)
+    # NaN of no calls: no failure among nothing is not the best there is.
     frequencies = {
         "tools/call_frequency": num_calls / max(len(tools), 1),
-        "tools/failure_frequency": sum(each.num_tool_failures for each in tools) / max(num_calls, 1),
-        "tools/error_frequency": sum(each.num_tool_errors for each in tools) / max(num_calls, 1),
+        "tools/failure_frequency": sum(each.num_tool_failures for each in tools) / (num_calls or math.nan),
+        "tools/error_frequency": sum(each.num_tool_errors for each in tools) / (num_calls or math.nan),
     }
     num_timeouts = sum(each.has_timed_out for each in trajectories)
     num_failures = sum(each.failure is not None for each in trajectories)

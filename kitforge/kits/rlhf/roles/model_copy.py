@@ -17,15 +17,12 @@ from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.core.nn.linear import Linear
 from kitforge.core.nn.lora import LoraConfig, active_lora_config, attach, copy_factors, merged_weights
 from kitforge.core.nn.quantized import quantize_linears, quantized_bits
-from kitforge.core.optim.groups import ParameterGroup, decay_groups
+from kitforge.core.optim.groups import ParameterGroup, decay_groups, table_names
 from kitforge.core.parallel.fsdp import local_tensor
 from kitforge.kits.rlhf.config import CriticOptions
 from kitforge.kits.rlhf.roles.value_head import critic_of
 from kitforge.models.catalog import config_of_network
 from kitforge.models.loading import build, build_on_meta
-
-# Embedding tables and output heads, which have no weight decay.
-_TABLES = ("embedding.weight", "position.weight", "output")
 
 # Elements of a weight per chunk of its digest.
 DIGEST_CHUNK = 2**16
@@ -33,9 +30,7 @@ DIGEST_CHUNK = 2**16
 
 def decoder_groups(model: nn.Module, weight_decay: float) -> list[ParameterGroup]:
     """Matrices decay; embeddings, heads, norms and biases do not."""
-    names = [name for name, _ in model.named_parameters()]
-    tables = [name for name in names if name.endswith(tuple(f".{table}" for table in _TABLES)) or name in _TABLES]
-    heads = [name for name in names if name.endswith("score.weight")]
+    heads, tables = [name for name, _ in model.named_parameters() if name.endswith("score.weight")], table_names(model)
     return decay_groups(model.named_parameters(), weight_decay=weight_decay, no_decay=tables, heads=heads)
 
 

@@ -265,17 +265,33 @@ def _sum(terms: Sequence[float]) -> float | None:
     return total if abs(total) > 1e-14 * sum(map(abs, terms)) else 0.0
 
 
+def right_answers(value: Any) -> list[str]:
+    """What is right by a cell of the column `answer`: a text or a number, any of a list, or what a mapping of verl
+    calls `ground_truth` (and `target` in it). Raises DataError for another mapping and an empty list."""
+    value = _to_python(value)
+    if isinstance(value, Mapping):
+        value = next((value[name] for name in ("ground_truth", "target") if name in value), [])
+        return right_answers(value)
+    found = [text for each in value for text in right_answers(each)] if isinstance(value, list) else [str(value)]
+    if not found:
+        expected = "a text, a number, a list of these, or a mapping with 'ground_truth'"
+        raise DataError("column 'answer' says nowhere what is right", got=value, expected=expected)
+    return found
+
+
 def exact_match(*, completions: list[str], answer: list[Any]) -> list[float]:
-    """1 if the completion equals the column `answer`, surrounding whitespace ignored."""
-    return [float(text.strip() == str(wanted).strip()) for text, wanted in zip(completions, answer, strict=True)]
+    """1 if the completion equals the column `answer`, surrounding whitespace ignored; see `right_answers`."""
+    wanted = [{text.strip() for text in right_answers(each)} for each in answer]
+    return [float(text.strip() in texts) for text, texts in zip(completions, wanted, strict=True)]
 
 
 def gsm8k_match(*, completions: list[str], answer: list[Any]) -> list[float]:
-    """1 if the last number of the completion equals the one after "####" in the column `answer`; see `last_number`."""
-    wanted = [last_number(str(each).split("####")[-1]) for each in answer]
-    if None in wanted:
-        raise DataError("no number in column 'answer'", got=str(answer[wanted.index(None)])[-60:], expected="#### 42")
-    return [float(last_number(text) == number) for text, number in zip(completions, wanted, strict=True)]
+    """1 if the last number of the completion equals the one after "####" in the column `answer`; see `last_number` and
+    `right_answers`."""
+    wanted = [{last_number(text.split("####")[-1]) for text in right_answers(each)} - {None} for each in answer]
+    if set() in wanted:
+        raise DataError("no number in column 'answer'", got=str(answer[wanted.index(set())])[-60:], expected="#### 42")
+    return [float(last_number(text) in numbers) for text, numbers in zip(completions, wanted, strict=True)]
 
 
 def lowercase_fraction(*, completions: list[str]) -> list[float]:

@@ -264,6 +264,34 @@ def test_checks_against_known_answers() -> None:
         gsm8k_match(completions=["7"], answer=["seven"])
 
 
+@pytest.mark.parametrize(
+    "known",
+    [
+        ["3", "4"],
+        ("3", 4),
+        np.array(["3", "4"]),
+        np.array([3, 4]),
+        torch.tensor([3, 4]),
+        {"style": "rule", "ground_truth": "4", "index": 5},
+        {"ground_truth": {"target": ["3", "#### 4"]}},
+        np.array(4),
+        {"ground_truth": np.array(["3", "4"], dtype=object)},
+    ],
+    ids=repr,
+)
+def test_any_of_several_answers_is_right(known: Any) -> None:
+    assert gsm8k_match(completions=["It is 4.", "It is 5."], answer=[known, known]) == [1.0, 0.0]
+    if "####" not in repr(known):
+        assert exact_match(completions=[" 4", "5"], answer=[known, known]) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("known", [[], {"style": "rule"}, {"ground_truth": []}], ids=repr)
+def test_a_cell_that_says_nowhere_what_is_right_is_refused(known: Any) -> None:
+    for reward in (exact_match, gsm8k_match):
+        with pytest.raises(DataError, match="answer.*\n.*got.*\n.*ground_truth"):
+            reward(completions=["4"], answer=[known])
+
+
 def test_the_toy_counts_lower_case_letters() -> None:
     assert scores("lowercase") == [1.0, 1.0]
     assert lowercase_fraction(completions=["aB1z", ""]) == [0.5, 0.0]

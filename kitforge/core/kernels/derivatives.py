@@ -1,0 +1,55 @@
+"""Second derivatives through backward passes that are written by hand.
+
+torch's `once_differentiable` returns constants unless the incoming gradient requires one, and that of a loss is 1: the
+curvature of the loss is dropped without a word. Here a graph of gradients is right, or refused where it is asked for.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from kitforge.foundation.errors import ModelError
+
+Backward = TypeVar("Backward", bound=Callable[..., Any])
+# Of the context of a forward pass: its first inputs as they were given, and their function in differentiable
+# operations; None where there is no such function.
+Again = Callable[[Any], tuple[Sequence[Tensor], Callable[..., Any]] | None]
+_FIX = "take compile_level=O0, or call backward without create_graph"
+
+
+def by_hand(
+    again: Again | None = None, *, fix: str = _FIX, where: Callable[[Any], bool] = lambda _: True
+) -> Callable[[Backward], Backward]:
+    """A decorator of the backward pass of an `autograd.Function`, which runs without a graph.
+
+    With `create_graph=True` the gradients are those of the function that `again` returns, so they can be differentiated
+    themselves; ModelError if there is none, or if an input was not saved as it was given. `where` is False of a context
+    whose gradients leave autograd, as those of the rows of a table do.
+    """
+
+    def decorate(backward: Backward) -> Backward:
+        @functools.wraps(backward)
+        def run(ctx: Any, *gradients: Any) -> Any:
+            # A compiled graph has no second derivative, which torch says itself.
+            if not torch.is_grad_enabled() or torch.compiler.is_compiling() or not where(ctx):
+                with torch.no_grad():
+                    return backward(ctx, *gradients)
+            found = None if again is None else again(ctx)
+            wanted = [index for index, is_wanted in enumerate(ctx.needs_input_grad) if is_wanted]
+            if found is None or not all(found[0][index].requires_grad for index in wanted):
+                raise ModelError("this operation has no second derivative", got="create_graph=True", fix=fix)
+            # Tensors of their own, since one input may have been computed from another.
+            inputs = [each.view_as(each) for each in found[0]]
+            sources = [inputs[index] for index in wanted]
+            results = torch.autograd.grad(found[1](*inputs), sources, gradients, create_graph=True)
+            by_index = dict(zip(wanted, results, strict=True))
+            return tuple(by_index.get(index) for index in range(len(ctx.needs_input_grad)))
+
+        return cast(Backward, run)
+
+    return decorate

@@ -1,0 +1,28 @@
+"""The figures of the contracts of learning: NaN on one side is no equality."""
+
+import math
+
+import pytest
+import torch
+
+from kitforge.verify import own_trainer
+from kitforge.verify.learning import _distance, _furthest
+
+
+@pytest.mark.parametrize(("got", "wanted"), [(math.nan, 1.0), (1.0, math.nan)])
+def test_a_metric_that_is_nan_at_one_batch_size_alone_is_infinitely_far(got: float, wanted: float) -> None:
+    assert _furthest({"loss": got, "accuracy": 0.5}, {"loss": wanted, "accuracy": 0.5}) == math.inf
+
+
+def test_a_metric_that_is_nan_at_both_is_left_out_and_nothing_is_not_equal() -> None:
+    assert _furthest({"auc": math.nan, "loss": 1.0}, {"auc": math.nan, "loss": 1.0}) == 0.0
+    assert _furthest({"auc": math.nan}, {"auc": math.nan}) == math.inf
+    assert _furthest({"loss": 1.0}, {"other": 1.0}) == math.inf
+
+
+@pytest.mark.parametrize("distance", [_distance, own_trainer._distance])
+def test_tensors_with_nan_or_other_names_are_not_near(distance: object) -> None:
+    assert callable(distance)
+    one, nan = torch.ones(2), torch.tensor([1.0, math.nan])
+    assert math.isnan(distance({"a": nan, "b": one}, {"a": one, "b": one}))
+    assert distance({"a": one}, {"b": one}) == math.inf
