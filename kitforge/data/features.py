@@ -46,12 +46,6 @@ def named(value: Any, names: Sequence[str], location: object) -> Any:
     return names[value]
 
 
-def holds_json(feature: Any) -> bool:
-    """Whether there is JSON, as texts, within a feature."""
-    members = feature.values() if isinstance(feature, dict) else feature if isinstance(feature, list) else ()
-    return (isinstance(feature, dict) and feature.get("_type") == "Json") or any(map(holds_json, members))
-
-
 def with_json(value: Any, feature: Any) -> Any:
     """The value, with what its JSON texts spell in their place."""
     if isinstance(feature, dict) and feature.get("_type") == "Json":

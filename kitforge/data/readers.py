@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, final
 
 from kitforge.data.document_shard import SHARD_BYTES, EncodingErrors, document_of, fingerprint_of, missing_column
-from kitforge.data.features import Features, holds_json, schema_features, with_json
+from kitforge.data.features import Features, schema_features, with_json
 from kitforge.data.file_bytes import (
     BYTE_ORDER_MARK,
     FileStamp,
@@ -374,7 +374,7 @@ def _parquet_rows(shard: FileShard, columns: Sequence[str] | None = None) -> Ite
             batches = file.iter_batches(batch_size=1024, columns=columns)
             rows = (row for batch in batches for row in batch.to_pylist())
             features = {} if columns else schema_features(file.schema_arrow.metadata)
-            is_json = any(map(holds_json, features.values()))
+            is_json = "Json" in str(features)
             for number, row in enumerate(rows, start=1):
                 yield f"{shard.path}, row {number}", with_json(row, features) if is_json else row
     except (OSError, ValueError) as error:

@@ -56,7 +56,7 @@ CUTS: dict[str, Any] = {
     ),
     "fused": (lambda: None, lambda: decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])),
 }
-LETTERS = [*"thecaé ü,.(12\n\t\u2581😀X", "<s>", "</s>", "<x>", "  ", "e\u0301"]
+LETTERS = ["the", "hello", "cat ", *"heé ü,.(12\n\t\u2581😀X", "<s>", "</s>", "<x>", "  ", "e\u0301"]
 TEXT = st.lists(st.sampled_from(LETTERS), max_size=12).map("".join)
 ADDED = st.fixed_dictionaries(
     {"content": st.sampled_from(["<x>", "he", "<tool>"])},
@@ -83,6 +83,9 @@ def folders(draw: Any) -> Path:
     own = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256))] if kind == "bpe bytes" else SPECIAL
     unknown = {"unk_token": "<unk>"} if kind == "unigram" else {}
     pieces.train_from_iterator(CORPUS, trainer(vocab_size=330, special_tokens=own, show_progress=False, **unknown))
+    if "dropout" in options:
+        # Training forgets it.
+        pieces.model.dropout = options["dropout"]
     for entry in draw(st.lists(ADDED, max_size=2, unique_by=lambda each: each["content"])):
         pieces.add_tokens([AddedToken(**entry)])
     if draw(st.booleans()):

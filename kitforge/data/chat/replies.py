@@ -123,9 +123,7 @@ class _Finder:
         if written is not None and self._text.startswith(written):
             return self._span(message, start, max(len(written), start))
         # The template renders this reply differently once the conversation continues: it drops the reasoning.
-        # Of a message without letters, such as "?", it cannot be told where it is; of the one behind it it can.
-        behind = range(message + 1, len(self._render.messages))
-        following = next(filter(None, (self._contents(each, start) for each in behind)), None)
+        following = self._contents(message + 1, start)
         limit = following[0] if following else len(self._text)
         closing = [each for each in self._own if start <= each.start and each.stop <= limit]
         tail = (written or "").rstrip()

@@ -436,6 +436,16 @@ def test_keys_of_messages_that_nobody_reads_are_named_once(tmp_path: Path, caplo
     ]
 
 
+@pytest.mark.parametrize("said", [("a", "Yes", "?", "Yes"), ("a", ".", ".", "."), ("a", "Yes", "b", "Yes")])
+def test_replies_that_are_alike_are_told_apart_where_earlier_thoughts_are_dropped(said: Any, tmp_path: Path) -> None:
+    tokenizer = HuggingFaceTokenizer(save_tokenizer(tmp_path, "bytes", THINKING))
+    talk = [(assistant if number % 2 else user)(text) for number, text in enumerate(said)]
+    (found,) = ChatDatasetReader(tokenizer, template_of(tokenizer)).demonstrations([{"messages": talk}])
+    learnt = [token for token, is_learnt in zip(found.tokens, found.loss_mask, strict=True) if is_learnt]
+    first, last = f"{said[1]}<|im_end|>\n", f"<think>\n\n</think>\n\n{said[3]}<|im_end|>\n"
+    assert tokenizer._tokenizer.decode(learnt, skip_special_tokens=False) == first + last
+
+
 def test_a_renamed_column_is_not_read_again_under_its_own_name() -> None:
     (asked,) = reader({"prompt": "system", "completion": "reply"}).demonstrations([{"system": "Hi", "reply": "Hello"}])
     assert shown(asked) == "Hi[Hello|]"
