@@ -29,8 +29,7 @@ from kitforge.models.mixtral import convert as mixtral
 from kitforge.models.qwen3_moe import convert as qwen3_moe
 from kitforge.models.weight_mapping import TensorMapping
 
-# By `model_type`. llama.cpp computes others of the family in its own way: it rotates the heads of a SmolLM3 in pairs
-# and knows which layers of it and of Gemma 3 have no positions or a window.
+# By `model_type`: llama.cpp computes SmolLM3 (whose heads it rotates in pairs) and Gemma 3 in its own way.
 WRITTEN = ("llama", "mistral", "qwen2", "qwen3")
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe")
 # Of mixtures of experts, which hold those of a block in one tensor.
@@ -254,8 +253,8 @@ def _metadata(config: LlamaConfig, values: Mapping[str, Any], name: str) -> tupl
     """The architecture, and the metadata without the tokenizer. Raises ModelError for options that it lacks."""
     kind = values["model_type"]
     if kind == "qwen3" and config.qkv_bias:
-        fix = "export as a Hugging Face folder"
-        raise ModelError("llama.cpp has no biases for this model", got="qwen3 with biases", fix=fix)
+        got, fix = "qwen3 with biases", "export as a Hugging Face folder"
+        raise ModelError("llama.cpp has no biases for this model", got=got, fix=fix)
     if config.sliding_window is not None and config.sliding_window < config.max_length:
         got, fix = f"sliding_window={config.sliding_window}", "export as a Hugging Face folder"
         raise ModelError("llama.cpp would ignore the sliding window of this model", got=got, fix=fix)

@@ -337,8 +337,7 @@ def _joined(members: Sequence[TensorMapping], read: Callable[[str], Tensor]) -> 
 
 
 def join(members: Sequence[TensorMapping], parts: Sequence[Tensor]) -> Tensor:
-    """The rows of one of their tensors, from those of its members in order: the inverse of `TensorMapping.take`, before
-    which none must be rounded."""
+    """The rows of one of their tensors, from the unrounded ones of its members: the inverse of `TensorMapping.take`."""
     if len(parts) == 1:
         offset = members[0].offset
         return parts[0].double() - offset if offset else parts[0]

@@ -30,7 +30,8 @@ class Norm(nn.Module):
 
     def unrounded(self, input: Tensor) -> Tensor:
         """Normalized input in its own dtype."""
-        if self._is_exact(input):
+        # Within a network in half precision a weight in fp32 stays exact.
+        if self.weight.dtype.itemsize > input.dtype.itemsize and not torch.is_autocast_enabled(input.device.type):
             return self.unrounded(input.to(self.weight.dtype)).to(input.dtype)
         weight = self.weight.to(input.dtype)
         if self.bias is None:
@@ -39,14 +40,9 @@ class Norm(nn.Module):
 
     def add(self, input: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:
         """The residual connection before the norm: `input + branch`, and that sum normalized as by `forward`."""
-        if self._kernels.add_norm is None or self._is_exact(input):
+        if self._kernels.add_norm is None or self.weight.dtype.itemsize > input.dtype.itemsize:
             total = input + branch
             return total, self(total)
         bias = None if self.bias is None else self.bias.to(input.dtype)
         total, normal = self._kernels.add_norm(input, branch, self.weight.to(input.dtype), bias, self.eps)
         return total, normal.to(compute_dtype(input))
-
-    def _is_exact(self, input: Tensor) -> bool:
-        """Whether the weight stays in fp32 within a network in half precision, see `exact_weights` of a family."""
-        is_wider = self.weight.dtype.itemsize > input.dtype.itemsize
-        return is_wider and not torch.is_autocast_enabled(input.device.type)

@@ -372,17 +372,14 @@ def _open_headed(folder: Path, suffix: str, open_run: OpenCheckpoint) -> StoredM
 def _open_adapted(folder: Path, base: Path, stored: StoredModel, suffix: str) -> StoredModel:
     """An opened base model with the adapter of a PEFT folder, and the head that lies there. Its labels are those of the
     base where it has as many, else numbered."""
-    adapted, head = (
-        dataclasses.replace(stored, read=merge_adapter(stored.config, stored.read, folder)),
-        read_head(folder),
-    )
+    read, head = merge_adapter(stored.config, stored.read, folder), read_head(folder)
     if HEAD not in head:
-        return adapted
-    is_published, count, config = (base / CONFIG).is_file(), len(head[HEAD]), cast(Any, stored.config)
-    labels = (is_published and model_folder.labels_of(base, suffix)) or stored.labels
-    pad_id = read_folder(base).config.get("pad_token_id") if is_published else None
+        return dataclasses.replace(stored, read=read, blocks={})
+    labels, count, config = stored.labels, len(head[HEAD]), cast(Any, stored.config)
+    pad_id = read_folder(base).config.get("pad_token_id") if (base / CONFIG).is_file() else None
     return dataclasses.replace(
-        adapted,
+        stored,
+        read=read,
         # As of every classifier, without the head of a language model.
         config=dataclasses.replace(config, tie_embeddings=True),
         names=tuple(name for name in stored.names if name != "output"),

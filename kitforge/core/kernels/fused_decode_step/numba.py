@@ -83,8 +83,8 @@ class NumbaDecodeStep:
         self._has_tiles = self._dtype is not torch.float32 and prefers_matrix_unit()
         weights = rounded_weights(exact, self._dtype)
         self._copies = [pair for pair in zip(_tensors(weights), _tensors(exact), strict=True) if pair[0] is not pair[1]]
-        self._norm_type = _TYPES[weights.norm.dtype if weights.has_exact_norms else self._dtype]
-        self._stream_norm_type = _TYPES[weights.norm.dtype]
+        branch_dtype = weights.norm.dtype if weights.has_exact_norms else self._dtype
+        self._norm_types = _TYPES[branch_dtype], _TYPES[weights.norm.dtype]
         self._autotuner = ThreadAutotuner()
         self._options = weights.norm_eps, weights.qk_norm_eps, weights.interleaved_rotary, weights.gate == "gelu"
         matrices = [[getattr(layer, name) for name in LINEARS] for layer in weights.layers] + [[weights.head]]
@@ -152,8 +152,8 @@ class NumbaDecodeStep:
         step = _Step(
             _TYPES[self._dtype],
             _TYPES[stream.dtype],
-            self._norm_type,
-            self._stream_norm_type,
+            self._norm_types[0],
+            self._norm_types[1],
             self._has_tiles,
             *self._options,
             rereads or not self._are_kept,

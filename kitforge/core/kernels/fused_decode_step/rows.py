@@ -53,9 +53,8 @@ def write_row(source: int, target: int, like: Any, count: int) -> None:
 
 @compiled
 def normalize_row(row: int, count: int, types: Any, weight: int, bias: int, eps: float) -> None:
-    """RMSNorm or, with a bias, LayerNorm in place, by weight and bias at these addresses. `types`: of the row, and of
-    weight and bias. A row is rounded once, after the weight, where that is more exact."""
-    like, own = types
+    """RMSNorm or, with a bias, LayerNorm in place, by weight and bias at these addresses, of `types[1]`."""
+    like, own = types  # of the row, and of weight and bias
     size, mean, squares = array_at(weight, (1,), own).itemsize, vector_of(_ZERO), vector_of(_ZERO)
     if bias:
         total = vector_of(_ZERO)
