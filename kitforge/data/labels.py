@@ -45,6 +45,11 @@ def head_labels(
     if len(declared) < 2 or set(declared) <= set(known):
         labels = known or names_of(found)
         return labels, index_of(labels)
+    # Checkpoints spell POSITIVE what data sets call positive; transformers' scripts compare so too.
+    small = {name.lower(): number for number, name in enumerate(known)}
+    spelt = {name.lower() for name in declared}
+    if len(small) == len(known) and len(spelt) == len(declared) and spelt <= small.keys():
+        return known, index_of(known) | {name: small[name.lower()] for name in declared}
     # Names that say nothing, or that the caller chose, stand for the classes in their order.
     is_nameless = all(name in (f"LABEL_{number}", str(number)) for number, name in enumerate(known))
     if len(known) == len(declared) and (is_fixed or is_nameless) and not set(known) & set(declared):
