@@ -20,6 +20,7 @@ WHOLE_TEXTS = {
     "kitforge.data.chat.datasets": 1,
     "kitforge.data.tokenizers.gguf": 1,
     "kitforge.data.text.streaming": 1,
+    "kitforge.data.text.tagged_words": 1,
     "kitforge.data.chat.template": 1,
     "kitforge.data.text.tokenize_documents": 1,
     "kitforge.data.tokenizers.protocol": 1,
