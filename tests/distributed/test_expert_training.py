@@ -21,7 +21,7 @@ from kitforge.core.checkpoint import safetensors_file, snapshot
 from kitforge.core.checkpoint.load import open_checkpoint
 from kitforge.core.parallel.grid import Grid
 from kitforge.core.parallel.layout import Layout
-from kitforge.foundation.errors import CheckpointError
+from kitforge.foundation.errors import CheckpointError, ConfigError
 from kitforge.trainer.run_folder import train
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_training import MIXTURE, numbers, world
@@ -118,6 +118,18 @@ def resumed(rank: int, folder: Path, each: list[Mapping[str, Any]]) -> list[tupl
         train(assembly.loop, assembly.options, assembly.folder, assembly.config_text)
         found.append((told.lines, wrong))
     return found
+
+
+def refused(rank: int, folder: Path, choices: Mapping[str, Any]) -> str:
+    with pytest.raises(ConfigError) as error:
+        run_training(rank, folder, choices)
+    return str(error.value)
+
+
+def test_a_step_of_two_replicas_is_not_balanced_over_the_batch_of_each(folder: Path) -> None:
+    choices = {**BASE, "data.batch_size": 4, "model.experts.balance": "batch", "output_dir": str(folder / "replicas")}
+    for found in run_ranks(2, refused, folder, choices | divided(1, data=2)):
+        assert "1 micro-batches a step on each of 2 replicas" in found
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from kitforge.core.parallel.config import ParallelConfig
 from kitforge.core.parallel.layout import Layout
 from kitforge.core.parallel.mesh import Mesh
 from kitforge.core.parallel.parallelize import parallelize
-from kitforge.core.parallel.sharding import TENSOR, Sharding, ShardingRule
+from kitforge.core.parallel.sharding import EXPERT, TENSOR, Sharding, ShardingRule
 from kitforge.core.parallel.world import World
 from kitforge.foundation.config import from_dict
 from kitforge.foundation.errors import ModelError
@@ -172,7 +172,8 @@ def drift(rank: int, degrees: ParallelConfig, changed: list[tuple[int, str]]) ->
         name: Layout(shape=(8, 4))
         .split("shard", 0, degrees.shard if "shard" in name else 1)
         .split(TENSOR, 1, degrees.tensor if "tensor" in name else 1)
-        for name in ("shard", "tensor", "shard and tensor", "whole")
+        .split(EXPERT, 0, degrees.expert if "expert" in name else 1)
+        for name in ("shard", "tensor", "shard and tensor", "whole", "expert")
     }
     whole = torch.arange(32.0).view(8, 4)
     tensors = {name: layout.region(mesh.index).of(whole).clone() for name, layout in layouts.items()}
@@ -184,9 +185,10 @@ def drift(rank: int, degrees: ParallelConfig, changed: list[tuple[int, str]]) ->
 
 
 def drifts(rank: int) -> list[dict[str, list[int]]]:
-    square = ParallelConfig(shard=2, tensor=2)
+    square, experts = ParallelConfig(shard=2, tensor=2), ParallelConfig(data=4, expert=2)
     everything = [(3, name) for name in ("shard", "tensor", "shard and tensor", "whole", "beside")]
-    return [drift(rank, square, []), drift(rank, square, everything), drift(rank, square, [(0, "whole"), (2, "shard")])]
+    changed = [[], everything, [(0, "whole"), (2, "shard")]]
+    return [*(drift(rank, square, each) for each in changed), drift(rank, experts, [(2, "expert"), (3, "whole")])]
 
 
 @pytest.mark.slow
@@ -196,6 +198,8 @@ def test_replicas_are_compared_with_those_that_hold_the_same_piece() -> None:
         # Pieces along both axes have no replicas.
         assert found[1] == {"shard": [3], "tensor": [3], "whole": [3], "beside": [3]}
         assert found[2] == {"whole": [1, 2, 3], "shard": [3]}
+        # Two ranks have the first half of the experts, 0 and 2.
+        assert found[3] == {"expert": [2], "whole": [3]}
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -230,3 +232,26 @@ def test_tables_on_a_device_are_planned_at_once(monkeypatch: pytest.MonkeyPatch)
     for one, other in zip(there, outputs("cpu"), strict=True):
         assert isinstance(one, OnDevice)
         torch.testing.assert_close(one.held, other)
+
+
+def test_a_plan_of_tables_that_are_planned_at_once_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    prefetch, planned = RowCache.prefetch, Counter[str]()
+
+    def slow(rows: RowCache, ids: Tensor) -> None:
+        # The trainer looks for a batch meanwhile, and must not have one.
+        time.sleep(0.02 if rows.options.name == "b" else 0.0)
+        prefetch(rows, ids)
+        planned[rows.options.name] += 1
+
+    monkeypatch.setattr(RowCache, "prefetch", slow)
+    with other_device.other_device(monkeypatch):
+        tables = {name: CachedEmbedding(10, 2, device=DEVICE.type, device_rows=8, name=name) for name in ("a", "b")}
+        with EmbeddingCollection(tables) as collection:
+            good, bad = ({"a": torch.tensor([[1]]), "b": torch.tensor([[id]])} for id in (2, 10))
+            seen = 0
+            with pytest.raises(DataError, match="not in the table"):
+                for inputs in collection.prefetch([good, good, bad], 2):
+                    seen += 1
+                    assert min(planned["a"], planned["b"]) >= seen
+                    collection(inputs)
+            assert seen == 2

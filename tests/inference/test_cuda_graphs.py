@@ -4,9 +4,11 @@ itself is tested here."""
 from __future__ import annotations
 
 import copy
+import dataclasses
 import random
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -75,6 +77,44 @@ def test_a_text_ends_at_its_stop_token_and_length_within_steps_that_run_together
             for count in (1, 7)
         )
         assert as_texts(one) == as_texts(other)
+
+
+# Of each field of the options, what a text is generated with.
+FIELDS: dict[str, dict[str, Any]] = {
+    "max_new_tokens": {"max_new_tokens": 5},
+    "temperature": {"temperature": 0.8},
+    "top_k": {"temperature": 1.5, "top_k": 3},
+    "top_p": {"temperature": 1.5, "top_p": 0.7},
+    "min_p": {"temperature": 1.5, "min_p": 0.2},
+    "presence_penalty": {"presence_penalty": 4.0},
+    "frequency_penalty": {"frequency_penalty": 3.0},
+    "repetition_penalty": {"repetition_penalty": 5.0},
+    "suppress_tokens": {"suppress_tokens": tuple(range(0, 31, 2))},
+    "ignored_settings": {"ignored_settings": ("top_k",)},
+    "logit_bias": {"logit_bias": {"7": 0.5, "8": -3.0}},
+    "stop_ids": {"stop_ids": (7, 8, 9)},
+    "ignore_eos": {"ignore_eos": True},
+    "min_new_tokens": {"min_new_tokens": 4, "temperature": 1.5},
+    "prompt_logprobs": {"prompt_logprobs": 1},
+    "seed": {"temperature": 1.0, "seed": 11},
+}
+
+
+@pytest.mark.parametrize("field", [each.name for each in dataclasses.fields(SamplingOptions)])
+def test_steps_that_run_together_take_every_option_as_single_ones(field: str, steps: Counter[object]) -> None:
+    model, prompts = network("llama"), [[1, 2, 3], [4, 5], [11]]
+    options = SamplingOptions(**{"max_new_tokens": 11, **FIELDS[field]})
+    # The fifth token of a text stops it, which is the first that may with `min_new_tokens`.
+    free = Engine(model, PAGED).generate(prompts, replace(options, ignore_eos=True, min_new_tokens=0))
+    before = steps["together"]
+    for stop in {samples[0].tokens[4] for samples in free}:
+        one, other = (
+            Engine(model, replace(PAGED, num_scheduler_steps=count), stop_ids=[stop]).generate(prompts, options)
+            for count in (1, 7)
+        )
+        assert as_texts(one) == as_texts(other)
+    # Penalties read the text so far, so that their steps never run together.
+    assert steps["together"] > before or options.needs_history
 
 
 def test_steps_that_run_together_need_no_room_behind_a_text(steps: Counter[object]) -> None:

@@ -186,7 +186,7 @@ def with_run_options(options: RecommendationOptions, checkpoint: Checkpoint) -> 
         name: merge_options(getattr(options, name), getattr(recorded, name)) for name in ("retrieval", "predict")
     }
     data = merge_data_options(options.data, recorded.data)
-    return dataclasses.replace(options, seed=recorded.seed, data=data, inherits_run=True, **sections)
+    return dataclasses.replace(options, seed=options.seed or recorded.seed, data=data, inherits_run=True, **sections)
 
 
 def merge_data_options(

@@ -11,12 +11,13 @@ import pytest
 
 from kitforge import pipeline
 from kitforge.cli import main as cli
-from kitforge.composition import option_help, option_names, parse
+from kitforge.composition import nested, option_help, option_names, parse
+from kitforge.foundation.config import from_dict
 from kitforge.foundation.errors import ConfigError
 from kitforge.kits.recommender import build
 from kitforge.kits.recommender.build import TASKS
 from kitforge.kits.recommender.config import NegativeOptions, RecommendationDataOptions, RecommendationOptions
-from kitforge.kits.recommender.factory import merge_options
+from kitforge.kits.recommender.factory import merge_options, open_run_checkpoint, with_run_options
 from tests.kits.recommender.runs import run
 
 KIT = TASKS["recommendation"]
@@ -27,6 +28,7 @@ SCHEMA = {
 # Another value than the default for every option of a run that is read again, and the default as it is typed.
 Changes = dict[str, tuple[Any, str]]
 RETRIEVAL: Changes = {
+    "seed": (7, "0"),
     "data.format": ("csv", "auto"),
     "data.columns": (["user", "item", "history"], "null"),
     "data.delimiter": ("|", "null"),
@@ -164,6 +166,12 @@ def by_http(folder: Path, given: Mapping[str, str], _: Path, patch: pytest.Monke
     return opened.options  # type: ignore[no-any-return]
 
 
+def by_hand(folder: Path, given: Mapping[str, str], *_: Any) -> RecommendationOptions:
+    """Of options that were not composed those that differ from their defaults are given."""
+    values = nested({name: parse(f"{name}={value}")[1][0] for name, value in given.items()})
+    return with_run_options(from_dict(RecommendationOptions, values), open_run_checkpoint(folder))
+
+
 def value_of(options: RecommendationOptions, name: str) -> Any:
     value: Any = options
     for key in name.split("."):
@@ -174,7 +182,7 @@ def value_of(options: RecommendationOptions, name: str) -> Any:
 DOORS: tuple[Door, ...] = (by_pipeline, by_predict, by_evaluate, by_http)
 
 
-@pytest.mark.parametrize("door", DOORS, ids=lambda each: each.__name__)
+@pytest.mark.parametrize("door", [*DOORS, by_hand], ids=lambda each: each.__name__)
 def test_every_option_of_a_run_reaches_every_door(
     door: Door, trained: tuple[Path, Changes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,7 +206,7 @@ def test_the_matrix_has_every_option_that_is_read_again() -> None:
     known = {
         name for name in option_names(RecommendationOptions) if name.startswith(("data.", "retrieval.", "predict."))
     }
-    assert known - others == {*RETRIEVAL, *SAMPLED, *LABELLED}
+    assert {"seed", *known} - others == {*RETRIEVAL, *SAMPLED, *LABELLED}
 
 
 @pytest.mark.parametrize("verb", ["train", "predict", "evaluate", "serve"])
@@ -216,12 +224,13 @@ def test_whether_options_are_those_of_a_run_is_neither_shown_nor_recorded(
     assert "inherits_run" not in option_help(RecommendationOptions)
 
 
-def test_of_options_built_by_hand_each_that_differs_from_its_default_is_given() -> None:
+def test_of_options_built_by_hand_each_that_differs_from_its_default_is_given(folder: Path) -> None:
     recorded = NegativeOptions(num_negatives=4, item="item", exclude_seen=False)
     given = RecommendationDataOptions(negatives=NegativeOptions(num_negatives=2))
     merged = merge_options(given, RecommendationDataOptions(negatives=recorded, split="last"))
     assert merged.negatives == NegativeOptions(num_negatives=2, item="item", exclude_seen=False)
     assert merged.split == "last"
+    assert by_hand(folder, {"seed": "3", "retrieval.top_k": "5"}).seed == 3
 
 
 def test_a_pipeline_takes_no_word_on_whether_options_are_those_of_a_run(folder: Path) -> None:
