@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, Self, TypeVar, final
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -40,10 +41,15 @@ from kitforge.embedding_cache.store import RowStore
 from kitforge.embedding_cache.tiers.redis import RedisStore
 from kitforge.foundation.config import check, to_dict
 from kitforge.foundation.errors import DataError, ModelError
+from kitforge.foundation.log import logger, warn_once
 
 Batch = TypeVar("Batch")
 # How to save tables, for errors.
 CHECKPOINT_HINT = "CheckpointWriter.attach and save, open_checkpoint(...).load_tables (docs/checkpoints.md)"
+
+_log = logger(__name__)
+# Tables that were given no name and are still there: a table cannot see the network that it becomes a part of.
+_unnamed: WeakSet[CachedEmbedding] = WeakSet()
 
 
 @final
@@ -74,6 +80,10 @@ class CachedEmbedding(nn.Module):
             check(config.name != "rowwise_adagrad", "sparse_optimizer.name", config.name, expected)
             norm = given.expiry.min_norm
             check(norm is None, "cache.expiry.min_norm", norm, "none, for column-wise sharding")
+        if "name" not in options:
+            if any(each.options.seed == given.seed for each in _unnamed):
+                warn_once(_log, "tables without a name start with equal rows by id: give each a name of its own")
+            _unnamed.add(self)
         self.options = replace(given, remote=_remote_tier(given, config, sharding))
         self.rows = RowCache(self.options, build_row_optimizer(config), sharding)
         # The largest learning rate of its rows; None: that of the run.

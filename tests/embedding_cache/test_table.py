@@ -8,14 +8,17 @@ import pickle
 import re
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from kitforge.core.optim.row_optimizers import SparseModule
+from kitforge.embedding_cache import table as tables
 from kitforge.embedding_cache.options import AdmissionOptions, ExpiryOptions, PolicyOptions
 from kitforge.embedding_cache.table import CachedEmbedding
+from kitforge.foundation import log
 from kitforge.foundation.errors import ConfigError, DataError, ModelError
 
 NUM, DIM = 20, 3
@@ -267,3 +270,33 @@ def test_a_table_is_not_copied_or_pickled() -> None:
     for copying in (copy.deepcopy, copy.copy, lambda module: torch.save(module, io.BytesIO()), pickle.dumps):
         with pytest.raises(ModelError, match=r"'users' cannot be copied or pickled[\s\S]*CheckpointWriter"):
             copying(network if copying is not copy.copy else network[0])
+
+
+def test_tables_without_a_name_tell_that_their_rows_are_equal(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log, "_warned", set[str]())
+    monkeypatch.setattr(tables, "_unnamed", WeakSet[CachedEmbedding]())
+    ids = torch.tensor([[3]])
+    with (
+        CachedEmbedding(9, 2) as user,
+        CachedEmbedding(9, 2, seed=1) as item,
+        CachedEmbedding(9, 2, name="city") as city,
+    ):
+        assert len({tuple(each(ids).flatten().tolist()) for each in (user, item, city)}) == 3
+        assert not caplog.messages
+        with CachedEmbedding(9, 2) as other:
+            assert torch.equal(user(ids), other(ids))
+    assert caplog.messages == ["tables without a name start with equal rows by id: give each a name of its own"]
+
+
+def test_gradients_of_a_scaled_loss_are_scaled_back() -> None:
+    found = []
+    for scale in (1.0, 1024.0):
+        with CachedEmbedding(9, 2, optimizer="sgd") as table:
+            ids = torch.tensor([[3, 4], [4, 8]])
+            (scale * table(ids).square().sum()).backward()
+            table.scale_gradients_(1 / scale)
+            table.step(0.1)
+            found.append(table(ids).detach())
+    assert torch.equal(*found)

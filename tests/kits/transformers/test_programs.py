@@ -49,12 +49,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
     | {"sliding_window": 3, "window_layers": (1,), "local_rope_theta": 100.0, "scale_embedding": True},
     "bloom": {"num_heads": 6, "num_layers": 1},
     "pangu_alpha": {},
+    "mixtral": {"num_heads": 4, "num_kv_heads": 2, "mlp_dim": 20, "num_layers": 1}
+    | {"experts": {"num_experts": 4, "top_k": 2, "num_shared": 1, "num_groups": 2, "top_groups": 1}},
+    "qwen3_moe": {"num_heads": 4, "head_dim": 8, "num_kv_heads": 2, "mlp_dim": 40, "expert_dim": 12}
+    | {"dense_layers": (0,), "experts": {"num_experts": 5, "top_k": 3, "normalize": False}},
 }
 # A program that onnxruntime runs has gone through torch.export as well; what is saved of one is read back for decoders.
 PROVES = "KITFORGE_PROVE" in os.environ
 FORMATS = ["onnx", "torch_export"] if PROVES else ["onnx"]
-DECODERS = [(family, format) for family in FAMILIES for format in FORMATS if PROVES or family == "llama"]
-DECODERS += [(family, "torch_export") for family in FAMILIES if not PROVES and family != "llama"]
+CONVERTED = tuple(FAMILIES) if PROVES else ("llama", "mixtral")
+DECODERS = [(family, format) for family in CONVERTED for format in FORMATS]
+DECODERS += [(family, "torch_export") for family in FAMILIES if family not in CONVERTED]
 # The rest of the way to ONNX, which takes twice the time, is that of the decoders and of the smallest network.
 TRACED = FORMATS if PROVES else ["torch_export"]
 # Takes the tensors of a program in its order, and gives all that it computes.
