@@ -80,11 +80,11 @@ class CachedEmbedding(nn.Module):
             check(config.name != "rowwise_adagrad", "sparse_optimizer.name", config.name, expected)
             norm = given.expiry.min_norm
             check(norm is None, "cache.expiry.min_norm", norm, "none, for column-wise sharding")
-        if "name" not in options:
+        self.options: CachedEmbeddingOptions = replace(given, remote=_remote_tier(given, config, sharding))
+        if given.name == "table":  # the default
             if any(each.options.seed == given.seed for each in _unnamed):
                 warn_once(_log, "tables without a name start with equal rows by id: give each a name of its own")
             _unnamed.add(self)
-        self.options = replace(given, remote=_remote_tier(given, config, sharding))
         self.rows = RowCache(self.options, build_row_optimizer(config), sharding)
         # The largest learning rate of its rows; None: that of the run.
         self.learning_rate = config.learning_rate

@@ -101,6 +101,8 @@ class Optimizer:
 
     def step(self, scale: float) -> None:
         """Update every parameter that has a gradient, at its group's learning rate times `scale`."""
+        # torch's fused SGD fails where the first gradient of a parameter comes after those of others.
+        self.init_state()
         for group, rate in self._rates:
             group["lr"] = rate * scale
         for inner in self._optimizers:
