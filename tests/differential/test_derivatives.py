@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from kitforge.core.kernels.dispatch import CompileLevel, Kernels, select
 from kitforge.core.kernels.float8_linear.reference import float8_linear
 from kitforge.core.kernels.moe_permute.reference import Permutation
+from kitforge.core.kernels.vocabulary import VocabularyShard
 from kitforge.core.nn.context import Context
 from kitforge.foundation.errors import KitforgeError
 from kitforge.models.catalog import FAMILIES, config_of
@@ -27,8 +28,24 @@ from tests.differential.drawn import drawn
 # A function of an operation's float inputs, by our kernels and by torch.
 Case = tuple[Callable[..., Tensor], Callable[..., Tensor], list[Tensor]]
 Draw = Callable[[st.SearchStrategy[Any]], Any]
-# What torch has a second derivative of and the default level does not, with what to do; inputs are saved rounded.
-REFUSED = {"float8_linear": "train without FP8", "linear": "take compile_level=O0"}
+KERNELS, TARGETS = select("O1"), torch.arange(16)
+SHARD = VocabularyShard(first=0, max_rows=16, gather=lambda values: values.unsqueeze(0))
+ALONE = "take compile_level=O0 on one rank"
+# What torch has a second derivative of and the default level does not, of an input and a weight in fp32 under autocast,
+# with what to do.
+REFUSED: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
+    "saved in FP8": (float8_linear, "train without FP8"),
+    "saved in half precision": (KERNELS.linear, ALONE),
+    "joined by autocast": (lambda input, weight: KERNELS.linear_cross_entropy(input.half(), weight, TARGETS), ALONE),
+    "the loss of a shard of the vocabulary": (
+        lambda input, weight: KERNELS.linear_cross_entropy(input, weight, TARGETS, shard=SHARD),
+        ALONE,
+    ),
+    "log-probs of a shard of the vocabulary": (
+        lambda input, weight: KERNELS.linear_log_probs(input, weight, TARGETS, shard=SHARD)[0],
+        ALONE,
+    ),
+}
 SIZES = st.integers(1, 6)
 NETWORK = {
     "vocab_size": 31, "dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "mlp_dim": 32, "max_length": 16,
@@ -200,10 +217,10 @@ def test_gradients_to_second_order_are_those_of_torch(
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_has_no_second_derivative_says_so_where_it_is_asked_for(name: str) -> None:
     root, weight = torch.randn(16, 16, requires_grad=True), torch.randn(16, 16, requires_grad=True)
-    kernel = float8_linear if name == "float8_linear" else select("O1").linear
-    with torch.autocast("cpu", torch.float16, enabled=name == "linear"):
-        loss = kernel(root, weight).sum()
-    with pytest.raises(KitforgeError, match=f"(?s)create_graph=True.*{REFUSED[name]}"):
+    function, words = REFUSED[name]
+    with torch.autocast("cpu", torch.float16):
+        loss = function(root, weight).sum()
+    with pytest.raises(KitforgeError, match=f"(?s)create_graph=True.*{words}"):
         torch.autograd.grad(loss, root, create_graph=True)
     (gradient,) = torch.autograd.grad(loss, root)
     assert not gradient.requires_grad

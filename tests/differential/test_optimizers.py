@@ -62,7 +62,7 @@ def parameters(groups: list[Any], seed: int) -> list[list[nn.Parameter]]:
 
 
 def built(config: OptimizerConfig, given: list[Any], groups: list[list[nn.Parameter]]) -> Optimizer:
-    return build_optimizer(
+    optimizer = build_optimizer(
         [
             ParameterGroup(
                 names=tuple(f"{number}.{place}" for place in range(len(own))),
@@ -75,6 +75,9 @@ def built(config: OptimizerConfig, given: list[Any], groups: list[list[nn.Parame
         ],
         config,
     )
+    # As before the first step of a run.
+    optimizer.init_state()
+    return optimizer
 
 
 @given(config=configs(), given=GROUPS, steps=STEPS, stops=st.integers(0, 6), seed=st.integers(0, 2**31))

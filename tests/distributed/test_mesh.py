@@ -10,7 +10,20 @@ from kitforge.core.parallel import collectives
 from kitforge.core.parallel.config import ParallelConfig
 from kitforge.core.parallel.mesh import Mesh
 from kitforge.core.parallel.world import World
+from kitforge.foundation.errors import ModelError
 from tests.distributed.ranks import run_ranks
+
+# The collectives with a gradient, and what they are given before and after their group.
+GRADED: dict[str, tuple[tuple[Any, ...], tuple[int, ...]]] = {
+    "all_gather_autograd": ((), (0,)),
+    "all_gather_replicated": ((), (0,)),
+    "reduce_scatter_autograd": ((), (0,)),
+    "exchange_autograd": ((), (0, 1)),
+    "all_to_all_autograd": (((1, 1), (1, 1)), ()),
+    "all_reduce_autograd": ((), ()),
+    "all_reduce_fwd": ((), ()),
+    "copy_to_group": ((), ()),
+}
 
 
 def look(rank: int, degrees: ParallelConfig) -> dict[str, Any]:
@@ -131,6 +144,25 @@ def pairs(rank: int, name: str, dim: int) -> tuple[float, float]:
     both = torch.stack([forward, backward])
     dist.all_reduce(both, group=group)
     return float(both[0]), float(both[1])
+
+
+def refused_graphs(rank: int) -> list[str]:
+    """What each collective says where a graph of its gradient is asked for."""
+    group, said = Mesh(ParallelConfig(tensor=2), "cpu").group("tensor"), []
+    for name, given in GRADED.items():
+        input = torch.ones(2, 2, requires_grad=True)
+        # As of a loss: the incoming gradient requires none.
+        output = getattr(collectives, name)(input, *given[0], group, *given[1])
+        with pytest.raises(ModelError) as error:
+            torch.autograd.grad(output.sum(), input, create_graph=True)
+        said.append(str(error.value))
+    return said
+
+
+def test_a_second_derivative_over_ranks_is_refused_by_all_of_them() -> None:
+    for said in run_ranks(2, refused_graphs):
+        assert len(said) == len(GRADED)
+        assert all("create_graph=True" in words and "on one rank" in words for words in said)
 
 
 def gather_rows(rank: int) -> bool:

@@ -69,6 +69,13 @@ def test_the_weights_of_a_mean_have_gradients() -> None:
     torch.testing.assert_close(weights.grad, rows / torch.repeat_interleave(counts, counts))
 
 
+def test_weights_have_no_second_derivative_and_say_so() -> None:
+    weights = torch.rand(len(IDS), requires_grad=True)
+    pooled = CachedEmbedding(NUM, DIM, optimizer="sgd")(IDS, OFFSETS, weights)
+    with pytest.raises(ModelError, match=r"create_graph=True[\s\S]*look the rows up without weights"):
+        torch.autograd.grad(pooled.sum(), weights, create_graph=True)
+
+
 @pytest.mark.parametrize("shape", [(), (0,), (2, 0), (3,), (2, 3, 4)])
 def test_without_bags_ids_may_have_any_shape(shape: tuple[int, ...]) -> None:
     table = CachedEmbedding(None, DIM, mode=None, device_rows=4)

@@ -19,17 +19,17 @@ Backward = TypeVar("Backward", bound=Callable[..., Any])
 # Of the context of a forward pass: its first inputs as they were given, and their function in differentiable
 # operations; None where there is no such function.
 Again = Callable[[Any], tuple[Sequence[Tensor], Callable[..., Any]] | None]
-_FIX = "take compile_level=O0, or call backward without create_graph"
+_FIX = "take compile_level=O0 on one rank, or call backward without create_graph"
 
 
 def by_hand(
-    again: Again | None = None, *, fix: str = _FIX, where: Callable[[Any], bool] = lambda _: True
+    again: Again = lambda _: None, *, fix: str = _FIX, where: Callable[[Any], bool] = lambda _: True
 ) -> Callable[[Backward], Backward]:
     """A decorator of the backward pass of an `autograd.Function`, which runs without a graph.
 
     With `create_graph=True` the gradients are those of the function that `again` returns, so they can be differentiated
-    themselves; ModelError if there is none, or if an input was not saved as it was given. `where` is False of a context
-    whose gradients leave autograd, as those of the rows of a table do.
+    themselves; ModelError if there is none, if an input was not saved as it was given, or if inputs differ in dtype.
+    `where` is False of a context whose gradients leave autograd, as those of the rows of a table do.
     """
 
     def decorate(backward: Backward) -> Backward:
@@ -39,9 +39,10 @@ def by_hand(
             if not torch.is_grad_enabled() or torch.compiler.is_compiling() or not where(ctx):
                 with torch.no_grad():
                     return backward(ctx, *gradients)
-            found = None if again is None else again(ctx)
-            wanted = [index for index, is_wanted in enumerate(ctx.needs_input_grad) if is_wanted]
-            if found is None or not all(found[0][index].requires_grad for index in wanted):
+            found, wanted = again(ctx), [index for index, is_wanted in enumerate(ctx.needs_input_grad) if is_wanted]
+            # Inputs of several dtypes were joined by autocast, which has ended.
+            is_given = found is not None and all(found[0][index].requires_grad for index in wanted)
+            if found is None or not is_given or len({each.dtype for each in found[0]}) > 1:
                 raise ModelError("this operation has no second derivative", got="create_graph=True", fix=fix)
             # Tensors of their own, since one input may have been computed from another.
             inputs = [each.view_as(each) for each in found[0]]

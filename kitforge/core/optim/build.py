@@ -100,9 +100,10 @@ class Optimizer:
         return (parameter for _, parameter in self._named)
 
     def step(self, scale: float) -> None:
-        """Update every parameter that has a gradient, at its group's learning rate times `scale`."""
-        # torch's fused SGD fails where the first gradient of a parameter comes after those of others.
-        self.init_state()
+        """Update every parameter that has a gradient, at its group's learning rate times `scale`.
+
+        Call `init_state` before the first: torch's fused SGD fails where the first gradients do not all come at once.
+        """
         for group, rate in self._rates:
             group["lr"] = rate * scale
         for inner in self._optimizers:

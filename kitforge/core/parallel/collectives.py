@@ -185,10 +185,6 @@ def copy_to_group(input: Tensor, group: Group) -> Tensor:
     return input if group is None else _apply(_CopyToGroup, input, group)
 
 
-# Sums over ranks run outside autograd, at every compile level.
-_by_hand = by_hand(fix="train on one rank, or call backward without create_graph")
-
-
 def _apply(function: Any, *arguments: Any) -> Tensor:
     result: Tensor = function.apply(*arguments)
     return result
@@ -201,7 +197,7 @@ class _AllGather(torch.autograd.Function):
         return all_gather(input, group, dim)
 
     @staticmethod
-    @_by_hand
+    @by_hand()
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return reduce_scatter(grad, ctx.group, ctx.dim), None, None
 
@@ -213,7 +209,7 @@ class _AllGatherReplicated(torch.autograd.Function):
         return all_gather(input, group, dim)
 
     @staticmethod
-    @_by_hand
+    @by_hand()
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return grad.narrow(ctx.dim, group_rank(ctx.group) * ctx.length, ctx.length), None, None
 
@@ -225,7 +221,7 @@ class _ReduceScatter(torch.autograd.Function):
         return kept(reduce_scatter, input, group, dim)
 
     @staticmethod
-    @_by_hand
+    @by_hand()
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return all_gather(grad, ctx.group, ctx.dim), None, None
 
@@ -237,7 +233,7 @@ class _Exchange(torch.autograd.Function):
         return kept(exchange, input, group, split, joined)
 
     @staticmethod
-    @_by_hand
+    @by_hand()
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return exchange(grad, ctx.group, ctx.joined, ctx.split), None, None, None
 
@@ -251,7 +247,7 @@ class _AllToAll(torch.autograd.Function):
         return kept(all_to_all, input, received, sent, group)
 
     @staticmethod
-    @_by_hand
+    @by_hand()
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return all_to_all(grad, ctx.sent, ctx.received, ctx.group), None, None, None
 
@@ -263,7 +259,7 @@ class _AllReduce(torch.autograd.Function):
         return all_reduce_(input.clone(memory_format=torch.contiguous_format), group)
 
     @staticmethod
-    @_by_hand
+    @by_hand()
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return all_reduce_(grad.clone(memory_format=torch.contiguous_format), ctx.group), None
 
@@ -274,7 +270,7 @@ class _AllReduceForward(torch.autograd.Function):
         return kept(all_reduce_, input.clone(memory_format=torch.contiguous_format), group)
 
     @staticmethod
-    @_by_hand
+    @by_hand()
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
@@ -288,6 +284,6 @@ class _CopyToGroup(torch.autograd.Function):
         return whole
 
     @staticmethod
-    @_by_hand
+    @by_hand()
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return all_reduce_(grad.clone(memory_format=torch.contiguous_format), ctx.group), None
