@@ -27,6 +27,7 @@ from kitforge.core.kernels.jagged_bags import Bags
 from kitforge.core.kernels.moe_permute.reference import permutation_of
 from kitforge.core.kernels.quantized_linear.reference import quantize
 from kitforge.core.optim.row_optimizers import SparseOptimizerConfig, build_row_optimizer
+from kitforge.foundation.errors import ModelError
 from kitforge.verify.contract import furthest
 
 # Relative to the largest element of the float64 reference.
@@ -171,17 +172,30 @@ def kernel_errors(device: torch.device, level: CompileLevel) -> Iterator[tuple[s
 
 
 def run_kernel(kernel: Callable[..., Tensor], arguments: list[Tensor]) -> list[Tensor]:
-    """The output, and the gradients where the kernel has them."""
+    """The output, the gradients where the kernel has them, and the second ones in fp32 and float64 if not refused."""
     leaves = [each.detach().clone().requires_grad_() for each in arguments]
     try:
         output = kernel(*leaves)
-        # Not made of the output, which is rounded differently in each dtype; quarters are the same in all, FP8 too.
-        quarters = (4 * torch.arange(output.numel(), device=output.device).cos()).round() / 4
-        gradient = quarters.view_as(output).to(output.dtype)
-        return [output.detach(), *torch.autograd.grad(output, leaves, gradient)]
+        gradient = _quarters(output)
+        found = [output.detach(), *torch.autograd.grad(output, leaves, gradient)]
     except (RuntimeError, NotImplementedError):
         with torch.no_grad():
             return [kernel(*leaves)]
+    if leaves[0].dtype not in (torch.float32, torch.float64):
+        return found
+    try:
+        first = torch.autograd.grad(kernel(*leaves), leaves, gradient, create_graph=True)
+        # Gradients that are constants have second ones of zero.
+        parts = [each * _quarters(each) for each in first] + [0 * each for each in leaves]
+        total = torch.cat([each.flatten() for each in parts]).sum()
+        return [*found, *torch.autograd.grad(total, leaves)]
+    except (ModelError, RuntimeError):  # refused by us, or by torch as its attention does
+        return found
+
+
+def _quarters(like: Tensor) -> Tensor:
+    # Not made of the tensor, which is rounded differently in each dtype; quarters are the same in all, FP8 too.
+    return ((4 * torch.arange(like.numel(), device=like.device).cos()).round() / 4).view_as(like).to(like.dtype)
 
 
 def table_errors(device: torch.device) -> Iterator[tuple[str, float]]:

@@ -7,11 +7,14 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from kitforge.foundation.errors import ConfigError, TrainingError
 from kitforge.verify.contract import Contract, Measured, NotOfferedError, Verdict, furthest
+from kitforge.verify.kernel_cases import run_kernel
 from kitforge.verify.processes import Process, run_ranks
 from kitforge.verify.runner import chosen, run_contracts, summary
 from tests.patience import PATIENCE
@@ -145,3 +148,27 @@ def test_an_error_that_cannot_be_sent_keeps_its_words() -> None:
 def test_a_process_that_dies_is_reported_with_its_exit_code() -> None:
     with pytest.raises(TrainingError, match="exit code 3"):
         Process(os._exit, 3).result(60.0)
+
+
+class _Constant(torch.autograd.Function):
+    """A square whose gradient is a constant to autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            (x,) = ctx.saved_tensors
+            return torch.mul(2 * x, grad)
+
+
+def test_a_second_gradient_that_is_missing_is_zero_and_not_left_out() -> None:
+    square, constant = (
+        run_kernel(torch.square, [torch.tensor([3.0])]),
+        run_kernel(_Constant.apply, [torch.tensor([3.0])]),
+    )
+    assert [float(each) for each in square] == [9, 6, 2]
+    assert [float(each) for each in constant] == [9, 6, 0]
