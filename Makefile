@@ -43,8 +43,8 @@ lint: env-dev ## format, lint, types and import layers; nothing is changed
 	$(BIN)/mypy --no-error-summary
 	$(BIN)/lint-imports --no-logo
 
-check: lint ## lint and the fast tests: under three minutes
-	$(PYTEST) -q -m "not slow and not prove"
+check: lint ## lint, and the tests that the change reaches
+	$(BIN)/python scripts/reached.py | xargs -r env $(PYTEST) -q
 
 test: env-dev ## every test
 	$(PYTEST)

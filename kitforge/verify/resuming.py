@@ -14,7 +14,7 @@ from kitforge.verify.case import CHECKPOINT_EVERY, RUN_TIMEOUT, Case
 from kitforge.verify.contract import Contract, Measured
 from kitforge.verify.distribution import on_layouts
 from kitforge.verify.killing import kill_again_and_again
-from kitforge.verify.run_equality import records, run_differences
+from kitforge.verify.run_equality import copy_up_to, records, run_differences
 
 INSTANTS, SAVES = 2, 2
 RESUME = {"resume": "auto"}
@@ -70,15 +70,6 @@ def check_damage(case: Case) -> Measured:
     open_checkpoint(folder)
     named = f": {', '.join(accepted)}" if accepted else ""
     return Measured(figure=len(accepted), unit=f"of {len(files)} damaged files accepted{named}")
-
-
-def copy_up_to(source: Path, target: Path, step: int) -> Path:
-    """The run as a kill after the checkpoint of `step` leaves it: later lines are there, later checkpoints are not."""
-    shutil.copytree(source, target)
-    for later in steps(target / "checkpoints"):
-        if later > step:
-            shutil.rmtree(step_folder(target / "checkpoints", later))
-    return target
 
 
 CONTRACTS = (

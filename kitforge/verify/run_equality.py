@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterable, Mapping
 from math import inf, isnan
 from pathlib import Path
@@ -30,6 +31,15 @@ def records(folder: Path, *kinds: str) -> list[dict[str, Any]]:
 def without_clock(record: Mapping[str, Any]) -> dict[str, Any]:
     """The record without `time/*`."""
     return {name: value for name, value in record.items() if not name.startswith("time/")}
+
+
+def copy_up_to(source: Path, target: Path, step: int) -> Path:
+    """The run as a kill after the checkpoint of `step` leaves it: later lines are there, later checkpoints are not."""
+    shutil.copytree(source, target)
+    for later in steps(target / "checkpoints"):
+        if later > step:
+            shutil.rmtree(step_folder(target / "checkpoints", later))
+    return target
 
 
 def last_checkpoint(folder: Path) -> Checkpoint:

@@ -15,8 +15,7 @@ from kitforge.kits.kit import RunAssembly
 from kitforge.kits.transformers.build import TASKS, Inputs
 from kitforge.trainer.callbacks.callback import Callback
 from kitforge.trainer.run_folder import train
-from kitforge.verify.resuming import copy_up_to
-from kitforge.verify.run_equality import checkpoint_content, records, run_differences, without_clock
+from kitforge.verify.run_equality import checkpoint_content, copy_up_to, records, run_differences, without_clock
 from kitforge.verify.run_equality import last_checkpoint as newest_checkpoint
 
 __all__ = ["copy_up_to", "records", "without_clock"]
