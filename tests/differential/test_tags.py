@@ -15,7 +15,7 @@ import sklearn.metrics
 import tokenizers
 import torch
 import transformers
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from seqeval.metrics.v1 import precision_recall_fscore_support
 
@@ -85,6 +85,7 @@ def test_entities_of_sound_tags_are_those_of_seqeval_in_strict_mode(case: Any) -
 
 @drawn(60)
 @given(drawn_tags(sound=False))
+@example(("BILOU", [["B-A", "U-A"]], [["U-A", "U-A"]]))
 def test_entities_of_any_tags_are_those_of_seqeval_by_default(case: Any) -> None:
     scheme, wanted, predicted = case
     if scheme == "BILOU":

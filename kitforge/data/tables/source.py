@@ -12,6 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Literal, Protocol, final
 
+from kitforge.data import named_dataset
 from kitforge.data.document_shard import fingerprint_of
 from kitforge.data.file_bytes import FileStamp, check_unchanged, format_suffix, opened, stamp_of
 from kitforge.data.file_resolver import folder_values, resolve_files
@@ -140,6 +141,7 @@ def open_table(spec: object, config: TableSourceConfig = _DEFAULT) -> TableSourc
     is read once.
     Raises DataError for what is missing, empty or unreadable.
     """
+    spec = named_dataset.opened(spec)
     if isinstance(spec, (str, os.PathLike)):
         return _of_files(str(spec), [(file, spec) for file in _table_files(spec)], config)
     if is_dataset(spec):

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from kitforge.data.optional_imports import import_optional
-
-# O, or a chunk tag of one of the schemes that seqeval reads: BIO, IOE, IOBES, BILOU.
+# O, or a chunk tag of one of the schemes BIO, IOE, IOBES and BILOU.
 CHUNK_TAG = re.compile(r"O|[BIESLU]-.+")
 Aggregation = Literal["none", "simple", "first", "average", "max"]
 
@@ -24,14 +22,20 @@ Aggregation = Literal["none", "simple", "first", "average", "max"]
 def entity_counts(wanted: Sequence[str], predicted: Sequence[str]) -> tuple[float, float, float]:
     """Entities of one row that were found, that were predicted, and that there are; an entity is right if its type and
     both of its ends are."""
-    seqeval = import_optional("seqeval.metrics.sequence_labeling", needed_for="entity F1", extra="transformers")
-    # seqeval's default mode knows IOBES; BILOU has U for its S, and L for its E.
-    spelt = (
-        [re.sub("^[LU]-", lambda tag: "E-" if tag[0] == "L-" else "S-", tag) for tag in each]
-        for each in (wanted, predicted)
-    )
-    theirs, ours = (set(seqeval.get_entities(each)) for each in spelt)
+    theirs, ours = set(_spans(wanted)), set(_spans(predicted))
     return float(len(theirs & ours)), float(len(ours)), float(len(theirs))
+
+
+def _spans(tags: Sequence[str]) -> Iterator[tuple[str, int, int]]:
+    """Type, first and last index of each entity, of tags in any of the schemes, also inconsistent ones: the rules of
+    the CoNLL-2000 evaluation, as in seqeval's default mode."""
+    before, start = "O", 0
+    for index, tag in enumerate([*tags, "O"]):
+        is_same = before[1:] == tag[1:] and before[0] not in "ESLU" and tag[0] not in "BSUO"
+        if before != "O" and not is_same:
+            yield before[2:], start, index - 1
+        start = start if is_same else index
+        before = tag
 
 
 def entity_metrics(right: float, predicted: float, wanted: float) -> dict[str, float]:
