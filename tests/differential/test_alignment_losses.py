@@ -34,6 +34,7 @@ Numbers = NDArray[np.float64]
 # Losses of pairs that TRL has and we do not.
 REFUSED = {
     "aot": "alignment by optimal transport",
+    "aot_unpaired": "alignment by optimal transport",
     "apo_down": "anchored preferences",
     "apo_zero": "anchored preferences",
     "bco_pair": "a classifier of single answers",
@@ -86,7 +87,7 @@ def sigmoid(values: Numbers) -> Numbers:
     return 1 / (1 + np.exp(-values))
 
 
-@drawn(100)
+@drawn(60)
 @given(st.data(), st.integers(1, 4), st.floats(0.01, 3), st.floats(0, 0.5), st.floats(-2, 2))
 def test_pairs_lose_what_the_papers_say(
     data: st.DataObject, count: int, beta: float, smoothing: float, margin: float
@@ -129,7 +130,7 @@ def test_pairs_lose_what_the_papers_say(
         assert_slope(loss, formula, np.minimum(at, -1e-3) if at is chosen else at)
 
 
-@drawn(60)
+@drawn(40)
 @given(st.data(), st.integers(1, 5), st.floats(-3, 3), st.floats(0.01, 3))
 def test_single_answers_lose_what_kto_says(data: st.DataObject, count: int, kl: float, beta: float) -> None:
     ratios, good = grid(data, (count,)), masks(data, (count,))
@@ -153,7 +154,7 @@ def test_a_loss_that_trl_has_beside_is_refused_by_its_name(loss: str) -> None:
         from_dict(PreferenceLossOptions, {"loss": loss}, "preference")
 
 
-@drawn(100)
+@drawn(60)
 @given(st.data(), SIZES, st.floats(0, 1), st.floats(0, 2), st.none() | st.floats(1.01, 4), st.booleans())
 def test_a_policy_loses_what_the_clipped_surrogates_say(
     data: st.DataObject, size: tuple[int, int], low: float, high: float, dual: float | None, is_sequence: bool
@@ -192,7 +193,7 @@ def test_a_policy_loses_what_the_clipped_surrogates_say(
     )
 
 
-@drawn(60)
+@drawn(40)
 @given(st.data(), SIZES, st.none() | st.floats(0.01, 3))
 def test_a_critic_loses_what_ppo_says(data: st.DataObject, size: tuple[int, int], limit: float | None) -> None:
     values, old, returns = (grid(data, size) for _ in range(3))
@@ -217,7 +218,7 @@ ESTIMATES: dict[Any, Callable[[Numbers], Numbers]] = {
 }
 
 
-@drawn(60)
+@drawn(40)
 @given(st.data(), SIZES, st.sampled_from(sorted(ESTIMATES)))
 def test_divergences_are_estimated_as_by_schulman(data: st.DataObject, size: tuple[int, int], kind: Any) -> None:
     new, before, behaviour = (grid(data, size, st.floats(-4, 4)) for _ in range(3))
@@ -235,7 +236,7 @@ def test_divergences_are_estimated_as_by_schulman(data: st.DataObject, size: tup
     )
 
 
-@drawn(60)
+@drawn(40)
 @given(st.floats(0, 2), st.lists(st.tuples(st.floats(0, 40), st.integers(1, 400)), max_size=5), st.integers(1, 500))
 def test_the_coefficient_follows_ziegler(coef: float, steps: list[tuple[float, int]], horizon: int) -> None:
     controller = KlController(KlControllerOptions(kind="adaptive", coef=coef, target=6.0, horizon=horizon))
@@ -245,7 +246,7 @@ def test_the_coefficient_follows_ziegler(coef: float, steps: list[tuple[float, i
         assert controller.coef == pytest.approx(coef, rel=1e-12)
 
 
-@drawn(100)
+@drawn(60)
 @given(st.data(), SIZES, st.floats(0, 1), st.floats(0, 1), st.booleans())
 def test_advantages_are_those_of_a_loop(
     data: st.DataObject, size: tuple[int, int], gamma: float, trace: float, of_tokens: bool
@@ -275,7 +276,7 @@ def test_advantages_are_those_of_a_loop(
         close(each, expected, 1e-8)
 
 
-@drawn(60)
+@drawn(40)
 @given(st.data(), st.integers(1, 4), st.integers(2, 6))
 def test_groups_are_compared_as_by_their_papers(data: st.DataObject, prompts: int, size: int) -> None:
     scores = grid(data, (prompts, size), st.integers(-3, 3).map(float) | st.floats(-9, 9))
@@ -289,7 +290,7 @@ def test_groups_are_compared_as_by_their_papers(data: st.DataObject, prompts: in
     close(ours.group_advantages(given_scores, "rloo"), (scores - others) * varies)
 
 
-@drawn(60)
+@drawn(40)
 @given(st.data(), SIZES, st.booleans())
 def test_advantages_are_whitened_over_the_tokens(data: st.DataObject, size: tuple[int, int], shifts: bool) -> None:
     values, mask = grid(data, size), masks(data, size)
@@ -302,7 +303,7 @@ def test_advantages_are_whitened_over_the_tokens(data: st.DataObject, size: tupl
     close(found, wanted, 1e-7)
 
 
-@drawn(60)
+@drawn(40)
 @given(st.data(), SIZES, st.sampled_from(["token", "sequence", "geometric"]), st.sampled_from(["truncate", "mask"]))
 def test_tokens_of_another_policy_are_weighed(
     data: st.DataObject, size: tuple[int, int], level: Any, mode: Any
@@ -321,7 +322,7 @@ def test_tokens_of_another_policy_are_weighed(
         close(found[row][torch.from_numpy(mask[row])], bounded if mode == "truncate" else ratios * inside)
 
 
-@drawn(60)
+@drawn(40)
 @given(st.data(), SIZES, st.integers(1, 20))
 def test_tokens_are_averaged_as_the_modes_say(data: st.DataObject, size: tuple[int, int], longest: int) -> None:
     values, mask = grid(data, size), masks(data, size)
