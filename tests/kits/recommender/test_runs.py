@@ -284,7 +284,7 @@ def test_each_call_of_a_table_has_a_key_of_its_own() -> None:
 
 
 # Names that Python's modules own, that networks give to their own parts, and that have a dot.
-OWNED = ["items", "keys", "type", "deep", "item", "user", "user.id", "wide", "values", "a/b"]
+OWNED = ["items", "keys", "type", "deep", "item", "user", "user.id", "wide", "values", "a/b", "items.lengths"]
 
 
 @pytest.mark.slow
