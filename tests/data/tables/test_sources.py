@@ -11,7 +11,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from kitforge.data.tables import parquet_files, python_rows
+from kitforge.data.tables import json_files, parquet_files, python_rows
 from kitforge.data.tables.bad_rows import BadRows
 from kitforge.data.tables.columns import ColumnLayout, KeyColumn, LabelColumn, ListColumn
 from kitforge.data.tables.reader import read_columns
@@ -294,6 +294,20 @@ def test_a_column_that_the_first_row_lacks_is_there_in_rows_and_json_lines(tmp_p
         found = columns_of(spec, layout)
         assert np.array_equal(found.numbers, [[1, np.nan], [2, np.nan], [np.nan, 3]], equal_nan=True)
         assert found.absent[:, 0].tolist() == [True, False, True]
+
+
+def test_json_lines_are_searched_for_columns_once_and_only_where_these_are_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"x": 1, "y": {}}, {"z": 2}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    parsed, columns_of_rows = list[object](), json_files.columns_of_rows
+    monkeypatch.setattr(
+        json_files, "columns_of_rows", lambda rows: columns_of_rows(parsed.append(row) or row for row in rows)
+    )
+    assert open_table(tmp_path / "a.jsonl").fingerprint and not parsed
+    assert {open_table(tmp_path / "a.jsonl").names for _ in range(3)} == {("x", "y", "z")}
+    assert parsed == rows
 
 
 def test_the_row_numbers_of_pandas_are_no_column_but_where_they_are_named(tmp_path: Path) -> None:
