@@ -52,10 +52,7 @@ class JsonLinesFile:
                 problem = Problem(reason="is not a JSON object", got=got[:80], expected='{"column": value, ...}')
                 bad.append(BadRow(problem=problem, location=partial(str, f"{self.path}:{line}")))
         cells = {name: [row.get(name) for row in rows] for name in columns}
-        return table_chunk(cells, partial(self._location, lines), bad)
-
-    def _location(self, lines: list[int], row: int) -> str:
-        return f"{self.path}:{lines[row]}"
+        return table_chunk(cells, lambda row: f"{self.path}:{lines[row]}", bad)
 
 
 def open_json_lines(path: Path) -> JsonLinesFile:

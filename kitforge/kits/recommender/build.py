@@ -105,7 +105,8 @@ class Recommendation(Kit[RecommendationOptions, FeatureEncoder]):
             start = open_run_checkpoint(Path(options.checkpoint))
         if is_evaluation and start is not None:
             options = _evaluation_of_run(options, start)
-        config = _network_config(options, given, start)
+        described = options.model if given is not None or start is None else recorded_options(start).model
+        config = recommender_of(described) if given is None else given.config
         with rendezvous.local_rank_zero_first():
             resumed = None if is_evaluation else resumed_checkpoint(options)
             dataset = _dataset(options, inputs, config, start, resumed, is_evaluation=is_evaluation)
@@ -273,15 +274,6 @@ def _evaluation_of_run(options: RecommendationOptions, checkpoint: Checkpoint) -
         data = dataclasses.replace(data, train=recorded.data.train)
     # No progress output: callers parse the metrics.
     return dataclasses.replace(options, data=data, trainer=dataclasses.replace(options.trainer, progress=False))
-
-
-def _network_config(
-    options: RecommendationOptions, given: Recommender | None, start: Checkpoint | None
-) -> RecommenderConfig:
-    """That of the network handed over, else that of the checkpoint's, else the one that the options describe."""
-    if given is not None:
-        return given.config
-    return recommender_of(options.model if start is None else recorded_options(start).model)
 
 
 def _model_of(inputs: Inputs) -> Recommender | None:
