@@ -41,14 +41,12 @@ def resolve_files(
     if path.exists():
         raise DataError(f"cannot read {path}", got="neither a file nor a folder", expected="a file or a folder")
     if glob.has_magic(str(path)):
-        base, found = _fixed(path), [Path(name) for name in glob.glob(str(path), recursive=True)]
+        base, found = _fixed(path), sorted(map(Path, glob.glob(str(path), recursive=True)))
+        hidden = {part for each in found for part in each.relative_to(base).parts if is_hidden(part)}
         # What the pattern itself names so is not hidden: _delta_log, _*.csv.
         named = [part for part in path.relative_to(base).parts if is_hidden(part)]
-        below = {each: [part for part in each.relative_to(base).parts if is_hidden(part)] for each in found}
-        shown = [
-            each for each, parts in below.items() if all(any(fnmatch(part, own) for own in named) for part in parts)
-        ]
-        if files := sorted(each for each in shown if each.is_file()):
+        hidden -= {part for part in hidden if any(fnmatch(part, own) for own in named)}
+        if files := [each for each in found if each.is_file() and hidden.isdisjoint(each.relative_to(base).parts)]:
             return files
         fix = "name what begins with _ in the pattern" if found else "check the pattern, and quote it in a shell"
         raise DataError(f"no file matches {path}", got=f"in {Path.cwd()}", fix=fix)

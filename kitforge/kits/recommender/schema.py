@@ -268,8 +268,8 @@ def with_rare_values(schema: FeatureSchema) -> FeatureSchema:
 
 def with_own_items(schema: FeatureSchema, items: Container[str]) -> FeatureSchema:
     """The schema with vocabulary encoding for these features, so that items do not collide."""
-    parts: dict[str, dict[str, Any]] = {"categorical": schema.categorical, "sequences": schema.sequences}
+    parts: dict[str, Any] = {"categorical": schema.categorical, "sequences": schema.sequences}
     for part, features in parts.items():
         own = {name: replace(each, encoding="vocabulary") for name, each in features.items() if name in items}
-        schema = replace(schema, **{part: features | own})
-    return schema
+        parts[part] = features | own
+    return replace(schema, **parts)
