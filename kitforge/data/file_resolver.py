@@ -6,6 +6,8 @@ import glob
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatch
+from itertools import takewhile
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -39,18 +41,26 @@ def resolve_files(
     if path.exists():
         raise DataError(f"cannot read {path}", got="neither a file nor a folder", expected="a file or a folder")
     if glob.has_magic(str(path)):
-        if files := sorted(Path(name) for name in glob.glob(str(path), recursive=True) if Path(name).is_file()):
+        base, found = _fixed(path), sorted(map(Path, glob.glob(str(path), recursive=True)))
+        hidden = {part for each in found for part in each.relative_to(base).parts if is_hidden(part)}
+        # What the pattern itself names so is not hidden: _delta_log, _*.csv.
+        named = [part for part in path.relative_to(base).parts if is_hidden(part)]
+        hidden -= {part for part in hidden if any(fnmatch(part, own) for own in named)}
+        if files := [each for each in found if each.is_file() and hidden.isdisjoint(each.relative_to(base).parts)]:
             return files
-        fix = "check the pattern, and quote it in a shell"
+        fix = "name what begins with _ in the pattern" if found else "check the pattern, and quote it in a shell"
         raise DataError(f"no file matches {path}", got=f"in {Path.cwd()}", fix=fix)
     raise missing_file_error(path, list(names))
+
+
+def _fixed(path: Path) -> Path:
+    """What a pattern begins with, before its first part that matches several names."""
+    return Path(*takewhile(lambda part: not glob.has_magic(part), path.parts))
 
 
 def folder_values(spec: str | os.PathLike[str], file: Path) -> Mapping[str, str | None]:
     """What the folders between a folder, or what a pattern begins with, and one of its files say, as Hive names them
     (`country=de`); None for no value."""
-    path = Path(spec).expanduser()
-    fixed = [not glob.has_magic(part) for part in path.parts]
-    base = Path(*path.parts[: [*fixed, False].index(False)])
+    base = _fixed(Path(spec).expanduser())
     found = (re.fullmatch(r"([^=]+)=(.*)", part) for part in file.relative_to(base).parts[:-1] if file != base)
     return {unquote(each[1]): None if each[2] == _NOTHING else unquote(each[2]) for each in found if each is not None}

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, Literal, final
 
@@ -30,6 +30,8 @@ from kitforge.foundation.errors import DataError
 _BLOCK_BYTES = 2**20
 _FIELD_CHARACTERS = 2**31 - 1
 _PART = re.compile(r"\d+[-.]\d+")
+# The tag of an entity, and not of a chunk of CoNLL-2000, of whose entities the tags are in the next column.
+_ENTITY = re.compile(r"O|[BI]-(?!(?:NP|VP|PP|AD[JV]P|SBAR|PRT|CONJP|INTJ|LST|UCP)$).+")
 
 
 @final
@@ -230,8 +232,10 @@ def _json_lines(shard: FileShard) -> Iterator[tuple[object, Any]]:
 def _tagged_sentences(shard: FileShard) -> Iterator[tuple[object, Any]]:
     """A row for each sentence of a CoNLL file: a line for each word, which is its first column and has its tag in the
     last one, and empty lines between sentences. Columns are parted by tabs where every line has one, else by spaces. A
-    first column that counts the words of every sentence is left out, and so are -DOCSTART- and comments (`# id 7`:
-    another number of columns, or at the beginning of a sentence, with other than a tag at its end)."""
+    first column that counts the words of every sentence is left out; where two columns of entities follow such a word,
+    the last one has those within others, as in GermEval 2014, and the first one is read. Left out are -DOCSTART- and
+    comments too (`# id 7`: another number of columns, or at the beginning of a sentence, with other than a tag at its
+    end)."""
     lines = _everything(shard).split("\n")
     words = [line.strip() for line in lines if (line.split() or ["#"])[0] not in ("#", "-DOCSTART-")]
     mark = "\t" if all("\t" in line for line in words) else None
@@ -254,9 +258,11 @@ def _tagged_sentences(shard: FileShard) -> Iterator[tuple[object, Any]]:
     is_counted = width > 2 and all(
         [cells[0] for _, cells in each] == [str(at) for at in range(1, len(each) + 1)] for each in counted
     )
+    pairs = {tuple(cells[2:]) for each in counted for _, cells in each} if is_counted and width == 4 else set()
+    is_nested = any(tag != "O" for tag, *_ in pairs) and all(map(_ENTITY.fullmatch, chain(*pairs)))
     for sentence in filter(None, counted if is_counted else sentences):
         found = [cells[is_counted:] for _, cells in sentence]
-        columns = {"tokens": [each[0] for each in found], "ner_tags": [each[-1] for each in found]}
+        columns = {"tokens": [each[0] for each in found], "ner_tags": [each[1 if is_nested else -1] for each in found]}
         yield f"{shard.path}:{sentence[0][0]}", columns
 
 

@@ -221,7 +221,7 @@ def write_gguf(
         with atomic_file(path) as file:
             writer = gguf.GGUFWriter(file.name, architecture)
             for name, value in (metadata | {"general.file_type": _FILE_TYPES[dtype]} | dict(tokenizer)).items():
-                _add_value(writer, name, value)
+                add_value(writer, name, value)
             for name, shape in shapes.items():
                 elements, size = gguf.GGML_QUANT_SIZES[kinds[name]]
                 stored = *shape[:-1], shape[-1] // elements * size
@@ -345,7 +345,7 @@ def _to_pairs(rows: Tensor, num_heads: int) -> Tensor:
     return halves.transpose(1, 2).reshape(rows.shape).contiguous()
 
 
-def _add_value(writer: Any, name: str, value: Any) -> None:
+def add_value(writer: Any, name: str, value: Any) -> None:
     """Add an entry of the metadata in the type that llama.cpp expects of its kind."""
     if isinstance(value, bool):
         writer.add_bool(name, value)

@@ -240,6 +240,10 @@ def test_a_conll_file_is_a_row_for_each_sentence(tmp_path: Path, ends: str) -> N
         ("#\tO\nAnn\tB-PER\nsaw\tO\n", ["#", "Ann", "saw"], ["O", "B-PER", "O"]),
         # As GermEval 2014 and CoNLL-U: the first column counts the words.
         ("# text = Ann\n1\tAnn\tB-PER\n2\tsaw\tO\n", ["Ann", "saw"], ["B-PER", "O"]),
+        ("1\tAnn\tB-ORG\tB-PER\n2\tAG\tI-ORG\tO\n", ["Ann", "AG"], ["B-ORG", "I-ORG"]),
+        ("1\tAnn\tB-NP\tB-PER\n2\tAG\tI-NP\tO\n", ["Ann", "AG"], ["B-PER", "O"]),
+        ("1\tAnn\tO\tB-PER\n2\tsaw\tO\tO\n", ["Ann", "saw"], ["B-PER", "O"]),
+        ("Ann\tNE\tB-NP\tB-PER\n1\tCD\tI-NP\tO\n", ["Ann", "1"], ["B-PER", "O"]),
         ("1-2\tdel\t_\n1\tde\tO\n2\tel\tO\n2.1\tx\tO\n", ["de", "el"], ["O", "O"]),
         ("1 O\n2 B-NUM\n", ["1", "2"], ["O", "B-NUM"]),
         ("1 CD O\n3 CD O\n", ["1", "3"], ["O", "O"]),

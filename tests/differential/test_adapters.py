@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -246,13 +245,6 @@ def _randomize_factors(network: nn.Module) -> None:
         for factors in adapter_tensors(network, "new").values():
             for each in factors:
                 each.add_(torch.randn(each.shape, generator=generator) * (0.2 if each.dim() > 1 else 0.05))
-
-
-@pytest.fixture(scope="module")
-def home() -> Iterator[Path]:
-    folder = Path(tempfile.mkdtemp())
-    yield folder
-    shutil.rmtree(folder)
 
 
 @drawn(20)

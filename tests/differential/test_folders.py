@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -313,13 +312,6 @@ def _of_theirs(case: Drawn, folder: Path, ids: Tensor) -> Tensor:
     experts = {"experts_implementation": "eager"} if case.architecture in ("Mixtral", "Qwen3Moe") else {}
     load = cast(Any, transformers.AutoModelForCausalLM).from_pretrained
     return _logits(load(folder, dtype=torch.float32, **experts).eval(), ids)
-
-
-@pytest.fixture(scope="module")
-def home() -> Any:
-    folder = Path(tempfile.mkdtemp())
-    yield folder
-    shutil.rmtree(folder)
 
 
 def check(case: Drawn, home: Path) -> str | None:

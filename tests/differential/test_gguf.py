@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
 import gguf
 import numpy as np
-import pytest
 import torch
 import transformers
 from hypothesis import given
@@ -25,6 +22,7 @@ from kitforge.data.gguf_file import GgufFile
 from kitforge.foundation.dtype import ExportDtype
 from kitforge.foundation.errors import KitforgeError
 from kitforge.models import loading
+from kitforge.models.gguf import add_value
 from kitforge.models.llama.model import LlamaConfig
 from tests.differential.drawn import drawn
 
@@ -139,16 +137,7 @@ def _write(case: Stored, path: Path) -> None:
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_custom_alignment(case.alignment)
     for name, value in case.metadata.items():
-        if isinstance(value, bool):
-            writer.add_bool(name, value)
-        elif isinstance(value, int):
-            writer.add_uint32(name, value)
-        elif isinstance(value, float):
-            writer.add_float32(name, value)
-        elif isinstance(value, str):
-            writer.add_string(name, value)
-        else:
-            writer.add_array(name, value)
+        add_value(writer, name, value)
     number = getattr(gguf.GGMLQuantizationType, case.kind)
     elements, size = gguf.GGML_QUANT_SIZES[number]
     shape = *case.shape[:-1], case.shape[-1] // elements * size
@@ -220,13 +209,6 @@ def check_network(case: Network, home: Path) -> str | None:
         most = 3e-5 * max(1.0, wanted_logits.abs().max().item())
         assert (_logits(theirs) - wanted_logits).abs().max().item() <= most, "other logits"
     return None
-
-
-@pytest.fixture(scope="module")
-def home() -> Iterator[Path]:
-    folder = Path(tempfile.mkdtemp())
-    yield folder
-    shutil.rmtree(folder)
 
 
 @drawn(60)

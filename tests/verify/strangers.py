@@ -137,46 +137,52 @@ def clipped(model: Any) -> None:
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
 
-class Signs(torch.optim.Optimizer):
+class Optimizer(torch.optim.Optimizer):
+    """One that moves each tensor by its rate times a way of its own."""
+
+    RATE = 0.01
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": self.RATE})
+
+    def step(self, closure: Any = None) -> None:
+        with torch.no_grad():
+            for each in self.param_groups[0]["params"]:
+                each -= self.param_groups[0]["lr"] * self.way(each)
+
+    def way(self, each: Any) -> Any:
+        raise NotImplementedError
+
+
+class Signs(Optimizer):
     """Lion: the sign of a mean of gradients."""
 
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": 0.003})
+    RATE = 0.003
 
-    def step(self, closure: Any = None) -> None:
-        with torch.no_grad():
-            for each in self.param_groups[0]["params"]:
-                mean = self.state[each].setdefault("mean", torch.zeros_like(each))
-                each -= self.param_groups[0]["lr"] * (0.9 * mean + 0.1 * each.grad).sign()
-                mean.lerp_(each.grad, 0.01)
+    def way(self, each: Any) -> Any:
+        mean = self.state[each].setdefault("mean", torch.zeros_like(each))
+        sign = (0.9 * mean + 0.1 * each.grad).sign()
+        mean.lerp_(each.grad, 0.01)
+        return sign
 
 
-class Orthogonal(torch.optim.Optimizer):
+class Orthogonal(Optimizer):
     """Muon: matrices step along orthogonal ones."""
 
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": 0.05})
+    RATE = 0.05
 
-    def step(self, closure: Any = None) -> None:
-        with torch.no_grad():
-            for each in self.param_groups[0]["params"]:
-                way = each.grad
-                if way.dim() == 2:
-                    u, _, v = torch.linalg.svd(way, full_matrices=False)
-                    way = u @ v
-                each -= self.param_groups[0]["lr"] * way
+    def way(self, each: Any) -> Any:
+        if each.dim() != 2:
+            return each.grad
+        u, _, v = torch.linalg.svd(each.grad, full_matrices=False)
+        return u @ v
 
 
-class Layerwise(torch.optim.Optimizer):
+class Layerwise(Optimizer):
     """LARS: each tensor has a rate of its own."""
 
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": 0.01})
-
-    def step(self, closure: Any = None) -> None:
-        with torch.no_grad():
-            for each in self.param_groups[0]["params"]:
-                each -= self.param_groups[0]["lr"] * each.norm() / each.grad.norm() * (each.grad + 0.001 * each)
+    def way(self, each: Any) -> Any:
+        return each.norm() / each.grad.norm() * (each.grad + 0.001 * each)
 
 
 class ByPath:

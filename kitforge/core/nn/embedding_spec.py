@@ -51,8 +51,8 @@ class EmbeddingLookup:
 
 def sequence_lookup(feature: str, dim: int, others: Collection[str], shape: SampleShape) -> EmbeddingLookup:
     """Every vector of a sequence, under the name of its feature unless one of the `others` has that name."""
-    name = feature
-    while name in others or (name != feature and name in shape.sequences):
+    name, lengths = feature, {f"{each}.lengths" for each in shape.sequences}
+    while name in others or name in lengths or (name != feature and name in shape.sequences):
         name += "'"
     return EmbeddingLookup(name=name, features=(feature,), dim=dim, pooling="sequence")
 

@@ -69,7 +69,7 @@ class ExampleJob:
             tokens += [np.array(each.tokens, dtype) for each in _responses(row)]
             masks += [np.array(each.loss_mask, np.bool_) for each in _responses(row)]
             values.append(_value(row))
-            sources.append(names.setdefault(_source(row), len(names)))
+            sources.append(names.setdefault(row.source if isinstance(row, PreferencePair) else "", len(names)))
         metadata = json.dumps({"report": asdict(report), "names": list(names)}).encode()
         with atomic_file(self.path) as file:
             np.savez(
@@ -239,7 +239,3 @@ def _value(row: TokenizedExample | PreferencePair | UnpairedExample) -> float:
     if isinstance(row, PreferencePair):
         return row.margin
     return float(row.is_desirable) if isinstance(row, UnpairedExample) else 0.0
-
-
-def _source(row: TokenizedExample | PreferencePair | UnpairedExample) -> str:
-    return row.source if isinstance(row, PreferencePair) else ""

@@ -27,8 +27,9 @@ from kitforge.foundation.errors import DataError
 
 _SMALLEST, _LARGEST = -(2.0**63), 2.0**63
 _WHOLE = r"^(-?(?:0|[1-9]\d*))\.0+$"
-# As Python and pandas write large floats. A hexadecimal hash such as 0012e345 has no sign.
-_EXPONENT = r"-?\d(\.\d+)?e\+\d{2}"
+# As Python and pandas write large floats, and Decimal and Arrow small and large decimals. A hexadecimal hash such as
+# 0012e345 has no sign.
+_EXPONENT = r"-?\d(\.\d+)?(e\+\d{2}|E\+\d+|E-([7-9]|[1-9]\d+))"
 # Of one of these types, values need no look at each.
 _PLAIN = {str, bool, bytes, list, dict}
 _NOTHING = ("NAType", "NaTType")  # of pandas
@@ -176,7 +177,7 @@ def text_of(value: Any) -> str | None:
         return json.dumps(value, default=str, ensure_ascii=False)
     if isinstance(value, Decimal):
         # As a csv file has it: 1.10 keeps its form.
-        return str(int(value)) if value.is_finite() and value == value.to_integral_value() else str(value)
+        return str(int(value)) if value.is_finite() and value == value.to_integral_value() else f"{value:f}"
     if type(value).__str__ is _NO_TEXT and not isinstance(value, _WITH_TEXT):
         # Only its repr is left, which nobody means.
         raise DataError("a cell is of a type that cannot be read", got=type(value).__name__, expected=READABLE)
@@ -328,9 +329,6 @@ def texts_of(array: Any) -> Any | None:
         return _one_form(array)
     if types.is_integer(array.type) or types.is_boolean(array.type):
         return array.cast(arrow.string())
-    if types.is_decimal(array.type) and not 0 <= array.type.scale <= 6:
-        # Arrow writes these with an exponent, zero too.
-        return arrow.array(map(text_of, array.to_pylist()), arrow.string())
     if types.is_decimal(array.type):
         return _one_form(array.cast(arrow.string()))
     return _texts_of_floats(array) if types.is_floating(array.type) else None
@@ -381,7 +379,11 @@ def _without_zeros(texts: Any) -> Any:
 
 
 def _without_exponents(texts: Any) -> Any:
-    forms = [text_of(float(text)) if re.fullmatch(_EXPONENT, text) else text for text in texts.to_pylist()]
+    is_number = (re.fullmatch(_EXPONENT, text) for text in texts.to_pylist())
+    forms = [
+        text_of((float if "e" in text else Decimal)(text)) if flag else text
+        for text, flag in zip(texts.to_pylist(), is_number, strict=True)
+    ]
     return pyarrow().array(forms, texts.type)
 
 
@@ -402,12 +404,14 @@ def _with_bools(texts: Any) -> NDArray[np.intp]:
 
 def _with_exponents(texts: Any) -> NDArray[np.intp]:
     """The rows [m] of texts that may be numbers with an exponent."""
-    if not (_bytes_of(texts) == ord("+")).any():
+    used = _bytes_of(texts)
+    if not ((used[:-1] | 0x20 == ord("e")) & ((used[1:] == ord("+")) | (used[1:] == ord("-")))).any():
         return np.empty(0, np.intp)
     offsets, data = text_views(texts)
     positions = offsets.astype(np.intp)
-    first, third = data.take(positions[:-1], mode="clip"), data.take(positions[1:] - 3, mode="clip")
-    return np.flatnonzero((third == ord("+")) & (first <= ord("9")))
+    first, ends = data.take(positions[:-1], mode="clip"), positions[1:]
+    is_signed = np.isin([data.take(ends - 2, mode="clip"), data.take(ends - 3, mode="clip")], (ord("+"), ord("-")))
+    return np.flatnonzero(is_signed.any(0) & (first <= ord("9")))
 
 
 def _with_zeros(texts: Any) -> NDArray[np.intp]:

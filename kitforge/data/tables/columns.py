@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, final
+from typing import Literal, Protocol, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -220,7 +220,9 @@ def concatenate(parts: Sequence[Columns]) -> Columns:
         keys=np.concatenate([part.keys for part in parts]),
         absent=np.concatenate([part.absent for part in parts]),
         lists={name: _joined([part.lists[name] for part in parts]) for name in first.lists},
-        labels=None if first.labels is None else np.concatenate([_labels(part) for part in parts]),
+        labels=None
+        if first.labels is None
+        else np.concatenate([part.labels for part in parts if part.labels is not None]),
     )
 
 
@@ -228,11 +230,6 @@ def _joined(parts: Sequence[ListValues]) -> ListValues:
     lengths = np.concatenate([part.lengths for part in parts])
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
     return ListValues(values=np.concatenate([part.values for part in parts]), offsets=offsets)
-
-
-def _labels(part: Columns) -> NDArray[Any]:
-    assert part.labels is not None
-    return part.labels
 
 
 @final

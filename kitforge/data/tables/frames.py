@@ -58,7 +58,11 @@ def open_frame(spec: Any) -> FrameRows:
                     expected="arrays by column, all of one length; or a list of rows",
                 )
             columns = {str(name): values for name, values in spec.items()}
-        elif hasattr(spec, "index") and (any(map(_holds_objects, spec.dtypes)) or _has_named_range(spec)):
+        elif hasattr(spec, "index") and (
+            any(map(_holds_objects, spec.dtypes))
+            # Arrow leaves out a named index that pandas keeps as a range.
+            or (type(spec.index).__name__ == "RangeIndex" and spec.index.name is not None)
+        ):
             columns = _columns_of_pandas(spec)
         elif hasattr(spec, "dtypes"):
             check_names("the data", list(map(str, spec.columns)))
@@ -87,11 +91,6 @@ def _columns_of_pandas(frame: Any) -> dict[str, Any]:
         str(name): values.tolist() if _holds_objects(values.dtype) else pyarrow().array(values, from_pandas=True)
         for name, values in columns
     }
-
-
-def _has_named_range(frame: Any) -> bool:
-    """Whether the index is a column that pandas keeps as a range, which Arrow leaves out."""
-    return type(frame.index).__name__ == "RangeIndex" and frame.index.name is not None
 
 
 def _holds_objects(dtype: Any) -> bool:

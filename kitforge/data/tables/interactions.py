@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,10 +67,7 @@ class InteractionFile:
         offsets = np.append(firsts, len(users)).astype(np.int64)
         arrays = {"user": arrow.array(users[firsts]), "items": arrow.LargeListArray.from_arrays(offsets, items)}
         table = arrow.table({name: arrays[name] for name in columns})
-        return ArrowChunk(table=table, location=partial(self._location, users[firsts]), bad=bad)
-
-    def _location(self, users: Any, row: int) -> str:
-        return f"{self.path}, user {users[row]},"
+        return ArrowChunk(table=table, location=lambda row: f"{self.path}, user {users[firsts][row]},", bad=bad)
 
 
 @final

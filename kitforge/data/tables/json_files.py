@@ -5,21 +5,34 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, final
 
+from kitforge.data.file_bytes import FileStamp, stamp_of
 from kitforge.data.tables.bad_rows import ArrowChunk, BadRow, Problem
 from kitforge.data.tables.csv_files import Job, first_line, text_blocks
 from kitforge.data.tables.python_rows import columns_of_rows, table_chunk
-from kitforge.data.tables.table_file import TableFile
 from kitforge.foundation.errors import DataError
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JsonLinesFile(TableFile):
+class JsonLinesFile:
     """A file with a JSON object a line; an empty line is not a row."""
+
+    path: Path
+    files: tuple[tuple[Path, FileStamp], ...]  # all of the table, of which each has the columns of all
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return str(self.path)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Its columns. To find them costs a second, which a rank that maps the columns of another one saves."""
+        return _names_of(self.files)
 
     def jobs(self, columns: Sequence[str]) -> Iterator[Job]:
         """Chunks of the file in order, to be parsed by any thread. A name that a line lacks is a missing value."""
@@ -39,14 +52,11 @@ class JsonLinesFile(TableFile):
                 problem = Problem(reason="is not a JSON object", got=got[:80], expected='{"column": value, ...}')
                 bad.append(BadRow(problem=problem, location=partial(str, f"{self.path}:{line}")))
         cells = {name: [row.get(name) for row in rows] for name in columns}
-        return table_chunk(cells, partial(self._location, lines), bad)
-
-    def _location(self, lines: list[int], row: int) -> str:
-        return f"{self.path}:{lines[row]}"
+        return table_chunk(cells, lambda row: f"{self.path}:{lines[row]}", bad)
 
 
 def open_json_lines(path: Path) -> JsonLinesFile:
-    """The columns are the names of the first line. Raises DataError when that is not an object."""
+    """The file at `path`, a table of its own. Raises DataError when its first line is not an object."""
     line = first_line(path)
     try:
         row = json.loads(line)
@@ -55,15 +65,19 @@ def open_json_lines(path: Path) -> JsonLinesFile:
     if not isinstance(row, Mapping):
         expected = '{"column": value, ...}'
         raise DataError(f"the first line of {path} is not a JSON object", got=line[:60], expected=expected)
-    return JsonLinesFile(path=path, names=columns_of_rows([row]))
+    return JsonLinesFile(path=path, files=((path, stamp_of(path)),))
 
 
 def with_all_names(parts: Sequence[Any]) -> list[Any]:
     """The parts of a table, of which the files of JSON Lines have all columns of the first lines of these files."""
-    files = [part for part in parts if isinstance(part, JsonLinesFile)]
-    blocks = (block for file in files for block in text_blocks(file.path, False))
-    names = columns_of_rows(row for line, raw in blocks for _, row in _objects(raw, line)) if files else ()
-    return [replace(part, names=names) if isinstance(part, JsonLinesFile) else part for part in parts]
+    files = tuple(file for part in parts if isinstance(part, JsonLinesFile) for file in part.files)
+    return [replace(part, files=files) if isinstance(part, JsonLinesFile) else part for part in parts]
+
+
+@lru_cache(maxsize=8)
+def _names_of(files: tuple[tuple[Path, FileStamp], ...]) -> tuple[str, ...]:
+    blocks = (block for path, _ in files for block in text_blocks(path, False))
+    return columns_of_rows(row for line, raw in blocks for _, row in _objects(raw, line))
 
 
 def _objects(raw: bytes, first: int) -> Iterator[tuple[int, object]]:

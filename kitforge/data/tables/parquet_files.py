@@ -55,9 +55,8 @@ class ParquetFile(TableFile):
                 raise _damaged(self.path, error) from None
             if batch is None:
                 return
-            chunk = ArrowChunk(table=pyarrow().table(batch), location=partial(self._location, start))
+            yield partial(ArrowChunk, table=pyarrow().table(batch), location=partial(self._location, start))
             start += len(batch)
-            yield partial(_given, chunk)
 
     def _location(self, start: int, row: int) -> str:
         return f"{self.path}, row {start + row + 1},"
@@ -68,10 +67,6 @@ def open_parquet(path: Path) -> ParquetFile:
     with _opened(path) as file:
         check_names(str(path), file.schema_arrow.names)
         return ParquetFile(path=path, names=tuple(file.schema_arrow.names))
-
-
-def _given(chunk: ArrowChunk) -> ArrowChunk:
-    return chunk
 
 
 def _opened(path: Path) -> Any:

@@ -50,7 +50,7 @@ def _in_order(jobs: Iterator[Job], layout: ColumnLayout, count: int) -> Iterator
     with ThreadPoolExecutor(count, thread_name_prefix="tables") as pool:
         try:
             for job in jobs:
-                waiting.append(pool.submit(_made, job, layout))
+                waiting.append(pool.submit(lambda each: to_columns(each(), layout), job))
                 if len(waiting) > count:
                     yield waiting.popleft().result()
             while waiting:
@@ -58,10 +58,6 @@ def _in_order(jobs: Iterator[Job], layout: ColumnLayout, count: int) -> Iterator
         finally:
             for future in waiting:
                 future.cancel()
-
-
-def _made(job: Job, layout: ColumnLayout) -> tuple[Columns, list[BadRow]]:
-    return to_columns(job(), layout)
 
 
 def blocks(parts: Iterator[Columns], size: int) -> Iterator[Columns]:

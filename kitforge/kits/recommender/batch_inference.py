@@ -9,7 +9,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any, Protocol, final
+from typing import IO, Any, final
 
 import numpy as np
 
@@ -25,12 +25,6 @@ from kitforge.foundation.progress import Advance
 from kitforge.kits.recommender.pipeline import ROWS_AT_ONCE, RecommendationPipeline
 
 SUFFIXES = (".csv", ".jsonl", ".parquet")
-
-
-class _Writer(Protocol):
-    def write_table(self, table: Any) -> None: ...
-
-    def close(self) -> None: ...
 
 
 def check_target(target: Path, source: TableSource) -> None:
@@ -50,14 +44,17 @@ def write_predictions(pipeline: RecommendationPipeline, source: TableSource, tar
     if taken := [name for name in added if name in kept]:
         fix = "name the columns to keep: predict.columns=[...], or rename these"
         raise DataError("the input has columns that predictions would overwrite", got=", ".join(taken), fix=fix)
-    writer: _Writer | None = None
-    kinds = _column_types(source, tuple(kept)) if target.suffix.lower() == ".parquet" else {}
+    writer: _ParquetWriter | _TextWriter | None = None
+    suffix = target.suffix.lower()
+    kinds = _column_types(source, tuple(kept)) if suffix == ".parquet" else {}
     done, bad = 0, BadRows(policy=pipeline.options.data.on_bad_row)
     with atomic_file(target) as file:
         for rows, predictions in _predicted(pipeline, source, tuple(kept), bad):
             for name, values in zip(added, predictions, strict=True):
                 rows = rows.append_column(name, values)
-            writer = writer or _open_writer(target.suffix.lower(), file, kinds, rows.schema)
+            if writer is None:
+                is_text = suffix != ".parquet"
+                writer = _TextWriter(file, suffix) if is_text else _ParquetWriter(file, kinds, rows.schema)
             writer.write_table(rows)
             done += rows.num_rows
             progress(done)
@@ -155,12 +152,6 @@ def _text(value: Any) -> str | None:
     return _json(value) if isinstance(value, (list, dict)) else text_of(value)
 
 
-def _open_writer(suffix: str, file: IO[bytes], kinds: Mapping[str, Any], schema: Any) -> _Writer:
-    if suffix == ".parquet":
-        return _ParquetWriter(file, kinds, schema)
-    return _TextWriter(file, is_csv=suffix == ".csv")
-
-
 @final
 class _ParquetWriter:
     """Writes Parquet, with one type for each column."""
@@ -184,9 +175,9 @@ class _ParquetWriter:
 class _TextWriter:
     """Writes CSV, with lists as cells of JSON, or JSON lines."""
 
-    def __init__(self, file: IO[bytes], *, is_csv: bool) -> None:
+    def __init__(self, file: IO[bytes], suffix: str) -> None:
         self._file = file
-        self._is_csv = is_csv
+        self._is_csv = suffix == ".csv"
         self._has_header = False
 
     def write_table(self, table: Any) -> None:

@@ -22,12 +22,13 @@ from kitforge.data.tables.source import open_table
 from kitforge.foundation.config import check, to_dict
 from kitforge.foundation.dtype import LoadDtype
 from kitforge.foundation.errors import ConfigError, ModelError
+from kitforge.foundation.log import logger
 from kitforge.foundation.progress import show_progress
 from kitforge.kits.batch_predict import prediction_files
 from kitforge.kits.kit import AnyKit, Kit, LoadModel, Prepared, RunInputs, expect_network
 from kitforge.kits.recommender.artifacts import SaveFeatures, find_features, find_item_catalog, resumed_checkpoint
 from kitforge.kits.recommender.batch_inference import check_target, write_predictions
-from kitforge.kits.recommender.config import TASK, RecommendationOptions, with_size_defaults
+from kitforge.kits.recommender.config import TASK, RecommendationDataOptions, RecommendationOptions, with_size_defaults
 from kitforge.kits.recommender.data import (
     RecommendationDataset,
     as_sequences,
@@ -51,8 +52,9 @@ from kitforge.kits.recommender.factory import (
 )
 from kitforge.kits.recommender.features import FeatureEncoder
 from kitforge.kits.recommender.model import Recommender, sample_shape
+from kitforge.kits.recommender.negatives import with_user
 from kitforge.kits.recommender.pipeline import RecommendationPipeline
-from kitforge.kits.recommender.schema import with_length, with_own_items, with_rare_values
+from kitforge.kits.recommender.schema import FeatureSchema, read_schema, with_length, with_own_items, with_rare_values
 from kitforge.kits.recommender.sequential_objective import NUM_HELD_OUT
 from kitforge.kits.recommender.server.app import new_app
 from kitforge.kits.recommender.server.service import RecommenderService
@@ -66,6 +68,8 @@ from kitforge.models.two_tower.model import TwoTowerConfig
 from kitforge.trainer.callbacks.callback import Callback
 from kitforge.trainer.run_folder import Run
 from kitforge.trainer.task import Task
+
+_log = logger(__name__)
 
 # Events of a user that a sasrec is trained on where no schema says how many, the newest ones: in windows of max_length.
 LONGEST = 1000
@@ -101,7 +105,8 @@ class Recommendation(Kit[RecommendationOptions, FeatureEncoder]):
             start = open_run_checkpoint(Path(options.checkpoint))
         if is_evaluation and start is not None:
             options = _evaluation_of_run(options, start)
-        config = _network_config(options, given, start)
+        described = options.model if given is not None or start is None else recorded_options(start).model
+        config = recommender_of(described) if given is None else given.config
         with rendezvous.local_rank_zero_first():
             resumed = None if is_evaluation else resumed_checkpoint(options)
             dataset = _dataset(options, inputs, config, start, resumed, is_evaluation=is_evaluation)
@@ -271,15 +276,6 @@ def _evaluation_of_run(options: RecommendationOptions, checkpoint: Checkpoint) -
     return dataclasses.replace(options, data=data, trainer=dataclasses.replace(options.trainer, progress=False))
 
 
-def _network_config(
-    options: RecommendationOptions, given: Recommender | None, start: Checkpoint | None
-) -> RecommenderConfig:
-    """That of the network handed over, else that of the checkpoint's, else the one that the options describe."""
-    if given is not None:
-        return given.config
-    return recommender_of(options.model if start is None else recorded_options(start).model)
-
-
 def _model_of(inputs: Inputs) -> Recommender | None:
     complaint, expected = "this network cannot be trained on recommendation", "a preset, or the model of a run"
     fix = "or give it its own loss in a Task of your own (docs/tasks.md)"
@@ -306,6 +302,8 @@ def _dataset(
     elif given is None and resumed is not None:
         encoder = find_features(resumed.folder)
     data = options.data
+    if encoder is not None and not is_evaluation:
+        _compare_schemas(data, encoder.schema, is_resumed=given is None and start is None)
     if isinstance(config, SASRecConfig):
         # What is kept for evaluation are the last items of sequences, not whole ones.
         check(data.split != "time", "data.split", data.split, "random: the last item of every sequence is held out")
@@ -331,6 +329,25 @@ def _dataset(
         dataset = dataclasses.replace(dataset, unlearned=unlearned_values(dataset.train))
     dataset, is_open = dataclasses.replace(dataset, catalogue=catalogue), catalogue is None or not is_evaluation
     return with_item_catalog(dataset, config, column_cache_root(data), resumed, is_open=is_open)
+
+
+def _compare_schemas(data: RecommendationDataOptions, known: FeatureSchema, *, is_resumed: bool) -> None:
+    """Refuse another `data.schema` for a run that goes on, and warn that a network that is there keeps its own."""
+    if data.schema is None or (isinstance(data.schema, str) and not Path(data.schema).is_file()):
+        return
+    asked = read_schema(data.schema)
+    asked = with_user(asked) if data.negatives.num_negatives else asked
+    parts = [part.name for part in dataclasses.fields(asked) if part.compare]
+    if changed := [part for part in parts if getattr(asked, part) != getattr(known, part)]:
+        error = ConfigError(
+            "data.schema is not the one that the network was trained with",
+            got=f"other {', '.join(changed)}",
+            expected="the features of the run, which a network keeps",
+            fix="leave data.schema out, or begin a new run without resume and checkpoint",
+        )
+        if is_resumed:
+            raise error
+        _log.warning("%s", error)
 
 
 def _num_rows(dataset: RecommendationDataset, *, has_begun: bool) -> int | None:

@@ -119,12 +119,8 @@ def _streaming(
             fix="add data.schema, or go on from a run: checkpoint=RUN",
         )
     schema = read_schema(options.schema) if encoder is None else encoder.schema
-    check(
-        schema.events is None,
-        "data.schema.events",
-        "rows that come once",
-        "a file, a list or a dataset, since events are sorted",
-    )
+    expected = "a file, a list or a dataset, since events are sorted"
+    check(schema.events is None, "data.schema.events", "rows that come once", expected)
     bad = BadRows(policy=options.on_bad_row)
     stream = StreamingDataset(spec, schema, bad, encoder, options.num_fit_rows, table_config(options).cells)
     held_out = None if evaluation is None else _all(evaluation, options, stream.encoder)
@@ -148,13 +144,8 @@ def schema_of(
     description = describe_table(spec, table_config(options), choice=choice, ids=ids)
     if options.negatives.num_negatives:
         expected = "a schema, or columns called user_id, item_id and timestamp, or much like that"
-        check(
-            description.targets is not None,
-            "data.schema",
-            "null",
-            expected,
-            "write data.schema: events, or group and features",
-        )
+        fix = "write data.schema: events, or group and features"
+        check(description.targets is not None, "data.schema", "null", expected, fix)
         assert description.targets is not None
         return _without_others(description.targets, description)
     if retrieval == "sequences" and not description.schema.sequences and description.sequences:
@@ -185,14 +176,7 @@ def time_column(options: RecommendationDataOptions, schema: FeatureSchema) -> st
 
 def table_config(options: RecommendationDataOptions) -> TableSourceConfig:
     """The options of file readers."""
-    return TableSourceConfig(
-        format=options.format,
-        columns=options.columns,
-        delimiter=options.delimiter,
-        missing_values=options.missing_values,
-        decimal=options.decimal,
-        on_bad_row=options.on_bad_row,
-    )
+    return TableSourceConfig(**{name: getattr(options, name) for name in TableSourceConfig.__dataclass_fields__})
 
 
 def click_log(spec: Any) -> SyntheticClicks | None:

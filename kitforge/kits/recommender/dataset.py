@@ -128,11 +128,9 @@ class StreamingDataset:
         first: Columns | None = self._rows.read(num_rows, BadRows(policy=self._bad.policy))
         if first is None:
             raise self._no_rows()
-        encoder = FeatureEncoder(
-            schema, fit_features(schema, InMemoryTable(self._layout, first, ""), RowRange(0, len(first)))
-        )
         self._rows.rewind()
-        return encoder
+        statistics = fit_features(schema, InMemoryTable(self._layout, first, ""), RowRange(0, len(first)))
+        return FeatureEncoder(schema, statistics)
 
     def _no_rows(self) -> DataError:
         left_out = f", {self._bad.total} bad ones left out" if self._bad.total else ""

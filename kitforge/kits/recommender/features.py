@@ -123,9 +123,8 @@ def load_features(path: Path) -> tuple[FeatureSchema, FeatureStatistics]:
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         got = content.get("format") if isinstance(content, dict) else type(content).__name__
         raise DataError(f"{path} holds no features", got=f"format {got}", expected=f"format {FORMAT}")
-    return from_dict(FeatureSchema, content["schema"], "schema"), from_dict(
-        FeatureStatistics, content["statistics"], "statistics"
-    )
+    schema = from_dict(FeatureSchema, content["schema"], "schema")
+    return schema, from_dict(FeatureStatistics, content["statistics"], "statistics")
 
 
 @final

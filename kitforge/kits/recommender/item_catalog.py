@@ -102,11 +102,10 @@ def build_item_catalog(rows: ClickDataset, feature: str, held_out: int = 0, time
     """The items of a categorical feature, with the features of their newest row (the last one, or by the column `time`
     of rows that were read with it), or of a sequence, without its last `held_out` items."""
     is_sequence = feature in rows.encoder.schema.sequences
-    read = _of_lists if is_sequence else _of_column
     chunks, order = [], _by_age(rows, time)
     # Newest first: of several rows, numpy gives the first.
     for start in range(0, rows.num_rows, _CHUNK_ROWS):
-        keys, owners = read(rows, feature, order[start : start + _CHUNK_ROWS], held_out)
+        keys, owners = _items_of(rows, feature, order[start : start + _CHUNK_ROWS], held_out)
         keys, firsts, counts = np.unique(keys, return_index=True, return_counts=True)
         chunks.append((keys, owners[firsts], counts))
     keys, owners, counts = (np.concatenate(parts) for parts in zip(*chunks, strict=True))
@@ -192,17 +191,13 @@ def _samples(tensors: Mapping[str, torch.Tensor]) -> FeatureBatch:
     return FeatureBatch(dense=tensors["dense"], ids=ids, bags=bags, sequences={})
 
 
-def _of_column(
-    rows: ClickDataset, feature: str, numbers: NDArray[np.int64], _held_out: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    column = rows.encoder.schema.categorical[feature].column or feature
-    keys, absent = rows.columns(numbers).keys(column)
-    return keys[~absent], numbers[~absent]
-
-
-def _of_lists(
+def _items_of(
     rows: ClickDataset, feature: str, numbers: NDArray[np.int64], held_out: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    lists = rows.columns(numbers).lists(rows.encoder.schema.sequences[feature].column or feature)
+    columns, schema = rows.columns(numbers), rows.encoder.schema
+    if feature in schema.categorical:
+        keys, absent = columns.keys(schema.source_column(feature))
+        return keys[~absent], numbers[~absent]
+    lists = columns.lists(schema.source_column(feature))
     kept = np.repeat(lists.offsets[1:], lists.lengths) - np.arange(len(lists.values)) > held_out
     return lists.values[kept], np.repeat(numbers, lists.lengths)[kept]

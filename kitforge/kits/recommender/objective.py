@@ -114,8 +114,7 @@ class RetrievalObjective(Objective[Batch]):
             seen = None
             if self._excludes_seen:
                 seen = self._catalogue.history_indices(batch, self.histories, self.num_held_out)[asks]
-            scores_of = partial(self._block_scores, model, asking, items)
-            ranks, loss = rank_users(scores_of, targets, len(items), seen)
+            ranks, loss = rank_users(partial(self._block_scores, model, asking, items), targets, len(items), seen)
             total += loss
             for counted, counted_ranks in ((metrics, ranks), (popular, ranks_without(popularity, targets, seen))):
                 counted.add(counted_ranks)

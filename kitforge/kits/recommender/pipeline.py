@@ -125,7 +125,8 @@ class RecommendationPipeline:
         answers = []
         for row, row_scores, own in zip(item_indices, scores, seen, strict=True):
             chosen = np.flatnonzero(~np.isin(row, own))[:k]
-            answers.append(_name_items(catalogue, row[chosen], row_scores[chosen]))
+            found = zip(row[chosen].tolist(), row_scores[chosen].tolist(), strict=True)
+            answers.append([{"item": catalogue.item(at), "score": score} for at, score in found if at >= 0])
         return answers
 
     def indices_of(self, items: Sequence[int | str]) -> NDArray[np.int64]:
@@ -165,10 +166,8 @@ class RecommendationPipeline:
         """The index of the items, cached in RUN/serving."""
         if self.model.checkpoint_folder is None:
             return self._build_index(retrieval)
-        mark = fingerprint_of("index", kind, self.options.tables.serving_dtype, getattr(faiss(), "__version__", ""))[
-            :12
-        ]
-        path = serving_folder(self.model.checkpoint_folder) / f"items-{mark}.faiss"
+        mark = fingerprint_of("index", kind, self.options.tables.serving_dtype, getattr(faiss(), "__version__", ""))
+        path = serving_folder(self.model.checkpoint_folder) / f"items-{mark[:12]}.faiss"
         if (index := load_index(path)) is None:
             index = self._build_index(retrieval)
             try:
@@ -186,9 +185,8 @@ class RecommendationPipeline:
         if options.index != "Flat":
             recall = index_recall(index, vectors, options.top_k)
             words = "recall@%d of the index %s is %.3f of an exact search, over item vectors as queries%s"
-            more = (
-                "; raise retrieval.nprobe or retrieval.ef_search, or take retrieval.index=Flat" if recall < 0.9 else ""
-            )
+            fix = "; raise retrieval.nprobe or retrieval.ef_search, or take retrieval.index=Flat"
+            more = fix if recall < 0.9 else ""
             _log.log(WARNING if more else INFO, words, options.top_k, options.index, recall, more)
         return index
 
@@ -269,13 +267,12 @@ def set_search(index: Any, options: RetrievalOptions) -> None:
         try:
             faiss().ParameterSpace().set_index_parameter(index, words, value)
         except RuntimeError as error:
-            expected = (
-                "an index with clusters (IVF64,Flat)" if name == "nprobe" else "an index that is a graph (HNSW32)"
-            )
             raise ConfigError(
                 f"the index {options.index!r} has no {words}",
                 got=f"retrieval.{name}={value}",
-                expected=expected,
+                expected="an index that is a graph (HNSW32)"
+                if name == "ef_search"
+                else "one with clusters (IVF64,Flat)",
                 fix=f"leave retrieval.{name} out, or name another retrieval.index",
             ) from error
 
@@ -291,10 +288,3 @@ def index_recall(index: Any, vectors: Tensor, k: int) -> float:
     exact = np.argpartition(-products, k - 1, axis=1)[:, :k]
     hits = sum(len(np.intersect1d(one, other)) for one, other in zip(approximate, exact, strict=True))
     return hits / (k * len(queries))
-
-
-def _name_items(
-    catalogue: ItemCatalog, indices: NDArray[np.int64], scores: NDArray[np.float32]
-) -> list[dict[str, Any]]:
-    matches = [(index, score) for index, score in zip(indices.tolist(), scores.tolist(), strict=True) if index >= 0]
-    return [{"item": catalogue.item(item_index), "score": score} for item_index, score in matches]

@@ -145,20 +145,13 @@ class FeatureSchema:
     def column_of(self, name: str) -> KeyColumn | ListColumn:
         """The column of a categorical feature or a sequence."""
         if name in self.categorical:
-            return KeyColumn(name=self.categorical[name].column or name, kind=self.categorical[name].kind)
-        item = self.sequences[name]
-        return ListColumn(name=item.column or name, kind=item.kind, separator=item.separator)
+            return KeyColumn(name=self.source_column(name), kind=self.categorical[name].kind)
+        return _list_column(name, self.sequences[name])
 
     def source_column(self, name: str) -> str:
         """The column that a feature is read from."""
-        features: dict[str, Any] = {
-            **self.numeric,
-            **self.bucketed,
-            **self.categorical,
-            **self.bags,
-            **self.sequences,
-        }
-        return features[name].column or name
+        parts: tuple[dict[str, Any], ...] = (self.numeric, self.bucketed, self.categorical, self.bags, self.sequences)
+        return next(part[name] for part in parts if name in part).column or name
 
     def layout(self, *, with_label: bool = True) -> ColumnLayout:
         """The columns to read; without the label for inference."""
@@ -170,7 +163,7 @@ class FeatureSchema:
         lists: dict[str, ListColumn] = {}
         many: dict[str, BagFeature | SequenceFeature] = {**self.bags, **self.sequences}
         for name, item in many.items():
-            column = ListColumn(name=item.column or name, kind=item.kind, separator=item.separator)
+            column = _list_column(name, item)
             same = lists.setdefault(column.name, column) == column
             check(same, f"data.schema {column.name}", "two ways to read it", "one kind and one separator")
         numeric: dict[str, NumericFeature | BucketFeature] = {**self.numeric, **self.bucketed}
@@ -250,6 +243,10 @@ def _non_default(config: Any) -> dict[str, Any]:
     return values
 
 
+def _list_column(name: str, item: BagFeature | SequenceFeature) -> ListColumn:
+    return ListColumn(name=item.column or name, kind=item.kind, separator=item.separator)
+
+
 def _add(keys: dict[str, KeyColumn], column: str, kind: KeyKind, is_required: bool) -> None:
     present = keys.get(column, KeyColumn(name=column, kind=kind))
     check(present.kind == kind, f"data.schema {column}", f"{present.kind} and {kind}", "one kind")
@@ -271,14 +268,8 @@ def with_rare_values(schema: FeatureSchema) -> FeatureSchema:
 
 def with_own_items(schema: FeatureSchema, items: Container[str]) -> FeatureSchema:
     """The schema with vocabulary encoding for these features, so that items do not collide."""
-    return replace(
-        schema,
-        categorical={
-            name: replace(feature, encoding="vocabulary") if name in items else feature
-            for name, feature in schema.categorical.items()
-        },
-        sequences={
-            name: replace(feature, encoding="vocabulary") if name in items else feature
-            for name, feature in schema.sequences.items()
-        },
-    )
+    parts: dict[str, Any] = {"categorical": schema.categorical, "sequences": schema.sequences}
+    for part, features in parts.items():
+        own = {name: replace(each, encoding="vocabulary") for name, each in features.items() if name in items}
+        parts[part] = features | own
+    return replace(schema, **parts)

@@ -70,7 +70,11 @@ class RecommendationTask(DatasetTask):
             if depth == 0:
                 yield from self._marked(batches)
                 return
-            with closing(tables.prefetch(batches, depth, ids=_requests)) as fetched:  # type: ignore[type-var]
+            # A step of micro-batches, of which each says what tables will be called with, in order.
+            prefetched = tables.prefetch(
+                batches, depth, ids=lambda step: [each for part in step for each in part["calls"]]
+            )
+            with closing(prefetched) as fetched:  # type: ignore[type-var]
                 yield from self._marked(fetched)
 
     def count(self, step: Sequence[MicroBatch]) -> Sums:
@@ -145,8 +149,3 @@ class RecommendationTask(DatasetTask):
             numbers = torch.arange(batch.start + part.start, batch.start + part.stop)
             parts.append({**micro_batch, "samples": numbers, "step": step})
         return parts
-
-
-def _requests(step: Sequence[MicroBatch]) -> list[Any]:
-    """What tables will be called with in a step, in order."""
-    return [requests for micro_batch in step for requests in micro_batch["calls"]]

@@ -34,9 +34,11 @@ TRUE = (True, np.bool_(True), "True", "true", "TRUE", " true ")
 TWELVE = (12, 12.0, np.float32(12), np.int16(12), "12", "12.0", " 12", "12.00 ", Decimal(12), Decimal("12.00"))
 LARGE = (2**60, 2.0**60, str(2**60), "1.152921504606847e+18", Decimal(2**60))
 HALF = (3.5, np.float32(3.5), "3.5", " 3.5", Decimal("3.5"))
+SMALL = (Decimal("0.00000012"), Decimal("1.2E-7"), "0.00000012", "1.2E-7")
+ZERO = (0, 0.0, "0", "0.000000000", "0E-9", Decimal("0E-9"), Decimal("0.00"))
 WORD = ("a b", " a b", "a b\t", b"a b")
 NOTHING = (None, float("nan"), "", "  ", pandas.NA, pandas.NaT, np.float64("nan"))
-SPELLINGS = (TRUE, TWELVE, LARGE, HALF, WORD)
+SPELLINGS = (TRUE, TWELVE, LARGE, HALF, SMALL, ZERO, WORD)
 NEIGHBOURS: tuple[list[Any], ...] = ([], ["x"], [None], [7], [0.5], [True], [float("nan")], [Decimal("0.125")], [2**63])
 
 
@@ -103,7 +105,7 @@ def read(spec: Any, layout: ColumnLayout) -> Columns:
 
 
 @pytest.mark.parametrize("container", CONTAINERS, ids=lambda each: each.__name__[3:])
-@pytest.mark.parametrize("spellings", SPELLINGS, ids=["true", "twelve", "large", "half", "word"])
+@pytest.mark.parametrize("spellings", SPELLINGS, ids=["true", "twelve", "large", "half", "small", "zero", "word"])
 def test_a_value_has_one_key_in_every_container(container: Container, spellings: Any, tmp_path: Path) -> None:
     wanted = key_of(spellings[0])
     for value in spellings:

@@ -11,7 +11,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from kitforge.data.tables import parquet_files, python_rows
+from kitforge.data.tables import json_files, parquet_files, python_rows
 from kitforge.data.tables.bad_rows import BadRows
 from kitforge.data.tables.columns import ColumnLayout, KeyColumn, LabelColumn, ListColumn
 from kitforge.data.tables.reader import read_columns
@@ -253,16 +253,20 @@ def test_folders_name_columns_and_names_with_an_underscore_are_no_part_of_the_ta
     for name in ("city=a%20b/day=1/x.csv", "city=c/day=2/x.csv", "city=__HIVE_DEFAULT_PARTITION__/day=2/x.csv"):
         (tmp_path / "parts" / name).parent.mkdir(parents=True)
         (tmp_path / "parts" / name).write_text("x,day\n5,9\n" if "c/day" in name else "x\n5\n")
-    for name in ("_temporary/0/x.csv", "_delta_log/1.csv", ".x.csv", "_x.csv"):
+    for name in ("_temporary/0/x.csv", "_delta_log/1.csv", ".x.csv", "_x.csv", "a/_y.csv"):
         (tmp_path / "parts" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "parts" / name).write_text("x\n5\n")
     layout = ColumnLayout(keys=(KeyColumn(name="city"), KeyColumn(name="day", kind="integer")))
-    for spec in (tmp_path / "parts", str(tmp_path / "parts/*/day=*/*.csv")):
+    for spec in (tmp_path / "parts", *(str(tmp_path / f"parts/{each}.csv") for each in ("*/day=*/*", "**/*"))):
         found = columns_of(spec, layout)
         # A column of the file goes before that of a folder.
         assert found.keys[:, 1].tolist() == [2, 1, 9]
         assert found.keys[:, 0].tolist() == [0, hash_text("a b"), hash_text("c")]
         assert found.absent[:, 0].tolist() == [True, False, False]
+    for spec in ("_delta*/*.csv", "_temporary/**/x.csv", "_x.csv", "*/_y.csv", "_[x].csv"):
+        assert open_table(str(tmp_path / "parts" / spec)).names == ("x",)
+    with pytest.raises(DataError, match="begins with _ in the pattern"):
+        open_table(str(tmp_path / "parts/*_log/*.csv"))
     # Of what lies above nothing is said.
     assert open_table(tmp_path / "parts/city=c/day=2").names == ("x", "day")
     assert open_table(tmp_path / "parts/city=a%20b").names == ("x", "day")
@@ -290,6 +294,20 @@ def test_a_column_that_the_first_row_lacks_is_there_in_rows_and_json_lines(tmp_p
         found = columns_of(spec, layout)
         assert np.array_equal(found.numbers, [[1, np.nan], [2, np.nan], [np.nan, 3]], equal_nan=True)
         assert found.absent[:, 0].tolist() == [True, False, True]
+
+
+def test_json_lines_are_searched_for_columns_once_and_only_where_these_are_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"x": 1, "y": {}}, {"z": 2}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    parsed, columns_of_rows = list[object](), json_files.columns_of_rows
+    monkeypatch.setattr(
+        json_files, "columns_of_rows", lambda rows: columns_of_rows(parsed.append(row) or row for row in rows)
+    )
+    assert open_table(tmp_path / "a.jsonl").fingerprint and not parsed
+    assert {open_table(tmp_path / "a.jsonl").names for _ in range(3)} == {("x", "y", "z")}
+    assert parsed == rows
 
 
 def test_the_row_numbers_of_pandas_are_no_column_but_where_they_are_named(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from kitforge.data.tokenizers.loading import ByteTokenizer, load_tokenizer
 from kitforge.data.tokenizers.protocol import Tokenizer as AnyTokenizer
 from kitforge.data.tokenizers.sentencepiece import SentencePieceTokenizer, trained
 from kitforge.foundation.errors import DataError, ModelError
+from kitforge.models.gguf import add_value
 from tests.tokenizer_folders import BOTH, CORPUS, LLAMA, gemma_like
 
 ENDS = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": "{{ messages }}"}
@@ -183,12 +184,7 @@ def test_the_tokenizer_of_a_file_is_found_beside_its_weights(tmp_path: Path) -> 
 def _written(path: Path) -> Path:
     writer = gguf.GGUFWriter(path, "llama")
     for name, value in metadata(tokens=["a", "b", "ab"], merges=["a b"]).items():
-        if isinstance(value, list):
-            writer.add_array(name, value)
-        elif isinstance(value, int):
-            writer.add_uint32(name, value)
-        else:
-            writer.add_string(name, value)
+        add_value(writer, name, value)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()

@@ -272,6 +272,26 @@ def test_a_run_over_rows_that_have_grown_keeps_what_its_rows_stand_for(tmp_path:
     assert all(f"{len(is_new)} values of 'user'" in each for each in words)
 
 
+@pytest.mark.slow
+def test_a_run_that_goes_on_refuses_another_schema_and_one_that_begins_from_it_warns(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    schema = {"label": {"name": "click"}, "categorical": {"user": {"encoding": "vocabulary"}}, "numeric": {"price": {}}}
+    (tmp_path / "a.yaml").write_text(json.dumps(schema))
+    choices = {"data.schema": str(tmp_path / "a.yaml"), "trainer.max_steps": 3}
+    run(tmp_path / "run", "wide_deep", choices, stop_at=1, rows=day(1, 200))
+    run(tmp_path / "run", "wide_deep", {**choices, "resume": "auto"}, stop_at=2, rows=day(1, 200))
+    (tmp_path / "a.yaml").write_text(json.dumps({**schema, "numeric": {"price": {"log": True}}}))
+    with pytest.raises(ConfigError, match=r"(?s)data\.schema is not the one.*other numeric"):
+        run(tmp_path / "run", "wide_deep", {**choices, "resume": "auto"}, rows=day(1, 200))
+    assert "other numeric" not in caplog.text
+    run(tmp_path / "b", "wide_deep", {**choices, "checkpoint": str(tmp_path / "run")}, stop_at=1, rows=day(1, 200))
+    assert "other numeric" in caplog.text
+    # A file that is gone says nothing.
+    (tmp_path / "a.yaml").unlink()
+    run(tmp_path / "run", "wide_deep", {**choices, "resume": "auto"}, rows=day(1, 200))
+
+
 def test_each_call_of_a_table_has_a_key_of_its_own() -> None:
     exact = {"kind": "integer", "encoding": "exact"}
     values = {"item": exact, "item_last": exact}
@@ -284,7 +304,7 @@ def test_each_call_of_a_table_has_a_key_of_its_own() -> None:
 
 
 # Names that Python's modules own, that networks give to their own parts, and that have a dot.
-OWNED = ["items", "keys", "type", "deep", "item", "user", "user.id", "wide", "values", "a/b"]
+OWNED = ["items", "keys", "type", "deep", "item", "user", "user.id", "wide", "values", "a/b", "items.lengths"]
 
 
 @pytest.mark.slow
