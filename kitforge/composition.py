@@ -9,7 +9,6 @@ import dataclasses
 import difflib
 import functools
 import inspect
-import io
 import re
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -24,15 +23,25 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from hydra.initialize import get_gh_backup, restore_gh_from_backup
-from omegaconf import Container, DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from kitforge.foundation.errors import ConfigError, nearest
-from kitforge.foundation.untrusted import check_yaml, names_function
+from kitforge.foundation.files import missing_file_error
 from kitforge.kits.registry import DEFAULT_TASK, kit_of, recorded_config, recorded_task
 from kitforge.models.hub import NAMED, is_pretrained, resolve
 from kitforge.peer_names import PEER_NAMES
+from kitforge.yaml_options import (
+    CODE_OPTIONS,
+    RECIPE_SUFFIXES,
+    RecipeFile,
+    needs_hydra,
+    read_recipe,
+    read_yaml,
+    refuse_code,
+    refuse_functions,
+    to_plain_dict,
+)
 
 CONFIGS = Path(__file__).parent / "configs"
 OWN_CONFIGS = Path("configs")
@@ -42,15 +51,12 @@ FOLDER_OPTIONS = {"model": "checkpoint", "tokenizer": "tokenizer.name"}
 WEIGHT_OPTIONS = ("checkpoint", "reference")
 # Groups without a default preset.
 OPTIONAL_GROUPS = ("data", "recipe")
-# Options that may name a function on the command line; a YAML file may not.
-CODE_OPTIONS = ("reward",)
 # Options with free text: commas and `${` have no special meaning.
 TEXT_OPTIONS = ("prompt",)
 # Options that may be given without their section, if exactly one option of the verb has this name.
 SHORT_NAMES = ("max_new_tokens", "temperature", "top_p", "num_generations")
 FIELD = re.compile(r"^((?:    # .*\n)*)    (\w+): [^#\n]*?(?:  # (.*))?$", re.MULTILINE)
 _type_hints: Callable[..., dict[str, Any]] = functools.cache(typing.get_type_hints)
-REFERENCE = re.compile(r"\$\{[\w.]+\}")
 
 
 def presets(group: str = "model") -> dict[str, Path]:
@@ -94,21 +100,26 @@ def compose(
     value) or a nested mapping. Raises ConfigError with the nearest name for unknown choices; options in
     `ignored_sections` are suggested last."""
     named, typed = _split_choices(choices)
+    trusts_file = typed.pop("allow_code", False) is True
     single = _full_names(typed, options, ignored_sections)
     texts = {name: single.pop(name) for name in TEXT_OPTIONS if name in single}
+    file = _recipe_file(named, single)
+    presets_of_all = file.presets | named
     try:
         option_sections = {each.name for each in dataclasses.fields(options)}
-        values, preset = _composed(task, named, single, option_sections)
+        values, preset = _composed(task, presets_of_all, single, option_sections, file.values)
         checkpoint = values.get("checkpoint")
         if fine_tuning is not None and (checkpoint is not None or fine_tuning.has_network):
-            if "optimizer" not in named and not _chooses_optimizer(named.get("recipe")):
+            if "optimizer" not in presets_of_all and not _chooses_optimizer(named.get("recipe")):
                 lora = "_lora" if values.get("lora", {}).get("rank", 0) else ""
-                changed = named | {"optimizer": fine_tuning.optimizer + lora}
-                values, _ = _composed(task, changed, single, option_sections)
-                _follow_learning_rate(values, read_yaml(presets("optimizer")[fine_tuning.optimizer + lora]))
+                changed = presets_of_all | {"optimizer": fine_tuning.optimizer + lora}
+                values, _ = _composed(task, changed, single, option_sections, file.values)
+                followed = read_yaml(presets("optimizer")[fine_tuning.optimizer + lora])
+                _follow_learning_rate(values, followed, file.values)
             values["model"] = {}
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError("the configuration cannot be composed", got=_first_line(error)) from None
+    refuse_functions(values, CODE_OPTIONS if trusts_file else single)
     if checkpoint is not None:
         _refuse_two_networks(str(checkpoint), named, single)
         values["model"] = {}
@@ -117,26 +128,59 @@ def compose(
 
 
 def _composed(
-    task: str, named: Mapping[str, str], single: Mapping[str, Any], option_sections: Collection[str]
+    task: str,
+    named: Mapping[str, str],
+    single: Mapping[str, Any],
+    option_sections: Collection[str],
+    file: DictConfig,
 ) -> tuple[dict[str, Any], str]:
     """The composed options, and the name of the model preset."""
     has_preset = task in presets("task")
     config, preset = _compose_presets({"task": task, **named} if has_preset else named)
-    _refuse_functions(config)
     if not has_preset:
         # A task of an installed kit: only the groups among its options.
         for name in named.keys() - option_sections - {"recipe"}:
             raise ConfigError(f"task {task!r} has no option {name!r}", got=f"{name}={named[name]}", fix="leave it out")
         config = OmegaConf.masked_copy(config, [str(each) for each in config if each in option_sections])
         preset = preset if "model" in option_sections else task
+    if "family" in file.get("model", {}):
+        # A whole network: another family has other options.
+        preset = str(file.model.family)
+        config = OmegaConf.masked_copy(config, [str(each) for each in config if each != "model"])
     # The requested task overrides that of a recipe.
-    return to_plain_dict(OmegaConf.merge(config, nested(single), {"task": task})), preset
+    return to_plain_dict(OmegaConf.merge(config, file, nested(single), {"task": task})), preset
 
 
-def _follow_learning_rate(values: dict[str, Any], preset: Mapping[str, Any]) -> None:
+def _recipe_file(named: dict[str, str], typed: Collection[str]) -> RecipeFile:
+    """The recipe, taken out of `named`, if it is a file that Hydra does not compose. A preset that was named is over
+    the file's section."""
+    path = _recipe_path(named.get("recipe"))
+    if path is None or (named["recipe"] in presets("recipe") and needs_hydra(path)):
+        return RecipeFile(presets={}, values=OmegaConf.create())
+    del named["recipe"]
+    file = read_recipe(path, typed)
+    for group in file.values.keys() & named.keys():
+        section = file.values.pop(group)
+        if group == "data":
+            # The preset says how rows are read, the file which.
+            file.values[group] = OmegaConf.merge(section, read_yaml(presets(group)[named[group]]))
+    return file
+
+
+def _recipe_path(name: Any) -> Path | None:
+    """The file of a recipe by its name or path; None for what is neither. Raises DataError for a file that is not."""
+    path = presets("recipe").get(str(name))
+    if path is None and str(name).endswith(RECIPE_SUFFIXES):
+        path = Path(str(name)).expanduser()
+        if not path.is_file():
+            raise missing_file_error(path)
+    return path
+
+
+def _follow_learning_rate(values: dict[str, Any], preset: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     """If the learning rate differs from the preset's, drop the preset's further rates (such as the critic's), which
-    belong to it."""
-    further = [name for name in preset if name != "optimizer" and "optimizer" in preset]
+    belong to it, unless they are `given`."""
+    further = [name for name in preset if name not in ("optimizer", *given) and "optimizer" in preset]
     for name in further:
         is_own = values[name]["learning_rate"] == preset[name]["learning_rate"]
         if is_own and values["optimizer"]["learning_rate"] != preset["optimizer"]["learning_rate"]:
@@ -179,15 +223,14 @@ def compose_over(
 
 def recipe_task(name: Any) -> str | None:
     """The task of a recipe; None if it names none or does not exist."""
-    path = presets("recipe").get(str(name))
+    path = _recipe_path(name)
     return None if path is None else read_yaml(path).get("task")
 
 
 def task_of(choices: Mapping[str, Any]) -> str:
-    """The task: by name, else of the checkpoint, else of the recipe, else the default."""
-    checkpoint = _resolved(choices.get("checkpoint"))
-    named = choices.get("task") or recorded_task(checkpoint) or recipe_task(choices.get("recipe"))
-    return str(named or DEFAULT_TASK)
+    """The task: by name, else of the recipe, else of the checkpoint, else the default."""
+    named = choices.get("task") or recipe_task(choices.get("recipe"))
+    return str(named or recorded_task(_resolved(choices.get("checkpoint"))) or DEFAULT_TASK)
 
 
 def text_task_of(task: str, choices: Mapping[str, Any]) -> str:
@@ -353,15 +396,6 @@ def groups() -> list[str]:
     return sorted(path.name for path in CONFIGS.iterdir() if path.is_dir() and path.name != "task")
 
 
-def to_plain_dict(config: Any) -> dict[str, Any]:
-    """A composed configuration as a plain dict. Raises ConfigError for `_target_` and for resolvers, which could read
-    the environment or run code."""
-    _refuse_code(OmegaConf.to_container(config, resolve=False), "")
-    values = OmegaConf.to_container(config, resolve=True)
-    assert isinstance(values, dict)
-    return {str(name): value for name, value in values.items()}
-
-
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
     """`{"a.b": 1}` as `{"a": {"b": 1}}`; what holds other names comes before them."""
     result: dict[str, Any] = {}
@@ -418,7 +452,7 @@ def _split_choices(choices: Mapping[str, Any]) -> tuple[dict[str, str], dict[str
             single[name] = _resolved(value) if name in WEIGHT_OPTIONS else value
         elif name in OPTIONAL_GROUPS and value is None:
             continue
-        elif isinstance(value, str) and value in presets(name):
+        elif isinstance(value, str) and (value in presets(name) or (name == "recipe" and _recipe_path(value))):
             named[name] = value
         elif name in FOLDER_OPTIONS and is_pretrained(value):
             single[FOLDER_OPTIONS[name]] = str(resolve(value))
@@ -448,53 +482,9 @@ def _search_path() -> list[str]:
     for group in groups():
         for path in (OWN_CONFIGS / group).glob("*.yaml"):
             content = OmegaConf.to_container(read_yaml(path), resolve=False)
-            _refuse_code(content.get("defaults") if isinstance(content, dict) else None, f"{path} defaults")
+            refuse_code(content.get("defaults") if isinstance(content, dict) else None, f"{path} defaults")
     return [f"hydra.searchpath=['file://{OWN_CONFIGS.resolve()}']"] if OWN_CONFIGS.is_dir() else []
-
-
-def read_yaml(path: Path) -> Any:
-    """The options of a YAML file, without interpolation. Raises ConfigError."""
-    try:
-        text = path.read_text(encoding="utf-8")
-        check_yaml(text)
-        content = OmegaConf.load(io.StringIO(text))
-    except (YAMLError, ValueError, OmegaConfBaseException) as error:
-        raise ConfigError(f"{path} is not YAML that can be used", got=" ".join(str(error).split())) from None
-    if not isinstance(content, DictConfig):
-        raise ConfigError(f"{path} does not hold options", got="a list", expected="name: value, a line each")
-    return content
 
 
 def _first_line(error: Exception) -> str:
     return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-
-
-def _refuse_functions(config: DictConfig) -> None:
-    for name in CODE_OPTIONS:
-        value = config.get(name)
-        if names_function(OmegaConf.to_container(value) if isinstance(value, Container) else value):
-            raise ConfigError(
-                "configuration cannot name code to run",
-                got=f"{name}: {value} in a YAML file",
-                fix=f"name it on the command line, {name}=package.module:function",
-            )
-
-
-def _refuse_code(value: Any, path: str) -> None:
-    if isinstance(value, dict):
-        for name, item in value.items():
-            if str(name).startswith("_target_"):
-                raise ConfigError(
-                    "configuration cannot name code to run", got=f"{path}_target_: {item}", fix="remove it"
-                )
-            _refuse_code(item, f"{path}{name}.")
-    elif isinstance(value, list):
-        for item in value:
-            _refuse_code(item, path)
-    elif isinstance(value, str) and "${" in REFERENCE.sub("", value):
-        raise ConfigError(
-            "configuration cannot use resolvers",
-            got=f"{path.rstrip('.')}: {value}",
-            expected="values, and references to other options such as ${seed}",
-            fix="write the value itself",
-        )

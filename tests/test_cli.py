@@ -77,6 +77,23 @@ def started(*arguments: str) -> subprocess.Popen[str]:
 # What goes well
 
 
+def test_a_run_is_repeated_by_its_own_configuration(capsys: Capture) -> None:
+    assert train("output_dir=runs/first") == 0
+    record = Path("runs/first/config.yaml").read_text()
+    for number, typed in enumerate((["runs/first/config.yaml"], ["--config", "runs/first/config.yaml"])):
+        assert cli.run(["train", *typed, f"output_dir=runs/{number}"]) == 0
+        assert Path(f"runs/{number}/config.yaml").read_text() == record.replace("runs/first", f"runs/{number}")
+    capsys.readouterr()
+    assert cli.run(["config", "--config=runs/first/config.yaml", "seed=3"]) == 0
+    Path("again.yaml").write_text(capsys.readouterr().out)
+    # The record's own folder is left alone.
+    assert cli.run(["train", "again.yaml", "trainer.max_steps=1"]) == 0
+    assert "seed: 3\n" in Path("runs/latest/config.yaml").read_text()
+    assert Path("runs/first/config.yaml").read_text() == record
+    with pytest.raises(ConfigError, match="--config needs a file"):
+        cli.run(["train", "--config"])
+
+
 @pytest.mark.parametrize(
     ("verb", "task", "short", "option"),
     [

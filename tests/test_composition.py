@@ -23,8 +23,8 @@ from kitforge.composition import (
     presets,
     task_of,
 )
-from kitforge.foundation.config import from_dict
-from kitforge.foundation.errors import ConfigError
+from kitforge.foundation.config import from_dict, to_yaml
+from kitforge.foundation.errors import ConfigError, DataError
 from kitforge.kits.recommender.data import label_choice
 from kitforge.kits.registry import kit_of, recorded_task, task_names
 from kitforge.kits.transformers.config import TextGenerationOptions
@@ -363,3 +363,84 @@ def test_a_schema_given_as_a_mapping_has_columns_with_dots_in_their_names() -> N
 def test_the_positive_value_of_a_label_is_of_any_type(value: object, wanted: str) -> None:
     options = kit_of("recommendation").read_options(compose_config("recommendation", {"data.positive": value}).values)
     assert label_choice(options.data).positive == wanted
+
+
+# A configuration comes back
+
+
+def printed(task: str, **choices: object) -> str:
+    """What `kitforge config` prints."""
+    kit = kit_of(task)
+    return to_yaml(kit.resolved(kit.read_options(compose_config(task, choices).values)))
+
+
+CHOICES: dict[str, dict[str, object]] = {
+    "text_generation": {"model": "gpt2_tiny", "optimizer": "muon", "model.dim": 64},
+    "translation": {"model": "t5_tiny"},
+    "image_classification": {"model": "vit_tiny"},
+    "recommendation": {"model": "deepfm", "data": "criteo"},
+    "ppo": {"checkpoint": "home", "optimizer.learning_rate": 3e-4, "lora.rank": 4},
+    "grpo": {"reward": "lowercase", "rollout.temperature": 0.5},
+}
+
+
+@pytest.mark.parametrize("task", CHOICES)
+def test_a_printed_configuration_is_a_recipe_that_gives_it_again(here: Path, task: str) -> None:
+    Path("home").mkdir()
+    write("again.yaml", text := printed(task, **CHOICES[task]))
+    write("configs/recipe/own.yaml", text)
+    assert task_of({"recipe": "again.yaml"}) == task
+    assert printed(task, recipe="again.yaml") == text
+    assert printed(task, recipe="own") == text
+
+
+def test_what_is_typed_lies_over_a_file(here: Path) -> None:
+    write("again.yaml", printed("text_generation", model="gpt2_tiny", optimizer="muon", **{"data.train": "a.txt"}))
+    over = {"recipe": "again.yaml", "model": "llama_tiny", "optimizer": "adamw", "seed": 3}
+    assert printed("text_generation", **over) == printed(
+        "text_generation", model="llama_tiny", optimizer="adamw", seed=3, **{"data.train": "a.txt"}
+    )
+    write("clicks.yaml", printed("recommendation", **{"data.train": "clicks.csv"}))
+    data = compose_config("recommendation", {"recipe": "clicks.yaml", "data": "criteo"}).values["data"]
+    assert (data["train"], data["format"]) == ("clicks.csv", "criteo")
+
+
+def test_a_recipe_needs_no_first_line_and_may_lie_anywhere(here: Path) -> None:
+    text = "defaults:\n  - override /optimizer: muon\n  - _self_\nseed: 7\n"
+    write("configs/recipe/night.yaml", text)
+    write("configs/recipe/day.yaml", f"# @package _global_\n{text}")
+    write("elsewhere/night.yml", f"# @package _global_\n{text}")
+    night, day, elsewhere = (values(recipe=name) for name in ("night", "day", "elsewhere/night.yml"))
+    assert night == day == elsewhere
+    assert (night["optimizer"]["name"], night["seed"]) == ("muon", 7)
+    write("odd.yaml", "defaults: [quickstart]")
+    with pytest.raises(ConfigError, match=r"defaults of odd\.yaml.*\n.*quickstart"):
+        values(recipe="odd.yaml")
+    with pytest.raises(DataError, match="od.yaml does not exist"):
+        values(recipe="od.yaml")
+
+
+def rewarded(**choices: object) -> dict[str, Any]:
+    return compose_config("grpo", choices).values
+
+
+def test_a_function_of_a_file_is_trusted_on_request_only(here: Path) -> None:
+    for path in ("again.yaml", "configs/recipe/again.yaml"):
+        write(path, "# @package _global_\ntask: grpo\nreward: rewards:shortness\n")
+    for recipe in ("again.yaml", "again"):
+        with pytest.raises(ConfigError, match="allow_code=true"):
+            rewarded(recipe=recipe)
+        assert rewarded(recipe=recipe, reward="rewards:other")["reward"] == "rewards:other"
+        assert rewarded(recipe=recipe, allow_code=True)["reward"] == "rewards:shortness"
+    write("bold.yaml", "allow_code: true\nreward: rewards:shortness\n")
+    with pytest.raises(ConfigError, match="cannot name code"):
+        rewarded(recipe="bold.yaml")
+
+
+def test_the_record_of_a_run_leaves_the_folder_of_that_run(here: Path) -> None:
+    write("runs/x/config.yaml", "output_dir: runs/x\nresume: auto\n")
+    record, copy = "runs/x/config.yaml", "copy.yaml"
+    Path(copy).write_text(Path(record).read_text())
+    assert [values(recipe=name)["output_dir"] for name in (record, copy)] == [None, "runs/x"]
+    assert values(recipe=record)["resume"] is None
+    assert values(recipe=record, resume="auto")["output_dir"] == "runs/x"

@@ -19,6 +19,7 @@ from kitforge.cli.models import models
 from kitforge.cli.predict import compose_prediction, predict
 from kitforge.cli.replay import replay
 from kitforge.cli.serve import compose_serve, serve
+from kitforge.cli.sweep import argument as option_argument
 from kitforge.cli.sweep import run_sweep, sweep_runs
 from kitforge.cli.train import compose_finetune, compose_train, train
 from kitforge.cli.verify import verify
@@ -28,6 +29,7 @@ from kitforge.foundation.errors import ConfigError, nearest
 from kitforge.foundation.log import console, errors, log_to_terminal
 from kitforge.kits.registry import kit_of
 from kitforge.trainer.run_folder import default_folder
+from kitforge.yaml_options import RECIPE_SUFFIXES
 
 COMMANDS = {
     "train": Command(
@@ -190,14 +192,30 @@ def run(arguments: Sequence[str]) -> int:
             say("\n".join(_usage(name)))
             return 0
         return verb.run_plain(rest)
+    rest = _files_as_recipes(rest)
     flags = {argument for argument in rest if argument.startswith("-")}
     for flag in flags - {"-m", "--multirun", "-h", "--help"}:
-        raise ConfigError(f"unknown flag {flag!r}", expected="-m, --help, --traceback", fix="options are name=value")
+        raise ConfigError(
+            f"unknown flag {flag!r}", expected="-m, --config, --help, --traceback", fix="options are name=value"
+        )
     overrides = [argument for argument in rest if not argument.startswith("-")]
     if flags & {"-h", "--help"}:
         _help_options(name, overrides)
         return 0
     return run_sweep(name, verb, sweep_runs(verb, overrides, is_sweep=bool(flags & {"-m", "--multirun"})))
+
+
+def _files_as_recipes(arguments: Sequence[str]) -> list[str]:
+    """`FILE.yaml`, `--config FILE` and `--config=FILE` as `recipe=FILE`."""
+    found, words = list[str](), iter(arguments)
+    for word in words:
+        flag, _, value = word.partition("=")
+        file = (value or next(words, "")) if flag == "--config" else word
+        if flag == "--config" and not file:
+            raise ConfigError("--config needs a file", fix="--config runs/latest/config.yaml")
+        is_file = flag == "--config" or ("=" not in word and word.endswith(RECIPE_SUFFIXES))
+        found.append(option_argument("recipe", file) if is_file else word)
+    return found
 
 
 def _help() -> None:
@@ -206,6 +224,7 @@ def _help() -> None:
     lines += [
         "",
         "kitforge VERB --help shows its arguments and an example.",
+        "kitforge train FILE.yaml takes a configuration, as config.yaml of a run.",
         "kitforge train --help lists every option, of another task with task=NAME.",
     ]
     say("\n".join(lines))
