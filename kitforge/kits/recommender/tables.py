@@ -82,8 +82,8 @@ def assign_sharding(loads: Mapping[str, TableLoad], cache: CacheOptions, num_ran
     said = cache.placement if isinstance(cache.placement, dict) else dict.fromkeys(loads, cache.placement)
     for name, way in said.items():
         if name not in loads:
-            expected, fix = f"tables {', '.join(loads)}", nearest(name, loads)
-            raise ConfigError("option 'cache.placement' names no table", got=name, expected=expected, fix=fix)
+            problem = "option 'cache.placement' names no table of this network"
+            raise ConfigError(problem, got=name, expected=f"tables {', '.join(loads)}", fix=nearest(name, loads))
         expected = f"auto or {' or '.join(loads[name].sharding_types)} with these options"
         check(way == "auto" or way in loads[name].sharding_types, "cache.placement", way, expected)
     chosen = plan_sharding(loads, num_ranks, ShardingPlannerOptions())
