@@ -16,7 +16,7 @@ _HUB = re.compile(
 _FILE = re.compile(r".*\.(txt|jsonl?|[ct]sv|parquet|inter|conll|gz|py|md)")
 
 
-def opened(spec: object, *, streaming: bool = False) -> object:
+def load_named(spec: object, *, streaming: bool = False) -> object:
     """The rows that a text names, else what was given.
 
     `hf://OWNER/NAME[/CONFIG][@REVISION][:SPLIT]`, and `OWNER/NAME[@REVISION][:SPLIT]` where there is no such file, go

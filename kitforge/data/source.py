@@ -98,7 +98,7 @@ def open_source(spec: object, config: SourceConfig = _DEFAULT) -> Source:
     options of SourceConfig is a mixture. Raises DataError for what is missing, empty or unreadable, ConfigError for a
     mixture that cannot be.
     """
-    spec = rows_of_table(named_dataset.opened(spec))
+    spec = rows_of_table(named_dataset.load_named(spec))
     if (entries := weighted_sources(spec, SourceConfig.__dataclass_fields__)) is not None:
         return _open_mixture(entries, config)
     if isinstance(spec, (str, os.PathLike)):
@@ -119,7 +119,7 @@ def open_source(spec: object, config: SourceConfig = _DEFAULT) -> Source:
 def open_stream(spec: object, config: SourceConfig) -> Source:
     """The corpus that `spec` names, of which nothing is read yet: shards of files or a dataset, or an iterable of texts
     or rows."""
-    spec = rows_of_table(named_dataset.opened(spec, streaming=True))
+    spec = rows_of_table(named_dataset.load_named(spec, streaming=True))
     is_known = spec is None or isinstance(spec, (str, os.PathLike, list, tuple, Mapping)) or is_dataset(spec)
     if is_known or not isinstance(spec, Iterable) or isinstance(spec, (bytes, bytearray)):
         return open_source(spec, config)
@@ -143,7 +143,7 @@ def _open_mixture(entries: Sequence[WeightedSource], config: SourceConfig) -> So
 def open_rows(spec: object) -> Iterator[RecordShard]:
     """The shards of a file of rows, a folder, a pattern, a list of these, a datasets.Dataset, a table, or an iterable
     of rows, in order."""
-    spec = rows_of_table(named_dataset.opened(spec))
+    spec = rows_of_table(named_dataset.load_named(spec))
     if weighted_sources(spec, ()) is not None:
         raise ConfigError(
             "a mixture of sources cannot be read here",

@@ -73,9 +73,9 @@ def test_a_folder_of_save_to_disk_is_read_with_its_splits(tmp_path: Path, splits
     for name, wanted in ((f"{tmp_path}/all", "train"), (f"{tmp_path}/all:test", "test"), (f"{tmp_path}/one", "test")):
         assert [row for shard in open_rows(name) for _, row in shard.rows()] == ROWS[wanted]
     with pytest.raises(DataError, match="all has no split dev(.|\n)*train, test"):
-        named_dataset.opened(f"{tmp_path}/all:dev")
+        named_dataset.load_named(f"{tmp_path}/all:dev")
     with pytest.raises(DataError, match="one has no splits"):
-        named_dataset.opened(f"{tmp_path}/one:dev")
+        named_dataset.load_named(f"{tmp_path}/one:dev")
 
 
 def test_a_path_stays_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,6 +93,6 @@ def test_a_path_stays_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         None,
         [1],
     ):
-        assert named_dataset.opened(spec) is spec
+        assert named_dataset.load_named(spec) is spec
     with pytest.raises(DataError, match="download it"):
         open_stream("https://example.org/rows.jsonl", SourceConfig())

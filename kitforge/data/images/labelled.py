@@ -37,7 +37,7 @@ def find_images(spec: object, split: Split = "train", image: str = "image", labe
     """The images of a folder or a .zip file, whose folders are the labels, or of rows with these columns. Where the
     first folders are named train and test (or val), those of the split. Raises DataError where there are none."""
     found: list[ImageEntry]
-    spec = named_dataset.opened(spec)
+    spec = named_dataset.load_named(spec)
     path = Path(str(spec)).expanduser() if isinstance(spec, (str, Path)) else None
     if path is not None and path.suffix.lower() == ".zip":
         archive = _open_zip(path)

@@ -141,7 +141,7 @@ def open_table(spec: object, config: TableSourceConfig = _DEFAULT) -> TableSourc
     is read once.
     Raises DataError for what is missing, empty or unreadable.
     """
-    spec = named_dataset.opened(spec)
+    spec = named_dataset.load_named(spec)
     if isinstance(spec, (str, os.PathLike)):
         return _of_files(str(spec), [(file, spec) for file in _table_files(spec)], config)
     if is_dataset(spec):
