@@ -317,10 +317,15 @@ def test_a_policy_of_any_stage_is_served_and_what_only_scores_writes_no_text(tmp
 
 
 @pytest.mark.slow
-def test_the_doctor_names_the_machine(capsys: Capture) -> None:
+def test_the_doctor_names_the_machine_and_what_each_extra_lacks(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "importlib.metadata.requires", lambda _: ["rich", "hydra-core; extra == 'a'", "nope; extra == 'b'"]
+    )
     cli.run(["doctor"])
     shown = capsys.readouterr().out
-    for words in ("torch", "GFLOP/s", "sentencepiece", "python"):
+    for words in ("torch", "GFLOP/s", "numba", "python", "hydra-core 1.", "without nope: pip install 'kitforge[b]'"):
         assert words in shown
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import platform
+import re
 import sys
 import time
 from pathlib import Path
 
 import torch
+from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
 
@@ -18,12 +20,10 @@ from kitforge.cli.console import say
 from kitforge.composition import groups, preset_values, presets
 from kitforge.foundation import device as devices
 from kitforge.foundation.config import to_yaml
-from kitforge.foundation.errors import ConfigError
+from kitforge.foundation.errors import ConfigError, installation
 from kitforge.foundation.log import console, sanitize
 from kitforge.kits.registry import kit_of, task_names
 from kitforge.report.page import write_report
-
-PACKAGES = ("datasets", "sentencepiece", "tokenizers", "pyarrow", "numba", "faiss-cpu", "redis", "fastapi", "wandb")
 
 
 def config(chosen: Invocation) -> int:
@@ -82,7 +82,7 @@ def doctor(arguments: list[str]) -> int:
     _refuse("doctor", arguments)
     table = Table(show_header=False)
     for name, value in _machine_info().items():
-        table.add_row(name, value)
+        table.add_row(name, escape(value))
     console.print(table)
     return 0
 
@@ -106,7 +106,24 @@ def _machine_info() -> dict[str, str]:
     for kind in devices.available():
         device = torch.device(kind)
         facts[kind] = f"{devices.describe(device)}, {_matrix_speed(device):.0f} GFLOP/s in fp32"
-    return facts | {package: version(package) for package in PACKAGES}
+    return facts | {"numba": version("numba")} | _extras()
+
+
+def _extras() -> dict[str, str]:
+    """By extra, the versions of its packages, or the command that installs those that are missing."""
+    held: dict[str, list[str]] = {}
+    is_installed = version("kitforge") != "not installed"
+    for requirement in (importlib.metadata.requires("kitforge") or ()) if is_installed else ():
+        package, extra = re.match(r"[\w.-]+", requirement), re.search(r"extra == ['\"](\w+)", requirement)
+        if package and extra and extra[1] not in ("all", "dev"):
+            held.setdefault(extra[1], []).append(package[0])
+    absent = {extra: [name for name in names if version(name) == "not installed"] for extra, names in held.items()}
+    return {
+        f"extra {extra}": f"without {', '.join(absent[extra])}: {installation(extra, extra)}"
+        if absent[extra]
+        else ", ".join(f"{name} {version(name)}" for name in names)
+        for extra, names in held.items()
+    }
 
 
 def _matrix_speed(device: torch.device) -> float:
