@@ -8,11 +8,10 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-import inspect
 import io
 import re
 import typing
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,9 +27,10 @@ from omegaconf import Container, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from kitforge.foundation.config import option_names
 from kitforge.foundation.errors import ConfigError, nearest
 from kitforge.foundation.untrusted import check_yaml, names_function
-from kitforge.kits.registry import DEFAULT_TASK, kit_of, recorded_config, recorded_task
+from kitforge.kits.registry import DEFAULT_TASK, kit_of, recorded_config, recorded_task, task_names, task_of_family
 from kitforge.models.hub import NAMED, is_pretrained, resolve
 from kitforge.peer_names import PEER_NAMES
 
@@ -48,8 +48,8 @@ CODE_OPTIONS = ("reward",)
 TEXT_OPTIONS = ("prompt",)
 # Options that may be given without their section, if exactly one option of the verb has this name.
 SHORT_NAMES = ("max_new_tokens", "temperature", "top_p", "num_generations")
-FIELD = re.compile(r"^((?:    # .*\n)*)    (\w+): [^#\n]*?(?:  # (.*))?$", re.MULTILINE)
-_type_hints: Callable[..., dict[str, Any]] = functools.cache(typing.get_type_hints)
+# Hydra's: what a file sets are the options themselves, not those of a group.
+HEADER = "# @package _global_"
 REFERENCE = re.compile(r"\$\{[\w.]+\}")
 
 
@@ -122,6 +122,9 @@ def _composed(
     """The composed options, and the name of the model preset."""
     has_preset = task in presets("task")
     config, preset = _compose_presets({"task": task, **named} if has_preset else named)
+    if "recipe" in config:
+        got = f"{presets('recipe')[named['recipe']]} without the first line {HEADER}"
+        raise ConfigError("this recipe sets no options", got=got, fix=f"write {HEADER} as its first line")
     _refuse_functions(config)
     if not has_preset:
         # A task of an installed kit: only the groups among its options.
@@ -184,10 +187,12 @@ def recipe_task(name: Any) -> str | None:
 
 
 def task_of(choices: Mapping[str, Any]) -> str:
-    """The task: by name, else of the checkpoint, else of the recipe, else the default."""
-    checkpoint = _resolved(choices.get("checkpoint"))
+    """The task: by name, else of the checkpoint, else of the recipe, else the only one of the model's family, else the
+    default."""
+    checkpoint, preset = _resolved(choices.get("checkpoint")), presets().get(str(choices.get("model")))
     named = choices.get("task") or recorded_task(checkpoint) or recipe_task(choices.get("recipe"))
-    return str(named or DEFAULT_TASK)
+    family = None if named or preset is None else read_yaml(preset).get("family")
+    return str(named or task_of_family(family) or DEFAULT_TASK)
 
 
 def text_task_of(task: str, choices: Mapping[str, Any]) -> str:
@@ -250,7 +255,7 @@ def parse(argument: str) -> tuple[str, list[Any]]:
     name, found, text = argument.partition("=")
     name = name.lstrip("+")
     if not found or not name or name.startswith("~"):
-        raise ConfigError("this is not an option", got=argument, expected="name=value")
+        raise ConfigError("this is not an option", got=argument, expected="name=value", fix=_recipe_advice(argument))
     if name in TEXT_OPTIONS and not text.startswith("["):
         return name, [text]
     parser = OverridesParser.create()
@@ -295,6 +300,9 @@ def full_name(name: str, value: Any, options: type[Any], ignored_sections: Seque
     if ours and not any(option.count(".") < 2 for options in same for option in options):
         words = " and ".join(map(repr, ours))
         raise ConfigError(f"unknown option {name!r}", got="a name of another library", fix=f"here it is {words}")
+    if tasks := [task for task in task_names() if name in option_names(kit_of(task).OPTIONS)]:
+        got = f"an option of task={' or '.join(tasks[:3])}"
+        raise ConfigError(f"unknown option {name!r}", got=got, fix=f"add task={tasks[0]}, or leave the option out")
     close = next(filter(None, (*same, _similar_names(name, read, 0.8), _similar_names(name, known, 0.5))), [])
     fix = f"did you mean {' or '.join(map(repr, close))}?" if close else "kitforge train --help lists every option"
     raise ConfigError(f"unknown option {name!r}", fix=fix)
@@ -313,39 +321,6 @@ def _similar_names(name: str, known: Iterable[str], cutoff: float) -> list[str]:
     last = {option: option.split(".")[-1] for option in known}
     near = difflib.get_close_matches(name.split(".")[-1], set(last.values()), n=1, cutoff=0.85)
     return [option for option in known if last[option] in near]
-
-
-def option_names(options: type[Any], path: str = "") -> dict[str, Any]:
-    """All options by dotted name, with their types."""
-    result: dict[str, Any] = {}
-    internal = _internal_names(options)
-    for name, hint in _type_hints(options).items():
-        if name in internal:
-            continue
-        if dataclasses.is_dataclass(hint):
-            result |= option_names(hint, f"{path}{name}.")  # type: ignore[arg-type]
-        else:
-            result[path + name] = hint
-    return result
-
-
-def option_help(options: type[Any], path: str = "") -> dict[str, str]:
-    """The help text of each option by dotted name: the comment at its field."""
-    result: dict[str, str] = {}
-    internal = _internal_names(options)
-    for owner in reversed(options.__mro__[:-1]):
-        source = inspect.getsource(owner)
-        for above, name, trailing in FIELD.findall(source):
-            if name not in internal:
-                result[path + name] = trailing or " ".join(above.replace("#", " ").split())
-    for name, hint in _type_hints(options).items():
-        if dataclasses.is_dataclass(hint):
-            result |= option_help(hint, f"{path}{name}.")  # type: ignore[arg-type]
-    return result
-
-
-def _internal_names(options: type[Any]) -> set[str]:
-    return {field.name for field in dataclasses.fields(options) if field.metadata.get("internal")}
 
 
 def groups() -> list[str]:
@@ -424,9 +399,16 @@ def _split_choices(choices: Mapping[str, Any]) -> tuple[dict[str, str], dict[str
             single[FOLDER_OPTIONS[name]] = str(resolve(value))
         else:
             known = f"a preset, a folder, a .gguf file, {', '.join(NAMED)}, or an id of the Hugging Face Hub"
-            expected = known if name in FOLDER_OPTIONS else None
-            raise ConfigError(f"unknown {name} {value!r}", expected=expected, fix=nearest(str(value), presets(name)))
+            expected = known if name in FOLDER_OPTIONS else f"a preset of kitforge/configs/{name} or ./configs/{name}"
+            fix = (_recipe_advice(str(value)) if name == "recipe" else None) or nearest(str(value), presets(name))
+            raise ConfigError(f"unknown {name} {value!r}", expected=expected, fix=fix)
     return named, single
+
+
+def _recipe_advice(text: str) -> str | None:
+    """How a file of options, such as config.yaml of a run, becomes a recipe."""
+    is_file = text.endswith((".yaml", ".yml"))
+    return f"copy it to configs/recipe/NAME.yaml below a first line {HEADER}, and type recipe=NAME" if is_file else None
 
 
 def _resolved(model: Any) -> Any:

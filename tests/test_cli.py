@@ -540,7 +540,9 @@ def test_data_that_may_not_be_read_is_told() -> None:
         ("trainer.early_stopping=3", ["trainer.eval_every"]),
         ("prompt=[1,2]", ["a list of texts"]),
         ("schedule.warmup_steps=100", ["100", "3 steps"]),
-        ("--model", ["unknown flag", "name=value"]),
+        ("--model llama_tiny", ["unknown flag '--model'", "name=value: model=llama_tiny"]),
+        ("--lr=0.1", ["unknown flag", "name=value: lr=0.1"]),
+        ("--bf16 seed=1", ["unknown flag", "name=value: bf16=VALUE"]),
     ],
 )
 def test_an_option_that_cannot_be_says_what_could(argument: str, words: list[str]) -> None:
@@ -551,7 +553,7 @@ def test_an_option_that_cannot_be_says_what_could(argument: str, words: list[str
 
 
 def test_a_device_that_is_not_here_is_refused() -> None:
-    with pytest.raises(DeviceError, match="tpu"):
+    with pytest.raises(DeviceError, match=r"(?s)tpu.*do:.*leave device out.*'cuda'"):
         train("device=tpu")
 
 
@@ -565,8 +567,13 @@ def test_a_package_that_is_not_here_is_named_with_its_extra(monkeypatch: pytest.
     ("arguments", "words"),
     [
         (["trian"], ["unknown command", "did you mean 'train'?"]),
-        (["generate", "prompt=x"], ["checkpoint=RUN"]),
-        (["generate", "checkpoint=RUN"], ["prompt="]),
+        (["generate", "prompt=x"], ["got:      prompt=x", "do:       add checkpoint=RUN"]),
+        (["generate", "checkpoint=RUN"], ["got:      checkpoint=", "do:       add prompt="]),
+        (["export", "checkpoint=RUN"], ["got:      checkpoint=", "do:       add output_dir=FOLDER"]),
+        (["evaluate", "checkpoint=corpse"], ["no such folder", "got:      corpse", "did you mean corpus.txt?"]),
+        (["predict", "checkpoint=nope", "data.eval=corpus.txt"], ["no such folder", "do:       . holds corpus.txt"]),
+        (["models", "fetch", "qwen"], ["expected: smollm2", "need no fetch: checkpoint=OWNER/NAME"]),
+        (["train", "run/config.yaml"], ["expected: name=value", "copy it to configs/recipe/NAME.yaml"]),
         (["generate", "checkpoint=RUN", "prompt="], ["empty"]),
         (["generate", "checkpoint=RUN", "prompt=x", "inference.max_new_tokens=5000"], ["5001", "max_length=512"]),
         (["generate", "checkpoint=llama_tiny", "prompt=x"], ["without weights"]),
@@ -574,7 +581,6 @@ def test_a_package_that_is_not_here_is_named_with_its_extra(monkeypatch: pytest.
         (["evaluate", "data.eval=corpus.txt"], ["checkpoint=RUN"]),
         (["evaluate", "checkpoint=RUN", "data.eval=corpus.txt", "data.sequence_length=999"], ["999", "max_length=512"]),
         (["finetune", "data.train=corpus.txt"], ["checkpoint=FOLDER"]),
-        (["export", "checkpoint=RUN"], ["output_dir=FOLDER"]),
         (["report"], ["kitforge report"]),
         (["report", "nowhere"], ["nowhere"]),
         (["list", "model=x"], ["takes no options"]),

@@ -10,20 +10,8 @@ import pytest
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 
-from kitforge.composition import (
-    CONFIGS,
-    compose,
-    compose_config,
-    dotted,
-    groups,
-    nested,
-    option_help,
-    option_names,
-    parse,
-    presets,
-    task_of,
-)
-from kitforge.foundation.config import from_dict
+from kitforge.composition import CONFIGS, compose, compose_config, dotted, groups, nested, parse, presets, task_of
+from kitforge.foundation.config import from_dict, option_help, option_names
 from kitforge.foundation.errors import ConfigError
 from kitforge.kits.recommender.data import label_choice
 from kitforge.kits.registry import kit_of, recorded_task, task_names
@@ -64,6 +52,31 @@ def test_a_recipe_changes_presets_and_values_and_null_is_none() -> None:
     recipe = values(recipe="quickstart")
     assert (recipe["optimizer"]["name"], recipe["data"]["train"]) == ("muon", "python_stdlib")
     assert values(recipe=None) == values()
+
+
+@pytest.mark.parametrize(
+    ("model", "task"),
+    [
+        ("deepfm", "recommendation"),
+        ("vit_tiny", "image_classification"),
+        ("t5_tiny", "text_generation"),  # two tasks train it
+        ("gpt2_tiny", "text_generation"),
+        ("mine", "recommendation"),
+        ("nope", "text_generation"),
+    ],
+)
+def test_a_preset_whose_family_has_one_task_chooses_it(model: str, task: str, here: Path) -> None:
+    write("configs/model/mine.yaml", "family: din\ndim: 8\n")
+    assert task_of({"model": model}) == task
+    assert task_of({"model": model, "task": "dpo"}) == "dpo"
+
+
+def test_a_recipe_without_its_header_is_refused(here: Path) -> None:
+    write("configs/recipe/plain.yaml", "seed: 7\n")
+    with pytest.raises(ConfigError, match=r"(?s)got: .*plain\.yaml.*do: .*# @package _global_ as its first line"):
+        values(recipe="plain")
+    with pytest.raises(ConfigError, match=r"(?s)unknown recipe.*do: .*configs/recipe/NAME\.yaml"):
+        values(recipe="runs/a/config.yaml")
 
 
 @pytest.mark.parametrize("name", ["model", "recipe", "optimizer"])
@@ -156,6 +169,9 @@ def test_an_unknown_option_names_the_nearest(name: str, nearest: str) -> None:
         ("grpo", "beta", "here it is 'kl.coef'"),
         ("text_generation", "per_device_train_batch_size", "'data.batch_size' and 'trainer.micro_batch_size'"),
         ("text_generation", "report_to", "here it is 'trainer.wandb'"),
+        ("text_generation", "trainer.tensorboard", "here it is 'trainer.wandb'"),
+        ("text_generation", "config", "here it is 'recipe'"),
+        ("text_generation", "data.negatives.num_negatives", "add task=recommendation"),
         ("dpo", "loss_type", "here it is 'preference.loss'"),
         ("grpo", "loss_type", "here it is 'rl.loss_mode' and 'rl.loss_aggregation' and 'rl.advantage'"),
         ("grpo", "epsilon_high", "here it is 'rl.clip_ratio_high'"),

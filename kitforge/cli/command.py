@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from kitforge.composition import Composition
+from kitforge.foundation.errors import ConfigError
 from kitforge.kits.kit import AnyKit
 
 INTERRUPTED = 130
@@ -39,3 +40,12 @@ class Command:
     run_plain: Callable[[list[str]], int] | None = None
     # Options of its ranks besides those typed. None: it never launches ranks.
     rank_options: Callable[[Invocation], dict[str, str]] | None = None
+
+
+def require(verb: str, values: Mapping[str, Any], **examples: str) -> None:
+    """Raise ConfigError, with an example of each, for options that a verb needs and that have no value."""
+    missing = [f"{name}={example}" for name, example in examples.items() if values.get(name) is None]
+    if missing:
+        given = [f"{name}={values[name]}" for name in examples if values.get(name) is not None]
+        got, needed = " ".join(given) or "no such option", "=, ".join(examples)
+        raise ConfigError(f"{verb} needs {needed}=", got=got, fix=f"add {' '.join(missing)}")

@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from kitforge.api import save_model
-from kitforge.cli.command import Invocation
+from kitforge.cli.command import Invocation, require
 from kitforge.cli.console import say
 from kitforge.data.gguf_file import GGUF_SUFFIX
-from kitforge.foundation.errors import ConfigError
 
 
 def export(chosen: Invocation) -> int:
@@ -18,8 +17,7 @@ def export(chosen: Invocation) -> int:
         say(f"wrote {', '.join(map(str, chosen.kit.export_program(chosen.options)))}")
         return 0
     source, target = chosen.values.get("checkpoint"), chosen.values.get("output_dir")
-    if source is None or target is None:
-        raise ConfigError("export needs a run and a folder", fix="add checkpoint=RUN output_dir=FOLDER")
+    require("export", chosen.values, checkpoint="RUN", output_dir="FOLDER")
     path = Path(target)
     if chosen.values.get("format") == "gguf" and path.suffix != GGUF_SUFFIX:
         path /= f"model{GGUF_SUFFIX}"

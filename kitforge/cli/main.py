@@ -22,8 +22,9 @@ from kitforge.cli.serve import compose_serve, serve
 from kitforge.cli.sweep import run_sweep, sweep_runs
 from kitforge.cli.train import compose_finetune, compose_train, train
 from kitforge.cli.verify import verify
-from kitforge.composition import compose_config, dotted, groups, option_help, parse, presets, task_of
+from kitforge.composition import compose_config, dotted, groups, parse, presets, task_of
 from kitforge.core.parallel.config import UNBUILT_AXES
+from kitforge.foundation.config import option_help
 from kitforge.foundation.errors import ConfigError, nearest
 from kitforge.foundation.log import console, errors, log_to_terminal
 from kitforge.kits.registry import kit_of
@@ -116,7 +117,7 @@ COMMANDS = {
         arguments=(
             "RUN           a run folder with recorded rollouts",
             "step=N        the step to train again",
-            "option=value  options to change, such as rl.kl_coef=0.1",
+            "option=value  options to change, such as kl.coef=0.1",
         ),
         run_plain=replay,
     ),
@@ -179,7 +180,7 @@ def run(arguments: Sequence[str]) -> int:
     if name in ("--help", "-h", "help"):
         _help()
         return 0
-    if name == "--version":
+    if name in ("--version", "-v", "-V"):
         say(version("kitforge"))
         return 0
     if name not in COMMANDS:
@@ -191,8 +192,12 @@ def run(arguments: Sequence[str]) -> int:
             return 0
         return verb.run_plain(rest)
     flags = {argument for argument in rest if argument.startswith("-")}
-    for flag in flags - {"-m", "--multirun", "-h", "--help"}:
-        raise ConfigError(f"unknown flag {flag!r}", expected="-m, --help, --traceback", fix="options are name=value")
+    for flag in sorted(flags - {"-m", "--multirun", "-h", "--help"}):
+        # As others write an option: `--name value` or `--name=value`.
+        following = [each for each in rest[rest.index(flag) + 1 :][:1] if "=" not in flag + each]
+        option = flag.lstrip("-") if "=" in flag else f"{flag.lstrip('-')}={''.join(following) or 'VALUE'}"
+        fix = f"options are name=value: {option}"
+        raise ConfigError(f"unknown flag {flag!r}", expected="-m, --help, --traceback", fix=fix)
     overrides = [argument for argument in rest if not argument.startswith("-")]
     if flags & {"-h", "--help"}:
         _help_options(name, overrides)

@@ -10,13 +10,14 @@ from dataclasses import dataclass
 
 from kitforge.cli.command import INTERRUPTED, Command, Invocation
 from kitforge.cli.console import print_error
-from kitforge.composition import TEXT_OPTIONS, Composition, parse, task_of
+from kitforge.composition import TEXT_OPTIONS, Composition, parse, presets, task_of
 from kitforge.core.parallel.launch import launch
 from kitforge.core.parallel.rendezvous import launch_info
 from kitforge.foundation import device as devices
 from kitforge.foundation.errors import ConfigError, KitforgeError
 from kitforge.foundation.log import console
 from kitforge.kits.registry import kit_of
+from kitforge.models.hub import resolve
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +90,9 @@ def _run_or_launch(name: str, verb: Command, member: SweepRun) -> int:
     assert verb.run is not None
     values, kit = member.chosen.values, kit_of(member.chosen.values["task"])
     options = kit.read_options(values)
+    # A preset has no weights, which the verb says itself.
+    if (weights := values.get("checkpoint")) is not None and weights not in presets():
+        resolve(weights)
     chosen = Invocation(kit=kit, options=options, values=values, model_name=member.chosen.model_name)
     if verb.rank_options is None or launch_info() is not None or options.num_ranks == 1:
         return verb.run(chosen)

@@ -17,7 +17,7 @@ from pathlib import Path
 from kitforge.foundation.errors import ConfigError, KitforgeError, nearest
 from kitforge.foundation.untrusted import load_yaml
 from kitforge.kits.kit import AnyKit, Kit
-from kitforge.models.catalog import Kind
+from kitforge.models.catalog import FAMILIES, Kind
 from kitforge.models.loading import TOKEN_CLASSIFIER, kind_of, labels_of
 
 RLHF_TASKS = (
@@ -37,8 +37,12 @@ _MODULES = {
     **dict.fromkeys(RLHF_TASKS, "kitforge.kits.rlhf.build"),
 }
 
-# The task of a Hugging Face folder that holds a network of this kind.
-_TASKS_OF_KINDS: dict[Kind, str] = {"encoder-decoder": "translation", "vision": "image_classification"}
+# The tasks that train a network of this kind; of a Hugging Face folder, the first.
+_TASKS_OF_KINDS: dict[Kind, tuple[str, ...]] = {
+    "encoder-decoder": ("translation", "summarization"),
+    "vision": ("image_classification",),
+    "recommender": ("recommendation",),
+}
 
 
 def task_names() -> list[str]:
@@ -98,13 +102,19 @@ def recorded_task(folder: object) -> str | None:
             return "reward" if len(labels) == 1 else "text_classification"
         if labels_of(path, TOKEN_CLASSIFIER) is not None:
             return "token_classification"
-        return _TASKS_OF_KINDS.get(kind_of(path) or "language model")
+        return _TASKS_OF_KINDS.get(kind_of(path) or "language model", (None,))[0]
     try:
         values = load_yaml(config.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError(f"{config} is not YAML that can be used", got=" ".join(str(error).split())) from None
     task = values.get("task") if isinstance(values, Mapping) else None
     return task if isinstance(task, str) and task in task_names() else None
+
+
+def task_of_family(family: object) -> str | None:
+    """The task of a family of networks, if there is only one."""
+    tasks = _TASKS_OF_KINDS.get(FAMILIES[str(family)].kind, ()) if family in FAMILIES else ()
+    return tasks[0] if len(tasks) == 1 else None
 
 
 def kit_of_folder(folder: Path, task: str | None = None) -> AnyKit:

@@ -20,7 +20,7 @@ from kitforge.data.cache_folder import default_root
 from kitforge.data.gguf_file import GGUF_SUFFIX, is_gguf
 from kitforge.data.optional_imports import import_optional
 from kitforge.foundation.errors import DependencyError, ModelError
-from kitforge.foundation.files import atomic_file, sha256
+from kitforge.foundation.files import atomic_file, sha256, what_is_there
 
 _HUB_ID = re.compile(r"(?P<repository>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>[\w./-]+))?")
 # What is fetched of a repository: no pickle, and nothing of other frameworks.
@@ -85,6 +85,7 @@ def resolve(model: str | Path) -> Path:
         got=path,
         expected=f"a run, a step, a Hugging Face folder, a {GGUF_SUFFIX} file, "
         f"a named checkpoint ({', '.join(NAMED)}) or an id of the Hugging Face Hub",
+        fix=what_is_there(path),
     )
 
 
@@ -92,7 +93,8 @@ def fetch(name: str) -> Path:
     """Download a named checkpoint into the cache folder, unless it is there. Raises ModelError where that fails."""
     checkpoint = NAMED.get(name)
     if checkpoint is None:
-        raise ModelError(f"there is no checkpoint called {name!r}", expected=", ".join(NAMED))
+        fix = "folders, .gguf files and ids of the Hugging Face Hub need no fetch: checkpoint=OWNER/NAME"
+        raise ModelError(f"there is no checkpoint called {name!r}", expected=", ".join(NAMED), fix=fix)
     target = checkpoint.path
     if target.is_file() and sha256(target) == checkpoint.sha256:
         return target

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from kitforge.cli.main import COMMANDS
-from kitforge.composition import groups, option_names, presets
+from kitforge.composition import groups, presets
+from kitforge.foundation.config import option_names
 from kitforge.kits.registry import kit_of, task_names
 from tests.documentation.markdown import ROOT
 
