@@ -33,9 +33,8 @@ from kitforge.foundation.untrusted import check_yaml, names_function
 from kitforge.kits.registry import DEFAULT_TASK, kit_of, recorded_config, recorded_task, task_names, task_of_family
 from kitforge.models.hub import NAMED, is_pretrained, resolve
 from kitforge.peer_names import PEER_NAMES
+from kitforge.preset_files import CONFIGS, OWN_CONFIGS, groups, presets
 
-CONFIGS = Path(__file__).parent / "configs"
-OWN_CONFIGS = Path("configs")
 # Groups whose value may be a folder, and the option that the folder sets.
 FOLDER_OPTIONS = {"model": "checkpoint", "tokenizer": "tokenizer.name"}
 # Further options that name weights.
@@ -51,20 +50,6 @@ SHORT_NAMES = ("max_new_tokens", "temperature", "top_p", "num_generations")
 # Hydra's: what a file sets are the options themselves, not those of a group.
 HEADER = "# @package _global_"
 REFERENCE = re.compile(r"\$\{[\w.]+\}")
-
-
-def presets(group: str = "model") -> dict[str, Path]:
-    """The presets of a group: shipped YAML files and those of ./configs."""
-    shipped = {path.stem: path for path in sorted((CONFIGS / group).glob("*.yaml"))}
-    own = {path.stem: path for path in sorted((OWN_CONFIGS / group).glob("*.yaml"))}
-    for name in shipped.keys() & own.keys():
-        raise ConfigError("a preset of your own has the name of a shipped one", got=own[name], fix="rename the file")
-    return shipped | own
-
-
-def preset_values(group: str = "model") -> dict[str, dict[str, Any]]:
-    """The presets of a group as plain values."""
-    return {name: to_plain_dict(read_yaml(path)) for name, path in presets(group).items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -321,11 +306,6 @@ def _similar_names(name: str, known: Iterable[str], cutoff: float) -> list[str]:
     last = {option: option.split(".")[-1] for option in known}
     near = difflib.get_close_matches(name.split(".")[-1], set(last.values()), n=1, cutoff=0.85)
     return [option for option in known if last[option] in near]
-
-
-def groups() -> list[str]:
-    """The preset groups."""
-    return sorted(path.name for path in CONFIGS.iterdir() if path.is_dir() and path.name != "task")
 
 
 def to_plain_dict(config: Any) -> dict[str, Any]:

@@ -26,7 +26,8 @@ from transformers import AutoModelForCausalLM
 
 from kitforge.api import load_model
 from kitforge.cli import main as cli
-from kitforge.cli.console import print_error, say
+from kitforge.cli.console import print_error
+from kitforge.cli.info import described_presets
 from kitforge.cli.sweep import sweep_runs
 from kitforge.cli.train import show_sample
 from kitforge.composition import text_task_of
@@ -41,9 +42,10 @@ from kitforge.foundation.errors import (
     KitforgeError,
     ModelError,
 )
-from kitforge.foundation.log import console, log_to_terminal, sanitize, sanitizing_console
+from kitforge.foundation.log import console, log_to_terminal, sanitize, sanitizing_console, say
 from kitforge.kits.registry import recorded_task, task_names
 from kitforge.kits.transformers.config import TextGenerationOptions
+from kitforge.preset_files import CONFIGS, presets
 from kitforge.report.metrics import read_run
 from tests.patience import PATIENCE
 from tests.small_run import ARGUMENTS, OPTIONS, TEXT, WITHOUT_MODEL
@@ -72,6 +74,32 @@ def started(*arguments: str) -> subprocess.Popen[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "kitforge", *arguments]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_help_versions_and_lists_go_without_torch(here: Path) -> None:
+    verbs = [["--help"], ["-h"], [], ["--version"], ["-v"], ["-V"], ["list"], ["models"], ["list", "--help"]]
+    code = f"""
+import sys
+from kitforge.cli.main import run
+assert not any(map(run, {verbs}))
+print(*sorted({{"torch", "hydra", "omegaconf"}} & set(sys.modules)), sep=",")
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    *_, loaded = done.stdout.splitlines()
+    assert loaded == "" and done.stdout.count("kitforge VERB [option=value") == 3
+
+
+@pytest.mark.slow
+def test_the_list_has_the_networks_of_every_preset_and_every_task() -> None:
+    counted = yaml.safe_load((CONFIGS / "presets.yaml").read_text(encoding="utf-8"))
+    assert list(counted.items()) == list(described_presets().items())
+    rows = [row for rows in counted.values() for row in rows]
+    assert sorted(row["model"] for row in rows if isinstance(row, dict)) == sorted(presets())
+    words = {word for title in counted for word in re.split(r"\W+", title)} | {
+        row for row in rows if isinstance(row, str)
+    }
+    assert set(task_names()) <= words
 
 
 # What goes well
@@ -325,7 +353,14 @@ def test_the_doctor_names_the_machine_and_what_each_extra_lacks(
     )
     cli.run(["doctor"])
     shown = capsys.readouterr().out
-    for words in ("torch", "GFLOP/s", "numba", "python", "hydra-core 1.", "without nope: pip install 'kitforge[b]'"):
+    for words in (
+        "torch",
+        "GFLOP/s",
+        "numba",
+        "python",
+        "hydra-core 1.",
+        "nope not installed: pip install 'kitforge[b]'",
+    ):
         assert words in shown
 
 
@@ -570,8 +605,8 @@ def test_a_package_that_is_not_here_is_named_with_its_extra(monkeypatch: pytest.
         (["generate", "prompt=x"], ["got:      prompt=x", "do:       add checkpoint=RUN"]),
         (["generate", "checkpoint=RUN"], ["got:      checkpoint=", "do:       add prompt="]),
         (["export", "checkpoint=RUN"], ["got:      checkpoint=", "do:       add output_dir=FOLDER"]),
-        (["evaluate", "checkpoint=corpse"], ["no such folder", "got:      corpse", "did you mean corpus.txt?"]),
-        (["predict", "checkpoint=nope", "data.eval=corpus.txt"], ["no such folder", "do:       . holds corpus.txt"]),
+        (["evaluate", "checkpoint=corpse"], ["no such folder", "got:      corpse", "do:       check the name"]),
+        (["predict", "checkpoint=nope", "data.eval=corpus.txt"], ["no such folder", "got:      nope"]),
         (["models", "fetch", "qwen"], ["expected: smollm2", "need no fetch: checkpoint=OWNER/NAME"]),
         (["train", "run/config.yaml"], ["expected: name=value", "copy it to configs/recipe/NAME.yaml"]),
         (["generate", "checkpoint=RUN", "prompt="], ["empty"]),

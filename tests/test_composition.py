@@ -10,13 +10,14 @@ import pytest
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 
-from kitforge.composition import CONFIGS, compose, compose_config, dotted, groups, nested, parse, presets, task_of
+from kitforge.composition import compose, compose_config, dotted, nested, parse, task_of
 from kitforge.foundation.config import from_dict, option_help, option_names
 from kitforge.foundation.errors import ConfigError
 from kitforge.kits.recommender.data import label_choice
 from kitforge.kits.registry import kit_of, recorded_task, task_names
 from kitforge.kits.transformers.config import TextGenerationOptions
 from kitforge.peer_names import PEER_NAMES
+from kitforge.preset_files import CONFIGS, groups, presets
 
 
 def values(**choices: Any) -> dict[str, Any]:

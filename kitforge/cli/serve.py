@@ -8,8 +8,8 @@ from typing import Any
 
 from kitforge.api import load_model, load_processor
 from kitforge.cli.command import TRAINING_SECTIONS, Invocation, require
-from kitforge.cli.console import say
 from kitforge.composition import Composition, compose_config, compose_predict, text_task_of
+from kitforge.foundation.log import say
 from kitforge.inference.server.serve import serve as answer
 from kitforge.kits.registry import kit_of
 
@@ -24,7 +24,7 @@ def compose_serve(task: str, choices: Mapping[str, Any]) -> Composition:
 def serve(chosen: Invocation) -> int:
     """Serve a run over HTTP until interrupted."""
     kit, options = chosen.kit, chosen.options
-    require("serving", chosen.values, checkpoint="RUN")
+    require("serving", chosen.values, {"checkpoint": "RUN"})
     tokenizer = load_processor(options.checkpoint)
     model = load_model(options.checkpoint, options.device, kit.load_dtype(options))
     service = kit.open_service(model, tokenizer, Path(options.checkpoint).resolve().name, options)

@@ -205,7 +205,7 @@ def option_names(options: type[Any], path: str = "") -> dict[str, Any]:
     """All options by dotted name, with their types."""
     result: dict[str, Any] = {}
     internal = _internal_names(options)
-    for name, hint in _hints(options).items():
+    for name, hint in _hints(typing.cast(type, options)).items():
         if name in internal:
             continue
         if dataclasses.is_dataclass(hint):
@@ -224,7 +224,7 @@ def option_help(options: type[Any], path: str = "") -> dict[str, str]:
         for above, name, trailing in FIELD.findall(source):
             if name not in internal:
                 result[path + name] = trailing or " ".join(above.replace("#", " ").split())
-    for name, hint in _hints(options).items():
+    for name, hint in _hints(typing.cast(type, options)).items():
         if dataclasses.is_dataclass(hint):
             result |= option_help(hint, f"{path}{name}.")  # type: ignore[arg-type]
     return result

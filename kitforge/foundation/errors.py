@@ -72,7 +72,7 @@ class DependencyError(KitforgeError):
     def __init__(self, package: str, *, needed_for: str, extra: str | None) -> None:
         problem = f"{needed_for} needs the package {package!r}, which is not installed"
         super().__init__(problem, fix=installation(package, extra))
-        self._arguments = {"package": package, "needed_for": needed_for, "extra": extra}
+        self._arguments: dict[str, Any] = {"package": package, "needed_for": needed_for, "extra": extra}
 
     def __reduce__(self) -> tuple[Any, ...]:
         """By its arguments, as a copy or another process makes it again."""

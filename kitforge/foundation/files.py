@@ -93,22 +93,16 @@ def file_lock(folder: Path, log: logging.Logger, work: str) -> Iterator[None]:
 
 
 def missing_file_error(path: Path, words: Iterable[str] = ()) -> DataError:
-    """The error for a path that does not exist."""
-    fix, expected = what_is_there(path, words), "a file, a folder or a pattern"
-    return DataError(f"{path} does not exist", got=path.absolute(), expected=expected, fix=fix)
-
-
-def what_is_there(path: Path, words: Iterable[str] = ()) -> str:
-    """The hint for a path that does not exist: the closest file or the closest of `words`, else what its folder
-    holds."""
+    """The error for a path that does not exist. It names the closest file, or the closest of `words`."""
     name, folder = path.name, path.parent
     while not folder.is_dir():
         name, folder = folder.name, folder.parent
     present, words = sorted(os.listdir(folder)), list(words)
     close = difflib.get_close_matches(name, [*present, *words], n=1, cutoff=0.5)
+    fix = f"{folder} holds {', '.join(present[:8]) or 'nothing'}"
     if close:
-        return f"did you mean {close[0] if close[0] in words else folder / close[0]}?"
-    return f"{folder} holds {', '.join(present[:8]) or 'nothing'}"
+        fix = f"did you mean {close[0] if close[0] in words else folder / close[0]}?"
+    return DataError(f"{path} does not exist", got=path.absolute(), expected="a file, a folder or a pattern", fix=fix)
 
 
 def sync_folder(path: Path) -> None:

@@ -37,12 +37,9 @@ _MODULES = {
     **dict.fromkeys(RLHF_TASKS, "kitforge.kits.rlhf.build"),
 }
 
-# The tasks that train a network of this kind; of a Hugging Face folder, the first.
-_TASKS_OF_KINDS: dict[Kind, tuple[str, ...]] = {
-    "encoder-decoder": ("translation", "summarization"),
-    "vision": ("image_classification",),
-    "recommender": ("recommendation",),
-}
+# The only task that trains a network of this kind, and the task of a Hugging Face folder that holds one.
+_ONLY_TASKS: dict[Kind, str] = {"vision": "image_classification", "recommender": "recommendation"}
+_TASKS_OF_KINDS: dict[Kind, str] = {"encoder-decoder": "translation", **_ONLY_TASKS}
 
 
 def task_names() -> list[str]:
@@ -102,7 +99,7 @@ def recorded_task(folder: object) -> str | None:
             return "reward" if len(labels) == 1 else "text_classification"
         if labels_of(path, TOKEN_CLASSIFIER) is not None:
             return "token_classification"
-        return _TASKS_OF_KINDS.get(kind_of(path) or "language model", (None,))[0]
+        return _TASKS_OF_KINDS.get(kind_of(path) or "language model")
     try:
         values = load_yaml(config.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -113,8 +110,7 @@ def recorded_task(folder: object) -> str | None:
 
 def task_of_family(family: object) -> str | None:
     """The task of a family of networks, if there is only one."""
-    tasks = _TASKS_OF_KINDS.get(FAMILIES[str(family)].kind, ()) if family in FAMILIES else ()
-    return tasks[0] if len(tasks) == 1 else None
+    return _ONLY_TASKS.get(FAMILIES[str(family)].kind) if family in FAMILIES else None
 
 
 def kit_of_folder(folder: Path, task: str | None = None) -> AnyKit:

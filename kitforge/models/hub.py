@@ -20,7 +20,7 @@ from kitforge.data.cache_folder import default_root
 from kitforge.data.gguf_file import GGUF_SUFFIX, is_gguf
 from kitforge.data.optional_imports import import_optional
 from kitforge.foundation.errors import DependencyError, ModelError
-from kitforge.foundation.files import atomic_file, sha256, what_is_there
+from kitforge.foundation.files import atomic_file, sha256
 
 _HUB_ID = re.compile(r"(?P<repository>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>[\w./-]+))?")
 # What is fetched of a repository: no pickle, and nothing of other frameworks.
@@ -85,7 +85,7 @@ def resolve(model: str | Path) -> Path:
         got=path,
         expected=f"a run, a step, a Hugging Face folder, a {GGUF_SUFFIX} file, "
         f"a named checkpoint ({', '.join(NAMED)}) or an id of the Hugging Face Hub",
-        fix=what_is_there(path),
+        fix="check the name: runs are in runs/, the last one is runs/latest",
     )
 
 
