@@ -12,7 +12,7 @@ from typing import TypeAlias, final
 
 from torch import nn
 
-from kitforge.composition import check_name, compose_config, compose_predict, dotted, nested, presets, recorded_values
+from kitforge.composition import check_name, compose_config, compose_predict, dotted, nested, recorded_values
 from kitforge.core.parallel.config import ParallelConfig
 from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.foundation import device as devices
@@ -24,6 +24,7 @@ from kitforge.kits.kit import AnyKit, OwnTaskKit, Pipeline, ReplayResult, RunInp
 from kitforge.kits.registry import DEFAULT_TASK, kit_of, kit_of_folder
 from kitforge.kits.start import apart_from_run, with_open_model
 from kitforge.models.hub import is_pretrained, resolve
+from kitforge.preset_files import presets
 from kitforge.trainer.callbacks.callback import Callback
 from kitforge.trainer.options import RunOptions
 from kitforge.trainer.run_folder import Run
@@ -244,6 +245,5 @@ def save_model(model: Model, folder: str | Path, processor: object = None, dtype
 
 def _folder(model: str | Path) -> Path:
     if str(model) in presets("model") and not is_pretrained(model):
-        expected = "a run or a Hugging Face folder"
-        raise ModelError("a preset is an architecture without weights", got=str(model), expected=expected)
+        raise ModelError("a preset is a network without weights", got=model, expected="a run or a Hugging Face folder")
     return resolve(model)

@@ -8,10 +8,8 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-import inspect
-import re
 import typing
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,14 +24,15 @@ from hydra.initialize import get_gh_backup, restore_gh_from_backup
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from kitforge.foundation.config import option_names
 from kitforge.foundation.errors import ConfigError, nearest
 from kitforge.foundation.files import missing_file_error
-from kitforge.kits.registry import DEFAULT_TASK, kit_of, recorded_config, recorded_task
+from kitforge.kits.registry import DEFAULT_TASK, kit_of, recorded_config, recorded_task, task_names, task_of_family
 from kitforge.models.hub import NAMED, is_pretrained, resolve
 from kitforge.peer_names import PEER_NAMES
+from kitforge.preset_files import CONFIGS, OWN_CONFIGS, RECIPE_SUFFIXES, groups, presets
 from kitforge.yaml_options import (
     CODE_OPTIONS,
-    RECIPE_SUFFIXES,
     RecipeFile,
     needs_hydra,
     read_recipe,
@@ -43,8 +42,6 @@ from kitforge.yaml_options import (
     to_plain_dict,
 )
 
-CONFIGS = Path(__file__).parent / "configs"
-OWN_CONFIGS = Path("configs")
 # Groups whose value may be a folder, and the option that the folder sets.
 FOLDER_OPTIONS = {"model": "checkpoint", "tokenizer": "tokenizer.name"}
 # Further options that name weights.
@@ -55,22 +52,6 @@ OPTIONAL_GROUPS = ("data", "recipe")
 TEXT_OPTIONS = ("prompt",)
 # Options that may be given without their section, if exactly one option of the verb has this name.
 SHORT_NAMES = ("max_new_tokens", "temperature", "top_p", "num_generations")
-FIELD = re.compile(r"^((?:    # .*\n)*)    (\w+): [^#\n]*?(?:  # (.*))?$", re.MULTILINE)
-_type_hints: Callable[..., dict[str, Any]] = functools.cache(typing.get_type_hints)
-
-
-def presets(group: str = "model") -> dict[str, Path]:
-    """The presets of a group: shipped YAML files and those of ./configs."""
-    shipped = {path.stem: path for path in sorted((CONFIGS / group).glob("*.yaml"))}
-    own = {path.stem: path for path in sorted((OWN_CONFIGS / group).glob("*.yaml"))}
-    for name in shipped.keys() & own.keys():
-        raise ConfigError("a preset of your own has the name of a shipped one", got=own[name], fix="rename the file")
-    return shipped | own
-
-
-def preset_values(group: str = "model") -> dict[str, dict[str, Any]]:
-    """The presets of a group as plain values."""
-    return {name: to_plain_dict(read_yaml(path)) for name, path in presets(group).items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,9 +209,13 @@ def recipe_task(name: Any) -> str | None:
 
 
 def task_of(choices: Mapping[str, Any]) -> str:
-    """The task: by name, else of the recipe, else of the checkpoint, else the default."""
+    """The task: by name, else of the recipe, else of the checkpoint, else the only one of the model's family, else the
+    default."""
     named = choices.get("task") or recipe_task(choices.get("recipe"))
-    return str(named or recorded_task(_resolved(choices.get("checkpoint"))) or DEFAULT_TASK)
+    named = named or recorded_task(_resolved(choices.get("checkpoint")))
+    preset = presets().get(str(choices.get("model")))
+    family = None if named or preset is None else read_yaml(preset).get("family")
+    return str(named or task_of_family(family) or DEFAULT_TASK)
 
 
 def text_task_of(task: str, choices: Mapping[str, Any]) -> str:
@@ -338,6 +323,9 @@ def full_name(name: str, value: Any, options: type[Any], ignored_sections: Seque
     if ours and not any(option.count(".") < 2 for options in same for option in options):
         words = " and ".join(map(repr, ours))
         raise ConfigError(f"unknown option {name!r}", got="a name of another library", fix=f"here it is {words}")
+    if tasks := [task for task in task_names() if name in option_names(kit_of(task).OPTIONS)]:
+        got = f"an option of task={' or '.join(tasks[:3])}"
+        raise ConfigError(f"unknown option {name!r}", got=got, fix=f"add task={tasks[0]}, or leave the option out")
     close = next(filter(None, (*same, _similar_names(name, read, 0.8), _similar_names(name, known, 0.5))), [])
     fix = f"did you mean {' or '.join(map(repr, close))}?" if close else "kitforge train --help lists every option"
     raise ConfigError(f"unknown option {name!r}", fix=fix)
@@ -356,44 +344,6 @@ def _similar_names(name: str, known: Iterable[str], cutoff: float) -> list[str]:
     last = {option: option.split(".")[-1] for option in known}
     near = difflib.get_close_matches(name.split(".")[-1], set(last.values()), n=1, cutoff=0.85)
     return [option for option in known if last[option] in near]
-
-
-def option_names(options: type[Any], path: str = "") -> dict[str, Any]:
-    """All options by dotted name, with their types."""
-    result: dict[str, Any] = {}
-    internal = _internal_names(options)
-    for name, hint in _type_hints(options).items():
-        if name in internal:
-            continue
-        if dataclasses.is_dataclass(hint):
-            result |= option_names(hint, f"{path}{name}.")  # type: ignore[arg-type]
-        else:
-            result[path + name] = hint
-    return result
-
-
-def option_help(options: type[Any], path: str = "") -> dict[str, str]:
-    """The help text of each option by dotted name: the comment at its field."""
-    result: dict[str, str] = {}
-    internal = _internal_names(options)
-    for owner in reversed(options.__mro__[:-1]):
-        source = inspect.getsource(owner)
-        for above, name, trailing in FIELD.findall(source):
-            if name not in internal:
-                result[path + name] = trailing or " ".join(above.replace("#", " ").split())
-    for name, hint in _type_hints(options).items():
-        if dataclasses.is_dataclass(hint):
-            result |= option_help(hint, f"{path}{name}.")  # type: ignore[arg-type]
-    return result
-
-
-def _internal_names(options: type[Any]) -> set[str]:
-    return {field.name for field in dataclasses.fields(options) if field.metadata.get("internal")}
-
-
-def groups() -> list[str]:
-    """The preset groups."""
-    return sorted(path.name for path in CONFIGS.iterdir() if path.is_dir() and path.name != "task")
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -458,7 +408,7 @@ def _split_choices(choices: Mapping[str, Any]) -> tuple[dict[str, str], dict[str
             single[FOLDER_OPTIONS[name]] = str(resolve(value))
         else:
             known = f"a preset, a folder, a .gguf file, {', '.join(NAMED)}, or an id of the Hugging Face Hub"
-            expected = known if name in FOLDER_OPTIONS else None
+            expected = known if name in FOLDER_OPTIONS else f"a preset of kitforge/configs/{name} or ./configs/{name}"
             raise ConfigError(f"unknown {name} {value!r}", expected=expected, fix=nearest(str(value), presets(name)))
     return named, single
 

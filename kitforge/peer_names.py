@@ -33,6 +33,8 @@ PEER_NAMES: dict[str, tuple[str, ...]] = {
     "save_freq": ("trainer.checkpoint_every",),
     "metric_for_best_model": ("trainer.metric_for_best",),
     "report_to": ("trainer.wandb",),
+    "tensorboard": ("trainer.wandb",),
+    "config": ("recipe",),
     "bf16": ("precision",),
     "fp16": ("precision",),
     "fp8": ("precision",),

@@ -19,8 +19,6 @@ from kitforge.foundation.untrusted import check_yaml, names_function
 # Options that may name a function on the command line; a YAML file may not, unless `allow_code=true` is typed.
 CODE_OPTIONS = ("reward",)
 REFERENCE = re.compile(r"\$\{[\w.]+\}")
-# Of recipes by path.
-RECIPE_SUFFIXES = (".yaml", ".yml")
 # Hydra composes a recipe with this first line.
 _HEADER = re.compile(r"^#\s*@package\b", re.MULTILINE)
 _OVERRIDE = re.compile(r"(?:override )?/(\w+)")

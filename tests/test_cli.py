@@ -26,7 +26,8 @@ from transformers import AutoModelForCausalLM
 
 from kitforge.api import load_model
 from kitforge.cli import main as cli
-from kitforge.cli.console import print_error, say
+from kitforge.cli.console import print_error
+from kitforge.cli.info import described_presets
 from kitforge.cli.sweep import sweep_runs
 from kitforge.cli.train import show_sample
 from kitforge.composition import text_task_of
@@ -41,9 +42,10 @@ from kitforge.foundation.errors import (
     KitforgeError,
     ModelError,
 )
-from kitforge.foundation.log import console, log_to_terminal, sanitize, sanitizing_console
+from kitforge.foundation.log import console, log_to_terminal, sanitize, sanitizing_console, say
 from kitforge.kits.registry import recorded_task, task_names
 from kitforge.kits.transformers.config import TextGenerationOptions
+from kitforge.preset_files import CONFIGS, presets
 from kitforge.report.metrics import read_run
 from tests.patience import PATIENCE
 from tests.small_run import ARGUMENTS, OPTIONS, TEXT, WITHOUT_MODEL
@@ -72,6 +74,32 @@ def started(*arguments: str) -> subprocess.Popen[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "kitforge", *arguments]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_help_versions_and_lists_go_without_torch(here: Path) -> None:
+    verbs = [["--help"], ["-h"], [], ["--version"], ["-v"], ["-V"], ["list"], ["models"], ["list", "--help"]]
+    code = f"""
+import sys
+from kitforge.cli.main import run
+assert not any(map(run, {verbs}))
+print(*sorted({{"torch", "hydra", "omegaconf"}} & set(sys.modules)), sep=",")
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    *_, loaded = done.stdout.splitlines()
+    assert loaded == "" and done.stdout.count("kitforge VERB [option=value") == 3
+
+
+@pytest.mark.slow
+def test_the_list_has_the_networks_of_every_preset_and_every_task() -> None:
+    counted = yaml.safe_load((CONFIGS / "presets.yaml").read_text(encoding="utf-8"))
+    assert list(counted.items()) == list(described_presets().items())
+    rows = [row for rows in counted.values() for row in rows]
+    assert sorted(row["model"] for row in rows if isinstance(row, dict)) == sorted(presets())
+    words = {word for title in counted for word in re.split(r"\W+", title)} | {
+        row for row in rows if isinstance(row, str)
+    }
+    assert set(task_names()) <= words
 
 
 # What goes well
@@ -334,10 +362,22 @@ def test_a_policy_of_any_stage_is_served_and_what_only_scores_writes_no_text(tmp
 
 
 @pytest.mark.slow
-def test_the_doctor_names_the_machine(capsys: Capture) -> None:
+def test_the_doctor_names_the_machine_and_what_each_extra_lacks(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "importlib.metadata.requires", lambda _: ["rich", "hydra-core; extra == 'a'", "nope; extra == 'b'"]
+    )
     cli.run(["doctor"])
     shown = capsys.readouterr().out
-    for words in ("torch", "GFLOP/s", "sentencepiece", "python"):
+    for words in (
+        "torch",
+        "GFLOP/s",
+        "numba",
+        "python",
+        "hydra-core 1.",
+        "nope not installed: pip install 'kitforge[b]'",
+    ):
         assert words in shown
 
 
@@ -552,7 +592,9 @@ def test_data_that_may_not_be_read_is_told() -> None:
         ("trainer.early_stopping=3", ["trainer.eval_every"]),
         ("prompt=[1,2]", ["a list of texts"]),
         ("schedule.warmup_steps=100", ["100", "3 steps"]),
-        ("--model", ["unknown flag", "name=value"]),
+        ("--model llama_tiny", ["unknown flag '--model'", "name=value: model=llama_tiny"]),
+        ("--lr=0.1", ["unknown flag", "name=value: lr=0.1"]),
+        ("--bf16 seed=1", ["unknown flag", "name=value: bf16=VALUE"]),
     ],
 )
 def test_an_option_that_cannot_be_says_what_could(argument: str, words: list[str]) -> None:
@@ -563,7 +605,7 @@ def test_an_option_that_cannot_be_says_what_could(argument: str, words: list[str
 
 
 def test_a_device_that_is_not_here_is_refused() -> None:
-    with pytest.raises(DeviceError, match="tpu"):
+    with pytest.raises(DeviceError, match=r"(?s)tpu.*do:.*leave device out.*'cuda'"):
         train("device=tpu")
 
 
@@ -577,8 +619,13 @@ def test_a_package_that_is_not_here_is_named_with_its_extra(monkeypatch: pytest.
     ("arguments", "words"),
     [
         (["trian"], ["unknown command", "did you mean 'train'?"]),
-        (["generate", "prompt=x"], ["checkpoint=RUN"]),
-        (["generate", "checkpoint=RUN"], ["prompt="]),
+        (["generate", "prompt=x"], ["got:      prompt=x", "do:       add checkpoint=RUN"]),
+        (["generate", "checkpoint=RUN"], ["got:      checkpoint=", "do:       add prompt="]),
+        (["export", "checkpoint=RUN"], ["got:      checkpoint=", "do:       add output_dir=FOLDER"]),
+        (["evaluate", "checkpoint=corpse"], ["no such folder", "got:      corpse", "do:       check the name"]),
+        (["predict", "checkpoint=nope", "data.eval=corpus.txt"], ["no such folder", "got:      nope"]),
+        (["models", "fetch", "qwen"], ["expected: smollm2", "need no fetch: checkpoint=OWNER/NAME"]),
+        (["train", "run/config.yaml"], ["expected: name=value", "copy it to configs/recipe/NAME.yaml"]),
         (["generate", "checkpoint=RUN", "prompt="], ["empty"]),
         (["generate", "checkpoint=RUN", "prompt=x", "inference.max_new_tokens=5000"], ["5001", "max_length=512"]),
         (["generate", "checkpoint=llama_tiny", "prompt=x"], ["without weights"]),
@@ -586,7 +633,6 @@ def test_a_package_that_is_not_here_is_named_with_its_extra(monkeypatch: pytest.
         (["evaluate", "data.eval=corpus.txt"], ["checkpoint=RUN"]),
         (["evaluate", "checkpoint=RUN", "data.eval=corpus.txt", "data.sequence_length=999"], ["999", "max_length=512"]),
         (["finetune", "data.train=corpus.txt"], ["checkpoint=FOLDER"]),
-        (["export", "checkpoint=RUN"], ["output_dir=FOLDER"]),
         (["report"], ["kitforge report"]),
         (["report", "nowhere"], ["nowhere"]),
         (["list", "model=x"], ["takes no options"]),

@@ -10,25 +10,14 @@ import pytest
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 
-from kitforge.composition import (
-    CONFIGS,
-    compose,
-    compose_config,
-    dotted,
-    groups,
-    nested,
-    option_help,
-    option_names,
-    parse,
-    presets,
-    task_of,
-)
-from kitforge.foundation.config import from_dict, to_yaml
+from kitforge.composition import compose, compose_config, dotted, nested, parse, task_of
+from kitforge.foundation.config import from_dict, option_help, option_names, to_yaml
 from kitforge.foundation.errors import ConfigError, DataError
 from kitforge.kits.recommender.data import label_choice
 from kitforge.kits.registry import kit_of, recorded_task, task_names
 from kitforge.kits.transformers.config import TextGenerationOptions
 from kitforge.peer_names import PEER_NAMES
+from kitforge.preset_files import CONFIGS, groups, presets
 
 
 def values(**choices: Any) -> dict[str, Any]:
@@ -64,6 +53,23 @@ def test_a_recipe_changes_presets_and_values_and_null_is_none() -> None:
     recipe = values(recipe="quickstart")
     assert (recipe["optimizer"]["name"], recipe["data"]["train"]) == ("muon", "python_stdlib")
     assert values(recipe=None) == values()
+
+
+@pytest.mark.parametrize(
+    ("model", "task"),
+    [
+        ("deepfm", "recommendation"),
+        ("vit_tiny", "image_classification"),
+        ("t5_tiny", "text_generation"),  # two tasks train it
+        ("gpt2_tiny", "text_generation"),
+        ("mine", "recommendation"),
+        ("nope", "text_generation"),
+    ],
+)
+def test_a_preset_whose_family_has_one_task_chooses_it(model: str, task: str, here: Path) -> None:
+    write("configs/model/mine.yaml", "family: din\ndim: 8\n")
+    assert task_of({"model": model}) == task
+    assert task_of({"model": model, "task": "dpo"}) == "dpo"
 
 
 @pytest.mark.parametrize("name", ["model", "recipe", "optimizer"])
@@ -156,6 +162,9 @@ def test_an_unknown_option_names_the_nearest(name: str, nearest: str) -> None:
         ("grpo", "beta", "here it is 'kl.coef'"),
         ("text_generation", "per_device_train_batch_size", "'data.batch_size' and 'trainer.micro_batch_size'"),
         ("text_generation", "report_to", "here it is 'trainer.wandb'"),
+        ("text_generation", "trainer.tensorboard", "here it is 'trainer.wandb'"),
+        ("text_generation", "config", "here it is 'recipe'"),
+        ("text_generation", "data.negatives.num_negatives", "add task=recommendation"),
         ("dpo", "loss_type", "here it is 'preference.loss'"),
         ("grpo", "loss_type", "here it is 'rl.loss_mode' and 'rl.loss_aggregation' and 'rl.advantage'"),
         ("grpo", "epsilon_high", "here it is 'rl.clip_ratio_high'"),

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import cast
 
 from kitforge.api import load_model, load_processor
-from kitforge.cli.command import Invocation
-from kitforge.foundation.errors import ConfigError, KitforgeError
+from kitforge.cli.command import Invocation, require
+from kitforge.foundation.errors import KitforgeError
 from kitforge.foundation.log import errors, sanitize
 from kitforge.inference.pipeline import TextGenerationPipeline
 
@@ -18,8 +18,7 @@ _HELP = "/reset clears the conversation; /quit or Ctrl-D ends it; Ctrl-C stops a
 def chat(chosen: Invocation) -> int:
     """Read lines and reply to each, with the conversation as context."""
     kit, options = chosen.kit, chosen.options
-    if options.checkpoint is None:
-        raise ConfigError("a chat needs a model", fix="add checkpoint=RUN")
+    require("a chat", chosen.values, {"checkpoint": "RUN"})
     model = load_model(options.checkpoint, options.device, kit.load_dtype(options))
     opened = cast(TextGenerationPipeline, kit.open_pipeline(model, load_processor(options.checkpoint), options))
     messages: list[dict[str, str]] = []

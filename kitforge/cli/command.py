@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from kitforge.composition import Composition
-from kitforge.kits.kit import AnyKit
+from kitforge.foundation.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kitforge.kits.kit import AnyKit
 
 INTERRUPTED = 130
 # Sections that a verb for a trained model does not use.
 TRAINING_SECTIONS = ("trainer", "optimizer", "schedule", "parallel")
-
-# The options of a run, from its task and what was chosen on the command line.
-Compose: TypeAlias = Callable[[str, Mapping[str, Any]], Composition]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +34,24 @@ class Command:
     purpose: str  # what it does, in a few words
     example: str  # a whole command line
     arguments: tuple[str, ...] = ()  # of a verb without options, one line each
-    compose: Compose | None = None
-    run: Callable[[Invocation], int] | None = None
-    run_plain: Callable[[list[str]], int] | None = None
-    # Options of its ranks besides those typed. None: it never launches ranks.
-    rank_options: Callable[[Invocation], dict[str, str]] | None = None
+    # Names of functions, MODULE:NAME, for `imported`.
+    compose: str | None = None  # (task, choices) -> Composition
+    run: str | None = None  # (Invocation) -> int
+    run_plain: str | None = None  # (list of arguments) -> int
+    has_ranks: bool = False  # it launches those that its options need
+    has_folder: bool = False  # it writes a run, into one folder for all ranks
+
+
+def imported(name: str) -> Any:
+    """The function NAME of kitforge.MODULE. Its module is imported here, so that help and lists go without torch."""
+    module, _, function = name.partition(":")
+    return getattr(import_module(f"kitforge.{module}"), function)
+
+
+def require(verb: str, values: Mapping[str, Any], examples: Mapping[str, str]) -> None:
+    """Raise ConfigError, with an example of each, for options that a verb needs and that have no value."""
+    missing = [f"{name}={example}" for name, example in examples.items() if values.get(name) is None]
+    if missing:
+        given = [f"{name}={values[name]}" for name in examples if values.get(name) is not None]
+        got, needed = " ".join(given) or "no such option", "=, ".join(examples)
+        raise ConfigError(f"{verb} needs {needed}=", got=got, fix=f"add {' '.join(missing)}")

@@ -9,18 +9,13 @@ from rich.markup import escape
 
 from kitforge.core.parallel.rank_errors import describe_error, explain, report_error
 from kitforge.core.parallel.rendezvous import launch_info
-from kitforge.foundation.log import console, errors
+from kitforge.foundation.log import errors
 
 
 def is_main_process() -> bool:
     """Whether this process prints: the only one, or rank 0."""
     where = launch_info()
     return where is None or where.rank == 0
-
-
-def say(text: str) -> None:
-    """Print plain text: no colours, no markup, no wrapping."""
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def print_error(_kind: type[BaseException], error: BaseException, _traceback: TracebackType | None) -> None:

@@ -11,9 +11,8 @@ from typing import Any
 from rich.table import Table
 
 from kitforge.api import Trainer
-from kitforge.cli.console import say
 from kitforge.foundation.errors import ConfigError
-from kitforge.foundation.log import console
+from kitforge.foundation.log import console, say
 from kitforge.report.index_page import Chapter, outcome, write_index
 from kitforge.report.metrics import read_run
 from kitforge.report.number_format import duration, number

@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from kitforge.api import save_model
-from kitforge.cli.command import Invocation
-from kitforge.cli.console import say
+from kitforge.cli.command import Invocation, require
 from kitforge.data.gguf_file import GGUF_SUFFIX
-from kitforge.foundation.errors import ConfigError
+from kitforge.foundation.log import say
 
 
 def export(chosen: Invocation) -> int:
@@ -17,9 +16,8 @@ def export(chosen: Invocation) -> int:
     if chosen.values.get("format") in ("onnx", "torch_export"):
         say(f"wrote {', '.join(map(str, chosen.kit.export_program(chosen.options)))}")
         return 0
-    source, target = chosen.values.get("checkpoint"), chosen.values.get("output_dir")
-    if source is None or target is None:
-        raise ConfigError("export needs a run and a folder", fix="add checkpoint=RUN output_dir=FOLDER")
+    require("export", chosen.values, {"checkpoint": "RUN", "output_dir": "FOLDER"})
+    source, target = chosen.values["checkpoint"], chosen.values["output_dir"]
     path = Path(target)
     if chosen.values.get("format") == "gguf" and path.suffix != GGUF_SUFFIX:
         path /= f"model{GGUF_SUFFIX}"

@@ -7,11 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from kitforge.api import load_model, load_processor
-from kitforge.cli.command import TRAINING_SECTIONS, Invocation
-from kitforge.cli.console import say
+from kitforge.cli.command import TRAINING_SECTIONS, Invocation, require
 from kitforge.composition import Composition, compose_config, text_task_of
-from kitforge.foundation.errors import ConfigError
-from kitforge.foundation.log import sanitize
+from kitforge.foundation.log import sanitize, say
 
 
 def compose_generation(task: str, choices: Mapping[str, Any]) -> Composition:
@@ -25,8 +23,7 @@ def generate(chosen: Invocation) -> int:
     if options.output is not None:
         say(f"wrote {kit.predict_file(options, load_model)}")
         return 0
-    if options.checkpoint is None or options.prompt is None:
-        raise ConfigError("generation needs a model and a prompt", fix='add checkpoint=RUN prompt="Once upon a time"')
+    require("generation", chosen.values, {"checkpoint": "RUN", "prompt": '"Once upon a time"'})
     model = load_model(options.checkpoint, options.device, kit.load_dtype(options))
     opened = kit.open_pipeline(model, load_processor(options.checkpoint), options)
     prompts = [options.prompt] if isinstance(options.prompt, str) else options.prompt

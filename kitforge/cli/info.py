@@ -1,29 +1,29 @@
-"""`kitforge config`, `report`, `list` and `doctor`: information without training."""
+"""`kitforge config`, `report` and `doctor`, and the tables of `list`: information without training."""
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.metadata
 import platform
+import re
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
-from rich.padding import Padding
+from rich.markup import escape
 from rich.table import Table
 
 from kitforge.cli.command import Invocation
-from kitforge.cli.console import say
-from kitforge.composition import groups, preset_values, presets
+from kitforge.cli.listing import refuse, version
 from kitforge.foundation import device as devices
 from kitforge.foundation.config import to_yaml
-from kitforge.foundation.errors import ConfigError
-from kitforge.foundation.log import console, sanitize
-from kitforge.kits.registry import kit_of, task_names
+from kitforge.foundation.errors import ConfigError, installation
+from kitforge.foundation.log import console, sanitize, say
+from kitforge.kits.registry import DEFAULT_TASK, kit_of, task_names
+from kitforge.preset_files import presets
 from kitforge.report.page import write_report
-
-PACKAGES = ("datasets", "sentencepiece", "tokenizers", "pyarrow", "numba", "faiss-cpu", "redis", "fastapi", "wandb")
+from kitforge.yaml_options import read_yaml, to_plain_dict
 
 
 def config(chosen: Invocation) -> int:
@@ -43,56 +43,30 @@ def report(arguments: list[str]) -> int:
     return 0
 
 
-def list_presets(arguments: list[str]) -> int:
-    """Print the tasks with their model presets, and the presets of every other group."""
-    _refuse("list", arguments)
-    models = preset_values("model")
-    others: dict[str, list[str]] = {}
-    for task in sorted(task_names()):
-        kit = kit_of(task)
-        if rows := kit.describe_presets(models):
-            console.print(_table(f"task {task}", rows))
+def described_presets() -> dict[str, Any]:
+    """The tables of `kitforge list`: rows of presets by task, and the tasks without rows of their own."""
+    models = {name: to_plain_dict(read_yaml(path)) for name, path in presets("model").items()}
+    described = {task: kit_of(task).describe_presets(models) for task in sorted(task_names())}
+    tables: dict[str, Any] = {}
+    for task, rows in described.items():
+        if not rows:
+            tables.setdefault("tasks without presets of models", []).append(task)
+        elif rows == described[DEFAULT_TASK] and task != DEFAULT_TASK:
+            tables.setdefault(f"tasks that start from the models of {DEFAULT_TASK}", []).append(task)
         else:
-            title = "tasks without presets of models"
-            if "model" in {each.name for each in dataclasses.fields(kit.OPTIONS)}:
-                title = "tasks that start from the models of text_generation"
-            others.setdefault(title, []).append(task)
-    for title, names in others.items():
-        say(f"{title}:")
-        console.print(Padding(", ".join(names), (0, 0, 1, 2)))
-    choices = Table.grid(padding=(0, 1))
-    for group in groups():
-        if group != "model":
-            choices.add_row(group, ", ".join(presets(group)))
-    console.print(choices)
-    return 0
-
-
-def _table(title: str, rows: list[dict[str, str]]) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold")
-    for column in rows[0]:
-        table.add_column(column, justify="left" if column in ("model", "family") else "right")
-    for row in rows:
-        table.add_row(*row.values())
-    return table
+            same = [other for other, others in described.items() if others == rows and task != DEFAULT_TASK]
+            tables[", ".join(f"task {each}" for each in same or [task])] = rows
+    return dict(sorted(tables.items(), key=lambda table: isinstance(table[1][0], str)))
 
 
 def doctor(arguments: list[str]) -> int:
     """Print devices, package versions, and a one-second speed test."""
-    _refuse("doctor", arguments)
+    refuse("doctor", arguments)
     table = Table(show_header=False)
     for name, value in _machine_info().items():
-        table.add_row(name, value)
+        table.add_row(name, escape(value))
     console.print(table)
     return 0
-
-
-def version(package: str) -> str:
-    """The installed version of a package."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def _machine_info() -> dict[str, str]:
@@ -106,7 +80,22 @@ def _machine_info() -> dict[str, str]:
     for kind in devices.available():
         device = torch.device(kind)
         facts[kind] = f"{devices.describe(device)}, {_matrix_speed(device):.0f} GFLOP/s in fp32"
-    return facts | {package: version(package) for package in PACKAGES}
+    return facts | {"numba": version("numba")} | _extras()
+
+
+def _extras() -> dict[str, str]:
+    """By extra, the versions of its packages, or the command that installs those that are missing."""
+    held: dict[str, list[str]] = {}
+    is_installed = version("kitforge") != "not installed"
+    for requirement in (importlib.metadata.requires("kitforge") or ()) if is_installed else ():
+        package, extra = re.match(r"[\w.-]+", requirement), re.search(r"extra == ['\"](\w+)", requirement)
+        if package and extra and extra[1] not in ("all", "dev"):
+            held.setdefault(extra[1], []).append(package[0])
+    shown = {extra: ", ".join(f"{name} {version(name)}" for name in names) for extra, names in held.items()}
+    return {
+        f"extra {extra}": f"{text}: {installation(extra, extra)}" if "not installed" in text else text
+        for extra, text in shown.items()
+    }
 
 
 def _matrix_speed(device: torch.device) -> float:
@@ -121,8 +110,3 @@ def _matrix_speed(device: torch.device) -> float:
         devices.synchronize(device)
         count += 1
     return count * 2 * size**3 / (time.perf_counter() - started) / 1e9
-
-
-def _refuse(verb: str, arguments: list[str]) -> None:
-    if arguments:
-        raise ConfigError(f"kitforge {verb} takes no options", got=" ".join(arguments))

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kitforge.cli.console import say
 from kitforge.composition import compose_config, parse, task_of
 from kitforge.data.tables.source import open_table
 from kitforge.foundation.errors import ConfigError
-from kitforge.foundation.log import console
+from kitforge.foundation.log import console, say
 from kitforge.kits.kit import Kit
 from kitforge.kits.registry import kit_of
 

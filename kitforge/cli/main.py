@@ -2,100 +2,81 @@
 
 from __future__ import annotations
 
-import json
+import os
 import sys
 from collections.abc import Sequence
 
-from kitforge.cli.chat import chat
-from kitforge.cli.command import INTERRUPTED, Command
-from kitforge.cli.console import is_main_process, print_error, say
-from kitforge.cli.demo import demo
-from kitforge.cli.evaluate import compose_evaluate, evaluate
-from kitforge.cli.export import export
-from kitforge.cli.generate import compose_generation, generate
-from kitforge.cli.info import config, doctor, list_presets, report, version
-from kitforge.cli.inspect import inspect
-from kitforge.cli.models import models
-from kitforge.cli.predict import compose_prediction, predict
-from kitforge.cli.replay import replay
-from kitforge.cli.serve import compose_serve, serve
-from kitforge.cli.sweep import argument as option_argument
-from kitforge.cli.sweep import run_sweep, sweep_runs
-from kitforge.cli.train import compose_finetune, compose_train, train
-from kitforge.cli.verify import verify
-from kitforge.composition import compose_config, dotted, groups, option_help, parse, presets, task_of
-from kitforge.core.parallel.config import UNBUILT_AXES
+from kitforge.cli.command import INTERRUPTED, Command, imported
+from kitforge.cli.listing import version
 from kitforge.foundation.errors import ConfigError, nearest
-from kitforge.foundation.log import console, errors, log_to_terminal
-from kitforge.kits.registry import kit_of
-from kitforge.trainer.run_folder import default_folder
-from kitforge.yaml_options import RECIPE_SUFFIXES
+from kitforge.foundation.log import console, errors, log_to_terminal, say
+from kitforge.preset_files import RECIPE_SUFFIXES
 
 COMMANDS = {
     "train": Command(
         purpose="train a model",
         example="kitforge train model=llama_tiny data.train=corpus.txt",
-        compose=compose_train,
-        run=train,
-        # One name for all ranks: it contains the time.
-        rank_options=lambda run: {"output_dir": str(default_folder(run.options, run.model_name))},
+        compose="cli.train:compose_train",
+        run="cli.train:train",
+        has_ranks=True,
+        has_folder=True,
     ),
     "finetune": Command(
         purpose="train from the weights of a checkpoint",
         example="kitforge finetune checkpoint=RUN data.train=FILE",
-        compose=compose_finetune,
-        run=train,
-        # One name for all ranks: it contains the time.
-        rank_options=lambda run: {"output_dir": str(default_folder(run.options, run.model_name))},
+        compose="cli.train:compose_finetune",
+        run="cli.train:train",
+        has_ranks=True,
+        has_folder=True,
     ),
     "evaluate": Command(
         purpose="metrics of a checkpoint",
         example="kitforge evaluate checkpoint=RUN data.eval=FILE",
-        compose=compose_evaluate,
-        run=evaluate,
-        rank_options=lambda _: {},
+        compose="cli.evaluate:compose_evaluate",
+        run="cli.evaluate:evaluate",
+        has_ranks=True,
     ),
     "generate": Command(
         purpose="complete a prompt, or a file of prompts",
         example='kitforge generate checkpoint=RUN prompt="ROMEO:"',
-        compose=compose_generation,
-        run=generate,
+        compose="cli.generate:compose_generation",
+        run="cli.generate:generate",
     ),
     "chat": Command(
         purpose="chat in the terminal",
         example="kitforge chat checkpoint=RUN",
-        compose=compose_generation,
-        run=chat,
+        compose="cli.generate:compose_generation",
+        run="cli.chat:chat",
     ),
     "predict": Command(
         purpose="score rows, or retrieve items for them",
         example="kitforge predict checkpoint=RUN data.eval=IN output=OUT",
-        compose=compose_prediction,
-        run=predict,
+        compose="cli.predict:compose_prediction",
+        run="cli.predict:predict",
     ),
     "serve": Command(
         purpose="answer over HTTP",
         example="kitforge serve checkpoint=RUN port=8000",
-        compose=compose_serve,
-        run=serve,
+        compose="cli.serve:compose_serve",
+        run="cli.serve:serve",
     ),
     "export": Command(
         purpose="write a model for other programs",
         example="kitforge export checkpoint=RUN output_dir=FOLDER format=onnx",
-        compose=compose_config,
-        run=export,
+        compose="composition:compose_config",
+        run="cli.export:export",
     ),
     "config": Command(
         purpose="print the resolved configuration, run nothing",
         example="kitforge config task=sft model=llama_tiny",
-        compose=compose_config,
-        run=config,
+        compose="composition:compose_config",
+        run="cli.info:config",
     ),
     "report": Command(
         purpose="draw one run, or several side by side",
         example="kitforge report runs/latest",
         arguments=("RUN [RUN ...]  run folders; several are compared on one page",),
-        run_plain=report,
+        run_plain="cli.info:report",
     ),
     "inspect": Command(
         purpose="columns and schema of a table, or loss mask of rows",
@@ -105,12 +86,12 @@ COMMANDS = {
             "data.train=ROWS [checkpoint=FOLDER]  shows which tokens an RLHF task learns",
             "task=TASK                            recommendation for a table, else an RLHF task",
         ),
-        run_plain=inspect,
+        run_plain="cli.inspect:inspect",
     ),
     "demo": Command(
         purpose="all three kits in a few minutes, and one page on them",
         example="kitforge demo",
-        run_plain=demo,
+        run_plain="cli.demo:demo",
     ),
     "replay": Command(
         purpose="train a recorded RLHF step again, and compare",
@@ -118,15 +99,15 @@ COMMANDS = {
         arguments=(
             "RUN           a run folder with recorded rollouts",
             "step=N        the step to train again",
-            "option=value  options to change, such as rl.kl_coef=0.1",
+            "option=value  options to change, such as kl.coef=0.1",
         ),
-        run_plain=replay,
+        run_plain="cli.replay:replay",
     ),
     "models": Command(
         purpose="pretrained checkpoints by name",
         example="kitforge models fetch smollm2",
         arguments=("fetch NAME [NAME ...]  downloads them into the cache folder; without it they are listed",),
-        run_plain=models,
+        run_plain="cli.models:models",
     ),
     "verify": Command(
         purpose="the contracts, checked on this machine",
@@ -138,17 +119,17 @@ COMMANDS = {
             "--list                    the contracts",
             "--callable MODULE:OBJECT  a trainer of your own, see docs/verify.md",
         ),
-        run_plain=verify,
+        run_plain="cli.verify:verify",
     ),
     "list": Command(
         purpose="tasks, and presets with their sizes",
         example="kitforge list",
-        run_plain=list_presets,
+        run_plain="cli.listing:list_presets",
     ),
     "doctor": Command(
         purpose="devices, versions, extras, a one-second speed test",
         example="kitforge doctor",
-        run_plain=doctor,
+        run_plain="cli.info:doctor",
     ),
 }
 
@@ -157,15 +138,16 @@ def main() -> None:
     """Entry point of the console script."""
     arguments = [argument for argument in sys.argv[1:] if argument != "--traceback"]
     if len(arguments) == len(sys.argv) - 1:
-        sys.excepthook = print_error
+        sys.excepthook = lambda *error: imported("cli.console:print_error")(*error)
     log_to_terminal()
-    if not is_main_process():
-        console.quiet = True
+    # Only a launcher has several processes, of which one prints.
+    is_main = "RANK" not in os.environ or imported("cli.console:is_main_process")()
+    console.quiet = not is_main
     try:
         status = run(arguments)
         sys.stdout.flush()
     except KeyboardInterrupt:
-        if is_main_process():
+        if is_main:
             errors.print("interrupted")
         status = INTERRUPTED
     except BrokenPipeError:
@@ -181,7 +163,7 @@ def run(arguments: Sequence[str]) -> int:
     if name in ("--help", "-h", "help"):
         _help()
         return 0
-    if name == "--version":
+    if name in ("--version", "-v", "-V"):
         say(version("kitforge"))
         return 0
     if name not in COMMANDS:
@@ -191,18 +173,21 @@ def run(arguments: Sequence[str]) -> int:
         if {"-h", "--help"} & set(rest):
             say("\n".join(_usage(name)))
             return 0
-        return verb.run_plain(rest)
+        return int(imported(verb.run_plain)(rest))
     rest = _files_as_recipes(rest)
     flags = {argument for argument in rest if argument.startswith("-")}
-    for flag in flags - {"-m", "--multirun", "-h", "--help"}:
-        raise ConfigError(
-            f"unknown flag {flag!r}", expected="-m, --config, --help, --traceback", fix="options are name=value"
-        )
+    for flag in sorted(flags - {"-m", "--multirun", "-h", "--help"}):
+        # As others write an option: `--name value` or `--name=value`.
+        following = [each for each in rest[rest.index(flag) + 1 :][:1] if "=" not in flag + each]
+        option = flag.lstrip("-") if "=" in flag else f"{flag.lstrip('-')}={''.join(following) or 'VALUE'}"
+        fix = f"options are name=value: {option}"
+        raise ConfigError(f"unknown flag {flag!r}", expected="-m, --config, --help, --traceback", fix=fix)
     overrides = [argument for argument in rest if not argument.startswith("-")]
     if flags & {"-h", "--help"}:
-        _help_options(name, overrides)
+        imported("cli.options_help:print_options")(_usage(name), overrides)
         return 0
-    return run_sweep(name, verb, sweep_runs(verb, overrides, is_sweep=bool(flags & {"-m", "--multirun"})))
+    found = imported("cli.sweep:sweep_runs")(verb, overrides, is_sweep=bool(flags & {"-m", "--multirun"}))
+    return int(imported("cli.sweep:run_sweep")(name, verb, found))
 
 
 def _files_as_recipes(arguments: Sequence[str]) -> list[str]:
@@ -214,7 +199,7 @@ def _files_as_recipes(arguments: Sequence[str]) -> list[str]:
         if flag == "--config" and not file:
             raise ConfigError("--config needs a file", fix="--config runs/latest/config.yaml")
         is_file = flag == "--config" or ("=" not in word and word.endswith(RECIPE_SUFFIXES))
-        found.append(option_argument("recipe", file) if is_file else word)
+        found.append(imported("cli.sweep:argument")("recipe", file) if is_file else word)
     return found
 
 
@@ -236,20 +221,3 @@ def _usage(name: str) -> list[str]:
     takes = "[option=value ...]" if verb.run_plain is None else "[ARGUMENT ...]" if verb.arguments else ""
     lines = [f"kitforge {name} {takes}".rstrip(), f"  {verb.purpose}", "", "Example:", f"  {verb.example}"]
     return [*lines, "", "Arguments:", *(f"  {line}" for line in verb.arguments)] if verb.arguments else lines
-
-
-def _help_options(name: str, overrides: Sequence[str]) -> None:
-    """Print every option of a task with its default and its help text (the comment at its field)."""
-    task = task_of({option: values[0] for option, values in map(parse, overrides)})
-    kit = kit_of(task)
-    lines = [*_usage(name), ""]
-    lines += ["Presets, one of each group (your own are found in ./configs/GROUP/NAME.yaml):"]
-    lines += [f"  {group}={'|'.join(presets(group))}" for group in groups()]
-    lines += ["", f"Several values with commas and -m run one after the other. Options of task={task}:"]
-    words = option_help(kit.OPTIONS)
-    for option, default in dotted(kit.resolved(kit.read_options(compose_config(task, {}).values))).items():
-        if option.removeprefix("parallel.") in UNBUILT_AXES:
-            continue
-        shown = f"{option}={json.dumps(default)}".replace('"', "")
-        lines.append(f"  {shown:<38} {words.get(option, '').replace('None:', 'null:')}".rstrip())
-    say("\n".join(lines))

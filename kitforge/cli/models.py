@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from rich.table import Table
 
-from kitforge.cli.console import say
 from kitforge.foundation.errors import ConfigError
-from kitforge.foundation.log import console
+from kitforge.foundation.log import console, say
 from kitforge.models.hub import NAMED, fetch
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from kitforge.api import load_model
 from kitforge.cli.command import TRAINING_SECTIONS, Invocation
-from kitforge.cli.console import say
 from kitforge.composition import Composition, compose_predict
+from kitforge.foundation.log import say
 from kitforge.kits.registry import kit_of
 
 

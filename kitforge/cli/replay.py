@@ -5,10 +5,9 @@ from __future__ import annotations
 from rich.table import Table
 
 from kitforge.api import replay as replay_step
-from kitforge.cli.console import say
 from kitforge.composition import parse
 from kitforge.foundation.errors import ConfigError
-from kitforge.foundation.log import console
+from kitforge.foundation.log import console, say
 
 
 def replay(arguments: list[str]) -> int:

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from kitforge.api import load_model, load_processor
-from kitforge.cli.command import TRAINING_SECTIONS, Invocation
-from kitforge.cli.console import say
+from kitforge.cli.command import TRAINING_SECTIONS, Invocation, require
 from kitforge.composition import Composition, compose_config, compose_predict, text_task_of
-from kitforge.foundation.errors import ConfigError
+from kitforge.foundation.log import say
 from kitforge.inference.server.serve import serve as answer
 from kitforge.kits.registry import kit_of
 
@@ -25,8 +24,7 @@ def compose_serve(task: str, choices: Mapping[str, Any]) -> Composition:
 def serve(chosen: Invocation) -> int:
     """Serve a run over HTTP until interrupted."""
     kit, options = chosen.kit, chosen.options
-    if options.checkpoint is None:
-        raise ConfigError("serving needs a model", fix="add checkpoint=RUN")
+    require("serving", chosen.values, {"checkpoint": "RUN"})
     tokenizer = load_processor(options.checkpoint)
     model = load_model(options.checkpoint, options.device, kit.load_dtype(options))
     service = kit.open_service(model, tokenizer, Path(options.checkpoint).resolve().name, options)

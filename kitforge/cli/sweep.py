@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kitforge.cli.command import INTERRUPTED, Command, Invocation
+from kitforge.cli.command import INTERRUPTED, Command, Invocation, imported
 from kitforge.cli.console import print_error
 from kitforge.composition import TEXT_OPTIONS, Composition, parse, task_of
 from kitforge.core.parallel.launch import launch
@@ -17,6 +17,9 @@ from kitforge.foundation import device as devices
 from kitforge.foundation.errors import ConfigError, KitforgeError
 from kitforge.foundation.log import console
 from kitforge.kits.registry import kit_of
+from kitforge.models.hub import resolve
+from kitforge.preset_files import presets
+from kitforge.trainer.run_folder import default_folder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +51,7 @@ def sweep_runs(verb: Command, overrides: Sequence[str], *, is_sweep: bool = Fals
         ]
         task = task_of(choices)
         choices.pop("task", None)
-        found.append(SweepRun(chosen=verb.compose(task, choices), arguments=tuple(arguments)))
+        found.append(SweepRun(chosen=imported(verb.compose)(task, choices), arguments=tuple(arguments)))
     folders = [folder for member in found if (folder := member.chosen.values.get("output_dir")) is not None]
     if len(folders) != len(set(folders)):
         raise ConfigError(
@@ -89,10 +92,14 @@ def _run_or_launch(name: str, verb: Command, member: SweepRun) -> int:
     assert verb.run is not None
     values, kit = member.chosen.values, kit_of(member.chosen.values["task"])
     options = kit.read_options(values)
+    # A preset has no weights, which the verb says itself.
+    if (weights := values.get("checkpoint")) is not None and weights not in presets():
+        resolve(weights)
     chosen = Invocation(kit=kit, options=options, values=values, model_name=member.chosen.model_name)
-    if verb.rank_options is None or launch_info() is not None or options.num_ranks == 1:
-        return verb.run(chosen)
+    if not verb.has_ranks or launch_info() is not None or options.num_ranks == 1:
+        return int(imported(verb.run)(chosen))
     kit.check_parallel(options)
     devices.of_rank(options.device, 0, options.num_ranks)
-    further = [argument(option, value) for option, value in verb.rank_options(chosen).items()]
+    # One name for all ranks: it contains the time.
+    further = [argument("output_dir", str(default_folder(options, chosen.model_name)))] if verb.has_folder else []
     return launch([name, *member.arguments, *further], options.parallel, options.num_ranks)

@@ -9,12 +9,12 @@ from typing import Any
 
 from kitforge.api import train_task
 from kitforge.cli.command import INTERRUPTED, Invocation
-from kitforge.cli.console import is_main_process, say
+from kitforge.cli.console import is_main_process
 from kitforge.composition import Composition, compose_config
 from kitforge.core.checkpoint.manifest import steps
 from kitforge.core.parallel.rendezvous import launch_info
 from kitforge.foundation.errors import ConfigError
-from kitforge.foundation.log import console
+from kitforge.foundation.log import console, say
 from kitforge.kits.kit import RunInputs
 from kitforge.kits.registry import kit_of
 from kitforge.report.metrics import RunRecord, read_run

@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 
-from kitforge.cli.console import say
 from kitforge.composition import parse
 from kitforge.foundation.errors import ConfigError
-from kitforge.foundation.log import console, sanitize
+from kitforge.foundation.log import console, sanitize, say
 from kitforge.report.page import write_report
 from kitforge.verify import own_trainer
 from kitforge.verify.case import Case

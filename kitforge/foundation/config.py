@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import json
+import re
 import types
 import typing
 from collections.abc import Mapping
@@ -16,6 +18,8 @@ T = TypeVar("T")
 
 # Error messages quote at most this many characters of a wrong value.
 _MOST_SHOWN = 100
+# Of a field in source text: the comment above it, its name, the comment beside it.
+FIELD = re.compile(r"^((?:    # .*\n)*)    (\w+): [^#\n]*?(?:  # (.*))?$", re.MULTILINE)
 
 # Metadata of a field whose value is never recorded, and the text recorded instead.
 SECRET = {"secret": True}
@@ -195,3 +199,36 @@ def _plain(value: Any) -> Any:
 
 def _join(path: str, key: str) -> str:
     return f"{path}.{key}" if path else key
+
+
+def option_names(options: type[Any], path: str = "") -> dict[str, Any]:
+    """All options by dotted name, with their types."""
+    result: dict[str, Any] = {}
+    internal = _internal_names(options)
+    for name, hint in _hints(typing.cast(type, options)).items():
+        if name in internal:
+            continue
+        if dataclasses.is_dataclass(hint):
+            result |= option_names(hint, f"{path}{name}.")  # type: ignore[arg-type]
+        else:
+            result[path + name] = hint
+    return result
+
+
+def option_help(options: type[Any], path: str = "") -> dict[str, str]:
+    """The help text of each option by dotted name: the comment at its field."""
+    result: dict[str, str] = {}
+    internal = _internal_names(options)
+    for owner in reversed(options.__mro__[:-1]):
+        source = inspect.getsource(owner)
+        for above, name, trailing in FIELD.findall(source):
+            if name not in internal:
+                result[path + name] = trailing or " ".join(above.replace("#", " ").split())
+    for name, hint in _hints(typing.cast(type, options)).items():
+        if dataclasses.is_dataclass(hint):
+            result |= option_help(hint, f"{path}{name}.")  # type: ignore[arg-type]
+    return result
+
+
+def _internal_names(options: type[Any]) -> set[str]:
+    return {field.name for field in dataclasses.fields(options) if field.metadata.get("internal")}

@@ -40,7 +40,8 @@ def pick(name: str = "auto") -> torch.device:
     """The device `name`; "auto" is the best available one. Raises DeviceError if it is absent."""
     kind = available()[-1] if name == "auto" else name
     if kind.split(":")[0] not in available():
-        raise DeviceError(f"no {kind!r} device here", got=name, expected=" or ".join(["auto", *available()]))
+        fix = "leave device out, or install the build of torch for it (NVIDIA and AMD GPUs are 'cuda')"
+        raise DeviceError(f"no {kind!r} device here", got=name, expected=" or ".join(["auto", *available()]), fix=fix)
     return torch.device(kind)
 
 

@@ -9,7 +9,7 @@ KitforgeError
 │   └── PeerError      the failure of another rank, as this rank reports it; never the cause
 ├── EngineError        a failed inference engine
 ├── DeviceError        an absent device, or an operation that it does not support
-└── DependencyError    an optional package that is not installed
+└── DependencyError    a package that is not installed
 """
 
 from __future__ import annotations
@@ -67,18 +67,21 @@ class DeviceError(KitforgeError):
 
 
 class DependencyError(KitforgeError):
-    """An optional package that is not installed."""
+    """A package that is not installed."""
 
-    def __init__(self, package: str, *, needed_for: str, extra: str) -> None:
-        super().__init__(
-            f"{needed_for} needs the package {package!r}, which is not installed",
-            fix=f"pip install 'kitforge[{extra}]'",
-        )
-        self._arguments = {"package": package, "needed_for": needed_for, "extra": extra}
+    def __init__(self, package: str, *, needed_for: str, extra: str | None) -> None:
+        problem = f"{needed_for} needs the package {package!r}, which is not installed"
+        super().__init__(problem, fix=installation(package, extra))
+        self._arguments: dict[str, Any] = {"package": package, "needed_for": needed_for, "extra": extra}
 
     def __reduce__(self) -> tuple[Any, ...]:
         """By its arguments, as a copy or another process makes it again."""
         return functools.partial(DependencyError, **self._arguments), ()
+
+
+def installation(package: str, extra: str | None) -> str:
+    """The command that installs a package: by its extra, or alone if it is a required one."""
+    return f"pip install {package}" if extra is None else f"pip install 'kitforge[{extra}]'"
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

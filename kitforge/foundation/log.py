@@ -62,6 +62,11 @@ console = sanitizing_console(Console())
 errors = sanitizing_console(Console(stderr=True))
 
 
+def say(text: str) -> None:
+    """Print plain text: no colours, no markup, no wrapping."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
 def logger(name: str) -> logging.Logger:
     """The logger of a module, below the package's own."""
     return logging.getLogger(name)

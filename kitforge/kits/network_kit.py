@@ -25,7 +25,7 @@ from kitforge.kits.language_model import (
 )
 from kitforge.kits.network_source import check_splits
 from kitforge.models import loading as model_folder
-from kitforge.models.catalog import Kind, config_of
+from kitforge.models.catalog import Kind, config_of, families_of
 from kitforge.models.loading import OpenCheckpoint, StoredModel
 from kitforge.trainer.run_folder import Run
 
@@ -99,3 +99,18 @@ class NetworkKit(Kit[NetworkOptionsT, ProcessorT]):
             network["vocab_size"] = ByteTokenizer.vocab_size if tokenizer.name == "byte" else tokenizer.vocab_size
         config = config_of(network)
         return values | {"model": {"family": config.family, **to_dict(config)}}
+
+    def describe_presets(self, presets: Mapping[str, Mapping[str, Any]]) -> list[dict[str, str]]:
+        """A row for every preset of a family of ours; built on meta, so nothing is held."""
+        rows = []
+        for name, values in presets.items():
+            if values.get("family") in families_of(self.KIND):
+                vocabulary = {"vocab_size": values.get("vocab_size") or ByteTokenizer.vocab_size}
+                config: Any = config_of({**values, **({} if self.KIND == "vision" else vocabulary)})
+                size = sum(parameter.numel() for parameter in model_folder.build_on_meta(config).parameters())
+                count = f"{size / 1e9:.1f} B" if size >= 1e9 else f"{size / 1e6:.1f} M"
+                row = {"model": name, "family": config.family, "parameters": count}
+                row |= {"layers": str(config.num_layers), "width": str(config.dim)}
+                unit, size = ("image", config.image_size) if self.KIND == "vision" else ("length", config.max_length)
+                rows.append(row | {unit: f"{size:,}"})
+        return rows

@@ -17,7 +17,7 @@ from pathlib import Path
 from kitforge.foundation.errors import ConfigError, KitforgeError, nearest
 from kitforge.foundation.untrusted import load_yaml
 from kitforge.kits.kit import AnyKit, Kit
-from kitforge.models.catalog import Kind
+from kitforge.models.catalog import FAMILIES, Kind
 from kitforge.models.loading import TOKEN_CLASSIFIER, kind_of, labels_of
 
 RLHF_TASKS = (
@@ -37,8 +37,9 @@ _MODULES = {
     **dict.fromkeys(RLHF_TASKS, "kitforge.kits.rlhf.build"),
 }
 
-# The task of a Hugging Face folder that holds a network of this kind.
-_TASKS_OF_KINDS: dict[Kind, str] = {"encoder-decoder": "translation", "vision": "image_classification"}
+# The only task that trains a network of this kind, and the task of a Hugging Face folder that holds one.
+_ONLY_TASKS: dict[Kind, str] = {"vision": "image_classification", "recommender": "recommendation"}
+_TASKS_OF_KINDS: dict[Kind, str] = {"encoder-decoder": "translation", **_ONLY_TASKS}
 
 
 def task_names() -> list[str]:
@@ -105,6 +106,11 @@ def recorded_task(folder: object) -> str | None:
         raise ConfigError(f"{config} is not YAML that can be used", got=" ".join(str(error).split())) from None
     task = values.get("task") if isinstance(values, Mapping) else None
     return task if isinstance(task, str) and task in task_names() else None
+
+
+def task_of_family(family: object) -> str | None:
+    """The task of a family of networks, if there is only one."""
+    return _ONLY_TASKS.get(FAMILIES[str(family)].kind) if family in FAMILIES else None
 
 
 def kit_of_folder(folder: Path, task: str | None = None) -> AnyKit:

@@ -85,6 +85,7 @@ def resolve(model: str | Path) -> Path:
         got=path,
         expected=f"a run, a step, a Hugging Face folder, a {GGUF_SUFFIX} file, "
         f"a named checkpoint ({', '.join(NAMED)}) or an id of the Hugging Face Hub",
+        fix="check the name: runs are in runs/, the last one is runs/latest",
     )
 
 
@@ -92,7 +93,8 @@ def fetch(name: str) -> Path:
     """Download a named checkpoint into the cache folder, unless it is there. Raises ModelError where that fails."""
     checkpoint = NAMED.get(name)
     if checkpoint is None:
-        raise ModelError(f"there is no checkpoint called {name!r}", expected=", ".join(NAMED))
+        fix = "folders, .gguf files and ids of the Hugging Face Hub need no fetch: checkpoint=OWNER/NAME"
+        raise ModelError(f"there is no checkpoint called {name!r}", expected=", ".join(NAMED), fix=fix)
     target = checkpoint.path
     if target.is_file() and sha256(target) == checkpoint.sha256:
         return target

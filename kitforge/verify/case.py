@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from kitforge.api import load_model, load_processor
-from kitforge.composition import compose_config, dotted, nested, option_names, task_of
+from kitforge.composition import compose_config, dotted, nested, task_of
 from kitforge.core.checkpoint.manifest import step_folder
 from kitforge.core.parallel.rendezvous import Rendezvous
+from kitforge.foundation.config import option_names
 from kitforge.foundation.errors import ConfigError
 from kitforge.kits.kit import AnyKit, RunAssembly, RunInputs
 from kitforge.kits.registry import DEFAULT_TASK, kit_of

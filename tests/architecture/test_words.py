@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kitforge.cli.main import COMMANDS
-from kitforge.composition import option_names
+from kitforge.foundation.config import option_names
 from kitforge.kits.registry import kit_of, task_names
 from tests.architecture.source import PACKAGE, Source, read_package
 

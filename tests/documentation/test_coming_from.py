@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from kitforge.cli.main import COMMANDS
-from kitforge.composition import groups, option_names, presets
+from kitforge.foundation.config import option_names
 from kitforge.kits.registry import kit_of, task_names
+from kitforge.preset_files import groups, presets
 from tests.documentation.markdown import ROOT
 
 PAGE = (ROOT / "docs" / "coming_from.md").read_text(encoding="utf-8")

@@ -47,8 +47,15 @@ from kitforge.core.kernels.sparse_update.reference import SPARSE_UPDATE, SparseU
 from kitforge.core.kernels.swap_rows.reference import SwapRowsKernel, swap_rows
 from kitforge.core.kernels.swiglu.reference import SwiGLUKernel, swiglu
 from kitforge.core.kernels.unique.reference import UniqueKernel, unique
-from kitforge.foundation.errors import ConfigError, DependencyError, DeviceError, KitforgeError, ModelError
-from kitforge.foundation.log import logger
+from kitforge.foundation.errors import (
+    ConfigError,
+    DependencyError,
+    DeviceError,
+    KitforgeError,
+    ModelError,
+    installation,
+)
+from kitforge.foundation.log import logger, warn_once
 
 CompileLevel = Literal["O0", "O1", "O2"]
 _log = logger(__name__)
@@ -251,6 +258,8 @@ _REFERENCES: dict[str, Any] = {
     "fused_decode_step": ReferenceDecodeStep,
 }
 _failed: set[tuple[str, str]] = set()
+# The extra that brings a package; None: every installation does.
+_EXTRA = {"numba": None, "triton": "gpu"}
 
 
 @functools.cache
@@ -324,11 +333,7 @@ def implementation(operation: str, name: str, device: str = "cpu") -> Any:
         expected = " or ".join(found.devices)
         raise DeviceError(f"{operation} by {name!r} cannot run", got=f"device={device}", expected=expected)
     if found.package is not None and not _is_installed(found):
-        raise DependencyError(
-            found.package,
-            needed_for=f"{operation} by {name!r}",
-            extra="gpu" if found.package == "triton" else "recommender",
-        )
+        raise DependencyError(found.package, needed_for=f"{operation} by {name!r}", extra=_EXTRA[found.package])
     function, accepts = _load(operation, name), found.accepts
 
     def checked(*inputs: Any, **options: Any) -> Any:
@@ -409,7 +414,11 @@ def _load(operation: str, name: str) -> Any:
 
 
 def _is_installed(found: Implementation) -> bool:
-    return found.package is None or importlib.util.find_spec(found.package) is not None
+    if found.package is None or importlib.util.find_spec(found.package) is not None:
+        return True
+    slow = f"the package {found.package!r} is not installed, so slower operations of torch run in place of its kernels"
+    warn_once(_log, f"{slow}, and bits may depend on the batch: {installation(found.package, _EXTRA[found.package])}")
+    return False
 
 
 def _log_failure(operation: str, name: str, error: Exception) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias, final
 
@@ -15,7 +15,7 @@ from kitforge.core.nn.decoder import FamilyConfig
 from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.core.parallel.world import World
 from kitforge.data.source import Source
-from kitforge.data.tokenizers.loading import ByteTokenizer, Tokenizer
+from kitforge.data.tokenizers.loading import Tokenizer
 from kitforge.foundation.config import check, to_dict
 from kitforge.foundation.dtype import LoadDtype
 from kitforge.foundation.errors import ConfigError, ModelError
@@ -44,8 +44,6 @@ from kitforge.kits.transformers.questions import load_task
 from kitforge.kits.transformers.seq2seq import SUMMARIZATION, TRANSLATION
 from kitforge.kits.transformers.task import TextGenerationTask
 from kitforge.kits.transformers.token_classification import TokenClassification
-from kitforge.models import loading as model_folder
-from kitforge.models.catalog import config_of, families_of
 from kitforge.trainer.callbacks.callback import Callback
 from kitforge.trainer.task import Task
 
@@ -176,27 +174,6 @@ class TextGeneration(NetworkKit[TextGenerationOptions, Tokenizer]):
             "kitforge train data.train=FILE",
         ]
 
-    def describe_presets(self, presets: Mapping[str, Mapping[str, Any]]) -> list[dict[str, str]]:
-        """A row for every preset of a family of ours; built on meta, so nothing is held."""
-        rows = []
-        for name, values in presets.items():
-            if values.get("family") not in families_of("language model"):
-                continue
-            config = config_of({**values, "vocab_size": values.get("vocab_size") or ByteTokenizer.vocab_size})
-            model = model_folder.build_on_meta(config)
-            shape = model.geometry
-            rows.append(
-                {
-                    "model": name,
-                    "family": config.family,
-                    "parameters": _count(sum(parameter.numel() for parameter in model.parameters())),
-                    "layers": str(shape.num_layers),
-                    "width": str(shape.dim),
-                    "length": f"{shape.max_length:,}",
-                }
-            )
-        return rows
-
 
 def _source(
     spec: object, options: TextGenerationOptions, opened: Callable[[object, DataOptions], Source] = open_text
@@ -231,10 +208,6 @@ def _sample_prompts(options: TextGenerationOptions, corpus: Corpus, tokenizer: T
     first = rows.rows(np.array(sorted({0, rows.num_rows // 2})))["tokens"]
     length = min(32, max(1, options.data.sequence_length // 4))
     return [tokenizer.decode(row[:length].tolist()) for row in first]
-
-
-def _count(size: int) -> str:
-    return f"{size / 1e9:.1f} B" if size >= 1e9 else f"{size / 1e6:.1f} M"
 
 
 TASKS: dict[str, AnyKit] = {

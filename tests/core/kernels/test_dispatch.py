@@ -101,6 +101,19 @@ def test_loops_over_tables_are_the_references_elsewhere(monkeypatch: pytest.Monk
     assert select_table.__wrapped__() == TABLE_REFERENCE
 
 
+def test_an_absent_fast_path_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("kitforge.foundation.log._warned", set())
+    for device, command in (("cpu", "pip install numba"), ("cuda", "pip install 'kitforge[gpu]'")):
+        caplog.clear()
+        for _ in range(2):
+            preferred("rms_norm", device)
+            preferred("greedy_sample", device)
+        (said,) = caplog.messages
+        assert said.endswith(command) and "slower operations of torch" in said
+    assert preferred("rms_norm", "mps") == ["fused"] and len(caplog.messages) == 1
+
+
 def parameters(function: Callable[..., Any]) -> list[tuple[str, Any, Any]]:
     """Name, default, and whether it is positional, of every parameter but `self`."""
     found = inspect.signature(function).parameters.values()

@@ -11,8 +11,8 @@ import pytest
 
 from kitforge import pipeline
 from kitforge.cli import main as cli
-from kitforge.composition import nested, option_help, option_names, parse
-from kitforge.foundation.config import from_dict
+from kitforge.composition import nested, parse
+from kitforge.foundation.config import from_dict, option_help, option_names
 from kitforge.foundation.errors import ConfigError
 from kitforge.kits.recommender import build
 from kitforge.kits.recommender.build import TASKS

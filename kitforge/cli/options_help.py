@@ -1,0 +1,30 @@
+"""`kitforge VERB --help` of a verb with options: all of them, by task."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from kitforge.composition import compose_config, dotted, parse, task_of
+from kitforge.core.parallel.config import UNBUILT_AXES
+from kitforge.foundation.config import option_help
+from kitforge.foundation.log import say
+from kitforge.kits.registry import kit_of
+from kitforge.preset_files import groups, presets
+
+
+def print_options(usage: Sequence[str], overrides: Sequence[str]) -> None:
+    """Print every option of a task with its default and its help text (the comment at its field)."""
+    task = task_of({option: values[0] for option, values in map(parse, overrides)})
+    kit = kit_of(task)
+    lines = [*usage, ""]
+    lines += ["Presets, one of each group (your own are found in ./configs/GROUP/NAME.yaml):"]
+    lines += [f"  {group}={'|'.join(presets(group))}" for group in groups()]
+    lines += ["", f"Several values with commas and -m run one after the other. Options of task={task}:"]
+    words = option_help(kit.OPTIONS)
+    for option, default in dotted(kit.resolved(kit.read_options(compose_config(task, {}).values))).items():
+        if option.removeprefix("parallel.") in UNBUILT_AXES:
+            continue
+        shown = f"{option}={json.dumps(default)}".replace('"', "")
+        lines.append(f"  {shown:<38} {words.get(option, '').replace('None:', 'null:')}".rstrip())
+    say("\n".join(lines))
