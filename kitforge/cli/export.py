@@ -23,7 +23,15 @@ def export(chosen: Invocation) -> int:
     path = Path(target)
     if chosen.values.get("format") == "gguf" and path.suffix != GGUF_SUFFIX:
         path /= f"model{GGUF_SUFFIX}"
-    save_model(source, path, dtype=chosen.values.get("dtype"))
-    written = sorted(each.name for each in path.iterdir()) if path.is_dir() else [f"{path.stat().st_size / 1e6:.1f} MB"]
+    before = _times(path)
+    save_model(source, path, dtype=chosen.values.get("dtype"), overwrite=chosen.options.overwrite)
+    written = [f"{path.stat().st_size / 1e6:.1f} MB"]
+    if path.is_dir():
+        written = sorted(name for name, time in _times(path).items() if before.get(name) != time)
     say(f"wrote {path}: {', '.join(written)}")
     return 0
+
+
+def _times(folder: Path) -> dict[str, int]:
+    """When each file of a folder was written."""
+    return {each.name: each.stat().st_mtime_ns for each in folder.glob("[!.]*")}

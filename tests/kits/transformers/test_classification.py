@@ -263,7 +263,7 @@ def test_the_command_line_trains_evaluates_and_labels_a_file(
     assert [line["predicted_label"] for line in lines] == [
         each["label"] for each in classify([row["text"] for row in rows()])
     ]
-    with pytest.raises(ConfigError, match="does not exist yet"):
+    with pytest.raises(ConfigError, match="file exists"):
         run_command(["predict", f"checkpoint={tmp_path / 'run'}", rows_to_label, f"output={target}"])
     with pytest.raises(ConfigError, match="writes no text"):
         run_command(["generate", f"checkpoint={tmp_path / 'run'}", "prompt=x"])
