@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -93,7 +94,7 @@ def test_an_own_output_is_written_over_and_only_what_was_written_is_named(
     told = capsys.readouterr().out
     assert "config.json" in told and "model.safetensors" in told and "notes.txt" not in told
     assert Path("out/notes.txt").read_text() == "mine"
-    with pytest.raises(ConfigError, match="no output of export"):
+    with pytest.raises(ConfigError, match="not written by export"):
         cli.run([*export[:2], f"output_dir={small_run}"])
 
 
@@ -123,6 +124,7 @@ def test_a_file_called_latest_beside_a_run_stays(here: Path) -> None:
 
 def test_the_server_takes_the_rows_of_the_training_file(clicks: Path) -> None:
     options = TASKS["recommendation"].read_options({"task": "recommendation", "checkpoint": str(clicks)})
-    service = TASKS["recommendation"].open_service(load_model(clicks, "cpu"), load_processor(clicks), "run", options)
+    kit: Any = TASKS["recommendation"]
+    service = kit.open_service(load_model(clicks, "cpu"), load_processor(clicks), "run", options)
     row = {"id": "0" * 32, "shop": "a", "label": 1}
     assert service.row_reader.read({"rows": [row]}) is not None

@@ -9,6 +9,7 @@ from kitforge.cli.command import Invocation
 from kitforge.cli.console import say
 from kitforge.data.gguf_file import GGUF_SUFFIX
 from kitforge.foundation.errors import ConfigError
+from kitforge.foundation.files import check_own, mark_own
 
 
 def export(chosen: Invocation) -> int:
@@ -24,7 +25,9 @@ def export(chosen: Invocation) -> int:
     if chosen.values.get("format") == "gguf" and path.suffix != GGUF_SUFFIX:
         path /= f"model{GGUF_SUFFIX}"
     before = _times(path)
-    save_model(source, path, dtype=chosen.values.get("dtype"), overwrite=chosen.options.overwrite)
+    check_own(path, "export", overwrite=chosen.options.overwrite)
+    save_model(source, path, dtype=chosen.values.get("dtype"))
+    mark_own(path, "export")
     written = [f"{path.stat().st_size / 1e6:.1f} MB"]
     if path.is_dir():
         written = sorted(name for name, time in _times(path).items() if before.get(name) != time)

@@ -92,7 +92,7 @@ def check_own(path: Path, maker: str, *, overwrite: bool) -> None:
     if line not in _marks(mark):
         kind = "folder is not empty" if path.is_dir() else "file exists"
         fix = "choose another place, or move it away; train, export, evaluate and predict take overwrite=true"
-        raise ConfigError(f"the {kind}, and is no output of {maker}", got=path, expected="a new place", fix=fix)
+        raise ConfigError(f"the {kind}, and was not written by {maker}", got=path, expected="a new place", fix=fix)
 
 
 def mark_own(path: Path, maker: str) -> None:

@@ -47,7 +47,7 @@ def test_what_was_there_or_was_trained_stays(tmp_path: Path) -> None:
     assert (tmp_path / "some" / "checkpoints" / "step_2").is_dir()
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("keep")
-    with pytest.raises(ConfigError, match="no output of train"):
+    with pytest.raises(ConfigError, match="not written by train"):
         train(tmp_path / "mine", Unreadable(0))
     assert [each.name for each in (tmp_path / "mine").iterdir()] == ["notes.txt"]
     # What is not empty has to be named as one's own.

@@ -54,7 +54,7 @@ def test_a_text_has_the_label_of_a_row(pair: tuple[Any, Any], tmp_path: Path) ->
 def test_a_word_has_the_tag_of_a_row(pair: tuple[Any, Any], tmp_path: Path) -> None:
     rows = [{"tokens": ["a", "b"], "ner_tags": [pair[number % 2], pair[0]]} for number in range(8)]
     run = Trainer("token_classification", "llama_tiny", rows, output_dir=tmp_path / "run", options=TEXTS).train()
-    label = pipeline("token_classification", run.folder)
+    label: Any = pipeline("token_classification", run.folder)
     (row,) = label.predictions([["a", "b"]])
     assert all(is_typed(each, pair) for each in row["predicted_tags"])
     for strategy in ("none", "simple"):
