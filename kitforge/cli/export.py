@@ -7,6 +7,7 @@ from pathlib import Path
 from kitforge.api import save_model
 from kitforge.cli.command import Invocation, require
 from kitforge.data.gguf_file import GGUF_SUFFIX
+from kitforge.foundation.files import check_own, mark_own
 from kitforge.foundation.log import say
 
 
@@ -21,7 +22,17 @@ def export(chosen: Invocation) -> int:
     path = Path(target)
     if chosen.values.get("format") == "gguf" and path.suffix != GGUF_SUFFIX:
         path /= f"model{GGUF_SUFFIX}"
+    before = _times(path)
+    check_own(path, "export", overwrite=chosen.options.overwrite)
     save_model(source, path, dtype=chosen.values.get("dtype"))
-    written = sorted(each.name for each in path.iterdir()) if path.is_dir() else [f"{path.stat().st_size / 1e6:.1f} MB"]
+    mark_own(path, "export")
+    written = [f"{path.stat().st_size / 1e6:.1f} MB"]
+    if path.is_dir():
+        written = sorted(name for name, time in _times(path).items() if before.get(name) != time)
     say(f"wrote {path}: {', '.join(written)}")
     return 0
+
+
+def _times(folder: Path) -> dict[str, int]:
+    """When each file of a folder was written."""
+    return {each.name: each.stat().st_mtime_ns for each in folder.glob("[!.]*")}

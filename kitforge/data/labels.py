@@ -21,9 +21,9 @@ _log = logger(__name__)
 _WHOLE = re.compile(r"0|-?[1-9]\d*")  # as str(int) writes it
 
 
-def label_names(labels: Sequence[str | int]) -> tuple[str, ...]:
-    """The names of labels: whole numbers in their order, texts by the alphabet. 1 and "1" are one label. Raises
-    DataError for fewer than two."""
+def label_names(labels: Sequence[str | int]) -> tuple[Any, ...]:
+    """The names of labels: whole numbers in their order, texts by the alphabet. 1 and "1" are one label, a text; where
+    all labels are whole numbers, or booleans, so are the names. Raises DataError for fewer than two."""
     texts = set(map(str, labels))
     are_numbers = all(_WHOLE.fullmatch(each) for each in texts)
     names = tuple(sorted(texts, key=int)) if are_numbers else tuple(sorted(texts))
@@ -33,12 +33,13 @@ def label_names(labels: Sequence[str | int]) -> tuple[str, ...]:
     if fraction and all(map(_NUMBER.fullmatch, names)):
         # As tables spell numbers.
         warn_once(_log, f"labels such as {fraction} are taken as names; problem_type=regression learns numbers")
-    return names
+    kinds = set(map(type, labels))
+    return tuple(dict(zip(map(str, labels), labels, strict=True))[each] for each in names) if len(kinds) == 1 else names
 
 
 def head_labels(
-    known: tuple[str, ...], declared: Sequence[str], found: Sequence[Label], *, is_fixed: bool
-) -> tuple[tuple[str, ...], dict[str, int]]:
+    known: tuple[Any, ...], declared: Sequence[str], found: Sequence[Label], *, is_fixed: bool
+) -> tuple[tuple[Any, ...], dict[str, int]]:
     """The labels of a head, and the number of each name that the rows have. `known` are those of the options or of the
     checkpoint, and kept if `is_fixed`; `declared` those of the rows' ClassLabel, of which others than the known ones
     begin a new head; without both, the labels `found` in the rows are taken in order."""
@@ -46,23 +47,23 @@ def head_labels(
         labels = known or names_of(found)
         return labels, index_of(labels)
     # Checkpoints spell POSITIVE what data sets call positive; transformers' scripts compare so too.
-    small = {name.lower(): number for number, name in enumerate(known)}
+    small = {str(name).lower(): number for number, name in enumerate(known)}
     spelt = {name.lower() for name in declared}
     if len(small) == len(known) and len(spelt) == len(declared) and spelt <= small.keys():
         return known, index_of(known) | {name: small[name.lower()] for name in declared}
     # Names that say nothing, or that the caller chose, stand for the classes in their order.
-    is_nameless = all(name in (f"LABEL_{number}", str(number)) for number, name in enumerate(known))
+    is_nameless = all(str(name) in (f"LABEL_{number}", str(number)) for number, name in enumerate(known))
     if len(known) == len(declared) and (is_fixed or is_nameless) and not set(known) & set(declared):
         return known, index_of(known) | index_of(declared)
     if known and is_fixed:
         return known, index_of(known)
     if known:
-        few, others = (", ".join(each[:8]) for each in (known, declared))
+        few, others = (", ".join(map(str, each[:8])) for each in (known, declared))
         _log.warning("the rows have other labels (%s) than the model (%s), so it begins with a new head", others, few)
     return tuple(declared), index_of(declared)
 
 
-def names_of(labels: Sequence[Label]) -> tuple[str, ...]:
+def names_of(labels: Sequence[Label]) -> tuple[Any, ...]:
     """`label_names` of rows that have one label each, or a list of them. Where all have as many zeros and ones, these
     are LABEL_0, LABEL_1, ..."""
     if not any(isinstance(each, (list, tuple)) for each in labels):
@@ -140,6 +141,6 @@ def label_index(label: object, index: Mapping[str, int], location: object) -> in
     return found
 
 
-def index_of(names: Sequence[str]) -> dict[str, int]:
-    """The number of each name."""
-    return {name: number for number, name in enumerate(names)}
+def index_of(names: Sequence[object]) -> dict[str, int]:
+    """The number of each name, as text."""
+    return {str(name): number for number, name in enumerate(names)}

@@ -9,13 +9,16 @@ import logging
 import os
 import shutil
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import IO
 
-from kitforge.foundation.errors import DataError
+from kitforge.foundation.errors import ConfigError, DataError
+
+# The file that says what of its folder a command made: the folder as a whole, or some of its files.
+MARK = ".kitforge"
 
 
 @cache
@@ -78,6 +81,41 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     sync_folder(path.parent)
+
+
+def check_own(path: Path, maker: str, *, overwrite: bool, names: Collection[str] = ()) -> None:
+    """Raise ConfigError for a file, or for a folder with content, of these `names` alone if there are any, unless
+    `mark_own` marked it for that maker."""
+    is_used = (
+        any(each.name in names or not names for each in path.iterdir())
+        if path.is_dir()
+        else path.exists() and path.stat().st_size > 0
+    )
+    if not is_used or overwrite:
+        return
+    mark, _, line = _mark_of(path, maker)
+    if line not in _marks(mark):
+        kind = "folder is not empty" if path.is_dir() else "file exists"
+        fix = "choose another place, or move it away; train, export, evaluate and predict take overwrite=true"
+        raise ConfigError(f"the {kind}, and was not written by {maker}", got=path, expected="a new place", fix=fix)
+
+
+def mark_own(path: Path, maker: str) -> None:
+    """Note that `maker` made what is at `path`, so that the same command may replace it."""
+    mark, name, line = _mark_of(path, maker)
+    others = [each for each in _marks(mark) if each.split("\t")[0] != name]
+    write_text(mark, "\n".join([*others, line, ""]))
+
+
+def _mark_of(path: Path, maker: str) -> tuple[Path, str, str]:
+    """Where the mark of an output is, its name there, and its line. A file that was written to since is not ours."""
+    if path.is_dir():
+        return path / MARK, ".", f".\t{maker}"
+    return path.parent / MARK, path.name, f"{path.name}\t{maker}\t{path.stat().st_mtime_ns}"
+
+
+def _marks(mark: Path) -> list[str]:
+    return mark.read_text("utf-8").splitlines() if mark.is_file() else []
 
 
 @contextmanager

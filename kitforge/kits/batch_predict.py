@@ -10,9 +10,8 @@ from typing import Any, TypeAlias, TypeVar
 from torch import nn
 
 from kitforge.data.source import open_rows
-from kitforge.foundation.config import check
 from kitforge.foundation.errors import ConfigError, DataError
-from kitforge.foundation.files import atomic_file
+from kitforge.foundation.files import atomic_file, check_own
 from kitforge.foundation.progress import show_progress
 from kitforge.kits.kit import LoadModel
 
@@ -22,7 +21,8 @@ Predict: TypeAlias = Callable[[Sequence[RowT]], Iterable[Mapping[str, Any]]]
 
 
 def prediction_files(options: Any, example: str) -> tuple[Path, Path]:
-    """The folder of the model and the file to write. Raises ConfigError unless `options` name both, and rows."""
+    """The folder of the model and the file to write. Raises ConfigError unless `options` name both, and rows,
+    and for a file that another wrote."""
     spec = options.data.eval
     if options.checkpoint is None or spec is None or options.output is None:
         raise ConfigError(
@@ -30,7 +30,9 @@ def prediction_files(options: Any, example: str) -> tuple[Path, Path]:
             got=f"checkpoint={options.checkpoint} data.eval={spec} output={options.output}",
             fix=f"add checkpoint=RUN {example}",
         )
-    return Path(options.checkpoint).expanduser(), Path(options.output).expanduser()
+    target = Path(options.output).expanduser()
+    check_own(target, "predict", overwrite=options.overwrite)
+    return Path(options.checkpoint).expanduser(), target
 
 
 def row_batches(spec: object, column: str, size: int) -> Iterator[list[dict[str, Any]]]:
@@ -55,9 +57,8 @@ def predict_rows(
     opened: Callable[[nn.Module, Path], Predict[RowT]],
 ) -> Path:
     """Write the lines of the rows of all batches to `options.output`, which appears when all are done. `opened` is
-    given the model and its folder. Raises ConfigError for a file that exists."""
+    given the model and its folder."""
     folder, target = prediction_files(options, "data.eval=ROWS output=predictions.jsonl")
-    check(not target.exists(), "output", target, "a file that does not exist yet")
     predict, done = opened(load_model(str(folder), options.device, "fp32"), folder), 0
     with atomic_file(target) as file, show_progress("rows predicted", enabled=options.trainer.progress) as progress:
         for rows in batches:

@@ -120,7 +120,7 @@ class StoredModel:
     # The head of a classifier, `score.weight` [labels, dim]; of a reward model with one row and further tensors
     # `score.<name>`.
     head: Mapping[str, Tensor] = field(default_factory=dict)
-    labels: tuple[str, ...] = ("LABEL_0",)  # of a model with a head
+    labels: tuple[Any, ...] = ("LABEL_0",)  # of a model with a head
     problem_type: ProblemType = "single_label_classification"  # of a classifier of texts
     suffix: str = SEQUENCE_CLASSIFIER  # of the class of a model with a head in transformers
     dtype: torch.dtype = torch.float32  # of most weights as stored
@@ -438,8 +438,8 @@ def _head_values(stored: StoredModel) -> dict[str, Any]:
     numbers = {name: stored.head[f"score.{name}"] for name in SCORE_KEYS if f"score.{name}" in others}
     values: dict[str, Any] = {f"score_{name}": float(number) for name, number in numbers.items()}
     values |= {"architectures": [_classifier_architecture(written["architectures"][0], stored.suffix)]}
-    values |= {"id2label": {str(number): label for number, label in enumerate(stored.labels)}}
-    values |= {"label2id": {label: number for number, label in enumerate(stored.labels)}}
+    values |= {"id2label": {str(number): str(label) for number, label in enumerate(stored.labels)}}
+    values |= {"label2id": {str(label): number for number, label in enumerate(stored.labels)}}
     if stored.problem_type != "single_label_classification":
         values |= {"problem_type": stored.problem_type}
     # The token by which a published classifier finds the end of a text may be another than the tokenizer's.

@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 
 from kitforge.foundation.errors import DataError
-from kitforge.foundation.files import write_text
+from kitforge.foundation.files import check_own, write_text
 from kitforge.report.chart_specs import chart_groups
 from kitforge.report.completions import completions
 from kitforge.report.contracts import contracts
@@ -21,6 +21,7 @@ from kitforge.report.svg_chart import NUM_DASHES, NUM_TONES, draw
 from kitforge.report.tables import tables
 
 _FOLDER = Path(__file__).parent
+_KIND = "Kitforge report"
 
 
 def write_report(folders: Sequence[Path]) -> Path:
@@ -32,6 +33,7 @@ def write_report(folders: Sequence[Path]) -> Path:
         raise DataError("no run to report", got="no folder", expected="at least one run folder")
     target = folders[0] / ("report.html" if len(runs) == 1 else "comparison.html")
     try:
+        check_own(target, "report", overwrite=target.is_file() and _KIND in target.read_text("utf-8", "replace"))
         further = (show(runs, run_labels(runs)) for show in (tables, completions, contracts))
         write_text(target, render(runs, [panel for panel in further if panel is not None]))
     except OSError as error:
@@ -45,7 +47,7 @@ def render(runs: Sequence[RunRecord], panels: Sequence[Panel | tuple[str, str]] 
     heading = labels[0] if len(runs) == 1 else f"{len(runs)} runs"
     body = "".join(_section(Panel(*panel)) for panel in (*_curves(runs, labels), *panels, *_records(runs, labels)))
     top = tiles(runs[0]) if len(runs) == 1 else _chips(labels) + _section(comparison(runs, labels))
-    return document(heading, "Kitforge report", f"{problems(runs, labels)}{top}{body}")
+    return document(heading, _KIND, f"{problems(runs, labels)}{top}{body}")
 
 
 def document(heading: str, kind: str, main: str) -> str:

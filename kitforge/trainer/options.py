@@ -86,6 +86,7 @@ class RunOptions:
     task: str = "custom"
     seed: int = 0
     output_dir: str | None = None  # None: runs/<time>-<task>-<model>
+    overwrite: bool = False  # write into output_dir, or over output, although no such command made what is there
     resume: str | None = None  # auto, a run folder or a step folder
     device: str = "auto"
     precision: Precision = "fp32"

@@ -16,6 +16,7 @@ from kitforge.foundation.errors import CheckpointError, ConfigError
 # beyond rounding.
 RESUMABLE_OPTIONS = (
     "output",
+    "overwrite",
     "resume",
     "recipe",
     "checkpoint",
@@ -151,5 +152,6 @@ def _flatten(values: Mapping[str, Any], path: str = "") -> dict[str, Any]:
         if isinstance(value, Mapping):
             result |= _flatten(value, f"{path}{name}.")
         else:
-            result[path + name] = value
+            # Runs of earlier versions recorded labels that are numbers as texts.
+            result[path + name] = list(map(str, value)) if name == "labels" and value else value
     return result

@@ -13,10 +13,11 @@ from typing import Any
 
 from torch import nn
 
+from kitforge.core.checkpoint.manifest import steps
 from kitforge.core.parallel.world import World
 from kitforge.foundation.config import check
 from kitforge.foundation.errors import ConfigError, KitforgeError
-from kitforge.foundation.files import write_text
+from kitforge.foundation.files import check_own, mark_own, write_text
 from kitforge.foundation.log import console
 from kitforge.trainer.callbacks.callback import Callback
 from kitforge.trainer.callbacks.checkpointing import CheckpointCallback
@@ -31,6 +32,9 @@ from kitforge.trainer.loop import Loop
 from kitforge.trainer.options import RunOptions
 from kitforge.trainer.resume import find_resume_checkpoint
 from kitforge.trainer.task import Task
+
+# What a run writes into its folder: of others it may hold anything else, such as a log.
+RUN_NAMES = ("config.yaml", "metrics.jsonl", "report.html", "checkpoints", "tokenizer", "samples", "profile")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +87,8 @@ def train(loop: Loop, options: RunOptions, folder: Path, config_text: str) -> di
         loop.world,
     )
     # Refusals come before any rank touches a file of the run.
+    if not steps(folder / "checkpoints"):
+        check_own(folder, "train", overwrite=options.overwrite, names=RUN_NAMES)
     if found is not None:
         loop.resume(found)
     loop.world.all_gather_object(None)
@@ -90,6 +96,7 @@ def train(loop: Loop, options: RunOptions, folder: Path, config_text: str) -> di
         return loop.train()
     before, made = _latest_target(folder), [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
+    mark_own(folder, "train")
     write_text(folder / "config.yaml", config_text)
     _link_latest(folder, folder.name)
     try:
@@ -142,8 +149,10 @@ def _latest_target(folder: Path) -> str | None:
 
 
 def _link_latest(folder: Path, target: str | None) -> None:
-    """Set or remove the link `latest` next to the run; file systems without links have none."""
+    """Set or remove the link `latest` next to the run, unless that is a file; file systems without links have none."""
     link = folder.parent / "latest"
+    if link.exists() and not link.is_symlink():
+        return
     draft = folder.parent / f".latest.{os.getpid()}"
     try:
         draft.unlink(missing_ok=True)

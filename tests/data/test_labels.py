@@ -14,10 +14,12 @@ from kitforge.foundation.errors import DataError
 @pytest.mark.parametrize(
     ("values", "names"),
     [
-        ((10, 9, 2), ("2", "9", "10")),
+        ((10, 9, 2), (2, 9, 10)),
+        ((True, False), (False, True)),
+        ((True, 0), ("0", "True")),
         ((1, "1", 0), ("0", "1")),
         (("b", "a", "b"), ("a", "b")),
-        ((-1, 1), ("-1", "1")),
+        ((-1, 1), (-1, 1)),
         (("10", "9", "2"), ("2", "9", "10")),
     ],
 )

@@ -20,7 +20,7 @@ from kitforge.core.checkpoint.table_writer import TableWriter
 from kitforge.core.optim.table_protocols import ROWS, Chunk, RowShard
 from kitforge.embedding_cache.serving.table import SCALES, SERVED, ServedTable, ServingDtype
 from kitforge.foundation.errors import ConfigError, DataError
-from kitforge.foundation.files import atomic_folder
+from kitforge.foundation.files import atomic_folder, check_own, mark_own
 
 # Rows quantized at a time.
 CHUNK_ROWS = 2**15
@@ -38,16 +38,18 @@ class QuantizationResult:
 
 
 def quantize_tables(
-    checkpoint: Checkpoint, folder: Path, dtype: ServingDtype = "int8"
+    checkpoint: Checkpoint, folder: Path, dtype: ServingDtype = "int8", *, overwrite: bool = False
 ) -> dict[str, QuantizationResult]:
     """Write all tables of a checkpoint to `folder`, atomically; the results by table.
 
     fp16 rounds to nearest: an error of at most 2^-11 of the number, or 2^-25. int8 stores a scale for each
     row, its largest absolute number over 127, and integer multiples of it: an error of at most half the scale. Raises
-    DataError for a row that is not finite or out of range, ConfigError where `folder` is the checkpoint itself.
+    DataError for a row that is not finite or out of range, ConfigError where `folder` is the checkpoint itself
+    or, without `overwrite`, holds what was not quantized here.
     """
     if folder.resolve() == checkpoint.folder.resolve():
         raise ConfigError("a checkpoint cannot be quantized in place", got=folder, expected="another folder")
+    check_own(folder, "quantize_tables", overwrite=overwrite)
     made: dict[str, QuantizationResult] = {}
     with atomic_folder(folder) as draft:
         state = write_state(draft, b"{}")
@@ -71,6 +73,7 @@ def quantize_tables(
             tables=tuple(files.tables),
         )
         write_manifest(draft, manifest)
+        mark_own(draft, "quantize_tables")
     return made
 
 

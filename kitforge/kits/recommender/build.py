@@ -22,6 +22,7 @@ from kitforge.data.tables.source import open_table
 from kitforge.foundation.config import check, to_dict
 from kitforge.foundation.dtype import LoadDtype
 from kitforge.foundation.errors import ConfigError, ModelError
+from kitforge.foundation.files import check_own, mark_own
 from kitforge.foundation.log import logger
 from kitforge.foundation.progress import show_progress
 from kitforge.kits.batch_predict import prediction_files
@@ -205,6 +206,7 @@ class Recommendation(Kit[RecommendationOptions, FeatureEncoder]):
         opened = self.open_pipeline(load_model(str(folder), options.device, "fp32"), encoder, options)
         with show_progress("rows predicted", enabled=options.trainer.progress) as progress:
             write_predictions(opened, source, target, progress)
+        mark_own(target, "predict")
         return target
 
     def export_program(self, options: RecommendationOptions) -> list[Path]:
@@ -215,12 +217,17 @@ class Recommendation(Kit[RecommendationOptions, FeatureEncoder]):
                 got=f"checkpoint={options.checkpoint} output={options.output}",
                 fix="add checkpoint=RUN output=model.pt2",
             )
+        target = Path(options.output).expanduser()
+        written = [target, target.with_suffix(".json")]
+        for each in written:
+            check_own(each, "export", overwrite=options.overwrite)
         model = open_served(Path(options.checkpoint).expanduser(), torch.device("cpu"), "O1")
         assert model.checkpoint_folder is not None
         checkpoint = open_checkpoint(model.checkpoint_folder, verify=False)
-        target = Path(options.output).expanduser()
         export_program(model, recorded_options(checkpoint).tables.pooling, checkpoint.step, target)
-        return [target, target.with_suffix(".json")]
+        for each in written:
+            mark_own(each, "export")
+        return written
 
     def save(
         self, source: nn.Module | Run | Path, folder: Path, processor: FeatureEncoder, dtype: str | None = None

@@ -22,6 +22,7 @@ from kitforge.foundation import device as devices
 from kitforge.foundation.config import check, to_dict
 from kitforge.foundation.dtype import ExportDtype, LoadDtype
 from kitforge.foundation.errors import ConfigError, ModelError
+from kitforge.foundation.files import mark_own
 from kitforge.foundation.progress import show_progress
 from kitforge.foundation.untrusted import load_yaml, names_function
 from kitforge.inference.pipeline import TextGenerationPipeline
@@ -191,6 +192,7 @@ class RlhfTask(NetworkKit[StageOptions, Tokenizer]):
         opened = self.open_pipeline(model, find_tokenizer(folder), options)
         with show_progress("rows scored", enabled=options.trainer.progress) as progress:
             write_scores(opened, options.data, target, progress)
+        mark_own(target, "predict")
         return target
 
     def load(

@@ -61,8 +61,6 @@ def run_batch_inference(
     Raises ConfigError if `target` exists or the attempt had other settings, and DataError with the line of an invalid
     prompt. Finished completions are kept.
     """
-    if target.exists():
-        raise ConfigError("there are answers already", got=target, fix="choose another output=, or move them away")
     part = target.with_name(f"{target.name}.part")
     settings = _settings(prompts, options, model)
     part.parent.mkdir(parents=True, exist_ok=True)
@@ -171,7 +169,7 @@ def _reopen(file: IO[bytes], path: Path, settings: bytes) -> int:
     file.seek(0)
     content = file.read()
     whole = content[: content.rfind(b"\n") + 1]
-    if not whole:
+    if not whole and settings.startswith(content):
         file.truncate(0)
         file.write(settings)
         return 0

@@ -147,7 +147,7 @@ class TextGeneration(NetworkKit[TextGenerationOptions, Tokenizer]):
         sets = [load_task(name, options.data.tasks, options.limit) for name in options.tasks]
         names = [task.name for task in sets]
         check(len(set(names)) == len(names), "tasks", names, "files of different names")
-        files = log_files(folder, options.output, names)
+        files = log_files(folder, options.output, names, overwrite=options.overwrite)
         model = load_model(options.checkpoint, options.device, options.inference.dtype)
         found = Evaluator(model, stored_tokenizer(folder), options.inference, options.data.on_too_long).evaluate(sets)
         write_log(files, found.rows)

@@ -50,7 +50,7 @@ def entities(
     text: str,
     scores: Tensor,
     spans: Sequence[tuple[int, int]],
-    labels: Sequence[str],
+    labels: Sequence[Any],
     strategy: Aggregation,
     ignored: Sequence[str],
 ) -> list[dict[str, Any]]:
@@ -88,9 +88,9 @@ def _groups(labelled: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
     """Neighbours of one type as one entity, unless a B- begins the next; the score is their mean."""
     groups: list[list[dict[str, Any]]] = []
     for each in labelled:
-        is_chunk = each["entity"][:2] in ("B-", "I-")
+        is_chunk = str(each["entity"])[:2] in ("B-", "I-")
         kind = each["entity"][2:] if is_chunk else each["entity"]
-        is_same = groups and groups[-1][0]["kind"] == kind and not each["entity"].startswith("B-")
+        is_same = groups and groups[-1][0]["kind"] == kind and not str(each["entity"]).startswith("B-")
         groups[-1].append(each | {"kind": kind}) if is_same else groups.append([each | {"kind": kind}])
     return [
         {

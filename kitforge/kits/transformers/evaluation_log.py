@@ -8,23 +8,23 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kitforge.foundation.errors import ConfigError
-from kitforge.foundation.files import atomic_file
+from kitforge.foundation.files import atomic_file, check_own
 from kitforge.foundation.log import logger
 
 _log = logger(__name__)
 
 
-def log_files(checkpoint: Path, output: str | None, tasks: Sequence[str]) -> dict[str, Path]:
+def log_files(
+    checkpoint: Path, output: str | None, tasks: Sequence[str], *, overwrite: bool = False
+) -> dict[str, Path]:
     """The log file of each task: `output` for all, else RUN/evaluation/[STEP/]TASK.jsonl. Empty for a model outside of
     a run.
 
-    Raises ConfigError if `output` exists.
+    Raises ConfigError if `output` exists, without `overwrite`.
     """
     if output is not None:
         target = Path(output).expanduser()
-        if target.exists():
-            raise ConfigError("there are rows already", got=target, fix="choose another output=, or move them away")
+        check_own(target, "evaluate", overwrite=overwrite)
         return dict.fromkeys(tasks, target)
     location = checkpoint.resolve()
     is_step = location.parent.name == "checkpoints"

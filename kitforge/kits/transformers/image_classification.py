@@ -98,7 +98,9 @@ class ImageClassificationOptions(FineTuningOptions):
 
     task: str = "image_classification"
     data: ImageDataOptions = field(default_factory=ImageDataOptions)
-    labels: tuple[str, ...] = ()  # in the order of the logits; null: those of the checkpoint, else of the training rows
+    labels: tuple[
+        str | int | bool, ...
+    ] = ()  # in the order of the logits; null: those of the checkpoint, else of the training rows
     format: Literal["huggingface", "onnx", "torch_export"] = "huggingface"  # of `export`
 
     def __post_init__(self) -> None:
@@ -153,8 +155,8 @@ class ImageFiles:
     eval: list[ImageEntry] | None  # None: a fraction of the training images
 
     def labels(
-        self, known: tuple[str, ...], problem_type: ProblemType, *, is_fixed: bool
-    ) -> tuple[tuple[str, ...], dict[str, int]]:
+        self, known: tuple[Any, ...], problem_type: ProblemType, *, is_fixed: bool
+    ) -> tuple[tuple[Any, ...], dict[str, int]]:
         """The known labels, where any training image has one of them, else those of the images in order; those of a
         regression by the count of its numbers. And the number of each name."""
         every = [*self.train, *(self.eval or [])]
@@ -360,7 +362,7 @@ class ImageClassification(NetworkKit[ImageClassificationOptions, ImageProcessor]
         configuration of its image processor."""
         written = export_programs(self, options, has_tokenizer=False)
         config: Any = self.open_model(Path(str(options.checkpoint))).config
-        write_text(Path(str(options.output_dir)) / PREPROCESSOR, json.dumps(write_preprocessor(config), indent=1))
+        write_text(written[0].parent / PREPROCESSOR, json.dumps(write_preprocessor(config), indent=1))
         return written
 
     def open_pipeline(

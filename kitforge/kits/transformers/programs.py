@@ -30,7 +30,7 @@ from kitforge.core.nn.vision import VisionTransformer
 from kitforge.data.optional_imports import import_optional
 from kitforge.foundation.dtype import ExportDtype, LoadDtype
 from kitforge.foundation.errors import ConfigError
-from kitforge.foundation.files import process_name, sync_folder, write_text
+from kitforge.foundation.files import check_own, mark_own, process_name, sync_folder, write_text
 from kitforge.kits.kit import AnyKit
 from kitforge.kits.language_model import token_entries, write_tokenizer
 from kitforge.kits.transformers.labelling import SequenceClassifier
@@ -285,6 +285,7 @@ def export_programs(kit: AnyKit, options: Any, *, use_cache: bool = True, has_to
     if options.format == "onnx":
         import_optional("onnxscript", needed_for="format=onnx", extra="onnx")
     source, folder = resolve(options.checkpoint), Path(options.output_dir).expanduser()
+    check_own(folder, "export", overwrite=options.overwrite)
     stored = kit.open_model(source)
     tokenizer = kit.find_processor(source) if has_tokenizer else None
     # The reference kernels are plain torch operations.
@@ -309,6 +310,7 @@ def export_programs(kit: AnyKit, options: Any, *, use_cache: bool = True, has_to
         write_text(folder / CONFIG, json.dumps(values, indent=2, sort_keys=True) + "\n")
     finally:
         shutil.rmtree(draft)
+    mark_own(folder, "export")
     return [folder / path.name for path in written]
 
 

@@ -86,7 +86,7 @@ class RowSplits(Generic[RowsT]):
 
     train: RowsT
     eval: RowsT  # may be empty
-    labels: tuple[str, ...] = ()
+    labels: tuple[Any, ...] = ()
     problem_type: ProblemType = "single_label_classification"
 
     @property

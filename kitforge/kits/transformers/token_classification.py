@@ -131,7 +131,7 @@ class TokenClassificationTask(HeadedTask):
         eval/recall and eval/f1 of the entities, else the macro F1 of the labels. The entities are those of the words,
         by seqeval's default mode."""
         found = super().evaluate(model)
-        names = self._rows.labels
+        names = list(map(str, self._rows.labels))
         if not found or not all(map(CHUNK_TAG.fullmatch, names)):
             return found
         counts = torch.zeros(3, dtype=torch.float64)

@@ -77,8 +77,8 @@ def write_config(config: ViTConfig) -> dict[str, Any]:
         "qkv_bias": config.qkv_bias,
         "hidden_dropout_prob": config.residual_dropout,
         "attention_probs_dropout_prob": config.attention_dropout,
-        "id2label": {str(number): label for number, label in enumerate(config.labels)},
-        "label2id": {label: number for number, label in enumerate(config.labels)},
+        "id2label": {str(number): str(label) for number, label in enumerate(config.labels)},
+        "label2id": {str(label): number for number, label in enumerate(config.labels)},
     } | ({} if config.problem_type == _PROBLEM_TYPES[0] else {"problem_type": config.problem_type})
 
 

@@ -16,7 +16,7 @@ class ViTConfig(TransformerConfig):
     """Sizes and options of a ViT, its labels, and how it wants its images."""
 
     family: ClassVar[str] = "vit"
-    labels: tuple[str, ...] = ("LABEL_0", "LABEL_1")  # in the order of the logits
+    labels: tuple[str | int | bool, ...] = ("LABEL_0", "LABEL_1")  # in the order of the logits
     problem_type: Literal["single_label_classification", "multi_label_classification", "regression"] = (
         "single_label_classification"
     )

@@ -108,8 +108,10 @@ def test_what_cannot_be_written_is_refused_first(runs: dict[str, Path], tmp_path
     source = tmp_path / "rows.csv"
     with pytest.raises(ConfigError, match="output"):
         predict(runs["wide_deep"], source, tmp_path / "scores.txt")
-    with pytest.raises(ConfigError, match="overwrite their input"):
+    with pytest.raises(ConfigError, match="file exists"):
         predict(runs["wide_deep"], source, source)
+    with pytest.raises(ConfigError, match="overwrite their input"):
+        predict(runs["wide_deep"], source, source, "overwrite=true")
     with pytest.raises(ConfigError, match="predictions need a run"):
         cli.run(["predict", f"checkpoint={runs['wide_deep']}"])
     write(source, [row | {"score": 1} for row in rows(3)])

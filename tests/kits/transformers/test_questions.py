@@ -168,7 +168,7 @@ def test_a_limit_takes_the_first_questions_and_errors_follow_from_them(
     assert [json.loads(line)["gold"] for line in target.read_text().splitlines()] == [0, 1, 0, 0, 1]
     assert command("evaluate", run, f"tasks=[{path}]", "limit=1") == 0
     assert "some/accuracy_stderr" not in json.loads(capsys.readouterr().out.splitlines()[-1])
-    with pytest.raises(ConfigError, match="rows already"):
+    with pytest.raises(ConfigError, match="file exists"):
         command("evaluate", run, f"tasks=[{path}]", "limit=5", f"output={target}")
     with pytest.raises(ConfigError, match="limit"):
         command("evaluate", run, f"tasks=[{path}]", "limit=0")
@@ -276,7 +276,7 @@ def test_a_file_of_prompts_is_answered_in_order(run: Path, tmp_path: Path, capsy
     capsys.readouterr()
     assert command("generate", run, "prompt=ROMEO:") == 0
     assert f"ROMEO:{first['generated_text']}" == capsys.readouterr().out.removesuffix("\n")
-    with pytest.raises(ConfigError, match="answers already"):
+    with pytest.raises(ConfigError, match="file exists"):
         command("generate", run, f"data.eval={prompts}", f"output={target}")
 
 

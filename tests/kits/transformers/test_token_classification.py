@@ -111,7 +111,7 @@ def test_the_numbers_of_a_class_label_are_its_names(known: tuple[str, ...]) -> N
 def test_tags_of_numpy_and_torch_are_numbers_and_the_one_of_no_class_is_none(spell: Any) -> None:
     given = [{"tokens": np.array(["Zoë", "is"]), "ner_tags": spell(tags)} for tags in ([1, -100], [0, 1])]
     data = begin(None, {"data.eval_fraction": 0.0}, train_dataset=given).loop.task._rows
-    assert data.labels == ("0", "1")
+    assert data.labels == (0, 1)
     batch = data.train.batch(np.arange(2))
     assert [each[each >= 0].tolist() for each in batch["labels"]] == [[1], [0, 1]]
 

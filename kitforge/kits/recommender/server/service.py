@@ -210,7 +210,7 @@ class RecommenderService:
         self.version = Version(step=checkpoint.step, pipeline=pipeline, marks=marks_of(checkpoint))
         self.metrics.step = checkpoint.step
         schema, cells = pipeline.encoder.schema, table_config(pipeline.options.data).cells
-        ignored = [name for name in (schema.label and schema.label.name, schema.group) if name]
+        ignored = [name for name in (schema.label and schema.label.name, schema.group, *schema.left_out) if name]
         self.row_reader: RowReader | None = None
         self.user_reader: RowReader | None = None
         if not isinstance(pipeline.model.network, SASRec):
