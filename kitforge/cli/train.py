@@ -43,8 +43,8 @@ def train(chosen: Invocation) -> int:
     show_sample(record)
     width = max(15, *map(len, result.metrics))
     lines = [f"{name:<{width}}  {value:.4f}" for name, value in result.metrics.items()]
-    metric = evaluated_by(record)
-    if metric is not None and record.eval[metric].steps[0] == 0:
+    metric, _ = evaluated_by(record) or ("", None)
+    if metric and record.eval[metric].steps[0] == 0:
         lines.append(f"{'before training':<{width}}  {record.eval[metric].values[0]:.4f}  ({metric})")
     lines += [f"{'checkpoint':<{width}}  {result.folder / 'checkpoints'}"]
     lines += [f"{'report':<{width}}  {result.folder / 'report.html'}"]

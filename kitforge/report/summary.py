@@ -110,11 +110,11 @@ def goal(name: str) -> Goal:
 
 
 def headline(run: RunRecord) -> list[Figure]:
-    """Reward, loss, best evaluation, steps, data, time, throughput and peak memory, as far as the run logged them."""
+    """Best evaluation, reward, loss, steps, data, time, throughput and peak memory, as far as the run logged them."""
     figures = (
+        best_evaluation(run),
         _now("reward", run),
         _now("loss", run),
-        best_evaluation(run),
         _steps(run),
         _seen(run),
         _time(run),
@@ -125,38 +125,54 @@ def headline(run: RunRecord) -> list[Figure]:
 
 
 def last_values(run: RunRecord) -> list[Figure]:
-    """The last value of every metric that the headline leaves out."""
+    """The last value of every metric that the headline leaves out. Of an evaluation it is the value of the weights that
+    the run kept."""
     train = {name: series for name, series in run.train.items() if not name.startswith("time/")}
     left_out = PROGRESS | {"loss", "reward", "learning_rate"}
     return [
         Figure(
             label=f"Last {word}{_inner_title(name.removeprefix('eval/'))}",
-            text=number(series.values[-1]),
-            value=series.values[-1],
+            text=number(value),
+            value=value,
             goal=None if name == "grad_norm" else goal(name),
         )
         for word, group in (("validation ", run.eval), ("", train))
         for name, series in sorted(group.items())
         if name not in left_out and not name.startswith("time/")
+        for value in [_kept(series, run.weights_of_step if word else None)]
     ]
+
+
+def _kept(series: Series, step: int | None) -> float:
+    """The value at a step, or the last one."""
+    return dict(zip(series.steps, series.values, strict=True)).get(step, series.values[-1])
 
 
 def best_evaluation(run: RunRecord) -> Figure | None:
     """The best value of the metric that `evaluated_by` names."""
-    name = evaluated_by(run)
-    if name is None:
+    found = evaluated_by(run)
+    if found is None:
         return None
-    way = goal(name)
+    name, way = found
     pick = min if way == "lower" else max
     step, value = pick(run.eval[name].finite(), key=lambda point: point[1])
     label = f"Best validation {_inner_title(name.removeprefix('eval/'))}"
     return Figure(label=label, text=number(value), detail=f"at step {step:,}", value=value, goal=way)
 
 
-def evaluated_by(run: RunRecord) -> str | None:
-    """The metric that ranks the evaluations: the reward, else the loss, else the first with a known better way."""
-    known = (name for name in run.eval if goal(name) and run.eval[name].finite())
-    return min(known, key=lambda name: (name != "eval/reward", name != "eval/loss", name), default=None)
+def evaluated_by(run: RunRecord) -> tuple[str, Goal] | None:
+    """The metric that ranks the evaluations, and its better way: the one that selects the weights; of a run that does
+    not name it, the reward, else the loss, else the first with a known better way."""
+    known = {name: goal(name) for name in run.eval if run.eval[name].finite()}
+    if run.metric_for_best is not None and run.metric_for_best[0] in known:
+        name, mode = run.metric_for_best
+        return name, "lower" if mode == "min" else "higher"
+    rank = min(
+        (name for name in known if known[name]),
+        key=lambda name: (name != "eval/reward", name != "eval/loss", name),
+        default=None,
+    )
+    return None if rank is None else (rank, known[rank])
 
 
 def num_steps(run: RunRecord) -> int:

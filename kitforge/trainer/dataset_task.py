@@ -66,6 +66,15 @@ class DatasetTask(Task, ABC):
         """Whether the data last for any number of steps."""
         return self._schedule.is_endless
 
+    def data_sizes(self) -> dict[str, int]:
+        """Rows, without those of a stream."""
+        sizes = {"rows": self._schedule.num_rows, "evaluation rows": self._num_eval_rows}
+        return {name: size for name, size in sizes.items() if size}
+
+    def batch_size(self) -> int:
+        """Samples of a step over all replicas."""
+        return self._schedule.batch_size
+
     def position_metrics(self, samples: int) -> dict[str, float]:
         """Samples of each source of a mixture so far."""
         return {} if self._schedule.mixture is None else self._schedule.mixture.metrics(samples)

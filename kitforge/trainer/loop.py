@@ -31,6 +31,7 @@ from kitforge.trainer.optimizer_step import drop_gradients, optimizer_step
 from kitforge.trainer.options import RunOptions, TrainerOptions
 from kitforge.trainer.precision import GradScaler, autocast, use_precision
 from kitforge.trainer.resume import check_changes
+from kitforge.trainer.run_description import describe_run
 from kitforge.trainer.signals import interrupt_signals
 from kitforge.trainer.state import TrainingState
 from kitforge.trainer.task import RunResult, Task
@@ -113,14 +114,13 @@ class Loop:
         checkpoint."""
         metrics: dict[str, float] = {}
         self._emit("start")
+        # Readers of metrics.jsonl learn from this record which metric selects the weights.
+        chosen = {name: getattr(self.options, name) for name in ("metric_for_best", "metric_for_best_mode")}
+        self._note("run", describe_run(self, self.task, self._run_options), chosen)
         if self._resumed_from is not None:
             self.log_event("resume", f"goes on after step {self.state.cursor.step} of {self._resumed_from}")
         for change in self._config_changes:
             self.log_event("changed", change)
-        if self.options.max_steps is None and self.options.epochs is None:
-            self.log_event("length", f"{self.max_steps} steps by default; trainer.epochs=1 is one pass over the data")
-        if (summary := self._run_options.summary) is not None:
-            self.log_event("batches", summary)
         still_here = iter(self.callbacks)
         with interrupt_signals(self._interrupt):
             try:
@@ -134,7 +134,7 @@ class Loop:
                 self.world.publish_failure(error)
                 self._notify_failure(still_here)
                 raise
-        self._restore_best()
+        metrics = self._restore_best(metrics)
         self.task.on_run_end(RunResult(metrics=metrics, was_interrupted=self._interrupted))
         return metrics
 
@@ -154,8 +154,7 @@ class Loop:
 
     def log_event(self, event: str, message: str) -> None:
         """Send an event to all callbacks."""
-        record = {"kind": "event", "step": self.state.cursor.step, "event": event, "message": message}
-        self._emit("note", record)
+        self._note(event, message, {})
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         """Send a table to all callbacks, for experiment trackers."""
@@ -226,6 +225,8 @@ class Loop:
             metrics = self.evaluate()
         if self.stop_reason is not None and not self._interrupted:
             self.log_event("stop", self.stop_reason)
+        if (best := self._step_to_restore()) is not None:
+            self._note("restore", f"weights of step {best}, and their metrics", {"weights_of_step": best})
         return metrics
 
     def _step(self, step: Sequence[MicroBatch]) -> dict[str, Any]:
@@ -356,18 +357,32 @@ class Loop:
             state.best_value is None or sign * metrics[monitor] < sign * state.best_value
         ):
             state.best_value, state.best_step = metrics[monitor], state.cursor.step
+            finite = math.isfinite
+            state.best_metrics = {name: value if finite(value) else None for name, value in metrics.items()}
         state.last_eval_step = state.cursor.step
         line = {"kind": "eval", "step": state.cursor.step, **metrics}
         line["time/evaluation_seconds"] = time.perf_counter() - started
         self._emit("evaluate", line)
         return metrics
 
-    def _restore_best(self) -> None:
-        """Load the weights of the best evaluation after early stopping."""
+    def _step_to_restore(self) -> int | None:
+        """The step of the best evaluation after early stopping; None if the last weights are the result."""
         best = self.state.result_step
-        if best not in (None, self.state.cursor.step) and self.folder is not None and not self._interrupted:
-            assert best is not None
-            self.state.load_weights(open_checkpoint(step_folder(self.folder / "checkpoints", best), world=self.world))
+        return None if best == self.state.cursor.step or self.folder is None or self._interrupted else best
+
+    def _restore_best(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Load the weights of the best evaluation after early stopping; the metrics with those of that evaluation."""
+        best = self._step_to_restore()
+        if best is None or self.folder is None:
+            return metrics
+        self.state.load_weights(open_checkpoint(step_folder(self.folder / "checkpoints", best), world=self.world))
+        # Checkpoints of earlier versions keep no metrics.
+        found = self.state.best_metrics or self.evaluate()
+        return metrics | {name: math.nan if value is None else value for name, value in found.items()}
+
+    def _note(self, event: str, message: str, fields: Mapping[str, Any]) -> None:
+        record = {"kind": "event", "step": self.state.cursor.step, "event": event, "message": message}
+        self._emit("note", record | dict(fields))
 
     def _emit(self, kind: Any, record: dict[str, Any] | None = None) -> None:
         event = Event(kind=kind, record=record or {})

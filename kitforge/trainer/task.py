@@ -70,6 +70,14 @@ class Task(Losses, ABC):
         """The metric that selects the best evaluation unless trainer.metric_for_best is set. Default: eval/loss."""
         return BestMetric(name="eval/loss", mode="min")
 
+    def data_sizes(self) -> dict[str, int]:
+        """What the data hold, for the start of a run: "rows", "evaluation rows". Default: not known."""
+        return {}
+
+    def batch_size(self) -> int | None:
+        """Samples of a step over all replicas. Default: not known."""
+        return None
+
     def progress_metrics(self) -> tuple[str, ...]:
         """Metrics of the progress line, as far as a step has them. Default: the loss."""
         return ("loss",)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from collections.abc import Iterator
@@ -68,6 +69,20 @@ def test_early_stopping_stops_and_gives_back_the_best_weights(tmp_path: Path) ->
     assert "eval/loss was best at step 2 with 3" in tiny.events(tmp_path, "stop")[0]
     best = dict(open_checkpoint(step_folder(tmp_path / "checkpoints", 2)).model())
     assert all(value.equal(best[name]) for name, value in run.model.state_dict().items())
+    assert run.metrics["eval/loss"] == 3.0
+    assert "weights of step 2" in tiny.events(tmp_path, "restore")[0]
+
+
+def test_the_figures_of_restored_weights_are_those_of_their_evaluation_even_where_they_are_nan(tmp_path: Path) -> None:
+    class Measured(Scripted):
+        def evaluate(self, model: nn.Module) -> dict[str, float]:
+            loss = next(self.losses)
+            return {"eval/loss": loss, "eval/auc": math.nan if loss == 3.0 else 0.5}
+
+    chosen = {"eval_every": 1, "early_stopping": 2, "max_steps": 9}
+    metrics = train(tmp_path, Measured(5.0, 3.0, 4.0, 3.5), **chosen).metrics
+    resumed = train(tmp_path, Measured(3.5), "auto", **chosen).metrics
+    assert [(each["eval/loss"], math.isnan(each["eval/auc"])) for each in (metrics, resumed)] == [(3.0, True)] * 2
 
 
 def test_the_weights_before_training_can_be_the_best(tmp_path: Path) -> None:

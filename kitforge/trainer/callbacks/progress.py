@@ -35,8 +35,10 @@ class ProgressDisplay(Callback):
             words = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
             console.print(f"step {event.record['step']}  {words}", markup=False, highlight=False, soft_wrap=True)
         elif event.kind == "note":
-            message = f"{event.record['event']}: {event.record['message']}"
-            console.print(message, markup=False, highlight=False, style="yellow")
+            name, message = event.record["event"], event.record["message"]
+            words = message if name == "run" else f"{name}: {message}"
+            style = None if name == "run" else "yellow"
+            console.print(words, markup=False, highlight=False, style=style, soft_wrap=name == "run")
         elif event.kind == "end" and self._bar is not None:
             self._bar.stop()
 

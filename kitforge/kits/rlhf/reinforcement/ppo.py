@@ -348,6 +348,10 @@ class PolicyGradientTask(Task):
         """Matrices decay; embeddings, heads, norms and biases do not."""
         return actor_critic_groups(model, weight_decay, self._options.critic)
 
+    def data_sizes(self) -> dict[str, int]:
+        """Prompts."""
+        return {"prompts": len(self._rows.train), "evaluation prompts": len(self._rows.eval)}
+
     def num_steps(self, epochs: float) -> int | None:
         """Updates in that many passes over the prompts."""
         batches = math.ceil(len(self._rows.train) * epochs / self._options.rl.prompts_per_rollout)
