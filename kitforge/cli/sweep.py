@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from kitforge.cli.command import INTERRUPTED, Command, Invocation
-from kitforge.cli.console import print_error
+from kitforge.cli.console import is_main_process, print_error, say
 from kitforge.composition import TEXT_OPTIONS, Composition, parse, task_of
 from kitforge.core.parallel.launch import launch
 from kitforge.core.parallel.rendezvous import launch_info
@@ -17,6 +18,10 @@ from kitforge.foundation import device as devices
 from kitforge.foundation.errors import ConfigError, KitforgeError
 from kitforge.foundation.log import console
 from kitforge.kits.registry import kit_of
+from kitforge.report.metrics import read_run
+from kitforge.report.page import write_report
+from kitforge.report.panels import is_best
+from kitforge.report.summary import best_evaluation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +30,7 @@ class SweepRun:
 
     chosen: Composition
     arguments: tuple[str, ...]
+    words: str = ""  # the options in which it differs from the others
 
 
 def sweep_runs(verb: Command, overrides: Sequence[str], *, is_sweep: bool = False) -> list[SweepRun]:
@@ -48,7 +54,8 @@ def sweep_runs(verb: Command, overrides: Sequence[str], *, is_sweep: bool = Fals
         ]
         task = task_of(choices)
         choices.pop("task", None)
-        found.append(SweepRun(chosen=verb.compose(task, choices), arguments=tuple(arguments)))
+        words = " ".join(each for each, (_, _, values) in zip(arguments, axes, strict=True) if len(values) > 1)
+        found.append(SweepRun(chosen=verb.compose(task, choices), arguments=tuple(arguments), words=words))
     folders = [folder for member in found if (folder := member.chosen.values.get("output_dir")) is not None]
     if len(folders) != len(set(folders)):
         raise ConfigError(
@@ -67,29 +74,53 @@ def argument(name: str, value: object) -> str:
 
 
 def run_sweep(name: str, verb: Command, found: Sequence[SweepRun]) -> int:
-    """Run all in order. In a sweep, a failed run is reported and the next one starts."""
+    """Run all in order. In a sweep, a failed run is reported and the next one starts; the runs are compared in the
+    end."""
     if len(found) == 1:
         return _run_or_launch(name, verb, found[0])
-    worst = 0
+    worst, done = 0, dict[str, Path]()
     for number, member in enumerate(found, 1):
-        console.print(f"{number} of {len(found)}", style="bold")
+        console.print(f"{number} of {len(found)}: {member.words}", style="bold", markup=False, highlight=False)
         try:
-            status = _run_or_launch(name, verb, member)
+            status = _run_or_launch(name, verb, member, done)
         except KitforgeError as error:
             print_error(type(error), error, None)
             status = 1
         worst = max(worst, status)
         if status == INTERRUPTED:
             break
+    if len(done) > 1 and is_main_process():
+        _compare(done)
     return worst
 
 
-def _run_or_launch(name: str, verb: Command, member: SweepRun) -> int:
-    """Run in this process, or launch ranks if the options need several and no launcher started them."""
-    assert verb.run is not None
+def _compare(done: Mapping[str, Path]) -> None:
+    """Print the best evaluation of each run, mark the best of all, and write a page that compares them."""
+    figures = [best_evaluation(read_run(folder)) for folder in done.values()]
+    width = max(map(len, done))
+    for words, figure in zip(done, figures, strict=True):
+        told = "no evaluation" if figure is None else f"{figure.label.lower()} {figure.text} {figure.detail}"
+        say(f"{words:<{width}}  {told}{'  <- best' if is_best(figure, figures) else ''}")
+    say(f"comparison  {write_report(list(done.values()))}")
+
+
+def _run_or_launch(name: str, verb: Command, member: SweepRun, done: dict[str, Path] | None = None) -> int:
+    """Run in this process, or launch ranks if the options need several and no launcher started them. The folder of a
+    training of a sweep is put into `done` when it has ended well."""
     values, kit = member.chosen.values, kit_of(member.chosen.values["task"])
     options = kit.read_options(values)
     chosen = Invocation(kit=kit, options=options, values=values, model_name=member.chosen.model_name)
+    if done is not None and (given := verb.rank_options and verb.rank_options(chosen).get("output_dir")):
+        chosen = replace(chosen, options=replace(options, output_dir=given))
+        status = _run(name, verb, member, chosen)
+        done |= {member.words: Path(given)} if status == 0 else {}
+        return status
+    return _run(name, verb, member, chosen)
+
+
+def _run(name: str, verb: Command, member: SweepRun, chosen: Invocation) -> int:
+    assert verb.run is not None
+    kit, options = chosen.kit, chosen.options
     if verb.rank_options is None or launch_info() is not None or options.num_ranks == 1:
         return verb.run(chosen)
     kit.check_parallel(options)

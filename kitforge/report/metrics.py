@@ -139,7 +139,8 @@ class _MetricLines:
             if record["event"] == "run":
                 self.metric_for_best = str(record.get("metric_for_best")), str(record.get("metric_for_best_mode"))
             if record["event"] in ("run", "restore"):
-                self.weights_of_step = record.get("weights_of_step")
+                kept = record.get("weights_of_step")
+                self.weights_of_step = kept if isinstance(kept, int) else None
         else:
             self._add(record)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
@@ -12,15 +13,18 @@ from kitforge.foundation.errors import DataError
 from kitforge.foundation.files import write_text
 from kitforge.report.chart_specs import chart_groups
 from kitforge.report.completions import completions
+from kitforge.report.config_diff import distinguishing
 from kitforge.report.contracts import contracts
 from kitforge.report.metrics import RunRecord, read_run
-from kitforge.report.panels import Panel, comparison, configuration, events, numbers, problems, tiles
+from kitforge.report.panels import Panel, comparison, configuration, events, numbers, problems, tiles, unknown_values
 from kitforge.report.samples import samples
 from kitforge.report.scales import step_scale
 from kitforge.report.svg_chart import NUM_DASHES, NUM_TONES, draw
 from kitforge.report.tables import tables
 
 _FOLDER = Path(__file__).parent
+# How the name of a run begins that was not given one.
+_TIMED = re.compile(r"\d{8}-\d{6}-")
 
 
 def write_report(folders: Sequence[Path]) -> Path:
@@ -65,8 +69,13 @@ def document(heading: str, kind: str, main: str) -> str:
 
 
 def run_labels(runs: Sequence[RunRecord]) -> list[str]:
-    """The runs' names. Equal names get their parent folder, or a number."""
+    """The runs' names; of several that are called by their time, the options in which they differ. Equal names get
+    their parent folder, or a number."""
     names = [run.name for run in runs]
+    if len(runs) > 1 and all(_TIMED.match(name) for name in names):
+        told = distinguishing([run.config_text for run in runs])
+        if told is not None:
+            return told
     labels = [
         run.name if names.count(run.name) == 1 else f"{run.folder.resolve().parent.name}/{run.name}" for run in runs
     ]
@@ -90,6 +99,7 @@ def _curves(runs: Sequence[RunRecord], labels: Sequence[str]) -> list[Panel]:
 
 def _records(runs: Sequence[RunRecord], labels: Sequence[str]) -> list[Panel]:
     found = (
+        unknown_values(runs, labels),
         _each("Samples", samples, [(run, label) for run, label in zip(runs, labels, strict=True) if run.samples], runs),
         _each("Events", events, [(run, label) for run, label in zip(runs, labels, strict=True) if run.events], runs),
         configuration(runs, labels),

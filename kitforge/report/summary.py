@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import statistics
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
@@ -15,7 +16,11 @@ from kitforge.report.number_format import duration, memory, number, short_count
 Goal = Literal["lower", "higher"] | None
 
 # Progress of a run: shown as numbers, not drawn as curves.
-PROGRESS = frozenset({"epoch", "tokens", "samples", "skipped", "time/seconds"})
+_PROGRESS = frozenset({"epoch", "tokens", "samples", "skipped", "time/seconds"})
+# The share of the evaluation's values of a feature that training never saw: of all features, one table.
+SHARES = "eval/unknown_share/"
+# The most that one sentence names.
+_NAMED_SHARES = 3
 
 _TITLES = {
     "grad_norm": "Gradient norm",
@@ -95,7 +100,7 @@ def title(name: str) -> str:
     if name in _TITLES:
         return _TITLES[name]
     words = name.removeprefix("time/").replace("_", " ").replace("/", " / ").strip()
-    words = re.sub(r"\b(auc|hr|ndcg)\b", lambda found: found[0].upper(), words)
+    words = re.sub(r"\b(auc|hr|mrr|ndcg)\b", lambda found: found[0].upper(), words)
     return words[:1].upper() + words[1:]
 
 
@@ -107,6 +112,26 @@ def goal(name: str) -> Goal:
     if words & _LOWER:
         return "lower"
     return "higher" if words & _HIGHER else None
+
+
+def is_curve(name: str) -> bool:
+    """Whether a metric is drawn."""
+    return name.removeprefix("eval/") not in _PROGRESS and not name.startswith(SHARES)
+
+
+def by_number(name: str) -> list[str | int]:
+    """Sorts names with the numbers in them as numbers: hr@5 comes before hr@10."""
+    return [int(part) if index % 2 else part for index, part in enumerate(re.split(r"([0-9]+)", name))]
+
+
+def metric_words(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
+    """Names and values for a terminal, with the largest shares of unknown values in one sentence."""
+    words = [(name, f"{value:.4f}") for name, value in metrics.items() if not name.startswith(SHARES)]
+    shares = {name.removeprefix(SHARES): value for name, value in metrics.items() if name.startswith(SHARES)}
+    largest = sorted((name for name in shares if shares[name] > 0), key=lambda name: (-shares[name], name))
+    told = [f"{name} {shares[name]:.0%}" for name in largest[:_NAMED_SHARES]]
+    told += [f"{len(largest) - _NAMED_SHARES} more features"] if len(largest) > _NAMED_SHARES else []
+    return [*words, ("unknown values", ", ".join(told))] if told else words
 
 
 def headline(run: RunRecord) -> list[Figure]:
@@ -128,7 +153,7 @@ def last_values(run: RunRecord) -> list[Figure]:
     """The last value of every metric that the headline leaves out. Of an evaluation it is the value of the weights that
     the run kept."""
     train = {name: series for name, series in run.train.items() if not name.startswith("time/")}
-    left_out = PROGRESS | {"loss", "reward", "learning_rate"}
+    left_out = {"loss", "reward", "learning_rate"}
     return [
         Figure(
             label=f"Last {word}{_inner_title(name.removeprefix('eval/'))}",
@@ -137,15 +162,17 @@ def last_values(run: RunRecord) -> list[Figure]:
             goal=None if name == "grad_norm" else goal(name),
         )
         for word, group in (("validation ", run.eval), ("", train))
-        for name, series in sorted(group.items())
-        if name not in left_out and not name.startswith("time/")
-        for value in [_kept(series, run.weights_of_step if word else None)]
+        for name in sorted(group, key=by_number)
+        if name not in left_out and not name.startswith("time/") and is_curve(name)
+        for value in [kept_value(run, name) if word else group[name].values[-1]]
     ]
 
 
-def _kept(series: Series, step: int | None) -> float:
-    """The value at a step, or the last one."""
-    return dict(zip(series.steps, series.values, strict=True)).get(step, series.values[-1])
+def kept_value(run: RunRecord, name: str) -> float:
+    """The value of an evaluation metric for the weights that the run kept."""
+    series = run.eval[name]
+    found = dict[int | None, float](zip(series.steps, series.values, strict=True))
+    return found.get(run.weights_of_step, series.values[-1])
 
 
 def best_evaluation(run: RunRecord) -> Figure | None:

@@ -53,6 +53,6 @@ def _parameters(run: RunContext) -> str:
     sizes = {name: math.prod(layouts[name].shape) for name in run.state.parallel.dtypes}
     frozen = sum(sizes.get(name, 0) for name, each in run.model.named_parameters() if not each.requires_grad)
     every = sum(sizes.values())
-    share = f"all of {every:,} trained" if not frozen else f"{every - frozen:,} of {every:,} trained ({1 - frozen / every:.2%})"
+    share = f"{every - frozen:,} of {every:,} trained" + (f" ({1 - frozen / every:.2%})" if frozen else "")
     tables = len(run.state.tables())
     return share + (f"; and the rows of {tables} embedding tables" if tables else "")

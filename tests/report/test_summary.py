@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kitforge.report.metrics import RunRecord, read_run
-from kitforge.report.summary import Figure, goal, headline, last_values, num_skipped, seconds, title
+from kitforge.report.summary import Figure, goal, headline, last_values, metric_words, num_skipped, seconds, title
 
 
 def run_of(folder: Path, *lines: dict[str, object]) -> RunRecord:
@@ -73,7 +73,9 @@ def test_the_last_values_of_a_run_that_stopped_early_are_those_of_its_weights(tm
     assert last == {"Last validation AUC": 0.8, "Last validation loss": 2.0}
     # A run that is resumed and goes on has weights of its last step again.
     lines += [run_event(30), {"kind": "eval", "step": 40, "eval/auc": 0.5}]
-    assert {figure.label: figure.value for figure in last_values(run_of(tmp_path, *lines))}["Last validation AUC"] == 0.5
+    assert {figure.label: figure.value for figure in last_values(run_of(tmp_path, *lines))}[
+        "Last validation AUC"
+    ] == 0.5
 
 
 def test_the_best_accuracy_is_the_highest(tmp_path) -> None:
@@ -122,3 +124,13 @@ def test_titles_are_written_for_people() -> None:
         "Finished completions",
     ]
     assert title("reward/chosen_mean") == "Reward / chosen mean"
+
+
+def test_a_terminal_gets_the_largest_shares_of_unknown_values_in_one_sentence() -> None:
+    shares = {"os": 0.0, "ip": 0.8, "site": 0.1234, "app": 0.02, "hour": 0.01, "void": float("nan")}
+    metrics = {"eval/auc": 0.5} | {f"eval/unknown_share/{name}": value for name, value in shares.items()}
+    assert metric_words(metrics) == [
+        ("eval/auc", "0.5000"),
+        ("unknown values", "ip 80%, site 12%, app 2%, 1 more features"),
+    ]
+    assert metric_words({"eval/unknown_share/os": 0.0}) == []

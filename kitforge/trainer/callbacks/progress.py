@@ -10,6 +10,7 @@ from typing import Any, final
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from kitforge.foundation.log import console
+from kitforge.report.summary import metric_words
 from kitforge.trainer.callbacks.callback import Callback, Event, RunContext
 
 SECONDS_BETWEEN_LINES = 10.0
@@ -32,7 +33,7 @@ class ProgressDisplay(Callback):
             self._show_log(event, run)
         elif event.kind == "evaluate":
             metrics = {name: value for name, value in event.record.items() if name.startswith("eval/")}
-            words = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+            words = "  ".join(f"{name} {value}" for name, value in metric_words(metrics))
             console.print(f"step {event.record['step']}  {words}", markup=False, highlight=False, soft_wrap=True)
         elif event.kind == "note":
             name, message = event.record["event"], event.record["message"]
