@@ -32,7 +32,7 @@ PEER_NAMES: dict[str, tuple[str, ...]] = {
     "save_steps": ("trainer.checkpoint_every",),
     "save_freq": ("trainer.checkpoint_every",),
     "metric_for_best_model": ("trainer.metric_for_best",),
-    "report_to": ("trainer.wandb",),
+    "report_to": ("trainer.wandb", "trainer.tensorboard"),
     "bf16": ("precision",),
     "fp16": ("precision",),
     "fp8": ("precision",),

@@ -539,7 +539,6 @@ def test_data_that_may_not_be_read_is_told() -> None:
         ("tokenizer=sentencepiece tokenizer.vocab_size=999999", ["999999", "tokenizer.vocab_size"]),
         ("resume=auto", ["output_dir"]),
         ("output_dir=corpus.txt/x", ["corpus.txt is a file"]),
-        ("trainer.early_stopping=3", ["trainer.eval_every"]),
         ("prompt=[1,2]", ["a list of texts"]),
         ("schedule.warmup_steps=100", ["100", "3 steps"]),
         ("--model", ["unknown flag", "name=value"]),

@@ -43,9 +43,7 @@ def train(chosen: Invocation) -> int:
     show_sample(record)
     # The metric that selects the weights leads.
     metric, _ = evaluated_by(record) or ("", None)
-    figures = metric_words(
-        {name: result.metrics[name] for name in sorted(result.metrics, key=lambda each: each != metric)}
-    )
+    figures = metric_words(result.metrics, metric)
     width = max(15, *(len(name) for name, _ in figures))
     lines = [f"{name:<{width}}  {value}" for name, value in figures]
     if (best := best_evaluation(record)) is not None:

@@ -75,7 +75,7 @@ _UNITS = {
 _MAY_BE_LOG = frozenset({"loss", "grad_norm", "perplexity"})
 _MEMORY = "time/memory_bytes"
 _BAD_WORDS = ("skip", "rollback", "interrupt", "error", "fail", "damage", "finite", "overflow", "spike")
-_QUIET_WORDS = ("checkpoint", "evaluat", "sample", "report")
+_QUIET_WORDS = ("run", "checkpoint", "evaluat", "sample", "report")
 _MOST_MARKS = 60
 
 

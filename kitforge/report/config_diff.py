@@ -61,9 +61,10 @@ def distinguishing(texts: Sequence[str]) -> list[str] | None:
     # Of options that follow from the network, the network is named, and the seed only where nothing else differs.
     for option in sorted(differing, key=lambda name: (name == "seed", not name.endswith((".family", ".name")), name)):
         words = option.rpartition(".")[2].replace("_", " ")
-        told = [f"no {words}" if value is None else f"{words} {value}" for value in differing[option]]
+        values = [None if value is None else value.strip("\"'") for value in differing[option]]
+        told = [f"no {words}" if value is None else f"{words} {value}" for value in values]
         found = [f"{name}, {each}".strip(", ") for name, each in zip(names, told, strict=True)]
-        is_short = all(len(str(value)) <= _LONGEST_VALUE for value in differing[option])
+        is_short = all(len(str(value)) <= _LONGEST_VALUE for value in values)
         if is_short and option != "output_dir" and len(set(found)) > len(set(names)):
             names = found
     return names if len(set(names)) == len(names) else None

@@ -23,13 +23,15 @@ from kitforge.report.svg_chart import NUM_DASHES, NUM_TONES, draw
 from kitforge.report.tables import tables
 
 _FOLDER = Path(__file__).parent
+_RELOAD = '<meta http-equiv="refresh" content="30">\n'
 # How the name of a run begins that was not given one.
 _TIMED = re.compile(r"\d{8}-\d{6}-")
 
 
-def write_report(folders: Sequence[Path]) -> Path:
+def write_report(folders: Sequence[Path], *, is_live: bool = False) -> Path:
     """Write the report of the runs in `folders` and return its path: report.html of a single run, comparison.html in
-    the first folder of several. Raises DataError if a folder holds no run or the page cannot be written.
+    the first folder of several. That of a run that is still training loads itself anew. Raises DataError if a folder
+    holds no run or the page cannot be written.
     """
     runs = [read_run(folder) for folder in folders]
     if not runs:
@@ -37,7 +39,8 @@ def write_report(folders: Sequence[Path]) -> Path:
     target = folders[0] / ("report.html" if len(runs) == 1 else "comparison.html")
     try:
         further = (show(runs, run_labels(runs)) for show in (tables, completions, contracts))
-        write_text(target, render(runs, [panel for panel in further if panel is not None]))
+        page = render(runs, [panel for panel in further if panel is not None])
+        write_text(target, page.replace("<head>\n", f"<head>\n{_RELOAD}", 1) if is_live else page)
     except OSError as error:
         raise DataError(f"the report cannot be written to {str(target)!r}", got=error.strerror) from error
     return target

@@ -124,9 +124,11 @@ def by_number(name: str) -> list[str | int]:
     return [int(part) if index % 2 else part for index, part in enumerate(re.split(r"([0-9]+)", name))]
 
 
-def metric_words(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Names and values for a terminal, with the largest shares of unknown values in one sentence."""
-    words = [(name, f"{value:.4f}") for name, value in metrics.items() if not name.startswith(SHARES)]
+def metric_words(metrics: Mapping[str, float], leading: str | None = None) -> list[tuple[str, str]]:
+    """Names and values for a terminal, the metric `leading` first, with the largest shares of unknown values in one
+    sentence."""
+    names = sorted(metrics, key=lambda name: name != leading)
+    words = [(name, f"{metrics[name]:.4f}") for name in names if not name.startswith(SHARES)]
     shares = {name.removeprefix(SHARES): value for name, value in metrics.items() if name.startswith(SHARES)}
     largest = sorted((name for name in shares if shares[name] > 0), key=lambda name: (-shares[name], name))
     told = [f"{name} {shares[name]:.0%}" for name in largest[:_NAMED_SHARES]]

@@ -65,6 +65,8 @@ class Loop:
         self.stop_reason: str | None = None
         self.progress_metrics = task.progress_metrics()
         self.max_steps = _max_steps(task, options)
+        # About ten evaluations, unless the options say otherwise; a run of fewer steps is evaluated at its end.
+        self._eval_every = self.options.eval_every or self.max_steps // 10 or None
         # A schedule that does not fit the run is refused here, before the run has a folder.
         lr_scale(options.schedule, 0, self.max_steps)
         self._run_options = options
@@ -197,7 +199,7 @@ class Loop:
                 self._handle_skip(record["grad_norm"])
             elif record["skip"] is not None:
                 self.log_event("skip", f"{record['skip']} in step {number}: weights unchanged")
-            if _is_due(self.options.eval_every, number):
+            if _is_due(self._eval_every, number):
                 metrics |= self._evaluate()
             if last or self.stop_reason is not None:
                 break

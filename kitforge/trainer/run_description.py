@@ -54,5 +54,4 @@ def _parameters(run: RunContext) -> str:
     frozen = sum(sizes.get(name, 0) for name, each in run.model.named_parameters() if not each.requires_grad)
     every = sum(sizes.values())
     share = f"{every - frozen:,} of {every:,} trained" + (f" ({1 - frozen / every:.2%})" if frozen else "")
-    tables = len(run.state.tables())
-    return share + (f"; and the rows of {tables} embedding tables" if tables else "")
+    return share + ("; the rows of embedding tables come besides" if run.state.tables() else "")

@@ -129,8 +129,9 @@ def test_titles_are_written_for_people() -> None:
 def test_a_terminal_gets_the_largest_shares_of_unknown_values_in_one_sentence() -> None:
     shares = {"os": 0.0, "ip": 0.8, "site": 0.1234, "app": 0.02, "hour": 0.01, "void": float("nan")}
     metrics = {"eval/auc": 0.5} | {f"eval/unknown_share/{name}": value for name, value in shares.items()}
-    assert metric_words(metrics) == [
+    assert metric_words({"eval/loss": 1.0, **metrics}, "eval/auc") == [
         ("eval/auc", "0.5000"),
+        ("eval/loss", "1.0000"),
         ("unknown values", "ip 80%, site 12%, app 2%, 1 more features"),
     ]
     assert metric_words({"eval/unknown_share/os": 0.0}) == []
