@@ -77,12 +77,17 @@ def run_sweep(name: str, verb: Command, found: Sequence[SweepRun]) -> int:
     """Run all in order. In a sweep, a failed run is reported and the next one starts; the runs are compared in the
     end."""
     if len(found) == 1:
-        return _run_or_launch(name, verb, found[0])
+        return _run_or_launch(name, verb, found[0], _invocation(found[0]))
     worst, done = 0, dict[str, Path]()
     for number, member in enumerate(found, 1):
         console.print(f"{number} of {len(found)}: {member.words}", style="bold", markup=False, highlight=False)
         try:
-            status = _run_or_launch(name, verb, member, done)
+            chosen = _invocation(member)
+            folder = None if verb.rank_options is None else verb.rank_options(chosen).get("output_dir")
+            if folder is not None:
+                chosen = replace(chosen, options=replace(chosen.options, output_dir=folder))
+            status = _run_or_launch(name, verb, member, chosen)
+            done |= {} if folder is None or status else {member.words: Path(folder)}
         except KitforgeError as error:
             print_error(type(error), error, None)
             status = 1
@@ -104,21 +109,13 @@ def _compare(done: Mapping[str, Path]) -> None:
     say(f"comparison  {write_report(list(done.values()))}")
 
 
-def _run_or_launch(name: str, verb: Command, member: SweepRun, done: dict[str, Path] | None = None) -> int:
-    """Run in this process, or launch ranks if the options need several and no launcher started them. The folder of a
-    training of a sweep is put into `done` when it has ended well."""
+def _invocation(member: SweepRun) -> Invocation:
     values, kit = member.chosen.values, kit_of(member.chosen.values["task"])
-    options = kit.read_options(values)
-    chosen = Invocation(kit=kit, options=options, values=values, model_name=member.chosen.model_name)
-    if done is not None and (given := verb.rank_options and verb.rank_options(chosen).get("output_dir")):
-        chosen = replace(chosen, options=replace(options, output_dir=given))
-        status = _run(name, verb, member, chosen)
-        done |= {member.words: Path(given)} if status == 0 else {}
-        return status
-    return _run(name, verb, member, chosen)
+    return Invocation(kit=kit, options=kit.read_options(values), values=values, model_name=member.chosen.model_name)
 
 
-def _run(name: str, verb: Command, member: SweepRun, chosen: Invocation) -> int:
+def _run_or_launch(name: str, verb: Command, member: SweepRun, chosen: Invocation) -> int:
+    """Run in this process, or launch ranks if the options need several and no launcher started them."""
     assert verb.run is not None
     kit, options = chosen.kit, chosen.options
     if verb.rank_options is None or launch_info() is not None or options.num_ranks == 1:

@@ -6,7 +6,7 @@ Everything that comes from a run is escaped.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from itertools import groupby
 from operator import itemgetter
@@ -14,7 +14,7 @@ from typing import NamedTuple, final
 
 from kitforge.report.chart_specs import is_bad
 from kitforge.report.config_diff import differences, notes
-from kitforge.report.metrics import LoggedEvent, RunRecord, Series
+from kitforge.report.metrics import LoggedEvent, RunRecord
 from kitforge.report.number_format import number
 from kitforge.report.summary import SHARES, Figure, by_number, headline, is_curve, kept_value, last_values
 
@@ -59,8 +59,9 @@ def numbers(runs: Sequence[RunRecord], labels: Sequence[str]) -> str:
     rows = []
     for run, label in zip(runs, labels, strict=True):
         prefix = "" if len(runs) == 1 else f"{label}: "
-        for name, series in (*_sorted(run.train), *_sorted(run.eval)):
-            points = series.finite()
+        found = [(group, name) for group in (run.train, run.eval) for name in sorted(group, key=by_number)]
+        for group, name in found:
+            points = group[name].finite()
             if points and is_curve(name):
                 kept = (points[0], points[-1], min(points, key=itemgetter(1)), max(points, key=itemgetter(1)))
                 cells = [f"{number(value)} <small>at {step:,}</small>" for step, value in kept]
@@ -132,10 +133,6 @@ def problems(runs: Sequence[RunRecord], labels: Sequence[str]) -> str:
     more = f"<li>and {left:,} more of the kind</li>" if left > 0 else ""
     items = "".join(f"<li>{escape(problem)}</li>" for problem in found[:12])
     return f'<aside class="problems" aria-label="Problems"><ul>{items}{more}</ul></aside>'
-
-
-def _sorted(group: Mapping[str, Series]) -> list[tuple[str, Series]]:
-    return sorted(group.items(), key=lambda each: by_number(each[0]))
 
 
 def _detail(figure: Figure) -> str:

@@ -56,32 +56,12 @@ _THROUGHPUTS = (
     ("time/tokens_per_second", "tokens/s"),
     ("time/samples_per_second", "samples/s"),
 )
-_LOWER = frozenset({"loss", "nll", "perplexity", "ppl", "error", "rmse", "mse", "mae", "bytes", "seconds"})
-_HIGHER = frozenset(
-    {
-        "accuracy",
-        "acc",
-        "auc",
-        "gauc",
-        "f1",
-        "precision",
-        "recall",
-        "ndcg",
-        "mrr",
-        "map",
-        "hit",
-        "hits",
-        "bleu",
-        "second",
-        "reward",
-        "margin",
-        "margins",
-        "explained",
-        "pearson",
-    }
+# Words of a name by which lower or higher is better; of one side of a pair and of a standard deviation neither is.
+_LOWER = re.compile("loss|nll|perplexity|ppl|error|rmse|mse|mae|bytes|seconds")
+_HIGHER = re.compile(
+    "accuracy|acc|auc|gauc|f1|precision|recall|ndcg|mrr|map|hr|hits?|bleu|second|reward|margins?|explained|pearson"
 )
-# Neither way is better: one side of a pair, a standard deviation.
-_NEITHER = frozenset({"chosen", "rejected", "std"})
+_NEITHER = re.compile("chosen|rejected|std")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,12 +86,12 @@ def title(name: str) -> str:
 
 def goal(name: str) -> Goal:
     """Whether lower or higher is better, by the words of the metric's name; None if they do not say."""
-    words = set(re.split(r"[^a-z0-9]+", name.rpartition("/")[2].lower()))
-    if words & _NEITHER:
+    words = re.split(r"[^a-z0-9]+", name.rpartition("/")[2].lower())
+    if any(map(_NEITHER.fullmatch, words)):
         return None
-    if words & _LOWER:
+    if any(map(_LOWER.fullmatch, words)):
         return "lower"
-    return "higher" if words & _HIGHER else None
+    return "higher" if any(map(_HIGHER.fullmatch, words)) else None
 
 
 def is_curve(name: str) -> bool:
@@ -119,9 +99,9 @@ def is_curve(name: str) -> bool:
     return name.removeprefix("eval/") not in _PROGRESS and not name.startswith(SHARES)
 
 
-def by_number(name: str) -> list[str | int]:
+def by_number(name: str) -> str:
     """Sorts names with the numbers in them as numbers: hr@5 comes before hr@10."""
-    return [int(part) if index % 2 else part for index, part in enumerate(re.split(r"([0-9]+)", name))]
+    return re.sub(r"[0-9]+", lambda found: found[0].zfill(20), name)
 
 
 def metric_words(metrics: Mapping[str, float], leading: str | None = None) -> list[tuple[str, str]]:

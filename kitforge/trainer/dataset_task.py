@@ -69,13 +69,9 @@ class DatasetTask(Task, ABC):
         return self._schedule.is_endless
 
     def data_sizes(self) -> dict[str, int]:
-        """Rows, without those of a stream."""
-        sizes = {"rows": self._schedule.num_rows, "evaluation rows": self._num_eval_rows}
-        return {name: size for name, size in sizes.items() if size}
-
-    def batch_size(self) -> int:
-        """Samples of a step over all replicas."""
-        return self._schedule.batch_size
+        """Rows; 0 for a stream."""
+        rows, batch = self._schedule.num_rows, self._schedule.batch_size
+        return {"rows": rows, "evaluation rows": self._num_eval_rows, "batch": batch}
 
     def position_metrics(self, samples: int) -> dict[str, float]:
         """Samples of each source of a mixture so far."""

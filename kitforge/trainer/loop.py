@@ -118,7 +118,7 @@ class Loop:
         self._emit("start")
         # Readers of metrics.jsonl learn from this record which metric selects the weights.
         chosen = {name: getattr(self.options, name) for name in ("metric_for_best", "metric_for_best_mode")}
-        self._note("run", describe_run(self, self.task, self._run_options), chosen)
+        self.log_event("run", describe_run(self, self.task, self._run_options), chosen)
         if self._resumed_from is not None:
             self.log_event("resume", f"goes on after step {self.state.cursor.step} of {self._resumed_from}")
         for change in self._config_changes:
@@ -154,9 +154,10 @@ class Loop:
         """End the run after this step."""
         self.stop_reason = reason
 
-    def log_event(self, event: str, message: str) -> None:
-        """Send an event to all callbacks."""
-        self._note(event, message, {})
+    def log_event(self, event: str, message: str, further: Mapping[str, Any] | None = None) -> None:
+        """Send an event to all callbacks, with `further` fields of its record."""
+        record = {"kind": "event", "step": self.state.cursor.step, "event": event, "message": message}
+        self._emit("note", record | dict(further or {}))
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         """Send a table to all callbacks, for experiment trackers."""
@@ -228,7 +229,7 @@ class Loop:
         if self.stop_reason is not None and not self._interrupted:
             self.log_event("stop", self.stop_reason)
         if (best := self._step_to_restore()) is not None:
-            self._note("restore", f"weights of step {best}, and their metrics", {"weights_of_step": best})
+            self.log_event("restore", f"weights of step {best}, and their metrics", {"weights_of_step": best})
         return metrics
 
     def _step(self, step: Sequence[MicroBatch]) -> dict[str, Any]:
@@ -359,8 +360,7 @@ class Loop:
             state.best_value is None or sign * metrics[monitor] < sign * state.best_value
         ):
             state.best_value, state.best_step = metrics[monitor], state.cursor.step
-            finite = math.isfinite
-            state.best_metrics = {name: value if finite(value) else None for name, value in metrics.items()}
+            state.best_metrics = {name: each if math.isfinite(each) else None for name, each in metrics.items()}
         state.last_eval_step = state.cursor.step
         line = {"kind": "eval", "step": state.cursor.step, **metrics}
         line["time/evaluation_seconds"] = time.perf_counter() - started
@@ -381,10 +381,6 @@ class Loop:
         # Checkpoints of earlier versions keep no metrics.
         found = self.state.best_metrics or self.evaluate()
         return metrics | {name: math.nan if value is None else value for name, value in found.items()}
-
-    def _note(self, event: str, message: str, fields: Mapping[str, Any]) -> None:
-        record = {"kind": "event", "step": self.state.cursor.step, "event": event, "message": message}
-        self._emit("note", record | dict(fields))
 
     def _emit(self, kind: Any, record: dict[str, Any] | None = None) -> None:
         event = Event(kind=kind, record=record or {})

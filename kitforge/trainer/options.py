@@ -52,24 +52,12 @@ class TrainerOptions:
     def __post_init__(self) -> None:
         if isinstance(self.activation_checkpointing, bool):
             object.__setattr__(self, "activation_checkpointing", "full" if self.activation_checkpointing else "none")
-        for name in ("max_steps", "micro_batch_size", "log_every", "eval_every", "checkpoint_every"):
+        counts = ("max_steps", "micro_batch_size", "log_every", "eval_every", "checkpoint_every", "eval_batches")
+        for name in (*counts, "save_total_limit", "early_stopping", "max_consecutive_skips", "max_rollbacks"):
             value = getattr(self, name)
             check(value is None or value > 0, f"trainer.{name}", value, "a whole number of at least 1")
-        for name in (
-            "eval_batches",
-            "save_total_limit",
-            "early_stopping",
-            "max_consecutive_skips",
-            "max_rollbacks",
-        ):
-            value = getattr(self, name)
-            check(value is None or value > 0, f"trainer.{name}", value, "a whole number of at least 1")
-        check(
-            self.incremental_checkpoints >= 0,
-            "trainer.incremental_checkpoints",
-            self.incremental_checkpoints,
-            "0 or more",
-        )
+        increments = self.incremental_checkpoints
+        check(increments >= 0, "trainer.incremental_checkpoints", increments, "0 or more")
         check(self.epochs is None or self.epochs > 0, "trainer.epochs", self.epochs, "a number above 0")
         check(self.max_grad_norm >= 0, "trainer.max_grad_norm", self.max_grad_norm, "a number of at least 0")
 

@@ -10,41 +10,34 @@ from kitforge.trainer.task import Task
 
 
 def describe_run(run: RunContext, task: Task, options: RunOptions) -> str:
-    """One line for each: "data  1,200 rows, 300 evaluation rows"."""
-    sizes = ", ".join(f"{count:,} {name}" for name, count in task.data_sizes().items())
+    """One line for each, such as "data  1,200 rows, 300 evaluation rows"."""
+    sizes = task.data_sizes()
+    batch = sizes.pop("batch", None)
     lines = {
-        "data": sizes,
+        "data": ", ".join(f"{count:,} {name}" for name, count in sizes.items() if count),
         "length": _length(run, task, options),
-        "batch": _batch(run, task),
+        "batch": "" if batch is None else _batch(run, batch),
         "parameters": _parameters(run),
         "learning": options.summary or "",
         "device": f"{run.world.device}, {options.precision}",
-        "folder": "" if run.folder is None else str(run.folder),
+        "folder": str(run.folder or ""),
     }
     return "\n".join(f"{name:<12}{line}" for name, line in lines.items() if line)
 
 
 def _length(run: RunContext, task: Task, options: RunOptions) -> str:
     steps, per_epoch = run.max_steps, task.num_steps(1.0)
-    chosen = options.trainer
-    is_default = chosen.max_steps is None and chosen.epochs is None
-    words = f"{steps:,} steps" + (" by default" if is_default else "")
-    if per_epoch:
-        words += f", {steps / per_epoch:.3g} epochs of {per_epoch:,}"
-    if is_default:
-        words += "; trainer.epochs=1 is one pass over the data"
-    return words
+    epochs = f", {steps / per_epoch:.3g} epochs of {per_epoch:,}" if per_epoch else ""
+    is_default = options.trainer.max_steps is None and options.trainer.epochs is None
+    return f"{steps:,} steps{epochs}" + ("; trainer.epochs=1 is one pass over the data" if is_default else "")
 
 
-def _batch(run: RunContext, task: Task) -> str:
-    """The samples of a step: a micro-batch, times those that are accumulated, times the replicas."""
-    size, micro, replicas = task.batch_size(), run.options.micro_batch_size, run.world.num_replicas
-    if size is None:
-        return ""
+def _batch(run: RunContext, size: int) -> str:
+    """A micro-batch, times those that are accumulated, times the replicas."""
+    replicas = run.world.num_replicas
     part = math.ceil(size / replicas)
-    micro = part if micro is None else min(micro, part)
-    accumulated = math.ceil(part / micro)
-    return f"{size:,} = micro-batch {micro:,} x accumulation {accumulated:,} x ranks {replicas:,}"
+    micro = min(run.options.micro_batch_size or part, part)
+    return f"{size:,} = micro-batch {micro:,} x accumulation {math.ceil(part / micro):,} x replicas {replicas:,}"
 
 
 def _parameters(run: RunContext) -> str:

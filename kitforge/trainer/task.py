@@ -71,12 +71,9 @@ class Task(Losses, ABC):
         return BestMetric(name="eval/loss", mode="min")
 
     def data_sizes(self) -> dict[str, int]:
-        """What the data hold, for the start of a run: "rows", "evaluation rows". Default: not known."""
+        """What the data hold, for the start of a run, such as "rows", and the samples of a "batch" over all replicas.
+        Default: not known."""
         return {}
-
-    def batch_size(self) -> int | None:
-        """Samples of a step over all replicas. Default: not known."""
-        return None
 
     def progress_metrics(self) -> tuple[str, ...]:
         """Metrics of the progress line, as far as a step has them. Default: the loss."""

@@ -107,6 +107,7 @@ def test_a_last_loss_that_is_not_finite_is_said(tmp_path) -> None:
         ("perplexity", "lower"),
         ("eval/auc", "higher"),
         ("eval/hit_at_10", "higher"),
+        ("eval/hr@10", "higher"),
         ("time/tokens_per_second", "higher"),
         ("learning_rate", None),
         ("reward/kl", None),

@@ -53,8 +53,8 @@ class TextGenerationTask(DatasetTask):
 
     def data_sizes(self) -> dict[str, int]:
         """Rows, and the tokens of all of them."""
-        sizes, length = super().data_sizes(), self._options.data.sequence_length
-        return sizes | ({"training tokens": sizes["rows"] * length} if "rows" in sizes else {})
+        sizes = super().data_sizes()
+        return {"tokens": sizes["rows"] * self._options.data.sequence_length, **sizes}
 
     def num_steps(self, epochs: float) -> int | None:
         """Steps in that many passes over the rows; the last one may be smaller."""
