@@ -104,8 +104,8 @@ def _compare(done: Mapping[str, Path]) -> None:
     figures = [best_evaluation(read_run(folder)) for folder in done.values()]
     width = max(map(len, done))
     for words, figure in zip(done, figures, strict=True):
-        told = "no evaluation" if figure is None else f"{figure.label.lower()} {figure.text} {figure.detail}"
-        say(f"{words:<{width}}  {told}{'  <- best' if is_best(figure, figures) else ''}")
+        result = "no evaluation" if figure is None else f"{figure.label.lower()} {figure.text} {figure.detail}"
+        say(f"{words:<{width}}  {result}{'  <- best' if is_best(figure, figures) else ''}")
     say(f"comparison  {write_report(list(done.values()))}")
 
 

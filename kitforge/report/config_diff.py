@@ -62,8 +62,8 @@ def distinguishing(texts: Sequence[str]) -> list[str] | None:
     for option in sorted(differing, key=lambda name: (name == "seed", not name.endswith((".family", ".name")), name)):
         words = option.rpartition(".")[2].replace("_", " ")
         values = [None if value is None else value.strip("\"'") for value in differing[option]]
-        told = [f"no {words}" if value is None else f"{words} {value}" for value in values]
-        found = [f"{name}, {each}".strip(", ") for name, each in zip(names, told, strict=True)]
+        parts = [f"no {words}" if value is None else f"{words} {value}" for value in values]
+        found = [f"{name}, {each}".strip(", ") for name, each in zip(names, parts, strict=True)]
         is_short = all(len(str(value)) <= _LONGEST_VALUE for value in values)
         if is_short and option != "output_dir" and len(set(found)) > len(set(names)):
             names = found

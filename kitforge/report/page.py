@@ -76,9 +76,9 @@ def run_labels(runs: Sequence[RunRecord]) -> list[str]:
     their parent folder, or a number."""
     names = [run.name for run in runs]
     if len(runs) > 1 and all(_TIMED.match(name) for name in names):
-        told = distinguishing([run.config_text for run in runs])
-        if told is not None:
-            return told
+        distinct = distinguishing([run.config_text for run in runs])
+        if distinct is not None:
+            return distinct
     labels = [
         run.name if names.count(run.name) == 1 else f"{run.folder.resolve().parent.name}/{run.name}" for run in runs
     ]

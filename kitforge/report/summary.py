@@ -111,9 +111,9 @@ def metric_words(metrics: Mapping[str, float], leading: str | None = None) -> li
     words = [(name, f"{metrics[name]:.4f}") for name in names if not name.startswith(SHARES)]
     shares = {name.removeprefix(SHARES): value for name, value in metrics.items() if name.startswith(SHARES)}
     largest = sorted((name for name in shares if shares[name] > 0), key=lambda name: (-shares[name], name))
-    told = [f"{name} {shares[name]:.0%}" for name in largest[:_NAMED_SHARES]]
-    told += [f"{len(largest) - _NAMED_SHARES} more features"] if len(largest) > _NAMED_SHARES else []
-    return [*words, ("unknown values", ", ".join(told))] if told else words
+    named = [f"{name} {shares[name]:.0%}" for name in largest[:_NAMED_SHARES]]
+    named += [f"{len(largest) - _NAMED_SHARES} more features"] if len(largest) > _NAMED_SHARES else []
+    return [*words, ("unknown values", ", ".join(named))] if named else words
 
 
 def headline(run: RunRecord) -> list[Figure]:

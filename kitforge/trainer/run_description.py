@@ -46,5 +46,5 @@ def _parameters(run: RunContext) -> str:
     sizes = {name: math.prod(layouts[name].shape) for name in run.state.parallel.dtypes}
     frozen = sum(sizes.get(name, 0) for name, each in run.model.named_parameters() if not each.requires_grad)
     every = sum(sizes.values())
-    share = f"{every - frozen:,} of {every:,} trained" + (f" ({1 - frozen / every:.2%})" if frozen else "")
-    return share + ("; the rows of embedding tables come besides" if run.state.tables() else "")
+    trained = f"{every - frozen:,} of {every:,} trained" + (f" ({1 - frozen / every:.2%})" if frozen else "")
+    return trained + ("; the rows of embedding tables come besides" if run.state.tables() else "")

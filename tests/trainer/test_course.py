@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from kitforge.core.checkpoint.shard_writer import Written
 from kitforge.core.checkpoint.snapshot import Snapshot
 from kitforge.core.optim.build import Optimizer
 from kitforge.core.optim.schedules import ScheduleConfig, lr_scale
+from kitforge.core.parallel.world import World
 from kitforge.foundation.errors import ConfigError, TrainingError
 from kitforge.foundation.types import Cursor, MicroBatch, Sums
 from tests.core.checkpoint.killed import child
@@ -51,6 +53,37 @@ def test_the_learning_rate_follows_the_schedule(tmp_path: Path, corpus: Path, na
     config = ScheduleConfig(name=name, warmup_steps=2, final_fraction=0.2)
     rates = [record["learning_rate"] for record in tiny.records(tmp_path, "train")]
     assert rates == pytest.approx([1e-2 * lr_scale(config, step, 6) for step in range(6)])
+
+
+def test_a_run_evaluates_about_ten_times_and_a_short_one_at_its_end(tmp_path: Path) -> None:
+    wanted = {25: [*range(2, 25, 2), 25], 9: [9]}
+    for num_steps, steps_of in wanted.items():
+        folder = tmp_path / str(num_steps)
+        train(folder, Scripted(*map(float, range(20))), max_steps=num_steps, checkpoint_every=None)
+        assert [record["step"] for record in tiny.records(folder, "eval")] == steps_of
+
+
+def test_a_run_begins_with_what_it_does(tmp_path: Path, corpus: Path) -> None:
+    tiny.run(tmp_path, corpus, {"trainer.micro_batch_size": 3, "trainer.max_steps": 2})
+    (event,) = (record for record in tiny.records(tmp_path, "event") if record["event"] == "run")
+    assert (event["metric_for_best"], event["metric_for_best_mode"]) == ("eval/loss", "min")
+    lines = dict(line.split(maxsplit=1) for line in event["message"].splitlines())
+    assert list(lines) == ["data", "length", "batch", "parameters", "device", "folder"]
+    assert re.fullmatch(r"[\d,]+ tokens, \d+ rows, \d+ evaluation rows", lines["data"])
+    assert lines["batch"] == "4 = micro-batch 3 x accumulation 2 x replicas 1"
+    assert re.fullmatch(r"([\d,]+) of \1 trained", lines["parameters"])
+    assert (lines["device"], lines["folder"]) == ("cpu, fp32", str(tmp_path))
+
+
+def test_frozen_parameters_are_counted_apart(tmp_path: Path) -> None:
+    class Frozen(Regression):
+        def build(self, world: World) -> nn.Module:
+            model = super().build(world)
+            model.append(nn.Linear(1, 2).requires_grad_(False))
+            return model.append(nn.Linear(2, 1))
+
+    train(tmp_path, Frozen(), max_steps=1)
+    assert "\nparameters  5 of 9 trained (55.56%)\n" in tiny.events(tmp_path, "run")[0]
 
 
 def test_a_plateau_lowers_the_learning_rate(tmp_path: Path, corpus: Path) -> None:

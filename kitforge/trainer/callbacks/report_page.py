@@ -13,7 +13,7 @@ from kitforge.trainer.callbacks.callback import Callback, Event, RunContext
 # The least seconds between two pages of a run that trains, by the event that may bring one.
 _PAUSES = {"evaluate": 10.0, "log": 60.0}
 # A page takes at most this part of the time.
-_LARGEST_SHARE = 0.02
+_LARGEST_FRACTION = 0.02
 
 
 @final
@@ -30,7 +30,7 @@ class ReportPage(Callback):
         if event.kind == "end":
             write_report([run.folder])
         started = time.monotonic()
-        pause = max(_PAUSES.get(event.kind, float("inf")), self._seconds / _LARGEST_SHARE)
+        pause = max(_PAUSES.get(event.kind, float("inf")), self._seconds / _LARGEST_FRACTION)
         if started - self._written >= pause:
             # The page of the end raises what cannot be written, when nothing is lost by it.
             with suppress(DataError, OSError):
