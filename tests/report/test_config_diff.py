@@ -35,7 +35,7 @@ def test_comments_and_indentation_make_no_difference() -> None:
 def test_runs_are_named_by_what_tells_them_apart() -> None:
     def config(family: str, rate: float, seed: int) -> str:
         wide = "model:\n  family: " + family + f"\n  dims: {[len(family)] * 30}\n"
-        return f"{wide}optimizer:\n  learning_rate: {rate}\noutput_dir: runs/{family}{rate}{seed}\nseed: {seed}\n"
+        return f"{wide}tables:\n  learning_rate: {rate}\noutput_dir: runs/{family}{rate}{seed}\nseed: {seed}\n"
 
     found = distinguishing([config("deepfm", 0.1, 1), config("dcn_v2", 0.1, 2), config("dcn_v2", 0.2, 3)])
     assert found == [

@@ -16,7 +16,7 @@ from kitforge.trainer.callbacks.callback import Callback, Event, RunContext
 
 SECONDS_BETWEEN_LINES = 10.0
 # Columns of the bar; it is shorter only where the first figure would not fit.
-_SHORTEST_BAR, _LONGEST_BAR = 10, 40
+_SHORTEST_BAR = 10
 
 
 @final
@@ -25,7 +25,6 @@ class ProgressDisplay(Callback):
 
     def __init__(self) -> None:
         self._progress: Progress | None = None
-        self._bar = BarColumn()
         self._task: TaskID | None = None
         self._last_line = 0.0
 
@@ -50,7 +49,7 @@ class ProgressDisplay(Callback):
     def _start(self, run: RunContext) -> None:
         columns = (
             TextColumn("step {task.completed}/{task.total}"),
-            self._bar,
+            BarColumn(),
             TimeElapsedColumn(),
             TimeRemainingColumn(),
             TextColumn("{task.description}", markup=False),
@@ -69,7 +68,6 @@ class ProgressDisplay(Callback):
             clock = max(8, len(str(timedelta(seconds=int(run.state.seconds)))))
             free = console.width - len(f"step {run.max_steps}/{run.max_steps}") - 2 * clock - 4
             words = fitting(figures, free - _SHORTEST_BAR)
-            self._bar.bar_width = max(1, min(_LONGEST_BAR, free - len(words)))
             self._progress.update(self._task, completed=record["step"], description=words)
         elif time.monotonic() - self._last_line >= SECONDS_BETWEEN_LINES or record["step"] == run.max_steps:
             self._last_line = time.monotonic()
