@@ -94,11 +94,7 @@ class Trainer:
         return self._run
 
     def fit(self, resume: str | Path | None = None) -> Run:
-        """Train with about ten evaluations on the way."""
-        if self.options.trainer.eval_every is None:
-            steps = self.options.trainer.max_steps or 1000
-            trainer = dataclasses.replace(self.options.trainer, eval_every=max(1, steps // 10))
-            self.options = dataclasses.replace(self.options, trainer=trainer)
+        """The same as `train`."""
         return self.train(resume)
 
     def finetune(self, checkpoint: Run | str | Path) -> Run:

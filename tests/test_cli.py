@@ -242,6 +242,13 @@ def test_a_sweep_makes_a_run_of_each_member(capsys: Capture) -> None:
     folders = [path for path in Path("runs").iterdir() if not path.is_symlink()]
     configs = [yaml.safe_load((folder / "config.yaml").read_text()) for folder in folders]
     assert sorted(config["optimizer"]["learning_rate"] for config in configs) == [0.1, 0.2]
+    told = capsys.readouterr().out
+    assert "1 of 2: optimizer.learning_rate=0.1\n" in told
+    rows = re.findall(r"^optimizer.learning_rate=(\S+)  best validation loss (\S+) at step 1(  <- best)?$", told, re.M)
+    assert [row[0] for row in rows] == ["0.1", "0.2"]
+    assert [bool(row[2]) for row in rows] == [float(row[1]) == min(float(one[1]) for one in rows) for row in rows]
+    page = Path(told.rpartition("comparison  ")[2].strip()).read_text()
+    assert "learning rate 0.1</button>" in page and "learning rate 0.2</button>" in page
 
 
 def test_a_sweep_goes_on_after_a_member_that_fails(capsys: Capture) -> None:
@@ -589,7 +596,6 @@ def test_data_that_may_not_be_read_is_told() -> None:
         ("tokenizer=sentencepiece tokenizer.vocab_size=999999", ["999999", "tokenizer.vocab_size"]),
         ("resume=auto", ["output_dir"]),
         ("output_dir=corpus.txt/x", ["corpus.txt is a file"]),
-        ("trainer.early_stopping=3", ["trainer.eval_every"]),
         ("prompt=[1,2]", ["a list of texts"]),
         ("schedule.warmup_steps=100", ["100", "3 steps"]),
         ("--model llama_tiny", ["unknown flag '--model'", "name=value: model=llama_tiny"]),

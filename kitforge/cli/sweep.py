@@ -5,20 +5,25 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from kitforge.cli.command import INTERRUPTED, Command, Invocation, imported
-from kitforge.cli.console import print_error
+from kitforge.cli.console import is_main_process, print_error
 from kitforge.composition import TEXT_OPTIONS, Composition, parse, task_of
 from kitforge.core.parallel.launch import launch
 from kitforge.core.parallel.rendezvous import launch_info
 from kitforge.foundation import device as devices
 from kitforge.foundation.errors import ConfigError, KitforgeError
-from kitforge.foundation.log import console
+from kitforge.foundation.log import console, say
 from kitforge.kits.registry import kit_of
 from kitforge.models.hub import resolve
 from kitforge.preset_files import presets
+from kitforge.report.metrics import read_run
+from kitforge.report.page import write_report
+from kitforge.report.panels import is_best
+from kitforge.report.summary import best_evaluation
 from kitforge.trainer.run_folder import default_folder
 
 
@@ -28,6 +33,7 @@ class SweepRun:
 
     chosen: Composition
     arguments: tuple[str, ...]
+    words: str = ""  # the options in which it differs from the others
 
 
 def sweep_runs(verb: Command, overrides: Sequence[str], *, is_sweep: bool = False) -> list[SweepRun]:
@@ -51,7 +57,9 @@ def sweep_runs(verb: Command, overrides: Sequence[str], *, is_sweep: bool = Fals
         ]
         task = task_of(choices)
         choices.pop("task", None)
-        found.append(SweepRun(chosen=imported(verb.compose)(task, choices), arguments=tuple(arguments)))
+        words = " ".join(each for each, (_, _, values) in zip(arguments, axes, strict=True) if len(values) > 1)
+        chosen = imported(verb.compose)(task, choices)
+        found.append(SweepRun(chosen=chosen, arguments=tuple(arguments), words=words))
     folders = [folder for member in found if (folder := member.chosen.values.get("output_dir")) is not None]
     if len(folders) != len(set(folders)):
         raise ConfigError(
@@ -70,32 +78,53 @@ def argument(name: str, value: object) -> str:
 
 
 def run_sweep(name: str, verb: Command, found: Sequence[SweepRun]) -> int:
-    """Run all in order. In a sweep, a failed run is reported and the next one starts."""
+    """Run all in order. In a sweep, a failed run is reported and the next one starts; the runs are compared in the
+    end."""
     if len(found) == 1:
-        return _run_or_launch(name, verb, found[0])
-    worst = 0
+        return _run_or_launch(name, verb, found[0], _invocation(found[0]))
+    worst, done = 0, dict[str, Path]()
     for number, member in enumerate(found, 1):
-        console.print(f"{number} of {len(found)}", style="bold")
+        console.print(f"{number} of {len(found)}: {member.words}", style="bold", markup=False, highlight=False)
         try:
-            status = _run_or_launch(name, verb, member)
+            chosen = _invocation(member)
+            folder = str(default_folder(chosen.options, chosen.model_name)) if verb.has_folder else None
+            if folder is not None:
+                chosen = replace(chosen, options=replace(chosen.options, output_dir=folder))
+            status = _run_or_launch(name, verb, member, chosen)
+            done |= {} if folder is None or status else {member.words: Path(folder)}
         except KitforgeError as error:
             print_error(type(error), error, None)
             status = 1
         worst = max(worst, status)
         if status == INTERRUPTED:
             break
+    if len(done) > 1 and is_main_process():
+        _compare(done)
     return worst
 
 
-def _run_or_launch(name: str, verb: Command, member: SweepRun) -> int:
+def _compare(done: Mapping[str, Path]) -> None:
+    """Print the best evaluation of each run, mark the best of all, and write a page that compares them."""
+    figures = [best_evaluation(read_run(folder)) for folder in done.values()]
+    width = max(map(len, done))
+    for words, figure in zip(done, figures, strict=True):
+        result = "no evaluation" if figure is None else f"{figure.label.lower()} {figure.text} {figure.detail}"
+        say(f"{words:<{width}}  {result}{'  <- best' if is_best(figure, figures) else ''}")
+    say(f"comparison  {write_report(list(done.values()))}")
+
+
+def _invocation(member: SweepRun) -> Invocation:
+    values, kit = member.chosen.values, kit_of(member.chosen.values["task"])
+    return Invocation(kit=kit, options=kit.read_options(values), values=values, model_name=member.chosen.model_name)
+
+
+def _run_or_launch(name: str, verb: Command, member: SweepRun, chosen: Invocation) -> int:
     """Run in this process, or launch ranks if the options need several and no launcher started them."""
     assert verb.run is not None
-    values, kit = member.chosen.values, kit_of(member.chosen.values["task"])
-    options = kit.read_options(values)
+    kit, options = chosen.kit, chosen.options
     # A preset has no weights, which the verb says itself.
-    if (weights := values.get("checkpoint")) is not None and weights not in presets():
+    if (weights := chosen.values.get("checkpoint")) is not None and weights not in presets():
         resolve(weights)
-    chosen = Invocation(kit=kit, options=options, values=values, model_name=member.chosen.model_name)
     if not verb.has_ranks or launch_info() is not None or options.num_ranks == 1:
         return int(imported(verb.run)(chosen))
     kit.check_parallel(options)

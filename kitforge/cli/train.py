@@ -18,7 +18,7 @@ from kitforge.foundation.log import console, say
 from kitforge.kits.kit import RunInputs
 from kitforge.kits.registry import kit_of
 from kitforge.report.metrics import RunRecord, read_run
-from kitforge.report.summary import evaluated_by
+from kitforge.report.summary import best_evaluation, evaluated_by, metric_words
 
 
 def compose_train(task: str, choices: Mapping[str, Any]) -> Composition:
@@ -41,10 +41,14 @@ def train(chosen: Invocation) -> int:
         return INTERRUPTED if result.was_interrupted else 0
     record = read_run(result.folder)
     show_sample(record)
-    width = max(15, *map(len, result.metrics))
-    lines = [f"{name:<{width}}  {value:.4f}" for name, value in result.metrics.items()]
-    metric = evaluated_by(record)
-    if metric is not None and record.eval[metric].steps[0] == 0:
+    # The metric that selects the weights leads.
+    metric, _ = evaluated_by(record) or ("", None)
+    figures = metric_words(result.metrics, metric)
+    width = max(15, *(len(name) for name, _ in figures))
+    lines = [f"{name:<{width}}  {value}" for name, value in figures]
+    if (best := best_evaluation(record)) is not None:
+        lines.insert(1, f"{'best':<{width}}  {best.text}  ({metric} {best.detail})")
+    if metric and record.eval[metric].steps[0] == 0:
         lines.append(f"{'before training':<{width}}  {record.eval[metric].values[0]:.4f}  ({metric})")
     lines += [f"{'checkpoint':<{width}}  {result.folder / 'checkpoints'}"]
     lines += [f"{'report':<{width}}  {result.folder / 'report.html'}"]

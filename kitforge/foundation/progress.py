@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Protocol, TypeVar, final
 
-from rich.progress import Progress
+from rich.progress import MofNCompleteColumn, Progress
 
 from kitforge.foundation.log import console
 
@@ -29,20 +29,19 @@ def show_progress(label: str, total: int | None = None, *, enabled: bool = True)
     if not enabled:
         yield lambda _done, _total=None: None
     elif console.is_terminal:
-        with Progress(console=console, transient=True) as bar:
+        with Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=console, transient=True) as bar:
             task = bar.add_task(label, total=total)
             yield lambda done, total=None: bar.update(task, completed=done, total=total)
     else:
         yield _Lines(label, total)
 
 
-def heartbeat(items: Iterable[Item], label: str, *, enabled: bool = True) -> Iterator[Item]:
-    """The items. Without a terminal, prints their number every half minute; on one, other bars may be drawn."""
-    lines = _Lines(label, None) if enabled and not console.is_terminal else None
-    for done, item in enumerate(items):
-        if lines is not None:
-            lines(done)
-        yield item
+def heartbeat(items: Iterable[Item], label: str, *, enabled: bool = True) -> Generator[Item]:
+    """The items, counted by `show_progress`. Close it where an error may leave it before its end."""
+    with show_progress(label, enabled=enabled) as advance:
+        for done, item in enumerate(items):
+            advance(done)
+            yield item
 
 
 @final

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kitforge.report.metrics import LoggedEvent, RunRecord, Series
 from kitforge.report.number_format import memory_unit
-from kitforge.report.summary import PROGRESS, title
+from kitforge.report.summary import by_number, evaluated_by, is_curve, title
 from kitforge.report.svg_chart import NUM_TONES, Chart, ChartLine, ChartMark
 
 # These come first, in this order; all other metrics follow by name.
@@ -20,6 +20,9 @@ _ORDER = (
     "time/memory_bytes",
     "time/step_seconds",
 )
+# Bounds and baselines are lines of the chart that they belong to: its name, and theirs.
+_BOUNDS = {"best_auc": ("auc", "best possible")}
+_BASELINE = "popularity_"
 # RLHF metrics: rewards, KL divergence, completions and the size of the updates. They form a panel of their own if a run
 # logs one of the first two.
 _ALIGNMENT = (
@@ -46,6 +49,8 @@ _ALIGNMENT = (
 _ALIGNMENT_GROUPS = ("rewards/", "completion/", "importance_sampling/", "environment/")
 # Of a mixture of experts, the load of each; all of them share one chart.
 _LOAD = "experts/load/"
+# The tones of a single run's curves; a bound or a baseline has the next one.
+_KINDS = {"training": 0, "validation": 1}
 _UNITS = {
     "experts/fullest": "times the mean load, in any block",
     "experts/dropped": "fraction of choices",
@@ -70,19 +75,23 @@ _UNITS = {
 _MAY_BE_LOG = frozenset({"loss", "grad_norm", "perplexity"})
 _MEMORY = "time/memory_bytes"
 _BAD_WORDS = ("skip", "rollback", "interrupt", "error", "fail", "damage", "finite", "overflow", "spike")
-_QUIET_WORDS = ("checkpoint", "evaluat", "sample", "report")
+_QUIET_WORDS = ("run", "checkpoint", "evaluat", "sample", "report")
 _MOST_MARKS = 60
 
 
 def chart_groups(runs: Sequence[RunRecord], labels: Sequence[str]) -> list[tuple[str, list[Chart]]]:
     """The charts of `runs`, which are called `labels`, under the titles of their panels."""
-    names = {name for run in runs for name, *_ in _series(run) if name.removeprefix("eval/") not in PROGRESS}
+    names = {name for run in runs for name, *_ in _series(run)}
     is_aligned = not names.isdisjoint(_ALIGNMENT[:2])
-    more = sorted(name for name in names if name.startswith(_ALIGNMENT_GROUPS) and name not in _ALIGNMENT)
+    more = sorted(names - set(_ALIGNMENT), key=by_number)
+    more = [name for name in more if name.startswith(_ALIGNMENT_GROUPS)]
     rewards = [name for name in _ALIGNMENT if name in names] + more if is_aligned else []
     loads = sorted(name for name in names if name.startswith("experts/"))
     others = names - set(rewards) - set(loads)
-    ordered = [name for name in _ORDER if name in others] + sorted(others - set(_ORDER))
+    # The metric that selects the weights comes right after the loss.
+    leading = {evaluated[0].removeprefix("eval/") for run in runs if (evaluated := evaluated_by(run))}
+    first = (_ORDER[0], *sorted(leading - set(_ORDER)), *_ORDER[1:])
+    ordered = [name for name in first if name in others] + sorted(others - set(first), key=by_number)
     panels = [("Rewards and completions", rewards)] * is_aligned + [("Curves", ordered)]
     found = [(title, [_chart(name, runs, labels) for name in chosen]) for title, chosen in panels]
     if loads:
@@ -132,16 +141,14 @@ def _lines(name: str, run: int, runs: Sequence[RunRecord], labels: Sequence[str]
     is_alone = len(runs) == 1
     return [
         ChartLine(
-            label=("training", "validation")[is_evaluation]
-            if is_alone
-            else labels[run] + (" (validation)" if is_evaluation else ""),
+            label=kind if is_alone else labels[run] + ("" if kind == "training" else f" ({kind})"),
             series=Series(steps=series.steps, values=tuple(value / divisor for value in series.values)),
             run=run,
             # The validation curve has a colour of its own if there is only one run.
-            tone=int(is_evaluation) if is_alone else run % NUM_TONES,
-            is_evaluation=is_evaluation,
+            tone=_KINDS.get(kind, len(_KINDS)) if is_alone else run % NUM_TONES,
+            is_evaluation=kind != "training",
         )
-        for key, series, is_evaluation in _series(runs[run])
+        for key, series, kind in _series(runs[run])
         if key == name
     ]
 
@@ -163,11 +170,17 @@ def _marks(runs: Sequence[RunRecord], labels: Sequence[str]) -> tuple[ChartMark,
     return tuple(marks)
 
 
-def _series(run: RunRecord) -> list[tuple[str, Series, bool]]:
-    """Every series with the name of its chart, and whether it comes from evaluations. Both curves of a metric share a
-    chart, but for the losses of a policy: its training loss is not a measure of the evaluated completions."""
-    found = [(name, series, False) for name, series in run.train.items()]
+def _series(run: RunRecord) -> list[tuple[str, Series, str]]:
+    """Every series that is drawn, with the name of its chart and what it is there: training, validation, a bound or a
+    baseline. Both curves of a metric share a chart, but for the losses of a policy: its training loss is not a measure
+    of the evaluated completions."""
+    found = [(name, series, "training") for name, series in run.train.items() if is_curve(name)]
     for name, series in run.eval.items():
-        is_apart = name == "eval/loss" and "reward" in run.train
-        found.append((name if is_apart else name.removeprefix("eval/"), series, True))
+        bare = name.removeprefix("eval/")
+        chart, kind = _BOUNDS.get(bare, (bare.removeprefix(_BASELINE), "popularity" if _BASELINE in bare else ""))
+        if kind and f"eval/{chart}" in run.eval:
+            found.append((chart, series, kind))
+        elif is_curve(name):
+            is_apart = name == "eval/loss" and "reward" in run.train
+            found.append((name if is_apart else bare, series, "validation"))
     return found

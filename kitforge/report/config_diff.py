@@ -12,6 +12,8 @@ from collections.abc import Sequence
 _OPTION = re.compile(r"""^("[^"]*"|'[^']*'|[^\s#:'"-][^:#]*|-[^\s:#][^:#]*):(?:\s+(.*))?$""")
 # How a line begins that is a warning about the inputs of a run.
 NOTE = "# note: "
+# Characters of an option's value in the name of a run.
+_LONGEST_VALUE = 24
 
 
 def notes(text: str) -> list[str]:
@@ -49,3 +51,20 @@ def differences(texts: Sequence[str]) -> tuple[dict[str, list[str | None]], int]
     rows = {name: [tree.get(name) for tree in trees] for name in names}
     differing = {name: values for name, values in rows.items() if len(set(values)) > 1}
     return differing, len(rows) - len(differing)
+
+
+def distinguishing(texts: Sequence[str]) -> list[str] | None:
+    """A name for each of several configurations, all different, by as few of the options in which they differ as tell
+    them apart; None if short options do not."""
+    differing, _ = differences(texts)
+    names = [""] * len(texts)
+    # Of options that follow from the network, the network is named, and the seed only where nothing else differs.
+    for option in sorted(differing, key=lambda name: (name == "seed", not name.endswith((".family", ".name")), name)):
+        words = option.rpartition(".")[2].replace("_", " ")
+        values = [None if value is None else value.strip("\"'") for value in differing[option]]
+        parts = [f"no {words}" if value is None else f"{words} {value}" for value in values]
+        found = [f"{name}, {each}".strip(", ") for name, each in zip(names, parts, strict=True)]
+        is_short = all(len(str(value)) <= _LONGEST_VALUE for value in values)
+        if is_short and option != "output_dir" and len(set(found)) > len(set(names)):
+            names = found
+    return names if len(set(names)) == len(names) else None

@@ -68,6 +68,9 @@ class RunRecord:
     events: tuple[LoggedEvent, ...]
     samples: tuple[SampleSet, ...]
     problems: tuple[str, ...]  # sentences about what could not be read
+    # The metric that selects the weights, and whether the smallest or the largest is best ("min", "max").
+    metric_for_best: tuple[str, str] | None = None
+    weights_of_step: int | None = None  # the step whose weights are the result, if it is not the last one
 
 
 def read_run(folder: Path) -> RunRecord:
@@ -96,6 +99,8 @@ def read_run(folder: Path) -> RunRecord:
         events=tuple(lines.events),
         samples=tuple(_read_samples(folder / "samples", problems)),
         problems=tuple(problems),
+        metric_for_best=lines.metric_for_best,
+        weights_of_step=lines.weights_of_step,
     )
 
 
@@ -107,6 +112,8 @@ class _MetricLines:
         self.problems = problems
         self.series: dict[str, dict[str, tuple[list[int], list[float]]]] = {"train": {}, "eval": {}}
         self.events: list[LoggedEvent] = []
+        self.metric_for_best: tuple[str, str] | None = None
+        self.weights_of_step: int | None = None
         self._texts: set[str] = set()
 
     def read(self, path: Path) -> None:
@@ -129,6 +136,11 @@ class _MetricLines:
         elif record["kind"] == "event":
             message = str(record.get("message", ""))
             self.events.append(LoggedEvent(step=record["step"], name=record["event"], message=message))
+            if record["event"] == "run":
+                self.metric_for_best = str(record.get("metric_for_best")), str(record.get("metric_for_best_mode"))
+            if record["event"] in ("run", "restore"):
+                kept = record.get("weights_of_step")
+                self.weights_of_step = kept if isinstance(kept, int) else None
         else:
             self._add(record)
 

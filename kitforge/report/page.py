@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
@@ -12,9 +13,10 @@ from kitforge.foundation.errors import DataError
 from kitforge.foundation.files import check_own, write_text
 from kitforge.report.chart_specs import chart_groups
 from kitforge.report.completions import completions
+from kitforge.report.config_diff import distinguishing
 from kitforge.report.contracts import contracts
 from kitforge.report.metrics import RunRecord, read_run
-from kitforge.report.panels import Panel, comparison, configuration, events, numbers, problems, tiles
+from kitforge.report.panels import Panel, comparison, configuration, events, numbers, problems, tiles, unknown_values
 from kitforge.report.samples import samples
 from kitforge.report.scales import step_scale
 from kitforge.report.svg_chart import NUM_DASHES, NUM_TONES, draw
@@ -22,11 +24,15 @@ from kitforge.report.tables import tables
 
 _FOLDER = Path(__file__).parent
 _KIND = "Kitforge report"
+_RELOAD = '<meta http-equiv="refresh" content="30">\n'
+# How the name of a run begins that was not given one.
+_TIMED = re.compile(r"\d{8}-\d{6}-")
 
 
-def write_report(folders: Sequence[Path]) -> Path:
+def write_report(folders: Sequence[Path], *, is_live: bool = False) -> Path:
     """Write the report of the runs in `folders` and return its path: report.html of a single run, comparison.html in
-    the first folder of several. Raises DataError if a folder holds no run or the page cannot be written.
+    the first folder of several. That of a run that is still training loads itself anew. Raises DataError if a folder
+    holds no run or the page cannot be written.
     """
     runs = [read_run(folder) for folder in folders]
     if not runs:
@@ -35,7 +41,8 @@ def write_report(folders: Sequence[Path]) -> Path:
     try:
         check_own(target, "report", overwrite=target.is_file() and _KIND in target.read_text("utf-8", "replace"))
         further = (show(runs, run_labels(runs)) for show in (tables, completions, contracts))
-        write_text(target, render(runs, [panel for panel in further if panel is not None]))
+        page = render(runs, [panel for panel in further if panel is not None])
+        write_text(target, page.replace("<head>\n", f"<head>\n{_RELOAD}", 1) if is_live else page)
     except OSError as error:
         raise DataError(f"the report cannot be written to {str(target)!r}", got=error.strerror) from error
     return target
@@ -67,8 +74,13 @@ def document(heading: str, kind: str, main: str) -> str:
 
 
 def run_labels(runs: Sequence[RunRecord]) -> list[str]:
-    """The runs' names. Equal names get their parent folder, or a number."""
+    """The runs' names; of several that are called by their time, the options in which they differ. Equal names get
+    their parent folder, or a number."""
     names = [run.name for run in runs]
+    if len(runs) > 1 and all(_TIMED.match(name) for name in names):
+        distinct = distinguishing([run.config_text for run in runs])
+        if distinct is not None:
+            return distinct
     labels = [
         run.name if names.count(run.name) == 1 else f"{run.folder.resolve().parent.name}/{run.name}" for run in runs
     ]
@@ -92,6 +104,7 @@ def _curves(runs: Sequence[RunRecord], labels: Sequence[str]) -> list[Panel]:
 
 def _records(runs: Sequence[RunRecord], labels: Sequence[str]) -> list[Panel]:
     found = (
+        unknown_values(runs, labels),
         _each("Samples", samples, [(run, label) for run, label in zip(runs, labels, strict=True) if run.samples], runs),
         _each("Events", events, [(run, label) for run, label in zip(runs, labels, strict=True) if run.events], runs),
         configuration(runs, labels),

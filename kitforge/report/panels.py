@@ -16,7 +16,7 @@ from kitforge.report.chart_specs import is_bad
 from kitforge.report.config_diff import differences, notes
 from kitforge.report.metrics import LoggedEvent, RunRecord
 from kitforge.report.number_format import number
-from kitforge.report.summary import PROGRESS, Figure, headline, last_values
+from kitforge.report.summary import SHARES, Figure, by_number, headline, is_curve, kept_value, last_values
 
 # The page names the number of events beyond this one.
 _MOST_EVENTS = 200
@@ -48,7 +48,9 @@ def comparison(runs: Sequence[RunRecord], labels: Sequence[str]) -> Panel:
     rows = []
     for name in dict.fromkeys(name for column in columns for name in column):
         figures = [column.get(name) for column in columns]
-        rows.append((escape(name), [_cell(figure, _is_best(figure, figures)) for figure in figures]))
+        rows.append((escape(name), [_cell(figure, is_best(figure, figures)) for figure in figures]))
+    if [run.name for run in runs] != list(labels):
+        rows.append(("Folder", [escape(run.name) for run in runs]))
     return Panel("Final numbers", html_table("", [escape(label) for label in labels], rows))
 
 
@@ -57,14 +59,36 @@ def numbers(runs: Sequence[RunRecord], labels: Sequence[str]) -> str:
     rows = []
     for run, label in zip(runs, labels, strict=True):
         prefix = "" if len(runs) == 1 else f"{label}: "
-        for name, series in (*sorted(run.train.items()), *sorted(run.eval.items())):
-            points = series.finite()
-            if points and name.removeprefix("eval/") not in PROGRESS:
+        found = [(group, name) for group in (run.train, run.eval) for name in sorted(group, key=by_number)]
+        for group, name in found:
+            points = group[name].finite()
+            if points and is_curve(name):
                 kept = (points[0], points[-1], min(points, key=itemgetter(1)), max(points, key=itemgetter(1)))
                 cells = [f"{number(value)} <small>at {step:,}</small>" for step, value in kept]
                 rows.append((f"{escape(prefix)}<code>{escape(name)}</code>", cells))
     table = html_table("Metric", ["First", "Last", "Lowest", "Highest"], rows)
     return f"<details><summary>The curves as a table</summary>{table}</details>"
+
+
+def unknown_values(runs: Sequence[RunRecord], labels: Sequence[str]) -> Panel | None:
+    """A table of the shares of values that training never saw, the largest first; None where no run has any."""
+    shares = [{name: kept_value(run, name) for name in run.eval if name.startswith(SHARES)} for run in runs]
+    names = {name for each in shares for name in each}
+    largest = {name: max(0.0, *(each.get(name, 0.0) for each in shares)) for name in names}
+    rows = [
+        (
+            f"<code>{escape(name.removeprefix(SHARES))}</code>",
+            [f"{each[name]:.1%}" if name in each else _ABSENT for each in shares],
+        )
+        for name in sorted(largest, key=lambda name: (-largest[name], name))
+        if largest[name] > 0
+    ]
+    if not rows:
+        return None
+    left = len(largest) - len(rows)
+    note = f'<p class="note">Of the values in the evaluation; {left:,} further features have none.</p>'
+    table = html_table("Feature", ["Share"] if len(runs) == 1 else [escape(label) for label in labels], rows)
+    return Panel("Values that training never saw", table + note)
 
 
 def events(run: RunRecord) -> str:
@@ -122,7 +146,7 @@ def _cell(figure: Figure | None, is_best: bool) -> str:
     return (f"<strong>{text}</strong>" if is_best else text) + _detail(figure)
 
 
-def _is_best(figure: Figure | None, figures: Iterable[Figure | None]) -> bool:
+def is_best(figure: Figure | None, figures: Iterable[Figure | None]) -> bool:
     """Whether no other figure is better and at least one is worse."""
     if figure is None or figure.goal is None or not math.isfinite(figure.value):
         return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import statistics
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
@@ -15,7 +16,11 @@ from kitforge.report.number_format import duration, memory, number, short_count
 Goal = Literal["lower", "higher"] | None
 
 # Progress of a run: shown as numbers, not drawn as curves.
-PROGRESS = frozenset({"epoch", "tokens", "samples", "skipped", "time/seconds"})
+_PROGRESS = frozenset({"epoch", "tokens", "samples", "skipped", "time/seconds"})
+# The share of the evaluation's values of a feature that training never saw: of all features, one table.
+SHARES = "eval/unknown_share/"
+# The most that one sentence names.
+_NAMED_SHARES = 3
 
 _TITLES = {
     "grad_norm": "Gradient norm",
@@ -51,32 +56,12 @@ _THROUGHPUTS = (
     ("time/tokens_per_second", "tokens/s"),
     ("time/samples_per_second", "samples/s"),
 )
-_LOWER = frozenset({"loss", "nll", "perplexity", "ppl", "error", "rmse", "mse", "mae", "bytes", "seconds"})
-_HIGHER = frozenset(
-    {
-        "accuracy",
-        "acc",
-        "auc",
-        "gauc",
-        "f1",
-        "precision",
-        "recall",
-        "ndcg",
-        "mrr",
-        "map",
-        "hit",
-        "hits",
-        "bleu",
-        "second",
-        "reward",
-        "margin",
-        "margins",
-        "explained",
-        "pearson",
-    }
+# Words of a name by which lower or higher is better; of one side of a pair and of a standard deviation neither is.
+_LOWER = re.compile("loss|nll|perplexity|ppl|error|rmse|mse|mae|bytes|seconds")
+_HIGHER = re.compile(
+    "accuracy|acc|auc|gauc|f1|precision|recall|ndcg|mrr|map|hr|hits?|bleu|second|reward|margins?|explained|pearson"
 )
-# Neither way is better: one side of a pair, a standard deviation.
-_NEITHER = frozenset({"chosen", "rejected", "std"})
+_NEITHER = re.compile("chosen|rejected|std")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,26 +80,48 @@ def title(name: str) -> str:
     if name in _TITLES:
         return _TITLES[name]
     words = name.removeprefix("time/").replace("_", " ").replace("/", " / ").strip()
-    words = re.sub(r"\b(auc|hr|ndcg)\b", lambda found: found[0].upper(), words)
+    words = re.sub(r"\b(auc|hr|mrr|ndcg)\b", lambda found: found[0].upper(), words)
     return words[:1].upper() + words[1:]
 
 
 def goal(name: str) -> Goal:
     """Whether lower or higher is better, by the words of the metric's name; None if they do not say."""
-    words = set(re.split(r"[^a-z0-9]+", name.rpartition("/")[2].lower()))
-    if words & _NEITHER:
+    words = re.split(r"[^a-z0-9]+", name.rpartition("/")[2].lower())
+    if any(map(_NEITHER.fullmatch, words)):
         return None
-    if words & _LOWER:
+    if any(map(_LOWER.fullmatch, words)):
         return "lower"
-    return "higher" if words & _HIGHER else None
+    return "higher" if any(map(_HIGHER.fullmatch, words)) else None
+
+
+def is_curve(name: str) -> bool:
+    """Whether a metric is drawn."""
+    return name.removeprefix("eval/") not in _PROGRESS and not name.startswith(SHARES)
+
+
+def by_number(name: str) -> str:
+    """Sorts names with the numbers in them as numbers: hr@5 comes before hr@10."""
+    return re.sub(r"[0-9]+", lambda found: found[0].zfill(20), name)
+
+
+def metric_words(metrics: Mapping[str, float], leading: str | None = None) -> list[tuple[str, str]]:
+    """Names and values for a terminal, the metric `leading` first, with the largest shares of unknown values in one
+    sentence."""
+    names = sorted(metrics, key=lambda name: name != leading)
+    words = [(name, f"{metrics[name]:.4f}") for name in names if not name.startswith(SHARES)]
+    shares = {name.removeprefix(SHARES): value for name, value in metrics.items() if name.startswith(SHARES)}
+    largest = sorted((name for name in shares if shares[name] > 0), key=lambda name: (-shares[name], name))
+    named = [f"{name} {shares[name]:.0%}" for name in largest[:_NAMED_SHARES]]
+    named += [f"{len(largest) - _NAMED_SHARES} more features"] if len(largest) > _NAMED_SHARES else []
+    return [*words, ("unknown values", ", ".join(named))] if named else words
 
 
 def headline(run: RunRecord) -> list[Figure]:
-    """Reward, loss, best evaluation, steps, data, time, throughput and peak memory, as far as the run logged them."""
+    """Best evaluation, reward, loss, steps, data, time, throughput and peak memory, as far as the run logged them."""
     figures = (
+        best_evaluation(run),
         _now("reward", run),
         _now("loss", run),
-        best_evaluation(run),
         _steps(run),
         _seen(run),
         _time(run),
@@ -125,38 +132,56 @@ def headline(run: RunRecord) -> list[Figure]:
 
 
 def last_values(run: RunRecord) -> list[Figure]:
-    """The last value of every metric that the headline leaves out."""
+    """The last value of every metric that the headline leaves out. Of an evaluation it is the value of the weights that
+    the run kept."""
     train = {name: series for name, series in run.train.items() if not name.startswith("time/")}
-    left_out = PROGRESS | {"loss", "reward", "learning_rate"}
+    left_out = {"loss", "reward", "learning_rate"}
     return [
         Figure(
             label=f"Last {word}{_inner_title(name.removeprefix('eval/'))}",
-            text=number(series.values[-1]),
-            value=series.values[-1],
+            text=number(value),
+            value=value,
             goal=None if name == "grad_norm" else goal(name),
         )
         for word, group in (("validation ", run.eval), ("", train))
-        for name, series in sorted(group.items())
-        if name not in left_out and not name.startswith("time/")
+        for name in sorted(group, key=by_number)
+        if name not in left_out and not name.startswith("time/") and is_curve(name)
+        for value in [kept_value(run, name) if word else group[name].values[-1]]
     ]
+
+
+def kept_value(run: RunRecord, name: str) -> float:
+    """The value of an evaluation metric for the weights that the run kept."""
+    series = run.eval[name]
+    found = dict[int | None, float](zip(series.steps, series.values, strict=True))
+    return found.get(run.weights_of_step, series.values[-1])
 
 
 def best_evaluation(run: RunRecord) -> Figure | None:
     """The best value of the metric that `evaluated_by` names."""
-    name = evaluated_by(run)
-    if name is None:
+    found = evaluated_by(run)
+    if found is None:
         return None
-    way = goal(name)
+    name, way = found
     pick = min if way == "lower" else max
     step, value = pick(run.eval[name].finite(), key=lambda point: point[1])
     label = f"Best validation {_inner_title(name.removeprefix('eval/'))}"
     return Figure(label=label, text=number(value), detail=f"at step {step:,}", value=value, goal=way)
 
 
-def evaluated_by(run: RunRecord) -> str | None:
-    """The metric that ranks the evaluations: the reward, else the loss, else the first with a known better way."""
-    known = (name for name in run.eval if goal(name) and run.eval[name].finite())
-    return min(known, key=lambda name: (name != "eval/reward", name != "eval/loss", name), default=None)
+def evaluated_by(run: RunRecord) -> tuple[str, Goal] | None:
+    """The metric that ranks the evaluations, and its better way: the one that selects the weights; of a run that does
+    not name it, the reward, else the loss, else the first with a known better way."""
+    known = {name: goal(name) for name in run.eval if run.eval[name].finite()}
+    if run.metric_for_best is not None and run.metric_for_best[0] in known:
+        name, mode = run.metric_for_best
+        return name, "lower" if mode == "min" else "higher"
+    rank = min(
+        (name for name in known if known[name]),
+        key=lambda name: (name != "eval/reward", name != "eval/loss", name),
+        default=None,
+    )
+    return None if rank is None else (rank, known[rank])
 
 
 def num_steps(run: RunRecord) -> int:

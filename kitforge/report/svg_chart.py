@@ -82,7 +82,8 @@ def draw(chart: Chart, steps: Scale, key: str) -> str:
         f'<title id="{key}-t">{escape(chart.title)}</title><desc id="{key}-d">{escape(description)}</desc>'
         f"{grid}{_marks(chart.marks, steps)}{''.join(line.paths() for line in drawn)}</svg>"
         '<i class="cursor" hidden></i></div>'
-        f'<div class="x" aria-hidden="true">{_labels(steps, 6, "left")}</div></div></figure>'
+        f'<div class="x" aria-hidden="true" data-axis="{escape(chart.axis)}">'
+        f"{_labels(steps, 6, 'left')}</div></div></figure>"
     )
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import closing
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -19,6 +20,7 @@ from kitforge.trainer.metric_means import weighted_means
 from kitforge.trainer.options import RunOptions
 from kitforge.trainer.task import Task
 
+Item = TypeVar("Item")
 # What is said of a fingerprint in a state that has changed.
 _CHANGES = {
     "corpus": "training text is not the one",
@@ -66,6 +68,11 @@ class DatasetTask(Task, ABC):
         """Whether the data last for any number of steps."""
         return self._schedule.is_endless
 
+    def data_sizes(self) -> dict[str, int]:
+        """Rows; 0 for a stream."""
+        rows, batch = self._schedule.num_rows, self._schedule.batch_size
+        return {"rows": rows, "evaluation rows": self._num_eval_rows, "batch": batch}
+
     def position_metrics(self, samples: int) -> dict[str, float]:
         """Samples of each source of a mixture so far."""
         return {} if self._schedule.mixture is None else self._schedule.mixture.metrics(samples)
@@ -87,13 +94,14 @@ class DatasetTask(Task, ABC):
         """eval/NAME for all sums, over the evaluation rows; independent of the batch size."""
         if not self._num_eval_rows:
             return {}
-        batches = self.shown(self.eval_micro_batches(model))
-        means = weighted_means(batches, partial(self.eval_sums, model), self.eval_counts, self._world.sum)
+        with self.shown(self.eval_micro_batches(model)) as batches:
+            means = weighted_means(batches, partial(self.eval_sums, model), self.eval_counts, self._world.sum)
         return {f"eval/{name}": value for name, value in means.items()}
 
-    def shown(self, batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+    def shown(self, batches: Iterator[Item]) -> closing[Generator[Item]]:
         """The batches of an evaluation, counted on the terminal."""
-        yield from heartbeat(batches, "batches evaluated", enabled=self._run_options.trainer.progress)
+        is_shown = self._run_options.trainer.progress and self._world.rank == 0
+        return closing(heartbeat(batches, "batches evaluated", enabled=is_shown))
 
     def state(self) -> dict[str, Any]:
         """Which rows the cursor counts."""

@@ -31,6 +31,7 @@ from kitforge.trainer.optimizer_step import drop_gradients, optimizer_step
 from kitforge.trainer.options import RunOptions, TrainerOptions
 from kitforge.trainer.precision import GradScaler, autocast, use_precision
 from kitforge.trainer.resume import check_changes
+from kitforge.trainer.run_description import describe_run
 from kitforge.trainer.signals import interrupt_signals
 from kitforge.trainer.state import TrainingState
 from kitforge.trainer.task import RunResult, Task
@@ -64,6 +65,8 @@ class Loop:
         self.stop_reason: str | None = None
         self.progress_metrics = task.progress_metrics()
         self.max_steps = _max_steps(task, options)
+        # About ten evaluations, unless the options say otherwise; a run of fewer steps is evaluated at its end.
+        self._eval_every = self.options.eval_every or self.max_steps // 10 or None
         # A schedule that does not fit the run is refused here, before the run has a folder.
         lr_scale(options.schedule, 0, self.max_steps)
         self._run_options = options
@@ -113,14 +116,13 @@ class Loop:
         checkpoint."""
         metrics: dict[str, float] = {}
         self._emit("start")
+        # Readers of metrics.jsonl learn from this record which metric selects the weights.
+        chosen = {name: getattr(self.options, name) for name in ("metric_for_best", "metric_for_best_mode")}
+        self.log_event("run", describe_run(self, self.task, self._run_options), chosen)
         if self._resumed_from is not None:
             self.log_event("resume", f"goes on after step {self.state.cursor.step} of {self._resumed_from}")
         for change in self._config_changes:
             self.log_event("changed", change)
-        if self.options.max_steps is None and self.options.epochs is None:
-            self.log_event("length", f"{self.max_steps} steps by default; trainer.epochs=1 is one pass over the data")
-        if (summary := self._run_options.summary) is not None:
-            self.log_event("batches", summary)
         still_here = iter(self.callbacks)
         with interrupt_signals(self._interrupt):
             try:
@@ -134,7 +136,7 @@ class Loop:
                 self.world.publish_failure(error)
                 self._notify_failure(still_here)
                 raise
-        self._restore_best()
+        metrics = self._restore_best(metrics)
         self.task.on_run_end(RunResult(metrics=metrics, was_interrupted=self._interrupted))
         return metrics
 
@@ -152,10 +154,10 @@ class Loop:
         """End the run after this step."""
         self.stop_reason = reason
 
-    def log_event(self, event: str, message: str) -> None:
-        """Send an event to all callbacks."""
+    def log_event(self, event: str, message: str, further: Mapping[str, Any] | None = None) -> None:
+        """Send an event to all callbacks, with `further` fields of its record."""
         record = {"kind": "event", "step": self.state.cursor.step, "event": event, "message": message}
-        self._emit("note", record)
+        self._emit("note", record | dict(further or {}))
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         """Send a table to all callbacks, for experiment trackers."""
@@ -198,7 +200,7 @@ class Loop:
                 self._handle_skip(record["grad_norm"])
             elif record["skip"] is not None:
                 self.log_event("skip", f"{record['skip']} in step {number}: weights unchanged")
-            if _is_due(self.options.eval_every, number):
+            if _is_due(self._eval_every, number):
                 metrics |= self._evaluate()
             if last or self.stop_reason is not None:
                 break
@@ -226,6 +228,8 @@ class Loop:
             metrics = self.evaluate()
         if self.stop_reason is not None and not self._interrupted:
             self.log_event("stop", self.stop_reason)
+        if (best := self._step_to_restore()) is not None:
+            self.log_event("restore", f"weights of step {best}, and their metrics", {"weights_of_step": best})
         return metrics
 
     def _step(self, step: Sequence[MicroBatch]) -> dict[str, Any]:
@@ -356,18 +360,27 @@ class Loop:
             state.best_value is None or sign * metrics[monitor] < sign * state.best_value
         ):
             state.best_value, state.best_step = metrics[monitor], state.cursor.step
+            state.best_metrics = {name: each if math.isfinite(each) else None for name, each in metrics.items()}
         state.last_eval_step = state.cursor.step
         line = {"kind": "eval", "step": state.cursor.step, **metrics}
         line["time/evaluation_seconds"] = time.perf_counter() - started
         self._emit("evaluate", line)
         return metrics
 
-    def _restore_best(self) -> None:
-        """Load the weights of the best evaluation after early stopping."""
+    def _step_to_restore(self) -> int | None:
+        """The step of the best evaluation after early stopping; None if the last weights are the result."""
         best = self.state.result_step
-        if best not in (None, self.state.cursor.step) and self.folder is not None and not self._interrupted:
-            assert best is not None
-            self.state.load_weights(open_checkpoint(step_folder(self.folder / "checkpoints", best), world=self.world))
+        return None if best == self.state.cursor.step or self.folder is None or self._interrupted else best
+
+    def _restore_best(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Load the weights of the best evaluation after early stopping; the metrics with those of that evaluation."""
+        best = self._step_to_restore()
+        if best is None or self.folder is None:
+            return metrics
+        self.state.load_weights(open_checkpoint(step_folder(self.folder / "checkpoints", best), world=self.world))
+        # Checkpoints of earlier versions keep no metrics.
+        found = self.state.best_metrics or self.evaluate()
+        return metrics | {name: math.nan if value is None else value for name, value in found.items()}
 
     def _emit(self, kind: Any, record: dict[str, Any] | None = None) -> None:
         event = Event(kind=kind, record=record or {})

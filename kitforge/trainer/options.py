@@ -28,7 +28,7 @@ class TrainerOptions:
     # and reductions over ranks; full keeps nothing. true and false are the former names of full and none.
     activation_checkpointing: Recompute | bool = "none"
     log_every: int = 1
-    eval_every: int | None = None  # steps; None: only at the end
+    eval_every: int | None = None  # steps; None: a tenth of the run, so about ten evaluations
     eval_first: bool = False  # evaluate before the first step too
     eval_batches: int | None = None  # None: the whole evaluation set
     checkpoint_every: int | None = None  # steps; None: only at the end
@@ -46,34 +46,20 @@ class TrainerOptions:
     allow_data_changes: bool = False  # resume with other data than those of the run
     progress: bool = True
     profile: bool = False  # profile steps 3 to 5 with torch.profiler into profile/
+    tensorboard: bool = False  # metrics for TensorBoard, into tensorboard/
     wandb: str | None = None  # Weights & Biases project; WANDB_MODE=offline works
 
     def __post_init__(self) -> None:
         if isinstance(self.activation_checkpointing, bool):
             object.__setattr__(self, "activation_checkpointing", "full" if self.activation_checkpointing else "none")
-        for name in ("max_steps", "micro_batch_size", "log_every", "eval_every", "checkpoint_every"):
+        counts = ("max_steps", "micro_batch_size", "log_every", "eval_every", "checkpoint_every", "eval_batches")
+        for name in (*counts, "save_total_limit", "early_stopping", "max_consecutive_skips", "max_rollbacks"):
             value = getattr(self, name)
             check(value is None or value > 0, f"trainer.{name}", value, "a whole number of at least 1")
-        for name in (
-            "eval_batches",
-            "save_total_limit",
-            "early_stopping",
-            "max_consecutive_skips",
-            "max_rollbacks",
-        ):
-            value = getattr(self, name)
-            check(value is None or value > 0, f"trainer.{name}", value, "a whole number of at least 1")
-        check(
-            self.incremental_checkpoints >= 0,
-            "trainer.incremental_checkpoints",
-            self.incremental_checkpoints,
-            "0 or more",
-        )
+        increments = self.incremental_checkpoints
+        check(increments >= 0, "trainer.incremental_checkpoints", increments, "0 or more")
         check(self.epochs is None or self.epochs > 0, "trainer.epochs", self.epochs, "a number above 0")
         check(self.max_grad_norm >= 0, "trainer.max_grad_norm", self.max_grad_norm, "a number of at least 0")
-        if self.early_stopping is not None:
-            regular = self.eval_every is not None
-            check(regular, "trainer.early_stopping", self.early_stopping, "a value only with trainer.eval_every")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

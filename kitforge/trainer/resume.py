@@ -46,6 +46,7 @@ RESUMABLE_OPTIONS = (
     "trainer.allow_data_changes",
     "trainer.progress",
     "trainer.profile",
+    "trainer.tensorboard",
     "trainer.wandb",
     "rollout.keep_rollout_files",
     # Data paths; contents are compared by fingerprint.

@@ -27,7 +27,7 @@ from kitforge.trainer.callbacks.plateau import PlateauCallback
 from kitforge.trainer.callbacks.profiler import Profiler
 from kitforge.trainer.callbacks.progress import ProgressDisplay
 from kitforge.trainer.callbacks.report_page import ReportPage
-from kitforge.trainer.callbacks.tracking import WandbCallback
+from kitforge.trainer.callbacks.tracking import TensorBoardCallback, WandbCallback
 from kitforge.trainer.loop import Loop
 from kitforge.trainer.options import RunOptions
 from kitforge.trainer.resume import find_resume_checkpoint
@@ -133,6 +133,8 @@ def _default_callbacks(options: RunOptions, folder: Path, config: dict[str, Any]
     )
     if trainer.wandb is not None and is_first:
         chosen.append(WandbCallback(trainer.wandb, config))
+    if trainer.tensorboard and is_first:
+        chosen.append(TensorBoardCallback(folder / "tensorboard"))
     if trainer.progress and is_first:
         chosen.append(ProgressDisplay())
     if is_first:

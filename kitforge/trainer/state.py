@@ -32,6 +32,7 @@ SAVED_FIELDS = (
     "rollbacks",
     "best_value",
     "best_step",
+    "best_metrics",
     "last_eval_step",
     "result_step",
     "seconds",
@@ -56,6 +57,7 @@ class TrainingState:
     rollbacks: int = 0  # times that the run went back to the weights of a checkpoint
     best_value: float | None = None  # of trainer.metric_for_best
     best_step: int | None = None
+    best_metrics: dict[str, float | None] | None = None  # of the evaluation at best_step; None: not finite
     last_eval_step: int | None = None  # the step of the last evaluation
     is_consistent: bool = True  # False within a step, when weights and cursor may not belong together
     result_step: int | None = None  # the step whose weights are the result; None: the last one
@@ -91,7 +93,8 @@ class TrainingState:
         plain = checkpoint.state["training"]
         self.cursor = Cursor(**plain["cursor"])
         for name in SAVED_FIELDS:
-            setattr(self, name, plain[name])
+            # A checkpoint of an earlier version may lack a field.
+            setattr(self, name, plain.get(name, getattr(self, name)))
         self.log_accumulator = dict(plain["log_accumulator"])
         self._set_random_state(plain["random"])
 

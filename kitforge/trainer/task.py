@@ -70,6 +70,11 @@ class Task(Losses, ABC):
         """The metric that selects the best evaluation unless trainer.metric_for_best is set. Default: eval/loss."""
         return BestMetric(name="eval/loss", mode="min")
 
+    def data_sizes(self) -> dict[str, int]:
+        """What the data hold, for the start of a run, such as "rows", and the samples of a "batch" over all replicas.
+        Default: not known."""
+        return {}
+
     def progress_metrics(self) -> tuple[str, ...]:
         """Metrics of the progress line, as far as a step has them. Default: the loss."""
         return ("loss",)

@@ -53,6 +53,7 @@ FIXED = {
     "trainer.micro_batch_size": None,
     "trainer.progress": False,
     "trainer.profile": False,
+    "trainer.tensorboard": False,
     "trainer.wandb": None,
     "schedule.warmup_steps": None,
     "data.num_workers": 1,

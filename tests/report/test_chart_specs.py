@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,21 @@ def test_an_evaluation_of_a_policy_is_not_drawn_on_the_axis_of_its_training_loss
         "Training loss": ["training"],
         "Validation loss": ["validation"],
     }
+
+
+def test_bounds_and_baselines_are_lines_of_their_charts_in_the_order_of_k() -> None:
+    values = {"auc": 0.7, "best_auc": 0.8, "mrr": 0.1, "popularity_hr@10": 0.2, "unknown_share/user": 0.3}
+    evaluated = {f"eval/{name}": value for name, value in values.items()} | {
+        f"eval/hr@{k}": 0.4 for k in (10, 1, 20, 5)
+    }
+    found = charts([replace(run_of({"loss": 2.0}, evaluated), metric_for_best=("eval/hr@10", "max"))], ["run"])
+    lines = {chart.title: [(line.label, line.tone) for line in chart.lines] for chart in found}
+    assert list(lines) == ["Loss", "HR@10", "AUC", "HR@1", "HR@5", "HR@20", "MRR"]
+    assert lines["AUC"] == [("validation", 1), ("best possible", 2)]
+    assert lines["HR@10"] == [("popularity", 2), ("validation", 1)]
+    # Without its chart, a baseline has one of its own.
+    (alone,) = charts([run_of({}, {"eval/best_auc": 0.8})], ["run"])
+    assert alone.title == "Best possible AUC"
 
 
 def test_runs_side_by_side_have_their_own_colours_and_names() -> None:

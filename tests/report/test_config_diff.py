@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kitforge.report.config_diff import differences, options
+from kitforge.report.config_diff import differences, distinguishing, options
 
 
 def test_options_get_dotted_names() -> None:
@@ -30,3 +30,18 @@ def test_only_what_differs_is_listed() -> None:
 
 def test_comments_and_indentation_make_no_difference() -> None:
     assert differences(["# one\na:\n  b: 1\n", "---\na:\n    b: 1\n"]) == ({}, 1)
+
+
+def test_runs_are_named_by_what_tells_them_apart() -> None:
+    def config(family: str, rate: float, seed: int) -> str:
+        wide = "model:\n  family: " + family + f"\n  dims: {[len(family)] * 30}\n"
+        return f"{wide}tables:\n  learning_rate: {rate}\noutput_dir: runs/{family}{rate}{seed}\nseed: {seed}\n"
+
+    found = distinguishing([config("deepfm", 0.1, 1), config("dcn_v2", 0.1, 2), config("dcn_v2", 0.2, 3)])
+    assert found == [
+        "family deepfm, learning rate 0.1",
+        "family dcn_v2, learning rate 0.1",
+        "family dcn_v2, learning rate 0.2",
+    ]
+    assert distinguishing([config("deepfm", 0.1, 1), config("deepfm", 0.1, 2)]) == ["seed 1", "seed 2"]
+    assert distinguishing([config("deepfm", 0.1, 1)] * 2) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -212,6 +213,28 @@ def test_only_differences_of_configuration_are_shown_side_by_side() -> None:
 def test_runs_of_one_name_are_told_apart() -> None:
     runs = [record(folder=Path(folder)) for folder in ("a/run", "b/run", "b/run")]
     assert run_labels(runs) == ["a/run", "b/run (1)", "b/run (2)"]
+
+
+def test_runs_named_by_their_time_are_called_by_what_differs() -> None:
+    first, second = (f"20261127-235413-recommendation-{name}" for name in ("dcn_v2", "deepfm"))
+    runs = [
+        record(name=first, config_text="model:\n  family: dcn\nseed: 1\n"),
+        record(name=second, config_text="seed: 1\n"),
+    ]
+    assert run_labels(runs) == ["family dcn", "no family"]
+    assert all(f"<td>{name}</td>" in section(render(runs), "Final numbers") for name in (first, second))
+    assert run_labels(runs[:1]) == [first]
+
+
+def test_unknown_values_are_one_table_sorted_by_share_and_nothing_else() -> None:
+    shares = {"os": 0.0, "ip": 0.8, "site": 0.1234, "void": math.nan}
+    evaluated = {f"eval/unknown_share/{name}": Series(steps=(1,), values=(value,)) for name, value in shares.items()}
+    runs = [record(name="one", eval=evaluated), record(name="two")]
+    for page in (render(runs[:1]), render(runs)):
+        found = section(page, "Values that training never saw")
+        assert re.findall("<code>(.*?)</code>", found) == ["ip", "site"]
+        assert "<td>80.0%</td>" in found and "2 further features have none" in found
+        assert page.count("unknown") == 0
 
 
 def test_panels_of_a_kit_follow_the_curves() -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import errno
 import io
+import itertools
 import json
+import re
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from rich.console import Console
@@ -18,7 +21,8 @@ from kitforge.core.checkpoint import safetensors_file
 from kitforge.core.checkpoint.load import newest
 from kitforge.core.checkpoint.manifest import steps
 from kitforge.foundation.errors import CheckpointError, DependencyError
-from kitforge.trainer.callbacks import progress
+from kitforge.kits.rlhf.reinforcement.ppo import PolicyGradientTask
+from kitforge.trainer.callbacks import progress, report_page
 from kitforge.trainer.callbacks.callback import Callback, Event, RunContext
 from tests.patience import PATIENCE
 from tests.trainer import tiny
@@ -39,6 +43,34 @@ def test_a_terminal_shows_a_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert "step 6/6" in text
     assert "samples/s" in text
     assert "step 3  eval/loss 0.2500" in text
+
+
+TASKS: dict[str, tuple[str, ...]] = {
+    "text_generation": ("loss",),
+    "grpo": PolicyGradientTask.progress_metrics(cast(PolicyGradientTask, None)),
+}
+
+
+@pytest.mark.parametrize("metrics", TASKS.values(), ids=TASKS)
+def test_a_narrow_terminal_keeps_step_bar_clocks_and_the_first_figure(
+    monkeypatch: pytest.MonkeyPatch, metrics: tuple[str, ...]
+) -> None:
+    for width, max_steps in itertools.product((60, 70, 80, 100, 120, 160), (300, 20_000, 2_000_000)):
+        console = Console(file=io.StringIO(), force_terminal=True, width=width, color_system=None)
+        monkeypatch.setattr(progress, "console", console)
+        state = SimpleNamespace(cursor=SimpleNamespace(step=0), seconds=12.0)
+        run: Any = SimpleNamespace(max_steps=max_steps, state=state, progress_metrics=metrics)
+        display = progress.ProgressDisplay()
+        display.on_event(Event(kind="start"), run)
+        record = {"step": max_steps - 1, "learning_rate": 3e-4, "time/input_tokens_per_second": 17480.0}
+        record |= {"time/tokens_per_second": 12345.0} | dict.fromkeys(metrics, 15.9375)
+        display.on_event(Event(kind="log", record=record), run)
+        display.on_event(Event(kind="end"), run)
+        assert isinstance(console.file, io.StringIO)
+        line = console.file.getvalue().rpartition("\r")[2].rpartition("\x1b[2K")[2].splitlines()[0]
+        words = rf"step {max_steps - 1}/{max_steps} [━╸╺ ]{{4,}} +0:00:00 +(-:--:--|0:00:00) {metrics[0]} 15.9375"
+        assert re.match(words, line) and "…" not in line and len(line) <= width, line
+        assert width < 160 or "17,480 tokens/s" in line
 
 
 def test_elsewhere_a_few_plain_lines_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,6 +127,45 @@ def test_tracking_without_its_package_names_the_extra(tmp_path: Path, monkeypatc
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(DependencyError, match=r"pip install 'kitforge\[tracking\]'"):
         train(tmp_path, wandb="project")
+
+
+def test_tensorboard_gets_every_number_under_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard.writer", None)
+    with pytest.raises(DependencyError, match=r"pip install 'kitforge\[tracking\]'"):
+        train(tmp_path / "none", tensorboard=True)
+    written: list[tuple[object, ...]] = []
+
+    class SummaryWriter:
+        def __init__(self, folder: str, purge_step: int | None = None) -> None:
+            written.append((folder, purge_step))
+
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            written.append((name, value, step))
+
+        def flush(self) -> None:
+            pass
+
+        def close(self) -> None:
+            written.append(("closed",))
+
+    fake = SimpleNamespace(SummaryWriter=SummaryWriter)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard.writer", fake)
+    train(tmp_path / "run", Scripted(0.5), max_steps=1, tensorboard=True)
+    folder = str(tmp_path / "run" / "tensorboard")
+    (loss,) = (record["loss"] for record in tiny.records(tmp_path / "run", "train"))
+    assert [written[0], written[-1]] == [(folder, None), ("closed",)]
+    assert {("loss", loss, 1), ("eval/loss", 0.5, 1)} <= set(written)
+    train(tmp_path / "run", Scripted(0.25), "auto", max_steps=2, tensorboard=True, allow_config_changes=True)
+    assert (folder, 2) in written and ("eval/loss", 0.25, 2) in written
+
+
+def test_the_files_of_tensorboard_are_read_by_tensorboard(tmp_path: Path) -> None:
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    train(tmp_path, Scripted(0.5), max_steps=2, tensorboard=True)
+    found = events.EventAccumulator(str(tmp_path / "tensorboard"))
+    found.Reload()
+    assert [(each.step, each.value) for each in found.Scalars("eval/loss")] == [(2, 0.5)]
+    assert [each.step for each in found.Scalars("loss")] == [1, 2]
 
 
 def tracked(folder: Path) -> list[tuple[str, Any]]:
@@ -157,6 +228,30 @@ def test_samples_are_written_at_every_evaluation(tmp_path: Path, corpus: Path) -
         assert page["step"] == step
         assert [sample["prompt"] for sample in page["samples"]] == ["the ", "a "]
         assert all(sample["text"] is not None for sample in page["samples"])
+
+
+def test_a_report_is_written_while_it_trains_and_loads_itself_anew_only_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, pages = [0.0], dict[int, str]()
+    monkeypatch.setattr(report_page, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    class Clock(Callback):
+        def on_event(self, event: Event, run: RunContext) -> None:
+            page = tmp_path / f"by {run.options.eval_every}" / "report.html"
+            if event.kind == "step" and page.exists():
+                pages[run.state.cursor.step] = page.read_text(encoding="utf-8")
+                page.unlink()
+            if event.kind == "step":
+                now[0] += 11.0
+
+    # A step takes eleven seconds: a page comes with each evaluation, or after a minute.
+    train(tmp_path / "by 4", Scripted(3.0, 2.0, 1.0), max_steps=12, eval_every=4, callbacks=[Clock()])
+    assert list(pages) == [5, 9]
+    train(tmp_path / "by 12", Scripted(3.0), max_steps=12, eval_every=12, callbacks=[Clock()])
+    assert list(pages) == [5, 9, 7]
+    assert all('http-equiv="refresh"' in page for page in pages.values())
+    assert 'http-equiv="refresh"' not in (tmp_path / "by 12" / "report.html").read_text(encoding="utf-8")
 
 
 def test_a_report_is_written_at_the_end(tmp_path: Path) -> None:

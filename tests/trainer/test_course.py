@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +19,7 @@ from kitforge.core.checkpoint.shard_writer import Written
 from kitforge.core.checkpoint.snapshot import Snapshot
 from kitforge.core.optim.build import Optimizer
 from kitforge.core.optim.schedules import ScheduleConfig, lr_scale
+from kitforge.core.parallel.world import World
 from kitforge.foundation.errors import ConfigError, TrainingError
 from kitforge.foundation.types import Cursor, MicroBatch, Sums
 from tests.core.checkpoint.killed import child
@@ -52,6 +55,37 @@ def test_the_learning_rate_follows_the_schedule(tmp_path: Path, corpus: Path, na
     assert rates == pytest.approx([1e-2 * lr_scale(config, step, 6) for step in range(6)])
 
 
+def test_a_run_evaluates_about_ten_times_and_a_short_one_at_its_end(tmp_path: Path) -> None:
+    wanted = {25: [*range(2, 25, 2), 25], 9: [9]}
+    for num_steps, steps_of in wanted.items():
+        folder = tmp_path / str(num_steps)
+        train(folder, Scripted(*map(float, range(20))), max_steps=num_steps, checkpoint_every=None)
+        assert [record["step"] for record in tiny.records(folder, "eval")] == steps_of
+
+
+def test_a_run_begins_with_what_it_does(tmp_path: Path, corpus: Path) -> None:
+    tiny.run(tmp_path, corpus, {"trainer.micro_batch_size": 3, "trainer.max_steps": 2})
+    (event,) = (record for record in tiny.records(tmp_path, "event") if record["event"] == "run")
+    assert (event["metric_for_best"], event["metric_for_best_mode"]) == ("eval/loss", "min")
+    lines = dict(line.split(maxsplit=1) for line in event["message"].splitlines())
+    assert list(lines) == ["data", "length", "batch", "parameters", "device", "folder"]
+    assert re.fullmatch(r"[\d,]+ tokens, \d+ rows, \d+ evaluation rows", lines["data"])
+    assert lines["batch"] == "4 = micro-batch 3 x accumulation 2 x replicas 1"
+    assert re.fullmatch(r"([\d,]+) of \1 trained", lines["parameters"])
+    assert (lines["device"], lines["folder"]) == ("cpu, fp32", str(tmp_path))
+
+
+def test_frozen_parameters_are_counted_apart(tmp_path: Path) -> None:
+    class Frozen(Regression):
+        def build(self, world: World) -> nn.Module:
+            model = super().build(world)
+            model.append(nn.Linear(1, 2).requires_grad_(False))
+            return model.append(nn.Linear(2, 1))
+
+    train(tmp_path, Frozen(), max_steps=1)
+    assert "\nparameters  5 of 9 trained (55.56%)\n" in tiny.events(tmp_path, "run")[0]
+
+
 def test_a_plateau_lowers_the_learning_rate(tmp_path: Path, corpus: Path) -> None:
     choices = tiny.KINDS["a plateau"] | {"trainer.eval_every": 1, "schedule.warmup_steps": 0}
     tiny.run(tmp_path, corpus, choices)
@@ -68,6 +102,20 @@ def test_early_stopping_stops_and_gives_back_the_best_weights(tmp_path: Path) ->
     assert "eval/loss was best at step 2 with 3" in tiny.events(tmp_path, "stop")[0]
     best = dict(open_checkpoint(step_folder(tmp_path / "checkpoints", 2)).model())
     assert all(value.equal(best[name]) for name, value in run.model.state_dict().items())
+    assert run.metrics["eval/loss"] == 3.0
+    assert "weights of step 2" in tiny.events(tmp_path, "restore")[0]
+
+
+def test_the_figures_of_restored_weights_are_those_of_their_evaluation_even_where_they_are_nan(tmp_path: Path) -> None:
+    class Measured(Scripted):
+        def evaluate(self, model: nn.Module) -> dict[str, float]:
+            loss = next(self.losses)
+            return {"eval/loss": loss, "eval/auc": math.nan if loss == 3.0 else 0.5}
+
+    chosen = {"eval_every": 1, "early_stopping": 2, "max_steps": 9}
+    metrics = train(tmp_path, Measured(5.0, 3.0, 4.0, 3.5), **chosen).metrics
+    resumed = train(tmp_path, Measured(3.5), "auto", **chosen).metrics
+    assert [(each["eval/loss"], math.isnan(each["eval/auc"])) for each in (metrics, resumed)] == [(3.0, True)] * 2
 
 
 def test_the_weights_before_training_can_be_the_best(tmp_path: Path) -> None:

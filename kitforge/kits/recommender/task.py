@@ -92,8 +92,8 @@ class RecommendationTask(DatasetTask):
         rows = self._dataset.eval
         if rows is None or rows.num_rows == 0:
             return {}
-        batches = self._schedule.eval_shards(rows.num_rows)
-        metrics = self._objective.evaluate(cast(Recommender, model), rows, batches, self._world)
+        with self.shown(self._schedule.eval_shards(rows.num_rows)) as batches:
+            metrics = self._objective.evaluate(cast(Recommender, model), rows, batches, self._world)
         return {f"eval/{name}": value for name, value in metrics.items()}
 
     def state(self) -> dict[str, Any]:

@@ -19,10 +19,10 @@ from kitforge.kits.recommender.dataset import ClickDataset, StreamingDataset
 from kitforge.kits.recommender.features import UNKNOWN, FeatureEncoder, feature_keys, feature_tables, table_features
 from kitforge.kits.recommender.model import ReadOnlyTables, Recommender
 from kitforge.kits.recommender.schema import IdFeature
+from kitforge.report.summary import SHARES
 
 _log = logger(__name__)
 
-PREFIX = "unknown_share/"
 # Fewer values say nothing about the rows.
 _MIN_VALUES = 20
 _CHUNK_ROWS = 65_536
@@ -72,7 +72,7 @@ class UnknownValues:
             self.counts[name] = sum(part[name][0] for part in parts), sum(part[name][1] for part in parts)
         if world.rank == 0:
             self.warn("evaluation", warned)
-        return {f"{PREFIX}{name}": fraction for name, fraction in self.shares().items()}
+        return {f"{SHARES.removeprefix('eval/')}{name}": fraction for name, fraction in self.shares().items()}
 
     def warn(self, what: str, known: set[str]) -> None:
         """Log the features of which most values are unknown, but those in `known`, to which they are added."""

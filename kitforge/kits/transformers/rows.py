@@ -178,14 +178,15 @@ class ClassifierTask(RowTask, ABC):
         size = len(self._rows.labels)
         total, confusion = torch.zeros((), dtype=torch.float64), torch.zeros(size, size, dtype=torch.float64)
         several = torch.zeros(2 + 3 * size, dtype=torch.float64)
-        for micro_batch in self.shown(self.eval_micro_batches(model)):
-            logits, labels, weights = self.logits(model, micro_batch, None)
-            total += (losses_of(logits, labels) * weights).sum().double().cpu()
-            if labels.dim() == 2:
-                several += _counts_of(logits, labels, weights)
-                continue
-            pairs = (labels * size + logits.argmax(-1)).cpu()
-            confusion.view(-1).index_add_(0, pairs, weights.double().cpu())
+        with self.shown(self.eval_micro_batches(model)) as batches:
+            for micro_batch in batches:
+                logits, labels, weights = self.logits(model, micro_batch, None)
+                total += (losses_of(logits, labels) * weights).sum().double().cpu()
+                if labels.dim() == 2:
+                    several += _counts_of(logits, labels, weights)
+                    continue
+                pairs = (labels * size + logits.argmax(-1)).cpu()
+                confusion.view(-1).index_add_(0, pairs, weights.double().cpu())
         summed = self._world.sum({"sums": torch.cat([total.view(1), confusion.flatten(), several])})["sums"]
         confusion, several = summed[1 : -len(several)].view(confusion.shape), summed[-len(several) :]
         found = metrics_of(summed[0], confusion) if several[0] == 0 else _metrics_of_several(summed[0], several)
@@ -194,11 +195,12 @@ class ClassifierTask(RowTask, ABC):
     def _evaluate_numbers(self, model: nn.Module) -> dict[str, float]:
         """See `evaluate`."""
         sums = torch.zeros(7, len(self._rows.labels), dtype=torch.float64)
-        for micro_batch in self.shown(self.eval_micro_batches(model)):
-            logits, labels, weights = (each.double().cpu() for each in self.logits(model, micro_batch, None))
-            parts = [torch.ones_like(logits), (logits - labels).square(), logits, labels]
-            parts += [logits.square(), labels.square(), logits * labels]
-            sums += torch.stack([(each * weights.unsqueeze(1)).sum(0) for each in parts])
+        with self.shown(self.eval_micro_batches(model)) as batches:
+            for micro_batch in batches:
+                logits, labels, weights = (each.double().cpu() for each in self.logits(model, micro_batch, None))
+                parts = [torch.ones_like(logits), (logits - labels).square(), logits, labels]
+                parts += [logits.square(), labels.square(), logits * labels]
+                sums += torch.stack([(each * weights.unsqueeze(1)).sum(0) for each in parts])
         found = self._world.sum({"sums": sums})["sums"]
         error = float((found[1] / found[0]).mean())
         return {"eval/loss": error, "eval/mse": error, "eval/pearson": float(_correlations(found).mean())}

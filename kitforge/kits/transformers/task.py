@@ -51,6 +51,11 @@ class TextGenerationTask(DatasetTask):
         """Weight decay for matrices only: not for embeddings, the head, norms and biases."""
         return decay_groups(model.named_parameters(), weight_decay=weight_decay, no_decay=table_names(model))
 
+    def data_sizes(self) -> dict[str, int]:
+        """Rows, and the tokens of all of them."""
+        sizes = super().data_sizes()
+        return {"tokens": sizes["rows"] * self._options.data.sequence_length, **sizes}
+
     def num_steps(self, epochs: float) -> int | None:
         """Steps in that many passes over the rows; the last one may be smaller."""
         if self._corpus.stream is not None:

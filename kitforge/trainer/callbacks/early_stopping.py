@@ -23,6 +23,8 @@ class EarlyStopping(Callback):
             self._num_without_improvement = (
                 0 if run.state.best_step == run.state.cursor.step else self._num_without_improvement + 1
             )
+        # A run that is resumed with more patience goes on, and its last weights may be the result.
+        run.state.result_step = None
         if self._num_without_improvement >= self.patience:
             run.state.result_step = run.state.best_step
             name, step, value = run.options.metric_for_best, run.state.best_step, run.state.best_value

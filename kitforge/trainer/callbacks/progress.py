@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from typing import Any, final
 
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from kitforge.foundation.log import console
+from kitforge.report.summary import metric_words
 from kitforge.trainer.callbacks.callback import Callback, Event, RunContext
 
 SECONDS_BETWEEN_LINES = 10.0
+# Columns of the bar; it is shorter only where the first figure would not fit.
+_SHORTEST_BAR = 10
 
 
 @final
@@ -20,7 +24,7 @@ class ProgressDisplay(Callback):
     """A progress bar with `progress_metrics`, learning rate and throughput; events and evaluations above it."""
 
     def __init__(self) -> None:
-        self._bar: Progress | None = None
+        self._progress: Progress | None = None
         self._task: TaskID | None = None
         self._last_line = 0.0
 
@@ -32,38 +36,51 @@ class ProgressDisplay(Callback):
             self._show_log(event, run)
         elif event.kind == "evaluate":
             metrics = {name: value for name, value in event.record.items() if name.startswith("eval/")}
-            words = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+            words = "  ".join(f"{name} {value}" for name, value in metric_words(metrics, run.options.metric_for_best))
             console.print(f"step {event.record['step']}  {words}", markup=False, highlight=False, soft_wrap=True)
         elif event.kind == "note":
-            message = f"{event.record['event']}: {event.record['message']}"
-            console.print(message, markup=False, highlight=False, style="yellow")
-        elif event.kind == "end" and self._bar is not None:
-            self._bar.stop()
+            name, message = event.record["event"], event.record["message"]
+            words = message if name == "run" else f"{name}: {message}"
+            style = None if name == "run" else "yellow"
+            console.print(words, markup=False, highlight=False, style=style, soft_wrap=name == "run")
+        elif event.kind == "end" and self._progress is not None:
+            self._progress.stop()
 
     def _start(self, run: RunContext) -> None:
         columns = (
             TextColumn("step {task.completed}/{task.total}"),
             BarColumn(),
-            TextColumn("{task.description}"),
             TimeElapsedColumn(),
             TimeRemainingColumn(),
+            TextColumn("{task.description}", markup=False),
         )
-        self._bar = Progress(*columns, console=console)
-        self._task = self._bar.add_task("", total=run.max_steps, completed=run.state.cursor.step)
-        self._bar.start()
+        self._progress = Progress(*columns, console=console)
+        self._task = self._progress.add_task("", total=run.max_steps, completed=run.state.cursor.step)
+        self._progress.start()
 
     def _show_log(self, event: Event, run: RunContext) -> None:
         record = event.record
         figures = [f"{name} {record[name]:.4f}" for name in run.progress_metrics if name in record]
-        rate = f"lr {record.get('learning_rate', math.nan):.2e}"
-        words = "  ".join([*figures, rate, _throughput(record)])
-        if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=record["step"], description=words)
+        figures += [f"lr {record.get('learning_rate', math.nan):.2e}", _throughput(record)]
+        words = "  ".join(figures)
+        if self._progress is not None and self._task is not None:
+            # Two clocks of "0:00:00", or "1 day, 0:00:00", and a space beside each column.
+            clock = max(8, len(str(timedelta(seconds=int(run.state.seconds)))))
+            free = console.width - len(f"step {run.max_steps}/{run.max_steps}") - 2 * clock - 4
+            words = fitting(figures, free - _SHORTEST_BAR)
+            self._progress.update(self._task, completed=record["step"], description=words)
         elif time.monotonic() - self._last_line >= SECONDS_BETWEEN_LINES or record["step"] == run.max_steps:
             self._last_line = time.monotonic()
             console.print(
                 f"step {record['step']}/{run.max_steps}  {words}", markup=False, highlight=False, soft_wrap=True
             )
+
+
+def fitting(figures: Sequence[str], width: int) -> str:
+    """The figures, the most important one first, as far as they fit; the first one always."""
+    while len(figures) > 1 and len("  ".join(figures)) > width:
+        figures = figures[:-1]
+    return "  ".join(figures)
 
 
 def _throughput(record: Mapping[str, Any]) -> str:

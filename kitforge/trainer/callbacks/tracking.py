@@ -1,7 +1,9 @@
-"""Logs metrics to Weights & Biases; with WANDB_MODE=offline nothing leaves the machine."""
+"""Logs metrics to Weights & Biases, where with WANDB_MODE=offline nothing leaves the machine, and to TensorBoard."""
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
 from typing import Any, final
 
 from kitforge.foundation.errors import DependencyError
@@ -34,3 +36,29 @@ class WandbCallback(Callback):
             self._wandb.log({event.record["name"]: table}, step=run.state.cursor.step)
         elif event.kind == "end":
             self._wandb.finish()
+
+
+@final
+class TensorBoardCallback(Callback):
+    """Writes every number under its own step into `folder`, for `tensorboard --logdir`."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            from torch.utils.tensorboard.writer import SummaryWriter
+        except ImportError as error:
+            raise DependencyError("tensorboard", needed_for="option trainer.tensorboard", extra="tracking") from error
+        self._open = partial(SummaryWriter, str(folder))
+        self._writer: SummaryWriter | None = None
+
+    def on_event(self, event: Event, run: RunContext) -> None:
+        """Start, log, finish. A resumed run hides what was written after its checkpoint."""
+        step = run.state.cursor.step
+        if event.kind == "start":
+            self._writer = self._open(purge_step=step + 1 if step else None)
+        elif self._writer is not None and event.kind in ("log", "evaluate"):
+            for name, value in event.record.items():
+                if isinstance(value, (int, float)) and name != "step":
+                    self._writer.add_scalar(name, value, step)
+            self._writer.flush()
+        elif self._writer is not None and event.kind == "end":
+            self._writer.close()

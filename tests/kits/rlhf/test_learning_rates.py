@@ -75,7 +75,8 @@ def test_a_network_in_memory_is_weights_too(tmp_path: Path) -> None:
     trainer = Trainer("dpo", runs.network(), runs.PAIRS, **given)
     assert trainer.options.optimizer.learning_rate == 1e-6 and trainer.options.starts_from_weights
     made = trainer.train()
-    assert tiny.events(tmp_path / "run", "batches") == ["starts from weights: learning rate 1e-06, weight decay 0"]
+    (told,) = tiny.events(tmp_path / "run", "run")
+    assert "\nlearning    starts from weights: learning rate 1e-06, weight decay 0\n" in told
     assert Trainer("sft", made, options=SHORT).options.optimizer.learning_rate == 2e-5
     fresh = Trainer("sft", "llama_tiny", runs.DEMONSTRATIONS, options=SHORT, output_dir=tmp_path / "tuned")
     assert fresh.options.optimizer.learning_rate == 6e-4 and not fresh.options.starts_from_weights

@@ -322,9 +322,7 @@ class PolicyGradientTask(Task):
         chosen = self._options.rl.eval
         metrics = compute_experience(rollouts, rl_evaluation_options(self._options), 0.0, self._rows.pad_id).metrics
         kept = {
-            name: value
-            for name, value in metrics.items()
-            if name in EVAL_METRICS or name.startswith(EVAL_METRIC_PREFIXES)
+            name: metrics[name] for name in metrics if name in EVAL_METRICS or name.startswith(EVAL_METRIC_PREFIXES)
         }
         if chosen.temperature not in (None, self._options.rollout.temperature):
             # Samples of another temperature do not estimate the KL of the trained policy.
@@ -347,6 +345,10 @@ class PolicyGradientTask(Task):
     def parameter_groups(self, model: nn.Module, weight_decay: float) -> list[ParameterGroup]:
         """Matrices decay; embeddings, heads, norms and biases do not."""
         return actor_critic_groups(model, weight_decay, self._options.critic)
+
+    def data_sizes(self) -> dict[str, int]:
+        """Prompts."""
+        return {"prompts": len(self._rows.train), "evaluation prompts": len(self._rows.eval)}
 
     def num_steps(self, epochs: float) -> int | None:
         """Updates in that many passes over the prompts."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
+from threading import current_thread, main_thread
 from typing import Any, TypeAlias, final
 
 import torch
@@ -16,6 +17,7 @@ from kitforge.data.chat.datasets import PromptExample
 from kitforge.data.schedule import shuffled_indices
 from kitforge.data.text.packing import IGNORED
 from kitforge.data.tokenizers.loading import Tokenizer
+from kitforge.foundation.progress import show_progress
 from kitforge.inference.engine import Engine
 from kitforge.inference.text_engine import InferenceOptions
 from kitforge.kits.rlhf.batching import forward_batches
@@ -233,7 +235,10 @@ class RolloutCollector:
         if not own:
             return []
         options, runner = self._options, self._roles.environment_runner
-        with torch.no_grad(), autocast(self._world.device, options.precision):
+        # Rollouts of a thread run beside the steps, whose bar moves.
+        is_shown = options.trainer.progress and self._world.rank == 0 and current_thread() is main_thread()
+        bar = show_progress(f"completing {len(own)} prompts", enabled=is_shown)
+        with torch.no_grad(), autocast(self._world.device, options.precision), bar:
             # A new engine each time: the KV cache of older weights is useless.
             engine = Engine(policy, options.rollout.engine, stop_ids=self._roles.eos_ids)
             run = partial(generate_rollouts, tokenizer=self._roles.tokenizer) if runner is None else runner.run

@@ -211,8 +211,8 @@ def test_micro_batches_are_cut_by_tokens(tmp_path: Path) -> None:
     assert sum(len(each["tokens"]) for each in step) == 8
     runs.finish(assembly)
     words = "rollout batch: 8 prompts x 1 = 8 completions; 1 epochs x 1 minibatches = 1 updates of 8 completions"
-    (told,) = tiny.events(tmp_path, "batches")
-    assert told.startswith(f"{words}, at most 32 tokens per micro-batch; starts from weights: learning rate 0.01")
+    (told,) = tiny.events(tmp_path, "run")
+    assert f"{words}, at most 32 tokens per micro-batch; starts from weights: learning rate 0.01" in told
 
 
 def shared_tree(context: Context) -> PrefixTree | None:

@@ -1,0 +1,50 @@
+"""What a run is about to do, in a few lines: its data, length, batch, parameters, device and folder."""
+
+from __future__ import annotations
+
+import math
+
+from kitforge.trainer.callbacks.callback import RunContext
+from kitforge.trainer.options import RunOptions
+from kitforge.trainer.task import Task
+
+
+def describe_run(run: RunContext, task: Task, options: RunOptions) -> str:
+    """One line for each, such as "data  1,200 rows, 300 evaluation rows"."""
+    sizes = task.data_sizes()
+    batch = sizes.pop("batch", None)
+    lines = {
+        "data": ", ".join(f"{count:,} {name}" for name, count in sizes.items() if count),
+        "length": _length(run, task, options),
+        "batch": "" if batch is None else _batch(run, batch),
+        "parameters": _parameters(run),
+        "learning": options.summary or "",
+        "device": f"{run.world.device}, {options.precision}",
+        "folder": str(run.folder or ""),
+    }
+    return "\n".join(f"{name:<12}{line}" for name, line in lines.items() if line)
+
+
+def _length(run: RunContext, task: Task, options: RunOptions) -> str:
+    steps, per_epoch = run.max_steps, task.num_steps(1.0)
+    epochs = f", {steps / per_epoch:.3g} epochs of {per_epoch:,}" if per_epoch else ""
+    is_default = options.trainer.max_steps is None and options.trainer.epochs is None
+    return f"{steps:,} steps{epochs}" + ("; trainer.epochs=1 is one pass over the data" if is_default else "")
+
+
+def _batch(run: RunContext, size: int) -> str:
+    """A micro-batch, times those that are accumulated, times the replicas."""
+    replicas = run.world.num_replicas
+    part = math.ceil(size / replicas)
+    micro = min(run.options.micro_batch_size or part, part)
+    return f"{size:,} = micro-batch {micro:,} x accumulation {math.ceil(part / micro):,} x replicas {replicas:,}"
+
+
+def _parameters(run: RunContext) -> str:
+    """Sizes of whole tensors, also where this rank has a shard."""
+    layouts = run.state.parallel.layouts
+    sizes = {name: math.prod(layouts[name].shape) for name in run.state.parallel.dtypes}
+    frozen = sum(sizes.get(name, 0) for name, each in run.model.named_parameters() if not each.requires_grad)
+    every = sum(sizes.values())
+    trained = f"{every - frozen:,} of {every:,} trained" + (f" ({1 - frozen / every:.2%})" if frozen else "")
+    return trained + ("; the rows of embedding tables come besides" if run.state.tables() else "")
