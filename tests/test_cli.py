@@ -631,7 +631,7 @@ def test_a_package_that_is_not_here_is_named_with_its_extra(monkeypatch: pytest.
         (["evaluate", "checkpoint=corpse"], ["no such folder", "got:      corpse", "do:       check the name"]),
         (["predict", "checkpoint=nope", "data.eval=corpus.txt"], ["no such folder", "got:      nope"]),
         (["models", "fetch", "qwen"], ["expected: smollm2", "need no fetch: checkpoint=OWNER/NAME"]),
-        (["train", "run/config.yaml"], ["expected: name=value", "copy it to configs/recipe/NAME.yaml"]),
+        (["train", "corpus"], ["expected: name=value"]),
         (["generate", "checkpoint=RUN", "prompt="], ["empty"]),
         (["generate", "checkpoint=RUN", "prompt=x", "inference.max_new_tokens=5000"], ["5001", "max_length=512"]),
         (["generate", "checkpoint=llama_tiny", "prompt=x"], ["without weights"]),

@@ -162,7 +162,6 @@ def test_an_unknown_option_names_the_nearest(name: str, nearest: str) -> None:
         ("grpo", "beta", "here it is 'kl.coef'"),
         ("text_generation", "per_device_train_batch_size", "'data.batch_size' and 'trainer.micro_batch_size'"),
         ("text_generation", "report_to", "here it is 'trainer.wandb'"),
-        ("text_generation", "trainer.tensorboard", "here it is 'trainer.wandb'"),
         ("text_generation", "config", "here it is 'recipe'"),
         ("text_generation", "data.negatives.num_negatives", "add task=recommendation"),
         ("dpo", "loss_type", "here it is 'preference.loss'"),

@@ -21,6 +21,7 @@ from kitforge.core.checkpoint import safetensors_file
 from kitforge.core.checkpoint.load import newest
 from kitforge.core.checkpoint.manifest import steps
 from kitforge.foundation.errors import CheckpointError, DependencyError
+from kitforge.foundation.files import mark_own
 from kitforge.kits.rlhf.reinforcement.ppo import PolicyGradientTask
 from kitforge.trainer.callbacks import progress, report_page
 from kitforge.trainer.callbacks.callback import Callback, Event, RunContext
@@ -105,6 +106,7 @@ def test_metrics_are_cut_back_to_the_checkpoint_and_a_torn_line_is_dropped(tmp_p
 
 def test_a_fresh_start_in_a_folder_without_checkpoints_begins_its_metrics_anew(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"kind": "eval", "step": 0, "eval/loss": 1.0}\n', encoding="utf-8")
+    mark_own(tmp_path, "train")
     train(tmp_path, resume="auto")
     assert [record["step"] for record in tiny.records(tmp_path)] == [1, 2, 3, 4, 5, 6]
 
