@@ -176,12 +176,8 @@ def evaluated_by(run: RunRecord) -> tuple[str, Goal] | None:
     if run.metric_for_best is not None and run.metric_for_best[0] in known:
         name, mode = run.metric_for_best
         return name, "lower" if mode == "min" else "higher"
-    rank = min(
-        (name for name in known if known[name]),
-        key=lambda name: (name != "eval/reward", name != "eval/loss", name),
-        default=None,
-    )
-    return None if rank is None else (rank, known[rank])
+    ranked = sorted(known, key=lambda name: (name != "eval/reward", name != "eval/loss", name))
+    return next(((name, known[name]) for name in ranked if known[name]), None)
 
 
 def num_steps(run: RunRecord) -> int:

@@ -269,15 +269,11 @@ class RecommendationOptions(RunOptions):
 
     @property
     def summary(self) -> str | None:
-        """Epochs, batch size and learning rates of the run, as logged at its start."""
-        epochs, wide = self.trainer.epochs, self.tables.wide.learning_rate
-        length = (
-            "" if epochs is None else f"{epochs:g} {'pass' if epochs == 1 else 'passes'} over the training rows in "
-        )
+        """The learning rates of the run, as logged at its start."""
+        wide = self.tables.wide.learning_rate
         rates = f"learning rates: {self.optimizer.learning_rate:.3g}"
         rates += "" if self.tables.deep.learning_rate is None else f", vectors {self.tables.deep.learning_rate:.3g}"
-        rates += "" if wide is None else f", wide weights {wide:.3g}"
-        return f"{length}batches of {self.data.step_size}; {rates}"
+        return rates + ("" if wide is None else f", wide weights {wide:.3g}")
 
 
 def with_size_defaults(options: RecommendationOptions, num_rows: int | None, family: str) -> RecommendationOptions:

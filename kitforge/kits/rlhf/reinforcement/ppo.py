@@ -321,9 +321,7 @@ class PolicyGradientTask(Task):
         rollouts = self.eval_rollouts = self._collector.collect("evaluation", model, num_prompts)
         chosen = self._options.rl.eval
         metrics = compute_experience(rollouts, rl_evaluation_options(self._options), 0.0, self._rows.pad_id).metrics
-        kept = {
-            name: metrics[name] for name in metrics if name in EVAL_METRICS or name.startswith(EVAL_METRIC_PREFIXES)
-        }
+        kept = {key: metrics[key] for key in metrics if key in EVAL_METRICS or key.startswith(EVAL_METRIC_PREFIXES)}
         if chosen.temperature not in (None, self._options.rollout.temperature):
             # Samples of another temperature do not estimate the KL of the trained policy.
             kept.pop("kl", None)
