@@ -18,7 +18,7 @@ _HELP = "/reset clears the conversation; /quit or Ctrl-D ends it; Ctrl-C stops a
 def chat(chosen: Invocation) -> int:
     """Read lines and reply to each, with the conversation as context."""
     kit, options = chosen.kit, chosen.options
-    require("a chat", chosen.values, {"checkpoint": "RUN"})
+    require("a chat", options, {"checkpoint": "RUN"})
     model = load_model(options.checkpoint, options.device, kit.load_dtype(options))
     opened = cast(TextGenerationPipeline, kit.open_pipeline(model, load_processor(options.checkpoint), options))
     messages: list[dict[str, str]] = []

@@ -48,10 +48,10 @@ def imported(name: str) -> Any:
     return getattr(import_module(f"kitforge.{module}"), function)
 
 
-def require(verb: str, values: Mapping[str, Any], examples: Mapping[str, str]) -> None:
+def require(verb: str, options: Any, examples: Mapping[str, str]) -> None:
     """Raise ConfigError, with an example of each, for options that a verb needs and that have no value."""
-    missing = [f"{name}={example}" for name, example in examples.items() if values.get(name) is None]
+    missing = [f"{name}={example}" for name, example in examples.items() if getattr(options, name, None) is None]
     if missing:
-        given = [f"{name}={values[name]}" for name in examples if values.get(name) is not None]
+        given = [f"{name}={getattr(options, name)}" for name in examples if getattr(options, name, None) is not None]
         got, needed = " ".join(given) or "no such option", "=, ".join(examples)
         raise ConfigError(f"{verb} needs {needed}=", got=got, fix=f"add {' '.join(missing)}")

@@ -17,7 +17,7 @@ def export(chosen: Invocation) -> int:
     if chosen.values.get("format") in ("onnx", "torch_export"):
         say(f"wrote {', '.join(map(str, chosen.kit.export_program(chosen.options)))}")
         return 0
-    require("export", chosen.values, {"checkpoint": "RUN", "output_dir": "FOLDER"})
+    require("export", chosen.options, {"checkpoint": "RUN", "output_dir": "FOLDER"})
     source, target = chosen.values["checkpoint"], chosen.values["output_dir"]
     path = Path(target)
     if chosen.values.get("format") == "gguf" and path.suffix != GGUF_SUFFIX:

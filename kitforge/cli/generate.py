@@ -23,7 +23,7 @@ def generate(chosen: Invocation) -> int:
     if options.output is not None:
         say(f"wrote {kit.predict_file(options, load_model)}")
         return 0
-    require("generation", chosen.values, {"checkpoint": "RUN", "prompt": '"Once upon a time"'})
+    require("generation", options, {"checkpoint": "RUN", "prompt": '"Once upon a time"'})
     model = load_model(options.checkpoint, options.device, kit.load_dtype(options))
     opened = kit.open_pipeline(model, load_processor(options.checkpoint), options)
     prompts = [options.prompt] if isinstance(options.prompt, str) else options.prompt

@@ -24,7 +24,7 @@ def compose_serve(task: str, choices: Mapping[str, Any]) -> Composition:
 def serve(chosen: Invocation) -> int:
     """Serve a run over HTTP until interrupted."""
     kit, options = chosen.kit, chosen.options
-    require("serving", chosen.values, {"checkpoint": "RUN"})
+    require("serving", options, {"checkpoint": "RUN"})
     tokenizer = load_processor(options.checkpoint)
     model = load_model(options.checkpoint, options.device, kit.load_dtype(options))
     service = kit.open_service(model, tokenizer, Path(options.checkpoint).resolve().name, options)

@@ -28,11 +28,13 @@ from typing import Any
 import torch
 
 # What a run and a script of the pages would import.
-import kitforge.cli.main
+import kitforge.cli.options_help
 import kitforge.inference.pipeline
 import kitforge.kits.recommender.build
 import kitforge.kits.rlhf.build
 import kitforge.kits.transformers.build
+from kitforge.cli.command import imported
+from kitforge.cli.main import COMMANDS
 from kitforge.composition import compose_config
 from kitforge.core.kernels.linear.numba import linear
 from kitforge.data import standard_library
@@ -40,6 +42,9 @@ from kitforge.data.tables.synthetic_clicks import SyntheticClicks, SyntheticClic
 from kitforge.trainer import loop
 
 __all__ = ["kitforge", "shorten"]
+for verb in COMMANDS.values():
+    for function in filter(None, (verb.compose, verb.run, verb.run_plain)):
+        imported(function)
 SHORT_STEPS, MOST_STEPS = 5, 20
 # Set in the environment of what may end before its last step; elsewhere a long run is an error.
 MAY_SHORTEN = "KITFORGE_TEST_MAY_SHORTEN"
