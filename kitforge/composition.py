@@ -96,7 +96,7 @@ def compose(
                 changed = presets_of_all | {"optimizer": fine_tuning.optimizer + lora}
                 values, _ = _composed(task, changed, single, option_sections, file.values)
                 followed = read_yaml(presets("optimizer")[fine_tuning.optimizer + lora])
-                _follow_learning_rate(values, followed, file.values)
+                _follow_learning_rate(values, followed, {*dotted(file.plain), *single})
             values["model"] = {}
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError("the configuration cannot be composed", got=_first_line(error)) from None
@@ -158,11 +158,13 @@ def _recipe_path(name: Any) -> Path | None:
     return path
 
 
-def _follow_learning_rate(values: dict[str, Any], preset: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+def _follow_learning_rate(values: dict[str, Any], preset: Mapping[str, Any], given: Collection[str]) -> None:
     """If the learning rate differs from the preset's, drop the preset's further rates (such as the critic's), which
     belong to it, unless they are `given`."""
-    further = [name for name in preset if name not in ("optimizer", *given) and "optimizer" in preset]
+    further = [name for name in preset if name != "optimizer" and "optimizer" in preset]
     for name in further:
+        if f"{name}.learning_rate" in given:
+            continue
         is_own = values[name]["learning_rate"] == preset[name]["learning_rate"]
         if is_own and values["optimizer"]["learning_rate"] != preset["optimizer"]["learning_rate"]:
             values[name]["learning_rate"] = None

@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import Any, cast, final
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -32,6 +32,11 @@ class RecipeFile:
     presets: dict[str, str]
     values: DictConfig
 
+    @property
+    def plain(self) -> dict[str, Any]:
+        """The values, with references as they are written: what they refer to may lie in a preset."""
+        return cast(dict[str, Any], OmegaConf.to_container(self.values, resolve=False))
+
 
 def needs_hydra(path: Path) -> bool:
     """Whether Hydra composes the recipe, of all that it finds."""
@@ -50,11 +55,12 @@ def read_recipe(path: Path, typed: Collection[str]) -> RecipeFile:
         elif group != "_self_":
             expected = "entries `override /GROUP: PRESET`"
             raise ConfigError(f"the defaults of {path} cannot be used", got=entry, expected=expected)
-    folder = values.get("output_dir")
+    read = RecipeFile(presets=chosen, values=values)
+    folder = read.plain.get("output_dir")
     if isinstance(folder, str) and Path(folder).resolve() == path.resolve().parent and "resume" not in typed:
         values.output_dir = None
         values.resume = None if values.get("resume") == "auto" else values.get("resume")
-    return RecipeFile(presets=chosen, values=values)
+    return read
 
 
 def read_yaml(path: Path) -> Any:

@@ -452,3 +452,16 @@ def test_the_record_of_a_run_leaves_the_folder_of_that_run(here: Path) -> None:
     assert [values(recipe=name)["output_dir"] for name in (record, copy)] == [None, "runs/x"]
     assert values(recipe=record)["resume"] is None
     assert values(recipe=record, resume="auto")["output_dir"] == "runs/x"
+
+
+def test_a_file_refers_to_what_a_preset_says(here: Path) -> None:
+    write("night.yaml", "output_dir: runs/lr-${optimizer.learning_rate}\n")
+    assert values(recipe="night.yaml", optimizer__learning_rate=0.5)["output_dir"] == "runs/lr-0.5"
+
+
+def test_a_rate_that_is_given_follows_no_other_although_it_is_that_of_the_preset(here: Path) -> None:
+    Path("home").mkdir()
+    rates = {"optimizer.learning_rate": 3e-4, "critic.learning_rate": 1e-5}
+    write("critic.yaml", to_yaml({"task": "ppo", "checkpoint": "home", **nested(rates)}))
+    for choices in ({"recipe": "critic.yaml"}, {"checkpoint": "home", **rates}):
+        assert compose_config("ppo", choices).values["critic"]["learning_rate"] == 1e-5
