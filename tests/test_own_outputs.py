@@ -12,6 +12,8 @@ from kitforge.api import load_model, load_processor
 from kitforge.cli import main as cli
 from kitforge.foundation.errors import ConfigError, KitforgeError
 from kitforge.kits.recommender.build import TASKS
+from kitforge.kits.recommender.describe import describe_table
+from kitforge.kits.recommender.schema import read_schema
 from tests.small_run import ARGUMENTS, TEXT, WITHOUT_MODEL
 
 NO_MODEL = [f"{name}={value}" for name, value in WITHOUT_MODEL.items()]
@@ -33,6 +35,7 @@ COMMANDS = {
     "predict": ["predict", "checkpoint=BARD", "data.eval=prompts.jsonl", "output=theirs/answers.jsonl"],
     "resume a prediction": ["predict", "checkpoint=BARD", "data.eval=prompts.jsonl", "output=theirs/more.jsonl"],
     "score": ["predict", "checkpoint=CLICKS", "data.eval=clicks.csv", "output=theirs/scores.csv"],
+    "inspect": ["inspect", "clicks.csv", "output=theirs/config.yaml"],
     "report": ["report", "theirs"],
     "compare": ["report", "theirs", "BARD"],
     "demo": ["demo", "theirs"],
@@ -135,3 +138,18 @@ def test_the_server_takes_the_rows_of_the_training_file(clicks: Path) -> None:
     service = kit.open_service(load_model(clicks, "cpu"), load_processor(clicks), "run", options)
     row = {"id": "0" * 32, "shop": "a", "label": 1}
     assert service.row_reader.read({"rows": [row]}) is not None
+
+
+def test_the_proposed_schema_is_written_and_read(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [f"same,{row % 7},{row % 2}" for row in range(60)]
+    Path("table.csv").write_text("\n".join(["site,item,click", *lines]))
+    assert cli.run(["inspect", "table.csv", "output=schema.yaml"]) == 0
+    assert "wrote schema.yaml" in capsys.readouterr().out
+    first = Path("schema.yaml").read_text()
+    assert cli.run(["inspect", "data.train=table.csv", "output=schema.yaml", "overwrite=true"]) == 0
+    assert Path("schema.yaml").read_text() == first
+    assert cli.run(["config", "task=recommendation", "data.train=table.csv", "data.schema=schema.yaml"]) == 0
+    schema = read_schema("schema.yaml")
+    assert schema == describe_table("table.csv").schema and "site" in schema.left_out
+    with pytest.raises(ConfigError, match="no schema to write"):
+        cli.run(["inspect", "data.train=corpus.txt", "task=sft", "output=other.yaml"])

@@ -85,6 +85,7 @@ COMMANDS = {
             "TABLE or data.train=TABLE            describes the columns and infers a schema",
             "data.train=ROWS [checkpoint=FOLDER]  shows which tokens an RLHF task learns",
             "task=TASK                            recommendation for a table, else an RLHF task",
+            "output=schema.yaml                   writes the schema, for data.schema",
         ),
         run_plain="cli.inspect:inspect",
     ),

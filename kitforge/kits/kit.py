@@ -268,8 +268,8 @@ class Kit(ABC, Generic[OptionsT, ProcessorT]):
         """All options, with the defaults of the model unless a checkpoint brings it."""
         return to_dict(options)
 
-    def describe_data(self, spec: object) -> RenderableType:
-        """What a file of rows holds, for a terminal."""
+    def describe_data(self, spec: object, schema_file: Path | None = None) -> RenderableType:
+        """What a file of rows holds, for a terminal; its proposed schema goes to `schema_file`."""
         raise self._unsupported("describes no data")
 
     def inspect_rows(self, options: OptionsT) -> Iterator[str]:

@@ -22,7 +22,7 @@ from kitforge.data.tables.source import open_table
 from kitforge.foundation.config import check, to_dict
 from kitforge.foundation.dtype import LoadDtype
 from kitforge.foundation.errors import ConfigError, ModelError
-from kitforge.foundation.files import check_own, mark_own
+from kitforge.foundation.files import check_own, mark_own, write_text
 from kitforge.foundation.log import logger
 from kitforge.foundation.progress import show_progress
 from kitforge.kits.batch_predict import prediction_files
@@ -55,7 +55,14 @@ from kitforge.kits.recommender.features import FeatureEncoder
 from kitforge.kits.recommender.model import Recommender, sample_shape
 from kitforge.kits.recommender.negatives import with_user
 from kitforge.kits.recommender.pipeline import RecommendationPipeline
-from kitforge.kits.recommender.schema import FeatureSchema, read_schema, with_length, with_own_items, with_rare_values
+from kitforge.kits.recommender.schema import (
+    FeatureSchema,
+    read_schema,
+    schema_yaml,
+    with_length,
+    with_own_items,
+    with_rare_values,
+)
 from kitforge.kits.recommender.sequential_objective import NUM_HELD_OUT
 from kitforge.kits.recommender.server.app import new_app
 from kitforge.kits.recommender.server.service import RecommenderService
@@ -259,9 +266,12 @@ class Recommendation(Kit[RecommendationOptions, FeatureEncoder]):
                 rows.append(row | {"tower": " ".join(map(str, hidden)) or f"{config.num_layers} blocks"})
         return rows
 
-    def describe_data(self, spec: object) -> RenderableType:
-        """What a table holds, for a terminal."""
-        return render_description(describe_table(spec))
+    def describe_data(self, spec: object, schema_file: Path | None = None) -> RenderableType:
+        """What a table holds, for a terminal; its proposed schema goes to `schema_file`."""
+        described = describe_table(spec)
+        if schema_file is not None:
+            write_text(schema_file, schema_yaml(described.schema, has_left_out=True))
+        return render_description(described)
 
     def next_steps(self, folder: Path) -> list[str]:
         """Commands to try after a run."""

@@ -222,24 +222,24 @@ def _with_items(values: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**values, "sequences": {events["item"]: {"encoding": "vocabulary"}}}
 
 
-def schema_yaml(schema: FeatureSchema) -> str:
+def schema_yaml(schema: FeatureSchema, *, has_left_out: bool = False) -> str:
     """The schema as YAML, without defaults."""
-    return to_yaml({"schema": _non_default(replace(schema, left_out={}))})
+    return to_yaml({"schema": _non_default(schema if has_left_out else replace(schema, left_out={}))})
 
 
-def _non_default(config: Any) -> dict[str, Any]:
+def _non_default(config: Any) -> Any:
+    if not is_dataclass(config):
+        return config
     values: dict[str, Any] = {}
     for field_ in fields(config):
         value = getattr(config, field_.name)
-        if is_dataclass(value):
-            values[field_.name] = _non_default(value)
-        elif isinstance(value, dict):
+        if isinstance(value, dict):
             # Quoted, so that YAML reads every name as text.
             values |= (
                 {field_.name: {json.dumps(name): _non_default(item) for name, item in value.items()}} if value else {}
             )
         elif value != field_.default:
-            values[field_.name] = value
+            values[field_.name] = _non_default(value)
     return values
 
 
