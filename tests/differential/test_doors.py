@@ -1,10 +1,10 @@
 """The doors of one trained recommender: every container of a drawn request has the same scores in the pipeline, in a
-file of predictions and over HTTP, and evaluation has the metrics of scikit-learn."""
+file of predictions and over HTTP, evaluation has scikit-learn's metrics of them, and a misspelled column is told."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -207,3 +207,50 @@ def test_evaluation_has_the_metrics_of_scikit_learn(doors: Doors, data: st.DataO
 
 
 SLIPS = {"user": "usr", "item_id": "itemid", "is_new": "isNew", "price": "prise", "height": "heigth", "tags": "tagss"}
+
+
+@drawn(15, whole=500)
+@given(requests(), st.sampled_from(FEATURES), st.booleans(), st.data())
+def test_a_misspelled_column_is_told_in_every_row_at_every_door(
+    doors: Doors, home: Path, asked: Request, name: str, has_none: bool, data: st.DataObject
+) -> None:
+    rows = asked.rows
+    place = data.draw(st.integers(0, len(rows)))
+    wrong = {SLIPS.get(key, key) if key == name else key: value for key, value in CELLS_OF_A_ROW.items()}
+    wrong = {"prize": 1, "persons": 2} if has_none else wrong
+    rows = [*rows[:place], wrong, *rows[place:]]
+    (home / "wrong.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    told = "persons, prize|'persons'|'prize'|has no column" if has_none else name
+    tried: dict[str, Callable[[], Any]] = {
+        "rows": lambda: doors.score(rows),
+        "an iterator": lambda: doors.score(iter(rows)),
+        "a file in the pipeline": lambda: doors.score(home / "wrong.jsonl"),
+        "a file of predictions": lambda: doors.predict(home / "wrong.jsonl", ".csv"),
+        "HTTP": lambda: doors.ask(rows=rows),
+        "a frame": lambda: doors.score(pandas.DataFrame([wrong])),
+        "one row": lambda: doors.pipeline(wrong),
+    }
+    for door, score in tried.items():
+        with pytest.raises(KitforgeError, match=told):
+            pytest.fail(f"{door}: {score()}")
+
+
+CELLS_OF_A_ROW: Row = {
+    "user": "u1", "item_id": 2, "is_new": True, "price": 1.5, "height": 9, "tags": ["a"], "item_name": "n",
+}  # fmt: skip
+
+
+@pytest.mark.prove
+def test_sparse_rows_and_columns_that_no_feature_is_read_from_are_scored(doors: Doors) -> None:
+    whole = CELLS_OF_A_ROW
+    tables: list[list[dict[Any, Any]]] = [
+        # Another column beside the one that it resembles, one that was left out, a series, and nothing.
+        [whole, {**whole, "prices": 3}, {"user": "u1", "prices": 3}],
+        [whole, {"item_name": "n"}],
+        [whole | {"tags_1": 1}, {"user": "u1", "tags_2": 5}],
+        [whole, {}],
+        [whole, {"user": "u1", 3: 4}],
+    ]
+    for rows in tables:
+        nulls = [{**dict.fromkeys(FEATURES), **row} for row in rows]
+        assert doors.score(rows) == doors.score(nulls)

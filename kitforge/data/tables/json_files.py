@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, final
 
 from kitforge.data.file_bytes import FileStamp, stamp_of
-from kitforge.data.tables.bad_rows import ArrowChunk, BadRow, Problem
+from kitforge.data.tables.bad_rows import ArrowChunk
 from kitforge.data.tables.csv_files import Job, first_line, text_blocks
-from kitforge.data.tables.python_rows import columns_of_rows, table_chunk
+from kitforge.data.tables.python_rows import columns_of_rows, mappings_chunk
 from kitforge.foundation.errors import DataError
 
 
@@ -23,6 +23,7 @@ class JsonLinesFile:
 
     path: Path
     files: tuple[tuple[Path, FileStamp], ...]  # all of the table, of which each has the columns of all
+    known: frozenset[str] = frozenset()  # names that a line may not misspell
 
     @property
     def name(self) -> str:
@@ -40,19 +41,8 @@ class JsonLinesFile:
             yield partial(self._parse, raw, line, tuple(columns))
 
     def _parse(self, raw: bytes, first: int, columns: tuple[str, ...]) -> ArrowChunk:
-        rows: list[Mapping[str, Any]] = []
-        lines: list[int] = []
-        bad: list[BadRow] = []
-        for line, row in _objects(raw, first):
-            if isinstance(row, Mapping):
-                rows.append(row)
-                lines.append(line)
-            else:
-                got = str(row) if isinstance(row, ValueError) else type(row).__name__
-                problem = Problem(reason="is not a JSON object", got=got[:80], expected='{"column": value, ...}')
-                bad.append(BadRow(problem=problem, location=partial(str, f"{self.path}:{line}")))
-        cells = {name: [row.get(name) for row in rows] for name in columns}
-        return table_chunk(cells, lambda row: f"{self.path}:{lines[row]}", bad)
+        rows = list(_objects(raw, first))
+        return mappings_chunk(rows, columns, self.known, lambda line: f"{self.path}:{line}", "a JSON object")
 
 
 def open_json_lines(path: Path) -> JsonLinesFile:
@@ -80,7 +70,7 @@ def _names_of(files: tuple[tuple[Path, FileStamp], ...]) -> tuple[str, ...]:
     return columns_of_rows(row for line, raw in blocks for _, row in _objects(raw, line))
 
 
-def _objects(raw: bytes, first: int) -> Iterator[tuple[int, object]]:
+def _objects(raw: bytes, first: int) -> Iterator[tuple[int, Any]]:
     """The lines that are not empty, with their numbers; the error of one that is not JSON."""
     for line, text in enumerate(raw.split(b"\n"), start=first):
         if not text.strip():

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import chain, islice
+from difflib import SequenceMatcher
+from functools import lru_cache, partial
+from itertools import chain, islice, product
 from typing import Any, final
 
 from kitforge.data.tables.bad_rows import ArrowChunk, BadRow, Problem
@@ -26,12 +27,13 @@ class PythonRows:
     rows: Iterable[object]
     names: tuple[str, ...]
     name: str = "the data"  # for messages
+    known: frozenset[str] = frozenset()  # names that a row may not misspell
 
     def jobs(self, columns: Sequence[str]) -> Iterator[Job]:
         """Chunks in order."""
         rows, start = iter(self.rows), 0
         while part := list(islice(rows, _CHUNK_ROWS)):
-            yield partial(chunk_of, part, start, columns)
+            yield partial(chunk_of, part, start, columns, self.known)
             start += len(part)
 
 
@@ -48,7 +50,8 @@ class HFDatasetTable:
         """Chunks in order."""
         start = 0
         for table in self.dataset.select_columns(list(columns)).with_format("arrow").iter(batch_size=_CHUNK_ROWS):
-            yield partial(ArrowChunk, table=table, location=partial(_dataset_location, start))
+            at = partial(lambda first, row: f"the dataset's row {first + row + 1}", start)
+            yield partial(ArrowChunk, table=table, location=at)
             start += table.num_rows
 
 
@@ -74,23 +77,55 @@ def columns_of_rows(rows: Iterable[object]) -> tuple[str, ...]:
     return tuple(name for name in names if name.isascii() or name == name.encode(errors="ignore").decode())
 
 
-def chunk_of(rows: Sequence[object], start: int, columns: Sequence[str]) -> ArrowChunk:
-    """A chunk of these columns; `start` is the number of the first row. A name that a row lacks is a missing value.
-    Rows that are not mappings, or hold what no column can, are invalid."""
-    good: list[Mapping[Any, Any]] = []
-    numbers: list[int] = []
-    bad: list[BadRow] = []
-    for number, row in enumerate(rows, start=start + 1):
-        if isinstance(row, Mapping):
-            good.append(row)
-            numbers.append(number)
-        else:
-            expected = "a mapping from column to value"
-            problem = Problem(reason="is not a row", got=type(row).__name__, expected=expected)
-            bad.append(BadRow(problem=problem, location=partial(_location, [number], 0)))
-    if good and not all(isinstance(name, str) for name in good[0]):
-        good = [{str(name): value for name, value in row.items()} for row in good]
-    return table_chunk({name: [row.get(name) for row in good] for name in columns}, partial(_location, numbers), bad)
+def chunk_of(
+    rows: Sequence[object], start: int, columns: Sequence[str], known: frozenset[str] = frozenset()
+) -> ArrowChunk:
+    """`mappings_chunk` of rows whose names may be of any type; `start` is the number of the first row."""
+    if not all(isinstance(name, str) for name in next((row for row in rows if isinstance(row, Mapping)), ())):
+        rows = [{str(name): row[name] for name in row} if isinstance(row, Mapping) else row for row in rows]
+    return mappings_chunk(list(enumerate(rows, start + 1)), columns, known, lambda at: f"row {at} of the data", "a row")
+
+
+def mappings_chunk(
+    rows: Sequence[tuple[int, Any]], columns: Sequence[str], known: frozenset[str], at: Callable[[int], str], what: str
+) -> ArrowChunk:
+    """A chunk of numbered rows. A name that a row lacks is a missing value. Rows that are not mappings, hold what no
+    column can, or misspell a known name are invalid."""
+    shapes = {frozenset(row) for _, row in rows if isinstance(row, Mapping)} if known else ()
+    slips = {shape: slip for shape in shapes if (slip := _misspelled(shape, shapes, columns, known)) is not None}
+    problem_of: dict[int, Problem] = {}
+    for number, row in rows:
+        if not isinstance(row, Mapping):
+            got = str(row) if isinstance(row, ValueError) else type(row).__name__
+            problem_of[number] = Problem(reason=f"is not {what}", got=got[:80], expected='{"column": value, ...}')
+        elif slips and (slip := slips.get(frozenset(row))) is not None:
+            problem_of[number] = slip
+    good = [(number, row) for number, row in rows if number not in problem_of]
+    bad = [BadRow(problem=problem, location=partial(at, number)) for number, problem in problem_of.items()]
+    return table_chunk(
+        {name: [row.get(name) for _, row in good] for name in columns}, lambda row: at(good[row][0]), bad
+    )
+
+
+def _misspelled(
+    shape: frozenset[str], shapes: Collection[frozenset[str]], columns: Sequence[str], known: frozenset[str]
+) -> Problem | None:
+    """What a row of these names misspells: it lacks a known name, and has one that is nearly it or none that is known.
+    A name that stands beside it in another row is a column of its own."""
+    strange, is_bare = frozenset(map(str, shape - known)), not shape & known
+    for name, other in product((name for name in columns if name in known - shape), strange):
+        partners = known if is_bare else {name}
+        if (is_bare or _is_nearly(name, other)) and not any(other in each and each & partners for each in shapes):
+            got, expected = ", ".join(sorted(strange))[:80], f"a column {name!r}, null where there is no value"
+            return Problem(reason=f"has no column {name!r}", got=f"columns {got}", expected=expected)
+    return None
+
+
+@lru_cache(maxsize=4096)
+def _is_nearly(one: str, other: str) -> bool:
+    """Whether a name may be a slip for another. Names with other digits are those of a series, as x_1 and x_2."""
+    digits = [list(filter(str.isdigit, name)) for name in (one, other)]
+    return digits[0] == digits[1] and SequenceMatcher(None, one.lower(), other.lower()).ratio() >= 0.8
 
 
 def table_chunk(columns: Mapping[str, Any], location: Callable[[int], str], bad: Sequence[BadRow] = ()) -> ArrowChunk:
@@ -127,11 +162,3 @@ def _problem(name: str, value: Any) -> Problem | None:
         reason = f"holds a cell that cannot be read in column {name!r}"
         return Problem(reason=reason, got=type(value).__name__, expected=READABLE)
     return None
-
-
-def _location(numbers: list[int], row: int) -> str:
-    return f"row {numbers[row]} of the data"
-
-
-def _dataset_location(start: int, row: int) -> str:
-    return f"the dataset's row {start + row + 1}"

@@ -22,9 +22,9 @@ from kitforge.data.tables.cells import CellRules, pyarrow
 from kitforge.data.tables.csv_files import CRITEO_COLUMNS, Job, TextFile, first_line, text_blocks
 from kitforge.data.tables.frames import is_frame, open_frame
 from kitforge.data.tables.interactions import InteractionFile
-from kitforge.data.tables.json_files import open_json_lines, with_all_names
+from kitforge.data.tables.json_files import JsonLinesFile, open_json_lines, with_all_names
 from kitforge.data.tables.parquet_files import open_parquet
-from kitforge.data.tables.python_rows import HFDatasetTable, open_python_rows
+from kitforge.data.tables.python_rows import HFDatasetTable, PythonRows, open_python_rows
 from kitforge.data.tables.times import as_times, without_order
 from kitforge.foundation.config import check
 from kitforge.foundation.errors import DataError, nearest
@@ -110,6 +110,10 @@ class TableSource:
     def names(self) -> tuple[str, ...]:
         """The columns of the first part, without the row numbers that pandas leaves in a table."""
         return tuple(name for name in self.parts[0].names if not _ROW_NUMBERS.fullmatch(name))
+
+    def with_known(self, names: Iterable[str]) -> TableSource:
+        """The table, in which a mapping that misspells one of `names` is a bad row."""
+        return replace(self, parts=tuple(_with_known(part, frozenset(names)) for part in self.parts))
 
     def check_unchanged(self) -> None:
         """Raise DataError when a file is no longer the one that was opened."""
@@ -243,6 +247,12 @@ def _in_folders(part: TablePart, values: Mapping[str, str | None]) -> TablePart:
     """The part with the values of its folders; a column of its own goes before one of these."""
     others = {name: value for name, value in values.items() if name not in part.names}
     return _InFolders(file=part, values=others) if others else part
+
+
+def _with_known(part: TablePart, names: frozenset[str]) -> TablePart:
+    if isinstance(part, _InFolders):
+        return replace(part, file=_with_known(part.file, names))
+    return replace(part, known=names) if isinstance(part, (PythonRows, JsonLinesFile)) else part
 
 
 def _ruled(job: Job, cells: CellRules, times: tuple[str, ...]) -> ArrowChunk:

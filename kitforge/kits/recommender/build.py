@@ -203,13 +203,13 @@ class Recommendation(Kit[RecommendationOptions, FeatureEncoder]):
         """Score the rows of `data.eval`, or find items for them, into the file `output`."""
         folder, target = prediction_files(options, "data.eval=rows.csv output=scores.csv")
         options = with_run_options(options, open_run_checkpoint(folder))
-        source = open_table(options.data.eval, table_config(options.data))
+        schema = (encoder := self.find_processor(folder)).schema
+        source = open_table(options.data.eval, table_config(options.data)).with_known(schema.known_columns)
         check_target(target, source)
-        encoder = self.find_processor(folder)
-        events = encoder.schema.events
+        events = schema.events
         if events is not None and {events.user, events.item, events.time} <= set(source.names):
             # Events as the run was trained on, and not yet the sequences that they become.
-            source = as_sequences(source, encoder.schema, events)
+            source = as_sequences(source, schema, events)
         opened = self.open_pipeline(load_model(str(folder), options.device, "fp32"), encoder, options)
         with show_progress("rows predicted", enabled=options.trainer.progress) as progress:
             write_predictions(opened, source, target, progress)

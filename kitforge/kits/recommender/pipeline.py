@@ -97,7 +97,8 @@ class RecommendationPipeline:
             columns = [name for name in source.names if name in wanted]
             users = [row for job in source.jobs(columns) for row in job().table.to_pylist()]
         others = dict.fromkeys(name for name in encoder.schema.layout(with_label=False).names if name not in wanted)
-        rows = [{name: value for name, value in user.items() if name in wanted} | others for user in users]
+        # Names that the schema lacks stay, by which a misspelled one is told.
+        rows = [{**user, **others} for user in users]
         return [row_items for batch in self._batches(rows, encoder) for row_items in self.items(batch, k)]
 
     @torch.no_grad()
@@ -209,7 +210,7 @@ class RecommendationPipeline:
 
     def _batches(self, rows: Any, encoder: FeatureEncoder | None = None) -> list[FeatureBatch]:
         encoder = encoder or self.encoder
-        source = open_table(rows, table_config(self.options.data))
+        source = open_table(rows, table_config(self.options.data)).with_known(self.encoder.schema.known_columns)
         layout = encoder.schema.layout(with_label=False)
         table = load_table(source, layout, default_root(), BadRows(policy=self.options.data.on_bad_row))
         starts = range(0, table.num_rows, ROWS_AT_ONCE)

@@ -142,6 +142,11 @@ class FeatureSchema:
             check(not unknown, f"data.schema.crosses.{name}.of", unknown, "categorical or bucketed features", fix)
         self.layout()
 
+    @property
+    def known_columns(self) -> tuple[str, ...]:
+        """The columns that are read, and those that are left out on purpose."""
+        return (*self.layout().names, *self.left_out)
+
     def column_of(self, name: str) -> KeyColumn | ListColumn:
         """The column of a categorical feature or a sequence."""
         if name in self.categorical:

@@ -210,17 +210,15 @@ class RecommenderService:
         self.version = Version(step=checkpoint.step, pipeline=pipeline, marks=marks_of(checkpoint))
         self.metrics.step = checkpoint.step
         schema, cells = pipeline.encoder.schema, table_config(pipeline.options.data).cells
-        ignored = [name for name in (schema.label and schema.label.name, schema.group, *schema.left_out) if name]
         self.row_reader: RowReader | None = None
         self.user_reader: RowReader | None = None
         if not isinstance(pipeline.model.network, SASRec):
             encoder = pipeline.scoring_encoder()
             names = encoder.schema.layout(with_label=False).names
-            self.row_reader = RowReader(encoder, names, ignored, limits.max_rows, cells)
+            self.row_reader = RowReader(encoder, names, schema.known_columns, limits.max_rows, cells)
         if pipeline.is_retrieval:
             encoder, wanted = pipeline.user_encoder()
-            others = [*ignored, *schema.layout(with_label=False).names]
-            self.user_reader = RowReader(encoder, wanted, others, limits.max_rows, cells)
+            self.user_reader = RowReader(encoder, wanted, schema.known_columns, limits.max_rows, cells)
         self._unknown, self._warned = UnknownValues(pipeline.encoder, pipeline.model), set[str]()
         self.batcher: Batcher = DynamicBatcher(
             self.answer, self.metrics, max_rows=limits.max_batch_rows, max_wait_ms=limits.max_wait_ms
