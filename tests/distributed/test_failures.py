@@ -139,7 +139,7 @@ def train(task: Line | None = None, *callbacks: Callback, **choices: Any) -> Non
     options = {
         "device": "cpu",
         "parallel": {"data": int(os.environ["WORLD_SIZE"]), "timeout": PATIENCE},
-        "trainer": {"max_steps": 12, "progress": False, "checkpoint_every": 2} | choices,
+        "trainer": {"max_steps": 12, "progress": False, "checkpoint_every": 2, "eval_every": 12} | choices,
     }
     Trainer(task or Line(), output_dir="run", options=options, callbacks=callbacks).train()
 

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from kitforge.foundation.errors import ConfigError, DataError
-from kitforge.foundation.files import mark_own
+from kitforge.foundation.errors import DataError
 from kitforge.foundation.types import Cursor, MicroBatch
 from tests.trainer.regression import Regression, train
 
@@ -47,11 +46,6 @@ def test_what_was_there_or_was_trained_stays(tmp_path: Path) -> None:
     assert (tmp_path / "some" / "checkpoints" / "step_2").is_dir()
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("keep")
-    with pytest.raises(ConfigError, match="not written by train"):
-        train(tmp_path / "mine", Unreadable(0))
-    assert [each.name for each in (tmp_path / "mine").iterdir()] == ["notes.txt"]
-    # What is not empty has to be named as one's own.
-    mark_own(tmp_path / "mine", "train")
     with pytest.raises(DataError):
         train(tmp_path / "mine", Unreadable(0))
     assert (tmp_path / "mine" / "notes.txt").read_text() == "keep"
