@@ -91,7 +91,7 @@ def run_sweep(name: str, verb: Command, found: Sequence[SweepRun]) -> int:
             if folder is not None:
                 chosen = replace(chosen, options=replace(chosen.options, output_dir=folder))
             status = _run_or_launch(name, verb, member, chosen)
-            done |= {} if folder is None or status else {member.words: Path(folder)}
+            done |= {} if folder is None or status or not Path(folder).is_dir() else {member.words: Path(folder)}
         except KitforgeError as error:
             print_error(type(error), error, None)
             status = 1
