@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kitforge.composition import preset_values
 from kitforge.core.kernels.dispatch import CompileLevel
 from kitforge.core.nn.context import Context
 from kitforge.foundation.errors import ModelError
@@ -13,6 +12,7 @@ from kitforge.models.catalog import config_of, converter_of_type
 from kitforge.models.loading import build_on_meta
 from tests.models.conftest import GetPeer
 from tests.models.variants import converter_and_config, largest_difference, logits_of, ours_from
+from tests.preset_values import preset_values
 
 
 @pytest.mark.parametrize("level", ["O0", "O1"])

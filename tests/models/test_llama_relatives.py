@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from kitforge.composition import preset_values
 from kitforge.foundation.errors import ModelError
 from kitforge.models.catalog import config_of
 from kitforge.models.llama.convert import read_config, write_config
 from kitforge.models.llama.model import LlamaConfig
 from kitforge.models.loading import build_on_meta
+from tests.preset_values import preset_values
 
 # As published; tied embeddings count once.
 PARAMETERS = {"gemma3_1b": 999_885_952, "smollm3_3b": 3_075_098_624}

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kitforge.composition import preset_values
 from kitforge.core.checkpoint.hugging_face import read_folder, write_folder
 from kitforge.core.kernels.dispatch import CompileLevel
 from kitforge.core.nn.context import Context
@@ -20,6 +19,7 @@ from kitforge.models.loading import build_on_meta
 from kitforge.models.pangu_alpha.model import PanguAlphaConfig
 from kitforge.models.weight_mapping import export_tensors
 from tests.models.variants import largest_difference, ours_from
+from tests.preset_values import preset_values
 
 VOCAB, DIM, LAYERS, HEADS, LENGTH = 61, 48, 3, 4, 32
 CONFIG: dict[str, Any] = {

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.models.t5.modeling_t5 import T5Attention
 
-from kitforge.composition import preset_values
 from kitforge.core.kernels.dispatch import CompileLevel, select
 from kitforge.core.kernels.recomputation import Recompute
 from kitforge.core.nn.context import Context, DropoutKey, EncoderInput
@@ -29,6 +28,7 @@ from kitforge.models import loading
 from kitforge.models.catalog import config_of, converter_of_type
 from kitforge.models.t5.model import T5Config
 from tests.models.test_parity import exact
+from tests.preset_values import preset_values
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 CPU = torch.device("cpu")

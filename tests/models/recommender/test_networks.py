@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from kitforge.composition import preset_values
 from kitforge.core.kernels.dispatch import REFERENCE
 from kitforge.core.nn.cross_network import CrossNetwork, dot_interaction
 from kitforge.core.nn.dropout import SampleDropout, sample_dropout
@@ -23,6 +22,7 @@ from kitforge.models.din.model import DIN
 from kitforge.models.two_tower.model import TwoTower
 from kitforge.models.wide_deep.model import WideDeep
 from tests.models.recommender.samples import FAMILIES, SHAPE, config_of, inputs_of, network_of
+from tests.preset_values import preset_values
 
 
 def tower(weights: MLPTower, input: Tensor) -> Tensor:
