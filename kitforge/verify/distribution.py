@@ -50,7 +50,7 @@ def _can_run(case: Case, degrees: Mapping[str, Any]) -> bool:
 
 def import_sharding() -> None:
     """Import what sharded parameters need, which takes seconds: once in a process whose forks become ranks."""
-    for module in ("torch.distributed.fsdp", "torch.fx.experimental.symbolic_shapes"):
+    for module in ("torch.distributed.fsdp", "torch.fx.experimental.symbolic_shapes", "torch._dynamo"):
         importlib.import_module(module)
 
 

@@ -23,9 +23,11 @@ def documents(seed: int, count: int) -> list[str]:
 
 
 def write_sample(task: str, folder: Path) -> Path | None:
-    """Rows for a task in a file below `folder`; None for a task that has no sample."""
+    """Rows for a task below `folder`; None for a task that has no sample, one of another package."""
     if task == "recommendation":
         return _write_clicks(folder / "clicks.csv")
+    if task == "image_classification":
+        return _write_images(folder / "images")
     texts = documents(1, 48)
     pairs = [(f"{text.title()} ", answer) for text, answer in zip(texts[:24], texts[24:], strict=True)]
     rows: list[dict[str, object]] = []
@@ -38,9 +40,28 @@ def write_sample(task: str, folder: Path) -> Path | None:
         rows = [{"prompt": prompt, "chosen": f"yes, {answer}", "rejected": "no"} for prompt, answer in pairs]
     elif task in REWARDED_TASKS:
         rows = [{"prompt": prompt} for prompt, _ in pairs]
+    elif task == "text_classification":
+        rows = [{"text": text, "label": text.split()[0]} for text in texts]
+    elif task == "token_classification":
+        words = [text.split() for text in texts]
+        rows = [{"tokens": each, "tags": ["B-LONG" if len(word) > 4 else "O" for word in each]} for each in words]
+    elif task in ("translation", "summarization"):
+        rows = [{"source": text, "target": text.title()} for text in texts]
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
     return path if rows else None
+
+
+def _write_images(folder: Path) -> Path:
+    """Small pictures of two labels in folders named by them: of low values, and of high ones."""
+    draw = random.Random(3)
+    for number in range(24):
+        label = ("dark", "bright")[number % 2]
+        pixels = bytes(draw.randrange(128) + 128 * (number % 2) for _ in range(8 * 8 * 3))
+        path = folder / label / f"{number}.ppm"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"P6 8 8 255\n" + pixels)
+    return folder
 
 
 def _write_clicks(path: Path) -> Path:

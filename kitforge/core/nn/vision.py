@@ -71,6 +71,8 @@ class PatchEmbedding(nn.Module):
         batch, channels, height, width = images.shape
         grid = images.view(batch, channels, height // size, size, width // size, size)
         patches = grid.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+        # Pixels are float32; a network in float64 stays in it.
+        patches = patches.to(torch.promote_types(patches.dtype, self.weight.dtype))
         patches, weight = product_operands(patches, self.weight.flatten(1))
         output: Tensor = functional.linear(patches, weight)
         return output + self.bias
