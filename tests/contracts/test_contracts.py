@@ -18,9 +18,12 @@ from tests.differential.drawn import WHOLE
 
 SHAPE = {"model.dim": 32, "model.num_layers": 1, "model.num_heads": 2, "model.mlp_dim": 48}
 LLAMA = SHAPE | {"model": "llama_tiny", "model.num_kv_heads": 2}
+GPT2 = SHAPE | {"model": "gpt2_tiny", "model.embedding_dropout": 0.1, "model.attention_dropout": 0.1}
 MODELS: dict[str, dict[str, Any]] = {
     "recommendation": {"model.dim": 4, "model.hidden": [8]},
-    "translation": SHAPE,
+    "text_classification": GPT2,
+    "token_classification": GPT2,
+    "translation": SHAPE | {"model.dropout": 0.1},
     "summarization": SHAPE,
     "image_classification": SHAPE,
 }
@@ -28,7 +31,7 @@ MODELS: dict[str, dict[str, Any]] = {
 ROWS: dict[str, dict[str, Any]] = {task: {"task": task} | MODELS.get(task, LLAMA) for task in task_names()} | {
     "sft of an adapter": {"task": "sft", "lora.rank": 2} | LLAMA,
     "experts": {"task": "text_generation"} | LLAMA | {"model": "llama_moe_tiny"},
-    "dropout": {"task": "text_generation"} | SHAPE | {"model": "gpt2_tiny", "model.embedding_dropout": 0.2},
+    "dropout": {"task": "text_generation"} | GPT2,
     "two tower": {"task": "recommendation", "model": "two_tower", "model.dim": 4, "model.hidden": [8]}
     | {"model.user": ["user"], "model.item": ["item", "category"]},
 }

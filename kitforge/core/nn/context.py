@@ -174,12 +174,19 @@ class DropoutKey:
 
     def mask(self, name: str | Tensor, shape: torch.Size, rate: float, device: torch.device) -> Tensor:
         """A boolean mask of `shape` [B, ...], False with probability `rate`. The mask of a row depends on the row
-        alone, and that of a shard is the shard of the whole mask. `name` is a string, or its `dropout_name_key`."""
-        index, _ = self.shard.heads if len(shape) == 4 else self.shard.sequence
-        count = shape[1:].numel()
+        alone, not on its padding, and that of a shard is the shard of the whole mask. `name` is a string, or its
+        `dropout_name_key`."""
         name = dropout_name_key(name) if isinstance(name, str) else name
+        rows, first, count = self._rows.to(device), self.shard.sequence[0] * shape[1:].numel(), shape[1:].numel()
+        if len(shape) == 4:
+            # Attention weights: the place of an element in a row of them depends on the number of keys, padding
+            # included, so that each query of each head has a row of its own.
+            heads = torch.arange(shape[1], device=device) + self.shard.heads[0] * shape[1]
+            queries = torch.arange(shape[2], device=device)
+            rows = ((rows[:, None, None] << 10 | heads[:, None]) << 20 | queries).flatten()
+            first, count = 0, shape[3]
         # Sharded along the first dim of a row, so a shard is a contiguous range of the row's elements.
-        kept: Tensor = _keep_mask(self._step ^ name, self._rows.to(device), index * count, count, rate)
+        kept: Tensor = _keep_mask(self._step ^ name, rows, first, count, rate)
         return kept.view(shape)
 
 

@@ -19,18 +19,6 @@ from tests.trainer import tiny
 STAGES = [*runs.ROWS, *runs.RL]
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_micro_batches_have_the_gradient_of_the_batch(stage: str) -> None:
-    def gradient(size: int | None) -> torch.Tensor:
-        model = runs.network(torch.float64)
-        choices = {"trainer.micro_batch_size": size} | ({"rl.num_minibatches": 2} if stage in runs.RL else {})
-        return runs.gradient(runs.begin(stage, None, choices, model=model))
-
-    whole = gradient(None)
-    assert float(whole.norm()) > 1e-3
-    assert all(float((gradient(size) - whole).norm() / whole.norm()) < 1e-10 for size in (1, 3))
-
-
 @pytest.mark.parametrize("stage", [stage for stage in STAGES if stage != "kto"])
 def test_as_many_rows_at_once_as_a_processor_likes_change_no_gradient(
     stage: str, monkeypatch: pytest.MonkeyPatch
@@ -73,23 +61,6 @@ def turned(batch: dict[str, Any]) -> dict[str, Any]:
         return torch.cat([part.flip(0) for part in value.split(half)])
 
     return {name: flipped(value) for name, value in batch.items()}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", ["sft", "reward", "dpo", "kto"])
-def test_a_resumed_run_is_the_run_that_was_never_stopped(stage: str, tmp_path: Path) -> None:
-    choices = {"trainer.checkpoint_every": 1, "trainer.save_total_limit": 9, "trainer.eval_every": 2}
-
-    def trained(folder: Path, **further: str) -> None:
-        # The masks of dropout are drawn by the number of the step.
-        model = runs.network(family=tiny.LLAMA | {"attention_dropout": 0.3})
-        runs.finish(runs.begin(stage, folder, choices | further, model=model))
-
-    trained(tmp_path / "whole")
-    for killed in (1, 3):
-        folder = tiny.copy_up_to(tmp_path / "whole", tmp_path / f"killed_{killed}", killed)
-        trained(folder, resume="auto")
-        tiny.assert_same(folder, tmp_path / "whole")
 
 
 @pytest.mark.slow

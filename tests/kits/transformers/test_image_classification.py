@@ -125,26 +125,6 @@ def test_the_loss_is_that_of_each_image_alone() -> None:
     assert found["eval/accuracy"] == pytest.approx(sum(right) / 13)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_micro_batches_are_one_batch(size: int) -> None:
-    whole, cut = (run(None, {"trainer.micro_batch_size": each}).loop for each in (5, size))
-    for name, parameter in whole.model.named_parameters():
-        assert torch.allclose(parameter, cut.model.get_parameter(name), atol=1e-5), name
-
-
-@pytest.mark.slow
-def test_a_killed_and_resumed_run_is_the_run_that_was_never_killed(tmp_path: Path) -> None:
-    write(tmp_path / "pictures", 20)
-    dropped = VIT | {"embedding_dropout": 0.1, "attention_dropout": 0.1, "residual_dropout": 0.1}
-    choices = {"model": dropped, "trainer.checkpoint_every": 2, "trainer.save_total_limit": 9}
-    given = {"train_dataset": str(tmp_path / "pictures")}
-    run(tmp_path / "whole", choices, **given)
-    folder = tiny.copy_up_to(tmp_path / "whole", tmp_path / "killed", 4)
-    run(folder, choices | {"resume": "auto"}, **given)
-    tiny.assert_same(folder, tmp_path / "whole")
-
-
 def test_augmentation_is_a_function_of_the_sample() -> None:
     images = torch.randint(0, 256, (6, 3, 16, 16), dtype=torch.uint8)
     whole = augmented(images, ("flip", "crop"), 0, 3, range(6))

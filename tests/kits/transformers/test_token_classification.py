@@ -20,14 +20,13 @@ from kitforge.core.parallel.config import ParallelConfig
 from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.data.text.tagged_words import words_of
 from kitforge.data.tokenizers.loading import ByteTokenizer
-from kitforge.foundation.errors import ConfigError, DataError, ModelError
+from kitforge.foundation.errors import DataError, ModelError
 from kitforge.kits.kit import RunInputs
 from kitforge.kits.registry import kit_of_folder, recorded_task
 from kitforge.kits.transformers.build import TASKS
 from kitforge.kits.transformers.entities import entity_counts
 from kitforge.kits.transformers.token_classification import TaggedRows, read_tagged
 from kitforge.trainer.run_folder import train
-from tests.distributed.ranks import run_ranks
 from tests.distributed.training import TestRendezvous
 from tests.kits.transformers.test_adapters import base
 from tests.trainer import tiny
@@ -158,19 +157,6 @@ def test_padding_is_never_read() -> None:
         wanted = model(tokens)[:, :4]
         tokens[:, 4:] = 257
         assert torch.equal(model(tokens)[:, :4], wanted)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("choices", [{}, {"model": tiny.GPT2 | tiny.DROPOUT, "trainer.micro_batch_size": 2}])
-def test_a_killed_and_resumed_run_is_the_run_that_was_never_killed(choices: dict[str, Any], tmp_path: Path) -> None:
-    choices = choices | {"trainer.checkpoint_every": 2, "trainer.save_total_limit": 9}
-    run(tmp_path / "whole", choices)
-    folder = tiny.copy_up_to(tmp_path / "whole", tmp_path / "killed", 4)
-    run(folder, choices | {"resume": "auto"})
-    tiny.assert_same(folder, tmp_path / "whole")
-    with pytest.raises(ConfigError, match="rows are not those"):
-        other = tiny.copy_up_to(tmp_path / "whole", tmp_path / "other", 4)
-        run(other, choices | {"resume": "auto"}, train_dataset=rows(30))
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bloom"])
@@ -339,14 +325,6 @@ def test_another_model_and_a_long_text_are_refused(tmp_path: Path) -> None:
             trainer.predict(text)
 
 
-MESHES = [
-    ParallelConfig(data=2, sequence_parallel=False),
-    ParallelConfig(shard=2, sequence_parallel=False),
-    ParallelConfig(tensor=2, sequence_parallel=False),
-    ParallelConfig(context=2, sequence_parallel=False),
-]
-
-
 def metrics(_rank: int, folder: Path, meshes: list[ParallelConfig]) -> list[tuple[dict[str, float], list[float]]]:
     """Metrics and losses of a short run on each mesh, whose last step has one row."""
     torch.set_num_threads(1)
@@ -360,12 +338,3 @@ def metrics(_rank: int, folder: Path, meshes: list[ParallelConfig]) -> list[tupl
         ended = run(place, choices, TestRendezvous(degrees), **given)[1]
         found.append((ended, [line["loss"] for line in tiny.records(place, "train")]))
     return found
-
-
-@pytest.mark.slow
-def test_two_ranks_are_one(tmp_path: Path) -> None:
-    ((wanted, losses),) = metrics(0, tmp_path, [ParallelConfig(sequence_parallel=False)])
-    for rank in run_ranks(2, metrics, tmp_path, MESHES):
-        for degrees, (found, own) in zip(MESHES, rank, strict=True):
-            assert found == pytest.approx(wanted, rel=1e-4), degrees
-            assert own == pytest.approx(losses, rel=1e-4), degrees
