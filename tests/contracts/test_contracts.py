@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from kitforge.kits.registry import task_names
 from kitforge.verify import distribution
@@ -21,6 +22,7 @@ LLAMA = SHAPE | {"model": "llama_tiny", "model.num_kv_heads": 2}
 GPT2 = SHAPE | {"model": "gpt2_tiny", "model.embedding_dropout": 0.1, "model.attention_dropout": 0.1}
 MODELS: dict[str, dict[str, Any]] = {
     "recommendation": {"model.dim": 4, "model.hidden": [8]},
+    "sft": GPT2,
     "text_classification": GPT2,
     "token_classification": GPT2,
     "translation": SHAPE | {"model.dropout": 0.1},
@@ -78,6 +80,8 @@ PAIRS = [(row, name) for row in ROWS for name in NAMES if WHOLE or is_sampled(ro
 @pytest.fixture(scope="module")
 def case_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
     """The case of a row, whose undisturbed run has ended."""
+    # As the command does: forks of a process with threads sum otherwise, or wait for them for ever.
+    torch.set_num_threads(1)
     distribution.import_sharding()
     cases: dict[str, Case] = {}
 

@@ -177,7 +177,8 @@ class DropoutKey:
         alone, not on its padding, and that of a shard is the shard of the whole mask. `name` is a string, or its
         `dropout_name_key`."""
         name = dropout_name_key(name) if isinstance(name, str) else name
-        rows, first, count = self._rows.to(device), self.shard.sequence[0] * shape[1:].numel(), shape[1:].numel()
+        rows, count = self._rows.to(device), shape[1:].numel()
+        first = self.shard.sequence[0] * count
         if len(shape) == 4:
             # Attention weights: the place of an element in a row of them depends on the number of keys, padding
             # included, so that each query of each head has a row of its own.
