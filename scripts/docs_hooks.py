@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import posixpath
 import re
 from pathlib import Path
@@ -35,7 +36,8 @@ def part(name: str) -> str:
 def _within_site(link: re.Match[str], folder: str) -> str:
     """A link, or the name of a file of the repository that is no page."""
     path = posixpath.normpath(posixpath.join(folder, link[2]))
-    return f"{link[1]} (`{path[3:]}`)" if path.startswith("../") else link[0]
+    name = "" if link[1] == posixpath.basename(path) else f"{link[1]}, "
+    return f"{name}`{path[3:]}`" if path.startswith("../") else link[0]
 
 
 def options() -> str:
@@ -54,5 +56,5 @@ def options() -> str:
 
 
 def _row(option: str, default: str, words: str) -> str:
-    cells = (f"`{option}`", f"`{default}`" if default else "", words)
+    cells = (f"`{option}`", f"`{default}`" if default else "", html.escape(words, quote=False))
     return f"| {' | '.join(cells)} |"
