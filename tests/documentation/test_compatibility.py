@@ -31,3 +31,14 @@ def test_packages_are_those_of_the_environments() -> None:
     packages = ROWS.keys() - {"Python"}
     assert {"torch", "transformers", "numba", "numpy"} <= packages
     assert {name: ROWS[name] for name in packages} == {name: (oldest[name], pinned[name]) for name in packages}
+
+
+def test_the_tables_of_extras_name_each_of_them() -> None:
+    users = PROJECT["optional-dependencies"].keys() - {"dev", "gpu"}
+    readme = (
+        (ROOT / "README.md").read_text(encoding="utf-8").partition("<!-- part: extras -->")[2].partition("<!-- end")[0]
+    )
+    assert set(re.findall(r"^\| [^|]* \| `(\w+)` \|", readme, re.M)) == users
+    page = (ROOT / "docs" / "installation.md").read_text(encoding="utf-8")
+    first = re.findall(r"^\| (`[^|]*`) \| (?:\d+ MB)", page, re.M)
+    assert {name for cell in first for name in re.findall(r"\w+", cell)} == users
