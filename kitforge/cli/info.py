@@ -38,8 +38,7 @@ def report(arguments: list[str]) -> int:
     """Write the report of one run, or a comparison of several."""
     if not arguments:
         raise ConfigError("a report needs at least one run", fix="kitforge report runs/latest")
-    target = write_report([Path(argument) for argument in arguments])
-    say(f"wrote {target}")
+    say(f"wrote {write_report([Path(argument) for argument in arguments])}")
     return 0
 
 
@@ -100,8 +99,7 @@ def _extras() -> dict[str, str]:
 
 def _matrix_speed(device: torch.device) -> float:
     """GFLOP/s of fp32 products of 1024 x 1024 matrices, measured for half a second."""
-    size = 1024
-    left, right = torch.randn(size, size, device=device), torch.randn(size, size, device=device)
+    left, right = torch.randn(2, 1024, 1024, device=device)
     torch.mm(left, right)
     devices.synchronize(device)
     started, count = time.perf_counter(), 0
@@ -109,4 +107,4 @@ def _matrix_speed(device: torch.device) -> float:
         torch.mm(left, right)
         devices.synchronize(device)
         count += 1
-    return count * 2 * size**3 / (time.perf_counter() - started) / 1e9
+    return count * 2 * 1024**3 / (time.perf_counter() - started) / 1e9

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from kitforge.composition import compose_config, dotted, parse, task_of
 from kitforge.core.parallel.config import UNBUILT_AXES
@@ -16,15 +16,17 @@ from kitforge.preset_files import groups, presets
 def print_options(usage: Sequence[str], overrides: Sequence[str]) -> None:
     """Print every option of a task with its default and its help text (the comment at its field)."""
     task = task_of({option: values[0] for option, values in map(parse, overrides)})
+    found = (f"  {group}={'|'.join(presets(group))}" for group in groups())
+    lines = [*usage, "", "Presets, one of each group (your own are found in ./configs/GROUP/NAME.yaml):", *found, ""]
+    lines += [f"Several values with commas and -m run one after the other. Options of task={task}:"]
+    lines += [f"  {f'{name}={default}':<38} {words}".rstrip() for name, default, words in described(task)]
+    say("\n".join(lines))
+
+
+def described(task: str) -> Iterator[tuple[str, str, str]]:
+    """The options of a task by dotted name, their defaults as they are typed, and their help texts."""
     kit = kit_of(task)
-    lines = [*usage, ""]
-    lines += ["Presets, one of each group (your own are found in ./configs/GROUP/NAME.yaml):"]
-    lines += [f"  {group}={'|'.join(presets(group))}" for group in groups()]
-    lines += ["", f"Several values with commas and -m run one after the other. Options of task={task}:"]
     words = option_help(kit.OPTIONS)
     for option, default in dotted(kit.resolved(kit.read_options(compose_config(task, {}).values))).items():
-        if option.removeprefix("parallel.") in UNBUILT_AXES:
-            continue
-        shown = f"{option}={json.dumps(default)}".replace('"', "")
-        lines.append(f"  {shown:<38} {words.get(option, '').replace('None:', 'null:')}".rstrip())
-    say("\n".join(lines))
+        if option.removeprefix("parallel.") not in UNBUILT_AXES:
+            yield option, json.dumps(default).replace('"', ""), words.get(option, "").replace("None:", "null:")

@@ -9,6 +9,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from kitforge.core.parallel.config import UNBUILT_AXES
+from kitforge.foundation.config import option_names
+from kitforge.kits.registry import kit_of, task_names
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -19,7 +23,14 @@ def test_every_page_and_every_docstring_of_the_reference_is_built(tmp_path: Path
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Trainer.train" in (tmp_path / "api" / "entry" / "index.html").read_text(encoding="utf-8")
-    assert "trainer.max_steps=" in (tmp_path / "api" / "options" / "index.html").read_text(encoding="utf-8")
+    options = (tmp_path / "api" / "options" / "index.html").read_text(encoding="utf-8")
+    sections = dict(re.findall(r'<h2 id="(\w+)">(.*?)(?=<h2|$)', options, re.DOTALL))
+    assert list(sections) == task_names()
+    for task, section in sections.items():
+        like = re.search(r'As <a href="#(\w+)"', section)
+        shown = re.findall(r"<tr>\s*<td><code>([\w.]+)</code>", section + (sections[like[1]] if like else ""))
+        missing = [name for name in option_names(kit_of(task).OPTIONS) if f" {name}" not in " ".join(["", *shown])]
+        assert missing == [f"parallel.{name}" for name in UNBUILT_AXES], task
 
 
 def test_every_page_is_in_the_navigation() -> None:
