@@ -329,10 +329,11 @@ def test_a_vocabulary_is_trained_with_the_model() -> None:
 
 
 @pytest.mark.slow
-def test_a_preset_of_ones_own_trains_and_is_listed(capsys: Capture) -> None:
+def test_a_preset_of_ones_own_trains_and_is_listed(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("configs/model").mkdir(parents=True)
     Path("configs/model/mine.yaml").write_text("family: gpt2\ndim: 32\nnum_layers: 1\nnum_heads: 2\nmax_length: 64\n")
     assert cli.run(["train", "model=mine", *NO_MODEL, "data.train=corpus.txt"]) == 0
+    monkeypatch.setattr("kitforge.cli.info.presets", lambda group: {"mine": presets(group)["mine"]})
     cli.run(["list"])
     assert "mine" in capsys.readouterr().out
 
