@@ -204,6 +204,11 @@ class Messages(TorchDispatchMode):
         super().__init__()
         self.order: Order = {}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: nothing is compiled here, and torch's shield against it takes as long as the steps."""
+        return False
+
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function.namespace == "c10d":
             objects = [each for each in args if isinstance(each, torch.ScriptObject)]
