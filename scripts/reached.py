@@ -43,6 +43,7 @@ def reached(changed: Iterable[str], root: Path = ROOT) -> list[str]:
     return sorted(found)
 
 
+@cache
 def closure(root: Path, test: str) -> set[str]:
     """The test file, and every file of the repository that it imports, directly or not, or asks a table for by name."""
     seen, waiting = set[str](), [test]

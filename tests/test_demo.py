@@ -62,10 +62,8 @@ def test_the_demo_writes_into_no_folder_that_is_there(tmp_path: Path) -> None:
 def test_the_demo_betters_every_part_and_ends_on_one_page_that_leads_to_every_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    parts = [
-        replace(part, options={**part.options, "trainer.max_steps": STEPS[part.name]}) if STEPS else part
-        for part in PARTS
-    ]
+    short = {name: {"trainer.max_steps": steps, "trainer.eval_every": steps} for name, steps in STEPS.items()}
+    parts = [replace(part, options={**part.options, **short.get(part.name, {})}) for part in PARTS]
     monkeypatch.setattr(demo, "PARTS", parts)
     monkeypatch.chdir(tmp_path)
     assert cli.run(["demo", "tour"]) == 0

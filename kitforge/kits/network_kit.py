@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -101,16 +102,22 @@ class NetworkKit(Kit[NetworkOptionsT, ProcessorT]):
         return values | {"model": {"family": config.family, **to_dict(config)}}
 
     def describe_presets(self, presets: Mapping[str, Mapping[str, Any]]) -> list[dict[str, str]]:
-        """A row for every preset of a family of ours; built on meta, so nothing is held."""
+        """A row for every preset of a family of ours."""
         rows = []
         for name, values in presets.items():
             if values.get("family") in families_of(self.KIND):
                 vocabulary = {"vocab_size": values.get("vocab_size") or ByteTokenizer.vocab_size}
                 config: Any = config_of({**values, **({} if self.KIND == "vision" else vocabulary)})
-                size = sum(parameter.numel() for parameter in model_folder.build_on_meta(config).parameters())
+                size = _num_parameters(config)
                 count = f"{size / 1e9:.1f} B" if size >= 1e9 else f"{size / 1e6:.1f} M"
                 row = {"model": name, "family": config.family, "parameters": count}
                 row |= {"layers": str(config.num_layers), "width": str(config.dim)}
                 unit, size = ("image", config.image_size) if self.KIND == "vision" else ("length", config.max_length)
                 rows.append(row | {unit: f"{size:,}"})
         return rows
+
+
+@functools.cache
+def _num_parameters(config: Any) -> int:
+    """Of a network built on meta, so nothing is held; many tasks ask for the same one."""
+    return sum(parameter.numel() for parameter in model_folder.build_on_meta(config).parameters())

@@ -3,24 +3,43 @@
 from __future__ import annotations
 
 import datetime
+import functools
+import importlib
 import pickle
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-# Once for all ranks that are forked, each of which would import it.
 from kitforge.verify import processes
 from tests.patience import PATIENCE
 
 TIMEOUT = datetime.timedelta(seconds=PATIENCE)
+# What ranks import and this process does not: 1,300 modules, most of them for FSDP.
+OF_RANKS = (
+    "torch.distributed.fsdp",
+    "torch._dynamo",
+    "kitforge.core.kernels.rms_norm.numba",
+    "kitforge.core.kernels.rotary.numba",
+)
+
+
+@functools.cache
+def import_for_ranks() -> None:
+    """Import once what each rank that is forked would import in seconds of its own, and start numba."""
+    for module in OF_RANKS:
+        importlib.import_module(module)
+    # The first compiled loop of a process takes longer than the steps of a test.
+    importlib.import_module("kitforge.core.kernels.linear.numba").linear(torch.ones(1, 1), torch.ones(1, 1))
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
     """What `function(rank, *arguments)` returns on each rank, in rank order; what the first failing rank raised is
     raised here, with its traceback as text. Results may hold tensors, which take the way through files."""
+    import_for_ranks()
     with tempfile.TemporaryDirectory() as folder:
         given = (world_size, Path(folder), function, arguments)
         processes.run_ranks(world_size, _rank, *given, timeout=TIMEOUT.total_seconds() * 3)

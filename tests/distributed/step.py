@@ -41,6 +41,7 @@ from kitforge.models.pangu_alpha.model import PanguAlphaConfig
 from kitforge.models.qwen3_moe.model import Qwen3MoEConfig
 from kitforge.models.sharding import sharding_of_network
 from kitforge.models.t5.model import T5Config
+from tests.differential.drawn import WHOLE
 
 BATCH, LENGTH = 12, 8
 # By the ranks of a group: names and shapes of its collectives.
@@ -197,12 +198,31 @@ class Case:
     has_equal_scores: bool = False  # every token chooses the first experts of a mixture, the others get none
 
 
+def covering(cases: Sequence[Case]) -> list[Case]:
+    """In the gate those that have among them every value of every field, every network with its heads divided, and
+    every recomputation of experts without tokens; in `make prove` all."""
+    seen, kept = set[tuple[str, Any]](), list[Case]()
+    for case in cases:
+        values: set[tuple[str, Any]] = {(each.name, getattr(case, each.name)) for each in dataclasses.fields(case)}
+        values.add(("heads", (case.family, case.degrees.tensor > 1)))
+        values.add(("idle", (case.recompute, case.has_equal_scores)))
+        if WHOLE or not values <= seen:
+            kept.append(case)
+            seen |= values
+    return kept
+
+
 class Messages(TorchDispatchMode):
     """Records the collectives of a rank in order, by the ranks of their group: name and shapes."""
 
     def __init__(self) -> None:
         super().__init__()
         self.order: Order = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: nothing is compiled here, and torch's shield against it takes as long as the steps."""
+        return False
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function.namespace == "c10d":

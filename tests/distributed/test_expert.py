@@ -14,10 +14,10 @@ import torch
 from kitforge.core.parallel.config import ParallelConfig
 from tests.distributed.expert_faults import EXPERT_FAULTS, PAIR
 from tests.distributed.ranks import run_ranks
-from tests.distributed.step import Case, Outcome, difference, first_difference, run_step
+from tests.distributed.step import Case, Outcome, covering, difference, first_difference, run_step
 from tests.distributed.test_equality import words
 
-CASES = [
+PRODUCT = [
     *(Case(family=each, degrees=PAIR, micro_batches=3) for each in ("mixtral_4", "mixtral_12", "qwen3_8")),
     *(Case(family=each, degrees=PAIR) for each in ("mixtral_bias", "mixtral_none")),
     *(
@@ -56,6 +56,7 @@ CASES = [
     Case(family="mixtral_12", degrees=ParallelConfig(shard=4, expert=2), has_equal_scores=True, recompute="full"),
     Case(family="qwen3_8", degrees=ParallelConfig(shard=2, context=2, expert=4), has_equal_scores=True, length=7),
 ]
+CASES = covering(PRODUCT)
 
 
 def name_of(case: Case) -> str:
@@ -81,6 +82,7 @@ def launched() -> dict[int, list[list[Outcome]]]:
     return {size: run_ranks(size, steps, cases) for size, cases in by_size.items()}
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_divided_experts_equal_those_of_one_process(launched: dict[int, list[list[Outcome]]], case: Case) -> None:
     size, one = case.degrees.world_size, alone(case.family, case.length, case.has_equal_scores)
@@ -124,7 +126,7 @@ def test_selective_recomputation_repeats_no_exchange(launched: dict[int, list[li
 
 
 def test_a_case_is_what_its_name_says() -> None:
-    assert len({dataclasses.astuple(case) for case in CASES}) == len(CASES)
+    assert len({dataclasses.astuple(case) for case in PRODUCT}) == len(PRODUCT)
 
 
 def test_equal_scores_leave_experts_without_a_token() -> None:

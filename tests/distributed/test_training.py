@@ -234,10 +234,10 @@ def half(rank: int, folder: Path, choices: Mapping[str, Any]) -> None:
     train(assembly.loop, assembly.options, assembly.folder, assembly.config_text)
 
 
-def test_resuming_on_the_same_mesh_is_exact(folder: Path, tmp_path: Path) -> None:
-    whole = run_ranks(4, run_training, folder, {**SQUARE, "output_dir": str(tmp_path / "whole")})
-    split = {**SQUARE, "output_dir": str(tmp_path / "split"), "trainer.checkpoint_every": 6}
-    run_ranks(4, half, folder, split)
+def test_resuming_on_the_same_mesh_is_exact(folder: Path, halfway: Path, tmp_path: Path) -> None:
+    whole = run_ranks(4, run_training, folder, {**GPT2, **SQUARE, "output_dir": str(tmp_path / "whole")})
+    copy = shutil.copytree(halfway, tmp_path / "split")
+    split = {**GPT2, **SQUARE, "output_dir": str(copy), "trainer.checkpoint_every": 6}
     for (lines, weights), (expected_lines, expected) in zip(run_ranks(4, go_on, folder, split), whole, strict=True):
         assert numbers(lines, "loss") == numbers(expected_lines, "loss")[6:]
         assert weights.keys() == expected.keys()

@@ -74,6 +74,7 @@ BASE = {
     "data.sequence_length": 16,
     "data.eval_fraction": 0.2,
     "trainer.max_steps": 12,
+    "trainer.eval_every": 6,
     "trainer.eval_batches": 2,
     "trainer.progress": False,
     "inference.max_new_tokens": 4,

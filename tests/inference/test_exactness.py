@@ -33,8 +33,10 @@ SEEDS = range(200 if WHOLE else 3)
 @pytest.mark.prove
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_text_of_a_workload_is_the_one_it_is_alone(name: str) -> None:
+    """Three workloads of the plain LLaMA, one of each other network in the gate: what a workload reaches depends on its
+    seed, and what a network does with it on its kind of attention, norm and experts."""
     model = network(name)
-    for seed in SEEDS:
+    for seed in SEEDS if WHOLE or name == "llama" else [list(CONFIGS).index(name) % len(SEEDS)]:
         workload.check(model, *workload.run(model, seed))
 
 

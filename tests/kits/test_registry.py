@@ -21,6 +21,7 @@ from kitforge.kits.recommender.build import TASKS as RECOMMENDER
 from kitforge.kits.registry import kit_of, recorded_task, task_names
 from kitforge.kits.rlhf.build import TASKS as RLHF
 from kitforge.kits.transformers.build import TASKS as TRANSFORMERS
+from kitforge.preset_files import presets
 from kitforge.trainer.options import RunOptions
 from tests.trainer.regression import Regression
 
@@ -56,7 +57,9 @@ def test_the_registry_has_the_tasks_of_all_kits() -> None:
         kit_of("text_generatoin")
 
 
-def test_an_installed_kit_is_trained_by_name(install: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_installed_kit_is_trained_by_name(
+    install: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     points = tomllib.loads((EXAMPLE / "pyproject.toml").read_text())["project"]["entry-points"]["kitforge.kits"]
     assert points == {"own": "own_kit:TASKS"}
     install("own_kit", (EXAMPLE / "own_kit.py").read_text())
@@ -66,6 +69,7 @@ def test_an_installed_kit_is_trained_by_name(install: Any, capsys: pytest.Captur
     assert lines[-1]["eval/loss"] < 0.1 < next(line["loss"] for line in lines if "loss" in line)
     assert recorded_task("run") == "own"
     capsys.readouterr()
+    monkeypatch.setattr("kitforge.cli.info.presets", lambda group: {"gpt2_tiny": presets(group)["gpt2_tiny"]})
     for words in (["train", "task=own", "--help"], ["list"], ["config", "task=own"]):
         assert cli.run(words) == 0
     shown = capsys.readouterr().out

@@ -13,7 +13,7 @@ TEXT = Path(__file__).parents[4] / "shared" / "data" / "tinyshakespeare" / "inpu
 # The mark of the whole recipe, and what a twenty-fifth of it reaches on the first batches of the same text.
 WHOLE: tuple[dict[str, Any], int, float] = ({}, 1_200_000, 1.65)
 SHORT: tuple[dict[str, Any], int, float] = (
-    {"trainer.max_steps": 40, "trainer.eval_batches": 10},
+    {"trainer.max_steps": 40, "trainer.eval_every": 40, "trainer.eval_batches": 10},
     48_000,
     2.8,
 )
