@@ -25,6 +25,7 @@ from kitforge.kits.registry import DEFAULT_TASK, kit_of, kit_of_folder
 from kitforge.kits.start import apart_from_run, with_open_model
 from kitforge.models.hub import is_pretrained, resolve
 from kitforge.preset_files import presets
+from kitforge.report.notebook import Rows
 from kitforge.trainer.callbacks.callback import Callback
 from kitforge.trainer.options import RunOptions
 from kitforge.trainer.run_folder import Run
@@ -127,7 +128,7 @@ class Trainer:
         model = load_model(source, self.options.device, self._kit.load_dtype(self.options), self.options.task)
         opened = self._kit.open_pipeline(model, given.processor or load_processor(source), self.options)
         found = opened([inputs] if isinstance(inputs, str) else list(inputs))
-        return [result[0] if isinstance(result, list) else result for result in found]
+        return Rows(result[0] if isinstance(result, list) else result for result in found)
 
     def _inputs(self, run: Run | None = None) -> RunInputs[object]:
         """The objects that were handed over, with the network and processor of the run, if there is one."""
