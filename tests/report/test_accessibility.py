@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-import kitforge.inference.server.web_ui as web_ui
 import kitforge.report.page as report_page
+from kitforge.inference.server import web_ui
 from kitforge.report.index_page import Chapter, write_index
 from kitforge.report.page import write_report
 
