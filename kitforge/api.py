@@ -19,6 +19,7 @@ from kitforge.foundation import device as devices
 from kitforge.foundation.config import check, from_dict
 from kitforge.foundation.dtype import EXPORT_DTYPES, ExportDtype, LoadDtype
 from kitforge.foundation.errors import ConfigError, ModelError, nearest
+from kitforge.foundation.files import check_own, mark_own
 from kitforge.foundation.log import noting_warnings
 from kitforge.kits.kit import AnyKit, OwnTaskKit, Pipeline, ReplayResult, RunInputs
 from kitforge.kits.registry import DEFAULT_TASK, kit_of, kit_of_folder
@@ -226,18 +227,29 @@ def load_processor(model: Model) -> object:
     return kit_of_folder(folder).find_processor(folder)
 
 
-def save_model(model: Model, folder: str | Path, processor: object = None, dtype: ExportDtype | None = None) -> None:
+def save_model(
+    model: Model,
+    folder: str | Path,
+    processor: object = None,
+    dtype: ExportDtype | None = None,
+    *,
+    overwrite: bool = False,
+) -> None:
     """Write a model for other programs: a language model or a reward model as a Hugging Face folder, or a GGUF file if
     `folder` ends in .gguf; the items of a retrieval model as a faiss index. `dtype` of the weights: float32, bfloat16,
-    float16 or, in GGUF files, q8_0; by default as published, else float32. One tensor at a time is in memory."""
+    float16 or, in GGUF files, q8_0; by default as published, else float32. One tensor at a time is in memory. Raises
+    ConfigError for what another program wrote there, without `overwrite`."""
     names = (*EXPORT_DTYPES, "q8_0")
     check(dtype is None or dtype in names, "dtype", dtype, f"one of {', '.join(names)}, or null")
+    path = Path(folder)
+    check_own(path, "export", overwrite=overwrite)
     source = model if isinstance(model, (Run, nn.Module)) else _folder(model)
     if processor is None and not isinstance(source, nn.Module):
         processor = load_processor(source)
     home = source.folder if isinstance(source, Run) else None if isinstance(source, nn.Module) else source
     kit = kit_of(DEFAULT_TASK) if home is None or not home.exists() else kit_of_folder(home)
-    kit.save(source, Path(folder), processor, dtype)
+    kit.save(source, path, processor, dtype)
+    mark_own(path, "export")
 
 
 def _folder(model: str | Path) -> Path:
