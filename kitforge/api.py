@@ -19,12 +19,14 @@ from kitforge.foundation import device as devices
 from kitforge.foundation.config import check, from_dict
 from kitforge.foundation.dtype import EXPORT_DTYPES, ExportDtype, LoadDtype
 from kitforge.foundation.errors import ConfigError, ModelError, nearest
+from kitforge.foundation.files import check_own, mark_own
 from kitforge.foundation.log import noting_warnings
 from kitforge.kits.kit import AnyKit, OwnTaskKit, Pipeline, ReplayResult, RunInputs
 from kitforge.kits.registry import DEFAULT_TASK, kit_of, kit_of_folder
 from kitforge.kits.start import apart_from_run, with_open_model
 from kitforge.models.hub import is_pretrained, resolve
 from kitforge.preset_files import presets
+from kitforge.report.notebook import Rows
 from kitforge.trainer.callbacks.callback import Callback
 from kitforge.trainer.options import RunOptions
 from kitforge.trainer.run_folder import Run
@@ -127,7 +129,7 @@ class Trainer:
         model = load_model(source, self.options.device, self._kit.load_dtype(self.options), self.options.task)
         opened = self._kit.open_pipeline(model, given.processor or load_processor(source), self.options)
         found = opened([inputs] if isinstance(inputs, str) else list(inputs))
-        return [result[0] if isinstance(result, list) else result for result in found]
+        return Rows(result[0] if isinstance(result, list) else result for result in found)
 
     def _inputs(self, run: Run | None = None) -> RunInputs[object]:
         """The objects that were handed over, with the network and processor of the run, if there is one."""
@@ -225,18 +227,29 @@ def load_processor(model: Model) -> object:
     return kit_of_folder(folder).find_processor(folder)
 
 
-def save_model(model: Model, folder: str | Path, processor: object = None, dtype: ExportDtype | None = None) -> None:
+def save_model(
+    model: Model,
+    folder: str | Path,
+    processor: object = None,
+    dtype: ExportDtype | None = None,
+    *,
+    overwrite: bool = False,
+) -> None:
     """Write a model for other programs: a language model or a reward model as a Hugging Face folder, or a GGUF file if
     `folder` ends in .gguf; the items of a retrieval model as a faiss index. `dtype` of the weights: float32, bfloat16,
-    float16 or, in GGUF files, q8_0; by default as published, else float32. One tensor at a time is in memory."""
+    float16 or, in GGUF files, q8_0; by default as published, else float32. One tensor at a time is in memory. Raises
+    ConfigError for what another program wrote there, without `overwrite`."""
     names = (*EXPORT_DTYPES, "q8_0")
     check(dtype is None or dtype in names, "dtype", dtype, f"one of {', '.join(names)}, or null")
+    path = Path(folder)
+    check_own(path, "export", overwrite=overwrite)
     source = model if isinstance(model, (Run, nn.Module)) else _folder(model)
     if processor is None and not isinstance(source, nn.Module):
         processor = load_processor(source)
     home = source.folder if isinstance(source, Run) else None if isinstance(source, nn.Module) else source
     kit = kit_of(DEFAULT_TASK) if home is None or not home.exists() else kit_of_folder(home)
-    kit.save(source, Path(folder), processor, dtype)
+    kit.save(source, path, processor, dtype)
+    mark_own(path, "export")
 
 
 def _folder(model: str | Path) -> Path:

@@ -154,7 +154,7 @@ def _recipe_path(name: Any) -> Path | None:
     if path is None and str(name).endswith(RECIPE_SUFFIXES):
         path = Path(str(name)).expanduser()
         if not path.is_file():
-            raise missing_file_error(path)
+            raise missing_file_error(path, expected="a recipe, or the config.yaml of a run")
     return path
 
 

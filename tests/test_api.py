@@ -106,6 +106,11 @@ def test_a_run_has_folder_model_tokenizer_and_metrics() -> None:
         "samples",
         "tokenizer",
     }
+    assert [row["step"] for row in run.history] == list(range(1, run.history[-1]["step"] + 1))
+    assert run.history[-1]["eval/loss"] == run.metrics["eval/loss"]
+    assert f'<a href="{run.folder}/report.html"' in run._repr_html_() and "<td>eval/loss</td>" in run._repr_html_()
+    odd = Run(folder=Path("<script>"), model=run.model, processor=None, metrics={"<script>": 0.5})
+    assert "<script" not in odd._repr_html_() and "report" not in odd._repr_html_()
 
 
 # What training takes

@@ -43,6 +43,7 @@ from kitforge.foundation.errors import (
     ModelError,
 )
 from kitforge.foundation.log import console, log_to_terminal, sanitize, sanitizing_console, say
+from kitforge.inference.server.service import Service
 from kitforge.kits.registry import recorded_task, task_names
 from kitforge.kits.transformers.config import TextGenerationOptions
 from kitforge.preset_files import CONFIGS, presets
@@ -439,6 +440,22 @@ def test_help_of_a_command_tells_its_purpose_and_an_example_and_runs_nothing(
 
 
 # These have tests of their own: a run of RLHF, minutes of training, a process that goes on, a download.
+def test_serve_answers_with_the_model_of_the_run(
+    small_run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ports = list[int]()
+
+    def answer(service: Service, app: object, port: int, told: Callable[[str], None]) -> None:
+        assert isinstance(service, Service) and callable(app)
+        ports.append(port)
+        told("http://here")
+
+    monkeypatch.setattr("kitforge.cli.serve.answer", answer)
+    assert cli.run(["serve", f"checkpoint={small_run}", "port=8123", "device=cpu"]) == 0
+    assert ports == [8123]
+    assert f"{small_run.name} answers at http://here" in capsys.readouterr().out
+
+
 EXAMPLES = sorted(set(README_VERBS) - {"replay", "demo", "serve", "models"})
 
 

@@ -424,7 +424,9 @@ def test_a_recipe_needs_no_first_line_and_may_lie_anywhere(here: Path) -> None:
     write("odd.yaml", "defaults: [quickstart]")
     with pytest.raises(ConfigError, match=r"defaults of odd\.yaml.*\n.*quickstart"):
         values(recipe="odd.yaml")
-    with pytest.raises(DataError, match="od.yaml does not exist"):
+    with pytest.raises(
+        DataError, match=r"od.yaml does not exist(.|\n)*expected: a recipe, or the config.yaml of a run"
+    ):
         values(recipe="od.yaml")
 
 

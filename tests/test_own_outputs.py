@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kitforge.api import load_model, load_processor
+from kitforge.api import load_model, load_processor, save_model
 from kitforge.cli import main as cli
 from kitforge.foundation.errors import ConfigError, KitforgeError
 from kitforge.kits.recommender.build import TASKS
@@ -99,6 +99,20 @@ def test_an_own_output_is_written_over_and_only_what_was_written_is_named(
     assert Path("out/notes.txt").read_text() == "mine"
     with pytest.raises(ConfigError, match="not written by export"):
         cli.run([*export[:2], f"output_dir={small_run}"])
+
+
+def test_save_model_writes_over_what_it_made_and_not_over_the_work_of_others(here: Path, small_run: Path) -> None:
+    save_model(small_run, "mine")
+    save_model(small_run, "mine")
+    Path("theirs").mkdir()
+    Path("theirs/config.json").write_text("theirs")
+    Path("model.gguf").write_text("theirs")
+    for name in ("theirs", "model.gguf"):
+        with pytest.raises(ConfigError, match="overwrite=True"):
+            save_model(small_run, name)
+    assert Path("theirs/config.json").read_text() == Path("model.gguf").read_text() == "theirs"
+    save_model(small_run, "theirs", overwrite=True)
+    assert Path("theirs/model.safetensors").exists()
 
 
 def test_a_file_that_was_changed_since_is_not_written_over_unasked(here: Path, clicks: Path) -> None:

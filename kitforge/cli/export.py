@@ -7,7 +7,6 @@ from pathlib import Path
 from kitforge.api import save_model
 from kitforge.cli.command import Invocation, require
 from kitforge.data.gguf_file import GGUF_SUFFIX
-from kitforge.foundation.files import check_own, mark_own
 from kitforge.foundation.log import say
 
 
@@ -23,9 +22,7 @@ def export(chosen: Invocation) -> int:
     if chosen.values.get("format") == "gguf" and path.suffix != GGUF_SUFFIX:
         path /= f"model{GGUF_SUFFIX}"
     before = _times(path)
-    check_own(path, "export", overwrite=chosen.options.overwrite)
-    save_model(source, path, dtype=chosen.values.get("dtype"))
-    mark_own(path, "export")
+    save_model(source, path, dtype=chosen.values.get("dtype"), overwrite=chosen.options.overwrite)
     written = [f"{path.stat().st_size / 1e6:.1f} MB"]
     if path.is_dir():
         written = sorted(name for name, time in _times(path).items() if before.get(name) != time)

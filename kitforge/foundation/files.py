@@ -96,7 +96,7 @@ def check_own(path: Path, maker: str, *, overwrite: bool, names: Collection[str]
     mark, _, line = _mark_of(path, maker)
     if line not in _marks(mark):
         kind = "folder is not empty" if path.is_dir() else "file exists"
-        fix = "choose another place, or move it away; train, export, evaluate and predict take overwrite=true"
+        fix = "choose another place, move it away, or say overwrite=true (save_model: overwrite=True)"
         raise ConfigError(f"the {kind}, and was not written by {maker}", got=path, expected="a new place", fix=fix)
 
 
@@ -130,7 +130,9 @@ def file_lock(folder: Path, log: logging.Logger, work: str) -> Iterator[None]:
         yield
 
 
-def missing_file_error(path: Path, words: Iterable[str] = ()) -> DataError:
+def missing_file_error(
+    path: Path, words: Iterable[str] = (), *, expected: str = "a file, a folder or a pattern"
+) -> DataError:
     """The error for a path that does not exist. It names the closest file, or the closest of `words`."""
     name, folder = path.name, path.parent
     while not folder.is_dir():
@@ -140,7 +142,7 @@ def missing_file_error(path: Path, words: Iterable[str] = ()) -> DataError:
     fix = f"{folder} holds {', '.join(present[:8]) or 'nothing'}"
     if close:
         fix = f"did you mean {close[0] if close[0] in words else folder / close[0]}?"
-    return DataError(f"{path} does not exist", got=path.absolute(), expected="a file, a folder or a pattern", fix=fix)
+    return DataError(f"{path} does not exist", got=path.absolute(), expected=expected, fix=fix)
 
 
 def sync_folder(path: Path) -> None:

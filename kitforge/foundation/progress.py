@@ -1,4 +1,4 @@
-"""Progress of long work: a bar on a terminal, otherwise a line every half minute."""
+"""Progress of long work: a bar on a terminal, otherwise a line every half minute, which a notebook rewrites."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Protocol, TypeVar, final
 
+from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress
 
-from kitforge.foundation.log import console
+from kitforge.foundation.log import console, sanitize
 
 SECONDS_BETWEEN_LINES = 30.0
 
@@ -36,6 +37,15 @@ def show_progress(label: str, total: int | None = None, *, enabled: bool = True)
         yield _Lines(label, total)
 
 
+def show_line(text: str, console: Console) -> None:
+    """A line of progress. A notebook keeps all that is printed, so there it replaces the one before."""
+    if console.is_jupyter:
+        console.file.write(f"\r{sanitize(text):{console.width}}")
+        console.file.flush()
+    else:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
 def heartbeat(items: Iterable[Item], label: str, *, enabled: bool = True) -> Generator[Item]:
     """The items, counted by `show_progress`. Close it where an error may leave it before its end."""
     with show_progress(label, enabled=enabled) as advance:
@@ -60,4 +70,4 @@ class _Lines:
         self._last_line = now
         whole = total or self._total
         fraction = f" of {whole:,} ({done / whole:.0%})" if whole else ""
-        console.print(f"{self._label}: {done:,}{fraction}", markup=False, highlight=False, soft_wrap=True)
+        show_line(f"{self._label}: {done:,}{fraction}", console)

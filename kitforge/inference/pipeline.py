@@ -17,6 +17,7 @@ from kitforge.foundation.errors import ConfigError, ModelError
 from kitforge.inference.engine import Engine
 from kitforge.inference.folder_defaults import with_folder_defaults
 from kitforge.inference.text_engine import InferenceOptions, TextDelta, TextEngine
+from kitforge.report.notebook import Rows
 
 TextPrompt = str | Sequence[Message]
 
@@ -53,12 +54,12 @@ class TextGenerationPipeline:
             completions = [self._collect(request, num_samples) for request in requests]
         finally:
             self._drop_requests(requests)
-        results: list[Any] = []
+        results = Rows()
         for text, samples in zip(several, completions, strict=True):
             if isinstance(text, str):
-                results.append([{"generated_text": text + sample} for sample in samples])
+                results.append(Rows({"generated_text": text + sample} for sample in samples))
             else:
-                results.append([{"generated_text": _with_reply(text, sample)} for sample in samples])
+                results.append(Rows({"generated_text": _with_reply(text, sample)} for sample in samples))
         return results
 
     def stream(self, text: TextPrompt, **options: Any) -> Iterator[str]:

@@ -12,7 +12,7 @@ from kitforge.report.number_format import number
 from kitforge.report.panels import Panel, html_table
 
 VERDICTS = "verify.json"
-_COLUMNS = ("Verdict", "Figure", "Bound", "", "Seconds")
+_COLUMNS = ("Verdict", "Figure", "Bound", "Words", "Seconds")
 
 
 def contracts(runs: Sequence[RunRecord], labels: Sequence[str]) -> Panel | None:

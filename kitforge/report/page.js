@@ -68,3 +68,6 @@ for (const button of document.querySelectorAll("[data-switch]")) {
     }
   });
 }
+
+// The page of a run that was killed is not written any more, so one that is an hour old stays.
+if (Date.now() / 1000 - document.documentElement.dataset.live < 3600) setTimeout(() => location.reload(), 30000);

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
+import time
 from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
@@ -24,15 +25,14 @@ from kitforge.report.tables import tables
 
 _FOLDER = Path(__file__).parent
 _KIND = "Kitforge report"
-_RELOAD = '<meta http-equiv="refresh" content="30">\n'
 # How the name of a run begins that was not given one.
 _TIMED = re.compile(r"\d{8}-\d{6}-")
 
 
 def write_report(folders: Sequence[Path], *, is_live: bool = False) -> Path:
     """Write the report of the runs in `folders` and return its path: report.html of a single run, comparison.html in
-    the first folder of several. That of a run that is still training loads itself anew. Raises DataError if a folder
-    holds no run or the page cannot be written.
+    the first folder of several. That of a run that is still training loads itself anew for an hour at most. Raises
+    DataError if a folder holds no run or the page cannot be written.
     """
     runs = [read_run(folder) for folder in folders]
     if not runs:
@@ -42,7 +42,7 @@ def write_report(folders: Sequence[Path], *, is_live: bool = False) -> Path:
         check_own(target, "report", overwrite=target.is_file() and _KIND in target.read_text("utf-8", "replace"))
         further = (show(runs, run_labels(runs)) for show in (tables, completions, contracts))
         page = render(runs, [panel for panel in further if panel is not None])
-        write_text(target, page.replace("<head>\n", f"<head>\n{_RELOAD}", 1) if is_live else page)
+        write_text(target, page.replace("<html", f'<html data-live="{time.time():.0f}"', 1) if is_live else page)
     except OSError as error:
         raise DataError(f"the report cannot be written to {str(target)!r}", got=error.strerror) from error
     return target

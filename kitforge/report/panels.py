@@ -163,7 +163,7 @@ def html_table(corner: str, columns: Sequence[str], rows: Iterable[tuple[str, Se
     )
     first = f'<th scope="col">{corner}</th>' if corner else "<td></td>"
     return (
-        '<div class="scroll" tabindex="0" role="region" aria-label="Table"><table>'
+        '<div class="scroll" tabindex="0" role="group" aria-label="Table"><table>'
         f"<thead><tr>{first}{head}</tr></thead><tbody>{body}</tbody></table></div>"
     )
 

@@ -8,8 +8,10 @@ import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from torch import nn
 
@@ -19,6 +21,9 @@ from kitforge.foundation.config import check
 from kitforge.foundation.errors import ConfigError, KitforgeError
 from kitforge.foundation.files import check_own, mark_own, write_text
 from kitforge.foundation.log import console
+from kitforge.report.metrics import read_run
+from kitforge.report.notebook import Rows
+from kitforge.report.summary import metric_words
 from kitforge.trainer.callbacks.callback import Callback
 from kitforge.trainer.callbacks.checkpointing import CheckpointCallback
 from kitforge.trainer.callbacks.early_stopping import EarlyStopping
@@ -46,6 +51,21 @@ class Run:
     processor: Any
     metrics: dict[str, float]
     was_interrupted: bool = False
+
+    @property
+    def history(self) -> Rows:
+        """The logged metrics as dicts, one for each step; what pandas.DataFrame takes."""
+        record, rows = read_run(self.folder), dict[int, dict[str, float]]()
+        for name, series in (*record.train.items(), *record.eval.items()):
+            for step, value in zip(series.steps, series.values, strict=True):
+                rows.setdefault(step, {"step": step})[name] = value
+        return Rows(rows[step] for step in sorted(rows))
+
+    def _repr_html_(self) -> str:
+        report = self.folder / "report.html"
+        link = f' <a href="{quote(str(report))}" target="_blank">report</a>' if report.is_file() else ""
+        metrics = Rows({"metric": name, "value": text} for name, text in metric_words(self.metrics))
+        return f"{metrics._repr_html_()}<p><code>{escape(str(self.folder))}</code>{link}</p>"
 
 
 def default_folder(options: RunOptions, model_name: str) -> Path:

@@ -153,6 +153,20 @@ def test_the_checks_above_see_an_overflow_and_an_error(browser, write_run) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("age", [0, 4000])
+def test_the_page_of_a_run_that_was_killed_stops_loading_itself(browser, write_run, age: int) -> None:
+    page = write_report([write_run(num_steps=12)], is_live=True)
+    html = re.sub(
+        "<meta http-equiv[^>]*>",
+        "<script>setTimeout = (_, wait) => { document.title = wait; }</script>",
+        page.read_text("utf-8"),
+    )
+    page.write_text(re.sub('data-live="([0-9]+)"', lambda found: f'data-live="{int(found[1]) - age}"', html))
+    dump, _ = open_page(browser, page, PHONE, "--dump-dom")
+    assert ("<title>30000</title>" in dump) == (age == 0)
+
+
+@pytest.mark.slow
 def test_hostile_text_stays_text(browser, write_run) -> None:
     folder = write_run("<script>document.title=1<", num_steps=12)
     evil = "</script><script>throw 1</script><img src=x onerror='throw 2'>"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import errno
 import io
 import itertools
@@ -11,7 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -79,6 +80,26 @@ def test_elsewhere_a_few_plain_lines_are_shown(tmp_path: Path, monkeypatch: pyte
     assert lines[-2].startswith("step 6/6  loss ")
     assert lines[-1] == "step 6  eval/loss 0.1250  eval/accuracy 0.5000"
     assert not any("\x1b" in line for line in lines)
+
+
+def test_a_notebook_rewrites_its_line_of_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # What rich takes for a notebook: the shell of an IPython kernel among the builtins.
+    shell = type("ZMQInteractiveShell", (), {})()
+    monkeypatch.setattr(builtins, "get_ipython", lambda: shell, raising=False)
+    displayed: list[str] = []
+    monkeypatch.setitem(sys.modules, "IPython", ModuleType("IPython"))
+    display = ModuleType("IPython.display")
+    monkeypatch.setattr(display, "display", lambda one: displayed.append(one.text), raising=False)
+    monkeypatch.setitem(sys.modules, "IPython.display", display)
+    console = Console(file=io.StringIO())
+    monkeypatch.setattr(progress, "console", console)
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
+    train(tmp_path, Scripted(0.25, 0.125), progress=True, eval_every=3)
+    assert isinstance(console.file, io.StringIO)
+    _, *lines = console.file.getvalue().split("\r")
+    assert [line[:8] for line in lines] == [f"step {step}/6" for step in range(1, 7)]
+    assert "\n" not in console.file.getvalue() and len({len(line) for line in lines}) == 1
+    assert [text[:6] for text in displayed if "eval/loss" in text] == ["step 3", "step 6"]
 
 
 def test_words_in_brackets_are_shown_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,8 +273,8 @@ def test_a_report_is_written_while_it_trains_and_loads_itself_anew_only_then(
     assert list(pages) == [5, 9]
     train(tmp_path / "by 12", Scripted(3.0), max_steps=12, eval_every=12, callbacks=[Clock()])
     assert list(pages) == [5, 9, 7]
-    assert all('http-equiv="refresh"' in page for page in pages.values())
-    assert 'http-equiv="refresh"' not in (tmp_path / "by 12" / "report.html").read_text(encoding="utf-8")
+    assert all("<html data-live=" in page for page in pages.values())
+    assert "<html data-live=" not in (tmp_path / "by 12" / "report.html").read_text(encoding="utf-8")
 
 
 def test_a_report_is_written_at_the_end(tmp_path: Path) -> None:

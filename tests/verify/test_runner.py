@@ -150,6 +150,16 @@ def test_a_process_that_dies_is_reported_with_its_exit_code() -> None:
         Process(os._exit, 3).result(60.0)
 
 
+def test_a_process_without_an_answer_is_killed() -> None:
+    process = Process(time.sleep, 1000)
+    try:
+        with pytest.raises(TrainingError, match="nothing within 0 seconds"):
+            process.result(0.0)
+        assert not process.is_alive
+    finally:
+        process.kill()
+
+
 class _Constant(torch.autograd.Function):
     """A square whose gradient is a constant to autograd."""
 

@@ -21,6 +21,7 @@ from numba.core.compiler_lock import global_compiler_lock
 from numba.np.numpy_support import carray
 
 from kitforge.core.kernels.threads import num_threads
+from kitforge.foundation.log import errors
 
 # LLVM may write a function as it is for one constant argument in place of the general one. The process that compiles it
 # runs the general one of another library; those that load the caller from the cache run the other for all arguments.
@@ -37,7 +38,7 @@ def compiled(function: Function, fastmath: bool | set[str] = False) -> Function:
     beside the source, like Python's bytecode; without a writable folder each process compiles it again. The cache of a
     caller does not notice a changed callee of another file.
     """
-    made = _dispatcher(FunctionCache, function, fastmath=fastmath)
+    made = _dispatcher(_Cache, function, fastmath=fastmath)
     # Calls from Python and from C need wrappers, which take a third of the time of compilation; those of compiled loops
     # need none.
     inner = functools.cache(
@@ -58,13 +59,27 @@ def _dispatcher(kind: Callable[..., Any], function: Callable[..., Any], **option
     return made
 
 
+class _Cache(FunctionCache):
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """numba's; None for what is compiled now."""
+        found = super().load_overload(sig, target_context)  # type: ignore[no-untyped-call]
+        if found is None:
+            _say_once()
+        return found
+
+
+@functools.cache
+def _say_once() -> None:
+    errors.print("compiling loops for this processor, once (up to a minute)", soft_wrap=True)
+
+
 class _InnerFiles(CompileResultCacheImpl):
     def get_filename_base(self, *names: str) -> str:
         """Of other files than those of the function with its wrappers."""
         return f"inner.{super().get_filename_base(*names)}"  # type: ignore[no-untyped-call]
 
 
-class _InnerCache(FunctionCache):
+class _InnerCache(_Cache):
     _impl_class = _InnerFiles
 
 

@@ -20,7 +20,7 @@ def page(name: str, *, needs_token: bool) -> str:
         '<meta name="color-scheme" content="light dark">\n<link rel="icon" href="data:,">\n'
         f"<title>{escape(name)} \N{MIDDLE DOT} Kitforge</title>\n<style>{_read('page.css')}</style>\n</head>\n<body>\n"
         f'<header><p>Kitforge</p><h1>{escape(name)}</h1><button type="button" id="new">New chat</button></header>\n'
-        '<main id="talk" aria-live="polite"></main>\n<form id="form">\n'
+        '<main id="talk" aria-live="polite"></main>\n<form id="form" aria-label="Message">\n'
         f'<label{hidden}>Token <input id="token" type="password" autocomplete="off"></label>\n'
         '<label class="unseen" for="text">Message</label>\n'
         '<textarea id="text" rows="2" placeholder="Say something" required></textarea>\n'

@@ -34,6 +34,7 @@ from kitforge.kits.recommender.model import MISSING_SUFFIX, Recommender, inputs_
 from kitforge.kits.recommender.objective import RetrievalObjective
 from kitforge.kits.recommender.serving import faiss, load_index, save_index, serving_folder
 from kitforge.models.sasrec.model import SASRec
+from kitforge.report.notebook import Rows
 
 _log = logger(__name__)
 
@@ -66,7 +67,7 @@ class RecommendationPipeline:
             raise ModelError(
                 "this family scores no pairs", got=self.model.config.family, fix="ask for items: retrieve(user, k=10)"
             )
-        return [{"score": score} for batch in self._batches(rows) for score in self.scores(batch).tolist()]
+        return Rows({"score": score} for batch in self._batches(rows) for score in self.scores(batch).tolist())
 
     @torch.no_grad()
     def scores(self, batch: FeatureBatch) -> Tensor:
@@ -99,7 +100,7 @@ class RecommendationPipeline:
         others = dict.fromkeys(name for name in encoder.schema.layout(with_label=False).names if name not in wanted)
         # Names that the schema lacks stay, by which a misspelled one is told.
         rows = [{**user, **others} for user in users]
-        return [row_items for batch in self._batches(rows, encoder) for row_items in self.items(batch, k)]
+        return Rows(Rows(found) for batch in self._batches(rows, encoder) for found in self.items(batch, k))
 
     @torch.no_grad()
     def items(self, users: FeatureBatch, k: int) -> list[list[dict[str, Any]]]:

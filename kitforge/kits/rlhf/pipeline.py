@@ -21,6 +21,7 @@ from kitforge.foundation.progress import Advance
 from kitforge.kits.rlhf.batching import pad_examples
 from kitforge.kits.rlhf.config import ChatDatasetOptions
 from kitforge.kits.rlhf.roles.value_head import ValueHeadModel
+from kitforge.report.notebook import Rows
 
 BATCH_SIZE = 16
 
@@ -42,7 +43,7 @@ class RewardPipeline:
             return result
         rows = [{"text": text} if isinstance(text, str) else text for text in texts]
         responses = list(self._reader.demonstrations(rows)) if rows else []
-        return [[{"score": score}] for score in self.scores(responses)]
+        return Rows(Rows([{"score": score}]) for score in self.scores(responses))
 
     @torch.no_grad()
     def scores(self, responses: Sequence[TokenizedExample]) -> Iterator[float]:

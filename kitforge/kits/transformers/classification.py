@@ -45,6 +45,7 @@ from kitforge.kits.transformers.labelling import (
 from kitforge.kits.transformers.programs import export_programs
 from kitforge.kits.transformers.rows import RaggedTokens, RowSplits, hold_out, label_probabilities, last_token
 from kitforge.models.loading import SEQUENCE_CLASSIFIER
+from kitforge.report.notebook import Rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,7 +201,7 @@ class TextClassificationPipeline(LabellingPipeline[SequenceClassifier]):
         tokens = [
             self._fitting(self._tokenizer.encode_prompt(text), f"text {number}") for number, text in enumerate(rows)
         ]
-        found: list[Any] = [None] * len(rows)
+        found = Rows([None] * len(rows))
         order = sorted(range(len(rows)), key=lambda row: -len(tokens[row]))
         for start in range(0, len(order), PIPELINE_ROWS):
             part = order[start : start + PIPELINE_ROWS]

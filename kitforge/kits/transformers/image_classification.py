@@ -63,6 +63,7 @@ from kitforge.models.hub import resolve
 from kitforge.models.loading import OpenCheckpoint, StoredModel
 from kitforge.models.peft import base_of, is_adapter
 from kitforge.models.vit.model import ViTConfig
+from kitforge.report.notebook import Rows
 from kitforge.trainer.run_folder import Run
 
 CLASSIFIER = "classifier."
@@ -430,12 +431,12 @@ class ImageClassificationPipeline:
             ImageEntry(location=f"image {number}", label=None, read=partial(lambda image: image, each))
             for number, each in enumerate(given)
         ]
-        found = list[list[dict[str, Any]]]()
+        found = Rows()
         for start in range(0, len(entries), _BATCH):
             for scores in self.probabilities(entries[start : start + _BATCH]):
                 best = scores.topk(min(top_k or len(scores), len(scores)))
                 pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-                found.append([{"label": self.labels[index], "score": score} for index, score in pairs])
+                found.append(Rows({"label": self.labels[index], "score": score} for index, score in pairs))
         return found if is_list else found[0]
 
     @torch.no_grad()

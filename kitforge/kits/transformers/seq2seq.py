@@ -46,6 +46,7 @@ from kitforge.kits.network_kit import NetworkKit
 from kitforge.kits.network_source import NetworkSource, find_run_tokenizer
 from kitforge.kits.transformers.programs import export_programs
 from kitforge.kits.transformers.rows import RaggedTokens, RowSplits, RowTask, hold_out
+from kitforge.report.notebook import Rows
 from kitforge.trainer.callbacks.callback import Callback
 from kitforge.trainer.task import Task
 
@@ -388,7 +389,7 @@ class Seq2SeqPipeline:
     def __call__(self, texts: str | Sequence[str]) -> list[dict[str, str]]:
         """`{"translation_text"}` or `{"summary_text"}` of each text, in order; of a single text, a list of one. Raises
         DataError for a text of more than data.sequence_length tokens, unless data.on_too_long=cut_right."""
-        return [{self._key: text} for text in self.texts([texts] if isinstance(texts, str) else list(texts))]
+        return Rows({self._key: text} for text in self.texts([texts] if isinstance(texts, str) else list(texts)))
 
     def texts(self, texts: Sequence[str]) -> list[str]:
         """The generated target of each text."""

@@ -35,6 +35,7 @@ from kitforge.kits.transformers.labelling import (
 )
 from kitforge.kits.transformers.rows import RaggedTokens, RowSplits, hold_out
 from kitforge.models.loading import TOKEN_CLASSIFIER
+from kitforge.report.notebook import Rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,10 +165,10 @@ class TokenClassificationPipeline(LabellingPipeline[TokenClassifier]):
         rows = [texts] if isinstance(texts, str) else list(texts)
         encoded = [self._tokenizer.encode_offsets(text) for text in rows]
         scores = [self._probabilities(tokens, f"text {number}") for number, (tokens, _) in enumerate(encoded)]
-        found = [
-            entities(text, each, spans, self._model.labels, aggregation_strategy, ignore_labels)
+        found = Rows(
+            Rows(entities(text, each, spans, self._model.labels, aggregation_strategy, ignore_labels))
             for text, each, (_, spans) in zip(rows, scores, encoded, strict=True)
-        ]
+        )
         return found[0] if isinstance(texts, str) else found
 
     def predictions(self, values: Sequence[Any]) -> Iterator[dict[str, Any]]:

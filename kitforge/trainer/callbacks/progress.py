@@ -1,4 +1,4 @@
-"""Progress display: a live line on a terminal, otherwise a line every few seconds."""
+"""Progress display: a live line on a terminal, otherwise a line every few seconds, which a notebook rewrites."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any, final
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from kitforge.foundation.log import console
+from kitforge.foundation.progress import show_line
 from kitforge.report.summary import metric_words
 from kitforge.trainer.callbacks.callback import Callback, Event, RunContext
 
@@ -71,9 +72,7 @@ class ProgressDisplay(Callback):
             self._progress.update(self._task, completed=record["step"], description=words)
         elif time.monotonic() - self._last_line >= SECONDS_BETWEEN_LINES or record["step"] == run.max_steps:
             self._last_line = time.monotonic()
-            console.print(
-                f"step {record['step']}/{run.max_steps}  {words}", markup=False, highlight=False, soft_wrap=True
-            )
+            show_line(f"step {record['step']}/{run.max_steps}  {words}", console)
 
 
 def fitting(figures: Sequence[str], width: int) -> str:

@@ -68,6 +68,18 @@ def test_two_signatures_keep_two_files(half: Callable[..., Any], tmp_path: Path)
     assert sum(again.stats.cache_hits.values()) == 2
 
 
+def test_compilation_is_said_once_and_loading_is_not(
+    half: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = []
+    for _ in range(2):
+        numba_runtime._say_once.cache_clear()
+        made = compiled(half)
+        assert (made(3), made(2.5)) == (1.5, 1.25)
+        said.append(capsys.readouterr().err.count("compiling loops"))
+    assert said == [1, 0]
+
+
 @pytest.mark.parametrize("first", ["python", "loop"])
 def test_what_a_loop_calls_can_be_called_as_well(half: Callable[..., Any], tmp_path: Path, first: str) -> None:
     # The second time both are loaded from their files.
