@@ -95,9 +95,7 @@ class Trainer:
         self._run = train_task(options, inputs, self._kit)
         return self._run
 
-    def fit(self, resume: str | Path | None = None) -> Run:
-        """The same as `train`."""
-        return self.train(resume)
+    fit = train
 
     def finetune(self, checkpoint: Run | str | Path) -> Run:
         """Train from the weights of a run, a step or a Hugging Face folder; everything else starts afresh."""
@@ -108,8 +106,7 @@ class Trainer:
         folder = checkpoint.folder if isinstance(checkpoint, Run) else _folder(checkpoint)
         self._model_name = folder.resolve().name
         given = {name: each for name, each in dotted(self._choices).items() if name.partition(".")[0] != "model"}
-        values = compose_config(self.options.task, given | {"checkpoint": str(folder)}).values
-        fresh = self._kit.read_options(values)
+        fresh = self._kit.read_options(compose_config(self.options.task, given | {"checkpoint": str(folder)}).values)
         # A run that starts from weights has learning rates of its own.
         changes = {name: getattr(fresh, name) for name in (*self._kit.RATE_SECTIONS, "checkpoint", "model")}
         self.options = dataclasses.replace(self.options, **changes)
@@ -204,8 +201,7 @@ def replay(folder: str | Path, step: int, changes: Mapping[str, object] | None =
     kit = kit_of_folder(run_folder)
     for name in changes or {}:
         check_name(name, kit.OPTIONS)
-    values = recorded_values(run_folder / "config.yaml", changes or {})
-    return kit.replay(run_folder, step, kit.read_options(values))
+    return kit.replay(run_folder, step, kit.read_options(recorded_values(run_folder / "config.yaml", changes or {})))
 
 
 def load_model(model: Model, device: str = "auto", dtype: LoadDtype = "fp32", task: str | None = None) -> nn.Module:
@@ -232,7 +228,6 @@ def save_model(
     folder: str | Path,
     processor: object = None,
     dtype: ExportDtype | None = None,
-    *,
     overwrite: bool = False,
 ) -> None:
     """Write a model for other programs: a language model or a reward model as a Hugging Face folder, or a GGUF file if
