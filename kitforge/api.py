@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import cache
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias, final
 
 from torch import nn
 
 from kitforge.composition import check_name, compose_config, compose_predict, dotted, nested, recorded_values
-from kitforge.core.parallel.config import ParallelConfig
-from kitforge.core.parallel.rendezvous import Rendezvous
+from kitforge.core.parallel.rendezvous import joined
 from kitforge.foundation import device as devices
 from kitforge.foundation.config import check, from_dict
 from kitforge.foundation.dtype import EXPORT_DTYPES, ExportDtype, LoadDtype
@@ -143,29 +139,10 @@ class Trainer:
         )
 
 
-@contextmanager
-def _process_group(options: RunOptions) -> Iterator[Rendezvous]:
-    """The ranks of this process's runs. They stay joined until it ends, as a trained model may lie on all of them."""
-    rendezvous = _joined_rendezvous(options.parallel, options.device, options.num_ranks)
-    try:
-        yield rendezvous
-    except BaseException as error:
-        _joined_rendezvous.cache_clear()
-        rendezvous.__exit__(type(error), error, error.__traceback__)
-        raise
-
-
-@cache
-def _joined_rendezvous(degrees: ParallelConfig, device: str, num_ranks: int) -> Rendezvous:
-    rendezvous = Rendezvous.open(degrees, device, num_ranks)
-    atexit.register(rendezvous.shutdown, failed=False)
-    return rendezvous
-
-
 def train_task(options: RunOptions, inputs: RunInputs[object], kit: AnyKit | None = None) -> Run:
     """Train a task by its options and the objects handed over."""
     kit = kit_of(options.task) if kit is None else kit
-    with _process_group(options) as rendezvous:
+    with joined(options.parallel, options.device, options.num_ranks) as rendezvous:
         with noting_warnings() as notes:
             inputs = with_open_model(options, inputs)
             if rendezvous.rank >= options.parallel.world_size:
@@ -177,7 +154,7 @@ def train_task(options: RunOptions, inputs: RunInputs[object], kit: AnyKit | Non
 def evaluate(options: RunOptions, inputs: RunInputs[object], kit: AnyKit | None = None) -> dict[str, float]:
     """The metrics of the evaluation set for a model in memory or under `options.checkpoint`."""
     kit = kit_of(options.task) if kit is None else kit
-    with _process_group(options) as rendezvous:
+    with joined(options.parallel, options.device, options.num_ranks) as rendezvous:
         return kit.evaluate(options, with_open_model(options, inputs), rendezvous)
 
 
@@ -228,6 +205,7 @@ def save_model(
     folder: str | Path,
     processor: object = None,
     dtype: ExportDtype | None = None,
+    *,
     overwrite: bool = False,
 ) -> None:
     """Write a model for other programs: a language model or a reward model as a Hugging Face folder, or a GGUF file if

@@ -60,6 +60,8 @@ def _dispatcher(kind: Callable[..., Any], function: Callable[..., Any], **option
 
 
 class _Cache(FunctionCache):
+    """Of functions that Python calls, which compile all that they call."""
+
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """numba's; None for what is compiled now."""
         found = super().load_overload(sig, target_context)  # type: ignore[no-untyped-call]
@@ -79,7 +81,7 @@ class _InnerFiles(CompileResultCacheImpl):
         return f"inner.{super().get_filename_base(*names)}"  # type: ignore[no-untyped-call]
 
 
-class _InnerCache(_Cache):
+class _InnerCache(FunctionCache):
     _impl_class = _InnerFiles
 
 

@@ -5,6 +5,7 @@ It reads the environment that torchrun or `launch` sets, and starts no process. 
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import importlib.metadata
 import json
@@ -15,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any, cast, final
@@ -265,6 +267,26 @@ class Rendezvous:
             time.sleep(0.1)
             silent = [rank for rank in silent if not store.check([f"waits/{rank}"])]
         return silent
+
+
+@contextmanager
+def joined(degrees: ParallelConfig, device: str, num_ranks: int) -> Iterator[Rendezvous]:
+    """The ranks of all runs of this process with these degrees. They stay joined until it ends, as a trained model may
+    lie on all of them, or until a run fails."""
+    rendezvous = _opened(degrees, device, num_ranks)
+    try:
+        yield rendezvous
+    except BaseException as error:
+        _opened.cache_clear()
+        rendezvous.__exit__(type(error), error, error.__traceback__)
+        raise
+
+
+@cache
+def _opened(degrees: ParallelConfig, device: str, num_ranks: int) -> Rendezvous:
+    rendezvous = Rendezvous.open(degrees, device, num_ranks)
+    atexit.register(rendezvous.shutdown, failed=False)
+    return rendezvous
 
 
 def code_version() -> str:
