@@ -1,5 +1,5 @@
-"""Faults, and the command beside each of them: `python planted.py FOLDER OUTPUT` writes verdicts by fault as JSON. Each
-fault has a fork of its own, in which one function has another code."""
+"""Faults, and the command beside each of them: `python planted.py FOLDER OUTPUT NAME...` writes verdicts by fault as
+JSON. Each fault has a fork of its own, in which one function has another code."""
 
 from __future__ import annotations
 
@@ -207,5 +207,5 @@ def _command(folder: Path, output: Path, fault: Fault) -> None:
 
 if __name__ == "__main__":
     root = Path(sys.argv[1])
-    wanted = [fault for fault in FAULTS if len(sys.argv) == 3 or fault.breaks in sys.argv[3:]]
+    wanted = [fault for fault in FAULTS if fault.breaks in sys.argv[3:]]
     Path(sys.argv[2]).write_text(json.dumps({fault.breaks: verdicts(root, fault) for fault in wanted}))

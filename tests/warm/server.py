@@ -39,6 +39,10 @@ from kitforge.composition import compose_config
 from kitforge.core.kernels.linear.numba import linear
 from kitforge.data import standard_library
 from kitforge.data.tables.synthetic_clicks import SyntheticClicks, SyntheticClicksConfig
+from kitforge.inference.engine import Engine
+from kitforge.inference.sampling import SamplingOptions
+from kitforge.models.catalog import config_of
+from kitforge.models.loading import build
 from kitforge.trainer import loop
 
 __all__ = ["kitforge", "shorten"]
@@ -51,6 +55,7 @@ MAY_SHORTEN = "KITFORGE_TEST_MAY_SHORTEN"
 SHORT_CORPUS = ("json/", "logging/")
 SHORT_LOG = 20_000
 SECONDS_BETWEEN_LOOKS = 0.02
+NETWORK = {"family": "llama", "dim": 8, "num_layers": 1, "num_heads": 2, "mlp_dim": 8, "vocab_size": 9, "max_length": 9}
 
 
 def shorten() -> None:
@@ -67,9 +72,17 @@ def shorten() -> None:
         steps = max_steps(task, options)
         if steps > MOST_STEPS and MAY_SHORTEN not in os.environ:
             raise RuntimeError(f"{steps} steps are more than the {MOST_STEPS} of a test, and {MAY_SHORTEN} is not set")
-        return min(steps, MOST_STEPS)
+        return min(steps, MOST_STEPS // 2 if MAY_SHORTEN in os.environ else MOST_STEPS)
 
     loop._max_steps = few_steps
+    begin = loop.Loop.__init__
+
+    def evaluated_at_its_end(run: loop.Loop, task: Any, options: Any, *given: Any, **named: Any) -> None:
+        begin(run, task, options, *given, **named)
+        # Ten evaluations, each with texts, take as long as the steps.
+        run._eval_every = run.options.eval_every
+
+    setattr(loop.Loop, "__init__", evaluated_at_its_end)  # noqa: B010
     make_log = SyntheticClicks.__init__
 
     def make_short(log: SyntheticClicks, config: SyntheticClicksConfig, *start: int) -> None:
@@ -158,6 +171,9 @@ if __name__ == "__main__":
         compose_config(task, {})
     # The first compiled loop of a process takes longer than all the steps of a page together.
     linear(torch.ones(1, 1), torch.ones(1, 1))
+    Engine(build(config_of(NETWORK), device=torch.device("cpu"), seed=0)).generate(
+        [[1, 2]], SamplingOptions(max_new_tokens=2)
+    )
     for module in sys.argv[2:]:
         importlib.import_module(module)
     # A copy that looks for garbage would make all of this memory its own.

@@ -120,10 +120,10 @@ def resources(machine_code: bytes) -> dict[str, int]:
 
 
 @torch.no_grad()
-def call_samplers() -> None:
+def call_samplers(*, with_all: bool) -> None:
     """Both choices of a token of a large vocabulary and of a small one."""
     kernels = select("O1", "cuda")
-    for width in (5000, 128256):
+    for width in (5000, 128256) if with_all else (128256,):
         kernels.greedy_sample(torch.zeros(3, width))
         kernels.random_sample(torch.zeros(3, width), torch.zeros(3, dtype=torch.float64), 0.7)
 
@@ -152,15 +152,15 @@ def call_networks(*, with_all: bool) -> None:
         kernels.linear_cross_entropy(hidden, weight, targets).backward()
         sum(each.sum() for each in kernels.linear_log_probs(hidden, weight, targets, 0.7)).backward()  # type: ignore[union-attr]
         with torch.no_grad():
-            formats: list[tuple[Any, Any]] = [(4, 128), (8, None)]
-            for bits, group in itertools.product((4, 8), (None, 128)) if with_all else formats:
+            products: list[tuple[Any, ...]] = [(4, 128, 3, False), (8, None, 64, True)]
+            all_products = itertools.product((4, 8), (None, 128), (3, 64), (False, True))
+            for bits, group, rows, has_bias in all_products if with_all else products:
                 packed = quantize(torch.randn(100, 4096), bits, group)
-                kernels.quantized_linear(random(3, 4096), *packed)
-                kernels.quantized_linear(random(64, 4096), *packed, random(100))
-        for choices in (1, 2):
+                kernels.quantized_linear(random(rows, 4096), *packed, random(100) if has_bias else None)
+        for choices in (1, 2) if with_all else (2,):
             permutation = permutation_of(torch.randint(0, 8, (33, choices)), 8)
-            rows = kernels.moe_permute(random(33, 2048), permutation)
-            kernels.moe_unpermute(rows, random(33, choices), permutation).sum().backward()
+            permuted = kernels.moe_permute(random(33, 2048), permutation)
+            kernels.moe_unpermute(permuted, random(33, choices), permutation).sum().backward()
         lengths = torch.tensor([5, 9])
         with torch.no_grad():
             for heads, dim, slopes in itertools.product(
@@ -178,11 +178,12 @@ def call_networks(*, with_all: bool) -> None:
                 )
 
 
-def call_products(*, can_float8: bool) -> None:
+def call_products(*, can_float8: bool, with_all: bool) -> None:
     """What stands around products in FP8 and products of experts."""
-    for dtype in (torch.bfloat16, torch.float32) if can_float8 else ():
-        for to in (torch.float8_e4m3fn, torch.float8_e5m2):
-            round_to_float8(torch.zeros(48, 4096, dtype=dtype), to)
+    roundings = [(torch.bfloat16, torch.float8_e5m2), (torch.float32, torch.float8_e4m3fn)]
+    all_roundings = itertools.product((torch.bfloat16, torch.float32), (torch.float8_e4m3fn, torch.float8_e5m2))
+    for dtype, to in () if not can_float8 else all_roundings if with_all else roundings:
+        round_to_float8(torch.zeros(48, 4096, dtype=dtype), to)
     zero_past(torch.zeros(32, 2048, dtype=torch.bfloat16), torch.tensor([3, 32], dtype=torch.int32))
 
 
@@ -198,7 +199,7 @@ def call_tables(*, with_all: bool) -> None:
     kernels.hash_map().find_distinct(torch.arange(3000))
     slots, inverse = torch.randperm(50)[:20], torch.randint(0, 20, (60,))
     offsets = torch.arange(0, 61, 3)
-    for dim in (1, 16, 128) if with_all else (1, 16):
+    for dim in (1, 16, 128) if with_all else (16,):
         slab = torch.randn(50, dim + 4)
         for bags in (None, Bags(offsets=offsets), Bags(offsets=offsets, mode="mean", weights=torch.rand(60))):
             pooled = kernels.embedding_bag(slab, slots, dim, inverse=inverse, bags=bags)
@@ -207,13 +208,13 @@ def call_tables(*, with_all: bool) -> None:
         kernels.copy_rows(slab, torch.zeros(20, dim + 4), at=slots)
         kernels.copy_rows(torch.zeros(20, dim + 4), slab, to=slots)
         names = ("sgd", "adagrad", "rowwise_adagrad", "lazy_adam", "adam", "ftrl")
-        for name in names if with_all or dim > 1 else ("adam",):
+        for name in names:
             decays = (0.0, 0.1) if name in ("sgd", "lazy_adam") else (0.0,)
             for decay in decays:
                 config = SparseOptimizerConfig(name=name, touched_weight_decay=decay)  # type: ignore[arg-type]
                 rule = build_row_optimizer(config, kernels)
                 records = new_records(rule, torch.randn(50, dim))
-                for step in (1, 2):
+                for step in (1, 2) if with_all else (2,):
                     # No kernel runs, so the rows must be told that they are at this step.
                     integer_view(records)[:, -3] = step - 1
                     rule.update(records, slots, torch.randn(20, dim), 0.1, step)
@@ -226,10 +227,11 @@ def main() -> None:
         module.device_description = lambda _device: DEVICE  # type: ignore[assignment]
     compiler = Compiler(int(sys.argv[1]))
     JITFunction.run = lambda kernel, *arguments, **options: compiler(kernel, *arguments, **options)
-    call_samplers()
-    call_networks(with_all=sys.argv[2] == "all")
-    call_products(can_float8=int(sys.argv[1]) >= 89)
-    call_tables(with_all=sys.argv[2] == "all")
+    with_all = sys.argv[2] == "all"
+    call_samplers(with_all=with_all)
+    call_networks(with_all=with_all)
+    call_products(can_float8=int(sys.argv[1]) >= 89, with_all=with_all)
+    call_tables(with_all=with_all)
 
 
 if __name__ == "__main__":

@@ -186,6 +186,5 @@ def test_matrix_units_get_what_they_want(kernel: Any, monkeypatch: pytest.Monkey
         return product(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=out_dtype, **options)
 
     monkeypatch.setattr(torch, "_scaled_mm", strict)
-    for rows in (1, 5, 16, 33):
-        for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            results(kernel, inputs_of(rows, dtype=dtype))
+    for rows, dtype in zip((1, 5, 16, 33), (torch.float32, torch.bfloat16, torch.float16, torch.float32), strict=True):
+        results(kernel, inputs_of(rows, dtype=dtype))

@@ -48,7 +48,9 @@ def shares(logits: Tensor, temperature: float) -> Tensor:
 
 @pytest.mark.parametrize("temperature", [1e-300, 0.3, 1.0, 5.0])
 @pytest.mark.parametrize("size", SIZES)
-def test_it_is_the_reference(size: int, temperature: float) -> None:
+def test_it_is_the_reference(name: str, size: int, temperature: float) -> None:
+    # Triton's interpreter takes a millisecond for a block of each row.
+    size = size if name == "numba" else min(size, 5 * numba.BLOCK + 7)
     logits = (3 * random(12, size)).float()
     points = torch.tensor([0, LAST, *(random(10, seed=size) % 1)], dtype=torch.float64)
     tokens, logprobs = found(logits, points, temperature)
@@ -69,7 +71,7 @@ def test_every_token_has_its_share_of_the_points(name: str, size: int) -> None:
 
 def test_draws_at_points_of_a_grid_follow_the_softmax(name: str) -> None:
     # Triton's interpreter takes a millisecond for a point.
-    logits, count = (2 * random(1, 2500)).float(), 20_000 if name == "numba" else 100
+    logits, count = (2 * random(1, 2500)).float(), 20_000 if name == "numba" else 30
     points = (torch.arange(count, dtype=torch.float64) + 0.5) / count
     tokens = torch.cat([found(repeated(logits[0], part), part, 1.3)[0] for part in points.split(2000)])
     counts = torch.bincount(tokens, minlength=2500).double()
@@ -101,7 +103,7 @@ def test_excluded_tokens_are_never_drawn(name: str, temperature: float) -> None:
     # The start, a whole block, one at each side of a boundary, and the end.
     for first, count in ((0, block + 7), (2 * block, block), (4 * block - 1, 2), (5 * block - 70, 70)):
         logits[first : first + count] = -math.inf
-    count = 4001 if name == "numba" else 41
+    count = 4001 if name == "numba" else 11
     points = torch.cat([torch.tensor([0, LAST, 1 - 2.0**-53]).double(), (torch.arange(count) / count).double()])
     tokens, logprobs = found(repeated(logits, points), points, temperature)
     assert logits[tokens].tolist() == [0.0] * len(points)

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.differential.drawn import WHOLE
+
 ROOT = Path(__file__).parents[3]
-PROVES = bool(os.environ.get("KITFORGE_PROVE"))
 # Bytes of a thread. Attention in fp32 has no tensor cores to feed and may spill a little, as it does with Triton 3.6.
 MOST_SPILLED = {"_split_kernel": 256}
 
@@ -29,7 +30,10 @@ def kernels_in_source() -> set[tuple[str, str]]:
 
 
 @pytest.mark.slow
+@pytest.mark.prove
 def test_every_kernel_compiles_without_spilling(tmp_path: Path) -> None:
+    """The one proof that a kernel is more than what the interpreter takes: its types, its tiles and its registers; in
+    the gate for some arguments of each."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [
         sys.executable,
@@ -38,7 +42,7 @@ def test_every_kernel_compiles_without_spilling(tmp_path: Path) -> None:
         "-m",
         "tests.core.kernels.compile_triton",
         "90",
-        "all" if PROVES else "some",
+        "all" if WHOLE else "some",
     ]
     done = subprocess.run(
         command,

@@ -17,6 +17,7 @@ from kitforge.kits.rlhf.build import TASKS
 from kitforge.kits.rlhf.roles.model_loading import load_policy
 from kitforge.kits.rlhf.tasks import Inputs
 from kitforge.trainer.run_folder import train
+from tests.differential.drawn import WHOLE
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import TestRendezvous
 from tests.kits.rlhf import runs
@@ -59,12 +60,14 @@ SPLIT: list[tuple[str, dict[str, Any], ParallelConfig]] = [
     *((each, ADAPTERS if each in ("sft", "grpo") else {}, CONTEXT) for each in CUT_ROWS),
     *((stage, {}, EXPERTS) for stage in ("dpo", "ppo")),
 ]
+# In the gate every stage and every axis once, the latter also with adapters.
+SPLIT = SPLIT if WHOLE else [SPLIT[place] for place in (1, 4, 6, 7, 9, 10, 13, 17)]
 QUARTERS: list[tuple[str, dict[str, Any], ParallelConfig]] = [
     ("sft", ADAPTERS, SQUARE),
     ("grpo", ADAPTERS, ParallelConfig(shard=2, context=2)),
     *((stage, {}, WITH_TENSOR) for stage in ("ppo", "dpo")),
     ("ppo", {}, ParallelConfig(data=2, expert=2, tensor=2, sequence_parallel=False)),
-]
+][: None if WHOLE else 3]
 
 
 def trained(_rank: int, folder: Path, cases: list[tuple[str, dict[str, Any], ParallelConfig]]) -> list[dict[str, Any]]:
@@ -122,7 +125,10 @@ def assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor], what: str)
 
 
 @pytest.mark.slow
+@pytest.mark.prove
 def test_ranks_with_pieces_equal_one(tmp_path: Path) -> None:
+    """Stages beside each other in one process of each rank: that the losses of a stage, and all it is told by its rows,
+    are summed over whatever axis cuts its networks."""
     wanted: dict[str, dict[str, Any]] = {}
     for size, cases in ((2, SPLIT), (4, QUARTERS)):
         for stage, choices, degrees in cases:
