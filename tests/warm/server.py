@@ -79,8 +79,9 @@ def shorten() -> None:
 
     def evaluated_at_its_end(run: loop.Loop, task: Any, options: Any, *given: Any, **named: Any) -> None:
         begin(run, task, options, *given, **named)
-        # Ten evaluations, each with texts, take as long as the steps.
-        run._eval_every = run.options.eval_every
+        if MAY_SHORTEN in os.environ:
+            # Ten evaluations, each with texts, take as long as the steps.
+            run._eval_every = run.options.eval_every
 
     setattr(loop.Loop, "__init__", evaluated_at_its_end)  # noqa: B010
     make_log = SyntheticClicks.__init__
