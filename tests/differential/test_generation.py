@@ -281,33 +281,33 @@ def test_the_next_token_has_the_distribution_of_transformers(
 
 
 @drawn(40)
-@given(st.integers(1, 4), st.floats(-1.5, 3.0), st.sampled_from([True, False, "never"]), st.integers(1, 10), st.data())
-def test_targets_are_those_of_transformers(
-    beams: int, penalty: float, early_stopping: Any, longest: int, data: st.DataObject
-) -> None:
+@given(st.sampled_from([4, 3, 2, 1]), st.floats(-1.5, 3.0), st.integers(1, 16), st.data())
+def test_targets_are_those_of_transformers(beams: int, penalty: float, longest: int, data: st.DataObject) -> None:
     peer, model = _targets()
-    sources = data.draw(st.lists(st.lists(st.integers(2, 10), min_size=1, max_size=7), min_size=3, max_size=6))
-    settings = {"num_beams": beams, "length_penalty": penalty, "early_stopping": early_stopping}
-    options = with_folder_search(Seq2SeqInference(max_new_tokens=longest, batch_size=3), settings)
-    found = generate_targets(model, sources, options, start_id=PAD, eos_ids=[EOS], pad_id=PAD)
+    sources = data.draw(st.lists(st.lists(st.integers(2, 10), min_size=1, max_size=7), min_size=4, max_size=9))
     width = max(map(len, sources))
     tokens = torch.tensor([source + [PAD] * (width - len(source)) for source in sources])
     mask = torch.tensor([[1] * len(source) + [0] * (width - len(source)) for source in sources])
-    wanted = peer.generate(tokens, attention_mask=mask, max_new_tokens=longest, do_sample=False, **settings)
-    for ours, row in zip(found, wanted[:, 1:].tolist(), strict=True):
-        assert ours == row[: next((place for place, token in enumerate(row) if token == EOS), len(row))]
+    # The rules differ for few sources, so each is asked about all of them; without beams there is none.
+    for early_stopping in (False, True, "never")[: 3 if beams > 1 else 1]:
+        settings = {"num_beams": beams, "length_penalty": penalty, "early_stopping": early_stopping}
+        options = with_folder_search(Seq2SeqInference(max_new_tokens=longest, batch_size=3), settings)
+        found = generate_targets(model, sources, options, start_id=PAD, eos_ids=[EOS], pad_id=PAD)
+        wanted = peer.generate(tokens, attention_mask=mask, max_new_tokens=longest, do_sample=False, **settings)
+        for ours, row in zip(found, wanted[:, 1:].tolist(), strict=True):
+            assert ours == row[: next((place for place, token in enumerate(row) if token == EOS), len(row))]
 
 
 @functools.cache
 def _targets() -> tuple[Any, Any]:
-    """Networks whose targets end at many lengths."""
+    """Networks whose targets end at many lengths, with probabilities so even that the length decides among beams."""
     sizes = {"d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 4, "dropout_rate": 0.0}
-    torch.manual_seed(4)
+    torch.manual_seed(6)
     config = transformers.T5Config(vocab_size=11, decoder_start_token_id=PAD, pad_token_id=PAD, **sizes)
     peer = transformers.T5ForConditionalGeneration(config).eval()
     with torch.no_grad():
         for parameter in peer.parameters():
-            parameter.mul_(0.5).add_(torch.randn_like(parameter) * 0.4)
+            parameter.mul_(0.5).add_(torch.randn_like(parameter) * 0.1)
     folder = Path(tempfile.mkdtemp())
     peer.save_pretrained(folder)
     return peer, loading.load(folder, device=CPU)

@@ -36,39 +36,12 @@ from tests.kits.transformers.test_adapters import KINDS, base, trained
 pytestmark = pytest.mark.filterwarnings("ignore:.*treespec.*:FutureWarning")
 CPU = torch.device("cpu")
 VOCAB = 61
-SIZES: dict[str, Any] = {"vocab_size": VOCAB, "dim": 24, "num_layers": 2, "num_heads": 6, "max_length": 40}
-# Every option of a family that changes its attention, though no published architecture has all of them. Tracing
-# takes the time of these tests, so one layer stands where a second would be the same.
-FAMILIES: dict[str, dict[str, Any]] = {
-    "gpt2": {"num_layers": 1},
-    "llama": {"num_heads": 4, "head_dim": 8, "num_kv_heads": 2, "mlp_dim": 40, "qk_norm": True, "qkv_bias": True}
-    | {"sliding_window": 3, "window_layers": (1,), "tie_embeddings": True},
-    "glm": {"num_heads": 4, "head_dim": 8, "num_kv_heads": 2, "mlp_dim": 40, "sandwich_norms": True}
-    | {"num_layers": 1},
-    "gemma3": {"family": "llama", "num_heads": 4, "head_dim": 8, "num_kv_heads": 2, "mlp_dim": 40, "mlp_kind": "geglu"}
-    | {"sliding_window": 3, "window_layers": (1,), "local_rope_theta": 100.0, "scale_embedding": True},
-    "bloom": {"num_heads": 6, "num_layers": 1},
-    "pangu_alpha": {},
-    "mixtral": {"num_heads": 4, "num_kv_heads": 2, "mlp_dim": 20, "num_layers": 1}
-    | {"experts": {"num_experts": 4, "top_k": 2, "num_shared": 1, "num_groups": 2, "top_groups": 1}},
-    "qwen3_moe": {"num_heads": 4, "head_dim": 8, "num_kv_heads": 2, "mlp_dim": 40, "expert_dim": 12}
-    | {"dense_layers": (0,), "experts": {"num_experts": 5, "top_k": 3, "normalize": False}},
-}
-# A program that onnxruntime runs has gone through torch.export as well; what is saved of one is read back for decoders.
+# Decoders and classifiers of every family are drawn, in tests/differential. A program that onnxruntime runs has gone
+# through torch.export as well; the rest of the way to ONNX takes twice the time.
 PROVES = "KITFORGE_PROVE" in os.environ
-FORMATS = ["onnx", "torch_export"] if PROVES else ["onnx"]
-CONVERTED = tuple(FAMILIES) if PROVES else ("llama", "mixtral")
-DECODERS = [(family, format) for family in CONVERTED for format in FORMATS]
-DECODERS += [(family, "torch_export") for family in FAMILIES if family not in CONVERTED]
-# The rest of the way to ONNX, which takes twice the time, is that of the decoders and of the smallest network.
-TRACED = FORMATS if PROVES else ["torch_export"]
+FORMATS, TRACED = (["onnx", "torch_export"],) * 2 if PROVES else (["onnx"], ["torch_export"])
 # Takes the tensors of a program in its order, and gives all that it computes.
 Run = Callable[..., list[Tensor]]
-
-
-def network(family: str, **changes: Any) -> Decoder:
-    config = config_of({"family": family, **SIZES, **FAMILIES[family], **changes})
-    return filled(loading.build(config, device=CPU, level="O0", seed=1))
 
 
 def filled(model: Any, factor: float = 4.0) -> Any:
@@ -150,48 +123,6 @@ def assert_equal_alone(found: Tensor, mask: Tensor, rows: Sequence[Tensor], mode
         assert_near(logits[is_token], expected)
 
 
-@pytest.mark.slow
-@pytest.mark.prove
-@pytest.mark.parametrize(("family", "format"), DECODERS)
-def test_a_decoder_with_a_cache(family: str, format: str, tmp_path: Path) -> None:
-    model = network(family)
-    (run,) = written(model, tmp_path, format)
-    for rows, columns in (
-        (texts(9, 9, 9), [range(9)] * 3),
-        (texts(1), [range(1)]),
-        # On the left, on the right, and between tokens.
-        (texts(9, 4, 1), [range(9), range(5, 9), range(8, 9)]),
-        (texts(9, 5, 6), [range(9), range(5), (0, 1, 2, 6, 7, 8)]),
-    ):
-        tokens, mask = padded(rows, columns)
-        logits, *_ = run(tokens, mask, positions_of(mask), *empty_past(model, len(rows)))
-        assert_equal_alone(logits, mask, rows, model)
-    # Two rows of other lengths, and three steps of one token or two.
-    rows = texts(9, 7)
-    tokens, mask = padded(rows, [range(9), range(2, 9)])
-    found, past, stop = list[Tensor](), empty_past(model, 2), 0
-    for length in (5, 1, 2, 1):
-        new = slice(stop, stop + length)
-        stop += length
-        logits, *past = run(tokens[:, new], mask[:, :stop], positions_of(mask[:, :stop])[:, new], *past)
-        assert past[0].shape[2] == stop
-        found.append(logits)
-    assert_equal_alone(torch.cat(found, dim=1), mask, rows, model)
-
-
-@pytest.mark.slow
-def test_a_decoder_whose_keys_depend_on_the_length_has_no_cache(tmp_path: Path) -> None:
-    scaling = {"kind": "dynamic", "factor": 2.0}
-    model = network("llama", rope_scaling=scaling, max_length=8, num_layers=1, window_layers=(0,))
-    with pytest.raises(ConfigError, match="use_cache=false"):
-        programs_of(model)
-    (run,) = written(model, tmp_path, "onnx", use_cache=False)
-    rows = texts(14, 4)
-    tokens, mask = padded(rows, [range(14), range(10, 14)])
-    (logits,) = run(tokens, mask, positions_of(mask))
-    assert_equal_alone(logits, mask, rows, model)
-
-
 @pytest.mark.prove
 @pytest.mark.parametrize("format", TRACED)
 def test_an_encoder_and_a_decoder(format: str, tmp_path: Path) -> None:
@@ -227,25 +158,12 @@ def test_a_vision_transformer(format: str, tmp_path: Path) -> None:
         assert_near(run(images)[0], model(images))
 
 
-@pytest.mark.prove
-@pytest.mark.parametrize("format", TRACED)
-def test_a_classifier_of_texts(format: str, tmp_path: Path) -> None:
-    model = filled(SequenceClassifier(network("llama", num_layers=1, window_layers=(0,)), ("bad", "fair", "good")))
-    (run,) = written(model, tmp_path, format)
-    for rows, columns in (
-        (texts(9, 4, 1), [range(9), range(4), range(1)]),
-        (texts(9, 4), [range(9), range(5, 9)]),
-        (texts(1), [range(1)]),
-    ):
-        (logits,) = run(*padded(rows, columns))
-        expected = torch.cat([model(row.unsqueeze(0)) for row in rows])
-        assert_near(logits, expected)
-
-
 @pytest.mark.parametrize("pad_id", [7, 0, None])
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_a_classifier_pools_where_ours_and_transformers_do(pad_id: int | None, side: str) -> None:
-    model = filled(SequenceClassifier(network("llama"), ("bad", "fair", "good")))
+    sizes = {"vocab_size": VOCAB, "dim": 24, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "mlp_dim": 40}
+    network = loading.build(config_of({"family": "llama", **sizes, "max_length": 40}), device=CPU, level="O0", seed=1)
+    model = filled(SequenceClassifier(network, ("bad", "fair", "good")))
     model.pad_id = pad_id
     # Texts that end with, hold, or are nothing but the padding token.
     rows = [torch.tensor(each) for each in ([5, 7, 9, 7, 7], [3, 4], [0, 6, 0], [7], [0], [7, 0])]
