@@ -38,7 +38,7 @@ def compiled(function: Function, fastmath: bool | set[str] = False) -> Function:
     beside the source, like Python's bytecode; without a writable folder each process compiles it again. The cache of a
     caller does not notice a changed callee of another file.
     """
-    made = _dispatcher(_Cache, function, fastmath=fastmath)
+    made = _dispatcher(FunctionCache, function, fastmath=fastmath)
     # Calls from Python and from C need wrappers, which take a third of the time of compilation; those of compiled loops
     # need none.
     inner = functools.cache(
@@ -55,19 +55,17 @@ def _dispatcher(kind: Callable[..., Any], function: Callable[..., Any], **option
     made = make(function)
     with suppress(RuntimeError):
         made._cache = kind(function)
+        made._cache.load_overload = functools.partial(_loaded, made._cache.load_overload)
         made.compile = functools.partial(_compile_once, made.compile, made._cache)
     return made
 
 
-class _Cache(FunctionCache):
-    """Of functions that Python calls, which compile all that they call."""
-
-    def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """numba's; None for what is compiled now."""
-        found = super().load_overload(sig, target_context)  # type: ignore[no-untyped-call]
-        if found is None:
-            _say_once()
-        return found
+def _loaded(load: Callable[..., Any], *wanted: Any) -> Any:
+    """What the cache holds; None of what is compiled now."""
+    found = load(*wanted)
+    if found is None:
+        _say_once()
+    return found
 
 
 @functools.cache
