@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TypeAlias, final
+from typing import TypeAlias
 
 from torch import nn
 
@@ -32,7 +32,6 @@ from kitforge.trainer.task import Task
 Model: TypeAlias = Run | nn.Module | str | Path
 
 
-@final
 class Trainer:
     """Trains, evaluates and predicts. `model` is a preset, a folder, a Run or an nn.Module; `options` are nested or
     dotted: `{"trainer.max_steps": 100}`. `task` is a name, or a Task of your own, which brings model and data.

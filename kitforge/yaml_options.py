@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast, final
+from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -24,7 +24,6 @@ _HEADER = re.compile(r"^#\s*@package\b", re.MULTILINE)
 _OVERRIDE = re.compile(r"(?:override )?/(\w+)")
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecipeFile:
     """A recipe that is read as it stands: presets by group, and options over them."""

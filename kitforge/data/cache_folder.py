@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +29,6 @@ def default_root() -> Path:
     return Path(os.environ.get("KITFORGE_CACHE") or Path.home() / ".cache" / "kitforge")
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheFolder:
     """The folder of a cache and its log messages."""

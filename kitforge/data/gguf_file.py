@@ -12,7 +12,7 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,7 +50,6 @@ def is_gguf(path: Path) -> bool:
     return path.suffix == GGUF_SUFFIX and path.is_file()
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GgufTensor:
     """An entry of the table of tensors."""
@@ -62,7 +61,6 @@ class GgufTensor:
     num_bytes: int
 
 
-@final
 class GgufFile:
     """A GGUF file, memory-mapped. Raises ModelError for a file that is damaged, cut off, or of unknown types."""
 
@@ -109,7 +107,6 @@ class GgufFile:
         return (columns[..., ::2] | columns[..., 1::2] << 4).reshape(entry.shape[0], -1), scales
 
 
-@final
 class _Header:
     """The header of a file, read front to back; every length is checked against the file's before it is used."""
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, final
+from typing import Any
 
 from kitforge.data.document_shard import SHARD_BYTES, EncodingErrors, document_of, fingerprint_of, missing_column
 from kitforge.data.features import Features, schema_features
@@ -17,7 +17,6 @@ _DATASET_ROWS = 20_000
 _MEMORY_ROWS = 1_000
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InMemoryShard:
     """Documents held in memory."""
@@ -31,7 +30,6 @@ class InMemoryShard:
         return iter(self.texts)
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HFDatasetShard:
     """A range of the rows of a datasets.Dataset."""
@@ -65,7 +63,6 @@ class HFDatasetShard:
                     yield text
 
 
-@final
 class InMemoryRows:
     """Rows held in memory, from the one with number `start` on."""
 
@@ -89,7 +86,6 @@ class InMemoryRows:
         return ((f"row {number} of the data", row) for number, row in enumerate(self._items, start=self._start))
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HFDatasetRows:
     """A range of the rows of a datasets.Dataset, from the one with number `start` on."""
@@ -133,7 +129,6 @@ def memory_rows(rows: Iterable[object]) -> Iterator[InMemoryRows]:
         yield InMemoryRows(items, start, features)
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableRows:
     """The rows of a table: of a DataFrame of pandas, or of Arrow's columns, as polars has them too."""

@@ -7,14 +7,13 @@ import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 from kitforge.foundation.errors import ConfigError, DataError, nearest
 
 _EXAMPLE = "data.train=[{source:a.jsonl,weight:0.7},{source:b.txt,weight:0.3}]"
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightedSource:
     """One source of a mixture."""

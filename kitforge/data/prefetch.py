@@ -7,7 +7,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterable
 from types import TracebackType
-from typing import Generic, Self, TypeVar, final
+from typing import Generic, Self, TypeVar
 
 from kitforge.foundation.config import check
 
@@ -17,7 +17,6 @@ T = TypeVar("T")
 _JOIN_TIMEOUT_SECONDS = 5.0
 
 
-@final
 class _BoundedQueue(Generic[T]):
     """The queue of both threads. It has no reference to the prefetcher, so that an unused one is garbage collected."""
 
@@ -66,7 +65,6 @@ class _BoundedQueue(Generic[T]):
             thread.join(_JOIN_TIMEOUT_SECONDS)
 
 
-@final
 class BackgroundPrefetcher(Generic[T]):
     """Prefetches up to `depth` items of an iterator. Order and exceptions are those of the iterator.
 

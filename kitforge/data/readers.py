@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any, Literal, final
+from typing import Any, Literal
 
 from kitforge.data.document_shard import SHARD_BYTES, EncodingErrors, document_of, fingerprint_of, missing_column
 from kitforge.data.features import Features, schema_features, with_json
@@ -34,7 +34,6 @@ _PART = re.compile(r"\d+[-.]\d+")
 _ENTITY = re.compile(r"O|[BI]-(?!(?:NP|VP|PP|AD[JV]P|SBAR|PRT|CONJP|INTJ|LST|UCP)$).+")
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileShard:
     """The documents of a file, or of one range of its bytes."""
@@ -168,7 +167,6 @@ def _everything(shard: FileShard) -> str:
         return _decode(shard, 0, stream.read())
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Line:
     """The location of a line. How many lines are before its shard is counted only for messages."""
@@ -181,7 +179,6 @@ class _Line:
         return f"{self.shard.path}:{first + self.index + 1}"
 
 
-@final
 class _LineCounter:
     """Counts the lines before shards of a file, on from the last one: shards in order are one pass of the file."""
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache, partial
-from typing import Literal, TypeAlias, final
+from typing import Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +32,6 @@ _PADDED = 4
 OnSourceEnd: TypeAlias = Literal["restart", "stop"]
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mixture:
     """The order of samples of several weighted sources. Rows are numbered source after source.
@@ -95,7 +94,6 @@ class Mixture:
         return [Fraction(str(weight)) for weight in self.weights]
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class Batch:
     """The samples of one step, over all replicas."""
@@ -104,7 +102,6 @@ class Batch:
     rows: Indices  # [samples]
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSchedule:
     """The rows of each step, and the part of this replica."""

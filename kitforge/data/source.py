@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import final
 
 from kitforge.data import named_dataset
 from kitforge.data.document_shard import DocumentShard, EncodingErrors, RecordShard, fingerprint_of
@@ -31,7 +30,6 @@ STANDARD_LIBRARY = "python_stdlib"
 _PATH_CHARACTERS = 1024
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceConfig:
     """How documents are read out of files and rows."""
@@ -50,7 +48,6 @@ class SourceConfig:
 _DEFAULT = SourceConfig()
 
 
-@final
 class Source:
     """A corpus: shards of documents in a fixed order. `weighted` holds the sources of a mixture with their weights;
     the shards are those of all of them. `iterable` is a user's iterable that is streamed, without shards."""

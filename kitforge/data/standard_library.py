@@ -8,7 +8,6 @@ import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import final
 
 from kitforge.data.document_shard import SHARD_BYTES, fingerprint_of
 from kitforge.foundation.errors import DataError
@@ -17,7 +16,6 @@ from kitforge.foundation.errors import DataError
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StandardLibraryShard:
     """Some of the interpreter's source files, a document each; a file that is not UTF-8 is always left out."""

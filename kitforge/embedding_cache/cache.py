@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import final
 
 import torch
 from torch import Tensor
@@ -38,7 +37,6 @@ INITIAL_RATES = 1024
 DEVICE_IDS = 32_768
 
 
-@final
 class RowCache:
     """Rows in tiers. Only the training thread changes values: in `catch_up`, `update` and `expire`."""
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 from functools import partial
-from typing import final
 
 import numpy as np
 import torch
@@ -29,7 +28,6 @@ from kitforge.foundation.device import copy_to
 from kitforge.foundation.errors import ConfigError
 
 
-@final
 class CacheManager:
     """One thread plans at a time, under `lock`; other threads that access the tiers take it as well.
 

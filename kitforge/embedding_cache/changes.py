@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import final
 
 import numpy as np
 import torch
@@ -18,7 +17,6 @@ RowsAt = Callable[[Tensor], Tensor]
 WriteObserver = Callable[[Tensor, RowsAt], None]
 
 
-@final
 class ChangeTracker:
     """Calls `observers` before rows change, and keeps the keys changed and removed since the last snapshot.
 
@@ -63,7 +61,6 @@ class ChangeTracker:
         return self._changed.distinct(), self._removed.distinct()
 
 
-@final
 class _DistinctKeys:
     """Keys that come many times, each kept once or twice."""
 

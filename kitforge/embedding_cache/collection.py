@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Self, TypeVar, final
+from typing import Any, Self, TypeVar
 
 from torch import Tensor, nn
 
@@ -21,7 +21,6 @@ Batch = TypeVar("Batch")
 Feature = Tensor | tuple[Tensor, ...] | tuple[Tensor, Tensor | None, Tensor | None]
 
 
-@final
 class EmbeddingCollection(nn.Module):
     """Tables by name, looked up by feature; features may share a table.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import final
 
 import torch
 from torch import Tensor
@@ -19,7 +18,6 @@ from kitforge.embedding_cache.options import ExpiryOptions
 CHUNK_ROWS = 2**15
 
 
-@final
 class RowExpiry:
     """Deletes rows at a step boundary. Which rows expire depends on the rows alone, not on their tier.
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, replace
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +27,6 @@ from kitforge.foundation.errors import DataError, ModelError
 CHUNK_IDS = 4096
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LookupInput:
     """Ids [N] and their bags; without bags every id gives a row."""
@@ -106,7 +105,6 @@ def bags_on(device: torch.device, bags: Bags | None) -> Bags | None:
     return replace(bags, offsets=copy_to(bags.offsets, device), weights=weights)
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Pooling:
     """How the rows of a source are pooled, and how gradients are scattered back to them."""
@@ -203,7 +201,6 @@ class SlotGradients:
     gradients: Tensor
 
 
-@final
 class RowGradients:
     """Gradients by slot, summed over the lookups of a step in the order of their backward passes."""
 
@@ -248,7 +245,6 @@ class RowGradients:
         return torch.zeros((), dtype=torch.float64) if part is None else global_norm([part.gradients]).double() ** 2
 
 
-@final
 class GradientHandle:
     """Receives the gradients of one lookup. When it dies without any, the lookup is closed."""
 

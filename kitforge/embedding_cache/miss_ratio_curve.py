@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +21,6 @@ SLOT_BYTES = 8 + 8 + 8 + 2 + 32
 POINTS_PER_DOUBLING = 2
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CacheEstimate:
     """The stack distances of a sample (Mattson et al., 1970), and the hit rates and bytes derived from them."""

@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import final
 
 import torch
 from torch import Tensor
@@ -22,7 +21,6 @@ from kitforge.core.parallel.table import ExchangePlan
 _NO_SLOTS = torch.empty(0, dtype=torch.int64)
 
 
-@final
 @dataclass(slots=True, kw_only=True, eq=False)
 class LookupHandle:
     """Where the rows of one lookup are; it holds no values.
@@ -43,7 +41,6 @@ class LookupHandle:
     is_open: bool = True
 
 
-@final
 class PinRegistry:
     """The open lookups in the order of their numbers."""
 
@@ -105,7 +102,6 @@ class _PrefetchedLookup:
     finalizer: weakref.finalize[[int, LookupHandle], Tensor]
 
 
-@final
 class PrefetchedLookups:
     """Lookups planned ahead, by the tensor of ids that `forward` will be called with.
 

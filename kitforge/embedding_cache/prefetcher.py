@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack
-from typing import Generic, TypeVar, final
+from typing import Generic, TypeVar
 
 from torch import Tensor
 
@@ -20,7 +20,6 @@ from kitforge.foundation.config import check
 Batch = TypeVar("Batch")
 
 
-@final
 class EmbeddingPrefetcher(Generic[Batch]):
     """The batches in order, each when its rows are in the device tier; `depth` of them are planned ahead.
 

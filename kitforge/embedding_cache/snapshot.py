@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Iterator, Mapping
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +30,6 @@ ADMISSION = "admission"
 COLUMN_PART = re.compile(r"rows-(\d+)-(\d+)")
 
 
-@final
 class TableSnapshot:
     """A `core.optim.table_protocols.RowSource`. Another thread than the training's may call `chunks` and `close`."""
 
@@ -165,7 +164,6 @@ class TableSnapshot:
                 self._copies.add(keys[positions], rows_at(positions))
 
 
-@final
 class _CopiedRows:
     """Rows as they were at the snapshot, by key."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import final
 
 # The tiers from the top down; `new` is not a tier: the row was initialized.
 SOURCES = ("device", "host", "file", "remote", "new")
@@ -32,7 +31,6 @@ class TableStats:
         return self.hits["device"] / self.rows if self.rows else 0.0
 
 
-@final
 class TableCounters:
     """The running counts behind `TableStats`. Only the planning thread writes them, one at a time."""
 

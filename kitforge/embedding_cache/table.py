@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, Self, TypeVar, final
+from typing import Any, Self, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -52,7 +52,6 @@ _log = logger(__name__)
 _unnamed: WeakSet[CachedEmbedding] = WeakSet()
 
 
-@final
 class CachedEmbedding(nn.Module):
     """Rows of `dim` numbers by id, in tiers of memory, with a row-wise optimizer.
 

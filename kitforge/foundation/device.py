@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cache
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 import torch
 
@@ -192,7 +192,6 @@ def copy_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.to(device, non_blocking=device.type == "cuda" and tensor.is_cpu)
 
 
-@final
 class CopyStream:
     """A stream of a CUDA device for copies from and to the CPU, beside the one that computes. Elsewhere it does
     nothing."""

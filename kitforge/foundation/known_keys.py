@@ -6,12 +6,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, final
+from typing import Any
 
 from kitforge.foundation.errors import KitforgeError, nearest
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownKeys:
     """What a reader knows of a file. A key that it does not know may be off: null, false, zero or empty."""

@@ -9,7 +9,6 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import final
 
 from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderableType, RenderHook, RenderResult
 from rich.segment import Segment
@@ -24,7 +23,6 @@ def sanitize(text: str) -> str:
     return "".join(letter if letter.isprintable() or letter in "\n\t" else "\ufffd" for letter in text)
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class _Sanitized:
     """A renderable whose text is sanitized after layout; the control codes of rich itself stay."""
@@ -36,7 +34,6 @@ class _Sanitized:
             yield segment if segment.control else Segment(sanitize(segment.text), segment.style)
 
 
-@final
 class _Sanitizer(RenderHook):
     """The render hook of a sanitizing console."""
 
@@ -44,7 +41,6 @@ class _Sanitizer(RenderHook):
         return [_Sanitized(renderable) for renderable in renderables]
 
 
-@final
 class _SanitizingFormatter(logging.Formatter):
     """The default log format, sanitized."""
 
@@ -72,7 +68,6 @@ def logger(name: str) -> logging.Logger:
     return logging.getLogger(name)
 
 
-@final
 class _Notes(logging.Handler):
     """Keeps the warnings of the package, each once and in one line."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Protocol, TypeVar, final
+from typing import Protocol, TypeVar
 
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress
@@ -54,7 +54,6 @@ def heartbeat(items: Iterable[Item], label: str, *, enabled: bool = True) -> Gen
             yield item
 
 
-@final
 class _Lines:
     """Progress as lines of text, at most one every half minute."""
 

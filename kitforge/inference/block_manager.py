@@ -13,12 +13,10 @@ from __future__ import annotations
 
 from array import array
 from hashlib import blake2b
-from typing import final
 
 from kitforge.inference.sequence import Sequence
 
 
-@final
 class BlockManager:
     """Allocates blocks 0 .. num_blocks - 1 to at most `num_regions` sequences at a time.
 

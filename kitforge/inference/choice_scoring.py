@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast, final
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -80,7 +80,6 @@ def choice_logprobs(model: nn.Module, trees: Sequence[ChoiceBatch], max_tokens: 
         return [scores for batch in batches for scores in _score_batch(network, batch)]
 
 
-@final
 class TreeAttention:
     """Tree attention over packed choices. Is an `Attend`. A token attends to earlier positions of its own tree: to the
     prefix (branch 0) and to its own branch."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast, final
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -53,7 +53,6 @@ def _waits_for_host(experts: Experts) -> bool:
     return not all(accepts_grouped_mm(each.flatten(0, 1), each) for each in (experts.gate, experts.up, experts.down))
 
 
-@final
 class CudaGraphRunner:
     """Runs steps in which every sequence has one token. Padding rows write to the spare block of the cache."""
 

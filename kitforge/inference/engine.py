@@ -11,7 +11,7 @@ from collections.abc import Sequence as Numbers
 from dataclasses import dataclass
 from math import inf, isnan
 from time import perf_counter
-from typing import cast, final
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -68,7 +68,6 @@ class Completion:
         return self.tokens[:-1] if self.finish_reason == "stop" else self.tokens
 
 
-@final
 class Engine:
     """Generates from `model` and shares its weights. `stop_ids` end every sequence."""
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import threading
 from collections import deque
 from types import TracebackType
-from typing import final
 
 
-@final
 class FairLock:
     """A reentrant lock, first come, first served.
 

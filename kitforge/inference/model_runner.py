@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import accumulate, groupby
-from typing import cast, final
+from typing import cast
 
 import numpy as np
 import torch
@@ -31,7 +31,6 @@ from kitforge.inference.scheduler import ScheduledTokens
 from kitforge.inference.sequence import Sequence
 
 
-@final
 class ModelRunner:
     """Runs a model over sequences whose keys are in `cache`. With `is_paged` the blocks of a batch are gathered; else
     sequences whose blocks are consecutive are read in place."""

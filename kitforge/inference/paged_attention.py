@@ -11,7 +11,7 @@ import math
 import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +22,6 @@ from kitforge.core.nn.context import AttentionSpec, causal_mask
 from kitforge.foundation.errors import ModelError
 
 
-@final
 class KeyValueCache:
     """For each layer a slab [slots, kv_heads, D] of keys and one of values; one spare block follows the others."""
 
@@ -101,7 +100,6 @@ class PagedBatch:
 AttentionSegment = PrefillSpan | PrefillBatch | DecodeBatch | PagedBatch
 
 
-@final
 class PagedAttention:
     """Attention of all tokens of a step, segment by segment. Is an `Attend`.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, cast, final
+from typing import Any, cast
 
 from torch import nn
 
@@ -22,7 +22,6 @@ from kitforge.report.notebook import Rows
 TextPrompt = str | Sequence[Message]
 
 
-@final
 class TextGenerationPipeline:
     """`pipeline("text")` returns `[{"generated_text": ...}]`; a list of texts returns a list of these.
 

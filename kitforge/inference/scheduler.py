@@ -10,7 +10,6 @@ from __future__ import annotations
 from bisect import insort
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import final
 
 from kitforge.inference.block_manager import BlockManager
 from kitforge.inference.sequence import Sequence
@@ -31,7 +30,6 @@ class ScheduledTokens:
         return self.num_tokens == 1 and not self.draft_tokens
 
 
-@final
 class Scheduler:
     """The queues of waiting and running sequences."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, final
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -71,7 +71,6 @@ def generate_targets(
     return found
 
 
-@final
 class _Batch:
     """Sources that are decoded together."""
 
@@ -193,7 +192,6 @@ class _Beam:
     tokens: list[int]
 
 
-@final
 @dataclass(slots=True)
 class _Finished:
     """The best finished beams of a source, as many as there are running ones."""

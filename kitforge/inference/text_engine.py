@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import final
 
 from kitforge.data.text.continuation import Detokenizer
 from kitforge.data.tokenizers.loading import Tokenizer
@@ -49,7 +48,6 @@ class TextDelta:
     error: Exception | None = None  # of the tokenizer, where finish_reason is "failed"
 
 
-@final
 class TextEngine:
     """An engine over text. It numbers requests as the engine does, which should have no other user.
 

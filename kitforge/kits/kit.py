@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Generic, TypeAlias, TypeVar, final
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
 from rich.console import RenderableType
@@ -46,7 +46,6 @@ OptionValues: TypeAlias = dict[str, Any]
 
 
 # Without slots: Python 3.11 cannot make an instance of a frozen, slotted generic dataclass through RunInputs[int].
-@final
 @dataclass(frozen=True, kw_only=True)
 class RunInputs(Generic[ProcessorT]):
     """Objects that a caller hands over instead of naming them in the options."""
@@ -64,7 +63,6 @@ class RunInputs(Generic[ProcessorT]):
     model_name: str = "model"
 
 
-@final
 @dataclass(frozen=True, kw_only=True)
 class RunAssembly(Generic[OptionsT, ProcessorT]):
     """A run ready to start."""
@@ -90,7 +88,6 @@ class RunAssembly(Generic[OptionsT, ProcessorT]):
         )
 
 
-@final
 @dataclass(frozen=True, kw_only=True)
 class Prepared(Generic[OptionsT, ProcessorT]):
     """Everything of a run that is read before ranks wait for one another."""
@@ -102,7 +99,6 @@ class Prepared(Generic[OptionsT, ProcessorT]):
     task: Callable[[World], tuple[Task, Sequence[Callback]]]  # the task, and the callbacks that it brings
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayResult:
     """The metrics of a step, as recorded in metrics.jsonl and as replayed."""
@@ -336,7 +332,6 @@ class TaskKit(Kit[OptionsT, ProcessorT]):
         return self._trained[1].evaluate()
 
 
-@final
 class OwnTaskKit(TaskKit[RunOptions, None]):
     """A user's own `Task`, which brings its network and its data."""
 

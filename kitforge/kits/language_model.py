@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, cast, final
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -237,7 +237,6 @@ def token_entries(folder: Path, tokenizer: Tokenizer | None, config: FamilyConfi
     return ids
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartTokens:
     """The tokens that the targets of an encoder-decoder begin with: those learned from, and those generated."""
@@ -282,7 +281,6 @@ def stored_tokenizer(folder: Path) -> Tokenizer:
         return find_tokenizer(resolve(base_of(folder)))
 
 
-@final
 class SaveAdapter(Callback):
     """Writes the LoRA adapter of a model to the run folder in PEFT's format, if it has a form there, with the
     tokenizer. `base` names the model that it was trained on."""
@@ -317,7 +315,6 @@ class SaveAdapter(Callback):
             run.log_event("adapter", f"PEFT adapter not written: {error}")
 
 
-@final
 class SaveTokenizer(Callback):
     """Writes tokenizer/ when the run starts."""
 

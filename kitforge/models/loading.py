@@ -9,7 +9,7 @@ from functools import cache
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol, TypeAlias, cast, final, get_args
+from typing import Any, Protocol, TypeAlias, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -108,7 +108,6 @@ class WeightFiles(Protocol):
         ...
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredModel:
     """A model on disk whose shapes have been checked. Its weights are memory-mapped and read one by one."""

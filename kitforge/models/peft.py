@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, final
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -188,7 +188,6 @@ def _target(theirs: str, others: set[str]) -> str:
     return next(end for end in ends if not any(other.endswith(f".{end}") for other in others))
 
 
-@final
 class _AdapterFolder:
     """An adapter of a network in PEFT's format, by our names of the layers. Raises ModelError for one that is of
     another network, or more than LoRA factors of linear layers and whole layers; a head is left to `read_head`."""

@@ -9,7 +9,7 @@ from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from itertools import groupby
 from types import MappingProxyType
-from typing import Any, Protocol, final
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -38,7 +38,6 @@ LLAMA_NORMS = {"attention_norm.weight": "input_layernorm.weight", "mlp_norm.weig
 STACKED = "experts.gate_up_proj"
 
 
-@final
 class ConfigFile(dict[str, Any]):
     """A config.json whose values are read with type and range. Null counts as absent, except where None has a meaning.
     Every reader raises ModelError naming the key."""

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 from kitforge.foundation.errors import DataError
 from kitforge.foundation.untrusted import parse_json
@@ -104,7 +104,6 @@ def read_run(folder: Path) -> RunRecord:
     )
 
 
-@final
 class _MetricLines:
     """Sorts the lines of metrics.jsonl into series and events as they come."""
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from html import escape
-from typing import Any, final
+from typing import Any
 
 from kitforge.report.number_format import number
 
 _HALF = 25  # of a long table: so many first and so many last rows are shown
 
 
-@final
 class Rows(list[Any]):
     """Dicts, or lists of dicts that belong together."""
 

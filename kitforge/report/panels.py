@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from itertools import groupby
 from operator import itemgetter
-from typing import NamedTuple, final
+from typing import NamedTuple
 
 from kitforge.report.chart_specs import is_bad
 from kitforge.report.config_diff import differences, notes
@@ -25,7 +25,6 @@ _FOLDED_EVENTS = 4
 _ABSENT = "\N{EM DASH}"
 
 
-@final
 class Panel(NamedTuple):
     """A section of the page. The title is escaped here; `html` is trusted, so its maker escapes all data."""
 

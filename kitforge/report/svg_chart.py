@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from html import escape
 from operator import itemgetter
-from typing import final
 
 from kitforge.report.metrics import Series
 from kitforge.report.number_format import number, tick_labels
@@ -87,7 +86,6 @@ def draw(chart: Chart, steps: Scale, key: str) -> str:
     )
 
 
-@final
 class _LineRenderer:
     """Draws one line on its two scales."""
 

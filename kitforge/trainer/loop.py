@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 import torch
 
@@ -41,7 +41,6 @@ DEFAULT_MAX_STEPS = 300
 _log = logger(__name__)
 
 
-@final
 class Loop:
     """Trains a task. `config` is the whole nested configuration, kept in every checkpoint."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import nn
@@ -37,7 +37,6 @@ def use_precision(model: nn.Module, precision: Precision, device: torch.device) 
             module.use_float8()
 
 
-@final
 class GradScaler:
     """Dynamic loss scale for fp16: doubled after 2000 finite steps, halved after a non-finite one, at least 1. Always 1
     in fp32 and bf16."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self, final
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -66,7 +66,6 @@ EXPERT = "parallel.expert"  # divides their ranks
 LARGE, FEW_LAYERS = 20_000_000, 2
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """A task with its composed options, and the folder that its runs are in."""

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Generic, Literal, TypeAlias, TypeVar, final
+from typing import Generic, Literal, TypeAlias, TypeVar
 
 SubjectT = TypeVar("SubjectT")
 Status: TypeAlias = Literal["held", "broken", "not offered"]
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
     """A figure that a contract bounds; 0 is equality. NaN breaks it."""
@@ -35,7 +34,6 @@ class NotOfferedError(Exception):
     """The subject does not offer what the contract is about; the message says what."""
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contract(Generic[SubjectT]):
     """A promise that `check` measures on a subject: a configuration, or a trainer of the caller's. It runs in a process
@@ -47,7 +45,6 @@ class Contract(Generic[SubjectT]):
     is_of_device: bool = False  # the same for every subject on a device
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
     """The result of a contract."""

@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias, final
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from safetensors.torch import load_file
@@ -67,7 +67,6 @@ class TrainerUnderTest(Protocol):
     """
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnTrainer:
     """A trainer of the caller's, and the folder that its runs are in."""

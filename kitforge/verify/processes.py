@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 import torch
 
@@ -26,7 +26,6 @@ from kitforge.foundation.log import console
 GRACE = 10.0
 
 
-@final
 class Process:
     """`function(*arguments)` in a fork of this process. What it returns or raises is `result()`; both are copied
     through a pipe, so tensors are better left in files. A leader heads a process group of its own."""

@@ -77,14 +77,14 @@ def options(sources: list[Source]) -> Findings:
 def inheritance(sources: list[Source]) -> Findings:
     """A class of ours is abstract or final: nothing inherits from one that can be made.
 
-    Errors are a drawn tree, and a dataclass that is not final may be extended: it has fields, no behaviour to override.
+    Errors are a drawn tree, and a dataclass may be extended: it has fields, no behaviour to override.
     """
     concrete = {
         f"{source.module}.{node.name}"
         for source in sources
         for node in source.nodes
         if isinstance(node, ast.ClassDef)
-        if not (node.name.endswith("Error") or is_abstract(node) or is_record(node))
+        if not (node.name.endswith("Error") or is_abstract(node) or "dataclass" in decorators(node))
     }
     for source in sources:
         ours = {name.rsplit(".", 1)[-1]: name for name, _ in imports(source.nodes) if name in concrete}
@@ -99,11 +99,6 @@ def is_abstract(node: ast.ClassDef) -> bool:
     bases = {dotted(base.value if isinstance(base, ast.Subscript) else base).rsplit(".", 1)[-1] for base in node.bases}
     methods = [item for item in node.body if isinstance(item, ast.FunctionDef)]
     return bool(bases & {"ABC", "Protocol"}) or any("abstractmethod" in decorators(item) for item in methods)
-
-
-def is_record(node: ast.ClassDef) -> bool:
-    """Whether it is a dataclass that may be extended."""
-    return "dataclass" in decorators(node) and "final" not in decorators(node)
 
 
 def pass_through(sources: list[Source]) -> Findings:

@@ -44,7 +44,6 @@ PLANTED: list[Plant] = [
     (manners.options, "data/a.py", "class ServerOptions: ..."),
     (manners.inheritance, "data/a.py", "class A: ...\nclass B(A): ..."),
     (manners.inheritance, "data/a.py", "from kitforge.data.concrete import Concrete\nclass B(Concrete): ..."),
-    (manners.inheritance, "data/a.py", "@final\n@dataclass\nclass A: ...\nclass B(A): ..."),
     (manners.pass_through, "data/a.py", "def f(**kwargs): return kwargs.get('size')"),
     (manners.pass_through, "data/a.py", "def f(**kwargs): return 1"),
     (manners.prints, "data/a.py", "def f(): print('x')"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import final
 
 import torch
 from torch import Tensor
@@ -14,7 +13,6 @@ from kitforge.core.parallel.layout import Layout
 from kitforge.core.parallel.parallelize import ParallelModel
 
 
-@final
 class GatheredParameters(Mapping[str, Tensor]):
     """The parameters of a model, matrices in one dtype and vectors in fp32, each put together when rank 0 asks for it,
     in the order of `names`.

@@ -10,7 +10,7 @@ import os
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +29,6 @@ INDEX = "model.safetensors.index.json"
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 
 
-@final
 class HuggingFaceFolder:
     """A folder whose files are complete; tensors are memory-mapped on first access."""
 

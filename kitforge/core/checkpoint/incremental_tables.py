@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import final
 
 from kitforge.core.checkpoint.manifest import MANIFEST, FileEntry, ParentStep, TableEntry, step_folder
 from kitforge.core.checkpoint.table_writer import TableWriter
@@ -13,7 +12,6 @@ from kitforge.foundation.config import check
 from kitforge.foundation.files import sha256
 
 
-@final
 class IncrementalTables:
     """Takes snapshots of tables, full or incremental, and tracks the parent of the next increment.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,7 +43,6 @@ from kitforge.foundation.types import Region
 _log = logger(__name__)
 
 
-@final
 class Checkpoint:
     """One published step. Tensors are mapped from their files, so opening it costs no memory.
 

@@ -15,7 +15,7 @@ import sys
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, final
+from typing import IO, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -125,7 +125,6 @@ def checksum(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-@final
 class Crc32:
     """The SHA-256 of the CRC-32 of every mebibyte and of the length: several times as fast as SHA-256 of it all, and
     one in four thousand million damages of a mebibyte may escape it."""
@@ -171,7 +170,6 @@ def step_of(path: Path) -> int | None:
         return None
 
 
-@final
 class TensorFile:
     """A safetensors file whose tensors are mapped when they are asked for.
 

@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, final
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -40,7 +40,6 @@ _log = logger(__name__)
 T = TypeVar("T")
 
 
-@final
 class CheckpointWriter:
     """Writes the steps of one run below `root`; one write at a time, in one background thread.
 

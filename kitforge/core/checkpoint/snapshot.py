@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, final
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,7 +42,6 @@ class _Tensors:
     wholes: dict[str, tuple[Layout, torch.dtype]]
 
 
-@final
 class Snapshot:
     """A snapshot in CPU buffers that the next snapshot reuses.
 

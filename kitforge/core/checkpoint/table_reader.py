@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -61,7 +61,6 @@ def parent_of(root: Path, step: int) -> int | None:
     return None if base is None else base.step
 
 
-@final
 class StoredTable:
     """The rows of a table in a chain of steps, newest first: a `RowSource` of all rows."""
 

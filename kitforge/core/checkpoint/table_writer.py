@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import final
 from urllib.parse import quote
 
 import torch
@@ -24,7 +23,6 @@ from kitforge.foundation.errors import CheckpointError
 FILE_BYTES = 2**27
 
 
-@final
 class TableWriter:
     """Writes the tables of one rank to a folder. `rank` is None for a single process."""
 
@@ -112,7 +110,6 @@ def _quoted(name: str) -> str:
     return quote(name, safe="").replace("-", "%2D")
 
 
-@final
 class _Buffer:
     """Room for the rows of one file, the size of which the first rows decide."""
 

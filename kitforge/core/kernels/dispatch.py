@@ -12,7 +12,7 @@ import importlib
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, Literal, final
+from typing import Any, Literal
 
 import torch
 
@@ -139,7 +139,6 @@ TABLE_REFERENCE = TableKernels(
 )
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Implementation:
     """Where an implementation is, and where it can run."""
@@ -348,7 +347,6 @@ def implementation(operation: str, name: str, device: str = "cpu") -> Any:
     return function if accepts is None else checked
 
 
-@final
 class _WithFallback:
     """Calls the implementation, loaded by the first call, with the arguments that it accepts, and `otherwise` with
     others. After a failure the reference replaces the implementation."""

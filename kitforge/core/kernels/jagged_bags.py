@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, final
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -11,7 +11,6 @@ from torch import Tensor
 from kitforge.foundation.errors import DataError
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Bags:
     """Bag b holds the ids from `offsets[b]` to below `offsets[b + 1]`; an empty bag pools to zeros.

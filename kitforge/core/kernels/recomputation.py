@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal, final
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -92,7 +92,6 @@ def passes(*, keeps: bool) -> tuple[_Pass, _Pass]:
     return forward, recomputation
 
 
-@final
 class _Pass:
     """A forward pass of a block, which keeps results, or a recomputation, which takes them in the same order."""
 
@@ -132,7 +131,6 @@ _ANOTHER_PATH = "the recomputation of a block computes something else than its f
 _FIX = "let the block depend on its inputs alone, or train with trainer.activation_checkpointing=none"
 
 
-@final
 class _Result:
     """A tensor or a tuple with tensors; of a forgotten tensor only the shape."""
 
@@ -172,7 +170,6 @@ def _alias(value: Any) -> Any:
         return value.detach()
 
 
-@final
 class Intercept(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Gives each operation of torch that runs to a function, as a name and what computes it."""
 

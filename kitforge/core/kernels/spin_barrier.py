@@ -11,7 +11,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Hashable
-from typing import Any, cast, final
+from typing import Any, cast
 
 from llvmlite import ir
 from numba import types
@@ -87,7 +87,6 @@ def barrier(phase: int, num_chunks: int) -> Any:
     return phase + BYTES_PER_PHASE
 
 
-@final
 class ThreadAutotuner:
     """Measures one and two threads per call signature and uses the faster; results are the same.
 

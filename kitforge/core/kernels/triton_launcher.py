@@ -9,7 +9,7 @@ known, in the interpreter, and while a hook watches launches.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -68,7 +68,6 @@ def launch_programs(
     return None if key is None else _keep(key, kernel, arguments, options, compiled)
 
 
-@final
 class RepeatedLaunch:
     """Launches of a kernel over tensors that have the same dtypes and devices each time, with the same numbers behind
     them and the same constants."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any
 
 import torch
 import triton
@@ -35,7 +35,6 @@ from kitforge.core.kernels.triton_runtime import (
 )
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
     """How a kernel over rows is spread over a GPU."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +20,6 @@ _num_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _is_transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
-@final
 class TritonOp:
     """A function of tensors as the operator `op`, and as itself in eager calls; arguments are positional."""
 

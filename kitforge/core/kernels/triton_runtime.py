@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +21,6 @@ from kitforge.foundation import device as devices
 Kinds = tuple[tuple[torch.dtype, torch.device], ...]
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceDescription:
     """What tiles and grids are chosen by."""

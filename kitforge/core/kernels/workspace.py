@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import final
 
 import torch
 from torch import Tensor
 
 
-@final
 class Workspace:
     """Named buffers that grow to the largest requested size. Not thread-safe."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +42,6 @@ class AttentionConfig:
         check(grouped, "num_kv_heads", self.num_kv_heads, f"a divisor of num_heads={self.num_heads}")
 
 
-@final
 class Attention(nn.Module):
     """Multi-head attention with grouped keys (Ainslie et al., 2023) over input [B, T, dim]."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import final
 
 from torch import Tensor, nn
 
@@ -50,7 +49,6 @@ class BlockConfig:
         return self.mlp.experts.num_experts if isinstance(self.mlp, MoEConfig) else 0
 
 
-@final
 class Block(nn.Module):
     """`x += attention(norm(x)); x += cross(norm(x)); x += mlp(norm(x))` over x [B, T, dim], the second in decoders with
     an encoder. `name` tells its dropout from that of another stack's blocks."""

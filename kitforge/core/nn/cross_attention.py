@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import final
-
 import torch
 from torch import Tensor, nn
 
@@ -13,7 +11,6 @@ from kitforge.core.nn.context import Context, dropout_name_key
 from kitforge.foundation.errors import ModelError
 
 
-@final
 class CrossAttention(nn.Module):
     """Queries of the stream [B, T, dim] attend to keys and values of `context.source`, which a cache keeps."""
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import final
-
 import torch
 from torch import Tensor, nn
 
@@ -11,7 +9,6 @@ from kitforge.core.kernels.dispatch import Kernels
 from kitforge.core.nn.linear import Linear
 
 
-@final
 class CrossNetwork(nn.Module):
     """`x[l + 1] = x[0] * (W x[l] + b) + x[l]` over input [B, dim] (Wang et al., 2021).
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from operator import attrgetter
-from typing import Any, cast, final
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +46,6 @@ _NONE = torch.empty(0)
 _version = attrgetter("_version")
 
 
-@final
 class FusedDecodeStep:
     """Runs `model` over the key-value cache. `slabs` gives the keys and values [slots, kv_heads, head_dim] of a layer,
     for an example key [1, kv_heads, 1, head_dim]."""

@@ -7,7 +7,7 @@ B batch, T length.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, final
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -89,7 +89,6 @@ class DecoderFamily(FamilyConfig, Protocol):
         ...
 
 
-@final
 class Decoder(Stack):
     """A causal language model: tokens [B, T] -> logits [B, T, vocab]."""
 

@@ -6,7 +6,7 @@ B batch, S source length, T target length.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Protocol, final
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -50,7 +50,6 @@ class EncoderDecoderFamily(FamilyConfig, Protocol):
         ...
 
 
-@final
 class DecoderCache:
     """Keys and values of the target so far, of rows in lockstep. Is an `Attend`."""
 
@@ -82,7 +81,6 @@ class DecoderCache:
         self._slabs = {layer: (keys[rows], values[rows]) for layer, (keys, values) in self._slabs.items()}
 
 
-@final
 class RelativeStack(Stack):
     """Blocks with a relative bias that they share, over embeddings [B, T, dim], as the network embeds for both stacks.
     `name` tells its dropout from that of the other stack."""
@@ -110,7 +108,6 @@ class RelativeStack(Stack):
         return dropout(super().leave(stream, context), self._rate, f"{self._name}output", context.dropout)
 
 
-@final
 class EncoderDecoder(nn.Module):
     """Tokens [B, T] of a target and `context.source` -> logits [B, T, vocab]."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, final
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,6 @@ from kitforge.foundation.errors import ModelError
 _GROUPS = (64, 32)
 
 
-@final
 class Linear(nn.Module):
     """`input [..., in_dim] -> [..., out_dim]`, computed by the kernels that the model was built with."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, final
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +47,6 @@ class LoraConfig:
         return self.alpha / self.rank
 
 
-@final
 class LowRank(nn.Module):
     """The update `scale * up @ down` of a matrix [out, in]; initially zero. DoRA rescales each row of the updated
     matrix to the norm `magnitude` [out], initially its own; the norm that it is divided by gets no gradient."""

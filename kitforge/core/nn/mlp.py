@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, final
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,6 @@ class MLPConfig:
         check_counts("model", {"dim": self.dim, "mlp_dim": self.hidden_dim})
 
 
-@final
 class MLP(nn.Module):
     """`down(activation(up(x)))`, with a gate (SwiGLU, GeGLU) `down(activation(gate(x)) * up(x))`, over [..., dim]."""
 

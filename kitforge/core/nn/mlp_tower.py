@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import ClassVar
 
 from torch import Tensor, nn
 
@@ -15,7 +15,6 @@ from kitforge.core.nn.linear import Linear
 from kitforge.foundation.config import check
 
 
-@final
 class MLPTower(nn.Module):
     """`input [B, dims[0]] -> [B, dims[-1]]`. Every layer but the last, or every one with `ends_in_relu`, is
     followed by ReLU and dropout. With a single width it is the identity."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, final
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -90,7 +90,6 @@ class Routing(NamedTuple):
     weights: Tensor  # [B, T, k]
 
 
-@final
 class Router(nn.Module):
     """Scores tokens [B, T, dim] for experts, in fp32 or wider whatever the precision of the products."""
 
@@ -138,7 +137,6 @@ def _by_score(scores: Tensor) -> Tensor:
     return indices
 
 
-@final
 class Experts(nn.Module):
     """The matrices of all experts: `down(silu(gate(x)) * up(x))` of each for the tokens that chose it."""
 
@@ -178,7 +176,6 @@ class Experts(nn.Module):
         return self.kernels.grouped_linear(hidden, self.down, ends)
 
 
-@final
 class MoE(nn.Module):
     """A mixture of experts in the position of a block's MLP: tokens [B, T, dim] -> [B, T, dim]."""
 

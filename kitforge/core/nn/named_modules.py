@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, final
+from typing import Any
 from urllib.parse import unquote
 
 from torch import nn
@@ -13,7 +13,6 @@ _MARK = "%"
 _PLAIN = nn.ModuleDict()
 
 
-@final
 class NamedModules(nn.ModuleDict):
     """A ModuleDict that takes any name. Names that a ModuleDict takes are the same in a state dict; others, which are
     attributes of a module or have a dot, are escaped there."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, final
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,6 @@ from kitforge.core.kernels.mixed_precision import compute_dtype
 NormKind = Literal["rms", "layer"]
 
 
-@final
 class Norm(nn.Module):
     """RMSNorm (a weight) or LayerNorm (a weight and a bias) over the last dim [..., dim]."""
 

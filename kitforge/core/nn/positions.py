@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple, final
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -60,7 +60,6 @@ def alibi_slopes(num_heads: int, device: torch.device) -> Tensor:
     return torch.exp2(exponents * (-4.0 / largest))
 
 
-@final
 class RelativeBias(nn.Module):
     """The table [num_buckets, heads] of a learned relative bias."""
 

@@ -15,7 +15,7 @@ import copy
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Literal, cast, final
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,6 @@ Quantization = Literal["int8", "int4"]
 GROUP = 128
 
 
-@final
 class Int8Linear:
     """`dispatch.LinearKernel` over quantised copies of the weights that it is called with, each made when it is first
     seen.
@@ -63,7 +62,6 @@ class Int8Linear:
         self._packed = {}
 
 
-@final
 class WeightOnlyLinear:
     """The same with activations as they are. `group` features share a scale in int4, where they divide a row."""
 

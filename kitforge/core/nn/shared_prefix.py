@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import final
 
 import numpy as np
 import torch
@@ -94,7 +93,6 @@ def hidden_at(network: CausalLM, tokens: Tensor, mask: Tensor) -> Tensor:
     return network.hidden(tree.tokens, tree.context())[0].index_select(0, rows)
 
 
-@final
 class SharedPrefixAttend(RowAttend):
     """Causal attention of the rows of a tree for queries, keys and values [1, heads, N, head_dim] of its nodes."""
 

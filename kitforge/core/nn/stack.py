@@ -10,7 +10,7 @@ import logging
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -144,7 +144,6 @@ def _prepare_compiler() -> None:
         wrap.addFilter(lambda record: "context_fn is passed" not in record.getMessage())
 
 
-@final
 class _LimitNotice(logging.Filter):
     """Turns torch's log record of the limit into a warning."""
 

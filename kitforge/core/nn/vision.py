@@ -6,7 +6,7 @@ B batch, C channels, H height, W width, N patches and the class token.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, final
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -56,7 +56,6 @@ class VisionFamily(Protocol):
         ...
 
 
-@final
 class PatchEmbedding(nn.Module):
     """The embedding of each patch: a convolution whose stride is its width, as one matrix product."""
 
@@ -78,7 +77,6 @@ class PatchEmbedding(nn.Module):
         return output + self.bias
 
 
-@final
 class VisionTransformer(Stack):
     """Images [B, C, H, W] -> logits [B, labels] of the class token."""
 

@@ -6,7 +6,7 @@ import inspect
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, final
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -79,7 +79,6 @@ def build_optimizer(
     return Optimizer(groups, optimizers)
 
 
-@final
 class Optimizer:
     """One or two torch optimizers behind one interface. Made by `build_optimizer`.
 

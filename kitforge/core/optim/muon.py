@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any, Protocol, final
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -43,7 +43,6 @@ class Matrices(Protocol):
         ...
 
 
-@final
 class Muon(torch.optim.Optimizer):
     """Muon with Nesterov momentum and decoupled weight decay; its only state is "momentum", like the parameter.
 

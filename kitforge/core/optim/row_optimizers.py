@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, Protocol, final, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -85,7 +85,6 @@ class SparseModule(Protocol):
         ...
 
 
-@final
 class RowLayout:
     """The columns of a record: the embedding, states by name, three integer counters.
 
@@ -127,7 +126,6 @@ def _state_widths(dim: int, optimizer: SparseOptimizerName) -> dict[str, int]:
             return {"sum": dim, "linear": dim}
 
 
-@final
 class RowOptimizer:
     """The optimizer of table rows: layout, initial states and updates of records."""
 

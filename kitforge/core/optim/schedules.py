@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, final
+from typing import Any, Literal
 
 from kitforge.foundation.config import check
 from kitforge.foundation.errors import CheckpointError
@@ -85,7 +85,6 @@ def lr_scale(config: ScheduleConfig, step: int, max_steps: int) -> float:
     return config.final_fraction + (1.0 - config.final_fraction) * left
 
 
-@final
 class Plateau:
     """Reduce on plateau: lowers a factor when an observed value, of which less is better, stops improving.
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable
-from typing import Any, final
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,6 @@ from kitforge.core.parallel.mesh import Mesh
 PADDING = -1
 
 
-@final
 class HeadExchange(RowAttend):
     """Attention of whole rows for shards of them: query [B, heads, T / ranks, head_dim] and the same of key and value
     become [B, heads / ranks, T, head_dim] for the attention `inner`, and its output becomes a shard again."""
@@ -75,7 +74,6 @@ class HeadExchange(RowAttend):
         return dataclasses.replace(spec, slopes=spec.slopes.chunk(self._ranks)[self._rank])
 
 
-@final
 class ContextParallelModel:
     """The language models of a network, whose rows are cut along the context axis."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import final
 
 import torch
 import torch.distributed as dist
@@ -16,7 +15,6 @@ from kitforge.foundation.errors import ModelError
 BUCKET_BYTES = 25 * 2**20
 
 
-@final
 class _Bucket:
     """Parameters whose gradients are reduced together, in one flat tensor."""
 
@@ -32,7 +30,6 @@ class _Bucket:
         return sum(parameter.nbytes for parameter in self.parameters)
 
 
-@final
 class GradientBuckets:
     """The gradients of a model that is replicated on every rank of the group."""
 

@@ -15,7 +15,6 @@ batch. R rows, E experts.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import final
 
 import torch
 import torch.distributed as dist
@@ -39,7 +38,6 @@ def exchange_experts(model: nn.Module, mesh: Mesh) -> None:
             module.__dict__["products"] = TokenExchange(module, module.products, group)
 
 
-@final
 class TokenExchange:
     """`Experts.products` of the experts of all ranks: rows go to the ranks of their experts and come back."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)
 
 
-@final
 class FSDPUnits:
     """The FSDP units of a model: each layer of a list of layers, then the rest. Experts that ranks have a part of each
     are units of their own, over the ranks with the same part."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import final
 
 import torch
 from torch import Tensor
@@ -42,7 +41,6 @@ def _gather_shards(shard: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
     return shard
 
 
-@final
 class FullMatrices:
     """Matrices by the pieces that are this rank's parameters; see `core.optim.muon.Matrices`."""
 

@@ -18,7 +18,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import final
 
 import numpy as np
 
@@ -44,7 +43,6 @@ class Shard:
     holders: tuple[int, ...]
 
 
-@final
 class Grid:
     """The coordinates of all ranks along the axes of all views."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Iterable, Mapping
 from functools import cached_property
-from typing import Any, final
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +17,6 @@ from kitforge.core.parallel.config import AXES, ParallelConfig
 from kitforge.core.parallel.grid import Grid
 
 
-@final
 class Mesh:
     """The ranks as a grid of parallel axes, seen in several views; an axis of degree 1 has no process group.
 

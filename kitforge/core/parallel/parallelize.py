@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import final
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +32,6 @@ from kitforge.foundation.types import Region
 _ATTRIBUTE = "parallel_model"
 
 
-@final
 class ParallelModel:
     """A distributed model: its shards, layouts and gradient reductions.
 

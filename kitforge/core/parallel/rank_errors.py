@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -130,7 +130,6 @@ def publish_failure(store: Store, rank: int, words: str) -> None:
     store.compare_set("failure", "", json.dumps({"rank": rank, "words": words.split("\n")[0]}))
 
 
-@final
 class FailureMonitor:
     """Publishes a failure of this rank, and ends this process after a failure of any rank or the loss of the store, if
     it does not end by itself. Otherwise it could wait in a collective forever.

@@ -19,7 +19,7 @@ from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from types import TracebackType
-from typing import Any, cast, final
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -78,7 +78,6 @@ def launch_info() -> LaunchInfo | None:
     )
 
 
-@final
 class Rendezvous:
     """Connects a rank to its run: `with Rendezvous.open(...) as rendezvous`, then turns, check_same, process group."""
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, final
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -73,7 +73,6 @@ RowsOf = Callable[[Tensor], Tensor]
 OwnerOf = Callable[[Tensor, int], Tensor]
 
 
-@final
 class EmbeddingExchange:
     """The exchange of ids, vectors and gradients within a group of ranks that all own rows.
 

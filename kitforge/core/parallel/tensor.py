@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,6 @@ from kitforge.core.parallel.sharding import TENSOR, Redistribute, Sharding, Shar
 from kitforge.foundation.errors import ModelError
 
 
-@final
 class SequenceLayout:
     """The layout of the residuals [B, T, dim] during the current forward pass."""
 
@@ -84,7 +83,6 @@ class SequenceLayout:
         return DropoutShard(sequence=sequence, heads=(self.index * heads + head, self.degree * heads))
 
 
-@final
 class TensorParallelModel:
     """A tensor-parallel model, of whose parameters each rank has its shard: the ways between its modules, and the
     parameters with partial gradients."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import partial
-from typing import Any, Literal, TypeVar, cast, final
+from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,7 +62,6 @@ _COLUMNS = (
 )
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizedExample:
     """Tokens of a text; `loss_mask` is true for the tokens that the loss counts. From a cache both are arrays."""
@@ -71,7 +70,6 @@ class TokenizedExample:
     loss_mask: Sequence[bool] | NDArray[np.bool_]
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreferencePair:
     """Two responses to one prompt, of which the first was preferred."""
@@ -82,7 +80,6 @@ class PreferencePair:
     source: str = ""  # which collection it is from, for separate figures
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnpairedExample:
     """One response that was found good or bad."""
@@ -91,7 +88,6 @@ class UnpairedExample:
     is_desirable: bool
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptExample:
     """A prompt for the policy; the rewards get all columns of its row."""
@@ -102,7 +98,6 @@ class PromptExample:
     inputs: Mapping[str, Any] = field(default_factory=dict)  # the other variables of the chat template
 
 
-@final
 @dataclass(slots=True, kw_only=True)
 class ReadReport:
     """What became of rows: how many there are, how many were left out and the first reason, what is to be said once,
@@ -149,7 +144,6 @@ class ReadReport:
             _log.warning("%s", note)
 
 
-@final
 class ChatDatasetReader:
     """Reads rows into tokens. `columns` maps a name of ours to the one that the rows have."""
 

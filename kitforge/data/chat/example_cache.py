@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar, cast, final
+from typing import Any, Generic, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,7 +41,6 @@ _ARRAYS = ("offsets", "values", "sources")
 Row = TypeVar("Row", TokenizedExample, PreferencePair, UnpairedExample)
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExampleJob:
     """A shard of rows and the file that will hold its responses: an npz of arrays, without pickle."""
@@ -83,7 +82,6 @@ class ExampleJob:
             )
 
 
-@final
 class ExampleCache(Sequence[Row], Generic[Row]):
     """The rows of a finished cache; `fingerprint` depends on their contents only, not on their source."""
 

@@ -13,7 +13,7 @@ import re
 import types
 from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, ValuesView
 from contextvars import ContextVar
-from typing import Any, cast, final
+from typing import Any, cast
 
 from jinja2 import nodes, pass_context
 from jinja2.compiler import generate
@@ -63,7 +63,6 @@ _marks: ContextVar[tuple[str, str] | None] = ContextVar("marks", default=None)
 _budget: ContextVar[WorkBudget] = ContextVar("budget")
 
 
-@final
 class WorkBudget:
     """The remaining render budget of a conversation, over all of its renders."""
 
@@ -81,7 +80,6 @@ class WorkBudget:
             )
 
 
-@final
 class SandboxedTemplate:
     """A compiled template. Raises DataError where the source is not a template."""
 
@@ -129,7 +127,6 @@ def sandboxed(source: str) -> SandboxedTemplate:
     return SandboxedTemplate(source)
 
 
-@final
 class _Generation(Extension):
     """The `{% generation %}` block, which marks the tokens to train on."""
 
@@ -145,7 +142,6 @@ class _Generation(Extension):
         return caller() if marks is None else marks[0] + caller() + marks[1]
 
 
-@final
 class _PlainNamespace(Namespace):
     """`namespace(...)`, in which no name means anything to Python."""
 
@@ -161,7 +157,6 @@ class _PlainNamespace(Namespace):
         super().__setitem__(name, value)
 
 
-@final
 class _Environment(ImmutableSandboxedEnvironment):
     """Jinja with the filters, globals and tags of Hugging Face, metered."""
 
@@ -198,7 +193,6 @@ class _Environment(ImmutableSandboxedEnvironment):
         return str(generate(source, self, name, filename, defer_init=defer_init, optimized=self.optimized))
 
 
-@final
 class _StepCounter(NodeTransformer):
     """Puts meters into the syntax tree where Jinja offers no hook: loops, comparisons, slices, `~` and literals."""
 

@@ -12,7 +12,7 @@ import secrets
 import string
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from typing import Any, final
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,7 +39,6 @@ Change = Callable[[str, int | None], str]
 FindTokens = Callable[[str], Sequence[AddedTokenSpan]]
 
 
-@final
 class TemplateLanguage:
     """The literals of a template: the added tokens it writes, and the texts it may search contents for."""
 
@@ -96,7 +95,6 @@ class TemplateLanguage:
         return text.replace(spelling, self.mirrored(spelling))
 
 
-@final
 class ChatRender:
     """The renders of one conversation. `inputs` are whatever a template may read besides the messages."""
 
@@ -259,7 +257,6 @@ class ChatRender:
         return None if (differing & (became != mirrored)).any() else differing
 
 
-@final
 class _Alteration:
     """A change of the contents with these numbers (None: of all), which it counts."""
 

@@ -7,7 +7,6 @@ import secrets
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from os.path import commonprefix
-from typing import final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +16,6 @@ from kitforge.data.tokenizers.protocol import AddedTokenSpan
 from kitforge.foundation.errors import DataError
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplySpan:
     """A reply in characters [start, stop) of a text, its end token included. `message` is its number among the
@@ -51,7 +49,6 @@ def find_replies(
     return replies
 
 
-@final
 class _Finder:
     def __init__(
         self,

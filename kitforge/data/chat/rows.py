@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, TypeGuard, final
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -59,7 +59,6 @@ _LETTER = rf"(?:(?![{_UNSPACED}])[\w\u0300-\u036f\u0591-\u05c7\u0610-\u065f\u090
 _WORD = re.compile(rf"{_LETTER}+(?:[.,'’-]{_LETTER}+)*")
 
 
-@final
 class ChatRow:
     """A row under our names; `location` names it in errors. `columns` maps our names to those that the row had."""
 

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import pairwise
-from typing import Any, final
+from typing import Any
 
 import numpy as np
 
@@ -30,7 +30,6 @@ from kitforge.foundation.errors import DataError
 Message = Mapping[str, Any]
 
 
-@final
 class BegunMessage(dict[str, Any]):
     """A last message that is begun and not ended: a prompt goes on within it."""
 
@@ -44,7 +43,6 @@ _KEYS = ("role", "content", "from", "value", "train", "tool_calls", "tool_call_i
 _RESERVED = ("messages", "add_generation_prompt")
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
     """A reply of the assistant: tokens [start, stop) of a conversation, all that the template writes for it, the token
@@ -55,7 +53,6 @@ class Reply:
     stop: int
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizedChat:
     """A whole conversation to learn from."""
@@ -81,7 +78,6 @@ class TokenizedChat:
         return tuple(mask.tolist())
 
 
-@final
 class ChatTemplate:
     """Turns messages into tokens. `source` is Jinja, or several templates by name, of which "tool_use" is for
     conversations with tools and "default" for the others; None stands for a plain text of "\\n\\nHuman: ..." and

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal, final
+from typing import Any, Literal
 
 from kitforge.data import named_dataset
 from kitforge.data.document_shard import python_value
@@ -22,7 +22,6 @@ Split = Literal["train", "eval"]
 _SPLITS: dict[Split, tuple[str, ...]] = {"train": ("train", "training"), "eval": ("test", "val", "valid", "validation")}
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageEntry:
     """An image that is not decoded yet."""

@@ -9,7 +9,7 @@ import io
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, final
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -25,7 +25,6 @@ Resample = Literal["none", "nearest", "lanczos", "bilinear", "bicubic", "box", "
 _FILTERS = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resizing:
     """How an image becomes a square: it is resized, then cropped in its middle, or padded with black."""

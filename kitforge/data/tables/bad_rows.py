@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, final
+from typing import Any, Literal
 
 from kitforge.foundation.errors import DataError
 from kitforge.foundation.log import logger
@@ -17,7 +17,6 @@ OnBadRow = Literal["error", "skip"]
 DecimalMark = Literal["auto", ".", ","]
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
     """Why a row is invalid."""
@@ -28,7 +27,6 @@ class Problem:
     fix: str | None = None
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BadRow:
     """An invalid row. Its location is computed on demand."""
@@ -37,7 +35,6 @@ class BadRow:
     location: Callable[[], str]
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArrowChunk:
     """A chunk of rows."""
@@ -56,7 +53,6 @@ def check_names(table: str, names: Sequence[str]) -> None:
         raise DataError(f"{table} has columns of one name", got=got, expected="a different name for every column")
 
 
-@final
 @dataclass(slots=True, kw_only=True)
 class BadRows:
     """The policy for invalid rows, with the numbers of skipped rows by reason."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date, time
 from decimal import Decimal
-from typing import Any, final
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,7 +53,6 @@ def pyarrow(module: str = "pyarrow") -> Any:
     return import_optional(module, needed_for="reading tables", extra="recommender")
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellRules:
     """How cells are read, in every container."""

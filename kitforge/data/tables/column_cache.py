@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, Any, final
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,7 +37,6 @@ _STRIDE = 2**27
 Progress = Callable[[int], None]
 
 
-@final
 class ColumnCache:
     """An opened cache."""
 
@@ -135,7 +134,6 @@ def _in_memory(source: TableSource, layout: ColumnLayout, bad: BadRows, num_work
     return InMemoryTable(layout, columns, fingerprint_of(mark, layout.fingerprint))
 
 
-@final
 @dataclass(slots=True, kw_only=True)
 class _Done:
     """How far a build has come."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, final
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,6 @@ from kitforge.data.document_shard import fingerprint_of
 KeyKind = Literal["text", "integer"]
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyColumn:
     """A column of ids or categories."""
@@ -28,7 +27,6 @@ class KeyColumn:
     is_required: bool = False  # a row without a value is a bad row
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListColumn:
     """A column with any number of ids a row: a list, or a text that `separator` cuts."""
@@ -38,7 +36,6 @@ class ListColumn:
     separator: str = " "
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabelColumn:
     """The column to predict: 0 and 1, or two texts."""
@@ -48,7 +45,6 @@ class LabelColumn:
     negative: str | None = None  # the text that counts as 0; None: every text that is not `positive`
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ColumnLayout:
     """Which columns of a table are read, and as what. A column may be both a number and a key."""
@@ -71,7 +67,6 @@ class ColumnLayout:
         return fingerprint_of("layout", self.numbers, self.keys, self.lists, self.label)
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListValues:
     """Keys of n rows end to end: row i has values[offsets[i] : offsets[i + 1]]."""
@@ -95,7 +90,6 @@ class ListValues:
         return ListValues(values=np.asarray(self.values[positions]), offsets=offsets)
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Columns:
     """Rows of a table in the order of its layout's columns."""
@@ -120,7 +114,6 @@ class Columns:
         )
 
 
-@final
 class NamedColumns:
     """Columns by the names that their layout has for them."""
 
@@ -232,7 +225,6 @@ def _joined(parts: Sequence[ListValues]) -> ListValues:
     return ListValues(values=np.concatenate([part.values for part in parts]), offsets=offsets)
 
 
-@final
 class InMemoryTable:
     """Rows held in memory."""
 

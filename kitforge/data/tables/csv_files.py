@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 from kitforge.data.file_bytes import BYTE_ORDER_MARK, opened
 from kitforge.data.tables.bad_rows import ArrowChunk, BadRow, Problem
@@ -26,7 +26,6 @@ CRITEO_COLUMNS = ("label", *(f"I{index}" for index in range(1, 14)), *(f"C{index
 Job = Callable[[], ArrowChunk]
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextFile(TableFile):
     """A file with a record a line (or more, where a cell in quotes has line breaks)."""
@@ -91,7 +90,6 @@ class TextFile(TableFile):
         )
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Block:
     """Whole records of a file."""

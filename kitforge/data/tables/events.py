@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, final
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,7 +35,6 @@ _NO_TIME = Problem(reason="has no time", got="nothing", expected="a number or an
 Ints = NDArray[np.int64]
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventColumns:
     """The user, item and time columns of a table of events. Events of the same time stay in row order."""
@@ -73,7 +72,6 @@ def sequences_of(source: TableSource, events: EventColumns, lists: Sequence[str]
     return replace(dated, parts=(part,), fingerprint=mark, cells=replace(source.cells, missing_values=()), times=())
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventRows:
     """Events put together by user. All columns that are asked for are held in memory while they are sorted."""

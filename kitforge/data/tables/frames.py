@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, final
+from typing import Any
 
 from kitforge.data.tables.bad_rows import ArrowChunk, check_names
 from kitforge.data.tables.cells import contents, pyarrow
@@ -16,7 +16,6 @@ from kitforge.foundation.errors import DataError
 _CHUNK_ROWS = 65_536
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrameRows:
     """The rows of an Arrow table."""

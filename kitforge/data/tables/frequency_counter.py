@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import final
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -12,7 +10,6 @@ from kitforge.data.splitmix64 import hash_array
 _SALT = 0x2545F4914F6CDD1D
 
 
-@final
 class FrequencyCounter:
     """Counts of keys: exact up to `limit` distinct keys, beyond that of a sample of the keys.
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import final
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -12,7 +10,6 @@ from kitforge.data.splitmix64 import hash_array
 _SALT = 0x5851F42D4C957F2D
 
 
-@final
 class IdIndex:
     """Positions of distinct keys: an open-addressing hash table with linear probing, at most half full."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +22,6 @@ from kitforge.foundation.files import atomic_file
 FORMAT = 3
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TextArray:
     """Texts in one UTF-8 buffer: text i is data[offsets[i] : offsets[i + 1]]."""

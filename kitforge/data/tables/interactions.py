@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +20,6 @@ from kitforge.foundation.errors import DataError
 _LAYOUT = ColumnLayout(keys=tuple(KeyColumn(name=name, kind="integer", is_required=True) for name in ("user", "item")))
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InteractionFile:
     """A file of pairs of whole numbers, the lines of a user one behind the other."""
@@ -70,7 +68,6 @@ class InteractionFile:
         return ArrowChunk(table=table, location=lambda row: f"{self.path}, user {users[firsts][row]},", bad=bad)
 
 
-@final
 class _Seen:
     """The users that have ended."""
 

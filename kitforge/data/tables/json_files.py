@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 from kitforge.data.file_bytes import FileStamp, stamp_of
 from kitforge.data.tables.bad_rows import ArrowChunk
@@ -16,7 +16,6 @@ from kitforge.data.tables.python_rows import columns_of_rows, mappings_chunk
 from kitforge.foundation.errors import DataError
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JsonLinesFile:
     """A file with a JSON object a line; an empty line is not a row."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 from kitforge.data.tables.bad_rows import ArrowChunk, check_names
 from kitforge.data.tables.cells import pyarrow
@@ -19,7 +19,6 @@ _GROUP_BYTES = 2**28
 _PART_ROWS = 65_536
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParquetFile(TableFile):
     """A file whose schema is known."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from difflib import SequenceMatcher
 from functools import lru_cache, partial
 from itertools import chain, islice, product
-from typing import Any, final
+from typing import Any
 
 from kitforge.data.tables.bad_rows import ArrowChunk, BadRow, Problem
 from kitforge.data.tables.cells import READABLE, array_of, pyarrow
@@ -19,7 +19,6 @@ _CHUNK_ROWS = 1024
 FIRST_ROWS = 200_000
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PythonRows:
     """Mappings from column to value. An iterator is read once and on demand."""
@@ -37,7 +36,6 @@ class PythonRows:
             start += len(part)
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HFDatasetTable:
     """The rows of a datasets.Dataset."""

@@ -6,7 +6,7 @@ import json
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from threading import Lock
-from typing import Any, Protocol, final, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -38,7 +38,6 @@ class SeekableSource(Protocol):
         ...
 
 
-@final
 class RowStream:
     """Reads a source on demand, never ahead. One thread reads; another one may mark rows and take the state."""
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Literal, Protocol, final
+from typing import Literal, Protocol
 
 from kitforge.data import named_dataset
 from kitforge.data.document_shard import fingerprint_of
@@ -43,7 +43,6 @@ _COMMA_CELL = re.compile(rb"(?:^|[;\n\"])[ ]*[+-]?(?:\d*|\d{1,3}(?:\.\d{3})+),\d
 _DELIMITERS = (",", ";", "\t", "|")
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableSourceConfig:
     """How rows are read out of files."""
@@ -92,7 +91,6 @@ class TablePart(Protocol):
         ...
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableSource:
     """Parts that are read one after the other."""
@@ -208,7 +206,6 @@ def _has_decimal_commas(part: TablePart) -> bool:
     return any(_COMMA_CELL.search(raw) for _, raw in islice(text_blocks(part.path, False), 1))
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _InFolders:
     """A file, and the values that its folders give to all of its rows."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Literal, Protocol, final
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,7 +35,6 @@ class RowSet(Protocol):
         ...
 
 
-@final
 class RowRange:
     """Rows start .. stop - 1."""
 
@@ -48,7 +47,6 @@ class RowRange:
         return indices + self._start
 
 
-@final
 class RowList:
     """Rows by their numbers, 8 bytes each."""
 
@@ -61,7 +59,6 @@ class RowList:
         return self._rows[indices]
 
 
-@final
 class HashedSplit:
     """One row out of each group of `period` neighbours, by the hash of the group's number; or all the others.
 

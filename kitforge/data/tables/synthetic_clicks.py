@@ -6,7 +6,6 @@ Every row is a pure function of (seed, number), so any row is had in constant ti
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +21,6 @@ _FADING_RANK = 10.0
 _NUM_TASTES = 8
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyntheticClicksConfig:
     """Options of the synthetic click log. With the defaults, training reaches the best AUC less 0.001 in a minute."""
@@ -49,7 +47,6 @@ class SyntheticClicksConfig:
         check(0 < self.click_rate < 1, "click_log.click_rate", self.click_rate, "between 0 and 1")
 
 
-@final
 class SyntheticClicks:
     """The rows of the log that the options describe."""
 
@@ -86,7 +83,6 @@ class SyntheticClicks:
         return _SyntheticDraws(self.config, indices).probabilities()
 
 
-@final
 class _SyntheticDraws:
     """All that is random about some rows, and what follows from it."""
 

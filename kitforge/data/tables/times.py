@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from decimal import Decimal
-from typing import Any, final
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +28,6 @@ _UNITS = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 _WHOLE, _FRACTION = " (whole)", " (fraction)"
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Times:
     """The times of rows, in an order that nothing is rounded for."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import codecs
 from collections.abc import Iterator, Sequence
 from os.path import commonprefix
-from typing import final
 
 from kitforge.data.tokenizers.protocol import NO_TOKEN, Tokenizer
 
@@ -22,7 +21,6 @@ _CONTEXT_SIZE = 64
 _NEUTRAL_CONTEXTS = ("\n", ".", "a", "0", ")", "\u4e00", "\x01")
 
 
-@final
 class Detokenizer:
     """Decodes one sample token by token, as the continuation of `prompt`. The pieces joined are what the tokens add to
     the text of the prompt, up to the first stop string. Text that may become a stop string, and incomplete characters,

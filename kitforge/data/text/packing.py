@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, final
+from typing import Literal
 
 import numpy as np
 import torch
@@ -33,7 +33,6 @@ _DOCUMENT_BATCH = 16384
 Integers = NDArray[np.int64]
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DocumentSplit:
     """A part of a corpus: all of it, some documents, or one end of every document. A rule without memory per
@@ -93,7 +92,6 @@ def _effective(fraction: float, num_documents: int, key_: int) -> float:
     return highest if highest < fraction else math.nextafter(lowest, 1.0)
 
 
-@final
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Runs:
     """The runs of rows; every field is [runs]."""
@@ -106,7 +104,6 @@ class _Runs:
     go_on: NDArray[np.bool_]  # whether the document has more tokens
 
 
-@final
 class PackedRows:
     """Rows of `length` inputs out of one virtual stream of documents; row i predicts tokens i*length+1 .. (i+1)*length.
 
@@ -236,7 +233,6 @@ class PackedRows:
             raise IndexError(f"rows are numbered 0 to {self.num_rows - 1}, got {lowest} to {highest}")
 
 
-@final
 class ConcatenatedRows:
     """The rows of several corpora, numbered one corpus after the other."""
 

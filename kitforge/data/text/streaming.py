@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Protocol, TypeAlias, final
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -41,7 +41,6 @@ class DocumentReader(Protocol):
         ...
 
 
-@final
 class ShardReader:
     """The documents of one lane: every `num_lanes`-th shard of an order that is new in each pass. With fewer shards
     than lanes, every lane reads all shards and takes every `num_lanes`-th document."""
@@ -92,7 +91,6 @@ class ShardReader:
             skipped = 0
 
 
-@final
 class IterableReader:
     """The documents of a user's iterable. With `state_dict` and `load_state_dict` it is resumed through them, otherwise
     by skipping the documents that were read."""
@@ -133,7 +131,6 @@ class IterableReader:
             epoch, count, state = epoch + 1, 0, None
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamOptions:
     """How documents become rows."""
@@ -152,7 +149,6 @@ class StreamOptions:
         return max(1, self.buffer if self.is_shared else self.buffer // self.batch_size)
 
 
-@final
 class Lane:
     """Packed rows of one reader. Documents that continue in the next row do so with positions from 0."""
 
@@ -216,7 +212,6 @@ class Lane:
         return np.concatenate([before, self._tokenizer.encode_array(text), after]).astype(np.int64)
 
 
-@final
 class TextStream:
     """The training rows of a run, as endless batches. `reader` makes the reader of a lane."""
 

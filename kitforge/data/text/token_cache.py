@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +28,6 @@ FORMAT = 2
 _TOKENS, _DOCUMENTS, _PARTS = "tokens.bin", "documents.npy", "parts"
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenCache:
     """The tokens of a corpus. Document i is `tokens[offsets[i]:offsets[i + 1]]`, begin and end tokens included."""

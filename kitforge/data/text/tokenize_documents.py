@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Protocol, final
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,7 +47,6 @@ class TokenizeJobProtocol(Protocol):
         ...
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizeJob:
     """A shard and the file that will hold its tokens.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, final
+from typing import Any
 
 from kitforge.data.optional_imports import import_optional
 from kitforge.data.tokenizers.protocol import AddedTokenSpan
@@ -12,7 +12,6 @@ from kitforge.data.tokenizers.protocol import AddedTokenSpan
 _UNKNOWN = "\ue0f0"
 
 
-@final
 class AddedTokenFinder:
     """A tokenizer of added tokens only: the library's `AddedToken`s by number."""
 

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 import numpy as np
 
@@ -41,7 +41,6 @@ _CLASSES = {
 }
 
 
-@final
 class TokenizerFolder:
     """Those files by name, read from a folder or given as bytes."""
 

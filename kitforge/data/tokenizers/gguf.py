@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, final
+from typing import Any
 
 from kitforge.data.tokenizers.config_keys import TOKENIZER_CONFIG
 from kitforge.data.tokenizers.folder import CHAT_TEMPLATE, template_file
@@ -87,7 +87,6 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, bytes]:
     return written | {name: text.encode() for name, text in templates.items() if isinstance(text, str)}
 
 
-@final
 class _Metadata:
     """The tokenizer's entries of a GGUF file, checked."""
 

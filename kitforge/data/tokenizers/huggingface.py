@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 from kitforge.data.optional_imports import import_optional
 from kitforge.data.tokenizers.added_tokens import AddedTokenFinder
@@ -28,7 +28,6 @@ HUGGINGFACE_FILE = "tokenizer.json"
 _log = logger(__name__)
 
 
-@final
 class HuggingFaceTokenizer(FolderTokenizer):
     """A folder with `tokenizer.json`, read by the package `tokenizers`. Never truncates and never pads."""
 

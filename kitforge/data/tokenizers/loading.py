@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 import numpy as np
 
@@ -47,7 +47,6 @@ _MARKER = "kitforge_tokenizer.json"
 TOKENIZER_FOLDER = "tokenizer"
 
 
-@final
 class ByteTokenizer:
     """The bytes of UTF-8: 256 tokens, one more that ends a document and one that fills rows. Needs no files; a folder
     may say of its model how texts are generated, and which other tokens end one."""
@@ -111,7 +110,6 @@ class ByteTokenizer:
         return bytes(token for token in ids if token < self.eos_id).decode("utf-8", "replace")
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerConfig:
     """Which tokenizer."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Protocol, final
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +23,6 @@ NO_TOKEN = _UNREADABLE.encode()
 Tokens = NDArray[np.unsignedinteger[Any]]
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AddedTokenSpan:
     """A token beside the tokenizer's own vocabulary that is spelt in [start, stop) of a text."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 from kitforge.data.document_shard import fingerprint_of
 from kitforge.data.optional_imports import import_optional
@@ -60,7 +60,6 @@ _OPTIONS = {
 }
 
 
-@final
 class SentencePieceTokenizer(FolderTokenizer):
     """A sentencepiece model and the files that lie with it, from a file or from their bytes; bytes alone are those of
     tokenizer_config.json. Its `add_bos_token` and `add_eos_token` say what begins and ends a text; by default nothing

@@ -8,7 +8,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from typing import final
 
 import numpy as np
 import torch
@@ -50,7 +49,6 @@ class EvictionPolicy(ABC):
         """The first `num` slots to evict, or all evictable ones where there are fewer. The caller evicts them."""
 
 
-@final
 class LruPolicy(EvictionPolicy):
     """Least recently used first: slots in the order of `SlotMap.last_use`, whose numbers never fall, ties by slot.
 
@@ -110,7 +108,6 @@ class LruPolicy(EvictionPolicy):
         return is_complete
 
 
-@final
 class LfuPolicy(EvictionPolicy):
     """Least frequently used first, where an access counts half after `half_life` batches.
 
@@ -151,7 +148,6 @@ class LfuPolicy(EvictionPolicy):
         return float(2.0**exponent)
 
 
-@final
 class LookaheadPolicy(EvictionPolicy):
     """First the rows that no batch read ahead needs, least recently used first; then those needed latest (Belady,
     1966)."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import final
 
 import torch
 from torch import Tensor
@@ -14,7 +13,6 @@ SEARCH_DIVISOR = 16
 EvictableMask = Callable[[Tensor], Tensor]
 
 
-@final
 class LowestScoreQueue:
     """Picks slots in use by ascending score, and by slot where scores are equal.
 

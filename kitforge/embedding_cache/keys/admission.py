@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import final
 
 import torch
 from torch import Tensor
@@ -20,7 +19,6 @@ COUNT_BITS = MAX_COUNT.bit_length()
 MIN_SWEEP = 2**12
 
 
-@final
 class Admission:
     """Admits an id from the n-th training step that looks it up, where n is the same for all ids or drawn for each.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, final
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -58,7 +58,6 @@ def initial_rows(config: RowInitConfig, ids: Tensor) -> Tensor:
     return (unit * config.init_scale).to(config.dtype)
 
 
-@final
 class RowInitializer:
     """Initial records: a pure function of seed, table and id, whatever the order, tier or rank."""
 

@@ -11,8 +11,6 @@ Legend: keys [n] int64, any value; slots [n] int64 from 0.
 
 from __future__ import annotations
 
-from typing import final
-
 import torch
 from torch import Tensor
 
@@ -25,7 +23,6 @@ INITIAL_ROOM = 1024
 NEVER_USED = -1
 
 
-@final
 class SlotMap:
     """Keys and slots, each at most once. Not thread-safe."""
 

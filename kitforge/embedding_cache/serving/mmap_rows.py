@@ -6,7 +6,6 @@ Legend: m ids or positions of a call, n rows in all files.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import final
 
 import torch
 from torch import Tensor
@@ -18,7 +17,6 @@ from kitforge.core.optim.table_protocols import Chunk
 REMOVED = 2**62
 
 
-@final
 class RowShards:
     """Tensors [.., width] concatenated to [n, width] without a copy."""
 
@@ -42,7 +40,6 @@ class RowShards:
         return rows
 
 
-@final
 class HashedRowIndex:
     """An index in memory over files of unsorted ids. A newer file hides the rows of older ones."""
 
@@ -94,7 +91,6 @@ class HashedRowIndex:
         self._positions.insert(ids[is_new].contiguous(), positions[is_new])
 
 
-@final
 class SortedRowIndex:
     """An index without memory of its own: ids ascend within and across the files."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -77,7 +77,6 @@ def quantize_tables(
     return made
 
 
-@final
 class _QuantizedRows:
     """A `RowSource` of quantized rows in the order of their ids."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, cast, final
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +38,6 @@ class ColumnShard:
     scales: RowShards | None = None  # int8: the scale of each row
 
 
-@final
 class ServedTable(nn.Module):
     """Looks rows up in the files of a checkpoint, or in those written by `quantize_tables`.
 

@@ -5,7 +5,7 @@ Legend: u distinct ids looked up on this rank, m distinct rows that this rank ho
 
 from __future__ import annotations
 
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +18,6 @@ from kitforge.embedding_cache.sharding.strategy import Deliver, FetchRows, Table
 from kitforge.foundation.config import check
 
 
-@final
 class ColumnWise(TableSharding):
     """Each rank holds the same number of columns of every row, so that all ranks share the work of wide rows.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, final
+from typing import Literal
 
 from kitforge.core.optim.row_optimizers import SparseOptimizerName
 from kitforge.core.parallel import collectives
@@ -30,7 +30,6 @@ MESSAGE_BYTES = 4096
 ID_BYTES = 8
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableLoad:
     """The size of a table and of its lookups."""
@@ -48,7 +47,6 @@ class TableLoad:
         return 4 * self.width * self.num_rows
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TablePlacement:
     """The sharding of one table."""

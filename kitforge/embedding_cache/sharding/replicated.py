@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import final
-
 import torch
 from torch import Tensor
 
@@ -12,7 +10,6 @@ from kitforge.core.parallel.table import ExchangePlan
 from kitforge.embedding_cache.sharding.strategy import Deliver, FetchRows, TableSharding, all_gather_rows
 
 
-@final
 class Replicated(TableSharding):
     """A lookup sends nothing; a step all-reduces the gradients."""
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import final
-
 from kitforge.core.parallel import collectives
 from kitforge.core.parallel.collectives import Group
 from kitforge.core.parallel.table import owner
 from kitforge.embedding_cache.sharding.strategy import OwnerSharding
 
 
-@final
 class RowWise(OwnerSharding):
     """Rows are spread over the ranks by a hash of their ids."""
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import final
 
 import torch
 from torch import Tensor
@@ -69,7 +68,6 @@ class OwnerSharding(TableSharding, ABC):
         return self._exchanges[False].fetch(route, lambda _: rows(), _GradientForwarder(deliver))
 
 
-@final
 class _GradientForwarder:
     """A `GradientReceiver` that passes gradients on without the ids, which are those of the plan."""
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import final
-
 import torch
 
 from kitforge.core.parallel.collectives import Group
 from kitforge.embedding_cache.sharding.strategy import OwnerSharding
 
 
-@final
 class TableWise(OwnerSharding):
     """All rows live on the rank `table_owner`."""
 

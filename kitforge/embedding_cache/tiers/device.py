@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from typing import final
 
 import numpy as np
 import torch
@@ -17,7 +16,6 @@ from kitforge.embedding_cache.keys.slot_map import INITIAL_ROOM, SlotMap, grow_r
 from kitforge.foundation.device import CopyStream, copy_to, host_memory
 
 
-@final
 class DeviceTier:
     """Rows in slots of one slab [room, width] on a device. The key map is on the CPU, with `has_key_map` there as well.
 

@@ -12,7 +12,6 @@ import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import final
 
 import torch
 from torch import Tensor
@@ -31,7 +30,6 @@ NUM_SAMPLED = 24
 MIN_GROWTH_BYTES = 2**20
 
 
-@final
 class FileStore(SlabStore):
     """Rows of the table `name` in a file in `folder`. Disk space is allocated before it is written.
 

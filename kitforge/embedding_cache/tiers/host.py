@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import final
 
 import torch
 from torch import Tensor
@@ -16,7 +15,6 @@ from kitforge.embedding_cache.tiers.slab_store import SlabStore
 from kitforge.foundation import device as devices
 
 
-@final
 class HostStore(SlabStore):
     """Rows in one slab. With a `capacity` its memory is allocated at once, and the owner must keep to it.
 

@@ -15,7 +15,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar, final
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -41,7 +41,6 @@ SCHEMA, STAMP = b"about", b"stamp"
 FLOAT_BYTES = 4
 
 
-@final
 class RedisStore(RowStore):
     """The rows of one table, or one shard of them, on a server.
 
@@ -211,7 +210,6 @@ def _chunks(data: bytes, num_bytes: int) -> list[bytes]:
     return [data[start : start + num_bytes] for start in range(0, len(data), num_bytes)]
 
 
-@final
 class RedisClient:
     """A connection that repeats failed calls. Raises ConfigError for a wrong configuration, else TrainingError."""
 

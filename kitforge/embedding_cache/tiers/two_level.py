@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import final
 
 import torch
 from torch import Tensor
@@ -22,7 +21,6 @@ from kitforge.embedding_cache.tiers.write_behind import WriteBehindStore
 from kitforge.foundation.config import check
 
 
-@final
 class TwoLevelStore(RowStore):
     """At most `upper.capacity` rows in the upper store, those used last; the others in the lower store.
 

@@ -6,7 +6,6 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import final
 
 import torch
 from torch import Tensor
@@ -25,7 +24,6 @@ class PendingRows:
     rows: Tensor
 
 
-@final
 class WriteBehindStore(RowStore):
     """A store whose `write` returns at once. `read` gives the rows written last, pending or not.
 

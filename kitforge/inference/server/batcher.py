@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
-from typing import Any, Generic, TypeVar, final
+from typing import Any, Generic, TypeVar
 
 from kitforge.foundation.log import logger
 from kitforge.inference.server.metrics import BatchMetrics
@@ -57,7 +57,6 @@ class LoopThread(ABC):
             self._loop.call_soon_threadsafe(function, *arguments)
 
 
-@final
 class DynamicBatcher(LoopThread, Generic[Input, Output]):
     """Calls `answer` on its own thread, between `start` and `stop`, with the inputs of a batch; it returns one output
     each.

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any, final
+from typing import Any
 
 from kitforge.inference.server.errors import ApiError, client_closed_request
 from kitforge.inference.server.options import HttpOptions
 
 
-@final
 class BodyBuffers:
     """The bodies of all requests that are being received or parsed.
 
@@ -32,7 +31,6 @@ class BodyBuffers:
             oldest.evict()
 
 
-@final
 class BodyBuffer:
     """The body of one request. Closing it releases its bytes."""
 

@@ -7,7 +7,7 @@ import json
 import os
 import resource
 from collections.abc import Callable
-from typing import Any, final
+from typing import Any
 
 from kitforge.data.optional_imports import import_optional
 from kitforge.foundation.log import logger
@@ -24,7 +24,6 @@ _BACKLOG = 2048
 _SPARE = 32
 
 
-@final
 class ConnectionLimit:
     """Tracks open connections. A connection is busy from the end of its request to the end of the response; otherwise
     it is idle and may be closed to make room."""
@@ -89,7 +88,6 @@ def connection_limits(limits: HttpOptions) -> tuple[int, int]:
     return most, backlog
 
 
-@final
 class _ConnectionTimer:
     """The timeout of one connection."""
 
@@ -133,7 +131,6 @@ def protocol_of(limit: ConnectionLimit, timeout: float) -> Any:
     connection must be read, within `timeout` seconds."""
     impl = import_optional("uvicorn.protocols.http.h11_impl", needed_for="kitforge serve", extra="serve")
 
-    @final
     class LimitedProtocol(impl.H11Protocol):  # type: ignore[misc, name-defined]
         """Overrides the methods through which uvicorn reports requests and responses."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import Any, final
+from typing import Any
 
 from kitforge.data.optional_imports import import_optional
 
@@ -62,7 +62,6 @@ class ServerMetrics(ABC):
         return metric
 
 
-@final
 class Metrics(ServerMetrics):
     """Metrics of the text-generation server."""
 
@@ -97,7 +96,6 @@ class Metrics(ServerMetrics):
             yield core.CounterMetricFamily(f"kitforge_{name}", words, self._engine.get(name, 0))
 
 
-@final
 class BatchMetrics(ServerMetrics):
     """Metrics of the recommender server, which scores rows in batches with the latest checkpoint."""
 

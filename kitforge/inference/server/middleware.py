@@ -12,7 +12,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Collection, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
-from typing import Any, final
+from typing import Any
 from urllib.parse import quote
 
 from kitforge.foundation.log import logger
@@ -47,7 +47,6 @@ _access_log = logger(ACCESS_LOG)
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
 
 
-@final
 class AuthMiddleware:
     """Authenticates, counts and logs the requests of an application. Without `tokens` only clients of this machine are
     accepted. Metrics are by path, or "other" for a path outside of `paths`."""
@@ -149,7 +148,6 @@ class AuthMiddleware:
         )
 
 
-@final
 class _Reply:
     """Sends the response of one request. Raises TimeoutError where the client does not read it."""
 

@@ -13,7 +13,7 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, final
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError
 from pydantic_core import PydanticCustomError
@@ -133,7 +133,6 @@ class RequestBody(BaseModel, ABC):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
-@final
 class StreamSettings(RequestBody):
     """The field stream_options."""
 
@@ -142,7 +141,6 @@ class StreamSettings(RequestBody):
     continuous_usage_stats: bool | None = None  # with include_usage, in every event
 
 
-@final
 class TextFormat(RequestBody):
     """The field response_format, which must be text."""
 
@@ -214,7 +212,6 @@ class GenerationParams(RequestBody, ABC):
         """The maximum number of new tokens."""
 
 
-@final
 class CompletionRequest(GenerationParams):
     """The body of /v1/completions."""
 
@@ -245,7 +242,6 @@ class CompletionRequest(GenerationParams):
         return self.max_tokens
 
 
-@final
 class TextPart(RequestBody):
     """A content part of a message."""
 
@@ -254,7 +250,6 @@ class TextPart(RequestBody):
     cache_control: dict[str, Any] | None = None  # ignored: prompts are cached by their tokens
 
 
-@final
 class FunctionCall(RequestBody):
     """The function of a tool call."""
 
@@ -262,7 +257,6 @@ class FunctionCall(RequestBody):
     arguments: str | dict[str, Any] | None = None
 
 
-@final
 class MessageToolCall(RequestBody):
     """A tool call in an assistant message."""
 
@@ -283,7 +277,6 @@ Content = Annotated[
 ]
 
 
-@final
 class ChatMessage(RequestBody):
     """One chat message."""
 
@@ -322,7 +315,6 @@ Messages = Annotated[
 ]
 
 
-@final
 class ChatRequest(GenerationParams):
     """The body of /v1/chat/completions."""
 
@@ -357,7 +349,6 @@ class ChatRequest(GenerationParams):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
-@final
 class TokenizeRequest(RequestBody):
     """The body of /tokenize for a text."""
 
@@ -367,7 +358,6 @@ class TokenizeRequest(RequestBody):
     return_token_strs: bool | None = None
 
 
-@final
 class TokenizeChatRequest(RequestBody):
     """The body of /tokenize for a conversation."""
 
@@ -381,7 +371,6 @@ class TokenizeChatRequest(RequestBody):
     return_token_strs: bool | None = None
 
 
-@final
 class DetokenizeRequest(RequestBody):
     """The body of /detokenize."""
 

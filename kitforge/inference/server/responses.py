@@ -9,7 +9,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar
 
 from kitforge.inference.logprobs import PromptLogprob
 from kitforge.inference.sampling import TopLogprobs
@@ -50,7 +50,6 @@ class ResponseOptions:
     prompt_logprobs: int | None = None  # most likely tokens with each prompt token; None: no prompt log-probabilities
 
 
-@final
 class ChoiceReader:
     """Turns text deltas into choice deltas. A token is reported together with its text, so a token whose text a stop
     string cuts off is not reported, streamed or not."""
@@ -168,7 +167,6 @@ class ResponseFormat(ABC):
         return {"prompt_logprobs": positions}
 
 
-@final
 class CompletionFormat(ResponseFormat):
     """Responses of /v1/completions."""
 
@@ -204,7 +202,6 @@ class CompletionFormat(ResponseFormat):
         return logprobs if own in logprobs else logprobs | {own: token_logprob.logprob}
 
 
-@final
 class ChatFormat(ResponseFormat):
     """Responses of /v1/chat/completions."""
 

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, final
+from typing import Any
 
 from kitforge.data.optional_imports import import_optional
 from kitforge.foundation.errors import ConfigError, EngineError
@@ -22,7 +22,6 @@ from kitforge.inference.server.middleware import ACCESS_LOG
 KEEP_ALIVE = 75
 
 
-@final
 class LogRateLimit(logging.Filter):
     """Passes a warning that clients can cause at most once in `seconds`; errors with a traceback always pass."""
 

@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast, final
+from typing import TYPE_CHECKING, Any, cast
 
 from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.data.chat.template import ChatTemplate, template_of
@@ -48,7 +48,6 @@ class EncodedPrompt:
     offsets: list[int] = field(default_factory=list)
 
 
-@final
 class TokenTexts:
     """The text and bytes of single tokens, cached."""
 
@@ -76,7 +75,6 @@ class TokenTexts:
         return entry
 
 
-@final
 class Service:
     """A served model: its worker, tokenizer, limits and metrics."""
 
@@ -237,7 +235,6 @@ class Service:
             raise ApiError(400, str(error), code="invalid_value") from None
 
 
-@final
 class RequestHandle:
     """A request in progress. `close` cancels what is left of it and must always be called."""
 

@@ -7,7 +7,6 @@ import time
 from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty
-from typing import final
 
 from kitforge.foundation.log import logger
 from kitforge.inference.server.batcher import LoopThread, set_result
@@ -40,7 +39,6 @@ class PromptJob:
     pending: list[TextDelta] = field(default_factory=list, init=False)  # deltas not yet delivered
 
 
-@final
 class Worker(LoopThread):
     """Steps the engine between `start` and `stop`, which drops unfinished prompts. All other methods are called from
     the event loop of `start`."""

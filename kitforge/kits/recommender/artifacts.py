@@ -9,7 +9,6 @@ from __future__ import annotations
 import filecmp
 from functools import partial
 from pathlib import Path
-from typing import final
 
 from kitforge.core.checkpoint.load import Checkpoint, newest, open_checkpoint
 from kitforge.core.checkpoint.manifest import MANIFEST
@@ -25,7 +24,6 @@ ITEMS = "items.safetensors"
 _LATER_ITEMS = "items_after_"
 
 
-@final
 class SaveFeatures(Callback):
     """Writes features.json when the run starts, and items.safetensors for retrieval families; logs what the columns
     are, the features of the network, hash collisions, and in `unlearned` which values have no rows of their own."""

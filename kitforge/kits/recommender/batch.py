@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Sized
 from dataclasses import dataclass
-from typing import final
 
 import torch
 from torch import Tensor
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IdBag:
     """Row i has ids[offsets[i] : offsets[i + 1]]."""
@@ -20,7 +18,6 @@ class IdBag:
     offsets: Tensor  # int64 [B + 1]
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IdSequence:
     """Row i has lengths[i] ids; the padding is 0."""
@@ -29,7 +26,6 @@ class IdSequence:
     lengths: Tensor  # int64 [B]
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeatureBatch:
     """Features by name, as tensors on the CPU."""

@@ -9,7 +9,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any, final
+from typing import IO, Any
 
 import numpy as np
 
@@ -152,7 +152,6 @@ def _text(value: Any) -> str | None:
     return _json(value) if isinstance(value, (list, dict)) else text_of(value)
 
 
-@final
 class _ParquetWriter:
     """Writes Parquet, with one type for each column."""
 
@@ -171,7 +170,6 @@ class _ParquetWriter:
         self._writer.close()
 
 
-@final
 class _TextWriter:
     """Writes CSV, with lists as cells of JSON, or JSON lines."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, final
+from typing import Any, Literal, TypeAlias
 
 import torch
 from rich.console import RenderableType
@@ -86,7 +86,6 @@ LONGEST = 1000
 Inputs: TypeAlias = RunInputs[FeatureEncoder]
 
 
-@final
 class Recommendation(Kit[RecommendationOptions, FeatureEncoder]):
     """The task `recommendation`."""
 

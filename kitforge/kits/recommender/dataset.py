@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, final
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +26,6 @@ _log = logger(__name__)
 _CELLS = CellRules()
 
 
-@final
 class ClickDataset:
     """A subset of a table's rows with an encoder; samples are numbered from 0."""
 
@@ -63,7 +62,6 @@ class ClickDataset:
         return self._table.probabilities(self._rows.rows(indices)) if isinstance(self._table, SyntheticClicks) else None
 
 
-@final
 class StreamingDataset:
     """Batches of a stream in order of arrival. The source is read only as far as requested.
 

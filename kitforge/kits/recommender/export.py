@@ -11,7 +11,7 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,6 @@ from kitforge.models.two_tower.model import TwoTower, TwoTowerConfig
 FORMAT_VERSION = 1
 
 
-@final
 class ScoringProgram(nn.Module):
     """Named inputs, as in the description of the program -> probabilities [B]; for two towers, user vectors [B, dim].
     All rows of each table are a weight."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,7 +62,6 @@ def _chunks(table: ColumnTable, training: RowSet) -> Iterator[tuple[NDArray[np.i
         yield rows, NamedColumns(table.rows(rows), table.layout)
 
 
-@final
 class _Pass:
     """Counts and sums of the rows so far."""
 
@@ -134,7 +132,6 @@ def _edges_of(values: NDArray[np.float64], num_ranges: int) -> NDArray[np.float6
     return np.unique(begins[begins > distinct[0]]) if len(distinct) else begins
 
 
-@final
 class _Moments:
     """Mean and standard deviation, chunk by chunk (Chan, Golub and LeVeque, 1979)."""
 
@@ -164,7 +161,6 @@ class _Moments:
         return Moments(mean=self._mean, deviation=deviation, num_missing=self._num_missing)
 
 
-@final
 class _Sample:
     """A sample of values: all rows, or those with a row-number hash divisible by a power of two."""
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,7 +32,6 @@ MISSING, UNKNOWN = 0, 1
 _LARGEST = float(np.finfo(np.float32).max)
 
 
-@final
 class IdEncoding:
     """Maps the 64-bit keys of one embedding table to ids.
 
@@ -61,7 +60,6 @@ class IdEncoding:
         return keys.copy()
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moments:
     """Mean and standard deviation of a numeric feature over the training rows, after its logarithm."""
@@ -71,7 +69,6 @@ class Moments:
     num_missing: int
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollisionStats:
     """Hash collisions of a table: how many distinct values share a bucket."""
@@ -86,7 +83,6 @@ class CollisionStats:
         return f"{about}{self.num_colliding:,} of {self.num_values:,} values in {self.num_buckets:,} buckets"
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeatureStatistics:
     """Statistics of the training rows that the encoder needs, by feature or by table. Stored as JSON."""
@@ -127,7 +123,6 @@ def load_features(path: Path) -> tuple[FeatureSchema, FeatureStatistics]:
     return schema, from_dict(FeatureStatistics, content["statistics"], "statistics")
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableSpec:
     """An embedding table of the features."""
@@ -138,7 +133,6 @@ class TableSpec:
     features: tuple[str, ...]
 
 
-@final
 class FeatureEncoder:
     """Encodes columns as batches of features, by a schema and the statistics of the training rows."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import final
 
 import numpy as np
 import torch
@@ -24,7 +23,6 @@ from kitforge.kits.recommender.schema import Encoding
 _CHUNK_ROWS = 65_536
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ItemCatalog:
     """The distinct items of the training rows, by ascending id."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,7 +33,6 @@ _SCORES_AT_ONCE = 2**24
 Floats = NDArray[np.floating[Any]]
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupedAuc:
     """The mean AUC of the groups, weighted by their rows."""
@@ -88,7 +87,6 @@ def histogram_auc(positives: NDArray[np.int64], negatives: NDArray[np.int64]) ->
     return float(right / num_pairs), float(within.sum() / 2 / num_pairs)
 
 
-@final
 class ClickMetrics:
     """Metrics of click prediction. The AUC is exact up to `exact_rows` rows; above, scores are counted in 2^20 bins of
     probability and `auc_error` bounds the error."""
@@ -268,7 +266,6 @@ def ranks_without(
     return without
 
 
-@final
 class RankingMetrics:
     """Counts of targets by rank, which add up exactly over ranks."""
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +37,6 @@ MISSING_SUFFIX = " is missing"
 EmbeddingRequest = Tensor | tuple[Tensor, Tensor]
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackedTable:
     """An embedding table, and the first row of each feature table stacked in it."""
@@ -49,7 +48,6 @@ class StackedTable:
     starts: Mapping[str, int]
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _TableCall:
     """One embedding call: features of one lookup in one table with the same input form."""
@@ -60,7 +58,6 @@ class _TableCall:
     starts: Tensor  # [features]
 
 
-@final
 class EmbeddingRequestPlan:
     """The embedding calls of one forward pass. `features` maps each call to its table, as EmbeddingCollection does."""
 
@@ -215,7 +212,6 @@ def pad_sequences(rows: Tensor, lengths: Tensor, length: int | None = None) -> T
     return flat.view(len(lengths), length, rows.shape[1])
 
 
-@final
 class Recommender(nn.Module):
     """A network over its embedding tables. Rows are not parameters.
 
@@ -252,7 +248,6 @@ class Recommender(nn.Module):
         return self.requests.vectors(self.tables(inputs["requests"]), inputs["lengths"])
 
 
-@final
 class ReadOnlyTables(nn.Module):
     """Read-only tables by name, with the interface of EmbeddingCollection."""
 

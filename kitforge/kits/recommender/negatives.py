@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import final
 
 import numpy as np
 import torch
@@ -31,7 +30,6 @@ _TRIES = 32
 Ints = NDArray[np.int64]
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClickRows:
     """Rows with labels 0 and 1. Sample i has the rows starts[i] .. starts[i + 1] - 1; the first is the positive."""
@@ -41,7 +39,6 @@ class ClickRows:
     positions: Tensor  # int64 [rows]: 0 for a sample's own row, then the numbers of its negatives
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ItemPool:
     """The candidate items, each once, and the known (user, item) pairs."""
@@ -59,7 +56,6 @@ class ItemPool:
         return np.searchsorted(self.sums, ticks, side="right")
 
 
-@final
 class NegativeSampler:
     """Draws negative items for positive rows, as a pure function of seed, step and position in the step.
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from logging import INFO, WARNING
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 import numpy as np
 import torch
@@ -43,7 +43,6 @@ ROWS_AT_ONCE = 8192
 Row = Mapping[str, Any]
 
 
-@final
 class RecommendationPipeline:
     """`pipeline(row)` returns `{"score": ...}`, the click probability; a list of rows, a file or a data set returns a
     list. `retrieve(user, k)` returns the k best items for a user."""

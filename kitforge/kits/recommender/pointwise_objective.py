@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, final
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +25,6 @@ from kitforge.kits.recommender.objective import Objective
 from kitforge.kits.recommender.unknown_values import UnknownValues
 
 
-@final
 class PointwiseObjective(Objective[ClickRows]):
     """Binary cross-entropy. With negative sampling, all rows have label 1 and the drawn negatives 0."""
 

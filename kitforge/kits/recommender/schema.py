@@ -7,7 +7,7 @@ import os
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, final
+from typing import Any, Literal
 
 from kitforge.data.tables.columns import ColumnLayout, KeyColumn, KeyKind, LabelColumn, ListColumn
 from kitforge.data.tables.events import EventColumns
@@ -20,7 +20,6 @@ from kitforge.foundation.untrusted import load_yaml
 Encoding = Literal["hash", "vocabulary", "exact"]
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NumericFeature:
     """A dense feature: logarithm, then standardization."""
@@ -32,7 +31,6 @@ class NumericFeature:
     indicator: bool = False  # add a second feature: 1 if the value is missing
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketFeature:
     """A number discretized into buckets, each an id. Missing values have id 0."""
@@ -68,7 +66,6 @@ class IdFeature:
         check(self.max_size is None or self.max_size >= 1, "data.schema max_size", self.max_size, "at least 1")
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CategoricalFeature(IdFeature):
     """One id or category per row."""
@@ -76,7 +73,6 @@ class CategoricalFeature(IdFeature):
     missing: Literal["own", "error"] = "own"  # an id of its own, or a bad row
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BagFeature(IdFeature):
     """Multi-hot: any number of ids per row, pooled by the model."""
@@ -84,7 +80,6 @@ class BagFeature(IdFeature):
     separator: str = " "  # of a column of text
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceFeature(IdFeature):
     """Ids in order of time; the last `max_length` are kept and right-padded with 0."""
@@ -97,7 +92,6 @@ class SequenceFeature(IdFeature):
         check(self.max_length >= 1, "data.schema.sequences.max_length", self.max_length, "at least 1")
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CrossFeature:
     """A feature cross: an id for each combination of values, hashed with the feature names as salt."""
@@ -111,7 +105,6 @@ class CrossFeature:
         check(self.num_buckets >= 2, "data.schema.crosses.num_buckets", self.num_buckets, "at least 2")
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeatureSchema:
     """The features by name, the label and the group column."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Container, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, final
+from typing import Any, Literal
 
 from kitforge.data.tables.columns import KeyKind, LabelColumn
 from kitforge.data.tables.events import EventColumns
@@ -43,7 +43,6 @@ _MAX_BUCKETS = 2**20
 _RANGES = 32
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ColumnView:
     """Statistics of a column."""
@@ -63,7 +62,6 @@ class ColumnView:
     behaves_as_ids: bool = False  # whole numbers that repeat, and whose size says nothing about their frequency
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabelChoice:
     """What is known of the label before the table is looked at."""

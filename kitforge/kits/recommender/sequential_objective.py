@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,7 +48,6 @@ class SequenceBatch:
     negatives: Tensor  # int64 [K]
 
 
-@final
 class SampledSoftmax(RetrievalObjective[SequenceBatch]):
     """Sampled softmax over the next item and K uniform negatives (Jean et al., 2015)."""
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, final
+from typing import Any
 
 import numpy as np
 import torch
@@ -115,7 +115,6 @@ def _sharding_types(cache: CacheOptions, world: World) -> tuple[ShardingType, ..
     return tuple(way for way in SHARDING_TYPES if not (needs_norm and way == "column"))
 
 
-@final
 class TableStatsCallback(Callback):
     """Writes tables.jsonl: hit-rate curves when the run starts, then the counts of each table since the last line."""
 

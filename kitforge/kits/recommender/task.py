@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from itertools import islice
-from typing import Any, cast, final
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -26,7 +26,6 @@ from kitforge.trainer.dataset_task import DatasetTask
 from kitforge.trainer.task import BestMetric, batch_schedule
 
 
-@final
 class RecommendationTask(DatasetTask):
     """A micro-batch holds what the objective makes of some rows, their global numbers [B], and the step's number."""
 

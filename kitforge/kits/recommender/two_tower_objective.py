@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,7 +41,6 @@ class StepCandidates:
     log_frequencies: Tensor  # [B]
 
 
-@final
 class InBatchSoftmax(RetrievalObjective[StepCandidates]):
     """In-batch softmax with the logQ correction for sampling frequency (Yi et al., 2019). Rows with label 0 contribute
     their items as negatives, and no users."""

@@ -4,7 +4,6 @@ training."""
 from __future__ import annotations
 
 import math
-from typing import final
 
 import numpy as np
 import torch
@@ -28,7 +27,6 @@ _MIN_VALUES = 20
 _CHUNK_ROWS = 65_536
 
 
-@final
 class UnknownValues:
     """Counts the values outside the vocabulary of a feature; with a served `model`, also other ids without a row in its
     checkpoint. Of hashed ids this is a lower bound: an unknown one may share the row of another."""

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -55,7 +55,6 @@ from kitforge.trainer.signals import interrupt_signals
 from kitforge.trainer.task import RunResult, Task
 
 
-@final
 class RlhfTask(NetworkKit[StageOptions, Tokenizer]):
     """The kit of one RLHF task: its options and the builder of its `Task`."""
 
@@ -258,7 +257,6 @@ def _recorded(options: StageOptions, inputs: Inputs, network: dict[str, Any] | N
     return recorded
 
 
-@final
 class PlaceholderModel(nn.Module):
     """The model of a run on an inference-only rank; the trained weights are in the checkpoint."""
 

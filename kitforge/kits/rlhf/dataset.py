@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, Generic, TypeVar, cast, final
+from typing import Any, Generic, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,7 +44,6 @@ class DatasetSplits(Generic[Row]):
     mixture: Mixture | None = None  # of the sources of `train`, if they are weighted
 
 
-@final
 class DatasetView(Sequence[Row]):
     """Rows of a sequence by index, truncated to `room` tokens."""
 
@@ -88,7 +87,6 @@ def read_rows(
     return DatasetSplits(train=train, eval=evaluation, pad_id=pad_id, fingerprint=fingerprint_of("rows", first, second))
 
 
-@final
 class ConcatenatedSequence(Sequence[Row]):
     """Several sequences of rows, one after the other."""
 

@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import Awaitable
 from concurrent.futures import Future
-from typing import Any, final
+from typing import Any
 
 import torch
 
@@ -15,7 +15,6 @@ import torch
 _GRACE = 5.0
 
 
-@final
 class EventLoop:
     """An event loop in a thread of its own, which the first call starts. Calls may come from any thread, also from one
     with a running loop (notebooks). `close` cancels what is pending; so does the end of this object's life."""

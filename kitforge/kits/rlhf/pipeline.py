@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 import torch
 
@@ -26,7 +26,6 @@ from kitforge.report.notebook import Rows
 BATCH_SIZE = 16
 
 
-@final
 class RewardPipeline:
     """`pipeline(text)` returns `[{"score": ...}]`; a list of texts, or of rows with prompt and completion or messages,
     returns a list of those. Scores are normalized to the training texts."""

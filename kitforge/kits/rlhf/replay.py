@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, cast, final
+from typing import Any, cast
 
 import torch
 
@@ -108,7 +108,6 @@ def _replayable_steps(start: int, per_round: int, kept: set[int]) -> range:
     return range(start + 1, max(number * per_round, start) + 1)
 
 
-@final
 class _StopAfterStep(Callback):
     """Stops the run after a step and keeps its metrics."""
 

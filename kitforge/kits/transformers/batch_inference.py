@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, cast, final
+from typing import IO, Any, cast
 
 from kitforge.data.chat.rows import template_inputs, with_open_end
 from kitforge.data.chat.template import ChatTemplate, Message, template_of
@@ -79,7 +79,6 @@ def run_batch_inference(
     part.unlink()
 
 
-@final
 class _Pending:
     """A completion in progress."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeAlias, final
+from typing import Any, TypeAlias
 
 import numpy as np
 from torch import nn
@@ -50,7 +50,6 @@ from kitforge.trainer.task import Task
 Inputs: TypeAlias = RunInputs[Tokenizer]
 
 
-@final
 class TextGeneration(NetworkKit[TextGenerationOptions, Tokenizer]):
     """The task `text_generation`."""
 

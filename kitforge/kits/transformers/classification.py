@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast, final
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -64,7 +64,6 @@ class TextClassificationOptions(LabellingOptions):
     data: ClassificationDataOptions = field(default_factory=ClassificationDataOptions)
 
 
-@final
 class LabelledRows:
     """Tokenized rows in memory, and a label for each."""
 
@@ -165,7 +164,6 @@ def _columns(row: object, options: TextClassificationOptions, location: object) 
     return text, label
 
 
-@final
 class TextClassificationTask(HeadedTask):
     """Cross entropy of the labels. A micro-batch is that of `LabelledRows.batch`, with the numbers of its samples and
     of the step."""
@@ -188,7 +186,6 @@ class TextClassificationTask(HeadedTask):
         return network.logits_at(tokens, ends, dropout_key), labels, weights
 
 
-@final
 class TextClassificationPipeline(LabellingPipeline[SequenceClassifier]):
     """Labels texts, in the shapes of Hugging Face's pipeline."""
 
@@ -238,7 +235,6 @@ class TextClassificationPipeline(LabellingPipeline[SequenceClassifier]):
         return label_probabilities(logits, self._model.problem_type).cpu()
 
 
-@final
 class TextClassification(LabellingKit[TextClassificationOptions]):
     """The task `text_classification`."""
 

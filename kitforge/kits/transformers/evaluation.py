@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any, Literal, TypeAlias, cast, final
+from typing import Any, Literal, TypeAlias, cast
 
 from torch import nn
 
@@ -35,7 +35,6 @@ OnTooLong: TypeAlias = Literal["refuse", "cut_left"]
 Pair: TypeAlias = tuple[list[int], list[int]]
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuestionResult:
     """The result of one question."""
@@ -44,7 +43,6 @@ class QuestionResult:
     values: dict[str, float]  # averaged to the metrics of the task
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationResult:
     """Metrics by `task/metric`, and the log rows of the questions by task."""
@@ -53,7 +51,6 @@ class EvaluationResult:
     rows: dict[str, list[dict[str, Any]]]
 
 
-@final
 class Evaluator:
     """Evaluates one model. Questions beyond the context window are refused, or cut on the left and counted."""
 

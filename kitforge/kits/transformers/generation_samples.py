@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Sequence
-from typing import final
 
 from torch import nn
 
@@ -23,7 +22,6 @@ from kitforge.trainer.callbacks.callback import Callback, Event, RunContext
 GATHERED = 64 * 2**30
 
 
-@final
 class GenerationSamples(Callback):
     """Writes tokenizer/ when the run starts, then samples/step_N.json."""
 

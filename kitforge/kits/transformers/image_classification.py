@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, cast, final
+from typing import Any, Literal, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -110,7 +110,6 @@ class ImageClassificationOptions(FineTuningOptions):
         check_whole_rows(self.parallel)
 
 
-@final
 class ImageRows:
     """Labelled images of one size, decoded once where memory allows."""
 
@@ -147,7 +146,6 @@ class ImageRows:
         return found
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageFiles:
     """Images of both splits that are not decoded yet."""
@@ -237,7 +235,6 @@ def _usable(
     return found
 
 
-@final
 class ImageClassificationTask(ClassifierTask):
     """Cross entropy of the labels. A micro-batch is that of `ImageRows.batch`, with the numbers of its samples and of
     the step, of which the augmentation of an image is a function."""
@@ -274,7 +271,6 @@ class ImageClassificationTask(ClassifierTask):
         )
 
 
-@final
 class ImageProcessor:
     """Decodes images to the size of a network, and normalizes them as it was trained."""
 
@@ -291,7 +287,6 @@ Inputs: TypeAlias = RunInputs[ImageProcessor]
 _BATCH = 64
 
 
-@final
 class ImageClassification(NetworkKit[ImageClassificationOptions, ImageProcessor]):
     """The task `image_classification`. Image size and normalization come from the model's config."""
 
@@ -411,7 +406,6 @@ def open_vision(folder: Path, open_run: OpenCheckpoint = find_checkpoint) -> Sto
     return dataclasses.replace(stored, config=cast(Any, read_preprocessor(path, config)))
 
 
-@final
 class ImageClassificationPipeline:
     """Labels images, in the shapes of Hugging Face's pipeline."""
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeAlias, TypeVar, cast, final
+from typing import Any, Generic, Literal, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -156,7 +156,6 @@ class HeadedModel(ScoreModel, ABC):
         """Logits [B, C], or [B T, C] of all tokens, of the inputs of the task."""
 
 
-@final
 class SequenceClassifier(HeadedModel):
     """A decoder with a linear head [C, dim] on the output of a row's last token, as `*ForSequenceClassification` of
     transformers."""
@@ -170,7 +169,6 @@ class SequenceClassifier(HeadedModel):
         return self.logits_at(tokens, torch.full((len(tokens),), tokens.shape[1] - 1, device=tokens.device))
 
 
-@final
 class TokenClassifier(HeadedModel):
     """A decoder with a linear head [C, dim] and bias on the output of every token, as `*ForTokenClassification` of
     transformers."""

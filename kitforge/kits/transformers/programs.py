@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast, final
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +47,6 @@ _BATCH, _LENGTH, _PAST, _SOURCE = 2, 3, 4, 5
 _Axes = dict[int, str] | list[dict[int, str]]
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
     """A module whose inputs are tensors, and how it is traced."""
@@ -60,7 +59,6 @@ class Program:
     output_names: list[str]
 
 
-@final
 class MaskedAttend:
     """Causal attention of T new tokens to past keys and values and to themselves. `mask` [B, K] is 1 for tokens and 0
     for padding, wherever it is: distances count tokens, not columns. `past` has the key and the value of each layer,
@@ -91,7 +89,6 @@ class MaskedAttend:
         return mask.unsqueeze(1)
 
 
-@final
 class CausalLMProgram(nn.Module):
     """`input_ids` [B, T], `attention_mask` [B, K], `position_ids` [B, T] and the past keys and values of all layers
     [B, kv_heads, P, D] -> logits [B, T, V] and keys and values [B, kv_heads, K, D]; without a cache logits alone."""
@@ -110,7 +107,6 @@ class CausalLMProgram(nn.Module):
         return (logits, attend.present) if self._use_cache else logits
 
 
-@final
 class ClassifierProgram(nn.Module):
     """`input_ids` [B, T] and `attention_mask` [B, T] -> logits [B, labels] of each row's last token; as in `last_token`
     that is the last one other than the padding token, which may also be what a tokenizer ends a text with."""
@@ -135,7 +131,6 @@ class ClassifierProgram(nn.Module):
         return logits.float()
 
 
-@final
 class EncoderProgram(nn.Module):
     """`input_ids` [B, S] and `attention_mask` [B, S] -> the output of the encoder [B, S, dim]."""
 
@@ -148,7 +143,6 @@ class EncoderProgram(nn.Module):
         return self.network.encode(EncoderInput(tokens=input_ids, documents=attention_mask == 0), Context())
 
 
-@final
 class DecoderProgram(nn.Module):
     """The first tokens of targets, or those after a past. `encoder_attention_mask` [B, S], `input_ids` [B, T], and
     `encoder_hidden_states` [B, S, dim] -> logits [B, T, V], and of each layer key and value of the target

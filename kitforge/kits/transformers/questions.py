@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 from kitforge.data.file_bytes import opened
 from kitforge.foundation.errors import ConfigError, DataError, nearest
@@ -30,7 +30,6 @@ _ENDINGS = (".jsonl", ".jsonl.gz")
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
     """A line of a benchmark file."""
@@ -45,7 +44,6 @@ class Question:
         return f"{self.file}:{self.line}"
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuestionSet:
     """The questions of one benchmark, all of one form."""

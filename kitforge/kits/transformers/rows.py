@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar, final
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -27,7 +27,6 @@ from kitforge.trainer.task import batch_schedule
 _CPU_TOKENS = 2048
 
 
-@final
 class RaggedTokens:
     """Token sequences in one array, with their offsets."""
 
@@ -79,7 +78,6 @@ RowT = TypeVar("RowT")
 RowsT = TypeVar("RowsT", bound=SplitRows)
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowSplits(Generic[RowsT]):
     """Training and evaluation rows, and the names of their labels; none of rows that are not labelled."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, cast, final
+from typing import Any, Literal, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -101,7 +101,6 @@ class SummarizationOptions(Seq2SeqOptions):
     task: str = "summarization"
 
 
-@final
 class PairRows:
     """Tokenized pairs in memory."""
 
@@ -122,7 +121,6 @@ class PairRows:
         return {"sources": self._sources.padded(rows, self._pad_id), "targets": targets, "lengths": lengths}
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
     """A pair, its texts and their tokens, which end with the end of a text."""
@@ -196,7 +194,6 @@ def cut(tokens: list[int], limit: int) -> list[int]:
     return tokens if len(tokens) <= limit else [*tokens[: limit - 1], tokens[-1]]
 
 
-@final
 class Seq2SeqTask(RowTask):
     """Cross entropy of the targets' tokens, their ends included. A micro-batch is that of `PairRows.batch`, with the
     numbers of its samples and of the step."""
@@ -314,7 +311,6 @@ Inputs: TypeAlias = RunInputs[Tokenizer]
 _BATCH = 256
 
 
-@final
 class Seq2Seq(NetworkKit[Seq2SeqOptions, Tokenizer]):
     """The tasks `translation` and `summarization`, which differ in their metrics and in the keys of the pipeline."""
 
@@ -375,7 +371,6 @@ class Seq2Seq(NetworkKit[Seq2SeqOptions, Tokenizer]):
         return predict_rows(options, row_batches(options.data.eval, column, _BATCH), load_model, opened)
 
 
-@final
 class Seq2SeqPipeline:
     """Writes targets, in the shapes of Hugging Face's pipelines."""
 

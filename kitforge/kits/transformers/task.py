@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from typing import Any, final
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +28,6 @@ from kitforge.trainer.dataset_task import DatasetTask
 from kitforge.trainer.task import batch_schedule
 
 
-@final
 class TextGenerationTask(DatasetTask):
     """A micro-batch holds tokens, targets and positions [rows, length], samples [rows], the step's number, and
     documents [rows, length] where a row holds more than one."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast, final
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -55,7 +55,6 @@ class TokenClassificationOptions(LabellingOptions):
     data: TokenDataOptions = field(default_factory=TokenDataOptions)
 
 
-@final
 class TaggedRows:
     """Tokenized rows in memory, and the label of each token."""
 
@@ -105,7 +104,6 @@ def read_tagged(
     return RowSplits(train=own, eval=held_out, labels=labels)
 
 
-@final
 class TokenClassificationTask(HeadedTask):
     """Cross entropy of the tokens that have a label. A micro-batch is that of `TaggedRows.batch`, with the numbers of
     its samples and of the step."""
@@ -146,7 +144,6 @@ class TokenClassificationTask(HeadedTask):
         return found | {f"eval/{name}": value for name, value in metrics.items()}
 
 
-@final
 class TokenClassificationPipeline(LabellingPipeline[TokenClassifier]):
     """Finds entities, in the shapes of Hugging Face's pipeline."""
 
@@ -187,7 +184,6 @@ class TokenClassificationPipeline(LabellingPipeline[TokenClassifier]):
         return self._model.logits_at(row).softmax(-1).cpu()
 
 
-@final
 class TokenClassification(LabellingKit[TokenClassificationOptions]):
     """The task `token_classification`."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, final
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +39,6 @@ class DCNV2Config(TowerConfig):
         return deep_lookups(shape, self.dim, (*shape.categorical, *shape.crosses, *shape.sequences))
 
 
-@final
 class DCNV2(nn.Module):
     """Logits [B] of dense [B, d] and vectors {deep [B, F, dim], ...}."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import ClassVar
 
 from torch import Tensor, nn
 
@@ -34,7 +34,6 @@ class DeepFMConfig(TowerConfig):
         )
 
 
-@final
 class DeepFM(nn.Module):
     """`first order + second order + tower`: logits [B] of dense [B, d] and vectors {wide [B, 1], deep [B, F, dim]}."""
 

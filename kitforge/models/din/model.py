@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, final
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -62,7 +62,6 @@ class DINConfig(TowerConfig):
         return {name: self.targets.get(name) or partner(name) for name in shape.sequences}
 
 
-@final
 class InterestAttention(nn.Module):
     """`sum over the history of weight(target, item) * item`, with weights from an MLP."""
 
@@ -86,7 +85,6 @@ class InterestAttention(nn.Module):
         return torch.einsum("bl,bld->bd", weights.to(history.dtype), history)
 
 
-@final
 class DIN(nn.Module):
     """Logits [B] of dense [B, d] and vectors {deep [B, F, dim], <sequence> [B, L, dim], <sequence>.lengths [B]}."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, final
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +47,6 @@ class DLRMConfig(RecommenderConfig):
         return (EmbeddingLookup(name="deep", features=features, dim=self.dim),)
 
 
-@final
 class DLRM(nn.Module):
     """Logits [B] of dense [B, d] and vectors {deep [B, F, dim]}."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import count, takewhile
-from typing import ClassVar, final
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -87,7 +87,6 @@ class SASRecConfig(RecommenderConfig):
         return BlockConfig(attention=attention, mlp=mlp, norm="layer", norm_eps=NORM_EPS, dropout=self.dropout)
 
 
-@final
 class SASRec(Stack):
     """Hidden states [B, L, dim] of item embeddings [B, L, dim]; the dot product of a state with an item's embedding is
     the logit of that item coming next. The layers are the shared block; the paper's normalize queries only.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -74,7 +74,6 @@ class TwoTowerConfig(RecommenderConfig):
         return tuple(name for name in shape.numeric if name in (*self.user, *self.item))
 
 
-@final
 class TowerSide(nn.Module):
     """One tower over the features of its side: unit vectors [B, output_dim]."""
 
@@ -99,7 +98,6 @@ class TowerSide(nn.Module):
         return functional.normalize(output.float(), dim=1)
 
 
-@final
 class TwoTower(nn.Module):
     """Logits [B] of each user with its own item; `user` and `item` are the two towers."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, final
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +36,6 @@ class WideDeepConfig(TowerConfig):
         return (*([wide] if chosen else []), *deep_lookups(shape, self.dim, (*shape.categorical, *shape.sequences)))
 
 
-@final
 class WideDeep(nn.Module):
     """`wide weights + linear(dense) + tower(dense and vectors)`: logits [B] of dense [B, d] and
     vectors {wide [B, 1], deep [B, F, dim], ...}."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import final
 
 from kitforge.core.checkpoint.manifest import step_folder
 from kitforge.core.checkpoint.save import CheckpointWriter
@@ -16,7 +15,6 @@ from kitforge.trainer.callbacks.callback import Callback, Event, RunContext, can
 ABANDON_SECONDS = 1.0
 
 
-@final
 class CheckpointCallback(Callback):
     """Writes to `root`/step_N in the background. It comes after all callbacks whose state is saved."""
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, final
+from typing import Any
 
 from kitforge.trainer.callbacks.callback import Callback, Event, RunContext
 
 
-@final
 class EarlyStopping(Callback):
     """Stops after `patience` consecutive evaluations without a new best."""
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 from kitforge.foundation.files import write_text
 from kitforge.trainer.callbacks.callback import Callback, Event, RunContext
 
 
-@final
 class MetricsFile(Callback):
     """Appends every log line, evaluation and note to `path`."""
 

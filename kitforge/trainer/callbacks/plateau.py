@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import final
-
 from kitforge.trainer.callbacks.callback import Callback, Event, RunContext
 
 
-@final
 class PlateauCallback(Callback):
     """For `schedule.name=plateau`. The factor is part of the training state."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import final
 
 import torch
 
@@ -13,7 +12,6 @@ from kitforge.trainer.callbacks.callback import Callback, Event, RunContext
 FIRST_STEP, NUM_STEPS = 3, 3
 
 
-@final
 class Profiler(Callback):
     """Writes `folder`/trace.json and `folder`/top_ten.txt from steps 3 to 5 of the session."""
 

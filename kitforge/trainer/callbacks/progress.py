@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any, final
+from typing import Any
 
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -20,7 +20,6 @@ SECONDS_BETWEEN_LINES = 10.0
 _SHORTEST_BAR = 10
 
 
-@final
 class ProgressDisplay(Callback):
     """A progress bar with `progress_metrics`, learning rate and throughput; events and evaluations above it."""
 

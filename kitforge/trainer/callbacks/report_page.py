@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
-from typing import final
 
 from kitforge.foundation.errors import DataError
 from kitforge.report.page import write_report
@@ -16,7 +15,6 @@ _PAUSES = {"evaluate": 10.0, "log": 60.0}
 _LARGEST_FRACTION = 0.02
 
 
-@final
 class ReportPage(Callback):
     """It comes after the metrics file, whose last line it shows."""
 

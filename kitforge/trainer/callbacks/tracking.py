@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 from kitforge.foundation.errors import DependencyError
 from kitforge.trainer.callbacks.callback import Callback, Event, RunContext
 
 
-@final
 class WandbCallback(Callback):
     """Logs every record to the project under its own step."""
 
@@ -38,7 +37,6 @@ class WandbCallback(Callback):
             self._wandb.finish()
 
 
-@final
 class TensorBoardCallback(Callback):
     """Writes every number under its own step into `folder`, for `tensorboard --logdir`."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +22,6 @@ _DTYPES = (torch.bfloat16, torch.float16)
 _MAX_HEAD_DIM = 256
 
 
-@final
 class PackedMask:
     """`cu_seqlens` int32 [sequences + 1]: where sequences begin among the tokens of all rows; no sequence has more than
     `max_length` tokens. A query sees itself and the `window` - 1 keys before it. `make_dense` gives the dense mask.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -69,7 +69,6 @@ KEPT_PART = 0.25
 _PHASES, _ENDS = 8, 3
 
 
-@final
 class NumbaDecodeStep:
     """See `DecodeStepFactory` and `DecodeStepKernel`.
 

@@ -8,7 +8,7 @@ operations, which took two thirds of the time. Their positions are unsigned, so 
 
 from __future__ import annotations
 
-from typing import Any, final
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,7 +31,6 @@ Table = NDArray[np.int64]
 Keys = NDArray[np.int64]
 
 
-@final
 class OpenAddressingHashMap:
     """See `HashMapKernel`."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, final
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -11,7 +11,6 @@ from torch import Tensor
 from kitforge.core.kernels.unique.reference import unique
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FoundIds:
     """Ids [N] of a lookup, with the slots that a map has for them."""
@@ -64,7 +63,6 @@ class HashMapFactory(Protocol):
     def __call__(self, room: int = 0) -> HashMapKernel: ...
 
 
-@final
 class DictHashMap:
     """See `HashMapKernel`."""
 

@@ -7,7 +7,7 @@ swap and need not look at those that others claim. Slots are below 2**31 - 1.
 
 from __future__ import annotations
 
-from typing import Any, final
+from typing import Any
 
 import torch
 import triton
@@ -23,7 +23,6 @@ from kitforge.core.kernels.unique.triton import can_number, number_ids, unique
 _REMOVED = -1
 
 
-@final
 class DeviceHashMap:
     """See `HashMapKernel`. The map is on the device of the first keys that are inserted."""
 

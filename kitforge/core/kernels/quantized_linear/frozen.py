@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +22,6 @@ def frozen_quantized_linear(
     return output
 
 
-@final
 class _Frozen(torch.autograd.Function):
     @staticmethod
     def forward(

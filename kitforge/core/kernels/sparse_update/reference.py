@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import final
 
 import numpy as np
 import torch
@@ -39,7 +38,6 @@ class SparseUpdate:
     catch_up: Callable[..., None]
 
 
-@final
 class Powers:
     """Tables of beta^t and 1 - beta^t for both betas of Adam, rounded to the dtype of a slab.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, final
+from typing import Any
 
 from kitforge.data.tables.arrow_to_columns import to_columns
 from kitforge.data.tables.bad_rows import Problem
@@ -20,7 +20,6 @@ from kitforge.kits.recommender.features import FeatureEncoder
 _TYPES = {"integer": ["integer", "null"], "text": ["string", "integer", "null"]}
 
 
-@final
 class RowReader:
     """Converts the rows of a body to features. Rows need the columns `wanted`; other columns of the schema are empty.
     `ignored` columns may be present and are not read."""

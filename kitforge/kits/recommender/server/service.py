@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias, final
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -34,7 +34,6 @@ from kitforge.models.sasrec.model import SASRec
 _log = logger(__name__)
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Version:
     """A served step. `marks`: checksums of the manifests of its increment chain by folder, the newest first."""
@@ -54,7 +53,6 @@ def marks_of(checkpoint: Checkpoint) -> dict[Path, str]:
     return {link.folder: sha256(link.folder / MANIFEST) for link in checkpoint.increments}
 
 
-@final
 class Refresher:
     """Polls the checkpoint folder on a thread between `start` and `stop`."""
 
@@ -141,7 +139,6 @@ def _state(folder: Path) -> object:
         return str(error)
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Query:
     """A request: scores of its rows, or the k best items for each (`k`), without the catalogue indices `excluded`
@@ -152,7 +149,6 @@ class Query:
     excluded: NDArray[np.int64] | None = None
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoringReply:
     """A reply: the served step, and a score or a list of items for each row."""
@@ -164,7 +160,6 @@ class ScoringReply:
 Batcher: TypeAlias = DynamicBatcher[Query, ScoringReply]
 
 
-@final
 class ScoringWorker:
     """Starts and stops the batcher and the refresher."""
 
@@ -193,7 +188,6 @@ class ScoringWorker:
             self.on_failure()
 
 
-@final
 class RecommenderService:
     """The state of the server. A batch uses one version throughout, so a request sees one checkpoint."""
 

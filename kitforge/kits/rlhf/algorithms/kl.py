@@ -7,7 +7,7 @@ k1 = d, k2 = d²/2, k3 = exp(-d) - 1 + d. k1 and k3 have the divergence as their
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, final
+from typing import Literal
 
 from torch import Tensor
 
@@ -80,7 +80,6 @@ class KlControllerOptions:
         check(self.horizon > 0, "kl.horizon", self.horizon, "a number of sequences of at least 1")
 
 
-@final
 class KlController:
     """Holds the KL coefficient `coef`. The adaptive one is a proportional controller (Ziegler et al., 2019): every
     `horizon` sequences the coefficient changes by the relative error of the KL, clipped to 0.2."""

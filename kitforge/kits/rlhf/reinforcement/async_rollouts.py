@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import final
 
 import torch
 from torch import nn
@@ -12,7 +11,6 @@ from torch import nn
 from kitforge.kits.rlhf.reinforcement.rollout_batch import Rollout
 
 
-@final
 class AsyncRollouts:
     """Generates with the policy of `staleness` rollout batches ago.
 

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol, TypeAlias, final, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import torch
@@ -36,7 +36,6 @@ from kitforge.kits.rlhf.reinforcement.rollout_batch import Rollout, StoppingEngi
 from kitforge.kits.rlhf.roles.prompt_completion import Observation, PromptCompletion
 
 
-@final
 @dataclass(slots=True, eq=False)
 class Job:
     """One call with its result or its error; neither after a time-out."""
@@ -50,7 +49,6 @@ class Job:
     awaited: Future[Any] | None = field(default=None, repr=False)  # of an async call
 
 
-@final
 class StepPool:
     """Runs calls, plain or async, in up to `max_workers` daemon threads; `timeout` in seconds per call, None: no limit.
 
@@ -172,7 +170,6 @@ class CountsToolCalls(Protocol):
     num_tool_results: int  # calls that returned a result; the others failed
 
 
-@final
 @dataclass(slots=True, kw_only=True, eq=False)
 class Episode:
     """An episode in progress."""
@@ -241,7 +238,6 @@ class Episode:
         )
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentRunner:
     """Runs episodes of environments made by `make`, of at most `max_turns` turns and `max_tokens` tokens.

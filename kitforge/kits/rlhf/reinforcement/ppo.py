@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -83,7 +83,6 @@ EVAL_METRICS = ("reward", "reward_std", "reward_shaped", "kl", "completion/mean_
 EVAL_METRIC_PREFIXES = ("environment/", "rewards/")
 
 
-@final
 class PolicyGradientTask(Task):
     """The policy gradient task. A micro-batch holds ptx rows, or rows of a `RolloutBatch` with `is_real` [B], False for
     padding rows."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast, final
+from typing import cast
 
 import numpy as np
 import torch
@@ -21,7 +21,6 @@ from kitforge.kits.rlhf.config import RLOptions
 from kitforge.kits.rlhf.dataset import DatasetSplits
 
 
-@final
 class PtxBatches:
     """The ptx rows of each update, a pure function of its number. A micro-batch holds tokens and targets [B, T], and
     `ptx_weight`, the loss weight of a token."""

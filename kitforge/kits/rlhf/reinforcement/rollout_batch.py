@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast, final
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -31,7 +31,6 @@ from kitforge.kits.rlhf.roles.prompt_completion import PromptCompletion
 from kitforge.kits.rlhf.roles.value_head import ValueHeadModel
 
 
-@final
 class StoppingEngine:
     """Steps an engine and ends each sample at the token that completes a stop string. Stop strings change neither the
     tokens before it nor their log-probs. `prompts` are the tokens before the samples of each request."""
@@ -197,7 +196,6 @@ def from_state(state: dict[str, Any]) -> list[Rollout]:
     return [Rollout.from_dict(row) for row in rows]
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutBatch:
     """All completions of a rollout batch as tensors, on every rank.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from threading import current_thread, main_thread
-from typing import Any, TypeAlias, final
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -48,7 +48,6 @@ from kitforge.trainer.task import RunResult
 Annotator: TypeAlias = Callable[[Sequence[Rollout]], Iterator[dict[str, Any]]]
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roles:
     """The roles on this rank other than the trained models."""
@@ -61,7 +60,6 @@ class Roles:
     tokenizer: Tokenizer  # shared by policy and reference
 
 
-@final
 class RolloutCollector:
     """Runs the roles on their ranks and exchanges what they compute.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 from kitforge.core.checkpoint.manifest import steps
 from kitforge.data.tokenizers.loading import Tokenizer
@@ -19,7 +19,6 @@ FOLDER = "rollouts"
 MOST_SHOWN = 16  # completions of a rollout batch in a tracker's table
 
 
-@final
 class RolloutLog(Callback):
     """Writes rollouts/round_N.jsonl after the first update on a rollout batch, and logs its first completions as a
     table. Keeps the latest `num_kept` files, and as many after each kept checkpoint, for replay."""
@@ -124,7 +123,6 @@ def read_rollouts(run: Path, number: int) -> list[Rollout]:
 MAX_SAMPLES = 8
 
 
-@final
 class SampleLogger(Callback):
     """Writes samples/step_N.json after every evaluation, the same prompts each time."""
 

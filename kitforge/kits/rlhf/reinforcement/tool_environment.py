@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, Union, cast, final
+from typing import Any, Literal, Union, cast
 
 from kitforge.data.chat.datasets import PromptExample
 from kitforge.data.chat.template import ChatTemplate, Message, template_of
@@ -137,7 +137,6 @@ _PYTHON_TAG = "<|python_tag|>"
 _ARGUMENT_KEYS = ("arguments", "parameters")
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
     """A tool call parsed from a completion; `problem` says why it cannot run."""
@@ -164,7 +163,6 @@ def parse_tool_calls(text: str) -> list[ToolCall]:
     return []
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class _Raised:
     """The error of a tool."""
@@ -291,7 +289,6 @@ class ToolEnvironment(ABC):
         return replace(call, problem="; ".join(problems)) if problems else call
 
 
-@final
 class FunctionTools(ToolEnvironment):
     """Tools of a run whose rewards come from the role `reward`."""
 

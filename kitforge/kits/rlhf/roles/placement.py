@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, final
+from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
@@ -16,7 +16,6 @@ from kitforge.data.schedule import Indices
 from kitforge.kits.rlhf.role_ranks import ROLES, RoleRanksOptions
 
 
-@final
 class RolePlacement:
     """The roles of this rank. With one process it has all roles, and collectives are no-ops."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, final
+from typing import Any
 
 from torch import nn
 
@@ -15,7 +15,6 @@ from kitforge.foundation.errors import ConfigError
 from kitforge.kits.rlhf.roles.model_copy import fingerprint, to_half
 
 
-@final
 class ReferenceModel:
     """The reference model (None for losses without one), the base models of LoRA adapters (`bases`) and the reward
     models (`judges`). `given`: models of the caller, which keep their precision."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
-from typing import Any, TypeAlias, cast, final
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -39,7 +39,6 @@ Score: TypeAlias = float | list[float]
 _TRL_NAMES = {"prompt_ids": "prompt_tokens", "completion_ids": "completion_tokens"}
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardOutput:
     """The reward of a completion, and named values to log."""
@@ -70,7 +69,6 @@ class Scorer(ABC):
         """The reward of each completion; None where the reward does not apply."""
 
 
-@final
 class ModelScorer(Scorer):
     """A reward model. With its own tokenizer it reads text: the dialogue that the policy saw and the completion through
     its own chat template, other prompts as plain text. Otherwise it reads the policy's tokens."""
@@ -129,7 +127,6 @@ _ARGUMENTS: dict[str, Callable[[PromptCompletion, Tokenizer], Any]] = {
 }
 
 
-@final
 class FunctionScorer(Scorer):
     """A function `f(*, prompts, completions, prompt_tokens, completion_tokens, turns, messages, **columns)`, plain or
     async.
@@ -235,7 +232,6 @@ class FunctionScorer(Scorer):
         return [float(each) for each in numbers] + [0.0] * (len(answer.tokens) - wanted)
 
 
-@final
 class WeightedScorer(Scorer):
     """A weighted sum of rewards. Each is a number per completion; a None adds 0."""
 
@@ -321,7 +317,6 @@ def _to_python(value: Any) -> Any:
     return [_to_python(each) for each in value] if is_several else value
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardModel:
     """A reward model and its tokenizer; None: the policy's."""

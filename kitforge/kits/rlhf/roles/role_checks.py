@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast, final
+from typing import Any, cast
 
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
@@ -68,7 +68,6 @@ def _tokenizer_text(tokenizer: Tokenizer) -> str:
     return f"{type(tokenizer).__name__} of {tokenizer.vocab_size} tokens ({tokenizer.fingerprint[:8]})"
 
 
-@final
 class DisableDropout(Callback):
     """Disables dropout, and logs it: ratios and rewards compare log-probs of the same policy. Decoders apply dropout
     only with a dropout key, which these tasks do not pass."""

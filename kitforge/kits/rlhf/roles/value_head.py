@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import cast, final
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +44,6 @@ def init_head(dim: int, seed: int) -> dict[str, Tensor]:
     return {HEAD: initial_head(1, dim, seed, 1.0) / (dim + 1) ** 0.5}
 
 
-@final
 class ValueHeadModel(ScoreModel):
     """A decoder with a value head: `score(hidden)`, unbounded, for tokens [B, T].
 
@@ -103,7 +102,6 @@ class ValueHeadModel(ScoreModel):
         return ((scores - self.mean) / self.deviation).to(scores.dtype)
 
 
-@final
 class ActorCritic(nn.Module):
     """Policy and critic, trained by one optimizer. As a `CausalLM` it is the policy."""
 

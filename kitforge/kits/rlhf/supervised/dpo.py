@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import cast, final
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,6 @@ from kitforge.kits.rlhf.config import PreferenceOptions
 from kitforge.kits.rlhf.supervised.example_task import PairTask
 
 
-@final
 class PreferenceTask(PairTask[PreferenceOptions]):
     """Preference optimisation. Dropout is off for policy and reference."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from typing import cast, final
+from typing import cast
 
 import numpy as np
 import torch
@@ -20,7 +20,6 @@ from kitforge.kits.rlhf.supervised.example_task import ExampleTask
 from kitforge.trainer.precision import autocast
 
 
-@final
 class KTOTask(ExampleTask[KTOOptions, UnpairedExample]):
     """A micro-batch holds tokens and targets [S, T], is_desirable and weights [S], and the baseline of the whole step.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import cast, final
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,6 @@ from kitforge.trainer.callbacks.callback import Callback, Event, RunContext, can
 NORMALIZATION_PAIRS = 256
 
 
-@final
 class RewardTask(PairTask[RewardOptions]):
     """Reward modelling with the Bradley-Terry loss."""
 
@@ -74,7 +73,6 @@ class RewardTask(PairTask[RewardOptions]):
         return {f"rewards/accuracy/{source}": (values * mask).sum() for source, mask in masks.items()}
 
 
-@final
 class NormalizeRewards(Callback):
     """Updates mean and standard deviation of the scores before evaluations and checkpoints."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import final
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +20,6 @@ from kitforge.kits.rlhf.config import SFTOptions
 from kitforge.kits.rlhf.supervised.example_task import ExampleTask
 
 
-@final
 class SFTTask(ExampleTask[SFTOptions, TokenizedExample]):
     """A micro-batch holds tokens, targets and positions [rows, length], documents if a row packs several responses,
     members [rows], the number of responses in a row, places [rows], the index of a row in the batch, and the step.
