@@ -1,7 +1,5 @@
 """`Trainer`, `pipeline`, and loading and saving of models. What a task is, its `Kit` knows."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path

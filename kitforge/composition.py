@@ -3,8 +3,6 @@
 The options dataclass of the task defines which options exist.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import functools

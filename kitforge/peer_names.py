@@ -3,8 +3,6 @@
 A name of theirs is never accepted, as it may count otherwise (`per_device_train_batch_size`); the error names ours.
 """
 
-from __future__ import annotations
-
 PEER_NAMES: dict[str, tuple[str, ...]] = {
     # the Hugging Face Trainer, PEFT
     "per_device_train_batch_size": ("data.batch_size", "trainer.micro_batch_size"),

@@ -1,7 +1,5 @@
 """The YAML files of presets: those of this package, and those of ./configs. Nothing is read here."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from kitforge.foundation.errors import ConfigError

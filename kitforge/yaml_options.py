@@ -1,7 +1,5 @@
 """Options in YAML files: reading them, and what they may not hold. Which options exist is not known here."""
 
-from __future__ import annotations
-
 import io
 import re
 from collections.abc import Collection, Mapping

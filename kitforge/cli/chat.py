@@ -1,7 +1,5 @@
 """`kitforge chat`: a conversation in the terminal or over a pipe."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from typing import cast

@@ -1,7 +1,5 @@
 """Messages and errors on the terminal, through the sanitizing consoles of `foundation.log`."""
 
-from __future__ import annotations
-
 import os
 from types import TracebackType
 

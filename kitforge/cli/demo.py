@@ -1,7 +1,5 @@
 """`kitforge demo`: trains every kit on synthetic or local data, and links the reports on one page."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """`kitforge evaluate`."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys

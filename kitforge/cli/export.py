@@ -1,7 +1,5 @@
 """`kitforge export`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from kitforge.api import save_model

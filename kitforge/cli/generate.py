@@ -1,7 +1,5 @@
 """`kitforge generate`."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 from typing import Any

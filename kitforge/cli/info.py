@@ -1,7 +1,5 @@
 """`kitforge config`, `report` and `doctor`, and the tables of `list`: information without training."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import platform
 import re

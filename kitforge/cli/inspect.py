@@ -1,7 +1,5 @@
 """`kitforge inspect`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from kitforge.composition import compose_config, parse, task_of

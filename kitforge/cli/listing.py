@@ -1,7 +1,5 @@
 """`kitforge list` and the versions of packages, without torch."""
 
-from __future__ import annotations
-
 import importlib.metadata
 
 from rich.padding import Padding

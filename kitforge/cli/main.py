@@ -1,7 +1,5 @@
 """The command line: `kitforge VERB [option=value ...]`. Errors are printed without traceback."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """`kitforge models`: pretrained checkpoints by name."""
 
-from __future__ import annotations
-
 from rich.table import Table
 
 from kitforge.foundation.errors import ConfigError

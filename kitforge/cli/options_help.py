@@ -1,7 +1,5 @@
 """`kitforge VERB --help` of a verb with options: all of them, by task."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 

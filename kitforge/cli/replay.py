@@ -1,7 +1,5 @@
 """`kitforge replay`."""
 
-from __future__ import annotations
-
 from rich.table import Table
 
 from kitforge.api import replay as replay_step

@@ -1,7 +1,5 @@
 """Composes the runs of a command or a sweep, and runs each in this process or in launched ranks."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

@@ -1,7 +1,5 @@
 """`kitforge train` and `kitforge finetune`."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`kitforge verify`."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

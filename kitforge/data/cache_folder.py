@@ -4,8 +4,6 @@ Its manifest is written last and makes the rest valid. A lock that the system re
 process build while others wait for it; what one that was killed has left is there for the next to go on from.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

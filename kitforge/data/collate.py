@@ -1,7 +1,5 @@
 """Columns that a batch needs not."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 

@@ -1,7 +1,5 @@
 """Shards of a corpus, and how a row becomes a document."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, Protocol

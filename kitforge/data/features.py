@@ -1,8 +1,6 @@
 """Features: what the `datasets` library says of Arrow's columns, as the mapping of `Features.to_dict()`, which Parquet
 files keep in their metadata. Does not import that library."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress

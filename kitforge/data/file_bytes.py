@@ -1,7 +1,5 @@
 """Files that rows and documents are read from: their bytes unpacked, the suffix of their format, and their stamps."""
 
-from __future__ import annotations
-
 import gzip
 import os
 import zlib

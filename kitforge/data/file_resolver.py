@@ -1,7 +1,5 @@
 """Paths to files: a file, a folder or a glob pattern, for text and tables alike."""
 
-from __future__ import annotations
-
 import glob
 import os
 import re

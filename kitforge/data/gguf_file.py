@@ -4,8 +4,6 @@ The header is parsed here, since the reader of the package `gguf` takes three se
 blocks of quantized weights are decoded by that package.
 """
 
-from __future__ import annotations
-
 import math
 import mmap
 import struct

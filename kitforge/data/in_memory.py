@@ -1,7 +1,5 @@
 """Documents that the caller hands over as Python objects: any iterable of rows, or a datasets.Dataset."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass

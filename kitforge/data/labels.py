@@ -1,7 +1,5 @@
 """The names of the labels of rows, and the number of a row's label."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from math import isfinite

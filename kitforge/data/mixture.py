@@ -1,7 +1,5 @@
 """Weighted sources: how `data.train` names a mixture. Which sample comes from which source is decided in `schedule`."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Collection, Mapping

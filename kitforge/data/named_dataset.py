@@ -1,7 +1,5 @@
 """Data sets by name: of the Hugging Face Hub or its cache, and folders of `Dataset.save_to_disk`."""
 
-from __future__ import annotations
-
 import os
 import re
 

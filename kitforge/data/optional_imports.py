@@ -1,7 +1,5 @@
 """Optional packages of the data room, imported only where a reader or tokenizer needs them."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Prefetching of any iterator in a background thread."""
 
-from __future__ import annotations
-
 import threading
 import weakref
 from collections import deque

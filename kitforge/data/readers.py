@@ -1,7 +1,5 @@
 """Readers of documents from one file: plain text, JSON, JSON lines, CSV, Parquet, CoNLL."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

@@ -4,8 +4,6 @@ All of it is a pure function of (seed, sample number, layout): a resumed run see
 the order of rows does not depend on the number of ranks.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """SplitMix64: a keyed hash of integer arrays."""
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

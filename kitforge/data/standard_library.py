@@ -1,7 +1,5 @@
 """The corpus that every machine has: the sources of the running interpreter's own standard library."""
 
-from __future__ import annotations
-
 import os
 import platform
 import sysconfig

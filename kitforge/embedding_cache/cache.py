@@ -1,7 +1,5 @@
 """The rows of one table on this rank: plans lookups, and updates rows in a step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial

@@ -3,8 +3,6 @@
 Legend: u distinct keys of a lookup.
 """
 
-from __future__ import annotations
-
 import threading
 from functools import partial
 

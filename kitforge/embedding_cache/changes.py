@@ -1,7 +1,5 @@
 """Tracks which rows change: for the copy-on-write of snapshots, and for incremental checkpoints."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

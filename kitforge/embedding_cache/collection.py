@@ -1,7 +1,5 @@
 """Several tables as one module, with one prefetcher."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Self, TypeVar
 

@@ -1,7 +1,5 @@
 """Feature eviction: deletes rows that are too old, too rarely updated, or too small."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 

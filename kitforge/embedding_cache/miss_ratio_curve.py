@@ -1,7 +1,5 @@
 """Miss ratio curves: the hit rate of the device tier by its size, from a sample of batches, before training."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 

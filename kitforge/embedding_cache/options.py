@@ -1,7 +1,5 @@
 """Options of a table: its rows, its tiers, eviction policy, admission and expiry."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from typing import Literal

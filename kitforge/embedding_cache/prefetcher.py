@@ -3,8 +3,6 @@
 It moves rows between tiers only; their values are read when the batch is computed.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -3,8 +3,6 @@
 Rows stay in their tiers. A row that is about to change and has not been read yet is copied first (copy-on-write).
 """
 
-from __future__ import annotations
-
 import re
 import threading
 from collections.abc import Iterator, Mapping

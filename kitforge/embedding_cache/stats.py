@@ -1,7 +1,5 @@
 """Counters of a table: hits by tier, rows moved, waits."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 Legend: keys [n] int64, any value; rows [n, width] float32; hits [n] bool. All are contiguous, on the CPU.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Self

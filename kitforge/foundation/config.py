@@ -1,7 +1,5 @@
 """Strict conversion of plain dicts to frozen dataclasses. Unknown keys, wrong types and ranges raise ConfigError."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import inspect

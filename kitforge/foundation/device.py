@@ -1,7 +1,5 @@
 """Devices: selection, memory, random state, CUDA graphs. The only file that calls torch.cuda or torch.npu."""
 
-from __future__ import annotations
-
 import ctypes
 import platform
 import resource

@@ -1,7 +1,5 @@
 """Names of floating-point formats and their torch dtypes."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

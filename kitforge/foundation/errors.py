@@ -12,8 +12,6 @@ KitforgeError
 └── DependencyError    a package that is not installed
 """
 
-from __future__ import annotations
-
 import difflib
 import functools
 from collections.abc import Iterable

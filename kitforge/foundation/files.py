@@ -1,7 +1,5 @@
 """Atomic files and folders: written to a draft, synced to disk, renamed into place. Locks and checksums."""
 
-from __future__ import annotations
-
 import difflib
 import fcntl
 import hashlib

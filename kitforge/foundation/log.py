@@ -3,8 +3,6 @@
 Output is plain text: names, messages and file contents cannot send control codes to the terminal.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager

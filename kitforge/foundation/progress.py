@@ -1,7 +1,5 @@
 """Progress of long work: a bar on a terminal, otherwise a line every half minute, which a notebook rewrites."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Seeds as pure functions of names and numbers, independent of the order of calls, ranks and threads."""
 
-from __future__ import annotations
-
 import hashlib
 
 import torch

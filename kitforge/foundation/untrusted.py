@@ -3,8 +3,6 @@
 The caller adds the name of the file to the message.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any

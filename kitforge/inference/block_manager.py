@@ -9,8 +9,6 @@ Each running sequence prefers one region of the cache. Its blocks come from ther
 usually consecutive and can be read without a gather.
 """
 
-from __future__ import annotations
-
 from array import array
 from hashlib import blake2b
 

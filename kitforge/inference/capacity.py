@@ -1,7 +1,5 @@
 """How many blocks of keys and how many sequences an engine has room for."""
 
-from __future__ import annotations
-
 from typing import cast
 
 from torch import nn

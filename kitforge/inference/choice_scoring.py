@@ -4,8 +4,6 @@ The prefix is computed once for all its continuations: these follow it in the ro
 another.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast

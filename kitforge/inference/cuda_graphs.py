@@ -3,8 +3,6 @@
 B sequences and M blocks of the longest one, both padded to a power of two.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast

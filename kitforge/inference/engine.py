@@ -4,8 +4,6 @@ The engine runs the module that a trainer trains, so weights are never converted
 has an engine, and all submit and step alike. Threads may share an engine: every call holds its lock.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Numbers
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A reentrant lock that threads acquire in the order of their requests."""
 
-from __future__ import annotations
-
 import threading
 from collections import deque
 from types import TracebackType

@@ -1,7 +1,5 @@
 """How the publisher of a model generates, where the options do not say otherwise."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any, TypeVar

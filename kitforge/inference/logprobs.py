@@ -1,7 +1,5 @@
 """Log-probabilities of given sequences, without a KV cache. B sequences, T the longest of them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Runs the model on the scheduled tokens of a step, packed into one row, and returns logits."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from itertools import accumulate, groupby
 from typing import cast

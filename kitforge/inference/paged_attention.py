@@ -4,8 +4,6 @@ N tokens of a step, of any number of sequences, in one row; D head_dim. A slot i
 size s has the slots b * s to b * s + s - 1.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import mmap

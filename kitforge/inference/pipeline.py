@@ -1,7 +1,5 @@
 """The text-generation pipeline: prompts and chats in, Hugging Face's output format out."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence

@@ -5,8 +5,6 @@ the rest of a step's token budget. Where the cache is full, the last sequence is
 costs time and changes no token.
 """
 
-from __future__ import annotations
-
 from bisect import insort
 from dataclasses import dataclass
 from heapq import heappop, heappush

@@ -1,7 +1,5 @@
 """Text in and out of an engine."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

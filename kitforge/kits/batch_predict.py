@@ -1,7 +1,5 @@
 """Predictions for a file of rows: the rows in order, each with the columns that a model adds, in a jsonl file."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path

@@ -4,8 +4,6 @@ A kit is a package with a dict `TASKS: dict[str, Kit]`. `Kit` is abstract in one
 defaults, which raise ConfigError for what a task does not support. `TaskKit` is a whole kit around one `Task`.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace

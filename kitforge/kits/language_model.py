@@ -1,7 +1,5 @@
 """What all kits of language models share: resolved options, and export as a Hugging Face folder."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

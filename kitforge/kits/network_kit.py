@@ -1,7 +1,5 @@
 """What the kits share that train a network of a family: how it is checked, opened, loaded and exported."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping
 from pathlib import Path

@@ -6,8 +6,6 @@ Kits outside this package register with the entry point group `kitforge.kits`, w
     mine = "my_package.kit:TASKS"
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import cache
 from importlib import import_module

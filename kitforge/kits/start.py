@@ -1,7 +1,5 @@
 """Where a run starts: from the weights of an earlier run, which stays as it was, or of another task."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The model families, in one dict. A new family is a folder beside the others and a line here."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast

@@ -1,7 +1,5 @@
 """The keys of config.json that mean the same for every family; those of a family are in its convert.py."""
 
-from __future__ import annotations
-
 import re
 
 from kitforge.foundation.known_keys import KnownKeys

@@ -4,8 +4,6 @@ Names of tensors are translated by the package `gguf`, which has them for every 
 architecture `llama` neighbouring features rotate together, so rows of queries and keys are stored in another order.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path

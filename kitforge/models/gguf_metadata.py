@@ -3,8 +3,6 @@
 Keys, their defaults and their meaning in the architectures that are read here are those of llama.cpp's model loader.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from pathlib import Path

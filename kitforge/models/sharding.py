@@ -1,7 +1,5 @@
 """The sharding of the shared decoder: one declaration for every family that is a configuration of it."""
 
-from __future__ import annotations
-
 from torch import nn
 
 from kitforge.core.nn.causal_lm import Shardable

@@ -1,7 +1,5 @@
 """The options that families of transformers share; a family's own dataclass adds to them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 

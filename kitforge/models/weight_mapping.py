@@ -1,8 +1,6 @@
 """Conversion of configurations and tensor names between our models and Hugging Face checkpoints, as data that works in
 both directions."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass

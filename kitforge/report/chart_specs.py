@@ -1,7 +1,5 @@
 """The charts of a report: which metrics share a chart, in which order, in which units, with which events marked."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from kitforge.report.metrics import LoggedEvent, RunRecord, Series

@@ -4,8 +4,6 @@ It reads rollouts/round_N.jsonl. Each line holds `prompt`, `completion` and `rew
 and `advantage` are optional.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from html import escape
 from itertools import islice

@@ -4,8 +4,6 @@ Not a YAML parser: the files are written by a dumper, so lines and indentation c
 option by itself (a list item, a continued text) belongs to the option above it.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """The contracts panel: what `kitforge verify` found on a run, in verify.json."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path

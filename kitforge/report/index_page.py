@@ -1,7 +1,5 @@
 """An index page of several runs: a link to each report, and a metric before and after training."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass

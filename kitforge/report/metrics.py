@@ -3,8 +3,6 @@
 Damage (a torn line, a missing file) is listed in `problems` instead of raised: failed runs need a report most.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Results as lists that a notebook shows as tables."""
 
-from __future__ import annotations
-
 from html import escape
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Formats numbers, counts, durations, byte sizes and tick labels for the report."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

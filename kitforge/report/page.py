@@ -1,7 +1,5 @@
 """The run report as one self-contained HTML page: styles and script are inline, nothing is fetched."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import re

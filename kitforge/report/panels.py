@@ -3,8 +3,6 @@
 Everything that comes from a run is escaped.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from html import escape

@@ -1,7 +1,5 @@
 """The samples panel, as HTML: the first samples beside the last, then the samples of each step, the latest first."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from html import escape
 

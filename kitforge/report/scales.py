@@ -1,7 +1,5 @@
 """The arithmetic of a chart: axes and ticks, thinning of long series, detection and smoothing of noise."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Headline numbers of a run, titles of its metrics, and whether higher or lower is better."""
 
-from __future__ import annotations
-
 import math
 import re
 import statistics

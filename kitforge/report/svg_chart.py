@@ -3,8 +3,6 @@
 The drawing stretches to the available space with constant stroke widths; the labels are HTML text beside it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

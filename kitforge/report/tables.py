@@ -4,8 +4,6 @@ It reads tables.jsonl: a line of kind "curve" holds (rows, hit rate) of device t
 the ids of the first steps; lines of kind "tables" hold counts since the line before.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path

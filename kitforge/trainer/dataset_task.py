@@ -1,7 +1,5 @@
 """Tasks over a dataset: the schedule of its rows, the means of an evaluation, and the refusal of changed rows."""
 
-from __future__ import annotations
-
 from abc import ABC
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing

@@ -1,7 +1,5 @@
 """The training loop. A step: accumulate gradients, check that they are finite, clip, update, call the callbacks."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import time

@@ -1,7 +1,5 @@
 """Evaluation that does not depend on the batch size: sums over all batches, divided once."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar

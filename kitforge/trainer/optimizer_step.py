@@ -1,7 +1,5 @@
 """The optimizer step: check that gradients are finite, clip by norm, update parameters and table rows, or skip."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType

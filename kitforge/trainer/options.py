@@ -1,7 +1,5 @@
 """The options of a run shared by all kits."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Literal
 

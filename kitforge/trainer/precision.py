@@ -1,7 +1,5 @@
 """Mixed precision: autocast around the forward pass, and a loss scale for fp16."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Resume: the checkpoint to continue from, and the check that options have not changed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What a run is about to do, in a few lines: its data, length, batch, parameters, device and folder."""
 
-from __future__ import annotations
-
 import math
 
 from kitforge.trainer.callbacks.callback import RunContext

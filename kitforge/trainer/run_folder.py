@@ -1,7 +1,5 @@
 """The run folder, the loop of a run with its default callbacks, and training in that folder."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import shutil

@@ -1,7 +1,5 @@
 """SIGINT and SIGTERM end a run after its current step."""
 
-from __future__ import annotations
-
 import signal
 import time
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The training state: what changes during a run, and how it is saved to and loaded from checkpoints."""
 
-from __future__ import annotations
-
 import base64
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field

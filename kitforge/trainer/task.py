@@ -1,7 +1,5 @@
 """The interface of a task: the loop knows a `Task`, never a model."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A configuration under test: composed and checked as `kitforge train` does, then reduced to a run of seconds."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

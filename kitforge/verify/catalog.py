@@ -1,7 +1,5 @@
 """The contracts of a configuration, in the order in which they are checked."""
 
-from __future__ import annotations
-
 from kitforge.verify import distribution, kernels, learning, resuming, serving
 from kitforge.verify.case import Case
 from kitforge.verify.contract import Contract

@@ -1,7 +1,5 @@
 """A contract: what is promised, how it is measured, and what the measurement came to."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass

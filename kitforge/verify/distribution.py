@@ -1,7 +1,5 @@
 """Contracts of ranks and tiers: N ranks equal one, and a cache of table rows is invisible."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -3,8 +3,6 @@
 It needs torch and numpy only, as `scripts/gpu_check.py` does.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, TypeAlias

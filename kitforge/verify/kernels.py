@@ -1,7 +1,5 @@
 """The contract of kernels: on this device, at the level of the run, each is its reference."""
 
-from __future__ import annotations
-
 from kitforge.foundation import device as devices
 from kitforge.verify.case import Case
 from kitforge.verify.contract import Contract, Measured, furthest

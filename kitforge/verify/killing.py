@@ -1,7 +1,5 @@
 """Runs that end without a word: by SIGKILL at an instant of training, or at a file operation of a save."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import random

@@ -1,7 +1,5 @@
 """Contracts of gradients and losses: micro-batches equal the batch, evaluation has no batch size, packing isolates."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ A batch is a dict of int64 tensors [rows, length] as Hugging Face names them: `i
 shifts, -100 where a token is not to be predicted; `position_ids`, which begin anew with each document of a row.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import math

@@ -1,7 +1,5 @@
 """Functions in forked processes: on one thread, silent, bounded in time, and killed together with their children."""
 
-from __future__ import annotations
-
 import copy
 import faulthandler
 import gc

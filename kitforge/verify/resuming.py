@@ -1,7 +1,5 @@
 """Contracts of checkpoints: killed equals never killed, any layout goes on, and damage is refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 import shutil

@@ -1,7 +1,5 @@
 """What two runs leave behind, compared to the last bit: metrics, weights, optimizer, tables and state."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterable, Mapping

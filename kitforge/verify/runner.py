@@ -1,7 +1,5 @@
 """Runs contracts one after the other, each in a process of its own, and keeps what they came to."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

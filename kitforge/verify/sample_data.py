@@ -1,7 +1,5 @@
 """Small made-up rows for the tasks that `kitforge verify` is asked about without data."""
 
-from __future__ import annotations
-
 import csv
 import json
 import random

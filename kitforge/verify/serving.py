@@ -1,7 +1,5 @@
 """Contracts of inference: the sampler is the trainer, a text has no neighbours, and every door gives the same."""
 
-from __future__ import annotations
-
 import json
 import time
 import urllib.request

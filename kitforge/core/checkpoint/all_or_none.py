@@ -1,7 +1,5 @@
 """Collective work that succeeds on all ranks or fails on all ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 

@@ -10,8 +10,6 @@ one may be alive, so its leftovers on a shared volume are deleted when nothing i
 for a day.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

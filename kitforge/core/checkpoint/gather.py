@@ -1,7 +1,5 @@
 """Gathering of whole tensors on the CPU of rank 0, one at a time, for export."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch

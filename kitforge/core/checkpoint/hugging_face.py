@@ -3,8 +3,6 @@
 Layout: https://huggingface.co/docs/huggingface_hub/package_reference/serialization. Pickle is refused.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Full and incremental saving of tables."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 The layout at saving does not matter to the reader. Nothing is written.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

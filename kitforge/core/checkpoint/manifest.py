@@ -13,8 +13,6 @@ Many ranks write side by side, each its own files: model-r00002-00001.safetensor
 has a base holds only those rows of tables that changed after the base was saved; everything else is whole.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

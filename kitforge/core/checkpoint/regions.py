@@ -1,7 +1,5 @@
 """Regions of tensors: their overlap, whether several tile a tensor, and stored slices joined to whole tensors."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterable, Sequence

@@ -5,8 +5,6 @@ each tensor's dtype, shape and byte range, then the bytes. The library's own wri
 computes no checksum, so writing is implemented here; reading uses the library.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -5,8 +5,6 @@ step is complete, and a published step stays until a newer one is published. Eac
 a shared folder; rank 0 publishes and deletes.
 """
 
-from __future__ import annotations
-
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence

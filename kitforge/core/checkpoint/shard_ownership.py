@@ -1,7 +1,5 @@
 """The owner of each shard of a tensor, which writes it. Every rank computes the same without communication."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from kitforge.core.checkpoint.regions import num_elements

@@ -1,7 +1,5 @@
 """Writing of a snapshot to files, and the manifest of all ranks."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.metadata
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """A snapshot of all tensors in CPU memory. Training waits for the copy, so it runs at memory bandwidth."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Tensors in the state of a run, stored in a safetensors file next to state.json."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

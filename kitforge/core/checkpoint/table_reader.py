@@ -1,7 +1,5 @@
 """Tables of a checkpoint: rows of a full step and its increments."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

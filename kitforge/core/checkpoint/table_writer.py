@@ -3,8 +3,6 @@
 A file holds `ids` [n] int64 and `rows` [n, width]; of ids that went away, rows of no width.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace

@@ -5,8 +5,6 @@ in model FLOPs utilization (Chowdhery et al., "PaLM", 2022, appendix B). Bytes a
 read once and each output written once. Tensors may be on the meta device or fake.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod

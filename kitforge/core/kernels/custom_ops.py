@@ -6,8 +6,6 @@ calls go to the operator `kitforge::NAME_numba`, whose gradients are those of th
 custom ops in their own files. The loops over rows of embedding tables run outside of graphs and have none.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from typing import Any

@@ -4,8 +4,6 @@ torch's `once_differentiable` returns constants unless the incoming gradient req
 curvature of the loss is dropped without a word. Here a graph of gradients is right, or refused where it is asked for.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast

@@ -5,8 +5,6 @@ Level O0 is the references, O1 the fused implementations, O2 those that `torch.c
 set of their own, `TableKernels`. The signature of an operation is the protocol in its `reference.py`.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import importlib.util

@@ -1,8 +1,6 @@
 """The calls that an implementation accepts: compiled loops few elements on CPU, without gradients; Triton kernels float
 dtypes and rows that one program holds."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -4,8 +4,6 @@ torch splits even a few thousand elements over its threads. On a busy machine th
 milliseconds where the work takes twenty microseconds.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

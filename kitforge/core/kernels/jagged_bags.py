@@ -1,7 +1,5 @@
 """Bags of ids in jagged layout, and how their rows are pooled."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

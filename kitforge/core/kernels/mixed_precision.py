@@ -1,7 +1,5 @@
 """Dtypes of products under autocast and half precision, by what the device supports."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any, TypeVar, cast

@@ -1,7 +1,5 @@
 """numba: compilation of loops, intrinsics for them, and a thread pool. Imported only where numba is installed."""
 
-from __future__ import annotations
-
 import fcntl
 import functools
 import os

@@ -5,8 +5,6 @@ chunks until none are left and waits until all are finished; a late thread finds
 `BYTES_PER_PHASE` a phase, must be zero at the start.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import time

@@ -1,7 +1,5 @@
 """The number of threads of a compiled loop when several loops run at once."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager

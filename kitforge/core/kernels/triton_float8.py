@@ -6,8 +6,6 @@ with NaN above infinity. What is done twice is reading: the second pass goes fro
 since the end is still in the cache.
 """
 
-from __future__ import annotations
-
 import functools
 import struct
 

@@ -4,8 +4,6 @@ Both activations are x * s(z(x)) with the sigmoid s: z(x) = x for SiLU, and 2 sq
 tanh. The gradients are d up = grad * x * s and d gate = grad * up * (s + x * s * (1 - s) * z'(x)).
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

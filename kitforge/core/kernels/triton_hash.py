@@ -1,7 +1,5 @@
 """Open addressing with linear probing in Triton: what `unique` and `hash_map` share."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

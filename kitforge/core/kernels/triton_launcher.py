@@ -7,8 +7,6 @@ that Triton calls. Triton makes every launch itself on a device that is not curr
 known, in the interpreter, and while a hook watches launches.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

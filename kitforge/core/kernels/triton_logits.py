@@ -6,8 +6,6 @@ another one turns them into their gradient in place. Both are custom ops, so tha
 A number that is not annotated reaches a compiled kernel in fp32, also where it computes in float64.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

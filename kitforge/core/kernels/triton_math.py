@@ -3,8 +3,6 @@
 Triton's compiler reads annotations too, so only those that it knows may stand here.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

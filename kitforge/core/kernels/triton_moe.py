@@ -5,8 +5,6 @@ Each program takes tokens and the k rows of each: the gradient of a token is the
 row belongs to one token. The loads of all k rows are issued before the first of them is needed.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -10,8 +10,6 @@ so many programs that others read meanwhile. A program of the backward pass, whi
 and asks for the next ones before it computes.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 from typing import Any

@@ -5,8 +5,6 @@ the launch of a kernel: the dispatcher, a schema, and autograd by a function tha
 function itself, below one `torch.autograd.Function` where gradients are on.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any

@@ -3,8 +3,6 @@
 So many programs that every multiprocessor is full share the rows, and each asks for several rows before it needs one.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -5,8 +5,6 @@ two with masks. With TRITON_INTERPRET=1 the kernels run on CPU tensors, as in th
 an accelerator imports this module.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 from typing import Any

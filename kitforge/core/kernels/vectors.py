@@ -5,8 +5,6 @@ fuse products with sums differently in each caller. Here a vector is a register,
 row has the same bits wherever a loop is inlined.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What the losses over a vocabulary share: chunks of logits and shards of the vocabulary."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

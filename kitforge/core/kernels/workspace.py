@@ -1,7 +1,5 @@
 """Reusable buffers: page faults of a freshly allocated large tensor cost more than the work on it."""
 
-from __future__ import annotations
-
 import math
 
 import torch

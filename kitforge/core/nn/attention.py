@@ -1,7 +1,5 @@
 """The attention layer of a block. Masks and the key-value cache are up to the `Attend` of its context."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

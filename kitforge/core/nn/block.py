@@ -1,7 +1,5 @@
 """One layer of a decoder: attention and an MLP, each with pre-norm and residual connection."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The capabilities of a language model, as protocols: training, parallelism and inference need no family."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 

@@ -1,7 +1,5 @@
 """Cross-attention of a decoder to the output of an encoder. B batch, S source length, T target length."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

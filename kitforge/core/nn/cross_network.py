@@ -1,7 +1,5 @@
 """Feature interactions: the cross network of DCN v2 and the dot products of DLRM."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -1,8 +1,6 @@
 """A step of a decoder over a key-value cache in one fused kernel, where its kernels have one and the model is not
 sharded."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, cast

@@ -4,8 +4,6 @@ A family configures it (`models/<family>/model.py`). Written unsharded; layers r
 B batch, T length.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Protocol
 

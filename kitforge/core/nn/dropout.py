@@ -1,7 +1,5 @@
 """Dropout for batches of many small samples: masks are a pure function of (seed, step, name, sample)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

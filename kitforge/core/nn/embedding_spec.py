@@ -3,8 +3,6 @@
 B samples, F features of a lookup, L positions of a sequence.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol

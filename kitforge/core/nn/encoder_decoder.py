@@ -3,8 +3,6 @@
 B batch, S source length, T target length.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Protocol
 

@@ -1,7 +1,5 @@
 """The layer of GPT-2, BLOOM, PanGu-alpha and ViT: LayerNorm, biases, and as many heads of keys as of queries."""
 
-from __future__ import annotations
-
 from typing import Protocol
 
 from kitforge.core.nn.attention import AttentionConfig

@@ -7,8 +7,6 @@ A network is built on the meta device first. torch's functions for that (`nn.Emb
 import its compiler, which takes seconds of every start; the two functions here do not.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 
 import torch

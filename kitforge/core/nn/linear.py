@@ -1,7 +1,5 @@
 """The linear layer."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

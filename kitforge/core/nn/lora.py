@@ -3,8 +3,6 @@
 The base weights keep their names and never change, so without an active adapter it is the base network.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The MLP of a block."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 from typing import Literal, TypeAlias

@@ -1,7 +1,5 @@
 """A multilayer perceptron of linear layers with ReLU and dropout, and the options of networks that end in one."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar

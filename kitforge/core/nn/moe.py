@@ -3,8 +3,6 @@
 No token is dropped unless a capacity is set. B batch, T length, E experts, k experts of a token.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple

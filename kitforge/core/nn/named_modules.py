@@ -1,7 +1,5 @@
 """Modules by names that are a user's own: columns of a table may be called `items`, `type` or `user.id`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import unquote

@@ -1,7 +1,5 @@
 """Normalization over the last dim."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

@@ -1,7 +1,5 @@
 """How a network tells positions apart: a learned table, rotary positions, ALiBi, or a learned relative bias."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import NamedTuple

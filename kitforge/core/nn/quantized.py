@@ -9,8 +9,6 @@ products in 16 bits (torch's `fbgemm` kernels, Khudia et al., 2021). That scale 
 streams never need. So an output depends slightly on the other sequences of its batch.
 """
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable, Mapping

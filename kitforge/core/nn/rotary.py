@@ -5,8 +5,6 @@ Ding et al. 2024 (longrope); the LLaMA 3.1 release (llama3). Angles are fp32 fro
 position 257 from 256.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Literal

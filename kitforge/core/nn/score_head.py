@@ -3,8 +3,6 @@
 B rows, T tokens, C scores.
 """
 
-from __future__ import annotations
-
 from abc import ABC
 from typing import cast
 

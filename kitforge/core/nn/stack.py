@@ -3,8 +3,6 @@
 B batch, T length.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import warnings

@@ -3,8 +3,6 @@
 B batch, C channels, H height, W width, N patches and the class token.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Protocol
 

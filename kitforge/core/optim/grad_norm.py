@@ -1,7 +1,5 @@
 """The global gradient norm on one rank; the sum over ranks is up to `core.parallel`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

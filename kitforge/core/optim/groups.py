@@ -1,7 +1,5 @@
 """Parameter groups: weight decay and eligibility for Muon, by the dims and names of parameters, never by classes."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 

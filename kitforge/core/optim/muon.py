@@ -6,8 +6,6 @@ for both: Liu et al. (Moonshot AI), "Muon is Scalable for LLM Training" (arXiv 2
 Shapes here are [rows, cols] for a weight, [num, rows, cols] for a stack, where rows <= cols after transposition.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from typing import Any, Protocol

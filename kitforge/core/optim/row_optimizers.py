@@ -5,8 +5,6 @@ no ids, ranks or files: it defines the layout, initial values and updates of rec
 with any of them, the bits of a row depend neither on the other rows nor on their number.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable

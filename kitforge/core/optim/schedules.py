@@ -3,8 +3,6 @@
 All are factors in [0, 1] of the peak learning rate, which the optimizer has.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

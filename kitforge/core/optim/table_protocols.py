@@ -5,8 +5,6 @@ set of such rows: "rows" are the table's own, or several parts named "rows-..." 
 other parts, such as the counts of ids without a row.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 

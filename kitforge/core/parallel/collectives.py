@@ -5,8 +5,6 @@ keeps what they reduce or exchange, which is a shard or joins the stream; it gat
 the memory of all shards.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

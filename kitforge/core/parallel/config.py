@@ -1,7 +1,5 @@
 """The parallel degrees of a run."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

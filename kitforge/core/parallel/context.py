@@ -11,8 +11,6 @@ each rank, and the parts are summed over the axis with those of the replicas.
 B batch, T length of rows.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterable

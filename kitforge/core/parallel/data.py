@@ -1,7 +1,5 @@
 """Data parallelism (DDP): gradients are all-reduced in buckets during the backward pass."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

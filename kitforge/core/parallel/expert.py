@@ -12,8 +12,6 @@ back, so an expert has the gradient of all tokens of its group, and the sum over
 batch. R rows, E experts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """The load of the experts of a network over a step: what it says to people, and to the biases that balance it."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -1,7 +1,5 @@
 """Gathering of whole tensors and sharding again, for optimizer updates that are not elementwise."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The global gradient norm over all ranks and mixed layouts."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

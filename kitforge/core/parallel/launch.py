@@ -1,7 +1,5 @@
 """Starts the ranks of a run on this machine with torch's elastic launcher; one exit status, at most one message."""
 
-from __future__ import annotations
-
 import logging
 import math
 import os

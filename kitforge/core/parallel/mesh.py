@@ -1,7 +1,5 @@
 """The device mesh: the coordinates of a rank and its process groups."""
 
-from __future__ import annotations
-
 import datetime
 from collections.abc import Iterable, Mapping
 from functools import cached_property

@@ -1,7 +1,5 @@
 """The micro-batches of a training step: a forward and a backward pass of each, and the sums of their losses."""
 
-from __future__ import annotations
-
 from abc import ABC
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager

@@ -1,7 +1,5 @@
 """Applies a sharding declaration: distributes the parameters of a model over the axes of a mesh."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 

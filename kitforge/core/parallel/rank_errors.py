@@ -1,7 +1,5 @@
 """Errors of ranks: propagation to the other ranks, to the launcher and to the user."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json

@@ -4,8 +4,6 @@ A tensor without a layout is whole on every rank. Only ranks with the same shard
 number per tensor.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 
 import torch

@@ -7,8 +7,6 @@ Legend: N ids looked up here, u distinct ones among them, r ids that all ranks a
 those, dim the width of a row.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol

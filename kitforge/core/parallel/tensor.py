@@ -6,8 +6,6 @@ length is not a multiple of the degree, as in decoding, the residuals are replic
 B batch, T length.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any

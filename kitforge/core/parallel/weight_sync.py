@@ -1,7 +1,5 @@
 """Weight synchronisation: training ranks gather parameters and send them to the networks of inference ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch

@@ -5,8 +5,6 @@ A cache is a folder named by the rows, the tokenizer, its chat template and how 
 a row holds; a row of pairs is two responses. While it is built, `parts` holds a file for each finished shard.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

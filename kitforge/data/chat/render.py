@@ -4,8 +4,6 @@ A template may trim, split, compare or drop contents, so the text itself carries
 come from further renders whose contents have other letters: the characters that differ belong to the contents.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 import secrets

@@ -1,7 +1,5 @@
 """Positions of the assistant's replies in a rendered conversation."""
 
-from __future__ import annotations
-
 import re
 import secrets
 from collections.abc import Collection, Sequence

@@ -1,7 +1,5 @@
 """Rows of dialogue data sets under one set of names: columns, speakers, messages, and dialogues spelt as text."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -4,8 +4,6 @@ The tokens are those of Hugging Face's `apply_chat_template`, with one exception
 special token that the template did not write itself.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace

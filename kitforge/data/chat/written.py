@@ -1,7 +1,5 @@
 """What a chat template leaves out of a conversation: contents, calls, thoughts, tools, and whole replies."""
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Labelled images, not decoded yet: folders and zips with a folder for each label, and rows."""
 
-from __future__ import annotations
-
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass

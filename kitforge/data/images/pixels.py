@@ -3,8 +3,6 @@
 C channels, S pixels of a side.
 """
 
-from __future__ import annotations
-
 import io
 import zipfile
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """From Arrow columns of any type to numbers and 64-bit keys. A row that has a value of the wrong kind is a bad row."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace

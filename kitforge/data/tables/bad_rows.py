@@ -1,7 +1,5 @@
 """Chunks of a table as Arrow columns, and the policy for invalid rows."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ Blanks around a text are no part of it. An empty text, NaN, NaT and NA are no va
 Texts that only look alike keep their forms: 007, 1.10, 12e3.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import math

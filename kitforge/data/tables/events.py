@@ -1,8 +1,6 @@
 """Rows of events (user, item, time) as sequences: a row a user with all items in order of time, or a row an event with
 the items that the user took before it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial

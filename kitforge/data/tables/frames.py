@@ -1,7 +1,5 @@
 """Tables in memory by columns: DataFrames of pandas or polars, other tables of Arrow, and arrays by name."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """Frequencies of 64-bit keys over any number of chunks, in bounded memory."""
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

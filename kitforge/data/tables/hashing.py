@@ -5,8 +5,6 @@ begins with its length: state = scramble(state xor word). Two texts of equal len
 of n longer ones, a pair does with a probability of about n²/2^65.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

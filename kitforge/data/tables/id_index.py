@@ -1,7 +1,5 @@
 """A vectorised index from 64-bit keys to list positions. Any int64 is a valid key."""
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

@@ -1,7 +1,5 @@
 """Rows of JSON Lines: an object a line, packed or not."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Rows of Parquet files, a row group at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """Rows in memory: an iterable of mappings, possibly endless, or a datasets.Dataset."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher

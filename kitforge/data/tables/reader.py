@@ -1,7 +1,5 @@
 """Reading of tables: several threads parse chunks to numbers and keys; the order of chunks is kept."""
 
-from __future__ import annotations
-
 import os
 from collections import deque
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A stream of rows from an iterator. Rows are kept until they are marked as trained, so that a resume loses none."""
 
-from __future__ import annotations
-
 import json
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Which rows are trained on and which are kept for evaluation: a pure function of the rule, never of ranks."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Literal, Protocol

@@ -3,8 +3,6 @@
 Every row is a pure function of (seed, number), so any row is had in constant time and there is no end to them.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

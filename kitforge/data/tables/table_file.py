@@ -1,7 +1,5 @@
 """What all files of rows have: a path, columns, and a name for messages."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

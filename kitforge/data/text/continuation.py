@@ -4,8 +4,6 @@ Many tokenizers treat the beginning of a text apart: they put a space before it,
 decoders take a space from the first token. Encoded or decoded alone, a continuation gains or loses a space.
 """
 
-from __future__ import annotations
-
 import codecs
 from collections.abc import Iterator, Sequence
 from os.path import commonprefix

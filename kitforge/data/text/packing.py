@@ -3,8 +3,6 @@
 Shapes: rows is the number of requested rows, length the tokens of a row. A run is the part of one document in one row.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

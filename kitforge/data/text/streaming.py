@@ -5,8 +5,6 @@ and know nothing of ranks, so another rank can continue a lane. A lane shuffles 
 where its block begins and how far it was packed; to resume, the lane reads that block again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice

@@ -1,7 +1,5 @@
 """Rows of words and a tag for each: their tokens, and the label of every token."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias

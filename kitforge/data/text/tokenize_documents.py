@@ -1,7 +1,5 @@
 """Tokenization of shards into token files, in this process or in several."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

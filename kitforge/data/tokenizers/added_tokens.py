@@ -1,7 +1,5 @@
 """Where a text spells tokens that lie beside a vocabulary."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The keys of tokenizer_config.json: those that say how a text is cut must say what the vocabulary's file does."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -3,8 +3,6 @@
 They are read as `transformers` 5 reads them, for tokenizer.json and tokenizer.model alike.
 """
 
-from __future__ import annotations
-
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -3,8 +3,6 @@
 A folder without one has the keys of its config.json that belong there, as in `transformers`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

@@ -4,8 +4,6 @@ A GGUF file holds the tokens, their types, and merges or scores; how a text is s
 (`tokenizer.ggml.pre`). The rules behind the names are those of llama.cpp's `llama-vocab.cpp`.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any

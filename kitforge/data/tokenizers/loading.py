@@ -1,7 +1,5 @@
 """Loading of tokenizers from options or a folder, and the byte tokenizer."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

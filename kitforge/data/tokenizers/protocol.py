@@ -1,7 +1,5 @@
 """The tokenizer interface, and helpers of tokenizers from other libraries."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby

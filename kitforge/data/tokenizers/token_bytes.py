@@ -1,7 +1,5 @@
 """The UTF-8 bytes of one token of a `tokenizer.json`, by the rules of its decoder."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Mapping

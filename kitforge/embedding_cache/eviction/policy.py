@@ -3,8 +3,6 @@
 Batches are numbered in the order in which they are planned.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable

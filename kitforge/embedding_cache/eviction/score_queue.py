@@ -1,7 +1,5 @@
 """A priority queue of slots by lowest score that does not sort all slots for every pick."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

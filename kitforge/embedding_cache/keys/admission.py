@@ -1,7 +1,5 @@
 """Feature admission: which ids get a row of their own."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """Row initialization: the initial embedding of a row and the initial state of its optimizer."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Literal

@@ -3,8 +3,6 @@
 The output is a checkpoint folder without model and optimizer, so it is verified and opened like one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path

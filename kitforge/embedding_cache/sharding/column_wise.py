@@ -3,8 +3,6 @@
 Legend: u distinct ids looked up on this rank, m distinct rows that this rank holds of those looked up on all ranks.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

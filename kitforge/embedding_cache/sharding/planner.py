@@ -4,8 +4,6 @@ It minimises the bytes that the busiest rank sends and receives in a step, from 
 of distinct rows of a step. It changes no number, only which rank holds which rows.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

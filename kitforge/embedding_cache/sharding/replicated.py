@@ -1,7 +1,5 @@
 """Data-parallel tables: all rows on all ranks."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Row-wise sharding: each row on one rank, by a hash of its id."""
 
-from __future__ import annotations
-
 from kitforge.core.parallel import collectives
 from kitforge.core.parallel.collectives import Group
 from kitforge.core.parallel.table import owner

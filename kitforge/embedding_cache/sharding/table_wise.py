@@ -1,7 +1,5 @@
 """Table-wise sharding: the whole table on one rank."""
 
-from __future__ import annotations
-
 import torch
 
 from kitforge.core.parallel.collectives import Group

@@ -1,7 +1,5 @@
 """The device tier: the slab of rows that lookups and updates work on."""
 
-from __future__ import annotations
-
 import threading
 
 import numpy as np

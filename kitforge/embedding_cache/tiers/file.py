@@ -4,8 +4,6 @@ The file is temporary and has no name: it ends with its process, and no other pr
 rows beyond that.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import tempfile

@@ -1,7 +1,5 @@
 """The host tier: rows in main memory, page-locked where a device copies from it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

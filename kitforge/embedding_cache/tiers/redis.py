@@ -6,8 +6,6 @@ drops keys drops them with the rows. So a server that lost rows, or that another
 missing row would silently be initialized anew. The protocol: https://redis.io/docs/latest/develop/reference/protocol-spec.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import secrets

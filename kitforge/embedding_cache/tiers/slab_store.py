@@ -1,7 +1,5 @@
 """The common part of the host and the file tier: rows in the slots of one slab, and an optional store below."""
 
-from __future__ import annotations
-
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Two stores as one: a small fast one above a large slow one. Host memory over a file, a file over a server."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Write-behind: a thread writes rows to a slow store, and reads see the pending rows meanwhile."""
 
-from __future__ import annotations
-
 import threading
 from collections import deque
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Bearer-token authentication: the accepted tokens, and the check of a request."""
 
-from __future__ import annotations
-
 import hmac
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Dynamic batching: concurrent requests are processed together, up to a number of rows or a waiting time."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

@@ -1,7 +1,5 @@
 """Receives request bodies, with limits on size, time and the bytes of all bodies together."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any

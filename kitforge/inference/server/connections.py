@@ -1,7 +1,5 @@
 """Limits on open connections and on the time a request's header takes, which uvicorn does not have."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """Prometheus metrics of the servers (https://prometheus.io/docs/concepts/metric_types/)."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """The options of a server."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass, field
 from ipaddress import ip_address

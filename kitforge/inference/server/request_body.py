@@ -1,7 +1,5 @@
 """Parses JSON bodies with limits, and turns validation errors into API errors."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -6,8 +6,6 @@ refused with any other: no option is ignored silently.
 Only this module imports pydantic, so only `app.create_app` imports it.
 """
 
-from __future__ import annotations
-
 import difflib
 import json
 import re

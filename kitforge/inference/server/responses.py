@@ -1,7 +1,5 @@
 """OpenAI-compatible response bodies and server-sent events, built from text deltas. Independent of HTTP."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import secrets

@@ -1,7 +1,5 @@
 """Runs an HTTP server until SIGTERM or SIGINT, then drains it; its logging."""
 
-from __future__ import annotations
-
 import logging
 import signal
 import socket

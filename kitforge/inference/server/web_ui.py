@@ -1,7 +1,5 @@
 """The chat web UI: one HTML document without external resources."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 from functools import cache

@@ -1,7 +1,5 @@
 """The thread that runs the engine. Prompts come in and deltas go out through queues. Independent of HTTP."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ The features of a run never change. Where a run goes on over rows with other ite
 their own, items_after_STEP.safetensors, and the earlier ones keep theirs.
 """
 
-from __future__ import annotations
-
 import filecmp
 from functools import partial
 from pathlib import Path

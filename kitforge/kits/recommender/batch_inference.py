@@ -3,8 +3,6 @@
 Rows are processed in blocks, so memory does not grow with the file. The output appears when it is complete.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping

@@ -3,8 +3,6 @@
 camelCase and separators divide a name into words, and a type suffix of RecBole (`user_id:token`) is not part of it.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Literal
 

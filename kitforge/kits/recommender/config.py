@@ -1,7 +1,5 @@
 """The options of the task `recommendation`. Built from a plain dict, without Hydra."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal

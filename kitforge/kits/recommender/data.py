@@ -1,7 +1,5 @@
 """Loads training and evaluation rows: sources, schema, split, feature statistics."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Training rows as batches of features: tables in any order, and streams that are read once (online learning)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`kitforge inspect`: statistics of a table's columns, the label rate, the first rows and a proposed schema."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any

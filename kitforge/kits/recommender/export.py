@@ -5,8 +5,6 @@ The program needs torch only. A JSON file beside it describes the inputs and how
 Legend: B rows, d numbers, N ids of a bag in all rows, L places of a sequence.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Mapping

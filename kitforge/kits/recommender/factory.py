@@ -1,7 +1,5 @@
 """Builds models, objectives and item catalogues from options or from a run folder."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Computes `FeatureStatistics` in one pass over the training rows, and a second one if features are crossed."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Feature encoding: rows of a table to the tensors of a model, the same in training, evaluation and serving."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The item catalogue of retrieval families: keys, model ids, counts, names and features of all items."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

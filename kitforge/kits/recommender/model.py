@@ -4,8 +4,6 @@ Features with a bounded number of ids share one table per width, each with a ran
 has its own. So most batches need one call for the wide part and one for the deep part.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Negative sampling for rankers: every row is a positive; negatives are items that its user has not taken."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 

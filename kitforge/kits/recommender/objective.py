@@ -1,7 +1,5 @@
 """Training objectives: the loss of a family and its evaluation metrics. The task owns data order and steps."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from functools import partial

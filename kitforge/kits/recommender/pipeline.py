@@ -1,7 +1,5 @@
 """Inference: scores rows, and retrieves items for users by faiss."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from logging import INFO, WARNING

@@ -1,7 +1,5 @@
 """Click prediction: binary cross-entropy of single rows."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

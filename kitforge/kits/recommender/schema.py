@@ -1,7 +1,5 @@
 """The feature schema (`data.schema`): which columns become which features, and how it is inferred from a table."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Container, Mapping

@@ -1,8 +1,6 @@
 """The schema of a table without one: which columns are label, ids, categories, quantities and lists, and why others are
 left out. What is decided is logged when a run starts, and shown in its report and by `kitforge inspect`."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Container, Sequence
 from dataclasses import dataclass, replace

@@ -3,8 +3,6 @@
 The negatives are drawn once per step, so the loss does not depend on micro-batches or ranks.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ What is made for serving lies in RUN/serving, in a folder named by the step and 
 that nothing is taken for what another training left there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

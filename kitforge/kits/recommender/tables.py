@@ -1,7 +1,5 @@
 """Embedding tables of a run: how they are sharded over ranks, and their lookup statistics for the report."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping

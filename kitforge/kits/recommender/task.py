@@ -1,7 +1,5 @@
 """The task `recommendation`: batches of rows for the objective of the family."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from itertools import islice

@@ -4,8 +4,6 @@ The negatives are the items of the whole step: every micro-batch and every rank 
 so the loss does not depend on micro-batches or ranks.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

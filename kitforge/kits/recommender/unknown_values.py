@@ -1,8 +1,6 @@
 """The share of values that training never saw, by feature: high where rows are written in another way than those of
 training."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

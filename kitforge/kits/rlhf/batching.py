@@ -1,7 +1,5 @@
 """The batches of every task: the schedule of a run, padding and packing, and the evaluation split. B rows, T tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

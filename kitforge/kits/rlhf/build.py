@@ -1,7 +1,5 @@
 """The RLHF kit: its tasks, and how a run of one is assembled, evaluated, loaded and saved."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain

@@ -1,7 +1,5 @@
 """Options of the RLHF tasks. Built from plain dicts, without Hydra."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """The event loop of a run: all async rewards and steps of environments share it, as they may share connections."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import weakref

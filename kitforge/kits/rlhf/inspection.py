@@ -1,7 +1,5 @@
 """The loss mask of the first rows, as text."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import groupby, islice
 

@@ -1,7 +1,5 @@
 """Scores texts with a reward model: in memory, or a file of rows into a file of scores."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice

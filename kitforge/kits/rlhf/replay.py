@@ -1,7 +1,5 @@
 """Replay of a step: trains it again from the kept rollouts and the checkpoint before it."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Options `role_ranks.*`: the ranks of the roles of a policy gradient run."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

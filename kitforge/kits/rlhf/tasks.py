@@ -1,7 +1,5 @@
 """Task builders: datasets, models and the `Task` of each RLHF task."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial

@@ -4,8 +4,6 @@ OUTPUT.part holds the settings, then one completion per line; OUTPUT appears whe
 the line number, so a resumed run gives the same completions.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

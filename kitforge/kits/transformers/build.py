@@ -1,7 +1,5 @@
 """The wiring of the language-model kit: from options and objects to a run, and from a folder to a pipeline."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path

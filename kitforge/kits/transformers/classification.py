@@ -3,8 +3,6 @@
 B rows, T tokens, C labels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The options of the task `text_generation`. Built from a plain dict, without Hydra."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """Text sources, tokenizers and packed rows for training and evaluation."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path

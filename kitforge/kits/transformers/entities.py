@@ -4,8 +4,6 @@ Hugging Face's pipeline does. Knows no network.
 T tokens, C labels.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Sequence

@@ -3,8 +3,6 @@
 Scores equal those of lm-evaluation-harness 0.4: the same tokens, metrics and standard errors.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence

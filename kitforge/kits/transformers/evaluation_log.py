@@ -1,7 +1,5 @@
 """The log of a benchmark evaluation: paths and writing of its rows."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Saves the tokenizer with the run, and generates samples from a few prompts at every evaluation."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """preprocessor_config.json: how a published vision model wants its images, read, written and done."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import replace

@@ -6,8 +6,6 @@ kernels, so no graph has an operation of its own.
 Legend: B rows, T new tokens, P past tokens, K = P + T, S tokens of a source, D features of a head, V vocabulary.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -7,8 +7,6 @@
 - `{"text"}`: perplexity of the text
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Tasks over rows in memory: tokens of any length, padded to the longest of a micro-batch."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The task `text_generation`: next-token prediction over packed rows with document isolation."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence

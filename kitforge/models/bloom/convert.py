@@ -1,7 +1,5 @@
 """Conversion of BLOOM. Hugging Face stores query, key and value of one head after the other in one matrix."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """BLOOM: GPT-2's block with ALiBi in place of learned positions and a norm after the embedding (BigScience, 2022)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """DCN V2: a cross network, parallel to an MLP tower or stacked below it (Wang et al., 2021)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal

@@ -1,7 +1,5 @@
 """DeepFM: a factorisation machine and an MLP tower over the same embeddings (Guo et al., 2017)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar

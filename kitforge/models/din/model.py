@@ -1,7 +1,5 @@
 """Deep Interest Network: attention of the target item over the history (Zhou et al., 2018)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar

@@ -1,8 +1,6 @@
 """DLRM: bottom MLP over numeric features, feature interaction, top MLP (Naumov et al., 2019); with `interaction: cross`
 the DLRM-DCNv2 of MLPerf."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal

@@ -1,7 +1,5 @@
 """Conversion of GLM and GLM-4-0414; ChatGLM2/3 folders are read only."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 from typing import Any

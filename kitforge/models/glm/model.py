@@ -1,8 +1,6 @@
 """GLM-4 and ChatGLM2/3: LLaMA's block with interleaved rotation of half of each head and biased queries, keys and
 values; GLM-4-0414 normalizes each branch on its way out too (GLM Team, 2024)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import ClassVar
 

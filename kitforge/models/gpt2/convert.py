@@ -1,7 +1,5 @@
 """Conversion of GPT-2. Hugging Face stores its matrices transposed (Conv1D)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 from typing import Any

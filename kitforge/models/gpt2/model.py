@@ -1,7 +1,5 @@
 """GPT-2: learned positions, LayerNorm, GELU, biases everywhere (Radford et al., 2019)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

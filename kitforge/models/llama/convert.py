@@ -1,7 +1,5 @@
 """Conversion of LLaMA, Mistral, Qwen2, Qwen3, SmolLM3 and Gemma 3 (the text models)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial

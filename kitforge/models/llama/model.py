@@ -5,8 +5,6 @@ layers without rotary positions. Gemma 3 has GeGLU, norms on both ends of each b
 `rope_theta` (Gemma Team, 2025).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 

@@ -1,7 +1,5 @@
 """Conversion of Mixtral, whose folders hold the matrices of each expert, or those of all experts of a block."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Mixtral: Mistral's decoder with a mixture of SwiGLU experts in every block (Jiang et al., 2024)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import ClassVar
 

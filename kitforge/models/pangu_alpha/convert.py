@@ -1,7 +1,5 @@
 """Conversion of PanGu-alpha, in the names of its PyTorch port (`model_type: gpt_pangu`)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """PanGu-alpha: GPT-2's block with another GELU, and a query layer on top (Zeng et al., 2021)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 

@@ -1,7 +1,5 @@
 """Conversion of Qwen3 MoE."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Qwen3 MoE: Qwen3's decoder with a mixture of experts in all blocks or some (Qwen Team, 2025)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """SASRec: causal self-attention over a history predicts the next item (Kang and McAuley, 2018)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from itertools import count, takewhile
 from typing import ClassVar

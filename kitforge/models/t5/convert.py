@@ -1,7 +1,5 @@
 """Conversion of T5, its version 1.1, Flan-T5 and mT5."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

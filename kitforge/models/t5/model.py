@@ -3,8 +3,6 @@
 Version 1.1, Flan-T5 and mT5 have a gated MLP, and a head of their own whose input is not scaled.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 

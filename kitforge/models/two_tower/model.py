@@ -1,7 +1,5 @@
 """Two-tower retrieval: the score is the dot product of a user and an item vector (Yi et al., 2019)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar

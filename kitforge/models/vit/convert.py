@@ -1,7 +1,5 @@
 """Conversion of ViT with a classifier. transformers 5 still writes the names of version 4."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

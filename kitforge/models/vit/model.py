@@ -1,7 +1,5 @@
 """ViT: image patches through a transformer encoder, labelled by its class token (Dosovitskiy et al., 2021)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 

@@ -1,7 +1,5 @@
 """Wide & Deep: a linear model over sparse features plus an MLP over their embeddings (Cheng et al., 2016)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal

@@ -1,7 +1,5 @@
 """The interface of callbacks: one method for all events, and an optional state."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field

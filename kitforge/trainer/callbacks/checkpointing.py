@@ -1,7 +1,5 @@
 """Saves checkpoints: every N steps, at every new best metric, and at the end; keeps the last ones and the best."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Early stopping; the loop then restores the best weights."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from kitforge.trainer.callbacks.callback import Callback, Event, RunContext

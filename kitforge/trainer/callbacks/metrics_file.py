@@ -1,7 +1,5 @@
 """Writes metrics.jsonl: one JSON object per line, flushed at once, truncated to the checkpoint on resume."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

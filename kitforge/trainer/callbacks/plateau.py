@@ -1,7 +1,5 @@
 """Feeds trainer.metric_for_best to the plateau schedule, which reduces the learning rate when it stalls."""
 
-from __future__ import annotations
-
 from kitforge.trainer.callbacks.callback import Callback, Event, RunContext
 
 

@@ -1,7 +1,5 @@
 """Profiles a few early steps with torch.profiler: a Chrome trace and a table of the ten most expensive ops."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -1,7 +1,5 @@
 """Progress display: a live line on a terminal, otherwise a line every few seconds, which a notebook rewrites."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Mapping, Sequence

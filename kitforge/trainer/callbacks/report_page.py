@@ -1,7 +1,5 @@
 """Writes report.html while a run trains, and at its end, also after a failure."""
 
-from __future__ import annotations
-
 import time
 from contextlib import suppress
 

@@ -1,7 +1,5 @@
 """Logs metrics to Weights & Biases, where with WANDB_MODE=offline nothing leaves the machine, and to TensorBoard."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

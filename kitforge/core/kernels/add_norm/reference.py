@@ -1,7 +1,5 @@
 """The definition of `add_norm`: the residual connection and the norm after it."""
 
-from __future__ import annotations
-
 from typing import Protocol
 
 from torch import Tensor

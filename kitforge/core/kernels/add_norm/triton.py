@@ -1,7 +1,5 @@
 """`add_norm` by the norm kernels in Triton: the sum is not read again."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from kitforge.core.kernels.triton_norm import norm_of_sum

@@ -6,8 +6,6 @@ their products are exact; in fp32 they come first and cancel before the scores a
 attention without a bias. A position is a multiple of 256 and a rest, each exact in bfloat16 up to 65,535.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -5,8 +5,6 @@ Scores, softmax and their gradients are in fp32 at least. torch's fused kernel r
 pass, which long sequences need; for short ones it takes two to three times as long.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ torch's fused attention has no gradient for a bias on a CPU, and would repeat th
 batch are computed one after the other, all with the same bias, whose gradient is the sum of theirs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,8 +1,6 @@
 """`attention` by torch's scaled dot product attention, in fp32 on processors without half precision; short sequences in
 native bfloat16 by `bf16_attention`."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from contextlib import nullcontext

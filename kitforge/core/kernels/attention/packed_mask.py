@@ -4,8 +4,6 @@ A dense mask of a batch has B * T * T elements, and torch computes nothing less 
 attention reads the boundaries (`cu_seqlens`), skips what is masked, and shares keys between grouped queries.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The definition of `attention`: scores, softmax in fp32 at least, weighted sum of values."""
 
-from __future__ import annotations
-
 from typing import Protocol
 
 import torch

@@ -1,7 +1,5 @@
 """`copy_rows` in one pass with prefetching: each row is read and written once."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

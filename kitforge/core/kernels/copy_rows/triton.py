@@ -4,8 +4,6 @@ Between devices the rows are gathered where they are and copied without waiting.
 naming it would need a synchronization.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

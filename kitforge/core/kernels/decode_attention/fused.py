@@ -1,7 +1,5 @@
 """`decode_attention` sequence by sequence through torch's own attention."""
 
-from __future__ import annotations
-
 import functools
 
 from kitforge.core.kernels.attention.fused import attention

@@ -4,8 +4,6 @@ Rows are read where they are, so nothing is packed. Every sum runs over the rows
 same bits whatever queries are beside it. Written in LLVM instructions, as `linear.gemm_microkernel`.
 """
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 from llvmlite import ir

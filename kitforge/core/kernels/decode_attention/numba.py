@@ -5,8 +5,6 @@ run in order: over features, and over positions from the first one on. A positio
 0, which leaves its sum as it is. So a token has the same bits whatever tokens are processed beside it.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np

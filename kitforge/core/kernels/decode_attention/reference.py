@@ -1,7 +1,5 @@
 """The definition of `decode_attention`: sequence by sequence."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Protocol
 

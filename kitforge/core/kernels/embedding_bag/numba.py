@@ -3,8 +3,6 @@
 Where many ids share few rows, the distinct rows are first gathered into a buffer that stays in the CPU cache.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The definition of `embedding_bag` in plain torch: gathers all rows, then sums them in order."""
 
-from __future__ import annotations
-
 from typing import Protocol
 
 import torch

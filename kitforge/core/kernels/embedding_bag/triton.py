@@ -4,8 +4,6 @@ timing.
 A slot or an index out of range gives NaN: naming it would need a synchronization.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -1,7 +1,5 @@
 """`embedding_bag_backward` in one pass over the ids. Each thread sums the rows it owns, in the order of ids."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The definition of `embedding_bag_backward` in plain torch: one gradient per id, summed in order."""
 
-from __future__ import annotations
-
 from typing import Protocol
 
 import torch

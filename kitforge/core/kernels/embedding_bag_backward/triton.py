@@ -5,8 +5,6 @@ one for each segment of the sorted ids, and then over its parts: a row that most
 Indices out of range are left out: naming them would need a synchronization.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -1,7 +1,5 @@
 """`float8_linear` by torch's scaled matrix products, which run on the FP8 units of a GPU."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn import functional

@@ -4,8 +4,6 @@ Activations and weights are rounded to e4m3, gradients to e5m2, which has a larg
 formats for deep learning", 2022). Scales are those of the largest elements of a call ("tensorwise, dynamic").
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, Protocol
 

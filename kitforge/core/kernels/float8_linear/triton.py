@@ -1,8 +1,6 @@
 """`float8_linear` with kernels that round a tensor to FP8, by rows and by columns, while they read it once more than
 its largest element takes."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -5,8 +5,6 @@ neither on the number of threads nor on the tokens beside it: products and atten
 is computed row by row, in vectors of a fixed width. Half precision is rounded where the network of modules rounds.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

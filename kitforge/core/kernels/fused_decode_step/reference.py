@@ -1,7 +1,5 @@
 """The definition of `fused_decode_step`: a decoder over one token of each sequence, by the references of its parts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, Protocol

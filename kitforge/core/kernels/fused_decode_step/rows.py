@@ -4,8 +4,6 @@ None is `compiled_fastmath`: LLVM inlines these loops into several callers, and 
 differently in each, so that a token of a prompt would differ from the same one decoded.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

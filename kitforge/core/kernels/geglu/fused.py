@@ -1,7 +1,5 @@
 """`geglu` that saves only its inputs and recomputes the activation in the backward pass."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn import functional

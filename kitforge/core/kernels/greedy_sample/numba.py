@@ -3,8 +3,6 @@
 Those of torch would go on spinning where the next step computes. A row has the same bits whatever rows are beside it.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,8 +1,6 @@
 """`greedy_sample` in Triton: a program reads a row twice and writes no probabilities. A row has the same bits whatever
 rows are beside it."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -6,8 +6,6 @@ loop is as fast, since a product of one expert fills the machine. Kernels of our
 (docs/log.md).
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import importlib.util

@@ -1,7 +1,5 @@
 """The definition of `grouped_linear`: a linear layer of several experts, each over its own rows."""
 
-from __future__ import annotations
-
 from typing import Protocol
 
 import torch

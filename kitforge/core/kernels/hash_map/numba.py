@@ -6,8 +6,6 @@ The loops over many keys probe by themselves, as `_probe` does: a call with an a
 operations, which took two thirds of the time. Their positions are unsigned, so that no index may be negative.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The definition of `hash_map`: a dict."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Protocol
 

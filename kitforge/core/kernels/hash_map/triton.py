@@ -5,8 +5,6 @@ anew; with its key it takes 12 bytes. Keys of a call are distinct, so an inserti
 swap and need not look at those that others claim. Slots are below 2**31 - 1.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """`keep_mask` on all threads of torch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

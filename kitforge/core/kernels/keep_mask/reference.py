@@ -5,8 +5,6 @@ Element e of row r is word e % 4 of Philox at the counter (e // 4, r), each in t
 It is kept where that word is at least rate * 2**32. All arithmetic is of integers and works on any device. B rows.
 """
 
-from __future__ import annotations
-
 from typing import Protocol
 
 import torch

@@ -5,8 +5,6 @@ a storage format only: the input is saved in it, the product is computed in fp32
 and more accurate, and the output is rounded.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -6,8 +6,6 @@ whatever rows are multiplied beside it. Written in LLVM instructions, since LLVM
 in registers.
 """
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 from llvmlite import ir

@@ -5,8 +5,6 @@ Its instructions multiply 16 rows of 32 features with 32 features of 16 outputs 
 other bits than by the vector instructions, but the same whatever rows are multiplied beside it.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import platform

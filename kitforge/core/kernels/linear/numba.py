@@ -5,8 +5,6 @@ and then read it up to three times slower than memory allows. Here a panel of th
 multiplied with all rows while it lies in the caches. Sums are in fp32.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import time

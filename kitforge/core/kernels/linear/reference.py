@@ -1,7 +1,5 @@
 """The definition of `linear`."""
 
-from __future__ import annotations
-
 from typing import Protocol
 
 from torch import Tensor

@@ -7,8 +7,6 @@ The range of fp16 is too small for that: gradients must be scaled before they ar
 recomputes the logits and multiplies their gradients by the incoming one, as autocast with a loss scale does.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

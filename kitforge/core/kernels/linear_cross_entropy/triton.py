@@ -5,8 +5,6 @@ never rounded, also under autocast.
 A target outside of the vocabulary makes the loss infinite: naming it would need a synchronization.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,8 +1,6 @@
 """`linear_log_probs` in chunks of rows. The backward pass recomputes the log-probs of each chunk, unless those of all
 rows are few enough to be saved."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -3,8 +3,6 @@
 A target outside of the vocabulary gets the log-prob -inf: naming it would need a synchronization.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """`moe_permute` by one gather each way: the backward pass adds the rows of a token, which no two tokens share."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

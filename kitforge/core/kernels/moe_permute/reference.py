@@ -3,8 +3,6 @@
 T tokens, k experts for each, E experts.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple, Protocol
 
 import torch

@@ -1,7 +1,5 @@
 """`moe_permute` in Triton: each token is read once and written k times."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from kitforge.core.kernels.moe_permute.reference import Permutation

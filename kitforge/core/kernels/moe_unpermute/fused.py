@@ -1,7 +1,5 @@
 """`moe_unpermute` without a tensor of all rows in the order of tokens."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

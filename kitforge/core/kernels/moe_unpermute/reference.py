@@ -1,7 +1,5 @@
 """The definition of `moe_unpermute`: the weighted sum of what a token's experts found."""
 
-from __future__ import annotations
-
 from typing import Protocol
 
 import torch

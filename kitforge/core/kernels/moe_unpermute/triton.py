@@ -1,7 +1,5 @@
 """`moe_unpermute` in Triton: the k rows of a token are read once and added in fp32."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from kitforge.core.kernels.moe_permute.reference import Permutation

@@ -1,7 +1,5 @@
 """`paged_attention` by torch's own attention over the gathered pages."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from kitforge.core.kernels.attention.fused import attention

@@ -1,7 +1,5 @@
 """The definition of `paged_attention`: gathers the pages of each sequence, then attends to them."""
 
-from __future__ import annotations
-
 from typing import Protocol
 
 import torch

@@ -7,8 +7,6 @@ does not depend on its neighbors; the number of programs follows from shapes alo
 graph.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

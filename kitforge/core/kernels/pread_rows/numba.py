@@ -1,7 +1,5 @@
 """`pread_rows` by system calls from a compiled loop, which releases the GIL while it waits for the disk."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The definition of `pread_rows`, in plain Python."""
 
-from __future__ import annotations
-
 import os
 from typing import Protocol
 

@@ -4,8 +4,6 @@ A panel becomes the one that `linear` packs of the dequantized weight, rounded i
 that weight's.
 """
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 from llvmlite import ir

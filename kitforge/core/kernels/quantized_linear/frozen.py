@@ -1,7 +1,5 @@
 """`quantized_linear` with a gradient for its input: QLoRA's frozen base weights (Dettmers et al., 2023)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 An output depends on its own row alone.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ Weights are quantized symmetrically, with one scale for each row or for each gro
 stay as they are.
 """
 
-from __future__ import annotations
-
 from typing import Literal, NamedTuple, Protocol
 
 import torch

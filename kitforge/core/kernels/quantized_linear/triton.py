@@ -6,8 +6,6 @@ the features, and a second kernel adds their sums in order. How the features are
 so an output depends on its own row alone.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -5,8 +5,6 @@ the features of a scale is multiplied by it in fp32. Every sum runs over the fea
 same bits whatever rows are multiplied beside it.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple, cast
 
 from llvmlite import ir

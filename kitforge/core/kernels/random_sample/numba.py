@@ -1,8 +1,6 @@
 """`random_sample` in two passes over each row and one over the block that holds the drawn index, on the threads of the
 compiled loops. A row has the same bits whatever rows are beside it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

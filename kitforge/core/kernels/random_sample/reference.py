@@ -1,7 +1,5 @@
 """The definition of `random_sample`."""
 
-from __future__ import annotations
-
 from typing import Protocol
 
 import torch

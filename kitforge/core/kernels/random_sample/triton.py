@@ -1,8 +1,6 @@
 """`random_sample` in Triton: a program reads a row twice, and the block that holds the drawn index once more. A row has
 the same bits whatever rows are beside it."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

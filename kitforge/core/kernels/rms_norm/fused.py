@@ -3,8 +3,6 @@
 With r = 1 / sqrt(mean(x²) + eps) and g = grad * weight, the input's gradient is r * (g - x * r² * mean(g * x)).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

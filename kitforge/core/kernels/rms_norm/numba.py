@@ -1,7 +1,5 @@
 """`rms_norm` of a few rows in one call, where the overhead of torch's operations exceeds their work."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor

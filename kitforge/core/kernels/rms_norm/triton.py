@@ -1,7 +1,5 @@
 """`rms_norm` by the norm kernels in Triton."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from kitforge.core.kernels.triton_norm import norm

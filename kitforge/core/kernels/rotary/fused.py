@@ -1,7 +1,5 @@
 """`rotary` that saves only the angles: the gradient of a rotation is the inverse rotation."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """`rotary` of a few tokens in one call, where the overhead of torch's operations exceeds their work."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 A program takes some heads of some tokens at a time, so the angles of a token are read once for all of those heads.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

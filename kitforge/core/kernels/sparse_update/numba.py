@@ -1,7 +1,5 @@
 """`sparse_update` in one pass: each row is updated in place by one thread."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -6,8 +6,6 @@ integers in the bits of floats, without float arithmetic. `slots` [u] are distin
 implementation can have the same bits.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ another order. `slots` are distinct; one out of range is left out, as naming it 
 other constants are fp32, so a float64 slab is as exact as they are.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -1,7 +1,5 @@
 """`swap_rows` in one pass with prefetching and without a buffer of rows."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

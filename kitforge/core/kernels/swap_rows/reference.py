@@ -1,7 +1,5 @@
 """The definition of `swap_rows`, in plain torch; the two slabs may be on different devices."""
 
-from __future__ import annotations
-
 from typing import Protocol
 
 from torch import Tensor

@@ -3,8 +3,6 @@
 With s = sigmoid(gate): d up = grad * gate * s; d gate = grad * up * s * (1 + gate * (1 - s)).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

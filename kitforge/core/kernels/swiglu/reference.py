@@ -1,7 +1,5 @@
 """The definition of `swiglu`."""
 
-from __future__ import annotations
-
 from typing import Protocol
 
 from torch import Tensor

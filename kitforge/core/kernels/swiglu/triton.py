@@ -1,7 +1,5 @@
 """`swiglu` by the gated kernels in Triton."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from kitforge.core.kernels.triton_gated import gated

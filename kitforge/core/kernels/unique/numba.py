@@ -4,8 +4,6 @@ An id that is new in a later chunk follows all ids of earlier chunks, so the ord
 number of chunks.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

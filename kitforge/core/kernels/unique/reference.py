@@ -1,7 +1,5 @@
 """The definition of `unique`: distinct ids in order of first occurrence."""
 
-from __future__ import annotations
-
 from typing import Protocol
 
 import torch

@@ -4,8 +4,6 @@ Which of several equal ids takes a cell depends on timing, but the smallest posi
 numbers of ids follow from those. The result is on the device; its length is read once, as by `torch.unique`.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -1,7 +1,5 @@
 """Request bodies with rows: validation, conversion to features, and their JSON Schema."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any

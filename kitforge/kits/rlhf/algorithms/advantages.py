@@ -1,7 +1,5 @@
 """Token rewards, advantages and returns. B sequences, T tokens; `mask` [B, T] is True for generated tokens."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

@@ -4,8 +4,6 @@ Schulman, "Approximating KL divergence" (2020). With d = log policy - log refere
 k1 = d, k2 = d²/2, k3 = exp(-d) - 1 + d. k1 and k3 have the divergence as their mean, k2 nearly.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

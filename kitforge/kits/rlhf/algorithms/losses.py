@@ -1,7 +1,5 @@
 """Losses of policy and critic per token [B, T], importance weights, and loss aggregation."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """pass@k: the probability that one of k completions solves a prompt (Chen et al., 2021)."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 `chosen`, `rejected` and their references are sums over a response's tokens unless said otherwise.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import TypeVar
 

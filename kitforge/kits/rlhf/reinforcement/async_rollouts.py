@@ -1,7 +1,5 @@
 """Asynchronous rollouts: completions generated during training with an older policy."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 

@@ -4,8 +4,6 @@ Tokens of the policy are kept unchanged in the context and in training. Only obs
 the loss mask.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import math

@@ -1,7 +1,5 @@
 """Turns rollouts into experience: KL penalties, token rewards, advantages, returns, metrics. S rollouts, T tokens."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Sequence

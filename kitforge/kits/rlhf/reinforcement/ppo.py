@@ -7,8 +7,6 @@ Each iteration of `PolicyGradientTask.steps`:
   3. update: `epochs * num_minibatches` optimizer steps over the rollout batch (`_micro_batches`, `loss`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace

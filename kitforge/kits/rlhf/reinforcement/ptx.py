@@ -1,7 +1,5 @@
 """Pretraining (ptx) loss of InstructGPT (Ouyang et al., 2022, equation 2): rows added to each update."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import cast
 

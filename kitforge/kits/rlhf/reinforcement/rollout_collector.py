@@ -1,7 +1,5 @@
 """Collects rollouts: runs generation, rewards, reference and values, each on the ranks of its role."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Files of rollouts: rollouts/round_N.jsonl for replay, samples/step_N.json for the report."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

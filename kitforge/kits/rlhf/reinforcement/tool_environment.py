@@ -1,7 +1,5 @@
 """Tool calling in rollouts: Python functions as tools, their JSON schemas, and parsing of the policy's calls."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import re

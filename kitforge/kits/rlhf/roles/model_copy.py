@@ -1,7 +1,5 @@
 """Copies models, with or without LoRA, casts frozen weights, and fingerprints models."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 from collections.abc import Iterable, Mapping

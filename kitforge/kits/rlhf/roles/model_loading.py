@@ -1,7 +1,5 @@
 """Loads or builds the models and the tokenizer of a task: given objects, checkpoints, or options."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Reads numbers in texts as people write them."""
 
-from __future__ import annotations
-
 import re
 
 # Hyphens, dashes and minus signs; an em dash is punctuation. The last one would be a range elsewhere in a class.

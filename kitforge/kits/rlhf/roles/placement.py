@@ -1,7 +1,5 @@
 """Placement of the RLHF roles (rollout, reference, reward) on ranks, and the collectives between them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

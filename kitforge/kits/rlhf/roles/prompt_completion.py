@@ -1,7 +1,5 @@
 """A prompt and its completion, as rewards see them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias

@@ -1,7 +1,5 @@
 """The frozen models of a task: the reference model and the base model of adapters."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any

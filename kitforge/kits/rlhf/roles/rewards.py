@@ -1,7 +1,5 @@
 """Rewards: reward models, reward functions, verifiers, and weighted sums of them."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import math

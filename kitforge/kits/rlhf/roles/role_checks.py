@@ -1,7 +1,5 @@
 """Checks that policy, reference and reward model share a tokenizer and vocabulary; disables dropout."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast

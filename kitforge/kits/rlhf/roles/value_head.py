@@ -1,7 +1,5 @@
 """Value head models: the reward model, the critic, and the actor-critic pair. B rows, T tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import cast
 

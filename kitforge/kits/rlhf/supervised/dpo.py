@@ -1,7 +1,5 @@
 """The tasks `dpo`, `ipo`, `orpo` and `simpo`: preference optimisation on pairs, without a reward model."""
 
-from __future__ import annotations
-
 from typing import cast
 
 import torch

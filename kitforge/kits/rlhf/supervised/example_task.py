@@ -1,7 +1,5 @@
 """The common part of tasks over datasets; a task adds its micro-batches and its loss."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace

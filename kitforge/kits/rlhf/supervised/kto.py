@@ -1,7 +1,5 @@
 """The task `kto`: preference optimisation on completions labelled desirable or undesirable."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator, Sequence
 from typing import cast

@@ -1,7 +1,5 @@
 """The task `reward`: a reward model on preference pairs (Bradley-Terry loss)."""
 
-from __future__ import annotations
-
 from functools import cached_property
 from typing import cast
 

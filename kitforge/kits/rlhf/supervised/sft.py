@@ -1,7 +1,5 @@
 """The task `sft`: supervised fine-tuning on demonstrations; the loss covers assistant tokens only."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 
