@@ -456,7 +456,8 @@ def test_serve_answers_with_the_model_of_the_run(
     assert f"{small_run.name} answers at http://here" in capsys.readouterr().out
 
 
-EXAMPLES = sorted(set(README_VERBS) - {"replay", "demo", "serve", "models"})
+# An export to ONNX takes seconds: tests/kits/transformers/test_programs.py runs this one.
+EXAMPLES = sorted(set(README_VERBS) - {"replay", "demo", "serve", "models", "export"})
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.mutation import planting
 from tests.mutation.planting import Fault, planted, shape
@@ -33,7 +34,8 @@ def test_a_fault_still_applies(fault: Fault) -> None:
 def test_a_fault_written_by_hand_names_what_there_is(fault: Fault) -> None:
     place = planting.locate(fault)
     assert place is not None
-    words = set(re.findall(r"\w+", place.path.read_text(encoding="utf-8"))) | set(dir(builtins))
+    words = set(re.findall(r"\w+", place.path.read_text(encoding="utf-8")))
+    words.update(*map(dir, (builtins, str, torch, torch.Tensor, torch.nn.Module)))
     name, _, argument = fault.operator.partition(":")
     # Otherwise any test would find the fault, as the name of nothing.
     if name == "constant":
@@ -81,9 +83,10 @@ def test_an_operator_changes_what_it_says(operator: str, source: str, faulty: st
 
 
 def used_names(source: str) -> set[str]:
-    """The names and attributes of an expression."""
+    """The names and attributes of an expression, without those that it binds itself."""
     found = list(ast.walk(ast.parse(source, mode="eval")))
-    names = {node.id for node in found if isinstance(node, ast.Name)}
+    named = [node for node in found if isinstance(node, ast.Name)]
+    names = {node.id for node in named} - {node.id for node in named if isinstance(node.ctx, ast.Store)}
     return names | {node.attr for node in found if isinstance(node, ast.Attribute)}
 
 

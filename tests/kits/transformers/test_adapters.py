@@ -76,8 +76,10 @@ def logits(model: nn.Module) -> Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "family"),
+    [*((kind, "llama") for kind in KINDS), *(("lora", each) for each in FAMILIES if each != "llama")],
+)
 def test_only_the_adapter_learns_and_the_run_is_read_back_merged(
     kind: str, family: str, tmp_path: Path, corpus: Path
 ) -> None:
@@ -116,26 +118,16 @@ def test_the_base_of_qlora_keeps_its_bits(bits: int, tmp_path: Path, corpus: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_killed_and_resumed_run_is_the_run_that_was_never_killed(kind: str, tmp_path: Path, corpus: Path) -> None:
+def test_a_killed_and_resumed_run_over_whole_numbers_is_the_run_that_was_never_killed(
+    tmp_path: Path, corpus: Path
+) -> None:
+    # What micro-batches and kills do to LoRA's factors is a row of tests/verify/test_contracts.py.
     start = base(tmp_path / "base")
-    choices = KINDS[kind] | {"trainer.checkpoint_every": 1, "trainer.save_total_limit": 9}
+    choices = KINDS["qlora"] | {"trainer.checkpoint_every": 1, "trainer.save_total_limit": 9}
     trained(tmp_path / "whole", corpus, start, choices)
     folder = tiny.copy_up_to(tmp_path / "whole", tmp_path / "killed", 2)
     trained(folder, corpus, start, choices | {"resume": "auto"})
     tiny.assert_same(folder, tmp_path / "whole")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["lora", "dora"])
-def test_micro_batches_are_one_batch(kind: str, tmp_path: Path, corpus: Path) -> None:
-    start = base(tmp_path / "base")
-    first, second = (
-        trained(tmp_path / f"{size}", corpus, start, KINDS[kind] | {"trainer.micro_batch_size": size}).loop.model
-        for size in (4, 1)
-    )
-    for name, parameter in first.named_parameters():
-        assert torch.allclose(parameter, second.get_parameter(name), atol=1e-5), name
 
 
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out")

@@ -57,7 +57,7 @@ def kto(rows: slice = slice(None)) -> Tensor:
 
 
 def groups(mode: LossAggregation) -> Tensor:
-    """TRL's k3 is differentiated as it stands (see the museum); its value is that of the estimate."""
+    """TRL's k3 is differentiated as it stands, as it should not be; its value is that of the estimate."""
     gains = numbers(3, ROWS).unsqueeze(-1)
     losses, _ = policy_loss(log_probs(0), log_probs(2), gains, ClipOptions())
     losses = losses + 0.04 * kl_estimate(log_probs(0), log_probs(1), "k3")

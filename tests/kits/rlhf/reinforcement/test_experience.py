@@ -71,7 +71,8 @@ FEW: dict[str, Choices] = {
     | {"rl.loss_aggregation": "seq-mean-token-sum", "rl.value_clip_range": 0.01},
     "vapo": PPO | {"rl.length_adaptive_alpha": 0.5, "rl.value_gae_lambda": 1.0, "rl.critic_warmup": 1},
     "adaptive, rewards whitened": PPO
-    | {"kl.controller": "adaptive", "kl.target": 0.01, "kl.horizon": 20}
+    # Near what the second round measures, where the step of the controller is not clipped.
+    | {"kl.controller": "adaptive", "kl.target": 1.0, "kl.horizon": 20}
     | {"rl.whiten_rewards": True, "rl.missing_eos_penalty": 0.5, "rollout.temperature": 0.7, "rl.epochs": 1},
     "grpo as published": GRPO | LOSS | {"kl.estimator": "k3", "kl.use_bias_correction": False},
     "k3 as a loss for the policy that drew": GRPO
