@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kitforge.core.kernels.recomputation import Recompute
@@ -44,6 +44,8 @@ from kitforge.models.t5.model import T5Config
 from tests.differential.drawn import WHOLE
 
 BATCH, LENGTH = 12, 8
+AXES = ("data", "shard", "context", "expert", "tensor")
+COLLECTIVES = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("c10d::")]
 # By the ranks of a group: names and shapes of its collectives.
 Order = dict[tuple[int, ...], list[tuple[str, tuple[tuple[int, ...], ...]]]]
 
@@ -199,11 +201,18 @@ class Case:
 
 
 def covering(cases: Sequence[Case]) -> list[Case]:
-    """In the gate those that have among them every value of every field, every network with its heads divided, and
-    every recomputation of experts without tokens; in `make prove` all."""
+    """In the gate those that have among them every value of every field, every set of axes and every degree, experts
+    with copies and without, every network with its heads divided, and every recomputation of experts without tokens; in
+    `make prove` all."""
     seen, kept = set[tuple[str, Any]](), list[Case]()
     for case in cases:
-        values: set[tuple[str, Any]] = {(each.name, getattr(case, each.name)) for each in dataclasses.fields(case)}
+        values: set[tuple[str, Any]] = {
+            (each.name, getattr(part, each.name)) for part in (case, case.degrees) for each in dataclasses.fields(part)
+        } - {("degrees", case.degrees)}
+        degrees = case.degrees
+        values.add(("axes", tuple(axis for axis in AXES if getattr(degrees, axis) > 1)))
+        has_copies = degrees.data * degrees.shard * degrees.context > degrees.expert > 1
+        values.add(("copies of experts, sharded or not", (has_copies, degrees.shard > 1)))
         values.add(("heads", (case.family, case.degrees.tensor > 1)))
         values.add(("idle", (case.recompute, case.has_equal_scores)))
         if WHOLE or not values <= seen:
@@ -212,28 +221,35 @@ def covering(cases: Sequence[Case]) -> list[Case]:
     return kept
 
 
-class Messages(TorchDispatchMode):
-    """Records the collectives of a rank in order, by the ranks of their group: name and shapes."""
+class Messages:
+    """Records the collectives of a rank in order while a `with` lasts, by the ranks of their group: name and shapes.
+
+    Its kernels stand before those of torch for collectives alone: a mode would see each operation of the step, which
+    takes as long as the step.
+    """
 
     def __init__(self) -> None:
-        super().__init__()
         self.order: Order = {}
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """No: nothing is compiled here, and torch's shield against it takes as long as the steps."""
-        return False
+    def __enter__(self) -> Self:
+        self._kernels = torch.library.Library("c10d", "IMPL")  # noqa: TOR901 (ends with the `with`)
+        for name in COLLECTIVES:
+            operation = getattr(torch.ops.c10d, name.removeprefix("c10d::")).default
+            self._kernels.impl(name, functools.partial(self._run, operation), "AutogradCPU", with_keyset=True)
+        return self
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function.namespace == "c10d":
-            objects = [each for each in args if isinstance(each, torch.ScriptObject)]
-            group = next(each for each in objects if "ProcessGroup" in str(each._type()))
-            ranks = tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(group)))
-            # Of an exchange whose parts differ in size each rank has a number of rows of its own.
-            is_uneven = function.name() == "c10d::alltoall_base_" and len(args[3]) > 0
-            shapes = tuple(tuple(each.shape)[is_uneven:] for each in tree_leaves(args) if isinstance(each, Tensor))
-            self.order.setdefault(ranks, []).append((function.name(), shapes))
-        return function(*args, **(kwargs or {}))
+    def __exit__(self, *_: object) -> None:
+        self._kernels._destroy()
+
+    def _run(self, operation: Any, keys: Any, *args: Any) -> Any:
+        objects = [each for each in args if isinstance(each, torch.ScriptObject)]
+        group = next(each for each in objects if "ProcessGroup" in str(each._type()))
+        ranks = tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(group)))
+        # Of an exchange whose parts differ in size each rank has a number of rows of its own.
+        is_uneven = operation.name() == "c10d::alltoall_base_" and len(args[3]) > 0
+        shapes = tuple(tuple(each.shape)[is_uneven:] for each in tree_leaves(args) if isinstance(each, Tensor))
+        self.order.setdefault(ranks, []).append((operation.name(), shapes))
+        return operation.redispatch(keys & torch._C._after_autograd_keyset, *args)
 
 
 def first_difference(orders: Sequence[Order]) -> str | None:
@@ -273,10 +289,15 @@ def init_sharded(network: Any, sharding: Sharding, world: World, seed: int) -> A
     return network
 
 
+@functools.cache
+def mesh_of(degrees: ParallelConfig) -> Mesh:
+    """Of this rank; its groups of processes take as long as a step."""
+    return Mesh(degrees, "cpu")
+
+
 def run_step(rank: int, case: Case, fault: str | None = None) -> Outcome:
     """The step on this rank; with a fault planted, if one is named."""
-    alone = case.degrees.world_size == 1
-    world = World(device=torch.device("cpu"), mesh=None if alone else Mesh(case.degrees, "cpu"))
+    world = World(device=torch.device("cpu"), mesh=mesh_of(case.degrees) if case.degrees.world_size > 1 else None)
     with ExitStack() as stack:
         stack.enter_context(FAULTS[fault]() if fault is not None else nullcontext())
         messages = stack.enter_context(Messages())
