@@ -111,26 +111,27 @@ def assert_equal(found: Outcome, wanted: Outcome) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("degrees", "config"),
+    ("degrees", "config", "losses"),
     [
-        (ParallelConfig(tensor=2), CONFIG),
-        (ParallelConfig(tensor=2), TIED),
-        (ParallelConfig(tensor=2, sequence_parallel=False), CONFIG),
-        (ParallelConfig(tensor=4), CONFIG),
-        (ParallelConfig(tensor=2, shard=2), TIED),
+        (ParallelConfig(tensor=2), CONFIG, LOSSES),
+        (ParallelConfig(tensor=2), TIED, LOSSES),
+        (ParallelConfig(tensor=2, sequence_parallel=False), CONFIG, LOSSES),
+        # An empty piece of the words, and the shards of all: by the kernels, and by logits and hidden states.
+        (ParallelConfig(tensor=4), CONFIG, [log_probs, mixed]),
+        (ParallelConfig(tensor=2, shard=2), TIED, [mixed]),
     ],
     ids=["2-untied", "2-tied", "2,whole-untied", "4-untied", "2 and shard-tied"],
 )
-def test_every_gradient_is_that_of_one_process(degrees: ParallelConfig, config: LlamaConfig) -> None:
-    if degrees.shard > 1:
-        # Each replica takes the loss of the whole batch, so that their sum is the loss twice.
-        wanted = [
-            (loss, 2 * norm, {name: 2 * each for name, each in gradients.items()})
-            for loss, norm, gradients in alone(config)
-        ]
-    else:
-        wanted = alone(config)
-    for found in run_ranks(degrees.world_size, outcomes, degrees, config, LOSSES):
+def test_every_gradient_is_that_of_one_process(
+    degrees: ParallelConfig, config: LlamaConfig, losses: list[Callable[[Decoder], Tensor]]
+) -> None:
+    # Each replica takes the loss of the whole batch, so that their sum is the loss twice.
+    times = degrees.shard
+    wanted = [
+        (loss, times * norm, {name: times * each for name, each in gradients.items()})
+        for loss, norm, gradients in (alone(config)[LOSSES.index(each)] for each in losses)
+    ]
+    for found in run_ranks(degrees.world_size, outcomes, degrees, config, losses):
         for one, other in zip(found, wanted, strict=True):
             assert_equal(one, other)
 
