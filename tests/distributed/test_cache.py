@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -43,8 +44,11 @@ NUM_STEPS = 9
 WAYS: tuple[ShardingType, ...] = ("row", "column", "table", "replicate")
 JOBS: list[tuple[ShardingType, str]] = [("row", optimizer) for optimizer in OPTIMIZERS]
 JOBS += [(way, optimizer) for way in WAYS[1:] for optimizer in ("adagrad", "adam")]
-# Four ranks take each placement; `test_cache_product.py` has them all.
-JOBS_OF = {2: JOBS, 4: [("row", "adam"), *((way, "adagrad") for way in WAYS)]}
+# Rows know no ranks, so a rule for each kind of state is enough beside each placement; `test_cache_product.py` has all.
+JOBS_OF = {
+    2: [("row", "sgd"), ("row", "ftrl"), *itertools.product(WAYS, ("adagrad", "adam"))],
+    4: [("row", "adam"), *((way, "adagrad") for way in WAYS)],
+}
 # Uncached, then caches that differ in look-ahead, tiers and capacity.
 CASES = (
     Case(tiers="whole", depth=0),
@@ -116,7 +120,7 @@ def on_ranks(rank: int, jobs: list[tuple[ShardingType, str]], folder: str) -> li
 def trained(num_ranks: int) -> dict[tuple[ShardingType, str], list[list[Result]]]:
     """By job, for each rank the results of all cases."""
     # What one process has compiled its ranks need not compile each for itself.
-    for _, optimizer in JOBS:
+    for _, optimizer in JOBS_OF[num_ranks]:
         alone(optimizer)
     with tempfile.TemporaryDirectory() as folder:
         answers = run_ranks(num_ranks, on_ranks, JOBS_OF[num_ranks], folder)
