@@ -7,7 +7,7 @@ import functools
 import importlib
 import pickle
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,22 @@ def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) ->
         given = (world_size, Path(folder), function, arguments)
         processes.run_ranks(world_size, _rank, *given, timeout=TIMEOUT.total_seconds() * 3)
         return [pickle.loads((Path(folder) / f"answer_{rank}").read_bytes()) for rank in range(world_size)]
+
+
+def ask_ranks(questions: Mapping[Any, tuple[Any, ...]]) -> dict[Any, list[Any]]:
+    """Of each question, a number of ranks and a function with its arguments, what the function returns on each rank.
+    One launch answers all questions of one number, since most of what a short run costs is the first of a process; a
+    number of one is this process."""
+    found = {}
+    for size in sorted({size for size, *_ in questions.values()}):
+        asked = {name: rest for name, (number, *rest) in questions.items() if number == size}
+        answers = run_ranks(size, _answers, [*asked.values()]) if size > 1 else [_answers(0, [*asked.values()])]
+        found |= dict(zip(asked, map(list, zip(*answers, strict=True)), strict=True))
+    return found
+
+
+def _answers(rank: int, asked: list[Any]) -> list[Any]:
+    return [function(rank, *arguments) for function, *arguments in asked]
 
 
 def _rank(rank: int, world_size: int, folder: Path, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:

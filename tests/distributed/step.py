@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
-from unittest import mock
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kitforge.core.kernels.recomputation import Recompute
-from kitforge.core.nn import moe
-from kitforge.core.nn.context import Context, DropoutKey, DropoutShard, EncoderInput
+from kitforge.core.nn.context import Context, DropoutKey, EncoderInput
 from kitforge.core.nn.init import init_weights
-from kitforge.core.nn.moe import Experts, ExpertsConfig, MoE
+from kitforge.core.nn.moe import ExpertsConfig
 from kitforge.core.nn.rotary import RopeScaling
-from kitforge.core.parallel import parallelize as applying
-from kitforge.core.parallel import tensor
 from kitforge.core.parallel.config import ParallelConfig
-from kitforge.core.parallel.grid import Grid
 from kitforge.core.parallel.mesh import Mesh
 from kitforge.core.parallel.parallelize import parallelize
 from kitforge.core.parallel.sharding import Sharding
@@ -44,6 +38,8 @@ from kitforge.models.t5.model import T5Config
 from tests.differential.drawn import WHOLE
 
 BATCH, LENGTH = 12, 8
+AXES = ("data", "shard", "context", "expert", "tensor")
+COLLECTIVES = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("c10d::")]
 # By the ranks of a group: names and shapes of its collectives.
 Order = dict[tuple[int, ...], list[tuple[str, tuple[tuple[int, ...], ...]]]]
 
@@ -199,11 +195,18 @@ class Case:
 
 
 def covering(cases: Sequence[Case]) -> list[Case]:
-    """In the gate those that have among them every value of every field, every network with its heads divided, and
-    every recomputation of experts without tokens; in `make prove` all."""
+    """In the gate those that have among them every value of every field, every set of axes and every degree, experts
+    with copies and without, every network with its heads divided, and every recomputation of experts without tokens; in
+    `make prove` all."""
     seen, kept = set[tuple[str, Any]](), list[Case]()
     for case in cases:
-        values: set[tuple[str, Any]] = {(each.name, getattr(case, each.name)) for each in dataclasses.fields(case)}
+        values: set[tuple[str, Any]] = {
+            (each.name, getattr(part, each.name)) for part in (case, case.degrees) for each in dataclasses.fields(part)
+        } - {("degrees", case.degrees)}
+        degrees = case.degrees
+        values.add(("axes", tuple(axis for axis in AXES if getattr(degrees, axis) > 1)))
+        has_copies = degrees.data * degrees.shard * degrees.context > degrees.expert > 1
+        values.add(("copies of experts, sharded or not", (has_copies, degrees.shard > 1)))
         values.add(("heads", (case.family, case.degrees.tensor > 1)))
         values.add(("idle", (case.recompute, case.has_equal_scores)))
         if WHOLE or not values <= seen:
@@ -212,28 +215,35 @@ def covering(cases: Sequence[Case]) -> list[Case]:
     return kept
 
 
-class Messages(TorchDispatchMode):
-    """Records the collectives of a rank in order, by the ranks of their group: name and shapes."""
+class Messages:
+    """Records the collectives of a rank in order while a `with` lasts, by the ranks of their group: name and shapes.
+
+    Its kernels stand before those of torch for collectives alone: a mode would see each operation of the step, which
+    takes as long as the step.
+    """
 
     def __init__(self) -> None:
-        super().__init__()
         self.order: Order = {}
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """No: nothing is compiled here, and torch's shield against it takes as long as the steps."""
-        return False
+    def __enter__(self) -> Self:
+        self._kernels = torch.library.Library("c10d", "IMPL")  # noqa: TOR901 (ends with the `with`)
+        for name in COLLECTIVES:
+            operation = getattr(torch.ops.c10d, name.removeprefix("c10d::")).default
+            self._kernels.impl(name, functools.partial(self._run, operation), "AutogradCPU", with_keyset=True)
+        return self
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function.namespace == "c10d":
-            objects = [each for each in args if isinstance(each, torch.ScriptObject)]
-            group = next(each for each in objects if "ProcessGroup" in str(each._type()))
-            ranks = tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(group)))
-            # Of an exchange whose parts differ in size each rank has a number of rows of its own.
-            is_uneven = function.name() == "c10d::alltoall_base_" and len(args[3]) > 0
-            shapes = tuple(tuple(each.shape)[is_uneven:] for each in tree_leaves(args) if isinstance(each, Tensor))
-            self.order.setdefault(ranks, []).append((function.name(), shapes))
-        return function(*args, **(kwargs or {}))
+    def __exit__(self, *_: object) -> None:
+        self._kernels._destroy()
+
+    def _run(self, operation: Any, keys: Any, *args: Any) -> Any:
+        objects = [each for each in args if isinstance(each, torch.ScriptObject)]
+        group = next(each for each in objects if "ProcessGroup" in str(each._type()))
+        ranks = tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(group)))
+        # Of an exchange whose parts differ in size each rank has a number of rows of its own.
+        is_uneven = operation.name() == "c10d::alltoall_base_" and len(args[3]) > 0
+        shapes = tuple(tuple(each.shape)[is_uneven:] for each in tree_leaves(args) if isinstance(each, Tensor))
+        self.order.setdefault(ranks, []).append((operation.name(), shapes))
+        return operation.redispatch(keys & torch._C._after_autograd_keyset, *args)
 
 
 def first_difference(orders: Sequence[Order]) -> str | None:
@@ -273,13 +283,16 @@ def init_sharded(network: Any, sharding: Sharding, world: World, seed: int) -> A
     return network
 
 
-def run_step(rank: int, case: Case, fault: str | None = None) -> Outcome:
-    """The step on this rank; with a fault planted, if one is named."""
-    alone = case.degrees.world_size == 1
-    world = World(device=torch.device("cpu"), mesh=None if alone else Mesh(case.degrees, "cpu"))
-    with ExitStack() as stack:
-        stack.enter_context(FAULTS[fault]() if fault is not None else nullcontext())
-        messages = stack.enter_context(Messages())
+@functools.cache
+def world_of(degrees: ParallelConfig) -> World:
+    """Of this rank, or of one process. It is kept, since its groups of ranks take as long as a step."""
+    return World(device=torch.device("cpu"), mesh=Mesh(degrees, "cpu") if degrees.world_size > 1 else None)
+
+
+def run_step(rank: int, case: Case) -> Outcome:
+    """The step on this rank."""
+    world = world_of(case.degrees)
+    with Messages() as messages:
         return _step(case, world, messages.order)
 
 
@@ -360,114 +373,3 @@ def difference(outcome: Outcome, alone: Outcome) -> float:
         scale = max(float(wanted.norm()), 1e-6 * alone.norm)
         worst = max(worst, float((gradient - outcome.regions[name].of(wanted)).norm()) / scale)
     return worst
-
-
-def _not_summed() -> Any:
-    return mock.patch.object(tensor.TensorParallelModel, "partial_gradients", lambda _self: [])
-
-
-def _router_not_summed() -> Any:
-    partial = tensor.TensorParallelModel.partial_gradients
-    return mock.patch.object(
-        tensor.TensorParallelModel,
-        "partial_gradients",
-        lambda self: [name for name in partial(self) if ".router." not in name],
-    )
-
-
-def _tied_once() -> Any:
-    def wrap(model: Any, split: Any, prefix: str, original: Callable[..., None] = tensor._wrap_language_model) -> None:
-        original(model, split, prefix)
-        whole = model.kernels.linear_cross_entropy
-        model.kernels = dataclasses.replace(
-            model.kernels, linear_cross_entropy=lambda hidden, weight, targets: whole(hidden, weight.detach(), targets)
-        )
-
-    return mock.patch.object(tensor, "_wrap_language_model", wrap)
-
-
-def _counted_twice() -> Any:
-    return mock.patch.object(Grid, "num_holders", lambda *_: 1)
-
-
-def _same_noise() -> Any:
-    def noise(self: tensor.SequenceLayout, _outer: DropoutShard) -> DropoutShard:
-        return DropoutShard(sequence=(0, self.degree) if self.is_sharded else (0, 1), heads=(0, self.degree))
-
-    return mock.patch.object(tensor.SequenceLayout, "dropout_shard", noise)
-
-
-def _averaged_per_rank() -> Any:
-    return mock.patch.object(World, "sum", lambda _self, values: dict(values))
-
-
-def _copies_apart() -> Any:
-    return mock.patch.object(applying.GradientBuckets, "finish", lambda _self: None)
-
-
-def _bias_on_every_rank() -> Any:
-    return mock.patch.object(tensor.Linear, "without_bias", tensor.Linear.forward)
-
-
-def _balanced_once_per_rank() -> Any:
-    """The balance of experts as if the hidden width of no expert were cut."""
-
-    def balanced(self: MoE, *inputs: Any, original: Callable[..., Tensor] = MoE._balanced) -> Tensor:
-        config = dataclasses.replace(self.config, hidden_dim=self.experts.up.shape[1])
-        with mock.patch.object(self, "config", config):
-            return original(self, *inputs)
-
-    return mock.patch.object(MoE, "_balanced", balanced)
-
-
-def _balanced_by_itself() -> Any:
-    """The balance of experts as a mean over the tokens of each rank."""
-
-    def balanced(self: MoE, output: Tensor, routing: Any, kept: Tensor, given: Context) -> Tensor:
-        own = dataclasses.replace(given, loss_weight=1.0 / given.counted.sum().clamp(min=1).double())  # type: ignore[union-attr]
-        return original(self, output, routing, kept, own)
-
-    original = MoE._balanced
-    return mock.patch.object(MoE, "_balanced", balanced)
-
-
-def _expert_gradient_divided() -> Any:
-    """The gradients of experts as means over the ranks, as if each saw its own batch of them."""
-
-    def forward(self: Experts, *inputs: Tensor, original: Callable[..., Tensor] = Experts.forward) -> Tensor:
-        output = original(self, *inputs)
-        for parameter in self.parameters():
-            if parameter.requires_grad and not hasattr(parameter, "divided"):
-                parameter.register_hook(lambda gradient: gradient / 2)
-                parameter.divided = True  # type: ignore[attr-defined]
-        return output
-
-    return mock.patch.object(Experts, "forward", forward)
-
-
-def _rows_of_a_neighbour() -> Any:
-    """The rows of an expert from one before its first on."""
-
-    def shifted(experts: Tensor, num_experts: int, original: Callable[..., Any] = moe.permutation_of) -> Any:
-        found = original(experts, num_experts)
-        ends = found.ends.clone()
-        ends[0] += 1
-        return found._replace(ends=ends)
-
-    return mock.patch.object(moe, "permutation_of", shifted)
-
-
-FAULTS: dict[str, Callable[[], Any]] = {
-    "a partial gradient that is not summed": _not_summed,
-    "a tied weight without the head's gradient": _tied_once,
-    "a norm that counts copies": _counted_twice,
-    "the same dropout on every piece": _same_noise,
-    "a loss averaged on each rank": _averaged_per_rank,
-    "copies that do not sum": _copies_apart,
-    "a bias added on every rank": _bias_on_every_rank,
-    "a router's gradient that is not summed": _router_not_summed,
-    "a balance that every tensor rank adds": _balanced_once_per_rank,
-    "a balance of each rank by itself": _balanced_by_itself,
-    "an expert gradient divided by the ranks": _expert_gradient_divided,
-    "rows of a neighbouring expert": _rows_of_a_neighbour,
-}

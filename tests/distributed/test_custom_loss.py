@@ -16,15 +16,14 @@ from kitforge.core.nn.decoder import Decoder
 from kitforge.core.parallel import collectives
 from kitforge.core.parallel.config import ParallelConfig
 from kitforge.core.parallel.gather import gather_full_tensor
-from kitforge.core.parallel.mesh import Mesh
 from kitforge.core.parallel.parallelize import ParallelModel, parallel_model_of, parallelize
 from kitforge.core.parallel.sharding import Sharding, ShardingRule
-from kitforge.core.parallel.world import ALONE, World
+from kitforge.core.parallel.world import World
 from kitforge.models.llama.model import LlamaConfig
 from kitforge.models.loading import build_on_meta
 from kitforge.models.sharding import DECODER
 from tests.distributed.ranks import run_ranks
-from tests.distributed.step import init_sharded
+from tests.distributed.step import init_sharded, world_of
 
 # Nine words on four ranks: pieces of three rows and an empty one.
 CONFIG = LlamaConfig(vocab_size=9, dim=16, num_layers=2, num_heads=4, num_kv_heads=4, mlp_dim=24, max_length=32)
@@ -83,7 +82,7 @@ def whole_gradients(parallel: ParallelModel, world: World) -> dict[str, Tensor]:
 def outcomes(
     rank: int, degrees: ParallelConfig, config: LlamaConfig, losses: list[Callable[[Decoder], Tensor]]
 ) -> list[Outcome]:
-    world = World(device=torch.device("cpu"), mesh=Mesh(degrees, "cpu")) if degrees.world_size > 1 else ALONE
+    world = world_of(degrees)
     found: list[Outcome] = []
     for loss_of in losses:
         model = init_sharded(build_on_meta(config, "O1").double(), DECODER, world, 0)
@@ -111,26 +110,27 @@ def assert_equal(found: Outcome, wanted: Outcome) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("degrees", "config"),
+    ("degrees", "config", "losses"),
     [
-        (ParallelConfig(tensor=2), CONFIG),
-        (ParallelConfig(tensor=2), TIED),
-        (ParallelConfig(tensor=2, sequence_parallel=False), CONFIG),
-        (ParallelConfig(tensor=4), CONFIG),
-        (ParallelConfig(tensor=2, shard=2), TIED),
+        (ParallelConfig(tensor=2), CONFIG, LOSSES),
+        (ParallelConfig(tensor=2), TIED, LOSSES),
+        (ParallelConfig(tensor=2, sequence_parallel=False), CONFIG, LOSSES),
+        # An empty piece of the words, and the shards of all: by the kernels, and by logits and hidden states.
+        (ParallelConfig(tensor=4), CONFIG, [log_probs, mixed]),
+        (ParallelConfig(tensor=2, shard=2), TIED, [mixed]),
     ],
     ids=["2-untied", "2-tied", "2,whole-untied", "4-untied", "2 and shard-tied"],
 )
-def test_every_gradient_is_that_of_one_process(degrees: ParallelConfig, config: LlamaConfig) -> None:
-    if degrees.shard > 1:
-        # Each replica takes the loss of the whole batch, so that their sum is the loss twice.
-        wanted = [
-            (loss, 2 * norm, {name: 2 * each for name, each in gradients.items()})
-            for loss, norm, gradients in alone(config)
-        ]
-    else:
-        wanted = alone(config)
-    for found in run_ranks(degrees.world_size, outcomes, degrees, config, LOSSES):
+def test_every_gradient_is_that_of_one_process(
+    degrees: ParallelConfig, config: LlamaConfig, losses: list[Callable[[Decoder], Tensor]]
+) -> None:
+    # Each replica takes the loss of the whole batch, so that their sum is the loss twice.
+    times = degrees.shard
+    wanted = [
+        (loss, times * norm, {name: times * each for name, each in gradients.items()})
+        for loss, norm, gradients in (alone(config)[LOSSES.index(each)] for each in losses)
+    ]
+    for found in run_ranks(degrees.world_size, outcomes, degrees, config, losses):
         for one, other in zip(found, wanted, strict=True):
             assert_equal(one, other)
 
@@ -159,7 +159,7 @@ class Scored(nn.Module):
 
 
 def scores(rank: int, degrees: ParallelConfig) -> Outcome:
-    world = World(device=torch.device("cpu"), mesh=Mesh(degrees, "cpu")) if degrees.world_size > 1 else ALONE
+    world = world_of(degrees)
     model = Scored().double()
     own = Sharding(rules=(ShardingRule(module="score", gradient="whole"),))
     parallel = parallelize(model, DECODER.with_prefix("backbone").merged_with(own), world)

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
-import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,21 +20,30 @@ from kitforge.core.checkpoint.load import open_checkpoint
 from kitforge.core.parallel.grid import Grid
 from kitforge.core.parallel.layout import Layout
 from kitforge.foundation.errors import CheckpointError, ConfigError
-from kitforge.trainer.run_folder import train
-from tests.distributed.ranks import run_ranks
-from tests.distributed.test_training import MIXTURE, numbers, world
-from tests.distributed.training import ready, run_training, write_text
+from kitforge.verify.run_equality import copy_up_to
+from tests.differential.drawn import WHOLE
+from tests.distributed.ranks import ask_ranks
+from tests.distributed.training import (
+    MIXTURE,
+    assert_log_of_one_process,
+    numbers,
+    ready,
+    run_training,
+    train,
+    world_size,
+    write_text,
+)
 
 pytestmark = pytest.mark.slow
 
-HALF = 4
-BASE = MIXTURE | {"data.batch_size": 5, "trainer.max_steps": 6, "trainer.checkpoint_every": HALF}
+HALF = 2
+BASE = MIXTURE | {"data.batch_size": 5, "trainer.checkpoint_every": HALF}
 BIAS = {
     **BASE,
     "model.experts.balance": "bias",
     "model.experts.bias_rate": 0.05,
     "optimizer.learning_rate": 2e-3,
-    "trainer.max_steps": 7,  # an odd number of equal steps up and down
+    "trainer.max_steps": 3,  # an odd number of equal steps up and down
 }
 KINDS = {"sequence": BASE, "bias": BIAS, "sgd": BASE | {"optimizer.name": "sgd", "optimizer.learning_rate": 0.1}}
 
@@ -46,16 +53,16 @@ def divided(expert: int, **degrees: int) -> dict[str, Any]:
 
 
 # A rank has a dry row in some step; capacity and recomputation; copies of experts, sharded or not.
-WHOLE: list[tuple[str, dict[str, Any]]] = [
+CASES: list[tuple[str, dict[str, Any]]] = [
     ("sequence", divided(2, data=2) | {"trainer.micro_batch_size": 1, "trainer.activation_checkpointing": "full"}),
     ("bias", divided(2, shard=2) | {"trainer.micro_batch_size": 2, "trainer.activation_checkpointing": "selective"}),
     ("sequence", divided(2, data=2, tensor=2)),
     ("bias", divided(2, data=2, context=2)),
-    ("sequence", divided(4, shard=2, context=2)),
-    ("sgd", divided(2, shard=4)),
+    ("sgd", divided(4, shard=2, context=2)),
+    ("sequence", divided(2, shard=4)),
 ]
-# By the ranks that stop, those that go on.
-FIRST = [divided(2, data=2, tensor=2), divided(2, shard=4)]
+# Those whose checkpoints others go on from: of one process and of ranks.
+FIRST: list[dict[str, Any]] = [{}, CASES[2][1], CASES[5][1]]
 LATER: list[dict[str, Any]] = [
     {},
     divided(1, tensor=2),
@@ -64,11 +71,11 @@ LATER: list[dict[str, Any]] = [
     divided(4, data=4),
     divided(2, shard=2, context=2),
 ]
-# Of those that stop, none and then FIRST, and of those that go on: each goes on from one, beside the whole product.
+# Each goes on from one, beside the whole product.
 RESUMED = [
     (first, later)
-    for later, first in itertools.product(range(len(LATER)), range(len(FIRST) + 1))
-    if "KITFORGE_PROVE" in os.environ or first == (later + 1) % (len(FIRST) + 1)
+    for later, first in itertools.product(range(len(LATER)), range(len(FIRST)))
+    if WHOLE or first == (later + 1) % len(FIRST)
 ]
 
 
@@ -81,43 +88,29 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @functools.cache
 def alone(folder: Path, kind: str) -> list[dict[str, Any]]:
-    lines, _ = run_training(0, folder, {**KINDS[kind], "output_dir": str(folder / kind)})
-    return lines
+    return run_training(0, folder, {**KINDS[kind], "output_dir": str(place_of(folder, kind, {}))})[0]
 
 
-def runs(rank: int, folder: Path, each: list[Mapping[str, Any]]) -> list[list[dict[str, Any]]]:
-    return [run_training(rank, folder, choices)[0] for choices in each]
+def place_of(folder: Path, kind: str, choices: Mapping[str, Any]) -> Path:
+    return folder / f"{kind} {CASES.index((kind, dict(choices))) if choices else 'alone'}"
 
 
-def halves(rank: int, folder: Path, each: list[Mapping[str, Any]]) -> None:
-    """Train until the checkpoint is there, then stop as a signal would have it."""
-    torch.set_num_threads(1)
-    for choices in each:
-        assembly, told = ready(rank, folder, choices)
-        told.stop_at = HALF
-        train(assembly.loop, assembly.options, assembly.folder, assembly.config_text)
-
-
-def resumed(rank: int, folder: Path, each: list[Mapping[str, Any]]) -> list[tuple[list[dict[str, Any]], list[str]]]:
-    """The log of each run that goes on, and the tensors that this rank has not read to the bit."""
-    torch.set_num_threads(1)
-    found = []
-    for choices in each:
-        assembly, told = ready(rank, folder, choices | {"resume": "auto"})
-        checkpoint = open_checkpoint(Path(choices["output_dir"]) / "checkpoints" / f"step_{HALF}")
-        state = assembly.loop.state
-        assembly.loop.resume(checkpoint)
-        pieces = {**dict(state.model_tensors()), **dict(state.optimizer.tensors())}
-        regions = state.parallel.regions(state.layouts())
-        wanted = {name: checkpoint.tensor(name) for name in pieces}
-        wrong = [
-            name
-            for name, piece in pieces.items()
-            if not torch.equal(piece, regions[name].of(wanted[name]) if name in regions else wanted[name])
-        ]
-        train(assembly.loop, assembly.options, assembly.folder, assembly.config_text)
-        found.append((told.lines, wrong))
-    return found
+def resumed(rank: int, folder: Path, choices: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
+    """The log of a run that goes on, and the tensors that this rank has not read to the bit."""
+    assembly, told = ready(rank, folder, choices | {"resume": "auto"})
+    checkpoint = open_checkpoint(Path(choices["output_dir"]) / "checkpoints" / f"step_{HALF}")
+    state = assembly.loop.state
+    assembly.loop.resume(checkpoint)
+    pieces = {**dict(state.model_tensors()), **dict(state.optimizer.tensors())}
+    regions = state.parallel.regions(state.layouts())
+    wanted = {name: checkpoint.tensor(name) for name in pieces}
+    wrong = [
+        name
+        for name, piece in pieces.items()
+        if not torch.equal(piece, regions[name].of(wanted[name]) if name in regions else wanted[name])
+    ]
+    train(assembly.loop, assembly.options, assembly.folder, assembly.config_text)
+    return told.lines, wrong
 
 
 def refused(rank: int, folder: Path, choices: Mapping[str, Any]) -> str:
@@ -126,77 +119,62 @@ def refused(rank: int, folder: Path, choices: Mapping[str, Any]) -> str:
     return str(error.value)
 
 
-def test_a_step_of_two_replicas_is_not_balanced_over_the_batch_of_each(folder: Path) -> None:
-    choices = {**BASE, "data.batch_size": 4, "model.experts.balance": "batch", "output_dir": str(folder / "replicas")}
-    for found in run_ranks(2, refused, folder, choices | divided(1, data=2)):
+@pytest.fixture(scope="module")
+def runs(folder: Path) -> dict[Any, list[Any]]:
+    """Of each case what its ranks return, and what is said of those that are refused."""
+    questions: dict[Any, tuple[Any, ...]] = {}
+    for number, (kind, choices) in enumerate(CASES):
+        given = {**KINDS[kind], **choices, "output_dir": str(place_of(folder, kind, choices))}
+        questions[number] = (world_size(choices), run_training, folder, given)
+    replicas = {**BASE, "data.batch_size": 4, "model.experts.balance": "batch", "output_dir": str(folder / "replicas")}
+    questions["refused"] = (2, refused, folder, replicas | divided(1, data=2))
+    questions["saved wrongly"] = (4, saved_wrongly, folder, {**BASE, **divided(2, data=4), "trainer.max_steps": 2})
+    return ask_ranks(questions)
+
+
+def test_a_step_of_two_replicas_is_not_balanced_over_the_batch_of_each(runs: dict[Any, list[Any]]) -> None:
+    for found in runs["refused"]:
         assert "1 micro-batches a step on each of 2 replicas" in found
 
 
-@pytest.fixture(scope="module")
-def whole(folder: Path) -> list[list[list[dict[str, Any]]]]:
-    """Of each run, the logs of its ranks."""
-    choices = [
-        {**KINDS[kind], **mesh, "output_dir": str(folder / f"whole_{number}")}
-        for number, (kind, mesh) in enumerate(WHOLE)
-    ]
-    found: dict[int, list[list[dict[str, Any]]]] = {}
-    for size in (2, 4):
-        numbers_of_size = [number for number, each in enumerate(choices) if world(each) == size]
-        ranks = run_ranks(size, runs, folder, [choices[number] for number in numbers_of_size])
-        found |= {number: [rank[place] for rank in ranks] for place, number in enumerate(numbers_of_size)}
-    return [found[number] for number in range(len(choices))]
-
-
-@pytest.mark.parametrize("number", range(len(WHOLE)), ids=lambda number: str(WHOLE[number]))
+@pytest.mark.parametrize("number", range(len(CASES)), ids=lambda number: str(CASES[number]))
 def test_runs_with_divided_experts_are_those_of_one_process(
-    folder: Path, whole: list[list[list[dict[str, Any]]]], number: int
+    folder: Path, runs: dict[Any, list[Any]], number: int
 ) -> None:
-    one = alone(folder, WHOLE[number][0])
-    for lines in whole[number]:
-        for name in ("loss", "eval/loss"):
-            assert numbers(lines, name) == pytest.approx(numbers(one, name), abs=2e-6)
-        assert numbers(lines, "grad_norm") == pytest.approx(numbers(one, "grad_norm"), rel=1e-4)
-        for name in ("experts/load/0", "experts/load/3", "experts/fullest", "experts/dropped"):
-            assert numbers(lines, name) == numbers(one, name)
+    names = ("experts/load/0", "experts/load/3", "experts/fullest", "experts/dropped")
+    for lines, _ in runs[number]:
+        assert_log_of_one_process(lines, alone(folder, CASES[number][0]), *names)
 
 
 @pytest.fixture(scope="module")
-def halfway(folder: Path) -> list[Path]:
-    """Runs that have stopped at their checkpoint, one of one process; to be copied and never written."""
-    places = [folder / f"halfway_{number}" for number in range(len(FIRST) + 1)]
-    halves(0, folder, [{**BASE, "output_dir": str(places[0])}])
-    run_ranks(
-        4,
-        halves,
-        folder,
-        [{**BASE, **mesh, "output_dir": str(place)} for mesh, place in zip(FIRST, places[1:], strict=True)],
-    )
-    return places
+def continued(folder: Path, runs: dict[Any, list[Any]]) -> dict[Any, list[Any]]:
+    alone(folder, "sequence")
+    questions = {}
+    for first, later in RESUMED:
+        copy = copy_up_to(place_of(folder, "sequence", FIRST[first]), folder / f"{first} to {later}", HALF)
+        given = {**BASE, **LATER[later], "output_dir": str(copy)}
+        questions[first, later] = (world_size(LATER[later]), resumed, folder, given)
+    return ask_ranks(questions)
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_a_run_goes_on_under_any_other_division(folder: Path, halfway: list[Path], tmp_path: Path, size: int) -> None:
-    wanted = numbers(alone(folder, "sequence"), "loss")[HALF:]
-    choices = [
-        {**BASE, **LATER[later], "output_dir": str(shutil.copytree(halfway[first], tmp_path / f"{first}_{later}"))}
-        for first, later in RESUMED
-        if world(LATER[later]) == size
-    ]
-    ranks = [resumed(0, folder, choices)] if size == 1 else run_ranks(size, resumed, folder, choices)
-    for rank in ranks:
-        for lines, wrong in rank:
-            assert not wrong
-            assert numbers(lines, "loss") == pytest.approx(wanted, abs=2e-6)
+@pytest.mark.parametrize(("first", "later"), RESUMED)
+def test_a_run_goes_on_under_any_other_division(
+    folder: Path, continued: dict[Any, list[Any]], first: int, later: int
+) -> None:
+    for lines, wrong in continued[first, later]:
+        assert not wrong
+        assert numbers(lines, "loss") == pytest.approx(numbers(alone(folder, "sequence"), "loss")[HALF:], abs=2e-6)
 
 
-def test_every_expert_is_saved_once(halfway: list[Path]) -> None:
+def test_every_expert_is_saved_once(folder: Path, runs: dict[Any, list[Any]]) -> None:
+    alone(folder, "sequence")
     stored = []
-    for place in halfway:
-        folder = place / "checkpoints" / f"step_{HALF}"
-        files = [safetensors_file.TensorFile(path, CheckpointError) for path in folder.glob("*.safetensors")]
+    for choices in FIRST:
+        place = place_of(folder, "sequence", choices) / "checkpoints" / f"step_{HALF}"
+        files = [safetensors_file.TensorFile(path, CheckpointError) for path in place.glob("*.safetensors")]
         stored.append(sum(file.tensor(name).nbytes for file in files for name in file.names()))
-        checkpoint = open_checkpoint(folder)
+        checkpoint = open_checkpoint(place)
         for name in ("gate", "up", "down"):
             experts = f"blocks.1.mlp.experts.{name}"
             assert len(checkpoint.tensor(experts)) == BASE["model.experts.num_experts"]
@@ -234,15 +212,14 @@ def saved_wrongly(rank: int, folder: Path, choices: Mapping[str, Any]) -> dict[s
     for fault, plant in SAVES.items():
         with plant():
             try:
-                halves(rank, folder, [{**choices, "output_dir": str(folder / fault)}])
+                run_training(rank, folder, {**choices, "output_dir": str(folder / fault)})
             except CheckpointError as error:
                 found[fault] = str(error)
     return found
 
 
-def test_experts_that_are_saved_never_or_twice_are_refused(folder: Path) -> None:
-    choices = {**BASE, **divided(2, data=4)}
-    for found in run_ranks(4, saved_wrongly, folder, choices):
+def test_experts_that_are_saved_never_or_twice_are_refused(runs: dict[Any, list[Any]]) -> None:
+    for found in runs["saved wrongly"]:
         for fault, wanted in (("never", "only a part of it"), ("twice", "elements that are in")):
             assert "blocks.0.mlp.experts.gate" in found[fault]
             assert wanted in found[fault]

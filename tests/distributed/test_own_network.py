@@ -8,11 +8,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kitforge.core.parallel.config import ParallelConfig
-from kitforge.core.parallel.mesh import Mesh
 from kitforge.core.parallel.parallelize import parallelize
 from kitforge.core.parallel.sharding import TENSOR, Sharding, ShardingRule
-from kitforge.core.parallel.world import ALONE, World
 from tests.distributed.ranks import run_ranks
+from tests.distributed.step import world_of
 
 SHARDING = Sharding(
     rules=(
@@ -50,7 +49,7 @@ class Network(nn.Module):
 
 
 def gradients(rank: int, degrees: ParallelConfig) -> tuple[float, dict[str, Tensor]]:
-    world = World(device=torch.device("cpu"), mesh=Mesh(degrees, "cpu")) if degrees.world_size > 1 else ALONE
+    world = world_of(degrees)
     torch.manual_seed(0)
     model = Network().double()
     input = torch.randn(4, 8, 3, dtype=torch.float64)

@@ -9,13 +9,12 @@ from torch import Tensor
 from kitforge.core.nn.lora import LoraConfig, attach
 from kitforge.core.parallel.config import ParallelConfig
 from kitforge.core.parallel.gather import gather_full_tensor
-from kitforge.core.parallel.mesh import Mesh
 from kitforge.core.parallel.parallelize import parallelize
-from kitforge.core.parallel.world import ALONE, World
 from kitforge.models.llama.model import LlamaConfig
 from kitforge.models.loading import build
 from kitforge.models.sharding import DECODER
 from tests.distributed.ranks import run_ranks
+from tests.distributed.step import world_of
 
 CONFIG = LlamaConfig(vocab_size=11, dim=16, num_layers=2, num_heads=4, mlp_dim=24, max_length=16, qk_norm=True)
 TARGETS = LoraConfig(rank=3, target_modules=("query", "out", "down"))
@@ -23,7 +22,7 @@ TOKENS = torch.randint(0, 11, (2, 8), generator=torch.Generator().manual_seed(1)
 
 
 def gradients(_rank: int, degrees: ParallelConfig, *, is_adapted: bool) -> dict[str, Tensor]:
-    world = World(device=torch.device("cpu"), mesh=Mesh(degrees, "cpu")) if degrees.world_size > 1 else ALONE
+    world = world_of(degrees)
     model = build(CONFIG, device=torch.device("cpu"), seed=0).double()
     if is_adapted:
         attach(model, "policy", TARGETS)

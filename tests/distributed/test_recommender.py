@@ -41,7 +41,7 @@ CASES = PRODUCT if "KITFORGE_PROVE" in os.environ else list(dict.fromkeys(SAMPLE
 @pytest.mark.parametrize(("family", "mesh"), CASES)
 def test_losses_on_ranks_are_those_of_one_process(tmp_path: Path, family: str, mesh: str) -> None:
     # 33 samples are shared unevenly, and micro-batches of 10 leave some ranks without a last one.
-    choices = {"data.batch_size": 33, "trainer.micro_batch_size": 10, "trainer.max_steps": 6}
+    choices = {"data.batch_size": 33, "trainer.micro_batch_size": 10, "trainer.max_steps": 3}
     one, _ = run(tmp_path / "one", family, choices)
     split = {**choices, **MESHES[mesh]}
     num_ranks = 4 if mesh == "both" else 2
@@ -75,12 +75,12 @@ def test_negatives_on_ranks_are_those_of_one_process(tmp_path: Path) -> None:
 
 
 def streamed(rank: int, folder: Path) -> Losses:
-    told, _ = online(folder, endless(), **{"trainer.max_steps": 6, "parallel.data": 2, "cache.prefetch_batches": 2})
+    told, _ = online(folder, endless(), **{"trainer.max_steps": 3, "parallel.data": 2, "cache.prefetch_batches": 2})
     return told
 
 
 def test_rows_that_come_once_are_shared_by_ranks_that_all_see_them(tmp_path: Path) -> None:
-    one, _ = online(tmp_path / "one", endless(), **{"trainer.max_steps": 6})
+    one, _ = online(tmp_path / "one", endless(), **{"trainer.max_steps": 3})
     for told in run_ranks(2, streamed, tmp_path / "many"):
         assert numbers(told, "loss") == pytest.approx(numbers(one, "loss"), abs=2e-6)
         assert numbers(told, "samples") == numbers(one, "samples")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -69,15 +71,25 @@ LLAMA = {
     "model.num_kv_heads": 4,
     "model.mlp_dim": 48,
 }
+MIXTURE = {
+    "model": "llama_moe_tiny",
+    "model.num_layers": 2,
+    "model.dim": 32,
+    "model.num_heads": 4,
+    "model.num_kv_heads": 4,
+    "model.mlp_dim": 12,
+    "model.experts.num_experts": 4,
+    "model.experts.balance_weight": 0.1,
+}
 BASE = {
     "data.batch_size": 6,
     "data.sequence_length": 16,
     "data.eval_fraction": 0.2,
-    "trainer.max_steps": 12,
-    "trainer.eval_every": 6,
+    "trainer.max_steps": 4,
+    "trainer.eval_every": 4,
     "trainer.eval_batches": 2,
     "trainer.progress": False,
-    "inference.max_new_tokens": 4,
+    "inference.max_new_tokens": 1,
     "optimizer.learning_rate": 1e-2,
     "device": "cpu",
 }
@@ -100,6 +112,23 @@ def run_training(rank: int, folder: Path, choices: Mapping[str, Any]) -> tuple[l
     train(assembly.loop, assembly.options, assembly.folder, assembly.config_text)
     pieces = assembly.loop.state.parallel.parameters()
     return told.lines, {name: piece.detach().clone() for name, piece in pieces.items()}
+
+
+def world_size(choices: Mapping[str, Any]) -> int:
+    return math.prod(choices.get(f"parallel.{axis}", 1) for axis in ("data", "shard", "context", "tensor"))
+
+
+def numbers(lines: list[dict[str, Any]], name: str) -> list[float]:
+    return [line[name] for line in lines if name in line]
+
+
+def assert_log_of_one_process(lines: list[dict[str, Any]], one: list[dict[str, Any]], *exact: str) -> None:
+    """Losses and norms within rounding, and the numbers of these names to the bit."""
+    for name in ("loss", "eval/loss"):
+        assert numbers(lines, name) == pytest.approx(numbers(one, name), abs=2e-6)
+    assert numbers(lines, "grad_norm") == pytest.approx(numbers(one, "grad_norm"), rel=1e-4)
+    for name in exact:
+        assert numbers(lines, name) == numbers(one, name), name
 
 
 def write_text(folder: Path) -> None:

@@ -20,7 +20,7 @@ from tests.trainer import tiny
 
 BATCH = 4
 PLAIN = GRADIENT_STEP | {"data.batch_size": BATCH, "trainer.max_steps": None}
-NETWORKS = {"llama": tiny.LLAMA, "gpt2 with dropout": tiny.GPT2 | tiny.DROPOUT}
+DOCUMENTS = {"data.train": "documents.jsonl", "data.eval_fraction": 0.2}
 
 
 class Doubled(Task):
@@ -65,54 +65,44 @@ def weights(
     return torch.cat([parameter.detach().flatten() for parameter in loop.model.parameters()])
 
 
-def distance(folder: Path, corpus: Path, choices: dict[str, Any], size: int, **how: Any) -> float:
-    """How far micro-batches of `size` lead from the whole batch, relative to the way."""
+def distance(folder: Path, corpus: Path, choices: dict[str, Any], *sizes: int, **how: Any) -> float:
+    """How far micro-batches of one of the sizes lead from the whole batch at most, relative to the way."""
     started = weights(folder, corpus, choices | {"trainer.max_steps": 1, "optimizer.learning_rate": 1e-30})
     whole = weights(folder, corpus, choices, **(how | {"fault": False}))
-    split = weights(folder, corpus, choices | {"trainer.micro_batch_size": size}, **how)
     way = float((whole - started).norm())
     assert way > 0.01
-    return float((split - whole).norm()) / way
+    split = [weights(folder, corpus, choices | {"trainer.micro_batch_size": size}, **how) for size in sizes]
+    return max(float((each - whole).norm()) for each in split) / way
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("network", NETWORKS)
-def test_micro_batches_equal_the_batch(tmp_path: Path, corpus: Path, network: str, size: int) -> None:
-    choices = {"model": NETWORKS[network], "trainer.max_steps": 2}
-    assert distance(tmp_path, corpus, choices, size) < 1e-12
+CASES: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
+    "llama": ({"model": tiny.LLAMA}, ()),
+    "gpt2 with dropout": ({"model": tiny.GPT2 | tiny.DROPOUT}, ()),
+    "packed documents": (DOCUMENTS, ()),
+    "a micro-batch without a target": ({}, (1, 2)),
+    "a first step without a target": ({}, (0, 1, 2, 3)),
+    "a last step without a target": ({}, (4, 5, 6, 7)),
+    "clipping, which sees the whole batch": ({"trainer.max_grad_norm": 0.1}, ()),
+}
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_micro_batches_of_packed_documents_equal_the_batch(tmp_path: Path, corpus: Path, size: int) -> None:
-    choices = {"data.train": "documents.jsonl", "data.eval_fraction": 0.2, "trainer.max_steps": 2}
-    assert distance(tmp_path, corpus, choices, size) < 1e-12
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] * ("model" in CASES[case][0])) for case in CASES]
+)
+def test_micro_batches_equal_the_batch(tmp_path: Path, corpus: Path, case: str) -> None:
+    choices, masked = CASES[case]
+    assert distance(tmp_path, corpus, choices | {"trainer.max_steps": 2}, 1, 3, masked=masked) < 1e-12
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_the_last_smaller_batch_of_an_epoch_is_divided_by_what_it_holds(
-    tmp_path: Path, corpus: Path, size: int
-) -> None:
+def test_the_last_smaller_batch_of_an_epoch_is_divided_by_what_it_holds(tmp_path: Path, corpus: Path) -> None:
     # 128 tokens a row: few rows, and no multiple of the batch.
     choices = {"data.sequence_length": 128, "data.batch_size": 16, "trainer.epochs": 1.0}
     steps = tiny.begin(tmp_path, corpus, PLAIN | choices).loop.task.steps(nn.Module(), Cursor())
     sizes = [sum(len(part["tokens"]) for part in step) for step in steps]
     assert sizes[:-1] == [16] * (len(sizes) - 1)
     assert 0 < sizes[-1] < 16
-    assert distance(tmp_path, corpus, choices, size) < 1e-12
-
-
-@pytest.mark.parametrize("masked", [(1, 2), (0, 1, 2, 3), (4, 5, 6, 7)])
-def test_micro_batches_and_steps_without_a_target_add_nothing(
-    tmp_path: Path, corpus: Path, masked: tuple[int, ...]
-) -> None:
-    assert distance(tmp_path, corpus, {"trainer.max_steps": 2}, 1, masked=masked) < 1e-12
+    assert distance(tmp_path, corpus, choices, 3) < 1e-12
 
 
 def test_a_division_by_the_micro_batchs_own_count_is_noticed(tmp_path: Path, corpus: Path) -> None:
-    choices = {"data.train": "documents.jsonl", "data.eval_fraction": 0.2, "trainer.max_steps": 2}
-    assert distance(tmp_path, corpus, choices, 1, fault=True) > 1e-6
-
-
-def test_clipping_sees_the_whole_batch(tmp_path: Path, corpus: Path) -> None:
-    assert distance(tmp_path, corpus, {"trainer.max_steps": 2, "trainer.max_grad_norm": 0.1}, 1) < 1e-12
+    assert distance(tmp_path, corpus, DOCUMENTS | {"trainer.max_steps": 2}, 1, fault=True) > 1e-6

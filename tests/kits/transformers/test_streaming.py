@@ -43,13 +43,13 @@ def test_resuming_from_a_step_changes_nothing(tmp_path: Path, corpus: Path, shar
 
 @pytest.mark.slow
 def test_ranks_change_nothing_and_another_number_of_them_goes_on(tmp_path: Path, corpus: Path, shards: str) -> None:
-    choices = STREAM | {"data.train": shards, "trainer.checkpoint_every": 6, "data.batch_size": 5}
+    choices = STREAM | {"data.train": shards, "trainer.checkpoint_every": 2, "data.batch_size": 5}
     one, _ = run_training(0, corpus, {**choices, "output_dir": str(tmp_path / "one")})
     two = {**choices, "parallel.data": 2, "output_dir": str(tmp_path / "two")}
     for lines, _ in run_ranks(2, run_training, corpus, two):
         assert losses(lines) == pytest.approx(losses(one), abs=2e-6)
     for name, ranks in (("back", 1), ("three", 3)):
-        folder = tiny.copy_up_to(tmp_path / "two", tmp_path / name, 6)
+        folder = tiny.copy_up_to(tmp_path / "two", tmp_path / name, 2)
         later = {**choices, "output_dir": str(folder), "resume": "auto", "parallel.data": ranks}
         runs = [run_training(0, corpus, later)] if ranks == 1 else run_ranks(ranks, run_training, corpus, later)
         for lines, _ in runs:
