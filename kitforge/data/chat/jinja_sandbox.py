@@ -164,7 +164,7 @@ class _Environment(ImmutableSandboxedEnvironment):
     def call(self, context: Any, callee: Any, /, *args: Any, **kwargs: Any) -> Any:
         owner = getattr(getattr(callee, "__wrapped__", callee), "__self__", None)
         owners = (owner,) if isinstance(owner, (str, list, tuple, dict)) else ()
-        _charge_call(getattr(callee, "__name__", ""), (*owners, *args, *kwargs.values()))
+        _charge_call(getattr(callee, "__name__", ""), (*owners, *args), kwargs)
         return super().call(context, callee, *args, **kwargs)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
@@ -252,14 +252,15 @@ def _shallow(value: Any) -> int:
 def _metered(name: str, function: _Function) -> _Function:
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        _charge_call(name, (*args, *kwargs.values()))
+        _charge_call(name, args, kwargs)
         return function(*args, **kwargs)
 
     return run
 
 
-def _charge_call(name: str, given: tuple[Any, ...]) -> None:
+def _charge_call(name: str, args: tuple[Any, ...], named: Mapping[str, Any]) -> None:
     """Charge a call before it runs, for its inputs and for its possible output."""
+    given = (*args, *named.values())
     _budget.get().charge(_CALL)
     if name not in _SHALLOW:
         _weighed(given)
