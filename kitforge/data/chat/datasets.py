@@ -42,7 +42,7 @@ from kitforge.data.tokenizers.protocol import Tokenizer, document_frame
 from kitforge.foundation.errors import DataError, nearest
 from kitforge.foundation.log import logger
 
-_FORMAT = 4  # changes with what a row becomes, so that no older cache is read
+_FORMAT = 5  # changes with what a row becomes, so that no older cache is read
 _log = logger(__name__)
 Row = TypeVar("Row")
 ExampleKind = Literal["demonstrations", "pairs", "unpaired"]

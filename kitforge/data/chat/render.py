@@ -1,14 +1,13 @@
-"""Rendering of conversations by a chat template, and which characters of the text come from the contents.
+"""Rendering of conversations by a chat template, and which characters of the text come from which contents.
 
-A template may trim, split, compare or drop contents, so the text itself carries no markers. The positions of contents
-come from further renders whose contents have other letters: the characters that differ belong to the contents.
+A template may trim, split, compare or drop contents, so the text itself carries no markers. A second render, whose
+contents have marks in the place of their letters, tells where each of them is in the text.
 """
 
 import functools
 import re
 import secrets
-import string
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -23,14 +22,21 @@ from kitforge.foundation.errors import DataError
 REASONING = ("reasoning_content", "thinking", "reasoning")
 # Roles, types and names of fields are a template's own language as long as they are plain words.
 _WORD = re.compile(r"[\w.\-]*")
-# Substitutes of the ASCII letters and digits, and of all other characters.
-_LETTERS = string.ascii_lowercase + string.ascii_uppercase + string.digits
-_PARTNERS = str.maketrans(_LETTERS, "".join(a + b for b, a in zip(_LETTERS[::2], _LETTERS[1::2], strict=True)))
+# What becomes a mark: white space and the signs of ASCII stay, as templates trim them, and JSON escapes them.
+_LETTERS = r"[^\s\x00-/:-@\[-`{-\x7f]"
+# The first mark, of characters for private use: one for each origin, which is 0 for what the template writes itself.
+_MARK = 0xF0000
+_ORIGINS = 0x10FFFE - _MARK
 # Marks in angle brackets, which templates put around contents.
-_MARKS = re.compile(r"</?[\w|]+>")
+_TAGS = re.compile(r"</?[\w|]+>")
 _ANOTHER = "\ufffc"
-# Another content for a content of the message with that number; None: of what is beside the messages.
-Change = Callable[[str, int | None], str]
+# What a letter of a token is misspelt as.
+_MISSPELT = ("x", "z")
+# Parts of a message, and what is beside the messages.
+_PARTS = ("content", "tool_calls", REASONING[0])
+_INPUTS = 1
+# Another content for a content of that origin.
+Change = Callable[[str, int], str]
 
 
 # Finds the added tokens in a text, in order.
@@ -47,8 +53,9 @@ class TemplateLanguage:
         # Tokens that are not special and that the template alone is to write, such as the marks of speakers.
         plain = {text for text, each in spelt.items() if not each.is_special}
         self._plain = plain - template.looked_for
-        pairs = {text[0]: _ANOTHER for text in spelt if text == text.translate(_PARTNERS)}
-        self._partners = {**_PARTNERS, **{ord(letter): ord(other) for letter, other in pairs.items()}}
+        # Tokens without a letter are broken by their first character.
+        signs = {re.escape(text[0]) for text in spelt if not re.search(_LETTERS, text)}
+        self._letters = re.compile("|".join([f"{_LETTERS}+", *signs]))
         special = [text for text in spelt if text not in plain]
         harmless = (text for text in template.looked_for if not any(text in each or each in text for each in special))
         self._looked_for = [text for text in harmless if len(text) > 1]
@@ -69,28 +76,26 @@ class TemplateLanguage:
         foreign = [each for each in self.tokens(text) if not each.is_special and said[each.start : each.stop].any()]
         return own, foreign
 
-    def altered(self, text: str, is_reply: bool) -> str:
-        """A text of the same length with substituted letters, except those that the template may search for."""
+    def marked(self, text: str, mark: str, is_reply: bool) -> str:
+        """A text of the same length with the mark for each letter, except what the template may search for."""
         kept = [each for each in self._looked_for if each in text]
         if is_reply:
             # The model's own words may be of the language that it was taught.
             kept += [each for each in self._plain if each in text]
-        if not kept:
-            return self.mirrored(text)
-        parts = re.split(f"({'|'.join(map(re.escape, sorted(kept, key=len, reverse=True)))})", text)
-        return "".join(part if index % 2 else self.mirrored(part) for index, part in enumerate(parts))
-
-    def mirrored(self, text: str) -> str:
-        """Every letter of ASCII becomes its partner."""
-        return text.translate(self._partners)
+        literals = "|".join(map(re.escape, sorted(kept, key=len, reverse=True)))
+        parts = re.split(f"({literals})", text) if kept else [text]
+        parts[::2] = [self._letters.sub(lambda found: mark * len(found[0]), part) for part in parts[::2]]
+        marked = "".join(parts)
+        return marked if mark in marked or self._find(text) else re.sub(r"\S", mark, text)
 
     def without(self, text: str, spelling: str) -> str:
         """The text in which a token is misspelt by one letter."""
-        for index, letter in enumerate(spelling):
-            other = spelling[:index] + self.mirrored(letter) + spelling[index + 1 :]
-            if other != spelling and not self._find(other):
-                return text.replace(spelling, other)
-        return text.replace(spelling, self.mirrored(spelling))
+        others = [
+            spelling[:index] + _MISSPELT[letter == _MISSPELT[0]] + spelling[index + 1 :]
+            for index, letter in enumerate(spelling)
+            if letter.isalnum()
+        ]
+        return text.replace(spelling, next((each for each in others if not self._find(each)), _ANOTHER * len(spelling)))
 
 
 class ChatRender:
@@ -111,76 +116,67 @@ class ChatRender:
         self._named = {**named_tokens, "strftime_now": datetime.now().strftime}
         self._inputs = {name: _plain(value) for name, value in inputs.items()}
         self.messages: list[dict[str, Any]] = [_message(message) for message in messages]
+        # The indices of the assistant's messages.
+        self.replies = [number for number, each in enumerate(self.messages) if each.get("role") == "assistant"]
         num_renders = 4 + (4 * len(self.replies) if is_training else 0)
         self._budget = WorkBudget([self.messages, self._inputs], num_renders=num_renders)
-
-    @property
-    def replies(self) -> list[int]:
-        """The indices of the assistant's messages."""
-        return [number for number, message in enumerate(self.messages) if message.get("role") == "assistant"]
 
     def text(
         self,
         change: Change | None = None,
         *,
-        num_messages: int | None = None,
+        messages: Sequence[dict[str, Any]] | None = None,
         opens_reply: bool = False,
         marks: tuple[str, str] | None = None,
     ) -> str:
-        """What the template writes for the first so many messages; `marks` enclose what stands in `{% generation %}`.
+        """What the template writes for all messages or for others; `marks` enclose what stands in `{% generation %}`.
         Raises DataError where the template fails or refuses."""
-        messages, inputs = self.messages[:num_messages], self._inputs
+        messages, inputs = list(self.messages if messages is None else messages), self._inputs
         if change is not None:
-            said = (functools.partial(_swapped, change, number) for number in range(len(messages)))
-            messages = [_rewritten(message, each) for message, each in zip(messages, said, strict=True)]
-            inputs = _rewritten(inputs, functools.partial(_swapped, change, None))
+            messages = [_changed(message, change, number) for number, message in enumerate(messages)]
+            inputs = _rewritten(inputs, functools.partial(_swapped, change, _INPUTS))
         variables = {**self._named, **inputs, "messages": messages, "add_generation_prompt": opens_reply}
         return self._language.template.render(variables, self._budget, marks)
 
     def continued(self, change: Change | None = None) -> str:
         """The text up to where the content of the last message ends. Raises DataError where that does not occur."""
-        mark = f"continue{secrets.token_hex(16)} "
-        kept = self.messages
-        _last_text(kept[-1])
-        self.messages = [*kept[:-1], with_mark(kept[-1], mark)]
-        try:
-            text = self.text(None if change is None else functools.partial(_before_mark, mark, change))
-        finally:
-            self.messages = kept
+        mark, last = f"continue{secrets.token_hex(16)} ", self.messages[-1]
+        said = _last_text(last)
+        again = None if change is None else functools.partial(_before_mark, mark, change)
+        text = self.text(again, messages=[*self.messages[:-1], with_mark(last, mark)])
         at = text.rfind(mark.strip())
-        if at < 0 or (change is None and _last_text(kept[-1]).strip() not in text):
+        if at < 0 or (change is None and said.strip() not in text):
             raise DataError("the chat template leaves out the message that is to be continued")
         return text[:at] if text.startswith(mark, at) else text[:at].rstrip()
 
-    def signed(self, marks: tuple[str, str], signs: Sequence[str]) -> str:
-        """The text with the marks of `text`, and a sign behind each content that is text."""
-        kept = self.messages
-        self.messages = [with_mark(each, sign) for each, sign in zip(kept, signs, strict=True)]
-        try:
-            return self.text(marks=marks)
-        finally:
-            self.messages = kept
+    def last_signs(self, message: int) -> str:
+        """The characters of a content behind its last letter that is marked."""
+        said = _last_text(self.messages[message])
+        marked = self._language.marked(said, _ANOTHER, message in self.replies)
+        return said[marked.rfind(_ANOTHER) + 1 :]
 
-    def end_of_reply(self, message: int) -> int:
-        """Where the reply of that message ends in the prompt that all messages make, without what closes it. Raises
+    def is_literal(self, message: int) -> bool:
+        """Whether a content is a text of tokens that the template may search for, and of nothing else."""
+        said = self.messages[message].get("content")
+        is_text = isinstance(said, str) and bool(said.strip())
+        return is_text and _ANOTHER not in self._language.marked(str(said), _ANOTHER, message in self.replies)
+
+    def end_of_reply(self, message: int, text: str, origins: NDArray[np.int64]) -> int:
+        """Where the reply of that message ends in `text`, the prompt of all messages, without what closes it. Raises
         DataError where the template writes it, or what is before it, differently because of the messages after it, and
         where it leaves one of these out."""
-        text, opened = self.text(opens_reply=True), self.text(num_messages=message, opens_reply=True)
         mark, kept = f"end{secrets.token_hex(16)}", self.messages
-        reply = kept[message]
-        self.messages = [*kept[:message], with_mark(reply, mark), *kept[message + 1 :]]
-        try:
-            before, separator, behind = self.text(opens_reply=True).partition(mark)
-        finally:
-            self.messages = kept
+        opened = self.text(messages=kept[:message], opens_reply=True)
+        marked = [*kept[:message], with_mark(kept[message], mark), *kept[message + 1 :]]
+        _, separator, behind = self.text(messages=marked, opens_reply=True).partition(mark)
         stop = len(text) - len(behind)
         is_same = bool(separator) and text.endswith(behind) and text.startswith(opened)
         written = _bare(text[len(opened) : stop])
-        if is_same and written != _bare(reply["content"]):
+        if is_same and written != _bare(kept[message]["content"]):
             # A reply may be tidied up, but not because others follow.
-            is_same = written == _bare(self.text(num_messages=message + 1)[len(opened) :])
+            is_same = written == _bare(self.text(messages=kept[: message + 1])[len(opened) :])
         if not is_same:
-            role, closed = kept[message + 1]["role"], self.text(num_messages=message)
+            role, closed = kept[message + 1]["role"], self.text(messages=kept[:message])
             got = f"another text for the first {message + 1} messages once {role!r} follows"
             fix = "" if role == "tool" else "answer with messages of the role tool, or "
             fix += "use a chat template that keeps earlier turns"
@@ -197,52 +193,46 @@ class ChatRender:
                 fix=fix,
             )
         for number in range(message + 1, len(kept)):
-            has_letters = any(each.isascii() and each.isalnum() for each in str(kept[number].get("content", "")))
-            again = functools.partial(self.text, opens_reply=True)
-            if has_letters and not self.contents(text, again, number)[stop:].any():
+            has_letters = any(each.isalnum() for each in str(kept[number].get("content", "")))
+            if has_letters and number not in message_numbers(origins[stop:]):
                 raise DataError(f"the chat template leaves out messages of the role {kept[number]['role']!r}")
         return stop
 
-    def contents(self, text: str, again: Callable[[Change], str], message: int | None = None) -> NDArray[np.bool_]:
-        """Which characters of `text` come from contents, [characters], of one message or of all that is given; `again`
-        writes the text with other contents.
+    def origins(self, text: str, again: Callable[[Change], str]) -> NDArray[np.int64]:
+        """Where the letters of `text` come from, [characters]; `again` writes the text with other contents.
 
-        A content that the template takes for something else with other letters is looked at token by token. A special
-        token that the template looks for in that very content keeps the meaning that the template gives it.
+        A content that the template takes for something else with marks is looked at token by token. A special token
+        that the template looks for in that very content keeps the meaning that the template gives it.
         """
-        is_content = np.zeros(len(text), dtype=np.bool_)
-        pending: list[list[int] | None] = [None]
+        origins = np.zeros(len(text), dtype=np.int64)
+        parts = {origin_of(number, key): None for number, each in enumerate(self.messages) for key in each}
+        pending = [[_INPUTS, *parts]]
         while pending:
-            change = _Alteration(self, message, pending.pop())
-            differing = self._differing(text, again, change)
-            numbers = list(change.changed)
-            if differing is not None:
-                is_content |= differing
-            elif len(numbers) > 1:
-                pending += [numbers[: len(numbers) // 2], numbers[len(numbers) // 2 :]]
-            elif numbers:
-                is_content |= self._spelt(text, again, numbers[0], change.changed[numbers[0]])
-        return is_content
+            chosen, said = pending.pop(), list[str]()
+            found = self._found(text, again, functools.partial(self._marked, said, frozenset(chosen)))
+            if found is not None:
+                origins = np.maximum(origins, found)
+            elif len(chosen) > 1:
+                pending += [chosen[: len(chosen) // 2], chosen[len(chosen) // 2 :]]
+            else:
+                for spelling in {each[at.start : at.stop] for each in said for at in self._language.tokens(each)}:
+                    found = self._found(text, again, functools.partial(self._misspelt, spelling, chosen[0]), chosen[0])
+                    origins = origins if found is None else np.maximum(origins, found)
+        return origins
 
-    def altered(self, said: str, message: int | None) -> str:
-        """The content of a message with other letters."""
-        return self._language.altered(said, message in self.replies)
+    def _marked(self, said: list[str], chosen: Collection[int], content: str, origin: int) -> str:
+        if origin not in chosen:
+            return content
+        said.append(content)
+        return self._language.marked(content, chr(_MARK + origin), origin // 4 - 1 in self.replies)
 
-    def misspelt(self, said: str, spelling: str) -> str:
-        """The content without a token."""
-        return self._language.without(said, spelling)
+    def _misspelt(self, spelling: str, chosen: int, content: str, origin: int) -> str:
+        return self._language.without(content, spelling) if origin == chosen else content
 
-    def _spelt(self, text: str, again: Callable[[Change], str], number: int, said: str) -> NDArray[np.bool_]:
-        """The added tokens in one content, without those that the template searches for."""
-        is_content = np.zeros(len(text), dtype=np.bool_)
-        for spelling in {said[each.start : each.stop] for each in self._language.tokens(said)}:
-            differing = self._differing(text, again, _Alteration(self, None, [number], spelling))
-            if differing is not None:
-                is_content |= differing
-        return is_content
-
-    def _differing(self, text: str, again: Callable[[Change], str], change: Change) -> NDArray[np.bool_] | None:
-        """Where the text with other contents differs; None if more than letters differ."""
+    def _found(
+        self, text: str, again: Callable[[Change], str], change: Change, misspelt: int = 0
+    ) -> NDArray[np.int64] | None:
+        """The origins of what differs in the text with other contents; None if more than letters differ."""
         try:
             other = again(change)
         except DataError:
@@ -250,36 +240,23 @@ class ChatRender:
             return None
         if len(other) != len(text):
             return None
-        was, became, mirrored = (_codes(each) for each in (text, other, self._language.mirrored(text)))
-        differing: NDArray[np.bool_] = was != became
-        return None if (differing & (became != mirrored)).any() else differing
+        became = _codes(other).astype(np.int64)
+        origins = np.where(_codes(text) != became, np.maximum(became - _MARK, 0), -1)
+        if misspelt:
+            origins[(origins == 0) & np.isin(became, [*map(ord, (*_MISSPELT, _ANOTHER))])] = misspelt
+        return None if (origins == 0).any() else np.maximum(origins, 0)
 
 
-class _Alteration:
-    """A change of the contents with these numbers (None: of all), which it counts."""
+def origin_of(message: int, key: str = "content") -> int:
+    """The origin of what a message says under a key."""
+    part = REASONING[0] if key in REASONING else key
+    number = _PARTS.index(part) if part in _PARTS else len(_PARTS)
+    return min(4 * (message + 1) + number, _ORIGINS)
 
-    def __init__(
-        self, render: ChatRender, message: int | None, numbers: Sequence[int] | None, spelling: str | None = None
-    ) -> None:
-        self.changed: dict[int, str] = {}
-        self._render = render
-        self._message = message
-        self._numbers = None if numbers is None else frozenset(numbers)
-        self._spelling = spelling
-        self._count = 0
 
-    def __call__(self, said: str, message: int | None) -> str:
-        number, self._count = self._count, self._count + 1
-        if self._numbers is None:
-            is_meant = self._message is None or message == self._message
-        else:
-            is_meant = number in self._numbers
-        if not is_meant:
-            return said
-        self.changed[number] = said
-        if self._spelling is None:
-            return self._render.altered(said, message)
-        return self._render.misspelt(said, self._spelling)
+def message_numbers(origins: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The messages that characters come from, -1 for none, [characters]."""
+    return origins // 4 - 1
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -322,17 +299,25 @@ def _rewritten(value: Any, change: Callable[[str], str], name: str = "") -> Any:
     return value
 
 
-def _swapped(change: Change, message: int | None, said: str) -> str:
-    return change(said, message)
+def _changed(message: dict[str, Any], change: Change, number: int) -> dict[str, Any]:
+    """The message with every content changed."""
+    changed: dict[str, Any] = {}
+    for name, each in message.items():
+        changed |= _rewritten({name: each}, functools.partial(_swapped, change, origin_of(number, name)))
+    return changed
+
+
+def _swapped(change: Change, origin: int, said: str) -> str:
+    return change(said, origin)
 
 
 def _bare(text: str) -> str:
     """The text of a reply without white space and marks such as <think> or <|im_end|>."""
-    return "".join(_MARKS.sub("", text).split())
+    return "".join(_TAGS.sub("", text).split())
 
 
-def _before_mark(mark: str, change: Change, said: str, message: int | None) -> str:
-    return change(said[: -len(mark)], message) + mark if said.endswith(mark) else change(said, message)
+def _before_mark(mark: str, change: Change, said: str, origin: int) -> str:
+    return change(said[: -len(mark)], origin) + mark if said.endswith(mark) else change(said, origin)
 
 
 def with_mark(message: Mapping[str, Any], mark: str) -> dict[str, Any]:

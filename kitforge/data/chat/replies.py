@@ -1,15 +1,17 @@
 """Positions of the assistant's replies in a rendered conversation."""
 
+import operator
 import re
 import secrets
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from os.path import commonprefix
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kitforge.data.chat.render import ChatRender
+from kitforge.data.chat.render import ChatRender, message_numbers, origin_of
 from kitforge.data.tokenizers.protocol import AddedTokenSpan
 from kitforge.foundation.errors import DataError
 
@@ -28,19 +30,23 @@ class ReplySpan:
 
 
 def find_replies(
-    render: ChatRender, text: str, said: NDArray[np.bool_], own: Sequence[AddedTokenSpan], end_tokens: Collection[int]
+    render: ChatRender,
+    text: str,
+    origins: NDArray[np.int64],
+    own: Sequence[AddedTokenSpan],
+    end_tokens: Collection[int],
 ) -> list[ReplySpan]:
-    """The replies in `text`, which is all that the template writes. `said` are the characters that come from contents,
+    """The replies in `text`, which is all that the template writes. `origins` are what characters come from,
     [characters], and `own` the added tokens that the template wrote itself.
 
     A reply is what stands in `{% generation %}`; without such marks it is what the template writes for the message
-    more than for the prompt before it. Raises DataError where that cannot be told.
+    more than for the prompt before it. What that begins and ends with is learnt from one reply for all. Raises
+    DataError where that cannot be told.
     """
     closing = [each for each in own if each.is_special or each.token in end_tokens]
-    finder = _Finder(render, text, said, closing, end_tokens)
-    marked = finder.marked()
-    if marked is not None:
-        return marked
+    finder = _Finder(render, text, origins, closing, end_tokens)
+    if render.marks_replies:
+        return finder.marked()
     replies: list[ReplySpan] = []
     for message in render.replies:
         replies.append(finder.reply(message, replies[-1].stop if replies else 0))
@@ -52,108 +58,123 @@ class _Finder:
         self,
         render: ChatRender,
         text: str,
-        said: NDArray[np.bool_],
+        origins: NDArray[np.int64],
         own: Sequence[AddedTokenSpan],
         end_tokens: Collection[int],
     ) -> None:
         self._render = render
         self._text = text
-        self._said = said
+        self._said = origins > 0
+        self._origins, self._messages = origins, message_numbers(origins)
         self._own = own
         self._ends = end_tokens
+        # What follows the contents of a role, and the part of it that opens a reply; None where that is not told.
+        self._openings: dict[str, tuple[str, str] | None] = {}
+        self._closing = self._behind_mark(render.replies[0], "assistant") if render.replies else None
 
-    def marked(self) -> list[ReplySpan] | None:
-        """The replies that the template marks; None where it marks none."""
-        if not self._render.marks_replies:
-            return None
+    def marked(self) -> list[ReplySpan]:
+        """The replies that the template marks."""
         nonce = secrets.token_hex(16)
         begin, end = f"<{nonce}>", f"</{nonce}>"
         parts = re.split(f"({begin}|{end})", self._render.text(marks=(begin, end)))
         if parts[1::2] != [begin, end] * (len(parts) // 4) or "".join(parts[::2]) != self._text:
             raise DataError("the chat template marks its replies in a way that cannot be followed")
         stops = [int(stop) for stop in np.cumsum([len(part) for part in parts[::2]])]
-        numbers = self._owners(parts, nonce)
-        spans = list(zip(numbers, stops[::2], stops[1::2], strict=False))
+        blocks = list(zip(stops[::2], stops[1::2], strict=False))
+        candidates = [self._owners(start, stop) for start, stop in blocks]
+        owners: list[int | None] = [next(iter(each), None) for each in candidates]
+        replies = self._render.replies
+        if len(replies) == len(blocks) and all(map(operator.contains, candidates, replies)):
+            owners = [*replies]
         # A reply of several blocks ends within one of them.
-        ended = {number for number, start, stop in spans if self._has_end_token(start, stop)}
+        ended = {owner for owner, block in zip(owners, blocks, strict=True) if self._has_end_token(*block)}
         return [
-            ReplySpan(message=each, start=start, stop=stop, has_end=each in ended, is_marked=True)
-            for each, start, stop in spans
+            ReplySpan(message=owner, start=start, stop=stop, has_end=owner in ended, is_marked=True)
+            for owner, (start, stop) in zip(owners, blocks, strict=True)
         ]
 
     def _has_end_token(self, start: int, stop: int) -> bool:
         within = [each for each in self._own if start <= each.start and each.stop <= stop]
         return any(each.token in self._ends or not self._text[each.stop : stop].strip() for each in within)
 
-    def _owners(self, parts: Sequence[str], nonce: str) -> Sequence[int | None]:
-        """The replies to which marked blocks belong, one or several each: `parts` of the text, and marks between them.
-        Signs behind all contents tell; a block between the contents of two replies is of the first if it follows that
-        directly, and else of the second."""
-        replies, num_blocks = self._render.replies, len(parts) // 4
-        by_count = replies if len(replies) == num_blocks else [None] * num_blocks
-        begin, end = parts[1:4:2] if num_blocks else ("", "")
-        signs = [f"[{nonce}:{number}]" for number in range(len(self._render.messages))]
-        try:
-            signed = re.split(rf"({begin}|{end}|\[{nonce}:\d+\])", self._render.signed((begin, end), signs))
-        except DataError:
-            return by_count
-        is_same = "".join("".join(signed[::2]).split()) == "".join("".join(parts[::2]).split())
-        if not num_blocks or not is_same or [each for each in signed[1::2] if each in (begin, end)] != parts[1::2]:
-            return by_count
-        marks = [each if each in (begin, end) else int(each[len(nonce) + 2 : -1]) for each in signed[1::2]]
-        owners: list[int | None] = []
-        for at in (at for at, each in enumerate(marks) if each == begin):
-            stop = marks.index(end, at)
-            before = next((each for each in reversed(marks[:at]) if isinstance(each, int)), -1)
-            behind = next((each for each in marks[at:] if isinstance(each, int)), len(signs))
-            inside = [each for each in marks[at:stop] if each in replies]
-            between = [each for each in replies if before <= each <= behind]
-            owners.append(next((int(each) for each in [*inside, *between]), None))
-        return by_count if None in owners else owners
+    def _owners(self, start: int, stop: int) -> list[int]:
+        """The replies to which a marked block may belong: one between the contents of two replies is of the first if it
+        follows that directly, and else of the second."""
+        before, inside, behind = (part[part >= 0].tolist() for part in np.split(self._messages, [start, stop]))
+        first, last = [-1, *before][-1], [*inside, *behind, len(self._render.messages)][0]
+        return [each for each in [*inside, *range(first, last + 1)] if each in self._render.replies]
 
     def reply(self, message: int, after: int) -> ReplySpan:
         """The reply of a message behind that character."""
         start = self._start(message, after)
-        written = self._written(message + 1)
-        if written is not None and self._text.startswith(written):
-            return self._span(message, start, max(len(written), start))
-        # The template renders this reply differently once the conversation continues: it drops the reasoning.
-        following = self._contents(message + 1, start)
-        limit = following[0] if following else len(self._text)
-        closing = [each for each in self._own if start <= each.start and each.stop <= limit]
-        tail = (written or "").rstrip()
-        # As much as it says itself is enough: of replies that are alike the first one is meant.
-        said = self._render.messages[message]
-        is_text = isinstance(said.get("content"), str) and not said.get("tool_calls")
-        most = len(said["content"].strip()) if is_text else len(tail)
-        likeness = {each: min(self._alike(each, tail), most + each.stop - each.start) for each in closing}
-        alike = max(closing, key=likeness.__getitem__, default=None)
-        if alike is not None and self._alike(alike, tail):
-            rest = (written or "")[len(tail) :]
-            stop = alike.stop + len(rest) * self._text.startswith(rest, alike.stop)
-            return ReplySpan(message=message, start=start, stop=stop, has_end=True)
-        contents = [each for each in self._contents(message, start) if each < limit]
-        return self._until_token(message, start, contents[-1] + 1 if contents else start)
+        said = np.flatnonzero(self._messages == message)
+        last = int(said[-1]) + 1 if len(said) else start
+        stop = self._following(message, self._closing)
+        if stop is None and self._closing:
+            at = self._text.find(self._closing, last, self._first(message + 1, start))
+            stop = None if at < 0 else at + len(self._closing)
+        return self._until_token(message, start, last) if stop is None else self._span(message, start, max(stop, start))
 
     def _start(self, message: int, after: int) -> int:
         """Where the prompt of a reply ends."""
-        opened, closed = self._written(message, opens_reply=True), self._written(message)
-        if opened is not None and self._text.startswith(opened):
-            return max(len(opened), after)
-        if opened is not None and closed is not None and opened.startswith(closed):
-            # The template opens a reply otherwise than it writes one, as by an empty thought.
-            if self._text.startswith(closed):
-                return max(len(commonprefix([opened, self._text])), after)
-            # It writes the prompt of this reply otherwise once that is answered.
-            contents = self._contents(message, after)
-            start = self._behind_header(opened[len(closed) :], after, contents[0] if contents else after)
-            if start is not None:
-                return start
+        opening, header = self._opening(message) or (None, None)
+        start, said = self._following(message - 1, opening), np.flatnonzero(self._messages == message)
+        if start is None and header and len(said):
+            start = self._behind_header(header, after, int(said[0]))
+        if start is None:
+            before = self._render.messages[:message]
+            opened, closed = self._attempt(before, True), self._attempt(before, False)
+            if opened is not None and self._text.startswith(opened):
+                start = len(opened)
+            elif opened is not None and closed is not None and opened.startswith(closed):
+                # The template opens a reply otherwise than it writes one, as by an empty thought.
+                if self._text.startswith(closed):
+                    start = len(commonprefix([opened, self._text]))
+                elif len(said):
+                    start = self._behind_header(opened[len(closed) :], after, int(said[0]))
+        if start is not None:
+            return max(start, after)
         raise DataError(
             "cannot locate the assistant's reply in the rendered chat",
             got=f"message {message}, which does not begin where the prompt before it ends",
             fix="enclose replies in {% generation %} in the template",
         )
+
+    def _opening(self, message: int) -> tuple[str, str] | None:
+        """What the template writes between the content before a reply and the reply, and the part of it that opens
+        that; learnt from the first reply behind a message of that role."""
+        if message == 0:
+            return None
+        role = str(self._render.messages[message - 1].get("role"))
+        if role not in self._openings:
+            whole, closed = (self._behind_mark(message - 1, role, opens_reply=each) for each in (True, False))
+            is_known = whole is not None and closed is not None and whole.startswith(closed)
+            self._openings[role] = (str(whole), str(whole)[len(str(closed)) :]) if is_known else None
+        return self._openings[role]
+
+    def _behind_mark(self, message: int, role: str, *, opens_reply: bool = False) -> str | None:
+        """What the template writes behind a content of that message, when it is the last one."""
+        mark, kept = f"content{secrets.token_hex(16)}", self._render.messages
+        named: dict[str, Any] = {
+            name: kept[message][name] for name in ("tool_call_id", "name") if name in kept[message]
+        }
+        text = self._attempt([*kept[:message], {**named, "role": role, "content": mark}], opens_reply) or ""
+        return text.partition(mark)[2] if text.count(mark) == 1 else None
+
+    def _following(self, message: int, text: str | None) -> int | None:
+        """The end of that text right behind the content of a message; None where it does not stand there."""
+        said = np.flatnonzero(self._messages == message)
+        if text is None or not len(said) or message < 0 or self._origins[said[-1]] != origin_of(message):
+            return None
+        signs, last = self._render.last_signs(message), int(said[-1]) + 1
+        # Templates may trim contents.
+        found = (each for each in (signs, signs.rstrip(), "") if self._text.startswith(each + text, last))
+        return next((last + len(each) + len(text) for each in found), None)
+
+    def _first(self, message: int, after: int) -> int:
+        """The first character behind that one that comes from a message or from one after it."""
+        said = np.flatnonzero(self._messages[after:] >= message)
+        return after + int(said[0]) if len(said) else len(self._text)
 
     def _behind_header(self, header: str, after: int, limit: int) -> int | None:
         """The end of the last reply header before `limit`, or of the part of it that is there."""
@@ -166,21 +187,10 @@ class _Finder:
                 return token.start + length
         return None
 
-    def _contents(self, message: int, after: int) -> list[int]:
-        """The characters behind that one that come from a message."""
-        indices = np.flatnonzero(self._render.contents(self._text, self._render.text, message))
-        return [int(each) for each in indices[indices >= after]]
-
-    def _alike(self, token: AddedTokenSpan, tail: str) -> int:
-        """How many characters up to a token are those that `tail` ends with; 0 if these are fewer than the token's."""
-        text = self._text[max(token.stop - len(tail), 0) : token.stop]
-        length = len(commonprefix([text[::-1], tail[::-1]]))
-        return length if length >= token.stop - token.start else 0
-
-    def _written(self, num_messages: int, *, opens_reply: bool = False) -> str | None:
-        """The rendered first messages; None if the template refuses them."""
+    def _attempt(self, messages: Sequence[dict[str, Any]], opens_reply: bool) -> str | None:
+        """What the template writes for messages; None if it refuses them."""
         try:
-            return self._render.text(num_messages=num_messages, opens_reply=opens_reply)
+            return self._render.text(messages=messages, opens_reply=opens_reply)
         except DataError:
             return None
 

@@ -119,8 +119,7 @@ class ChatTemplate:
         language, render = self._render(messages, inputs)
         again = render.continued if continue_final_message else partial(render.text, opens_reply=opens_reply)
         text = again()
-        said = render.contents(text, again)
-        own, foreign = language.parted(text, said)
+        own, foreign = language.parted(text, render.origins(text, again) > 0)
         return self._encode(text, own, foreign, [])[0]
 
     def prompt(self, messages: Sequence[Message], **inputs: Any) -> list[int]:
@@ -134,7 +133,7 @@ class ChatTemplate:
         if not self._languages:
             check_plain(messages, trained, inputs)
         else:
-            check_written(self._text, messages, trained, inputs)
+            check_written(self._text, self._render_plain(messages, inputs), messages, trained, inputs)
 
     def unread_keys(self, messages: Sequence[Message], inputs: Mapping[str, Any]) -> list[str]:
         """The keys of messages without which the conversation is the same. Each is tried once for a role."""
@@ -182,9 +181,9 @@ class ChatTemplate:
         inputs = {"tools": tools, "documents": documents, **_checked(chat_template_kwargs)}
         language, render = self._render(messages, inputs, is_training=True)
         text = render.text()
-        said = render.contents(text, render.text)
-        own, foreign = language.parted(text, said)
-        spans = find_replies(render, text, said, own, self._tokenizer.eos_ids)
+        origins = render.origins(text, render.text)
+        own, foreign = language.parted(text, origins > 0)
+        spans = find_replies(render, text, origins, own, self._tokenizer.eos_ids)
         border = None
         if begun is not None:
             border = _border(text, self._render(prompt, inputs)[1].continued())
@@ -230,9 +229,10 @@ class ChatTemplate:
         inputs = {"tools": tools, "documents": None, **_checked(chat_template_kwargs)}
         assistant_message = {"role": "assistant", "content": reply}
         language, render = self._render([*messages, assistant_message, *following], inputs, is_training=True)
-        cut = render.end_of_reply(len(messages))
         text = render.text(opens_reply=True)
-        own, foreign = language.parted(text, render.contents(text, partial(render.text, opens_reply=True)))
+        origins = render.origins(text, partial(render.text, opens_reply=True))
+        cut = render.end_of_reply(len(messages), text, origins)
+        own, foreign = language.parted(text, origins > 0)
         if has_end:
             behind = [each for each in own if each.start >= cut and each.token in self._tokenizer.eos_ids]
             cut = behind[0].stop if behind and not text[cut : behind[0].start].strip() else cut
@@ -259,8 +259,11 @@ class ChatTemplate:
         return language, ChatRender(language, self._named, messages, inputs, is_training=is_training)
 
     def _text(self, messages: Sequence[Message], inputs: Mapping[str, Any]) -> str:
+        return self._render_plain(messages, inputs).text()
+
+    def _render_plain(self, messages: Sequence[Message], inputs: Mapping[str, Any]) -> ChatRender:
         kwargs = _checked(inputs.get("chat_template_kwargs"))
-        return self._render(messages, {"tools": inputs.get("tools"), "documents": None, **kwargs})[1].text()
+        return self._render(messages, {"tools": inputs.get("tools"), "documents": None, **kwargs})[1]
 
     def _find_added(self, text: str) -> list[AddedTokenSpan]:
         tokenizer = self._tokenizer

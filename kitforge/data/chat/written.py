@@ -1,10 +1,9 @@
 """What a chat template leaves out of a conversation: contents, calls, thoughts, tools, and whole replies."""
 
-import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kitforge.data.chat.render import REASONING, with_mark
+from kitforge.data.chat.render import REASONING, ChatRender, origin_of
 from kitforge.foundation.errors import DataError
 
 Message = Mapping[str, Any]
@@ -13,26 +12,29 @@ Write = Callable[[Sequence[Message], Mapping[str, Any]], str]
 
 
 def check_written(
-    write: Write, messages: Sequence[Message], trained: Mapping[int, str], inputs: Mapping[str, Any]
+    write: Write, render: ChatRender, messages: Sequence[Message], trained: Mapping[int, str], inputs: Mapping[str, Any]
 ) -> None:
     """Raise DataError for tools, contents, calls and thoughts that have no part in what `write` makes of the messages,
-    and for a reply of `trained` that is written as one with that content, usually none.
+    as `render` does, and for a reply of `trained` that is written as one with that content, usually none.
 
-    Whether a part is written is told by a mark in it, or by the text without it. Thoughts that a template takes out of
-    earlier turns are no loss if it writes them in the last."""
-    whole = write(messages, inputs)
+    Whether a part is written is told by its letters in the text, or by the text without it. Thoughts that a template
+    takes out of earlier turns are no loss if it writes them in the last."""
+    whole = render.text()
     if inputs.get("tools") and _attempt(write, messages, {**inputs, "tools": None}) == whole:
         raise _left_out("tools", "the column 'tools'")
-    nonce = secrets.token_hex(8)
-    marked = _attempt(write, [_marked(each, f"{nonce}x{number}") for number, each in enumerate(messages)], inputs) or ""
+    found = frozenset(render.origins(whole, render.text).tolist())
+    dropped: set[str] = set()  # thoughts of earlier turns that are written in the last one
     for number, message in enumerate(messages):
         for name in _parts(message):
-            letter = {"content": "c", "tool_calls": "k"}.get(name, "r")
-            is_marked = f"{nonce}x{number}{letter}" in marked
-            if not is_marked and not is_written(write, messages, number, name, inputs):
+            is_found = origin_of(number, name) in found or (name == "content" and render.is_literal(number))
+            if is_found or name in dropped:
+                continue
+            if not is_written(write, messages, number, name, inputs):
                 raise _left_out(name, f"{name} of message {number}, which is the {message['role']}'s")
+            dropped |= {name} & {*REASONING}
     for number, content in trained.items():
-        is_marked = not content and "content" in _parts(messages[number]) and f"{nonce}x{number}c" in marked
+        is_marked = any(origin_of(number, each) in found for each in _parts(messages[number]))
+        is_marked = not content and (is_marked or render.is_literal(number))
         bare = [*messages[:number], {"role": "assistant", "content": content}, *messages[number + 1 :]]
         if not is_marked and _attempt(write, bare, inputs) == whole:
             raise _empty(number)
@@ -54,26 +56,8 @@ def _parts(message: Message) -> list[str]:
     """The keys of a message under which something is said."""
     content = message.get("content")
     has_content = bool(content.strip()) if isinstance(content, str) else bool(content)
-    thoughts = [name for name in REASONING if message.get(name)][:1]
+    thoughts = [name for name in REASONING if str(message.get(name) or "").strip()][:1]
     return ["content"] * has_content + ["tool_calls"] * bool(message.get("tool_calls")) + thoughts
-
-
-def _marked(message: Message, mark: str) -> Message:
-    """The message with the mark and the letter of its key behind every part."""
-    marked: dict[str, Any] = with_mark(message, f"{mark}c") if "content" in _parts(message) else dict(message)
-    for name in REASONING:
-        if isinstance(message.get(name), str) and message[name]:
-            marked[name] = f"{message[name]}{mark}r"
-    if message.get("tool_calls"):
-        marked["tool_calls"] = [_marked_call(each, f"{mark}k") for each in message["tool_calls"]]
-    return marked
-
-
-def _marked_call(call: Any, mark: str) -> Any:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        return call
-    return {**call, "function": {**function, "name": function["name"] + mark}}
 
 
 def is_written(write: Write, messages: Sequence[Message], number: int, name: str, inputs: Mapping[str, Any]) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from kitforge.data.chat.jinja_sandbox import SandboxedTemplate
 from kitforge.data.chat.template import ChatTemplate, TokenizedChat, template_of
 from kitforge.data.tokenizers.loading import ByteTokenizer, HuggingFaceTokenizer
 from kitforge.foundation.errors import DataError
@@ -224,6 +225,11 @@ LEARNT: dict[str, tuple[str, str, dict[int, str]]] = {
         {1: f"</think>{FUNCTION}", 3: "</think>It is 4.<|im_end|>\n", 5: "</think>Yes<|im_end|>\n"},
     ),
     "an end of another kind": (HARMONY, "three turns", {1: f"{FINAL}Yes<|end|>", 3: f"{FINAL}No.<|end|>"}),
+    "an end of another kind behind a word of the template": (
+        HARMONY,
+        "words of the template",
+        {1: f"{FINAL}user<|end|>", 3: f"{FINAL}字<|return|>"},
+    ),
     "an end and thoughts": (
         HARMONY,
         "thoughts apart",
@@ -238,7 +244,10 @@ LEARNT: dict[str, tuple[str, str, dict[int, str]]] = {
 @pytest.mark.parametrize("name", LEARNT)
 def test_a_reply_is_all_that_the_template_writes_for_it(tokenizers: dict[str, HuggingFaceTokenizer], name: str) -> None:
     source, title, wanted = LEARNT[name]
-    tokenizer, talk = tokenizers["bytes"], TALKS[title]
+    talks: dict[str, Any] = TALKS | {
+        "words of the template": [user("a"), assistant("user"), user("assistant"), assistant("字")]
+    }
+    tokenizer, talk = tokenizers["bytes"], talks[title]
     template = templated(tokenizer, source)
     chat = template.training(talk)
     assert replies(tokenizer, chat) == wanted
@@ -254,6 +263,31 @@ MARKED = (
     "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}"
     "{% endfor %}"
 )
+
+
+@pytest.mark.parametrize("name", ["ChatML", "Llama 2", "Mistral", "thinking", "Harmony", "training"])
+def test_a_conversation_is_rendered_as_often_however_long_it_is(
+    tokenizers: dict[str, HuggingFaceTokenizer], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template, render = (
+        templated(tokenizers["bytes"], {**TEMPLATES, "training": TRAINING}[name]),
+        SandboxedTemplate.render,
+    )
+    counts: list[int] = []
+
+    def counted(*given: Any) -> str:
+        counts.append(1)
+        return render(*given)
+
+    monkeypatch.setattr(SandboxedTemplate, "render", counted)
+    numbers = []
+    for num_turns in (1, 4, 40):
+        talk = [each for turn in range(num_turns) for each in (user(f"And {turn}?"), assistant(f"It is {turn}."))]
+        counts.clear()
+        template.check_written(talk, dict.fromkeys(range(1, len(talk), 2), ""), {})
+        assert len(template.training(talk).replies) == num_turns
+        numbers.append(len(counts))
+    assert len(set(numbers)) == 1 and numbers[0] <= 7, numbers
 
 
 def test_a_reply_without_an_end_token_is_refused_and_none_is_put_there(
