@@ -1,11 +1,5 @@
 from __future__ import annotations
 
-import ast
-import os
-import platform
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch.nn import functional
@@ -54,34 +48,6 @@ def test_what_is_not_finite_shows_in_a_few_rows(special: str, dtype: torch.dtype
     input, weight = torch.ones(5, 19, dtype=dtype), torch.ones(6, 19, dtype=dtype)
     input[1, 3] = input[4, 17] = float(special)
     assert torch.equal(few_rows.linear(input, weight).isfinite().all(1), torch.tensor([True, False, True, True, False]))
-
-
-OLD = """
-import sys, torch
-from kitforge.core.kernels.linear.numba import linear
-from kitforge.core.kernels.linear.gemm_microkernel import PAIRS, ROWS
-torch.manual_seed(0)
-found = {"rows": ROWS, "pairs": PAIRS}
-for dtype in (torch.float32, torch.bfloat16):
-    input, weight, bias = torch.randn(13, 70).to(dtype), torch.randn(29, 70).to(dtype), torch.randn(29).to(dtype)
-    exact = torch.nn.functional.linear(input.double(), weight.double(), bias.double())
-    found[str(dtype)] = ((linear(input, weight, bias) - exact).abs() / (1 + exact.abs())).max().item()
-print(found)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="the older processor is one of x86")
-def test_an_older_processor_multiplies_them_in_shorter_vectors() -> None:
-    pytest.importorskip("numba")
-    older = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+sse4.2,+avx,+avx2,+fma"}
-    done = subprocess.run(
-        [sys.executable, "-c", OLD], env=os.environ | older, capture_output=True, text=True, check=True
-    )
-    found = ast.literal_eval(done.stdout)
-    assert (found["rows"], found["pairs"]) == (6, False)
-    assert found["torch.float32"] < 1e-5
-    assert found["torch.bfloat16"] < 2**-8
 
 
 @torch.no_grad()
@@ -144,11 +110,3 @@ def test_the_bits_of_a_row_do_not_depend_on_the_rows_beside_it(
     assert relative(many, exact) < (1e-5 if dtype is torch.float32 else 2**-8)
     for first, count in ((0, 1), (3, 1), (5, 2), (1, 4), (7, 9), (2, 13), (9, 64), (3, 70)):
         assert torch.equal(compiled(rows[first : first + count], weight, bias), many[first : first + count])
-
-
-@pytest.mark.slow
-def test_a_masked_processor_keeps_to_vectors() -> None:
-    pytest.importorskip("numba")
-    code = "from kitforge.core.kernels.linear.numba import prefers_matrix_unit; assert not prefers_matrix_unit()"
-    older = {"NUMBA_CPU_NAME": "cooperlake", "NUMBA_CPU_FEATURES": "+avx2,+fma,+avx512f,+avx512bf16"}
-    subprocess.run([sys.executable, "-c", code], env=os.environ | older, check=True)
