@@ -1,7 +1,5 @@
 """How far a kernel is from its reference, in outputs and gradients, over memory that nobody has cleared."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 from collections.abc import Callable, Sequence

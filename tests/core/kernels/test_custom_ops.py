@@ -1,7 +1,5 @@
 """Compiled loops as custom ops: traced by torch.compile and FakeTensor, with the gradients of the reference."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

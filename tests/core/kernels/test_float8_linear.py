@@ -1,7 +1,5 @@
 """Linear layers in FP8 against their definition, and against the exact product within what FP8 rounds."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The products of several experts: the loop into one output, and `F.grouped_mm` behind the same op."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import pytest

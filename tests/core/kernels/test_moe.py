@@ -1,7 +1,5 @@
 """Moves of rows between tokens and experts: one Triton kernel each way, in the interpreter; `F.grouped_mm` between."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -137,7 +137,7 @@ def test_a_fault_is_seen(operation: str, name: str, fault: Callable[[Any], Any])
 def test_only_gradients_that_are_wanted_are_found(operation: str, name: str, half: bool) -> None:
     case = OPERATIONS[operation](Draw(), Random(0))
     for place in range(len(case.inputs)):
-        found = []
+        found: list[Any] = []
         for each in (name, "reference"):
             leaves = [tensor.to(F32 if half else tensor.dtype).clone() for tensor in case.inputs]
             leaves[place].requires_grad_()
@@ -193,7 +193,8 @@ def test_scores_depend_on_the_distance_of_positions_only(interleaved: bool) -> N
             implementation("rotary", "fused")(random(1, 1, 1, 6, seed=seed), angle.cos(), angle.sin(), interleaved)
             for seed, angle in enumerate(angles)
         )
-        return (query * key).sum()
+        product: Tensor = query * key
+        return product.sum()
 
     assert relative(score(9.0, 4.0), score(105.0, 100.0)) < 1e-12
     assert relative(score(9.0, 4.0), score(4.0, 9.0)) > 1e-3

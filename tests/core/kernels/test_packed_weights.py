@@ -1,7 +1,5 @@
 """Quantized weights in the compiled step: the product with the dequantized weight, whatever rows are beside a row."""
 
-from __future__ import annotations
-
 import os
 import platform
 import subprocess

@@ -1,7 +1,5 @@
 """Attention over a paged cache: every implementation against the float64 definition, page by page."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

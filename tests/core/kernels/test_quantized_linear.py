@@ -1,7 +1,5 @@
 """Weight-only int8 and int4: what quantization loses, and the Triton kernel against the dequantized weight."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

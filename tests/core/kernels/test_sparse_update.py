@@ -1,7 +1,5 @@
 """Rules by which rows move: the compiled ones have the bits of their definitions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """The Triton kernels against their float64 references; on a CPU, in Triton's interpreter."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 import threading

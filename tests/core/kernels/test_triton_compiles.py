@@ -1,7 +1,5 @@
 """Every Triton kernel compiles down to machine code of an H100, without a GPU, and keeps its values in registers."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os

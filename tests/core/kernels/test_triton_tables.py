@@ -1,7 +1,5 @@
 """The Triton kernels over rows of tables have the bits of their references; on a CPU, in Triton's interpreter."""
 
-from __future__ import annotations
-
 import inspect
 import os
 from itertools import product
