@@ -121,7 +121,7 @@ def logits(draw: Draw, chance: Random, *, ignored: bool) -> tuple[list[Tensor], 
     targets = torch.randint(0, draw.width, (draw.rows,), generator=torch.Generator().manual_seed(draw.rows))
     if ignored:
         targets[:: chance.choice([1, 2, 3, 9])] = -100
-    sizes: list[float] = {F64: [1, 1e4], F32: [1, 1, 30]}.get(draw.dtype, [1])
+    sizes = {F64: [1.0, 1e4], F32: [1.0, 1.0, 30.0]}.get(draw.dtype, [1.0])
     inputs = [random(draw.rows, 6) * chance.choice(sizes), random(draw.width, 6, seed=1)]
     patches = {f"{KERNELS}.vocabulary.CHUNK_BYTES": chance.choice([0, 1, 2, 3, 100]) * draw.width * 8}
     return inputs, targets, patches
