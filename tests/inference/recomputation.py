@@ -1,7 +1,5 @@
 """What every text should be: chosen token by token, each from a plain forward pass over all tokens before it."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import cache

@@ -3,8 +3,6 @@
 T tokens, H heads, D head_dim.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Callable
 from dataclasses import dataclass

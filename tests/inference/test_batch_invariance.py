@@ -1,7 +1,5 @@
 """In fp32 and in bfloat16 a text has the bits that it has alone: whatever is batched with it, however it is chunked."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import replace

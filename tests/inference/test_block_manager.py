@@ -1,7 +1,5 @@
 """Blocks are counted right whatever happens: a machine of Hypothesis plays the scheduler and a dict plays the cache."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

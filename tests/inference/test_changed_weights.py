@@ -1,7 +1,5 @@
 """Weights that change in place between two texts: an engine that keeps panels generates what a fresh one does."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace

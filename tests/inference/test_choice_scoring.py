@@ -1,7 +1,5 @@
 """Continuations read beside one another are as likely as each on its own."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

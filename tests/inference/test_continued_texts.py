@@ -1,7 +1,5 @@
 """Generated texts continue their prompts, whatever the tokenizer does at the beginning of a text."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Steps of fixed shapes give what other steps give. Without a GPU they run as they are, unrecorded: all but the replay
 itself is tested here."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import random

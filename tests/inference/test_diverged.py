@@ -1,7 +1,5 @@
 """A model that has diverged for some texts only: those end, and the others are what they are alone."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

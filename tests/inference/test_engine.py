@@ -1,7 +1,5 @@
 """What an engine promises those who use it: ends, priorities, cancellation, weights, errors."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import resource

@@ -1,7 +1,5 @@
 """Every text equals itself alone, recomputed without a cache, whatever else the engine does meanwhile."""
 
-from __future__ import annotations
-
 import os
 import random
 from collections import Counter

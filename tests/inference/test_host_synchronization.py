@@ -1,7 +1,5 @@
 """A step of the engine waits for its device once, for tokens, log-probabilities and whether all is finite."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

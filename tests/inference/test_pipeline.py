@@ -1,7 +1,5 @@
 """Texts in, Hugging Face's shapes out; a stream never cuts a character."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import itertools

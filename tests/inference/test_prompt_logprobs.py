@@ -1,7 +1,5 @@
 """Log-probabilities of prompts are those of a plain forward pass, whatever the engine does meanwhile."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Tokens are drawn from exactly the distribution that the options describe."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """How a step is filled where texts push one another out."""
 
-from __future__ import annotations
-
 from kitforge.inference.block_manager import BlockManager
 from kitforge.inference.sampling import SamplingOptions
 from kitforge.inference.scheduler import ScheduledTokens, Scheduler

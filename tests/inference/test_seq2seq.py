@@ -1,7 +1,5 @@
 """Greedy and beam search of an encoder-decoder beside `generate` of transformers, whether texts end or not."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Pieces of text are certain when they come: whole characters, nothing of a stop string, together the whole text."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

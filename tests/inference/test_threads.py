@@ -1,7 +1,5 @@
 """One pipeline or engine in many threads: every text is the one it is alone, and nobody waits for ever."""
 
-from __future__ import annotations
-
 import gc
 import sys
 import threading

@@ -1,7 +1,5 @@
 """Greedy continuations equal those of Hugging Face's `generate` on the same fp32 weights, for every variant."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 

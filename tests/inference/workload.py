@@ -1,7 +1,5 @@
 """Random requests that arrive at random steps at an engine of random options, and what has to come of them."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """A small training state that is a pure function of its step, and what tests ask of saved ones."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -1,7 +1,5 @@
 """Processes killed while they save, each below a root of its own; `test_killed.py` looks at what they leave."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import random

@@ -1,7 +1,5 @@
 """A table as plain as can be, that keeps its rows in a dict; and what tests ask of saved ones."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A small state that can be cut for any mesh, a pure function of its step; and ranks played by threads."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path

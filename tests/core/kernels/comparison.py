@@ -1,7 +1,5 @@
 """How far a kernel is from its reference, in outputs and gradients, over memory that nobody has cleared."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 from collections.abc import Callable, Sequence
@@ -27,21 +25,27 @@ def random(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Te
     return torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype)
 
 
-def poison() -> None:
-    """Fill memory with NaN and free it, so that a kernel which reads what it did not write is found out."""
-    blocks = [torch.full((2**power,), float("nan")) for power in range(4, 19) for _ in range(4)]
+def poison(largest: int = 18) -> None:
+    """Fill memory with NaN and free it, so that a kernel which reads what it did not write is found out; blocks have
+    up to 2**`largest` numbers."""
+    blocks = [torch.full((2**power,), float("nan")) for power in range(4, largest + 1) for _ in range(4)]
     del blocks
 
 
-def results(call: Call, inputs: Sequence[Tensor]) -> list[Tensor]:
+def results(
+    call: Call, inputs: Sequence[Tensor], *, has_gradient: bool = True, upstream: Callable[..., Tensor] = random
+) -> list[Tensor]:
     """The output and the gradient of every input, for a random gradient of the output. Inputs must stay as they are."""
-    leaves = [each.detach().clone().requires_grad_() for each in inputs]
-    poison()
+    leaves = [each.detach().clone().requires_grad_(has_gradient) for each in inputs]
+    poison(13)
     output = call(*leaves)
-    gradient = random(*output.shape, dtype=output.dtype, seed=99)
-    poison()
+    assert all(torch.equal(*map(torch.nan_to_num, pair)) for pair in zip(leaves, inputs, strict=True))
+    if not has_gradient:
+        return [output]
+    gradient = upstream(*output.shape, dtype=output.dtype, seed=99)
+    poison(13)
     gradients = torch.autograd.grad(output, leaves, gradient)
-    assert all(torch.equal(leaf, each) for leaf, each in zip(leaves, inputs, strict=True))
+    assert all(torch.equal(*map(torch.nan_to_num, pair)) for pair in zip(leaves, inputs, strict=True))
     assert all(found.dtype == each.dtype for found, each in zip(gradients, inputs, strict=True))
     return [output.detach(), *gradients]
 

@@ -6,8 +6,6 @@ and from the machine code the registers and the bytes of spilled registers of a 
 set.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

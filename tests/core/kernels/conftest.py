@@ -1,7 +1,5 @@
 """Processors with and without half-precision arithmetic, on whatever processor there is."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Numbers, ids and threads for tests of the loops over rows, and both implementations of each loop."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

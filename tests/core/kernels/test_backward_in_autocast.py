@@ -1,8 +1,6 @@
 """A backward pass computes what its forward pass asks for, also where a training loop calls `backward` within
 `torch.autocast`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 

@@ -1,7 +1,5 @@
 """FLOPs as torch counts them in the references, forward and backward; bytes as those of inputs and outputs."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 from typing import Any
 

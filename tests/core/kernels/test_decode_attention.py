@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from functools import partial
 
 import pytest
@@ -9,7 +7,7 @@ from torch import Tensor
 from kitforge.core.kernels.decode_attention import fused
 from kitforge.core.kernels.decode_attention.reference import decode_attention as reference
 from kitforge.core.kernels.dispatch import select
-from tests.core.kernels.comparison import poison, random, relative
+from tests.core.kernels.comparison import random, relative
 
 SCALE = 0.3
 
@@ -37,33 +35,6 @@ def exact(inputs: tuple[Tensor, ...], window: int | None, slopes: Tensor | None 
     query, keys, values, starts, lengths = inputs
     doubles = query.double(), keys.double(), values.double()
     return reference(*doubles, starts, lengths, window=window, scale=SCALE, slopes=slopes)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("window", [None, 1, 3, 4, 100])
-@pytest.mark.parametrize("lengths", [[], [1], [2], [4], [5], [17, 1, 3, 64, 40]], ids=str)
-@pytest.mark.parametrize("heads", [(4, 2, 7), (3, 3, 16), (8, 1, 33), (1, 1, 1)], ids=str)
-@torch.no_grad()
-def test_the_compiled_loop_is_the_reference(
-    heads: tuple[int, int, int], lengths: list[int], window: int | None
-) -> None:
-    inputs = texts(lengths, *heads)
-    poison()
-    for slopes in (None, random(heads[0], seed=4).abs()):
-        found = compiled()(*inputs, window=window, slopes=slopes)
-        assert relative(found, exact(inputs, window, slopes)) < 2e-6
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("window", [None, 3, 33])
-@pytest.mark.parametrize("heads", [(4, 2, 7), (8, 1, 33), (9, 3, 64)], ids=str)
-@torch.no_grad()
-def test_keys_in_bfloat16_are_read_as_they_are(heads: tuple[int, int, int], window: int | None) -> None:
-    inputs = texts([17, 1, 3, 64, 40, 65], *heads, dtype=torch.bfloat16)
-    found = compiled()(*inputs, window=window)
-    assert found.dtype == torch.bfloat16
-    # All is found in fp32 and rounded once.
-    assert relative(found, exact(inputs, window)) < 2**-8
 
 
 @pytest.mark.parametrize("size", [1e-30, 1.0, 40.0, 1e4])
@@ -94,11 +65,3 @@ def test_models_take_the_compiled_loop_where_it_can_be_had(monkeypatch: pytest.M
         assert not torch.equal(select("O1").decode_attention(*inputs, **options), compiled()(*inputs, window=None))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert select.__wrapped__("O1").decode_attention is fused.decode_attention
-
-
-@pytest.mark.parametrize("window", [None, 2])
-def test_without_it_text_by_text_is_the_reference_too(window: int | None) -> None:
-    query, keys, values, starts, lengths = texts([5, 1, 3])
-    inputs = query.double(), keys.double(), values.double(), starts, lengths
-    found = fused.decode_attention(*inputs, window=window, scale=SCALE)
-    assert relative(found, exact(inputs, window)) < 1e-12

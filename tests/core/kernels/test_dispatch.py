@@ -1,7 +1,5 @@
 """One implementation of each operation by compile level and device; a failed one is replaced by the reference."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import importlib

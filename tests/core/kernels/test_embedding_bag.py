@@ -1,7 +1,5 @@
 """Rows of a slab, as they are or pooled by bags, and the way of gradients back: both loops against definitions."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """Maps from any int64 to slots, against a dict."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The noise of dropout is Philox4x32-10 to the bit, on every layout, and looks like noise."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Panels of a weight that are packed once and read by later products: the bits of a product that packs for itself."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

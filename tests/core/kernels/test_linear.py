@@ -1,43 +1,14 @@
-from __future__ import annotations
-
-import ast
-import os
-import platform
-import subprocess
-import sys
-
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import functional
 
 from kitforge.core.kernels import fast_path
 from kitforge.core.kernels.dispatch import select
 from kitforge.core.kernels.linear import fused
 from kitforge.core.kernels.linear.fused import linear, traceable_linear
-from kitforge.core.kernels.linear.reference import linear as reference
-from tests.core.kernels.comparison import TOLERANCE, Call, autocast, distance, poison, random, relative, results
+from tests.core.kernels.comparison import Call, autocast, random, relative, results
 
 KERNELS = [linear, traceable_linear]
-SHAPES = [(7,), (0, 7), (1, 7), (5, 7), (2, 3, 7), (2, 0, 7)]
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_it_is_its_reference(kernel: Call, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    inputs = [random(*shape, dtype=dtype), random(3, 7, dtype=dtype), random(3, dtype=dtype)]
-    assert distance(kernel, reference, inputs) < TOLERANCE[dtype]
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_under_autocast_it_is_near_the_exact_result(kernel: Call, shape: tuple[int, ...], native: bool) -> None:
-    inputs = [random(*shape, dtype=torch.float32), random(3, 7, dtype=torch.float32), random(3, dtype=torch.float32)]
-    found = results(autocast(kernel), inputs)
-    assert found[0].dtype == torch.bfloat16
-    for got, wanted in zip(found, results(reference, inputs), strict=True):
-        assert relative(got, wanted) < TOLERANCE[torch.bfloat16]
 
 
 @pytest.mark.parametrize("native", [False], indirect=True)
@@ -50,17 +21,6 @@ def test_where_half_is_for_storage_only_the_input_is_all_that_is_rounded(kernel:
     gradient = random(5, 3, dtype=torch.bfloat16, seed=99).float()
     assert relative(grad_weight, gradient.t() @ rounded) < 1e-6
     assert relative(grad_bias, gradient.sum(0)) < 1e-6
-
-
-@pytest.mark.parametrize("native", [False], indirect=True)
-@pytest.mark.parametrize("rows", [1, 2, 5, 6, 7, 100])
-def test_parts_of_the_rows_need_not_divide_them(rows: int, native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    inputs = [random(2, 3, 7, dtype=torch.float32), random(3, 7, dtype=torch.float32), random(3, dtype=torch.float32)]
-    whole = results(autocast(linear), inputs)
-    monkeypatch.setattr(fused, "ROWS", rows)
-    found = results(autocast(linear), inputs)
-    assert torch.equal(found[0], whole[0])
-    assert max(map(relative, found, whole)) < TOLERANCE[torch.float32]
 
 
 @pytest.mark.parametrize("native", [False], indirect=True)
@@ -77,79 +37,6 @@ def test_inputs_in_half_precision_are_stored_as_they_are_and_shared(native: bool
     assert kept == {each.data_ptr() for each in (input, *weights)}
 
 
-def test_a_layer_held_in_half_precision_is_near_the_exact_result(native: bool) -> None:
-    inputs = [random(5, 7, dtype=torch.bfloat16), random(3, 7, dtype=torch.bfloat16), random(3, dtype=torch.bfloat16)]
-    found = results(linear, inputs)
-    wanted = results(reference, [each.float() for each in inputs])
-    assert max(map(relative, found, wanted)) < TOLERANCE[torch.bfloat16]
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_a_bias_may_be_absent(kernel: Call, native: bool) -> None:
-    found = results(autocast(kernel), [random(5, 7, dtype=torch.float32), random(3, 7, dtype=torch.float32)])
-    assert relative(found[0], random(5, 7) @ random(3, 7).t()) < TOLERANCE[torch.bfloat16]
-
-
-@pytest.mark.parametrize("wants", [0, 1, 2])
-def test_only_gradients_that_are_wanted_are_found(wants: int, native: bool) -> None:
-    inputs = [random(5, 7, dtype=torch.float32), random(3, 7, dtype=torch.float32), random(3, dtype=torch.float32)]
-    inputs[wants].requires_grad_()
-    with torch.autocast("cpu", torch.bfloat16):
-        linear(*inputs).float().sum().backward()
-    assert [each.grad is not None for each in inputs] == [place == wants for place in range(3)]
-
-
-def test_a_gradient_that_is_a_view_is_understood(native: bool) -> None:
-    inputs = [random(4, 5, 7, dtype=torch.float32), random(3, 7, dtype=torch.float32)]
-
-    def transposed(kernel: Call) -> Call:
-        return lambda input, weight: kernel(input, weight).transpose(0, 1)
-
-    found = results(autocast(transposed(linear)), inputs)
-    for got, wanted in zip(found, results(transposed(reference), inputs), strict=True):
-        assert relative(got, wanted) < TOLERANCE[torch.bfloat16]
-
-
-def test_a_weight_that_is_off_by_a_billionth_shows() -> None:
-    def faulty(input: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return linear(input, weight * (1 + 1e-9), bias)
-
-    assert distance(faulty, reference, [random(5, 7), random(3, 7), random(3)]) > 10 * TOLERANCE[torch.float64]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("native", [False], indirect=True)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("rows", [*range(10), fast_path.FEW_ROWS - 1, fast_path.FEW_ROWS, fast_path.FEW_ROWS + 1])
-@pytest.mark.parametrize("shape", [(1, 1), (3, 7), (33, 16), (70, 129)], ids=str)
-@torch.no_grad()
-def test_a_few_rows_are_multiplied_like_many(
-    rows: int,
-    shape: tuple[int, int],
-    threads: int,
-    dtype: torch.dtype,
-    native: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    few_rows = pytest.importorskip("kitforge.core.kernels.linear.numba")
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    monkeypatch.setattr(few_rows, "GRAIN", 1)
-    generator = torch.Generator().manual_seed(rows)
-    weight, bias = (torch.randn(size, generator=generator).to(dtype) for size in (shape, shape[:1]))
-    # Neither a transposed input nor one that is part of a larger one may be misread.
-    input = torch.randn(2, shape[1] + 1, rows, generator=generator).to(dtype).transpose(1, 2)[1:, :, 1:]
-    assert fast_path.accepts_linear(input, weight) == (rows <= fast_path.FEW_ROWS)
-    for shift in (bias, None):
-        exact = reference(input.double(), weight.double(), None if shift is None else shift.double())
-        poison()
-        got = few_rows.linear(input, weight, shift)
-        assert (got.shape, got.dtype) == (exact.shape, dtype)
-        # Sums in fp32, rounded once.
-        rounding = 0.0 if dtype is torch.float32 else 2.0**-8
-        assert torch.allclose(got.double(), exact, rtol=rounding, atol=1e-6 * shape[1])
-
-
 @pytest.mark.parametrize("special", ["nan", "inf", "-inf"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @torch.no_grad()
@@ -159,34 +46,6 @@ def test_what_is_not_finite_shows_in_a_few_rows(special: str, dtype: torch.dtype
     input, weight = torch.ones(5, 19, dtype=dtype), torch.ones(6, 19, dtype=dtype)
     input[1, 3] = input[4, 17] = float(special)
     assert torch.equal(few_rows.linear(input, weight).isfinite().all(1), torch.tensor([True, False, True, True, False]))
-
-
-OLD = """
-import sys, torch
-from kitforge.core.kernels.linear.numba import linear
-from kitforge.core.kernels.linear.gemm_microkernel import PAIRS, ROWS
-torch.manual_seed(0)
-found = {"rows": ROWS, "pairs": PAIRS}
-for dtype in (torch.float32, torch.bfloat16):
-    input, weight, bias = torch.randn(13, 70).to(dtype), torch.randn(29, 70).to(dtype), torch.randn(29).to(dtype)
-    exact = torch.nn.functional.linear(input.double(), weight.double(), bias.double())
-    found[str(dtype)] = ((linear(input, weight, bias) - exact).abs() / (1 + exact.abs())).max().item()
-print(found)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="the older processor is one of x86")
-def test_an_older_processor_multiplies_them_in_shorter_vectors() -> None:
-    pytest.importorskip("numba")
-    older = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+sse4.2,+avx,+avx2,+fma"}
-    done = subprocess.run(
-        [sys.executable, "-c", OLD], env=os.environ | older, capture_output=True, text=True, check=True
-    )
-    found = ast.literal_eval(done.stdout)
-    assert (found["rows"], found["pairs"]) == (6, False)
-    assert found["torch.float32"] < 1e-5
-    assert found["torch.bfloat16"] < 2**-8
 
 
 @torch.no_grad()
@@ -249,11 +108,3 @@ def test_the_bits_of_a_row_do_not_depend_on_the_rows_beside_it(
     assert relative(many, exact) < (1e-5 if dtype is torch.float32 else 2**-8)
     for first, count in ((0, 1), (3, 1), (5, 2), (1, 4), (7, 9), (2, 13), (9, 64), (3, 70)):
         assert torch.equal(compiled(rows[first : first + count], weight, bias), many[first : first + count])
-
-
-@pytest.mark.slow
-def test_a_masked_processor_keeps_to_vectors() -> None:
-    pytest.importorskip("numba")
-    code = "from kitforge.core.kernels.linear.numba import prefers_matrix_unit; assert not prefers_matrix_unit()"
-    older = {"NUMBA_CPU_NAME": "cooperlake", "NUMBA_CPU_FEATURES": "+avx2,+fma,+avx512f,+avx512bf16"}
-    subprocess.run([sys.executable, "-c", code], env=os.environ | older, check=True)

@@ -1,30 +1,18 @@
 """Moves of rows between tokens and experts: one Triton kernel each way, in the interpreter; `F.grouped_mm` between."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from kitforge.core.kernels import triton_moe
-from kitforge.core.kernels.dispatch import REFERENCE, implementation
-from kitforge.core.kernels.moe_permute.reference import Permutation, permutation_of
-from tests.core.kernels.comparison import Call, distance, random, relative, results
-
-SHAPES = [(7, 1, 3), (9, 2, 4), (5, 3, 3), (1, 2, 8), (70, 2, 5), (0, 2, 3)]
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
+from kitforge.core.kernels.dispatch import implementation
+from kitforge.core.kernels.moe_permute.reference import permutation_of
+from tests.core.kernels.comparison import distance, random
+from tests.core.kernels.operations import routed
 
 
-def routed(num_tokens: int, k: int, num_experts: int) -> Tensor:
-    """Distinct experts of each token, not all of them chosen."""
-    generator = torch.Generator().manual_seed(num_tokens)
-    scores = torch.rand(num_tokens, num_experts, generator=generator)
-    scores[:, 1] = -1 if num_experts > k else scores[:, 1]
-    return scores.topk(k, dim=1).indices
-
-
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [(7, 1, 3), (9, 2, 4), (5, 3, 3), (1, 2, 8), (70, 2, 5), (0, 2, 3)])
 def test_rows_are_sorted_by_expert_and_then_by_token(shape: tuple[int, int, int]) -> None:
     experts = routed(*shape)
     found = permutation_of(experts, shape[2])
@@ -34,52 +22,6 @@ def test_rows_are_sorted_by_expert_and_then_by_token(shape: tuple[int, int, int]
     assert found.ends.dtype == torch.int32
     for token, row in enumerate(experts.tolist()):
         assert [pairs[position] for position in found.positions[token].tolist()] == [(expert, token) for expert in row]
-
-
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize(
-    "shape", [each if each[0] < 10 else pytest.param(each, marks=pytest.mark.slow) for each in SHAPES]
-)
-def test_triton_is_the_reference(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
-    permutation, dim = permutation_of(routed(*shape), shape[2]), {9: 1, 5: 64}.get(shape[0], 33)
-    tokens, rows = random(shape[0], dim, dtype=dtype), random(shape[0] * shape[1], dim, dtype=dtype)
-    weights = random(*shape[:2], dtype=dtype)
-
-    def permute(name: str) -> Call:
-        return lambda input: implementation("moe_permute", name, "cuda")(input, permutation)
-
-    def unpermute(name: str) -> Call:
-        return lambda input, weights: implementation("moe_unpermute", name, "cuda")(input, weights, permutation)
-
-    assert distance(permute("triton"), permute("reference"), [tokens]) < TOLERANCE[dtype]
-    assert distance(unpermute("triton"), unpermute("reference"), [rows, weights]) < TOLERANCE[dtype]
-
-
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_gathers_are_the_reference(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
-    permutation = permutation_of(routed(*shape), shape[2])
-    tokens, rows = random(shape[0], 33, dtype=dtype), random(shape[0] * shape[1], 33, dtype=dtype)
-    weights = random(*shape[:2], dtype=dtype)
-    for operation, inputs in (("moe_permute", [tokens]), ("moe_unpermute", [rows, weights])):
-        found, wanted = (
-            (lambda *each, op=op: op(*each, permutation))
-            for op in (implementation(operation, "fused"), getattr(REFERENCE, operation))
-        )
-        assert distance(found, wanted, inputs) < TOLERANCE[dtype]
-
-
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_strided_rows_are_understood() -> None:
-    permutation = permutation_of(routed(9, 2, 4), 4)
-    for operation, wide in (("moe_permute", random(9, 20)), ("moe_unpermute", random(18, 20))):
-        weights = [] if operation == "moe_permute" else [random(2, 9).t()]
-        found, wanted = (
-            results(lambda x, *w, op=op: op(x[:, 3:15], *w, permutation), [wide, *weights])
-            for op in (implementation(operation, "triton", "cuda"), getattr(REFERENCE, operation))
-        )
-        assert max(map(relative, found, wanted)) < 1e-12
 
 
 @pytest.mark.parametrize("shape", [(9, 2, 4), (33, 1, 3)])
@@ -100,14 +42,6 @@ def test_experts_between_them_are_a_loop_over_experts(shape: tuple[int, int, int
         return ((input[:, None, None] @ chosen).squeeze(2) * weights.unsqueeze(-1)).sum(1)
 
     assert distance(grouped, looped, [input, weights, matrices]) < 1e-5
-
-
-def test_a_fault_in_the_order_shows() -> None:
-    permutation = permutation_of(routed(9, 2, 4), 4)
-    wrong = Permutation(permutation.positions.flip(1), permutation.tokens, permutation.ends)
-    op = implementation("moe_unpermute", "triton", "cuda")
-    rows, weights = random(18, 5), random(9, 2)
-    assert relative(op(rows, weights, wrong), REFERENCE.moe_unpermute(rows, weights, permutation)) > 1e-3
 
 
 @pytest.mark.alone

@@ -1,7 +1,5 @@
 """Packed rows through variable-length attention: what torch's kernel for GPUs is called with, emulated on a CPU."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any

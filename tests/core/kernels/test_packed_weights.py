@@ -1,10 +1,10 @@
 """Quantized weights in the compiled step: the product with the dequantized weight, whatever rows are beside a row."""
 
-from __future__ import annotations
-
 import os
+import platform
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +17,6 @@ from tests.differential.drawn import WHOLE
 
 numba = pytest.importorskip("kitforge.core.kernels.quantized_linear.numba")
 linear = pytest.importorskip("kitforge.core.kernels.linear.numba")
-DTYPES = [torch.float32, torch.bfloat16]
 # Bits, features of a scale, and its dtype. The last two are GGUF's Q8_0 and Q4_0.
 KINDS: dict[str, tuple[Any, int | None, torch.dtype]] = {
     "int8": (8, None, torch.float32),
@@ -25,6 +24,11 @@ KINDS: dict[str, tuple[Any, int | None, torch.dtype]] = {
     "q8_0": (8, GROUP, torch.float16),
     "q4_0": (4, GROUP, torch.float16),
 }
+# Each is compiled by itself; in the gate every kind, every number of bits in every dtype of rows.
+MULTIPLIED = [("int8", torch.float32), ("q4_0", torch.float32), ("int4", torch.bfloat16), ("q8_0", torch.bfloat16)]
+if WHOLE:
+    MULTIPLIED = [(kind, dtype) for kind in KINDS for dtype in (torch.float32, torch.bfloat16)]
+kinds = pytest.mark.parametrize(("kind", "dtype"), MULTIPLIED)
 # Outputs that fill panels and that do not; more features than are multiplied at once.
 SIZES = [(70, 64), (32, 96), (5, 32), (3, 4128)]
 
@@ -75,8 +79,7 @@ def product(rows: Tensor, blocks: Blocks, has_tiles: bool, bias: Tensor | None =
     return output
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@kinds
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_it_is_the_product_with_the_dequantized_weight(
     sizes: tuple[int, int], kind: str, dtype: torch.dtype, has_tiles: bool
@@ -105,8 +108,7 @@ def test_it_is_the_product_with_the_dequantized_weight(
         assert bool(((found - wanted).abs() <= most).all())
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@kinds
 def test_the_bits_of_a_row_do_not_depend_on_the_rows_beside_it(kind: str, dtype: torch.dtype, has_tiles: bool) -> None:
     blocks, rows = blocks_of((70, 608), kind), random(70, 608, seed=2).to(dtype)
     many = product(rows, blocks, has_tiles)
@@ -115,8 +117,7 @@ def test_the_bits_of_a_row_do_not_depend_on_the_rows_beside_it(kind: str, dtype:
         assert torch.equal(few, many[first : first + count])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", ["q8_0", "q4_0"])
+@pytest.mark.parametrize(("kind", "dtype"), [each for each in MULTIPLIED if each[0][0] == "q"])
 def test_scales_that_half_precision_holds_without_an_exponent_are_exact(
     kind: str, dtype: torch.dtype, has_tiles: bool
 ) -> None:
@@ -130,16 +131,16 @@ def test_scales_that_half_precision_holds_without_an_exponent_are_exact(
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 8, 12, 20])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("bits", [8, 4])
-def test_every_whole_number_is_exact(bits: int, dtype: torch.dtype, count: int, has_tiles: bool) -> None:
+@kinds
+def test_every_whole_number_is_exact(kind: str, dtype: torch.dtype, count: int, has_tiles: bool) -> None:
     """Of a feature that a row has alone, outputs are the weights: here all numbers, -128 and -8 included."""
+    bits, group, of_scales = KINDS[kind]
     numbers, features = 2**bits, GROUP * (count + 11)
     shifts = torch.arange(features) * 7 % numbers
     values = (torch.arange(numbers).unsqueeze(1) + shifts) % numbers
     whole = (values - numbers // 2).to(torch.int8)
     stored = whole if bits == 8 else (values[:, ::2] | values[:, 1::2] << 4).to(torch.uint8)
-    blocks = Blocks(stored, torch.ones(numbers, features // GROUP))
+    blocks = Blocks(stored, torch.ones(numbers, features // (group or features), dtype=of_scales))
     for first in range(0, features - count, 29):
         found = product(torch.eye(features, dtype=dtype)[first : first + count].contiguous(), blocks, has_tiles)
         assert torch.equal(found, whole.t()[first : first + count].float())
@@ -147,26 +148,26 @@ def test_every_whole_number_is_exact(bits: int, dtype: torch.dtype, count: int, 
 
 # By narrower vectors without dot products, and with them but without a matrix unit.
 PROCESSORS = {"haswell": "+sse4.2,+avx,+avx2,+fma", "cooperlake": "+avx2,+fma,+avx512f,+avx512bw,+avx512bf16"}
+TESTED = """
+import sys, pytest
+from kitforge.core.kernels.linear.gemm_microkernel import PAIRS, ROWS
+from kitforge.core.kernels.linear.numba import prefers_matrix_unit
+assert PAIRS == ("bf16" in sys.argv[1]) and (ROWS == 6) == ("avx512f" not in sys.argv[1]) and not prefers_matrix_unit()
+sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-m", "not slow", *sys.argv[2:]]))
+"""
 
 
 @pytest.mark.slow
 @pytest.mark.prove
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="the other processors are of x86")
 @pytest.mark.parametrize("name", list(PROCESSORS)[: None if WHOLE else 1])
 def test_other_processors_multiply_alike(name: str) -> None:
-    """What no other test sees: the code that is compiled for a processor that this one is not. Of the kinds two have
-    every number of bits, group and dtype of scales. The second time it is loaded from the cache."""
-    environment = os.environ | {"NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": PROCESSORS[name]}
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-x",
-        "-p",
-        "no:cacheprovider",
-        __file__,
-        "-k",
-        "vectors and (exact or (70 or bits) and (int8 or q4_0))",
-    ]
+    """What no other test sees: the code that is compiled for a processor that this one is not, of weights as they are
+    and of quantized ones. The second time it is loaded from the cache."""
+    features = PROCESSORS[name]
+    environment = os.environ | {"NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": features}
+    linear_tests = str(Path(__file__).with_name("test_linear.py"))
+    chosen = "vectors and ((70 and 45) or (int8 or int4) and (exact or 70 or bits))"
+    command = [sys.executable, "-c", TESTED, features, __file__, linear_tests, "-k", chosen]
     for _ in range(2 if WHOLE else 1):
-        subprocess.run([*command, "-m", "not slow"], env=environment, check=True)
+        subprocess.run(command, env=environment, check=True)

@@ -1,7 +1,5 @@
 """What a recomputed block keeps: taken once each, in order, unchanged, and let go with the graph."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import weakref

@@ -1,7 +1,5 @@
 """Whether a second thread is asked: by what calls took before, on a clock that the tests turn."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import pytest

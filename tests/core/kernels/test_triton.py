@@ -1,15 +1,13 @@
 """The Triton kernels against their float64 references; on a CPU, in Triton's interpreter."""
 
-from __future__ import annotations
-
 import importlib.util
-import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
-from itertools import product
 from pathlib import Path
+from random import Random
 from types import ModuleType
 from typing import Any
 
@@ -17,7 +15,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn import functional
 
 from kitforge.core.kernels import (
     dispatch,
@@ -30,26 +27,13 @@ from kitforge.core.kernels import (
 )
 from kitforge.core.kernels.dispatch import IMPLEMENTATIONS, REFERENCE, implementation
 from tests.core.kernels.comparison import Call, in_parts, random, relative, results
-from tests.pairs import pairs
+from tests.core.kernels.operations import EDGES, OPERATIONS, Draw, error
 
 # Rows beyond the last one compute on nothing, and what they find is not written.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 ALL = [operation for operation, found in IMPLEMENTATIONS.items() if "triton" in found]
-# Those with files of their own.
-SAMPLERS = {"greedy_sample", "random_sample"}
+TRITON = [operation for operation in ALL if operation in OPERATIONS and operation != "quantized_linear"]
 TABLES = {"embedding_bag", "embedding_bag_backward", "sparse_update", "copy_rows", "unique", "hash_map"}
-TRITON = [
-    operation
-    for operation in ALL
-    if operation
-    not in {"paged_attention", "quantized_linear", "float8_linear", "moe_permute", "moe_unpermute", *SAMPLERS, *TABLES}
-]
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 3e-2, torch.float16: 3e-3}
-DTYPES = list(TOLERANCE)
-ANGLES = random(2, 9, 3)
-# Rows and columns: one of each, no row, fewer and more than a tile of 64, powers of two and their neighbours.
-SHAPES = [(1, 1), (0, 5), (5, 7), (4, 64), (3, 65), (9, 200)]
-CASES = list((product if "KITFORGE_PROVE" in os.environ else pairs)(TRITON, SHAPES, DTYPES))
 
 
 def targets_of(rows: int, vocabulary: int, ignored: int = 3) -> Tensor:
@@ -59,36 +43,10 @@ def targets_of(rows: int, vocabulary: int, ignored: int = 3) -> Tensor:
     return targets
 
 
-def cases(rows: int, columns: int) -> dict[str, tuple[Callable[[Any], Call], list[Tensor]]]:
-    """By operation: a call of it, of tensors only, and those tensors."""
-    all_targets, some_targets = targets_of(rows, columns, 0), targets_of(rows, columns)
-    hidden, weight = random(rows, 6), 3 * random(columns, 6, seed=1)
-    has_no_bias = columns % 2
-    return {
-        "rms_norm": (lambda op: partial(op, eps=1e-6), [random(rows, columns), random(columns)]),
-        "layer_norm": (
-            lambda op: partial(op, eps=1e-6),
-            [random(rows, columns), random(columns), random(columns, seed=1)],
-        ),
-        "add_norm": (
-            lambda op: lambda x, y, *weights: torch.stack(op(x, y, *weights, *[None] * has_no_bias, 1e-6)),
-            [random(rows, columns), random(rows, columns, seed=1), random(columns), random(columns, seed=1)][
-                : 4 - has_no_bias
-            ],
-        ),
-        "swiglu": (lambda op: op, [random(rows, columns), random(rows, columns, seed=1)]),
-        "geglu": (lambda op: op, [3 * random(rows, columns), random(rows, columns, seed=1)]),
-        "linear_cross_entropy": (lambda op: lambda h, w: op(h, w, some_targets), [hidden, weight]),
-        "linear_log_probs": (lambda op: lambda h, w: torch.stack(op(h, w, all_targets, 0.7)), [hidden, weight]),
-        "rotary": (
-            lambda op: lambda x: op(x, ANGLES.to(angle_dtype(x)).cos(), ANGLES.to(angle_dtype(x)).sin(), False),
-            [random(2, max(rows, 1), 9, 6 + columns % 5)],
-        ),
-    }
-
-
-def angle_dtype(input: Tensor) -> torch.dtype:
-    return torch.promote_types(input.dtype, torch.float32)
+def case_of(operation: str, rows: int = 5, columns: int = 7, choice: int = 0) -> tuple[Call, list[Tensor]]:
+    """A call of the kernel of tensors only, and those tensors."""
+    case = OPERATIONS[operation](Draw(lead=(rows,), width=columns), Random(choice))
+    return case.call(kernel(operation)), case.inputs
 
 
 def kernel(operation: str) -> Any:
@@ -96,65 +54,17 @@ def kernel(operation: str) -> Any:
     return dispatch._load(operation, "triton")
 
 
-def check(operation: str, call: Callable[[Any], Call], inputs: list[Tensor], found: Any = None) -> float:
-    """The largest difference of any result of the kernel in its dtype from the reference in float64."""
-    got = results(call(found or kernel(operation)), inputs)
-    wanted = results(call(dispatch._REFERENCES[operation]), [each.double() for each in inputs])
-    return max(relative(one, other, floor=1.0) for one, other in zip(got, wanted, strict=True))
-
-
-@pytest.mark.prove
-@pytest.mark.parametrize(("operation", "shape", "dtype"), CASES)
-def test_it_is_its_reference(operation: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
-    if dtype == torch.float16 and operation.startswith("linear"):
-        assert not IMPLEMENTATIONS[operation]["triton"].accepts(*(random(2, 2).half() for _ in range(2)))
-        return
-    call, inputs = cases(*shape)[operation]
-    rounded = [each.to(dtype) for each in inputs]
-    # The gradient that comes in is rounded as well.
-    assert check(operation, call, rounded) < TOLERANCE[dtype]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("dim", [6, 7, 16])
-def test_rotary_turns_both_layouts_and_keeps_what_is_left(interleaved: bool, batch: int, dim: int) -> None:
-    cos, sin = ANGLES[:batch].cos(), ANGLES[:batch].sin()
-
-    def call(op: Any) -> Call:
-        # Heads behind tokens, as a projection leaves them, and a slice of a wider tensor.
-        return lambda wide: op(wide.transpose(1, 2)[..., 2 : 2 + dim], cos, sin, interleaved)
-
-    assert check("rotary", call, [random(2, 9, 4, dim + 3)]) < 1e-12
-
-
-@pytest.mark.parametrize("operation", ["rms_norm", "swiglu", "geglu"])
-def test_views_are_understood(operation: str) -> None:
-    call, inputs = cases(9, 40)[operation]
-    views: list[tuple[Tensor, Call]] = [
-        (random(9, 100), lambda wide: wide[:, 5:45]),
-        (random(40, 9), lambda wide: wide.t()),
-        (random(3, 9, 2, 40), lambda wide: wide.transpose(0, 2)[0]),
-    ]
-    for wide, view in views:
-        of_view = lambda op, view=view: lambda x, y: call(op)(view(x), y)  # noqa: E731
-        other = inputs[1] if operation == "rms_norm" else random(*view(wide).shape, seed=1)
-        assert check(operation, of_view, [wide, other]) < 1e-12
-
-
-@pytest.mark.parametrize("scale", [1e-15, 1e-4, 1e10])
-def test_rms_norm_of_tiny_and_huge_rows(scale: float) -> None:
-    inputs = [random(5, 70, dtype=torch.float32) * scale, random(70, dtype=torch.float32)]
-    got = results(partial(kernel("rms_norm"), eps=1e-6), inputs)
-    wanted = results(partial(REFERENCE.rms_norm, eps=1e-6), [each.double() for each in inputs])
-    assert max(map(relative, got, wanted)) < 1e-5
-
-
 @pytest.mark.parametrize("operation", ["linear_cross_entropy", "linear_log_probs"])
 def test_huge_and_impossible_logits(operation: str) -> None:
-    call, (hidden, weight) = cases(5, 130)[operation]
-    assert check(operation, call, [hidden.float() * 1e3, weight.float()]) < 1e-4
+    hidden, weight, targets = 1e3 * random(5, 6).float(), random(130, 6, seed=1).float(), targets_of(5, 130, 0)
+    own, exact = (
+        results(lambda *given, op=op: op(*given, targets)[0] if "log" in operation else op(*given, targets), inputs)  # type: ignore[misc]
+        for op, inputs in (
+            (kernel(operation), [hidden, weight]),
+            (getattr(REFERENCE, operation), [hidden.double(), weight.double()]),
+        )
+    )
+    assert max(map(partial(relative, floor=1.0), own, exact)) < 1e-4
     # A token with the logit -inf has no probability; its gradient is not NaN.
     weight[7] = 0
     hidden[:, 0], weight[7, 0] = 1, -torch.inf
@@ -177,7 +87,7 @@ def one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("operation", ["linear_cross_entropy", "linear_log_probs"])
-def test_vocabulary_shards(operation: str, one_launch: None) -> None:
+def test_vocabulary_shards(operation: str, one_launch: None, monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, weight, targets = random(7, 6), random(130, 6), targets_of(7, 130, 3 if "entropy" in operation else 0)
     temperature = () if operation == "linear_cross_entropy" else (0.7,)
 
@@ -188,7 +98,13 @@ def test_vocabulary_shards(operation: str, one_launch: None) -> None:
         return [found.detach(), *torch.autograd.grad(found, leaves, upstream)]
 
     wanted = run(getattr(REFERENCE, operation), hidden.clone().requires_grad_(), weight.clone().requires_grad_())
-    for name in ("triton", "chunked"):
+    # Whole, and in chunks of three rows.
+    for name, chunk in (
+        ("triton", vocabulary.CHUNK_BYTES),
+        ("chunked", vocabulary.CHUNK_BYTES),
+        ("chunked", 3 * 130 * 8),
+    ):
+        monkeypatch.setattr(vocabulary, "CHUNK_BYTES", chunk)
         op = dispatch._load(operation, name)
         whole = run(op, hidden.clone().requires_grad_(), weight.clone().requires_grad_())
         # Uneven shards, the last of them empty.
@@ -250,10 +166,10 @@ def test_a_target_out_of_the_vocabulary_makes_its_loss_infinite(target: int) -> 
 
 def test_chunks_change_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
     for operation in ("linear_cross_entropy", "linear_log_probs"):
-        call, inputs = cases(9, 200)[operation]
-        whole = results(call(kernel(operation)), inputs)
+        call, inputs = case_of(operation, 9, 200)
+        whole = results(call, inputs)
         monkeypatch.setattr(vocabulary, "CHUNK_BYTES", 4 * 200 * 8)
-        parts = results(call(kernel(operation)), inputs)
+        parts = results(call, inputs)
         monkeypatch.undo()
         assert max(map(relative, parts, whole)) < 1e-13
 
@@ -261,8 +177,8 @@ def test_chunks_change_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("operation", TRITON)
 def test_the_same_inputs_give_the_same_bits(operation: str) -> None:
-    call, inputs = cases(9, 65)[operation]
-    one, other = (results(call(kernel(operation)), [each.float() for each in inputs]) for _ in range(2))
+    call, inputs = case_of(operation, 9, 65)
+    one, other = (results(call, [each.float() for each in inputs]) for _ in range(2))
     assert all(torch.equal(*pair) for pair in zip(one, other, strict=True))
 
 
@@ -280,7 +196,7 @@ def opcheck_cases() -> dict[str, tuple[Any, tuple[Any, ...]]]:
         "norm_backward": (triton_norm._backward, (random(5, 7), None, input.detach(), random(7), random(1, 5), False)),
         "gated": (triton_gated.gated, (input, random(5, 7).requires_grad_(), True)),
         "gated_backward": (triton_gated._backward, (random(5, 7), random(5, 7), random(5, 7), False)),
-        "rotary": (turn._rotate, (random(2, 4, 9, 8).requires_grad_(), ANGLES, ANGLES, True, False)),
+        "rotary": (turn._rotate, (random(2, 4, 9, 8).requires_grad_(), *[random(2, 9, 3)] * 2, True, False)),
         "logits_statistics": (triton_logits.statistics, (logits, targets, 0.7)),
         "logits_gradient_": (triton_logits.gradient_, (logits, targets, random(4, 5), 0.7)),
     }
@@ -314,8 +230,7 @@ def registered() -> Iterator[str]:
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_the_compiler_traces_them_without_a_break() -> None:
     for operation in TRITON:
-        call, inputs = cases(5, 7)[operation]
-        own = call(kernel(operation))
+        own, inputs = case_of(operation)
         compiled = torch.compile(own, fullgraph=True, backend="aot_eager")
         wanted, found = results(own, inputs), results(compiled, inputs)
         assert max(map(relative, found, wanted)) < 1e-12
@@ -323,10 +238,10 @@ def test_the_compiler_traces_them_without_a_break() -> None:
 
 @pytest.mark.parametrize("operation", TRITON)
 def test_fake_tensors_have_the_shapes_and_dtypes_of_real_ones(operation: str) -> None:
-    call, inputs = cases(5, 7)[operation]
-    real = call(kernel(operation))(*(each.bfloat16() for each in inputs))
+    call, inputs = case_of(operation)
+    real = call(*(each.bfloat16() for each in inputs))
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        fake = call(kernel(operation))(*(mode.from_tensor(each.bfloat16()) for each in inputs))
+        fake = call(*(mode.from_tensor(each.bfloat16()) for each in inputs))
     assert (fake.shape, fake.dtype, fake.stride()) == (real.shape, real.dtype, real.stride())
 
 
@@ -399,20 +314,8 @@ def test_a_planted_fault_is_seen(fault: str, tmp_path: Path, monkeypatch: pytest
         if getattr(own, name) is getattr(holder, name):
             monkeypatch.setattr(own, name, getattr(module, name))
 
-    def error(shape: tuple[int, int]) -> float:
-        call, inputs = cases(*shape)[operation]
-        # Rows within wider ones, so that what is read beside them exists and is wrong.
-        wide = [functional.pad(each, (0, 64), value=7.0) for each in inputs]
-        widths = [each.shape[-1] for each in inputs]
-        sliced = slices_of(call, widths) if operation == "rms_norm" else call
-        return check(operation, sliced, [each.float() for each in (wide if sliced is not call else inputs)], planted)
-
-    assert any(error(shape) > 1e-4 for shape in SHAPES)
-
-
-def slices_of(call: Callable[[Any], Call], widths: list[int]) -> Callable[[Any], Call]:
-    """The call, on the first columns of its inputs."""
-    return lambda op: lambda *wide: call(op)(*(each[..., :width] for each, width in zip(wide, widths, strict=True)))
+    draws = [replace(edge, dtype=torch.float32, choice=choice) for choice in range(3) for edge in EDGES]
+    assert any((error(operation, "triton", draw, planted) or 0) > 1e-4 for draw in draws)
 
 
 def module_of(source: str, name: str, folder: Path) -> ModuleType:

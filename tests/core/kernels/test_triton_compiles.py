@@ -1,7 +1,5 @@
 """Every Triton kernel compiles down to machine code of an H100, without a GPU, and keeps its values in registers."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os
@@ -31,9 +29,11 @@ def kernels_in_source() -> set[tuple[str, str]]:
 
 @pytest.mark.slow
 @pytest.mark.prove
-def test_every_kernel_compiles_without_spilling(tmp_path: Path) -> None:
+def test_every_kernel_compiles_without_spilling(pytestconfig: pytest.Config, tmp_path: Path) -> None:
     """The one proof that a kernel is more than what the interpreter takes: its types, its tiles and its registers; in
-    the gate for some arguments of each."""
+    the gate for some arguments of each. Triton keeps machine code by source, options and its own version, so that only
+    what has changed since the last gate is compiled."""
+    kept = tmp_path if WHOLE or pytestconfig.cache is None else pytestconfig.cache.mkdir("triton")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [
         sys.executable,
@@ -47,7 +47,7 @@ def test_every_kernel_compiles_without_spilling(tmp_path: Path) -> None:
     done = subprocess.run(
         command,
         cwd=ROOT,
-        env={**environment, "TRITON_CACHE_DIR": str(tmp_path)},
+        env={**environment, "TRITON_CACHE_DIR": str(kept)},
         capture_output=True,
         text=True,
         check=False,

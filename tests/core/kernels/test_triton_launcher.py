@@ -1,7 +1,5 @@
 """Launches without Triton run the machine code that Triton would choose, with what it would give it."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import itertools

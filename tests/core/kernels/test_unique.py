@@ -1,12 +1,9 @@
 """Distinct ids in the order in which they first occur."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from kitforge.core.kernels import numba_runtime as compiling
 from kitforge.core.kernels.unique import numba as fast
@@ -88,14 +85,3 @@ def test_what_is_returned_outlives_the_next_batch() -> None:
     first, _ = FAST.unique(torch.tensor([4, 4, 7]), None, scratch)
     FAST.unique(torch.tensor([1, 2, 3]), None, scratch)
     assert first.tolist() == [4, 7]
-
-
-def joined_in_reverse(ids: Tensor) -> tuple[list[int], list[int]]:
-    """The fault of numbering the last piece first."""
-    half = len(ids) // 2
-    distinct, inverse = FAST.unique(torch.cat([ids[half:], ids[:half]]))
-    return distinct.tolist(), torch.cat([inverse[len(ids) - half :], inverse[: len(ids) - half]]).tolist()
-
-
-def test_the_order_of_pieces_is_seen() -> None:
-    assert joined_in_reverse(BATCHES["skewed"]) != by_dict(BATCHES["skewed"].tolist())

@@ -1,7 +1,5 @@
 """Working memory that is kept, bags, and work shared among threads."""
 
-from __future__ import annotations
-
 import os
 import threading
 from typing import Any

@@ -1,7 +1,5 @@
 """One thread: these networks are too small to share out."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

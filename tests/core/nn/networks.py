@@ -3,8 +3,6 @@
 B batch, T length.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

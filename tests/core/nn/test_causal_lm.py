@@ -1,7 +1,5 @@
 """A language model is asked for capabilities, never for its class."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

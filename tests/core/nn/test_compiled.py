@@ -1,7 +1,5 @@
 """Level O2: compiled blocks compute what eager ones do, and few graphs serve all layers and steps."""
 
-from __future__ import annotations
-
 import copy
 import os
 import shutil

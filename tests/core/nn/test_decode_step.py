@@ -1,7 +1,5 @@
 """Decoding in one call: which networks take it, and that it sees every change of a network."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A network with dropout on: the same noise however its batch is split and whatever is computed twice."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """An adapter adds to a network without touching it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """The router, the experts and their balance, against the definition written as loops, in float64."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 from unittest import mock

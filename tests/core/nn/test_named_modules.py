@@ -1,7 +1,5 @@
 """Modules by any name: nothing that Python's modules own is taken from a user, and other names stay as they were."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

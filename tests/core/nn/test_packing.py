@@ -1,7 +1,5 @@
 """Documents that share a row do not know of one another, under every position scheme."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

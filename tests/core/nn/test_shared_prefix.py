@@ -1,7 +1,5 @@
 """Rows that begin alike have the hidden states and gradients of rows that are computed whole."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

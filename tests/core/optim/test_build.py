@@ -1,7 +1,5 @@
 """The optimizer of a whole model: what it moves, and that a resume changes no bit."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The global norm and clipping by it."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

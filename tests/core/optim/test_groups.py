@@ -1,7 +1,5 @@
 """Which parameters decay and which Muon may take."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 
 import pytest

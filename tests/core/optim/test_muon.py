@@ -1,7 +1,5 @@
 """Muon against its definition."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import final

@@ -1,7 +1,5 @@
 """Optimizers over rows against loops over single numbers, and against torch's own on one dense table."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """The course of the learning rate."""
 
-from __future__ import annotations
-
 import json
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """A server of a tiny random model in a thread of its own."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import threading

@@ -4,8 +4,6 @@ python -m tests.inference.server.crowd PORT BODIES ANSWERS reads a list of bodie
 [status, headers, answer], in their order, to the other. Nobody asks before everybody is connected.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import resource

@@ -1,7 +1,5 @@
 """Tokens: where they come from, how they are sent, and that no record shows one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import httpx

@@ -1,7 +1,5 @@
 """What is wrong is refused in OpenAI's shape, with words that help, and nothing is left behind."""
 
-from __future__ import annotations
-
 import json
 import socket
 

@@ -1,7 +1,5 @@
 """Jobs of concurrent requests in batches: bounded, each answered once, and failing alone."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Clients that keep silent, hold back or flood cost the other clients nothing, and fill no log."""
 
-from __future__ import annotations
-
 import json
 import logging
 import resource

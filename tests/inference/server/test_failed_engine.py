@@ -1,7 +1,5 @@
 """An engine that fails is told to everybody who waits, and ends its server."""
 
-from __future__ import annotations
-
 import json
 import threading
 from queue import Queue

@@ -1,7 +1,5 @@
 """lm-evaluation-harness scores over HTTP what our own evaluation scores in the process."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Many requests at once: none is lost, none gets another's answer, and those beyond the queue are told so."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """OpenAI's own client understands every answer, and answers are what the pipeline gives."""
 
-from __future__ import annotations
-
 import httpx
 import openai
 import pytest

@@ -1,7 +1,5 @@
 """What those who run a server see of it: ids, a log, numbers; and what it does where a request leaves the choice."""
 
-from __future__ import annotations
-
 import json
 import logging
 import socket

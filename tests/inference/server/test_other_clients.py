@@ -1,7 +1,5 @@
 """What one client sends keeps nobody else waiting."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

@@ -1,7 +1,5 @@
 """`kitforge serve` as a person starts and stops it."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

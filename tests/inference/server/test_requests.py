@@ -1,7 +1,5 @@
 """What clients send: their own answers back, fields that say nothing, and fields that ask for what is not done."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """What the server says of itself holds for whatever is sent to it: bodies made from its own description, and spoilt."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Prompts that are echoed and scored, tokens over HTTP, and what benchmarks of other servers send."""
 
-from __future__ import annotations
-
 import inspect
 import json
 from collections.abc import Iterator

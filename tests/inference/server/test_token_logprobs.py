@@ -1,7 +1,5 @@
 """Log-probabilities of an answer go with its text: true bytes, offsets of the text, nothing of what was cut."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from typing import Any

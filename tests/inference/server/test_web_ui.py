@@ -1,7 +1,5 @@
 """The built-in page in a real browser: it fits a phone, is dark in the dark, and shows what a model writes as text."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -29,7 +29,7 @@ class _Unpermute(torch.autograd.Function):
         rows, weights, positions, tokens = ctx.saved_tensors
         exact = torch.promote_types(rows.dtype, torch.float32)
         spread = grad.index_select(0, tokens).to(exact)
-        by_row = torch.empty_like(weights, dtype=exact).view(-1)
+        by_row = weights.new_empty(weights.numel(), dtype=exact)
         by_row[positions.flatten()] = weights.to(exact).flatten()
         grad_weights = (rows.to(exact) * spread).sum(1)[positions].to(weights.dtype)
         return (spread * by_row.unsqueeze(1)).to(rows.dtype), grad_weights, None, None
