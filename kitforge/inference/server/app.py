@@ -8,7 +8,6 @@ from typing import Any
 
 from kitforge.data.optional_imports import import_optional
 from kitforge.inference.server.application import (
-    BODY,
     REFUSALS,
     body_schema,
     documented,
@@ -151,8 +150,6 @@ async def _respond(
     handle = service.submit(params, prompts)
     request.scope[CLOSING].callback(handle.close)
     request.scope[USAGE] = handle.usage
-    # From here on the number of active prompts is limited, not bytes.
-    request.scope[BODY].close()
     if params.stream:
         await handle.wait_until_started()
         chosen = params.stream_options

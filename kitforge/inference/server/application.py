@@ -11,14 +11,10 @@ from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapp
 from typing import Any, Protocol, TypeVar
 
 from kitforge.data.optional_imports import import_optional
-from kitforge.inference.server.bodies import BodyBuffer, BodyBuffers, body_too_large
 from kitforge.inference.server.errors import ApiError, client_closed_request
 from kitforge.inference.server.metrics import ServerMetrics
-from kitforge.inference.server.middleware import CLOSING, AuthMiddleware
+from kitforge.inference.server.middleware import AuthMiddleware
 from kitforge.inference.server.options import HttpOptions
-
-# ASGI scope key of a request's body buffer, until the body has been parsed.
-BODY = "kitforge.body"
 
 REFUSALS = {
     400: "The request is invalid.",
@@ -31,7 +27,7 @@ REFUSALS = {
     415: "The body is not JSON.",
     429: "Too many concurrent requests.",
     500: "The model's outputs are not finite.",
-    503: "The engine has stopped, or the body buffers are full.",
+    503: "The engine has stopped, or too many bodies are being received.",
 }
 Answer = TypeVar("Answer")
 
@@ -56,7 +52,7 @@ class HttpService(Protocol):
 
     name: str
     auth_tokens: tuple[str, ...]
-    bodies: BodyBuffers
+    num_body_bytes: int  # of all bodies that are being received or parsed
 
     @property
     def limits(self) -> HttpOptions:
@@ -121,19 +117,39 @@ def new_application(service: HttpService, paths: Collection[str]) -> Any:
 
 async def read_body(request: Any, service: HttpService, parse: Callable[[bytes], Answer]) -> Answer:
     """Read a JSON body and parse it with `parse`. Raises ApiError for a body that is too large, too slow or invalid."""
+    limits, content, has_more = service.limits, bytearray(), True
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise ApiError(415, "the body must be JSON; send Content-Type: application/json", code="invalid_content_type")
     length = request.headers.get("content-length", "0")
-    if length.isdecimal() and int(length[:18]) > service.limits.max_body_bytes:
-        raise body_too_large(service.limits.max_body_bytes)
-    # Checked before reading and before parsing the body: a full server must refuse quickly.
+    _check_body_size(int(length[:18]) if length.isdecimal() else 0, limits)
+    # Checked before reading the body: a full server must refuse quickly.
     service.check_capacity()
-    body = request.scope[BODY] = BodyBuffer(service.bodies)
-    request.scope[CLOSING].callback(body.close)
-    content = await body.read(request.receive)
-    service.check_capacity()
-    # Parsing a large body takes long, so it must not block the event loop.
-    return await asyncio.to_thread(parse, bytes(content))
+    try:
+        async with asyncio.timeout(limits.client_timeout):
+            while has_more:
+                message = await request.receive()
+                if message["type"] == "http.disconnect":
+                    raise client_closed_request()
+                chunk, has_more = message.get("body", b""), message.get("more_body", False)
+                content += chunk
+                service.num_body_bytes += len(chunk)
+                _check_body_size(len(content), limits)
+                if service.num_body_bytes > limits.max_inflight_bytes:
+                    words = f"the bodies of all requests exceed {limits.max_inflight_bytes} bytes; retry in a second"
+                    raise ApiError(503, words, code="server_busy", headers={"Retry-After": "1"})
+        # Parsing a large body takes long, so it must not block the event loop.
+        return await asyncio.to_thread(parse, bytes(content))
+    except TimeoutError:
+        # The rest of the body may never arrive.
+        words, headers = f"the body did not arrive within {limits.client_timeout:g} s", {"Connection": "close"}
+        raise ApiError(408, words, code="body_too_slow", headers=headers) from None
+    finally:
+        service.num_body_bytes -= len(content)
+
+
+def _check_body_size(size: int, limits: HttpOptions) -> None:
+    if size > limits.max_body_bytes:
+        raise ApiError(413, f"the body is larger than {limits.max_body_bytes} bytes", code="body_too_large")
 
 
 async def unless_gone(request: Any, work: Coroutine[Any, Any, Answer]) -> Answer:

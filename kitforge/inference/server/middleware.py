@@ -37,8 +37,6 @@ _PREFLIGHT = [
 CLOSING = "kitforge.closing"
 # ASGI scope key: a function that returns the token usage, for requests that have one.
 USAGE = "kitforge.usage"
-# ASGI scope key: a function that aborts the connection at once.
-ABORT = "kitforge.abort"
 
 ACCESS_LOG = "kitforge.access"
 _log = logger(__name__)
@@ -95,13 +93,11 @@ class AuthMiddleware:
             else:
                 await send_error(refusal, reply.send)
         except TimeoutError:
-            # The client has stopped reading.
-            await _abort(scope)
+            # The client has stopped reading; the server closes the connection of an incomplete response.
+            pass
         except Exception:  # noqa: BLE001 (any error becomes a 500 response)
             _log.exception("request %s failed", reply.request_id)
-            if reply.has_begun:
-                await _abort(scope)
-            else:
+            if not reply.has_begun:
                 message = f"internal error; the server's log has details of request {reply.request_id}"
                 await send_error(ApiError(500, message, code="internal_error"), reply.send)
 
@@ -172,13 +168,6 @@ class _Reply:
             await self._send(message)
         if message["type"] == "http.response.body" and not message.get("more_body", False):
             self.status = self._sent_status
-
-
-async def _abort(scope: Scope) -> None:
-    if ABORT in scope:
-        scope[ABORT]()
-        # The server must process the abort before it checks the state of the response.
-        await asyncio.sleep(0)
 
 
 async def send_error(refusal: ApiError, send: Send) -> None:

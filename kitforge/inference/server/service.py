@@ -18,7 +18,6 @@ from kitforge.foundation.errors import ConfigError, DataError, KitforgeError
 from kitforge.foundation.log import logger
 from kitforge.inference.logprobs import PromptLogprob
 from kitforge.inference.server.authentication import auth_tokens
-from kitforge.inference.server.bodies import BodyBuffers
 from kitforge.inference.server.errors import ApiError, queue_full
 from kitforge.inference.server.metrics import Metrics
 from kitforge.inference.server.options import ServeOptions
@@ -84,7 +83,7 @@ class Service:
         self.auth_tokens = auth_tokens(limits)
         self.metrics = Metrics()
         self.worker = Worker(texts, self.metrics)
-        self.bodies = BodyBuffers(limits)
+        self.num_body_bytes = 0
         self.tokenizer: Tokenizer = texts.tokenizer
         self.token_texts = TokenTexts(texts.tokenizer)
         self.template: ChatTemplate = template_of(texts.tokenizer)

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kitforge.foundation.errors import KitforgeError
-from kitforge.inference.server.application import BODY, REFUSALS, documented, new_application, read_body, unless_gone
+from kitforge.inference.server.application import REFUSALS, documented, new_application, read_body, unless_gone
 from kitforge.inference.server.errors import ApiError
 from kitforge.inference.server.request_body import invalid_value
 from kitforge.kits.recommender.batch import FeatureBatch
@@ -119,9 +119,7 @@ def _add_retrieve(app: Any, service: RecommenderService, reader: RowReader) -> N
 
 async def _answer(request: Any, service: RecommenderService, query: Query) -> ScoringReply:
     """The reply to a query. Raises ApiError if the queue is full or the model fails."""
-    # The body is read: release its buffer; only the number of requests is limited now.
     service.check_capacity()
-    request.scope[BODY].close()
     service.metrics.num_live += 1
     try:
         return await unless_gone(request, service.batcher.submit(query, len(query.batch)))

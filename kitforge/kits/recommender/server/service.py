@@ -19,7 +19,6 @@ from kitforge.foundation.files import sha256
 from kitforge.foundation.log import logger
 from kitforge.inference.server.authentication import auth_tokens
 from kitforge.inference.server.batcher import DynamicBatcher
-from kitforge.inference.server.bodies import BodyBuffers
 from kitforge.inference.server.errors import queue_full
 from kitforge.inference.server.metrics import BatchMetrics
 from kitforge.kits.recommender.artifacts import find_features
@@ -199,7 +198,7 @@ class RecommenderService:
         self.name = limits.name or name
         self.auth_tokens = auth_tokens(limits)
         self.metrics = BatchMetrics()
-        self.bodies = BodyBuffers(limits)
+        self.num_body_bytes = 0
         checkpoint = open_checkpoint(origin, verify=False)
         self.version = Version(step=checkpoint.step, pipeline=pipeline, marks=marks_of(checkpoint))
         self.metrics.step = checkpoint.step
