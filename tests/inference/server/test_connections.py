@@ -74,13 +74,13 @@ def test_a_request_of_one_connection_too_many_is_refused_and_the_others_go_on(
     with serving(service) as served:
         asked = {"prompt": ["a"] * 16, "max_tokens": 120, "stream": True}
         busy = [raw_request(served, asked) for _ in range(2)]
-        until(lambda: service.num_active_prompts == 32)
+        until(lambda: service.num_active == 32)
         health = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
         assert received(connected(served, health)).startswith(b"HTTP/1.1 503 ")
-        assert service.num_active_prompts == 32
+        assert service.num_active == 32
         for client in busy:
             client.close()
-        until(lambda: service.num_active_prompts == 0)
+        until(lambda: service.num_active == 0)
         assert httpx.get(f"{served.url}/health", timeout=PATIENCE).status_code == 200
 
 
@@ -111,9 +111,9 @@ def test_a_body_for_which_there_is_no_room_is_refused(model: Decoder, connected:
 def test_a_full_server_does_not_wait_for_a_body(model: Decoder, connected: Clients) -> None:
     service = make_service(model, ServeOptions(max_requests=1, client_timeout=PATIENT), EngineOptions())
     with serving(service) as served:
-        service.num_active_prompts += 1
+        service.num_active += 1
         assert connected(served, (HEAD % 1000).encode()).recv(65536).startswith(b"HTTP/1.1 429 ")
-        service.num_active_prompts -= 1
+        service.num_active -= 1
 
 
 def test_clients_that_leave_and_clients_that_talk_nonsense_fill_no_log(
