@@ -2,6 +2,7 @@
 
 KitforgeError
 ├── ConfigError        an invalid option, preset, task or parallel degree
+│   └── ContextLengthError  a prompt and its completion that are longer than the model or its cache
 ├── DataError          input that is missing, empty, unreadable or of the wrong shape
 ├── ModelError         weights or an architecture that do not match
 ├── CheckpointError    a checkpoint that is damaged, of another format or cannot be written
@@ -34,6 +35,10 @@ class KitforgeError(Exception):
 
 class ConfigError(KitforgeError):
     """An invalid option, preset, task or parallel degree."""
+
+
+class ContextLengthError(ConfigError):
+    """A prompt and its completion that are longer than the model or its cache."""
 
 
 class DataError(KitforgeError):

@@ -18,7 +18,7 @@ from kitforge.core.kernels.mixed_precision import NATIVE_DTYPES
 from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.core.nn.quantized import Int8Linear, WeightOnlyLinear, quantized_copy
 from kitforge.foundation.config import check
-from kitforge.foundation.errors import ConfigError, DataError
+from kitforge.foundation.errors import ConfigError, ContextLengthError, DataError
 from kitforge.foundation.log import logger, warn_once
 from kitforge.inference.block_manager import BlockManager
 from kitforge.inference.capacity import max_num_seqs, num_cache_blocks
@@ -151,7 +151,7 @@ class Engine:
         exceed the model's length or the cache.
         """
         options = SamplingOptions() if options is None else options
-        self._validate(prompt, options)
+        self.validate(prompt, options)
         signature, stop_ids = options.signature(), self._stop_ids_of(options)
         bias = options.bias(self._network.head_weight.device)
         length = len(prompt) + options.max_new_tokens
@@ -435,7 +435,8 @@ class Engine:
         )
         return known
 
-    def _validate(self, prompt: Numbers[int], options: SamplingOptions) -> None:
+    def validate(self, prompt: Numbers[int], options: SamplingOptions) -> None:
+        """Raise ConfigError or DataError for what `submit` refuses. Needs no lock."""
         size, new, known = len(prompt), options.max_new_tokens, f"0 to {self._geometry.vocab_size - 1}"
         if not size:
             raise DataError("a prompt is empty", got="no tokens", expected="at least one token", fix="add some text")
@@ -450,7 +451,7 @@ class Engine:
             (self.num_slots, "the KV cache holds", f"at most {self.num_slots} tokens"),
         ):
             if size + new > limit:
-                raise ConfigError(
+                raise ContextLengthError(
                     f"the sequence would become longer than {what}",
                     got=f"{size} prompt tokens + {new} new ones = {size + new}",
                     expected=expected,

@@ -8,15 +8,13 @@ from typing import Any
 
 from kitforge.data.optional_imports import import_optional
 from kitforge.inference.server.application import (
-    BODY,
-    REFUSALS,
     body_schema,
+    described,
     documented,
     new_application,
     read_body,
     unless_gone,
 )
-from kitforge.inference.server.errors import ApiError
 from kitforge.inference.server.middleware import CLOSING, USAGE
 from kitforge.inference.server.responses import (
     ChatFormat,
@@ -29,15 +27,10 @@ from kitforge.inference.server.responses import (
 from kitforge.inference.server.service import EncodedPrompt, Service
 from kitforge.inference.server.web_ui import content_security_policy, page
 
-PATHS = (
-    *("/", "/health", "/metrics", "/openapi.json", "/v1/models", "/v1/completions", "/v1/chat/completions"),
-    *("/tokenize", "/detokenize", "/tokenizer_info"),
-)
-
 
 def create_app(service: Service) -> Any:
     """The FastAPI application of a service. Raises DependencyError where FastAPI is not installed."""
-    app = new_application(service, PATHS)
+    app = new_application(service)
     _add_info_routes(app, service)
     # This module needs pydantic, whose presence `new_application` has checked.
     bodies = import_optional("kitforge.inference.server.requests", needed_for="kitforge serve", extra="serve")
@@ -47,9 +40,9 @@ def create_app(service: Service) -> Any:
 
 
 def _add_info_routes(app: Any, service: Service) -> None:
-    """Health, metrics, models, and the web UI."""
+    """Models, and the web UI."""
     from fastapi import FastAPI
-    from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
+    from fastapi.responses import HTMLResponse, JSONResponse
 
     routes: FastAPI = app
 
@@ -57,20 +50,6 @@ def _add_info_routes(app: Any, service: Service) -> None:
     async def root() -> HTMLResponse:
         text = page(service.name, needs_token=bool(service.auth_tokens))
         return HTMLResponse(text, headers={"Content-Security-Policy": content_security_policy()})
-
-    @routes.head("/health", include_in_schema=False)
-    @routes.get("/health", responses=documented(503))
-    async def health() -> JSONResponse:
-        if service.worker.failure is not None:
-            raise ApiError(503, "the engine has stopped; the server's log says why", code="engine_stopped")
-        return JSONResponse({"status": "ok"})
-
-    @routes.get("/metrics", response_class=PlainTextResponse, responses=documented(401, 403))
-    async def metrics() -> PlainTextResponse:
-        stats = await service.worker.stats()
-        # No await between the two, so that no request is counted both as active and as done.
-        text, kind = service.metrics.text({"prompts": service.num_active_prompts, **stats})
-        return PlainTextResponse(text, headers={"Content-Type": kind})
 
     @routes.get("/v1/models", responses=documented(401, 403))
     async def models() -> JSONResponse:
@@ -151,8 +130,6 @@ async def _respond(
     handle = service.submit(params, prompts)
     request.scope[CLOSING].callback(handle.close)
     request.scope[USAGE] = handle.usage
-    # From here on the number of active prompts is limited, not bytes.
-    request.scope[BODY].close()
     if params.stream:
         await handle.wait_until_started()
         chosen = params.stream_options
@@ -168,11 +145,6 @@ async def _respond(
 
 def _described(*kinds: Any, required: str = "choices") -> dict[str, Any]:
     """The OpenAPI description of a route with a body; `required` is a field of its response."""
-    content: dict[str, Any] = {"application/json": {"schema": {"type": "object", "required": [required]}}}
-    if required == "choices":
-        content["text/event-stream"] = {"schema": {"type": "string"}}
     schemas = [body_schema(each, each.get("$defs", {})) for each in (kind.model_json_schema() for kind in kinds)]
     schema = schemas[0] if len(schemas) == 1 else {"oneOf": schemas}
-    body = {"required": True, "content": {"application/json": {"schema": schema}}}
-    responses = {200: {"description": "The response.", "content": content}, **documented(*REFUSALS)}
-    return {"responses": responses, "openapi_extra": {"requestBody": body}, "response_model": None}
+    return described(schema, {"type": "object", "required": [required]}, has_events=required == "choices")

@@ -7,18 +7,18 @@ FastAPI is imported when an application is made, so it stays optional.
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping
-from typing import Any, Protocol, TypeVar
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
 
 from kitforge.data.optional_imports import import_optional
-from kitforge.inference.server.bodies import BodyBuffer, BodyBuffers, body_too_large
+from kitforge.foundation.errors import ContextLengthError, DataError, KitforgeError
+from kitforge.inference.server.authentication import auth_tokens
+from kitforge.inference.server.batcher import LoopThread
 from kitforge.inference.server.errors import ApiError, client_closed_request
 from kitforge.inference.server.metrics import ServerMetrics
-from kitforge.inference.server.middleware import CLOSING, AuthMiddleware
+from kitforge.inference.server.middleware import AuthMiddleware
 from kitforge.inference.server.options import HttpOptions
-
-# ASGI scope key of a request's body buffer, until the body has been parsed.
-BODY = "kitforge.body"
 
 REFUSALS = {
     400: "The request is invalid.",
@@ -31,69 +31,74 @@ REFUSALS = {
     415: "The body is not JSON.",
     429: "Too many concurrent requests.",
     500: "The model's outputs are not finite.",
-    503: "The engine has stopped, or the body buffers are full.",
+    503: "The engine has stopped, or too many bodies are being received.",
 }
 Answer = TypeVar("Answer")
 
 
-class ServiceWorker(Protocol):
-    """The thread that processes a service's requests, between `start` and `stop`."""
+class HttpService(ABC):
+    """What an application serves. `worker` processes the requests; `threads` run as long as the application."""
 
-    failure: Exception | None
-    on_failure: Callable[[], None] | None
+    worker: LoopThread
+    threads: Sequence[Any]  # with `start` and `stop`
 
-    def start(self) -> None:
-        """Start the thread; results go to the running event loop."""
-        ...
+    def __init__(self, name: str, limits: HttpOptions, metrics: ServerMetrics) -> None:
+        self.name = limits.name or name
+        self.limits = limits
+        self.metrics = metrics
+        self.auth_tokens = auth_tokens(limits)
+        self.num_active = 0  # active and waiting requests, of a language model: prompts
+        self.num_body_bytes = 0  # of all bodies that are being received or parsed
 
-    def stop(self) -> None:
-        """Finish the current work and end the thread."""
-        ...
+    @abstractmethod
+    def status(self) -> dict[str, Any]:
+        """The response of /health, beside `status`."""
 
+    @abstractmethod
+    async def rendered_metrics(self) -> tuple[bytes, str]:
+        """The response of /metrics, and its content type."""
 
-class HttpService(Protocol):
-    """The service behind an application."""
+    def check_capacity(self, num_more: int = 1) -> None:
+        """Raise ApiError where so many more exceed `serve.max_requests`."""
+        most = self.limits.max_requests
+        if self.num_active + num_more > most:
+            message = f"{most} requests are active already; retry in a second"
+            raise ApiError(429, message, code="queue_full", headers={"Retry-After": "1"})
 
-    name: str
-    auth_tokens: tuple[str, ...]
-    bodies: BodyBuffers
-
-    @property
-    def limits(self) -> HttpOptions:
-        """Authentication and limits."""
-        ...
-
-    @property
-    def metrics(self) -> ServerMetrics:
-        """Counters and histograms."""
-        ...
-
-    @property
-    def worker(self) -> ServiceWorker:
-        """The thread that processes requests."""
-        ...
-
-    def check_capacity(self) -> None:
-        """Raise ApiError where one more request exceeds the limit."""
-        ...
+    def api_error(self, error: Exception) -> ApiError:
+        """400 for what the engine refuses; 503 without details for an engine that has stopped."""
+        if isinstance(error, KitforgeError) and self.worker.failure is None:
+            is_too_long = isinstance(error, ContextLengthError)
+            parameter = "prompt" if is_too_long or isinstance(error, DataError) else None
+            code = "context_length_exceeded" if is_too_long else "invalid_value"
+            return ApiError(400, str(error), parameter=parameter, code=code)
+        return ApiError(503, "the engine has stopped; the server's log says why", code="engine_stopped")
 
 
-def new_application(service: HttpService, paths: Collection[str]) -> Any:
-    """An application without routes; `paths` are those to be added. Raises DependencyError where FastAPI is not
-    installed."""
+def new_application(service: HttpService) -> Any:
+    """An application with the routes that all services have. Raises DependencyError where FastAPI is not installed."""
     for package in ("fastapi", "pydantic"):
         import_optional(package, needed_for="kitforge serve", extra="serve")
     from fastapi import FastAPI
+    from fastapi.middleware.cors import CORSMiddleware
     from fastapi.responses import JSONResponse
 
     @contextlib.asynccontextmanager
     async def life(_app: FastAPI) -> AsyncIterator[None]:
-        service.worker.start()
+        for thread in service.threads:
+            thread.start()
         yield
-        await asyncio.to_thread(service.worker.stop)
+        for thread in reversed(service.threads):
+            await asyncio.to_thread(thread.stop)
 
+    async def on_error(_request: Any, error: Any) -> JSONResponse:
+        if not isinstance(error, ApiError):
+            error = ApiError(error.status_code, str(error.detail), headers=error.headers)
+        return JSONResponse(error.body(), status_code=error.status, headers=error.headers)
+
+    handlers: Any = dict.fromkeys((ApiError, 404, 405), on_error)
     # FastAPI's documentation pages load scripts from other hosts.
-    app: Any = FastAPI(title="Kitforge", docs_url=None, redoc_url=None, lifespan=life)
+    app: Any = FastAPI(title="Kitforge", docs_url=None, redoc_url=None, lifespan=life, exception_handlers=handlers)
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -106,34 +111,71 @@ def new_application(service: HttpService, paths: Collection[str]) -> Any:
 
     app.openapi = openapi
 
-    async def on_error(_request: Any, error: Any) -> JSONResponse:
-        if not isinstance(error, ApiError):
-            error = ApiError(error.status_code, str(error.detail), headers=error.headers)
-        return JSONResponse(error.body(), status_code=error.status, headers=error.headers)
+    limits = service.limits
+    app.add_middleware(AuthMiddleware, limits=limits, tokens=service.auth_tokens, metrics=service.metrics)
+    if limits.allowed_origins:
+        # Outermost: a browser asks without the token whether it may send it.
+        origins, methods = list(limits.allowed_origins), ["GET", "POST"]
+        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=methods, allow_headers=["*"])
 
-    for kind in (ApiError, 404, 405):
-        app.add_exception_handler(kind, on_error)
-    app.add_middleware(
-        AuthMiddleware, limits=service.limits, tokens=service.auth_tokens, metrics=service.metrics, paths=paths
-    )
+    _add_common_routes(app, service)
     return app
+
+
+def _add_common_routes(app: Any, service: HttpService) -> None:
+    from fastapi import FastAPI
+    from fastapi.responses import JSONResponse, PlainTextResponse
+
+    routes: FastAPI = app
+
+    @routes.head("/health", include_in_schema=False)
+    @routes.get("/health", responses=documented(503))
+    async def health() -> JSONResponse:
+        if service.worker.failure is not None:
+            raise service.api_error(service.worker.failure)
+        return JSONResponse({"status": "ok", **service.status()})
+
+    @routes.get("/metrics", response_class=PlainTextResponse, responses=documented(401, 403))
+    async def metrics() -> PlainTextResponse:
+        text, kind = await service.rendered_metrics()
+        return PlainTextResponse(text, headers={"Content-Type": kind})
 
 
 async def read_body(request: Any, service: HttpService, parse: Callable[[bytes], Answer]) -> Answer:
     """Read a JSON body and parse it with `parse`. Raises ApiError for a body that is too large, too slow or invalid."""
+    limits, content, has_more = service.limits, bytearray(), True
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise ApiError(415, "the body must be JSON; send Content-Type: application/json", code="invalid_content_type")
     length = request.headers.get("content-length", "0")
-    if length.isdecimal() and int(length[:18]) > service.limits.max_body_bytes:
-        raise body_too_large(service.limits.max_body_bytes)
-    # Checked before reading and before parsing the body: a full server must refuse quickly.
+    _check_body_size(int(length[:18]) if length.isdecimal() else 0, limits)
+    # Checked before reading the body: a full server must refuse quickly.
     service.check_capacity()
-    body = request.scope[BODY] = BodyBuffer(service.bodies)
-    request.scope[CLOSING].callback(body.close)
-    content = await body.read(request.receive)
-    service.check_capacity()
-    # Parsing a large body takes long, so it must not block the event loop.
-    return await asyncio.to_thread(parse, bytes(content))
+    try:
+        async with asyncio.timeout(limits.client_timeout):
+            while has_more:
+                message = await request.receive()
+                if message["type"] == "http.disconnect":
+                    raise client_closed_request()
+                chunk, has_more = message.get("body", b""), message.get("more_body", False)
+                content += chunk
+                service.num_body_bytes += len(chunk)
+                _check_body_size(len(content), limits)
+                if service.num_body_bytes > limits.max_inflight_bytes:
+                    words = f"the bodies of all requests exceed {limits.max_inflight_bytes} bytes; retry in a second"
+                    raise ApiError(503, words, code="server_busy", headers={"Retry-After": "1"})
+        # Parsing a large body takes long, so it must not block the event loop.
+        return await asyncio.to_thread(parse, bytes(content))
+    except TimeoutError:
+        # The rest of the body may never arrive.
+        words, headers = f"the body did not arrive within {limits.client_timeout:g} s", {"Connection": "close"}
+        raise ApiError(408, words, code="body_too_slow", headers=headers) from None
+    finally:
+        service.num_body_bytes -= len(content)
+
+
+def _check_body_size(size: int, limits: HttpOptions) -> None:
+    if size > limits.max_body_bytes:
+        raise ApiError(413, f"the body is larger than {limits.max_body_bytes} bytes", code="body_too_large")
 
 
 async def unless_gone(request: Any, work: Coroutine[Any, Any, Answer]) -> Answer:
@@ -156,6 +198,18 @@ def documented(*statuses: int) -> dict[int | str, Any]:
     return {
         status: {"description": REFUSALS[status], "content": {"application/json": {"schema": error}}}
         for status in (*statuses, 405)
+    }
+
+
+def described(body: Any, reply: Any, *, has_events: bool = False) -> dict[str, Any]:
+    """The OpenAPI description of a route with JSON bodies, by their schemas, whose reply may be a stream of events."""
+    content = {"application/json": {"schema": reply}}
+    if has_events:
+        content["text/event-stream"] = {"schema": {"type": "string"}}
+    return {
+        "responses": {200: {"description": "The response.", "content": content}, **documented(*REFUSALS)},
+        "openapi_extra": {"requestBody": {"required": True, "content": {"application/json": {"schema": body}}}},
+        "response_model": None,
     }
 
 

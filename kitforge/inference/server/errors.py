@@ -36,9 +36,3 @@ class ApiError(Exception):
 def client_closed_request() -> ApiError:
     """The error that cancels a request whose client has disconnected."""
     return ApiError(CLIENT_CLOSED_REQUEST, "the client has disconnected", code="client_left")
-
-
-def queue_full(max_requests: int, what: str = "prompts") -> ApiError:
-    """The error of a full queue."""
-    message = f"{max_requests} {what} are active already; retry in a second"
-    return ApiError(429, message, code="queue_full", headers={"Retry-After": "1"})

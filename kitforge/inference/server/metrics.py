@@ -25,7 +25,6 @@ class ServerMetrics(ABC):
         self._metrics: list[Any] = []
         self.requests = self._counter("requests", "Requests by path and status.", ("path", "status"))
         self.cancelled = self._counter("cancelled", "Requests cancelled by their clients.")
-        self.evicted_connections = self._counter("evicted_connections", "Idle connections closed to make room.")
         self.request_seconds = self._histogram(
             "request_seconds", "From the arrival of a request to the end of its response.", SECONDS
         )

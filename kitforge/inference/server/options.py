@@ -23,9 +23,9 @@ class HttpOptions:
     max_body_bytes: int = 1_048_576  # bytes of a request body
     # Active and waiting requests (of a language model: prompts); further ones get status 429.
     max_requests: int = 256
-    max_connections: int = 4096  # open connections; beyond, the longest idle one is closed
+    max_connections: int = 4096  # open connections; the requests of further ones get status 503
     max_inflight_bytes: int = 67_108_864  # bytes of all bodies being received or parsed
-    client_timeout: float = 30.0  # seconds for a header or a body to arrive, and for a client to read what it is sent
+    client_timeout: float = 30.0  # seconds for a body to arrive, and for a client to read what it is sent
     drain_timeout: float = 30.0  # seconds to finish active requests at shutdown
     access_log: bool = False  # log a line for every request
     # Pages whose scripts may send requests, such as http://localhost:3000; "*" for all. None: those of this server.

@@ -1,7 +1,7 @@
 """Parses JSON bodies with limits, and turns validation errors into API errors."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from kitforge.inference.server.errors import ApiError
@@ -75,50 +75,40 @@ def _without_nulls(value: Any, depth: int = 0) -> Any:
     return value
 
 
-def _at_most(context: Mapping[str, Any]) -> str:
-    most = context.get("count", context.get("max_length"))
-    return f"a length of at most {most}" if most else "an empty value: this field is not supported"
-
-
-def _literals(context: Mapping[str, Any]) -> str:
-    values = context["expected"].replace("'", '"').replace("False", "false").replace("True", "true")
-    return f"{values}; nothing else is supported"
-
-
-# Our message for each error type of pydantic.
-_EXPECTED: dict[str, Callable[[Mapping[str, Any]], str]] = {
-    "int_type": lambda _: "a whole number",
-    "int_from_float": lambda _: "a whole number",
-    "float_type": lambda _: "a number",
-    "finite_number": lambda _: "a number that is not infinite",
-    "string_type": lambda _: "text",
-    "bool_type": lambda _: "true or false",
-    "list_type": lambda _: "a list",
-    "dict_type": lambda _: "an object",
-    "model_type": lambda _: "an object",
-    "string_too_short": lambda _: "text that is not empty",
-    "too_short": lambda context: f"a length of at least {context['min_length']}",
-    "too_long": _at_most,
-    "literal_error": _literals,
-    "greater_than_equal": lambda context: f"at least {context['ge']:g}",
-    "less_than_equal": lambda context: f"at most {context['le']:g}",
-    "less_than": lambda context: f"below {context['lt']:g}",
+# What pydantic's usual errors expect, in our words; others keep pydantic's.
+_EXPECTED = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "finite_number": "a number that is not infinite",
+    "string_type": "text",
+    "bool_type": "true or false",
+    "list_type": "a list",
+    "dict_type": "an object",
+    "model_type": "an object",
+    "string_too_short": "text that is not empty",
+    "too_short": "a length of at least {min_length}",
+    "too_long": "a length of at most {max_length}",
+    "literal_error": "{expected}; nothing else is supported",
+    "greater_than_equal": "at least {ge:g}",
+    "less_than_equal": "at most {le:g}",
+    "less_than": "below {lt:g}",
 }
 
 
 def validation_error(error: Mapping[str, Any]) -> ApiError:
     """The API error of a pydantic error. It repeats little of the request."""
-    kind, context = error["type"], error.get("ctx", {})
-    name = _named(error["loc"])
+    kind, context, name = error["type"], error.get("ctx", {}), _named(error["loc"])
     if kind == "missing":
         return ApiError(400, f"{name!r} is missing", parameter=name, code="missing_parameter")
     if kind == "extra_forbidden":
         return ApiError(400, f"unknown parameter {name!r}", parameter=name, code="unknown_parameter")
-    expected = _EXPECTED[kind](context) if kind in _EXPECTED else error["msg"]
-    got = context.get("got", error["input"])
-    if kind in ("too_long", "too_short"):
-        return invalid_value(name, got, expected, size=got if isinstance(got, int) else len(got))
-    return invalid_value(name, got, expected)
+    expected = error["msg"]
+    if kind in _EXPECTED:
+        # As JSON writes values: true for True, double quotes.
+        expected = _EXPECTED[kind].format(**context).lower().replace("'", '"')
+    got = error["input"]
+    return invalid_value(name, got, expected, size=len(got) if kind in ("too_long", "too_short") else None)
 
 
 def _named(path: tuple[int | str, ...]) -> str:

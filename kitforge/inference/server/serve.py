@@ -1,6 +1,7 @@
 """Runs an HTTP server until SIGTERM or SIGINT, then drains it; its logging."""
 
 import logging
+import resource
 import signal
 import socket
 import sys
@@ -11,13 +12,14 @@ from typing import Any
 
 from kitforge.data.optional_imports import import_optional
 from kitforge.foundation.errors import ConfigError, EngineError
+from kitforge.foundation.log import logger
 from kitforge.inference.server.application import HttpService
-from kitforge.inference.server.connections import ConnectionLimit, connection_limits, protocol_of, raise_file_limit
 from kitforge.inference.server.middleware import ACCESS_LOG
 
 # Keep-alive timeout in seconds. It exceeds that of clients, 5 s (httpx, OpenAI's) to 60 s (proxies): if the server
 # closed first, a client could send its next request on a closed connection.
 KEEP_ALIVE = 75
+_log = logger(__name__)
 
 
 class LogRateLimit(logging.Filter):
@@ -32,9 +34,9 @@ class LogRateLimit(logging.Filter):
         """Whether to write the record."""
         # The message without its arguments, which clients control.
         message = str(record.msg).partition("\n")[0]
-        # asyncio logs this thousands of times a second once file descriptors have run out.
-        is_accept = message.startswith("socket.accept()")
-        if record.levelno > logging.WARNING and not is_accept:
+        # Errors that clients cause: asyncio has run out of file descriptors, or a client has stopped reading.
+        is_of_client = message.startswith(("socket.accept()", "ASGI callable returned without"))
+        if record.levelno > logging.WARNING and not is_of_client:
             return True
         now = time.monotonic()
         if now < self._last.get(message, -self._seconds) + self._seconds:
@@ -84,16 +86,25 @@ def serve(service: HttpService, app: Any, port: int, ready: Callable[[str], None
         ) from failure
 
 
+def raise_file_limit() -> None:
+    """Raise the soft limit of open files to the hard limit."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    except (ValueError, OSError) as error:
+        # macOS allows less than the hard limit it reports.
+        _log.info("the limit of open files is unchanged: %s", error)
+
+
 def build_server(service: HttpService, app: Any) -> Any:
-    """A uvicorn server for the application, with limits on connections."""
+    """A uvicorn server for the application."""
     uvicorn = import_optional("uvicorn", needed_for="kitforge serve", extra="serve")
-    max_connections, backlog = connection_limits(service.limits)
-    limit = ConnectionLimit(max_connections, service.metrics.evicted_connections.inc)
     config = uvicorn.Config(
         app,
-        http=protocol_of(limit, service.limits.client_timeout),
+        http="h11",
         ws="none",
-        backlog=backlog,
+        # uvicorn refuses a request once so many connections are open, its own among them.
+        limit_concurrency=service.limits.max_connections + 1,
         log_level="warning",
         access_log=False,
         server_header=False,

@@ -14,12 +14,11 @@ from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.data.chat.template import ChatTemplate, template_of
 from kitforge.data.text.continuation import Detokenizer
 from kitforge.data.tokenizers.loading import Tokenizer
-from kitforge.foundation.errors import ConfigError, DataError, KitforgeError
+from kitforge.foundation.errors import DataError, KitforgeError
 from kitforge.foundation.log import logger
 from kitforge.inference.logprobs import PromptLogprob
-from kitforge.inference.server.authentication import auth_tokens
-from kitforge.inference.server.bodies import BodyBuffers
-from kitforge.inference.server.errors import ApiError, queue_full
+from kitforge.inference.server.application import HttpService
+from kitforge.inference.server.errors import ApiError
 from kitforge.inference.server.metrics import Metrics
 from kitforge.inference.server.options import ServeOptions
 from kitforge.inference.server.worker import PromptJob, Worker
@@ -75,25 +74,26 @@ class TokenTexts:
         return entry
 
 
-class Service:
+class Service(HttpService):
     """A served model: its worker, tokenizer, limits and metrics."""
 
+    limits: ServeOptions
+    metrics: Metrics
+    worker: Worker
+
     def __init__(self, texts: TextEngine, name: str, defaults: InferenceOptions, limits: ServeOptions) -> None:
-        self.name = limits.name or name
-        self.limits = limits
-        self.auth_tokens = auth_tokens(limits)
-        self.metrics = Metrics()
+        super().__init__(name, limits, Metrics())
         self.worker = Worker(texts, self.metrics)
-        self.bodies = BodyBuffers(limits)
+        self.threads = (self.worker,)
         self.tokenizer: Tokenizer = texts.tokenizer
         self.token_texts = TokenTexts(texts.tokenizer)
         self.template: ChatTemplate = template_of(texts.tokenizer)
         self.created = int(time.time())
-        self.num_active_prompts = 0
         self._num_requests = 0
         # Keys the noise of unseeded requests, so that it differs between servers and restarts.
         self._nonce = secrets.token_hex(8)
         self._defaults = defaults
+        self._engine = texts.engine
         self._geometry = cast(CausalLM, texts.engine.model).geometry
         self._max_model_len = min(self._geometry.max_length, texts.engine.num_slots)
 
@@ -113,10 +113,15 @@ class Service:
             message = f"unknown model {name[:200]!r}; this server has {self.name!r}"
             raise ApiError(404, message, parameter="model", code="model_not_found")
 
-    def check_capacity(self, num_prompts: int = 1) -> None:
-        """Raise ApiError where so many more prompts exceed `serve.max_requests`."""
-        if self.num_active_prompts + num_prompts > self.limits.max_requests:
-            raise queue_full(self.limits.max_requests)
+    def status(self) -> dict[str, Any]:
+        """The response of /health, beside `status`."""
+        return {}
+
+    async def rendered_metrics(self) -> tuple[bytes, str]:
+        """The response of /metrics, and its content type."""
+        stats = await self.worker.stats()
+        # No await between the two, so that no request is counted both as active and as done.
+        return self.metrics.text({"prompts": self.num_active, **stats})
 
     def submit(self, request: CompletionRequest | ChatRequest, prompts: Sequence[EncodedPrompt]) -> RequestHandle:
         """Submit the prompts with `request.n` choices each. Raises ApiError for invalid or too many requests."""
@@ -125,7 +130,12 @@ class Service:
             message = f"{len(prompts)} prompts with n={num_choices} are more than {self.limits.max_choices} choices"
             raise ApiError(400, message, parameter="n", code="too_many_choices")
         self.check_capacity(len(prompts))
-        chosen = [self._options(request, len(prompt.tokens)) for prompt in prompts]
+        try:
+            chosen = [self._options(request, len(prompt.tokens)) for prompt in prompts]
+            for prompt, options in zip(prompts, chosen, strict=True):
+                self._engine.validate(prompt.tokens, options)
+        except KitforgeError as error:
+            raise self.api_error(error) from None
         self._num_requests += 1
         # Without a seed, every request has noise of its own.
         owner = "seeded" if request.seed is not None else f"{self._nonce}/{self._num_requests}"
@@ -214,25 +224,13 @@ class Service:
         if requested is not None and most is not None and requested > most:
             message = f"max_tokens={requested} is more than this server allows, which is {most}"
             raise ApiError(400, message, parameter="max_tokens", code="invalid_value")
-        if not size:
-            raise ApiError(400, "a prompt is empty; add some text", parameter="prompt", code="empty_prompt")
-        least = 1 if requested is None else requested
-        if size + least > limit:
-            message = f"{size} tokens of prompt and {least} new ones are more than the model's {limit}"
-            raise ApiError(400, message, parameter="prompt", code="context_length_exceeded")
         # By default a chat reply ends where the model ends it; where keys depend on the length of a sequence, and in
         # completions, its length is that of the options.
         is_open = request.is_chat and not self._geometry.depends_on_length
         default = limit if is_open else self._defaults.max_new_tokens
-        new = min(default, limit - size, most or limit) if requested is None else requested
-        unknown = max(map(int, request.logit_bias or ()), default=0)
-        if unknown >= self._geometry.vocab_size:
-            message = f"the model has no token {unknown}; its tokens are 0 to {self._geometry.vocab_size - 1}"
-            raise ApiError(400, message, parameter="logit_bias", code="invalid_value")
-        try:
-            return dataclasses.replace(self._defaults, max_new_tokens=new, **_option_overrides(request))
-        except ConfigError as error:
-            raise ApiError(400, str(error), code="invalid_value") from None
+        # At least 1: the engine refuses a prompt that leaves no room.
+        new = max(1, min(default, limit - size, most or limit)) if requested is None else requested
+        return dataclasses.replace(self._defaults, max_new_tokens=new, **_option_overrides(request))
 
 
 class RequestHandle:
@@ -261,7 +259,7 @@ class RequestHandle:
         self._is_closed = False
         self._started_at = time.perf_counter()
         self._first: tuple[int, TextDelta] | None = None
-        service.num_active_prompts += len(jobs)
+        service.num_active += len(jobs)
         for job in jobs:
             service.worker.submit(job)
 
@@ -298,7 +296,7 @@ class RequestHandle:
             return first
         choice, delta = await self._queue.get()
         if isinstance(delta, Exception):
-            raise _engine_error(delta, has_failed=self._service.worker.failure is not None)
+            raise self._service.api_error(delta)
         if delta.finish_reason == "diverged":
             raise ApiError(500, "the model's outputs are not finite", code="model_diverged")
         if delta.error is not None:
@@ -311,7 +309,7 @@ class RequestHandle:
         if self._is_closed:
             return
         self._is_closed = True
-        self._service.num_active_prompts -= len(self._jobs)
+        self._service.num_active -= len(self._jobs)
         if self._num_open:
             self._service.metrics.cancelled.inc()
             for job in self._jobs:
@@ -346,10 +344,3 @@ def _option_overrides(request: CompletionRequest | ChatRequest) -> dict[str, Any
     if counts or request.new_tokens == 0:
         changes["prompt_logprobs"] = max(counts, default=0)
     return changes
-
-
-def _engine_error(error: Exception, *, has_failed: bool) -> ApiError:
-    """400 for a prompt that the engine refuses; 503 without details for a failed engine."""
-    if isinstance(error, KitforgeError) and not has_failed:
-        return ApiError(400, str(error), code="invalid_value")
-    return ApiError(503, "the engine has stopped; the server's log says why", code="engine_stopped")

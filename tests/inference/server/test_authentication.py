@@ -66,20 +66,21 @@ def test_any_of_the_tokens_lets_in_however_the_scheme_is_spelt(model: Decoder, m
 
 def test_only_pages_of_allowed_origins_may_send_requests(model: Decoder) -> None:
     asked = {"Origin": "http://page.test", "Access-Control-Request-Method": "POST"}
+    asked |= {"Access-Control-Request-Headers": "authorization"}
     options = ServeOptions(token=SECRET, allowed_origins=("http://page.test",))
     with serving(make_service(model, options, EngineOptions())) as open_to_one:
         url = f"{open_to_one.url}/v1/models"
         told = httpx.options(url, headers=asked)
-        assert told.status_code == 204
+        assert told.status_code == 200
         assert told.headers["access-control-allow-origin"] == "http://page.test"
-        assert "Authorization" in told.headers["access-control-allow-headers"]
+        assert "authorization" in told.headers["access-control-allow-headers"]
         # A page that asks still needs the token, and reads why it is refused.
         refused = httpx.get(url, headers=asked)
         assert refused.status_code == 401 and refused.headers["access-control-allow-origin"] == "http://page.test"
         let_in = httpx.get(url, headers=asked | {"Authorization": f"Bearer {SECRET}"})
         assert let_in.status_code == 200 and let_in.headers["vary"] == "Origin"
         other = httpx.options(url, headers=asked | {"Origin": "http://other.test"})
-        assert other.status_code == 401 and "access-control-allow-origin" not in other.headers
+        assert other.status_code == 400 and "access-control-allow-origin" not in other.headers
 
 
 def test_without_tokens_nothing_is_one() -> None:

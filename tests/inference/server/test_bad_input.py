@@ -17,7 +17,7 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 A = {"role": "user", "content": "a"}
 # What is asked, the status, and words of the answer.
 WRONG: dict[str, tuple[str, object, int, str]] = {
-    "a prompt longer than the model": (COMPLETIONS, {"prompt": "x" * 500}, 400, "500 tokens of prompt"),
+    "a prompt longer than the model": (COMPLETIONS, {"prompt": "x" * 500}, 400, "500 prompt tokens"),
     "a prompt and an answer longer than the model": (COMPLETIONS, {"prompt": "a", "max_tokens": 128}, 400, "128"),
     "an empty prompt": (COMPLETIONS, {"prompt": ""}, 400, "empty"),
     "an empty prompt among others": (COMPLETIONS, {"prompt": ["a", ""]}, 400, "empty"),
@@ -35,7 +35,12 @@ WRONG: dict[str, tuple[str, object, int, str]] = {
     "a number as text": (COMPLETIONS, {"prompt": "a", "temperature": "1"}, 400, "a number"),
     "a number out of range": (COMPLETIONS, {"prompt": "a", "top_p": 1.5}, 400, "at most 1"),
     "an unknown token": (COMPLETIONS, {"prompt": [1, 99999]}, 400, "unknown token"),
-    "a bias on an unknown token": (COMPLETIONS, {"prompt": "a", "logit_bias": {"99999": 1}}, 400, "no token 99999"),
+    "a bias on an unknown token": (
+        COMPLETIONS,
+        {"prompt": "a", "logit_bias": {"99999": 1}},
+        400,
+        "logit_bias has an unknown token",
+    ),
     "too many answers": (COMPLETIONS, {"prompt": ["a"] * 20, "n": 20}, 400, "choices"),
     "an unknown model": (COMPLETIONS, {"prompt": "a", "model": "gpt-9"}, 404, "gpt-9"),
     "no messages": (CHAT, {"messages": []}, 400, "a length of at least 1"),
@@ -76,7 +81,7 @@ def test_what_cannot_be_is_refused(served: Served, name: str, stream: bool) -> N
     asked = {**body, "stream": True} if stream and isinstance(body, dict) else body
     response = post(served, path, json.dumps(asked).encode())
     assert (response.status_code, words in refusal(response)) == (status, True), response.text
-    until(lambda: served.service.num_active_prompts == 0)
+    until(lambda: served.service.num_active == 0)
 
 
 @pytest.mark.parametrize("name", BROKEN)
@@ -152,7 +157,7 @@ def test_a_request_dies_with_its_client(model: Decoder, stream: bool) -> None:
         client = raw_request(served, {"prompt": ["a"] * 32, "max_tokens": 120, "stream": stream})
         until(lambda: texts.engine.stats()["steps"] > 2)
         client.close()
-        until(lambda: service.num_active_prompts == 0)
+        until(lambda: service.num_active == 0)
         until(lambda: not texts.has_work)
         # 32 answers of 120 tokens would take 3,840 steps, as one is generated at a time.
         assert texts.engine.stats()["steps"] < 3500
@@ -175,10 +180,9 @@ def test_a_client_that_stops_reading_holds_nobody_up_and_is_given_up(model: Deco
         for _ in range(5):
             response = post(served, COMPLETIONS, b'{"prompt": "a", "max_tokens": 2, "temperature": 0}')
             assert response.status_code == 200
-        until(lambda: service.num_active_prompts == 0)
-        # Its connection is closed, whatever it has not taken.
-        until(lambda: not served.server.server_state.connections)
+        until(lambda: service.num_active == 0)
         stalled.close()
+        until(lambda: not served.server.server_state.connections)
         assert metric(served.url, answered(499)) == 1
 
 

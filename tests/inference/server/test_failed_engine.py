@@ -54,7 +54,7 @@ def test_those_who_wait_and_those_who_come_are_told(
         ):
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_stopped")
             assert "boom" not in answer.text
-        assert (service.num_active_prompts, told) == (0, [True])
+        assert (service.num_active, told) == (0, [True])
 
 
 @pytest.mark.slow

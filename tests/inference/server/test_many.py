@@ -82,7 +82,7 @@ def test_none_is_lost_or_mixed_up(model: Decoder, expected: list[str], tmp_path:
         )
     ) as served:
         found, pages = asked_at_once(served, tmp_path)
-        assert served.service.num_active_prompts == 0
+        assert served.service.num_active == 0
     assert [answer["choices"][0]["text"] for _, _, answer in found] == expected
     assert pages[-1][answers_with(200)] == COUNT
     assert pages[-1]["kitforge_generated_tokens_total"] == sum(each["usage"]["completion_tokens"] for *_, each in found)

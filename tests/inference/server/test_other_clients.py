@@ -45,7 +45,7 @@ def test_the_largest_bias_of_one_costs_the_others_little(model: Decoder) -> None
         is_over = threading.Event()
         thread = threading.Thread(target=lambda: [post(served, heavy) for _ in iter(is_over.is_set, True)])
         thread.start()
-        until(lambda: service.num_active_prompts)
+        until(lambda: service.num_active)
         took = seconds(lambda: post(served, victim))
         is_over.set()
         thread.join()
@@ -98,7 +98,7 @@ def test_nothing_more_is_made_for_a_client_that_has_left(model: Decoder) -> None
             next(answer.iter_raw())
         until(lambda: not service.worker._text_engine.has_work)
         assert engine.stats()["steps"] < 16 * 120 / 2
-        assert service.num_active_prompts == 0 and engine.stats()["blocks_used"] == 0
+        assert service.num_active == 0 and engine.stats()["blocks_used"] == 0
 
 
 def test_tokens_that_were_guessed_are_counted_one_by_one(model: Decoder) -> None:

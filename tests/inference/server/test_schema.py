@@ -96,7 +96,7 @@ def test_every_body_gets_an_answer_of_the_described_kind(model: Decoder, path: s
         for kind in kinds:
             found.add(check(client, path, {name: least[name] for name in kind["required"]}, documented))
         assert {200, 400} <= found
-        assert service.num_active_prompts == 0
+        assert service.num_active == 0
 
 
 def test_the_description_says_who_may_ask_and_with_what_method(served: Served) -> None:

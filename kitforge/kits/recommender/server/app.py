@@ -8,21 +8,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kitforge.foundation.errors import KitforgeError
-from kitforge.inference.server.application import BODY, REFUSALS, documented, new_application, read_body, unless_gone
+from kitforge.inference.server.application import described, new_application, read_body, unless_gone
 from kitforge.inference.server.errors import ApiError
 from kitforge.inference.server.request_body import invalid_value
 from kitforge.kits.recommender.batch import FeatureBatch
 from kitforge.kits.recommender.server.requests import RowReader, known_fields, whole_number
 from kitforge.kits.recommender.server.service import Query, RecommenderService, ScoringReply
 
-PATHS = ("/", "/health", "/metrics", "/openapi.json", "/score", "/retrieve")
 _ROWS = ("rows", "columns")
 
 
 def new_app(service: RecommenderService) -> Any:
     """The FastAPI application of a service. Raises DependencyError if FastAPI is not installed."""
-    app = new_application(service, PATHS)
-    _add_facts(app, service)
+    app = new_application(service)
     if service.row_reader is not None:
         _add_score(app, service, service.row_reader)
     else:
@@ -44,25 +42,6 @@ def _add_refusal(app: Any, path: str, words: str) -> None:
     @routes.post(path, include_in_schema=False)
     async def refuse() -> None:
         raise ApiError(404, words, code="wrong_route")
-
-
-def _add_facts(app: Any, service: RecommenderService) -> None:
-    from fastapi import FastAPI
-    from fastapi.responses import JSONResponse, PlainTextResponse
-
-    routes: FastAPI = app
-
-    @routes.head("/health", include_in_schema=False)
-    @routes.get("/health", responses=documented(503))
-    async def health() -> JSONResponse:
-        if service.worker.failure is not None:
-            raise ApiError(503, "the engine has stopped; the server's log says why", code="engine_stopped")
-        return JSONResponse({"status": "ok", "model": service.name, "step": service.version.step})
-
-    @routes.get("/metrics", response_class=PlainTextResponse, responses=documented(401, 403))
-    async def metrics() -> PlainTextResponse:
-        text, kind = service.metrics.rendered()
-        return PlainTextResponse(text, headers={"Content-Type": kind})
 
 
 def _add_score(app: Any, service: RecommenderService, reader: RowReader) -> None:
@@ -119,22 +98,18 @@ def _add_retrieve(app: Any, service: RecommenderService, reader: RowReader) -> N
 
 async def _answer(request: Any, service: RecommenderService, query: Query) -> ScoringReply:
     """The reply to a query. Raises ApiError if the queue is full or the model fails."""
-    # The body is read: release its buffer; only the number of requests is limited now.
     service.check_capacity()
-    request.scope[BODY].close()
-    service.metrics.num_live += 1
+    service.num_active += 1
     try:
-        return await unless_gone(request, service.batcher.submit(query, len(query.batch)))
+        return await unless_gone(request, service.worker.submit(query, len(query.batch)))
     except ApiError as refusal:
         if refusal.code == "client_left":
             service.metrics.cancelled.inc()
         raise
     except KitforgeError as error:
-        if service.worker.failure is not None:
-            raise ApiError(503, "the engine has stopped; the server's log says why", code="engine_stopped") from None
-        raise ApiError(400, str(error), code="invalid_value") from None
+        raise service.api_error(error) from None
     finally:
-        service.metrics.num_live -= 1
+        service.num_active -= 1
 
 
 def _excluded(value: Any, service: RecommenderService, num_rows: int) -> NDArray[np.int64] | None:
@@ -175,7 +150,4 @@ def _described(properties: dict[str, Any], answer: str, schema: dict[str, Any]) 
         "required": ["model", "step", answer],
         "properties": {"model": {"type": "string"}, "step": {"type": "integer"}, answer: schema},
     }
-    content = {"application/json": {"schema": reply}}
-    responses = {200: {"description": "The answer.", "content": content}, **documented(*REFUSALS)}
-    request = {"required": True, "content": {"application/json": {"schema": body}}}
-    return {"responses": responses, "openapi_extra": {"requestBody": request}, "response_model": None}
+    return described(body, reply)

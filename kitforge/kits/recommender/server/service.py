@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -17,13 +17,12 @@ from kitforge.core.checkpoint.manifest import MANIFEST, step_folder, steps
 from kitforge.foundation.errors import CheckpointError, ConfigError, KitforgeError
 from kitforge.foundation.files import sha256
 from kitforge.foundation.log import logger
-from kitforge.inference.server.authentication import auth_tokens
+from kitforge.inference.server.application import HttpService
 from kitforge.inference.server.batcher import DynamicBatcher
-from kitforge.inference.server.bodies import BodyBuffers
-from kitforge.inference.server.errors import queue_full
 from kitforge.inference.server.metrics import BatchMetrics
 from kitforge.kits.recommender.artifacts import find_features
 from kitforge.kits.recommender.batch import FeatureBatch
+from kitforge.kits.recommender.config import RecommenderServeOptions
 from kitforge.kits.recommender.data import table_config
 from kitforge.kits.recommender.pipeline import RecommendationPipeline
 from kitforge.kits.recommender.server.requests import RowReader
@@ -160,46 +159,19 @@ class ScoringReply:
 Batcher: TypeAlias = DynamicBatcher[Query, ScoringReply]
 
 
-class ScoringWorker:
-    """Starts and stops the batcher and the refresher."""
-
-    def __init__(self, batcher: Batcher, refresher: Refresher | None) -> None:
-        self._batcher = batcher
-        self._refresher = refresher
-        self.failure: Exception | None = None
-        self.on_failure: Callable[[], None] | None = None
-
-    def start(self) -> None:
-        """Start, within the running event loop."""
-        self._batcher.on_failure = self._fail
-        self._batcher.start()
-        if self._refresher is not None:
-            self._refresher.start()
-
-    def stop(self) -> None:
-        """Stop, after the work in progress."""
-        if self._refresher is not None:
-            self._refresher.stop()
-        self._batcher.stop()
-
-    def _fail(self) -> None:
-        self.failure = self._batcher.failure
-        if self.on_failure is not None:
-            self.on_failure()
-
-
-class RecommenderService:
+class RecommenderService(HttpService):
     """The state of the server. A batch uses one version throughout, so a request sees one checkpoint."""
 
+    limits: RecommenderServeOptions
+    metrics: BatchMetrics
+    worker: Batcher
+
     def __init__(self, pipeline: RecommendationPipeline, name: str) -> None:
-        limits = self.limits = pipeline.options.serve
+        limits = pipeline.options.serve
         origin = pipeline.model.checkpoint_folder
         if origin is None:
             raise ConfigError("a model in memory is not served", fix="name the run: checkpoint=RUN")
-        self.name = limits.name or name
-        self.auth_tokens = auth_tokens(limits)
-        self.metrics = BatchMetrics()
-        self.bodies = BodyBuffers(limits)
+        super().__init__(name, limits, BatchMetrics())
         checkpoint = open_checkpoint(origin, verify=False)
         self.version = Version(step=checkpoint.step, pipeline=pipeline, marks=marks_of(checkpoint))
         self.metrics.step = checkpoint.step
@@ -214,17 +186,21 @@ class RecommenderService:
             encoder, wanted = pipeline.user_encoder()
             self.user_reader = RowReader(encoder, wanted, schema.known_columns, limits.max_rows, cells)
         self._unknown, self._warned = UnknownValues(pipeline.encoder, pipeline.model), set[str]()
-        self.batcher: Batcher = DynamicBatcher(
+        self.worker = DynamicBatcher(
             self.answer, self.metrics, max_rows=limits.max_batch_rows, max_wait_ms=limits.max_wait_ms
         )
         seconds = limits.refresh_seconds
-        refresher = None if seconds is None else Refresher(self, origin.parent, seconds)
-        self.worker = ScoringWorker(self.batcher, refresher)
+        refreshers = () if seconds is None else (Refresher(self, origin.parent, seconds),)
+        self.threads = (self.worker, *refreshers)
 
-    def check_capacity(self) -> None:
-        """Raise ApiError if the server has max_requests requests in progress."""
-        if self.metrics.num_live >= self.limits.max_requests:
-            raise queue_full(self.limits.max_requests, "requests")
+    def status(self) -> dict[str, Any]:
+        """The response of /health, beside `status`."""
+        return {"model": self.name, "step": self.version.step}
+
+    async def rendered_metrics(self) -> tuple[bytes, str]:
+        """The response of /metrics, and its content type."""
+        self.metrics.num_live = self.num_active
+        return self.metrics.rendered()
 
     def take_over(self, version: Version) -> None:
         """Serve another version from the next batch on."""

@@ -216,7 +216,7 @@ def test_a_token_is_asked_for_and_a_full_server_says_so(runs: dict[str, Path]) -
     service = opened(runs["wide_deep"], token="secret", max_requests=1)
     with serving(service) as url:
         assert httpx.post(f"{url}/score", json={}, timeout=PATIENCE).status_code == 401
-        service.metrics.num_live = 1
+        service.num_active = 1
         headers = {"Authorization": "Bearer secret"}
         answer = httpx.post(f"{url}/score", json={"rows": rows(1)}, headers=headers, timeout=PATIENCE)
         assert (answer.status_code, answer.headers["Retry-After"]) == (429, "1")
