@@ -4,8 +4,6 @@ A benchmark names its smallest sizes once, in SMOKE: constants of its modules in
 The processes that a benchmark starts inherit `--smoke` through the environment.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

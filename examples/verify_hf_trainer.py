@@ -4,8 +4,6 @@ Run it in an environment with transformers and accelerate, in this folder. The n
 Hugging Face folder and loaded by transformers.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path

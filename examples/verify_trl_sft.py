@@ -4,8 +4,6 @@ Run it in an environment with trl, in this folder. Rows come with tokens and lab
 take part; documents that share a row are packed by TRL itself.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Hooks of mkdocs (see mkdocs.yml), which fill pages from what they describe and from README."""
 
-from __future__ import annotations
-
 import html
 import posixpath
 import re

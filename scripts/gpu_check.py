@@ -6,8 +6,6 @@ it runs on the CPU with small sizes, prints the table and writes nothing. It nee
 only, so it runs where Hydra and the data extras are not installed.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import multiprocessing

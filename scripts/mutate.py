@@ -7,8 +7,6 @@ that was stopped goes on.
     python scripts/mutate.py --sites FILE:FUNCTION                 the nodes of a function, to write a fault by hand
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import dataclasses

@@ -1,7 +1,5 @@
 """Writes kitforge/configs/presets.yaml, the tables of `kitforge list`: `python -m scripts.preset_tables`."""
 
-from __future__ import annotations
-
 import json
 
 from kitforge.cli.info import described_presets

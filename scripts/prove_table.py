@@ -3,8 +3,6 @@
 Of a case that several files hold, the last one counts, so that a part can be run again.
 """
 
-from __future__ import annotations
-
 import datetime
 import importlib.metadata
 import platform

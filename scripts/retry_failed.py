@@ -6,8 +6,6 @@ fails it. Reads the list that pytest keeps of the last failures.
     python scripts/retry_failed.py [.pytest_cache/v/cache/lastfailed]
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -3,8 +3,6 @@
 Tensors that are marked, and whatever is computed from them, count as on the device.
 """
 
-from __future__ import annotations
-
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Cases of independent axes: not their whole product, but every two values of any two axes together."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from itertools import combinations, product
 from typing import Any

@@ -1,7 +1,5 @@
 """The shipped presets as plain values, for tests that go through all of a group."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from kitforge.preset_files import presets

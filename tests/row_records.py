@@ -1,7 +1,5 @@
 """Records of rows in memory, as a table makes them."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """A table of rows on the ranks of a group, without tiers, eviction or files: the reference of the tests."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, final

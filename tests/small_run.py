@@ -1,7 +1,5 @@
 """A run that takes a second, for tests of the command line and of the front door."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

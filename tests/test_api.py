@@ -1,7 +1,5 @@
 """The front door: names, folders, runs and objects in memory train, evaluate, predict and generate."""
 
-from __future__ import annotations
-
 import inspect
 import itertools
 import json

@@ -1,7 +1,5 @@
 """`kitforge chat` at a terminal: a pseudo-terminal stands for it."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pty

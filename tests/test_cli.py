@@ -1,7 +1,5 @@
 """Every command does what its help says, and what is wrong is told in words, with nothing lost."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging

@@ -1,7 +1,5 @@
 """Presets, overrides and users' own YAML become one plain dict, and nothing in them is ever run."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The demo trains every part, one from the other, and ends on a page that leads to all reports."""
 
-from __future__ import annotations
-
 import os
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """`scripts/gpu_check.py` at its sizes for a CPU, where neither Hydra nor numba nor the data extras are installed."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """A command that writes leaves what others wrote as it was, and goes on writing over its own output."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

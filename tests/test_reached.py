@@ -1,7 +1,5 @@
 """What a change reaches: every module reaches a test, and a test is reached by all that it imports when it runs."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -3,8 +3,6 @@
 `.ci/run` fetches it; without it these tests say so and are skipped.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

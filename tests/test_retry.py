@@ -1,7 +1,5 @@
 """A test that failed by chance is named and passes; one that fails twice fails the run."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A Run stays what it was when a later one starts from it, whichever task trains it."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import shutil

@@ -1,7 +1,5 @@
 """The key of one text, byte by byte: the reference of `data.tables.hashing`."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from kitforge.data.tables.hashing import _FOLD, hash_array

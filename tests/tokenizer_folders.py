@@ -1,7 +1,5 @@
 """Small folders with a tokenizer.json, one for each way in which published models begin and end a text."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One tokenizer of each kind of published vocabularies that treats the beginning of a text in its own way."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Callable

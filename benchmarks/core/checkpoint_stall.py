@@ -6,8 +6,6 @@ copy is one `copy_` of one flat tensor of as many bytes into warm memory; the sa
 tensor by tensor. Copies and saves alternate, nothing is being written while they are timed, and medians are shown.
 """
 
-from __future__ import annotations
-
 import datetime
 import os
 import statistics

@@ -4,8 +4,6 @@ Run from the checkout: `python -m benchmarks.core.optim`. It writes its table to
 Every contestant gets the same parameters and gradients; rounds are interleaved and the median of them is shown.
 """
 
-from __future__ import annotations
-
 import os
 import statistics
 import time

@@ -4,8 +4,6 @@ Run from the checkout: `python -m benchmarks.data.loader [--date 2026-11-22]`; i
 benchmarks/data/loader.md.
 """
 
-from __future__ import annotations
-
 import platform
 import statistics
 import tempfile

@@ -4,8 +4,6 @@ Run from the checkout: `python -m benchmarks.data.tables [--date 2026-11-22]`; i
 benchmarks/data/tables.md.
 """
 
-from __future__ import annotations
-
 import gzip
 import importlib.metadata
 import os

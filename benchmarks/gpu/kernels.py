@@ -3,8 +3,6 @@
 Bytes moved and FLOPs are those of `kitforge.core.kernels.costs`. They stand beside the bandwidth of a copy.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Iterator

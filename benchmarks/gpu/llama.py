@@ -8,8 +8,6 @@ stand beside each other. On one GPU it takes at most 9 minutes and writes `resul
 `--device cpu --size tiny` it shows that it runs.
 """
 
-from __future__ import annotations
-
 import datetime
 import importlib.util
 import statistics

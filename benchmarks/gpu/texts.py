@@ -1,7 +1,5 @@
 """Texts on one device: the engine and a run of GRPO against the CPU, and their speed; rows for `make gpu-check`."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterator

@@ -8,8 +8,6 @@ need, the rest is in pinned host memory. The trainer's prefetcher plans two batc
 take turns; ratios are those of pairs. On one GPU it takes at most 9 minutes and writes `results/wide-deep-DEVICE.md`.
 """
 
-from __future__ import annotations
-
 import datetime
 import statistics
 import sys

@@ -9,8 +9,6 @@ measurement is a process of its own, in turn; ratios are those of one round. Wha
 choice of the token and bookkeeping included, against `llama_decode` alone. The table goes to against_llama_cpp.md.
 """
 
-from __future__ import annotations
-
 import datetime
 import os
 import statistics

@@ -8,8 +8,6 @@ Shapes: GPT-2 6 layers x 384, LLaMA 8 layers x 512, vocabulary 8192; prompts of 
 contestants run in one process and take turns; ratios are medians over rounds. Their tokens are compared first.
 """
 
-from __future__ import annotations
-
 import datetime
 import importlib.metadata
 import os

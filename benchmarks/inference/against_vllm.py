@@ -8,8 +8,6 @@ last line sets a step of the engine beside its linear layers alone, by the step'
 layers one after another (packed_products.py). The result goes to against_vllm.md.
 """
 
-from __future__ import annotations
-
 import datetime
 import json
 import os

@@ -9,8 +9,6 @@ same for both: each asks for greedy completions of texts of its own, one after a
 first whole and then streamed, after one request each that is not measured. The result goes to against_vllm_server.md.
 """
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import http.client

@@ -11,8 +11,6 @@ waste      slots of the cache that hold nothing, at block 16, while the workload
 scheduler  the share of a step at 64 sequences that goes into planning it
 """
 
-from __future__ import annotations
-
 import datetime
 import os
 import platform

@@ -1,8 +1,6 @@
 """The linear layers of a decoding step alone, by the product that the compiled step runs, without norms, activations,
 attention and sampling."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import statistics

@@ -5,8 +5,6 @@ python -m benchmarks.inference.peer_llama_cpp FILE.gguf BATCH THREADS
 Prints the median seconds of a step, greedy choice left out. Prompts of 32 tokens, 24 steps.
 """
 
-from __future__ import annotations
-
 import ctypes
 import statistics
 import sys

@@ -7,8 +7,6 @@ python -m benchmarks.inference.peer_vllm FOLDER PROMPT_TOKENS NEW_TOKENS THREADS
 Prints {count: tokens a second} as JSON on the last line.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

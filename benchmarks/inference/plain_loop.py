@@ -4,8 +4,6 @@ and values in slabs of the final length, no batching but the one that it is give
 B texts of equal length, T tokens of a pass.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A GGUF file of a LLaMA with random weights, in any type of the package gguf."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import gguf

@@ -7,8 +7,6 @@ A request of 16 tokens over a connection that stays, beside the same request han
 they take turns. Then so many streams at once, each of which must come to its own last token. GPT-2 6 x 384.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import datetime

@@ -10,8 +10,6 @@ benchmarks/parallel/checkpoint.md. Contestants take turns and medians are shown.
 is deleted, and the disk left to come to rest, before the next is timed.
 """
 
-from __future__ import annotations
-
 import datetime
 import hashlib
 import os

@@ -9,8 +9,6 @@ Run from the checkout: `python -m benchmarks.parallel.steps [--rounds 5]`. Every
 fresh ranks; the median over the rounds of each launch's fastest step is shown, in benchmarks/parallel/steps.md.
 """
 
-from __future__ import annotations
-
 import datetime
 import platform
 import statistics

@@ -5,8 +5,6 @@ benchmarks/recommender/adam_over_time.md. A step moves 4,096 rows of 16 numbers 
 with dense Adam whose 1,000 rows have all been told of every step. Each figure is the least of seven, in CPU time.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

@@ -5,8 +5,6 @@ writes its section of benchmarks/recommender/cache.md. A step is lookup, backwar
 is no network, whose time would hide the difference. Rounds are interleaved, and the median of ratios is shown.
 """
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os

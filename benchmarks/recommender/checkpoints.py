@@ -9,8 +9,6 @@ are compared with steps before. serving: the same rows looked up in the training
 in files of fp16 and int8. remote: the rows of one table to a Redis server of this machine and back.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -4,8 +4,6 @@
 four.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 ROWS = 5_860_000

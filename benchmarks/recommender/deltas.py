@@ -4,8 +4,6 @@ Run from the checkout: `python -m benchmarks.recommender.deltas`; it prints the 
 benchmarks/recommender/deltas.md. 1,000 rows of a table in the file tier change between two checkpoints, in one thread.
 """
 
-from __future__ import annotations
-
 import tempfile
 import time
 from contextlib import closing

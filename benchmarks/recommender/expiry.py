@@ -4,8 +4,6 @@ Run from the checkout: `python -m benchmarks.recommender.expiry`; it prints the 
 benchmarks/recommender/expiry.md. 1,000 rows of a table in the file tier are due, in one thread; all others are younger.
 """
 
-from __future__ import annotations
-
 import tempfile
 import time
 from pathlib import Path

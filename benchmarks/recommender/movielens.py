@@ -9,8 +9,6 @@ trained on it either. What is known already lies in the file KEPT, one JSON obje
 there. One thread each, one run at a time.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import statistics

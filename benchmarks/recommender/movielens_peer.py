@@ -6,8 +6,6 @@ FOLDER holds NAME/NAME.inter, where NAME is FOLDER's own. OPTIONS: a JSON object
 `quick_start` wants ray, which nothing here does; its checkpoints hold objects, which torch reads when it is told to.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import sys

@@ -15,8 +15,6 @@ from there.
 lightgbm is needed for criteo and avazu: pip install lightgbm.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import gzip

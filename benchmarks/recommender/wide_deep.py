@@ -7,8 +7,6 @@ launches each of them once, in turn; a step's time is the median over a launch, 
 The table goes to wide_deep.md.
 """
 
-from __future__ import annotations
-
 import datetime
 import itertools
 import json

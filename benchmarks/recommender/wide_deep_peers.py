@@ -5,8 +5,6 @@
 PEER: sparse_adam, adagrad (bare torch), deepctr, fbgemm, torchrec. HIDDEN: widths, joined by commas.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import resource

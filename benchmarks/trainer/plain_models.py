@@ -1,7 +1,5 @@
 """The two shapes written by hand on torch's own layers, as a person would who needs nothing else."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

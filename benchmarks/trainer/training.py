@@ -9,8 +9,6 @@ Shapes: GPT-2 and BLOOM 6 layers x 384, LLaMA 8 layers x 512; vocabulary 8192, s
 gradients clipped at 1. Every worker is its own process; the peers take turns, and the ratios are medians over rounds.
 """
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import json

@@ -7,8 +7,6 @@
 Ours runs under this interpreter, the peers under theirs, one after the other, each in an empty folder.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """The bars on imports that import-linter does not see: front doors, hidden imports, what an `__init__` may hold."""
 
-from __future__ import annotations
-
 import ast
 
 from tests.architecture.source import Findings, Source, imports

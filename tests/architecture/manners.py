@@ -1,7 +1,5 @@
 """The bars of manner: names, comments, docstrings, classes, and what is never called."""
 
-from __future__ import annotations
-
 import ast
 import re
 

@@ -1,7 +1,5 @@
 """The bars of size: how long a file and a function may be, how deep, and how much it may be handed."""
 
-from __future__ import annotations
-
 import ast
 from collections import Counter
 

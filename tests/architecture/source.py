@@ -1,7 +1,5 @@
 """The package as text and syntax trees, so that its habits can be checked without importing it."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

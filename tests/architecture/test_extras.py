@@ -1,7 +1,5 @@
 """The extras of pyproject.toml: each holds what the modules that need it import."""
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

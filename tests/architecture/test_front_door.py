@@ -1,7 +1,5 @@
 """The front door: light, sorted, and every name behind it is there."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

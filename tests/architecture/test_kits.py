@@ -1,7 +1,5 @@
 """The kit interface: the front end knows kits by `Kit` alone."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

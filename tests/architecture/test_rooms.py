@@ -1,7 +1,5 @@
 """The rooms: none is empty, each has a door and a line in the README, and each stands on its floor."""
 
-from __future__ import annotations
-
 import configparser
 import re
 import shutil

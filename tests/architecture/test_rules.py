@@ -1,7 +1,5 @@
 """The bars that can be read off the source. Every rule is shown a planted violation, so that it is known to see."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The wheel: whole, lean, and at work where no checkout is."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Names are the field's: a public class name exists once, and words of a private language do not come back."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """Every benchmark runs with --smoke: our side alone, at its smallest sizes, without writing anything."""
 
-from __future__ import annotations
-
 import ast
 import re
 import runpy

@@ -1,7 +1,5 @@
 """What the features of a data set say of its columns: names of numbers, JSON, and nulls that Arrow fills in."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

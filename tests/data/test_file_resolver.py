@@ -1,7 +1,5 @@
 """Files of a path, a folder or a pattern: in one order, without hidden ones, and with words for what is not there."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

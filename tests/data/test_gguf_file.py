@@ -1,7 +1,5 @@
 """The header of a GGUF file, whole and damaged, and the values of every type of tensor."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import gguf

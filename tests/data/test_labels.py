@@ -1,7 +1,5 @@
 """A label is one of its names, and a number is an index only beside names that are none."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Weighted sources: the source of a sample is a function of its number, and the fractions are exact in the long run."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter

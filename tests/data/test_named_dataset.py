@@ -1,7 +1,5 @@
 """Data sets by name: from the cache of the Hub, from folders of save_to_disk, and what is no name of one."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

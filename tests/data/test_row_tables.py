@@ -1,7 +1,5 @@
 """Tables of comma- or tab-separated values are files of rows for every task that reads rows."""
 
-from __future__ import annotations
-
 import csv
 import json
 from pathlib import Path

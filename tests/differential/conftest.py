@@ -1,7 +1,5 @@
 """A folder that all drawn cases of a file write to, one after the other."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """How many inputs a drawn comparison looks at: a seeded sample in the gate, thousands in `make prove`."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Adapters with drawn options, PEFT's here and ours in PEFT: the same logits, or a refusal that is listed here."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -6,8 +6,6 @@ DPO and IPO without a reference, to the last digits, ORPO to 7e-7, where theirs 
 its trainers, see `tests/kits/rlhf/algorithms/test_trl.py`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any

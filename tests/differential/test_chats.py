@@ -1,7 +1,5 @@
 """Rows of conversations, however they are stored, as tokens and labels: as transformers' chat templates make them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from functools import cache

@@ -1,7 +1,5 @@
 """First and second gradients of the operations, over drawn shapes in float64, against torch's own functions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any

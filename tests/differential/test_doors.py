@@ -1,8 +1,6 @@
 """The doors of one trained recommender: every container of a drawn request has the same scores in the pipeline, in a
 file of predictions and over HTTP, evaluation has scikit-learn's metrics of them, and a misspelled column is told."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,8 +1,6 @@
 """Drawn numbers as features: standardized as scikit-learn does, in one bucket whatever container they come in, and the
 same after any growth of the rows."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Folders that transformers writes, with drawn values of every key that changes numbers: the same logits in float32 and
 the same bits back, or a refusal that is listed here."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Mapping

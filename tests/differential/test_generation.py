@@ -1,8 +1,6 @@
 """Generation with drawn settings beside `transformers`: the same greedy texts of ragged batches, the same distribution
 of the next token, the same beams of targets, or a refusal that is listed here."""
 
-from __future__ import annotations
-
 import functools
 import json
 import tempfile

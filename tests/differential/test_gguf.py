@@ -1,7 +1,5 @@
 """GGUF files with drawn tensors, metadata and networks: what the package gguf and transformers read out of them."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

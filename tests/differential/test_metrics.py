@@ -1,8 +1,6 @@
 """Drawn predictions: the metrics of an evaluation against scikit-learn, seqeval and NumPy, and NaN where there is
 nothing to measure."""
 
-from __future__ import annotations
-
 import importlib
 import math
 import warnings

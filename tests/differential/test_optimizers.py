@@ -1,7 +1,5 @@
 """Optimizers over drawn groups, options and gradients against torch.optim, and schedules against transformers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

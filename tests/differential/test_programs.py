@@ -1,8 +1,6 @@
 """Drawn networks of every family: their exported programs, read back, compute for each text of drawn batches what the
 network computes for that text alone, whatever the batch, the lengths, the padding and the cache."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from pathlib import Path

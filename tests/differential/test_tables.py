@@ -1,7 +1,5 @@
 """Tables of every container against pandas and pyarrow: the same columns, and of every cell the same value and key."""
 
-from __future__ import annotations
-
 import json
 import string
 from collections.abc import Callable, Mapping, Sequence

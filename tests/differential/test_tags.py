@@ -1,7 +1,5 @@
 """Labels and tags as transformers' examples make them, and their metrics as seqeval and scikit-learn count them."""
 
-from __future__ import annotations
-
 import math
 from functools import cache
 from typing import Any, cast

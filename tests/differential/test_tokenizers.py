@@ -1,7 +1,5 @@
 """Drawn tokenizer.json files, whose tokens, places and texts are those of transformers' PreTrainedTokenizerFast."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from tempfile import mkdtemp

@@ -1,7 +1,5 @@
 """A rank of the launch tests: it meets the others and then does, if it is rank 1, what its argument says."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

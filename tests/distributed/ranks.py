@@ -1,7 +1,5 @@
 """Several ranks on this machine, for tests: forked, joined through a file, on gloo."""
 
-from __future__ import annotations
-
 import datetime
 import functools
 import importlib

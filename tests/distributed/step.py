@@ -1,7 +1,5 @@
 """One training step of a tiny model on any mesh, in float64, and what of it has to agree with one process."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

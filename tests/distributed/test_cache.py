@@ -1,7 +1,5 @@
 """Tables on several ranks, in every placement: cached equals uncached bit for bit, and ranks equal one process."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import tempfile

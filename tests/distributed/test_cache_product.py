@@ -1,8 +1,6 @@
 """What `test_cache.py` looks at in two cases, for every look-ahead, policy and capacity: cached equals uncached on each
 rank, bit for bit."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import os

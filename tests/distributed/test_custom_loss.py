@@ -1,7 +1,5 @@
 """Losses of one's own under the tensor axis, of logits or of hidden states: gradients are those of one process."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from functools import cache

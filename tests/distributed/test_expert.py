@@ -3,8 +3,6 @@
 One launch for each number of ranks runs all steps of that number.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from functools import cache
 

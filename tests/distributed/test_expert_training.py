@@ -3,8 +3,6 @@
 One launch for each number of ranks and stage of the story runs all of its runs.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping

@@ -1,7 +1,5 @@
 """What fails on one rank, wherever it is, ends all of them within seconds and reaches people in its own words."""
 
-from __future__ import annotations
-
 import errno
 import faulthandler
 import gc

@@ -1,7 +1,5 @@
 """Gradients of copies: held once, sent while the backward pass goes on, missing on all ranks where no rank has one."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock

@@ -1,7 +1,5 @@
 """Half precision under the shard axis: no rank makes a rounded copy of the whole model, and losses stay as near."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 from dataclasses import replace

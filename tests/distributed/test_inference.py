@@ -1,7 +1,5 @@
 """An engine over ranks that each hold a piece of every matrix generates what one process generates."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """A command starts its ranks and answers for them: one message, one exit status, nothing left behind."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import inspect

@@ -1,7 +1,5 @@
 """Parameters that every rank of the tensor axis holds whole, while each finds a part of their gradients only."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

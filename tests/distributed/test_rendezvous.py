@@ -1,7 +1,5 @@
 """Ranks meet, take turns, compare what they run, and stop together when they do not agree or one of them fails."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import signal

@@ -1,7 +1,5 @@
 """Replicas of weights: alike from the first step on, whatever each rank built, and compared at every checkpoint."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

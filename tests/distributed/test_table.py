@@ -1,7 +1,5 @@
 """Tables whose rows live on several ranks, against one dense table in one process."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

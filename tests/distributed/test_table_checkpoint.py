@@ -1,7 +1,5 @@
 """Rows that many ranks saved, read by any other number of ranks under any placement."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Runs of the language-model task on ranks of a test: the same few steps on any mesh."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

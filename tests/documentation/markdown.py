@@ -1,7 +1,5 @@
 """The project's pages: their fenced blocks, their headings and their links."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What the pages show is run as it stands, from an empty folder."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Every option, verb and preset in our column of coming_from.md exists."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The versions of docs/compatibility.md are those of pyproject.toml, constraints.txt and the workflow."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 

@@ -1,7 +1,5 @@
 """The Dockerfile, read as text: what it copies, installs and starts exists."""
 
-from __future__ import annotations
-
 import json
 import re
 import tomllib

@@ -1,7 +1,5 @@
 """ARCHITECTURE.md lists the frames of a training step and of a served prompt; here they are counted."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections import Counter

@@ -1,7 +1,5 @@
 """docs/kernels.md has a row for every operation, with the implementations that are chosen for a device."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

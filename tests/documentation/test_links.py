@@ -1,7 +1,5 @@
 """Every link within the project leads somewhere."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Nothing is told twice: pages link to the paragraph that tells it."""
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """README.zh-CN.md tells what README tells: figures, code, names, commands and links of each section."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """A real Redis server of its own, that a test may stop, kill and start again."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil

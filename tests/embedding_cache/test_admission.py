@@ -1,7 +1,5 @@
 """Who gets a row, and who loses it again, against a table of plain dicts."""
 
-from __future__ import annotations
-
 import math
 import time
 from pathlib import Path

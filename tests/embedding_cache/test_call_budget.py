@@ -1,7 +1,5 @@
 """The bar against splitting: the calls and files of one cached lookup, its backward pass and a step."""
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Cached tables in checkpoints: of one step over all tiers while training goes on, and read into any tiers."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Several tables as one module: features share them, one prefetcher goes ahead for all, and nothing depends on that."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

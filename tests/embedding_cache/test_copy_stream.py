@@ -1,7 +1,5 @@
 """Rows that move on a stream of their own: a stand-in for a GPU, whose copies run no earlier than they must."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Lookups that are planned where the rows are give the bits, the slots and the counts of those planned on the CPU."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import Counter

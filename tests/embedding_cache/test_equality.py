@@ -1,7 +1,5 @@
 """Where rows live changes nothing: outputs of every step and the final table, states and counters too, bit for bit."""
 
-from __future__ import annotations
-
 import itertools
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Who leaves first, against oracles that sort everything anew each time."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

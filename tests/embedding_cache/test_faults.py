@@ -1,7 +1,5 @@
 """Faults planted one at a time, each of which some cache has had: the exactness suite must see every one."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """The table beside FBGEMM's, whose rules of training are the reference where it runs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

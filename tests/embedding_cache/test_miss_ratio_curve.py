@@ -1,7 +1,5 @@
 """What is foretold of tiers, against counting by hand and against tables that are run."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from pathlib import Path
 

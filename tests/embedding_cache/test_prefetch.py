@@ -1,7 +1,5 @@
 """The loop over `prefetch`: left early, failing, evaluated in between, accumulated over, and fed with other tensors."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 

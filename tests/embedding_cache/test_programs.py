@@ -1,8 +1,6 @@
 """Random programs over one table: training in micro-batches, skipped steps, evaluations, passes without gradients,
 lookups that nobody trains on and checkpoints of changes. What comes out does not depend on where rows live."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import random

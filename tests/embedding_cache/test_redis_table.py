@@ -1,7 +1,5 @@
 """A table whose last tier is a server: it changes no bit, and when it goes away the run stops where it can go on."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path

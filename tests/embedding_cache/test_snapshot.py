@@ -1,7 +1,5 @@
 """A table at a step boundary: read while the training goes on, as deltas, and laid into tables of other tiers."""
 
-from __future__ import annotations
-
 import threading
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every tier keeps the contract of `RowStore`, with a dict as its oracle; and what is special about each."""
 
-from __future__ import annotations
-
 import os
 import resource
 import threading

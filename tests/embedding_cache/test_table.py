@@ -1,7 +1,5 @@
 """The face of a table: what `nn.EmbeddingBag` and `nn.Embedding` give, for any ids, and errors that help."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

@@ -1,8 +1,6 @@
 """One small training for all exactness tests: whose rows live where is said by a `Case`, what comes out must not depend
 on it."""
 
-from __future__ import annotations
-
 import functools
 import time
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Warnings of the package are shown once, and noted for every run."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

@@ -1,7 +1,5 @@
 """Long work shows a bar on a terminal and a line every half minute elsewhere; short work leaves nothing."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterator
 from contextlib import nullcontext

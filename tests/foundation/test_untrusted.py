@@ -1,7 +1,5 @@
 """JSON and YAML of strangers are read within bounds, or refused with a ValueError."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The metric `epoch` is samples over rows: batches run across the ends of passes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tasks by name: those of the package, and those of installed kits."""
 
-from __future__ import annotations
-
 import json
 import sys
 import tomllib

@@ -1,7 +1,5 @@
 """Peers of every variant, each built and saved once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 

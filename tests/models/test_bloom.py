@@ -1,7 +1,5 @@
 """BLOOM: isolated documents in packed rows, old folders, and the sizes of the published models."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The catalog turns plain options into a family's own, strictly."""
 
-from __future__ import annotations
-
 import pytest
 
 from kitforge.foundation.errors import ConfigError

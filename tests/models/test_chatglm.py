@@ -1,7 +1,5 @@
 """ChatGLM2/3 folders hold the network that `transformers` calls GLM, under other names and joined otherwise."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

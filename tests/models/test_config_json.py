@@ -1,7 +1,5 @@
 """config.json is read in both generations, completely or not at all."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every dropout mask of a network has a name of its own: two of one name would be equal."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import fields, replace
 from typing import Any

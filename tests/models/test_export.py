@@ -1,7 +1,5 @@
 """What we write, `transformers` reads, and computes the same."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast

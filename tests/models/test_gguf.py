@@ -1,7 +1,5 @@
 """GGUF files: what is written is read back, by us, by the package gguf and by transformers; what cannot be is named."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """Weights of a GGUF file that stay as they are stored: Q8_0 and Q4_0 in the compiled step of a decoder."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

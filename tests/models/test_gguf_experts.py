@@ -1,7 +1,5 @@
 """GGUF files of mixtures of experts, as llama.cpp's conversion writes them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

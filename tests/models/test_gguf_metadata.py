@@ -1,7 +1,5 @@
 """Every entry of a GGUF file's metadata is obeyed, changes nothing, or is refused."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

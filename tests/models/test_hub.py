@@ -1,7 +1,5 @@
 """Names of pretrained models: local paths, named checkpoints, and ids of the Hub; none of them needs a network here."""
 
-from __future__ import annotations
-
 import hashlib
 import zipfile
 from dataclasses import replace

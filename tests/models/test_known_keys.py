@@ -1,7 +1,5 @@
 """A key of config.json is obeyed, changes nothing, or is refused with file, key, value and what is accepted."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Gemma 3 and SmolLM3: sizes of the published models, their config.json, and what no architecture has."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Mixtral's folders in both layouts of expert tensors, whole and damaged, and what has no folder."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """PanGu-alpha against its published definition (Zeng et al., 2021), written out below for one document at a time."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

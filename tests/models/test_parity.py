@@ -1,7 +1,5 @@
 """Our networks compute what `transformers` computes: logits in fp32, gradients in float64."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from dataclasses import replace

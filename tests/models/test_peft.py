@@ -1,7 +1,5 @@
 """Adapters in PEFT's folders, in and out."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """An adapter's folder gives the logits that PEFT gives for it, or is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

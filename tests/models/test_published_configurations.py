@@ -1,7 +1,5 @@
 """config.json files with all the keys that publishers and their tools write are read; sizes are small ones."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

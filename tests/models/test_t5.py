@@ -1,7 +1,5 @@
 """T5 of both versions: what `transformers` computes, packed pairs, the cache, and folders in and out."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """ViT: what `transformers` computes, folders in and out, and both axes of its images."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Folders are read whole: bare and sharded ones are understood, missing and surplus tensors are named."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A plugin for tests with a fault in them: one that hangs ends the process as one that failed does."""
 
-from __future__ import annotations
-
 import faulthandler
 import sys
 from collections.abc import Iterator

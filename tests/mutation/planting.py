@@ -5,8 +5,6 @@ annotations) and the number of the node in that function. A renamed variable, fu
 its faults along; a function that computes something else loses them, and `locate` says so.
 """
 
-from __future__ import annotations
-
 import ast
 import copy
 import hashlib

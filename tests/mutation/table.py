@@ -1,7 +1,5 @@
 """The faults: those that were drawn, and those that were written by hand."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

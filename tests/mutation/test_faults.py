@@ -1,7 +1,5 @@
 """Every fault still has its place, changes something there, and follows a renamed function."""
 
-from __future__ import annotations
-
 import ast
 import builtins
 import re

@@ -1,7 +1,5 @@
 """A run as a training loop would leave it: noisy loss, warm-up, spikes, evaluations, samples, events."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -1,7 +1,5 @@
 """What axe-core asks of the pages, asked of their text: names, landmarks, headings in order, contrast."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from html.parser import HTMLParser

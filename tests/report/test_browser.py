@@ -1,7 +1,5 @@
 """The page in a real browser: on a phone and on a wide screen, by day and by night, with and without a hand on it."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Which charts are made of which metrics."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

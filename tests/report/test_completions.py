@@ -1,7 +1,5 @@
 """The panel about completions shows the first answers of the latest rounds, whatever they say."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Differences of configurations."""
 
-from __future__ import annotations
-
 from kitforge.report.config_diff import differences, distinguishing, options
 
 

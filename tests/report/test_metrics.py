@@ -1,7 +1,5 @@
 """Reading run folders, whole and damaged."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

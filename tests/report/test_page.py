@@ -1,7 +1,5 @@
 """The page as text: what it says, what it hides from a browser, how large it is."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """The arithmetic under the curves."""
 
-from __future__ import annotations
-
 import math
 import random
 

@@ -1,7 +1,5 @@
 """The headline numbers."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """One chart as HTML."""
 
-from __future__ import annotations
-
 import math
 import re
 from xml.etree import ElementTree

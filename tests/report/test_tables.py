@@ -1,7 +1,5 @@
 """The panel about tables is drawn from whatever of the file can be read."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

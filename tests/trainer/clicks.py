@@ -1,7 +1,5 @@
 """Runs of a tiny click model over a table of rows, and what they leave behind, for comparison bit by bit."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

@@ -1,7 +1,5 @@
 """A run that is killed again and again, at random instants, until it has reached its end."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

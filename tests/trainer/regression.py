@@ -1,7 +1,5 @@
 """A user's own network with their own loss: the straight line y = 3 x - 1 through a task of ten lines."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path

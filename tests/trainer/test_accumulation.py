@@ -1,7 +1,5 @@
 """However a batch is split into micro-batches, the weights move the same; float64 shows it to the last digits."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a run shows and leaves behind: progress, metrics, traces, tracking, samples, the report."""
 
-from __future__ import annotations
-
 import builtins
 import errno
 import io

@@ -1,7 +1,5 @@
 """The course of a run: how long, at which learning rate, what is logged, what is kept, when it stops."""
 
-from __future__ import annotations
-
 import math
 import os
 import re

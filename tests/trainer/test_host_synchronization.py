@@ -1,7 +1,5 @@
 """A training step waits for its device once, at its end: the norm and the logged sums come in one transfer."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Ctrl-C: the step is finished, the run saved and reported, and `resume=auto` goes on as if nothing had happened."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

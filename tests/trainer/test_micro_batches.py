@@ -1,7 +1,5 @@
 """A step's micro-batches: losses of a task's own, and those made of a network's inputs and its hidden states."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A run that fails before its first step leaves nothing behind; one that fails later leaves what it did."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Number formats, compile levels, recomputation: what must not change anything, and what may only a little."""
 
-from __future__ import annotations
-
 import os
 from functools import partial
 from pathlib import Path

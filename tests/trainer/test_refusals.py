@@ -1,7 +1,5 @@
 """What a resume says, uses and refuses: damaged checkpoints, changed options, changed text, another run's folder."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A run that goes on from any of its checkpoints equals the one that was never interrupted, bit for bit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Runs of a tiny language model, and what they leave behind, for comparison bit by bit."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Mapping, Sequence

@@ -1,8 +1,6 @@
 """Faults, and the command beside each of them: `python planted.py FOLDER OUTPUT NAME...` writes verdicts by fault as
 JSON. Each fault has a fork of its own, in which one function has another code."""
 
-from __future__ import annotations
-
 import gc
 import importlib
 import json

@@ -1,8 +1,6 @@
 """Trainers of strangers by name, right ones and wrong ones: one is right, and each of the others does one thing
 otherwise."""
 
-from __future__ import annotations
-
 import copy
 import io
 import math

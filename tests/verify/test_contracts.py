@@ -1,8 +1,6 @@
 """Every task keeps every contract of `kitforge verify`, by the code of the command: micro-batches, evaluation, packing,
 kills, other layouts, damage, ranks, tiers and serving are compared with one undisturbed run a task."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

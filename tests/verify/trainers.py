@@ -1,7 +1,5 @@
 """Trainers for `kitforge verify --callable`: one that is right, and others that are not."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from pathlib import Path

@@ -8,8 +8,6 @@ a command starts are copies as well. A copy gets its client's signals, and ends 
 `python -S client.py SOCKET [-m MODULE | FILE] ...` calls.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import importlib

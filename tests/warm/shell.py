@@ -1,7 +1,5 @@
 """A shell in which the checkout's `kitforge` is the one on the path, and starts at once."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import subprocess

@@ -8,8 +8,6 @@ Run from the checkout: `python -m benchmarks.core.checkpoint.manifest`; it write
 benchmarks/core/checkpoint/manifest.md.
 """
 
-from __future__ import annotations
-
 import tempfile
 import time
 from collections.abc import Iterator

@@ -7,8 +7,6 @@ Weights and keys come from memory, as in a model that is larger than the caches.
 in which the contestants take turns.
 """
 
-from __future__ import annotations
-
 import datetime
 import os
 import platform

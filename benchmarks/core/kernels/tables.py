@@ -10,8 +10,6 @@ once, one after the other; of a launch the fastest step counts, of the rounds th
 rounds to it, and --rounds 0 just writes the table.
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import itertools

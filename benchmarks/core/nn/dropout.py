@@ -7,8 +7,6 @@ Two samples of 12 heads over 1024 tokens, as the attention weights of a small GP
 Milliseconds of processor time, the best of five.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from functools import partial

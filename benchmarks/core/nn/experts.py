@@ -7,8 +7,6 @@ beside `transformers` on the same weights.
 Each figure is the median of pairs in which the contestants take turns; a step is forward, loss and backward.
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import os

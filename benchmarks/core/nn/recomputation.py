@@ -8,8 +8,6 @@ the most that are alive at once in a step. Steps take turns, in processor time; 
 of that to the same round's `none`.
 """
 
-from __future__ import annotations
-
 import platform
 import statistics
 import time

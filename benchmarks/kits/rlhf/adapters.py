@@ -6,8 +6,6 @@ State bytes are those of weights and, where they are trained, of gradients and b
 most memory that a process had in it during two rounds of PPO, each in a process of its own. Writes adapters.md.
 """
 
-from __future__ import annotations
-
 import datetime
 import resource
 import subprocess

@@ -1,7 +1,5 @@
 """What the comparisons with TRL share: the network, launches in turn, phases, the floor of products, the page."""
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import json

@@ -5,8 +5,6 @@ python -m benchmarks.kits.rlhf.groups --peer-python OTHER/bin/python [--task grp
 As in `ppo.py`; both sides compare with a reference and count distinct tokens as reward. The section goes to groups.md.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from benchmarks.kits.rlhf.beside import BATCH, PROMPT, Comparison, Spent, lists, main, products, run, seconds_and_rest

@@ -8,8 +8,6 @@ the one with more "a" is preferred with odds that grow with the difference, so t
 some of the pairs. The presets as they are, but for the learning rate, which is that of a network of 80,000 weights.
 """
 
-from __future__ import annotations
-
 import datetime
 import itertools
 import math

@@ -6,8 +6,6 @@ Both sides are launched in turn, and CPU seconds of training alone are taken, fr
 either side loads or compiles what it needs. Ratios are those of launches of the same turn. The section goes to ppo.md.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from functools import partial

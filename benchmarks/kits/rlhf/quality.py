@@ -6,8 +6,6 @@ Small networks from nothing, through the public face alone. DATA holds hh_rlhf, 
 quality.md: the mean over the seeds, and what each of them gave.
 """
 
-from __future__ import annotations
-
 import datetime
 import gzip
 import json

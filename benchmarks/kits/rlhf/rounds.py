@@ -7,8 +7,6 @@ are launched in turn; seconds of the clock are taken from the second round on. R
 turn. The section goes to rounds.md.
 """
 
-from __future__ import annotations
-
 import datetime
 import json
 import os

@@ -5,8 +5,6 @@ python -m benchmarks.kits.rlhf.supervised --peer-python OTHER/bin/python [--task
 As in `ppo.py`, from the first step to the last; a sample is a row, or a pair. The section goes to supervised.md.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from benchmarks.kits.rlhf.beside import (

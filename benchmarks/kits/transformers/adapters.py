@@ -8,8 +8,6 @@ Rank 8 on queries and values, rows of 256 tokens, batch 8, AdamW. Every worker i
 take turns, and the ratios are medians over pairs. Memory is the peak of the whole process.
 """
 
-from __future__ import annotations
-
 import datetime
 import json
 import platform

@@ -8,8 +8,6 @@ Rows are {"text": ..., "label": 0 or 1}. One epoch, batch 16, rank 8 on all line
 minutes for a seed on two cores. Writes classification.md.
 """
 
-from __future__ import annotations
-
 import datetime
 import json
 import platform

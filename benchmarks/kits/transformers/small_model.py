@@ -1,7 +1,5 @@
 """The base that adapters are trained on in a smoke run, in place of the pretrained model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -9,8 +9,6 @@ steps. Speed: 4 + 4 layers x 256, vocabulary 8192, 32 pairs of 64 + 64 tokens, A
 ratios are medians over pairs, memory is the peak of the whole process. Both print lines for translation.md.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import resource

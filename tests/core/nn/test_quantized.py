@@ -1,7 +1,5 @@
 """An int8 copy is near the original, shares it, and leaves it alone."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

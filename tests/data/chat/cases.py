@@ -1,7 +1,5 @@
 """Templates in the form of those that models come with, conversations, and tokenizers to write them with."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

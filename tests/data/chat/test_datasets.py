@@ -1,7 +1,5 @@
 """Every kind of row gives the tokens that it means, and a row that means nothing is named."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections.abc import Mapping

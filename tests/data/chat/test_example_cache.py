@@ -1,7 +1,5 @@
 """Cached rows are those that the reader gives, mapped from the disk and the same whoever tokenises them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

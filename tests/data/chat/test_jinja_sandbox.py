@@ -1,7 +1,5 @@
 """A template of a stranger reaches nothing, and is stopped before it has taken much time or memory."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

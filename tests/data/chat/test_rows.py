@@ -1,7 +1,5 @@
 """Rows are read as they were meant: spellings of messages, speakers, columns, weights, numbers and tokens."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Conversations become the tokens that Hugging Face gives them, and nothing that is said passes for a special token."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a chat template leaves out of a row is refused by name, as it would be lost; blocks belong to their replies."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """One value has one key, whatever container brings it and whatever stands beside it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Sequence
 from datetime import date

@@ -1,7 +1,5 @@
 """Events become sequences: by user, in order of time, from any kind of table, and nothing is lost without a word."""
 
-from __future__ import annotations
-
 import csv
 import json
 import logging

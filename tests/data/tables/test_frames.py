@@ -1,7 +1,5 @@
 """Tables in memory by columns, and the cells that stand for no value."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

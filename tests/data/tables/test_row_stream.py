@@ -1,7 +1,5 @@
 """Rows of an iterator: each is read, and trained on, exactly once, wherever a run was stopped."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any, final

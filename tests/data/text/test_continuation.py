@@ -1,7 +1,5 @@
 """A continuation is encoded and decoded as a continuation, with every kind of tokenizer."""
 
-from __future__ import annotations
-
 import os
 import random
 from pathlib import Path

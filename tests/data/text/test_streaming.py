@@ -1,7 +1,5 @@
 """Streams: every document once in a pass, disjoint lanes, bounded memory, and an exact position after any row."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections.abc import Iterator

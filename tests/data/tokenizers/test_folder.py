@@ -1,7 +1,5 @@
 """Special tokens, added tokens and templates beside a vocabulary are those that `transformers` finds in the folder."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tokenizers in GGUF files: written and read back they give the same tokens; what the format cannot hold is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

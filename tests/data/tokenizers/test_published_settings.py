@@ -1,7 +1,5 @@
 """The generation_config.json and tokenizer_config.json that publishers and tools write are read; other keys are not."""
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path

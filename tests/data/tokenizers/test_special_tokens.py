@@ -1,7 +1,5 @@
 """What begins and ends a text is the tokenizer's word: token for token what `transformers` makes of the same folder."""
 
-from __future__ import annotations
-
 import io
 import json
 import multiprocessing

@@ -1,7 +1,5 @@
 """The bytes of tokens in a row are the text, whatever a vocabulary writes for spaces, bytes and beginnings of words."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

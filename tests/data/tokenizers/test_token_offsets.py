@@ -1,7 +1,5 @@
 """The characters of each token, for every kind of tokenizer."""
 
-from __future__ import annotations
-
 import io
 from itertools import pairwise
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Runs of the recommender kit that take a second, on one rank or on those of a test."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Tables of any columns, in any container, are trained on or refused by an error that says what to do."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from datetime import date, datetime

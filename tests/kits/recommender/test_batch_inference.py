@@ -1,7 +1,5 @@
 """`kitforge predict`: files of rows become files of scores or items, in order, whole or not at all."""
 
-from __future__ import annotations
-
 import csv
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """By default the families that combine embeddings do not memorise a small log of many ids."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

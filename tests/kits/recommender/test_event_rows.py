@@ -1,7 +1,5 @@
 """Rows of events (user, item, time) reach the families as sequences, or as a target beside a history."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A run as a program of torch.export: probabilities of the pipeline, in a process that knows nothing of Kitforge."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Which features a family uses: none of the schema's is left out without a word."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Numbers keep their size and order: losses of large logits, numbers beyond float32, NaN scores, long times."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

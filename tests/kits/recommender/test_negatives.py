@@ -1,7 +1,5 @@
 """Rows that are all positive train a ranker with items drawn beside them: exactly again, and none that was taken."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

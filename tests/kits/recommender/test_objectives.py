@@ -1,7 +1,5 @@
 """The objectives of families that find items, against their formulas written out."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from pathlib import Path

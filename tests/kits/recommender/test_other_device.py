@@ -1,7 +1,5 @@
 """Every family trains, is evaluated, resumes and predicts on a device that is not the CPU."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

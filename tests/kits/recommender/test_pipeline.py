@@ -1,7 +1,5 @@
 """What a run answers: chances of rows, items for users, and the metrics of other rows."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The recipes of others: their sizes, and that each trains on rows of the form that it is for."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Items that are found: told apart, missed where training never saw them, measured in blocks, searched thoroughly."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The options of a run reach pipeline, HTTP, predict and evaluate alike, and a given option wins, default or not."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any

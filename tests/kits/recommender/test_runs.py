@@ -1,7 +1,5 @@
 """Runs of every family keep what a run promises: splits, resumes and caches change nothing."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

@@ -1,7 +1,5 @@
 """Guesses of label, ids, categories and quantities by names and values; what is decided is said."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A run whose rows lie on a server: it changes no number, and who has entry there is written nowhere."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Iterator
 from pathlib import Path

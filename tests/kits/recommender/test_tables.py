@@ -1,7 +1,5 @@
 """Where the tables of a run go on several ranks."""
 
-from __future__ import annotations
-
 import pytest
 from torch import Tensor
 

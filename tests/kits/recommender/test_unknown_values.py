@@ -1,7 +1,5 @@
 """Evaluations and servers say how many values of a feature training never saw."""
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Runs of the stages over a few rows, small enough to be made by the dozen."""
 
-from __future__ import annotations
-
 import itertools
 import tempfile
 from collections.abc import Mapping

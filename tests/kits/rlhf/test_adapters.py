@@ -1,7 +1,5 @@
 """Stages that train adapters: one base for all roles, and what becomes of it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from pathlib import Path

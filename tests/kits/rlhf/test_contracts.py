@@ -1,7 +1,5 @@
 """What no stage bends: micro-batches equal the batch, and a resumed run equals one that was never interrupted."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

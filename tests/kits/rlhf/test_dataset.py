@@ -1,7 +1,5 @@
 """Rows that are too long are refused, left out, or cut on the side that was chosen; nothing happens in silence."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

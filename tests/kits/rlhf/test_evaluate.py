@@ -1,7 +1,5 @@
 """A trained policy is evaluated as its run evaluated it: by the run's own options, beside the run's own reference."""
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil

@@ -1,7 +1,5 @@
 """Async rewards and environments share one event loop for as long as a run lasts."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Awaitable

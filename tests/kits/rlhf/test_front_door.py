@@ -1,7 +1,5 @@
 """The three stages as a person writes them, and what becomes of their folders."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

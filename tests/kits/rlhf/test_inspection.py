@@ -1,7 +1,5 @@
 """What is learnt of rows is printed as text, for every task that learns from rows."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What `benchmarks/kits/rlhf` claims of learning and of adapters, in small."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """How fast a stage learns: gently where there are weights already, as its presets say where there are none."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """What a stage of alignment is cut into is read by pieces: no rank holds a whole policy, reference or reward model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, cast
 

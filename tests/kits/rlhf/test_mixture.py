@@ -1,7 +1,5 @@
 """Tasks over rows learn from weighted sources: in the order of the mixture, resumed, inspected, refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`kitforge predict`: a reward model scores rows of prompts and completions, a policy answers prompts."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

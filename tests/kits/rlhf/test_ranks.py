@@ -1,7 +1,5 @@
 """Several ranks do what one does: the same rows, the same answers, the same weights."""
 
-from __future__ import annotations
-
 from typing import Any, final
 
 import pytest

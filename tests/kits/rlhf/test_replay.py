@@ -1,7 +1,5 @@
 """A step that is trained again from its kept answers gives the figures of the first time, and a change is seen."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Fragments on ranks of their own: the run is that of one process, and each rank holds what it has a part in."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Networks that are cut: ranks with a piece of each do what one process does."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

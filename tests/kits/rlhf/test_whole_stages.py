@@ -1,8 +1,6 @@
 """What the stages that learn from rows log, and the weights they end with, equal those found row by row from the
 papers, with an Adam of its own, whatever their options."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math

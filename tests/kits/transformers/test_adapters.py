@@ -1,7 +1,5 @@
 """Finetuning of a language model by adapters: LoRA, DoRA and QLoRA, and by a part of its parameters."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """Files of prompts become files of answers, also after a kill in the middle of a line."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

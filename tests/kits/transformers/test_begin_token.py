@@ -1,7 +1,5 @@
 """A model that was trained with a begin token gets it wherever it reads a text: the same texts as `transformers`."""
 
-from __future__ import annotations
-
 import functools
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The task `text_classification`: rows and labels, exact sums, ranks, resumption, and what peers make of it."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

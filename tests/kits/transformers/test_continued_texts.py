@@ -1,7 +1,5 @@
 """Texts that benchmarks and training runs write of a model continue their prompts."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

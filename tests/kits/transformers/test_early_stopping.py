@@ -1,7 +1,5 @@
 """What a run that stopped early gives to whoever opens its folder."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

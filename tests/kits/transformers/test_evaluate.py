@@ -1,7 +1,5 @@
 """A trained language model is evaluated as its run evaluated it: by the run's own options."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The evaluation loss is a property of model and text: no batch size, no split and no padding changes it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Mixtures of experts through the kit: what is refused before a rank starts, and what a task says of its balance."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Samples of a report take room for their own texts, and are left out where they would gather too much."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """How the publisher of a model generates is kept and obeyed: ends, start tokens and the repetition penalty."""
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path

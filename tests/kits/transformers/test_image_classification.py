@@ -1,7 +1,5 @@
 """The task `image_classification`: folders, zips, rows, augmentation, exact sums, ranks, and what peers make of it."""
 
-from __future__ import annotations
-
 import io
 import json
 import zipfile

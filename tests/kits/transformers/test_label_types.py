@@ -1,7 +1,5 @@
 """Labels that are predicted have the type of those that were learned."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Scores of questions are those of lm-evaluation-harness on the same weights, row by row."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Runs over a mixture of sources: resumed, on several ranks, ended by a source, and what they report."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """An image reaches a network as transformers' processor prepares it, or is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

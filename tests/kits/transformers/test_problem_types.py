@@ -1,7 +1,5 @@
 """Several labels a row: sigmoid, binary cross entropy and folders, as transformers has them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Exported programs compute what our networks compute for each text alone: in onnxruntime, and by torch.export."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The commands that put questions and files of prompts to a run, and a chat through a pipe."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

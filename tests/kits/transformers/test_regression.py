@@ -1,7 +1,5 @@
 """Heads that give numbers: trained by the mean squared error, as in transformers, with one output and with several."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

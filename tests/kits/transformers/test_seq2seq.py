@@ -1,7 +1,5 @@
 """The tasks `translation` and `summarization`: pairs, exact sums, ranks, resumption, and what peers make of a run."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

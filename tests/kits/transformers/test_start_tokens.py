@@ -1,7 +1,5 @@
 """The token that the targets of a T5 begin with is the one that the folder names, for `transformers` and here."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """Runs over a stream: resumed after a kill, on several ranks, and refused where a stream cannot do what is asked."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The task `token_classification`: words and tags, entities, ranks, resumption, and what peers make of it."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Samples of every shape for the recommender's networks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

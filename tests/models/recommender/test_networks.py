@@ -1,7 +1,5 @@
 """Every network is its formula, written out by hand in float64."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

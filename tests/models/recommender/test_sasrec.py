@@ -1,7 +1,5 @@
 """SASRec looks back only, at histories only."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

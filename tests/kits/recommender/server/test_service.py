@@ -1,7 +1,5 @@
 """A recommender over HTTP: answers of the pipeline, in batches, errors for people, and newer checkpoints meanwhile."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import shutil

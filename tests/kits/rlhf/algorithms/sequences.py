@@ -1,7 +1,5 @@
 """Sequences of several lengths with rubbish behind their ends."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """The estimators over all outcomes of a small distribution, where every mean is a finite sum."""
 
-from __future__ import annotations
-
 import json
 from typing import get_args
 

@@ -3,8 +3,6 @@
 Two tokens out of three each are nine texts; every mean over texts is taken in full, so nothing is left to chance.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 

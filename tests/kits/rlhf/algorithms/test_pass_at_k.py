@@ -1,7 +1,5 @@
 """pass@k is the mean over all ways to choose k of n samples."""
 
-from __future__ import annotations
-
 import itertools
 import statistics
 

@@ -1,7 +1,5 @@
 """Values by hand, symmetries, and where each loss has its lowest point."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

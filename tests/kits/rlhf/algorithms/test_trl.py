@@ -1,7 +1,5 @@
 """Ours of the tensors whose losses TRL's own code gave; how is told in `benchmarks/kits/rlhf/peer_losses.py`."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -4,8 +4,6 @@ Only tokens, and whether an answer ended, are taken from the run; log-probabilit
 and weights are found anew. Float64 throughout.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import statistics

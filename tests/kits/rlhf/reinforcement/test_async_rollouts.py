@@ -1,7 +1,5 @@
 """Answers drawn ahead are those of the policy that the rule names, count as much as they should, and survive a kill."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any, cast, final

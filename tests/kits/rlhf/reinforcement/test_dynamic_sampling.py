@@ -1,7 +1,5 @@
 """Dynamic sampling: a round is filled with groups whose rewards differ, and a step without any moves nothing."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Length limits are per turn of an episode, as the limits are, and what is masked has no advantage."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """What a run of rewards logs, and the weights it ends with, equal those of `plain_round`, whatever the options."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

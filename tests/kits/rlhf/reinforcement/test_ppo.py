@@ -1,7 +1,5 @@
 """Learning from rewards: what holds before the first update, what every answer counts for, and that it learns."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path

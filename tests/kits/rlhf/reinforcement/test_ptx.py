@@ -1,7 +1,5 @@
 """Text that a policy must not forget, beside its answers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a round of answers holds, however the networks were made and whatever fills its rows."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, cast
 

@@ -1,7 +1,5 @@
 """The answers of a run lie in its folder: readable, bounded, and bit for bit what was trained on."""
 
-from __future__ import annotations
-
 import io
 import json
 import sys

@@ -1,7 +1,5 @@
 """A round ends early once an update is too far from the policy that answered."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

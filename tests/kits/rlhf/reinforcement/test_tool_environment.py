@@ -1,7 +1,5 @@
 """Plain Python functions as tools: their schemas, the calls of them, and a round in which a policy makes some."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Reward models from and to Hugging Face folders: the logits of transformers, and ours back to the bit."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Numbers are read as people write them."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Which ranks take part when the networks that answers are drawn with are filled anew."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

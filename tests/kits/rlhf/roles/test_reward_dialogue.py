@@ -1,7 +1,5 @@
 """A reward model with a tokenizer of its own reads the dialogue that the policy saw."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

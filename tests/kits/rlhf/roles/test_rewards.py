@@ -1,7 +1,5 @@
 """What gives rewards, and what is said when it gives none."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from collections.abc import Sequence

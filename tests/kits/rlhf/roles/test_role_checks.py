@@ -1,7 +1,5 @@
 """Networks of one stage read the same tokens, and none of them has dropout where they are compared."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, cast
 

@@ -1,7 +1,5 @@
 """A policy learns from pairs beside the policy that it began as."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A policy learns from single answers, beside the policy that it began as."""
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import pytest

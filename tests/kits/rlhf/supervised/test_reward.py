@@ -1,7 +1,5 @@
 """A reward model finds what people prefer, and what its scores mean travels with it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, cast
 

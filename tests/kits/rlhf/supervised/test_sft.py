@@ -1,7 +1,5 @@
 """Only replies are learnt, whatever they are packed with."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any, cast
