@@ -28,9 +28,6 @@ F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float1
 TOLERANCE = {F64: 1e-12, F32: 1e-5, BF16: 3e-2, F16: 3e-3}
 TOLERANCES = {
     ("autocast", F32): 3e-2,
-    # Two numbers of a row may be near to one another.
-    ("layer_norm", F32): 1e-4,
-    ("add_norm", F32): 1e-4,
     ("linear_cross_entropy", F32): 1e-5,
     ("linear_log_probs", F32): 1e-5,
     ("numba", F32): 3e-6,
@@ -87,12 +84,19 @@ def rms_norm(draw: Draw, chance: Random) -> Case:
     return Case(inputs=[tiny_and_huge, random(draw.width)], call=lambda operation: partial(operation, eps=1e-6))
 
 
+def without_pairs(draw: Draw) -> Draw:
+    """Two numbers of a row may be so near to one another that their deviation is rounding."""
+    return replace(draw, width=3) if draw.width == 2 else draw
+
+
 def layer_norm(draw: Draw, _: Random) -> Case:
+    draw = without_pairs(draw)
     inputs = [random(*draw.lead, draw.width), random(draw.width), random(draw.width, seed=1)]
     return Case(inputs=inputs, call=lambda operation: partial(operation, eps=1e-6))
 
 
 def add_norm(draw: Draw, chance: Random) -> Case:
+    draw = without_pairs(draw)
     inputs = [random(*draw.lead, draw.width, seed=seed) for seed in range(2)]
     inputs += [random(draw.width, seed=seed) for seed in range(chance.choice([1, 2]))]
     nothing = [None] * (4 - len(inputs))
