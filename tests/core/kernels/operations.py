@@ -85,8 +85,8 @@ def rms_norm(draw: Draw, chance: Random) -> Case:
 
 
 def without_pairs(draw: Draw) -> Draw:
-    """Two numbers of a row may be so near to one another that their deviation is rounding."""
-    return replace(draw, width=3) if draw.width == 2 else draw
+    """A few numbers of a row may be so near to one another that their deviation is rounding."""
+    return replace(draw, width=7) if draw.width == 2 else draw
 
 
 def layer_norm(draw: Draw, _: Random) -> Case:
