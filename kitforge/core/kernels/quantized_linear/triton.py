@@ -34,6 +34,7 @@ def _multiply(input: Tensor, quantized: Tensor, scales: Tensor, bias: Tensor | N
     rows = input.reshape(-1, input.shape[-1]).contiguous()
     (num_rows, num_features), num_outputs, groups = rows.shape, len(quantized), scales.shape[1]
     output = torch.empty(num_rows, num_outputs, dtype=input.dtype, device=input.device)
+    shift = None if bias is None else bias.contiguous()
     if output.numel():
         is_half, bits = input.element_size() == 2, 4 if quantized.dtype == torch.uint8 else 8
         # A chunk lies within a group; with one group for all, the rest of the last chunk is masked. A product on tensor
@@ -52,7 +53,7 @@ def _multiply(input: Tensor, quantized: Tensor, scales: Tensor, bias: Tensor | N
             sums = torch.empty(splits, num_rows, num_outputs, dtype=torch.float32, device=input.device)
         launch_grid(
             *(_multiply_kernel, row_tiles * output_tiles * splits, _OUTPUTS),
-            *(rows, quantized.contiguous(), scales.contiguous(), bias if splits == 1 else None, sums),
+            *(rows, quantized.contiguous(), scales.contiguous(), shift if splits == 1 else None, sums),
             *(num_rows, num_outputs, num_features, groups, row_tiles, output_tiles, span),
             num_warps=_WARPS if is_half else 8,
             num_stages=_STAGES,
@@ -69,7 +70,7 @@ def _multiply(input: Tensor, quantized: Tensor, scales: Tensor, bias: Tensor | N
         if splits > 1:
             tiles = quotient_up(output.numel(), 512)
             more = output.numel(), num_outputs, splits
-            launch_grid(_sum_kernel, tiles, 512, output, sums, bias, *more, is_queued=True)
+            launch_grid(_sum_kernel, tiles, 512, output, sums, shift, *more, is_queued=True)
     return output.view(*input.shape[:-1], num_outputs)
 
 
