@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from kitforge.cli.options_help import described
+from kitforge.cli.options_help import option_rows
 from kitforge.kits.registry import kit_of, task_names
 
 README = Path(__file__).parents[1] / "README.md"
@@ -45,7 +45,7 @@ def options() -> str:
     sections = []
     for task in task_names():
         like = first.setdefault(kit_of(task).OPTIONS, task)
-        lines[task] = [_row(*found) for found in described(task)]
+        lines[task] = [_row(*found) for found in option_rows(task)]
         shown = [row for row in lines[task] if like == task or row not in lines[like]]
         note = f"As [{like}](#{like}), with these defaults:\n\n" if like != task else ""
         table = "\n".join(["| option | default | meaning |", "|---|---|---|", *shown])

@@ -17,11 +17,11 @@ def print_options(usage: Sequence[str], overrides: Sequence[str]) -> None:
     found = (f"  {group}={'|'.join(presets(group))}" for group in groups())
     lines = [*usage, "", "Presets, one of each group (your own are found in ./configs/GROUP/NAME.yaml):", *found, ""]
     lines += [f"Several values with commas and -m run one after the other. Options of task={task}:"]
-    lines += [f"  {f'{name}={default}':<38} {words}".rstrip() for name, default, words in described(task)]
+    lines += [f"  {f'{name}={default}':<38} {words}".rstrip() for name, default, words in option_rows(task)]
     say("\n".join(lines))
 
 
-def described(task: str) -> Iterator[tuple[str, str, str]]:
+def option_rows(task: str) -> Iterator[tuple[str, str, str]]:
     """The options of a task by dotted name, their defaults as they are typed, and their help texts."""
     kit = kit_of(task)
     words = option_help(kit.OPTIONS)
