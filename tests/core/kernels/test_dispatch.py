@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 import logging
 import pickle
+import typing
 from collections.abc import Callable
 from typing import Any
 
@@ -135,11 +136,9 @@ def signature_errors(found: Any, protocol: type) -> list[str]:
 
 
 def protocol_of(operation: str) -> type:
-    """The protocol of an operation: that of its field, which stands in its `reference.py`."""
-    kind = Kernels if operation in NAMES else TableKernels
-    name = {each.name: str(each.type) for each in dataclasses.fields(kind)}[operation].removesuffix(" | None")
-    module = importlib.import_module(f"kitforge.core.kernels.{operation}.reference")
-    found: type = getattr(module, name)
+    """The protocol of an operation: that of its field."""
+    hint = typing.get_type_hints(Kernels if operation in NAMES else TableKernels)[operation]
+    found: type = next(iter(typing.get_args(hint)), hint)
     return found
 
 
