@@ -196,8 +196,7 @@ class _Finder:
 
     def _span(self, message: int, start: int, stop: int) -> ReplySpan:
         """The reply that the template writes in [start, stop), and the end token right behind it if none is there."""
-        within = [each for each in self._own if start <= each.start and each.stop <= stop]
-        if any(each.token in self._ends or not self._text[each.stop : stop].strip() for each in within):
+        if self._has_end_token(start, stop):
             return ReplySpan(message=message, start=start, stop=stop, has_end=True)
         for each in self._own:
             if each.start >= stop and each.token in self._ends and not self._text[stop : each.start].strip():

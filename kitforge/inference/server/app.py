@@ -1,7 +1,5 @@
 """The OpenAI-compatible routes of the text-generation server. FastAPI is imported when they are made."""
 
-# No `from __future__ import annotations`: FastAPI evaluates annotations, whose names are local to functions here.
-
 import asyncio
 from collections.abc import Callable
 from typing import Any

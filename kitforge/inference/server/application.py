@@ -3,8 +3,6 @@
 FastAPI is imported when an application is made, so it stays optional.
 """
 
-# No `from __future__ import annotations`: FastAPI evaluates annotations, whose names are local to functions here.
-
 import asyncio
 import contextlib
 from abc import ABC, abstractmethod
