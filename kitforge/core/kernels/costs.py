@@ -210,7 +210,7 @@ def _embedding_bag_backward(gradients: Tensor, inverse: Tensor, num_rows: int, *
     return Cost(len(inverse) * dim + weights, moved)
 
 
-def _sparse_update(slab: Tensor, slots: Tensor, gradients: Tensor, *_: float) -> Cost:
+def _sparse_update(slab: Tensor, slots: Tensor, gradients: Tensor, *_: object) -> Cost:
     """Of any rule: each reads and writes whole rows. Its few operations an element hide behind that."""
     return Cost(0, 2 * len(slots) * slab.shape[1] * slab.element_size() + _size(slots, gradients))
 

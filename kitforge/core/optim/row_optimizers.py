@@ -14,7 +14,15 @@ from torch import Tensor
 
 from kitforge.core.kernels.dispatch import TableKernels, select_table
 from kitforge.core.kernels.indexing import check_indices
-from kitforge.core.kernels.sparse_update.reference import LAST_STEP, NUM_COUNTERS, UPDATES, VISITS, Powers, integer_view
+from kitforge.core.kernels.sparse_update.reference import (
+    LAST_STEP,
+    NUM_COUNTERS,
+    UPDATES,
+    VISITS,
+    Powers,
+    UpdateRule,
+    integer_view,
+)
 from kitforge.foundation.config import check, check_choice
 from kitforge.foundation.errors import ModelError
 
@@ -130,7 +138,15 @@ class RowOptimizer:
     def __init__(self, config: SparseOptimizerConfig, kernels: TableKernels | None = None) -> None:
         self.config = config
         self._kernels = kernels
-        self._powers = Powers(config.betas)
+        self._rule = UpdateRule(
+            name=config.name,
+            powers=Powers(config.betas),
+            decay=config.touched_weight_decay,
+            eps=config.eps,
+            l1=config.l1,
+            l2=config.l2,
+            beta=config.beta,
+        )
 
     def layout(self, dim: int) -> RowLayout:
         """The layout of a record of a row of that dim."""
@@ -154,7 +170,6 @@ class RowOptimizer:
         Raises ModelError, before any update, for a slot out of range, and with adam for a row that is not caught up to
         the previous step.
         """
-        config, decay = self.config, self.config.touched_weight_decay
         kernels = (self._kernels or select_table(slab.device.type)).sparse_update
         check_indices(slots, len(slab), "slots of the slab")
         if self.moves_untouched_rows:
@@ -166,20 +181,7 @@ class RowOptimizer:
                     expected="none",
                     fix="call catch_up before rows are read",
                 )
-        move = (slab, slots, gradients, rate, step)
-        match config.name:
-            case "sgd":
-                kernels.sgd(*move, decay=decay)
-            case "adagrad":
-                kernels.adagrad(*move, decay=decay, eps=config.eps)
-            case "rowwise_adagrad":
-                kernels.rowwise_adagrad(*move, decay=decay, eps=config.eps)
-            case "lazy_adam":
-                kernels.lazy_adam(*move, decay=decay, eps=config.eps, powers=self._powers)
-            case "adam":
-                kernels.adam(*move, eps=config.eps, powers=self._powers)
-            case "ftrl":
-                kernels.ftrl(*move, l1=config.l1, l2=config.l2, beta=config.beta)
+        kernels.update(slab, slots, gradients, rate, step, self._rule)
 
     @torch.no_grad()
     def catch_up(self, slab: Tensor, slots: Tensor, step: int, rates: Tensor) -> None:
@@ -197,7 +199,7 @@ class RowOptimizer:
         check_indices(slots, len(slab), "slots of the slab")
         dim = (slab.shape[1] - NUM_COUNTERS - 1) // 3
         kernels = (self._kernels or select_table(slab.device.type)).sparse_update
-        kernels.catch_up(slab, slots, dim, step, rates, eps=self.config.eps, powers=self._powers)
+        kernels.catch_up(slab, slots, dim, step, rates, eps=self.config.eps, powers=self._rule.powers)
 
 
 def build_row_optimizer(config: SparseOptimizerConfig, kernels: TableKernels | None = None) -> RowOptimizer:

@@ -205,7 +205,7 @@ def test_powers_end_where_they_are_zero_and_no_bit_shows_it(
         slots = torch.arange(100)
         rule.catch_up(slab, slots, num_steps - 1, rates)
         rule.update(slab, slots, normal(100, dim, dtype=dtype, seed=2), 0.01, num_steps)
-        return slab, rule._powers.tables(num_steps, slab)[0]
+        return slab, rule._rule.powers.tables(num_steps, slab)[0]
 
     bounded, short = moved()
     monkeypatch.setattr(Powers, "_end", lambda *_: 10**9)

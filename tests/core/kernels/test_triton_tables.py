@@ -1,6 +1,5 @@
 """The Triton kernels over rows of tables have the bits of their references; on a CPU, in Triton's interpreter."""
 
-import inspect
 import os
 from itertools import product
 
@@ -12,7 +11,7 @@ from kitforge.core.kernels.dispatch import TABLE_REFERENCE, TableKernels, implem
 from kitforge.core.kernels.embedding_bag_backward import triton as bag_backward
 from kitforge.core.kernels.hash_map.triton import DeviceHashMap
 from kitforge.core.kernels.jagged_bags import Bags
-from kitforge.core.kernels.sparse_update.reference import integer_view
+from kitforge.core.kernels.sparse_update.reference import Powers, UpdateRule, integer_view
 from kitforge.embedding_cache.tiers.device import DeviceTier
 from kitforge.foundation.errors import ModelError
 from tests.core.kernels import test_embedding_bag as bag_tests
@@ -126,10 +125,8 @@ def test_a_slot_out_of_range_is_left_out() -> None:
         around = new_records(rule, normal(6, 3))
         slab, before = around[1:5], around.clone()
         # Past the check of the caller, which reads indices on a CPU alone.
-        options = {"decay": 0.0, "eps": 1e-6, "powers": rule._powers, "l1": 0.0, "l2": 0.0, "beta": 0.0}
-        function = getattr(TRITON.sparse_update, name)
-        taken = {key: options[key] for key in inspect.signature(function).parameters if key in options}
-        function(slab, torch.tensor([-1, 4, 2]), torch.ones(3, 3), 0.1, 1, **taken)
+        constants = UpdateRule(name=name, powers=Powers((0.9, 0.999)), eps=1e-6)
+        TRITON.sparse_update.update(slab, torch.tensor([-1, 4, 2]), torch.ones(3, 3), 0.1, 1, constants)
         changed = (integer_view(around) != integer_view(before)).any(1)
         assert changed.tolist() == [False, False, False, True, False, False], name
 

@@ -7,7 +7,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kitforge.core.kernels.numba_runtime import compiled, parallel_for, prefetch_row
-from kitforge.core.kernels.sparse_update.reference import LAST_STEP, UPDATES, Powers, SparseUpdate, integer_view
+from kitforge.core.kernels.sparse_update.reference import (
+    LAST_STEP,
+    UPDATES,
+    Powers,
+    SparseUpdate,
+    UpdateRule,
+    integer_view,
+)
 from kitforge.foundation.errors import ModelError
 
 # Elements per thread, at least.
@@ -20,122 +27,45 @@ SMALLEST_EPS = 1e-15
 Floats = NDArray[Any]
 Integers = NDArray[Any]
 Indices = NDArray[np.int64]
+# Slab, its memory as integers, slots and gradients.
+Rows = tuple[Floats, Integers, Indices, Floats]
 
 
-def sgd(slab: Tensor, slots: Tensor, gradients: Tensor, rate: float, step: int, *, decay: float) -> None:
+def update(slab: Tensor, slots: Tensor, gradients: Tensor, rate: float, step: int, rule: UpdateRule) -> None:
     """See the reference."""
-    _over_rows(_sgd, slab, slots, gradients, step, _numbers(slab, rate, decay))
-
-
-def adagrad(
-    slab: Tensor, slots: Tensor, gradients: Tensor, rate: float, step: int, *, decay: float, eps: float
-) -> None:
-    """See the reference."""
-    _over_rows(_adagrad, slab, slots, gradients, step, _numbers(slab, rate, decay, eps))
-
-
-def rowwise_adagrad(
-    slab: Tensor, slots: Tensor, gradients: Tensor, rate: float, step: int, *, decay: float, eps: float
-) -> None:
-    """See the reference."""
-    _over_rows(_rowwise_adagrad, slab, slots, gradients, step, _numbers(slab, rate, decay, eps))
-
-
-def lazy_adam(
-    slab: Tensor,
-    slots: Tensor,
-    gradients: Tensor,
-    rate: float,
-    step: int,
-    *,
-    decay: float,
-    eps: float,
-    powers: Powers,
-) -> None:
-    """See the reference."""
-    biases = powers.tables(step, slab)[1].numpy()
-    numbers = _numbers(slab, rate, decay, eps, *powers.betas_and_complements)
-    beyond = _over_rows(_lazy_adam, slab, slots, gradients, step, numbers, biases)
-    if sum(beyond):
+    loop = _LOOPS[rule.name]
+    tables: tuple[Any, ...] = ()
+    numbers = _numbers(slab, rate, rule.decay, rule.eps)
+    if loop is _adam:
+        tables = (rule.name == "lazy_adam", *(table.numpy() for table in rule.powers.tables(step, slab)))
+    if loop in (_adam, _ftrl):
+        numbers += _numbers(slab, *rule.constants(rate))
+    rows = (slab.numpy(), integer_view(slab).numpy(), slots.numpy(), gradients.contiguous().numpy())
+    beyond = parallel_for(
+        lambda start, stop: loop(rows, step, numbers, *tables, start, stop),
+        len(slots),
+        GRAIN // max(gradients.shape[1], 1),
+    )
+    if loop is _adam and sum(beyond):
         raise ModelError("rows have more updates than there were steps", got=sum(beyond), expected="none")
 
 
-def ftrl(
-    slab: Tensor,
-    slots: Tensor,
-    gradients: Tensor,
-    rate: float,
-    step: int,
-    *,
-    l1: float,
-    l2: float,
-    beta: float,
-) -> None:
-    """See the reference."""
-    _over_rows(_ftrl, slab, slots, gradients, step, _numbers(slab, rate, rate * l1, beta + 2.0 * rate * l2))
-
-
-def adam(
-    slab: Tensor,
-    slots: Tensor,
-    gradients: Tensor,
-    rate: float,
-    step: int,
-    *,
-    eps: float,
-    powers: Powers,
-) -> None:
-    """See the reference."""
-    kept, biases = (table.numpy() for table in powers.tables(step, slab))
-    numbers = (*_numbers(slab, rate, eps, *powers.betas_and_complements), *biases[:, min(step, biases.shape[1] - 1)])
-    _over_rows(_adam, slab, slots, gradients, step, numbers, kept)
-
-
-def catch_up(
-    slab: Tensor,
-    slots: Tensor,
-    dim: int,
-    step: int,
-    rates: Tensor,
-    *,
-    eps: float,
-    powers: Powers,
-) -> None:
+def catch_up(slab: Tensor, slots: Tensor, dim: int, step: int, rates: Tensor, *, eps: float, powers: Powers) -> None:
     """See the reference. A row stops early once no later update can change a bit of it."""
     mean_beta, square_beta = powers.betas
     # Then the update of a row without gradients, up to rates and biases, never grows.
     is_bounded = mean_beta * mean_beta <= square_beta and eps >= SMALLEST_EPS
-    kept, biases = (table.numpy() for table in powers.tables(step, slab))
+    tables = tuple(table.numpy() for table in powers.tables(step, slab))
     rows = (slab.numpy(), integer_view(slab).numpy(), slots.numpy())
     # Only the rates since the oldest row: those of all steps are far more than most rows need.
     first_step = rows[1][rows[2], LAST_STEP][rows[1][rows[2], UPDATES] > 0].min(initial=step - 1)
     used = rates[first_step:step].to(slab.dtype)
     numbers = (used.numpy(), int(first_step), *_numbers(slab, float(used.max()), eps))
     parallel_for(
-        lambda start, stop: _catch_up(*rows, dim, step, numbers, kept, biases, is_bounded, start, stop),
+        lambda start, stop: _catch_up(rows, dim, step, numbers, tables, is_bounded, start, stop),
         len(slots),
         GRAIN // max(dim, 1),
     )
-
-
-SPARSE_UPDATE = SparseUpdate(
-    sgd=sgd,
-    adagrad=adagrad,
-    rowwise_adagrad=rowwise_adagrad,
-    adam=adam,
-    lazy_adam=lazy_adam,
-    ftrl=ftrl,
-    catch_up=catch_up,
-)
-
-
-def _over_rows(
-    update: Any, slab: Tensor, slots: Tensor, gradients: Tensor, step: int, numbers: tuple[Any, ...], *tables: Floats
-) -> list[Any]:
-    """Run a loop over rows on several threads."""
-    rows = (slab.numpy(), integer_view(slab).numpy(), slots.numpy(), gradients.contiguous().numpy())
-    grain = GRAIN // max(gradients.shape[1], 1)
-    return parallel_for(lambda start, stop: update(*rows, step, numbers, *tables, start, stop), len(slots), grain)
 
 
 def _numbers(slab: Tensor, *values: float) -> tuple[Any, ...]:
@@ -158,40 +88,23 @@ def _count(counters: Integers, slot: int, step: int) -> None:
 
 
 @compiled
-def _sgd(
-    slab: Floats,
-    counters: Integers,
-    slots: Indices,
-    gradients: Floats,
-    step: int,
-    numbers: tuple[Any, ...],
-    start: int,
-    stop: int,
-) -> None:
-    rate, decay = numbers
+def _sgd(rows: Rows, step: int, numbers: tuple[Any, ...], start: int, stop: int) -> None:
+    slab, counters, slots, gradients = rows
+    rate, decay, _ = numbers
     for number in range(start, stop):
         _prefetch_row(slab, slots, number + AHEAD, stop)
-        slot = slots[number]
-        if decay == 0:
-            for column in range(gradients.shape[1]):
-                slab[slot, column] -= gradients[number, column] * rate
-        else:
-            for column in range(gradients.shape[1]):
-                slab[slot, column] -= (gradients[number, column] + slab[slot, column] * decay) * rate
-        _count(counters, slot, step)
+        row = slab[slots[number]]
+        for column in range(gradients.shape[1]):
+            gradient = gradients[number, column]
+            if decay != 0:
+                gradient += row[column] * decay
+            row[column] -= gradient * rate
+        _count(counters, slots[number], step)
 
 
 @compiled
-def _adagrad(
-    slab: Floats,
-    counters: Integers,
-    slots: Indices,
-    gradients: Floats,
-    step: int,
-    numbers: tuple[Any, ...],
-    start: int,
-    stop: int,
-) -> None:
+def _adagrad(rows: Rows, step: int, numbers: tuple[Any, ...], start: int, stop: int) -> None:
+    slab, counters, slots, gradients = rows
     rate, decay, eps = numbers
     dim = gradients.shape[1]
     for number in range(start, stop):
@@ -207,16 +120,8 @@ def _adagrad(
 
 
 @compiled
-def _rowwise_adagrad(
-    slab: Floats,
-    counters: Integers,
-    slots: Indices,
-    gradients: Floats,
-    step: int,
-    numbers: tuple[Any, ...],
-    start: int,
-    stop: int,
-) -> None:
+def _rowwise_adagrad(rows: Rows, step: int, numbers: tuple[Any, ...], start: int, stop: int) -> None:
+    slab, counters, slots, gradients = rows
     rate, decay, eps = numbers
     dim, kind = gradients.shape[1], slab.dtype.type
     for number in range(start, stop):
@@ -239,52 +144,49 @@ def _rowwise_adagrad(
 
 
 @compiled
-def _lazy_adam(
-    slab: Floats,
-    counters: Integers,
-    slots: Indices,
-    gradients: Floats,
+def _adam(
+    rows: Rows,
     step: int,
     numbers: tuple[Any, ...],
+    is_lazy: bool,
+    powers: Floats,
     biases: Floats,
     start: int,
     stop: int,
 ) -> int:
+    """The number of rows that claim more updates than there were steps; they stay as they are."""
+    slab, counters, slots, gradients = rows
     rate, decay, eps, mean_beta, one_minus_mean_beta, square_beta, one_minus_square_beta = numbers
-    dim, num_beyond = gradients.shape[1], 0
+    dim, end, num_beyond = gradients.shape[1], powers.shape[1] - 1, 0
     for number in range(start, stop):
         _prefetch_row(slab, slots, number + AHEAD, stop)
         slot = slots[number]
-        count = counters[slot, counters.shape[1] + UPDATES] + 1
-        if count < 1 or count > step:
+        count, resting = counters[slot, counters.shape[1] + UPDATES] + 1, 0
+        if is_lazy and (count < 1 or count > step):
             num_beyond += 1
             continue
+        if not is_lazy:
+            count, resting = step, min(step - 1 - counters[slot, 3 * dim], end)
+            counters[slot, 3 * dim] = step
+        # The power of no step of rest is 1, by which a product keeps its bits.
+        mean_power, square_power = powers[0, resting], powers[1, resting]
+        mean_bias, square_bias = biases[0, min(count, end)], biases[1, min(count, end)]
         row, mean, square = slab[slot, :dim], slab[slot, dim : 2 * dim], slab[slot, 2 * dim : 3 * dim]
-        index = min(count, biases.shape[1] - 1)
-        mean_bias, square_bias = biases[0, index], biases[1, index]
         for column in range(dim):
             gradient = gradients[number, column]
             if decay != 0:
                 gradient += row[column] * decay
-            mean[column] = mean[column] * mean_beta + gradient * one_minus_mean_beta
-            square[column] = square[column] * square_beta + gradient * gradient * one_minus_square_beta
+            mean[column] = mean[column] * mean_power * mean_beta + gradient * one_minus_mean_beta
+            square[column] = square[column] * square_power * square_beta + gradient * gradient * one_minus_square_beta
             row[column] -= mean[column] / mean_bias * rate / (np.sqrt(square[column] / square_bias) + eps)
         _count(counters, slot, step)
     return num_beyond
 
 
 @compiled
-def _ftrl(
-    slab: Floats,
-    counters: Integers,
-    slots: Indices,
-    gradients: Floats,
-    step: int,
-    numbers: tuple[Any, ...],
-    start: int,
-    stop: int,
-) -> None:
-    rate, threshold, pull = numbers
+def _ftrl(rows: Rows, step: int, numbers: tuple[Any, ...], start: int, stop: int) -> None:
+    slab, counters, slots, gradients = rows
+    rate, _, _, threshold, pull = numbers
     dim, zero = gradients.shape[1], slab.dtype.type(0)
     for number in range(start, stop):
         _prefetch_row(slab, slots, number + AHEAD, stop)
@@ -304,48 +206,18 @@ def _ftrl(
 
 
 @compiled
-def _adam(
-    slab: Floats,
-    counters: Integers,
-    slots: Indices,
-    gradients: Floats,
-    step: int,
-    numbers: tuple[Any, ...],
-    powers: Floats,
-    start: int,
-    stop: int,
-) -> None:
-    rate, eps, mean_beta, one_minus_mean_beta, square_beta, one_minus_square_beta, mean_bias, square_bias = numbers
-    dim = gradients.shape[1]
-    for number in range(start, stop):
-        _prefetch_row(slab, slots, number + AHEAD, stop)
-        slot = slots[number]
-        resting = min(step - 1 - counters[slot, 3 * dim], powers.shape[1] - 1)
-        mean_power, square_power = powers[0, resting], powers[1, resting]
-        row, mean, square = slab[slot, :dim], slab[slot, dim : 2 * dim], slab[slot, 2 * dim : 3 * dim]
-        for column in range(dim):
-            gradient = gradients[number, column]
-            mean[column] = mean[column] * mean_power * mean_beta + gradient * one_minus_mean_beta
-            square[column] = square[column] * square_power * square_beta + gradient * gradient * one_minus_square_beta
-            row[column] -= mean[column] / mean_bias * rate / (np.sqrt(square[column] / square_bias) + eps)
-        counters[slot, 3 * dim] = step
-        _count(counters, slot, step)
-
-
-@compiled
 def _catch_up(
-    slab: Floats,
-    counters: Integers,
-    slots: Indices,
+    rows: tuple[Floats, Integers, Indices],
     dim: int,
     step: int,
     numbers: tuple[Any, ...],
-    powers: Floats,
-    biases: Floats,
+    tables: tuple[Floats, ...],
     is_bounded: bool,
     start: int,
     stop: int,
 ) -> None:
+    slab, counters, slots = rows
+    powers, biases = tables
     rates, first, largest_rate, eps = numbers
     width, end = counters.shape[1], powers.shape[1] - 1
     for number in range(start, stop):
@@ -353,7 +225,7 @@ def _catch_up(
         slot = slots[number]
         last, since = counters[slot, width + LAST_STEP], counters[slot, 3 * dim]
         counters[slot, width + LAST_STEP] = max(last, step)
-        # A row without any gradient so far has zero moments and does not move.
+        # A row without any gradient so far has zero moments and does not rule.
         if counters[slot, width + UPDATES] == 0:
             continue
         for now in range(last + 1, step + 1):
@@ -386,3 +258,14 @@ def _is_stationary(record: Floats, dim: int, powers: tuple[Any, ...], bias: Any,
         if record[column] + most != record[column] or record[column] - most != record[column]:
             return False
     return True
+
+
+_LOOPS: dict[str, Any] = {
+    "sgd": _sgd,
+    "adagrad": _adagrad,
+    "rowwise_adagrad": _rowwise_adagrad,
+    "adam": _adam,
+    "lazy_adam": _adam,
+    "ftrl": _ftrl,
+}
+SPARSE_UPDATE = SparseUpdate(update=update, catch_up=catch_up)

@@ -19,21 +19,6 @@ LAST_STEP, UPDATES, VISITS = -3, -2, -1
 NUM_COUNTERS = 3
 # Entries of a table at first; it doubles when they run out.
 FIRST_ENTRIES = 1024
-# Every rule begins with slab, slots, gradients, rate, step.
-UpdateRule = Callable[..., None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SparseUpdate:
-    """Optimizer steps on rows of a slab, in place, defined by the functions of the same names below."""
-
-    sgd: UpdateRule
-    adagrad: UpdateRule
-    rowwise_adagrad: UpdateRule
-    adam: UpdateRule
-    lazy_adam: UpdateRule
-    ftrl: UpdateRule
-    catch_up: Callable[..., None]
 
 
 class Powers:
@@ -73,138 +58,123 @@ def integer_view(slab: Tensor) -> Tensor:
     return slab.view(torch.int64 if slab.dtype == torch.float64 else torch.int32)
 
 
-def sgd(slab: Tensor, slots: Tensor, gradients: Tensor, rate: float, step: int, *, decay: float) -> None:
-    """row = row - rate * gradient."""
-    rows = slab[slots]
-    row = rows[:, : gradients.shape[1]]
-    row.sub_(_decayed(gradients, row, decay) * rate)
-    _put(slab, slots, rows, step)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateRule:
+    """A rule with its constants. The states of a row and its step t at a rate, by the name of the rule:
 
+    - sgd: row = row - rate * gradient.
+    - adagrad: sum (dim) = sum + gradient^2; row = row - rate * gradient / (sqrt(sum) + eps).
+    - rowwise_adagrad: sum (1) = sum + mean(gradient^2); row = row - rate / (sqrt(sum) + eps) * gradient. The squares of
+      a row are summed in order.
+    - lazy_adam: Adam whose t counts the gradients of the row. States: mean (dim), square (dim).
+    - adam: step t of dense Adam, for rows that have been caught up to the step before. States: mean (dim), square
+      (dim), and as an integer the step of both moments (1).
+    - ftrl: FTRL-Proximal (McMahan et al., 2013) with the doubled l2 of TensorFlow's Ftrl. States: sum (dim), linear
+      (dim). new = sum + gradient^2; linear = linear + rate gradient - (sqrt(new) - sqrt(sum)) row; row = 0 where
+      |linear| <= rate l1, else (sign(linear) rate l1 - linear) / (sqrt(new) + beta + 2 rate l2).
 
-def adagrad(
-    slab: Tensor, slots: Tensor, gradients: Tensor, rate: float, step: int, *, decay: float, eps: float
-) -> None:
-    """sum = sum + gradient^2; row = row - rate * gradient / (sqrt(sum) + eps). States: sum (dim)."""
-    rows, dim = slab[slots], gradients.shape[1]
-    row, total = rows[:, :dim], rows[:, dim : 2 * dim]
-    gradients = _decayed(gradients, row, decay)
-    total.add_(gradients * gradients)
-    row.sub_((gradients * rate).div_(_root(total).add_(eps)))
-    _put(slab, slots, rows, step)
-
-
-def rowwise_adagrad(
-    slab: Tensor, slots: Tensor, gradients: Tensor, rate: float, step: int, *, decay: float, eps: float
-) -> None:
-    """sum = sum + mean(gradient^2); row = row - rate / (sqrt(sum) + eps) * gradient. States: sum (1).
-
-    The squares of a row are summed in order.
+    The linear state of ftrl is the paper's times the rate. With a constant rate that changes nothing; the paper's would
+    rescale the whole row with the rate of each step, and so with every schedule. Without l1, l2 and beta this is
+    Adagrad at any rates.
     """
+
+    name: str
+    powers: Powers  # of both betas
+    decay: float = 0.0  # times the row is added to the gradient
+    eps: float = 0.0
+    l1: float = 0.0
+    l2: float = 0.0
+    beta: float = 0.0
+
+    def constants(self, rate: float) -> tuple[float, ...]:
+        """What the rule multiplies and adds beside rate, decay and eps: ftrl's threshold and the sum with its root, or
+        both betas of Adam with their complements."""
+        if self.name == "ftrl":
+            return rate * self.l1, self.beta + 2.0 * rate * self.l2
+        return self.powers.betas_and_complements
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SparseUpdate:
+    """Optimizer steps on rows of a slab, in place, defined by the functions of the same names below."""
+
+    update: Callable[[Tensor, Tensor, Tensor, float, int, UpdateRule], None]
+    catch_up: Callable[..., None]
+
+
+def update(slab: Tensor, slots: Tensor, gradients: Tensor, rate: float, step: int, rule: UpdateRule) -> None:
+    """Step `step`, counted from 1, of the rows at `slots`."""
     rows, dim = slab[slots], gradients.shape[1]
+    if rule.decay:
+        gradients = gradients + rows[:, :dim] * rule.decay
+    _RULES[rule.name](rows, gradients, rate, step, rule)
+    integer_view(rows)[:, LAST_STEP] = step
+    integer_view(rows)[:, UPDATES] += 1
+    slab[slots] = rows
+
+
+def _sgd(rows: Tensor, gradients: Tensor, rate: float, step: int, rule: UpdateRule) -> None:
+    rows[:, : gradients.shape[1]].sub_(gradients * rate)
+
+
+def _adagrad(rows: Tensor, gradients: Tensor, rate: float, step: int, rule: UpdateRule) -> None:
+    row, total = rows[:, : 2 * gradients.shape[1]].chunk(2, 1)
+    total.add_(gradients * gradients)
+    row.sub_((gradients * rate).div_(_root(total).add_(rule.eps)))
+
+
+def _rowwise_adagrad(rows: Tensor, gradients: Tensor, rate: float, step: int, rule: UpdateRule) -> None:
+    dim = gradients.shape[1]
     row, total = rows[:, :dim], rows[:, dim : dim + 1]
-    gradients = _decayed(gradients, row, decay)
     squares = gradients.new_zeros(len(gradients), 1)
-    for column in range(dim):
-        one = gradients[:, column : column + 1]
+    for one in torch.split(gradients, 1, 1):
         squares += one * one
     total.add_(squares / dim)
-    row.sub_(gradients * torch.full_like(total, rate).div_(_root(total).add_(eps)))
-    _put(slab, slots, rows, step)
+    row.sub_(gradients * torch.full_like(total, rate).div_(_root(total).add_(rule.eps)))
 
 
-def lazy_adam(
-    slab: Tensor,
-    slots: Tensor,
-    gradients: Tensor,
-    rate: float,
-    step: int,
-    *,
-    decay: float,
-    eps: float,
-    powers: Powers,
-) -> None:
-    """LazyAdam: t counts the gradients of the row. States: mean (dim), square (dim).
-
-    `powers` are those of both betas.
-    """
-    rows, dim = slab[slots], gradients.shape[1]
-    row, mean, square = rows[:, :dim], rows[:, dim : 2 * dim], rows[:, 2 * dim : 3 * dim]
-    counts = integer_view(slab)[slots, UPDATES].long() + 1
-    gradients = _decayed(gradients, row, decay)
-    _add_to_moments(mean, square, gradients, powers)
-    row.sub_(_adam_move(mean, square, rate, eps, _at(powers.tables(step, slab)[1], counts)))
-    _put(slab, slots, rows, step)
-
-
-def ftrl(
-    slab: Tensor,
-    slots: Tensor,
-    gradients: Tensor,
-    rate: float,
-    step: int,
-    *,
-    l1: float,
-    l2: float,
-    beta: float,
-) -> None:
-    """FTRL-Proximal (McMahan et al., 2013) with the doubled l2 of TensorFlow's Ftrl. States: sum (dim), linear (dim).
-
-    new = sum + gradient^2; linear = linear + rate gradient - (sqrt(new) - sqrt(sum)) row; row = 0 where
-    |linear| <= rate l1, else (sign(linear) rate l1 - linear) / (sqrt(new) + beta + 2 rate l2).
-
-    The linear state is the paper's times the rate. With a constant rate that changes nothing; the paper's would rescale
-    the whole row with the rate of each step, and so with every schedule. Without l1, l2 and beta this is Adagrad at any
-    rates.
-    """
-    rows, dim = slab[slots], gradients.shape[1]
-    row, total, linear = rows[:, :dim], rows[:, dim : 2 * dim], rows[:, 2 * dim : 3 * dim]
+def _ftrl(rows: Tensor, gradients: Tensor, rate: float, step: int, rule: UpdateRule) -> None:
+    row, total, linear = rows[:, : 3 * gradients.shape[1]].chunk(3, 1)
+    threshold, pull = rule.constants(rate)
     before = _root(total)
     total.add_(gradients * gradients)
     after = _root(total)
     linear.add_(gradients * rate - (after - before) * row)
-    moved = (torch.sign(linear) * (rate * l1) - linear) / (after + (beta + 2.0 * rate * l2))
+    moved = (torch.sign(linear) * threshold - linear) / (after + pull)
     # A comparison with NaN is False, so NaN does not become zero.
-    row.copy_(torch.where(linear.abs() <= rate * l1, torch.zeros_like(moved), moved))
-    _put(slab, slots, rows, step)
+    row.copy_(torch.where(linear.abs() <= threshold, torch.zeros_like(moved), moved))
 
 
-def adam(
-    slab: Tensor,
-    slots: Tensor,
-    gradients: Tensor,
-    rate: float,
-    step: int,
-    *,
-    eps: float,
-    powers: Powers,
-) -> None:
-    """Step `step` of dense Adam for rows that have been caught up to the step before.
-
-    States: mean (dim), square (dim), and as an integer the step of both moments (1).
-    """
-    rows, dim = slab[slots], gradients.shape[1]
-    row, mean, square = rows[:, :dim], rows[:, dim : 2 * dim], rows[:, 2 * dim : 3 * dim]
-    resting = step - 1 - integer_view(rows)[:, 3 * dim].long()
-    kept, biases = powers.tables(step, slab)
-    mean_power, square_power = _at(kept, resting)
-    mean.mul_(mean_power)
-    square.mul_(square_power)
-    _add_to_moments(mean, square, gradients, powers)
-    row.sub_(_adam_move(mean, square, rate, eps, _at(biases, torch.full_like(slots, step))))
-    integer_view(rows)[:, 3 * dim] = step
-    _put(slab, slots, rows, step)
+def _adam(rows: Tensor, gradients: Tensor, rate: float, step: int, rule: UpdateRule) -> None:
+    dim, integers = gradients.shape[1], integer_view(rows)
+    row, mean, square = rows[:, : 3 * dim].chunk(3, 1)
+    decayed, biases = rule.powers.tables(step, rows)
+    if rule.name == "adam":
+        # Between two gradients both moments only decay.
+        mean_power, square_power = _at(decayed, step - 1 - integers[:, 3 * dim].long())
+        mean.mul_(mean_power)
+        square.mul_(square_power)
+        count = integers.new_full((len(rows),), step)
+        integers[:, 3 * dim] = step
+    else:
+        count = integers[:, UPDATES] + 1
+    mean_beta, mean_complement, square_beta, square_complement = rule.constants(rate)
+    mean.mul_(mean_beta).add_(gradients * mean_complement)
+    square.mul_(square_beta).add_((gradients * gradients).mul_(square_complement))
+    row.sub_(_adam_move(mean, square, rate, rule.eps, _at(biases, count.long())))
 
 
-def catch_up(
-    slab: Tensor,
-    slots: Tensor,
-    dim: int,
-    step: int,
-    rates: Tensor,
-    *,
-    eps: float,
-    powers: Powers,
-) -> None:
+_RULES = {
+    "sgd": _sgd,
+    "adagrad": _adagrad,
+    "rowwise_adagrad": _rowwise_adagrad,
+    "adam": _adam,
+    "lazy_adam": _adam,
+    "ftrl": _ftrl,
+}
+
+
+def catch_up(slab: Tensor, slots: Tensor, dim: int, step: int, rates: Tensor, *, eps: float, powers: Powers) -> None:
     """Apply dense Adam's updates of rows without a gradient, up to step `step`.
 
     `rates` [at least step] float64 are the learning rates of all steps. The moments stay those of the last gradient;
@@ -213,7 +183,7 @@ def catch_up(
     rows = slab[slots]
     row, mean, square = rows[:, :dim], rows[:, dim : 2 * dim], rows[:, 2 * dim : 3 * dim]
     last, since = integer_view(rows)[:, LAST_STEP].long(), integer_view(rows)[:, 3 * dim].long()
-    # A row without any gradient so far has zero moments and does not move.
+    # A row without any gradient so far has zero moments and does not rule.
     has_moments = integer_view(rows)[:, UPDATES] > 0
     first = int(last[has_moments].min()) + 1 if bool(has_moments.any()) else step + 1
     powers_of, biases_of = powers.tables(step, slab)
@@ -226,16 +196,6 @@ def catch_up(
         row[moving] -= _adam_move(*decayed, float(rates[now - 1]), eps, biases)
     integer_view(rows)[:, LAST_STEP] = last.clamp(min=step).to(integer_view(rows).dtype)
     slab[slots] = rows
-
-
-def _decayed(gradients: Tensor, row: Tensor, decay: float) -> Tensor:
-    return gradients + row * decay if decay else gradients
-
-
-def _add_to_moments(mean: Tensor, square: Tensor, gradients: Tensor, powers: Powers) -> None:
-    mean_beta, square_beta = powers.betas
-    mean.mul_(mean_beta).add_(gradients * (1.0 - mean_beta))
-    square.mul_(square_beta).add_((gradients * gradients).mul_(1.0 - square_beta))
 
 
 def _adam_move(mean: Tensor, square: Tensor, rate: float, eps: float, biases: tuple[Tensor, Tensor]) -> Tensor:
@@ -255,19 +215,4 @@ def _at(table: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
     return values[0], values[1]
 
 
-def _put(slab: Tensor, slots: Tensor, rows: Tensor, step: int) -> None:
-    """Write updated rows back and count the update."""
-    integer_view(rows)[:, LAST_STEP] = step
-    integer_view(rows)[:, UPDATES] += 1
-    slab[slots] = rows
-
-
-SPARSE_UPDATE = SparseUpdate(
-    sgd=sgd,
-    adagrad=adagrad,
-    rowwise_adagrad=rowwise_adagrad,
-    adam=adam,
-    lazy_adam=lazy_adam,
-    ftrl=ftrl,
-    catch_up=catch_up,
-)
+SPARSE_UPDATE = SparseUpdate(update=update, catch_up=catch_up)

@@ -9,56 +9,31 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kitforge.core.kernels.sparse_update.reference import Powers, SparseUpdate, integer_view
+from kitforge.core.kernels.sparse_update.reference import Powers, SparseUpdate, UpdateRule, integer_view
 from kitforge.core.kernels.triton_math import divide, root
 from kitforge.core.kernels.triton_rows import launch_rows, tile_of_rows
 
 
-def sgd(slab: Tensor, slots: Tensor, gradients: Tensor, rate: float, step: int, *, decay: float) -> None:
-    """See the reference; so for all rules."""
-    _update("sgd", slab, slots, gradients, rate, step, decay=decay)
-
-
-def adagrad(
-    slab: Tensor, slots: Tensor, gradients: Tensor, rate: float, step: int, *, decay: float, eps: float
-) -> None:
+def update(slab: Tensor, slots: Tensor, gradients: Tensor, rate: float, step: int, rule: UpdateRule) -> None:
     """See the reference."""
-    _update("adagrad", slab, slots, gradients, rate, step, decay=decay, eps=eps)
-
-
-def rowwise_adagrad(
-    slab: Tensor, slots: Tensor, gradients: Tensor, rate: float, step: int, *, decay: float, eps: float
-) -> None:
-    """See the reference."""
-    _update("rowwise_adagrad", slab, slots, gradients, rate, step, decay=decay, eps=eps)
-
-
-def lazy_adam(
-    slab: Tensor,
-    slots: Tensor,
-    gradients: Tensor,
-    rate: float,
-    step: int,
-    *,
-    decay: float,
-    eps: float,
-    powers: Powers,
-) -> None:
-    """See the reference."""
-    _update("lazy_adam", slab, slots, gradients, rate, step, decay=decay, eps=eps, powers=powers)
-
-
-def adam(slab: Tensor, slots: Tensor, gradients: Tensor, rate: float, step: int, *, eps: float, powers: Powers) -> None:
-    """See the reference."""
-    _update("adam", slab, slots, gradients, rate, step, eps=eps, powers=powers)
-
-
-def ftrl(
-    slab: Tensor, slots: Tensor, gradients: Tensor, rate: float, step: int, *, l1: float, l2: float, beta: float
-) -> None:
-    """See the reference."""
-    constants = rate * l1, beta + 2.0 * rate * l2, 0.0, 0.0
-    _update("ftrl", slab, slots, gradients, rate, step, constants=constants)
+    dim = gradients.shape[1]
+    if not gradients.numel():
+        return
+    # Tables that no rule but Adam reads.
+    kept = biases = slab
+    if rule.name in ("adam", "lazy_adam"):
+        kept, biases = rule.powers.tables(step, slab)
+    features, rows, tiles = tile_of_rows(slab.device, len(slots), dim)
+    launch_rows(
+        *(_update_kernel, tiles, rows),
+        *(slab, integer_view(slab), slots, gradients, kept, biases, len(slots), len(slab), dim),
+        *(slab.shape[1], kept.shape[1], slab.stride(0), *gradients.stride()),
+        *(rate, step, rule.decay, rule.eps, *(*rule.constants(rate), 0.0, 0.0)[:4]),
+        enable_fp_fusion=False,
+        FEATURES=features,
+        RULE=rule.name,
+        DECAYS=bool(rule.decay),
+    )
 
 
 def catch_up(slab: Tensor, slots: Tensor, dim: int, step: int, rates: Tensor, *, eps: float, powers: Powers) -> None:
@@ -73,50 +48,6 @@ def catch_up(slab: Tensor, slots: Tensor, dim: int, step: int, rates: Tensor, *,
         *(slab.shape[1], kept.shape[1], slab.stride(0), step, eps),
         enable_fp_fusion=False,
         FEATURES=features,
-    )
-
-
-def _update(
-    rule: str,
-    slab: Tensor,
-    slots: Tensor,
-    gradients: Tensor,
-    rate: float,
-    step: int,
-    *,
-    decay: float = 0.0,
-    eps: float = 0.0,
-    powers: Powers | None = None,
-    constants: tuple[float, ...] = (),
-) -> None:
-    dim = gradients.shape[1]
-    if not gradients.numel():
-        return
-    kept = biases = slab
-    if powers is not None:
-        kept, biases = powers.tables(step, slab)
-        constants = powers.betas_and_complements
-    features, rows, tiles = tile_of_rows(slab.device, len(slots), dim)
-    launch_rows(
-        *(_update_kernel, tiles, rows),
-        *(
-            slab,
-            integer_view(slab),
-            slots,
-            gradients,
-            kept,
-            biases,
-            len(slots),
-            len(slab),
-            dim,
-            slab.shape[1],
-            kept.shape[1],
-        ),
-        *(slab.stride(0), *gradients.stride(), rate, step, decay, eps, *(*constants, 0.0, 0.0, 0.0, 0.0)[:4]),
-        enable_fp_fusion=False,
-        FEATURES=features,
-        RULE=rule,
-        DECAYS=bool(decay),
     )
 
 
@@ -261,7 +192,7 @@ def _catch_up_kernel(
         square = tl.load(slab + offset + 2 * dim, mask=inside, other=0)
         reached = tl.load(integers + start + width - 3, mask=is_row, other=0)
         since = tl.load(integers + start + 3 * dim, mask=is_row, other=0)
-        # A row without any gradient so far has zero moments and does not move.
+        # A row without any gradient so far has zero moments and does not rule.
         has_moments = tl.load(integers + start + width - 2, mask=is_row, other=0) > 0
         idle = tl.zeros_like(reached) + last_step
         for now in range(tl.min(tl.where(has_moments, reached, idle), 0) + 1, last_step + 1):
@@ -278,12 +209,4 @@ def _catch_up_kernel(
         tl.store(integers + start + width - 3, tl.maximum(reached, last_step), mask=is_row)
 
 
-SPARSE_UPDATE = SparseUpdate(
-    sgd=sgd,
-    adagrad=adagrad,
-    rowwise_adagrad=rowwise_adagrad,
-    adam=adam,
-    lazy_adam=lazy_adam,
-    ftrl=ftrl,
-    catch_up=catch_up,
-)
+SPARSE_UPDATE = SparseUpdate(update=update, catch_up=catch_up)
