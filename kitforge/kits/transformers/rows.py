@@ -15,6 +15,7 @@ from kitforge.core.nn.context import DropoutKey
 from kitforge.core.parallel.world import World
 from kitforge.data.document_shard import fingerprint_of
 from kitforge.data.labels import ProblemType
+from kitforge.data.prefetch import BackgroundPrefetcher
 from kitforge.data.schedule import train_eval_split
 from kitforge.foundation.types import Cursor, MicroBatch, Sums
 from kitforge.kits.language_model import NetworkOptions
@@ -125,9 +126,11 @@ class RowTask(DatasetTask, ABC):
         super().__init__(options, build, world, schedule, {"rows": data.fingerprint}, len(data.eval))
 
     def steps(self, model: nn.Module, cursor: Cursor) -> Iterator[list[MicroBatch]]:
-        """Batches from the cursor on; rows of like lengths share a micro-batch."""
-        for step, batch in enumerate(self._schedule.batches(cursor.samples), start=cursor.step):
-            yield self._micro_batches(self._rows.train, batch.rows, batch.start, step)
+        """Batches from the cursor on, made ready in the background; rows of like lengths share a micro-batch."""
+        batches = enumerate(self._schedule.batches(cursor.samples), start=cursor.step)
+        made = (self._micro_batches(self._rows.train, batch.rows, batch.start, step) for step, batch in batches)
+        with BackgroundPrefetcher(made) as prefetched:
+            yield from prefetched
 
     def eval_micro_batches(self, model: nn.Module) -> Iterator[MicroBatch]:
         """This rank's evaluation rows."""
