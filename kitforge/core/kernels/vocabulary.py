@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kitforge.core.kernels.triton_ops import triton_op
+from kitforge.core.kernels.triton.ops import triton_op
 from kitforge.foundation.errors import ModelError
 
 # Bytes of logits of one chunk. On a CPU: enough for full speed of the products, few enough for its caches.

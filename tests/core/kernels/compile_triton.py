@@ -23,14 +23,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from kitforge.core.kernels import triton_float8, triton_runtime
 from kitforge.core.kernels.dispatch import select, select_table
 from kitforge.core.kernels.jagged_bags import Bags
 from kitforge.core.kernels.moe_permute.reference import permutation_of
 from kitforge.core.kernels.quantized_linear.reference import quantize
 from kitforge.core.kernels.sparse_update.reference import integer_view
-from kitforge.core.kernels.triton_float8 import round_to_float8
-from kitforge.core.kernels.triton_moe import zero_past
+from kitforge.core.kernels.triton import float8 as triton_float8
+from kitforge.core.kernels.triton import runtime as triton_runtime
+from kitforge.core.kernels.triton.float8 import round_to_float8
+from kitforge.core.kernels.triton.moe import zero_past
 from kitforge.core.optim.row_optimizers import SparseOptimizerConfig, build_row_optimizer
 from tests.row_records import new_records
 

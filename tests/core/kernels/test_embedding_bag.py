@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kitforge.core.kernels import numba_runtime as compiling
+from kitforge.core.kernels.cpu_engine import numba_runtime as compiling
 from kitforge.core.kernels.dispatch import TABLE_REFERENCE, TableKernels
 from kitforge.core.kernels.embedding_bag import numba as fast_gather
 from kitforge.core.kernels.embedding_bag_backward import numba as fast_sum

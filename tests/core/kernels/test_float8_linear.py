@@ -10,7 +10,7 @@ from torch import Tensor
 from kitforge.core.kernels import dispatch
 from kitforge.core.kernels.dispatch import REFERENCE, select
 from kitforge.core.kernels.float8_linear.reference import rows_and_columns, to_float8
-from kitforge.core.kernels.triton_float8 import round_to_float8
+from kitforge.core.kernels.triton.float8 import round_to_float8
 from kitforge.core.nn.linear import Linear
 from kitforge.foundation.device import check_float8
 from kitforge.foundation.errors import DeviceError

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from kitforge.core.kernels.cpu_engine.numba_runtime import run_on_threads
+from kitforge.core.kernels.cpu_engine.spin_barrier import ThreadAutotuner
 from kitforge.core.kernels.fused_decode_step.reference import BlockWeights, DecoderWeights, Locations
 from kitforge.core.kernels.fused_decode_step.reference import ReferenceDecodeStep as Reference
-from kitforge.core.kernels.numba_runtime import run_on_threads
-from kitforge.core.kernels.spin_barrier import ThreadAutotuner
 from tests.core.kernels.comparison import poison, random, relative
 
 KINDS = ["gated", "gelu_gated", "partly_turned", "plain", "alibi", "sandwich", "normed_heads"]

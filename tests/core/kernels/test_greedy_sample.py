@@ -67,7 +67,7 @@ def test_excluded_tokens_have_no_part() -> None:
 @torch.no_grad()
 def test_a_row_has_its_bits_beside_any_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(numba, "GRAIN", 1)
-    monkeypatch.setattr("kitforge.core.kernels.numba_runtime.num_threads", lambda: 3)
+    monkeypatch.setattr("kitforge.core.kernels.cpu_engine.numba_runtime.num_threads", lambda: 3)
     logits = random(9, SIZES[-1]).float()
     alone = [found(row.unsqueeze(0).clone()) for row in logits]
     together = found(logits)

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kitforge.core.kernels import triton_moe
 from kitforge.core.kernels.dispatch import REFERENCE, select
 from kitforge.core.kernels.grouped_linear import fused
+from kitforge.core.kernels.triton import moe as triton_moe
 from tests.core.kernels.comparison import TOLERANCE, Call, distance, poison, random
 
 # Rows, features in and out, and the ends: empty experts first, in the middle and last, no row at all, rows past the

@@ -15,8 +15,8 @@ SIZES = [(96, 64), (70, 4133), (33, 90), (5, 7)]
 
 def product(rows: Tensor, weight: Tensor, kept: int, packs: bool) -> Tensor:
     """As the compiled step calls it, panel by panel."""
-    from kitforge.core.kernels.linear.gemm_microkernel import PANEL
-    from kitforge.core.kernels.numba_runtime import FLOAT, HALF
+    from kitforge.core.kernels.cpu_engine.gemm_microkernel import PANEL
+    from kitforge.core.kernels.cpu_engine.numba_runtime import FLOAT, HALF
 
     output = torch.full((len(rows), len(weight)), float("nan"))
     memory = torch.empty(numba.scratch_size(len(rows), weight.shape[1]) + numba.LINE, dtype=torch.uint8)

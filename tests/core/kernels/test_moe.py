@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kitforge.core.kernels import triton_moe
 from kitforge.core.kernels.dispatch import implementation
 from kitforge.core.kernels.moe_permute.reference import permutation_of
+from kitforge.core.kernels.triton import moe as triton_moe
 from tests.core.kernels.comparison import distance, random
 from tests.core.kernels.operations import routed
 

@@ -53,8 +53,8 @@ def blocks_of(sizes: tuple[int, int], kind: str) -> Blocks:
 
 def product(rows: Tensor, blocks: Blocks, has_tiles: bool, bias: Tensor | None = None) -> Tensor:
     """As the step calls it, panel by panel."""
-    from kitforge.core.kernels.linear.gemm_microkernel import PANEL
-    from kitforge.core.kernels.numba_runtime import FLOAT, HALF
+    from kitforge.core.kernels.cpu_engine.gemm_microkernel import PANEL
+    from kitforge.core.kernels.cpu_engine.numba_runtime import FLOAT, HALF
 
     outputs, features = blocks.shape
     memory, (weight,) = numba.pack_blocks([blocks], rows.element_size(), has_tiles and rows.dtype is torch.bfloat16)
@@ -150,7 +150,7 @@ def test_every_whole_number_is_exact(kind: str, dtype: torch.dtype, count: int, 
 PROCESSORS = {"haswell": "+sse4.2,+avx,+avx2,+fma", "cooperlake": "+avx2,+fma,+avx512f,+avx512bw,+avx512bf16"}
 TESTED = """
 import sys, pytest
-from kitforge.core.kernels.linear.gemm_microkernel import PAIRS, ROWS
+from kitforge.core.kernels.cpu_engine.gemm_microkernel import PAIRS, ROWS
 from kitforge.core.kernels.linear.numba import prefers_matrix_unit
 assert PAIRS == ("bf16" in sys.argv[1]) and (ROWS == 6) == ("avx512f" not in sys.argv[1]) and not prefers_matrix_unit()
 sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-m", "not slow", *sys.argv[2:]]))

@@ -7,9 +7,9 @@ import pytest
 import torch
 from numba import njit
 
+from kitforge.core.kernels.cpu_engine.matrix_microkernel import has_matrix_unit, release
+from kitforge.core.kernels.cpu_engine.numba_runtime import HALF
 from kitforge.core.kernels.decode_attention.numba import Slabs, attend
-from kitforge.core.kernels.linear.matrix_microkernel import has_matrix_unit, release
-from kitforge.core.kernels.numba_runtime import HALF
 
 
 @njit

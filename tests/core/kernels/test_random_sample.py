@@ -135,7 +135,7 @@ def test_a_row_without_tokens_has_no_probability(size: int) -> None:
 @torch.no_grad()
 def test_a_row_has_its_bits_beside_any_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(numba, "GRAIN", 1)
-    monkeypatch.setattr("kitforge.core.kernels.numba_runtime.num_threads", lambda: 3)
+    monkeypatch.setattr("kitforge.core.kernels.cpu_engine.numba_runtime.num_threads", lambda: 3)
     logits, points = random(9, 2145).float(), torch.rand(9, generator=torch.Generator().manual_seed(3)).double()
     alone = [found(logits[row : row + 1].clone(), points[row : row + 1], 0.8) for row in range(9)]
     together = found(logits, points, 0.8)

@@ -16,16 +16,12 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from kitforge.core.kernels import (
-    dispatch,
-    mixed_precision,
-    triton_gated,
-    triton_logits,
-    triton_norm,
-    triton_runtime,
-    vocabulary,
-)
+from kitforge.core.kernels import dispatch, mixed_precision, vocabulary
 from kitforge.core.kernels.dispatch import IMPLEMENTATIONS, REFERENCE, implementation
+from kitforge.core.kernels.triton import gated as triton_gated
+from kitforge.core.kernels.triton import logits as triton_logits
+from kitforge.core.kernels.triton import norm as triton_norm
+from kitforge.core.kernels.triton import runtime as triton_runtime
 from tests.core.kernels.comparison import Call, in_parts, random, relative, results
 from tests.core.kernels.operations import EDGES, OPERATIONS, Draw, error
 

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from kitforge.core.kernels.triton_norm import norm_of_sum
+from kitforge.core.kernels.triton.norm import norm_of_sum
 
 
 def add_norm(input: Tensor, branch: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:

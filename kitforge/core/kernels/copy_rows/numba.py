@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kitforge.core.kernels.copy_rows.reference import require_rows
-from kitforge.core.kernels.numba_runtime import compiled, parallel_for, prefetch_row
+from kitforge.core.kernels.cpu_engine.numba_runtime import compiled, parallel_for, prefetch_row
 
 # Elements per thread, at least.
 GRAIN = 2**17

@@ -9,9 +9,9 @@ import triton.language as tl
 from torch import Tensor
 
 from kitforge.core.kernels.copy_rows import reference
-from kitforge.core.kernels.triton_ops import triton_op
-from kitforge.core.kernels.triton_rows import COPY_ELEMENTS, COPY_WARPS, launch_rows
-from kitforge.core.kernels.triton_runtime import device_description, quotient_up, row_block
+from kitforge.core.kernels.triton.ops import triton_op
+from kitforge.core.kernels.triton.rows import COPY_ELEMENTS, COPY_WARPS, launch_rows
+from kitforge.core.kernels.triton.runtime import device_description, quotient_up, row_block
 from kitforge.foundation.errors import ModelError
 
 

@@ -11,18 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kitforge.core.kernels.decode_attention.mix_microkernel import mix
-from kitforge.core.kernels.linear.gemm_microkernel import PAIRS, PANEL
-from kitforge.core.kernels.linear.matrix_microkernel import release
-from kitforge.core.kernels.linear.numba import (
-    LINE,
-    aligned,
-    multiply_panel,
-    multiply_rows,
-    pack_panel,
-    prefers_matrix_unit,
-)
-from kitforge.core.kernels.numba_runtime import (
+from kitforge.core.kernels.cpu_engine.gemm_microkernel import PAIRS, PANEL
+from kitforge.core.kernels.cpu_engine.matrix_microkernel import release
+from kitforge.core.kernels.cpu_engine.mix_microkernel import mix
+from kitforge.core.kernels.cpu_engine.numba_runtime import (
     FLOAT,
     HALF,
     array_at,
@@ -33,7 +25,7 @@ from kitforge.core.kernels.numba_runtime import (
     narrowed,
     prefetch,
 )
-from kitforge.core.kernels.vectors import (
+from kitforge.core.kernels.cpu_engine.vectors import (
     LANES,
     fused,
     keep_lanes,
@@ -47,6 +39,14 @@ from kitforge.core.kernels.vectors import (
     vector_of,
     write_part,
     write_vector,
+)
+from kitforge.core.kernels.linear.numba import (
+    LINE,
+    aligned,
+    multiply_panel,
+    multiply_rows,
+    pack_panel,
+    prefers_matrix_unit,
 )
 
 

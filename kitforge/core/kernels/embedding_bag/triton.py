@@ -9,9 +9,9 @@ import triton.language as tl
 from torch import Tensor
 
 from kitforge.core.kernels.jagged_bags import Bags
-from kitforge.core.kernels.triton_math import divide
-from kitforge.core.kernels.triton_ops import triton_op
-from kitforge.core.kernels.triton_rows import launch_rows, tile_of_rows, unroll_of
+from kitforge.core.kernels.triton.math import divide
+from kitforge.core.kernels.triton.ops import triton_op
+from kitforge.core.kernels.triton.rows import launch_rows, tile_of_rows, unroll_of
 from kitforge.core.kernels.workspace import Workspace
 
 

@@ -6,9 +6,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kitforge.core.kernels.cpu_engine.numba_runtime import compiled, parallel_for, prefetch
 from kitforge.core.kernels.indexing import check_indices
 from kitforge.core.kernels.jagged_bags import Bags
-from kitforge.core.kernels.numba_runtime import compiled, parallel_for, prefetch
 from kitforge.core.kernels.threads import num_threads
 
 # Elements per thread, at least.

@@ -11,10 +11,10 @@ import triton.language as tl
 from torch import Tensor
 
 from kitforge.core.kernels.jagged_bags import Bags
-from kitforge.core.kernels.triton_math import divide
-from kitforge.core.kernels.triton_ops import triton_op
-from kitforge.core.kernels.triton_rows import TILE_ELEMENTS, launch_rows, tile_of_rows, unroll_of
-from kitforge.core.kernels.triton_runtime import quotient_up
+from kitforge.core.kernels.triton.math import divide
+from kitforge.core.kernels.triton.ops import triton_op
+from kitforge.core.kernels.triton.rows import TILE_ELEMENTS, launch_rows, tile_of_rows, unroll_of
+from kitforge.core.kernels.triton.runtime import quotient_up
 
 # Sorted ids of a part. Rows of so many ids at most have the bits of the reference.
 SEGMENT = 32

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from kitforge.core.kernels.float8_linear.reference import apply_float8
-from kitforge.core.kernels.triton_float8 import BLOCK, round_to_float8
+from kitforge.core.kernels.triton.float8 import BLOCK, round_to_float8
 
 # Whether the units add products of the forward pass in fewer bits than fp32 has, as torchao's recipes do.
 ADDS_FAST = True

@@ -14,6 +14,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kitforge.core.kernels.cpu_engine.gemm_microkernel import PANEL
+from kitforge.core.kernels.cpu_engine.matrix_microkernel import release
+from kitforge.core.kernels.cpu_engine.numba_runtime import (
+    FLOAT,
+    HALF,
+    array_at,
+    compiled_fastmath,
+    int64_at,
+    run_on_threads,
+)
+from kitforge.core.kernels.cpu_engine.spin_barrier import BYTES_PER_PHASE, ThreadAutotuner, barrier, finish, next_chunk
 from kitforge.core.kernels.decode_attention.numba import Slabs, attend, attention_scratch, slot_of
 from kitforge.core.kernels.fused_decode_step.reference import (
     LINEARS,
@@ -24,8 +35,6 @@ from kitforge.core.kernels.fused_decode_step.reference import (
     rounded_weights,
 )
 from kitforge.core.kernels.fused_decode_step.rows import activate_row, add_row, normalize_row, rotate_row, write_row
-from kitforge.core.kernels.linear.gemm_microkernel import PANEL
-from kitforge.core.kernels.linear.matrix_microkernel import release
 from kitforge.core.kernels.linear.numba import (
     LINE,
     aligned,
@@ -35,17 +44,8 @@ from kitforge.core.kernels.linear.numba import (
     prefers_matrix_unit,
     scratch_size,
 )
-from kitforge.core.kernels.numba_runtime import (
-    FLOAT,
-    HALF,
-    array_at,
-    compiled_fastmath,
-    int64_at,
-    run_on_threads,
-)
 from kitforge.core.kernels.quantized_linear.numba import layout_of, multiply_quantized, pack_blocks
 from kitforge.core.kernels.quantized_linear.reference import Blocks
-from kitforge.core.kernels.spin_barrier import BYTES_PER_PHASE, ThreadAutotuner, barrier, finish, next_chunk
 from kitforge.core.kernels.threads import num_threads, single_thread
 from kitforge.foundation import device as devices
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from kitforge.core.kernels.numba_runtime import FLOAT, array_at, compiled, float32_at, rounded
-from kitforge.core.kernels.vectors import (
+from kitforge.core.kernels.cpu_engine.numba_runtime import FLOAT, array_at, compiled, float32_at, rounded
+from kitforge.core.kernels.cpu_engine.vectors import (
     LANES,
     fused,
     keep_lanes,

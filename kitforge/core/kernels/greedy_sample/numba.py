@@ -9,8 +9,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kitforge.core.kernels.numba_runtime import FLOAT, compiled, float32_at, int64_at, parallel_for
-from kitforge.core.kernels.vectors import LANES, keep_lanes, larger, largest_of, part_at, powers_of_e, sum_of, vector_of
+from kitforge.core.kernels.cpu_engine.numba_runtime import FLOAT, compiled, float32_at, int64_at, parallel_for
+from kitforge.core.kernels.cpu_engine.vectors import (
+    LANES,
+    keep_lanes,
+    larger,
+    largest_of,
+    part_at,
+    powers_of_e,
+    sum_of,
+    vector_of,
+)
 
 # Logits per thread, at least.
 GRAIN = 2**18

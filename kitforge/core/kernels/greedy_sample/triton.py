@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kitforge.core.kernels.triton_runtime import launch_grid, logits_tiles
+from kitforge.core.kernels.triton.runtime import launch_grid, logits_tiles
 
 
 def greedy_sample(logits: Tensor) -> tuple[Tensor, Tensor]:

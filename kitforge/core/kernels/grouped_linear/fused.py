@@ -21,7 +21,7 @@ from kitforge.core.kernels.fast_path import accepts_grouped_mm
 from kitforge.core.kernels.grouped_linear import reference
 from kitforge.core.kernels.mixed_precision import NATIVE_DTYPES, compute_dtype
 from kitforge.core.kernels.recomputation import kept_operations
-from kitforge.core.kernels.triton_ops import triton_op
+from kitforge.core.kernels.triton.ops import triton_op
 
 
 def grouped_linear(input: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ def _num_rows(ends: Tensor) -> int:
 def _clear_past(rows: Tensor, ends: Tensor) -> Tensor:
     """The same rows [R, width], with zeros past the last end, written without waiting for the device."""
     if rows.is_cuda and rows.is_contiguous() and _has_triton():
-        importlib.import_module("kitforge.core.kernels.triton_moe").zero_past(rows, ends)
+        importlib.import_module("kitforge.core.kernels.triton.moe").zero_past(rows, ends)
         return rows
     return rows.masked_fill_((torch.arange(len(rows), device=rows.device) >= ends[-1]).unsqueeze(1), 0.0)
 

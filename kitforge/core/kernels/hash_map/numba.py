@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kitforge.core.kernels.cpu_engine.numba_runtime import compiled, hash_bits, parallel_for, prefetch
 from kitforge.core.kernels.hash_map.reference import FoundIds, found_among
-from kitforge.core.kernels.numba_runtime import compiled, hash_bits, parallel_for, prefetch
 from kitforge.core.kernels.unique.numba import unique
 
 # The slot of a free position; a key can be any number.

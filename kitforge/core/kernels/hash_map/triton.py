@@ -13,8 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kitforge.core.kernels.hash_map.reference import FoundIds, found_among
-from kitforge.core.kernels.triton_hash import KEY_WARPS, SPARE_CELLS, first_cell, key_tiles, table_size
-from kitforge.core.kernels.triton_rows import launch_rows
+from kitforge.core.kernels.triton.hash import KEY_WARPS, SPARE_CELLS, first_cell, key_tiles, table_size
+from kitforge.core.kernels.triton.rows import launch_rows
 from kitforge.core.kernels.unique.triton import can_number, number_ids, unique
 
 # In a cell; the kernels spell out that an empty one holds 0.

@@ -7,8 +7,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kitforge.core.kernels.cpu_engine.numba_runtime import compiled, parallel_for
 from kitforge.core.kernels.keep_mask.reference import INCREMENTS, MULTIPLIERS, ROUNDS, threshold
-from kitforge.core.kernels.numba_runtime import compiled, parallel_for
 
 # Counters per thread, at least.
 GRAIN = 2**12

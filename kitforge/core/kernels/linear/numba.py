@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kitforge.core.kernels.linear.gemm_microkernel import PAIRS, PANEL, ROWS, tile, transpose
-from kitforge.core.kernels.linear.matrix_microkernel import has_matrix_unit, multiply_tiles, release
-from kitforge.core.kernels.numba_runtime import (
+from kitforge.core.kernels.cpu_engine.gemm_microkernel import PAIRS, PANEL, ROWS, tile, transpose
+from kitforge.core.kernels.cpu_engine.matrix_microkernel import has_matrix_unit, multiply_tiles, release
+from kitforge.core.kernels.cpu_engine.numba_runtime import (
     FLOAT,
     HALF,
     array_at,
@@ -27,7 +27,7 @@ from kitforge.core.kernels.numba_runtime import (
     parallel_for,
     widened,
 )
-from kitforge.core.kernels.vectors import LANES, part_at, to_precision, vector_at, write_part, write_vector
+from kitforge.core.kernels.cpu_engine.vectors import LANES, part_at, to_precision, vector_at, write_part, write_vector
 
 _log = logging.getLogger(__name__)
 # Multiplications per thread, at least: waking one takes as long as a million of them, and a single thread nearly

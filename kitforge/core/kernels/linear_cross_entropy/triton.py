@@ -1,4 +1,4 @@
-"""`linear_cross_entropy` in chunks of rows, as in `chunked.py`, by the kernels of `triton_logits`: the logits of a
+"""`linear_cross_entropy` in chunks of rows, as in `chunked.py`, by the kernels of `triton.logits`: the logits of a
 chunk become their gradient in place and in their own dtype, without an fp32 copy. The gradient of an fp32 weight is
 never rounded, also under autocast.
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from kitforge.core.kernels.derivatives import by_hand
 from kitforge.core.kernels.linear_cross_entropy.chunked import again
 from kitforge.core.kernels.mixed_precision import product_operands
-from kitforge.core.kernels.triton_logits import gradient_, statistics
+from kitforge.core.kernels.triton.logits import gradient_, statistics
 from kitforge.core.kernels.vocabulary import VocabularyShard, add_product, chunks, merge_statistics
 
 

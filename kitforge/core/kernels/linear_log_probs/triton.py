@@ -1,4 +1,4 @@
-"""`linear_log_probs` in chunks of rows, by the kernels of `triton_logits`. The backward pass recomputes the logits.
+"""`linear_log_probs` in chunks of rows, by the kernels of `triton.logits`. The backward pass recomputes the logits.
 
 A target outside of the vocabulary gets the log-prob -inf: naming it would need a synchronization.
 """
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kitforge.core.kernels.derivatives import by_hand
 from kitforge.core.kernels.mixed_precision import product_operands
-from kitforge.core.kernels.triton_logits import gradient_, statistics
+from kitforge.core.kernels.triton.logits import gradient_, statistics
 from kitforge.core.kernels.vocabulary import VocabularyShard, add_product, chunks, merge_statistics
 
 

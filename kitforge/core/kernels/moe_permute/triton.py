@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from kitforge.core.kernels.moe_permute.reference import Permutation
-from kitforge.core.kernels.triton_moe import spread
+from kitforge.core.kernels.triton.moe import spread
 
 
 def moe_permute(input: Tensor, permutation: Permutation) -> Tensor:

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from kitforge.core.kernels.moe_permute.reference import Permutation
-from kitforge.core.kernels.triton_moe import combine
+from kitforge.core.kernels.triton.moe import combine
 
 
 def moe_unpermute(rows: Tensor, weights: Tensor, permutation: Permutation) -> Tensor:

@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kitforge.core.kernels.triton_ops import triton_op
-from kitforge.core.kernels.triton_runtime import device_description, launch_grid, quotient_up, row_block
+from kitforge.core.kernels.triton.ops import triton_op
+from kitforge.core.kernels.triton.runtime import device_description, launch_grid, quotient_up, row_block
 
 # The shortest sides of a tile of a product on tensor cores.
 _LEAST = 16

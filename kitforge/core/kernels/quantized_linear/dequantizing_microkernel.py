@@ -10,12 +10,17 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from kitforge.core.kernels.linear.gemm_microkernel import BFLOAT, PAIRS, PANEL, prefetch_line
-from kitforge.core.kernels.linear.matrix_microkernel import TILE_ROWS, configure_tiles, generate_tiles, multiply_tiles
-from kitforge.core.kernels.numba_runtime import compiled_fastmath, intrinsic
+from kitforge.core.kernels.cpu_engine.gemm_microkernel import BFLOAT, PAIRS, PANEL, prefetch_line
+from kitforge.core.kernels.cpu_engine.matrix_microkernel import (
+    TILE_ROWS,
+    configure_tiles,
+    generate_tiles,
+    multiply_tiles,
+)
+from kitforge.core.kernels.cpu_engine.numba_runtime import compiled_fastmath, intrinsic
+from kitforge.core.kernels.cpu_engine.vectors import LANES, called, pointer_to
 from kitforge.core.kernels.quantized_linear.reference import GROUP
 from kitforge.core.kernels.quantized_linear.widening_microkernel import AHEAD, CHUNK, ZERO, QuantizedPanel
-from kitforge.core.kernels.vectors import LANES, called, pointer_to
 
 # Vectors of a line of int4, and numbers of a vector: a word holds a number of each of eight vectors.
 LINE_SHAPE = _, _VECTOR = 8, 16

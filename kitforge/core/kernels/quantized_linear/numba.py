@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kitforge.core.kernels.linear.gemm_microkernel import PAIRS, PANEL
+from kitforge.core.kernels.cpu_engine.gemm_microkernel import PAIRS, PANEL
+from kitforge.core.kernels.cpu_engine.numba_runtime import FLOAT, array_at, compiled_fastmath, float32_at
+from kitforge.core.kernels.cpu_engine.vectors import LANES, vector_at, write_vector
 from kitforge.core.kernels.linear.numba import LINE, empty_lines, write_sums
-from kitforge.core.kernels.numba_runtime import FLOAT, array_at, compiled_fastmath, float32_at
 from kitforge.core.kernels.quantized_linear.dequantizing_microkernel import LINE_SHAPE, multiply_dequantized
 from kitforge.core.kernels.quantized_linear.reference import GROUP, Blocks, whole_numbers
 from kitforge.core.kernels.quantized_linear.widening_microkernel import (
@@ -23,7 +24,6 @@ from kitforge.core.kernels.quantized_linear.widening_microkernel import (
     quantized_tile,
     widening,
 )
-from kitforge.core.kernels.vectors import LANES, vector_at, write_vector
 
 # Rows that are multiplied with a panel while it is widened; for more, it is widened first.
 FEW_ROWS = 16

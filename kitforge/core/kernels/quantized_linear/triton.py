@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kitforge.core.kernels.triton_ops import triton_op
-from kitforge.core.kernels.triton_runtime import device_description, launch_grid, quotient_up, row_block
+from kitforge.core.kernels.triton.ops import triton_op
+from kitforge.core.kernels.triton.runtime import device_description, launch_grid, quotient_up, row_block
 
 # Rows of the weight and of the input that a program takes at most.
 _OUTPUTS, _ROWS = 32, 16

@@ -11,10 +11,10 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from kitforge.core.kernels.linear.gemm_microkernel import PAIRS, PANEL, plus_products, prefetch_line
-from kitforge.core.kernels.numba_runtime import intrinsic
+from kitforge.core.kernels.cpu_engine.gemm_microkernel import PAIRS, PANEL, plus_products, prefetch_line
+from kitforge.core.kernels.cpu_engine.numba_runtime import intrinsic
+from kitforge.core.kernels.cpu_engine.vectors import LANES, called, on_all_lanes, pointer_to
 from kitforge.core.kernels.quantized_linear.reference import GROUP
-from kitforge.core.kernels.vectors import LANES, called, on_all_lanes, pointer_to
 
 # What int4 adds to a number.
 ZERO = 8

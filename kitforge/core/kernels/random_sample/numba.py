@@ -7,9 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kitforge.core.kernels.greedy_sample.numba import BLOCK, GRAIN, find_largest
-from kitforge.core.kernels.numba_runtime import FLOAT, array_at, compiled, float32_at, int64_at, parallel_for
-from kitforge.core.kernels.vectors import (
+from kitforge.core.kernels.cpu_engine.numba_runtime import FLOAT, array_at, compiled, float32_at, int64_at, parallel_for
+from kitforge.core.kernels.cpu_engine.vectors import (
     LANES,
     above,
     keep_lanes,
@@ -19,6 +18,7 @@ from kitforge.core.kernels.vectors import (
     vector_of,
     write_vector,
 )
+from kitforge.core.kernels.greedy_sample.numba import BLOCK, GRAIN, find_largest
 
 _ZERO, _DOUBLE = np.float32(0), np.float64(0)
 _TINY = np.finfo(np.float32).tiny

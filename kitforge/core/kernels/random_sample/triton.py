@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kitforge.core.kernels.triton_runtime import launch_grid, logits_tiles, quotient_up, row_block
+from kitforge.core.kernels.triton.runtime import launch_grid, logits_tiles, quotient_up, row_block
 
 # The largest fraction below one: that of the last number that is smaller than a total.
 _BELOW_ONE = tl.constexpr(1 - 2.0**-52)

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kitforge.core.kernels.numba_runtime import compiled_fastmath, float32_at
+from kitforge.core.kernels.cpu_engine.numba_runtime import compiled_fastmath, float32_at
 
 
 def rms_norm(input: Tensor, weight: Tensor, eps: float) -> Tensor:

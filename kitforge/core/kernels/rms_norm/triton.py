@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from kitforge.core.kernels.triton_norm import norm
+from kitforge.core.kernels.triton.norm import norm
 
 
 def rms_norm(input: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kitforge.core.kernels.numba_runtime import compiled_fastmath, float32_at
+from kitforge.core.kernels.cpu_engine.numba_runtime import compiled_fastmath, float32_at
 
 
 def rotary(input: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:

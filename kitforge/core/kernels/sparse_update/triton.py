@@ -10,8 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kitforge.core.kernels.sparse_update.reference import Powers, SparseUpdate, UpdateRule, integer_view
-from kitforge.core.kernels.triton_math import divide, root
-from kitforge.core.kernels.triton_rows import launch_rows, tile_of_rows
+from kitforge.core.kernels.triton.math import divide, root
+from kitforge.core.kernels.triton.rows import launch_rows, tile_of_rows
 
 
 def update(slab: Tensor, slots: Tensor, gradients: Tensor, rate: float, step: int, rule: UpdateRule) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kitforge.core.kernels.numba_runtime import compiled, parallel_for, prefetch_row
+from kitforge.core.kernels.cpu_engine.numba_runtime import compiled, parallel_for, prefetch_row
 from kitforge.core.kernels.swap_rows.reference import require_pairs
 
 # Elements per thread, at least.

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from kitforge.core.kernels.triton_gated import gated
+from kitforge.core.kernels.triton.gated import gated
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:

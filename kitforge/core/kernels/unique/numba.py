@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kitforge.core.kernels.numba_runtime import compiled, hash_bits, parallel_for, prefetch
+from kitforge.core.kernels.cpu_engine.numba_runtime import compiled, hash_bits, parallel_for, prefetch
 from kitforge.core.kernels.threads import num_threads
 from kitforge.core.kernels.unique import reference
 from kitforge.core.kernels.workspace import Workspace

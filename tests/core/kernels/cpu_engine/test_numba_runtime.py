@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from numba.core.caching import IndexDataCacheFile
 
-from kitforge.core.kernels import numba_runtime
-from kitforge.core.kernels.numba_runtime import compiled, run_on_threads
+from kitforge.core.kernels.cpu_engine import numba_runtime
+from kitforge.core.kernels.cpu_engine.numba_runtime import compiled, run_on_threads
 from tests.patience import PATIENCE
 
 FORK = multiprocessing.get_context("fork")

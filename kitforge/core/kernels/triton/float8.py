@@ -14,10 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kitforge.core.kernels.triton_launcher import RepeatedLaunch
-from kitforge.core.kernels.triton_math import divide
-from kitforge.core.kernels.triton_ops import triton_op
-from kitforge.core.kernels.triton_runtime import (
+from kitforge.core.kernels.triton.launcher import RepeatedLaunch
+from kitforge.core.kernels.triton.math import divide
+from kitforge.core.kernels.triton.ops import triton_op
+from kitforge.core.kernels.triton.runtime import (
     Kinds,
     device_description,
     grid,

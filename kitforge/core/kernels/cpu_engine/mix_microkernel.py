@@ -10,9 +10,9 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from kitforge.core.kernels.linear.gemm_microkernel import PANEL, ROWS, plus_products, widened_words
-from kitforge.core.kernels.numba_runtime import compiled_fastmath, intrinsic
-from kitforge.core.kernels.vectors import LANES, called, on_all_lanes, pointer_to
+from kitforge.core.kernels.cpu_engine.gemm_microkernel import PANEL, ROWS, plus_products, widened_words
+from kitforge.core.kernels.cpu_engine.numba_runtime import compiled_fastmath, intrinsic
+from kitforge.core.kernels.cpu_engine.vectors import LANES, called, on_all_lanes, pointer_to
 
 _FLOAT, _INT, _HALF, _BIT = ir.FloatType(), ir.IntType(32), ir.IntType(16), ir.IntType(1)
 _VECTOR, _WORDS = ir.VectorType(_FLOAT, LANES), ir.VectorType(_INT, LANES)

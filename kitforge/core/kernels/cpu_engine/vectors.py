@@ -16,7 +16,7 @@ from numba import extending, types
 from numba.core import cgutils, config
 from numba.core.codegen import get_host_cpu_features
 
-from kitforge.core.kernels.numba_runtime import compiled, intrinsic, narrowed_bits, widened_bits
+from kitforge.core.kernels.cpu_engine.numba_runtime import compiled, intrinsic, narrowed_bits, widened_bits
 
 # Of the processor, as numba is told or finds them.
 FEATURES = str(cast(Any, config).CPU_FEATURES or cast(Any, get_host_cpu_features)()).split(",")

@@ -13,9 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from kitforge.core.kernels.derivatives import by_hand
-from kitforge.core.kernels.triton_launcher import RepeatedLaunch
-from kitforge.core.kernels.triton_ops import triton_op
-from kitforge.core.kernels.triton_runtime import Kinds, device_description, kinds_of, quotient_up, repeated_launch
+from kitforge.core.kernels.triton.launcher import RepeatedLaunch
+from kitforge.core.kernels.triton.ops import triton_op
+from kitforge.core.kernels.triton.runtime import Kinds, device_description, kinds_of, quotient_up, repeated_launch
 
 # 2 sqrt(2 / pi), and that times 0.044715.
 _LINEAR = tl.constexpr(1.5957691216057308)

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kitforge.core.kernels.triton_ops import triton_op
-from kitforge.core.kernels.triton_runtime import launch_grid, logits_tiles
+from kitforge.core.kernels.triton.ops import triton_op
+from kitforge.core.kernels.triton.runtime import launch_grid, logits_tiles
 
 
 @triton_op("kitforge::logits_statistics")

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from kitforge.core.kernels import spin_barrier
-from kitforge.core.kernels.spin_barrier import ThreadAutotuner
+from kitforge.core.kernels.cpu_engine import spin_barrier
+from kitforge.core.kernels.cpu_engine.spin_barrier import ThreadAutotuner
 
 
 class Machine:

@@ -15,7 +15,7 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from kitforge.core.kernels.numba_runtime import compiled, intrinsic, run_on_threads
+from kitforge.core.kernels.cpu_engine.numba_runtime import compiled, intrinsic, run_on_threads
 from kitforge.core.kernels.threads import num_threads
 
 BYTES_PER_PHASE = 128

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kitforge.core.kernels.triton_launcher import RepeatedLaunch, launch_programs
+from kitforge.core.kernels.triton.launcher import RepeatedLaunch, launch_programs
 from kitforge.foundation import device as devices
 
 # Dtypes and devices of tensors.

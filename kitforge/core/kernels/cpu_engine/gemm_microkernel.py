@@ -12,8 +12,8 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from kitforge.core.kernels.numba_runtime import intrinsic
-from kitforge.core.kernels.vectors import FEATURES, LANES, called, on_all_lanes, pointer_to
+from kitforge.core.kernels.cpu_engine.numba_runtime import intrinsic
+from kitforge.core.kernels.cpu_engine.vectors import FEATURES, LANES, called, on_all_lanes, pointer_to
 
 # Whether the processor has dot products of bfloat16 pairs.
 PAIRS = "+avx512bf16" in FEATURES

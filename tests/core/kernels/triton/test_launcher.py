@@ -16,8 +16,12 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import JITFunction
 
-from kitforge.core.kernels import triton_float8, triton_gated, triton_launcher, triton_moe, triton_norm
-from kitforge.core.kernels.triton_launcher import RepeatedLaunch, launch_programs, specialization
+from kitforge.core.kernels.triton import float8 as triton_float8
+from kitforge.core.kernels.triton import gated as triton_gated
+from kitforge.core.kernels.triton import launcher as triton_launcher
+from kitforge.core.kernels.triton import moe as triton_moe
+from kitforge.core.kernels.triton import norm as triton_norm
+from kitforge.core.kernels.triton.launcher import RepeatedLaunch, launch_programs, specialization
 
 NUMBERS = [-(2**63), -(2**31) - 16, -(2**31) - 1, -(2**31), -16, -1, 0, 1, 2, 15, 16, 17, 48]
 NUMBERS += [2**31 - 16, 2**31 - 1, 2**31, 2**31 + 1, 2**33, 2**63 - 1, 2**63, 2**63 + 1, 2**64 - 16]

@@ -7,8 +7,8 @@ import pytest
 import torch
 from numba import njit
 
-from kitforge.core.kernels.numba_runtime import FLOAT, HALF
-from kitforge.core.kernels.vectors import (
+from kitforge.core.kernels.cpu_engine.numba_runtime import FLOAT, HALF
+from kitforge.core.kernels.cpu_engine.vectors import (
     LANES,
     above,
     fused,

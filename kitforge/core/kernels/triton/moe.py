@@ -14,9 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from kitforge.core.kernels.derivatives import by_hand
-from kitforge.core.kernels.triton_launcher import RepeatedLaunch
-from kitforge.core.kernels.triton_ops import triton_op
-from kitforge.core.kernels.triton_runtime import (
+from kitforge.core.kernels.triton.launcher import RepeatedLaunch
+from kitforge.core.kernels.triton.ops import triton_op
+from kitforge.core.kernels.triton.runtime import (
     Kinds,
     kinds_of,
     launch_grid,

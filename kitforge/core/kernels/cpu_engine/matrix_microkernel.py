@@ -15,9 +15,9 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from kitforge.core.kernels.linear.gemm_microkernel import PAIRS, PANEL, prefetch_line
-from kitforge.core.kernels.numba_runtime import compiled_fastmath, intrinsic
-from kitforge.core.kernels.vectors import FEATURES, LANES, called, pointer_to
+from kitforge.core.kernels.cpu_engine.gemm_microkernel import PAIRS, PANEL, prefetch_line
+from kitforge.core.kernels.cpu_engine.numba_runtime import compiled_fastmath, intrinsic
+from kitforge.core.kernels.cpu_engine.vectors import FEATURES, LANES, called, pointer_to
 
 TILE_ROWS = 16
 _BYTE = ir.IntType(8)

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kitforge.core.kernels.triton_runtime import device_description, quotient_up
+from kitforge.core.kernels.triton.runtime import device_description, quotient_up
 
 SMALLEST_TABLE = 64
 # Cells behind a table. Compare and swap has no mask, so a lane without work swaps one of these, each its own: many on

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from kitforge.core.kernels.triton_runtime import device_description, launch_grid, quotient_up, row_block
+from kitforge.core.kernels.triton.runtime import device_description, launch_grid, quotient_up, row_block
 
 # For each multiprocessor of a CUDA device; others keep to the programs that their description names.
 PROGRAMS = 32
@@ -35,7 +35,7 @@ def unroll_of(features: int) -> int:
 def launch_rows(
     kernel: Any, tiles: int, block: int, *arguments: Any, num_warps: int | None = None, **constants: Any
 ) -> None:
-    """`triton_runtime.launch_grid` with more programs."""
+    """`triton.runtime.launch_grid` with more programs."""
     device = device_description(arguments[0].device)
     programs = max(device.num_programs, PROGRAMS * device.num_multiprocessors)
     launch_grid(kernel, tiles, block, *arguments, num_warps=num_warps or WARPS, programs=programs, **constants)

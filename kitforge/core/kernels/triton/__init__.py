@@ -1,0 +1,1 @@
+"""What the Triton kernels of several operations share: launching, grids, rounding, and the kernels themselves."""
