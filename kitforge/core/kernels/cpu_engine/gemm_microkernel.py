@@ -6,14 +6,13 @@ whatever rows are multiplied beside it. Written in LLVM instructions, since LLVM
 in registers.
 """
 
-from typing import Any, cast
+from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 
-from kitforge.core.kernels.cpu_engine.numba_runtime import intrinsic
-from kitforge.core.kernels.cpu_engine.vectors import FEATURES, LANES, called, on_all_lanes, pointer_to
+from kitforge.core.kernels.cpu_engine.numba_runtime import FEATURES, intrinsic, lowering
+from kitforge.core.kernels.cpu_engine.vectors import LANES, called, on_all_lanes, pointer_to
 
 # Whether the processor has dot products of bfloat16 pairs.
 PAIRS = "+avx512bf16" in FEATURES
@@ -139,7 +138,7 @@ def _weights(builder: Any, address: Any, input_size: int, weight_size: int) -> l
 def _generate(rows: int, input_size: int, weight_size: int, builder: Any, arguments: Any) -> None:
     """See `tile`; sizes are bytes of an element."""
     input, row_bytes, last, panel, num_words, output, adds, ahead = arguments
-    number, lowering = input.type, cast(Any, cgutils)
+    number = input.type
     row_words = _WORD_BYTES if input_size == weight_size else 2 * _WORD_BYTES
     # With fewer rows than the tile has, the last is multiplied again.
     indices = [builder.select(builder.icmp_signed("<", number(row), last), number(row), last) for row in range(rows)]

@@ -9,15 +9,14 @@ import ctypes
 import functools
 import platform
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 
 from kitforge.core.kernels.cpu_engine.gemm_microkernel import PAIRS, PANEL, prefetch_line
-from kitforge.core.kernels.cpu_engine.numba_runtime import compiled_fastmath, intrinsic
-from kitforge.core.kernels.cpu_engine.vectors import FEATURES, LANES, called, pointer_to
+from kitforge.core.kernels.cpu_engine.numba_runtime import FEATURES, compiled_fastmath, intrinsic, lowering
+from kitforge.core.kernels.cpu_engine.vectors import LANES, called, pointer_to
 
 TILE_ROWS = 16
 _BYTE = ir.IntType(8)
@@ -69,7 +68,7 @@ def generate_tiles(
     panel from that one on; it is called a round before they are multiplied, since tiles wait for what was just
     written. Nothing is prefetched then, and `ahead` is a mask: word n lies at n & mask."""
     rows, row_bytes, panel, num_words, sums, adds, ahead = arguments
-    number, lowering = rows.type, cast(Any, cgutils)
+    number = rows.type
     width, tiles = number(_PANEL_BYTES), (_FULL, _LAST)[-num_tiles:]
     targets = [
         (register, pointer_to(builder, sums, _BYTE, _PANEL_BYTES * TILE_ROWS * tile + _TILE_BYTES * half))
@@ -136,7 +135,7 @@ def configure_tiles(_context: Any, _num_last: Any) -> Any:
     """Set the shapes of the registers, of which those of the last rows hold so many, 1 to `TILE_ROWS`."""
 
     def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        number, lowering = arguments[0].type, cast(Any, cgutils)
+        number = arguments[0].type
         kind = ir.ArrayType(_BYTE, len(_SHAPES))
         table = lowering.global_constant(builder, "tile_shapes", ir.Constant(kind, _SHAPES))
         offset = builder.mul(builder.sub(arguments[0], number(1)), number(_SHAPE_BYTES))

@@ -4,14 +4,13 @@ Rows are read where they are, so nothing is packed. Every sum runs over the rows
 same bits whatever queries are beside it. Written in LLVM instructions, as `linear.gemm_microkernel`.
 """
 
-from typing import Any, cast
+from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 
 from kitforge.core.kernels.cpu_engine.gemm_microkernel import PANEL, ROWS, plus_products, widened_words
-from kitforge.core.kernels.cpu_engine.numba_runtime import compiled_fastmath, intrinsic
+from kitforge.core.kernels.cpu_engine.numba_runtime import compiled_fastmath, intrinsic, lowering
 from kitforge.core.kernels.cpu_engine.vectors import LANES, called, on_all_lanes, pointer_to
 
 _FLOAT, _INT, _HALF, _BIT = ir.FloatType(), ir.IntType(32), ir.IntType(16), ir.IntType(1)
@@ -55,7 +54,7 @@ def _mask(builder: Any, width: Any) -> Any:
 
 def _add_rows(builder: Any, size: int, sums: list[list[Any]], starts: list[Any], arguments: Any, mask: Any) -> None:
     table, base, count = arguments
-    number, lowering = base.type, cast(Any, cgutils)
+    number = base.type
     with lowering.for_range_slice(builder, number(0), count, number(1), number) as (index, _):
         offset = builder.load(pointer_to(builder, builder.add(table, builder.mul(index, number(8))), number))
         vectors = _row(builder, builder.add(base, offset), size, mask)
@@ -70,7 +69,7 @@ def _add_rows(builder: Any, size: int, sums: list[list[Any]], starts: list[Any],
 def _generate(num_queries: int, size: int, builder: Any, arguments: Any) -> None:
     """See `_mix`; `size` is bytes of an element of the rows."""
     weights, weight_bytes, last, table, base, count, width, output = arguments
-    number, lowering = weights.type, cast(Any, cgutils)
+    number = weights.type
     # With fewer queries, the last is summed again.
     indices = [
         builder.select(builder.icmp_signed("<", number(each), last), number(each), last) for each in range(num_queries)

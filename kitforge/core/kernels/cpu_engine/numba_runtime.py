@@ -1,4 +1,7 @@
-"""numba: compilation of loops, intrinsics for them, and a thread pool. Imported only where numba is installed."""
+"""numba: compilation of loops, intrinsics for them, and a thread pool. Imported only where numba is installed.
+
+This file alone names what numba and llvmlite do not promise to keep; it was tested with numba 0.61 to 0.68 (docs/compatibility.md).
+"""
 
 import fcntl
 import functools
@@ -13,8 +16,9 @@ from typing import Any, TypeVar, cast
 import numpy as np
 from llvmlite import binding, ir
 from numba import extending, njit, types
-from numba.core import cgutils
+from numba.core import cgutils, config
 from numba.core.caching import CompileResultCacheImpl, FunctionCache
+from numba.core.codegen import get_host_cpu_features
 from numba.core.compiler_lock import global_compiler_lock
 from numba.np.numpy_support import carray
 
@@ -25,6 +29,11 @@ from kitforge.foundation.log import errors
 # runs the general one of another library; those that load the caller from the cache run the other for all arguments.
 if binding.llvm_version_info[0] >= 20:
     binding.set_option("", "-funcspec-max-iters=0")
+
+# Of the processor, as numba is told or finds them.
+FEATURES = str(cast(Any, config).CPU_FEATURES or cast(Any, get_host_cpu_features)()).split(",")
+# numba.core.cgutils, which has no types.
+lowering: Any = cgutils
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -211,7 +220,7 @@ def prefetch(_context: Any, array: Any, _row: Any, _column: Any) -> Any:
     """In a compiled loop, `prefetch(array, row, column)` prefetches the cache line of that element."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        kind, lowering = signature.args[0], cast(Any, cgutils)
+        kind = signature.args[0]
         made = context.make_array(kind)(context, builder, arguments[0])
         address = lowering.get_item_pointer(context, builder, kind, made, list(arguments[1:]))
         pointer, number = ir.IntType(8).as_pointer(), ir.IntType(32)

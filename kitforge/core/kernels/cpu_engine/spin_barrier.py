@@ -9,13 +9,12 @@ import os
 import platform
 import time
 from collections.abc import Callable, Hashable
-from typing import Any, cast
+from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 
-from kitforge.core.kernels.cpu_engine.numba_runtime import compiled, intrinsic, run_on_threads
+from kitforge.core.kernels.cpu_engine.numba_runtime import compiled, intrinsic, lowering, run_on_threads
 from kitforge.core.kernels.threads import num_threads
 
 BYTES_PER_PHASE = 128
@@ -47,7 +46,7 @@ def _call_without_result(name: str) -> Any:
     def typed(_context: Any) -> Any:
         def generate(context: Any, builder: Any, _signature: Any, _arguments: Any) -> Any:
             kind = ir.FunctionType(ir.VoidType(), [])
-            builder.call(cast(Any, cgutils).get_or_insert_function(builder.module, kind, name), [])
+            builder.call(lowering.get_or_insert_function(builder.module, kind, name), [])
             return context.get_dummy_value()
 
         return types.void(), generate

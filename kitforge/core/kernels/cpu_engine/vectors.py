@@ -8,18 +8,21 @@ row has the same bits wherever a loop is inlined.
 import math
 import operator
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from llvmlite import ir
 from numba import extending, types
-from numba.core import cgutils, config
-from numba.core.codegen import get_host_cpu_features
 
-from kitforge.core.kernels.cpu_engine.numba_runtime import compiled, intrinsic, narrowed_bits, widened_bits
+from kitforge.core.kernels.cpu_engine.numba_runtime import (
+    FEATURES,
+    compiled,
+    intrinsic,
+    lowering,
+    narrowed_bits,
+    widened_bits,
+)
 
-# Of the processor, as numba is told or finds them.
-FEATURES = str(cast(Any, config).CPU_FEATURES or cast(Any, get_host_cpu_features)()).split(",")
 # Of a vector.
 LANES = 16 if "+avx512f" in FEATURES else 8
 _FLOAT, _INT, _SHORT = ir.FloatType(), ir.IntType(32), ir.IntType(16)
@@ -31,7 +34,7 @@ _extending: Any = extending
 def called(builder: Any, name: str, result: Any, arguments: list[Any]) -> Any:
     """The result of an instruction, by its name in LLVM."""
     kind = ir.FunctionType(result, [each.type for each in arguments])
-    return builder.call(cast(Any, cgutils).get_or_insert_function(builder.module, kind, name), arguments)
+    return builder.call(lowering.get_or_insert_function(builder.module, kind, name), arguments)
 
 
 def pointer_to(builder: Any, address: Any, kind: Any, offset: Any = 0) -> Any:

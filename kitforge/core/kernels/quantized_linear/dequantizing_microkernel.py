@@ -4,11 +4,10 @@ A panel becomes the one that `linear` packs of the dequantized weight, rounded i
 that weight's.
 """
 
-from typing import Any, cast
+from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 
 from kitforge.core.kernels.cpu_engine.gemm_microkernel import BFLOAT, PAIRS, PANEL, prefetch_line
 from kitforge.core.kernels.cpu_engine.matrix_microkernel import (
@@ -17,7 +16,7 @@ from kitforge.core.kernels.cpu_engine.matrix_microkernel import (
     generate_tiles,
     multiply_tiles,
 )
-from kitforge.core.kernels.cpu_engine.numba_runtime import compiled_fastmath, intrinsic
+from kitforge.core.kernels.cpu_engine.numba_runtime import compiled_fastmath, intrinsic, lowering
 from kitforge.core.kernels.cpu_engine.vectors import LANES, called, pointer_to
 from kitforge.core.kernels.quantized_linear.reference import GROUP
 from kitforge.core.kernels.quantized_linear.widening_microkernel import AHEAD, CHUNK, ZERO, QuantizedPanel
@@ -138,7 +137,7 @@ def _multiplying(bits: int, num_tiles: int) -> Any:
     ) -> Any:
         def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
             *numbers, packed = arguments
-            fields = cast(Any, cgutils).unpack_tuple(builder, packed, len(origin))
+            fields = lowering.unpack_tuple(builder, packed, len(origin))
             fill = _filler(bits, numbers[2], numbers[6], fields)
             generate_tiles(num_tiles, builder, numbers, fill)
             return context.get_dummy_value()

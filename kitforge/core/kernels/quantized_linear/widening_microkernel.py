@@ -5,14 +5,13 @@ the features of a scale is multiplied by it in fp32. Every sum runs over the fea
 same bits whatever rows are multiplied beside it.
 """
 
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 
 from kitforge.core.kernels.cpu_engine.gemm_microkernel import PAIRS, PANEL, plus_products, prefetch_line
-from kitforge.core.kernels.cpu_engine.numba_runtime import intrinsic
+from kitforge.core.kernels.cpu_engine.numba_runtime import intrinsic, lowering
 from kitforge.core.kernels.cpu_engine.vectors import LANES, called, on_all_lanes, pointer_to
 from kitforge.core.kernels.quantized_linear.reference import GROUP
 
@@ -153,7 +152,7 @@ def _generate(num_rows: int, form: tuple[int, int], builder: Any, arguments: Any
     """See `quantized_tile`; `form` is the bits of a number, above 8 if the panel is widened, and numbers of a word."""
     input, row_bytes, last, panel, num_blocks, output = arguments
     scales, scale_stride, numbers, stride, is_half = panel
-    number, lowering = input.type, cast(Any, cgutils)
+    number = input.type
     zero, size = ir.Constant(_VECTOR, [0.0] * LANES), number(_line_bytes(*form))
     # With fewer rows than the tile has, the last is multiplied again.
     indices = [builder.select(builder.icmp_signed("<", number(k), last), number(k), last) for k in range(num_rows)]
@@ -219,7 +218,7 @@ def quantized_tile(num_rows: int, bits: int) -> Any:
     ) -> Any:
         def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
             _, first, stride, count, packed, *sizes = arguments
-            fields = cast(Any, cgutils).unpack_tuple(builder, packed, len(panel))
+            fields = lowering.unpack_tuple(builder, packed, len(panel))
             _generate(num_rows, _form(like, bits), builder, [first, stride, count, fields, *sizes])
             return context.get_dummy_value()
 
