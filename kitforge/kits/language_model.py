@@ -38,7 +38,6 @@ from kitforge.models.catalog import config_of_network, exportable_config
 from kitforge.models.hub import resolve
 from kitforge.models.loading import StoredModel
 from kitforge.models.peft import base_of, is_adapter, save_adapter
-from kitforge.models.t5.model import T5Config
 from kitforge.trainer.callbacks.callback import Callback, Event, RunContext, can_save_at_end
 from kitforge.trainer.options import RunOptions
 
@@ -230,7 +229,7 @@ def token_entries(folder: Path, tokenizer: Tokenizer | None, config: FamilyConfi
     begin = generation.get("bos_token_id") if tokenizer.bos_id is None else tokenizer.bos_id
     ids = {"bos_token_id": begin, "eos_token_id": ends if len(ends) > 1 else ends[0]}
     ids["pad_token_id"] = tokenizer.pad_id if tokenizer.pad_id < config.vocab_size else None
-    if isinstance(config, T5Config):
+    if hasattr(config, "decoder_start_id"):
         ids["decoder_start_token_id"] = start_tokens(tokenizer, config).trained
     return ids
 
@@ -260,7 +259,7 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer | None, config: FamilyCon
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(folder)
     generation = dict(tokenizer.generation_config)
-    if generation and isinstance(config, T5Config):
+    if generation and hasattr(config, "decoder_start_id"):
         generation["decoder_start_token_id"] = start_tokens(tokenizer, config).generated
         write_text(folder / GENERATION_CONFIG, json.dumps(generation, indent=2, ensure_ascii=False) + "\n")
 

@@ -31,6 +31,12 @@ WHOLE_TEXTS = {
     "kitforge.kits.transformers.seq2seq": 1,
     "kitforge.verify.learning": 1,
 }
+NETWORKS = {"Decoder", "EncoderDecoder", "VisionTransformer"}
+# The places that ask for the class of a network or of its configuration.
+ASKED = {
+    "kitforge.kits.network_source": {"VisionTransformer"},
+    "kitforge.kits.transformers.programs": {"EncoderDecoder", "VisionTransformer"},
+}
 EXECUTING_CALLS = {"eval", "exec", "torch.load", "torch.save", "yaml.unsafe_load", "yaml.full_load", "os.system"}
 
 
@@ -145,21 +151,22 @@ def executed_data(sources: list[Source]) -> Findings:
                 yield f"{source.at(call)} {name}()"
 
 
-def decoder_checks(sources: list[Source]) -> Findings:
-    """Outside of `models` nobody asks for the class of a network: it asks for a capability, such as `CausalLM`. A kit
-    may tell its kinds of networks apart."""
-    for source in sources:
-        if source.module.startswith("kitforge.models."):
-            continue
-        in_core = source.module.startswith("kitforge.core.")
-        banned = {"Decoder", "EncoderDecoder", "VisionTransformer"} if in_core else {"Decoder"}
+def network_checks(sources: list[Source]) -> Findings:
+    """Outside of `models` nobody asks for the class of a network or of its configuration: it asks for a capability,
+    such as `CausalLM`. ASKED, the places that still do, only gets shorter."""
+    for source in (each for each in sources if not each.module.startswith("kitforge.models.")):
+        files = {name: name.split(".") for name, _ in imports(source.nodes) if name.startswith("kitforge.models.")}
+        own = {parts[-1] for parts in files.values() if parts[3:4] == ["model"]}
+        left = set(ASKED.get(source.module, ()))
         calls = [node for name, node in source.calls if name in {"isinstance", "issubclass"}]
         classes = [part for call in calls for argument in call.args[1:] for part in ast.walk(argument)]
         patterns = [node.cls for node in source.nodes if isinstance(node, ast.MatchClass)]
         for node in (*classes, *patterns):
             name = dotted(node).rsplit(".", 1)[-1] if isinstance(node, (ast.Name, ast.Attribute)) else ""
-            if name in banned:
+            if name in (NETWORKS | own) - set(ASKED.get(source.module, ())):
                 yield f"{source.at(node)} asks for a network, {name}"
+            left.discard(name)
+        yield from (f"{source.path} asks no more for {name}: take it out of ASKED" for name in left)
 
 
 def local_tensors(sources: list[Source]) -> Findings:

@@ -68,9 +68,22 @@ class RecommenderConfig(Protocol):
         """The module whose last bias is that of the logit; None: the family retrieves items."""
         ...
 
+    @property
+    def objective(self) -> str:
+        """The training objective, by its name in the recommender kit."""
+        return "pointwise"
+
     def lookups(self, shape: SampleShape) -> tuple[EmbeddingLookup, ...]:
         """The lookups for samples of that shape. Raises ConfigError for a missing feature."""
         ...
+
+    def is_of(self, part: str, lookup: EmbeddingLookup) -> bool:
+        """Whether a part of the network reads a lookup."""
+        return True
+
+    def items(self, shape: SampleShape) -> str | None:
+        """The feature whose values are the items that are found; None: the network scores rows."""
+        return None
 
     def dense_features(self, shape: SampleShape) -> tuple[str, ...]:
         """The numeric features that the network reads; by default all."""

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from kitforge.foundation.errors import KitforgeError
+
 # nginx's status for a client that has disconnected; it appears in metrics only.
 CLIENT_CLOSED_REQUEST = 499
 # `error.type` by status.
@@ -31,6 +33,11 @@ class ApiError(Exception):
         """The JSON body of the response."""
         kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": str(self), "type": kind, "param": self.parameter, "code": self.code}}
+
+
+def refused(parameter: str, problem: str, code: str = "invalid_value", **words: Any) -> ApiError:
+    """The 400 of a parameter, in the lines of a `KitforgeError`: `got`, `expected`, `fix`."""
+    return ApiError(400, str(KitforgeError(problem, **words)), parameter=parameter, code=code)
 
 
 def client_closed_request() -> ApiError:

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from kitforge.inference.server.errors import ApiError
+from kitforge.inference.server.errors import ApiError, refused
 
 # Characters of a value that an error message repeats.
 MAX_SHOWN_CHARACTERS = 80
@@ -29,8 +29,7 @@ def invalid_value(name: str, value: Any, expected: str, size: int | None = None)
         got = f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)}"
     else:
         got = truncate(repr(value[:MAX_SHOWN_CHARACTERS] if isinstance(value, str) else value))
-    message = f"{name!r} has an invalid value\n  got:      {got}\n  expected: {expected}"
-    return ApiError(400, message, parameter=name, code="invalid_value")
+    return refused(name, f"{name!r} has an invalid value", got=got, expected=expected)
 
 
 def truncate(text: str) -> str:
@@ -100,9 +99,9 @@ def validation_error(error: Mapping[str, Any]) -> ApiError:
     """The API error of a pydantic error. It repeats little of the request."""
     kind, context, name = error["type"], error.get("ctx", {}), _named(error["loc"])
     if kind == "missing":
-        return ApiError(400, f"{name!r} is missing", parameter=name, code="missing_parameter")
+        return refused(name, f"{name!r} is missing", "missing_parameter")
     if kind == "extra_forbidden":
-        return ApiError(400, f"unknown parameter {name!r}", parameter=name, code="unknown_parameter")
+        return refused(name, f"unknown parameter {name!r}", "unknown_parameter")
     expected = error["msg"]
     if kind in _EXPECTED:
         # As JSON writes values: true for True, double quotes.

@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError
 from pydantic_core import PydanticCustomError
 
-from kitforge.inference.server.errors import ApiError
+from kitforge.inference.server.errors import refused
 from kitforge.inference.server.request_body import (
     MAX_SHOWN_CHARACTERS,
     fields_of,
@@ -378,8 +378,8 @@ def _check_names(kind: type[RequestBody], value: Mapping[str, Any]) -> None:
                 hint = "guided decoding is not supported; leave it out"
             near = difflib.get_close_matches(name[:MAX_SHOWN_CHARACTERS], kind.model_fields, n=1, cutoff=0.8)
             hint = hint or (f"did you mean {near[0]!r}?" if near else "leave it out; /openapi.json names what there is")
-            message = f"unknown parameter {truncate(repr(name))}\n  do:       {hint}"
-            raise ApiError(400, message, parameter=truncate(name), code="unknown_parameter")
+            problem = f"unknown parameter {truncate(repr(name))}"
+            raise refused(truncate(name), problem, "unknown_parameter", fix=hint)
 
 
 def _check_consistency(request: RequestBody) -> None:
@@ -389,18 +389,18 @@ def _check_consistency(request: RequestBody) -> None:
     if not isinstance(request, GenerationParams):
         return
     if request.best_of is not None and request.best_of > (request.n or 1):
-        raise _contradiction("best_of", "best_of beyond n is not supported; use n for several choices")
+        raise refused("best_of", "best_of beyond n is not supported; use n for several choices")
     if request.stream_options is not None and not request.stream:
-        raise _contradiction("stream_options", "stream_options needs stream=true")
+        raise refused("stream_options", "stream_options needs stream=true")
     if request.stream and request.prompt_logprobs is not None:
-        raise _contradiction("prompt_logprobs", "prompt_logprobs are not supported in a stream; leave stream out")
+        raise refused("prompt_logprobs", "prompt_logprobs are not supported in a stream; leave stream out")
     if isinstance(request, ChatRequest) and request.top_logprobs and not request.logprobs:
-        raise _contradiction("top_logprobs", "top_logprobs needs logprobs=true")
+        raise refused("top_logprobs", "top_logprobs needs logprobs=true")
     if request.new_tokens == 0:
         if not (getattr(request, "echo", None) or request.prompt_logprobs is not None):
             raise invalid_value("max_tokens", 0, "at least 1, or 0 with echo=true or prompt_logprobs")
         if request.min_tokens:
-            raise _contradiction("min_tokens", "min_tokens is more than max_tokens")
+            raise refused("min_tokens", "min_tokens is more than max_tokens")
 
 
 def _check_messages(request: ChatRequest | TokenizeChatRequest) -> None:
@@ -409,17 +409,13 @@ def _check_messages(request: ChatRequest | TokenizeChatRequest) -> None:
         expected = 'an empty value, or tool_choice="none": calls are not supported'
         raise invalid_value("tools", request.tools, expected, size=len(request.tools))
     if request.continue_final_message and request.add_generation_prompt:
-        raise _contradiction("continue_final_message", "continue_final_message excludes add_generation_prompt")
+        raise refused("continue_final_message", "continue_final_message excludes add_generation_prompt")
     if request.continue_final_message and (last.role != "assistant" or last.tool_calls):
-        raise _contradiction("continue_final_message", "continue_final_message needs a last message of the assistant")
+        raise refused("continue_final_message", "continue_final_message needs a last message of the assistant")
     for index, message in enumerate(request.messages):
         if message.content is None and not (message.role == "assistant" and message.tool_calls):
             name = f"messages[{index}].content"
-            raise ApiError(400, f"{name!r} is missing", parameter=name, code="missing_parameter")
-
-
-def _contradiction(name: str, message: str) -> ApiError:
-    return ApiError(400, message, parameter=name, code="invalid_value")
+            raise refused(name, f"{name!r} is missing", "missing_parameter")
 
 
 def _arguments(given: str | dict[str, Any] | None) -> Any:

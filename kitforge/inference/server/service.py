@@ -18,7 +18,7 @@ from kitforge.foundation.errors import DataError, KitforgeError
 from kitforge.foundation.log import logger
 from kitforge.inference.logprobs import PromptLogprob
 from kitforge.inference.server.application import HttpService
-from kitforge.inference.server.errors import ApiError
+from kitforge.inference.server.errors import ApiError, refused
 from kitforge.inference.server.metrics import Metrics
 from kitforge.inference.server.options import ServeOptions
 from kitforge.inference.server.worker import PromptJob, Worker
@@ -188,13 +188,13 @@ class Service(HttpService):
             if own is not None:
                 name = f"chat_template_kwargs.{own}"
                 message = f"{name!r} is set by a field of the request, or is not supported"
-                raise ApiError(400, message, parameter=name, code="invalid_value")
+                raise refused(name, message)
         opens_reply = not request.continue_final_message and request.add_generation_prompt is not False
         messages = [message.to_template_message() for message in request.messages]
         try:
             return self.template.tokens(messages, opens_reply=opens_reply, **further)
         except DataError as error:
-            raise ApiError(400, str(error), parameter="messages", code="invalid_value") from None
+            raise refused("messages", str(error)) from None
 
     def tokenize(self, request: TokenizeRequest | TokenizeChatRequest) -> dict[str, Any]:
         """The response of /tokenize, in vLLM's format. Raises ApiError."""
@@ -223,7 +223,7 @@ class Service(HttpService):
         limit, requested, most = self._max_model_len, request.new_tokens, self.limits.max_new_tokens
         if requested is not None and most is not None and requested > most:
             message = f"max_tokens={requested} is more than this server allows, which is {most}"
-            raise ApiError(400, message, parameter="max_tokens", code="invalid_value")
+            raise refused("max_tokens", message)
         # By default a chat reply ends where the model ends it; where keys depend on the length of a sequence, and in
         # completions, its length is that of the options.
         is_open = request.is_chat and not self._geometry.depends_on_length

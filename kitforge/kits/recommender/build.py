@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from rich.console import RenderableType
@@ -34,13 +34,13 @@ from kitforge.kits.recommender.data import (
     column_cache_root,
     iter_of,
     load_dataset,
-    schema_of,
     table_config,
 )
 from kitforge.kits.recommender.dataset import ClickDataset
 from kitforge.kits.recommender.describe import describe_table, render_description
 from kitforge.kits.recommender.export import export_program
 from kitforge.kits.recommender.factory import (
+    OBJECTIVES,
     build_objective,
     new_recommender,
     open_run_checkpoint,
@@ -57,11 +57,7 @@ from kitforge.kits.recommender.schema import (
     FeatureSchema,
     read_schema,
     schema_yaml,
-    with_length,
-    with_own_items,
-    with_rare_values,
 )
-from kitforge.kits.recommender.sequential_objective import NUM_HELD_OUT
 from kitforge.kits.recommender.server.app import new_app
 from kitforge.kits.recommender.server.service import RecommenderService
 from kitforge.kits.recommender.serving import open_served, serve_quantized
@@ -69,17 +65,11 @@ from kitforge.kits.recommender.tables import TableStatsCallback, distinct_rows, 
 from kitforge.kits.recommender.task import RecommendationTask
 from kitforge.kits.recommender.unknown_values import unlearned_values
 from kitforge.models.catalog import families_of, recommender_of
-from kitforge.models.sasrec.model import SASRecConfig
-from kitforge.models.two_tower.model import TwoTowerConfig
 from kitforge.trainer.callbacks.callback import Callback
 from kitforge.trainer.run_folder import Run
 from kitforge.trainer.task import Task
 
 _log = logger(__name__)
-
-# Events of a user that a sasrec is trained on where no schema says how many, the newest ones: in windows of max_length.
-LONGEST = 1000
-
 
 Inputs: TypeAlias = RunInputs[FeatureEncoder]
 
@@ -318,7 +308,8 @@ def _dataset(
     data = options.data
     if encoder is not None and not is_evaluation:
         _compare_schemas(data, encoder.schema, is_resumed=given is None and start is None)
-    if isinstance(config, SASRecConfig):
+    objective = OBJECTIVES[config.objective]
+    if objective.num_held_out:
         # What is kept for evaluation are the last items of sequences, not whole ones.
         check(data.split != "time", "data.split", data.split, "random: the last item of every sequence is held out")
         data = dataclasses.replace(data, eval_fraction=0.0)
@@ -327,15 +318,8 @@ def _dataset(
         wanted = max(options.trainer.max_steps * data.step_size, 1)
         data = dataclasses.replace(data, num_fit_rows=min(data.num_fit_rows, wanted))
     is_guessed = encoder is None and data.schema is None and train is not None and iter_of(train) is None
-    if isinstance(config, (TwoTowerConfig, SASRecConfig)) and is_guessed:
-        # Every item is to be found, however rare and however many there are.
-        named = {*config.user, *config.item} if isinstance(config, TwoTowerConfig) else set()
-        kind: Literal["towers", "sequences"] = "sequences" if isinstance(config, SASRecConfig) else "towers"
-        guessed = schema_of(train, data, retrieval=kind, ids=named)
-        if isinstance(config, SASRecConfig) and guessed.events is not None:
-            guessed = with_length(guessed, max(LONGEST, config.max_length + NUM_HELD_OUT))
-        items = config.item[:1] if isinstance(config, TwoTowerConfig) else tuple(guessed.sequences)
-        data = dataclasses.replace(data, schema=to_dict(with_own_items(with_rare_values(guessed), items)))
+    if is_guessed and (guessed := objective.default_schema(config, train, data)) is not None:
+        data = dataclasses.replace(data, schema=to_dict(guessed))
     with show_progress("rows read", enabled=options.trainer.progress) as progress:
         dataset = load_dataset(train, evaluation, data, options.seed, encoder, progress)
     # A run that is resumed over its own rows left some out as too rare, and said so.

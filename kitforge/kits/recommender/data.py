@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from kitforge.data.cache_folder import default_root
 from kitforge.data.document_shard import fingerprint_of
@@ -129,16 +129,17 @@ def schema_of(
     spec: Any,
     options: RecommendationDataOptions,
     *,
-    retrieval: Literal["towers", "sequences"] | None = None,
+    is_scored: bool = True,
+    has_sequences: bool = False,
     ids: Collection[str] = (),
 ) -> FeatureSchema:
-    """The schema of the options, or one inferred from the rows. A family of retrieval takes a column as the label only
-    by its name; `sequences`: events become sequences. `ids`: columns that are ids if in doubt."""
+    """The schema of the options, or one inferred from the rows. Rows that are not scored have a column as the label
+    only by its name; `has_sequences`: events become sequences. `ids`: columns that are ids if in doubt."""
     if options.schema is not None:
         return read_schema(options.schema)
     if (log := click_log(spec)) is not None:
         return click_log_schema(log)
-    choice = replace(label_choice(options), by_position=retrieval is None)
+    choice = replace(label_choice(options), by_position=is_scored)
     description = describe_table(spec, table_config(options), choice=choice, ids=ids)
     if options.negatives.num_negatives:
         expected = "a schema, or columns called user_id, item_id and timestamp, or much like that"
@@ -146,7 +147,7 @@ def schema_of(
         check(description.targets is not None, "data.schema", "null", expected, fix)
         assert description.targets is not None
         return _without_others(description.targets, description)
-    if retrieval == "sequences" and not description.schema.sequences and description.sequences:
+    if has_sequences and not description.schema.sequences and description.sequences:
         return _without_others(description.sequences, description)
     return description.schema
 

@@ -20,11 +20,10 @@ from kitforge.embedding_cache.serving.table import ServedTable
 from kitforge.foundation.config import check, to_dict
 from kitforge.foundation.errors import ConfigError, ModelError
 from kitforge.foundation.files import atomic_file
+from kitforge.kits.recommender.factory import OBJECTIVES
 from kitforge.kits.recommender.model import MISSING_SUFFIX, ReadOnlyTables, Recommender, sample_shape
 from kitforge.kits.recommender.schema import FeatureSchema
 from kitforge.models.catalog import build_recommender
-from kitforge.models.sasrec.model import SASRec
-from kitforge.models.two_tower.model import TwoTower, TwoTowerConfig
 
 FORMAT_VERSION = 1
 
@@ -37,11 +36,10 @@ class ScoringProgram(nn.Module):
         super().__init__()
         network = build_recommender(model.config, sample_shape(model.encoder))
         load_tensors(dict(network.named_parameters()), model.network.named_parameters(), what="network")
-        is_user = isinstance(network, TwoTower)
-        self.network = network.user if isinstance(network, TwoTower) else network
-        self._is_user = is_user
-        towers = model.config if isinstance(model.config, TwoTowerConfig) else None
-        self._lookups = [each for each in model.requests.lookups if towers is None or towers.is_of("user", each)]
+        part = exported_part(model)
+        self.network = network.get_submodule(part)
+        self._is_user = bool(part)
+        self._lookups = [each for each in model.requests.lookups if model.config.is_of(part, each)]
         self._plan = model.requests
         self._pooling = pooling
         self._max_lengths = dict(max_lengths)
@@ -102,8 +100,7 @@ def export_program(model: Recommender, pooling: str, step: int, target: Path) ->
     """Write the program to `target`, and the description of its inputs to the same name with `.json`. Raises ModelError
     for a network that cannot be exported, and ConfigError for an unbounded table."""
     check(target.suffix == ".pt2", "output", target, "a file .pt2")
-    if isinstance(model.network, SASRec):
-        raise ModelError("this family is not exported", got="sasrec", expected="a family that scores, or a two_tower")
+    exported_part(model)
     schema = model.encoder.schema
     lengths = {name: feature.max_length for name, feature in schema.sequences.items()}
     program = ScoringProgram(model, pooling, lengths).eval().requires_grad_(False)
@@ -117,6 +114,14 @@ def export_program(model: Recommender, pooling: str, step: int, target: Path) ->
         torch.export.save(exported, file)
     with atomic_file(target.with_suffix(".json")) as file:
         file.write(json.dumps(_description(model, program, example, step), indent=1, ensure_ascii=False).encode())
+
+
+def exported_part(model: Recommender) -> str:
+    """The part of the network that is exported. Raises ModelError for a network that cannot be."""
+    if (part := OBJECTIVES[model.config.objective].exported_part) is None:
+        expected = "a family that scores, or a two_tower"
+        raise ModelError("this family is not exported", got=model.config.family, expected=expected)
+    return part
 
 
 def _all_rows(table: nn.Module) -> Tensor:

@@ -30,14 +30,18 @@ from kitforge.kits.recommender.model import (
 from kitforge.kits.recommender.negatives import NegativeSampler
 from kitforge.kits.recommender.objective import Objective, RetrievalObjective
 from kitforge.kits.recommender.pointwise_objective import PointwiseObjective
-from kitforge.kits.recommender.sequential_objective import NUM_HELD_OUT, SampledSoftmax
+from kitforge.kits.recommender.sequential_objective import SampledSoftmax
 from kitforge.kits.recommender.tables import EMPTY, shard_tables
 from kitforge.kits.recommender.two_tower_objective import InBatchSoftmax
 from kitforge.models.catalog import recommender_of
-from kitforge.models.sasrec.model import SASRecConfig
-from kitforge.models.two_tower.model import TwoTowerConfig
 
 Options = TypeVar("Options")
+# By the name that a family's configuration has for its own.
+OBJECTIVES: dict[str, type[Objective[Any]]] = {
+    "pointwise": PointwiseObjective,
+    "in_batch_softmax": InBatchSoftmax,
+    "sampled_softmax": SampledSoftmax,
+}
 
 
 def new_recommender(
@@ -87,11 +91,11 @@ def build_objective(
         name, expected = "data.negatives.num_negatives", f"0: a {config.family} learns from the other items of a step"
         check(not negatives.num_negatives, name, negatives.num_negatives, expected)
         return objective
+    sampler = None
     if negatives.num_negatives:
         rows = dataset.train if isinstance(dataset.train, ClickDataset) else None
         sampler = NegativeSampler(negatives, dataset.encoder.schema, options.seed, rows)
-        return PointwiseObjective(build_request_plan(config, dataset.encoder), options.seed, sampler)
-    if dataset.encoder.schema.label is None:
+    elif dataset.encoder.schema.label is None:
         got: str | None = "a data.schema without a label"
         if options.data.schema is None and dataset.source is not None:
             choice = label_choice(options.data)
@@ -104,22 +108,20 @@ def build_objective(
             "COLUMN, positive: TEXT}`); where all rows are positives (purchases, ratings, views), "
             "data.negatives.num_negatives=4 draws the others",
         )
-    return PointwiseObjective(build_request_plan(config, dataset.encoder), options.seed)
+    return PointwiseObjective(build_request_plan(config, dataset.encoder), options.seed, sampler)
 
 
 def build_retrieval_objective(
     config: RecommenderConfig, options: RecommendationOptions, encoder: FeatureEncoder, catalogue: ItemCatalog | None
 ) -> RetrievalObjective[Any] | None:
     """The objective of a retrieval family; None for families that score rows."""
-    if not isinstance(config, (TwoTowerConfig, SASRecConfig)):
+    objective = OBJECTIVES[config.objective]
+    if not issubclass(objective, RetrievalObjective):
         return None
     plan = build_request_plan(config, encoder)
     if catalogue is None:
         raise ConfigError("there are no items to find", got="data.train=null", expected="rows to train on")
-    if isinstance(config, TwoTowerConfig):
-        return InBatchSoftmax(config, plan, catalogue, options.retrieval, options.seed)
-    feature = config.items(sample_shape(encoder))
-    return SampledSoftmax(feature, config.max_length, plan, catalogue, options.retrieval, options.seed)
+    return objective(config, plan, catalogue, options)
 
 
 def with_item_catalog(
@@ -134,17 +136,13 @@ def with_item_catalog(
     of the training rows beside those that were known. Where whole sequences are asked to go on, the sequences that are
     trained on are evaluated as well, by the items that training leaves out. What items are called is kept in caches
     below `root`. A run that is `resumed` has counted some of these rows before."""
-    if isinstance(config, SASRecConfig):
+    held_out = OBJECTIVES[config.objective].num_held_out
+    if held_out:
         given = dataset.eval is not None and dataset.eval.num_rows > 0
         dataset = dataset if given else dataclasses.replace(dataset, eval=dataset.train_rows())
     if not isinstance(dataset.train, ClickDataset) or not is_open:
         return dataset
-    if isinstance(config, TwoTowerConfig):
-        config.lookups(sample_shape(dataset.encoder))
-        item, held_out = config.item[0], 0
-    elif isinstance(config, SASRecConfig):
-        item, held_out = config.items(sample_shape(dataset.encoder)), NUM_HELD_OUT
-    else:
+    if (item := config.items(sample_shape(dataset.encoder))) is None:
         return dataset
     catalogue = build_item_catalog(dataset.train, item, held_out, dataset.time)
     column = dataset.encoder.schema.column_of(item)

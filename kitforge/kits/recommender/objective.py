@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from kitforge.core.parallel.world import World
 from kitforge.foundation.types import MicroBatch, Sums
 from kitforge.kits.recommender.batch import FeatureBatch
-from kitforge.kits.recommender.config import RetrievalOptions
+from kitforge.kits.recommender.config import RecommendationDataOptions, RecommendationOptions
 from kitforge.kits.recommender.dataset import ClickDataset
 from kitforge.kits.recommender.item_catalog import ItemCatalog
 from kitforge.kits.recommender.metrics import (
@@ -23,7 +23,8 @@ from kitforge.kits.recommender.metrics import (
     rank_users,
     ranks_without,
 )
-from kitforge.kits.recommender.model import Recommender
+from kitforge.kits.recommender.model import EmbeddingRequestPlan, Recommender
+from kitforge.kits.recommender.schema import FeatureSchema
 from kitforge.kits.recommender.unknown_values import UnknownValues
 
 Batch = TypeVar("Batch")
@@ -33,6 +34,14 @@ class Objective(ABC, Generic[Batch]):
     """A loss summed over samples, and metrics that do not depend on the batch size."""
 
     metric_for_best: str  # higher is better
+    num_held_out: ClassVar[int] = 0  # last items of each history that are evaluated and never trained on
+    is_scored: ClassVar[bool] = True  # rows get a probability
+    # The part of the network that is exported, "" for all of it, which gives logits; None: the network is not exported.
+    exported_part: ClassVar[str | None] = ""
+
+    @classmethod
+    def default_schema(cls, config: Any, rows: Any, data: RecommendationDataOptions) -> FeatureSchema | None:
+        """The schema of training rows that come without one, for networks of that configuration; None: the usual."""
 
     def __init__(self) -> None:
         self._warned = set[str]()  # features that a warning about unknown values has named
@@ -66,14 +75,16 @@ class RetrievalObjective(Objective[Batch]):
     item_feature: str  # the feature whose values are the items
     user_features: tuple[str, ...]  # inputs of the user vectors
     histories: tuple[str, ...]  # sequences of items that a user has taken
-    num_held_out = 0  # last items of each history that are evaluated and never trained on
 
-    def __init__(self, catalogue: ItemCatalog, retrieval: RetrievalOptions, seed: int) -> None:
+    def __init__(
+        self, config: Any, plan: EmbeddingRequestPlan, catalogue: ItemCatalog, options: RecommendationOptions
+    ) -> None:
         super().__init__()
+        self._plan = plan
         self._catalogue = catalogue
-        self._excludes_seen = retrieval.exclude_seen
-        self._top = retrieval.top_k
-        self._seed = seed
+        self._excludes_seen = options.retrieval.exclude_seen
+        self._top = options.retrieval.top_k
+        self._seed = options.seed
         self.metric_for_best = f"eval/hr@{self._top}"
 
     @abstractmethod

@@ -25,13 +25,12 @@ from kitforge.kits.recommender.artifacts import ITEMS
 from kitforge.kits.recommender.batch import FeatureBatch
 from kitforge.kits.recommender.config import RecommendationOptions, RetrievalOptions
 from kitforge.kits.recommender.data import table_config
-from kitforge.kits.recommender.factory import build_retrieval_objective
+from kitforge.kits.recommender.factory import OBJECTIVES, build_retrieval_objective
 from kitforge.kits.recommender.features import FeatureEncoder
 from kitforge.kits.recommender.item_catalog import ItemCatalog, save_item_catalog
 from kitforge.kits.recommender.model import MISSING_SUFFIX, Recommender, inputs_of
 from kitforge.kits.recommender.objective import RetrievalObjective
 from kitforge.kits.recommender.serving import faiss, load_index, save_index, serving_folder
-from kitforge.models.sasrec.model import SASRec
 from kitforge.report.notebook import Rows
 
 _log = logger(__name__)
@@ -60,7 +59,7 @@ class RecommendationPipeline:
             return self(rows)[0]
         if isinstance(rows, Sequence) and not len(rows):
             return []
-        if isinstance(self.model.network, SASRec):
+        if not self.is_scored:
             raise ModelError(
                 "this family scores no pairs", got=self.model.config.family, fix="ask for items: retrieve(user, k=10)"
             )
@@ -135,6 +134,11 @@ class RecommendationPipeline:
         keys = keys_of(items, self.encoder.schema.column_of(feature).kind)
         item_indices = catalogue.indices_of(torch.from_numpy(self.encoder.ids_of(feature, keys)))
         return np.where((item_indices >= 0) & (catalogue.keys[item_indices] == keys), item_indices, -1)
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether rows get a score."""
+        return OBJECTIVES[self.model.config.objective].is_scored
 
     @property
     def is_retrieval(self) -> bool:

@@ -20,19 +20,23 @@ from kitforge.foundation import seed as seeds
 from kitforge.foundation.device import copy_to
 from kitforge.foundation.types import MicroBatch, Sums
 from kitforge.kits.recommender.batch import FeatureBatch, IdSequence
-from kitforge.kits.recommender.config import RetrievalOptions
+from kitforge.kits.recommender.config import RecommendationDataOptions, RecommendationOptions
+from kitforge.kits.recommender.data import schema_of
 from kitforge.kits.recommender.dataset import ClickDataset
 from kitforge.kits.recommender.item_catalog import ItemCatalog
 from kitforge.kits.recommender.model import EmbeddingRequestPlan, Recommender, pad_sequences
 from kitforge.kits.recommender.objective import RetrievalObjective
+from kitforge.kits.recommender.schema import FeatureSchema, with_length, with_own_items, with_rare_values
 from kitforge.kits.recommender.two_tower_objective import ITEM_BATCH
-from kitforge.models.sasrec.model import SASRec
+from kitforge.models.sasrec.model import SASRecConfig
 
 LOOKUP = "items"
 # Dropout keys: the window number stands above the bits of the sample number.
 _WINDOW_BITS = 40
 # The last item of every sequence is held out for evaluation.
 NUM_HELD_OUT = 1
+# Events of a user that are trained on where no schema says how many, the newest ones: in windows of max_length.
+LONGEST = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,22 +54,26 @@ class SampledSoftmax(RetrievalObjective[SequenceBatch]):
     """Sampled softmax over the next item and K uniform negatives (Jean et al., 2015)."""
 
     num_held_out = NUM_HELD_OUT
+    is_scored = False
+    exported_part = None
+
+    @classmethod
+    def default_schema(cls, config: SASRecConfig, rows: Any, data: RecommendationDataOptions) -> FeatureSchema:
+        """See `Objective`. Events become sequences, and every item is to be found, however rare."""
+        guessed = schema_of(rows, data, is_scored=False, has_sequences=True)
+        if guessed.events is not None:
+            guessed = with_length(guessed, max(LONGEST, config.max_length + NUM_HELD_OUT))
+        return with_own_items(with_rare_values(guessed), tuple(guessed.sequences))
 
     def __init__(
-        self,
-        feature: str,
-        window: int,
-        plan: EmbeddingRequestPlan,
-        catalogue: ItemCatalog,
-        retrieval: RetrievalOptions,
-        seed: int,
+        self, config: SASRecConfig, plan: EmbeddingRequestPlan, catalogue: ItemCatalog, options: RecommendationOptions
     ) -> None:
-        super().__init__(catalogue, retrieval, seed)
-        self._feature = self.item_feature = feature
-        self._window = window
-        self.user_features = self.histories = (feature,)
-        self._plan = plan
-        self._num_negatives = min(retrieval.num_negatives, len(catalogue))
+        super().__init__(config, plan, catalogue, options)
+        ((self._feature,),) = (each.features for each in plan.lookups)
+        self.item_feature = self._feature
+        self._window = config.max_length
+        self.user_features = self.histories = (self._feature,)
+        self._num_negatives = min(options.retrieval.num_negatives, len(catalogue))
 
     def read(self, rows: ClickDataset, indices: NDArray[np.int64], own: slice, step: int) -> SequenceBatch:
         """See `Objective`."""
@@ -125,13 +133,14 @@ class SampledSoftmax(RetrievalObjective[SequenceBatch]):
     def states(self, model: Recommender, ids: Tensor, lengths: Tensor) -> Tensor:
         """The last hidden state [B, dim] of histories: ids [B, L], lengths [B]. Histories longer than the window keep
         their last items."""
-        network = sasrec_of(model)
+        network: Any = model.network
         width = min(self._window, ids.shape[1])
         starts = (lengths - self._window).clamp(min=0).unsqueeze(1)
         ids = ids.gather(1, (starts + torch.arange(width)).clamp(max=max(ids.shape[1] - 1, 0)))
         lengths = lengths.clamp(max=width)
         vectors = pad_sequences(self._rows(model, self._request(ids, lengths)), lengths, width)
-        return network.last(network(vectors, lengths), lengths.clamp(min=1))
+        states: Tensor = network.last(network(vectors, lengths), lengths.clamp(min=1))
+        return states
 
     def user_vectors(self, model: Recommender, batch: FeatureBatch) -> Tensor:
         """See `RetrievalObjective`. Reads the whole history."""
@@ -157,7 +166,7 @@ class SampledSoftmax(RetrievalObjective[SequenceBatch]):
         there = copy_to(asks.flatten().nonzero().squeeze(1), vectors.device)
         states, targets = (
             each.flatten(0, 1).index_select(0, there)
-            for each in (sasrec_of(model)(vectors[:, :-1], before, dropout_key), vectors[:, 1:])
+            for each in (model.network(vectors[:, :-1], before, dropout_key), vectors[:, 1:])
         )
         wanted = (states * targets).sum(1, keepdim=True)
         # Each of the K negatives stands for I / K items; a drawn target is masked out.
@@ -201,10 +210,3 @@ def training_windows(sequences: IdSequence, window: int, cuts: NDArray[np.int64]
     is_there = np.arange(width) < lengths[:, None]
     ids = sequences.ids.numpy()[owners[:, None], np.where(is_there, chosen, 0)] * is_there
     return IdSequence(ids=torch.from_numpy(ids), lengths=torch.from_numpy(lengths)), torch.from_numpy(owners)
-
-
-def sasrec_of(model: Recommender) -> SASRec:
-    """The SASRec network of a model."""
-    network = model.network
-    assert isinstance(network, SASRec)
-    return network

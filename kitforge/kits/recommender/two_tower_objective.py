@@ -19,12 +19,14 @@ from kitforge.foundation.config import check
 from kitforge.foundation.device import copy_to
 from kitforge.foundation.types import MicroBatch, Sums
 from kitforge.kits.recommender.batch import FeatureBatch
-from kitforge.kits.recommender.config import RetrievalOptions
+from kitforge.kits.recommender.config import RecommendationDataOptions, RecommendationOptions
+from kitforge.kits.recommender.data import schema_of
 from kitforge.kits.recommender.dataset import ClickDataset
 from kitforge.kits.recommender.item_catalog import ItemCatalog
 from kitforge.kits.recommender.model import EmbeddingRequestPlan, Recommender, inputs_of
 from kitforge.kits.recommender.objective import RetrievalObjective
-from kitforge.models.two_tower.model import TwoTower, TwoTowerConfig
+from kitforge.kits.recommender.schema import FeatureSchema, with_own_items, with_rare_values
+from kitforge.models.two_tower.model import TwoTowerConfig
 
 # Items per forward pass of the item tower.
 ITEM_BATCH = 4096
@@ -43,16 +45,19 @@ class InBatchSoftmax(RetrievalObjective[StepCandidates]):
     """In-batch softmax with the logQ correction for sampling frequency (Yi et al., 2019). Rows with label 0 contribute
     their items as negatives, and no users."""
 
+    exported_part = "user"
+
+    @classmethod
+    def default_schema(cls, config: TwoTowerConfig, rows: Any, data: RecommendationDataOptions) -> FeatureSchema:
+        """See `Objective`. Every item is to be found, however rare and however many there are."""
+        guessed = schema_of(rows, data, is_scored=False, ids={*config.user, *config.item})
+        return with_own_items(with_rare_values(guessed), config.item[:1])
+
     def __init__(
-        self,
-        config: TwoTowerConfig,
-        plan: EmbeddingRequestPlan,
-        catalogue: ItemCatalog,
-        retrieval: RetrievalOptions,
-        seed: int,
+        self, config: TwoTowerConfig, plan: EmbeddingRequestPlan, catalogue: ItemCatalog, options: RecommendationOptions
     ) -> None:
-        super().__init__(catalogue, retrieval, seed)
-        self._item = self.item_feature = config.item[0]
+        super().__init__(config, plan, catalogue, options)
+        self.item_feature = config.item[0]
         self.user_features = config.user
         histories = {name for each in plan.lookups if each.pooling == "sequence" for name in each.features}
         sequences = [name for name in config.item if name in histories]
@@ -60,21 +65,20 @@ class InBatchSoftmax(RetrievalObjective[StepCandidates]):
         self._lookups = {
             side: [each.name for each in plan.lookups if config.is_of(side, each)] for side in ("user", "item")
         }
-        self.histories = plan.histories_of(self._item, config.user)
+        self.histories = plan.histories_of(self.item_feature, config.user)
         check(
-            bool(self.histories) or not retrieval.exclude_seen,
+            bool(self.histories) or not self._excludes_seen,
             "retrieval.exclude_seen",
             True,
-            f"false: no sequence of model.user holds items that a user has taken, in the table of {self._item}",
+            f"false: no sequence of model.user holds items that a user has taken, in the table of {self.item_feature}",
             "data.schema.events with `history: NAME` makes one; give it and the item one `table`",
         )
-        self._plan = plan
 
     def read(self, rows: ClickDataset, indices: NDArray[np.int64], own: slice, step: int) -> StepCandidates:
         """See `Objective`."""
         batch = rows.batch(indices)
         return StepCandidates(
-            batch=batch, first=own.start, log_frequencies=self._catalogue.log_frequencies(batch.ids[self._item])
+            batch=batch, first=own.start, log_frequencies=self._catalogue.log_frequencies(batch.ids[self.item_feature])
         )
 
     def micro_batch(self, batch: StepCandidates, start: int, stop: int) -> Mapping[str, Any]:
@@ -89,7 +93,7 @@ class InBatchSoftmax(RetrievalObjective[StepCandidates]):
             "calls": [users["requests"], items["requests"]],
             "weights": torch.ones(len(own)) if own.labels is None else own.labels,
             "targets": torch.arange(first, last),
-            "ids": batch.batch.ids[self._item],
+            "ids": batch.batch.ids[self.item_feature],
             "log_frequencies": batch.log_frequencies,
         }
 
@@ -107,8 +111,7 @@ class InBatchSoftmax(RetrievalObjective[StepCandidates]):
         def compute() -> Tensor:
             users = side_vectors(model, "user", micro_batch["users"], noises["users"])
             items = side_vectors(model, "item", micro_batch["items"], noises["items"])
-            scores = towers_of(model).scores(users, items)
-            return in_batch_loss(scores, micro_batch).sum()
+            return in_batch_loss(self.scores(model, users, items), micro_batch).sum()
 
         return {"loss": model(compute)}
 
@@ -120,11 +123,13 @@ class InBatchSoftmax(RetrievalObjective[StepCandidates]):
         """See `RetrievalObjective`. Rows without a click are no queries."""
         users = model(lambda: self.user_vectors(model, batch))
         wants = np.ones(len(batch), bool) if batch.labels is None else batch.labels.numpy() > 0
-        return users, batch.ids[self._item], wants
+        return users, batch.ids[self.item_feature], wants
 
     def scores(self, model: Recommender, users: Tensor, items: Tensor) -> Tensor:
         """See `RetrievalObjective`."""
-        return towers_of(model).scores(users, items)
+        network: Any = model.network
+        scores: Tensor = network.scores(users, items)
+        return scores
 
     def user_vectors(self, model: Recommender, batch: FeatureBatch) -> Tensor:
         """See `RetrievalObjective`."""
@@ -138,13 +143,6 @@ class InBatchSoftmax(RetrievalObjective[StepCandidates]):
             batch = samples.narrow(start, min(start + ITEM_BATCH, len(samples)))
             vectors.append(side_vectors(model, "item", inputs_of(batch, self._plan, self._lookups["item"]), None))
         return torch.cat(vectors)
-
-
-def towers_of(model: Recommender) -> TwoTower:
-    """The two towers of a model."""
-    network = model.network
-    assert isinstance(network, TwoTower)
-    return network
 
 
 def side_vectors(model: Recommender, side: str, inputs: Mapping[str, Any], dropout_key: SampleDropout | None) -> Tensor:

@@ -58,7 +58,7 @@ from kitforge.kits.transformers.preprocessor import (
 from kitforge.kits.transformers.programs import export_programs
 from kitforge.kits.transformers.rows import ClassifierTask, RowSplits, hold_out, label_probabilities
 from kitforge.models import loading as model_folder
-from kitforge.models.catalog import config_of, config_of_network
+from kitforge.models.catalog import config_of, config_of_network, families_of
 from kitforge.models.hub import resolve
 from kitforge.models.loading import OpenCheckpoint, StoredModel
 from kitforge.models.peft import base_of, is_adapter
@@ -395,9 +395,8 @@ def open_vision(folder: Path, open_run: OpenCheckpoint = find_checkpoint) -> Sto
     """The vision transformer of a run, a step or a Hugging Face folder; no weight is read yet."""
     stored = model_folder.open_model(folder, open_run)
     config: Any = stored.config
-    if not isinstance(config, ViTConfig):
-        got, expected = stored.config.family, "a vision transformer: vit"
-        raise ModelError("this model reads no images", got=got, expected=expected)
+    if config.family not in families_of("vision"):
+        raise ModelError("this model reads no images", got=config.family, expected="a vision transformer: vit")
     path = folder / PREPROCESSOR
     if not path.is_file() and is_adapter(folder):
         path = resolve(base_of(folder)) / PREPROCESSOR

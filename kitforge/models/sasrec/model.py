@@ -30,6 +30,7 @@ class SASRecConfig(RecommenderConfig):
 
     family: ClassVar[str] = "sasrec"
     logit: ClassVar[None] = None
+    objective: ClassVar[str] = "sampled_softmax"
     sequence: str | None = None  # the sequence feature of item ids; None: the only one
     dim: int = 64  # embedding and hidden dimension
     num_layers: int = 2

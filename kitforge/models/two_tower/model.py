@@ -23,6 +23,7 @@ class TwoTowerConfig(RecommenderConfig):
 
     family: ClassVar[str] = "two_tower"
     logit: ClassVar[None] = None
+    objective: ClassVar[str] = "in_batch_softmax"
     user: tuple[str, ...] = ()  # user features: numeric, categorical, or sequences (mean-pooled)
     item: tuple[str, ...] = ()  # item features; the first is the item id
     dim: int = 32  # embedding dimension
@@ -63,9 +64,14 @@ class TwoTowerConfig(RecommenderConfig):
             *(sequence_lookup(name, self.dim, SIDES, shape) for name in sequences),
         )
 
-    def is_of(self, side: str, lookup: EmbeddingLookup) -> bool:
+    def items(self, shape: SampleShape) -> str:
+        """The categorical item id. Raises ConfigError for features that the data do not have."""
+        self.lookups(shape)
+        return self.item[0]
+
+    def is_of(self, part: str, lookup: EmbeddingLookup) -> bool:
         """Whether a tower reads a lookup."""
-        return lookup.name == side if lookup.pooling != "sequence" else lookup.features[0] in getattr(self, side)
+        return lookup.name == part if lookup.pooling != "sequence" else lookup.features[0] in getattr(self, part)
 
     def dense_features(self, shape: SampleShape) -> tuple[str, ...]:
         """The numeric features of both sides."""

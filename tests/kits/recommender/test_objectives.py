@@ -14,7 +14,7 @@ from kitforge.core.parallel.world import World
 from kitforge.kits.recommender.batch import IdSequence
 from kitforge.kits.recommender.item_catalog import build_item_catalog
 from kitforge.kits.recommender.model import inputs_of
-from kitforge.kits.recommender.sequential_objective import sasrec_of, training_windows
+from kitforge.kits.recommender.sequential_objective import training_windows
 from kitforge.kits.recommender.two_tower_objective import side_vectors
 from tests.kits.recommender.runs import numbers, ready, run, same
 
@@ -53,7 +53,7 @@ def next_loss(model: Any, objective: Any, rows: Any, negatives: torch.Tensor) ->
         if len(known) < 2:
             continue
         vectors = items[[place_of[item] for item in known[:-1]]].unsqueeze(0)
-        states = sasrec_of(model)(vectors, torch.tensor([len(known) - 1]))[0]
+        states = model.network(vectors, torch.tensor([len(known) - 1]))[0]
         for stop in range(1, len(known)):
             state = states[stop - 1]
             wanted = place_of[known[stop]]
@@ -80,7 +80,7 @@ def test_with_all_items_the_loss_of_sasrec_is_the_full_softmax(sequences: tuple[
     drawn = dataclasses.replace(drawn, negatives=torch.from_numpy(objective._catalogue.ids))
     part = objective.micro_batch(drawn, 0, 1)
     places = objective._catalogue.indices_of(one.ids[0])
-    state = sasrec_of(model)(items[places[:1]].unsqueeze(0), torch.tensor([1]))[0, -1:]
+    state = model.network(items[places[:1]].unsqueeze(0), torch.tensor([1]))[0, -1:]
     full = functional.cross_entropy(state @ items.t(), torch.tensor([places[1]]))
     assert float(objective.loss(model, {**part, "step": 0})["loss"]) == pytest.approx(float(full), rel=1e-5)
 

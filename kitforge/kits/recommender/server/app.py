@@ -2,6 +2,7 @@
 
 # No postponed annotations here: FastAPI reads them, and its names are local to these functions.
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,6 @@ from kitforge.foundation.errors import KitforgeError
 from kitforge.inference.server.application import described, new_application, read_body, unless_gone
 from kitforge.inference.server.errors import ApiError
 from kitforge.inference.server.request_body import invalid_value
-from kitforge.kits.recommender.batch import FeatureBatch
 from kitforge.kits.recommender.server.requests import RowReader, known_fields, whole_number
 from kitforge.kits.recommender.server.service import Query, RecommenderService, ScoringReply
 
@@ -24,7 +24,8 @@ def new_app(service: RecommenderService) -> Any:
     if service.row_reader is not None:
         _add_score(app, service, service.row_reader)
     else:
-        _add_refusal(app, "/score", "a sasrec scores no rows; ask for items: POST /retrieve")
+        family = service.version.pipeline.model.config.family
+        _add_refusal(app, "/score", f"a {family} scores no rows; ask for items: POST /retrieve")
     if service.user_reader is not None:
         _add_retrieve(app, service, service.user_reader)
     else:
@@ -34,7 +35,6 @@ def new_app(service: RecommenderService) -> Any:
 
 def _add_refusal(app: Any, path: str, words: str) -> None:
     """Add a route that refuses requests which this family does not support."""
-
     from fastapi import FastAPI
 
     routes: FastAPI = app
@@ -45,41 +45,19 @@ def _add_refusal(app: Any, path: str, words: str) -> None:
 
 
 def _add_score(app: Any, service: RecommenderService, reader: RowReader) -> None:
-    from fastapi import FastAPI, Request
-    from fastapi.responses import JSONResponse
-
-    routes: FastAPI = app
     scores = {"type": "array", "items": {"type": "number", "minimum": 0, "maximum": 1}}
-
-    @routes.post("/score", **_described(reader.schema(), "scores", scores))
-    async def score(request: Request) -> JSONResponse:
-        """The probability of a click for each row."""
-        batch: FeatureBatch = await read_body(request, service, lambda body: reader.read(known_fields(body, _ROWS)))
-        reply = await _answer(request, service, Query(batch=batch))
-        return JSONResponse({"model": service.name, "step": reply.step, "scores": reply.rows})
+    documentation = _described("The probability of a click for each row.", reader.schema(), "scores", scores)
+    _add_route(app, service, "score", documentation, lambda body: Query(batch=reader.read(known_fields(body, _ROWS))))
 
 
 def _add_retrieve(app: Any, service: RecommenderService, reader: RowReader) -> None:
-    from fastapi import FastAPI, Request
-    from fastapi.responses import JSONResponse
-
-    routes: FastAPI = app
     most, default = service.limits.max_top_k, min(10, service.limits.max_top_k)
     item = {"type": ["integer", "string"]}
-    excluded = {
-        "oneOf": [{"type": "array", "items": item}, {"type": "array", "items": {"type": "array", "items": item}}]
-    }
-    properties = {
-        **reader.schema(),
-        "k": {
-            "description": "Items for each row.",
-            "type": "integer",
-            "minimum": 1,
-            "maximum": most,
-            "default": default,
-        },
-        "exclude": {"description": "Items that are not given: for all rows, or a list for each row.", **excluded},
-    }
+    listed = {"type": "array", "items": item}
+    number = {"description": "Items for each row.", "type": "integer", "minimum": 1, "maximum": most}
+    words = "Items that are not given: for all rows, or a list for each row."
+    excluded = {"description": words, "oneOf": [listed, {"type": "array", "items": listed}]}
+    properties = {**reader.schema(), "k": number | {"default": default}, "exclude": excluded}
     found = {"type": "object", "properties": {"item": item, "score": {"type": "number"}}}
     items = {"type": "array", "items": {"type": "array", "items": found}}
 
@@ -88,12 +66,25 @@ def _add_retrieve(app: Any, service: RecommenderService, reader: RowReader) -> N
         k, batch = whole_number(fields, "k", default, most), reader.read(fields)
         return Query(batch=batch, k=k, excluded=_excluded(fields.get("exclude"), service, len(batch)))
 
-    @routes.post("/retrieve", **_described(properties, "items", items))
-    async def retrieve(request: Request) -> JSONResponse:
-        """The k best items for each row, the best first."""
-        query: Query = await read_body(request, service, understood)
+    documentation = _described("The k best items for each row, the best first.", properties, "items", items)
+    _add_route(app, service, "retrieve", documentation, understood)
+
+
+def _add_route(
+    app: Any, service: RecommenderService, name: str, documentation: Any, understood: Callable[[bytes], Query]
+) -> None:
+    """Add a route whose bodies are understood as queries."""
+    from fastapi import FastAPI, Request
+    from fastapi.responses import JSONResponse
+
+    routes: FastAPI = app
+
+    @routes.post(f"/{name}", name=name, **documentation)
+    async def answer(request: Request) -> JSONResponse:
+        query = await read_body(request, service, understood)
         reply = await _answer(request, service, query)
-        return JSONResponse({"model": service.name, "step": reply.step, "items": reply.rows})
+        kind = "scores" if query.k is None else "items"
+        return JSONResponse({"model": service.name, "step": reply.step, kind: reply.rows})
 
 
 async def _answer(request: Any, service: RecommenderService, query: Query) -> ScoringReply:
@@ -137,7 +128,7 @@ def _excluded(value: Any, service: RecommenderService, num_rows: int) -> NDArray
     return padded if is_nested else np.repeat(padded, num_rows, axis=0)
 
 
-def _described(properties: dict[str, Any], answer: str, schema: dict[str, Any]) -> dict[str, Any]:
+def _described(words: str, properties: dict[str, Any], answer: str, schema: dict[str, Any]) -> dict[str, Any]:
     """The OpenAPI description of a route with rows."""
     body = {
         "type": "object",
@@ -150,4 +141,4 @@ def _described(properties: dict[str, Any], answer: str, schema: dict[str, Any]) 
         "required": ["model", "step", answer],
         "properties": {"model": {"type": "string"}, "step": {"type": "integer"}, answer: schema},
     }
-    return described(body, reply)
+    return {"description": words, **described(body, reply)}

@@ -5,12 +5,11 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from kitforge.data.tables.arrow_to_columns import to_columns
-from kitforge.data.tables.bad_rows import Problem
 from kitforge.data.tables.cells import CellRules
 from kitforge.data.tables.columns import NamedColumns
 from kitforge.data.tables.python_rows import chunk_of
 from kitforge.foundation.errors import DataError, nearest
-from kitforge.inference.server.errors import ApiError
+from kitforge.inference.server.errors import refused
 from kitforge.inference.server.request_body import MAX_SHOWN_CHARACTERS, invalid_value, parse_body, truncate
 from kitforge.kits.recommender.batch import FeatureBatch
 from kitforge.kits.recommender.features import FeatureEncoder
@@ -42,9 +41,9 @@ class RowReader:
         """The features of `rows` or `columns`. Raises ApiError that names the cell."""
         rows = self._rows(fields)
         if not 0 < len(rows) <= self._max_rows:
-            what = f"{len(rows)} rows" if rows else "no rows"
-            raise _refused("rows", "the request has no rows" if not rows else "the request has too many rows", what,
-                           f"1 to {self._max_rows} rows (serve.max_rows)")  # fmt: skip
+            got, amount = (f"{len(rows)} rows", "too many") if rows else ("no rows", "no")
+            expected = f"1 to {self._max_rows} rows (serve.max_rows)"
+            raise refused("rows", f"the request has {amount} rows", got=got, expected=expected)
         for number, row in enumerate(rows):
             self._check(number, row)
         others = dict.fromkeys(name for name in self._layout.names if name not in self._wanted)
@@ -53,13 +52,15 @@ class RowReader:
             chunk = self._cells.apply(dataclasses.replace(chunk, location=lambda row: f"rows[{row}]"))
             columns, bad = to_columns(chunk, self._layout)
         except DataError as error:
-            raise ApiError(400, str(error), parameter="rows", code="invalid_value") from None
+            raise refused("rows", str(error)) from None
         if bad:
-            raise _of_problem(bad[0].location(), bad[0].problem)
+            location, problem = bad[0].location(), bad[0].problem
+            got, fix = str(problem.got)[:MAX_SHOWN_CHARACTERS], "mend the row; no row was answered"
+            raise refused(location, f"{location} {problem.reason}", got=got, expected=problem.expected, fix=fix)
         try:
             return self._encoder.encode(NamedColumns(columns, self._layout))
         except DataError as error:
-            raise ApiError(400, str(error), parameter="rows", code="invalid_value") from None
+            raise refused("rows", str(error)) from None
 
     def schema(self) -> dict[str, Any]:
         """The rows as JSON Schema: the properties of a body, one of which is required."""
@@ -81,7 +82,7 @@ class RowReader:
         given = [name for name in ("rows", "columns") if fields.get(name) is not None]
         if len(given) != 1:
             got = "both" if given else "neither"
-            raise _refused("rows", "the request needs rows", got, "either 'rows' or 'columns'")
+            raise refused("rows", "the request needs rows", got=got, expected="either 'rows' or 'columns'")
         if given == ["rows"]:
             if not isinstance(fields["rows"], list):
                 raise invalid_value("rows", fields["rows"], "a list of objects")
@@ -93,7 +94,8 @@ class RowReader:
         lengths = {name: len(values) for name, values in columns.items()}
         if len(set(lengths.values())) > 1:
             got = truncate(", ".join(f"{name}: {length}" for name, length in lengths.items()))
-            raise _refused("columns", "the columns are of different lengths", got, "one value for each row")
+            problem = "the columns are of different lengths"
+            raise refused("columns", problem, got=got, expected="one value for each row")
         return [dict(zip(columns, cells, strict=True)) for cells in zip(*columns.values(), strict=True)]
 
     def _check(self, number: int, row: Any) -> None:
@@ -102,14 +104,16 @@ class RowReader:
         for name in row:
             if name not in self._known:
                 shown = truncate(name)
-                got, do = f"a column {shown!r}", nearest(shown, self._known)
+                got, fix = f"a column {shown!r}", nearest(shown, self._known)
                 expected = f"columns {', '.join(self._wanted)}"
-                raise _refused(f"rows[{number}]", f"rows[{number}] has an unknown column", got, expected, do)
+                row_name = f"rows[{number}]"
+                raise refused(row_name, f"{row_name} has an unknown column", got=got, expected=expected, fix=fix)
         for name in self._wanted:
             if name not in row:
                 got = truncate(", ".join(row)) or "no columns"
                 problem = f"rows[{number}] has no column {name!r}"
-                raise _refused(f"rows[{number}].{name}", problem, got, "the column, null where there is no value")
+                expected = "the column, null where there is no value"
+                raise refused(f"rows[{number}].{name}", problem, got=got, expected=expected)
             self._check_cell(f"rows[{number}].{name}", row[name], is_list=name in self._lists)
 
     def _check_cell(self, location: str, value: Any, *, is_list: bool) -> None:
@@ -140,9 +144,7 @@ def known_fields(body: bytes, known: Sequence[str]) -> dict[str, Any]:
     for name in fields:
         if name not in known:
             shown = truncate(name)
-            problem = f"unknown parameter {shown!r}"
-            raise ApiError(400, f"{problem}\n  do:       {nearest(shown, known)}", parameter=shown,
-                               code="unknown_parameter")  # fmt: skip
+            raise refused(shown, f"unknown parameter {shown!r}", "unknown_parameter", fix=nearest(shown, known))
     return fields
 
 
@@ -154,15 +156,3 @@ def whole_number(fields: Mapping[str, Any], name: str, default: int, most: int) 
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
         raise invalid_value(name, value, f"a whole number from 1 to {most}")
     return value
-
-
-def _of_problem(location: str, problem: Problem) -> ApiError:
-    got = str(problem.got)[:MAX_SHOWN_CHARACTERS]
-    return _refused(
-        location, f"{location} {problem.reason}", got, problem.expected, "mend the row; no row was answered"
-    )
-
-
-def _refused(name: str, problem: str, got: str, expected: str, do: str | None = None) -> ApiError:
-    message = f"{problem}\n  got:      {got}\n  expected: {expected}"
-    return ApiError(400, message + (f"\n  do:       {do}" if do else ""), parameter=name, code="invalid_value")

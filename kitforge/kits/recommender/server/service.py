@@ -28,7 +28,6 @@ from kitforge.kits.recommender.pipeline import RecommendationPipeline
 from kitforge.kits.recommender.server.requests import RowReader
 from kitforge.kits.recommender.serving import refreshed
 from kitforge.kits.recommender.unknown_values import UnknownValues
-from kitforge.models.sasrec.model import SASRec
 
 _log = logger(__name__)
 
@@ -178,7 +177,7 @@ class RecommenderService(HttpService):
         schema, cells = pipeline.encoder.schema, table_config(pipeline.options.data).cells
         self.row_reader: RowReader | None = None
         self.user_reader: RowReader | None = None
-        if not isinstance(pipeline.model.network, SASRec):
+        if pipeline.is_scored:
             encoder = pipeline.scoring_encoder()
             names = encoder.schema.layout(with_label=False).names
             self.row_reader = RowReader(encoder, names, schema.known_columns, limits.max_rows, cells)
