@@ -116,8 +116,11 @@ class Trainer:
         source = checkpoint if given.model is None else given.model
         if source is None:
             raise ModelError("there is nothing to predict with yet", fix="call train() first, or use pipeline()")
-        model = load_model(source, self.options.device, self._kit.load_dtype(self.options), self.options.task)
-        opened = self._kit.open_pipeline(model, given.processor or load_processor(source), self.options)
+        if self._kit.TEXT_TASK in (None, self.options.task):
+            model = load_model(source, self.options.device, self._kit.load_dtype(self.options), self.options.task)
+            opened = self._kit.open_pipeline(model, given.processor or load_processor(source), self.options)
+        else:
+            opened = pipeline(self.options.task, source, given.processor, {"device": self.options.device})
         found = opened([inputs] if isinstance(inputs, str) else list(inputs))
         return Rows(result[0] if isinstance(result, list) else result for result in found)
 
@@ -159,6 +162,8 @@ def pipeline(
     task: str, model: Model, processor: object = None, options: Mapping[str, object] | None = None
 ) -> Pipeline:
     """Inference on inputs of the task, with a run, a step, a Hugging Face folder, a Run, or a model in memory."""
+    # A policy answers by the options of text generation.
+    task = kit_of(task).TEXT_TASK or task
     kit = kit_of(task)
     chosen = kit.read_options(compose_predict(task, dict(options or {}), model=model).values)
     if isinstance(processor, (str, Path)):

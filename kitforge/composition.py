@@ -29,6 +29,7 @@ from kitforge.kits.registry import DEFAULT_TASK, kit_of, recorded_config, record
 from kitforge.models.hub import NAMED, is_pretrained, resolve
 from kitforge.peer_names import PEER_NAMES
 from kitforge.preset_files import CONFIGS, OWN_CONFIGS, RECIPE_SUFFIXES, groups, presets
+from kitforge.trainer.dropped_options import dropped, without_dropped
 from kitforge.yaml_options import (
     CODE_OPTIONS,
     RecipeFile,
@@ -246,7 +247,8 @@ def compose_eval_config(task: str, choices: Mapping[str, Any], ignored_sections:
     checkpoint, kit, base = _resolved(choices.get("checkpoint")), kit_of(task), None
     config = recorded_config(checkpoint) if isinstance(checkpoint, (str, Path)) else None
     if config is not None and recorded_task(checkpoint) == task:
-        base = kit.evaluation_options(to_plain_dict(read_yaml(config)), dotted(choices))
+        recorded = without_dropped(to_plain_dict(read_yaml(config)), option_names(kit.OPTIONS), is_exact=False)
+        base = kit.evaluation_options(recorded, dotted(choices))
     if base is None:
         return compose_config(task, choices, ignored_sections)
     return compose_over(base, choices, kit.OPTIONS, ignored_sections)
@@ -323,6 +325,8 @@ def full_name(name: str, value: Any, options: type[Any], ignored_sections: Seque
     if ours and not any(option.count(".") < 2 for options in same for option in options):
         words = " and ".join(map(repr, ours))
         raise ConfigError(f"unknown option {name!r}", got="a name of another library", fix=f"here it is {words}")
+    if (gone := dropped(name, known)) is not None:
+        raise ConfigError(f"unknown option {name!r}", got="an option of an earlier version", fix=gone.instead)
     if tasks := [task for task in task_names() if name in option_names(kit_of(task).OPTIONS)]:
         got = f"an option of task={' or '.join(tasks[:3])}"
         raise ConfigError(f"unknown option {name!r}", got=got, fix=f"add task={tasks[0]}, or leave the option out")

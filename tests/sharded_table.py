@@ -25,7 +25,7 @@ def table_schema(config: RowInitConfig, optimizer: SparseOptimizerConfig, width:
     """What makes records of that width rows of this table, as plain values; see `core.optim.rows.RowTable`."""
     plain = {name: getattr(config, name) for name in ("name", "dim", "seed", "initial", "init_scale")}
     dtype = str(config.dtype).removeprefix("torch.")
-    return plain | {"width": width, "dtype": dtype, "optimizer": to_dict(optimizer)}
+    return plain | {"width": width, "dtype": dtype, "optimizer": to_dict(optimizer, is_whole=True)}
 
 
 @final

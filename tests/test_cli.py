@@ -131,6 +131,7 @@ def test_a_run_is_repeated_by_its_own_configuration(capsys: Capture) -> None:
         ("train", "text_generation", "max_new_tokens", "inference.max_new_tokens"),
         ("train", "grpo", "max_new_tokens", "rollout.max_new_tokens"),
         ("finetune", "ppo", "temperature", "rollout.temperature"),
+        ("evaluate", "grpo", "temperature", "rollout.temperature"),
     ],
 )
 def test_a_short_name_is_the_one_option_that_the_verb_reads(verb: str, task: str, short: str, option: str) -> None:
@@ -143,9 +144,7 @@ def test_a_short_name_is_the_one_option_that_the_verb_reads(verb: str, task: str
     ("verb", "argument", "words"),
     [
         ("serve", "max_new_tokens=4", "'inference.max_new_tokens' or 'serve.max_new_tokens'"),
-        ("evaluate", "task=grpo temperature=1", "'inference.temperature' or 'rollout.temperature'"),
-        # It is read by no training of a stage, and still named.
-        ("train", "task=sft top_p=1", "did you mean 'inference.top_p'"),
+        ("train", "task=sft inference.top_p=1", "name it with task=text_generation"),
         ("generate", "max_new_token=4", "did you mean 'inference.max_new_tokens'"),
         ("generate", "max_new_tokens=4 inference.max_new_tokens=5", "given twice"),
     ],

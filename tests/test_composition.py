@@ -1,5 +1,6 @@
 """Presets, overrides and users' own YAML become one plain dict, and nothing in them is ever run."""
 
+import json
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,15 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 
 from kitforge.composition import compose, compose_config, dotted, nested, parse, task_of
-from kitforge.foundation.config import from_dict, option_help, option_names, to_yaml
+from kitforge.foundation.config import from_dict, option_help, option_names, to_dict, to_yaml
 from kitforge.foundation.errors import ConfigError, DataError
 from kitforge.kits.recommender.data import label_choice
 from kitforge.kits.registry import kit_of, recorded_task, task_names
 from kitforge.kits.transformers.config import TextGenerationOptions
 from kitforge.peer_names import PEER_NAMES
 from kitforge.preset_files import CONFIGS, groups, presets
+from kitforge.trainer.dropped_options import DROPPED, without_dropped
+from kitforge.trainer.resume import check_changes
 
 
 def values(**choices: Any) -> dict[str, Any]:
@@ -167,8 +170,8 @@ def test_an_unknown_option_names_the_nearest(name: str, nearest: str) -> None:
         ("grpo", "epsilon_high", "here it is 'rl.clip_ratio_high'"),
         ("grpo", "importance_sampling_level", "here it is 'rl.loss_mode'"),
         ("grpo", "mask_truncated_completions", "did you mean 'rl.mask_truncated_completions'"),
-        ("grpo", "max_prompt_length", "here it is 'data.sequence_length' and 'data.truncation'"),
-        ("dpo", "truncation_mode", "here it is 'data.truncation'"),
+        ("grpo", "max_prompt_length", "here it is 'data.sequence_length' and 'data.on_too_long'"),
+        ("dpo", "truncation_mode", "here it is 'data.on_too_long'"),
         ("grpo", "max_tool_calling_iterations", "here it is 'rollout.max_turns'"),
         ("grpo", "actor_rollout_ref.rollout.multi_turn.max_parallel_calls", "here it is 'environment.max_workers'"),
         # The same last part means another option below another section.
@@ -182,6 +185,66 @@ def test_the_name_of_another_library_is_refused_and_ours_is_named(task: str, nam
     with pytest.raises(ConfigError, match="unknown option") as told:
         compose(task, {name: 1}, kit_of(task).OPTIONS)
     assert ours in str(told.value)
+
+
+# Each option is a promise. A new one takes the place of another, or comes with the reason for a higher number.
+NUM_OPTIONS = {"ppo": 135, "sft": 74, "recommendation": 128, "text_generation": 120}
+
+
+def test_the_options_of_a_task_do_not_grow_unseen() -> None:
+    assert {task: len(option_names(kit_of(task).OPTIONS)) for task in NUM_OPTIONS} == NUM_OPTIONS
+
+
+def recorded_before(task: str) -> dict[str, Any]:
+    """The defaults of a task as the version before recorded them, with the options that are gone."""
+    known, values = option_names(kit_of(task).OPTIONS), dotted(compose_config(task, {}).values)
+    sections = {name.rpartition(".")[0] for name in known}
+    gone = {name: each.default for name, each in DROPPED.items() if name not in {*known, *sections}}
+    here = {name: value for name, value in gone.items() if name.rpartition(".")[0] in {*sections, ""}}
+    assert here
+    return json.loads(json.dumps(nested(values | here)))
+
+
+@pytest.mark.parametrize("task", ["ppo", "sft", "recommendation", "text_generation"])
+def test_a_run_of_the_version_before_is_read_and_goes_on(task: str) -> None:
+    kit, before = kit_of(task), recorded_before(task)
+    options = kit.read_options(compose_config(task, {}).values)
+    assert kit.read_options(before) == options
+    whole = nested(dotted(to_dict(options)) | dotted(before))
+    assert check_changes(whole, to_dict(options), allowed=False) == []
+
+
+@pytest.mark.parametrize(
+    ("task", "name", "value", "words"),
+    [
+        ("ppo", "rollout.logit_bias", {"3": 1.0}, "rollouts are drawn from the distribution that is trained"),
+        ("sft", "data.truncation", "left", "data.on_too_long=cut_left or cut_right"),
+        ("recommendation", "parallel.tensor", 2, "parallel.data"),
+        ("text_generation", "schedule.warmup_fraction", 0.1, "schedule.warmup_steps"),
+        ("text_generation", "trainer.rollback", True, "resume=auto"),
+    ],
+)
+def test_an_option_that_is_gone_is_refused_where_it_did_something(task: str, name: str, value: Any, words: str) -> None:
+    kit = kit_of(task)
+    with pytest.raises(ConfigError, match="unknown option") as told:
+        compose(task, {name: value}, kit.OPTIONS)
+    assert words in str(told.value)
+    before = nested(dotted(recorded_before(task)) | {name: value})
+    now = to_dict(kit.read_options(recorded_before(task)))
+    for refused in (lambda: kit.read_options(before), lambda: check_changes(before, now, allowed=False)):
+        with pytest.raises(ConfigError, match=f"no option '{name}'") as told:
+            refused()
+        assert words in str(told.value)
+    # What it changed is over: the run is evaluated, and goes on where changes are allowed.
+    read = kit.read_options(without_dropped(before, option_names(kit.OPTIONS), is_exact=False))
+    assert read == kit.read_options(recorded_before(task))
+    check_changes(before, now, allowed=True)
+
+
+def test_what_nothing_read_is_left_out_of_a_recorded_configuration() -> None:
+    before = recorded_before("ppo") | {"inference": {"top_p": 0.5}, "prompt": "now"}
+    before["rollout"]["engine"]["block_size"] = 32
+    assert kit_of("ppo").read_options(before) == kit_of("ppo").read_options(recorded_before("ppo"))
 
 
 def test_what_stands_for_the_names_of_other_libraries_exists() -> None:

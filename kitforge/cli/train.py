@@ -14,14 +14,13 @@ from kitforge.core.parallel.rendezvous import launch_info
 from kitforge.foundation.errors import ConfigError
 from kitforge.foundation.log import console, say
 from kitforge.kits.kit import RunInputs
-from kitforge.kits.registry import kit_of
 from kitforge.report.metrics import RunRecord, read_run
 from kitforge.report.summary import best_evaluation, evaluated_by, metric_words
 
 
 def compose_train(task: str, choices: Mapping[str, Any]) -> Composition:
     """The options of a training."""
-    return compose_config(task, choices, ("serve", *kit_of(task).OPTIONS.INFERENCE_ONLY_SECTIONS))
+    return compose_config(task, choices, ("serve",))
 
 
 def compose_finetune(task: str, choices: Mapping[str, Any]) -> Composition:

@@ -123,7 +123,7 @@ class CacheManager:
                 "a batch has more distinct rows than the device tier",
                 got=f"{len(keys)} rows in one lookup, cache.device_rows={capacity}",
                 expected=f"cache.device_rows of at least {len(keys)}",
-                fix=f"cache.device_rows={len(keys)}, or cache.fail_on_overflow=false to let the tier grow",
+                fix=f"cache.device_rows={len(keys)}, or fail_on_overflow=False to let the tier grow",
             )
         # Hits are pinned before victims are chosen.
         slots = device.index.find_and_touch(keys, number)

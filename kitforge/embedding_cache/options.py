@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from kitforge.embedding_cache.store import RowStore
-from kitforge.foundation.config import check, check_choice
+from kitforge.foundation.config import INTERNAL, check, check_choice
 
 PolicyName = Literal["lru", "lfu", "lookahead"]
 AdmissionName = Literal["always", "count", "probability"]
@@ -20,8 +20,9 @@ class PolicyOptions:
     # lru: the one not needed for longest. lfu: the one needed least often, old needs counting less. lookahead: the one
     # needed latest again among the batches read ahead (Belady, 1966), lru where none needs it.
     name: PolicyName = "lru"
-    half_life: float = 100.0  # lfu: batches after which a need counts half
-    window: int = 8  # lookahead: batches read beyond those that `prefetch` has planned
+    half_life: float = field(default=100.0, metadata=INTERNAL)  # lfu: batches after which a need counts half
+    # lookahead: batches read beyond those that `prefetch` has planned
+    window: int = field(default=8, metadata=INTERNAL)
 
     def __post_init__(self) -> None:
         """Raise ConfigError for a value out of range."""
@@ -44,7 +45,7 @@ class AdmissionOptions:
     probability: float = 0.1
     # Steps without an id that has no row yet after which its count begins anew, so that counts of ids that never come
     # again take no memory; none: counts are kept for ever.
-    age: int | None = 10_000
+    age: int | None = field(default=10_000, metadata=INTERNAL)
 
     def __post_init__(self) -> None:
         """Raise ConfigError for a value out of range."""
@@ -63,7 +64,9 @@ class ExpiryOptions:
 
     every: int = 0  # steps; 0: never
     max_age: int | None = None  # steps since the last update of the row, above which it expires
-    min_updates: int | None = None  # steps in which the row had a gradient, below which it expires
+    min_updates: int | None = field(
+        default=None, metadata=INTERNAL
+    )  # steps in which the row had a gradient, below which it expires
     min_norm: float | None = None  # Euclidean norm of the embedding, below which it expires
 
     def __post_init__(self) -> None:

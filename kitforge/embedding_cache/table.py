@@ -170,11 +170,11 @@ class CachedEmbedding(nn.Module):
             "num_embeddings": options.num_embeddings,
             "dim": options.dim,
             "width": self.rows.optimizer.layout(options.dim).width,
-            "optimizer": to_dict(self.optimizer),
+            "optimizer": to_dict(self.optimizer, is_whole=True),
             "seed": options.seed,
             "initial": options.initial,
             "init_scale": options.init_scale,
-            "admission": to_dict(options.admission),
+            "admission": to_dict(options.admission, is_whole=True),
         }
 
     def begin_snapshot(self, since: int | None = None, *, is_base: bool = True) -> TableSnapshot:
@@ -285,5 +285,5 @@ def _remote_tier(
     server = RemoteOptions(url=remote) if isinstance(remote, str) else remote
     shard = (0, 1) if sharding is None else sharding.shard
     check(sharding is None or shard[1] > 1, "cache.remote", server.endpoint, "none, except with row-wise sharding")
-    schema = {"name": options.name, "dim": options.dim, "optimizer": to_dict(optimizer)}
+    schema = {"name": options.name, "dim": options.dim, "optimizer": to_dict(optimizer, is_whole=True)}
     return RedisStore(server, schema, build_row_optimizer(optimizer).layout(options.dim).width, shard=shard)

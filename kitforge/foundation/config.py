@@ -22,7 +22,7 @@ FIELD = re.compile(r"^((?:    # .*\n)*)    (\w+): [^#\n]*?(?:  # (.*))?$", re.MU
 # Metadata of a field whose value is never recorded, and the text recorded instead.
 SECRET = {"secret": True}
 MASK = "***"
-# Metadata of a field that the composition of options sets: no option that anyone names, and not recorded.
+# Metadata of a field that only Python sets, not a run: no option that anyone names, and not recorded.
 INTERNAL = {"internal": True}
 
 
@@ -53,12 +53,12 @@ def _hints(cls: type) -> dict[str, Any]:
     return typing.get_type_hints(cls)
 
 
-def to_dict(config: Any) -> dict[str, Any]:
-    """The plain dict of a dataclass, ready for YAML or JSON (tuples become lists, secrets are masked, internal
-    fields left out)."""
-    values = {}
+def to_dict(config: Any, *, is_whole: bool = False) -> dict[str, Any]:
+    """The plain dict of a dataclass, ready for YAML or JSON (tuples become lists, secrets are masked, and what is no
+    option left out, unless `is_whole`)."""
+    values, hidden = {}, set() if is_whole else _internal_names(config)
     for field in dataclasses.fields(config):
-        if field.init and not field.metadata.get("internal"):
+        if field.name not in hidden:
             value = getattr(config, field.name)
             is_masked = field.metadata.get("secret") and value is not None
             values[field.name] = MASK if is_masked else _plain(value)
@@ -228,5 +228,7 @@ def option_help(options: type[Any], path: str = "") -> dict[str, str]:
     return result
 
 
-def _internal_names(options: type[Any]) -> set[str]:
-    return {field.name for field in dataclasses.fields(options) if field.metadata.get("internal")}
+def _internal_names(options: Any) -> set[str]:
+    fields = dataclasses.fields(options)
+    # A subclass takes an option away by init=False.
+    return {field.name for field in fields if field.metadata.get("internal") or not field.init}

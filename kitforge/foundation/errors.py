@@ -6,7 +6,7 @@ KitforgeError
 ├── DataError          input that is missing, empty, unreadable or of the wrong shape
 ├── ModelError         weights or an architecture that do not match
 ├── CheckpointError    a checkpoint that is damaged, of another format or cannot be written
-├── TrainingError      a run that cannot continue (a rollback limit, a task without batches)
+├── TrainingError      a run that cannot continue (gradients that are not finite, a task without batches)
 │   └── PeerError      the failure of another rank, as this rank reports it; never the cause
 ├── EngineError        a failed inference engine
 ├── DeviceError        an absent device, or an operation that it does not support

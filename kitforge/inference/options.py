@@ -1,33 +1,40 @@
 """The options of an engine."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
-from kitforge.foundation.config import check
+from kitforge.foundation.config import INTERNAL, check
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineOptions:
-    """Memory and scheduling of an engine. None of these options changes a generated token, except quantization."""
+class CacheSizeOptions:
+    """How much an engine holds at once."""
 
     # Bytes of the KV cache, over all ranks of a model; None: all sequences at full length, within the memory.
     kv_cache_bytes: int | None = None
-    block_size: int = 16  # positions of a block of the KV cache
     # Sequences generated at once; others wait. None: as many as the cache holds and the processor is faster with.
     max_num_seqs: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions(CacheSizeOptions):
+    """Memory and scheduling of an engine. None of these options changes a generated token, except quantization."""
+
+    block_size: int = field(default=16, metadata=INTERNAL)  # positions of a block of the KV cache
     # Tokens of one forward pass; longer prompts are prefilled in chunks. None: 512 on a CPU, 8192 on a GPU.
     max_num_batched_tokens: int | None = None
-    prefix_cache: bool = True  # keep the blocks of finished sequences, for prompts with the same prefix
+    # Keep the blocks of finished sequences, for prompts with the same prefix.
+    prefix_cache: bool = field(default=True, metadata=INTERNAL)
     # contiguous: the blocks of a sequence are consecutive and a cached prefix is copied, which attention on CPU reads
     # fastest. paged: a shared prefix is stored once. auto: contiguous on CPU.
-    kv_layout: Literal["auto", "contiguous", "paged"] = "auto"
+    kv_layout: Literal["auto", "contiguous", "paged"] = field(default="auto", metadata=INTERNAL)
     # int8, int4: linear layers run on a quantized copy of the weights; int4 on a CPU for widths of whole groups of 32.
     quantization: Literal["none", "int8", "int4"] = "none"
     prompt_lookup_tokens: int = 0  # draft tokens a step from prompt lookup, verified in one pass; 0: none
-    cuda_graphs: bool = True  # replay captured decoding steps on a GPU
+    cuda_graphs: bool = field(default=True, metadata=INTERNAL)  # replay captured decoding steps on a GPU
     # Decoding steps that a GPU runs without waiting for the host, where they take less than 20 ms; 1: as many tokens as
     # possible are seen as soon as possible.
-    num_scheduler_steps: int = 4
+    num_scheduler_steps: int = field(default=4, metadata=INTERNAL)
 
     def __post_init__(self) -> None:
         for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "num_scheduler_steps"):

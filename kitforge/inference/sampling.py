@@ -19,7 +19,7 @@ from torch import Tensor
 from kitforge.core.kernels.dispatch import REFERENCE, Kernels
 from kitforge.core.kernels.threads import single_thread
 from kitforge.foundation import seed as seeds
-from kitforge.foundation.config import check
+from kitforge.foundation.config import INTERNAL, check
 from kitforge.foundation.device import copy_to
 
 # Up to so many logits on CPU are sampled on one thread, which leaves the other cores to the next forward pass.
@@ -46,10 +46,10 @@ class SamplingOptions:
     ignored_settings: tuple[str, ...] = ()
     logit_bias: dict[str, float] = field(default_factory=dict)  # token id to a number added to its logit
     stop_ids: tuple[int, ...] = ()  # further stop tokens, besides the engine's
-    ignore_eos: bool = False  # ignore the engine's stop tokens
+    ignore_eos: bool = field(default=False, metadata=INTERNAL)  # ignore the engine's stop tokens
     min_new_tokens: int = 0  # stop tokens are excluded before so many tokens
     # Return log-probabilities of the prompt tokens, with so many most likely tokens each; max_new_tokens may then be 0.
-    prompt_logprobs: int | None = None
+    prompt_logprobs: int | None = field(default=None, metadata=INTERNAL)
     seed: int = 0  # of the sampling noise
 
     def __post_init__(self) -> None:

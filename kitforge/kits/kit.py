@@ -19,13 +19,14 @@ from kitforge.core.kernels.dispatch import CompileLevel
 from kitforge.core.parallel.parallelize import ParallelModel, parallel_model_of
 from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.core.parallel.world import World
-from kitforge.foundation.config import from_dict, to_dict, to_yaml
+from kitforge.foundation.config import from_dict, option_names, to_dict, to_yaml
 from kitforge.foundation.dtype import ExportDtype, LoadDtype, Precision
 from kitforge.foundation.errors import ConfigError, ModelError
 from kitforge.inference.server.application import HttpService
 from kitforge.models.loading import OpenCheckpoint, StoredModel
 from kitforge.report.config_diff import NOTE
 from kitforge.trainer.callbacks.callback import Callback
+from kitforge.trainer.dropped_options import without_dropped
 from kitforge.trainer.loop import Loop
 from kitforge.trainer.options import RunOptions
 from kitforge.trainer.precision import autocast, use_precision
@@ -125,7 +126,7 @@ class Kit(ABC, Generic[OptionsT, ProcessorT]):
 
     def read_options(self, values: Mapping[str, Any]) -> OptionsT:
         """The options from a plain dict. Raises ConfigError."""
-        return from_dict(self.OPTIONS, values)
+        return from_dict(self.OPTIONS, without_dropped(values, option_names(self.OPTIONS)))
 
     def check_parallel(self, options: OptionsT) -> None:
         """Raise ConfigError for parallel degrees that cannot be, before a rank is started. Default: all can."""

@@ -39,7 +39,7 @@ from kitforge.models.hub import resolve
 from kitforge.models.loading import StoredModel
 from kitforge.models.peft import base_of, is_adapter, save_adapter
 from kitforge.trainer.callbacks.callback import Callback, Event, RunContext, can_save_at_end
-from kitforge.trainer.options import RunOptions
+from kitforge.trainer.options import NetworkTrainerOptions, RunOptions
 
 # The name of the adapter of a task that trains one model.
 ADAPTER = "default"
@@ -97,6 +97,7 @@ class NetworkOptions(RunOptions):
 
     model: dict[str, Any] = field(default_factory=dict)  # `family` and the options of that family's config
     data: Any = None  # those of the task
+    trainer: NetworkTrainerOptions = field(default_factory=NetworkTrainerOptions)
     lora: LoraOptions = field(default_factory=LoraOptions)
     # Run, folder, .gguf file, named checkpoint (`kitforge models`) or Hub id (NAME/MODEL@REVISION) with the weights.
     checkpoint: str | None = None

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from kitforge.core.checkpoint.load import Checkpoint, newest, open_checkpoint
+from kitforge.core.checkpoint.load import Checkpoint, open_checkpoint
 from kitforge.core.checkpoint.manifest import step_folder
 from kitforge.core.optim.build import build_optimizer
 from kitforge.core.optim.schedules import Plateau, lr_scale
@@ -36,6 +36,8 @@ from kitforge.trainer.task import RunResult, Task
 
 # Steps of a run without trainer.max_steps and trainer.epochs.
 DEFAULT_MAX_STEPS = 300
+# Steps in a row with gradients that are not finite, after which the run fails.
+MAX_CONSECUTIVE_SKIPS = 25
 _log = logger(__name__)
 
 
@@ -277,26 +279,9 @@ class Loop:
     def _handle_skip(self, norm: float) -> None:
         state = self.state
         self.log_event("skip", f"gradient norm {norm} at step {state.cursor.step}: weights unchanged")
-        if state.consecutive_skips < self.options.max_consecutive_skips:
-            return
-        problem = f"{state.consecutive_skips} consecutive steps had non-finite gradients"
-        if not self.options.rollback or state.rollbacks == self.options.max_rollbacks:
-            way = "raise trainer.max_rollbacks" if self.options.rollback else "set trainer.rollback=true"
-            fix = f"lower optimizer.learning_rate, use precision=bf16, or {way}"
-            raise TrainingError(problem, got=f"{state.rollbacks} rollbacks so far", fix=fix)
-        self._emit("rollback")
-        root = None if self.folder is None else self.folder / "checkpoints"
-        found = (
-            None
-            if root is None
-            else newest(root, on_damaged=lambda error: self.log_event("damaged", str(error)), world=self.world)
-        )
-        if found is None:
-            raise TrainingError(problem, got="no checkpoint to roll back to", fix="set trainer.checkpoint_every")
-        state.load_weights(found)
-        state.consecutive_skips = 0
-        state.rollbacks += 1
-        self.log_event("rollback", f"weights of step {found.step}; the data position is kept")
+        if state.consecutive_skips >= MAX_CONSECUTIVE_SKIPS:
+            got = f"non-finite gradients in {state.consecutive_skips} steps in a row"
+            raise TrainingError("the run diverges", got=got, fix="lower optimizer.learning_rate, or use precision=bf16")
 
     def _accumulate_metrics(self, record: dict[str, Any], elapsed: float) -> None:
         """Add the step to the sums of the current log interval."""

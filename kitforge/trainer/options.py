@@ -37,9 +37,6 @@ class TrainerOptions:
     metric_for_best: str | None = None
     metric_for_best_mode: Literal["min", "max"] | None = None  # None: the task's for its own metric, else min
     early_stopping: int | None = None  # patience: evaluations without a new best before the run stops; None: never
-    max_consecutive_skips: int = 25  # consecutive non-finite steps before the run fails or rolls back
-    rollback: bool = False  # load the weights of the last checkpoint instead of failing
-    max_rollbacks: int = 10  # per run
     allow_config_changes: bool = False  # resume with changed options, although the continuation is not exact
     allow_data_changes: bool = False  # resume with other data than those of the run
     progress: bool = True
@@ -51,7 +48,7 @@ class TrainerOptions:
         if isinstance(self.activation_checkpointing, bool):
             object.__setattr__(self, "activation_checkpointing", "full" if self.activation_checkpointing else "none")
         counts = ("max_steps", "micro_batch_size", "log_every", "eval_every", "checkpoint_every", "eval_batches")
-        for name in (*counts, "save_total_limit", "early_stopping", "max_consecutive_skips", "max_rollbacks"):
+        for name in (*counts, "save_total_limit", "early_stopping"):
             value = getattr(self, name)
             check(value is None or value > 0, f"trainer.{name}", value, "a whole number of at least 1")
         increments = self.incremental_checkpoints
@@ -61,11 +58,15 @@ class TrainerOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NetworkTrainerOptions(TrainerOptions):
+    """Those of a network without embedding tables."""
+
+    incremental_checkpoints: int = field(default=0, init=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
     """Top-level options of every task; kits extend them."""
-
-    # Sections that only inference reads. Not a field.
-    INFERENCE_ONLY_SECTIONS = tuple[str, ...]()
 
     task: str = "custom"
     seed: int = 0

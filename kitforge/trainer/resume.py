@@ -9,6 +9,7 @@ from kitforge.core.checkpoint.manifest import steps
 from kitforge.core.parallel.world import ALONE, World
 from kitforge.foundation.device import pick
 from kitforge.foundation.errors import CheckpointError, ConfigError
+from kitforge.trainer.dropped_options import without_dropped
 
 # Prefixes of options that may change on resume: they affect logging, placement and length, never what a step computes
 # beyond rounding.
@@ -37,9 +38,6 @@ RESUMABLE_OPTIONS = (
     "trainer.save_total_limit",
     "trainer.incremental_checkpoints",
     "trainer.early_stopping",
-    "trainer.max_consecutive_skips",
-    "trainer.rollback",
-    "trainer.max_rollbacks",
     "trainer.allow_config_changes",
     "trainer.allow_data_changes",
     "trainer.progress",
@@ -58,7 +56,6 @@ RESUMABLE_OPTIONS = (
     "cache.device_rows",
     "cache.host_rows",
     "cache.path",
-    "cache.file_rows",
     "cache.remote",
     "cache.placement",
     "cache.prefetch_batches",
@@ -123,7 +120,8 @@ def _open_named(path: Path, log_event: Callable[[str, str], None], world: World)
 def check_changes(before: Mapping[str, Any], now: Mapping[str, Any], *, allowed: bool) -> list[str]:
     """The changed options of two nested configurations, one line each. Raises ConfigError if a change makes an exact
     continuation impossible and is not allowed."""
-    old, new = _flatten(before), _flatten(now)
+    new = _flatten(now)
+    old = _flatten(without_dropped(before, new, is_exact=not allowed))
     changed = [name for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name)]
     lines = [f"{name}: {old.get(name)!r} -> {new.get(name)!r}" for name in changed]
     same_kind = device_type_of(old.get("device")) == device_type_of(new.get("device"))

@@ -27,7 +27,6 @@ SAVED_FIELDS = (
     "updates",
     "skipped",
     "consecutive_skips",
-    "rollbacks",
     "best_value",
     "best_step",
     "best_metrics",
@@ -52,7 +51,6 @@ class TrainingState:
     updates: int = 0  # steps that changed the weights; the schedule counts these
     skipped: int = 0  # steps whose gradients were not finite, or in which nothing was counted
     consecutive_skips: int = 0
-    rollbacks: int = 0  # times that the run went back to the weights of a checkpoint
     best_value: float | None = None  # of trainer.metric_for_best
     best_step: int | None = None
     best_metrics: dict[str, float | None] | None = None  # of the evaluation at best_step; None: not finite

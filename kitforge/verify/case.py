@@ -81,7 +81,7 @@ class Case:
         task = task_of(choices)
         kit = kit_of(task)
         given = {name: value for name, value in choices.items() if name != "task"}
-        composed = compose_config(task, given, ("serve", *kit.OPTIONS.INFERENCE_ONLY_SECTIONS))
+        composed = compose_config(task, given, ("serve",))
         options = kit.read_options(composed.values)
         kit.check_parallel(options)
         folder.mkdir(parents=True, exist_ok=True)
@@ -102,14 +102,14 @@ class Case:
             reduced.append("deterministic=True")
         if values["precision"] != "fp32":
             reduced.append("fp32 for micro_batches, evaluation, packing, ranks and layouts")
-        if math.prod(whole[name] for name in DEGREES) > 1:
+        if math.prod(whole.get(name, 1) for name in DEGREES) > 1:
             reduced.append("one rank but for ranks and layouts")
         return cls(
             name=f"{task}/{composed.model_name}",
             values=values,
             kit=kit,
             folder=folder,
-            degrees={name: whole[name] for name in (*DEGREES, EXPERT)},
+            degrees={name: whole.get(name, 1) for name in (*DEGREES, EXPERT)},
             reduced=tuple(reduced),
         )
 

@@ -33,7 +33,7 @@ def server(tmp_path: Path) -> Iterator[RedisServer]:
 
 def store_of(server: RedisServer, optimizer: SparseOptimizerConfig, dim: int) -> RowStore:
     options = RemoteOptions(url=server.url, attempts=3, first_wait=0.01, batch_rows=50)
-    schema = {"name": "clicks", "dim": dim, "optimizer": to_dict(optimizer)}
+    schema = {"name": "clicks", "dim": dim, "optimizer": to_dict(optimizer, is_whole=True)}
     return RedisStore(options, schema, build_row_optimizer(optimizer).layout(dim).width)
 
 

@@ -15,6 +15,7 @@ from kitforge.core.checkpoint.load import open_checkpoint
 from kitforge.core.checkpoint.manifest import KEEP, step_folder, steps
 from kitforge.core.checkpoint.shard_writer import Written
 from kitforge.core.checkpoint.snapshot import Snapshot
+from kitforge.core.optim import schedules
 from kitforge.core.optim.build import Optimizer
 from kitforge.core.optim.schedules import ScheduleConfig, lr_scale
 from kitforge.core.parallel.world import World
@@ -84,7 +85,8 @@ def test_frozen_parameters_are_counted_apart(tmp_path: Path) -> None:
     assert "\nparameters  5 of 9 trained (55.56%)\n" in tiny.events(tmp_path, "run")[0]
 
 
-def test_a_plateau_lowers_the_learning_rate(tmp_path: Path, corpus: Path) -> None:
+def test_a_plateau_lowers_the_learning_rate(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schedules, "IMPROVEMENT", 0.5)
     choices = tiny.KINDS["a plateau"] | {"trainer.eval_every": 1, "schedule.warmup_steps": 0}
     tiny.run(tmp_path, corpus, choices)
     rates = [record["learning_rate"] for record in tiny.records(tmp_path, "train")]

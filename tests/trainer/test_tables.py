@@ -5,16 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from kitforge.core.checkpoint.load import open_checkpoint
-from kitforge.core.checkpoint.manifest import steps
 from kitforge.core.checkpoint.table_reader import StoredTable
 from kitforge.core.optim.table_protocols import RowSource
 from kitforge.foundation.errors import CheckpointError, ConfigError, ModelError
-from kitforge.trainer.callbacks.callback import Callback, Event
-from kitforge.trainer.callbacks.callback import RunContext as RunView
-from kitforge.verify.run_equality import bits_of, tables_in
+from kitforge.verify.run_equality import tables_in
 from tests.sharded_table import ShardedTable
 from tests.trainer import clicks, tiny
 
@@ -113,39 +109,6 @@ def test_a_damaged_base_sends_the_run_back_to_what_does_not_need_it(tmp_path: Pa
     clicks.run(folder, clicks.KINDS["adagrad"], incremental_checkpoints=1, checkpoint_every=2, resume="auto")
     assert "goes on after step 4" in tiny.events(folder, "resume")[0]
     clicks.assert_same(folder, tmp_path / "whole")
-
-
-class Poison(Callback):
-    """From a step on, gradients are not finite, until a rollback."""
-
-    def __init__(self, step: int) -> None:
-        self._step = step
-        self._is_over = False
-
-    def on_event(self, event: Event, run: RunView) -> None:
-        self._is_over |= event.kind == "rollback"
-        if event.kind == "step" and run.state.cursor.step >= self._step and not self._is_over:
-            with torch.no_grad():
-                next(run.model.parameters()).fill_(float("nan"))
-
-
-def test_a_rollback_takes_tables_back_and_what_follows_is_whole(tmp_path: Path) -> None:
-    loop, options = clicks.begin(
-        tmp_path / "run",
-        clicks.KINDS["adagrad"],
-        incremental_checkpoints=9,
-        max_steps=12,
-        rollback=True,
-        max_consecutive_skips=2,
-    )
-    loop.callbacks.insert(0, Poison(5))
-    clicks.train(loop, options, tmp_path / "run", "")
-    root = tmp_path / "run" / "checkpoints"
-    assert tiny.events(tmp_path / "run", "rollback") == ["weights of step 4; the data position is kept"]
-    bases = {step: open_checkpoint(root / f"step_{step}").manifest.parent for step in steps(root)}
-    assert {step: base and base.step for step, base in bases.items()} == {2: None, 4: 2, 8: None, 10: 8, 12: 10}
-    ids, rows = loop.model.table.begin_snapshot().chunks_by_part["rows"]
-    assert bits_of([(ids, rows)]) == tables_in(clicks.last(tmp_path / "run"))["clicks"]["rows"]
 
 
 def test_a_table_of_another_kind_is_refused_with_words(tmp_path: Path) -> None:

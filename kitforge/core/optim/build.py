@@ -32,17 +32,11 @@ class OptimizerConfig:
     betas: tuple[float, ...] = (0.9, 0.95)  # AdamW: decay rates of the first and second moment
     eps: float = 1e-8  # AdamW: added to the root of the second moment
     momentum: float = 0.95  # Muon and SGD
-    matrix_learning_rate: float | None = None  # Muon's own peak; None: `learning_rate`, which its update is scaled for
 
     def __post_init__(self) -> None:
         """Raise ConfigError for a value out of range."""
-        rates = {
-            "learning_rate": self.learning_rate,
-            "matrix_learning_rate": self.matrix_learning_rate,
-            "eps": self.eps,
-        }
-        for name, value in rates.items():
-            check(value is None or 0 < value < math.inf, f"optimizer.{name}", value, "a number above 0")
+        for name, value in (("learning_rate", self.learning_rate), ("eps", self.eps)):
+            check(0 < value < math.inf, f"optimizer.{name}", value, "a number above 0")
         check(0 <= self.weight_decay < math.inf, "optimizer.weight_decay", self.weight_decay, "0 or more")
         check(0 <= self.momentum < 1, "optimizer.momentum", self.momentum, "from 0 to below 1")
         is_pair = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
@@ -70,9 +64,9 @@ def build_optimizer(
     matrices = [group for group in matrices if group.names]
     optimizers: list[torch.optim.Optimizer] = []
     if matrices:
-        rate = config.matrix_learning_rate or config.learning_rate
+        rate, momentum = config.learning_rate, config.momentum
         optimizers.append(
-            _without_compile(Muon)(_as_torch(matrices), lr=rate, momentum=config.momentum, matrices=full_matrices)
+            _without_compile(Muon)(_as_torch(matrices), lr=rate, momentum=momentum, matrices=full_matrices)
         )
     if others:
         optimizers.append(_torch_optimizer(_as_torch(others), config))

@@ -6,7 +6,7 @@ with any of them, the bits of a row depend neither on the other rows nor on thei
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol, runtime_checkable
 
 import torch
@@ -23,7 +23,7 @@ from kitforge.core.kernels.sparse_update.reference import (
     UpdateRule,
     integer_view,
 )
-from kitforge.foundation.config import check, check_choice
+from kitforge.foundation.config import INTERNAL, check, check_choice
 from kitforge.foundation.errors import ModelError
 
 SparseOptimizerName = Literal["sgd", "adagrad", "rowwise_adagrad", "adam", "lazy_adam", "ftrl"]
@@ -43,9 +43,9 @@ class SparseOptimizerConfig:
     initial_sum: float = 0.0  # adagrads and ftrl: initial sum of squares
     l1: float = 0.0  # ftrl: L1 strength; an element with a smaller sum of gradients is zero
     l2: float = 0.0  # ftrl: L2 strength; doubled in the formula, as in TensorFlow
-    beta: float = 0.0  # ftrl: added to the root in the learning rate of an element
+    beta: float = field(default=0.0, metadata=INTERNAL)  # ftrl: added to the root in the learning rate of an element
     # All but ftrl and adam: weight decay added to the gradient, only of rows that have one.
-    touched_weight_decay: float = 0.0
+    touched_weight_decay: float = field(default=0.0, metadata=INTERNAL)
 
     def __post_init__(self) -> None:
         """Raise ConfigError for a value out of range."""

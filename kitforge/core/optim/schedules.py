@@ -11,35 +11,31 @@ from typing import Any, Literal
 from kitforge.foundation.config import check
 from kitforge.foundation.errors import CheckpointError
 
+# The warmup that nobody chose, as a fraction of all steps.
+WARMUP = 0.02
+# Plateau: what the rate is multiplied by, and the relative decrease that counts as improvement.
+STALE_FACTOR, IMPROVEMENT = 0.5, 1e-3
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleConfig:
     """The learning rate schedule, in fractions of the peak."""
 
     name: Literal["constant", "linear", "cosine", "wsd", "plateau"] = "cosine"
-    warmup_steps: int | None = None  # steps of linear warmup; None: `warmup_fraction` of all steps, rounded
-    warmup_fraction: float = 0.02
+    # Steps of linear warmup; below 1: that fraction of all steps, rounded. None: WARMUP of them.
+    warmup_steps: int | float | None = None
     decay_fraction: float = 0.2  # wsd: the fraction of steps, at the end, in which the rate decays
     final_fraction: float = 0.1  # linear, cosine, wsd: the scale of the last step; plateau: the lowest factor
-    plateau_factor: float = 0.5  # plateau: factor of the rate when the value stops improving
-    plateau_patience: int = 3  # plateau: observations in a row without improvement before that
-    plateau_threshold: float = 1e-3  # plateau: the relative decrease that counts as improvement
+    plateau_patience: int = 3  # plateau: observations in a row without improvement before the rate is halved
 
     def __post_init__(self) -> None:
         """Raise ConfigError for a value out of range."""
-        for name, value in (
-            ("warmup_fraction", self.warmup_fraction),
-            ("decay_fraction", self.decay_fraction),
-            ("final_fraction", self.final_fraction),
-        ):
+        for name, value in (("decay_fraction", self.decay_fraction), ("final_fraction", self.final_fraction)):
             check(0 <= value <= 1, f"schedule.{name}", value, "a number from 0 to 1")
         steps = self.warmup_steps
-        check(steps is None or steps >= 0, "schedule.warmup_steps", steps, "0 or more steps")
-        check(0 < self.plateau_factor < 1, "schedule.plateau_factor", self.plateau_factor, "between 0 and 1")
+        is_number = steps is None or (steps >= 0 and (steps < 1 or steps % 1 == 0))
+        check(is_number, "schedule.warmup_steps", steps, "0 or more whole steps, or a fraction below 1 of all")
         check(self.plateau_patience >= 1, "schedule.plateau_patience", self.plateau_patience, "1 or more")
-        check(
-            0 <= self.plateau_threshold < 1, "schedule.plateau_threshold", self.plateau_threshold, "from 0 to below 1"
-        )
 
 
 def lr_scale(config: ScheduleConfig, step: int, max_steps: int) -> float:
@@ -56,15 +52,14 @@ def lr_scale(config: ScheduleConfig, step: int, max_steps: int) -> float:
     so that the last step has f exactly (1 where warmup takes all steps or d = 0). Steps after the last keep its scale.
     WSD is from Hu et al., MiniCPM (arXiv 2404.06395). Raises ConfigError when the warmup is longer than the run.
     """
-    warmup = config.warmup_steps
-    if warmup is None:
-        warmup = round(config.warmup_fraction * max_steps)
+    asked = WARMUP if config.warmup_steps is None else config.warmup_steps
+    warmup = round(asked * max_steps) if asked < 1 else int(asked)
     check(
         warmup <= max_steps,
         "schedule.warmup_steps",
         warmup,
         f"at most the {max_steps} steps of the run",
-        "lower it, or set schedule.warmup_fraction instead",
+        "lower it, or name a fraction of them, such as 0.02",
     )
     peak, last = max(warmup - 1, 0), max_steps - 1
     step = min(step, last)
@@ -86,9 +81,9 @@ def lr_scale(config: ScheduleConfig, step: int, max_steps: int) -> float:
 class Plateau:
     """Reduce on plateau: lowers a factor when an observed value, of which less is better, stops improving.
 
-    A value improves if it is below the best by more than `plateau_threshold` times the best's magnitude (values may be
-    negative); NaN never does. After `plateau_patience` observations in a row without
-    improvement the factor is multiplied by `plateau_factor`, but stays at least `final_fraction`.
+    A value improves if it is below the best by more than `IMPROVEMENT` times the best's magnitude (values may be
+    negative); NaN never does. After `plateau_patience` observations in a row without improvement the factor is halved,
+    but stays at least `final_fraction`.
     """
 
     def __init__(self, config: ScheduleConfig) -> None:
@@ -104,14 +99,13 @@ class Plateau:
 
     def observe(self, value: float) -> float:
         """Take one observation. Returns the factor from now on."""
-        threshold = self._config.plateau_threshold
-        if not math.isnan(value) if self._best is None else value < self._best - threshold * abs(self._best):
+        if not math.isnan(value) if self._best is None else value < self._best - IMPROVEMENT * abs(self._best):
             self._best, self._num_stale = value, 0
             return self._factor
         self._num_stale += 1
         if self._num_stale >= self._config.plateau_patience:
             self._num_stale = 0
-            self._factor = max(self._factor * self._config.plateau_factor, self._config.final_fraction)
+            self._factor = max(self._factor * STALE_FACTOR, self._config.final_fraction)
         return self._factor
 
     def state(self) -> dict[str, Any]:

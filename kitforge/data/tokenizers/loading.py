@@ -112,22 +112,13 @@ class ByteTokenizer:
 class TokenizerConfig:
     """Which tokenizer."""
 
-    # "byte", "sentencepiece", or a folder with a tokenizer.
+    # "byte", "sentencepiece", a folder with a tokenizer, or the .model file of a sentencepiece one.
     name: str = "byte"
     # Of a sentencepiece vocabulary that is trained on the corpus.
     vocab_size: int = 4096
-    # A sentencepiece model, or a folder with a tokenizer, instead of training one.
-    path: str | None = None
 
     def __post_init__(self) -> None:
         check(self.vocab_size >= 1, "tokenizer.vocab_size", self.vocab_size, "a positive number")
-        check(
-            self.path is None or self.name == "sentencepiece",
-            "tokenizer.path",
-            f"{self.path} with tokenizer.name={self.name}",
-            "a path with tokenizer.name=sentencepiece only",
-            "tokenizer=FOLDER reads the tokenizer of a folder",
-        )
 
 
 def make_tokenizer(config: TokenizerConfig, source: Source | None, cache_folder: Path) -> Tokenizer:
@@ -138,15 +129,15 @@ def make_tokenizer(config: TokenizerConfig, source: Source | None, cache_folder:
     if config.name == "byte":
         return ByteTokenizer()
     if config.name == "sentencepiece":
-        if config.path is None:
-            return trained(_required(source), config.vocab_size, cache_folder)
-        path = Path(config.path)
-        return load_tokenizer(path) if path.is_dir() else SentencePieceTokenizer(path)
-    if Path(config.name).is_dir() or is_gguf(Path(config.name)):
-        return load_tokenizer(config.name)
+        return trained(_required(source), config.vocab_size, cache_folder)
+    path = Path(config.name)
+    if path.is_dir() or is_gguf(path):
+        return load_tokenizer(path)
+    if path.suffix == ".model":
+        return SentencePieceTokenizer(path)
     raise ConfigError(
         f"unknown tokenizer {config.name!r}",
-        expected=f"byte, sentencepiece, or a folder or {GGUF_SUFFIX} file with a tokenizer",
+        expected=f"byte, sentencepiece, or a folder, .model or {GGUF_SUFFIX} file with a tokenizer",
         fix=nearest(config.name, ["byte", "sentencepiece"]),
     )
 
@@ -186,6 +177,6 @@ def _required(source: Source | None) -> Source:
         raise ConfigError(
             "a sentencepiece vocabulary can only be trained on a corpus",
             got="no training data",
-            fix="tokenizer.path=MODEL, or name a corpus: data.train=FILE",
+            fix="tokenizer.name=FOLDER, or name a corpus: data.train=FILE",
         )
     return source

@@ -9,6 +9,9 @@ from kitforge.foundation.config import SECRET, check
 # Environment variable of accepted tokens, separated by commas. No command line or run folder shows them.
 TOKEN_VARIABLE = "KITFORGE_SERVE_TOKEN"
 
+# Whole bodies that are received or parsed at once.
+INFLIGHT_BODIES = 64
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpOptions:
@@ -24,7 +27,6 @@ class HttpOptions:
     # Active and waiting requests (of a language model: prompts); further ones get status 429.
     max_requests: int = 256
     max_connections: int = 4096  # open connections; the requests of further ones get status 503
-    max_inflight_bytes: int = 67_108_864  # bytes of all bodies being received or parsed
     client_timeout: float = 30.0  # seconds for a body to arrive, and for a client to read what it is sent
     drain_timeout: float = 30.0  # seconds to finish active requests at shutdown
     access_log: bool = False  # log a line for every request
@@ -34,13 +36,6 @@ class HttpOptions:
     def __post_init__(self) -> None:
         for name in ("max_body_bytes", "max_requests", "max_connections"):
             check(getattr(self, name) > 0, f"serve.{name}", getattr(self, name), "a whole number of at least 1")
-        fits = self.max_inflight_bytes >= self.max_body_bytes
-        check(
-            fits,
-            "serve.max_inflight_bytes",
-            self.max_inflight_bytes,
-            f"at least serve.max_body_bytes={self.max_body_bytes}",
-        )
         for name in ("client_timeout", "drain_timeout"):
             check(getattr(self, name) > 0, f"serve.{name}", getattr(self, name), "a number of seconds above 0")
         is_plain = self.token is None or is_token(self.token)
@@ -48,6 +43,11 @@ class HttpOptions:
         has_token = any((self.token, self.token_file, os.environ.get(TOKEN_VARIABLE)))
         fix = f"set a token to accept other machines: ${TOKEN_VARIABLE}, serve.token_file=FILE or serve.token=SECRET"
         check(has_token or is_loopback(self.host), "serve.host", self.host, "a loopback address", fix)
+
+    @property
+    def max_inflight_bytes(self) -> int:
+        """Bytes of all bodies being received or parsed."""
+        return INFLIGHT_BODIES * self.max_body_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

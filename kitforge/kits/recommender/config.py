@@ -4,9 +4,11 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from kitforge.core.kernels.recomputation import Recompute
 from kitforge.core.nn.embedding_spec import TableKind
 from kitforge.core.optim.build import OptimizerConfig
 from kitforge.core.optim.row_optimizers import SparseOptimizerConfig, SparseOptimizerName
+from kitforge.core.parallel.config import ParallelConfig
 from kitforge.data.tables.bad_rows import DecimalMark, OnBadRow
 from kitforge.data.tables.source import TableFormat
 from kitforge.data.tables.split import SplitRule
@@ -14,8 +16,9 @@ from kitforge.embedding_cache.options import AdmissionOptions, ExpiryOptions, Po
 from kitforge.embedding_cache.serving.table import ServingDtype
 from kitforge.embedding_cache.sharding.planner import ShardingType
 from kitforge.foundation.config import INTERNAL, check
+from kitforge.foundation.dtype import ExportDtype
 from kitforge.inference.server.options import HttpOptions
-from kitforge.trainer.options import RunOptions
+from kitforge.trainer.options import RunOptions, TrainerOptions
 
 TASK = "recommendation"
 MIN_BATCH, MAX_BATCH = 64, 4096
@@ -35,6 +38,25 @@ INTERACTION_FAMILIES = frozenset({"dlrm", "dcn_v2", "deepfm", "din"})
 # holds as many samples as items.
 SEQUENCE_PASSES = ((10_000, 50.0), (math.inf, 10.0))
 SMALLEST_SEQUENCE_BATCH = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableTrainerOptions(TrainerOptions):
+    """Those of a recommender, which has no blocks to compute again."""
+
+    activation_checkpointing: Recompute | bool = field(default="none", init=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaOptions(ParallelConfig):
+    """The axes of a recommender: its network is small, and its embedding rows are sharded over all ranks anyway."""
+
+    tensor: int = field(default=1, init=False)
+    context: int = field(default=1, init=False)
+    pipeline: int = field(default=1, init=False)
+    expert: int = field(default=1, init=False)
+    sequence_parallel: bool = field(default=True, init=False)
+    zero_stage: Literal[1, 2, 3] = field(default=3, init=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,13 +170,20 @@ class EmbeddingTableOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CountOptions(AdmissionOptions):
+    """Admission of all ids, or by their count."""
+
+    name: Literal["always", "count"] = "always"
+    probability: float = field(default=0.1, init=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CacheOptions:
     """Cache tiers and sharding of the embedding tables. They do not change results."""
 
     device_rows: int | None = None  # rows of each table in the device tier; None: all
     host_rows: int | None = None  # rows of each table in host memory; None: all, if there is no file tier
     path: str | None = None  # folder of the file tier
-    file_rows: int | None = None  # rows of the file tier above a remote tier
     # redis:// or rediss:// URL of the remote tier. User and password are not recorded; the password may also be in
     # $KITFORGE_REMOTE_PASSWORD.
     remote: str | None = None
@@ -162,9 +191,10 @@ class CacheOptions:
     remote_ca_file: str | None = None  # rediss: CA certificates; None: those of the system
     prefetch_batches: int = 0  # batches whose rows are prefetched; 0: none
     policy: PolicyOptions = field(default_factory=PolicyOptions)
-    admission: AdmissionOptions = field(default_factory=AdmissionOptions)
+    admission: CountOptions = field(default_factory=CountOptions)
     expiry: ExpiryOptions = field(default_factory=ExpiryOptions)
-    fail_on_overflow: bool = False  # a batch with more distinct rows than device_rows is an error
+    # A batch with more distinct rows than device_rows is an error.
+    fail_on_overflow: bool = field(default=False, metadata=INTERNAL)
     # Sharding over ranks: row-wise, column-wise, table-wise or replicated; for all tables, or by table name. auto: by
     # size and by rows per step.
     placement: ShardingType | Literal["auto"] | dict[str, ShardingType | Literal["auto"]] = "auto"
@@ -173,6 +203,8 @@ class CacheOptions:
         check(
             self.prefetch_batches >= 0, "cache.prefetch_batches", self.prefetch_batches, "a whole number of at least 0"
         )
+        fix = "leave cache.path out: host memory holds what is above the remote"
+        check(not (self.path and self.remote), "cache.path", self.path, "null with cache.remote", fix)
         self.server()
 
     def server(self) -> RemoteOptions | None:
@@ -221,7 +253,8 @@ class RecommenderServeOptions(HttpOptions):
     max_rows: int = 1024  # rows or users per request
     max_batch_rows: int = 4096  # rows per batch over all requests; a larger request runs alone
     max_wait_ms: float = 1.0  # milliseconds that the first request of a batch waits for more
-    max_top_k: int = 1000  # limit of k, and of excluded items per request
+    # Limit of k, and of excluded items per request.
+    max_top_k: int = field(default=1000, metadata=INTERNAL)
     # Seconds between checks for a newer checkpoint of the run, which is then served; null: never.
     refresh_seconds: float | None = None
 
@@ -240,6 +273,9 @@ class RecommendationOptions(RunOptions):
 
     task: str = TASK
     model: dict[str, Any] = field(default_factory=dict)  # `family` and the options of that family's config
+    trainer: TableTrainerOptions = field(default_factory=TableTrainerOptions)
+    parallel: ReplicaOptions = field(default_factory=ReplicaOptions)
+    dtype: ExportDtype | None = field(default=None, init=False)  # what it writes stays in fp32
     # Of the dense weights; `tables` has those of embedding rows.
     optimizer: OptimizerConfig = field(
         default_factory=lambda: OptimizerConfig(learning_rate=1e-3, weight_decay=0.0, betas=(0.9, 0.999))
@@ -259,10 +295,6 @@ class RecommendationOptions(RunOptions):
     serve: RecommenderServeOptions = field(default_factory=RecommenderServeOptions)
 
     def __post_init__(self) -> None:
-        expected = "1: a recommender's network is small, and its embedding rows are sharded over all ranks anyway"
-        for axis in ("tensor", "context", "expert"):
-            degree = getattr(self.parallel, axis)
-            check(degree == 1, f"parallel.{axis}", degree, expected, f"parallel.data={degree}")
         check(0 <= self.port < 65536, "port", self.port, "0 to 65535")
 
     @property

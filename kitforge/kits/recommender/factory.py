@@ -10,7 +10,7 @@ from kitforge.core.checkpoint.table_reader import tables_of
 from kitforge.core.nn.embedding_spec import RecommenderConfig
 from kitforge.core.parallel.world import World
 from kitforge.data.tables.id_names import load_id_names
-from kitforge.foundation.config import check, from_dict
+from kitforge.foundation.config import check, from_dict, option_names
 from kitforge.foundation.errors import ConfigError, DataError, ModelError
 from kitforge.kits.recommender.artifacts import find_item_catalog
 from kitforge.kits.recommender.config import TASK, RecommendationDataOptions, RecommendationOptions
@@ -34,6 +34,7 @@ from kitforge.kits.recommender.sequential_objective import SampledSoftmax
 from kitforge.kits.recommender.tables import EMPTY, shard_tables
 from kitforge.kits.recommender.two_tower_objective import InBatchSoftmax
 from kitforge.models.catalog import recommender_of
+from kitforge.trainer.dropped_options import without_dropped
 
 Options = TypeVar("Options")
 # By the name that a family's configuration has for its own.
@@ -169,7 +170,9 @@ def recorded_options(checkpoint: Checkpoint) -> RecommendationOptions:
     values = checkpoint.state.get("config", {})
     if values.get("task") != TASK:
         raise ModelError("this is not a run of the recommender", got=checkpoint.folder, expected=f"task: {TASK}")
-    return from_dict(RecommendationOptions, values)
+    return from_dict(
+        RecommendationOptions, without_dropped(values, option_names(RecommendationOptions), is_exact=False)
+    )
 
 
 def with_run_options(options: RecommendationOptions, checkpoint: Checkpoint) -> RecommendationOptions:

@@ -326,7 +326,6 @@ def build_tables(
             device_rows=cache.device_rows,
             host_rows=cache.host_rows,
             path=None if cache.path is None else str(Path(cache.path) / name),
-            file_rows=cache.file_rows,
             remote=cache.server(),
             policy=cache.policy,
             admission=cache.admission,

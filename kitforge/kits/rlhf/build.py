@@ -23,7 +23,6 @@ from kitforge.foundation.errors import ConfigError, ModelError
 from kitforge.foundation.files import mark_own
 from kitforge.foundation.progress import show_progress
 from kitforge.foundation.untrusted import load_yaml, names_function
-from kitforge.inference.pipeline import TextGenerationPipeline
 from kitforge.kits.batch_predict import prediction_files
 from kitforge.kits.kit import LoadModel, Prepared, ReplayResult
 from kitforge.kits.language_model import (
@@ -175,11 +174,10 @@ class RlhfTask(NetworkKit[StageOptions, Tokenizer]):
             )
         return replay(folder, step, options, self.build_task)
 
-    def open_pipeline(self, model: nn.Module, tokenizer: Tokenizer, options: StageOptions) -> Any:
-        """A pipeline that generates text, or that scores text with a reward model."""
-        if isinstance(model, ValueHeadModel):
-            return RewardPipeline(model, tokenizer)
-        return TextGenerationPipeline(model, tokenizer, options.inference)
+    def open_pipeline(self, model: nn.Module, tokenizer: Tokenizer, options: StageOptions) -> RewardPipeline:
+        """A pipeline that scores text with a reward model; policies write text as `TEXT_TASK` does."""
+        assert isinstance(model, ValueHeadModel)
+        return RewardPipeline(model, tokenizer)
 
     def predict_file(self, options: StageOptions, load_model: LoadModel) -> Path:
         """Score the rows of `data.eval` with a reward model and write them to the file `output`."""
@@ -199,10 +197,6 @@ class RlhfTask(NetworkKit[StageOptions, Tokenizer]):
         if self.OPTIONS is RewardOptions:
             return load_reward_model(folder, device, level)
         return load_policy(folder, device, level, dtype)
-
-    def load_dtype(self, options: StageOptions) -> LoadDtype:
-        """`inference.dtype`."""
-        return options.inference.dtype
 
     def save(
         self, source: nn.Module | Run | Path, folder: Path, processor: Any, dtype: ExportDtype | None = None

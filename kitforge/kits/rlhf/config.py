@@ -7,7 +7,7 @@ from typing import Any, Literal
 from kitforge.data.schedule import OnSourceEnd
 from kitforge.data.tokenizers.loading import TokenizerConfig
 from kitforge.foundation.config import check
-from kitforge.inference.options import EngineOptions
+from kitforge.inference.options import CacheSizeOptions, EngineOptions
 from kitforge.inference.text_engine import InferenceOptions
 from kitforge.kits.language_model import NetworkOptions
 from kitforge.kits.rlhf.algorithms.kl import KlControllerOptions, KlEstimator
@@ -27,9 +27,8 @@ class ChatDatasetOptions:
     sequence_length: int = 512  # maximum number of tokens of prompt and completion
     eval_fraction: float = 0.05  # fraction of the training rows held out without data.eval
     columns: dict[str, str] = field(default_factory=dict)  # maps our column names to those of the dataset
-    on_too_long: Literal["refuse", "drop"] = "refuse"  # rows longer than data.sequence_length
-    # Truncate longer rows at their start (left) or end (right); null: as data.on_too_long says.
-    truncation: Literal["left", "right"] | None = None
+    # Rows longer than data.sequence_length; cut_left and cut_right truncate them at their start and end.
+    on_too_long: Literal["refuse", "drop", "cut_left", "cut_right"] = "refuse"
     # Rows with an empty completion, or with the same completion as chosen and rejected.
     on_invalid: Literal["refuse", "drop"] = "refuse"
     shuffle: bool = True
@@ -40,22 +39,21 @@ class ChatDatasetOptions:
     def __post_init__(self) -> None:
         for name in ("batch_size", "sequence_length"):
             check(getattr(self, name) > 0, f"data.{name}", getattr(self, name), "a whole number of at least 1")
-        is_one = self.truncation is None or self.on_too_long == "refuse"
-        check(is_one, "data.truncation", self.truncation, "null with data.on_too_long=drop")
         check(0 <= self.eval_fraction < 1, "data.eval_fraction", self.eval_fraction, "at least 0, below 1")
+
+    @property
+    def truncation(self) -> str | None:
+        """The side at which longer rows are cut: left or right; None: they are not."""
+        return self.on_too_long.removeprefix("cut_") if self.on_too_long.startswith("cut_") else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageOptions(NetworkOptions):
     """Options that all RLHF tasks share."""
 
-    INFERENCE_ONLY_SECTIONS = ("inference",)
-
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     data: ChatDatasetOptions = field(default_factory=ChatDatasetOptions)
-    inference: InferenceOptions = field(default_factory=InferenceOptions)
     format: Literal["huggingface", "gguf"] = "huggingface"  # of `export`
-    prompt: Any = None  # prompt or list of prompts for generation and report samples
 
     @property
     def starts_from_weights(self) -> bool:
@@ -203,13 +201,8 @@ class PolicyGradientOptions:
     value_clip_range: float | None = 0.2  # clip range of the value loss; null: no clipping
     vf_coef: float = 0.5  # value loss coefficient
     gamma: float = 1.0  # discount factor
-    gae_lambda: float = 0.95  # GAE lambda of the policy advantages
-    value_gae_lambda: float | None = None  # GAE lambda of the critic's returns; null: rl.gae_lambda
-    # VAPO: GAE lambda of the policy is 1 - 1 / (this * completion length), usually 0.05 with value_gae_lambda=1; null:
-    # rl.gae_lambda.
-    length_adaptive_alpha: float | None = None
+    gae_lambda: float = 0.95  # GAE lambda
     whiten_advantages: bool = False  # whiten advantages over the tokens of the rollout batch, all ranks
-    whiten_rewards: bool = False  # scale token rewards to standard deviation 1; the mean stays
     critic_warmup: int = 0  # rollout batches in which only the critic is trained
     entropy_coef: float = 0.0  # entropy bonus coefficient
     missing_eos_penalty: float = 0.0  # subtracted from the reward of a completion without an EOS token
@@ -247,9 +240,6 @@ class PolicyGradientOptions:
         check(self.filter_zero_variance_groups or not replaces, "rl.max_num_gen_batches", most, expected)
         bounds = self.clip.dual is None or self.loss_mode != "cispo"
         check(bounds, "rl.dual_clip", self.clip.dual, "none with rl.loss_mode=cispo, whose loss has no such bound")
-        alpha, adapts = self.length_adaptive_alpha, self.advantage == "gae"
-        is_sound = alpha is None or (alpha > 0 and adapts)
-        check(is_sound, "rl.length_adaptive_alpha", alpha, "a number above 0 with rl.advantage=gae, or null")
         check(self.target_kl is None or self.target_kl > 0, "rl.target_kl", self.target_kl, "above 0, or null")
         warms = self.critic_warmup == 0 or self.advantage == "gae"
         check(warms, "rl.critic_warmup", self.critic_warmup, "0 without a critic")
@@ -327,34 +317,38 @@ class KlOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutOptions(InferenceOptions):
-    """Generation of rollouts. Sampling and training use the same distribution."""
+class RolloutOptions:
+    """Generation of rollouts. Sampling and training use the same distribution, which only the temperature shapes."""
 
     temperature: float = 1.0  # sampling temperature, also of the log-probs in training
     max_new_tokens: int = 64  # maximum completion length
+    stop: tuple[str, ...] = ()  # strings that end a completion
     max_turns: int = 8  # maximum turns per episode of an environment; max_new_tokens is per turn
     # Asynchronous rollouts: generate with the policy of this many rollout batches ago, during training; 0: on-policy.
     max_staleness: int = 0
     keep_rollout_files: int = 8  # rollout files kept: the latest, and after each kept checkpoint
-    # Throughput matters more than latency: many sequences per step.
-    engine: EngineOptions = field(default_factory=lambda: EngineOptions(max_num_batched_tokens=4096))
+    engine: CacheSizeOptions = field(default_factory=CacheSizeOptions)
 
     def __post_init__(self) -> None:
-        InferenceOptions.__post_init__(self)
         check(self.temperature > 0, "rollout.temperature", self.temperature, "a number above 0")
-        check(self.max_turns > 0, "rollout.max_turns", self.max_turns, "a whole number of at least 1")
-        check(self.max_staleness >= 0, "rollout.max_staleness", self.max_staleness, "a whole number of at least 0")
-        check(
-            self.keep_rollout_files >= 0,
-            "rollout.keep_rollout_files",
-            self.keep_rollout_files,
-            "a whole number of at least 0",
-        )
-        # Stop strings are allowed: they end a completion without changing the sampling distribution.
-        unset = ("top_k", "top_p", "min_p", "needs_history", "logit_bias", "suppress_tokens", "ignored_settings")
-        for name in unset:
-            expected = "unset, as sampling and training must use the same distribution"
-            check(not getattr(self, name), f"rollout.{name}", getattr(self, name), expected)
+        check(all(self.stop), "rollout.stop", list(self.stop), "strings that are not empty")
+        for least, names in ((1, ("max_new_tokens", "max_turns")), (0, ("max_staleness", "keep_rollout_files"))):
+            for name in names:
+                value = getattr(self, name)
+                check(value >= least, f"rollout.{name}", value, f"a whole number of at least {least}")
+        # Checks its numbers.
+        _ = self.engine_options
+
+    @property
+    def engine_options(self) -> EngineOptions:
+        """Those of the engine. Throughput matters more than latency: many tokens per step."""
+        size, most = self.engine.kv_cache_bytes, self.engine.max_num_seqs
+        return EngineOptions(kv_cache_bytes=size, max_num_seqs=most, max_num_batched_tokens=max(4096, most or 1))
+
+    def sampling(self, temperature: float | None) -> InferenceOptions:
+        """The options of a request. A given temperature may be 0, as those completions are not trained on."""
+        heat = self.temperature if temperature is None else temperature
+        return InferenceOptions(temperature=heat, max_new_tokens=self.max_new_tokens, stop=self.stop)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -188,16 +188,16 @@ def _length_filtered(
     limit = f"at most data.sequence_length={options.sequence_length} tokens"
     if reserved:
         limit += f", of which {reserved} are left for the completion (rollout.max_new_tokens)"
-    if options.on_too_long == "refuse" and (options.truncation is None or room < 1):
+    if options.on_too_long != "drop" and (options.truncation is None or room < 1):
         raise DataError(
             f"{len(overlong)} of {len(rows)} rows are too long",
             got=f"up to {int(lengths.max())} tokens",
             expected=limit,
-            fix="add a larger data.sequence_length, data.truncation=left|right or data.on_too_long=drop",
+            fix="add a larger data.sequence_length, data.on_too_long=cut_left, cut_right or drop",
         )
     if reserved and options.truncation == "right":
-        fix = "data.truncation=left, data.on_too_long=drop without it, or a larger data.sequence_length"
-        got = f"up to {int(lengths.max())} tokens, and data.truncation=right"
+        fix = "data.on_too_long=cut_left or drop, or a larger data.sequence_length"
+        got = f"up to {int(lengths.max())} tokens, and data.on_too_long=cut_right"
         raise DataError("prompts cut on the right lose what opens the reply", got=got, expected=limit, fix=fix)
     lost = overlong if options.truncation is None else _invalid_after_truncation(rows, overlong, options, room)
     kept = np.setdiff1d(everything, lost)
@@ -218,8 +218,8 @@ def _invalid_after_truncation(
     if len(lost) and options.on_invalid == "refuse":
         raise DataError(
             f"{len(lost)} of {len(rows)} rows have no trained token after truncation",
-            got=f"data.truncation={options.truncation} data.sequence_length={options.sequence_length}",
-            fix="add data.truncation=left to keep the ends, data.on_invalid=drop, or a larger data.sequence_length",
+            got=f"data.on_too_long={options.on_too_long} data.sequence_length={options.sequence_length}",
+            fix="add data.on_too_long=cut_left, which keeps the ends, data.on_invalid=drop, or data.sequence_length=N",
         )
     if len(lost):
         _log.warning("%d of %d rows have no trained token after truncation and are dropped", len(lost), len(rows))

@@ -4,6 +4,7 @@ OUTPUT.part holds the settings, then one completion per line; OUTPUT appears whe
 the line number, so a resumed run gives the same completions.
 """
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -14,7 +15,6 @@ from typing import IO, Any, cast
 
 from kitforge.data.chat.rows import template_inputs, with_open_end
 from kitforge.data.chat.template import ChatTemplate, Message, template_of
-from kitforge.foundation.config import to_dict
 from kitforge.foundation.errors import ConfigError, DataError, KitforgeError
 from kitforge.foundation.files import atomic_file
 from kitforge.inference.text_engine import InferenceOptions, TextDelta, TextEngine
@@ -155,7 +155,7 @@ def _settings(prompts: Sequence[BatchPrompt], options: InferenceOptions, model: 
     digest = hashlib.sha256()
     for prompt in prompts:
         digest.update(json.dumps(prompt.values, sort_keys=True).encode() + b"\n")
-    chosen = to_dict(options)
+    chosen = dataclasses.asdict(options)
     del chosen["engine"]
     settings = {"model": model, "prompts": digest.hexdigest(), "options": chosen}
     return json.dumps(settings, sort_keys=True).encode() + b"\n"

@@ -12,7 +12,7 @@ from kitforge.core.parallel.world import World
 from kitforge.trainer.options import TrainerOptions
 from kitforge.trainer.state import TrainingState
 
-EventKind = Literal["start", "step", "log", "evaluate", "checkpoint", "rollback", "note", "table", "end"]
+EventKind = Literal["start", "step", "log", "evaluate", "checkpoint", "note", "table", "end"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,9 +20,9 @@ class Event:
     """An event of the loop.
 
     start: before the first step. step: after every step. log, evaluate: `record` is a line of metrics.jsonl.
-    checkpoint: a checkpoint is due. rollback: the newest checkpoint is about to be read, so it must be on disk.
+    checkpoint: a checkpoint is due.
     table: `record` has `name`, `columns` and `rows`, for experiment trackers.
-    note: `record` has `event` and `message` (skip, resume, rollback, interrupt, ...). end: after the last step, also
+    note: `record` has `event` and `message` (skip, resume, interrupt, ...). end: after the last step, also
     after an interruption or a failure. After a failure `is_clean` is False: no collective is possible any more, and
     callbacks release the resources of this process.
     """

@@ -31,16 +31,13 @@ class CheckpointCallback(Callback):
             # The pin of the best checkpoint may be gone with a process that died.
             if self._best is not None and step_folder(self._root, self._best).is_dir():
                 self._writer.pin(self._best)
-        if event.kind == "rollback":
-            self._writer.wait()
-        if event.kind in ("start", "rollback"):
             self._writer.attach(run.state.tables(), num_deltas=self._num_increments)
         value = event.record.get(str(run.options.metric_for_best), 0.0)
         if event.kind == "evaluate" and not self._has_warned and not math.isfinite(value):
             self._has_warned = True
             run.log_event("best", f"{run.options.metric_for_best} is {value}, so it is not compared with the best one")
         is_new_best = event.kind == "evaluate" and run.state.best_step == run.state.cursor.step
-        # Skipped steps have nothing new to save, and a rollback needs the checkpoint before them.
+        # Skipped steps have nothing new to save.
         is_due = event.kind == "checkpoint" and run.state.consecutive_skips == 0
         # Within a step, weights and cursor may belong to different steps.
         is_last = can_save_at_end(event, run)

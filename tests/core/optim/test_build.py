@@ -147,19 +147,16 @@ def test_fused_adamw_equals_its_formula_in_float64() -> None:
         torch.testing.assert_close(weight.detach(), expected, rtol=1e-13, atol=1e-15)
 
 
-def test_muon_moves_matrices_at_their_own_rate_and_the_rest_as_adamw() -> None:
-    mixed, plain, faster = model_of(), model_of(), model_of()
+def test_muon_moves_matrices_in_its_way_and_the_rest_as_adamw() -> None:
+    mixed, plain = model_of(), model_of()
     train(mixed, optimizer_of(mixed, name="muon"), range(1))
     train(plain, optimizer_of(plain, name="adamw"), range(1))
-    train(faster, optimizer_of(faster, name="muon", matrix_learning_rate=3e-2), range(1))
-    for name, start in model_of().named_parameters():
-        ours, theirs, fast = (model.get_parameter(name) for model in (mixed, plain, faster))
+    for name, _ in model_of().named_parameters():
+        ours, theirs = (model.get_parameter(name) for model in (mixed, plain))
         if name in ("1.weight", "3.weight"):
             assert not torch.equal(ours, theirs)
-            assert (fast - start).norm() > 50 * (ours - start).norm()
         else:
             assert torch.equal(ours, theirs)
-            assert torch.equal(ours, fast)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -248,7 +245,6 @@ def test_loading_copies() -> None:
     [
         {"learning_rate": 0.0},
         {"learning_rate": float("nan")},
-        {"matrix_learning_rate": -1.0},
         {"weight_decay": -0.1},
         {"betas": [0.9]},
         {"betas": [0.9, 1.0]},

@@ -41,7 +41,7 @@ def test_values_computed_by_hand(name: str, expected: list[float]) -> None:
 
 
 def test_warmup_as_a_fraction_is_rounded_to_steps() -> None:
-    assert course(100, name="constant", warmup_fraction=0.29)[27:30] == [28 / 29, 1.0, 1.0]
+    assert course(100, name="constant", warmup_steps=0.29)[27:30] == [28 / 29, 1.0, 1.0]
 
 
 def test_without_warmup_the_first_step_has_the_peak() -> None:
@@ -67,7 +67,7 @@ def test_a_warmup_longer_than_the_run_is_refused() -> None:
 @given(
     name=st.sampled_from(NAMES),
     max_steps=st.integers(1, 100),
-    fractions=st.tuples(*[st.floats(0, 1)] * 3),
+    fractions=st.tuples(st.floats(0, 1, exclude_max=True), *[st.floats(0, 1)] * 2),
 )
 def test_every_course_rises_then_falls_to_the_final_fraction(
     name: str, max_steps: int, fractions: tuple[float, float, float]
@@ -76,7 +76,7 @@ def test_every_course_rises_then_falls_to_the_final_fraction(
     values = course(
         max_steps,
         name=name,
-        warmup_fraction=warmup_fraction,
+        warmup_steps=warmup_fraction,
         decay_fraction=decay_fraction,
         final_fraction=final_fraction,
     )
@@ -95,12 +95,12 @@ def test_every_course_rises_then_falls_to_the_final_fraction(
     "values",
     [
         {"warmup_steps": -1},
-        {"warmup_fraction": 1.5},
+        {"warmup_steps": 1.5},
+        {"warmup_steps": math.inf},
+        {"warmup_steps": math.nan},
         {"decay_fraction": -0.1},
         {"final_fraction": math.nan},
-        {"plateau_factor": 1.0},
         {"plateau_patience": 0},
-        {"plateau_threshold": -1e-3},
         {"name": "cosin"},
     ],
 )
@@ -119,8 +119,8 @@ def test_plateau_halves_after_so_many_stale_observations_in_a_row() -> None:
 
 
 def test_plateau_counts_a_fall_within_the_threshold_as_none() -> None:
-    schedule = plateau(plateau_patience=1, plateau_threshold=0.1)
-    assert [schedule.observe(value) for value in [1.0, 0.95, 0.89]] == [1.0, 0.5, 0.5]
+    schedule = plateau(plateau_patience=1)
+    assert [schedule.observe(value) for value in [1.0, 0.9995, 0.9989]] == [1.0, 0.5, 0.5]
 
 
 def test_plateau_knows_that_a_negative_value_falls() -> None:

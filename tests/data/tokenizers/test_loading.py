@@ -208,7 +208,7 @@ def test_training_needs_a_corpus(tmp_path: Path) -> None:
 def test_a_model_file_can_be_named(sentencepiece: Tokenizer, tmp_path: Path) -> None:
     sentencepiece.save(tmp_path)
     for path in (tmp_path, tmp_path / "tokenizer.model"):
-        config = TokenizerConfig(name="sentencepiece", path=str(path))
+        config = TokenizerConfig(name=str(path))
         assert make_tokenizer(config, None, tmp_path).fingerprint == sentencepiece.fingerprint
 
 
@@ -220,11 +220,6 @@ def test_a_folder_can_be_the_name(tmp_path: Path) -> None:
 def test_an_unknown_name_names_the_nearest(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="did you mean 'sentencepiece'"):
         make_tokenizer(TokenizerConfig(name="sentencepeace"), None, tmp_path)
-
-
-def test_a_path_belongs_to_sentencepiece() -> None:
-    with pytest.raises(ConfigError, match="tokenizer.path"):
-        TokenizerConfig(name="byte", path="x")
 
 
 def test_a_folder_without_a_tokenizer_says_what_it_holds(tmp_path: Path) -> None:

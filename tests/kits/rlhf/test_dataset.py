@@ -10,7 +10,7 @@ from kitforge.data.chat.datasets import ChatDatasetReader, ExampleKind
 from kitforge.data.chat.example_cache import build_example_cache
 from kitforge.data.chat.template import template_of
 from kitforge.data.tokenizers.loading import ByteTokenizer
-from kitforge.foundation.errors import ConfigError, DataError
+from kitforge.foundation.errors import DataError
 from kitforge.kits.rlhf.config import ChatDatasetOptions
 from kitforge.kits.rlhf.dataset import DatasetSplits, read_examples, read_rows
 
@@ -43,29 +43,29 @@ def test_demonstrations_are_cut_on_either_side(
     side: str, wanted: tuple[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     fits = {"prompt": "cd", "completion": "ef"}
-    rows = read("demonstrations", [SHORT, LONG, fits], tmp_path, truncation=side)
+    rows = read("demonstrations", [SHORT, LONG, fits], tmp_path, on_too_long=f"cut_{side}")
     assert [said(row) for row in rows.train] == [("ab|", "b|"), wanted, ("cdef|", "ef|")]
     assert f"1 of 3 rows have more than 5 tokens and are truncated on the {side}" in caplog.text
 
 
 def test_each_response_of_a_pair_is_cut_by_itself(tmp_path: Path) -> None:
-    (pair,) = read("pairs", [PAIR], tmp_path, truncation="left").train
+    (pair,) = read("pairs", [PAIR], tmp_path, on_too_long="cut_left").train
     assert (said(pair.chosen), said(pair.rejected)) == (("suvw|", "uvw|"), ("qrsx|", "x|"))
-    (judged,) = read("unpaired", [{**LONG, "label": True}], tmp_path, truncation="right").train
+    (judged,) = read("unpaired", [{**LONG, "label": True}], tmp_path, on_too_long="cut_right").train
     assert said(judged.response) == ("pqrsu", "u")
 
 
 def test_prompts_are_cut_to_leave_room_for_answers(tmp_path: Path) -> None:
-    (prompt,) = read(None, [{"prompt": "pqrs", "answer": 4}], tmp_path, reserved=3, truncation="left").train
+    (prompt,) = read(None, [{"prompt": "pqrs", "answer": 4}], tmp_path, reserved=3, on_too_long="cut_left").train
     assert (prompt.tokens, prompt.columns) == ((ord("r"), ord("s")), {"prompt": "pqrs", "answer": 4})
     with pytest.raises(DataError, match="3 are left for the completion"):
         read(None, [{"prompt": "pqrs"}], tmp_path, reserved=3)
     with pytest.raises(DataError, match="too long"):
-        read(None, [{"prompt": "pqrs"}], tmp_path, reserved=5, truncation="left")
+        read(None, [{"prompt": "pqrs"}], tmp_path, reserved=5, on_too_long="cut_left")
     # The end of a prompt opens the answer.
     with pytest.raises(DataError, match="prompts cut on the right lose what opens the reply"):
-        read(None, [{"prompt": "pqrs"}], tmp_path, reserved=3, truncation="right")
-    assert len(read(None, [{"prompt": "pq"}], tmp_path, reserved=3, truncation="right").train) == 1
+        read(None, [{"prompt": "pqrs"}], tmp_path, reserved=3, on_too_long="cut_right")
+    assert len(read(None, [{"prompt": "pq"}], tmp_path, reserved=3, on_too_long="cut_right").train) == 1
 
 
 def test_rows_of_which_nothing_is_left_to_learn_are_refused_or_counted(
@@ -73,32 +73,27 @@ def test_rows_of_which_nothing_is_left_to_learn_are_refused_or_counted(
 ) -> None:
     rows = [{"prompt": "pqrst", "completion": "u"}, LONG]
     with pytest.raises(DataError, match="1 of 2 rows have no trained token after truncation"):
-        read("demonstrations", rows, tmp_path, truncation="right")
-    kept = read("demonstrations", rows, tmp_path, truncation="right", on_invalid="drop")
+        read("demonstrations", rows, tmp_path, on_too_long="cut_right")
+    kept = read("demonstrations", rows, tmp_path, on_too_long="cut_right", on_invalid="drop")
     assert [said(row) for row in kept.train] == [("pqrsu", "u")]
     assert "1 of 2 rows have no trained token" in caplog.text
     # The first token of a row is not predicted from anything.
     with pytest.raises(DataError, match="no trained token"):
-        read("demonstrations", [{"text": "abc"}], tmp_path, truncation="right", sequence_length=1)
+        read("demonstrations", [{"text": "abc"}], tmp_path, on_too_long="cut_right", sequence_length=1)
     alike = [{"prompt": "pq", "chosen": "aaab", "rejected": "aaac"}, PAIR]
     with pytest.raises(DataError, match="no trained token"):
-        read("pairs", alike, tmp_path, truncation="right")
+        read("pairs", alike, tmp_path, on_too_long="cut_right")
 
 
 def test_what_is_learnt_is_part_of_the_fingerprint(tmp_path: Path) -> None:
     rows = [SHORT, LONG]
     found = [
         read("demonstrations", rows, tmp_path, **more).fingerprint
-        for more in ({"truncation": "left"}, {"truncation": "right"}, {"on_too_long": "drop"})
+        for more in ({"on_too_long": "cut_left"}, {"on_too_long": "cut_right"}, {"on_too_long": "drop"})
     ]
     assert len({*found, read("demonstrations", [SHORT], tmp_path).fingerprint}) == 4
-    fits = [read("demonstrations", [SHORT], tmp_path, **more).fingerprint for more in ({}, {"truncation": "left"})]
+    fits = [read("demonstrations", [SHORT], tmp_path, **more).fingerprint for more in ({}, {"on_too_long": "cut_left"})]
     assert fits[0] == fits[1]
-
-
-def test_rows_are_not_cut_and_left_out_at_once() -> None:
-    with pytest.raises(ConfigError, match=r"data\.truncation"):
-        ChatDatasetOptions(truncation="left", on_too_long="drop")
 
 
 def test_evaluation_rows_are_a_share_of_those_that_fit(tmp_path: Path) -> None:

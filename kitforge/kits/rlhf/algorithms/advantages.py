@@ -39,11 +39,11 @@ def overlong_penalty(lengths: Tensor, max_length: int, buffer: int) -> Tensor:
     return ((lengths - (max_length - buffer)) / buffer).clamp(0.0, 1.0)
 
 
-def gae_advantages(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, gae_lambda: Tensor | float) -> Tensor:
+def gae_advantages(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, gae_lambda: float) -> Tensor:
     """Generalised advantage estimates [B, T], 0 outside of the mask.
 
-    `gae_lambda` is one number, or one per sequence [B, 1]. The value after the last generated token is 0. The recursion
-    skips tokens outside of the mask (padding, observations between turns). Computed in ceil(log2 T) passes.
+    The value after the last generated token is 0. The recursion skips tokens outside of the mask (padding, observations
+    between turns). Computed in ceil(log2 T) passes.
     """
     # Generated tokens first, both kinds in their order.
     order = mask.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
@@ -61,7 +61,7 @@ def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
     return gae_advantages(rewards, nothing, mask, gamma, 1.0)
 
 
-def discounted_sums(values: Tensor, rate: Tensor | float) -> Tensor:
+def discounted_sums(values: Tensor, rate: float) -> Tensor:
     """s[t] = values[t] + rate * s[t + 1] along the last dim, by doubling: after pass k a sum spans 2^k tokens."""
     span, weight, length = 1, rate, values.shape[-1]
     while span < length:
@@ -70,13 +70,6 @@ def discounted_sums(values: Tensor, rate: Tensor | float) -> Tensor:
         values = values + weight * reached
         span, weight = 2 * span, weight * weight
     return values
-
-
-def length_adaptive_lambda(mask: Tensor, alpha: float) -> Tensor:
-    """Length-adaptive GAE (VAPO; Yue et al., 2025): lambda = 1 - 1 / (alpha * length) per sequence [B, 1]. It grows
-    with the length, so that the final reward reaches the first tokens of a long completion."""
-    lengths = mask.sum(-1, keepdim=True).clamp(min=1).double()
-    return (1.0 - 1.0 / (alpha * lengths)).clamp(min=0.0)
 
 
 Baseline = Literal["grpo", "dr_grpo", "rloo"]
@@ -119,14 +112,12 @@ def has_reward_variance(scores: Tensor) -> Tensor:
 WHITEN_EPSILON = 1e-8
 
 
-def masked_whiten(values: Tensor, mask: Tensor, *, shift_mean: bool = True) -> Tensor:
-    """`values` [B, T] with mean 0 and variance 1 (n - 1) over the true tokens, 0 elsewhere. Without `shift_mean` the
-    mean stays. Fewer than two tokens have no variance: they become 0, or stay without `shift_mean`."""
+def masked_whiten(values: Tensor, mask: Tensor) -> Tensor:
+    """`values` [B, T] with mean 0 and variance 1 (n - 1) over the true tokens, 0 elsewhere. Fewer than two tokens have
+    no variance: they become 0."""
     kept = torch.where(mask, values, 0.0)
     count = mask.sum().to(values)
-    mean = kept.sum() / count.clamp(min=1)
-    centered = torch.where(mask, values - mean, 0.0)
+    centered = torch.where(mask, values - kept.sum() / count.clamp(min=1), 0.0)
     if count < 2:
-        return centered if shift_mean else kept
-    whitened = centered * torch.rsqrt(centered.square().sum() / (count - 1) + WHITEN_EPSILON)
-    return whitened if shift_mean else torch.where(mask, whitened + mean, 0.0)
+        return centered
+    return centered * torch.rsqrt(centered.square().sum() / (count - 1) + WHITEN_EPSILON)

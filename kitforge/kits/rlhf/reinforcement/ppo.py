@@ -27,7 +27,6 @@ from kitforge.kits.rlhf.algorithms.advantages import (
     discounted_returns,
     gae_advantages,
     group_advantages,
-    length_adaptive_lambda,
     masked_whiten,
     token_rewards,
 )
@@ -429,8 +428,6 @@ def compute_experience(rollouts: Sequence[Rollout], options: RLOptions, kl_coef:
         keep_mask = keep_mask & torch.tensor(selection.has_signal)
     if rl.advantage in ("gae", "reinforce"):
         rewards = token_rewards(scores, penalties, mask)
-        if rl.whiten_rewards:
-            rewards = masked_whiten(rewards, mask, shift_mean=False)
         advantages, returns = _token_advantages(rewards, values, mask, options)
     else:
         advantages = _group_advantages(scores, penalties, mask, options)
@@ -464,13 +461,8 @@ def _token_advantages(rewards: Tensor, values: Tensor, mask: Tensor, options: RL
     if rl.advantage == "reinforce":
         returns = discounted_returns(rewards, mask, rl.gamma)
         return returns, returns
-    alpha = rl.length_adaptive_alpha
-    value_lambda = rl.gae_lambda if rl.value_gae_lambda is None else rl.value_gae_lambda
-    policy_lambda: Tensor | float = rl.gae_lambda if alpha is None else length_adaptive_lambda(mask, alpha)
-    advantages = gae_advantages(rewards, values, mask, rl.gamma, policy_lambda)
-    if policy_lambda is value_lambda:
-        return advantages, advantages + values
-    return advantages, gae_advantages(rewards, values, mask, rl.gamma, value_lambda) + values
+    advantages = gae_advantages(rewards, values, mask, rl.gamma, rl.gae_lambda)
+    return advantages, advantages + values
 
 
 def _group_advantages(scores: Tensor, penalties: Tensor, mask: Tensor, options: RLOptions) -> Tensor:
@@ -491,7 +483,6 @@ def rl_evaluation_options(options: RLOptions) -> RLOptions:
         advantage="reinforce",
         filter_zero_variance_groups=False,
         max_num_gen_batches=1,
-        length_adaptive_alpha=None,
         critic_warmup=0,
     )
     return replace(options, rl=rl, critic=CriticOptions())

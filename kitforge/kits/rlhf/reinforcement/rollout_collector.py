@@ -1,7 +1,7 @@
 """Collects rollouts: runs generation, rewards, reference and values, each on the ranks of its role."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from threading import current_thread, main_thread
 from typing import Any, TypeAlias
@@ -17,9 +17,8 @@ from kitforge.data.text.packing import IGNORED
 from kitforge.data.tokenizers.loading import Tokenizer
 from kitforge.foundation.progress import show_progress
 from kitforge.inference.engine import Engine
-from kitforge.inference.text_engine import InferenceOptions
 from kitforge.kits.rlhf.batching import forward_batches
-from kitforge.kits.rlhf.config import RLOptions, RolloutOptions
+from kitforge.kits.rlhf.config import RLOptions
 from kitforge.kits.rlhf.dataset import DatasetSplits
 from kitforge.kits.rlhf.event_loop import EventLoop
 from kitforge.kits.rlhf.reinforcement.async_rollouts import AsyncRollouts
@@ -236,9 +235,9 @@ class RolloutCollector:
         bar = show_progress(f"completing {len(own)} prompts", enabled=is_shown)
         with torch.no_grad(), autocast(self._world.device, options.precision), bar:
             # A new engine each time: the KV cache of older weights is useless.
-            engine = Engine(policy, options.rollout.engine, stop_ids=self._roles.eos_ids)
+            engine = Engine(policy, options.rollout.engine_options, stop_ids=self._roles.eos_ids)
             run = partial(generate_rollouts, tokenizer=self._roles.tokenizer) if runner is None else runner.run
-            rollouts = run(engine, own, _sampling_options(options.rollout, temperature), num_generations, key)
+            rollouts = run(engine, own, options.rollout.sampling(temperature), num_generations, key)
             if self._placement.ranks["rollout"] == self._placement.ranks["reward"]:
                 scores = list(self.score(rollouts, prompts))
                 rollouts = [replace(each, **score) for each, score in zip(rollouts, scores, strict=True)]
@@ -328,11 +327,3 @@ class RolloutCollector:
             for row, index in enumerate(indices):
                 outputs[index] = {name: tuple(each[row][mask[row]].tolist()) for name, each in grids.items()}
         yield from outputs
-
-
-def _sampling_options(options: RolloutOptions, temperature: float | None) -> InferenceOptions:
-    """The sampling options of a rollout. A given temperature may be 0, as those completions are not trained on."""
-    if temperature is None:
-        return options
-    shared = {each.name: getattr(options, each.name) for each in fields(InferenceOptions)}
-    return InferenceOptions(**shared | {"temperature": temperature})

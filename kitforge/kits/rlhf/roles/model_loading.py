@@ -265,8 +265,7 @@ def tokenizer_of(options: StageOptions, given: Tokenizer | None, train: object) 
     """The given tokenizer, else that of the checkpoint, else that of the options."""
     if (found := given_tokenizer(options, given, find_tokenizer)) is not None:
         return found
-    is_trained = options.tokenizer.name == "sentencepiece" and options.tokenizer.path is None
-    if not is_trained or train is None:
+    if options.tokenizer.name != "sentencepiece" or train is None:
         return make_tokenizer(options.tokenizer, None, default_root())
     columns, entries = options.data.columns, weighted_sources(train, ("columns",))
     parts = (

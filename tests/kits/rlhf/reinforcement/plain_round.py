@@ -136,17 +136,10 @@ class PlainRun:
 
     def advantages_of_tokens(self, answers: list[Answer]) -> None:
         o = self.options.rl
-        if o.whiten_rewards:
-            every = torch.cat([each.rewards for each in answers])
-            for each in answers:
-                each.rewards = (each.rewards - every.mean()) / (every.var() + 1e-8).sqrt() + every.mean()
         for each in answers:
             trace = o.gae_lambda if o.advantage == "gae" else 1.0
-            for_value = trace if o.value_gae_lambda is None else o.value_gae_lambda
-            if o.length_adaptive_alpha is not None:
-                trace = max(0.0, 1 - 1 / (o.length_adaptive_alpha * each.size))
             each.advantages = self.gae(each, trace)
-            each.target = self.gae(each, for_value) + each.value
+            each.target = each.advantages + each.value
 
     def gae(self, answer: Answer, trace: float) -> Tensor:
         found, advantage, following = [0.0] * answer.size, 0.0, 0.0

@@ -60,18 +60,17 @@ FEW: dict[str, Choices] = {
     "ppo": PPO
     | {
         "rl.gae_lambda": 0.8,
-        "rl.value_gae_lambda": 0.95,
         "rl.gamma": 0.97,
         "rl.whiten_advantages": True,
         "rl.num_minibatches": 2,
     },
     "critic beside sums over sequences": PPO
     | {"rl.loss_aggregation": "seq-mean-token-sum", "rl.value_clip_range": 0.01},
-    "vapo": PPO | {"rl.length_adaptive_alpha": 0.5, "rl.value_gae_lambda": 1.0, "rl.critic_warmup": 1},
-    "adaptive, rewards whitened": PPO
+    "the critic first": PPO | {"rl.gae_lambda": 1.0, "rl.critic_warmup": 1},
+    "adaptive": PPO
     # Near what the second round measures, where the step of the controller is not clipped.
     | {"kl.controller": "adaptive", "kl.target": 1.0, "kl.horizon": 20}
-    | {"rl.whiten_rewards": True, "rl.missing_eos_penalty": 0.5, "rollout.temperature": 0.7, "rl.epochs": 1},
+    | {"rl.missing_eos_penalty": 0.5, "rollout.temperature": 0.7, "rl.epochs": 1},
     "grpo as published": GRPO | LOSS | {"kl.estimator": "k3", "kl.use_bias_correction": False},
     "k3 as a loss for the policy that drew": GRPO
     | LOSS
@@ -200,9 +199,6 @@ OF_CRITICS: list[Choices] = [
     {"rl.vf_coef": 2.0},
     {"rl.gamma": 0.9},
     {"rl.gae_lambda": 0.5},
-    {"rl.value_gae_lambda": 0.0},
-    {"rl.length_adaptive_alpha": 0.3},
-    {"rl.whiten_rewards": True},
     {"rl.critic_warmup": 1},
 ]
 ALONE: list[Choices] = [PPO | each for each in [*AXES, *OF_CRITICS]]

@@ -182,8 +182,6 @@ def test_importance_weights_are_found_from_a_second_look() -> None:
 @pytest.mark.parametrize(
     ("choices", "words"),
     [
-        ({"rollout.top_p": 0.9}, "the same distribution"),
-        ({"rollout.top_k": 5}, "the same distribution"),
         ({"rollout.temperature": 0.0}, "temperature"),
         ({"rl.num_minibatches": 3}, "divisor of 4 completions"),
         ({"rl.advantage": "rloo"}, "at least 2"),

@@ -100,24 +100,6 @@ def first(stage: str, choices: dict[str, Any]) -> tuple[dict[str, Any], dict[str
         return batch, assembly.loop.task.loss(assembly.loop.model, batch)
 
 
-def test_the_critic_looks_ahead_as_far_as_it_is_told_and_the_policy_as_far_as_it_is() -> None:
-    both, far, near = (
-        first("ppo", choices)[0]
-        for choices in ({"rl.gae_lambda": 0.5, "rl.value_gae_lambda": 1.0}, {}, {"rl.gae_lambda": 0.5})
-    )
-    assert torch.equal(both["returns"], far["returns"])
-    assert torch.equal(both["advantages"], near["advantages"])
-    assert not torch.allclose(both["returns"], near["returns"], atol=1e-6)
-
-
-def test_rewards_are_whitened_over_the_tokens_of_the_round_with_their_mean_left() -> None:
-    plain, white = (first("reinforce_pp", {"rl.whiten_rewards": each})[0] for each in (False, True))
-    mask = plain["targets"] >= 0
-    rewards, found = (each["advantages"] - each["advantages"].roll(-1, 1) * mask.roll(-1, 1) for each in (plain, white))
-    wanted = rewards / rewards[mask].std()
-    assert torch.allclose(found[mask], (wanted - wanted[mask].mean() + rewards[mask].mean())[mask], atol=1e-10)
-
-
 def test_an_answer_without_an_end_pays_for_it() -> None:
     (plain, _), (paid, _) = (first("rloo", {"rl.missing_eos_penalty": each}) for each in (0.0, 3.0))
     figures = plain["metrics"]
