@@ -5,10 +5,12 @@ import io
 import json
 import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain, pairwise
 from pathlib import Path
+from types import NoneType
 from typing import Any, Literal
 
 from kitforge.data.document_shard import SHARD_BYTES, EncodingErrors, documents_of, fingerprint_of, missing_column
@@ -19,8 +21,10 @@ from kitforge.data.file_bytes import (
     check_unchanged,
     format_suffix,
     is_packed,
+    json_lines,
     opened,
     stamp_of,
+    text_blocks,
 )
 from kitforge.data.optional_imports import import_optional
 from kitforge.foundation.errors import DataError
@@ -156,12 +160,16 @@ def _decode(shard: FileShard, offset: int, raw: bytes) -> str:
     try:
         return raw.decode("utf-8", shard.encoding_errors)
     except UnicodeDecodeError as error:
-        raise DataError(
-            f"{shard.path} is not UTF-8",
-            got=f"byte 0x{raw[error.start]:02x} at offset {offset + error.start}",
-            expected="UTF-8 throughout (data.encoding_errors=strict)",
-            fix="convert it, or data.encoding_errors=replace (marks such bytes with U+FFFD) or ignore (drops them)",
-        ) from None
+        raise _not_utf8(shard.path, error, f"offset {offset + error.start}") from None
+
+
+def _not_utf8(location: object, error: UnicodeDecodeError, at: str) -> DataError:
+    return DataError(
+        f"{location} is not UTF-8",
+        got=f"byte 0x{error.object[error.start]:02x} at {at}",
+        expected="UTF-8 throughout (data.encoding_errors=strict)",
+        fix="convert it, or data.encoding_errors=replace (marks such bytes with U+FFFD) or ignore (drops them)",
+    )
 
 
 def _everything(shard: FileShard) -> str:
@@ -217,10 +225,14 @@ def _read_text(shard: FileShard) -> Iterator[str]:
 
 
 def _json_lines(shard: FileShard, _column: str | None) -> Iterator[tuple[object, Any]]:
-    for index, (offset, raw) in enumerate(_split_blocks(shard, b"\n")):
-        if raw.strip():
-            location = _Line(shard=shard, index=index)
-            yield location, _parse(_decode(shard, offset, raw), location)
+    for first, raw in text_blocks(shard.path, start=shard.start, stop=shard.stop):
+        for line, row in json_lines(raw, first, shard.encoding_errors):
+            location = _Line(shard=shard, index=line - 1)
+            if isinstance(row, UnicodeDecodeError):
+                raise _not_utf8(location, row, f"place {row.start + 1} of the line")
+            if isinstance(row, Exception):
+                raise _not_json(location, row)
+            yield location, row
 
 
 def _tagged_sentences(shard: FileShard, _column: str | None) -> Iterator[tuple[object, Any]]:
@@ -263,35 +275,32 @@ def _tagged_sentences(shard: FileShard, _column: str | None) -> Iterator[tuple[o
 def _json_rows(shard: FileShard, _column: str | None) -> Iterator[tuple[object, Any]]:
     text = _everything(shard)
     first, _, rest = text.strip().partition("\n")
-    if rest and _is_json(first):
+    if rest and not isinstance(_parsed(first), (Exception, NoneType)):
         # JSON lines under the name of JSON, as other libraries write them: a value with more behind it.
-        numbered = ((number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip())
-        for number, line in numbered:
-            yield f"{shard.path}:{number}", _parse(line, f"{shard.path}:{number}")
+        yield from _json_lines(shard, None)
         return
-    rows = _parse(text, shard.path)
+    rows = _parsed(text)
+    if isinstance(rows, Exception):
+        raise _not_json(shard.path, rows)
     for number, row in enumerate(rows if isinstance(rows, list) else [rows], start=1):
         yield f"{shard.path}, row {number}", row
 
 
-def _is_json(text: str) -> bool:
+def _parsed(text: str) -> Any:
+    """The value of a text; the error of one that is not JSON."""
     try:
-        return json.loads(text) is not None
-    except (ValueError, RecursionError):
-        return False
-
-
-def _parse(text: str, location: object) -> Any:
-    try:
-        # Half a surrogate pair is left in; `data.encoding_errors` decides how it is handled.
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise DataError(
-            f"{location} is not JSON",
-            got=f"{text.strip()[:60]!r} ({error})",
-            expected="one JSON value a line in .jsonl, one list of rows in .json",
-            fix="repair or remove it, or name a file of plain text .txt",
-        ) from None
+        return error
+
+
+def _not_json(location: object, error: Exception) -> DataError:
+    return DataError(
+        f"{location} is not JSON",
+        got=f"{error.doc.strip()[:60]!r} ({error})" if isinstance(error, json.JSONDecodeError) else error,
+        expected="one JSON value a line in .jsonl, one list of rows in .json",
+        fix="repair or remove it, or name a file of plain text .txt",
+    )
 
 
 def _table_rows(shard: FileShard, column: str | None) -> Iterator[tuple[object, Any]]:
@@ -357,18 +366,25 @@ def _quoting(shard: FileShard) -> Literal[0, 3]:
 
 def _parquet_rows(shard: FileShard, column: str | None) -> Iterator[tuple[object, Any]]:
     """The rows with this column, or with all."""
+    with parquet_file(shard.path) as file:
+        if column is not None and column not in file.schema_arrow.names:
+            raise missing_column(column, file.schema_arrow.names, str(shard.path))
+        batches = file.iter_batches(batch_size=1024, columns=None if column is None else [column])
+        rows = (row for batch in batches for row in batch.to_pylist())
+        features = {} if column else schema_features(file.schema_arrow.metadata)
+        name, is_json = str(shard.path), "Json" in str(features)
+        for number, row in enumerate(rows, start=1):
+            yield f"{name}, row {number}", with_json(row, features) if is_json else row
+
+
+@contextmanager
+def parquet_file(path: Path, metadata: Any = None) -> Iterator[Any]:
+    """The open file, of which the metadata may be known. Raises DataError for a damaged one."""
     try:
-        with _pyarrow().ParquetFile(shard.path) as file:
-            if column is not None and column not in file.schema_arrow.names:
-                raise missing_column(column, file.schema_arrow.names, str(shard.path))
-            batches = file.iter_batches(batch_size=1024, columns=None if column is None else [column])
-            rows = (row for batch in batches for row in batch.to_pylist())
-            features = {} if column else schema_features(file.schema_arrow.metadata)
-            name, is_json = str(shard.path), "Json" in str(features)
-            for number, row in enumerate(rows, start=1):
-                yield f"{name}, row {number}", with_json(row, features) if is_json else row
+        with _pyarrow().ParquetFile(path, metadata=metadata) as file:
+            yield file
     except (OSError, ValueError) as error:
-        raise DataError(f"cannot read {shard.path}", got=error, expected="a whole Parquet file") from None
+        raise DataError(f"cannot read {path}", got=error, expected="a whole Parquet file") from None
 
 
 def row_file_shards(path: Path) -> list[FileShard]:
