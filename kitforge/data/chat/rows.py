@@ -259,19 +259,11 @@ def chat_rows(shard: RecordShard, columns: Mapping[str, str]) -> Iterator[tuple[
 
 def iter_said(row: ChatRow) -> Iterator[str]:
     """Everything that is said in a row of any kind, messages one by one, but for what has no encoding."""
-    yield from (text for text in _iter_texts(row) if _lone_surrogate(text) is None)
-
-
-def _iter_texts(row: ChatRow) -> Iterator[str]:
     for value in (row.values.get(name) for name in SAID):
-        if isinstance(value, str):
-            value = _messages_in_json(value) or value
-        if isinstance(value, str):
-            yield value
-        elif isinstance(value, (Mapping, list, tuple, np.ndarray)):
-            messages = [value] if isinstance(value, Mapping) else value
-            parts = (part.get("content", part.get("value")) for part in messages if isinstance(part, Mapping))
-            yield from (part for part in parts if isinstance(part, str))
+        said = (_messages_in_json(value) or value) if isinstance(value, str) else value
+        parts: Any = said if isinstance(said, (list, tuple, np.ndarray)) else [said]
+        texts = (part.get("content", part.get("value")) if isinstance(part, Mapping) else said for part in parts)
+        yield from (text for text in texts if isinstance(text, str) and _lone_surrogate(text) is None)
 
 
 def to_standard_columns(row: Mapping[str, Any]) -> dict[str, Any]:

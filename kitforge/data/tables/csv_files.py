@@ -35,7 +35,9 @@ class TextFile:
     @property
     def part(self) -> TablePart:
         """The file as a part of a table."""
-        return TablePart(name=str(self.path), find_names=lambda: self.names, chunks=self._chunks)
+        return TablePart(
+            name=str(self.path), find_names=lambda: self.names, chunks=self._chunks, delimiter=self.delimiter
+        )
 
     def _chunks(self, columns: tuple[str, ...], _known: frozenset[str]) -> Iterator[Job]:
         is_head = self.has_header
@@ -48,18 +50,12 @@ class TextFile:
             yield partial(self._parse, b"\n" + raw[head:] if head else raw, first_line, columns)
 
     def _parse(self, raw: bytes, first_line: int, columns: tuple[str, ...]) -> ArrowChunk:
-        block = _Block(file=self, raw=raw, first_line=first_line)
-        if not raw.strip(b"\r\n"):
-            return ArrowChunk(table=_empty(columns), location=block.location([]))
-        skipped: list[Any] = []
+        block, bad, skipped = _Block(file=self, raw=raw, first_line=first_line), list[BadRow](), list[Any]()
         try:
             table = self._table(raw, columns, skipped)
-            bad: list[BadRow] = []
         except pyarrow().ArrowInvalid:
             skipped.clear()
             block, bad = block.decodable()
-            if not block.raw.strip(b"\r\n"):
-                return ArrowChunk(table=_empty(columns), location=block.location([]), bad=tuple(bad))
             table = self._table(block.raw, columns, skipped)
         records = [row.number - 1 for row in skipped]
         bad += [block.wrong_cells(record, row.actual_columns) for record, row in zip(records, skipped, strict=True)]
@@ -67,6 +63,8 @@ class TextFile:
 
     def _table(self, raw: bytes, columns: tuple[str, ...], skipped: list[Any]) -> Any:
         reader = pyarrow("pyarrow.csv")
+        if not raw.strip(b"\r\n"):
+            return pyarrow().table({name: pyarrow().array([], pyarrow().string()) for name in columns})
 
         def skip(row: Any) -> str:
             skipped.append(row)
@@ -152,10 +150,6 @@ class _Block:
             else None,
         )
         return BadRow(problem=problem, location=lambda: f"{self.file.path}:{self.lines()[record]}")
-
-
-def _empty(columns: tuple[str, ...]) -> Any:
-    return pyarrow().table({name: pyarrow().array([], pyarrow().string()) for name in columns})
 
 
 def first_line(path: Path) -> str:

@@ -17,6 +17,7 @@ class TablePart:
     name: str  # for messages
     find_names: Callable[[], tuple[str, ...]]
     chunks: Callable[[tuple[str, ...], frozenset[str]], Iterator[Job]]
+    delimiter: str = ""  # between the cells of a text
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -164,14 +164,11 @@ def _of_files(
     forms = [_format(path) if config.format == "auto" else config.format for path in paths]
     # Each file of JSON Lines has the columns of all of them.
     lines = tuple((path, stamp_of(path)) for path, form in zip(paths, forms, strict=True) if form == "jsonl")
-    opened_files = [_open_file(path, form, config, lines) for path, form in zip(paths, forms, strict=True)]
+    parts = [_open_file(path, form, config, lines) for path, form in zip(paths, forms, strict=True)]
     cells = config.cells
-    if cells.decimal == "auto" and any(map(_has_decimal_commas, opened_files)):
+    if cells.decimal == "auto" and any(map(_has_decimal_commas, paths, parts)):
         cells = replace(cells, decimal=",")
-    parts = [
-        _in_folders(file.part if isinstance(file, TextFile) else file, folder_values(spec, path))
-        for file, (path, spec) in zip(opened_files, full, strict=True)
-    ]
+    parts = [_in_folders(part, folder_values(spec, file)) for part, (file, spec) in zip(parts, full, strict=True)]
     mark = fingerprint_of("table", [(str(path), *stamp) for path, stamp in stamps])
     fingerprint = fingerprint_of(mark, config.format, config.columns, config.delimiter, cells)
     return TableSource(name=name, parts=tuple(parts), fingerprint=fingerprint, stamps=stamps, cells=cells)
@@ -188,11 +185,10 @@ def _is_empty(path: Path) -> bool:
     return is_empty
 
 
-def _has_decimal_commas(file: TextFile | TablePart) -> bool:
+def _has_decimal_commas(path: Path, part: TablePart) -> bool:
     """Whether the first rows of a file that ; delimits show a decimal comma: then points are between thousands."""
-    if not isinstance(file, TextFile) or file.delimiter != ";":
-        return False
-    return any(_COMMA_CELL.search(raw) for _, raw in islice(text_blocks(file.path, longest=RECORD_BYTES), 1))
+    blocks = text_blocks(path, longest=RECORD_BYTES) if part.delimiter == ";" else iter(())
+    return any(_COMMA_CELL.search(raw) for _, raw in islice(blocks, 1))
 
 
 def _in_folders(part: TablePart, values: Mapping[str, str | None]) -> TablePart:
@@ -238,7 +234,7 @@ def _is_hidden(part: str) -> bool:
 
 def _open_file(
     path: Path, form: TableFormat, config: TableSourceConfig, lines: tuple[tuple[Path, FileStamp], ...]
-) -> TextFile | TablePart:
+) -> TablePart:
     if form == "parquet":
         return open_parquet(path)
     if form == "jsonl":
@@ -250,7 +246,7 @@ def _open_file(
     if form == "criteo":
         return TextFile(
             path=path, names=CRITEO_COLUMNS, delimiter="\t", has_header=False, has_quotes=False, missing=missing
-        )
+        ).part
     delimiter = config.delimiter or ("\t" if form == "tsv" else "")
     if not delimiter:  # the one that splits the first line into the most cells; a comma if all are equal
         delimiter = max(_DELIMITERS, key=lambda each: len(_cells(path, line, each)))
@@ -267,7 +263,7 @@ def _open_file(
         has_header=config.columns is None,
         has_quotes=True,
         missing=missing,
-    )
+    ).part
 
 
 def _cells(path: Path, line: str, delimiter: str) -> list[str]:
