@@ -4,6 +4,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
 from kitforge.data.document_shard import SHARD_BYTES, EncodingErrors, documents_of, fingerprint_of, missing_column
@@ -99,15 +100,10 @@ def memory_rows(rows: Iterable[object]) -> Iterator[InMemoryRows]:
     found: Any = getattr(rows, "features", None)
     # A stream of datasets may not know its own.
     features = dict(found.to_dict()) if hasattr(found, "to_dict") else found if isinstance(rows, TableRows) else None
-    items: list[object] = []
-    start = 1
-    for row in rows:
-        items.append(row)
-        if len(items) == _MEMORY_ROWS:
-            yield InMemoryRows(items, start, features)
-            items, start = [], start + len(items)
-    if items:
+    source, start = iter(rows), 1
+    while items := list(islice(source, _MEMORY_ROWS)):
         yield InMemoryRows(items, start, features)
+        start += len(items)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
