@@ -59,12 +59,20 @@ def fingerprint_of(*parts: object) -> str:
     return hashlib.blake2b(repr(parts).encode("utf-8", "backslashreplace"), digest_size=16).hexdigest()
 
 
+def documents_of(rows: Iterable[tuple[object, Any]], column: str, errors: EncodingErrors) -> Iterator[str]:
+    """The documents of rows with their locations, without the empty ones."""
+    for location, row in rows:
+        if text := document_of(row, column, errors, location):
+            yield text
+
+
 def document_of(row: object, column: str, errors: EncodingErrors, location: object, option: str = "data.column") -> str:
     """The text of a row, which is the text itself or a mapping with the column `column`, chosen by `option`.
 
     `place` tells a person, as text, where the row stands; it is made into text only for a message.
     """
-    if isinstance(row, Mapping):
+    # To ask an abstract class of every row costs a tenth of the time of reading.
+    if type(row) is dict or (type(row) is not str and isinstance(row, Mapping)):
         if column not in row:
             raise missing_column(column, map(str, row), location, option)
         row = row[column]

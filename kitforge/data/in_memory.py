@@ -4,9 +4,10 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
-from kitforge.data.document_shard import SHARD_BYTES, EncodingErrors, document_of, fingerprint_of, missing_column
+from kitforge.data.document_shard import SHARD_BYTES, EncodingErrors, documents_of, fingerprint_of, missing_column
 from kitforge.data.features import Features, schema_features
 from kitforge.data.optional_imports import import_optional
 from kitforge.foundation.errors import DataError
@@ -15,50 +16,21 @@ _DATASET_ROWS = 20_000
 _MEMORY_ROWS = 1_000
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class InMemoryShard:
     """Documents held in memory."""
 
     texts: tuple[str, ...]
-    fingerprint: str
     size: int
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of the texts."""
+        return fingerprint_of("memory", *self.texts)
 
     def documents(self) -> Iterator[str]:
         """The texts as they are."""
         return iter(self.texts)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HFDatasetShard:
-    """A range of the rows of a datasets.Dataset."""
-
-    rows: Any
-    column: str
-    encoding_errors: EncodingErrors
-    start: int
-
-    @property
-    def fingerprint(self) -> str:
-        """The dataset's own fingerprint with the options that affect reading."""
-        return fingerprint_of(
-            "dataset", self.rows._fingerprint, self.start, self.size, self.column, self.encoding_errors
-        )
-
-    @property
-    def size(self) -> int:
-        """Bytes in memory, as the dataset's own tables count them."""
-        return int(self.rows.data.nbytes)
-
-    def documents(self) -> Iterator[str]:
-        """The column's texts, the empty ones left out."""
-        number = self.start
-        for batch in self.rows.iter(batch_size=1000):
-            for value in batch[self.column]:
-                number += 1
-                location = f"the dataset's row {number}"
-                text = document_of({self.column: value}, self.column, self.encoding_errors, location)
-                if text:
-                    yield text
 
 
 class InMemoryRows:
@@ -85,16 +57,21 @@ class InMemoryRows:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HFDatasetRows:
-    """A range of the rows of a datasets.Dataset, from the one with number `start` on."""
+class HFDatasetShard:
+    """A range of the rows of a datasets.Dataset, from the one with number `start` on, or the documents of a column."""
 
     items: Any
     start: int
+    column: str | None = None
+    encoding_errors: EncodingErrors = "strict"
 
     @property
     def fingerprint(self) -> str:
-        """The one that the dataset carries."""
-        return fingerprint_of("dataset rows", self.items._fingerprint, self.start, len(self.items))
+        """The one that the dataset carries, with the options that affect reading."""
+        own, start = self.items._fingerprint, self.start
+        if self.column is None:
+            return fingerprint_of("dataset rows", own, start, len(self.items))
+        return fingerprint_of("dataset", own, start - 1, self.size, self.column, self.encoding_errors)
 
     @property
     def features(self) -> Features:
@@ -110,21 +87,23 @@ class HFDatasetRows:
         """The rows as mappings."""
         return ((f"row {number} of the data", row) for number, row in enumerate(self.items, start=self.start))
 
+    def documents(self) -> Iterator[str]:
+        """The column's texts, the empty ones left out."""
+        column = str(self.column)
+        values = (value for batch in self.items.iter(batch_size=1000) for value in batch[column])
+        rows = ((f"the dataset's row {at}", {column: value}) for at, value in enumerate(values, start=self.start))
+        return documents_of(rows, column, self.encoding_errors)
+
 
 def memory_rows(rows: Iterable[object]) -> Iterator[InMemoryRows]:
     """Read an iterable once, shard by shard: also an IterableDataset, and a table by `table_rows`."""
     found: Any = getattr(rows, "features", None)
     # A stream of datasets may not know its own.
     features = dict(found.to_dict()) if hasattr(found, "to_dict") else found if isinstance(rows, TableRows) else None
-    items: list[object] = []
-    start = 1
-    for row in rows:
-        items.append(row)
-        if len(items) == _MEMORY_ROWS:
-            yield InMemoryRows(items, start, features)
-            items, start = [], start + len(items)
-    if items:
+    source, start = iter(rows), 1
+    while items := list(islice(source, _MEMORY_ROWS)):
         yield InMemoryRows(items, start, features)
+        start += len(items)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,52 +134,37 @@ def rows_of_table(spec: object) -> object:
     return spec
 
 
-def dataset_rows(dataset: Any) -> list[HFDatasetRows]:
-    """Ranges of a dataset's rows."""
-    starts = range(0, len(dataset), _DATASET_ROWS)
+def dataset_shards(dataset: Any, column: str | None = None, errors: EncodingErrors = "strict") -> list[HFDatasetShard]:
+    """Ranges of a dataset's rows, or of the documents of a column: DataError when it lacks the column or has no
+    rows."""
+    if column is not None:
+        if column not in dataset.column_names:
+            raise missing_column(column, dataset.column_names, "the dataset")
+        if len(dataset) == 0:
+            raise DataError("the dataset is empty", got="no rows", expected="at least one")
+        dataset = dataset.select_columns([column])
+    ranges = (range(at, min(at + _DATASET_ROWS, len(dataset))) for at in range(0, len(dataset), _DATASET_ROWS))
     return [
-        HFDatasetRows(items=dataset.select(range(start, min(start + _DATASET_ROWS, len(dataset)))), start=start + 1)
-        for start in starts
+        HFDatasetShard(items=dataset.select(each), start=each.start + 1, column=column, encoding_errors=errors)
+        for each in ranges
     ]
 
 
-def memory_shards(rows: Iterable[object], column: str, errors: EncodingErrors) -> list[InMemoryShard]:
+def memory_shards(rows: Iterable[object], column: str, errors: EncodingErrors) -> Iterator[InMemoryShard]:
     """Read an iterable once, to its end, and keep its documents."""
-    shards: list[InMemoryShard] = []
     texts: list[str] = []
     size = 0
-    for number, row in enumerate(rows, start=1):
-        text = document_of(row, column, errors, f"row {number} of the data")
-        if text:
-            texts.append(text)
-            size += len(text)
+    for text in documents_of(((f"row {at} of the data", row) for at, row in enumerate(rows, start=1)), column, errors):
+        texts.append(text)
+        size += len(text)
         if size >= SHARD_BYTES:
-            shards.append(InMemoryShard(texts=tuple(texts), fingerprint=fingerprint_of("memory", *texts), size=size))
+            yield InMemoryShard(texts=tuple(texts), size=size)
             texts, size = [], 0
     if texts:
-        shards.append(InMemoryShard(texts=tuple(texts), fingerprint=fingerprint_of("memory", *texts), size=size))
-    return shards
+        yield InMemoryShard(texts=tuple(texts), size=size)
 
 
 def is_dataset(spec: object) -> bool:
     """Whether it is a datasets.Dataset, without importing the package: an instance implies that it is imported."""
     datasets = sys.modules.get("datasets")
     return datasets is not None and isinstance(spec, datasets.Dataset)
-
-
-def dataset_shards(dataset: Any, column: str, errors: EncodingErrors) -> list[HFDatasetShard]:
-    """Ranges of a dataset's rows. DataError when it lacks the column or has no rows."""
-    if column not in dataset.column_names:
-        raise missing_column(column, dataset.column_names, "the dataset")
-    if len(dataset) == 0:
-        raise DataError("the dataset is empty", got="no rows", expected="at least one")
-    texts = dataset.select_columns([column])
-    return [
-        HFDatasetShard(
-            rows=texts.select(range(start, min(start + _DATASET_ROWS, len(texts)))),
-            column=column,
-            encoding_errors=errors,
-            start=start,
-        )
-        for start in range(0, len(texts), _DATASET_ROWS)
-    ]

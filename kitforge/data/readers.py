@@ -4,14 +4,16 @@ import csv
 import io
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain, pairwise
 from pathlib import Path
+from types import NoneType
 from typing import Any, Literal
 
-from kitforge.data.document_shard import SHARD_BYTES, EncodingErrors, document_of, fingerprint_of, missing_column
+from kitforge.data.document_shard import SHARD_BYTES, EncodingErrors, documents_of, fingerprint_of, missing_column
 from kitforge.data.features import Features, schema_features, with_json
 from kitforge.data.file_bytes import (
     BYTE_ORDER_MARK,
@@ -19,8 +21,10 @@ from kitforge.data.file_bytes import (
     check_unchanged,
     format_suffix,
     is_packed,
+    json_lines,
     opened,
     stamp_of,
+    text_blocks,
 )
 from kitforge.data.optional_imports import import_optional
 from kitforge.foundation.errors import DataError
@@ -60,7 +64,11 @@ class FileShard:
     def documents(self) -> Iterator[str]:
         """Read the file. Raises DataError for whatever is wrong with it, by line or byte where there is one."""
         check_unchanged(self.path, self.stamp, "corpus")
-        yield from filter(None, _READERS[format_of(self.path)](self))
+        kind = format_of(self.path)
+        if kind in _TEXTS:
+            yield from filter(None, _read_text(self))
+        else:
+            yield from documents_of(_ROWS[kind](self, self.column), self.column, self.encoding_errors)
 
     @property
     def features(self) -> Features:
@@ -72,17 +80,17 @@ class FileShard:
     def rows(self) -> Iterator[tuple[object, Any]]:
         """Every row with its location, which is formatted only for messages."""
         check_unchanged(self.path, self.stamp, "corpus")
-        yield from _ROWS[format_of(self.path)](self)
+        yield from _ROWS[format_of(self.path)](self, None)
 
 
 def format_of(path: Path) -> str:
     """The suffix of the format: ".jsonl" for `a.jsonl.gz`. Raises DataError for an unknown one."""
     kind = format_suffix(path)
-    if kind not in _READERS or (is_packed(path) and kind == ".parquet"):
+    if kind not in (*_TEXTS, *_ROWS) or (is_packed(path) and kind == ".parquet"):
         raise DataError(
             f"{path} is of no format that can be read",
             got=f"suffix {kind!r}" if kind else "no suffix",
-            expected=f"{' '.join(_READERS)} (all but Parquet also packed, as .gz)",
+            expected=f"{' '.join((*_TEXTS, *_ROWS))} (all but Parquet also packed, as .gz)",
             fix="rename the file to tell its format (.txt for plain text), or convert it",
         )
     return kind
@@ -105,7 +113,7 @@ def file_shards(path: Path, column: str, separator: str | None, encoding_errors:
     single = FileShard(
         path=path, column=column, separator=separator, encoding_errors=encoding_errors, stamp=stamp_of(path)
     )
-    mark = "\n" if kind == ".jsonl" else separator if _READERS[kind] is _read_text else None
+    mark = "\n" if kind == ".jsonl" else separator if kind in _TEXTS else None
     if mark is None or is_packed(path) or single.size < 2 * SHARD_BYTES:
         return [single]
     # Matches of a separator that can overlap itself depend on where the search starts.
@@ -152,12 +160,16 @@ def _decode(shard: FileShard, offset: int, raw: bytes) -> str:
     try:
         return raw.decode("utf-8", shard.encoding_errors)
     except UnicodeDecodeError as error:
-        raise DataError(
-            f"{shard.path} is not UTF-8",
-            got=f"byte 0x{raw[error.start]:02x} at offset {offset + error.start}",
-            expected="UTF-8 throughout (data.encoding_errors=strict)",
-            fix="convert it, or data.encoding_errors=replace (marks such bytes with U+FFFD) or ignore (drops them)",
-        ) from None
+        raise _not_utf8(shard.path, error, f"offset {offset + error.start}") from None
+
+
+def _not_utf8(location: object, error: UnicodeDecodeError, at: str) -> DataError:
+    return DataError(
+        f"{location} is not UTF-8",
+        got=f"byte 0x{error.object[error.start]:02x} at {at}",
+        expected="UTF-8 throughout (data.encoding_errors=strict)",
+        fix="convert it, or data.encoding_errors=replace (marks such bytes with U+FFFD) or ignore (drops them)",
+    )
 
 
 def _everything(shard: FileShard) -> str:
@@ -212,19 +224,18 @@ def _read_text(shard: FileShard) -> Iterator[str]:
         yield _decode(shard, offset, raw)
 
 
-def _read_rows(shard: FileShard) -> Iterator[str]:
-    for location, row in _ROWS[format_of(shard.path)](shard):
-        yield document_of(row, shard.column, shard.encoding_errors, location)
+def _json_lines(shard: FileShard, _column: str | None) -> Iterator[tuple[object, Any]]:
+    for first, raw in text_blocks(shard.path, start=shard.start, stop=shard.stop):
+        for line, row in json_lines(raw, first, shard.encoding_errors):
+            location = _Line(shard=shard, index=line - 1)
+            if isinstance(row, UnicodeDecodeError):
+                raise _not_utf8(location, row, f"place {row.start + 1} of the line")
+            if isinstance(row, Exception):
+                raise _not_json(location, row)
+            yield location, row
 
 
-def _json_lines(shard: FileShard) -> Iterator[tuple[object, Any]]:
-    for index, (offset, raw) in enumerate(_split_blocks(shard, b"\n")):
-        if raw.strip():
-            location = _Line(shard=shard, index=index)
-            yield location, _parse(_decode(shard, offset, raw), location)
-
-
-def _tagged_sentences(shard: FileShard) -> Iterator[tuple[object, Any]]:
+def _tagged_sentences(shard: FileShard, _column: str | None) -> Iterator[tuple[object, Any]]:
     """A row for each sentence of a CoNLL file: a line for each word, which is its first column and has its tag in the
     last one, and empty lines between sentences. Columns are parted by tabs where every line has one, else by spaces. A
     first column that counts the words of every sentence is left out; where two columns of entities follow such a word,
@@ -261,63 +272,42 @@ def _tagged_sentences(shard: FileShard) -> Iterator[tuple[object, Any]]:
         yield f"{shard.path}:{sentence[0][0]}", columns
 
 
-def _json_rows(shard: FileShard) -> Iterator[tuple[object, Any]]:
+def _json_rows(shard: FileShard, _column: str | None) -> Iterator[tuple[object, Any]]:
     text = _everything(shard)
     first, _, rest = text.strip().partition("\n")
-    if rest and _is_json(first):
+    if rest and not isinstance(_parsed(first), (Exception, NoneType)):
         # JSON lines under the name of JSON, as other libraries write them: a value with more behind it.
-        numbered = ((number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip())
-        for number, line in numbered:
-            yield f"{shard.path}:{number}", _parse(line, f"{shard.path}:{number}")
+        yield from _json_lines(shard, None)
         return
-    rows = _parse(text, shard.path)
+    rows = _parsed(text)
+    if isinstance(rows, Exception):
+        raise _not_json(shard.path, rows)
     for number, row in enumerate(rows if isinstance(rows, list) else [rows], start=1):
         yield f"{shard.path}, row {number}", row
 
 
-def _is_json(text: str) -> bool:
+def _parsed(text: str) -> Any:
+    """The value of a text; the error of one that is not JSON."""
     try:
-        return json.loads(text) is not None
-    except (ValueError, RecursionError):
-        return False
-
-
-def _parse(text: str, location: object) -> Any:
-    try:
-        # Half a surrogate pair is left in; `data.encoding_errors` decides how it is handled.
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise DataError(
-            f"{location} is not JSON",
-            got=f"{text.strip()[:60]!r} ({error})",
-            expected="one JSON value a line in .jsonl, one list of rows in .json",
-            fix="repair or remove it, or name a file of plain text .txt",
-        ) from None
+        return error
 
 
-def _read_table(shard: FileShard) -> Iterator[str]:
-    for location, header, cells in _table_lines(shard):
-        if shard.column not in header:
-            raise missing_column(shard.column, header, f"{shard.path}:1")
-        if location is not None:
-            yield cells[header.index(shard.column)]
+def _not_json(location: object, error: Exception) -> DataError:
+    return DataError(
+        f"{location} is not JSON",
+        got=f"{error.doc.strip()[:60]!r} ({error})" if isinstance(error, json.JSONDecodeError) else error,
+        expected="one JSON value a line in .jsonl, one list of rows in .json",
+        fix="repair or remove it, or name a file of plain text .txt",
+    )
 
 
-def _table_rows(shard: FileShard) -> Iterator[tuple[object, Any]]:
-    """The rows of a table, cells as texts. An empty cell is not a value."""
-    for location, header, cells in _table_lines(shard):
-        twice = [name for number, name in enumerate(header) if name in header[:number]]
-        if twice:
-            raise DataError(f"{shard.path}:1 names a column twice", got=twice[0], expected="a name for each column")
-        if location is not None:
-            yield location, {name: cell or None for name, cell in zip(header, cells, strict=True)}
-
-
-def _table_lines(shard: FileShard) -> Iterator[tuple[str | None, list[str], list[str]]]:
-    """Location, header and cells of every line of a table that is not empty; first the header without a location."""
+def _table_rows(shard: FileShard, column: str | None) -> Iterator[tuple[object, Any]]:
+    """The rows of a table, cells as texts, an empty one of which is not a value; or the cells of one column."""
     # The limit belongs to the process, and a document may well be longer than its 128 KiB.
     csv.field_size_limit(_FIELD_CHARACTERS)
-    delimiter = "\t" if format_of(shard.path) == ".tsv" else ","
+    name, delimiter = str(shard.path), "\t" if format_of(shard.path) == ".tsv" else ","
     quoting = _quoting(shard) if delimiter == "\t" else csv.QUOTE_MINIMAL
     with (
         opened(shard.path) as stream,
@@ -326,23 +316,37 @@ def _table_lines(shard: FileShard) -> Iterator[tuple[str | None, list[str], list
         lines = csv.reader(text, delimiter=delimiter, strict=True, quoting=quoting)
         try:
             header: list[str] = next(lines, [])
-            yield None, header, []
-            for cells in lines:
-                location = f"{shard.path}:{lines.line_num}"
-                if cells and len(cells) != len(header):
+            at = _column_index(shard, header, column)
+            for cells in filter(None, lines):
+                location = f"{name}:{lines.line_num}"
+                if len(cells) != len(header):
                     raise DataError(
                         f"{location} has the wrong number of cells",
                         got=len(cells),
                         expected=f"{len(header)}, as in the header",
                         fix="put cells that hold separators, quotes or line breaks in double quotes",
                     )
-                if cells:
-                    yield location, header, cells
+                if at is None:
+                    yield location, {name: cell or None for name, cell in zip(header, cells, strict=True)}
+                else:
+                    yield location, cells[at]
         except csv.Error as error:
             raise DataError(f"{shard.path}:{lines.line_num} is not a row of a table", got=error) from None
         except UnicodeDecodeError:
             # The reader decodes block by block without offsets; this raises the error again, with the offset.
             _everything(shard)
+
+
+def _column_index(shard: FileShard, header: list[str], column: str | None) -> int | None:
+    """Where a column stands; None for all columns, of which no two have one name."""
+    if column in header:
+        return header.index(column)
+    if column is not None:
+        raise missing_column(column, header, f"{shard.path}:1")
+    twice = [name for number, name in enumerate(header) if name in header[:number]]
+    if twice:
+        raise DataError(f"{shard.path}:1 names a column twice", got=twice[0], expected="a name for each column")
+    return None
 
 
 def _quoting(shard: FileShard) -> Literal[0, 3]:
@@ -360,26 +364,27 @@ def _quoting(shard: FileShard) -> Literal[0, 3]:
     return csv.QUOTE_NONE if len(set(plain)) == 1 and plain != quoted else csv.QUOTE_MINIMAL
 
 
-def _read_parquet(shard: FileShard) -> Iterator[str]:
-    for location, row in _parquet_rows(shard, [shard.column]):
-        yield document_of(row, shard.column, shard.encoding_errors, location)
+def _parquet_rows(shard: FileShard, column: str | None) -> Iterator[tuple[object, Any]]:
+    """The rows with this column, or with all."""
+    with parquet_file(shard.path) as file:
+        if column is not None and column not in file.schema_arrow.names:
+            raise missing_column(column, file.schema_arrow.names, str(shard.path))
+        batches = file.iter_batches(batch_size=1024, columns=None if column is None else [column])
+        rows = (row for batch in batches for row in batch.to_pylist())
+        features = {} if column else schema_features(file.schema_arrow.metadata)
+        name, is_json = str(shard.path), "Json" in str(features)
+        for number, row in enumerate(rows, start=1):
+            yield f"{name}, row {number}", with_json(row, features) if is_json else row
 
 
-def _parquet_rows(shard: FileShard, columns: Sequence[str] | None = None) -> Iterator[tuple[object, Any]]:
-    """The rows with these columns, or with all."""
+@contextmanager
+def parquet_file(path: Path, metadata: Any = None) -> Iterator[Any]:
+    """The open file, of which the metadata may be known. Raises DataError for a damaged one."""
     try:
-        with _pyarrow().ParquetFile(shard.path) as file:
-            for column in columns or ():
-                if column not in file.schema_arrow.names:
-                    raise missing_column(column, file.schema_arrow.names, str(shard.path))
-            batches = file.iter_batches(batch_size=1024, columns=columns)
-            rows = (row for batch in batches for row in batch.to_pylist())
-            features = {} if columns else schema_features(file.schema_arrow.metadata)
-            is_json = "Json" in str(features)
-            for number, row in enumerate(rows, start=1):
-                yield f"{shard.path}, row {number}", with_json(row, features) if is_json else row
+        with _pyarrow().ParquetFile(path, metadata=metadata) as file:
+            yield file
     except (OSError, ValueError) as error:
-        raise DataError(f"cannot read {shard.path}", got=error, expected="a whole Parquet file") from None
+        raise DataError(f"cannot read {path}", got=error, expected="a whole Parquet file") from None
 
 
 def row_file_shards(path: Path) -> list[FileShard]:
@@ -396,18 +401,8 @@ def _pyarrow() -> Any:
     return import_optional("pyarrow.parquet", needed_for="reading Parquet files", extra="transformers")
 
 
-_READERS: dict[str, Callable[[FileShard], Iterator[str]]] = {
-    ".txt": _read_text,
-    ".py": _read_text,
-    ".md": _read_text,
-    ".jsonl": _read_rows,
-    ".json": _read_rows,
-    ".csv": _read_table,
-    ".tsv": _read_table,
-    ".parquet": _read_parquet,
-    ".conll": _read_rows,
-}
-_ROWS: dict[str, Callable[[FileShard], Iterator[tuple[object, Any]]]] = {
+_TEXTS = (".txt", ".py", ".md")
+_ROWS: dict[str, Callable[[FileShard, str | None], Iterator[tuple[object, Any]]]] = {
     ".jsonl": _json_lines,
     ".json": _json_rows,
     ".csv": _table_rows,

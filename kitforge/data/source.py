@@ -10,14 +10,7 @@ from pathlib import Path
 from kitforge.data import named_dataset
 from kitforge.data.document_shard import DocumentShard, EncodingErrors, RecordShard, fingerprint_of
 from kitforge.data.file_resolver import resolve_files
-from kitforge.data.in_memory import (
-    dataset_rows,
-    dataset_shards,
-    is_dataset,
-    memory_rows,
-    memory_shards,
-    rows_of_table,
-)
+from kitforge.data.in_memory import dataset_shards, is_dataset, memory_rows, memory_shards, rows_of_table
 from kitforge.data.mixture import WeightedSource, source_error, weighted_sources
 from kitforge.data.readers import file_shards, is_known, row_file_shards
 from kitforge.data.standard_library import standard_library_shards
@@ -157,7 +150,7 @@ def open_rows(spec: object) -> Iterator[RecordShard]:
         for item in spec:
             yield from open_rows(item)
     else:
-        yield from dataset_rows(spec) if is_dataset(spec) else memory_rows(spec)
+        yield from dataset_shards(spec) if is_dataset(spec) else memory_rows(spec)
 
 
 def _unusable(spec: object) -> DataError:

@@ -120,7 +120,7 @@ def test_a_bad_line_is_named_by_its_number_in_the_file_though_a_shard_begins_lat
         ("a.csv", 'text\n"x" y\n', r"a\.csv:2 is not a row"),
         ("a.txt", b"abc\xffdef", r"(?s)a\.txt is not UTF-8.*0xff at offset 3.*strict.*replace"),
         ("a.txt", b"\xef\xbb\xbfabc\xff", r"0xff at offset 6"),
-        ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', r"0xff at offset 24"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', r"a\.jsonl:2 is not UTF-8\n.*0xff at place 11"),
         ("a.csv", b"text\nabc\n\xfe\n", r"0xfe at offset 9"),
         ("a.txt.gz", b"not gzip", r"cannot read .*a\.txt\.gz"),
         ("a.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 1000, mtime=0)[:-12], r"cannot read .*a\.jsonl\.gz"),

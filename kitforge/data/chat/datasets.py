@@ -188,12 +188,8 @@ class ChatDatasetReader:
         self, kind: ExampleKind, shard: RecordShard, report: ReadReport
     ) -> Iterator[TokenizedExample | PreferencePair | UnpairedExample]:
         """The rows of one shard; what becomes of them is counted in `report`."""
-        reads: dict[ExampleKind, Callable[[ChatRow], TokenizedExample | PreferencePair | UnpairedExample]] = {
-            "demonstrations": self._demonstration,
-            "pairs": self._pair,
-            "unpaired": self._unpaired,
-        }
-        return self._read(shard, reads[kind], report)
+        reads = {"demonstrations": self._demonstration, "pairs": self._pair, "unpaired": self._unpaired}
+        return self._read(shard, cast(Callable[[ChatRow], TokenizedExample], reads[kind]), report)
 
     def fingerprint(self, kind: ExampleKind) -> str:
         """Equal for readers that make the same of the same rows."""
@@ -238,52 +234,24 @@ class ChatDatasetReader:
 
     def _demonstration(self, row: ChatRow) -> TokenizedExample:
         others = [name for name in ("messages", "text") if row.has(name)]
-        if not row.has("completion") and others:
-            said = row.with_context(self._said(row, others[0])) if others[0] == "messages" else self._said(row, "text")
-            if not said:
-                what = f"{row.location} has an empty {others[0]}"
-                raise DataError(what, expected="at least one token", fix=LEAVE_OUT)
-            example = self._full_sequence(said, row)
-            row.note_unread(MEANT)
-            return example
-        return self._prompt_completion(row)
+        if row.has("completion") or not others:
+            return self._responses(row, "completion")[0]
+        said = self._said(row, others[0])
+        said = row.with_context(said) if others[0] == "messages" else said
+        if not said:
+            raise row.refusal(f"has an empty {others[0]}", expected="at least one token")
+        example = self._full_sequence(said, row)
+        row.note_unread(MEANT)
+        return example
 
     def _pair(self, row: ChatRow) -> PreferencePair:
-        prompt, chosen, rejected = self._pair_parts(row)
-        pair = PreferencePair(
-            chosen=self._response(prompt, chosen, row),
-            rejected=self._response(prompt, rejected, row),
-            margin=row.number("margin"),
-            source=str(row.values["source"]) if row.has("source") else "",
-        )
-        row.note_unread(MEANT)
-        if list(pair.chosen.tokens) == list(pair.rejected.tokens):
-            raise DataError(
-                f"{row.location} prefers a response to itself",
-                got="the same tokens as chosen and as rejected",
-                expected="responses that differ in what the chat template writes",
-                fix=LEAVE_OUT,
-            )
+        chosen, rejected = self._responses(row, "chosen", "rejected")
+        source = str(row.values["source"]) if row.has("source") else ""
+        pair = PreferencePair(chosen=chosen, rejected=rejected, margin=row.number("margin"), source=source)
+        if list(chosen.tokens) == list(rejected.tokens):
+            got, expected = "the same tokens as chosen and as rejected", "responses that the chat template tells apart"
+            raise row.refusal("prefers a response to itself", got=got, expected=expected)
         return pair
-
-    def _pair_parts(self, row: ChatRow) -> tuple[Said, Said, Said]:
-        """The prompt of a pair and its responses."""
-        if row.has("messages") and row.has("rejected_response") and not row.has("chosen"):
-            # As ms-swift has it: the conversation ends with the response that is preferred.
-            prompt, chosen = self._last_reply(row)
-            rejected = self._said(row, "rejected_response")
-            return (
-                prompt,
-                chosen,
-                [{"role": "assistant", "content": rejected}] if isinstance(rejected, str) else rejected,
-            )
-        chosen, rejected = self._said(row, "chosen"), self._said(row, "rejected")
-        if row.has("prompt") and not (is_conversation(chosen) and is_conversation(rejected)):
-            prompt = self._prompt(row)
-            return row.with_context(prompt), self._continued(row, "chosen"), self._continued(row, "rejected")
-        prompt, chosen, rejected = common_prompt(chosen, rejected, row.location)
-        self._check_prompt(row, prompt)
-        return row.with_context(prompt) if is_chat(prompt) else prompt, chosen, rejected
 
     def _unpaired(self, row: ChatRow) -> UnpairedExample:
         label = row.required("label")
@@ -291,40 +259,41 @@ class ChatDatasetReader:
             # As tables spell it.
             label = _VERDICTS.get(label.strip().lower(), label)
         if label not in (True, False):
-            raise DataError(f"{row.location} has no verdict", got=f"label {label!r}", expected="true or false")
-        if row.has("messages") and not row.has("completion"):
-            example = self._response(*self._last_reply(row), row)
-            row.note_unread(MEANT)
-        else:
-            example = self._prompt_completion(row)
-        return UnpairedExample(response=example, is_desirable=bool(label))
+            raise row.refusal("has no verdict", got=f"label {label!r}", expected="true or false")
+        return UnpairedExample(response=self._responses(row, "completion")[0], is_desirable=bool(label))
 
-    def _last_reply(self, row: ChatRow) -> tuple[Said, Said]:
-        """The messages of a row without the last one, which is the response that is judged, and that one."""
-        said = self._said(row, "messages")
-        if not is_chat(said) or said[-1]["role"] != "assistant":
-            got, expected = (
-                "no messages" if not is_chat(said) else f"{said[-1]['role']} last",
-                "a reply as the last one",
-            )
-            raise DataError(
-                f"{row.location} has no response in its messages", got=got, expected=expected, fix=LEAVE_OUT
-            )
-        return row.with_context(said[:-1]), said[-1:]
+    def _responses(self, row: ChatRow, *names: str) -> list[TokenizedExample]:
+        """The responses of a row: its completion, or the chosen and the rejected one."""
+        prompt, replies = self._exchange(row, *names)
+        found = [self._response(prompt, reply, row) for reply in replies]
+        row.note_unread(("messages", "text", *MEANT) if row.has("completion") and len(names) == 1 else MEANT)
+        return found
 
-    def _prompt_completion(self, row: ChatRow) -> TokenizedExample:
-        """The prompt of a row with its completion, which as in UltraFeedback may begin with the prompt's messages."""
-        completion, prompt = self._said(row, "completion"), self._prompt(row)
-        if is_conversation(completion):
-            replies = (number for number, each in enumerate(completion) if each["role"] == "assistant")
-            length = next(replies, len(completion))
-            prompt, completion = completion[:length], completion[length:]
-            self._check_prompt(row, prompt)
+    def _exchange(self, row: ChatRow, *names: str) -> tuple[Said, list[Said]]:
+        """The prompt of a row and the responses of these columns."""
+        is_pair = len(names) == 2
+        if row.has("messages") and not row.has(names[0]) and (not is_pair or row.has("rejected_response")):
+            # The response that is judged ends the conversation; as ms-swift has it, so does the one that is preferred.
+            said = self._said(row, "messages")
+            if not is_chat(said) or said[-1]["role"] != "assistant":
+                got = f"{said[-1]['role']} last" if is_chat(said) else "no messages"
+                raise row.refusal("has no response in its messages", got=got, expected="a reply as the last one")
+            prompt, others = row.with_context(said[:-1]), [self._said(row, "rejected_response")] if is_pair else []
+            return prompt, [said[-1:], *(_as_reply(each) if isinstance(each, str) else each for each in others)]
+        whole = [self._said(row, name) for name in names]
+        is_whole = all(map(is_conversation, whole))
+        prompt = [] if is_pair and not row.has("prompt") else self._prompt(row)
+        if not is_whole and (row.has("prompt") or not is_pair):
+            return row.with_context(prompt), [self._continued(row, name) for name in names]
+        if is_pair:
+            prompt, *replies = common_prompt(whole[0], whole[1], row.refusal)
         else:
-            completion = self._continued(row, "completion")
-        example = self._response(row.with_context(prompt), completion, row)
-        row.note_unread(("messages", "text", *MEANT))
-        return example
+            # As in UltraFeedback, a completion may begin with the messages of its prompt.
+            (said,) = cast(list[Sequence[Message]], whole)
+            at = next((at for at, each in enumerate(said) if each["role"] == "assistant"), len(said))
+            prompt, replies = said[:at], [said[at:]]
+        self._check_prompt(row, prompt)
+        return row.with_context(prompt) if is_chat(prompt) else prompt, replies
 
     def _check_prompt(self, row: ChatRow, opening: Said) -> None:
         """Raise DataError where a row has a prompt that the messages before its responses do not hold."""
@@ -338,16 +307,15 @@ class ChatDatasetReader:
         else:
             is_held = list(opening[: len(prompt)]) == list(prompt)
         if not is_held:
-            raise DataError(
-                f"{row.location} has responses to another prompt than its own",
-                got=f"{str(prompt)[:60]!r} beside {str(opening)[:60]!r}",
-                expected="responses without a prompt, or with that one",
-                fix=LEAVE_OUT,
-            )
+            got = f"{str(prompt)[:60]!r} beside {str(opening)[:60]!r}"
+            expected = "responses without a prompt, or with that one"
+            raise row.refusal("has responses to another prompt than its own", got=got, expected=expected)
 
     def _question(self, row: ChatRow) -> PromptExample:
-        opening = self._pair_parts(row)[0] if row.has("chosen") and row.has("rejected") else self._prompt(row)
-        opening = row.with_context(opening) if row.has("prompt") and not row.has("chosen") else opening
+        if row.has("chosen") and row.has("rejected"):
+            opening, _ = self._exchange(row, "chosen", "rejected")
+        else:
+            opening = self._prompt(row) if row.has("chosen") else row.with_context(self._prompt(row))
         inputs = row.inputs()
         messages = tuple(opening) if is_chat(opening) else None
         if messages is not None:
@@ -355,7 +323,7 @@ class ChatDatasetReader:
             row.note_keys(self._template.unread_keys(messages, inputs))
         tokens = self._prompt_tokens(opening, inputs)
         if not opening or not tokens:
-            raise DataError(f"{row.location} has an empty prompt", expected="at least one token", fix=LEAVE_OUT)
+            raise row.refusal("has an empty prompt", expected="at least one token")
         row.note_unread(CONTEXT)
         return PromptExample(tokens=tuple(tokens), columns=row.all_values, messages=messages, inputs=inputs)
 
@@ -376,12 +344,9 @@ class ChatDatasetReader:
         elif not is_chat(said):
             wrong = [token for token in said if not 0 <= token < self._tokenizer.vocab_size]  # type: ignore[operator]
             if wrong:
-                raise DataError(
-                    f"{row.location} has a token in column {name!r} that the tokenizer does not know",
-                    got=wrong[0],
-                    expected=f"0 to {self._tokenizer.vocab_size - 1}",
-                    fix=f"the tokenizer that the rows were made with, or {LEAVE_OUT}",
-                )
+                what, expected = "that the tokenizer does not know", f"0 to {self._tokenizer.vocab_size - 1}"
+                fix = f"the tokenizer that the rows were made with, or {LEAVE_OUT}"
+                raise row.refusal(f"has a token in column {name!r} {what}", got=wrong[0], expected=expected, fix=fix)
         return said
 
     def _continued(self, row: ChatRow, name: str) -> Said:
@@ -405,26 +370,24 @@ class ChatDatasetReader:
 
     def _response(self, prompt: Said, completion: Said, row: ChatRow) -> TokenizedExample:
         if not completion:
-            raise DataError(f"{row.location} has an empty response", expected="at least one token", fix=LEAVE_OUT)
+            raise row.refusal("has an empty response", expected="at least one token")
         if not is_chat(prompt) and not is_chat(completion):
             said = cast(str | Sequence[int], prompt), cast(str | Sequence[int], completion)
             opening, completion_tokens = encode_completion(self._tokenizer, *said)
             completion_tokens.append(self._tokenizer.eos_id)
             if not set(completion_tokens) - set(self._tokenizer.eos_ids):
-                raise DataError(
-                    f"{row.location} has an empty response", got="no token but an end", expected="one", fix=LEAVE_OUT
-                )
+                raise row.refusal("has an empty response", got="no token but an end", expected="one")
             return TokenizedExample(
                 tokens=(*opening, *completion_tokens),
                 loss_mask=(False,) * len(opening) + (True,) * len(completion_tokens),
             )
         if prompt and not isinstance(prompt, str) and not is_chat(prompt):
-            raise DataError(f"{row.location} has messages beside tokens", expected="a prompt of text or messages")
+            raise row.refusal("has messages beside tokens", expected="a prompt of text or messages")
         # A plain text next to a chat is a message of its speaker.
         asked: list[Any] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        replies = list(completion) if is_chat(completion) else [{"role": "assistant", "content": completion}]
+        replies = list(completion) if is_chat(completion) else _as_reply(completion)
         if not isinstance(completion, str) and not is_chat(completion):
-            raise DataError(f"{row.location} has tokens beside messages", expected="a response of text or messages")
+            raise row.refusal("has tokens beside messages", expected="a response of text or messages")
         # Replies within the prompt are no answer to it.
         first, opened = len(asked), asked
         if asked and isinstance(asked[-1], BegunMessage) and replies[0]["role"] == "assistant":
@@ -447,9 +410,7 @@ class ChatDatasetReader:
         loss_mask = chat.loss_mask(first, untrained)
         if not any(loss_mask):
             got = "no reply that is trained on" if replies else "no reply"
-            raise DataError(
-                f"{row.location} has nothing to learn", got=got, expected="a message of the assistant", fix=LEAVE_OUT
-            )
+            raise row.refusal("has nothing to learn", got=got, expected="a message of the assistant")
         if chat.has_unmarked_end:
             row.notes["ends"] = (
                 f"{row.location}: the chat template leaves the end token out of what {{% generation %}} encloses, so "
@@ -468,6 +429,10 @@ def iter_texts(spec: object, columns: Mapping[str, str] | None = None) -> Iterat
     for shard in open_rows(spec):
         for _, row in chat_rows(shard, columns or {}):
             yield from iter_said(row)
+
+
+def _as_reply(said: Any) -> list[Message]:
+    return [{"role": "assistant", "content": said}]
 
 
 def _located(error: DataError, row: ChatRow) -> DataError:

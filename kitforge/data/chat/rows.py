@@ -78,6 +78,10 @@ class ChatRow:
         self._columns = columns
         self._read: set[str] = set()
 
+    def refusal(self, what: str, *, got: object = None, expected: str, fix: str = LEAVE_OUT) -> DataError:
+        """The error about a row that cannot be used."""
+        return DataError(f"{self.location} {what}", got=got, expected=expected, fix=fix)
+
     @property
     def all_values(self) -> dict[str, Any]:
         """The values by our names, and those of renamed columns by their own too."""
@@ -92,15 +96,15 @@ class ChatRow:
         self._read.add(name)
         if name in self.values and self.values[name] is None:
             expected = "text, messages or tokens" if name in SAID else "a value"
-            raise DataError(f"{self.location} has null in column {name!r}", expected=expected, fix=LEAVE_OUT)
+            raise self.refusal(f"has null in column {name!r}", expected=expected)
         if name not in self.values:
             own, names = self._columns.get(name, name), list(map(str, self.values))
-            raise DataError(
-                f"{self.location} has no column {own!r}",
-                got=f"columns {', '.join(names)}",
-                expected=name if own == name else f"{own}, as data.columns.{name} says",
-                fix=f"data.columns.{name}=NAME; {nearest(own, names)}",
+            got, expected = (
+                f"columns {', '.join(names)}",
+                f"{own}, as data.columns.{name} says" if own != name else name,
             )
+            fix = f"data.columns.{name}=NAME; {nearest(own, names)}"
+            raise self.refusal(f"has no column {own!r}", got=got, expected=expected, fix=fix)
         return self.values[name]
 
     def said(self, name: str, knows_role: Callable[[str], bool]) -> Said:
@@ -123,11 +127,8 @@ class ChatRow:
         is_number = (isinstance(item, (int, np.integer)) and not isinstance(item, bool) for item in items or ())
         if items is not None and all(is_number):
             return [int(item) for item in items]
-        raise DataError(
-            f"{self.location} cannot be read in column {name!r}",
-            got=f"{type(value).__name__} {str(value)[:60]!r}",
-            expected="text, a list of messages with role and content, or a list of tokens",
-        )
+        expected = "text, a list of messages with role and content, or a list of tokens"
+        raise self._unreadable(name, f"{type(value).__name__} {str(value)[:60]!r}", expected)
 
     def spells_dialogue(self, name: str) -> bool:
         """Whether the column is a dialogue in the form of a text."""
@@ -148,7 +149,7 @@ class ChatRow:
         if not context:
             return said
         if said and not isinstance(said, str) and not is_chat(said):
-            raise DataError(f"{self.location} has tokens beside a system or a history", expected="text or messages")
+            raise self.refusal("has tokens beside a system or a history", expected="text or messages")
         messages: list[Any] = [{"role": "user", "content": said}] if isinstance(said, str) else list(said)
         if messages and messages[0]["role"] == "system":
             self._read.discard("system")
@@ -167,8 +168,7 @@ class ChatRow:
             number = math.nan
         # Trained in single precision.
         if isinstance(value, (bool, str, bytes)) or not abs(number) <= float(np.finfo(np.float32).max):
-            what = f"{self.location} has a {name} that is not a number"
-            raise DataError(what, got=str(value)[:60], expected="a finite number")
+            raise self.refusal(f"has a {name} that is not a number", got=str(value)[:60], expected="a finite number")
         return number
 
     def note_unread(self, names: Sequence[str]) -> None:
@@ -200,16 +200,13 @@ class ChatRow:
         if found is not None and (found or is_chat_column):
             return found
         if _PYTHON_LIST.match(text.lstrip()):
-            what = f"{self.location} has a Python list in column {name!r}, spelt as text"
             expected, fix = "JSON, with double quotes, or a list", "write the column with json.dumps(messages)"
-            raise DataError(what, got=f"{text[:60]!r}", expected=expected, fix=fix)
+            what = f"has a Python list in column {name!r}, spelt as text"
+            raise self.refusal(what, got=f"{text[:60]!r}", expected=expected, fix=fix)
         if is_chat_column and not is_dialogue(text):
-            raise DataError(
-                f"{self.location} has a text in column {name!r}",
-                got=f"{text[:60]!r}",
-                expected="a list of messages with role and content, also as JSON",
-                fix="call a column of plain text `text`: data.columns.text=NAME",
-            )
+            expected = "a list of messages with role and content, also as JSON"
+            fix = "call a column of plain text `text`: data.columns.text=NAME"
+            raise self.refusal(f"has a text in column {name!r}", got=f"{text[:60]!r}", expected=expected, fix=fix)
         return None
 
     def _system(self) -> list[Message]:
@@ -218,7 +215,7 @@ class ChatRow:
         if text is None or text == "":
             return []
         if not isinstance(text, str):
-            raise DataError(f"{self.location} cannot be read in column 'system'", got=str(text)[:60], expected="text")
+            raise self._unreadable("system", text, "text")
         self._check_encodable("system", text)
         return [{"role": "system", "content": text}]
 
@@ -236,8 +233,7 @@ class ChatRow:
             for turn in turns
         )
         if not is_read:
-            what, expected = "column 'history'", "a list of pairs: what was asked and what was answered"
-            raise DataError(f"{self.location} cannot be read in {what}", got=str(turns)[:60], expected=expected)
+            raise self._unreadable("history", turns, "a list of pairs: what was asked and what was answered")
         self._check_encodable("history", turns)
         roles = ("user", "assistant")
         return [{"role": role, "content": text} for turn in turns for role, text in zip(roles, turn, strict=True)]
@@ -246,7 +242,10 @@ class ChatRow:
         if (broken := _lone_surrogate(value)) is not None:
             what = f"half of a surrogate pair in column {name!r}, which no encoding can write"
             got, fix = f"U+{ord(broken):04X}", f"repair the row, or {LEAVE_OUT}"
-            raise DataError(f"{self.location} holds {what}", got=got, expected="text that UTF-8 can hold", fix=fix)
+            raise self.refusal(f"holds {what}", got=got, expected="text that UTF-8 can hold", fix=fix)
+
+    def _unreadable(self, name: str, value: object, expected: str) -> DataError:
+        return self.refusal(f"cannot be read in column {name!r}", got=str(value)[:90], expected=expected)
 
 
 def chat_rows(shard: RecordShard, columns: Mapping[str, str]) -> Iterator[tuple[Mapping[str, Any], ChatRow]]:
@@ -260,19 +259,11 @@ def chat_rows(shard: RecordShard, columns: Mapping[str, str]) -> Iterator[tuple[
 
 def iter_said(row: ChatRow) -> Iterator[str]:
     """Everything that is said in a row of any kind, messages one by one, but for what has no encoding."""
-    yield from (text for text in _iter_texts(row) if _lone_surrogate(text) is None)
-
-
-def _iter_texts(row: ChatRow) -> Iterator[str]:
     for value in (row.values.get(name) for name in SAID):
-        if isinstance(value, str):
-            value = _messages_in_json(value) or value
-        if isinstance(value, str):
-            yield value
-        elif isinstance(value, (Mapping, list, tuple, np.ndarray)):
-            messages = [value] if isinstance(value, Mapping) else value
-            parts = (part.get("content", part.get("value")) for part in messages if isinstance(part, Mapping))
-            yield from (part for part in parts if isinstance(part, str))
+        said = (_messages_in_json(value) or value) if isinstance(value, str) else value
+        parts: Any = said if isinstance(said, (list, tuple, np.ndarray)) else [said]
+        texts = (part.get("content", part.get("value")) if isinstance(part, Mapping) else said for part in parts)
+        yield from (text for text in texts if isinstance(text, str) and _lone_surrogate(text) is None)
 
 
 def to_standard_columns(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -351,34 +342,26 @@ def is_conversation(completion: Said) -> TypeGuard[Sequence[Message]]:
     return is_chat(completion) and completion[0]["role"] in ("system", "developer", "user")
 
 
-def common_prompt(chosen: Said, rejected: Said, location: object) -> tuple[Said, Said, Said]:
+def common_prompt(chosen: Said, rejected: Said, refusal: Callable[..., DataError]) -> tuple[Said, Said, Said]:
     """The common prompt of two responses and the rest of each, split at whole messages, words or tokens. Raises
-    DataError where nothing is left of one, and where they are of different kinds."""
+    a refusal where nothing is left of one, and where they are of different kinds."""
     if isinstance(chosen, str) != isinstance(rejected, str) or is_chat(chosen) != is_chat(rejected):
-        what, got = "responses of two kinds, which have no common prompt", f"{_kind(chosen)} and {_kind(rejected)}"
         expected = "two texts, two lists of messages or two lists of tokens; or a column 'prompt'"
-        raise DataError(f"{location} has {what}", got=got, expected=expected, fix=LEAVE_OUT)
+        got, what = f"{_kind(chosen)} and {_kind(rejected)}", "has responses of two kinds, which have no common prompt"
+        raise refusal(what, got=got, expected=expected)
     if chosen == rejected:
-        raise DataError(f"{location} prefers a response to itself", fix=LEAVE_OUT)
+        raise refusal("prefers a response to itself", expected="two responses")
     pairs = enumerate(zip(chosen, rejected, strict=False))
     length = next((at for at, (left, right) in pairs if left != right), min(len(chosen), len(rejected)))
     if isinstance(chosen, str):
         # A common beginning of the first word belongs to the responses, not to the prompt.
         length = min(_word_start(text, length) for text in (chosen, str(rejected)))
     if length == min(len(chosen), len(rejected)):
-        raise DataError(
-            f"{location} has an empty response",
-            got="one response is how the other begins" if length else "no token",
-            expected="at least one token in each behind the prompt",
-            fix=LEAVE_OUT,
-        )
+        got = "one response is how the other begins" if length else "no token"
+        raise refusal("has an empty response", got=got, expected="at least one token in each behind the prompt")
     if is_chat(chosen) and not length:
-        raise DataError(
-            f"{location} has conversations that share no message",
-            got=f"{str(chosen[0])[:60]} and {str(rejected[0])[:60]}",
-            expected="a prompt that both begin with, or a column 'prompt'",
-            fix=LEAVE_OUT,
-        )
+        got, expected = f"{str(chosen[0])[:60]} and {str(rejected[0])[:60]}", "a prompt that both begin with"
+        raise refusal("has conversations that share no message", got=got, expected=f"{expected}, or a column 'prompt'")
     return chosen[:length], chosen[length:], rejected[length:]
 
 

@@ -4,61 +4,58 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kitforge.data.file_bytes import BYTE_ORDER_MARK, opened
+from kitforge.data.file_bytes import BYTE_ORDER_MARK, opened, text_blocks
 from kitforge.data.tables.bad_rows import ArrowChunk, BadRow, Problem
 from kitforge.data.tables.cells import pyarrow
-from kitforge.data.tables.table_file import TableFile
+from kitforge.data.tables.part import Job, TablePart
 from kitforge.foundation.errors import DataError
 
-# The rows of a chunk follow from this, here and in the other formats; half-built column caches count in chunks, so a
-# change asks for another FORMAT of theirs.
-_BLOCK_BYTES = 2**21
 # A record is at most this long; a quote that is never closed would swallow the whole file.
-_RECORD_BYTES = 2**25
+RECORD_BYTES = 2**25
 CRITEO_COLUMNS = ("label", *(f"I{index}" for index in range(1, 14)), *(f"C{index}" for index in range(1, 27)))
-
-Job = Callable[[], ArrowChunk]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TextFile(TableFile):
+class TextFile:
     """A file with a record a line (or more, where a cell in quotes has line breaks)."""
 
+    path: Path
+    names: tuple[str, ...]
     delimiter: str
     has_header: bool
     has_quotes: bool
     missing: tuple[str, ...] = ("",)  # texts that mean a missing value
 
-    def jobs(self, columns: Sequence[str]) -> Iterator[Job]:
-        """Chunks of the file in order, to be parsed by any thread. Only the requested columns are parsed."""
+    @property
+    def part(self) -> TablePart:
+        """The file as a part of a table."""
+        return TablePart(
+            name=str(self.path), find_names=lambda: self.names, chunks=self._chunks, delimiter=self.delimiter
+        )
+
+    def _chunks(self, columns: tuple[str, ...], _known: frozenset[str]) -> Iterator[Job]:
         is_head = self.has_header
-        for first_line, raw in text_blocks(self.path, self.has_quotes):
+        for first_line, raw in text_blocks(self.path, has_quotes=self.has_quotes, longest=RECORD_BYTES):
             head = 0
             if is_head:
                 head = raw.find(b"\n") + 1 or len(raw)
                 is_head = False
             # The header becomes an empty line, which keeps the count of lines.
-            yield partial(self._parse, b"\n" + raw[head:] if head else raw, first_line, tuple(columns))
+            yield partial(self._parse, b"\n" + raw[head:] if head else raw, first_line, columns)
 
     def _parse(self, raw: bytes, first_line: int, columns: tuple[str, ...]) -> ArrowChunk:
-        block = _Block(file=self, raw=raw, first_line=first_line)
-        if not raw.strip(b"\r\n"):
-            return ArrowChunk(table=_empty(columns), location=block.location([]))
-        skipped: list[Any] = []
+        block, bad, skipped = _Block(file=self, raw=raw, first_line=first_line), list[BadRow](), list[Any]()
         try:
             table = self._table(raw, columns, skipped)
-            bad: list[BadRow] = []
         except pyarrow().ArrowInvalid:
             skipped.clear()
             block, bad = block.decodable()
-            if not block.raw.strip(b"\r\n"):
-                return ArrowChunk(table=_empty(columns), location=block.location([]), bad=tuple(bad))
             table = self._table(block.raw, columns, skipped)
         records = [row.number - 1 for row in skipped]
         bad += [block.wrong_cells(record, row.actual_columns) for record, row in zip(records, skipped, strict=True)]
@@ -66,6 +63,8 @@ class TextFile(TableFile):
 
     def _table(self, raw: bytes, columns: tuple[str, ...], skipped: list[Any]) -> Any:
         reader = pyarrow("pyarrow.csv")
+        if not raw.strip(b"\r\n"):
+            return pyarrow().table({name: pyarrow().array([], pyarrow().string()) for name in columns})
 
         def skip(row: Any) -> str:
             skipped.append(row)
@@ -153,51 +152,10 @@ class _Block:
         return BadRow(problem=problem, location=lambda: f"{self.file.path}:{self.lines()[record]}")
 
 
-def _empty(columns: tuple[str, ...]) -> Any:
-    return pyarrow().table({name: pyarrow().array([], pyarrow().string()) for name in columns})
-
-
-def text_blocks(path: Path, has_quotes: bool) -> Iterator[tuple[int, bytes]]:
-    """Whole records, with the number of the first line."""
-    line, remaining = 1, b""
-    with opened(path) as stream:
-        while block := stream.read(_BLOCK_BYTES):
-            if line == 1 and not remaining and block.startswith(BYTE_ORDER_MARK):
-                block = block[len(BYTE_ORDER_MARK) :]
-            remaining += block
-            cut = _last_record(remaining) if has_quotes and b'"' in remaining else remaining.rfind(b"\n") + 1
-            if cut:
-                yield line, remaining[:cut]
-                line, remaining = line + remaining.count(b"\n", 0, cut), remaining[cut:]
-            if len(remaining) > _RECORD_BYTES:
-                raise DataError(
-                    f"{path}:{line} begins a record that does not end",
-                    got=f"more than {_RECORD_BYTES // 2**20} MiB",
-                    expected="a line break outside of quotes",
-                    fix="look for a double quote that is never closed",
-                )
-    if remaining.strip(b"\r\n"):
-        if has_quotes and remaining.count(b'"') % 2:
-            raise DataError(f"{path}:{line} and what follows has a quote that is never closed", got=remaining[:60])
-        yield line, remaining
-
-
-def _last_record(raw: bytes) -> int:
-    """Where the last line break is that no quotes enclose, and behind it; 0 where there is none."""
-    cut, quotes = raw.rfind(b"\n") + 1, raw.count(b'"')
-    if cut:
-        quotes -= raw.count(b'"', cut)
-    while cut and quotes % 2:
-        before = raw.rfind(b"\n", 0, cut - 1) + 1
-        quotes -= raw.count(b'"', before, cut)
-        cut = before
-    return cut
-
-
 def first_line(path: Path) -> str:
     """The first line of a file, for detecting its format. Raises DataError for an empty file."""
     with opened(path) as stream:
-        raw = stream.readline(_RECORD_BYTES).removeprefix(BYTE_ORDER_MARK)
+        raw = stream.readline(RECORD_BYTES).removeprefix(BYTE_ORDER_MARK)
     if not raw.strip():
         raise DataError(f"{path} is empty", got="no first line", expected="rows of a table")
     try:

@@ -14,7 +14,7 @@ from kitforge.data.tables.arrow_to_columns import to_columns
 from kitforge.data.tables.bad_rows import ArrowChunk, BadRow, Problem
 from kitforge.data.tables.cells import join_tables, one_array, pyarrow
 from kitforge.data.tables.columns import ColumnLayout, KeyColumn, ListValues, NamedColumns
-from kitforge.data.tables.csv_files import Job
+from kitforge.data.tables.part import Job, TablePart
 from kitforge.data.tables.source import TableSource
 from kitforge.data.tables.times import Times, with_times
 from kitforge.foundation.config import check
@@ -65,8 +65,9 @@ def sequences_of(source: TableSource, events: EventColumns, lists: Sequence[str]
             fix="leave data.schema.events out, and hand over rows that hold sequences",
         )
     dated = replace(source, times=(events.time,))
-    part = EventRows(source=dated, events=events, lists=tuple(lists))
-    mark = None if source.fingerprint is None else fingerprint_of("events", 1, source.fingerprint, events, part.lists)
+    rows = EventRows(source=dated, events=events, lists=tuple(lists))
+    part = TablePart(name=source.name, find_names=lambda: rows.names, chunks=rows.jobs)
+    mark = None if source.fingerprint is None else fingerprint_of("events", 1, source.fingerprint, events, rows.lists)
     return replace(dated, parts=(part,), fingerprint=mark, cells=replace(source.cells, missing_values=()), times=())
 
 
@@ -79,17 +80,12 @@ class EventRows:
     lists: tuple[str, ...]
 
     @property
-    def name(self) -> str:
-        """For messages."""
-        return self.source.name
-
-    @property
     def names(self) -> tuple[str, ...]:
         """The columns of the events, and that of the histories."""
         history, names = self.events.history, self.source.parts[0].names
         return names if history is None else (*names, history)
 
-    def jobs(self, columns: Sequence[str]) -> Iterator[Job]:
+    def jobs(self, columns: tuple[str, ...], _known: frozenset[str]) -> Iterator[Job]:
         """Chunks of whole users, in the order of their first events."""
         held, users, bad = self._read(columns)
         if not len(users):
@@ -99,7 +95,7 @@ class EventRows:
         make = self._users if self.events.history is None else self._histories
         for start, stop in _cuts(users.offsets):
             chosen = users.take(np.arange(start, stop))
-            yield partial(make, held.take(chosen.values), chosen, tuple(columns), tuple(bad))
+            yield partial(make, held.take(chosen.values), chosen, columns, tuple(bad))
             bad = []
 
     def _read(self, columns: Sequence[str]) -> tuple[Any, ListValues, list[BadRow]]:
@@ -123,7 +119,7 @@ class EventRows:
         if len(lists.values) < num_read:
             count = num_read - len(lists.values)
             words = "%s: %s of %s events are left out, since their users have %s newer ones (events.max_events)"
-            _log.warning(words, self.name, f"{count:,}", f"{num_read:,}", events.max_events)
+            _log.warning(words, self.source.name, f"{count:,}", f"{num_read:,}", events.max_events)
         return _joined(tables), lists, bad
 
     def _part(self, chunk: ArrowChunk) -> tuple[Any, Ints, Times, list[BadRow]]:
@@ -167,7 +163,7 @@ class EventRows:
         return ArrowChunk(table=pyarrow().table(arrays), location=partial(self._location, table, positions), bad=bad)
 
     def _location(self, table: Any, rows: Ints, row: int) -> str:
-        return f"{self.name}, user {table.column(self.events.user)[int(rows[row])].as_py()},"
+        return f"{self.source.name}, user {table.column(self.events.user)[int(rows[row])].as_py()},"
 
 
 def _by_user(users: Ints, times: Times, most: int | None) -> ListValues:

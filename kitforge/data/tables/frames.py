@@ -1,36 +1,16 @@
 """Tables in memory by columns: DataFrames of pandas or polars, other tables of Arrow, and arrays by name."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
 from kitforge.data.tables.bad_rows import ArrowChunk, check_names
 from kitforge.data.tables.cells import contents, pyarrow
-from kitforge.data.tables.csv_files import Job
+from kitforge.data.tables.part import Job, TablePart
 from kitforge.data.tables.python_rows import table_chunk
 from kitforge.foundation.errors import DataError
 
 _CHUNK_ROWS = 65_536
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FrameRows:
-    """The rows of an Arrow table."""
-
-    rows: ArrowChunk
-    names: tuple[str, ...]
-    name: str = "the data"  # for messages
-
-    def jobs(self, columns: Sequence[str]) -> Iterator[Job]:
-        """Chunks in order."""
-        chosen = self.rows.table.select(list(columns))
-        for start in range(0, max(chosen.num_rows, 1), _CHUNK_ROWS):
-            location, bad = partial(self._location, start), () if start else self.rows.bad
-            yield partial(ArrowChunk, table=chosen.slice(start, _CHUNK_ROWS), location=location, bad=bad)
-
-    def _location(self, start: int, row: int) -> str:
-        return self.rows.location(start + row)
 
 
 def is_frame(spec: object) -> bool:
@@ -38,7 +18,7 @@ def is_frame(spec: object) -> bool:
     return hasattr(spec, "__arrow_c_stream__")
 
 
-def open_frame(spec: Any) -> FrameRows:
+def open_frame(spec: Any) -> TablePart:
     """The table of a DataFrame, or of arrays by column. Raises DataError for other objects."""
     arrow, columns = pyarrow(), None
     try:
@@ -75,7 +55,14 @@ def open_frame(spec: Any) -> FrameRows:
     check_names("the data", names)
     if rows.table.num_rows == 0 and not rows.bad:
         raise DataError("there are no rows in the data", got=f"columns {', '.join(names)}", expected="at least one row")
-    return FrameRows(rows=rows, names=names)
+    return TablePart(name="the data", find_names=lambda: names, chunks=partial(_chunks, rows))
+
+
+def _chunks(rows: ArrowChunk, columns: tuple[str, ...], _known: frozenset[str]) -> Iterator[Job]:
+    chosen = rows.table.select(list(columns))
+    for start in range(0, max(chosen.num_rows, 1), _CHUNK_ROWS):
+        location, bad = partial(lambda first, row: rows.location(first + row), start), () if start else rows.bad
+        yield partial(ArrowChunk, table=chosen.slice(start, _CHUNK_ROWS), location=location, bad=bad)
 
 
 def _columns_of_pandas(frame: Any) -> dict[str, Any]:

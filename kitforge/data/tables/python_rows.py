@@ -1,7 +1,6 @@
 """Rows in memory: an iterable of mappings, possibly endless, or a datasets.Dataset."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from difflib import SequenceMatcher
 from functools import lru_cache, partial
 from itertools import chain, islice, product
@@ -9,7 +8,7 @@ from typing import Any
 
 from kitforge.data.tables.bad_rows import ArrowChunk, BadRow, Problem
 from kitforge.data.tables.cells import READABLE, array_of, pyarrow
-from kitforge.data.tables.csv_files import Job
+from kitforge.data.tables.part import Job, TablePart
 from kitforge.foundation.errors import DataError
 
 _CHUNK_ROWS = 1024
@@ -17,41 +16,7 @@ _CHUNK_ROWS = 1024
 FIRST_ROWS = 200_000
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PythonRows:
-    """Mappings from column to value. An iterator is read once and on demand."""
-
-    rows: Iterable[object]
-    names: tuple[str, ...]
-    name: str = "the data"  # for messages
-    known: frozenset[str] = frozenset()  # names that a row may not misspell
-
-    def jobs(self, columns: Sequence[str]) -> Iterator[Job]:
-        """Chunks in order."""
-        rows, start = iter(self.rows), 0
-        while part := list(islice(rows, _CHUNK_ROWS)):
-            yield partial(chunk_of, part, start, columns, self.known)
-            start += len(part)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HFDatasetTable:
-    """The rows of a datasets.Dataset."""
-
-    dataset: Any
-    names: tuple[str, ...]
-    name: str = "the dataset"  # for messages
-
-    def jobs(self, columns: Sequence[str]) -> Iterator[Job]:
-        """Chunks in order."""
-        start = 0
-        for table in self.dataset.select_columns(list(columns)).with_format("arrow").iter(batch_size=_CHUNK_ROWS):
-            at = partial(lambda first, row: f"the dataset's row {first + row + 1}", start)
-            yield partial(ArrowChunk, table=table, location=at)
-            start += table.num_rows
-
-
-def open_python_rows(rows: Iterable[object]) -> PythonRows:
+def open_python_rows(rows: Iterable[object]) -> TablePart:
     """Rows with the columns of the first ones; of the first one alone where they come once. Raises DataError without
     rows, and for a row that is not a mapping."""
     head = iter(rows)
@@ -59,8 +24,30 @@ def open_python_rows(rows: Iterable[object]) -> PythonRows:
     if not isinstance(first, Mapping):
         got = "no rows" if first is None else type(first).__name__
         raise DataError("these are no rows of a table", got=got, expected="mappings from column to value")
+    names = columns_of_rows([first] if head is rows else rows)
     again = chain([first], head) if head is rows else rows
-    return PythonRows(rows=again, names=columns_of_rows([first] if head is rows else rows))
+    return TablePart(name="the data", find_names=lambda: names, chunks=partial(_chunks, again))
+
+
+def _chunks(rows: Iterable[object], columns: tuple[str, ...], known: frozenset[str]) -> Iterator[Job]:
+    rows, start = iter(rows), 0
+    while part := list(islice(rows, _CHUNK_ROWS)):
+        yield partial(chunk_of, part, start, columns, known)
+        start += len(part)
+
+
+def open_dataset(dataset: Any) -> TablePart:
+    """The rows of a datasets.Dataset."""
+    names = tuple(dataset.column_names)
+    return TablePart(name="the dataset", find_names=lambda: names, chunks=partial(_dataset_chunks, dataset))
+
+
+def _dataset_chunks(dataset: Any, columns: tuple[str, ...], _known: frozenset[str]) -> Iterator[Job]:
+    start = 0
+    for table in dataset.select_columns(list(columns)).with_format("arrow").iter(batch_size=_CHUNK_ROWS):
+        location = partial(lambda first, row: f"the dataset's row {first + row + 1}", start)
+        yield partial(ArrowChunk, table=table, location=location)
+        start += table.num_rows
 
 
 def columns_of_rows(rows: Iterable[object]) -> tuple[str, ...]:
@@ -92,7 +79,7 @@ def mappings_chunk(
     problem_of: dict[int, Problem] = {}
     for number, row in rows:
         if not isinstance(row, Mapping):
-            got = str(row) if isinstance(row, ValueError) else type(row).__name__
+            got = str(row) if isinstance(row, Exception) else type(row).__name__
             problem_of[number] = Problem(reason=f"is not {what}", got=got[:80], expected='{"column": value, ...}')
         elif slips and (slip := slips.get(frozenset(row))) is not None:
             problem_of[number] = slip

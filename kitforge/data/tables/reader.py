@@ -11,7 +11,7 @@ import numpy as np
 from kitforge.data.tables.arrow_to_columns import to_columns
 from kitforge.data.tables.bad_rows import BadRow, BadRows
 from kitforge.data.tables.columns import ColumnLayout, Columns, concatenate
-from kitforge.data.tables.csv_files import Job
+from kitforge.data.tables.part import Job
 from kitforge.data.tables.source import TableSource
 from kitforge.foundation.errors import DataError
 

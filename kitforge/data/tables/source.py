@@ -10,21 +10,22 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 from kitforge.data import named_dataset
 from kitforge.data.document_shard import fingerprint_of
-from kitforge.data.file_bytes import FileStamp, check_unchanged, format_suffix, opened, stamp_of
+from kitforge.data.file_bytes import FileStamp, check_unchanged, format_suffix, opened, stamp_of, text_blocks
 from kitforge.data.file_resolver import folder_values, resolve_files
 from kitforge.data.in_memory import is_dataset
 from kitforge.data.tables.bad_rows import ArrowChunk, DecimalMark, OnBadRow
 from kitforge.data.tables.cells import CellRules, pyarrow
-from kitforge.data.tables.csv_files import CRITEO_COLUMNS, Job, TextFile, first_line, text_blocks
+from kitforge.data.tables.csv_files import CRITEO_COLUMNS, RECORD_BYTES, TextFile, first_line
 from kitforge.data.tables.frames import is_frame, open_frame
-from kitforge.data.tables.interactions import InteractionFile
-from kitforge.data.tables.json_files import JsonLinesFile, open_json_lines, with_all_names
+from kitforge.data.tables.interactions import open_interactions
+from kitforge.data.tables.json_files import open_json_lines
 from kitforge.data.tables.parquet_files import open_parquet
-from kitforge.data.tables.python_rows import HFDatasetTable, PythonRows, open_python_rows
+from kitforge.data.tables.part import Job, TablePart
+from kitforge.data.tables.python_rows import open_dataset, open_python_rows
 from kitforge.data.tables.times import as_times, without_order
 from kitforge.foundation.config import check
 from kitforge.foundation.errors import DataError, nearest
@@ -73,24 +74,6 @@ class TableSourceConfig:
 _DEFAULT = TableSourceConfig()
 
 
-class TablePart(Protocol):
-    """A file, or rows in memory."""
-
-    @property
-    def name(self) -> str:
-        """For messages."""
-        ...
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Its columns."""
-        ...
-
-    def jobs(self, columns: Sequence[str]) -> Iterator[Job]:
-        """Chunks in order, to be made by any thread."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableSource:
     """Parts that are read one after the other."""
@@ -103,6 +86,7 @@ class TableSource:
     stamps: tuple[tuple[Path, FileStamp], ...] = ()  # of files, when the table was opened
     cells: CellRules = CellRules()
     times: tuple[str, ...] = ()  # columns of numbers or dates, of which dates become seconds since 1970
+    known: frozenset[str] = frozenset()  # names of columns that a mapping may not misspell
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -111,7 +95,7 @@ class TableSource:
 
     def with_known(self, names: Iterable[str]) -> TableSource:
         """The table, in which a mapping that misspells one of `names` is a bad row."""
-        return replace(self, parts=tuple(_with_known(part, frozenset(names)) for part in self.parts))
+        return replace(self, known=frozenset(names))
 
     def check_unchanged(self) -> None:
         """Raise DataError when a file is no longer the one that was opened."""
@@ -130,7 +114,7 @@ class TableSource:
                         expected=f"a column {column!r}",
                         fix=nearest(column, part.names),
                     )
-            for job in part.jobs(columns):
+            for job in part.jobs(columns, self.known):
                 yield partial(_ruled, job, self.cells, self.times)
 
 
@@ -147,11 +131,9 @@ def open_table(spec: object, config: TableSourceConfig = _DEFAULT) -> TableSourc
     if isinstance(spec, (str, os.PathLike)):
         return _of_files(str(spec), [(file, spec) for file in _table_files(spec)], config)
     if is_dataset(spec):
-        names = tuple(spec.column_names)  # type: ignore[attr-defined]
         mark = fingerprint_of("dataset", spec._fingerprint)  # type: ignore[attr-defined]
-        part = HFDatasetTable(dataset=spec, names=names)
         mark = fingerprint_of(mark, config.cells)
-        return TableSource(name="the dataset", parts=(part,), fingerprint=mark, cells=config.cells)
+        return TableSource(name="the dataset", parts=(open_dataset(spec),), fingerprint=mark, cells=config.cells)
     if is_frame(spec) or isinstance(spec, Mapping):
         return TableSource(name="the data", parts=(open_frame(spec),), fingerprint=None, cells=config.cells)
     if isinstance(spec, (list, tuple)) and spec and all(isinstance(item, (str, os.PathLike)) for item in spec):
@@ -178,9 +160,13 @@ def _of_files(
     """The table of files, each with the folder or pattern that it is from."""
     stamps = tuple((file.absolute(), stamp_of(file.absolute())) for file, _ in files)
     full = [(file, spec) for file, spec in files if len(files) == 1 or not _is_empty(file)] or files[:1]
-    parts = with_all_names([_open_file(file.absolute(), config) for file, _ in full])
+    paths = [file.absolute() for file, _ in full]
+    forms = [_format(path) if config.format == "auto" else config.format for path in paths]
+    # Each file of JSON Lines has the columns of all of them.
+    lines = tuple((path, stamp_of(path)) for path, form in zip(paths, forms, strict=True) if form == "jsonl")
+    parts = [_open_file(path, form, config, lines) for path, form in zip(paths, forms, strict=True)]
     cells = config.cells
-    if cells.decimal == "auto" and any(map(_has_decimal_commas, parts)):
+    if cells.decimal == "auto" and any(map(_has_decimal_commas, paths, parts)):
         cells = replace(cells, decimal=",")
     parts = [_in_folders(part, folder_values(spec, file)) for part, (file, spec) in zip(parts, full, strict=True)]
     mark = fingerprint_of("table", [(str(path), *stamp) for path, stamp in stamps])
@@ -199,57 +185,37 @@ def _is_empty(path: Path) -> bool:
     return is_empty
 
 
-def _has_decimal_commas(part: TablePart) -> bool:
+def _has_decimal_commas(path: Path, part: TablePart) -> bool:
     """Whether the first rows of a file that ; delimits show a decimal comma: then points are between thousands."""
-    if not isinstance(part, TextFile) or part.delimiter != ";":
-        return False
-    return any(_COMMA_CELL.search(raw) for _, raw in islice(text_blocks(part.path, False), 1))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _InFolders:
-    """A file, and the values that its folders give to all of its rows."""
-
-    file: TablePart
-    values: Mapping[str, str | None]
-
-    @property
-    def name(self) -> str:
-        """For messages."""
-        return self.file.name
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Its columns, and those of its folders."""
-        return (*self.file.names, *self.values)
-
-    def jobs(self, columns: Sequence[str]) -> Iterator[Job]:
-        """Chunks in order."""
-        # A chunk without columns would have no rows.
-        own = [name for name in columns if name not in self.values] or list(self.file.names[:1])
-        for job in self.file.jobs(own):
-            yield partial(self._with_values, job, tuple(columns))
-
-    def _with_values(self, job: Job, columns: tuple[str, ...]) -> ArrowChunk:
-        arrow, chunk = pyarrow(), job()
-        table, text = chunk.table, pyarrow().string()
-        for name in columns:
-            if name in self.values:
-                values = arrow.repeat(arrow.scalar(self.values[name], text), table.num_rows)
-                table = table.append_column(name, values)
-        return replace(chunk, table=table.select(list(columns)))
+    blocks = text_blocks(path, longest=RECORD_BYTES) if part.delimiter == ";" else iter(())
+    return any(_COMMA_CELL.search(raw) for _, raw in islice(blocks, 1))
 
 
 def _in_folders(part: TablePart, values: Mapping[str, str | None]) -> TablePart:
-    """The part with the values of its folders; a column of its own goes before one of these."""
+    """The part with the values that its folders give to all of its rows; a column of its own goes before one of
+    these."""
     others = {name: value for name, value in values.items() if name not in part.names}
-    return _InFolders(file=part, values=others) if others else part
+    if not others:
+        return part
+    return replace(part, find_names=lambda: (*part.names, *others), chunks=partial(_chunks_in_folders, part, others))
 
 
-def _with_known(part: TablePart, names: frozenset[str]) -> TablePart:
-    if isinstance(part, _InFolders):
-        return replace(part, file=_with_known(part.file, names))
-    return replace(part, known=names) if isinstance(part, (PythonRows, JsonLinesFile)) else part
+def _chunks_in_folders(
+    part: TablePart, values: Mapping[str, str | None], columns: tuple[str, ...], known: frozenset[str]
+) -> Iterator[Job]:
+    # A chunk without columns would have no rows.
+    own = [name for name in columns if name not in values] or list(part.names[:1])
+    for job in part.jobs(own, known):
+        yield partial(_with_values, job, values, columns)
+
+
+def _with_values(job: Job, values: Mapping[str, str | None], columns: tuple[str, ...]) -> ArrowChunk:
+    arrow, chunk = pyarrow(), job()
+    table, text = chunk.table, pyarrow().string()
+    for name in columns:
+        if name in values:
+            table = table.append_column(name, arrow.repeat(arrow.scalar(values[name], text), table.num_rows))
+    return replace(chunk, table=table.select(list(columns)))
 
 
 def _ruled(job: Job, cells: CellRules, times: tuple[str, ...]) -> ArrowChunk:
@@ -266,20 +232,21 @@ def _is_hidden(part: str) -> bool:
     return part.startswith(".") or (part.startswith("_") and "=" not in part)
 
 
-def _open_file(path: Path, config: TableSourceConfig) -> TablePart:
-    form = _format(path) if config.format == "auto" else config.format
+def _open_file(
+    path: Path, form: TableFormat, config: TableSourceConfig, lines: tuple[tuple[Path, FileStamp], ...]
+) -> TablePart:
     if form == "parquet":
         return open_parquet(path)
     if form == "jsonl":
-        return open_json_lines(path)
+        return open_json_lines(path, lines)
     line = first_line(path)
     if form == "interactions":
-        return InteractionFile(path=path, delimiter="\t" if "\t" in line else " ")
+        return open_interactions(path, "\t" if "\t" in line else " ")
     missing = ("", *config.missing_values)
     if form == "criteo":
         return TextFile(
             path=path, names=CRITEO_COLUMNS, delimiter="\t", has_header=False, has_quotes=False, missing=missing
-        )
+        ).part
     delimiter = config.delimiter or ("\t" if form == "tsv" else "")
     if not delimiter:  # the one that splits the first line into the most cells; a comma if all are equal
         delimiter = max(_DELIMITERS, key=lambda each: len(_cells(path, line, each)))
@@ -296,7 +263,7 @@ def _open_file(path: Path, config: TableSourceConfig) -> TablePart:
         has_header=config.columns is None,
         has_quotes=True,
         missing=missing,
-    )
+    ).part
 
 
 def _cells(path: Path, line: str, delimiter: str) -> list[str]:

@@ -23,6 +23,7 @@ from kitforge.core.parallel.world import World
 from kitforge.data.document_shard import document_of, fingerprint_of
 from kitforge.data.optional_imports import import_optional
 from kitforge.data.source import open_rows, open_source
+from kitforge.data.text.packing import IGNORED
 from kitforge.data.tokenizers.loading import Tokenizer
 from kitforge.foundation.config import check, to_dict
 from kitforge.foundation.device import copy_to
@@ -50,7 +51,6 @@ from kitforge.report.notebook import Rows
 from kitforge.trainer.callbacks.callback import Callback
 from kitforge.trainer.task import Task
 
-IGNORED = -100
 _log = logger(__name__)
 
 

@@ -15,7 +15,7 @@ from kitforge.core.optim.groups import ParameterGroup, decay_groups, table_names
 from kitforge.core.parallel.world import World
 from kitforge.data.collate import drop_trivial_columns
 from kitforge.data.prefetch import BackgroundPrefetcher
-from kitforge.data.text.packing import ConcatenatedRows, PackedRows
+from kitforge.data.text.packing import IGNORED, ConcatenatedRows, PackedRows
 from kitforge.data.text.streaming import Position, TextStream
 from kitforge.foundation.errors import ConfigError
 from kitforge.foundation.types import Cursor, MicroBatch, Sums
@@ -178,7 +178,6 @@ class TextGenerationTask(DatasetTask):
         }
 
 
-IGNORED = -100
 NO_SAMPLE = -1
 # Rows gathered at once cost less each; this many tokens fit in the second-level cache.
 TOKENS_GATHERED = 16384

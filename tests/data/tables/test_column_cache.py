@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kitforge.data.tables import column_cache, csv_files, reader
+from kitforge.data import file_bytes
+from kitforge.data.tables import column_cache, reader
 from kitforge.data.tables.bad_rows import ArrowChunk, BadRow, BadRows
 from kitforge.data.tables.column_cache import ColumnCache, load_table
 from kitforge.data.tables.columns import (
@@ -41,7 +42,7 @@ NUM_ROWS = 500
 
 @pytest.fixture
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(csv_files, "_BLOCK_BYTES", 2000)
+    monkeypatch.setattr(file_bytes, "_BLOCK_BYTES", 2000)
     random = np.random.default_rng(0)
     lines = ["click,price,age," + ",".join(column.name for column in LAYOUT.keys) + ",tags"]
     for number in range(NUM_ROWS):

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kitforge.data import file_bytes
 from kitforge.data.tables import csv_files
 from kitforge.data.tables.bad_rows import BadRows
 from kitforge.data.tables.columns import ColumnLayout, KeyColumn, LabelColumn, ListColumn
@@ -73,7 +74,7 @@ def test_small_blocks_give_what_one_does(
 ) -> None:
     path = write(tmp_path / "a.csv", (TABLE + TABLE.split("\n", 1)[1] * 3).replace("\n", ending))
     whole = columns_of(path, LAYOUT)
-    monkeypatch.setattr(csv_files, "_BLOCK_BYTES", size)
+    monkeypatch.setattr(file_bytes, "_BLOCK_BYTES", size)
     assert equal(columns_of(path, LAYOUT), whole)
     assert len(whole) == 16
 
@@ -96,7 +97,7 @@ BAD = [
 def test_a_bad_row_is_named_by_its_line_or_left_out_and_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row: str | bytes, message: str, reason: str, size: int
 ) -> None:
-    monkeypatch.setattr(csv_files, "_BLOCK_BYTES", size)
+    monkeypatch.setattr(file_bytes, "_BLOCK_BYTES", size)
     raw = row if isinstance(row, bytes) else row.encode()
     good = b"click,price,site\n1,2,a\n\n0,3,b\n"
     path = write(tmp_path / "a.csv", good + raw + b"\n0,4,c\n" + raw + b"\n")
@@ -168,8 +169,8 @@ def test_a_quote_that_is_never_closed_is_named(tmp_path: Path, monkeypatch: pyte
     path = write(tmp_path / "a.csv", 'click,price,site\n1,2,a\n1,2,"b\n' + "0,1,c\n" * 50)
     with pytest.raises(DataError, match="a quote that is never closed"):
         columns_of(path, LAYOUT)
-    monkeypatch.setattr(csv_files, "_BLOCK_BYTES", 40)
-    monkeypatch.setattr(csv_files, "_RECORD_BYTES", 100)
+    monkeypatch.setattr(file_bytes, "_BLOCK_BYTES", 40)
+    monkeypatch.setattr(csv_files, "RECORD_BYTES", 100)
     with pytest.raises(DataError, match=r"(?s)a\.csv:3 begins a record that does not end.*never closed"):
         columns_of(path, LAYOUT)
 

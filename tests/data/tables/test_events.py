@@ -172,9 +172,10 @@ def test_what_cannot_be_sorted_is_refused() -> None:
         EventColumns(user="user", item="item", time="time", max_events=0)
 
 
-def test_a_line_that_is_no_json_object_is_a_bad_row(tmp_path: Path) -> None:
+@pytest.mark.parametrize("line", ["[1, 2]", "[" * 100_000])
+def test_a_line_that_is_no_json_object_is_a_bad_row(tmp_path: Path, line: str) -> None:
     path = tmp_path / "events.jsonl"
-    path.write_text('{"user": 1, "item": 4, "time": 9}\n\n[1, 2]\n{"user": 1, "item": 5, "time": 2}\n')
+    path.write_text(f'{{"user": 1, "item": 4, "time": 9}}\n\n{line}\n{{"user": 1, "item": 5, "time": 2}}\n')
     with pytest.raises(DataError, match=r"events\.jsonl:3 is not a JSON object"):
         columns(path)
     assert sequences(columns(path, bad=BadRows(policy="skip"))) == {1: [5, 4]}

@@ -216,14 +216,14 @@ def test_small_blocks_cut_no_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (tmp_path / "a.txt").write_text("".join(f"{user}\t{item}\n" for user, item in pairs))
     layout = ColumnLayout(lists=(ListColumn(name="items", kind="integer"),))
     whole = columns_of(tmp_path / "a.txt", layout)
-    monkeypatch.setattr("kitforge.data.tables.csv_files._BLOCK_BYTES", 25)
+    monkeypatch.setattr("kitforge.data.file_bytes._BLOCK_BYTES", 25)
     assert equal(columns_of(tmp_path / "a.txt", layout), whole)
     assert whole.lists["items"].lengths.tolist() == [user % 7 + 1 for user in range(20)]
 
 
 @pytest.mark.parametrize("size", [8, 2**20])
 def test_a_user_in_two_places_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    monkeypatch.setattr("kitforge.data.tables.csv_files._BLOCK_BYTES", size)
+    monkeypatch.setattr("kitforge.data.file_bytes._BLOCK_BYTES", size)
     (tmp_path / "a.txt").write_text("1 10\n2 11\n3 11\n1 12\n")
     with pytest.raises(DataError, match=r"(?s)has user 1 in two places.*sort"):
         columns_of(tmp_path / "a.txt", ColumnLayout(keys=(KeyColumn(name="user", kind="integer"),)))

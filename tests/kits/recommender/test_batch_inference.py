@@ -55,7 +55,7 @@ def test_scores_of_a_file_are_those_of_the_pipeline(
 ) -> None:
     for module in (pipelines, batch_inference):
         monkeypatch.setattr(module, "ROWS_AT_ONCE", 7)
-    monkeypatch.setattr("kitforge.data.tables.csv_files._BLOCK_BYTES", 300)
+    monkeypatch.setattr("kitforge.data.file_bytes._BLOCK_BYTES", 300)
     given = rows(20)
     write(tmp_path / "rows.csv", given)
     found = predict(runs["wide_deep"], tmp_path / "rows.csv", tmp_path / f"scores{suffix}")
