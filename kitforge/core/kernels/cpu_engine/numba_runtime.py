@@ -1,6 +1,6 @@
 """numba: compilation of loops, intrinsics for them, and a thread pool. Imported only where numba is installed.
 
-This file alone names what numba and llvmlite do not promise to keep; it was tested with numba 0.61 to 0.68 (docs/compatibility.md).
+This file alone names what numba and llvmlite do not promise to keep; docs/compatibility.md has the versions it was tested on.
 """
 
 import fcntl
