@@ -19,6 +19,7 @@ PACKAGES = {
     "llvmlite": "numba",
     "faiss": "faiss-cpu",
     "PIL": "pillow",
+    "lm_eval": "lm-eval",
     "pydantic_core": "pydantic",
     "rouge_score": "rouge-score",
 }
@@ -39,6 +40,7 @@ ROOMS = {
     "kits/recommender": ("recommender",),
     "kits/recommender/server": ("serve",),
     "kits/transformers": ("transformers",),
+    "kits/transformers/harness.py": ("evaluation",),
     "kits/transformers/programs.py": ("onnx",),
     "models": ("transformers", "rlhf"),
     "trainer/callbacks": ("tracking",),

@@ -127,6 +127,15 @@ class ChatTemplate:
         is_begun = bool(messages) and isinstance(messages[-1], BegunMessage)
         return self.tokens(messages, opens_reply=not is_begun, continue_final_message=is_begun, **inputs)
 
+    def prompt_text(self, messages: Sequence[Message], *, opens_reply: bool) -> str:
+        """The text of a prompt that a reply opens, or of one whose last message is to be continued."""
+        render = self._render_plain(messages, {})
+        return render.text(opens_reply=True) if opens_reply else render.continued()
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text in which special tokens are those of the template."""
+        return self._encode(text, self._find_added(text), [], [])[0]
+
     def check_written(self, messages: Sequence[Message], trained: Mapping[int, str], inputs: Mapping[str, Any]) -> None:
         """Raise DataError for what the template leaves out of a conversation, and for one of the `trained` replies of
         which nothing is written but what is so for an empty one: one with that content."""

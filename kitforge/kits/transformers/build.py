@@ -36,9 +36,10 @@ from kitforge.kits.transformers.data import Corpus, load_corpus, open_text, open
 from kitforge.kits.transformers.evaluation import Evaluator
 from kitforge.kits.transformers.evaluation_log import log_files, write_log
 from kitforge.kits.transformers.generation_samples import GenerationSamples
+from kitforge.kits.transformers.harness import HarnessModel, find_tasks, run_tasks
 from kitforge.kits.transformers.image_classification import ImageClassification
 from kitforge.kits.transformers.programs import export_programs
-from kitforge.kits.transformers.questions import load_task
+from kitforge.kits.transformers.questions import find_file, load_task
 from kitforge.kits.transformers.seq2seq import SUMMARIZATION, TRANSLATION
 from kitforge.kits.transformers.task import TextGenerationTask
 from kitforge.kits.transformers.token_classification import TokenClassification
@@ -141,14 +142,25 @@ class TextGeneration(NetworkKit[TextGenerationOptions, Tokenizer]):
             raise ModelError("there is no model to evaluate", fix="add checkpoint=RUN")
         check(options.parallel.world_size == 1, "tasks", f"{options.parallel.world_size} ranks", "one rank")
         folder = Path(options.checkpoint).expanduser()
-        sets = [load_task(name, options.data.tasks, options.limit) for name in options.tasks]
-        names = [task.name for task in sets]
-        check(len(set(names)) == len(names), "tasks", names, "files of different names")
-        files = log_files(folder, options.output, names, overwrite=options.overwrite)
+        files = {name: find_file(name, options.data.tasks) for name in options.tasks}
+        named = [name for name, file in files.items() if file is None]
+        sets = [load_task(file, options.limit) for file in files.values() if file is not None]
+        names = [*(task.name for task in sets), *named]
+        check(len(set(names)) == len(options.tasks), "tasks", list(options.tasks), "files of different names")
+        chats = options.apply_chat_template
+        check(not chats or bool(named), "apply_chat_template", True, "false, without tasks of lm-evaluation-harness")
+        manager = find_tasks(named, options.data.tasks) if named else None
+        log_files(folder, options.output, names, overwrite=options.overwrite)  # refuses before the model is loaded
         model = load_model(options.checkpoint, options.device, options.inference.dtype)
-        found = Evaluator(model, stored_tokenizer(folder), options.inference, options.data.on_too_long).evaluate(sets)
-        write_log(files, found.rows)
-        return found.metrics
+        tokenizer, on_too_long = stored_tokenizer(folder), options.data.on_too_long
+        found = Evaluator(model, tokenizer, options.inference, on_too_long).evaluate(sets)
+        metrics, rows = found.metrics, found.rows
+        if named:
+            harness_model = HarnessModel(model, tokenizer, options.inference, on_too_long, chats=chats)
+            others = run_tasks(harness_model, named, manager, limit=options.limit, apply_chat_template=chats)
+            metrics, rows = metrics | others.metrics, rows | others.rows
+        write_log(log_files(folder, options.output, list(rows), overwrite=options.overwrite), rows)
+        return metrics
 
     def predict_file(self, options: TextGenerationOptions, load_model: LoadModel) -> Path:
         """Answer the prompts of `data.eval` into `output` by the model under `options.checkpoint`."""

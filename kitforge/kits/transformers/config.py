@@ -31,7 +31,7 @@ class DataOptions:
     shuffle_buffer: int = 10_000  # documents that a stream holds to shuffle them, over all ranks
     prefetch: int = 2  # batches prepared ahead in the background
     num_workers: int | None = None  # tokenizer processes; None: one per core
-    tasks: str | None = None  # folder of benchmark files that `tasks` names
+    tasks: str | None = None  # folder of benchmark files and YAML files of lm-evaluation-harness that `tasks` names
     # Benchmark questions longer than the context window: refuse, or cut the beginning of the context.
     on_too_long: Literal["refuse", "cut_left"] = "refuse"
     cache: str | None = None  # folder of token caches; None: $KITFORGE_CACHE or ~/.cache/kitforge
@@ -53,7 +53,9 @@ class TextGenerationOptions(TokenizedOptions):
     # `export` to onnx and torch_export: past keys and values are inputs; False: whole texts only.
     use_cache: bool = True
     prompt: Any = None  # one prompt or a list; also for the samples of the report
-    tasks: tuple[str, ...] = ()  # benchmarks of `evaluate`: jsonl files, or their names in data.tasks
+    # Benchmarks of `evaluate`: jsonl files, their names in data.tasks, or tasks of lm-evaluation-harness.
+    tasks: tuple[str, ...] = ()
+    apply_chat_template: bool = False  # whether tasks of lm-evaluation-harness ask in the chat template
     limit: int | None = None  # first questions of each benchmark; None: all
     # Output jsonl file: completions of the prompts in data.eval for `generate`, rows for `evaluate` (None: a file per
     # benchmark in the run folder).

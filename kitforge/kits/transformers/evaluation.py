@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, islice
 from typing import Any, Literal, TypeAlias, cast
 
 from torch import nn
@@ -61,7 +61,7 @@ class Evaluator:
         self._cuts = on_too_long == "cut_left"
         self._engine = Engine(model, options.engine, stop_ids=tokenizer.eos_ids)
         self._limit = cast(CausalLM, model).geometry.max_length
-        self._num_cut = 0
+        self.cut: set[str] = set()  # locations of the questions cut on the left
 
     def evaluate(self, sets: Sequence[QuestionSet]) -> EvaluationResult:
         """The metrics of every task with standard errors and the number of questions."""
@@ -75,19 +75,19 @@ class Evaluator:
         metrics: dict[str, float] = {}
         rows: dict[str, list[dict[str, Any]]] = {}
         for task in sets:
-            self._num_cut = 0
+            self.cut.clear()
             results = forms[task.form](task)
             found = perplexities(results) if task.form == "text" else means(results)
             metrics |= {f"{task.name}/{name}": value for name, value in found.items()}
             metrics[f"{task.name}/questions"] = len(results)
             rows[task.name] = [{"task": task.name, **result.row} for result in results]
             if self._cuts:
-                metrics[f"{task.name}/cut_questions"] = self._num_cut
-            if self._num_cut:
+                metrics[f"{task.name}/cut_questions"] = len(self.cut)
+            if self.cut:
                 _log.warning(
                     "%s: %d of %d questions do not fit into the model's %d positions and are cut on the left",
                     task.name,
-                    self._num_cut,
+                    len(self.cut),
                     len(results),
                     self._limit,
                 )
@@ -95,18 +95,18 @@ class Evaluator:
 
     def _choose(self, task: QuestionSet) -> list[QuestionResult]:
         """Multiple choice: whether the gold choice or context is the likeliest, in total and per byte."""
-        pairs, sizes = [], []
+        asked, sizes = [], []
         for question in task.questions:
             values = question.values
             if task.form == "choices":
                 texts = [(values["query"], choice) for choice in values["choices"]]
             else:
                 texts = [(context, values["continuation"]) for context in values["context_options"]]
-            pairs.append(self._pairs(question, texts))
+            asked.append((question.location, [(context, f" {continuation}") for context, continuation in texts]))
             sizes.append([len(text.encode()) for _, text in texts])
         results = []
-        for question, found, lengths in zip(task.questions, self._scores(task, pairs), sizes, strict=True):
-            scores = [each.logprob for each in found]
+        for question, found, lengths in zip(task.questions, self.score(asked), sizes, strict=True):
+            scores = [each.logprob for _, each in found]
             per_byte = [score / length for score, length in zip(scores, lengths, strict=True)]
             likeliest, likeliest_per_byte = scores.index(max(scores)), per_byte.index(max(per_byte))
             gold = question.values["gold"]
@@ -129,10 +129,11 @@ class Evaluator:
 
     def _continue(self, task: QuestionSet) -> list[QuestionResult]:
         """Whether greedy decoding gives the continuation, and the log-probability of the continuation."""
-        texts = [(each, [(each.values["context"], each.values["continuation"])]) for each in task.questions]
-        pairs = [self._pairs(question, pair) for question, pair in texts]
+        asked = [
+            (each.location, [(each.values["context"], f" {each.values['continuation']}")]) for each in task.questions
+        ]
         results = []
-        for question, [(prefix, tokens)], [score] in zip(task.questions, pairs, self._scores(task, pairs), strict=True):
+        for question, [((prefix, tokens), score)] in zip(task.questions, self.score(asked), strict=True):
             said, gold = (decode_continuation(self._tokenizer, prefix, each) for each in (score.greedy, tokens))
             row = {**_location(question), "scores": [score.logprob], "prediction": said, "gold": gold}
             values = {"accuracy": float(score.is_greedy(tokens)), "logprob": score.logprob}
@@ -141,19 +142,11 @@ class Evaluator:
 
     def _calculate(self, task: QuestionSet) -> list[QuestionResult]:
         """Exact match of the generated number."""
-        texts = TextEngine(self._engine, self._tokenizer)
         options = with_folder_defaults(self._options, self._tokenizer.generation_config)
         chosen = replace(options, stop=(*options.stop, _NEXT_QUESTION))
-        requests = {self._ask(texts, question, chosen, index): index for index, question in enumerate(task.questions)}
-        said = [""] * len(task.questions)
-        while texts.has_work:
-            for delta in texts.step():
-                if delta.error is not None:
-                    raise delta.error
-                index = requests[delta.request]
-                said[index] += delta.text
-                if delta.finish_reason == "diverged":
-                    raise _diverged(task.questions[index])
+        said = self.generate(
+            [(each.location, (f"Question: {each.values['question']}\nAnswer:", chosen)) for each in task.questions]
+        )
         results = []
         for question, text in zip(task.questions, said, strict=True):
             found, gold = final_number(text), final_number(question.values["answer"])
@@ -162,59 +155,80 @@ class Evaluator:
             results.append(QuestionResult(row=row, values={"accuracy": float(is_right)}))
         return results
 
-    def _ask(self, texts: TextEngine, question: Question, options: InferenceOptions, key: int) -> int:
-        tokens = self._tokenizer.encode_prompt(f"Question: {question.values['question']}\nAnswer:")
+    def _read(self, task: QuestionSet) -> list[QuestionResult]:
+        """Log-likelihood of whole texts."""
+        texts = [(each.location, each.values["text"]) for each in task.questions]
+        results = []
+        for question, (_, text), logprob in zip(task.questions, texts, self.read(texts), strict=True):
+            words, size = len(_WORD.split(text)), len(text.encode())
+            values = {"logprob": logprob, "bytes": float(size), "words": float(words)}
+            results.append(QuestionResult(row={**_location(question), **values}, values=values))
+        return results
+
+    def score(self, asked: Sequence[tuple[str, Sequence[tuple[str, str]]]]) -> Iterator[list[tuple[Pair, ChoiceScore]]]:
+        """The tokens and scores of the contexts and continuations of each question."""
+        pairs = [self._pairs(location, texts) for location, texts in asked]
+        for own, found in zip(pairs, self._scores([location for location, _ in asked], pairs), strict=True):
+            yield list(zip(own, found, strict=True))
+
+    def read(self, asked: Sequence[tuple[str, str]]) -> list[float]:
+        """Log-likelihood of whole texts, in windows that predict every token once (`loglikelihood_rolling`)."""
+        before, _ = document_frame(self._tokenizer)
+        before = before or [prefix_token(self._tokenizer)]
+        windows = [_windows(before, self._tokenizer.encode(text), self._limit) for _, text in asked]
+        found = self._scores([location for location, _ in asked], windows)
+        return [sum(each.logprob for each in scores) for scores in found]
+
+    def generate(self, asked: Sequence[tuple[str, tuple[str, InferenceOptions]]]) -> list[str]:
+        """What the model says after each prompt."""
+        texts = TextEngine(self._engine, self._tokenizer)
+        requests = {self._submit(texts, *each, key=index): index for index, each in enumerate(asked)}
+        said = [""] * len(asked)
+        while texts.has_work:
+            for delta in texts.step():
+                if delta.error is not None:
+                    raise delta.error
+                index = requests[delta.request]
+                said[index] += delta.text
+                if delta.finish_reason == "diverged":
+                    raise _diverged(asked[index][0])
+        return said
+
+    def _submit(self, texts: TextEngine, location: str, prompt: tuple[str, InferenceOptions], key: int) -> int:
+        tokens, options = self._tokenizer.encode_prompt(prompt[0]), prompt[1]
         room = self._limit - options.max_new_tokens
         if self._cuts and 0 < room < len(tokens):
-            self._num_cut += 1
+            self.cut.add(location)
             tokens = tokens[-room:]
         try:
             return texts.submit(tokens, options, key=key)
         except KitforgeError as error:
-            raise DataError(f"{question.location}: {error}") from None
+            raise DataError(f"{location}: {error}") from None
 
-    def _read(self, task: QuestionSet) -> list[QuestionResult]:
-        """Log-likelihood of whole texts, in windows that predict every token once (`loglikelihood_rolling`)."""
-        before, _ = document_frame(self._tokenizer)
-        before = before or [prefix_token(self._tokenizer)]
-        texts = [_windows(before, self._tokenizer.encode(each.values["text"]), self._limit) for each in task.questions]
-        results = []
-        for question, found in zip(task.questions, self._scores(task, texts), strict=True):
-            text = question.values["text"]
-            values = {
-                "logprob": sum(each.logprob for each in found),
-                "bytes": float(len(text.encode())),
-                "words": float(len(_WORD.split(text))),
-            }
-            results.append(QuestionResult(row={**_location(question), **values}, values=values))
-        return results
-
-    def _pairs(self, question: Question, texts: Sequence[tuple[str, str]]) -> list[Pair]:
-        """Contexts and continuations as tokens within the context window, joined by a space."""
+    def _pairs(self, location: str, texts: Sequence[tuple[str, str]]) -> list[Pair]:
+        """Contexts and continuations as tokens within the context window."""
         pairs = []
-        is_cut = False
         for context, continuation in texts:
-            prefix, target = encode_pair(self._tokenizer, context, f" {continuation}")
+            prefix, target = encode_pair(self._tokenizer, context, continuation)
             if not prefix or not target:
                 raise DataError(
-                    f"{question.location} has a context or a continuation without a token of its own",
+                    f"{location} has a context or a continuation without a token of its own",
                     got=f"{len(prefix)} and {len(target)} tokens of {context[-30:]!r} and {continuation[:30]!r}",
                     expected="at least one token each",
                 )
             excess = len(prefix) + len(target) - (self._limit + 1)
             if excess > 0:
-                self._check_excess(question, excess, len(target))
-                is_cut = True
+                self._check_excess(location, excess, len(target))
+                self.cut.add(location)
             pairs.append((prefix[max(0, excess) :], target))
-        self._num_cut += is_cut
         return pairs
 
-    def _check_excess(self, question: Question, excess: int, continuation: int) -> None:
+    def _check_excess(self, location: str, excess: int, continuation: int) -> None:
         """Raise DataError for a question that is too long, unless its context may be cut and keeps a token."""
         if self._cuts and continuation <= self._limit:
             return
         raise DataError(
-            f"{question.location} is longer than the model allows",
+            f"{location} is longer than the model allows",
             got=f"{self._limit + 1 + excess} tokens, {continuation} of them in the continuation",
             expected=f"at most {self._limit + 1}, of which the last is only predicted",
             fix="leave it out"
@@ -222,7 +236,7 @@ class Evaluator:
             else "leave it out, or data.on_too_long=cut_left, which drops the beginning of its context",
         )
 
-    def _scores(self, task: QuestionSet, questions: Sequence[Sequence[Pair]]) -> Iterator[list[ChoiceScore]]:
+    def _scores(self, locations: Sequence[str], questions: Sequence[Sequence[Pair]]) -> Iterator[list[ChoiceScore]]:
         """The scores of the continuations of each question. Shared contexts are computed once."""
         trees = [
             ChoiceBatch(prefix=prefix, continuations=[target for _, target in pairs])
@@ -230,13 +244,11 @@ class Evaluator:
             for prefix, pairs in groupby(each, key=lambda pair: pair[0])
         ]
         num_tokens = self._options.engine.batched_tokens(next(self._model.parameters()).device.type)
-        scores = [score for tree in choice_logprobs(self._model, trees, num_tokens) for score in tree]
-        start = 0
-        for question, pairs in zip(task.questions, questions, strict=True):
-            found = scores[start : start + len(pairs)]
-            start += len(pairs)
+        scores = (score for tree in choice_logprobs(self._model, trees, num_tokens) for score in tree)
+        for location, pairs in zip(locations, questions, strict=True):
+            found = list(islice(scores, len(pairs)))
             if any(math.isnan(score.logprob) for score in found):
-                raise _diverged(question)
+                raise _diverged(location)
             yield found
 
 
@@ -289,10 +301,10 @@ def _location(question: Question) -> dict[str, Any]:
     return {"file": question.file, "line": question.line}
 
 
-def _diverged(question: Question) -> ModelError:
+def _diverged(location: str) -> ModelError:
     return ModelError(
         "the model gives a log-probability that is not finite",
-        got=f"NaN or infinity at {question.location}",
+        got=f"NaN or infinity at {location}",
         expected="finite logits",
         fix="take a checkpoint from before the training diverged",
     )

@@ -40,7 +40,9 @@ def write_log(files: Mapping[str, Path], rows: Mapping[str, Sequence[Mapping[str
     """Write the rows of every task to its file, one JSON object per line."""
     lines: dict[Path, list[bytes]] = {}
     for task, path in files.items():
-        lines.setdefault(path, []).extend(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows[task])
+        lines.setdefault(path, []).extend(
+            json.dumps(row, ensure_ascii=False, default=str).encode() + b"\n" for row in rows[task]
+        )
     for path, content in lines.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_file(path) as file:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kitforge.data.file_bytes import opened
-from kitforge.foundation.errors import ConfigError, DataError, nearest
+from kitforge.foundation.errors import ConfigError, DataError
 
 FORMS: dict[str, dict[str, type]] = {
     "choices": {"query": str, "choices": list, "gold": int},
@@ -51,10 +51,20 @@ class QuestionSet:
     questions: Sequence[Question]
 
 
-def load_task(name: str, folder: str | None = None, limit: int | None = None) -> QuestionSet:
-    """The first `limit` questions of a benchmark, by file or by name in `folder`. Raises ConfigError, or DataError with
-    the line."""
-    path = _find(name, folder)
+def find_file(name: str, folder: str | None) -> Path | None:
+    """The benchmark file that a name stands for: itself, or one in `folder`. None for a name without a file; raises
+    ConfigError for a file that is not there."""
+    if name.endswith(_ENDINGS):
+        path = Path(name).expanduser()
+        if not path.is_file():
+            raise ConfigError("there is no such task", got=name, expected="a jsonl file")
+        return path
+    candidates = [] if folder is None else [Path(folder).expanduser() / f"{name}{ending}" for ending in _ENDINGS]
+    return next((path for path in candidates if path.is_file()), None)
+
+
+def load_task(path: Path, limit: int | None = None) -> QuestionSet:
+    """The first `limit` questions of a benchmark file. Raises DataError with the line."""
     questions: list[Question] = []
     form: str | None = None
     with opened(path) as file:
@@ -76,24 +86,6 @@ def final_number(text: str) -> float | None:
     if not found:
         return None
     return float(found[0 if mark else -1].replace(",", ""))
-
-
-def _find(name: str, folder: str | None) -> Path:
-    path = Path(name).expanduser()
-    if name.endswith(_ENDINGS):
-        if path.is_file():
-            return path
-        raise ConfigError("there is no such task", got=name, expected="a jsonl file")
-    if folder is None:
-        raise ConfigError(
-            "a task is looked for by name in a folder", got=name, fix="add data.tasks=FOLDER, or name the file"
-        )
-    candidates = [Path(folder).expanduser() / f"{name}{ending}" for ending in _ENDINGS]
-    for candidate in candidates:
-        if candidate.is_file():
-            return candidate
-    known = [file.name.partition(".jsonl")[0] for file in candidates[0].parent.glob("*.jsonl*")]
-    raise ConfigError(f"there is no task {name!r} in {folder}", fix=nearest(name, known) if known else None)
 
 
 def _read(location: str, line: bytes, form: str | None) -> tuple[str, Mapping[str, Any]]:

@@ -112,7 +112,7 @@ def test_it_finds_what_our_evaluation_finds(tmp_path: Path) -> None:
     ).eval()
     texts = TextEngine(Engine(model, stop_ids=tokenizer.eos_ids), tokenizer)
     service = Service(texts, "tiny", InferenceOptions(max_new_tokens=8), ServeOptions())
-    tasks = [load_task(str(tmp_path / f"{name}.jsonl")) for name in TASKS]
+    tasks = [load_task(tmp_path / f"{name}.jsonl") for name in TASKS]
     ours = Evaluator(model, tokenizer, InferenceOptions(), "refuse").evaluate(tasks).metrics
     trees = [(row["query"], row["choices"]) for row in CHOICES]
     trees += [(row["context"], [row["continuation"]]) for row in TEXTS]

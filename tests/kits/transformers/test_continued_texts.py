@@ -42,7 +42,7 @@ def test_rows_of_benchmarks_show_what_follows_the_context(kind: str, tmp_path: P
     }
     for name, row in files.items():
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(row))
-    sets = [load_task(str(tmp_path / f"{name}.jsonl")) for name in files]
+    sets = [load_task(tmp_path / f"{name}.jsonl") for name in files]
     found = Evaluator(model_of(tokenizer), tokenizer, saying(tokenizer)).evaluate(sets)
     assert found.rows["continuation"][0]["gold"] == " the school"
     assert found.rows["number"][0]["generated_text"] == " the the"

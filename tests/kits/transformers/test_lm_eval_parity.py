@@ -1,4 +1,5 @@
-"""Scores of questions are those of lm-evaluation-harness on the same weights, row by row."""
+"""Scores of questions are those of lm-evaluation-harness on the same weights, row by row, and its tasks find on our
+engine what they find on its own model."""
 
 import json
 import math
@@ -13,6 +14,7 @@ pytest.importorskip("tokenizers")
 pytest.importorskip("lm_eval")
 
 import transformers
+from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.api.metrics import mean_stderr
 from lm_eval.models.huggingface import HFLM
@@ -20,6 +22,7 @@ from lm_eval.models.huggingface import HFLM
 from kitforge import load_model, load_processor
 from kitforge.inference.text_engine import InferenceOptions
 from kitforge.kits.transformers.evaluation import EvaluationResult, Evaluator
+from kitforge.kits.transformers.harness import HarnessModel, find_tasks, run_tasks
 from kitforge.kits.transformers.questions import load_task
 from tests.tokenizer_folders import write_kind
 
@@ -71,7 +74,7 @@ def asked(kind: str, *arguments: str) -> Instance:
 def evaluated(folder: Path, path: Path, rows: list[dict[str, Any]]) -> EvaluationResult:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     evaluator = Evaluator(load_model(folder, "cpu"), load_processor(folder), InferenceOptions(), "cut_left")
-    return evaluator.evaluate([load_task(str(path))])
+    return evaluator.evaluate([load_task(path)])
 
 
 def test_choices_score_alike(folder: Path, theirs: HFLM, tmp_path: Path) -> None:
@@ -125,3 +128,88 @@ def test_rolling_perplexity_is_theirs(folder: Path, theirs: HFLM, tmp_path: Path
     with torch.no_grad():
         logprobs = theirs.model(tokens).logits.log_softmax(-1)[0, :-1].gather(-1, tokens[0, 1:, None])[:, 0]
     assert found.rows["a"][2]["logprob"] == pytest.approx(float(logprobs[len(begin) - 1 :].sum()), rel=1e-4)
+
+
+ROWS = [
+    {"query": "Beautiful is better", "choices": CHOICES, "gold": 1},
+    {"query": "a new line at the end\n", "choices": CHOICES, "gold": 0},
+    {"query": "two spaces  ", "choices": ["y", "für 三"], "gold": 0},
+    {"query": "Now is better than never. " * 3, "choices": ["z", "ugly."], "gold": 1},
+]
+MULTIPLE_CHOICE = """
+output_type: multiple_choice
+doc_to_text: "{{query}}"
+doc_to_choice: choices
+doc_to_target: gold
+metric_list: [{metric: acc}, {metric: acc_norm}, {metric: acc_bytes}]
+"""
+HARNESS_TASKS = {
+    "choices": MULTIPLE_CHOICE,
+    "few_shots": f"{MULTIPLE_CHOICE}num_fewshot: 1\nfewshot_split: test\nfewshot_config: {{sampler: first_n}}\n",
+    "texts": """
+output_type: loglikelihood
+doc_to_text: "{{query}}"
+doc_to_target: " {{choices[0]}}"
+metric_list: [{metric: acc}, {metric: perplexity}]
+""",
+    "said": """
+output_type: generate_until
+doc_to_text: "{{query}}"
+doc_to_target: "{{choices[0]}}"
+generation_kwargs: {until: ["e"], do_sample: false, max_gen_toks: 6}
+metric_list: [{metric: exact_match}]
+""",
+    "whole": """
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{query}}"
+metric_list: [{metric: word_perplexity}, {metric: byte_perplexity}, {metric: bits_per_byte}]
+""",
+}
+CHAT = "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}{{ eos_token }}\n{% endfor %}"
+CHAT += "{% if add_generation_prompt %}[assistant]{% endif %}"
+
+
+@pytest.mark.parametrize("chats", [False, True])
+def test_tasks_of_the_harness_find_on_our_engine_what_they_find_on_its_model(
+    folder: Path, tmp_path: Path, chats: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    (folder / "chat_template.jinja").write_text(CHAT)
+    # Theirs predicts the begin tokens of whole texts too.
+    is_alike = load_processor(folder).encode_prompt("") == [] and not chats
+    names = [name for name in HARNESS_TASKS if is_alike or name != "whole"]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    for name in names:
+        head = f"task: {name}\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {tmp_path}/rows.jsonl}}}}\n"
+        (tmp_path / f"{name}.yaml").write_text(f"{head}test_split: test\n{HARNESS_TASKS[name].strip()}\n")
+    (tmp_path / "all.yaml").write_text(
+        "group: two\ntask: [choices, few_shots]\naggregate_metric_list: [{metric: acc, weight_by_size: true}]\n"
+    )
+    asked = ["two", *names[2:]]
+    settings = {"bootstrap_iters": 1000, "apply_chat_template": chats}
+    # In a batch of several, theirs generates on after an end token.
+    theirs = HFLM(pretrained=str(folder), device="cpu", batch_size=1, max_length=LENGTH)
+    manager = find_tasks(asked, str(tmp_path))
+    wanted = simple_evaluate(model=theirs, tasks=asked, task_manager=manager, **settings)
+    tokenizer = load_processor(folder)
+    ours = HarnessModel(load_model(folder, "cpu"), tokenizer, InferenceOptions(), "cut_left", chats=chats)
+    found = run_tasks(ours, asked, manager, **settings)
+    for task in names:
+        samples = sorted(wanted["samples"][task], key=lambda row: row["doc_id"])
+        for row, sample in zip(found.rows[task], samples, strict=True):
+            assert row["arguments"] == sample["arguments"]
+            found_answers, wanted_answers = row["filtered_resps"], sample["filtered_resps"]
+            if task == "said":
+                # Ours marks a token that the tokenizer does not have, theirs leaves it out.
+                assert [text.replace("\ufffd", "") for text in found_answers] == [
+                    text.replace("\ufffd", "") for text in wanted_answers
+                ]
+                continue
+            for one, other in zip(found_answers, wanted_answers, strict=True):
+                assert one == pytest.approx(other, rel=1e-4)
+    for task in ("two", *names):
+        for name, value in wanted["results"][task].items():
+            if "," in name and not isinstance(value, str):
+                assert found.metrics[f"{task}/{name.removesuffix(',none')}"] == pytest.approx(value, rel=1e-3)
+    assert {found.metrics[f"{task}/questions"] for task in names} == {len(ROWS)}

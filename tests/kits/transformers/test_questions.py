@@ -4,17 +4,19 @@ import gzip
 import io
 import json
 import math
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kitforge.api import load_model, load_processor
 from kitforge.cli import main as cli
-from kitforge.foundation.errors import ConfigError, DataError
+from kitforge.foundation.errors import ConfigError, DataError, DependencyError
 from kitforge.inference.choice_scoring import ChoiceBatch, ChoiceScore
 from kitforge.inference.logprobs import token_logprobs
-from kitforge.kits.transformers import evaluation
+from kitforge.kits.transformers import evaluation, harness
 from kitforge.kits.transformers.questions import final_number, load_task
 from tests.small_run import TEXT, write_run
 
@@ -90,25 +92,25 @@ def test_a_wrong_question_is_named(tmp_path: Path, line: str, words: str) -> Non
     path = write(tmp_path / "some.jsonl", CHOICES[:1])
     path.write_text(f"{path.read_text()}\n{line}\n")
     with pytest.raises(DataError, match=rf"some\.jsonl:3 .*{words}"):
-        load_task(str(path))
+        load_task(path)
 
 
 def test_bytes_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     (tmp_path / "some.jsonl").write_bytes(b'{"text": "a"}\n{"text": "\xff"}\n')
     with pytest.raises(DataError, match=r"(?s)some\.jsonl:2 is not JSON in UTF-8.*0xff"):
-        load_task(str(tmp_path / "some.jsonl"))
+        load_task(tmp_path / "some.jsonl")
     (tmp_path / "sum.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n' * 99)[:-9])
     with pytest.raises(DataError, match=r"cannot read .*sum\.jsonl\.gz"):
-        load_task(str(tmp_path / "sum.jsonl.gz"))
+        load_task(tmp_path / "sum.jsonl.gz")
     (tmp_path / "marked.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "a"}\n')
-    assert load_task(str(tmp_path / "marked.jsonl")).form == "text"
+    assert load_task(tmp_path / "marked.jsonl").form == "text"
 
 
 @pytest.mark.parametrize("line", ['{"context": "a", "continuation": ""}', '{"text": ""}'])
 def test_an_empty_question_is_named(tmp_path: Path, line: str) -> None:
     (tmp_path / "some.jsonl").write_text(f"\n{line}\n")
     with pytest.raises(DataError, match=r"some\.jsonl:2 has an empty"):
-        load_task(str(tmp_path / "some.jsonl"))
+        load_task(tmp_path / "some.jsonl")
 
 
 def plain(run: Path, pairs: list[tuple[list[int], list[int]]]) -> list[float]:
@@ -249,12 +251,22 @@ def test_rows_of_a_step_lie_apart_and_a_foreign_model_gets_none(run: Path, tmp_p
     assert sorted((tmp_path / "foreign").iterdir()) == before
 
 
-def test_a_task_that_is_not_there_is_told_with_the_nearest(tmp_path: Path) -> None:
+def test_a_task_that_is_not_there_is_told_with_the_nearest(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write(tmp_path / "piqa.jsonl", CHOICES)
-    with pytest.raises(ConfigError, match="piqa"):
-        load_task("piqua", str(tmp_path))
-    with pytest.raises(ConfigError, match=r"data\.tasks=FOLDER"):
-        load_task("piqa")
+    with pytest.raises(ConfigError, match="no such task"):
+        command("evaluate", run, "tasks=[piqua.jsonl]")
+    # A name without a file is one of lm-evaluation-harness, which need not be installed for files.
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    with pytest.raises(DependencyError, match=r"'piqua', which has no file(.|\n)*kitforge\[evaluation\]"):
+        command("evaluate", run, "tasks=[piqua]", f"data.tasks={tmp_path}")
+    named = SimpleNamespace(TaskManager=lambda **_: SimpleNamespace(all_tasks=["mmlu"]))
+    monkeypatch.setattr(harness, "_import", lambda *_: named)
+    with pytest.raises(ConfigError, match="did you mean 'piqa'"):
+        command("evaluate", run, "tasks=[piqua]", f"data.tasks={tmp_path}")
+    with pytest.raises(ConfigError, match="apply_chat_template"):
+        command("evaluate", run, "tasks=[piqa]", f"data.tasks={tmp_path}", "apply_chat_template=true")
 
 
 def test_the_number_of_an_answer() -> None:
