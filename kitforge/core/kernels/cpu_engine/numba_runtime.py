@@ -1,6 +1,6 @@
 """numba: compilation of loops, intrinsics for them, and a thread pool. Imported only where numba is installed.
 
-This file alone names what numba and llvmlite do not promise to keep; docs/compatibility.md has the versions it was tested on.
+No other file names what numba and llvmlite do not promise to keep; docs/compatibility.md has the versions tested.
 """
 
 import fcntl
