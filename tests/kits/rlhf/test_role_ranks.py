@@ -277,10 +277,10 @@ def test_an_evaluation_is_the_same_wherever_its_fragments_are(tmp_path: Path) ->
 
 def holding(rank: int, folders: list[Path], cases: list[Case]) -> list[Any]:
     """How many networks a rank has while the run goes on, and what it read from files to get there."""
-    found: dict[str, Any] = {"read": []}
+    found: dict[str, Any] = {"read": set()}
 
     def counting(name: str, read: Any) -> Any:
-        return lambda *given, **named: found["read"].append(name) or read(*given, **named)
+        return lambda *given, **named: found["read"].add(name) or read(*given, **named)
 
     def watched(self: RolloutCollector, *given: Any) -> Any:
         gc.collect()
@@ -290,8 +290,9 @@ def holding(rank: int, folders: list[Path], cases: list[Case]) -> list[Any]:
     where = "collect" if rank == 0 else "serve"
     honest = getattr(RolloutCollector, where)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model_loading, "load_policy", counting("policy", model_loading.load_policy))
-        patch.setattr(tasks, "load_reward_model", counting("reward", tasks.load_reward_model))
+        patch.setattr(model_loading, "open_policy", counting("policy", model_loading.open_policy))
+        patch.setattr(model_loading, "open_reward_model", counting("reward", model_loading.open_reward_model))
+        patch.setattr(tasks, "open_reward_model", model_loading.open_reward_model)
         patch.setattr(RolloutCollector, where, watched)
         run(cases[0][0], folders[0], cases[0][1], roles={})
     return [found]
@@ -306,12 +307,12 @@ def test_a_rank_holds_what_it_has_a_part_in(tmp_path: Path) -> None:
     apart, judged = together([tmp_path / "ppo", tmp_path / "grpo"], cases, holding)
     # A policy and a critic, which begins as the reward model, to train and to draw with; the other two.
     assert apart == [
-        {"read": ["reward", "policy"], "networks": 2},
-        {"read": ["reward", "policy"], "networks": 2},
-        {"read": ["policy"], "networks": 1},
-        {"read": ["reward"], "networks": 1},
+        {"read": {"reward", "policy"}, "networks": 2},
+        {"read": {"reward", "policy"}, "networks": 2},
+        {"read": {"policy"}, "networks": 1},
+        {"read": {"reward"}, "networks": 1},
     ]
-    assert judged == [{"read": ["policy"], "networks": 2}, {"read": ["reward"], "networks": 1}]
+    assert judged == [{"read": {"policy"}, "networks": 2}, {"read": {"reward"}, "networks": 1}]
 
 
 # What is refused.

@@ -18,6 +18,7 @@ from kitforge.data.tokenizers.loading import Tokenizer
 from kitforge.foundation.progress import show_progress
 from kitforge.inference.engine import Engine
 from kitforge.inference.text_engine import InferenceOptions
+from kitforge.kits.network_source import copy_model
 from kitforge.kits.rlhf.batching import forward_batches
 from kitforge.kits.rlhf.config import RLOptions, RolloutOptions
 from kitforge.kits.rlhf.dataset import DatasetSplits
@@ -34,7 +35,6 @@ from kitforge.kits.rlhf.reinforcement.rollout_batch import (
     to_state,
     token_values,
 )
-from kitforge.kits.rlhf.roles.model_copy import copy_model
 from kitforge.kits.rlhf.roles.placement import RolePlacement
 from kitforge.kits.rlhf.roles.reference_model import ReferenceModel
 from kitforge.kits.rlhf.roles.rewards import RewardOutput, Scorer

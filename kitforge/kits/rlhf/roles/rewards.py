@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
+from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -417,6 +418,15 @@ def reward_members(given: Any) -> dict[str, Any]:
         # A made-up name is nobody's own.
         found[name if name not in found else next(one for one in numbered if one not in {*names, *found})] = each
     return found
+
+
+def reward_folders(given: Any) -> list[Path]:
+    """The folders among the rewards."""
+    if several := reward_members(given):
+        members = (weighted_member(name, each)[1] for name, each in several.items())
+        return [folder for each in members for folder in reward_folders(each)]
+    folder = Path(given).expanduser() if isinstance(given, (str, Path)) else None
+    return [folder] if folder is not None and folder.is_dir() else []
 
 
 def _reward_name(given: Any) -> str:
