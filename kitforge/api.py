@@ -145,8 +145,6 @@ def train_task(options: RunOptions, inputs: RunInputs[object], kit: AnyKit | Non
     with joined(options.parallel, options.device, options.num_ranks) as rendezvous:
         with noting_warnings() as notes:
             inputs = with_open_model(options, inputs)
-            if rendezvous.rank >= options.parallel.world_size:
-                return kit.serve_roles(options, inputs, rendezvous)
             assembly = kit.assemble(options, inputs, rendezvous)
         return assembly.train(notes)
 

@@ -31,7 +31,7 @@ from kitforge.trainer.loop import Loop
 from kitforge.trainer.options import RunOptions
 from kitforge.trainer.precision import autocast, use_precision
 from kitforge.trainer.run_folder import Run, default_folder, make_loop, train
-from kitforge.trainer.task import RunResult, Task
+from kitforge.trainer.task import Task
 
 OptionsT = TypeVar("OptionsT", bound=RunOptions)
 # What reads the rows of a task: a tokenizer, or the feature encoder of a recommender.
@@ -150,7 +150,7 @@ class Kit(ABC, Generic[OptionsT, ProcessorT]):
             folder,
             world=world,
             config=recorded,
-            callbacks=[*inputs.callbacks, *callbacks],
+            callbacks=[*(inputs.callbacks if world.is_training else ()), *callbacks],
         )
         return RunAssembly(
             loop=loop,
@@ -174,24 +174,14 @@ class Kit(ABC, Generic[OptionsT, ProcessorT]):
         rendezvous.check_same({"configuration": to_yaml(recorded), **prepared.fingerprints})
         return world, world.broadcast_object(default_folder(options, inputs.model_name)), recorded
 
-    def serve_roles(self, options: OptionsT, inputs: RunInputs[ProcessorT], rendezvous: Rendezvous) -> Run:
-        """The work of a rank that trains nothing, until the run ends. Default: there are no such ranks."""
-        raise self._unsupported("has no ranks besides those that train")
-
-    def serve_task(self, task: Task, options: OptionsT) -> RunResult:
-        """The work of such a rank in an evaluation. Default: there are none."""
-        raise self._unsupported("has no ranks besides those that train")
-
     def evaluate(self, options: OptionsT, inputs: RunInputs[ProcessorT], rendezvous: Rendezvous) -> dict[str, float]:
         """Metrics of the evaluation set, for `inputs.model` or the model under `options.checkpoint`."""
         prepared = self.prepare(options, inputs, rendezvous, is_evaluation=True)
         world = rendezvous.init_process_group().with_precision(prepared.options.precision)
         task, _ = prepared.task(world)
-        if world.is_inference_only:
-            return self.serve_task(task, options).metrics
         model = task.build(world)
         metrics = evaluate_model(task, parallel_model_of(model, world), world.device, prepared.options.precision)
-        task.on_run_end(RunResult(metrics=metrics))
+        task.on_run_end()
         return metrics
 
     def evaluation_options(self, recorded: Mapping[str, Any], chosen: Mapping[str, Any]) -> OptionValues | None:

@@ -6,10 +6,11 @@ filled, shard by shard: no rank ever holds it whole.
 
 from __future__ import annotations
 
+import copy
 import fnmatch
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
@@ -17,14 +18,15 @@ import torch
 from torch import Tensor, nn
 
 from kitforge.core.checkpoint.load import find_checkpoint
+from kitforge.core.kernels.dispatch import CompileLevel, select
 from kitforge.core.kernels.recomputation import Recompute
-from kitforge.core.nn.causal_lm import Trainable
+from kitforge.core.nn.causal_lm import CausalLM, Trainable
 from kitforge.core.nn.decoder import FamilyConfig
 from kitforge.core.nn.init import init_weights
-from kitforge.core.nn.linear import quantize_weight
-from kitforge.core.nn.lora import FACTORS, attach, initial_down, row_norms
+from kitforge.core.nn.linear import Linear, quantize_weight
+from kitforge.core.nn.lora import FACTORS, attach, copy_factors, initial_down, merged_weights, row_norms
 from kitforge.core.nn.lora import active_lora_config as config_of_adapter
-from kitforge.core.nn.quantized import quantize_linears
+from kitforge.core.nn.quantized import quantize_linears, quantized_bits
 from kitforge.core.nn.score_head import BACKBONE, ScoreModel
 from kitforge.core.nn.vision import VisionTransformer
 from kitforge.core.parallel.expert_load import check_balance
@@ -46,9 +48,10 @@ from kitforge.kits.language_model import (
     TokenizedOptions,
     stored_tokenizer,
 )
+from kitforge.models import loading as model_folder
 from kitforge.models.catalog import Kind, config_of, config_of_network, initial_deviations
 from kitforge.models.loading import OpenCheckpoint, StoredModel, build_on_meta
-from kitforge.models.peft import read_factors
+from kitforge.models.peft import check_same, load_adapter, read_factors
 from kitforge.models.sharding import sharding_of_network
 
 # Opens the model of a folder, whose checkpoint the second finds.
@@ -75,7 +78,10 @@ class NetworkSource:
     open_stored: Callable[[OpenCheckpoint], StoredModel] | None = None
     unverified: StoredModel | None = None  # the stored model at a first look: names and shapes, no file is verified
     adapter: LoraOptions = field(default_factory=LoraOptions)  # attached to the network when it is built
+    adapter_name: str = ADAPTER
     freeze: tuple[str, ...] = ()
+    # Whether other models are made of `given` too: each is a copy, or with an adapter shares its weights.
+    is_shared: bool = False
 
     @classmethod
     def find(
@@ -127,30 +133,73 @@ class NetworkSource:
         assert self.config is not None
         return self.config
 
-    def outline(self) -> nn.Module:
-        """The network on the meta device."""
-        return build_on_meta(self.family, self.options.compile_level)
-
     def opened(self, world: World) -> StoredModel | None:
         """The stored network, of whose files each rank verifies a share."""
         return None if self.open_stored is None else self.open_stored(partial(find_checkpoint, world=world))
 
+    def held(self, device: torch.device) -> NetworkSource:
+        """The same with the network whole in memory, its adapter merged, or quantized as a new adapter wants it. Raises
+        ModelError for a network that takes no adapters."""
+        given, level = self.given, self.options.compile_level
+        if given is not None and config_of_adapter(given) is not None:
+            return replace(self, given=copy_model(given, device, level))
+        if given is not None and not self.adapter.is_on:
+            return self
+        if self.config is None:
+            expected = "a network of one of the families"
+            raise ModelError("LoRA does not support this model", got=type(given).__name__, expected=expected)
+        if given is not None:
+            made = given
+        elif self.open_stored is not None:
+            made = model_folder.load_stored(self.open_stored(find_checkpoint), device=device, level=level)
+        else:
+            made = model_folder.build(self.config, device=device, level=level, seed=self.options.seed)
+        if (bits := self.adapter.quantized_bits) is not None and quantized_bits(made) is None:
+            # A given model is not changed.
+            made = alias_weights(made, level) if made is given else made
+            quantize_linears(made, bits)
+        return replace(self, given=made.to(device), open_stored=None)
+
     def build(self, world: World, head: HeadSource | None = None) -> nn.Module:
         """The network on the device, sharded as the world says, with its adapter and its head, ready to train."""
-        is_new, seed = self.given is None, self.options.seed
-        network = self.outline() if self.given is None else self.given.to(world.device)
-        model = network if head is None else head.wrap(network)
-        freeze(model, self.freeze)
-        if self.adapter.is_on and config_of_adapter(network) is None:
-            with_adapter(network, self.adapter, seed)
-        parallel = parallel_model_of(model, world, sharding_of(model))
-        stored = self.opened(world)
-        if is_new:
-            parallel.materialize(world.device)
-            self.fill(parallel, stored, "" if head is None else BACKBONE)
-        if head is not None:
-            fill_head(parallel, head.tensors(model, stored))
-        return prepare_training(model, self.options)
+        return build_model([Part(source=self, head=head)], world)
+
+    def frozen(self, world: World) -> nn.Module:
+        """The network to compare with, with the kernels of the options; it shares the memory of a given one, and is
+        whole then."""
+        given, level = self.given, self.options.compile_level
+        if given is None or self.adapter.path is not None:
+            return self.build(world if given is None else World(device=world.device)).requires_grad_(False)
+        is_plain = config_of_network(given) is not None and config_of_adapter(given) is None
+        if is_plain and cast(CausalLM, given).kernels not in (select(level), select(level, world.device.type)):
+            return alias_weights(given, level)
+        return given
+
+    def network(self, device: torch.device) -> nn.Module:
+        """What a model trains: a network of its own, on the meta device if there is none in memory."""
+        given, level = self.given, self.options.compile_level
+        if given is None:
+            return build_on_meta(self.family, level, device.type)
+        if not self.is_shared:
+            return given.to(device)
+        return alias_weights(given, level) if self.adapter.is_on else copy_model(given, device, level)
+
+    def adapt(self, network: nn.Module) -> None:
+        """Freeze a network, of which nothing else has a copy, and add an adapter to it: a new one, or to a view of a
+        given network the adapter that this has, or that of `lora.path`. With QLoRA the linear layers are quantized,
+        unless they are shared. On the meta device values come later. A classifier of images is trained beside it."""
+        lora, name, shared = self.adapter, self.adapter_name, self.given if self.is_shared else None
+        known = None if shared is None else config_of_adapter(shared)
+        if shared is not None and known is None and lora.path is not None:
+            check_same(load_adapter(network, name, Path(lora.path)), lora.config)
+            return
+        attach(network, name, known or lora.config, self.options.seed)
+        if shared is not None and known is not None:
+            copy_factors(shared, network)
+        if shared is None and lora.quantized_bits is not None:
+            quantize_linears(network, lora.quantized_bits)
+        if isinstance(network, VisionTransformer):
+            network.classifier.requires_grad_(True)
 
     @torch.no_grad()
     def fill(self, parallel: ParallelModel, stored: StoredModel | None, prefix: str = "") -> None:
@@ -164,15 +213,15 @@ class NetworkSource:
         factors = None if lora.path is None else read_factors(self.family, lora.path, lora.config)
         for name, shard in shards.items():
             path, last = name.rpartition(".")[::2]
-            layer, _, kind = name.partition(f".adapters.{ADAPTER}.")
+            layer, _, kind = name.partition(f".adapters.{self.adapter_name}.")
             region = parallel.region(prefix + name)
             if kind and factors is not None:
                 shard.copy_(region.of(factors[layer][FACTORS.index(kind)]))
             elif kind == "magnitude":
                 shard.copy_(region.of(row_norms(read(f"{layer}.weight", None))))
             elif kind == "down":
-                first = initial_down(self.options.seed, ADAPTER, layer, torch.Size(region.global_shape))
-                shard.copy_(region.of(first))
+                shape = torch.Size(region.global_shape)
+                shard.copy_(region.of(initial_down(self.options.seed, self.adapter_name, layer, shape)))
             elif kind:
                 shard.zero_()
             elif last == "weight" and f"{path}.scales" in shards:
@@ -190,6 +239,71 @@ class NetworkSource:
         own = initial_deviations(self.family)
         init_weights([(name, value)], self.family.num_layers, self.options.seed, {name: region}, own)
         return value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A network of a model, with its head; the names of its parameters there begin with `prefix`."""
+
+    source: NetworkSource
+    head: HeadSource | None = None
+    prefix: str = ""
+
+
+def build_model(parts: Sequence[Part], world: World, join: Callable[..., nn.Module] | None = None) -> nn.Module:
+    """The model of one network, or of several, which `join` puts together: on the device, sharded as the world says,
+    ready to train."""
+    models = []
+    for source, head in ((part.source, part.head) for part in parts):
+        network = source.network(world.device)
+        models.append(network if head is None else head.wrap(network))
+        freeze(models[-1], source.freeze)
+        if source.adapter.is_on and config_of_adapter(network) is None:
+            source.adapt(network)
+    model = models[0] if join is None else join(*models)
+    shardings = [sharding_of(own) for own in models]
+    if join is not None:
+        shardings = [own.with_prefix(part.prefix[:-1]) for own, part in zip(shardings, parts, strict=True)]
+    parallel = parallel_model_of(model, world, reduce(Sharding.merged_with, shardings))
+    opened = [part.source.opened(world) for part in parts]
+    if any(part.source.given is None for part in parts):
+        parallel.materialize(world.device)
+    for part, own, stored in zip(parts, models, opened, strict=True):
+        if part.source.given is None:
+            part.source.fill(parallel, stored, part.prefix + ("" if part.head is None else BACKBONE))
+        if part.head is not None:
+            fill_head(parallel, part.head.tensors(own, stored), part.prefix)
+    return prepare_training(model, parts[0].source.options)
+
+
+@torch.no_grad()
+def copy_model(network: nn.Module, device: torch.device, level: CompileLevel = "O1") -> nn.Module:
+    """An unsharded copy with its own weights, adapters merged."""
+    config = config_of_network(network)
+    if config is None:
+        return copy.deepcopy(network).to(device)
+    twin = model_folder.build(config, device=device, level=level, dtype=cast(CausalLM, network).head_weight.dtype)
+    sources: dict[str, Tensor] = dict(network.named_parameters())
+    layers = {path: each for path, each in network.named_modules() if isinstance(each, Linear)}
+    sources |= {f"{path}.weight": each.dense_weight() for path, each in layers.items()}
+    sources |= {f"{path}.weight": weight for path, weight in merged_weights(network).items()}
+    for name, parameter in twin.named_parameters():
+        parameter.copy_(sources[name])
+    return twin
+
+
+def alias_weights(network: nn.Module, level: CompileLevel = "O1") -> nn.Module:
+    """A frozen model that shares the weights of another and may get its own adapter."""
+    config = config_of_network(network)
+    assert config is not None
+    twin = build_on_meta(config, level)
+    if (bits := quantized_bits(network)) is not None:
+        quantize_linears(twin, bits)
+    sources = dict(network.named_parameters())
+    for name in [name for name, _ in twin.named_parameters()]:
+        path, _, last = name.rpartition(".")
+        setattr(twin.get_submodule(path), last, nn.Parameter(sources[name].detach(), requires_grad=False))
+    return twin
 
 
 @torch.no_grad()
@@ -218,16 +332,6 @@ def prepare_training(model: nn.Module, options: NetworkOptions) -> nn.Module:
             if options.compile_level == "O2":
                 network.compile_blocks()
     return model
-
-
-def with_adapter(network: nn.Module, lora: LoraOptions, seed: int) -> None:
-    """Freeze a network, of which nothing else has a copy, and add an adapter to it; with QLoRA its linear layers are
-    quantized. On the meta device the adapter's values come later. A classifier of images is trained beside it."""
-    attach(network, ADAPTER, lora.config, seed)
-    if lora.quantized_bits is not None:
-        quantize_linears(network, lora.quantized_bits)
-    if isinstance(network, VisionTransformer):
-        network.classifier.requires_grad_(True)
 
 
 def freeze(network: nn.Module, patterns: Sequence[str]) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from kitforge.core.checkpoint.load import Checkpoint, open_checkpoint
 from kitforge.core.checkpoint.manifest import step_folder
-from kitforge.core.optim.build import build_optimizer
+from kitforge.core.optim.build import Optimizer, build_optimizer
 from kitforge.core.optim.schedules import Plateau, lr_scale
 from kitforge.core.parallel.expert_load import LOAD, check_capacity, load_sums, move_biases
 from kitforge.core.parallel.micro_batches import is_composed, run_micro_batches
@@ -32,7 +32,7 @@ from kitforge.trainer.resume import check_changes
 from kitforge.trainer.run_description import describe_run
 from kitforge.trainer.signals import interrupt_signals
 from kitforge.trainer.state import TrainingState
-from kitforge.trainer.task import RunResult, Task
+from kitforge.trainer.task import Task
 
 # Steps of a run without trainer.max_steps and trainer.epochs.
 DEFAULT_MAX_STEPS = 300
@@ -42,7 +42,10 @@ _log = logger(__name__)
 
 
 class Loop:
-    """Trains a task. `config` is the whole nested configuration, kept in every checkpoint."""
+    """Trains a task. `config` is the whole nested configuration, kept in every checkpoint.
+
+    A rank that trains nothing runs the same loop: its steps are empty, it saves nothing, and it ends with rank 0.
+    """
 
     def __init__(
         self,
@@ -87,7 +90,9 @@ class Loop:
         self.state = TrainingState(
             model=self.model,
             parallel=self._parallel,
-            optimizer=build_optimizer(groups, options.optimizer, self._parallel.full_matrices()),
+            optimizer=build_optimizer(groups, options.optimizer, self._parallel.full_matrices())
+            if world.is_training
+            else Optimizer((), ()),
             scaler=GradScaler(options.precision),
             plateau=Plateau(options.schedule),
             world=world,
@@ -136,7 +141,9 @@ class Loop:
                 self._notify_failure(still_here)
                 raise
         metrics = self._restore_best(metrics)
-        self.task.on_run_end(RunResult(metrics=metrics, was_interrupted=self._interrupted))
+        if self.world.inference_ranks is not None:
+            metrics = self.world.broadcast_object(metrics)
+        self.task.on_run_end()
         return metrics
 
     def evaluate(self) -> dict[str, float]:
@@ -177,6 +184,7 @@ class Loop:
         # Optimizer state is allocated before the first backward pass; later it would fragment the memory that the
         # activations of the next steps need.
         self.state.optimizer.init_state()
+        self._follow_rank_zero()
         has_ended = self.state.cursor.step >= self.max_steps or self.stop_reason is not None
         steps = iter(()) if has_ended else self.task.steps(self.model, self.state.cursor)
         if self.state.cursor.step == 0:
@@ -201,6 +209,7 @@ class Loop:
                 self.log_event("skip", f"{record['skip']} in step {number}: weights unchanged")
             if _is_due(self._eval_every, number):
                 metrics |= self._evaluate()
+            self._follow_rank_zero()
             if last or self.stop_reason is not None:
                 break
             self._checkpoint(_is_due(self.options.checkpoint_every, number))
@@ -359,7 +368,8 @@ class Loop:
         best = self._step_to_restore()
         if best is None or self.folder is None:
             return metrics
-        self.state.load_weights(open_checkpoint(step_folder(self.folder / "checkpoints", best), world=self.world))
+        if self.world.is_training:
+            self.state.load_weights(open_checkpoint(step_folder(self.folder / "checkpoints", best), world=self.world))
         # Checkpoints of earlier versions keep no metrics.
         found = self.state.best_metrics or self.evaluate()
         return metrics | {name: math.nan if value is None else value for name, value in found.items()}
@@ -380,7 +390,7 @@ class Loop:
 
     def _interrupt(self) -> None:
         self._stop_requested = True
-        if self.world.mesh is None:
+        if self.world.all_ranks is None:
             self._agree_to_stop()
 
     def _agree_to_stop(self) -> None:
@@ -388,6 +398,12 @@ class Loop:
         if self.world.any(self._stop_requested):
             self._interrupted = True
             self.stop("interrupted")
+
+    def _follow_rank_zero(self) -> None:
+        """Tell the ranks that train nothing what only the others know: whether the run ends, and what was skipped."""
+        if self.world.inference_ranks is not None:
+            known = self.stop_reason, self.state.consecutive_skips
+            self.stop_reason, self.state.consecutive_skips = self.world.broadcast_object(known)
 
 
 def _with_best_metric(options: TrainerOptions, task: Task) -> TrainerOptions:

@@ -13,6 +13,7 @@ from urllib.parse import quote
 
 from torch import nn
 
+from kitforge.core.checkpoint.load import Checkpoint, open_checkpoint
 from kitforge.core.checkpoint.manifest import steps
 from kitforge.core.parallel.world import World
 from kitforge.foundation.config import check
@@ -98,15 +99,7 @@ def make_loop(
 
 def train(loop: Loop, options: RunOptions, folder: Path, config_text: str) -> dict[str, float]:
     """Train in `folder`, from the checkpoint that `options.resume` names, if any."""
-    found = find_resume_checkpoint(
-        options.resume,
-        folder,
-        lambda event, message: console.print(f"{event}: {message}", markup=False),
-        loop.world,
-    )
-    # Refusals come before any rank touches a file of the run.
-    if not steps(folder / "checkpoints"):
-        check_own(folder, "train", overwrite=options.overwrite, names=RUN_NAMES)
+    found = _resumed(loop.world, options, folder)
     if found is not None:
         loop.resume(found)
     loop.world.all_gather_object(None)
@@ -125,6 +118,23 @@ def train(loop: Loop, options: RunOptions, folder: Path, config_text: str) -> di
             _link_latest(folder, before)
             shutil.rmtree(made[-1], ignore_errors=True)
         raise
+
+
+def _resumed(world: World, options: RunOptions, folder: Path) -> Checkpoint | None:
+    """The checkpoint to go on from, of which a rank that trains nothing reads the state alone. Refusals come before any
+    rank touches a file of the run."""
+    found = None
+    if world.is_training:
+        found = find_resume_checkpoint(
+            options.resume,
+            folder,
+            lambda event, message: console.print(f"{event}: {message}", markup=False),
+            world,
+        )
+        if not steps(folder / "checkpoints"):
+            check_own(folder, "train", overwrite=options.overwrite, names=RUN_NAMES)
+    step = world.broadcast_object(found and found.folder)
+    return found if world.is_training or step is None else open_checkpoint(step, verify=False)
 
 
 def _default_callbacks(options: RunOptions, folder: Path, config: dict[str, Any], world: World) -> list[Callback]:

@@ -116,7 +116,10 @@ class TrainingState:
             torch.manual_seed(seeds.key(states["cpu"], "replica", replica))
 
     def load_weights(self, checkpoint: Checkpoint) -> None:
-        """Load weights, tables, optimizer, loss scale and plateau; the data position stays."""
+        """Load weights, tables, optimizer, loss scale and plateau; the data position stays. A rank that trains nothing
+        has none of them."""
+        if not self.world.is_training:
+            return
         weights, states = dict(self.model_tensors()), dict(self.optimizer.tensors())
         regions = self.parallel.regions(self.layouts())
         # What other ranks hold is read by them; what no rank holds is unexpected.

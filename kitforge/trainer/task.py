@@ -17,14 +17,6 @@ from kitforge.trainer.options import RunOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunResult:
-    """The result of a run or an evaluation."""
-
-    metrics: dict[str, float]
-    was_interrupted: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class BestMetric:
     """The metric that selects the best evaluation, and whether lower or higher is better."""
 
@@ -42,12 +34,13 @@ class Task(Losses, ABC):
 
     @abstractmethod
     def build(self, world: World) -> nn.Module:
-        """The network, on the world's device, ready to train."""
+        """The network, on the world's device, ready to train; a module without parameters on a rank that trains
+        nothing."""
 
     @abstractmethod
     def steps(self, model: nn.Module, cursor: Cursor) -> Iterator[list[MicroBatch]]:
         """The micro-batches of each step from `cursor` on, on any device, until the data end. A step without
-        micro-batches (on all ranks) is counted as skipped."""
+        micro-batches (on all ranks that train) is counted as skipped."""
 
     def count(self, step: Sequence[MicroBatch]) -> Sums:
         """Denominators of the step by name. "loss" is also that of sums without their own; "samples" and "tokens"
@@ -109,7 +102,7 @@ class Task(Losses, ABC):
         """Whether a checkpoint is due after that many steps, besides those of trainer.checkpoint_every. Default: no."""
         return False
 
-    def on_run_end(self, ending: RunResult) -> None:
+    def on_run_end(self) -> None:
         """Called after a run that did not fail. Default: nothing."""
 
     def state(self) -> dict[str, Any]:

@@ -32,3 +32,20 @@ def test_the_front_end_knows_kits_by_their_interface_alone() -> None:
 def test_a_front_end_that_knows_more_is_noticed() -> None:
     planted = "from kitforge.kits.rlhf.build import TASKS\nx: Any = 1\ntask = 'sft'\n"
     assert len(violations(planted)) == 3
+
+
+# What makes a network of a family out of its outline, its files or another network.
+MAKING = {"materialize", "attach", "copy_factors", "quantize_linears", "sharding_of_network"}
+
+
+def makers(text: str) -> set[str]:
+    """Which of these a file names."""
+    nodes = list(ast.walk(ast.parse(text)))
+    named = {node.id for node in nodes if isinstance(node, ast.Name)}
+    return MAKING & (named | {node.attr for node in nodes if isinstance(node, ast.Attribute)})
+
+
+def test_one_file_of_the_kits_decides_where_a_network_comes_from() -> None:
+    """As ARCHITECTURE.md says."""
+    found = {each.relative_to(ROOT): makers(each.read_text()) for each in (ROOT / "kits").rglob("*.py")}
+    assert {file: names for file, names in found.items() if names} == {Path("kits/network_source.py"): MAKING}

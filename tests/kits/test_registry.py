@@ -100,7 +100,6 @@ def test_a_broken_kit_says_which_package_to_mend(install: Any, text: str, words:
 def test_what_a_task_cannot_do_is_refused_by_name(tmp_path: Path) -> None:
     kit, options, cpu = OwnTaskKit(Regression()), RunOptions(), torch.device("cpu")
     calls: dict[str, Callable[[], object]] = {
-        "no ranks besides": lambda: kit.serve_roles(options, None, None),  # type: ignore[arg-type]
         "no benchmarks": lambda: kit.evaluate_benchmarks(options, lambda *_: nn.Identity()),
         "does not load models": lambda: kit.load(tmp_path, cpu),
         "keeps no processor": lambda: kit.find_processor(tmp_path),

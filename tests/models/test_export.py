@@ -15,7 +15,7 @@ from kitforge.core.nn.init import init_weights
 from kitforge.core.nn.lora import LoraConfig, attach
 from kitforge.foundation.errors import ModelError
 from kitforge.kits.language_model import save_language_model
-from kitforge.kits.rlhf.roles.model_copy import copy_model
+from kitforge.kits.network_source import copy_model
 from kitforge.models import loading as model_folder
 from kitforge.models.catalog import converter_of
 from kitforge.models.llama import convert as llama

@@ -43,8 +43,8 @@ def watched(spent: Spent, clock: Callable[[], float] = time.process_time) -> Non
     taken = partial(timed, spent, clock=clock)
     rollout_collector.generate_rollouts = taken("generating", generate_rollouts)  # type: ignore[attr-defined]
     # The scores are those of whole answers: what answering takes beside the engine.
-    RolloutCollector._generate = taken("scoring", RolloutCollector._generate)  # type: ignore[method-assign]
-    RolloutCollector.annotate = taken("log-probs", RolloutCollector.annotate)  # type: ignore[method-assign]
+    RolloutCollector._sample = taken("scoring", RolloutCollector._sample)  # type: ignore[method-assign]
+    RolloutCollector._annotate = taken("log-probs", RolloutCollector._annotate)  # type: ignore[method-assign]
     Loop._step = taken("updating", Loop._step)  # type: ignore[method-assign]
     collect = PolicyGradientTask._next_batch
 

@@ -78,9 +78,9 @@ class World:
         return 1 if self.mesh is None else self.mesh.size
 
     @property
-    def is_inference_only(self) -> bool:
-        """Whether this rank does not train."""
-        return self.rank >= self.num_training
+    def is_training(self) -> bool:
+        """Whether this rank trains."""
+        return self.rank < self.num_training
 
     @property
     def replica(self) -> int:
@@ -107,11 +107,11 @@ class World:
         return {name: total.view_as(values[name]) for name, total in zip(values, totals, strict=True)}
 
     def any(self, flag: bool) -> bool:
-        """Whether the value is true on any rank."""
-        if self.mesh is None:
+        """Whether the value is true on any rank, including inference-only ones."""
+        if self.mesh is None and self.inference_ranks is None:
             return flag
-        flags = torch.tensor(float(flag), device=self.device)
-        return bool(collectives.all_reduce_(flags, self.mesh.world, collectives.MAX) > 0)
+        flags = torch.tensor(float(flag), device=self.device if self.inference_ranks is None else "cpu")
+        return bool(collectives.all_reduce_(flags, self.all_ranks, collectives.MAX) > 0)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """The object of every training rank, in rank order."""

@@ -16,7 +16,6 @@ from kitforge.core.parallel.world import World
 from kitforge.data.chat.datasets import ChatDatasetReader
 from kitforge.data.mixture import weighted_sources
 from kitforge.data.tokenizers.loading import Tokenizer, find_tokenizer
-from kitforge.foundation import device as devices
 from kitforge.foundation.config import check, to_dict
 from kitforge.foundation.dtype import ExportDtype, LoadDtype
 from kitforge.foundation.errors import ConfigError, ModelError
@@ -38,7 +37,6 @@ from kitforge.kits.rlhf import tasks
 from kitforge.kits.rlhf.config import KTOOptions, PreferenceOptions, RewardOptions, RLOptions, SFTOptions, StageOptions
 from kitforge.kits.rlhf.inspection import loss_mask_lines
 from kitforge.kits.rlhf.pipeline import RewardPipeline, write_scores
-from kitforge.kits.rlhf.reinforcement.ppo import PolicyGradientTask
 from kitforge.kits.rlhf.replay import replay
 from kitforge.kits.rlhf.roles.model_loading import load_policy, load_reward_model, open_policy, open_reward_model
 from kitforge.kits.rlhf.roles.rewards import reward_reference
@@ -48,8 +46,7 @@ from kitforge.kits.rlhf.tasks import Inputs, TaskBuilder, TaskInputs, task_input
 from kitforge.models.loading import OpenCheckpoint, StoredModel
 from kitforge.trainer.callbacks.callback import Callback
 from kitforge.trainer.run_folder import Run
-from kitforge.trainer.signals import interrupt_signals
-from kitforge.trainer.task import RunResult, Task
+from kitforge.trainer.task import Task
 
 
 class RlhfTask(NetworkKit[StageOptions, Tokenizer]):
@@ -92,23 +89,6 @@ class RlhfTask(NetworkKit[StageOptions, Tokenizer]):
             task=task,
         )
 
-    def serve_roles(self, options: StageOptions, inputs: Inputs, rendezvous: Rendezvous) -> Run:
-        """Run the roles of an inference-only rank until the run ends."""
-        prepared = self.prepare(options, inputs, rendezvous, is_evaluation=False)
-        tokenizer = prepared.processor
-        world, folder, _ = self.join(prepared, inputs, rendezvous)
-        task, _ = prepared.task(world)
-        # Frees the models that the roles were copied from.
-        del prepared
-        ending = self.serve_task(task, options)
-        return Run(
-            folder=folder,
-            model=PlaceholderModel(),
-            processor=tokenizer,
-            metrics=ending.metrics,
-            was_interrupted=ending.was_interrupted,
-        )
-
     def check_parallel(self, options: StageOptions) -> None:
         """Raise ConfigError for parallel axes that the task does not support, before any rank starts."""
         options.lora.check_parallel(options.parallel)
@@ -126,16 +106,6 @@ class RlhfTask(NetworkKit[StageOptions, Tokenizer]):
                 fix=f"add {_reward_argument(recorded['reward'])} if you trust it",
             )
         return {name: value for name, value in recorded.items() if name not in TRAINING_ONLY_OPTIONS}
-
-    def serve_task(self, task: Task, options: StageOptions) -> RunResult:
-        """Run commands on an inference-only rank until the run ends; its result. Signals are left to the training
-        ranks."""
-        assert isinstance(task, PolicyGradientTask)
-        devices.keep_malloc_arenas()
-        devices.set_deterministic(options.deterministic)
-        torch.manual_seed(options.seed)
-        with interrupt_signals(lambda: None):
-            return task.serve_roles()
 
     def inspect_rows(self, options: StageOptions) -> Iterator[str]:
         """The loss mask of the first training rows, as lines of text."""
@@ -247,10 +217,6 @@ def _recorded(options: StageOptions, inputs: Inputs, network: dict[str, Any] | N
         if inputs.roles.get(role) is not None and role in recorded:
             recorded[role] = reward_reference(inputs.roles[role])
     return recorded
-
-
-class PlaceholderModel(nn.Module):
-    """The model of a run on an inference-only rank; the trained weights are in the checkpoint."""
 
 
 def _adapted(model: nn.Module) -> tuple[nn.Module, str, Mapping[str, Tensor] | None]:

@@ -219,12 +219,12 @@ class PolicyGradientOptions:
             check(getattr(self, name) > 0, f"rl.{name}", getattr(self, name), "a whole number of at least 1")
         for name in ("gamma", "gae_lambda"):
             check(0 <= getattr(self, name) <= 1, f"rl.{name}", getattr(self, name), "between 0 and 1")
-        answers = self.prompts_per_rollout * self.num_generations
+        completions = self.prompts_per_rollout * self.num_generations
         check(
-            answers % self.num_minibatches == 0,
+            completions % self.num_minibatches == 0,
             "rl.num_minibatches",
             self.num_minibatches,
-            f"a divisor of {answers} completions",
+            f"a divisor of {completions} completions",
         )
         compares = self.advantage in ("grpo", "dr_grpo", "rloo")
         enough = self.num_generations > 1 or not compares

@@ -70,12 +70,12 @@ def replay(
 
 def _check_replayable(folder: Path, step: int, options: RLOptions) -> None:
     """Raise CheckpointError without a checkpoint before the step, DataError without the rollouts since then."""
-    root, per_round, most = folder / "checkpoints", options.rl.updates_per_rollout, options.rollout.keep_rollout_files
+    root, per_batch, most = folder / "checkpoints", options.rl.updates_per_rollout, options.rollout.keep_rollout_files
     kept, before = set(logged_rollouts(folder)), [each for each in steps(root) if each < step]
-    needed = range(first_rollout(before[-1], per_round) if before else 0, (step - 1) // per_round + 1)
+    needed = range(first_rollout(before[-1], per_batch) if before else 0, (step - 1) // per_batch + 1)
     if before and kept.issuperset(needed):
         return
-    reachable = [reached for start in steps(root) for reached in _replayable_steps(start, per_round, kept)]
+    reachable = [reached for start in steps(root) for reached in _replayable_steps(start, per_batch, kept)]
     expected = f"a step such as {', '.join(map(str, sorted(set(reachable))[-5:]))}" if reachable else None
     if before:
         raise DataError(
@@ -85,7 +85,7 @@ def _check_replayable(folder: Path, step: int, options: RLOptions) -> None:
             fix=f"train with rollout.keep_rollout_files={len(needed)}",
         )
     last = max(read_run(folder).train["loss"].steps)
-    every = min(max(most, 1) * per_round, step - 1)
+    every = min(max(most, 1) * per_batch, step - 1)
     fix = "train with trainer.eval_first=true, which saves the weights before step 1 as the best so far"
     if every:
         keep = last // every - (step - 1) // every + 2
@@ -98,12 +98,12 @@ def _check_replayable(folder: Path, step: int, options: RLOptions) -> None:
     )
 
 
-def _replayable_steps(start: int, per_round: int, kept: set[int]) -> range:
+def _replayable_steps(start: int, per_batch: int, kept: set[int]) -> range:
     """The steps that can be replayed from a checkpoint: up to the first rollout batch that was not kept."""
-    number = first_rollout(start, per_round)
+    number = first_rollout(start, per_batch)
     while number in kept:
         number += 1
-    return range(start + 1, max(number * per_round, start) + 1)
+    return range(start + 1, max(number * per_batch, start) + 1)
 
 
 class _StopAfterStep(Callback):

@@ -9,7 +9,6 @@ from typing import Any, Generic, TypeAlias, TypeVar
 import torch
 from torch import nn
 
-from kitforge.core.parallel.parallelize import parallel_model_of
 from kitforge.core.parallel.world import World
 from kitforge.data.chat.datasets import ChatDatasetReader, ExampleKind, TokenizedExample
 from kitforge.data.chat.template import template_of
@@ -18,7 +17,7 @@ from kitforge.foundation.config import check
 from kitforge.foundation.errors import ConfigError, ModelError
 from kitforge.kits.kit import RunInputs, datasets
 from kitforge.kits.language_model import LoraOptions
-from kitforge.kits.network_source import NetworkSource, prepare_training
+from kitforge.kits.network_source import HeadSource, NetworkSource, Part, build_model, prepare_training
 from kitforge.kits.rlhf.config import (
     ChatDatasetOptions,
     KTOOptions,
@@ -35,35 +34,30 @@ from kitforge.kits.rlhf.reinforcement.rollout_collector import Roles
 from kitforge.kits.rlhf.reinforcement.rollout_log import RolloutLog, SampleLogger
 from kitforge.kits.rlhf.reinforcement.tool_environment import environment_runner_of, with_tools
 from kitforge.kits.rlhf.role_ranks import ROLES
-from kitforge.kits.rlhf.roles.model_copy import copy_model, copy_with_adapter
 from kitforge.kits.rlhf.roles.model_loading import (
-    actor_critic,
     adapted_reward_model,
-    base_model_of,
     find_tokenizer_or_none,
-    frozen_copy,
     is_reward_model,
     load_reward_model,
     open_policy,
     open_reward_model,
+    policy_source,
     recorded_reference_model,
-    reference_of,
-    sharding_of_role,
-    stored_base_model,
+    source_fingerprint,
     tokenizer_of,
-    trainable_copy,
-    value_head_model,
+    value_head,
 )
 from kitforge.kits.rlhf.roles.reference_model import ReferenceModel
 from kitforge.kits.rlhf.roles.rewards import (
     RewardModel,
     critic_init,
     networks_in,
+    reward_folders,
     reward_members,
     scorer_of,
     weighted_member,
 )
-from kitforge.kits.rlhf.roles.value_head import ActorCritic, ValueHeadModel, normalized_head, policy_of
+from kitforge.kits.rlhf.roles.value_head import ActorCritic, ValueHeadModel, policy_of
 from kitforge.kits.rlhf.supervised.dpo import PreferenceTask
 from kitforge.kits.rlhf.supervised.kto import KTOTask
 from kitforge.kits.rlhf.supervised.reward import NormalizeRewards, RewardTask
@@ -130,39 +124,47 @@ class TaskInputs(Generic[OptionsT]):
 
         return read_rows(prompts, specs, data, seed=seed, pad_id=pad_id, reserved=reserved)
 
-    def base_model(self, given: nn.Module | None, *, is_shared: bool = False) -> NetworkSource:
-        """The source of a language model; `is_shared` if several models are made from it."""
-        return base_model_of(self.options, given, self.tokenizer, self.device, is_shared=is_shared)
+    def base_model(
+        self, given: nn.Module | None, *, name: str = "policy", is_copied: bool = True, is_held: bool = False
+    ) -> NetworkSource:
+        """The source of a language model, which is trained as it is if it is not copied, or if it is evaluated. With
+        adapters, and with `is_held`, it is whole in memory."""
+        lora, is_trained = self.options.lora, not self.is_evaluation
+        if is_trained and name == "policy" and lora.path is not None and read_head(Path(lora.path)):
+            expected = "an adapter of a language model"
+            raise ModelError("the adapter is of a reward model", got=lora.path, expected=expected)
+        found = policy_source(self.options, given, self.tokenizer, lora)
+        if given is not None or lora.is_on or is_held:
+            found = found.held(self.device)
+        adapter = lora if is_trained else LoraOptions()
+        return replace(found, adapter=adapter, adapter_name=name, is_shared=is_trained and is_copied)
 
     def reference_model(
         self,
-        base_model: NetworkSource,
+        bases: Sequence[NetworkSource],
         reference: nn.Module | None = None,
-        critics: ValueHeadModel | None = None,
         known: str | None = None,
         reward_source: object = None,
     ) -> ReferenceModel:
-        """The frozen models of the task. With LoRA these include the base models: that of the policy, and the backbone
-        of the reward model that initializes the critic."""
-        bases = (base_model.given, None if critics is None else critics.backbone)
-        own = [each for each in bases if each is not None] if self.options.lora.is_on else ()
+        """The frozen models of the task. With LoRA these include the models that adapters are trained on."""
+        own = [each.given for each in bases if each.given is not None] if self.options.lora.is_on else ()
         given = networks_in([self.inputs.model, *self.inputs.roles.values()])
         return ReferenceModel(reference, own, known, judges=networks_in(reward_source), given=given)
 
     def reference_base(self, named: str | None) -> NetworkSource | None:
         """The reference model: the role `reference` (a Run, folder or module), else the folder `named`. An evaluation
         without either uses the reference that the run was trained with. None without a reference."""
-        given, plain = self.inputs.roles.get("reference", named), replace(self.options, lora=LoraOptions())
+        given = self.inputs.roles.get("reference", named)
         if isinstance(given, (Run, nn.Module)):
-            # An initial adapter (lora.path) belongs to the policy's base model only.
-            return NetworkSource(options=plain, given=policy_of(given.model if isinstance(given, Run) else given))
+            network = policy_of(given.model if isinstance(given, Run) else given)
+            return NetworkSource(options=self.options, given=network)
         if given is not None:
-            return stored_base_model(plain, self.tokenizer, partial(open_policy, Path(given)))
-        return (
-            recorded_reference_model(self.options, self.inputs, self.tokenizer, self.device)
-            if self.is_evaluation
-            else None
-        )
+            return (
+                NetworkSource(options=self.options).stored_as(partial(open_policy, Path(given))).fitted(self.tokenizer)
+            )
+        if not self.is_evaluation:
+            return None
+        return recorded_reference_model(self.options, self.inputs, self.tokenizer, self.device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,16 +197,13 @@ def task_inputs_of(
 def sft(parts: TaskInputs[SFTOptions]) -> TaskBuilder:
     """Supervised fine-tuning on demonstrations."""
     options = parts.options
-    base_model = parts.base_model(parts.inputs.model)
+    base_model = parts.base_model(parts.inputs.model, is_copied=options.lora.is_on)
     rows = parts.rows("demonstrations", "prompt and completion, or text")
-
-    def build(world: World) -> nn.Module:
-        if options.lora.is_on and not parts.is_evaluation:
-            return _sharded(trainable_copy(base_model, world.device), options, world)
-        return base_model.build(world)
-
     return TaskBuilder(
-        task=lambda world: (SFTTask(options, rows, build, world, parts.reference_model(base_model)), ()),
+        task=lambda world: (
+            SFTTask(options, rows, base_model.build, world, parts.reference_model([base_model])),
+            (),
+        ),
         fingerprint=rows.fingerprint,
         network=base_model.recorded(),
     )
@@ -212,72 +211,63 @@ def sft(parts: TaskInputs[SFTOptions]) -> TaskBuilder:
 
 def reward(parts: TaskInputs[RewardOptions]) -> TaskBuilder:
     """Reward modelling on preference pairs: a value head on a copy of the policy."""
-    options = parts.options
-    rows = parts.rows("pairs", PAIR_COLUMNS)
-    stored, trained = _stored_reward_model(parts), _loaded_reward_model(parts)
-    base_model = stored or parts.base_model(parts.inputs.model if trained is None else trained.backbone)
-
-    def build(world: World) -> nn.Module:
-        if trained is not None and parts.is_evaluation:
-            return _sharded(trained, options, world)
-        if base_model.given is None:
-            return value_head_model(base_model, world)
-        model = ValueHeadModel(trainable_copy(base_model, world.device, "reward"))
-        if trained is not None:
-            model.load_head(trained.head())
-        elif options.lora.path is not None and (head := read_head(Path(options.lora.path))):
-            model.load_head(head)
-        else:
-            model.reset_head(options.seed)
-        return _sharded(model, options, world)
+    options, given, folder = parts.options, parts.inputs.model, parts.options.checkpoint
+    rows, head = parts.rows("pairs", PAIR_COLUMNS), value_head(None, options.seed)
+    is_stored = given is None and folder is not None and is_reward_model(Path(folder))
+    if is_stored and folder is not None and options.lora.is_on:
+        given = load_reward_model(Path(folder), parts.device, options.compile_level)
+    if is_stored and folder is not None and given is None:
+        source = NetworkSource(options=options).stored_as(partial(open_reward_model, Path(folder)))
+        source = source.fitted(parts.tokenizer)
+    elif isinstance(given, ValueHeadModel):
+        trained, source = given, parts.base_model(given.backbone, name="reward")
+        head = value_head(trained.head(), options.seed)
+        if parts.is_evaluation:
+            source = replace(source, given=trained.backbone)
+            head = HeadSource(wrap=lambda _backbone: trained, tensors=lambda _model, _stored: {})
+    elif parts.is_evaluation:
+        raise ModelError("there is no reward model to evaluate", fix="add checkpoint=RUN, or train one first")
+    else:
+        source = parts.base_model(given, name="reward")
+        head = value_head(read_head(Path(options.lora.path)) if options.lora.path else None, options.seed)
 
     def task(world: World) -> tuple[Task, Sequence[Callback]]:
-        made = RewardTask(options, rows, build, world, parts.reference_model(base_model))
+        build = partial(source.build, head=head)
+        made = RewardTask(options, rows, build, world, parts.reference_model([source]))
         return made, [NormalizeRewards(made)] if options.reward.normalize_rewards else []
 
-    return TaskBuilder(task=task, fingerprint=rows.fingerprint, network=base_model.recorded())
+    return TaskBuilder(task=task, fingerprint=rows.fingerprint, network=source.recorded())
 
 
 def preference(parts: TaskInputs[PreferenceOptions]) -> TaskBuilder:
     """Preference optimisation on pairs: trains a copy of the policy; the default reference is the policy itself."""
-    options = parts.options
-    rows, base_model = parts.rows("pairs", PAIR_COLUMNS), parts.base_model(parts.inputs.model)
-    has_reference, build = options.preference.needs_reference, _policy(parts, base_model)
-    compared = _reference(parts, options.reference, base_model) if has_reference else None
-    return TaskBuilder(
-        task=lambda world: (
-            PreferenceTask(options, rows, build, world, _reference_model(parts, base_model, compared, world)),
-            (),
-        ),
-        fingerprint=rows.fingerprint,
-        network=base_model.recorded(),
-    )
+    rows = parts.rows("pairs", PAIR_COLUMNS)
+    return _compared(parts, PreferenceTask, rows, has_reference=parts.options.preference.needs_reference)
 
 
 def kto(parts: TaskInputs[KTOOptions]) -> TaskBuilder:
     """KTO on labelled completions: trains a copy of the policy; the default reference is the policy itself."""
-    options = parts.options
-    rows = parts.rows("unpaired", "prompt, completion and label")
-    base_model = parts.base_model(parts.inputs.model)
-    compared, build = _reference(parts, options.reference, base_model), _policy(parts, base_model)
-    return TaskBuilder(
-        task=lambda world: (
-            KTOTask(options, rows, build, world, _reference_model(parts, base_model, compared, world)),
-            (),
-        ),
-        fingerprint=rows.fingerprint,
-        network=base_model.recorded(),
-    )
+    return _compared(parts, KTOTask, parts.rows("unpaired", "prompt, completion and label"), has_reference=True)
 
 
-def _reference_model(
-    parts: TaskInputs[Any], base_model: NetworkSource, compared: NetworkSource | None, world: World
-) -> ReferenceModel:
-    """The frozen reference model, sharded like the policy: all ranks of a replica process the same rows."""
-    if compared is None:
-        return parts.reference_model(base_model)
-    network, known = reference_of(compared, world)
-    return parts.reference_model(base_model, network, known=known)
+def _compared(parts: TaskInputs[Any], kind: Any, rows: DatasetSplits[Any], *, has_reference: bool) -> TaskBuilder:
+    """A task that compares the policy with a reference, which is sharded like it: all ranks of a replica process the
+    same rows."""
+    options, base_model = parts.options, parts.base_model(parts.inputs.model)
+    compared = parts.reference_base(options.reference) if has_reference else None
+    if has_reference and compared is None and parts.is_evaluation:
+        raise ConfigError(
+            f"the evaluation of {options.task} needs its reference model",
+            fix='add reference=FOLDER or pass roles={"reference": MODEL}, the initial policy of the training',
+        )
+    compared = compared or (base_model if has_reference else None)
+
+    def task(world: World) -> tuple[Task, Sequence[Callback]]:
+        known = source_fingerprint(compared, world) if compared is not None and compared.given is None else None
+        reference = None if compared is None else compared.frozen(world)
+        return kind(options, rows, base_model.build, world, parts.reference_model([base_model], reference, known)), ()
+
+    return TaskBuilder(task=task, fingerprint=rows.fingerprint, network=base_model.recorded())
 
 
 def policy_gradient(parts: TaskInputs[RLOptions]) -> TaskBuilder:
@@ -291,41 +281,33 @@ def policy_gradient(parts: TaskInputs[RLOptions]) -> TaskBuilder:
     pretraining = _ptx_rows(parts)
     given, num_training = parts.inputs.model, options.parallel.world_size
     own_roles = {name for name in ROLES if parts.rank in options.role_ranks.ranks(name, num_training)}
-    is_built = parts.rank < num_training or "rollout" in own_roles
-    base_model = cache(lambda: parts.base_model(policy_of(given) if given is not None else None, is_shared=True))
-    scores, has_critic = _rewards(parts), is_built and options.rl.has_critic
-    sources = _sharded_sources(parts, scores) if is_built else None
-    is_whole = "reward" in own_roles or (has_critic and (sources is None or "rollout" in own_roles))
-    reward_source = _reward_source(parts, scores, base_model) if is_whole else None
-    critic_base = critic_init(reward_source, parts.tokenizer) if has_critic else None
+    is_built, scores = parts.rank < num_training or "rollout" in own_roles, _rewards(parts)
+    given, is_stored = None if given is None else policy_of(given), options.checkpoint is not None
+    # A model of two networks has both in memory, or none.
+    is_held = options.rl.has_critic and isinstance(scores, (Run, ValueHeadModel))
+    is_held = is_held or (is_stored and any(map(is_adapter, reward_folders(scores))))
+    base_model = cache(lambda: parts.base_model(given, is_held=is_held))
+    reward_source = cache(lambda: _reward_source(parts, scores, base_model))
+    has_critic = is_built and options.rl.has_critic and not parts.is_evaluation
+    critic = _critic(parts, scores, reward_source, base_model) if has_critic else None
+    judge = reward_source() if "reward" in own_roles else None
     is_named = options.reference is not None or "reference" in parts.inputs.roles
     is_compared = "reference" in own_roles and (options.kl.needs_reference or is_named)
-    reference = _full_reference(parts, options.reference, base_model) if is_compared else None
+    reference = _full_reference(parts, base_model) if is_compared else None
 
     def build(world: World) -> nn.Module:
-        if sources is not None and world.is_sharded:
-            is_pair, first = options.rl.has_critic and not parts.is_evaluation, sources[0]
-            return actor_critic(first, sources[1], world) if is_pair else first.build(world)
-        network = base_model().given
-        if parts.is_evaluation and network is not None and not world.is_sharded:
-            return _sharded(network, options, world)
-        policy = trainable_copy(base_model(), world.device)
-        model = (
-            ActorCritic(policy, _critic(critic_base, base_model(), options, world)) if options.rl.has_critic else policy
-        )
-        return _sharded(model, options, world)
+        # Sharded in place, a given policy could not also generate on this rank.
+        policy = replace(base_model(), is_shared=world.is_sharded or not parts.is_evaluation)
+        if critic is None:
+            return policy.build(world)
+        return build_model([Part(source=policy, prefix="policy."), critic], world, ActorCritic)
 
     def task(world: World) -> tuple[Task, Sequence[Callback]]:
+        most, bases = options.rl.max_tokens_per_microbatch, [base_model()] if is_built else []
+        bases += [] if critic is None else [critic.source]
         roles = Roles(
-            scorer=scorer_of(reward_source, parts.tokenizer, options.rl.max_tokens_per_microbatch, loop)
-            if reward_source is not None and "reward" in own_roles
-            else None,
-            reference_model=parts.reference_model(
-                base_model() if is_built and sources is None else NetworkSource(options=options),
-                reference,
-                critic_base,
-                reward_source=reward_source if "reward" in own_roles else None,
-            ),
+            scorer=None if judge is None else scorer_of(judge, parts.tokenizer, most, loop),
+            reference_model=parts.reference_model(bases, reference, reward_source=judge),
             eos_ids=parts.tokenizer.eos_ids,
             environment_runner=environment_runner,
             event_loop=loop,
@@ -337,38 +319,17 @@ def policy_gradient(parts: TaskInputs[RLOptions]) -> TaskBuilder:
             RolloutLog(made, parts.tokenizer, options.rollout.keep_rollout_files, options.rl.updates_per_rollout),
         ]
 
-    network = (base_model() if sources is None else sources[0]).recorded() if is_built else None
+    network = base_model().recorded() if is_built else None
     fingerprint = rows.fingerprint if pretraining is None else f"{rows.fingerprint} and {pretraining.fingerprint}"
     return TaskBuilder(task=task, fingerprint=fingerprint, network=network)
 
 
-def _sharded_sources(parts: TaskInputs[RLOptions], scores: Any) -> tuple[NetworkSource, NetworkSource] | None:
-    """The stored models from which policy and critic are loaded shard by shard. None without sharding, for models in
-    memory, and with LoRA, whose base weights are loaded whole."""
-    options = parts.options
-    is_cut = max(options.parallel.shard, options.parallel.tensor) > 1
-    if not is_cut or parts.inputs.model is not None or options.lora.is_on or isinstance(scores, (Run, ValueHeadModel)):
-        return None
-    policy = parts.base_model(None)
-    folder = Path(scores).expanduser() if isinstance(scores, (str, Path)) else None
-    if folder is None or not folder.is_dir():
-        return policy, policy
-    if is_adapter(folder):
-        return None
-    own = find_tokenizer_or_none(folder)
-    if own is not None and own.fingerprint != parts.tokenizer.fingerprint:
-        return policy, policy
-    return policy, stored_base_model(options, parts.tokenizer, partial(open_reward_model, folder))
-
-
-def _full_reference(
-    parts: TaskInputs[Any], named: str | None, base_model: Callable[[], NetworkSource]
-) -> nn.Module | None:
+def _full_reference(parts: TaskInputs[RLOptions], base_model: Callable[[], NetworkSource]) -> nn.Module | None:
     """The reference model of RL, whole on this rank, as each rank has a different number of completions."""
-    compared = parts.reference_base(named)
+    compared = parts.reference_base(parts.options.reference)
     if compared is None and parts.is_evaluation:
         return None
-    return prepare_training(frozen_copy(compared or base_model(), parts.device), parts.options)
+    return prepare_training((compared or base_model()).frozen(World(device=parts.device)), parts.options)
 
 
 def _ptx_rows(parts: TaskInputs[RLOptions]) -> DatasetSplits[TokenizedExample] | None:
@@ -382,28 +343,6 @@ def _ptx_rows(parts: TaskInputs[RLOptions]) -> DatasetSplits[TokenizedExample] |
     found = parts.read("demonstrations", (source, None), replace(options.data, eval_fraction=0.0))
     check(found.mixture is None, "ptx.data", "a mixture of sources", "files or rows without weights")
     return found
-
-
-def _reference(parts: TaskInputs[Any], named: str | None, base_model: NetworkSource) -> NetworkSource:
-    """The reference model: the role `reference`, else the initial policy."""
-    given = parts.reference_base(named)
-    if given is None and parts.is_evaluation:
-        raise ConfigError(
-            f"the evaluation of {parts.options.task} needs its reference model",
-            fix='add reference=FOLDER or pass roles={"reference": MODEL}, the initial policy of the training',
-        )
-    return given or base_model
-
-
-def _policy(parts: TaskInputs[Any], base_model: NetworkSource) -> Callable[[World], nn.Module]:
-    """The constructor of the trained copy of the policy."""
-
-    def build(world: World) -> nn.Module:
-        if parts.is_evaluation or base_model.given is None:
-            return base_model.build(world)
-        return _sharded(trainable_copy(base_model, world.device), parts.options, world)
-
-    return build
 
 
 def _rewards(parts: TaskInputs[RLOptions]) -> Any:
@@ -444,53 +383,24 @@ def _reward_source(parts: TaskInputs[Any], source: Any, base_model: Callable[[],
 
 
 def _critic(
-    critic_base: ValueHeadModel | None, base_model: NetworkSource, options: RLOptions, world: World
-) -> ValueHeadModel:
-    """The critic: a value head model."""
-    if critic_base is not None:
-        critic = ValueHeadModel(_critic_backbone(critic_base.backbone, options, world.device))
-        critic.load_head(normalized_head(critic_base.head()))
-    else:
-        critic = ValueHeadModel(trainable_copy(base_model, world.device, "critic"))
-        critic.reset_head(options.seed)
-    return critic
-
-
-def _critic_backbone(backbone: nn.Module, options: RLOptions, device: torch.device) -> nn.Module:
-    """The backbone of the critic, initialized from the reward model."""
-    if options.lora.is_on and config_of_network(backbone) is not None:
-        return copy_with_adapter(backbone, "critic", options.lora.config, options.seed, options.compile_level)
-    return copy_model(backbone, device, options.compile_level)
-
-
-def _stored_reward_model(parts: TaskInputs[Any]) -> NetworkSource | None:
-    """The stored reward model to train on or to evaluate, loaded shard by shard. None if there is none, and with LoRA,
-    whose base weights are loaded whole."""
-    folder = parts.options.checkpoint
-    if (
-        parts.inputs.model is not None
-        or folder is None
-        or parts.options.lora.is_on
-        or not is_reward_model(Path(folder))
-    ):
-        return None
-    return stored_base_model(parts.options, parts.tokenizer, partial(open_reward_model, Path(folder)))
-
-
-def _loaded_reward_model(parts: TaskInputs[Any]) -> ValueHeadModel | None:
-    """The reward model in memory to train on or to evaluate; None to start from a language model."""
-    given, folder = parts.inputs.model, parts.options.checkpoint
-    if isinstance(given, ValueHeadModel):
-        return given
-    is_there = given is None and folder is not None and is_reward_model(Path(folder))
-    if is_there and folder is not None and parts.options.lora.is_on:
-        return load_reward_model(Path(folder), parts.device, parts.options.compile_level)
-    if parts.is_evaluation and not is_there:
-        raise ModelError("there is no reward model to evaluate", fix="add checkpoint=RUN, or train one first")
-    return None
-
-
-def _sharded(model: nn.Module, options: StageOptions, world: World) -> nn.Module:
-    """The model prepared for training and sharded over the world."""
-    parallel_model_of(prepare_training(model, options), world, sharding_of_role(model))
-    return model
+    parts: TaskInputs[RLOptions],
+    scores: Any,
+    reward_source: Callable[[], Any],
+    base_model: Callable[[], NetworkSource],
+) -> Part:
+    """The critic: a value head model, initialized from the reward model if that reads the policy's tokens, else from
+    the policy."""
+    options, source, head = parts.options, None, None
+    folder = next(iter(reward_folders(scores)), None) if isinstance(scores, (str, Path)) else None
+    if folder is not None and not is_adapter(folder) and base_model().given is None:
+        own = find_tokenizer_or_none(folder)
+        if own is None or own.fingerprint == parts.tokenizer.fingerprint:
+            source = NetworkSource(options=options).stored_as(partial(open_reward_model, folder))
+    elif (found := None if reward_members(scores) else critic_init(reward_source(), parts.tokenizer)) is not None:
+        # An initial adapter (lora.path) belongs to the policy's base model only.
+        is_plain = config_of_network(found.backbone) is None
+        lora = LoraOptions() if is_plain else replace(options.lora, path=None)
+        source = NetworkSource(options=options, given=found.backbone, adapter=lora, is_shared=True)
+        head = found.head()
+    named = replace(source or base_model(), adapter_name="critic")
+    return Part(source=named, head=value_head(head, options.seed, is_critic=True), prefix="critic.")

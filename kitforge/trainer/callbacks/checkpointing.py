@@ -56,6 +56,10 @@ class CheckpointCallback(Callback):
         if step == self._saved:
             return
         self._saved = step
+        if not run.world.is_training:
+            # What the other ranks gather from this one.
+            run.checkpoint_state()
+            return
         # Shards come from different replicas, so replicas must be equal.
         drift = run.state.parallel.repair_replicas(dict(run.state.optimizer.tensors()), run.state.layouts())
         if drift:

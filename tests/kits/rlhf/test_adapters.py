@@ -19,8 +19,8 @@ from kitforge.core.nn.quantized import quantized_bits
 from kitforge.data.tokenizers.loading import ByteTokenizer
 from kitforge.foundation.errors import ConfigError, ModelError
 from kitforge.foundation.types import Region
+from kitforge.kits.network_source import copy_model
 from kitforge.kits.rlhf.reinforcement.ppo import PolicyGradientTask
-from kitforge.kits.rlhf.roles.model_copy import copy_model
 from kitforge.kits.rlhf.roles.model_loading import load_policy, open_policy
 from kitforge.kits.rlhf.roles.value_head import ActorCritic, ValueHeadModel, policy_of
 from kitforge.models import loading as model_folder

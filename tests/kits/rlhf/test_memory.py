@@ -134,13 +134,11 @@ def play(rank: int, folder: Path, target: Path, case: tuple[str, str, ParallelCo
         values |= {f"role_ranks.{name}": [2] for name in ("rollout", "reference", "reward")}
     options = TASKS[stage].read_options(tiny.nested(values))
     inputs, lobby = Inputs(train_dataset=runs.PROMPTS), cast(Any, TestRendezvous(degrees))
-    if lobby.rank >= degrees.world_size:
-        return {"metrics": TASKS[stage].serve_roles(options, inputs, lobby).metrics}
     with Allocations() as made:
         begun: Any = TASKS[stage].assemble(options, inputs, lobby)
     parallel = begun.loop.state.parallel
     pieces = parallel.parameters()
-    limit = max(each.nbytes for each in pieces.values()) + 4 * cast(int, WIDE["dim"])
+    limit = max((each.nbytes for each in pieces.values()), default=0) + 4 * cast(int, WIDE["dim"])
     found = {
         "largest": made.largest,
         "limit": limit,

@@ -103,8 +103,6 @@ def run(stage: str, folder: Path, choices: Choices, **given: Any) -> dict[str, A
     given.setdefault("roles", {"reward": judge() if stage == "ppo" else runs.letters})
     inputs = Inputs(processor=ByteTokenizer(), train_dataset=runs.PROMPTS, **given)
     lobby: Any = TestRendezvous(options.parallel)
-    if lobby.rank >= options.parallel.world_size:
-        return {"metrics": TASKS[stage].serve_roles(options, inputs, lobby).metrics}
     made: Any = TASKS[stage].assemble(options, inputs, lobby)
     metrics = train(made.loop, made.options, made.folder, made.config_text)
     parallel = made.loop.state.parallel
@@ -239,9 +237,9 @@ def drawing_beside(rank: int, folders: list[Path], cases: list[Case]) -> list[An
         return honest_loss(self, model, micro_batch)
 
     folders[0].mkdir(exist_ok=True)
-    honest_draw, honest_loss = RolloutCollector._generate_round, PolicyGradientTask.loss
+    honest_draw, honest_loss = RolloutCollector._sample_batch, PolicyGradientTask.loss
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RolloutCollector, "_generate_round", draw)
+        patch.setattr(RolloutCollector, "_sample_batch", draw)
         patch.setattr(PolicyGradientTask, "loss", loss)
         return played(rank, folders, cases)
 
@@ -275,24 +273,24 @@ def test_an_evaluation_is_the_same_wherever_its_fragments_are(tmp_path: Path) ->
 # What a rank holds.
 
 
-def holding(rank: int, folders: list[Path], cases: list[Case]) -> list[Any]:
+def holding(_rank: int, folders: list[Path], cases: list[Case]) -> list[Any]:
     """How many networks a rank has while the run goes on, and what it read from files to get there."""
-    found: dict[str, Any] = {"read": []}
+    found: dict[str, Any] = {"read": set()}
 
     def counting(name: str, read: Any) -> Any:
-        return lambda *given, **named: found["read"].append(name) or read(*given, **named)
+        return lambda *given, **named: found["read"].add(name) or read(*given, **named)
 
     def watched(self: RolloutCollector, *given: Any) -> Any:
         gc.collect()
         found["networks"] = sum(isinstance(each, Decoder) for each in gc.get_objects())
         return honest(self, *given)
 
-    where = "collect" if rank == 0 else "serve"
-    honest = getattr(RolloutCollector, where)
+    honest = RolloutCollector.collect
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model_loading, "load_policy", counting("policy", model_loading.load_policy))
-        patch.setattr(tasks, "load_reward_model", counting("reward", tasks.load_reward_model))
-        patch.setattr(RolloutCollector, where, watched)
+        patch.setattr(model_loading, "open_policy", counting("policy", model_loading.open_policy))
+        patch.setattr(model_loading, "open_reward_model", counting("reward", model_loading.open_reward_model))
+        patch.setattr(tasks, "open_reward_model", model_loading.open_reward_model)
+        patch.setattr(RolloutCollector, "collect", watched)
         run(cases[0][0], folders[0], cases[0][1], roles={})
     return [found]
 
@@ -306,12 +304,12 @@ def test_a_rank_holds_what_it_has_a_part_in(tmp_path: Path) -> None:
     apart, judged = together([tmp_path / "ppo", tmp_path / "grpo"], cases, holding)
     # A policy and a critic, which begins as the reward model, to train and to draw with; the other two.
     assert apart == [
-        {"read": ["reward", "policy"], "networks": 2},
-        {"read": ["reward", "policy"], "networks": 2},
-        {"read": ["policy"], "networks": 1},
-        {"read": ["reward"], "networks": 1},
+        {"read": {"reward", "policy"}, "networks": 2},
+        {"read": {"reward", "policy"}, "networks": 2},
+        {"read": {"policy"}, "networks": 1},
+        {"read": {"reward"}, "networks": 1},
     ]
-    assert judged == [{"read": ["policy"], "networks": 2}, {"read": ["reward"], "networks": 1}]
+    assert judged == [{"read": {"policy"}, "networks": 2}, {"read": {"reward"}, "networks": 1}]
 
 
 # What is refused.

@@ -47,9 +47,9 @@ class AsyncRollouts:
         """The completions of later rollout batches, once finished."""
         return {number: found.result() for number, found in self._futures.items()}
 
-    def restore(self, rounds: Mapping[int, Sequence[Rollout]]) -> None:
+    def restore(self, batches: Mapping[int, Sequence[Rollout]]) -> None:
         """Restore `pending`."""
         self._futures = {}
-        for number, answers in rounds.items():
+        for number, rollouts in batches.items():
             self._futures[number] = Future()
-            self._futures[number].set_result(list(answers))
+            self._futures[number].set_result(list(rollouts))

@@ -210,7 +210,7 @@ class Episode:
     def rollout(self, has_rewards: bool) -> Rollout:
         """The episode as a rollout; each turn's reward is on the last token of the turn. Without `has_rewards` the
         score is None, to be filled in by the reward role, unless a step failed."""
-        answer = PromptCompletion(
+        completion = PromptCompletion(
             prompt=self.prompt.tokens,
             tokens=tuple(self.tokens),
             loss_mask=tuple(self.loss_mask),
@@ -223,7 +223,7 @@ class Episode:
         )
         tools = self.environment if isinstance(self.environment, CountsToolCalls) else None
         return Rollout(
-            completion=answer,
+            completion=completion,
             prompt_index=self.number,
             num_tool_calls=None if tools is None else tools.num_tool_calls,
             num_tool_failures=0 if tools is None else tools.num_tool_calls - tools.num_tool_results,

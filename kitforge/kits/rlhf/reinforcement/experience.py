@@ -54,34 +54,34 @@ def select_groups(rollouts: Sequence[Rollout], options: RLOptions) -> GroupSelec
     )
 
 
-def check_not_diverged(trajectories: Sequence[Rollout]) -> None:
+def check_not_diverged(rollouts: Sequence[Rollout]) -> None:
     """Raise TrainingError for completions without tokens: only a policy with non-finite logits generates none."""
-    if not all(each.logprobs for each in trajectories):
+    if not all(each.logprobs for each in rollouts):
         raise TrainingError(
             "the policy has diverged: its logits are not finite",
-            got=f"{sum(not each.logprobs for each in trajectories)} of {len(trajectories)} completions without a token",
+            got=f"{sum(not each.logprobs for each in rollouts)} of {len(rollouts)} completions without a token",
             expected="finite logits",
             fix="resume from an earlier checkpoint with a smaller optimizer.learning_rate",
         )
 
 
-def shaped_scores(trajectories: Sequence[Rollout], options: RLOptions, mask: Tensor) -> Tensor:
+def shaped_scores(rollouts: Sequence[Rollout], options: RLOptions, mask: Tensor) -> Tensor:
     """Rewards of completions [S], or of tokens [S, T], minus the missing-EOS and length penalties. With token rewards,
     the penalties are subtracted at the last token."""
     rl = options.rl
-    ended = torch.tensor([not each.completion.is_truncated for each in trajectories])
-    costs = missing_eos_scores(torch.zeros(len(trajectories), dtype=torch.float64), ended, rl.missing_eos_penalty)
+    ended = torch.tensor([not each.completion.is_truncated for each in rollouts])
+    costs = missing_eos_scores(torch.zeros(len(rollouts), dtype=torch.float64), ended, rl.missing_eos_penalty)
     if rl.overlong_buffer:
         # The limit is that of a turn.
-        lengths = torch.tensor([each.completion.longest_turn for each in trajectories], dtype=torch.float64)
+        lengths = torch.tensor([each.completion.longest_turn for each in rollouts], dtype=torch.float64)
         costs = costs - overlong_penalty(lengths, options.rollout.max_new_tokens, rl.overlong_buffer)
-    if any(isinstance(each.score, tuple) for each in trajectories):
+    if any(isinstance(each.score, tuple) for each in rollouts):
         rows = [
             each.score if isinstance(each.score, tuple) else (*[0.0] * (len(each.logprobs) - 1), each.reward)
-            for each in trajectories
+            for each in rollouts
         ]
         return to_token_grid(rows, mask) + torch.where(last_token_mask(mask), costs.unsqueeze(-1), 0.0)
-    return torch.tensor([each.score for each in trajectories], dtype=torch.float64) + costs
+    return torch.tensor([each.score for each in rollouts], dtype=torch.float64) + costs
 
 
 def shaped_rewards(rollouts: Sequence[Rollout], options: RLOptions) -> list[float]:
@@ -183,12 +183,12 @@ def _std(values: Sequence[float]) -> float:
     return float(torch.tensor(values, dtype=torch.float64).std()) if len(values) > 1 else 0.0
 
 
-def environment_metrics(trajectories: Sequence[Rollout]) -> dict[str, float]:
+def environment_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Turns per completion, and the number of environment steps that raised or timed out; empty without an environment.
     With tools also the calls per completion and the fractions of calls that failed and whose tool raised."""
-    if not any(each.turn_rewards for each in trajectories):
+    if not any(each.turn_rewards for each in rollouts):
         return {}
-    tools = [each for each in trajectories if each.num_tool_calls is not None]
+    tools = [each for each in rollouts if each.num_tool_calls is not None]
     num_calls = sum(each.num_tool_calls or 0 for each in tools)
     # NaN of no calls: no failure among nothing is not the best there is.
     frequencies = {
@@ -196,10 +196,10 @@ def environment_metrics(trajectories: Sequence[Rollout]) -> dict[str, float]:
         "tools/failure_frequency": sum(each.num_tool_failures for each in tools) / (num_calls or math.nan),
         "tools/error_frequency": sum(each.num_tool_errors for each in tools) / (num_calls or math.nan),
     }
-    num_timeouts = sum(each.has_timed_out for each in trajectories)
-    num_failures = sum(each.failure is not None for each in trajectories)
+    num_timeouts = sum(each.has_timed_out for each in rollouts)
+    num_failures = sum(each.failure is not None for each in rollouts)
     return {
-        "environment/turns": sum(len(each.turn_rewards) for each in trajectories) / len(trajectories),
+        "environment/turns": sum(len(each.turn_rewards) for each in rollouts) / len(rollouts),
         "environment/errors": float(num_failures - num_timeouts),
         "environment/timeouts": float(num_timeouts),
         **(frequencies if tools else {}),

@@ -1,8 +1,8 @@
 """PPO (Schulman et al., 2017) and its relatives GRPO, Dr. GRPO, DAPO, RLOO and REINFORCE++, from top to bottom.
 
 Each iteration of `PolicyGradientTask.steps`:
-  1. collect rollouts: the policy generates completions; they get rewards, reference log-probs and values
-     (`_collect_rollouts`);
+  1. collect rollouts: the policy samples completions; they are scored, and get reference log-probs and values
+     (`RolloutCollector.collect`);
   2. compute advantages and returns (`compute_experience`);
   3. update: `epochs * num_minibatches` optimizer steps over the rollout batch (`_micro_batches`, `loss`).
 """
@@ -10,7 +10,6 @@ Each iteration of `PolicyGradientTask.steps`:
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -66,12 +65,12 @@ from kitforge.kits.rlhf.reinforcement.rollout_batch import (
     to_token_grid,
     token_values,
 )
-from kitforge.kits.rlhf.reinforcement.rollout_collector import Annotator, Roles, RolloutCollector
+from kitforge.kits.rlhf.reinforcement.rollout_collector import Roles, RolloutCollector
 from kitforge.kits.rlhf.roles.model_copy import actor_critic_groups
 from kitforge.kits.rlhf.roles.reference_model import check_frozen_weights
 from kitforge.kits.rlhf.roles.value_head import critic_of, policy_of
 from kitforge.trainer.dataset_task import check_same_rows
-from kitforge.trainer.task import BestMetric, RunResult, Task
+from kitforge.trainer.task import BestMetric, Task
 
 # An update may exceed rl.target_kl by this factor, as in OpenAI's baselines and Stable-Baselines3.
 TARGET_KL_SLACK = 1.5
@@ -98,11 +97,8 @@ class PolicyGradientTask(Task):
         self._rows = rows
         # Released after the build, and with it the initial weights.
         self._build: Callable[[World], nn.Module] | None = build
-        phases: dict[str, Callable[..., list[Rollout]]] = {
-            "rollouts": self._collect_rollouts,
-            "evaluation": self._collect_eval_rollouts,
-        }
-        self._collector = RolloutCollector(options, rows, roles, world, phases)
+        self._collector = RolloutCollector(options, rows, roles, world)
+        self._is_training = world.is_training
         self._schedule = row_schedule(len(rows.train), options, world)
         self._ptx = None if pretraining is None else PtxBatches(options, pretraining, world)
         self._controller = KlController(options.kl.controller_options())
@@ -119,28 +115,19 @@ class PolicyGradientTask(Task):
         self.completion_outcomes: list[dict[str, float | None]] = []  # of each of these rollouts
 
     def build(self, world: World) -> nn.Module:
-        """The policy, with a critic for GAE, on the device."""
+        """The policy, with a critic for GAE, on the device; a module without parameters on a rank that trains
+        nothing."""
         assert self._build is not None
         build, self._build = self._build, None
-        model = build(world)
-        # Makes the rollout model if the trained one is sharded.
-        self._collector.prepare(build, model)
-        return model
+        return self._collector.prepare(build)
 
-    def serve_roles(self) -> RunResult:
-        """On an inference-only rank: run commands of the training ranks until the run ends."""
-        assert self._build is not None
-        build, self._build = self._build, None
-        self._collector.prepare(build, None)
-        del build
-        return self._collector.serve()
-
-    def on_run_end(self, ending: RunResult) -> None:
-        """Release the inference-only ranks."""
-        self._collector.close(ending)
+    def on_run_end(self) -> None:
+        """End the threads of rollouts and rewards."""
+        self._collector.close()
 
     def steps(self, model: nn.Module, cursor: Cursor) -> Iterator[list[MicroBatch]]:
-        """Updates from the cursor on, with a new rollout batch every `updates_per_rollout` of them."""
+        """Updates from the cursor on, with a new rollout batch every `updates_per_rollout` of them; empty ones where
+        nothing is trained."""
         number, served = divmod(cursor.step, self._options.rl.updates_per_rollout)
         self._reads_whole_rows = self._options.rl.has_critic or not shares_prefixes(policy_of(model))
         while True:
@@ -152,14 +139,15 @@ class PolicyGradientTask(Task):
                 self._num_served = update + 1
                 self._collector.mark_stale()
                 # Every rollout batch has the same number of steps: a step number determines its rollout batch.
-                yield [] if self._is_stopped else self._micro_batches(self._batch, number, update)
+                is_empty = self._is_stopped or not self._is_training
+                yield [] if is_empty else self._micro_batches(self._batch, number, update)
             number, served = number + 1, 0
 
     def _next_batch(self, model: nn.Module, number: int) -> RolloutBatch:
         """Collect rollouts, compute their experience and update the KL controller. Equal on all ranks."""
         options, rl, kl_coef = self._options, self._options.rl, self._controller.coef
         if self.recorded is None:
-            rollouts = self._collector.collect("rollouts", model, number, self._next_prompt_index)
+            rollouts = self._collector.collect(model, number, self._next_prompt_index)
         else:
             rollouts = self.recorded(number)
         batch = compute_experience(rollouts, options, kl_coef, self._rows.pad_id)
@@ -173,39 +161,6 @@ class PolicyGradientTask(Task):
             self._controller.update(batch.metrics["kl"], len(batch.tokens))
         stops = {} if rl.target_kl is None else {"num_target_kl_stops": float(self._num_stops)}
         return replace(batch, metrics=batch.metrics | {"kl_coef": kl_coef} | stops)
-
-    def _collect_rollouts(self, model: nn.Module | None, number: int, first: int) -> list[Rollout]:
-        """Completions of the prompts from `first` on, with rewards, reference log-probs and values.
-
-        Runs on every rank; each rank runs the roles placed on it. `model` is None on a rank without the rollout role.
-        Rollouts that `select_groups` filters out have a reward only.
-        """
-        collector, rl = self._collector, self._options.rl
-        if not rl.filter_zero_variance_groups:
-            rollouts = collector.generate_batch(model, number)
-            score = partial(collector.score, prompts=collector.prompts(first))
-            return collector.annotate(rollouts, {**self._forward_passes(model), "reward": score})
-        # Dynamic sampling (DAPO): generate for further prompts until enough groups have different rewards.
-        rollouts = []
-        for batch in range(rl.max_num_gen_batches):
-            offset = batch * rl.prompts_per_rollout
-            prompts = collector.prompts(first + offset)
-            key = f"{self._options.seed}/{number}" + (f"/{batch}" if batch else "")
-            generated = collector.generate(model, prompts, key, rl.num_generations)
-            scored = collector.annotate(generated, {"reward": partial(collector.score, prompts=prompts)})
-            rollouts += [replace(each, prompt_index=offset + each.prompt_index) for each in scored]
-            selection = select_groups(rollouts, self._options)
-            if selection.is_full:
-                break
-        selected = collector.annotate([rollouts[index] for index in selection.indices], self._forward_passes(model))
-        for index, rollout in zip(selection.indices, selected, strict=True):
-            rollouts[index] = rollout
-        return rollouts
-
-    def _forward_passes(self, model: nn.Module | None) -> dict[str, Annotator]:
-        """Per role: values (and recomputed old log-probs) of the rollout model, reference log-probs."""
-        outputs = partial(self._collector.policy_outputs, model=model)
-        return {"rollout": outputs, "reference": self._collector.reference_logprobs}
 
     def _micro_batches(self, batch: RolloutBatch, number: int, update: int) -> list[MicroBatch]:
         """This rank's part of one minibatch. Every epoch shuffles the rollout batch anew."""
@@ -314,7 +269,7 @@ class PolicyGradientTask(Task):
         num_prompts = len(self._rows.eval) if limit is None else min(limit * size, len(self._rows.eval))
         if num_prompts == 0:
             return {}
-        rollouts = self.eval_rollouts = self._collector.collect("evaluation", model, num_prompts)
+        rollouts = self.eval_rollouts = self._collector.evaluate(model, num_prompts)
         chosen = self._options.rl.eval
         metrics = compute_experience(rollouts, rl_evaluation_options(self._options), 0.0, self._rows.pad_id).metrics
         kept = {key: metrics[key] for key in metrics if key in EVAL_METRICS or key.startswith(EVAL_METRIC_PREFIXES)}
@@ -323,18 +278,6 @@ class PolicyGradientTask(Task):
             kept.pop("kl", None)
         kept |= attempt_metrics(rollouts, chosen.num_generations, chosen.pass_threshold)
         return {f"eval/{name}": value for name, value in kept.items()}
-
-    def _collect_eval_rollouts(self, model: nn.Module | None, num_prompts: int) -> list[Rollout]:
-        """Completions of the first evaluation prompts, generated as `rl.eval` says. Runs on every rank."""
-        collector, chosen, prompts = self._collector, self._options.rl.eval, self._rows.eval[:num_prompts]
-        rollouts = collector.generate(model, prompts, "evaluation", chosen.num_generations, chosen.temperature)
-        score = partial(collector.score, prompts=prompts)
-        rollouts = collector.annotate(rollouts, {**self._forward_passes(model), "reward": score})
-        if not rollouts[0].ref_logprobs or rollouts[0].old_logprobs:
-            return rollouts
-        # The engine rounds differently; in half precision its log-probs would add to the KL.
-        policies = {"old_logprobs": None if model is None else policy_of(model)}
-        return collector.annotate(rollouts, {"rollout": partial(collector.forward, policies=policies)})
 
     def parameter_groups(self, model: nn.Module, weight_decay: float) -> list[ParameterGroup]:
         """Matrices decay; embeddings, heads, norms and biases do not."""

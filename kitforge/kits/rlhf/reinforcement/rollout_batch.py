@@ -122,15 +122,15 @@ class Rollout:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values, bit for bit; without the columns of the prompt row."""
-        answer = self.completion
+        completion = self.completion
         return {
-            "is_finished": answer.is_finished,
-            "is_stopped": answer.is_stopped,
+            "is_finished": completion.is_finished,
+            "is_stopped": completion.is_stopped,
             "prompt_index": self.prompt_index,
             "score": self.score,
-            "prompt_tokens": answer.prompt,
-            "tokens": answer.tokens,
-            "loss_mask": answer.loss_mask,
+            "prompt_tokens": completion.prompt,
+            "tokens": completion.tokens,
+            "loss_mask": completion.loss_mask,
             "rewards": dict(self.rewards),
             "turn_rewards": self.turn_rewards,
             "failure": self.failure,
@@ -138,9 +138,9 @@ class Rollout:
             "num_tool_calls": self.num_tool_calls,
             "num_tool_failures": self.num_tool_failures,
             "num_tool_errors": self.num_tool_errors,
-            "turn_lengths": answer.turn_lengths,
-            "observations": answer.observations,
-            "is_turn_ended": answer.is_turn_ended,
+            "turn_lengths": completion.turn_lengths,
+            "observations": completion.observations,
+            "is_turn_ended": completion.is_turn_ended,
             **{name: getattr(self, name) for name in _TOKEN_FIELDS},
         }
 
@@ -174,10 +174,10 @@ class Rollout:
         )
 
 
-def to_state(trajectories: Sequence[Rollout]) -> dict[str, Any]:
+def to_state(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     """State of rollouts for a checkpoint: each token field as one tensor of all completions with their lengths; the
     rest as JSON values."""
-    rows = [each.to_dict() for each in trajectories]
+    rows = [each.to_dict() for each in rollouts]
     tensors: dict[str, dict[str, Tensor]] = {}
     for name, dtype in _STORED_DTYPES.items():
         held = [row.pop(name) if isinstance(row[name], tuple) else () for row in rows]

@@ -33,14 +33,14 @@ class RolloutLog(Callback):
         found = self._task.collected
         if event.kind != "step" or run.folder is None or run.world.rank > 0 or found is None:
             return
-        number, answers = found
+        number, rollouts = found
         if number == self._written:
             return
         self._written = number
-        self._show(answers, run)
+        self._show(rollouts, run)
         if self._num_kept == 0:
             return
-        lines = zip(answers, self._task.completion_outcomes, strict=True)
+        lines = zip(rollouts, self._task.completion_outcomes, strict=True)
         text = "".join(json.dumps(self._line(*each), ensure_ascii=False) + "\n" for each in lines)
         write_text(rollout_file(run.folder, number), text)
         first = [first_rollout(step, self._updates_per_rollout) for step in steps(run.folder / "checkpoints")]
@@ -48,9 +48,9 @@ class RolloutLog(Callback):
             if kept <= number - self._num_kept and not any(each <= kept < each + self._num_kept for each in first):
                 rollout_file(run.folder, kept).unlink()
 
-    def _show(self, answers: Sequence[Rollout], run: RunContext) -> None:
+    def _show(self, rollouts: Sequence[Rollout], run: RunContext) -> None:
         """Log the first completions as a table."""
-        shown = list(zip(answers[:MOST_SHOWN], self._task.completion_outcomes, strict=False))
+        shown = list(zip(rollouts[:MOST_SHOWN], self._task.completion_outcomes, strict=False))
         named = list(dict.fromkeys(name for each, _ in shown for name in each.rewards))
         others = list(shown[0][1])
         rows = [
@@ -67,16 +67,16 @@ class RolloutLog(Callback):
             "completions", ["prompt", "completion", "reward", *(f"rewards/{n}" for n in named), *others], rows
         )
 
-    def _line(self, trajectory: Rollout, outcome: Mapping[str, float | None]) -> dict[str, Any]:
+    def _line(self, rollout: Rollout, outcome: Mapping[str, float | None]) -> dict[str, Any]:
         """A line of the file: text and rewards for readers first, then the rollout itself."""
-        answer = trajectory.completion
+        completion = rollout.completion
         return {
-            "prompt": self._tokenizer.decode(answer.prompt),
-            "completion": answer.text(self._tokenizer),
-            "reward": trajectory.reward,
+            "prompt": self._tokenizer.decode(completion.prompt),
+            "completion": completion.text(self._tokenizer),
+            "reward": rollout.reward,
             **outcome,
-            **({} if trajectory.kl is None else {"kl": trajectory.kl}),
-            **trajectory.to_dict(),
+            **({} if rollout.kl is None else {"kl": rollout.kl}),
+            **rollout.to_dict(),
         }
 
 
@@ -141,11 +141,11 @@ class SampleLogger(Callback):
         page = json.dumps({"step": step, "samples": samples}, ensure_ascii=False, indent=1)
         write_text(run.folder / "samples" / f"step_{step}.json", page)
 
-    def _sample(self, trajectory: Rollout) -> dict[str, Any]:
-        answer = trajectory.completion
-        end = "" if answer.is_finished else " \N{HORIZONTAL ELLIPSIS}"
-        figures = {"reward": trajectory.reward}
-        if (kl := trajectory.kl) is not None:
+    def _sample(self, rollout: Rollout) -> dict[str, Any]:
+        completion = rollout.completion
+        end = "" if completion.is_finished else " \N{HORIZONTAL ELLIPSIS}"
+        figures = {"reward": rollout.reward}
+        if (kl := rollout.kl) is not None:
             figures["kl"] = round(kl, 4)
-        text = answer.text(self._tokenizer) + end
-        return {"prompt": self._tokenizer.decode(answer.prompt), "text": text, "figures": figures}
+        text = completion.text(self._tokenizer) + end
+        return {"prompt": self._tokenizer.decode(completion.prompt), "text": text, "figures": figures}

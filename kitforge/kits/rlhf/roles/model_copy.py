@@ -1,26 +1,18 @@
-"""Copies models, with or without LoRA, casts frozen weights, and fingerprints models."""
+"""Groups the weights of models for the optimizer, casts frozen ones, and fingerprints models."""
 
-import copy
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from kitforge.core.kernels.dispatch import CompileLevel
 from kitforge.core.kernels.mixed_precision import NATIVE_DTYPES
-from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.core.nn.linear import Linear
-from kitforge.core.nn.lora import LoraConfig, active_lora_config, attach, copy_factors, merged_weights
-from kitforge.core.nn.quantized import quantize_linears, quantized_bits
 from kitforge.core.optim.groups import ParameterGroup, decay_groups, table_names
 from kitforge.core.parallel.fsdp import local_tensor
 from kitforge.kits.rlhf.config import CriticOptions
 from kitforge.kits.rlhf.roles.value_head import critic_of
-from kitforge.models.catalog import config_of_network
-from kitforge.models.loading import build, build_on_meta
 
 # Elements of a weight per chunk of its digest.
 DIGEST_CHUNK = 2**16
@@ -48,47 +40,6 @@ def actor_critic_groups(model: nn.Module, weight_decay: float, options: CriticOp
                 own = replace(group, names=names, parameters=parameters, part=part)
                 found.append(replace(own, learning_rate=rate, max_grad_norm=norm))
     return found
-
-
-@torch.no_grad()
-def copy_model(network: nn.Module, device: torch.device, level: CompileLevel = "O1") -> nn.Module:
-    """An unsharded copy with its own weights, adapters merged."""
-    config = config_of_network(network)
-    if config is None:
-        return copy.deepcopy(network).to(device)
-    twin = build(config, device=device, level=level, dtype=cast(CausalLM, network).head_weight.dtype)
-    sources: dict[str, Tensor] = dict(network.named_parameters())
-    layers = {path: each for path, each in network.named_modules() if isinstance(each, Linear)}
-    sources |= {f"{path}.weight": each.dense_weight() for path, each in layers.items()}
-    sources |= {f"{path}.weight": weight for path, weight in merged_weights(network).items()}
-    for name, parameter in twin.named_parameters():
-        parameter.copy_(sources[name])
-    return twin
-
-
-def alias_weights(network: nn.Module, level: CompileLevel = "O1") -> nn.Module:
-    """A frozen model that shares the weights of another and may get its own adapter."""
-    config = config_of_network(network)
-    assert config is not None
-    twin = build_on_meta(config, level)
-    if (bits := quantized_bits(network)) is not None:
-        quantize_linears(twin, bits)
-    sources = dict(network.named_parameters())
-    for name in [name for name, _ in twin.named_parameters()]:
-        path, _, last = name.rpartition(".")
-        setattr(twin.get_submodule(path), last, nn.Parameter(sources[name].detach(), requires_grad=False))
-    return twin
-
-
-def copy_with_adapter(
-    network: nn.Module, name: str, fresh: LoraConfig, seed: int, level: CompileLevel = "O1"
-) -> nn.Module:
-    """A model that shares the weights, with a copy of the active adapter, or a new one."""
-    twin, config = alias_weights(network, level), active_lora_config(network)
-    attach(twin, name, config or fresh, seed)
-    if config is not None:
-        copy_factors(network, twin)
-    return twin
 
 
 @torch.no_grad()

@@ -37,10 +37,6 @@ class RolePlacement:
         """The plain values of all ranks, in order."""
         return collectives.all_gather_object(value, self._world.all_ranks)
 
-    def broadcast_object(self, value: Any) -> Any:
-        """Rank 0's plain value."""
-        return collectives.broadcast_object(value, self._world.all_ranks)
-
     def sync_weights(self, model: nn.Module | None, rollout_model: nn.Module | None) -> None:
         """Copy the trained weights, whole or sharded over ranks, into the rollout models. A rank without a model passes
         None."""

@@ -9,7 +9,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import count
+from itertools import chain, count
+from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -96,22 +97,21 @@ class ModelScorer(Scorer):
                 found[index] = RewardOutput(score=score)
         return found
 
-    def _tokens(self, answer: PromptCompletion) -> tuple[int, ...]:
+    def _tokens(self, completion: PromptCompletion) -> tuple[int, ...]:
         """The input tokens. A truncated completion has no EOS token, unless the chat template always writes one."""
         if self._own is None or self._template is None:
-            return (*answer.prompt, *answer.tokens)
-        said = answer.columns.get("prompt")
-        if answer.prompt_messages is None and isinstance(said, (list, tuple)) and is_chat(said):
-            answer = replace(answer, prompt_messages=tuple(cast(Sequence[Message], with_open_end(said))))
-        if answer.prompt_messages is not None:
+            return (*completion.prompt, *completion.tokens)
+        said = completion.columns.get("prompt")
+        if completion.prompt_messages is None and isinstance(said, (list, tuple)) and is_chat(said):
+            completion = replace(completion, prompt_messages=tuple(cast(Sequence[Message], with_open_end(said))))
+        if completion.prompt_messages is not None:
             # The reply goes on with a message that the prompt has begun, as in the rows of the reward model.
-            write = partial(self._template.training, prompt=answer.prompt_messages, **answer.prompt_inputs)
-            return with_contents(write, answer.messages(self._tokenizer)).tokens
-        text = answer.text(self._tokenizer)
-        prompt = said if isinstance(said, str) else self._tokenizer.decode(answer.prompt)
-        end = [self._own.eos_id] if answer.is_finished else []
-        opening, completion = encode_completion(self._own, prompt, text)
-        return (*opening, *completion, *end)
+            write = partial(self._template.training, prompt=completion.prompt_messages, **completion.prompt_inputs)
+            return with_contents(write, completion.messages(self._tokenizer)).tokens
+        text = completion.text(self._tokenizer)
+        prompt = said if isinstance(said, str) else self._tokenizer.decode(completion.prompt)
+        end = [self._own.eos_id] if completion.is_finished else []
+        return (*chain.from_iterable(encode_completion(self._own, prompt, text)), *end)
 
 
 # The arguments of a reward function that are no columns.
@@ -167,8 +167,8 @@ class FunctionScorer(Scorer):
                 expected=f"a list of {len(completions)}, one for each completion",
             )
         return [
-            RewardOutput(score=self._score(value, answer), rewards=self._figures(value))
-            for value, answer in zip(values, completions, strict=True)
+            RewardOutput(score=self._score(value, completion), rewards=self._figures(value))
+            for value, completion in zip(values, completions, strict=True)
         ]
 
     def _arguments(self, completions: Sequence[PromptCompletion]) -> dict[str, Any]:
@@ -205,7 +205,7 @@ class FunctionScorer(Scorer):
                 )
         return {name: float(each) for name, each in found.items()} if "score" in given else {}
 
-    def _score(self, value: Any, answer: PromptCompletion) -> Score | None:
+    def _score(self, value: Any, completion: PromptCompletion) -> Score | None:
         if isinstance(value, Mapping):
             value = _to_python(value.get("score", value))
         if value is None:
@@ -219,7 +219,7 @@ class FunctionScorer(Scorer):
             )
         if not isinstance(value, list):
             return float(value)
-        wanted = len(answer.text_tokens)
+        wanted = len(completion.text_tokens)
         if len(numbers) != wanted:
             raise TrainingError(
                 f"the reward function {self._name!r} returned the wrong number of token rewards",
@@ -227,7 +227,7 @@ class FunctionScorer(Scorer):
                 expected=f"{wanted}, one for each token",
             )
         # The EOS token was not passed to the function; its reward is 0.
-        return [float(each) for each in numbers] + [0.0] * (len(answer.tokens) - wanted)
+        return [float(each) for each in numbers] + [0.0] * (len(completion.tokens) - wanted)
 
 
 class WeightedScorer(Scorer):
@@ -417,6 +417,15 @@ def reward_members(given: Any) -> dict[str, Any]:
         # A made-up name is nobody's own.
         found[name if name not in found else next(one for one in numbered if one not in {*names, *found})] = each
     return found
+
+
+def reward_folders(given: Any) -> list[Path]:
+    """The folders among the rewards."""
+    if several := reward_members(given):
+        members = (weighted_member(name, each)[1] for name, each in several.items())
+        return [folder for each in members for folder in reward_folders(each)]
+    folder = Path(given).expanduser() if isinstance(given, (str, Path)) else None
+    return [folder] if folder is not None and folder.is_dir() else []
 
 
 def _reward_name(given: Any) -> str:

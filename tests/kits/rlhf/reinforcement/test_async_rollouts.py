@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from kitforge.foundation.errors import ConfigError
+from kitforge.kits.network_source import copy_model
 from kitforge.kits.rlhf.reinforcement.async_rollouts import AsyncRollouts
 from kitforge.kits.rlhf.reinforcement.ppo import PolicyGradientTask
 from kitforge.kits.rlhf.reinforcement.rollout_batch import Rollout, pad_rollouts, target_logprobs
-from kitforge.kits.rlhf.roles.model_copy import copy_model
 from kitforge.kits.rlhf.roles.value_head import policy_of
 from kitforge.trainer.callbacks.callback import Callback, Event, RunContext
 from tests.kits.rlhf import runs
