@@ -32,7 +32,7 @@ from tests.differential.drawn import WHOLE
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_command import losses, start_command, wait_for
 from tests.distributed.test_command import ranks_of as process_numbers
-from tests.distributed.training import TestRendezvous
+from tests.distributed.training import Losses, TestRendezvous
 from tests.kits.rlhf import runs
 from tests.patience import PATIENCE
 from tests.trainer import tiny
@@ -247,6 +247,20 @@ def drawing_beside(rank: int, folders: list[Path], cases: list[Case]) -> list[An
 @pytest.mark.slow
 def test_a_rank_of_its_own_draws_while_others_train(tmp_path: Path) -> None:
     together([tmp_path / "run"], [("grpo", at(rollout=[1]) | AHEAD)], drawing_beside)
+
+
+def stopping(_rank: int, folders: list[Path], cases: list[Case]) -> list[Any]:
+    """A callback ends the run, which the ranks besides do not call."""
+    watch = Losses()
+    watch.stop_at = 2
+    return [run(cases[0][0], folders[0], cases[0][1], callbacks=[watch])]
+
+
+@pytest.mark.slow
+def test_ranks_beside_end_with_those_that_train(tmp_path: Path) -> None:
+    ((first, beside),) = together([tmp_path], [("grpo", at(rollout=[1]) | {"parallel.timeout": 20})], stopping)
+    assert {each.name for each in (tmp_path / "checkpoints").glob("step_*")} == {"step_0", "step_2"}
+    assert beside["metrics"] == first["metrics"] and "loss" in first["metrics"]
 
 
 # Outside of a run.
