@@ -15,6 +15,36 @@ KERNEL_NESTING = 4
 # Share of functions of at most SMALL_LINES lines: a page of fragments is read by jumping.
 SMALL_LINES = 3
 SMALL_SHARE = 0.30
+# The lines that each room may have, its deepest name first: a room that outgrows its number is a choice, made in
+# docs/log.md with its reason.
+ROOM_LINES = {
+    "": 1000,
+    "cli/": 1360,
+    "core/": 10,
+    "core/checkpoint/": 2730,
+    "core/kernels/": 12500,
+    "core/nn/": 3300,
+    "core/optim/": 920,
+    "core/parallel/": 3330,
+    "data/": 2300,
+    "data/chat/": 2590,
+    "data/images/": 200,
+    "data/tables/": 3400,
+    "data/text/": 1120,
+    "data/tokenizers/": 1990,
+    "embedding_cache/": 4790,
+    "foundation/": 1220,
+    "inference/": 2820,
+    "inference/server/": 2460,
+    "kits/": 1480,
+    "kits/recommender/": 6640,
+    "kits/rlhf/": 6560,
+    "kits/transformers/": 4180,
+    "models/": 4750,
+    "report/": 1840,
+    "trainer/": 2160,
+    "verify/": 2060,
+}
 # What opens a branch or a loop. A `with` opens neither, so it does not count.
 BLOCKS = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.Try, ast.TryStar, ast.Match)
 
@@ -24,6 +54,22 @@ def file_length(sources: list[Source]) -> Findings:
         lines, wall = len(source.text.splitlines()), KERNEL_FILE_LINES if source.is_kernel else FILE_LINES
         if lines > wall:
             yield f"{source.path} has {lines} lines, over {wall}"
+
+
+def room_lines(sources: list[Source]) -> Findings:
+    """Every file lies in a room of `ROOM_LINES`, the longest name that its path begins with, and fits into it."""
+    lines: dict[str, Counter[str]] = {}
+    for source in sources:
+        path = source.path.as_posix()
+        room = max((room for room in ROOM_LINES if path.startswith(f"kitforge/{room}")), key=len)
+        lines.setdefault(room, Counter())[path] = len(source.text.splitlines())
+    for room, files in lines.items():
+        if files.total() > ROOM_LINES[room]:
+            longest = ", ".join(path for path, _ in files.most_common(3))
+            yield (
+                f"{room or 'the package outside its rooms'} has {files.total()} lines, over {ROOM_LINES[room]}: take "
+                f"some out, or raise the number with a line in docs/log.md that says why; the longest are {longest}"
+            )
 
 
 def function_length(sources: list[Source]) -> Findings:

@@ -19,6 +19,8 @@ IFS = "if a:\n  if b:\n   if c:\n    if d:\n     pass\n"
 PLANTED: list[Plant] = [
     (sizes.file_length, "data/long.py", "x = 1\n" * 501),
     (sizes.file_length, "core/kernels/norm/long.py", "x = 1\n" * 601),
+    (sizes.room_lines, "data/images/long.py", "x = 1\n" * 9999),
+    (sizes.room_lines, "new_room/long.py", "x = 1\n" * 9999),
     (sizes.function_length, "data/long.py", "def f():\n" + " x = 1\n" * 60),
     (sizes.function_length, "data/long.py", "class A:\n def f(self):\n" + "  x = 1\n" * 60),
     (
