@@ -25,6 +25,7 @@ from kitforge.core.parallel.config import ParallelConfig
 from kitforge.core.parallel.launch import launch
 from kitforge.foundation import device as devices
 from kitforge.foundation.errors import DeviceError, KitforgeError, TrainingError
+from kitforge.kits.registry import kit_of
 from tests.distributed.rank_program import TIMEOUT
 from tests.patience import PATIENCE
 
@@ -252,7 +253,7 @@ def test_ranks_that_are_started_again_go_on_from_what_was_saved(
     for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "TORCHELASTIC_RESTART_COUNT": restarts}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr(training, "steps", lambda root: [1] if has_saved and root == Path("runs/a/checkpoints") else [])
-    kit = training.kit_of("text_generation")
+    kit = kit_of("text_generation")
     options = kit.read_options({"output_dir": "runs/a"})
     assert training.restarted(options).resume == expected
 

@@ -30,6 +30,7 @@ class Ranks:
     said: Sequence[Any] = ()
 
     device = torch.device("cpu")
+    is_training = True
 
     @property
     def replica(self) -> int:

@@ -24,6 +24,10 @@ def test_no_file_is_touched_before_all_ranks_have_agreed(tmp_path: Path) -> None
         """Another rank has found something to refuse."""
 
         rank = 0
+        is_training = True
+
+        def broadcast_object(self, value: Any) -> Any:
+            return value
 
         def all_gather_object(self, value: Any) -> list[Any]:
             raise ConfigError("another rank refuses the run")

@@ -117,8 +117,8 @@ FAULTS = (
     Fault(
         breaks="scores",
         file="kits/recommender/server/app.py",
-        line='"scores": reply.rows}',
-        planted='"scores": [round(score, 2) for score in reply.rows]}',
+        line="kind: reply.rows}",
+        planted="kind: [round(score, 2) if query.k is None else score for score in reply.rows]}",
         leaves=("cache", "ranks"),
         arguments=CLICKS,
     ),

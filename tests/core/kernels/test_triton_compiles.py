@@ -20,7 +20,7 @@ def kernels_in_source() -> set[tuple[str, str]]:
     """Module and name of every kernel."""
     found = set()
     folder = ROOT / "kitforge" / "core" / "kernels"
-    for path in [*folder.glob("*/triton.py"), *folder.glob("triton_*.py")]:
+    for path in [*folder.glob("*/triton.py"), *folder.glob("triton/*.py")]:
         module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
         functions = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]
         found |= {(module, node.name) for node in functions if node.name.endswith("_kernel")}

@@ -258,7 +258,8 @@ def test_a_task_that_is_not_there_is_told_with_the_nearest(
     with pytest.raises(ConfigError, match="no such task"):
         command("evaluate", run, "tasks=[piqua.jsonl]")
     # A name without a file is one of lm-evaluation-harness, which need not be installed for files.
-    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    for name in ("lm_eval", "lm_eval.tasks"):
+        monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(DependencyError, match=r"'piqua', which has no file(.|\n)*kitforge\[evaluation\]"):
         command("evaluate", run, "tasks=[piqua]", f"data.tasks={tmp_path}")
     named = SimpleNamespace(TaskManager=lambda **_: SimpleNamespace(all_tasks=["mmlu"]))
