@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -12,6 +12,8 @@ from torch import Tensor
 MicroBatch = Mapping[str, Any]
 # Sums over a micro-batch, or denominators of a step, by name.
 Sums = dict[str, Tensor]
+# What happens to rows that cannot be used: an error that names the first, or left out and counted.
+OnInvalid = Literal["refuse", "skip"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -59,6 +59,7 @@ DROPPED: dict[str, Dropped] = {
         _NO_AXIS,
         {"tensor": 1, "context": 1, "pipeline": 1, "expert": 1, "sequence_parallel": True, "zero_stage": 3},
     ),
+    "data.on_bad_row": Dropped("data.on_invalid=refuse or skip", "error"),
     "data.truncation": Dropped("data.on_too_long=cut_left or cut_right"),
     "tokenizer.path": Dropped("tokenizer.name=PATH"),
     **_all("rl", "rl.gae_lambda", {"value_gae_lambda": None, "length_adaptive_alpha": None}),

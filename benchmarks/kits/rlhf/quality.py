@@ -30,7 +30,7 @@ CHARACTERS, LONGEST = 1000, 1024
 COMMON: dict[str, Any] = {
     "device": "cpu",
     "data.sequence_length": LONGEST,
-    "data.on_invalid": "drop",
+    "data.on_invalid": "skip",
     "data.batch_size": 32,
     "trainer.micro_batch_size": 8,
     "trainer.progress": False,

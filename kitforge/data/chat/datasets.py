@@ -41,6 +41,7 @@ from kitforge.data.text.continuation import encode_completion
 from kitforge.data.tokenizers.protocol import Tokenizer, document_frame
 from kitforge.foundation.errors import DataError, nearest
 from kitforge.foundation.log import logger
+from kitforge.foundation.types import OnInvalid
 
 _FORMAT = 5  # changes with what a row becomes, so that no older cache is read
 _log = logger(__name__)
@@ -152,7 +153,7 @@ class ChatDatasetReader:
         tokenizer: Tokenizer,
         template: ChatTemplate,
         columns: Mapping[str, str] | None = None,
-        on_invalid: Literal["refuse", "drop"] = "refuse",
+        on_invalid: OnInvalid = "refuse",
     ) -> None:
         self._tokenizer = tokenizer
         self._template = template

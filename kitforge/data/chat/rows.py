@@ -17,7 +17,7 @@ from kitforge.foundation.errors import DataError, nearest
 # Text, messages or tokens.
 Said = str | Sequence[Message] | Sequence[int]
 
-LEAVE_OUT = "leave such rows out, with data.on_invalid=drop"
+LEAVE_OUT = "leave such rows out, with data.on_invalid=skip"
 # Columns in which something is said.
 SAID = ("text", "messages", "prompt", "completion", "chosen", "rejected")
 # Columns in whose values Arrow fills in nulls.

@@ -99,5 +99,5 @@ def _empty(number: int) -> DataError:
         "the row has an empty response",
         got=f"message {number}, of which no token of its own is written",
         expected="at least one token",
-        fix="leave such rows out, with data.on_invalid=drop",
+        fix="leave such rows out, with data.on_invalid=skip",
     )

@@ -7,10 +7,10 @@ from typing import Any, Literal
 
 from kitforge.foundation.errors import DataError
 from kitforge.foundation.log import logger
+from kitforge.foundation.types import OnInvalid
 
 _log = logger(__name__)
 
-OnBadRow = Literal["error", "skip"]
 # What separates the decimals of a number that is written as text: a point, a comma, or either where a cell shows it.
 DecimalMark = Literal["auto", ".", ","]
 
@@ -55,15 +55,15 @@ def check_names(table: str, names: Sequence[str]) -> None:
 class BadRows:
     """The policy for invalid rows, with the numbers of skipped rows by reason."""
 
-    policy: OnBadRow = "error"
+    policy: OnInvalid = "refuse"
     counts: Counter[str] = field(default_factory=Counter)
 
     def handle(self, rows: Iterable[BadRow]) -> None:
         """Raise DataError for the first invalid row, or count all of them."""
         for row in rows:
             problem = row.problem
-            if self.policy == "error":
-                skip = "data.on_bad_row=skip leaves such rows out and counts them"
+            if self.policy == "refuse":
+                skip = "data.on_invalid=skip leaves such rows out and counts them"
                 raise DataError(
                     f"{row.location()} {problem.reason}",
                     got=problem.got,

@@ -17,7 +17,7 @@ from kitforge.data.document_shard import fingerprint_of
 from kitforge.data.file_bytes import FileStamp, check_unchanged, format_suffix, opened, stamp_of, text_blocks
 from kitforge.data.file_resolver import folder_values, resolve_files
 from kitforge.data.in_memory import is_dataset
-from kitforge.data.tables.bad_rows import ArrowChunk, DecimalMark, OnBadRow
+from kitforge.data.tables.bad_rows import ArrowChunk, DecimalMark
 from kitforge.data.tables.cells import CellRules, pyarrow
 from kitforge.data.tables.csv_files import CRITEO_COLUMNS, RECORD_BYTES, TextFile, first_line
 from kitforge.data.tables.frames import is_frame, open_frame
@@ -30,6 +30,7 @@ from kitforge.data.tables.times import as_times, without_order
 from kitforge.foundation.config import check
 from kitforge.foundation.errors import DataError, nearest
 from kitforge.foundation.log import logger
+from kitforge.foundation.types import OnInvalid
 
 _log = logger(__name__)
 
@@ -59,7 +60,7 @@ class TableSourceConfig:
     # Decimal mark of numbers written as text. auto: a comma in a csv file with ; that has one; else what a cell
     # shows (1.5, 12,5, 1,250.5), and a cell that shows neither (1,250) is a bad row.
     decimal: DecimalMark = "auto"
-    on_bad_row: OnBadRow = "error"
+    on_invalid: OnInvalid = "refuse"
 
     def __post_init__(self) -> None:
         is_one = self.delimiter is None or (len(self.delimiter) == 1 and self.delimiter not in '"\r\n')

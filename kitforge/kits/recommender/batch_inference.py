@@ -34,7 +34,7 @@ def check_target(target: Path, source: TableSource) -> None:
 
 
 def write_predictions(pipeline: RecommendationPipeline, source: TableSource, target: Path, progress: Advance) -> None:
-    """Write `target` atomically. Bad rows raise DataError or are skipped (data.on_bad_row); skipped rows are not in the
+    """Write `target` atomically. Bad rows raise DataError or are skipped (data.on_invalid); skipped rows are not in the
     output."""
     options = pipeline.options.predict
     kept = source.names if options.columns is None else options.columns
@@ -45,7 +45,7 @@ def write_predictions(pipeline: RecommendationPipeline, source: TableSource, tar
     writer: _ParquetWriter | _TextWriter | None = None
     suffix = target.suffix.lower()
     kinds = _column_types(source, tuple(kept)) if suffix == ".parquet" else {}
-    done, bad = 0, BadRows(policy=pipeline.options.data.on_bad_row)
+    done, bad = 0, BadRows(policy=pipeline.options.data.on_invalid)
     with atomic_file(target) as file:
         for rows, predictions in _predicted(pipeline, source, tuple(kept), bad):
             for name, values in zip(added, predictions, strict=True):

@@ -9,7 +9,7 @@ from kitforge.core.nn.embedding_spec import TableKind
 from kitforge.core.optim.build import OptimizerConfig
 from kitforge.core.optim.row_optimizers import SparseOptimizerConfig, SparseOptimizerName
 from kitforge.core.parallel.config import ParallelConfig
-from kitforge.data.tables.bad_rows import DecimalMark, OnBadRow
+from kitforge.data.tables.bad_rows import DecimalMark
 from kitforge.data.tables.source import TableFormat
 from kitforge.data.tables.split import SplitRule
 from kitforge.embedding_cache.options import AdmissionOptions, ExpiryOptions, PolicyOptions, RemoteOptions
@@ -17,6 +17,7 @@ from kitforge.embedding_cache.serving.table import ServingDtype
 from kitforge.embedding_cache.sharding.planner import ShardingType
 from kitforge.foundation.config import INTERNAL, check
 from kitforge.foundation.dtype import ExportDtype
+from kitforge.foundation.types import OnInvalid
 from kitforge.inference.server.options import HttpOptions
 from kitforge.trainer.options import RunOptions, TrainerOptions
 
@@ -105,7 +106,7 @@ class RecommendationDataOptions:
     split: SplitRule = "random"  # held-out rows: random, the last, whole groups, or the newest
     # For split=time: a column of numbers, dates or ISO 8601 texts; None: the time of data.schema.events.
     time_column: str | None = None
-    on_bad_row: OnBadRow = "error"  # skip: leave bad rows out, count and log them
+    on_invalid: OnInvalid = "refuse"  # skip: leave bad rows out, count and log them
     shuffle: bool = True
     prefetch: int = 2  # batches prepared ahead in the background
     # First rows of a stream that the features are fitted on before the first step; at most the rows of the run. They

@@ -119,7 +119,7 @@ def _streaming(
     schema = read_schema(options.schema) if encoder is None else encoder.schema
     expected = "a file, a list or a dataset, since events are sorted"
     check(schema.events is None, "data.schema.events", "rows that come once", expected)
-    bad = BadRows(policy=options.on_bad_row)
+    bad = BadRows(policy=options.on_invalid)
     stream = StreamingDataset(spec, schema, bad, encoder, options.num_fit_rows, table_config(options).cells)
     held_out = None if evaluation is None else _all(evaluation, options, stream.encoder)
     return RecommendationDataset(train=stream, eval=held_out, encoder=stream.encoder)
@@ -223,7 +223,7 @@ def _table(
     """The rows, with their time column if given."""
     if (log := click_log(spec)) is not None:
         return log
-    source, bad = _source(spec, options, schema), BadRows(policy=options.on_bad_row)
+    source, bad = _source(spec, options, schema), BadRows(policy=options.on_invalid)
     layout, root = schema.layout(), column_cache_root(options)
     if time is not None:
         source = replace(source, times=(time,))

@@ -214,7 +214,7 @@ class RecommendationPipeline:
         encoder = encoder or self.encoder
         source = open_table(rows, table_config(self.options.data)).with_known(self.encoder.schema.known_columns)
         layout = encoder.schema.layout(with_label=False)
-        table = load_table(source, layout, default_root(), BadRows(policy=self.options.data.on_bad_row))
+        table = load_table(source, layout, default_root(), BadRows(policy=self.options.data.on_invalid))
         starts = range(0, table.num_rows, ROWS_AT_ONCE)
         parts = (np.arange(start, min(start + ROWS_AT_ONCE, table.num_rows)) for start in starts)
         return [encoder.encode(NamedColumns(table.rows(part), layout)) for part in parts]

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from kitforge.data.schedule import OnSourceEnd
 from kitforge.data.tokenizers.loading import TokenizerConfig
 from kitforge.foundation.config import check
+from kitforge.foundation.types import OnInvalid
 from kitforge.inference.options import CacheSizeOptions, EngineOptions
 from kitforge.inference.text_engine import InferenceOptions
 from kitforge.kits.language_model import NetworkOptions
@@ -30,7 +31,7 @@ class ChatDatasetOptions:
     # Rows longer than data.sequence_length; cut_left and cut_right truncate them at their start and end.
     on_too_long: Literal["refuse", "drop", "cut_left", "cut_right"] = "refuse"
     # Rows with an empty completion, or with the same completion as chosen and rejected.
-    on_invalid: Literal["refuse", "drop"] = "refuse"
+    on_invalid: OnInvalid = "refuse"
     shuffle: bool = True
     # When a source of a mixture has no further rows: read it again in another order, or end the training.
     on_source_end: OnSourceEnd = "restart"

@@ -212,14 +212,14 @@ def _length_filtered(
 def _invalid_after_truncation(
     rows: Sequence[Row], overlong: NDArray[np.int64], options: ChatDatasetOptions, room: int
 ) -> NDArray[np.int64]:
-    """The rows without a trained token after truncation. Raises DataError unless data.on_invalid=drop."""
+    """The rows without a trained token after truncation. Raises DataError unless data.on_invalid=skip."""
     cut = ((number, truncated_row(rows[int(number)], room, str(options.truncation))) for number in overlong)
     lost = np.array([number for number, row in cut if not _is_valid(row)], np.int64)
     if len(lost) and options.on_invalid == "refuse":
         raise DataError(
             f"{len(lost)} of {len(rows)} rows have no trained token after truncation",
             got=f"data.on_too_long={options.on_too_long} data.sequence_length={options.sequence_length}",
-            fix="add data.on_too_long=cut_left, which keeps the ends, data.on_invalid=drop, or data.sequence_length=N",
+            fix="add data.on_too_long=cut_left, which keeps the ends, data.on_invalid=skip, or data.sequence_length=N",
         )
     if len(lost):
         _log.warning("%d of %d rows have no trained token after truncation and are dropped", len(lost), len(rows))

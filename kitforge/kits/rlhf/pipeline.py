@@ -57,7 +57,7 @@ _log = logger(__name__)
 
 def write_scores(pipeline: RewardPipeline, options: ChatDatasetOptions, target: Path, progress: Advance) -> None:
     """Score each row of `data.eval` into the column `score` of `target`, which is written atomically. Invalid rows
-    raise DataError, or are dropped and counted with data.on_invalid=drop."""
+    raise DataError, or are dropped and counted with data.on_invalid=skip."""
     if target.suffix != ".jsonl":
         raise ConfigError("invalid value for option 'output'", got=target, expected="a file .jsonl for a reward model")
     done, responses = 0, _responses(pipeline, options)

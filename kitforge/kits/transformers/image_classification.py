@@ -41,7 +41,7 @@ from kitforge.foundation.dtype import ExportDtype
 from kitforge.foundation.errors import DataError, ModelError
 from kitforge.foundation.files import write_text
 from kitforge.foundation.log import logger
-from kitforge.foundation.types import MicroBatch, Region, Sums
+from kitforge.foundation.types import MicroBatch, OnInvalid, Region, Sums
 from kitforge.kits.batch_predict import Predict, predict_rows
 from kitforge.kits.kit import LoadModel, Prepared, RunInputs, expect_network
 from kitforge.kits.language_model import FineTuningOptions, check_whole_rows, export_language_model, save_language_model
@@ -84,7 +84,7 @@ class ImageDataOptions:
     label: str = "label"  # column of rows
     batch_size: int = 64  # images per step
     augment: tuple[Literal["flip", "crop"], ...] = ("flip", "crop")  # of training images; the crop moves by an eighth
-    on_invalid: Literal["refuse", "skip"] = "refuse"  # images that cannot be decoded
+    on_invalid: OnInvalid = "refuse"  # images that cannot be decoded
     eval_fraction: float = 0.05  # fraction of the training images held out if there are no others
     shuffle: bool = True
 

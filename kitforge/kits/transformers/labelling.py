@@ -31,6 +31,7 @@ from kitforge.foundation.config import check, to_dict
 from kitforge.foundation.dtype import ExportDtype, LoadDtype
 from kitforge.foundation.errors import ConfigError, DataError, ModelError
 from kitforge.foundation.log import logger
+from kitforge.foundation.types import OnInvalid
 from kitforge.kits.batch_predict import Predict, predict_rows, row_batches
 from kitforge.kits.kit import LoadModel, Prepared, RunInputs, expect_network
 from kitforge.kits.language_model import (
@@ -64,7 +65,7 @@ class LabelledRowOptions:
     batch_size: int = 16  # rows per step
     sequence_length: int = 256  # largest number of tokens of a row
     on_too_long: Literal["refuse", "cut_right"] = "refuse"  # rows of more tokens: refuse, or drop the last ones
-    on_invalid: Literal["refuse", "skip"] = "refuse"  # rows without a text or words, or without their labels
+    on_invalid: OnInvalid = "refuse"  # rows without a text or words, or without their labels
     eval_fraction: float = 0.05  # fraction of the training rows held out if data.eval is not given
     shuffle: bool = True
     cache: str | None = None  # folder of trained tokenizers; None: $KITFORGE_CACHE or ~/.cache/kitforge

@@ -29,7 +29,7 @@ from kitforge.foundation.config import check, to_dict
 from kitforge.foundation.device import copy_to
 from kitforge.foundation.errors import DataError
 from kitforge.foundation.log import logger
-from kitforge.foundation.types import MicroBatch, Sums
+from kitforge.foundation.types import MicroBatch, OnInvalid, Sums
 from kitforge.inference.folder_defaults import with_folder_search
 from kitforge.inference.seq2seq import Seq2SeqInference, generate_targets
 from kitforge.kits.batch_predict import Predict, predict_rows, row_batches
@@ -67,7 +67,7 @@ class PairDataOptions:
     sequence_length: int = 256  # largest number of tokens of a source, its prefix and end included
     target_length: int = 128  # largest number of tokens of a target, its end included
     on_too_long: Literal["refuse", "cut_right"] = "refuse"  # texts of more tokens: refuse, or drop the last ones
-    on_invalid: Literal["refuse", "skip"] = "refuse"  # rows without both texts
+    on_invalid: OnInvalid = "refuse"  # rows without both texts
     eval_fraction: float = 0.05  # fraction of the training rows held out if data.eval is not given
     eval_texts: int = 100  # first evaluation rows whose targets are generated for BLEU or ROUGE; 0: none
     shuffle: bool = True

@@ -92,12 +92,12 @@ def test_a_finished_cache_is_not_built_again_and_says_what_it_leaves_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     rows = [{"prompt": "a", "completion": "b", "text": "c"}, {"prompt": "a", "completion": ""}]
-    first = cached("demonstrations", rows, tmp_path, on_invalid="drop")
+    first = cached("demonstrations", rows, tmp_path, on_invalid="skip")
     said = caplog.text
     assert "1 of 2 rows" in said and "text beside prompt" in said and len(first) == 1
     monkeypatch.setattr(ExampleJob, "write", None)
     caplog.clear()
-    assert cached("demonstrations", rows, tmp_path, on_invalid="drop").fingerprint == first.fingerprint
+    assert cached("demonstrations", rows, tmp_path, on_invalid="skip").fingerprint == first.fingerprint
     assert caplog.text == said
 
 
@@ -125,7 +125,7 @@ def test_whatever_changes_tokens_changes_the_cache(tmp_path: Path) -> None:
     readers = [
         reader(),
         reader(columns={"prompt": "other"}),
-        reader(on_invalid="drop"),
+        reader(on_invalid="skip"),
         ChatDatasetReader(TOKENIZER, template),
     ]
     for each in readers:
@@ -139,7 +139,7 @@ def test_whatever_changes_tokens_changes_the_cache(tmp_path: Path) -> None:
     [([{"prompt": "a", "completion": ""}], "empty response"), ([], "no rows"), ([3], "not a row")],
 )
 def test_rows_that_cannot_be_used_are_refused(rows: list[Any], words: str, tmp_path: Path) -> None:
-    for unusable in ("refuse", "drop"):
+    for unusable in ("refuse", "skip"):
         with pytest.raises(DataError, match=words):
             cached("demonstrations", rows, tmp_path, on_invalid=unusable)
 

@@ -135,14 +135,14 @@ def test_what_cannot_be_meant_is_refused_with_its_line_or_left_out(name: str, tm
         with pytest.raises(DataError, match=words) as error:
             list(getattr(reader(), kind)(source))
         assert place in str(error.value)
-        assert len(list(getattr(reader(on_invalid="drop"), kind)(source))) == 1
+        assert len(list(getattr(reader(on_invalid="skip"), kind)(source))) == 1
 
 
 def test_a_cache_refuses_or_drops_such_rows_too(tmp_path: Path) -> None:
     rows = [{"prompt": "a", "completion": "b"}, {"prompt": [1], "completion": [99999]}, {"text": "\ud83d"}]
     with pytest.raises(DataError, match="99999"):
         build_example_cache(reader(), TOKENIZER, "demonstrations", rows, tmp_path)
-    assert len(build_example_cache(reader(on_invalid="drop"), TOKENIZER, "demonstrations", rows, tmp_path)) == 1
+    assert len(build_example_cache(reader(on_invalid="skip"), TOKENIZER, "demonstrations", rows, tmp_path)) == 1
 
 
 TURNS = "\n\nHuman: Hi\n\nAssistant: [Hello|]"
@@ -301,7 +301,7 @@ def test_a_column_that_no_row_has_is_refused_with_the_nearest(name: str, tmp_pat
         list(getattr(reader(columns), kind)([row, row]))
     assert (*columns.items(),)[0][0] in str(error.value)
     if kind != "prompts":
-        for on_invalid in ("refuse", "drop"):
+        for on_invalid in ("refuse", "skip"):
             with pytest.raises(DataError, match=nearest):
                 build_example_cache(reader(columns, on_invalid), TOKENIZER, kind, [row], tmp_path)  # type: ignore[arg-type]
 
@@ -363,7 +363,7 @@ def test_lines_are_counted_once_however_many_rows_are_dropped(tmp_path: Path, mo
     file.write_text("".join(json.dumps(row) + "\n" for row in [good, *[bad] * 999]))
     num_shards, size = len(readers.row_file_shards(file)), file.stat().st_size
     num_bytes[0] = 0
-    assert len(list(reader(on_invalid="drop").demonstrations(file))) == 1
+    assert len(list(reader(on_invalid="skip").demonstrations(file))) == 1
     # One pass to cut the file, one to read it and one to count its lines; the cuts read ahead.
     assert num_shards > 9 and num_bytes[0] <= 3 * size + num_shards * size // 2
 

@@ -86,7 +86,7 @@ def test_what_the_template_does_not_write_is_refused_by_name(name: str, tokenize
         list(reader(tokenizers[which]).demonstrations([row]))
     assert "row 1" in str(error.value)
     good = {"messages": [user("a"), assistant("b")]}
-    assert len(list(reader(tokenizers[which], "drop").demonstrations([good, row, good]))) == 2
+    assert len(list(reader(tokenizers[which], "skip").demonstrations([good, row, good]))) == 2
 
 
 @pytest.mark.parametrize("extra", [{"tools": TOOLS}, {"prompt": [user("2+2?"), CALLED, TOOL]}])

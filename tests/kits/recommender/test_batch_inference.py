@@ -80,7 +80,7 @@ def test_a_bad_row_is_named_and_no_file_is_left(runs: dict[str, Path], tmp_path:
     with pytest.raises(DataError, match=r"rows\.csv:4 holds no 64-bit id in column 'c1'"):
         predict(runs["wide_deep"], tmp_path / "rows.csv", tmp_path / "scores.csv")
     assert [path.name for path in tmp_path.iterdir()] == ["rows.csv"]
-    found = predict(runs["wide_deep"], tmp_path / "rows.csv", tmp_path / "scores.csv", "data.on_bad_row=skip")
+    found = predict(runs["wide_deep"], tmp_path / "rows.csv", tmp_path / "scores.csv", "data.on_invalid=skip")
     assert [row["user"] for row in found] == ["u0", "u1", "u3"]
     expected = pipeline("recommendation", model=runs["wide_deep"])([given[place] for place in (0, 1, 3)])
     assert [np.float32(row["score"]) for row in found] == [np.float32(row["score"]) for row in expected]

@@ -150,7 +150,7 @@ def test_a_split_by_time_cuts_in_the_order_of_times(times: list[Any]) -> None:
     assert found.eval is not None and sorted(found.eval.columns(np.arange(2)).numbers("n").tolist()) == [4, 5]
 
 
-@pytest.mark.parametrize("policy", ["skip", "error"])
+@pytest.mark.parametrize("policy", ["skip", "refuse"])
 def test_events_without_one_good_row_are_refused_in_words(policy: Any) -> None:
     rows = [{"user": 1, "item": n, "time": f"01/15/202{n}"} for n in range(5)]
     source = sequences_of(open_table(rows), EventColumns(user="user", item="item", time="time"), ["item"])

@@ -35,7 +35,7 @@ RETRIEVAL: Changes = {
     "data.batch_size": (50, "null"),
     "data.eval_fraction": (0.25, "0.05"),
     "data.split": ("last", "random"),
-    "data.on_bad_row": ("skip", "error"),
+    "data.on_invalid": ("skip", "refuse"),
     "data.shuffle": (False, "true"),
     "data.prefetch": (3, "2"),
     "data.num_fit_rows": (77, "10000"),

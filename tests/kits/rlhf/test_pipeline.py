@@ -46,7 +46,7 @@ def test_a_bad_row_is_named_or_dropped(scorer: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"rows\.jsonl:3"):
         predict(scorer, source, target)
     assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
-    found = predict(scorer, source, target, "data.on_invalid=drop")
+    found = predict(scorer, source, target, "data.on_invalid=skip")
     assert [row["id"] for row in found] == [0, 1, 2, 3]
     expected = pipeline("reward", model=scorer)(ROWS[:4])
     assert [row["score"] for row in found] == [answer[0]["score"] for answer in expected]
