@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kitforge.data.text.continuation import Detokenizer
+from kitforge.data.text.continuation import Detokenizer, ReplyMarks
 from kitforge.data.tokenizers.loading import Tokenizer
 from kitforge.foundation.config import check
 from kitforge.foundation.dtype import LoadDtype
@@ -63,24 +63,24 @@ class TextEngine:
         prompt: str | Sequence[int],
         options: InferenceOptions,
         *,
-        priority: int = 0,
         num_samples: int = 1,
         key: str | int | None = None,
         num_top_logprobs: int = 0,
+        marks: ReplyMarks | None = None,
     ) -> int:
-        """See `Engine.submit`. A text gets the special tokens of the tokenizer; token ids are used as they are."""
+        """See `Engine.submit`. A text gets the special tokens of the tokenizer; token ids are used as they are. Stop
+        strings do not apply within the thoughts of `marks`."""
         tokens = self.tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else prompt
         with self.engine.lock:
             request = self.engine.submit(
                 tokens,
                 options,
-                priority=priority,
                 num_samples=num_samples,
                 key=key,
                 num_top_logprobs=num_top_logprobs,
             )
             for sample in range(num_samples):
-                self._detokenizers[request, sample] = Detokenizer(self.tokenizer, options.stop, tokens)
+                self._detokenizers[request, sample] = Detokenizer(self.tokenizer, options.stop, tokens, marks)
         return request
 
     def cancel(self, request: int) -> None:

@@ -36,7 +36,11 @@ async function answer(paragraph, signal) {
   if (!response.ok) throw new Error((await response.json()).error.message);
   for await (const event of events(response.body)) {
     if (event.error) throw new Error(event.error.message);
-    for (const choice of event.choices) paragraph.textContent += choice.delta.content;
+    for (const { delta } of event.choices) {
+      paragraph.textContent += (delta.reasoning || "") + (delta.content || "");
+      // A thought is shown, and is no part of what is sent back.
+      paragraph.reply = (paragraph.reply || "") + (delta.content || "");
+    }
     talk.scrollTop = talk.scrollHeight;
   }
 }
@@ -60,7 +64,7 @@ async function ask(words) {
       }
     }
   }
-  if (messages.includes(asked)) messages.push({ role: "assistant", content: paragraph.textContent });
+  if (messages.includes(asked)) messages.push({ role: "assistant", content: paragraph.reply || "" });
   if (running !== here) return;
   running = null;
   [send.hidden, stop.hidden] = [false, true];

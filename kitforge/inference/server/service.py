@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.data.chat.template import ChatTemplate, template_of
-from kitforge.data.text.continuation import Detokenizer
+from kitforge.data.chat.tool_calls import CALL_MARKS, CallFormat
+from kitforge.data.text.continuation import Detokenizer, ReplyMarks
 from kitforge.data.tokenizers.loading import Tokenizer
 from kitforge.foundation.errors import DataError, KitforgeError
 from kitforge.foundation.log import logger
@@ -40,11 +41,15 @@ _RESERVED_TEMPLATE_FIELDS = {"messages", "tools", "documents", "add_generation_p
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedPrompt:
-    """The tokens of a prompt; its text and the offset of each token only where it is echoed."""
+    """The tokens of a prompt; its text and the offset of each token only where it is echoed. Of a chat, what marks the
+    parts of its reply, and how that calls tools, whose arguments have the schemas `tools`."""
 
     tokens: list[int]
     text: str = ""
     offsets: list[int] = field(default_factory=list)
+    marks: ReplyMarks | None = None
+    calls: CallFormat | None = None
+    tools: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 class TokenTexts:
@@ -148,6 +153,7 @@ class Service(HttpService):
                 num_samples=1 if options.is_greedy else num_choices,
                 key=f"{owner}/{index}",
                 num_top_logprobs=request.num_top_logprobs or 0,
+                marks=prompt.marks,
                 first_choice=index * num_choices,
                 delivers_at_end=not request.stream,
                 queue=queue,
@@ -177,8 +183,8 @@ class Service(HttpService):
             prompts.append(EncodedPrompt(tokens=tokens, text=text, offsets=offsets))
         return prompts
 
-    def encode_chat(self, request: ChatRequest | TokenizeChatRequest) -> list[int]:
-        """The tokens of a chat, up to the beginning or continuation of the reply. Raises ApiError."""
+    def encode_chat(self, request: ChatRequest | TokenizeChatRequest) -> EncodedPrompt:
+        """A chat, up to the beginning or continuation of the reply. Raises ApiError."""
         further: dict[str, Any] = {}
         if request.continue_final_message:
             further["continue_final_message"] = True
@@ -190,17 +196,36 @@ class Service(HttpService):
                 message = f"{name!r} is set by a field of the request, or is not supported"
                 raise refused(name, message)
         opens_reply = not request.continue_final_message and request.add_generation_prompt is not False
-        messages = [message.to_template_message() for message in request.messages]
+        messages = _with_names([message.to_template_message() for message in request.messages])
+        tools = [] if getattr(request, "tool_choice", None) == "none" else request.tools or []
         try:
-            return self.template.tokens(messages, opens_reply=opens_reply, **further)
+            if tools:
+                # As models know tools from training.
+                kept: dict[str, Any] = {"exclude_none": True, "exclude": {"function": {"strict"}}}
+                further["tools"] = [each.model_dump(**kept) for each in tools]
+                self._check_tools(messages, further)
+            return EncodedPrompt(
+                tokens=self.template.tokens(messages, opens_reply=opens_reply, **further),
+                marks=self.template.reply_marks(messages, opens_reply=opens_reply, **further),
+                calls=self.template.calls if tools else None,
+                tools={each.function.name: each.function.parameters or {} for each in tools},
+            )
         except DataError as error:
             raise refused("messages", str(error)) from None
+
+    def _check_tools(self, messages: list[dict[str, Any]], inputs: dict[str, Any]) -> None:
+        problem = None if self.template.calls is not None else "calls tools in an unknown format"
+        problem = problem if self.template.writes_tools(messages, inputs) else "ignores tools"
+        if problem is not None:
+            expected = f"a template of {', '.join({each.name: '' for each in CALL_MARKS.values()})}"
+            fix = 'leave tools out, or set tool_choice="none"'
+            raise refused("tools", f"the chat template of this model {problem}", expected=expected, fix=fix)
 
     def tokenize(self, request: TokenizeRequest | TokenizeChatRequest) -> dict[str, Any]:
         """The response of /tokenize, in vLLM's format. Raises ApiError."""
         messages = getattr(request, "messages", None)
         if messages is not None:
-            tokens = self.encode_chat(cast("TokenizeChatRequest", request))
+            tokens = self.encode_chat(cast("TokenizeChatRequest", request)).tokens
         else:
             text = cast("TokenizeRequest", request).prompt
             tokens = self.encode(text, add_special_tokens=request.add_special_tokens)
@@ -323,6 +348,16 @@ class RequestHandle:
             "completion_tokens": made,
             "total_tokens": self.prompt_tokens + made,
         }
+
+
+def _with_names(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages, in which results of tools have the names of their calls, which some templates write."""
+    calls = [call for message in messages for call in message.get("tool_calls", ())]
+    names = {call["id"]: call["function"]["name"] for call in calls if "id" in call}
+    return [
+        {"name": names[each["tool_call_id"]], **each} if each.get("tool_call_id") in names else each
+        for each in messages
+    ]
 
 
 def _option_overrides(request: CompletionRequest | ChatRequest) -> dict[str, Any]:
