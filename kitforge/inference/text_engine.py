@@ -7,6 +7,7 @@ from kitforge.data.text.continuation import Detokenizer, ReplyMarks
 from kitforge.data.tokenizers.loading import Tokenizer
 from kitforge.foundation.config import check
 from kitforge.foundation.dtype import LoadDtype
+from kitforge.inference.constraint import Constraint
 from kitforge.inference.engine import Engine, Output
 from kitforge.inference.logprobs import PromptLogprob
 from kitforge.inference.options import EngineOptions
@@ -43,7 +44,7 @@ class TextDelta:
     hit_stop_string: bool  # the text ended at a stop string
     finish_reason: FinishReason | None
     prompt_logprobs: list[PromptLogprob] | None  # of all prompt tokens but the first; only in the first delta
-    error: Exception | None = None  # of the tokenizer, where finish_reason is "failed"
+    error: Exception | None = None  # of the tokenizer or the constraint, where finish_reason is "failed"
 
 
 class TextEngine:
@@ -65,7 +66,7 @@ class TextEngine:
         *,
         num_samples: int = 1,
         key: str | int | None = None,
-        num_top_logprobs: int = 0,
+        constraint: Constraint | None = None,
         marks: ReplyMarks | None = None,
     ) -> int:
         """See `Engine.submit`. A text gets the special tokens of the tokenizer; token ids are used as they are. Stop
@@ -77,7 +78,7 @@ class TextEngine:
                 options,
                 num_samples=num_samples,
                 key=key,
-                num_top_logprobs=num_top_logprobs,
+                constraint=constraint,
             )
             for sample in range(num_samples):
                 self._detokenizers[request, sample] = Detokenizer(self.tokenizer, options.stop, tokens, marks)
@@ -107,7 +108,8 @@ class TextEngine:
     def _delta(self, output: Output) -> TextDelta:
         detokenizer, reason = self._detokenizers[output.request, output.sample], output.finish_reason
         kept = output.tokens[:-1] if reason == "stop" else output.tokens
-        text, error = "", None
+        text = ""
+        error: Exception | None = output.error
         try:
             text = detokenizer.push(kept, is_last=reason is not None)
         except Exception as raised:  # noqa: BLE001 (an error of the tokenizer fails this sample alone)

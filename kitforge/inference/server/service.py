@@ -17,6 +17,7 @@ from kitforge.data.text.continuation import Detokenizer, ReplyMarks
 from kitforge.data.tokenizers.loading import Tokenizer
 from kitforge.foundation.errors import DataError, KitforgeError
 from kitforge.foundation.log import logger
+from kitforge.inference.constraint import Constraint
 from kitforge.inference.logprobs import PromptLogprob
 from kitforge.inference.server.application import HttpService
 from kitforge.inference.server.errors import ApiError, refused
@@ -128,8 +129,14 @@ class Service(HttpService):
         # No await between the two, so that no request is counted both as active and as done.
         return self.metrics.text({"prompts": self.num_active, **stats})
 
-    def submit(self, request: CompletionRequest | ChatRequest, prompts: Sequence[EncodedPrompt]) -> RequestHandle:
-        """Submit the prompts with `request.n` choices each. Raises ApiError for invalid or too many requests."""
+    def submit(
+        self,
+        request: CompletionRequest | ChatRequest,
+        prompts: Sequence[EncodedPrompt],
+        constraint: Constraint | None = None,
+    ) -> RequestHandle:
+        """Submit the prompts with `request.n` choices each, all of which obey the constraint. Raises ApiError for
+        invalid or too many requests."""
         num_choices = request.n or 1
         if len(prompts) * num_choices > self.limits.max_choices:
             message = f"{len(prompts)} prompts with n={num_choices} are more than {self.limits.max_choices} choices"
@@ -152,9 +159,9 @@ class Service(HttpService):
                 # Greedy choices are equal, so one is generated.
                 num_samples=1 if options.is_greedy else num_choices,
                 key=f"{owner}/{index}",
-                num_top_logprobs=request.num_top_logprobs or 0,
                 marks=prompt.marks,
                 first_choice=index * num_choices,
+                constraint=constraint,
                 delivers_at_end=not request.stream,
                 queue=queue,
             )
@@ -362,7 +369,7 @@ def _with_names(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _option_overrides(request: CompletionRequest | ChatRequest) -> dict[str, Any]:
     """The sampling options that a request sets."""
-    changes: dict[str, Any] = {
+    changes: dict[str, Any] = {"num_top_logprobs": request.num_top_logprobs or 0} | {
         ours: value for theirs, ours in _SAMPLING_FIELDS.items() if (value := getattr(request, theirs)) is not None
     }
     if request.stop is not None:
