@@ -51,7 +51,9 @@ class Grammar:
 
     def masks(self, drafts: Sequence[int]) -> Masks:
         """See `Constraint.masks`."""
-        rows = self._vocabulary.masks(self._matcher, list(drafts))
+        # Of llguidance 1.9.1, a matcher that went back over draft tokens may refuse a token that its mask allows.
+        matcher = self._matcher.deep_copy() if drafts else self._matcher
+        rows = self._vocabulary.masks(matcher, list(drafts))
         if self._matcher.is_error():
             raise DataError(
                 "the grammar of a text cannot be followed",
@@ -85,24 +87,26 @@ class GrammarCompiler:
         self._kept: OrderedDict[tuple[str, ...], Grammar] = OrderedDict()
         self._lock = Lock()
 
-    def compile(self, kind: GrammarKind, spec: Any = None, *, whitespace_pattern: str | None = None) -> Grammar:
+    def compile(
+        self, kind: GrammarKind, spec: Any = None, *, whitespace_pattern: str | None = None, around: str | None = None
+    ) -> Grammar:
         """A constraint by a schema, a regular expression, a list of choices, or a grammar in llguidance's dialect of
         Lark or in GBNF; "json_object" needs no `spec`. `whitespace_pattern`, a regular expression, is what may be
-        between two parts of JSON.
+        between two parts of JSON. `around`, in Lark, is a grammar in which that text is named `@answer`.
 
         Raises ConfigError for what cannot be enforced, and DependencyError without llguidance.
         """
         blanks = whitespace_pattern or WHITESPACE
         try:
             # The order of keys is that of the text, so they are not sorted.
-            key = (kind, json.dumps(spec), blanks)
+            key = (kind, json.dumps(spec), blanks, around or "")
         except (TypeError, ValueError, RecursionError) as error:
             raise _refused(kind, error) from None
         with self._lock:
             vocabulary = self._vocabulary = self._vocabulary or self._open()
             found = self._kept.pop(key, None)
         if found is None:
-            found = Grammar(vocabulary.matcher(kind, spec, blanks), vocabulary)
+            found = Grammar(vocabulary.matcher(kind, spec, blanks, around), vocabulary)
         with self._lock:
             self._kept[key] = found
             if len(self._kept) > NUM_KEPT:
@@ -140,10 +144,14 @@ class _Vocabulary:
     def __call__(self, text: bytes) -> list[int]:
         return self._encode(text.decode("utf-8", "replace"))
 
-    def matcher(self, kind: GrammarKind, spec: Any, blanks: str) -> Any:
+    def matcher(self, kind: GrammarKind, spec: Any, blanks: str, around: str | None = None) -> Any:
         """What follows a text by its grammar. Raises ConfigError."""
         try:
             source = _source(self._library, kind, spec, blanks)
+            if around is not None:
+                is_json = source.startswith("{")
+                own = json.loads(source)["grammars"][0] if is_json else {"lark_grammar": source}
+                source = json.dumps({"grammars": [{"lark_grammar": around}, {**own, "name": "answer"}]})
         except (TypeError, ValueError) as error:
             raise _refused(kind, error) from None
         limits = self._library.LLParserLimits(verbose_errors=False)
@@ -170,8 +178,7 @@ def _source(library: Any, kind: GrammarKind, spec: Any, blanks: str) -> str:
             raise TypeError("a schema must be an object, without options of llguidance (x-guidance)")
         if _num_nodes(schema) > MAX_NODES:
             raise ValueError(f"a schema has more than {MAX_NODES} values")
-        rules = {"whitespace_pattern": blanks, "lenient": False, "coerce_one_of": False}
-        return str(library.LLMatcher.grammar_from_json_schema(schema, overrides=rules))
+        return str(library.LLMatcher.grammar_from_json_schema(schema, overrides=json_options(blanks)))
     if kind == "choice":
         if not (isinstance(spec, list) and spec and all(isinstance(each, str) for each in spec)):
             raise TypeError("choices must be a list of texts")
@@ -183,6 +190,11 @@ def _source(library: Any, kind: GrammarKind, spec: Any, blanks: str) -> str:
         return f"start: /{library.regex_to_lark(spec, 'd')}/"
     is_gbnf = re.search(r"^\s*root\s*::=", spec, re.MULTILINE)
     return str(library.grammar_from("gbnf" if is_gbnf else "lark", spec))
+
+
+def json_options(blanks: str = WHITESPACE) -> dict[str, Any]:
+    """How llguidance reads schemas: what it cannot enforce is an error."""
+    return {"whitespace_pattern": blanks, "lenient": False, "coerce_one_of": False}
 
 
 def _num_nodes(value: Any) -> int:

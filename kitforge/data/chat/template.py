@@ -147,11 +147,16 @@ class ChatTemplate:
         return ReplyMarks(spelled=spelled, thought=None if ended > begun else thought, is_thinking=begun > ended)
 
     @cached_property
-    def spelled(self) -> dict[int, str]:
-        """The special tokens that mark thoughts and calls in replies."""
+    def mark_ids(self) -> dict[str, int]:
+        """The marks of thoughts and calls in replies that are tokens."""
         marks = (*(self.thought or ()), *(self.calls.marks if self.calls is not None else ()))
-        found = [(text, self._find_added(text)) for text in marks]
-        return {spans[0].token: text for text, spans in found if len(spans) == 1 and spans[0].is_special}
+        found = {text: self._find_added(text) for text in marks}
+        return {text: spans[0].token for text, spans in found.items() if len(spans) == 1}
+
+    @cached_property
+    def spelled(self) -> dict[int, str]:
+        """Those that are special tokens."""
+        return {token: text for text, token in self.mark_ids.items() if not self._tokenizer.token_bytes(token)}
 
     def writes_tools(self, messages: Sequence[Message], inputs: Mapping[str, Any]) -> bool:
         """Whether the conversation is another without the tools."""

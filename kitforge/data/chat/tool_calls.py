@@ -9,7 +9,7 @@ import json
 import re
 import secrets
 from collections.abc import Generator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from kitforge.data.text.continuation import ReplyMarks, num_open
@@ -36,29 +36,47 @@ class CallFormat:
     name: str
     marks: tuple[str, ...]  # before a call, after one, and further ones
     opening: re.Pattern[str]  # what stands before a call
+    # What a model writes from the mark to the name, from there to the arguments, and behind these; from there to the
+    # next name, and behind the last call.
+    writes: tuple[str, str, str, str, str]
     is_bare: bool = False  # a reply that begins with a JSON object may be a call
 
 
 # <tool_call>{"name": ..., "arguments": {...}}</tool_call>, as Hermes, Qwen 2.5 and 3.
-HERMES = CallFormat(name="Hermes", marks=("<tool_call>", "</tool_call>"), opening=re.compile(r"\s*<tool_call>\s*"))
+HERMES = CallFormat(
+    name="Hermes",
+    marks=("<tool_call>", "</tool_call>"),
+    opening=re.compile(r"\s*<tool_call>\s*"),
+    writes=('\n{"name": "', '", "arguments": ', "}\n</tool_call>", '\n<tool_call>\n{"name": "', ""),
+)
 # <tool_call><function=name><parameter=key>value</parameter></function></tool_call>, in which values are text whose
 # types the tool's schema tells.
-QWEN_CODER = CallFormat(name="Qwen 3 Coder", marks=HERMES.marks, opening=HERMES.opening)
+QWEN_CODER = replace(
+    HERMES,
+    name="Qwen 3 Coder",
+    writes=("\n<function=", ">\n", "</function>\n</tool_call>", "\n<tool_call>\n<function=", ""),
+)
 # Llama 3: a reply that is {"name": ..., "parameters": {...}}, or some of these with ";" between.
 LLAMA = CallFormat(
-    name="Llama 3", marks=("<|python_tag|>", ""), opening=re.compile(r"\s*(?:<\|python_tag\|>)?\s*;?\s*"), is_bare=True
+    name="Llama 3",
+    marks=("<|python_tag|>", ""),
+    opening=re.compile(r"\s*(?:<\|python_tag\|>)?\s*;?\s*"),
+    writes=('{"name": "', '", "parameters": ', "}", '; {"name": "', ""),
+    is_bare=True,
 )
-# [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...], later [TOOL_CALLS]name[ARGS]{...}.
+# [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...], later [TOOL_CALLS]name[ARGS]{...}. Both are read.
 MISTRAL = CallFormat(
     name="Mistral",
     marks=("[TOOL_CALLS]", "]", "[ARGS]", "[CALL_ID]"),
     opening=re.compile(r"\s*(?:\[TOOL_CALLS\]\s*\[?|,)?\s*"),
+    writes=("", "[ARGS]", "", "[TOOL_CALLS]", ""),
 )
 # The mark by which the format of calls is found in a chat template, the first that is there.
 CALL_MARKS = {
     "<function=": QWEN_CODER,
     "<tool_call>": HERMES,
-    "[TOOL_CALLS]": MISTRAL,
+    "[ARGS]": MISTRAL,
+    "[TOOL_CALLS]": replace(MISTRAL, writes=('[{"name": "', '", "arguments": ', "}", ', {"name": "', "]")),
     "<|python_tag|>": LLAMA,
     '"parameters": ': LLAMA,
 }
@@ -154,7 +172,7 @@ class ReplyReader:
             while (end := _FUNCTION_END.search(self._text, start)) is None and not self._is_last:
                 yield
             return self._function(start, end) and ((yield from self._skip(calls.marks[1])) or True)
-        header = _NAMED if calls == MISTRAL and not self._text.startswith("{", start) else _JSON
+        header = _NAMED if calls.name == MISTRAL.name and not self._text.startswith("{", start) else _JSON
         scanner = JsonScanner()
         while (found := header.match(self._text, start)) is None:
             size = scanner.feed(self._text[stop:]) if header is _JSON else None
@@ -222,7 +240,7 @@ class ReplyReader:
         """A call begins, whose arguments follow `size` characters later."""
         self._text = self._text[size:]
         # The chat templates of Mistral want nine letters or digits.
-        name_part = secrets.token_hex(5)[:9] if calls == MISTRAL else f"call_{secrets.token_hex(12)}"
+        name_part = secrets.token_hex(5)[:9] if calls.name == MISTRAL.name else f"call_{secrets.token_hex(12)}"
         self._parts.append(ReplyPart(kind="call", text=name, call=self._num_begun, id=name_part))
         self._num_begun += 1
 
@@ -294,3 +312,101 @@ def call_format_of(source: str) -> CallFormat | None:
 def thought_of(source: str) -> tuple[str, str] | None:
     """What begins and what ends a thought in a chat template."""
     return next((each for each in _THOUGHTS if each[1] in source), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallRules:
+    """The calls that a reply may have, or must."""
+
+    calls: CallFormat
+    schemas: Mapping[str, Mapping[str, Any]]  # of the arguments, by the name of the tool
+    is_required: bool
+    is_single: bool
+    options: Mapping[str, Any]  # of llguidance for JSON
+
+
+class ReplyGrammar:
+    """Writes the grammar of a reply in llguidance's dialect of Lark. Marks that are tokens, `ids` by their spelling,
+    are these tokens and no other text."""
+
+    def __init__(self, ids: Mapping[str, int]) -> None:
+        self._ids = ids
+        self._rules: list[str] = []
+
+    def source(self, marks: ReplyMarks, rules: CallRules | None, *, has_answer: bool) -> str:
+        """The grammar, in which `@answer` stands for another one of the content; without that, content is any."""
+        body = "@answer" if rules is None else self._body(rules, has_answer=has_answer)
+        if marks.thought is not None:
+            begin, end = marks.thought
+            self._until("thought", end)
+            thought = "thought /\\n{0,2}/"
+            body = f"{thought if marks.is_thinking else f'({self._text(begin)} {thought})?'} ({body})"
+        return "\n".join([f"start: {body}", *self._rules])
+
+    def _body(self, rules: CallRules, *, has_answer: bool) -> str:
+        first, middle, behind, following, last = rules.calls.writes
+        is_bare = rules.calls.is_bare
+        for number, (name, schema) in enumerate(rules.schemas.items()):
+            head, tail = self._text(name + middle), self._text(behind)
+            if is_bare:
+                # Cut into the lexemes of JSON, which may be an answer's.
+                first, following, head, tail = "", "; ", "", ""
+                members = {"name": {"const": name}, "parameters": {"type": "object", **schema}}
+                schema = {"properties": members, "required": list(members), "additionalProperties": False}
+            self._rules.append(f"call{number}: {head} arguments{number} {tail}")
+            if rules.calls == QWEN_CODER:
+                self._parameters(number, schema, rules.options)
+            else:
+                self._rules.append(f"arguments{number}: {_json(schema, rules.options)}")
+        call = f"({' | '.join(f'call{number}' for number in range(len(rules.schemas)))})"
+        more = "" if rules.is_single else f"({self._text(following)} {call})*"
+        calls = f"{self._text(first)} {call} {more} {self._text(last)}"
+        begin = "" if is_bare else rules.calls.marks[0]
+        if rules.is_required or has_answer:
+            return f"{self._text(begin)} {calls}" + ("" if rules.is_required else " | @answer")
+        if is_bare:
+            return rf"/([^{{\s](.|\n)*)?/ | {calls}"
+        self._until("opening", begin)
+        self._rules.append(f"CONTENT: {_without(begin)}")
+        return f"CONTENT | opening {calls}"
+
+    def _parameters(self, number: int, schema: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+        """The arguments of Qwen 3 Coder, in the order of the schema."""
+        required, written = schema.get("required", ()), []
+        for index, (key, each) in enumerate(schema.get("properties", {}).items()):
+            name, end = f"value{number}x{index}", "\n</parameter>\n"
+            if "enum" in each:
+                said = (one if isinstance(one, str) else json.dumps(one) for one in each["enum"])
+                self._rules.append(f"{name}: ({' | '.join(map(_quoted, said))}) {_quoted(end)}")
+            elif each.get("type") in ("integer", "number", "boolean", "array", "object"):
+                self._rules.append(f"{name}: {name}json {_quoted(end)}\n{name}json: {_json(each, options)}")
+            else:
+                self._rules.append(rf"{name}[suffix={_quoted(end)}]: /(.|\n)*/")
+            value = f"{_quoted(f'<parameter={key}>' + chr(10))} {name}"
+            written.append(value if key in required else f"({value})?")
+        self._rules.append(f"arguments{number}: {' '.join(written) or _quoted('')}")
+
+    def _until(self, name: str, mark: str) -> None:
+        """A rule of any text up to a mark, and that."""
+        if mark in self._ids:
+            self._rules += [f"{name}: {name.upper()} {self._text(mark)}", f"{name.upper()}: {_without(mark)}"]
+        else:
+            self._rules.append(rf"{name}[suffix={_quoted(mark)}]: /(.|\n)*/")
+
+    def _text(self, text: str) -> str:
+        marks = "|".join(map(re.escape, self._ids))
+        pieces = re.split(f"({marks})", text) if marks else [text]
+        return " ".join(f"<[{self._ids[each]}]>" if each in self._ids else _quoted(each) for each in pieces if each)
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _without(mark: str) -> str:
+    """Any text in which a mark is not spelt."""
+    return r"/(.|\n)*/ & ~/(.|\n)*MARK(.|\n)*/".replace("MARK", re.escape(mark).replace("/", r"\/"))
+
+
+def _json(schema: Mapping[str, Any], options: Mapping[str, Any]) -> str:
+    return f"%json {json.dumps({'type': 'object', **schema, 'x-guidance': options})}"

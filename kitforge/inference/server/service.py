@@ -8,16 +8,18 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.data.chat.template import ChatTemplate, template_of
-from kitforge.data.chat.tool_calls import CALL_MARKS, CallFormat
+from kitforge.data.chat.tool_calls import CALL_MARKS, CallFormat, CallRules, ReplyGrammar
 from kitforge.data.text.continuation import Detokenizer, ReplyMarks
 from kitforge.data.tokenizers.loading import Tokenizer
 from kitforge.foundation.errors import DataError, KitforgeError
 from kitforge.foundation.log import logger
 from kitforge.inference.constraint import Constraint
+from kitforge.inference.grammar import GrammarCompiler, GrammarKind, json_options
 from kitforge.inference.logprobs import PromptLogprob
 from kitforge.inference.server.application import HttpService
 from kitforge.inference.server.errors import ApiError, refused
@@ -28,7 +30,13 @@ from kitforge.inference.text_engine import InferenceOptions, TextDelta, TextEngi
 
 if TYPE_CHECKING:
     # Needs pydantic, so it is imported at run time by `app.create_app` alone.
-    from kitforge.inference.server.requests import ChatRequest, CompletionRequest, TokenizeChatRequest, TokenizeRequest
+    from kitforge.inference.server.requests import (
+        ChatRequest,
+        CompletionRequest,
+        TokenizeChatRequest,
+        TokenizeRequest,
+        Tool,
+    )
 
 _log = logger(__name__)
 
@@ -51,6 +59,7 @@ class EncodedPrompt:
     marks: ReplyMarks | None = None
     calls: CallFormat | None = None
     tools: dict[str, dict[str, Any]] = field(default_factory=dict)
+    grammar: str | None = None  # of the reply, in which `@answer` is the structure that the request asks for
 
 
 class TokenTexts:
@@ -101,6 +110,7 @@ class Service(HttpService):
         self._defaults = defaults
         self._engine = texts.engine
         self._geometry = cast(CausalLM, texts.engine.model).geometry
+        self._grammars = GrammarCompiler(texts.tokenizer, texts.tokenizer.eos_ids, self._geometry.vocab_size)
         self._max_model_len = min(self._geometry.max_length, texts.engine.num_slots)
 
     def model_card(self) -> dict[str, Any]:
@@ -128,6 +138,18 @@ class Service(HttpService):
         stats = await self.worker.stats()
         # No await between the two, so that no request is counted both as active and as done.
         return self.metrics.text({"prompts": self.num_active, **stats})
+
+    async def constraint(self, request: CompletionRequest | ChatRequest, prompt: EncodedPrompt) -> Constraint | None:
+        """What the texts of a request must be, compiled in a thread of its own. Raises ApiError."""
+        structure: tuple[str, GrammarKind, Any] | None = getattr(request, "structure", None)
+        if structure is None and prompt.grammar is None:
+            return None
+        field, kind, spec = structure or ("tools", "grammar", prompt.grammar)
+        around = None if structure is None else prompt.grammar
+        try:
+            return await asyncio.to_thread(partial(self._grammars.compile, kind, spec, around=around))
+        except KitforgeError as error:
+            raise ApiError(400, str(error), parameter=field, code="invalid_value") from None
 
     def submit(
         self,
@@ -211,14 +233,41 @@ class Service(HttpService):
                 kept: dict[str, Any] = {"exclude_none": True, "exclude": {"function": {"strict"}}}
                 further["tools"] = [each.model_dump(**kept) for each in tools]
                 self._check_tools(messages, further)
+            marks = self.template.reply_marks(messages, opens_reply=opens_reply, **further)
             return EncodedPrompt(
                 tokens=self.template.tokens(messages, opens_reply=opens_reply, **further),
-                marks=self.template.reply_marks(messages, opens_reply=opens_reply, **further),
+                marks=marks,
+                grammar=self._reply_grammar(request, marks, tools),
                 calls=self.template.calls if tools else None,
                 tools={each.function.name: each.function.parameters or {} for each in tools},
             )
         except DataError as error:
             raise refused("messages", str(error)) from None
+
+    def _reply_grammar(
+        self, request: ChatRequest | TokenizeChatRequest, marks: ReplyMarks, tools: Sequence[Tool]
+    ) -> str | None:
+        """What a reply must be; None where nothing is asked of it but what `request.structure` says of all of it."""
+        choice = getattr(request, "tool_choice", None)
+        has_answer = getattr(request, "structure", None) is not None
+        named = None if isinstance(choice, str | None) else choice.function.name
+        is_required = named is not None or choice == "required"
+        is_single = named is not None or getattr(request, "parallel_tool_calls", None) is False
+        is_strict = any(each.function.strict for each in tools)
+        rules, functions = None, [each.function for each in tools if named in (None, each.function.name)]
+        if self.template.calls is not None and tools and (has_answer or is_required or is_single or is_strict):
+            rules = CallRules(
+                calls=self.template.calls,
+                schemas={
+                    each.name: (each.parameters or {}) if each.strict or is_required else {} for each in functions
+                },
+                is_required=is_required,
+                is_single=is_single,
+                options=json_options(),
+            )
+        if rules is None and not (has_answer and marks.thought):
+            return None
+        return ReplyGrammar(self.template.mark_ids).source(marks, rules, has_answer=has_answer)
 
     def _check_tools(self, messages: list[dict[str, Any]], inputs: dict[str, Any]) -> None:
         problem = None if self.template.calls is not None else "calls tools in an unknown format"

@@ -1,18 +1,26 @@
 """Replies are read into content, thoughts and calls, the same however they are cut."""
 
+import itertools
 import json
+import re
+from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
+import llguidance
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kitforge.data.chat.tool_calls import (
+    CALL_MARKS,
     HERMES,
     LLAMA,
     MISTRAL,
     QWEN_CODER,
     CallFormat,
+    CallRules,
+    ReplyGrammar,
     ReplyPart,
     ReplyReader,
     call_format_of,
@@ -229,8 +237,83 @@ def test_the_format_is_that_of_the_template() -> None:
     sources = [
         "{{ '<tool_call>' }}",
         "{{ '<tool_call>\n<function=' }}",
-        "{{ '[TOOL_CALLS]' }}",
+        "{{ '[TOOL_CALLS][ARGS]' }}",
         "{{ '\"parameters\": ' }}",
         "{{ tools }}",
     ]
     assert [call_format_of(each) for each in sources] == [HERMES, QWEN_CODER, MISTRAL, LLAMA, None]
+
+
+SPELT = ["<eos>", "[TOOL_CALLS]", "<tool_call>", "</tool_call>", "[ARGS]", "<think>", "</think>"]
+HELD = {
+    "f": {
+        "type": "object",
+        "properties": {"a": {"type": "integer"}, "s": {"type": "string"}, "e": {"enum": ["x", "y"]}},
+        "required": ["a"],
+        "additionalProperties": False,
+    },
+    "g": {"type": "object", "properties": {}},
+}
+ANSWER = {"type": "object", "properties": {"z": {"type": "integer"}}, "required": ["z"], "additionalProperties": False}
+
+
+class Words(SimpleNamespace):
+    """Bytes, and the marks as tokens."""
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        return list(text if isinstance(text, bytes) else text.encode())
+
+
+@cache
+def vocabulary(is_special: bool) -> Any:
+    tokens = [bytes([byte]) for byte in range(256)] + [each.encode() for each in SPELT]
+    special = list(range(256, len(tokens))) if is_special else [256]
+    words = Words(bos_token_id=None, eos_token_id=256, tokens=tokens, special_token_ids=special)
+    return llguidance.LLTokenizer(llguidance.TokenizerWrapper(words), eos_token=[256])
+
+
+def fits(source: str, text: str, ids: dict[str, int], is_special: bool) -> bool:
+    if "@answer" in source:
+        source = json.dumps({"grammars": [{"lark_grammar": source}, {"name": "answer", "json_schema": ANSWER}]})
+    matcher = llguidance.LLMatcher(vocabulary(is_special), source, log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    pieces = re.split(f"({'|'.join(map(re.escape, ids))})", text) if ids else [text]
+    tokens = [token for each in pieces for token in ([ids[each]] if each in ids else each.encode())]
+    return all(matcher.validate_tokens([token]) and matcher.consume_token(token) for token in tokens) and (
+        matcher.is_accepting()
+    )
+
+
+def written(calls: CallFormat, given: list[tuple[str, str]]) -> str:
+    first, middle, behind, following, last = calls.writes
+    begin = "" if calls.is_bare else calls.marks[0]
+    return begin + first + following.join(f"{name}{middle}{each}{behind}" for name, each in given) + last
+
+
+@pytest.mark.parametrize(
+    "marks", [ReplyMarks(), ReplyMarks(thought=THOUGHT), ReplyMarks(thought=THOUGHT, is_thinking=True)]
+)
+@pytest.mark.parametrize("kind", ["text", "added", "special"])
+@pytest.mark.parametrize("calls", {id(each): each for each in CALL_MARKS.values()}.values(), ids=lambda each: each.name)
+def test_the_grammar_of_a_reply_takes_what_is_read_of_it(calls: CallFormat, kind: str, marks: ReplyMarks) -> None:
+    ids = {} if kind == "text" else {each: 256 + number for number, each in enumerate(SPELT) if number}
+    right, wrong, none = '{"a": 1, "s": "ü"}', '{"a": "1"}', "{}"
+    if calls == QWEN_CODER:
+        right = "<parameter=a>\n1\n</parameter>\n<parameter=s>\nü <b>\n</parameter>\n"
+        wrong, none = "<parameter=a>\nx\n</parameter>\n", ""
+    one, two, bad = (written(calls, each) for each in ([("f", right)], [("f", right), ("g", none)], [("f", wrong)]))
+    assert [name for name, _ in read(two, calls)["calls"]] == ["f", "g"]
+    thought = "\nhm { x\n</think>\n\n" if marks.is_thinking else ""
+    for is_required, is_single, has_answer in itertools.product([False, True], repeat=3):
+        rules = CallRules(calls=calls, schemas=HELD, is_required=is_required, is_single=is_single, options={})
+        source = ReplyGrammar(ids).source(marks, rules, has_answer=has_answer)
+        is_free = not is_required and not has_answer
+        wanted = {one: True, two: not is_single, bad: False, "hello": is_free, "": is_free}
+        wanted['{"z": 1}'] = not is_required and (has_answer or not calls.is_bare)
+        if is_free and not calls.is_bare:
+            wanted |= {"So.\n" + one: True, "So.\n" + bad: False}
+        assert {text: fits(source, thought + text, ids, kind == "special") for text in wanted} == wanted
+        if marks.thought and not marks.is_thinking:
+            assert fits(source, "<think>hm</think>\n" + one, ids, kind == "special")
+        if marks.is_thinking and not is_free:
+            assert not fits(source, one, ids, kind == "special")

@@ -77,13 +77,20 @@ def begin() -> Iterator[Any]:
     """Starts servers, one for each template."""
     patch = pytest.MonkeyPatch()
     script: list[list[int]] = []
-    sample, started = Engine._sample, []
+    sample = Engine._sample
 
     def scripted(engine: Engine, works: Any, logits: torch.Tensor, hidden: Any) -> None:
-        for row, work in enumerate(each for each in works if each.needs_logits):
-            own = script[work.sequence.sample % len(script)]
-            logits[row, own[min(len(work.sequence.tokens) - work.sequence.prompt_length, len(own) - 1)]] += 1000
+        ready = [work for work in works if work.needs_logits]
+        # A row for each draft token and one more.
+        rows = [(work.sequence, count) for work in ready for count in range(len(work.draft_tokens) + 1)]
+        for row, (sequence, count) in enumerate(rows):
+            own = script[sequence.sample % len(script)]
+            place = len(sequence.tokens) - sequence.prompt_length + count
+            logits[row, own[min(place, len(own) - 1)]] += 1000
         sample(engine, works, logits, hidden)
+
+    started: list[Any] = []
+    served: list[Scripted] = []
 
     def start(folder: Path, source: str, special: list[str] | None = None) -> Scripted:
         save_tokenizer(folder, "bytes", source)
@@ -102,10 +109,13 @@ def begin() -> Iterator[Any]:
         texts = TextEngine(Engine(model, EngineOptions(), stop_ids=tokenizer.eos_ids), tokenizer)
         server = serving(Service(texts, "tiny", InferenceOptions(max_new_tokens=16), ServeOptions()))
         started.append(server)
-        return Scripted(server.__enter__(), script)
+        served.append(Scripted(server.__enter__(), script))
+        return served[-1]
 
     patch.setattr(Engine, "_sample", scripted)
     yield start
+    for each in served:
+        each.client.close()
     for server in started:
         server.__exit__(None, None, None)
     patch.undo()
@@ -294,3 +304,61 @@ def test_log_probabilities_come_with_calls(hermes: Scripted) -> None:
     assert bytes(b for each in plain.choices[0].logprobs.content for b in each.bytes).decode() == ONE
     pieces = [each.token for event in streamed for each in event.choices[0].logprobs.content]
     assert pieces == found
+
+
+BABBLE = "Well, no."  # of a model that does not call by itself
+
+
+def names_of(answer: Any) -> list[str]:
+    return [each.function.name for each in answer.choices[0].message.tool_calls or ()]
+
+
+@pytest.mark.parametrize("family", ["hermes", "mistral"])
+def test_a_call_that_is_required_is_made_in_the_models_own_format(family: str, request: pytest.FixtureRequest) -> None:
+    served: Scripted = request.getfixturevalue(family)
+    served.says(BABBLE)
+    required = served.whole(tool_choice="required", parallel_tool_calls=False, max_tokens=200, logprobs=True)
+    (message,) = [each.message for each in required.choices]
+    assert message.content is None and len(message.tool_calls) == 1
+    text = "".join(bytes(each.bytes).decode("utf-8", "replace") for each in required.choices[0].logprobs.content)
+    assert text.startswith("<tool_call>\n{" if family == "hermes" else ("add", "now"))
+    named = {"type": "function", "function": {"name": "now"}}
+    for name, stream in (("now", False), ("now", True)):
+        wishes = {"tool_choice": named, "max_tokens": 200}
+        if stream:
+            assert [each["function"]["name"] for each in served.streamed(**wishes)[0]["tool_calls"]] == [name]
+        else:
+            assert names_of(served.whole(**wishes)) == [name]
+
+
+def test_strict_tools_hold_calls_to_their_schema_and_leave_content_alone(hermes: Scripted) -> None:
+    strict = [{"type": "function", "function": {**ADD, "strict": True}}]
+    hermes.says('So.\n<tool_call>\n{"name": "add", "arguments": {"a": "one"}}\n</tool_call>')
+    plain, held = (hermes.whole(tools=each, max_tokens=60) for each in (TOOLS, strict))
+    assert calls_of(plain.choices[0].message) == [("add", '{"a": "one"}')]
+    (call,) = held.choices[0].message.tool_calls
+    assert held.choices[0].message.content == "So." and call.function.arguments.startswith('{"a": ')
+    assert not call.function.arguments.startswith('{"a": "')
+    hermes.says(BABBLE)
+    assert hermes.whole(tools=strict).choices[0].message.content == BABBLE
+
+
+def test_parallel_calls_may_be_declined(hermes: Scripted) -> None:
+    hermes.says(ONE + "\n" + ONE)
+    assert names_of(hermes.whole()) == ["add", "add"]
+    assert names_of(hermes.whole(parallel_tool_calls=False)) == ["add"]
+
+
+@pytest.mark.parametrize("opens", [False, True])
+def test_a_required_call_comes_behind_the_thought(hermes: Scripted, begin: Any, tmp_path: Path, opens: bool) -> None:
+    served = begin(tmp_path, OPENED) if opens else hermes
+    served.says(("" if opens else "<think>") + "\nhm </think>\n\n" + ONE)
+    choice = served.whole(tool_choice="required").choices[0]
+    assert choice.message.reasoning == "hm " and names_of(served.whole(tool_choice="required")) == ["add"]
+
+
+def test_a_schema_that_cannot_be_enforced_is_told(hermes: Scripted) -> None:
+    odd = {"type": "function", "function": {"name": "f", "parameters": {"not": {}}, "strict": True}}
+    with pytest.raises(openai.BadRequestError, match="not") as told:
+        hermes.whole(tools=[odd])
+    assert told.value.param == "tools"
