@@ -186,7 +186,7 @@ def _source(library: Any, kind: GrammarKind, spec: Any, blanks: str) -> str:
     if not isinstance(spec, str):
         raise TypeError("a grammar must be a text")
     if kind == "regex":
-        # Of ASCII, as clients of other servers expect: a digit of another script is no digit of JSON.
+        # \d of ASCII, as clients of other servers expect.
         return f"start: /{library.regex_to_lark(spec, 'd')}/"
     is_gbnf = re.search(r"^\s*root\s*::=", spec, re.MULTILINE)
     return str(library.grammar_from("gbnf" if is_gbnf else "lark", spec))

@@ -240,8 +240,8 @@ class ReplyReader:
         """A call begins, whose arguments follow `size` characters later."""
         self._text = self._text[size:]
         # The chat templates of Mistral want nine letters or digits.
-        name_part = secrets.token_hex(5)[:9] if calls.name == MISTRAL.name else f"call_{secrets.token_hex(12)}"
-        self._parts.append(ReplyPart(kind="call", text=name, call=self._num_begun, id=name_part))
+        call_id = secrets.token_hex(5)[:9] if calls.name == MISTRAL.name else f"call_{secrets.token_hex(12)}"
+        self._parts.append(ReplyPart(kind="call", text=name, call=self._num_begun, id=call_id))
         self._num_begun += 1
 
     def _refuse(self, size: int, problem: str | None) -> bool:
