@@ -255,20 +255,21 @@ class ChatFormat(ResponseFormat):
 
 def _said(parts: Iterable[ReplyPart]) -> dict[str, Any]:
     """The parts of a reply under OpenAI's names; thoughts under both that clients know."""
-    texts: dict[str, str] = {"content": "", "reasoning": ""}
+    texts: dict[tuple[str, int], list[str]] = {}
     calls: dict[int, dict[str, Any]] = {}
     for part in parts:
         if part.kind == "call":
             function = {"name": part.text, "arguments": ""}
             calls[part.call] = {"index": part.call, "id": part.id, "type": "function", "function": function}
-        elif part.kind == "arguments":
-            call = calls.setdefault(part.call, {"index": part.call, "function": {"arguments": ""}})
-            call["function"]["arguments"] += part.text
         else:
-            texts[part.kind] += part.text
-    said: dict[str, Any] = {name: text for name, text in texts.items() if text}
-    if texts["reasoning"]:
-        said["reasoning_content"] = texts["reasoning"]
+            texts.setdefault((part.kind, part.call * (part.kind == "arguments")), []).append(part.text)
+    said: dict[str, Any] = {}
+    for (kind, index), pieces in texts.items():
+        if kind == "arguments":
+            call = calls.setdefault(index, {"index": index, "function": {}})
+            call["function"]["arguments"] = "".join(pieces)
+        else:
+            said |= {name: "".join(pieces) for name in ([kind] if kind == "content" else [kind, "reasoning_content"])}
     return said | ({"tool_calls": list(calls.values())} if calls else {})
 
 
