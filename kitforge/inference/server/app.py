@@ -125,7 +125,7 @@ async def _respond(
     """The response, full or streamed. A disconnect of the client cancels it."""
     from fastapi.responses import JSONResponse, StreamingResponse
 
-    handle = service.submit(params, prompts)
+    handle = service.submit(params, prompts, await service.constraint(params))
     request.scope[CLOSING].callback(handle.close)
     request.scope[USAGE] = handle.usage
     if params.stream:

@@ -96,6 +96,7 @@ class Service(HttpService):
         self._defaults = defaults
         self._engine = texts.engine
         self._geometry = cast(CausalLM, texts.engine.model).geometry
+        self._grammars = texts.grammars
         self._max_model_len = min(self._geometry.max_length, texts.engine.num_slots)
 
     def model_card(self) -> dict[str, Any]:
@@ -123,6 +124,17 @@ class Service(HttpService):
         stats = await self.worker.stats()
         # No await between the two, so that no request is counted both as active and as done.
         return self.metrics.text({"prompts": self.num_active, **stats})
+
+    async def constraint(self, request: CompletionRequest | ChatRequest) -> Constraint | None:
+        """What the texts of a request must be, compiled in a thread of its own. Raises ApiError."""
+        if (structure := request.structure) is None:
+            return None
+        field, kind, spec = structure
+        blanks = getattr(request.structured_outputs, "whitespace_pattern", None)
+        try:
+            return await asyncio.to_thread(self._grammars.compile, kind, spec, whitespace_pattern=blanks)
+        except KitforgeError as error:
+            raise ApiError(400, str(error), parameter=field, code="invalid_value") from None
 
     def submit(
         self,
@@ -306,6 +318,8 @@ class RequestHandle:
             raise self._service.api_error(delta)
         if delta.finish_reason == "diverged":
             raise ApiError(500, "the model's outputs are not finite", code="model_diverged")
+        if isinstance(delta.error, KitforgeError):
+            raise ApiError(500, str(delta.error), code="grammar_failed")
         if delta.error is not None:
             _log.error("a sequence could not be decoded to text", exc_info=delta.error)
             raise ApiError(500, "the output could not be decoded to text", code="decoding_failed")
