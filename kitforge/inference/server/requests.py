@@ -281,6 +281,7 @@ class FunctionCall(RequestBody):
 
     name: str
     arguments: str | dict[str, Any] | None = None
+    parsed_arguments: Any = None  # of OpenAI's client, which sends its message back with it; ignored
 
 
 class MessageToolCall(RequestBody):
@@ -292,6 +293,7 @@ class MessageToolCall(RequestBody):
     function: FunctionCall
 
 
+_UNREAD: Any = {"index": True, "function": {"parsed_arguments"}}  # by templates
 Content = Annotated[
     Annotated[str, Tag("text")] | Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True), Tag("parts")],
     Discriminator(
@@ -315,6 +317,7 @@ class ChatMessage(RequestBody):
 
     # Fields of responses that clients send back; ignored.
     provider_specific_fields: dict[str, Any] | None = None
+    parsed: Any = None
     refusal: Literal[""] | None = None
     annotations: EmptyList | None = None
     images: EmptyList | None = None
@@ -329,7 +332,7 @@ class ChatMessage(RequestBody):
             if (value := getattr(self, name)) is not None:
                 message[name] = value
         if self.tool_calls:
-            calls = [call.model_dump(exclude_none=True, exclude={"index"}) for call in self.tool_calls]
+            calls = [call.model_dump(exclude_none=True, exclude=_UNREAD) for call in self.tool_calls]
             for call in calls:
                 call["function"]["arguments"] = _arguments(call["function"].get("arguments"))
             message["tool_calls"] = calls

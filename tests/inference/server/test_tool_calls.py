@@ -199,6 +199,10 @@ def test_a_conversation_with_calls_goes_on_with_what_was_sent(hermes: Scripted, 
         assert served.whole(messages=talk).choices[0].message.content == "It is 4."
         body = {"messages": [*ASKED, message.to_dict(), talk[-1]], "tools": TOOLS}
         told = httpx.post(f"{served.url}/tokenize", json=body).json()
+        # OpenAI's client sends what it parsed of a message back with it.
+        sent = body["messages"][1]
+        sent["parsed"], sent["tool_calls"][0]["function"]["parsed_arguments"] = {"z": 1}, {"a": 1}
+        assert httpx.post(f"{served.url}/tokenize", json=body).json() == told
         prompt = httpx.post(f"{served.url}/detokenize", json={"tokens": told["tokens"]}).json()["prompt"]
         assert json.dumps(json.loads(call.function.arguments), ensure_ascii=False) in prompt
         # Mistral's template writes the name of what a result is of.
