@@ -94,7 +94,7 @@ class ReplyPart:
 
 
 class ReplyReader:
-    """Reads one reply, in any pieces."""
+    """Reads one reply, cut anywhere."""
 
     def __init__(
         self, marks: ReplyMarks, calls: CallFormat | None = None, tools: Mapping[str, Mapping[str, Any]] | None = None
@@ -395,8 +395,8 @@ class ReplyGrammar:
 
     def _text(self, text: str) -> str:
         marks = "|".join(map(re.escape, self._ids))
-        pieces = re.split(f"({marks})", text) if marks else [text]
-        return " ".join(f"<[{self._ids[each]}]>" if each in self._ids else _quoted(each) for each in pieces if each)
+        parts = re.split(f"({marks})", text) if marks else [text]
+        return " ".join(f"<[{self._ids[each]}]>" if each in self._ids else _quoted(each) for each in parts if each)
 
 
 def _quoted(text: str) -> str:

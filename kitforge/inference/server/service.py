@@ -30,13 +30,8 @@ from kitforge.inference.text_engine import InferenceOptions, TextDelta, TextEngi
 
 if TYPE_CHECKING:
     # Needs pydantic, so it is imported at run time by `app.create_app` alone.
-    from kitforge.inference.server.requests import (
-        ChatRequest,
-        CompletionRequest,
-        TokenizeChatRequest,
-        TokenizeRequest,
-        Tool,
-    )
+    from kitforge.inference.server.messages import Tool
+    from kitforge.inference.server.requests import ChatRequest, CompletionRequest, TokenizeChatRequest, TokenizeRequest
 
 _log = logger(__name__)
 
@@ -235,7 +230,7 @@ class Service(HttpService):
                 kept: dict[str, Any] = {"exclude_none": True, "exclude": {"function": {"strict"}}}
                 further["tools"] = [each.model_dump(**kept) for each in tools]
                 self._check_tools(messages, further)
-            marks = self.template.reply_marks(messages, opens_reply=opens_reply, **further)
+            marks = self.template.reply_marks(messages, further, opens_reply=opens_reply)
             return EncodedPrompt(
                 tokens=self.template.tokens(messages, opens_reply=opens_reply, **further),
                 marks=marks,
