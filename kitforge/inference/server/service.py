@@ -92,7 +92,7 @@ class Service(HttpService):
         self._num_requests = 0
         # Keys the noise of unseeded requests, so that it differs between servers and restarts.
         self._nonce = secrets.token_hex(8)
-        self._defaults = defaults
+        self.defaults = defaults
         self._engine = texts.engine
         self._geometry = cast(CausalLM, texts.engine.model).geometry
         self._max_model_len = min(self._geometry.max_length, texts.engine.num_slots)
@@ -227,10 +227,10 @@ class Service(HttpService):
         # By default a chat reply ends where the model ends it; where keys depend on the length of a sequence, and in
         # completions, its length is that of the options.
         is_open = request.is_chat and not self._geometry.depends_on_length
-        default = limit if is_open else self._defaults.max_new_tokens
+        default = limit if is_open else self.defaults.max_new_tokens
         # At least 1: the engine refuses a prompt that leaves no room.
         new = max(1, min(default, limit - size, most or limit)) if requested is None else requested
-        return dataclasses.replace(self._defaults, max_new_tokens=new, **_option_overrides(request))
+        return dataclasses.replace(self.defaults, max_new_tokens=new, **_option_overrides(request))
 
 
 class RequestHandle:
