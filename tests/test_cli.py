@@ -450,7 +450,16 @@ def test_serve_answers_with_the_model_of_the_run(
     monkeypatch.setattr("kitforge.cli.serve.answer", answer)
     assert cli.run(["serve", f"checkpoint={small_run}", "port=8123", "device=cpu"]) == 0
     assert ports == [8123]
-    assert f"{small_run.name} answers at http://here" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"{small_run.name} answers at http://here" in out and "pages    http://here/, http://here/docs\n" in out
+    words = [
+        "routes   /health, ",
+        "/v1/chat/completions",
+        "token    none needed",
+        "weights  float32",
+        "sampling temperature 1,",
+    ]
+    assert [each for each in words if each not in out] == []
 
 
 # An export to ONNX takes seconds: tests/kits/transformers/test_programs.py runs this one.

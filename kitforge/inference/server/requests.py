@@ -344,6 +344,12 @@ class TokenizeChatRequest(RequestBody):
     return_token_strs: bool | None = None
 
 
+class MarkdownRequest(RequestBody):
+    """The body of /markdown, by which the web page shows replies."""
+
+    texts: Annotated[list[str], Field(max_length=MAX_MESSAGES, fail_fast=True)]
+
+
 class DetokenizeRequest(RequestBody):
     """The body of /detokenize."""
 

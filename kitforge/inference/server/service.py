@@ -6,16 +6,20 @@ import asyncio
 import dataclasses
 import secrets
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
+
+import torch
 
 from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.data.chat.template import ChatTemplate, template_of
 from kitforge.data.text.continuation import Detokenizer
 from kitforge.data.tokenizers.loading import Tokenizer
 from kitforge.foundation.errors import DataError, KitforgeError
-from kitforge.foundation.log import logger
+from kitforge.foundation.log import errors, logger
+from kitforge.inference.capacity import kv_bytes_per_token
 from kitforge.inference.logprobs import PromptLogprob
 from kitforge.inference.server.application import HttpService
 from kitforge.inference.server.errors import ApiError, refused
@@ -116,6 +120,35 @@ class Service(HttpService):
     def status(self) -> dict[str, Any]:
         """The response of /health, beside `status`."""
         return {}
+
+    def summary(self) -> dict[str, str]:
+        """What the operator is told at the start, by topic."""
+        kinds, model, slots = Counter[torch.dtype](), self._engine.model, self._engine.num_slots
+        for tensor in (*model.parameters(), *model.buffers()):
+            kinds[tensor.dtype] += tensor.nbytes
+        megabytes = slots * kv_bytes_per_token(model) / 2**20
+        chosen = {name: getattr(self.defaults, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+        sampling = ", ".join(f"{name} {value:g}" for name, value in chosen.items() if value is not None)
+        return super().summary() | {
+            "weights": str(kinds.most_common(1)[0][0]).removeprefix("torch."),
+            "context": f"{self._max_model_len:,} tokens; the cache holds {slots:,} ({megabytes:,.0f} MiB)",
+            "sampling": f"{sampling}, where a request names no other",
+        }
+
+    def page_facts(self) -> dict[str, Any]:
+        """What the web page says and uses of the model."""
+        context, most = self._max_model_len, self.limits.max_new_tokens or self._max_model_len
+        is_chat = bool(getattr(self.tokenizer, "chat_templates", None))
+        return {"is_chat": is_chat, "context": context, "most": most, "sampling": dataclasses.asdict(self.defaults)}
+
+    def warm_up(self) -> None:
+        """Continue one text and several, since loops are compiled when they first run, which takes seconds."""
+        errors.print("warming up", highlight=False)
+        new = min(3, self._max_model_len - 1)
+        options = dataclasses.replace(self.defaults, max_new_tokens=new, min_new_tokens=0, ignore_eos=True)
+        for num_rows in (1, 3) if new else ():
+            lengths = range(min(16, self._max_model_len - new), 0, -1)[:num_rows]
+            self._engine.generate([[0] * length for length in lengths], options)
 
     async def rendered_metrics(self) -> tuple[bytes, str]:
         """The response of /metrics, and its content type."""
@@ -315,13 +348,14 @@ class RequestHandle:
             for job in self._jobs:
                 self._service.worker.cancel(job)
 
-    def usage(self) -> dict[str, int]:
+    def usage(self) -> dict[str, Any]:
         """The `usage` of the response."""
         made = self.completion_tokens
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": made,
             "total_tokens": self.prompt_tokens + made,
+            "prompt_tokens_details": {"cached_tokens": sum(job.num_cached for job in self._jobs)},
         }
 
 
