@@ -7,7 +7,7 @@ from typing import Any
 from kitforge.api import load_model, load_processor
 from kitforge.cli.command import TRAINING_SECTIONS, Invocation, require
 from kitforge.composition import Composition, compose_config, compose_predict, text_task_of
-from kitforge.foundation.log import say
+from kitforge.foundation.log import errors, say
 from kitforge.inference.server.serve import serve as answer
 from kitforge.kits.registry import kit_of
 
@@ -36,5 +36,6 @@ def serve(chosen: Invocation) -> int:
         for topic, words in (topics | service.summary()).items():
             say(f"  {topic:8} {words}")
 
+    errors.print("warming up", highlight=False)
     answer(service, app, options.port, ready)
     return 0

@@ -191,8 +191,9 @@ async function reply(messages) {
   [own.messages, own.system] = [messages, $("system").value];
   tell("");
   busy(true);
-  draw();
-  talk.append(article);
+  // What is shown of the others stays: they need not be rendered again.
+  [...talk.children].slice(messages.length - 1).forEach((each) => each.remove());
+  talk.append(view(messages.at(-1), messages.length - 1), article);
   talk.scrollTop = talk.scrollHeight;
   const failure = await read(message, article, messages, here.signal).catch((error) => error);
   const isAnswered = !failure || message.content || message.thoughts || message.calls;

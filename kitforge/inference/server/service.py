@@ -18,7 +18,7 @@ from kitforge.data.chat.template import ChatTemplate, template_of
 from kitforge.data.text.continuation import Detokenizer
 from kitforge.data.tokenizers.loading import Tokenizer
 from kitforge.foundation.errors import DataError, KitforgeError
-from kitforge.foundation.log import errors, logger
+from kitforge.foundation.log import logger
 from kitforge.inference.capacity import kv_bytes_per_token
 from kitforge.inference.logprobs import PromptLogprob
 from kitforge.inference.server.application import HttpService
@@ -143,7 +143,6 @@ class Service(HttpService):
 
     def warm_up(self) -> None:
         """Continue one text and several, since loops are compiled when they first run, which takes seconds."""
-        errors.print("warming up", highlight=False)
         new = min(3, self._max_model_len - 1)
         options = dataclasses.replace(self.defaults, max_new_tokens=new, min_new_tokens=0, ignore_eos=True)
         for num_rows in (1, 3) if new else ():

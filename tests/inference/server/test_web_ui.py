@@ -238,6 +238,20 @@ def test_conversations_are_kept_with_their_system_prompt(tab: Tab, served: Serve
 
 
 @pytest.mark.slow
+def test_of_several_models_one_is_chosen(tab: Tab) -> None:
+    tab.until("document.getElementById('model').value")
+    assert tab.run("document.getElementById('model').parentElement.hidden")
+    tab.run(
+        "[window.theirs, window.real] = [real, async () => Response.json({ data: [{ id: 'tiny' }, { id: 'own' }] })]"
+    )
+    tab.run("loadModels()")
+    assert not tab.run("document.getElementById('model').parentElement.hidden")
+    tab.run("document.getElementById('model').value = 'own'; window.real = theirs")
+    exchange(tab, "hello", "Hi")
+    assert tab.run("asked[0][1].model") == "own"
+
+
+@pytest.mark.slow
 def test_errors_are_told_in_words_of_the_page_and_go_away(tab: Tab) -> None:
     full = [400, {"message": "more than the model's 64", "code": "context_length_exceeded"}]
     for refusals, words in (
