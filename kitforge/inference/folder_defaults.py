@@ -8,6 +8,7 @@ from kitforge.data.tokenizers.generation_config import (
     GENERATION_CONFIG,
     TARGET_SETTINGS,
     TEXT_SETTINGS,
+    bad_words,
     check_settings,
     published_sampling,
     repetition_penalty,
@@ -42,6 +43,8 @@ def with_folder_defaults(options: T, generation_config: Mapping[str, Any], *, in
         values["repetition_penalty"] = repetition_penalty(settings)
     if options.suppress_tokens is None:
         values["suppress_tokens"] = suppressed_tokens(settings)
+        words = tuple(word for word in bad_words(settings) if len(word) > 1)
+        values["bad_words"] = options.bad_words or words
     if not options.stop:
         values["stop"] = stop_strings(settings)
     _tell({name: value for name, value in values.items() if value and value != 1})

@@ -156,18 +156,24 @@ def stop_strings(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def suppressed_tokens(config: Mapping[str, Any]) -> tuple[int, ...]:
-    """The tokens that are never generated: `suppress_tokens`, and the words of `bad_words_ids`, of which an end token
-    does not count, as in `transformers`. Raises DataError for what is not a token, and for words of several tokens."""
+    """The tokens that are never generated: `suppress_tokens`, and the words of `bad_words_ids` that are one token.
+    Raises DataError for what is not a token."""
+    words = [word[0] for word in bad_words(config) if len(word) == 1]
+    return tuple(dict.fromkeys([*_tokens(config, "suppress_tokens"), *words]))
+
+
+def bad_words(config: Mapping[str, Any]) -> tuple[tuple[int, ...], ...]:
+    """The words that are never generated, of which an end token alone does not count, as in `transformers`. Raises
+    DataError for what is not a list of tokens."""
     words = config.get("bad_words_ids") or []
-    got = f"bad_words_ids={words!r}"[:200]
-    if not isinstance(words, list) or not all(isinstance(each, list) and len(each) == 1 for each in words):
-        fix = _FIX.replace("{key}", "bad_words_ids")
-        expected = "lists of one token each"
-        raise DataError(f"{GENERATION_CONFIG}: words that Kitforge cannot exclude", got=got, expected=expected, fix=fix)
+    if not isinstance(words, list) or not all(isinstance(each, list) and each for each in words):
+        got, fix = f"bad_words_ids={words!r}"[:200], _FIX.replace("{key}", "bad_words_ids")
+        raise DataError(f"{GENERATION_CONFIG}: words that are none", got=got, expected="lists of tokens", fix=fix)
     ends = end_tokens(config)
-    bad = _tokens({"bad_words_ids": [token for word in words for token in word]}, "bad_words_ids")
-    named = [*_tokens(config, "suppress_tokens"), *(token for token in bad if token not in ends)]
-    return tuple(dict.fromkeys(named))
+    found = (_tokens({"bad_words_ids": word}, "bad_words_ids") for word in words)
+    # A word with a number that stands for no token cannot be written.
+    whole = (word for word, given in zip(found, words, strict=True) if len(word) == len(given))
+    return tuple(word for word in whole if len(word) > 1 or word[0] not in ends)
 
 
 def published_sampling(config: Mapping[str, Any]) -> dict[str, float]:
@@ -206,7 +212,7 @@ def searched_beams(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _READERS: Mapping[str, Callable[[Mapping[str, Any]], object]] = {
-    "bad_words_ids": suppressed_tokens,
+    "bad_words_ids": bad_words,
     "early_stopping": searched_beams,
     "length_penalty": searched_beams,
     "num_beams": searched_beams,

@@ -83,8 +83,12 @@ def _add_completion_routes(app: Any, service: Service, bodies: Any) -> None:
     @routes.post("/v1/chat/completions", **_described(bodies.ChatRequest))
     async def chat(request: Request) -> Response:
         params = await _read(request, service, lambda body: bodies.read(bodies.ChatRequest, body))
-        prompt = EncodedPrompt(tokens=await asyncio.to_thread(service.encode_chat, params))
-        options = ResponseOptions(num_top_logprobs=params.num_top_logprobs, prompt_logprobs=params.prompt_logprobs)
+        prompt = await asyncio.to_thread(service.encode_chat, params)
+        options = ResponseOptions(
+            num_top_logprobs=params.num_top_logprobs,
+            prompt_logprobs=params.prompt_logprobs,
+            names_call=not isinstance(params.tool_choice, str | None),
+        )
         form = ChatFormat(service.name, service.token_texts, options)
         response: Response = await _respond(request, service, params, [prompt], form)
         return response
@@ -131,7 +135,7 @@ async def _respond(
     """The response, full or streamed. A disconnect of the client cancels it."""
     from fastapi.responses import JSONResponse, StreamingResponse
 
-    handle = service.submit(params, prompts)
+    handle = service.submit(params, prompts, await service.constraint(params, prompts[0]))
     request.scope[CLOSING].callback(handle.close)
     request.scope[USAGE] = handle.usage
     if params.stream:

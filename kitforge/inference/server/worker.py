@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty
 
+from kitforge.data.text.continuation import ReplyMarks
 from kitforge.foundation.log import logger
+from kitforge.inference.constraint import Constraint
 from kitforge.inference.server.batcher import LoopThread, set_result
 from kitforge.inference.server.metrics import Metrics
 from kitforge.inference.text_engine import InferenceOptions, TextDelta, TextEngine
@@ -23,7 +25,8 @@ class PromptJob:
     options: InferenceOptions
     num_samples: int
     key: str | int
-    num_top_logprobs: int = 0
+    constraint: Constraint | None = None
+    marks: ReplyMarks | None = None
     first_choice: int
     delivers_at_end: bool = False
     queue: asyncio.Queue[tuple[int, TextDelta | Exception]]
@@ -104,7 +107,8 @@ class Worker(LoopThread):
                 job.options,
                 num_samples=job.num_samples,
                 key=job.key,
-                num_top_logprobs=job.num_top_logprobs,
+                constraint=job.constraint,
+                marks=job.marks,
             )
         except Exception as error:  # noqa: BLE001 (an invalid prompt fails its own request alone)
             self._call_soon(job.queue.put_nowait, (job.first_choice, error))

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -195,7 +196,6 @@ REFUSED: list[dict[str, Any]] = [
     {"begin_suppress_tokens": [220, 50257]},
     {"guidance_scale": 1.5},
     {"encoder_repetition_penalty": 1.2},
-    {"bad_words_ids": [[4, 5]]},
     {"sequence_bias": [[[4], -1.0]]},
     {"min_length": 30},
     {"min_new_tokens": 3},
@@ -242,7 +242,7 @@ def test_a_setting_that_changes_no_text_is_taken_without_a_word(
 
 
 @pytest.mark.parametrize(
-    "settings", [{"num_beams": 4, "no_repeat_ngram_size": 3}, {"bad_words_ids": [[4, 5]]}], ids=str
+    "settings", [{"num_beams": 4, "no_repeat_ngram_size": 3}, {"begin_suppress_tokens": [4, 5]}], ids=str
 )
 def test_a_folder_with_such_a_setting_is_trained_and_exported_with_it(
     tmp_path: Path, settings: dict[str, Any], caplog: pytest.LogCaptureFixture
@@ -266,22 +266,32 @@ def test_a_folder_with_such_a_setting_is_trained_and_exported_with_it(
         pipeline("text_generation", str(trained))
 
 
-@pytest.mark.parametrize("words", ["suppress_tokens", "bad_words_ids"])
-def test_greedy_texts_are_without_the_tokens_that_the_folder_excludes(tmp_path: Path, words: str) -> None:
+EXCLUDED: list[tuple[str, Callable[[list[int]], list[Any]]]] = [
+    ("suppress_tokens", lambda plain: plain[:2]),
+    ("bad_words_ids", lambda plain: [[token] for token in plain[:2]]),
+    # Of several tokens, one of which the prompt begins.
+    ("bad_words_ids", lambda plain: [plain[:3], plain[4:6], [ord("l"), plain[0]]]),
+]
+
+
+@pytest.mark.parametrize("words, excluded", EXCLUDED)
+def test_greedy_texts_are_without_the_tokens_that_the_folder_excludes(
+    tmp_path: Path, words: str, excluded: Callable[[list[int]], list[Any]]
+) -> None:
     folder = told_folder(tmp_path / "folder", {})
     generate = pipeline("text_generation", str(folder), options={"inference.max_new_tokens": 9})
     tokenizer = load_processor(folder)
     prompt = torch.tensor([tokenizer.encode_prompt("Beautiful")])
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
     plain = theirs.generate(prompt, do_sample=False, max_new_tokens=9, pad_token_id=1)[0, prompt.shape[1] :].tolist()
-    told = {words: plain[:2] if words == "suppress_tokens" else [[token] for token in plain[:2]]}
+    told = {words: excluded(plain)}
     (folder / "generation_config.json").write_text(json.dumps(told))
     found = theirs.generate(prompt, do_sample=False, max_new_tokens=9, pad_token_id=1, **told)[0, prompt.shape[1] :]
-    assert not {*plain[:2]} & {*found.tolist()}
+    assert found.tolist() != plain
     without = generate("Beautiful")
     generate = pipeline("text_generation", str(folder), options={"inference.max_new_tokens": 9})
     assert generate("Beautiful") == [{"generated_text": "Beautiful" + tokenizer.decode(found.tolist())}] != without
-    assert generate("Beautiful", suppress_tokens=()) == without
+    assert generate("Beautiful", suppress_tokens=(), bad_words=()) == without
 
 
 def test_texts_end_at_the_stop_strings_of_the_folder_unless_others_are_given(tmp_path: Path) -> None:
