@@ -131,8 +131,8 @@ class Engine:
         return self._blocks.num_blocks * self._blocks.block_size
 
     @property
-    def admitted(self) -> list[int]:
-        """The requests that the last step admitted."""
+    def admitted(self) -> dict[int, int]:
+        """The requests that the last step admitted, with the tokens of each that were in the prefix cache."""
         return self._scheduler.admitted
 
     def submit(

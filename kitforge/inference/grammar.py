@@ -48,7 +48,8 @@ class Grammar:
     def masks(self, drafts: Sequence[int]) -> Masks:
         """See `Constraint`."""
         # Of llguidance 1.9.1, a matcher that went back over draft tokens may refuse a token that its mask allows.
-        rows = self._compiler.masks(self._matcher.deep_copy() if drafts else self._matcher, list(drafts))
+        matcher = self._matcher.deep_copy() if drafts else self._matcher
+        rows = self._compiler.masks(matcher, list(drafts))
         if self._matcher.is_error():
             raise DataError(
                 "the grammar of a text cannot be followed",
@@ -172,6 +173,11 @@ class _Words(SimpleNamespace):
         raise ValueError(f"the vocabulary cannot write {text!r}")
 
 
+def json_options(blanks: str = WHITESPACE) -> dict[str, Any]:
+    """How llguidance reads JSON schemas, with `blanks` between two parts of JSON."""
+    return {"whitespace_pattern": blanks, "lenient": False, "coerce_one_of": False}
+
+
 def _source(library: Any, kind: GrammarKind, text: str, blanks: str) -> str:
     """The grammar as llguidance reads it. Raises TypeError or ValueError."""
     spec = parse_json(text)
@@ -235,11 +241,6 @@ def _has_tag(branches: list[Any]) -> bool:
         if all(isinstance(text, str) for text in texts) and len(set(texts)) == len(texts):
             return True
     return False
-
-
-def json_options(blanks: str = WHITESPACE) -> dict[str, Any]:
-    """How llguidance reads schemas: what it cannot enforce is an error."""
-    return {"whitespace_pattern": blanks, "lenient": False, "coerce_one_of": False}
 
 
 def _one_line(reason: object) -> str:

@@ -31,7 +31,8 @@ class SamplingOptions:
     """Sampling and stopping of a request."""
 
     max_new_tokens: int = 128
-    temperature: float = 0.0  # 0: greedy
+    # 0: greedy. None: 0, and in a server that of the folder's generation_config.json, else 1.
+    temperature: float | None = None
     top_k: int | None = None  # only the k most likely tokens
     top_p: float | None = None  # nucleus sampling: the smallest set of tokens with this much probability
     min_p: float | None = None  # only tokens at least this fraction as likely as the most likely one
@@ -63,7 +64,8 @@ class SamplingOptions:
         check(0 <= new <= self.max_new_tokens, "inference.min_new_tokens", new, f"0 to {self.max_new_tokens}")
         prompt = self.prompt_logprobs
         check(prompt is None or prompt >= 0, "inference.prompt_logprobs", prompt, "at least 0")
-        check(self.temperature >= 0, "inference.temperature", self.temperature, "a number of at least 0")
+        heat = self.temperature
+        check(heat is None or heat >= 0, "inference.temperature", heat, "a number of at least 0")
         check(self.top_k is None or self.top_k > 0, "inference.top_k", self.top_k, "at least 1")
         check(self.top_p is None or 0 < self.top_p <= 1, "inference.top_p", self.top_p, "above 0, at most 1")
         check(self.min_p is None or 0 <= self.min_p <= 1, "inference.min_p", self.min_p, "at least 0, at most 1")
@@ -78,7 +80,7 @@ class SamplingOptions:
     @property
     def is_greedy(self) -> bool:
         """Whether decoding is greedy."""
-        return self.temperature == 0
+        return not self.temperature
 
     @property
     def penalty(self) -> float:
@@ -97,7 +99,7 @@ class SamplingOptions:
 
     def signature(self) -> Hashable:
         """Equal for options that process logits alike."""
-        shape = (self.temperature, self.top_k, self.top_p, self.min_p)
+        shape = (self.temperature or 0.0, self.top_k, self.top_p, self.min_p)
         penalties = (self.presence_penalty, self.frequency_penalty, self.penalty)
         # A string caches its hash, and this is looked up for every token.
         return (*shape, *penalties, repr(sorted(self.logit_bias.items())))
@@ -212,7 +214,7 @@ def process_logits(logits: Tensor, options: SamplingOptions, draws: Sequence[Sam
     if options.is_greedy:
         return scores
     # The largest score is 0, which stays finite for any temperature.
-    scores = (scores - scores.amax(-1, keepdim=True)) / max(options.temperature, torch.finfo(scores.dtype).tiny)
+    scores = (scores - scores.amax(-1, keepdim=True)) / max(options.temperature or 0.0, torch.finfo(scores.dtype).tiny)
     if options.top_k is not None and options.top_k < scores.shape[-1]:
         smallest = scores.topk(options.top_k).values[:, -1:]
         scores = scores.masked_fill(scores < smallest, float("-inf"))
@@ -232,7 +234,7 @@ def _choose(logits: Tensor, draws: Sequence[SampleRequest], kernels: Kernels) ->
     points = copy_to(torch.from_numpy(uniforms(draws)), logits.device)
     if options.truncates:
         return kernels.random_sample(process_logits(logits, options, draws), points, 1.0)
-    return kernels.random_sample(_penalized(logits, options, draws), points, options.temperature)
+    return kernels.random_sample(_penalized(logits, options, draws), points, options.temperature or 0.0)
 
 
 def _penalized(logits: Tensor, options: SamplingOptions, draws: Sequence[SampleRequest]) -> Tensor:

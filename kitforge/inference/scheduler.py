@@ -45,7 +45,8 @@ class Scheduler:
     ) -> None:
         """`drafts_forced`: tokens that a constraint forces are draft tokens."""
         self.running: list[Sequence] = []
-        self.admitted: list[int] = []  # requests that the last step admitted, or admitted again
+        # Requests that the last step admitted, or admitted again, with the tokens found in the prefix cache.
+        self.admitted: dict[int, int] = {}
         self.num_preemptions = 0
         self.num_prefix_queries = 0  # tokens of admitted sequences
         self.num_prefix_hits = 0  # those of them found in the prefix cache
@@ -88,7 +89,7 @@ class Scheduler:
 
     def schedule(self) -> list[ScheduledTokens]:
         """The next step; empty only where no sequence waits or runs."""
-        self._scheduled, self._token_budget, self.admitted = {}, self._max_num_batched_tokens, []
+        self._scheduled, self._token_budget, self.admitted = {}, self._max_num_batched_tokens, {}
         reading = [sequence for sequence in self.running if sequence.num_pending_tokens > 1]
         decoding = [sequence for sequence in self.running if sequence.num_pending_tokens == 1]
         for sequence in decoding + reading:
@@ -142,7 +143,7 @@ class Scheduler:
         heappop(self._waiting)
         self._start(sequence)
         self._schedule_tokens(sequence, num_tokens, [])
-        self.admitted.append(sequence.request)
+        self.admitted.setdefault(sequence.request, sequence.num_cached)
         self.num_prefix_queries += len(sequence.tokens)
         self.num_prefix_hits += sequence.num_cached
         return True

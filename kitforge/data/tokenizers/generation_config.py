@@ -20,7 +20,7 @@ GENERATION_CONFIG = "generation_config.json"
 _MODEL_CONFIG = "config.json"
 _log = logger(__name__)
 
-# Keys of sampling, which begins with a temperature that the caller chooses.
+# Keys of sampling, which begins with a temperature that the caller chooses; a server without one takes the publisher's.
 _SAMPLING = "do_sample temperature top_k top_p min_p top_h typical_p epsilon_cutoff eta_cutoff"
 # Lengths, times and numbers of texts, for which there are options of ours.
 _LENGTHS = "max_length max_new_tokens max_time num_return_sequences"
@@ -174,6 +174,23 @@ def bad_words(config: Mapping[str, Any]) -> tuple[tuple[int, ...], ...]:
     # A word with a number that stands for no token cannot be written.
     whole = (word for word, given in zip(found, words, strict=True) if len(word) == len(given))
     return tuple(word for word in whole if len(word) > 1 or word[0] not in ends)
+
+
+def published_sampling(config: Mapping[str, Any]) -> dict[str, float]:
+    """How the publisher samples, by the names of the options of generation; `do_sample` of false is a temperature of 0.
+    Raises DataError for numbers with which one cannot sample."""
+    most = {"temperature": 1e9, "top_k": 1e9, "top_p": 1.0, "min_p": 1.0}
+    found = {name: config[name] for name in most if config.get(name) is not None}
+    for name, value in found.items():
+        if type(value) not in (int, float) or not 0 <= value <= most[name] or (name == "top_k" and value % 1):
+            words = "a whole number" if name == "top_k" else f"a number from 0 to {most[name]:g}"
+            problem, fix = f"{GENERATION_CONFIG} has an impossible {name}", _FIX.replace("{key}", name)
+            raise DataError(problem, got=f"{name}={value!r}"[:200], expected=words, fix=fix)
+    # The smallest nucleus is the most likely token; other zeros exclude none, as in `transformers`.
+    is_greedy = config.get("do_sample") is False or 0 in (found.get("temperature"), found.get("top_p"))
+    return {name: int(value) if name == "top_k" else value for name, value in found.items() if value} | (
+        {"temperature": 0.0} if is_greedy else {}
+    )
 
 
 def searched_beams(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from kitforge.inference.server.responses import (
     stream_events,
 )
 from kitforge.inference.server.service import EncodedPrompt, Service
-from kitforge.inference.server.web_ui import content_security_policy, page
+from kitforge.inference.server.web_ui import content_security_policy, page, rendered
 
 
 def create_app(service: Service) -> Any:
@@ -46,7 +46,7 @@ def _add_info_routes(app: Any, service: Service) -> None:
 
     @routes.get("/", include_in_schema=False)
     async def root() -> HTMLResponse:
-        text = page(service.name, needs_token=bool(service.auth_tokens))
+        text = page(service.name, needs_token=bool(service.auth_tokens), **service.page_facts())
         return HTMLResponse(text, headers={"Content-Security-Policy": content_security_policy()})
 
     @routes.get("/v1/models", responses=documented(401, 403))
@@ -110,6 +110,12 @@ def _add_tokenizer_routes(app: Any, service: Service, bodies: Any) -> None:
     async def detokenize(request: Request) -> JSONResponse:
         params = await _read(request, service, lambda body: bodies.read(bodies.DetokenizeRequest, body))
         return JSONResponse({"prompt": await asyncio.to_thread(service.tokenizer.decode, params.tokens)})
+
+    @routes.post("/markdown", include_in_schema=False)
+    async def markdown(request: Request) -> JSONResponse:
+        # It takes no place in the engine, which the reply that it renders may fill.
+        found = await read_body(request, service, lambda body: bodies.read(bodies.MarkdownRequest, body), num_more=0)
+        return JSONResponse({"html": await asyncio.to_thread(lambda: [*map(rendered, found.texts)])})
 
     @routes.get("/tokenizer_info", responses=documented(401, 403))
     async def tokenizer_info() -> JSONResponse:

@@ -18,7 +18,7 @@ from pydantic_core import PydanticCustomError
 from kitforge.foundation.errors import nearest
 from kitforge.inference.grammar import GrammarKind
 from kitforge.inference.server.errors import refused
-from kitforge.inference.server.messages import Messages, RequestBody, Tool, ToolChoice, Tools
+from kitforge.inference.server.messages import MAX_MESSAGES, Messages, RequestBody, Tool, ToolChoice, Tools
 from kitforge.inference.server.request_body import (
     MAX_SHOWN_CHARACTERS,
     fields_of,
@@ -312,6 +312,12 @@ class TokenizeChatRequest(RequestBody):
     model: str | None = None
     add_special_tokens: Literal[False] | None = None
     return_token_strs: bool | None = None
+
+
+class MarkdownRequest(RequestBody):
+    """The body of /markdown, by which the web page shows replies."""
+
+    texts: Annotated[list[str], Field(max_length=MAX_MESSAGES, fail_fast=True)]
 
 
 class DetokenizeRequest(RequestBody):

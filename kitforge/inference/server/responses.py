@@ -150,7 +150,7 @@ class ResponseFormat(ABC):
             choices.append({"index": index, **self.choice_body(choice, prompt)})
         return {**self._head(self.object_type), "choices": choices, "usage": handle.usage()}
 
-    def event(self, choices: list[dict[str, Any]], usage: Mapping[str, int] | None) -> bytes:
+    def event(self, choices: list[dict[str, Any]], usage: Mapping[str, Any] | None) -> bytes:
         """One event of a stream."""
         body = {**self._head(self.chunk_type), "choices": choices}
         return sse_event({**body, "usage": usage} if usage is not None else body)

@@ -6,10 +6,13 @@ import asyncio
 import dataclasses
 import secrets
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
+
+import torch
 
 from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.data.chat.template import ChatTemplate, template_of
@@ -18,6 +21,7 @@ from kitforge.data.text.continuation import Detokenizer, ReplyMarks
 from kitforge.data.tokenizers.loading import Tokenizer
 from kitforge.foundation.errors import DataError, KitforgeError
 from kitforge.foundation.log import logger
+from kitforge.inference.capacity import kv_bytes_per_token
 from kitforge.inference.constraint import Constraint
 from kitforge.inference.grammar import json_options, plain_schema
 from kitforge.inference.logprobs import PromptLogprob
@@ -102,7 +106,7 @@ class Service(HttpService):
         self._num_requests = 0
         # Keys the noise of unseeded requests, so that it differs between servers and restarts.
         self._nonce = secrets.token_hex(8)
-        self._defaults = defaults
+        self.defaults = defaults
         self._engine = texts.engine
         self._geometry = cast(CausalLM, texts.engine.model).geometry
         self._grammars = texts.grammars
@@ -128,6 +132,34 @@ class Service(HttpService):
         """The response of /health, beside `status`."""
         return {}
 
+    def summary(self) -> dict[str, str]:
+        """What the operator is told at the start, by topic."""
+        kinds, model, slots = Counter[torch.dtype](), self._engine.model, self._engine.num_slots
+        for tensor in (*model.parameters(), *model.buffers()):
+            kinds[tensor.dtype] += tensor.nbytes
+        megabytes = slots * kv_bytes_per_token(model) / 2**20
+        chosen = {name: getattr(self.defaults, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+        sampling = ", ".join(f"{name} {value:g}" for name, value in chosen.items() if value is not None)
+        return super().summary() | {
+            "weights": str(kinds.most_common(1)[0][0]).removeprefix("torch."),
+            "context": f"{self._max_model_len:,} tokens; the cache holds {slots:,} ({megabytes:,.0f} MiB)",
+            "sampling": f"{sampling}, where a request names no other",
+        }
+
+    def page_facts(self) -> dict[str, Any]:
+        """What the web page says and uses of the model."""
+        context, most = self._max_model_len, self.limits.max_new_tokens or self._max_model_len
+        is_chat = bool(getattr(self.tokenizer, "chat_templates", None))
+        return {"is_chat": is_chat, "context": context, "most": most, "sampling": dataclasses.asdict(self.defaults)}
+
+    def warm_up(self) -> None:
+        """Continue one text and several, since loops are compiled when they first run, which takes seconds."""
+        new = min(3, self._max_model_len - 1)
+        options = dataclasses.replace(self.defaults, max_new_tokens=new, min_new_tokens=0, ignore_eos=True)
+        for num_rows in (1, 3) if new else ():
+            lengths = range(min(16, self._max_model_len - new), 0, -1)[:num_rows]
+            self._engine.generate([[0] * length for length in lengths], options)
+
     async def rendered_metrics(self) -> tuple[bytes, str]:
         """The response of /metrics, and its content type."""
         stats = await self.worker.stats()
@@ -140,11 +172,12 @@ class Service(HttpService):
         if structure is None and prompt.grammar is None:
             return None
         field, kind, spec = structure or ("tools", "grammar", prompt.grammar)
-        around = None if structure is None else prompt.grammar
-        blanks = getattr(request.structured_outputs, "whitespace_pattern", None)
-        compiled = partial(self._grammars.compile, kind, spec, whitespace_pattern=blanks, around=around)
+        chosen: dict[str, Any] = {
+            "whitespace_pattern": getattr(request.structured_outputs, "whitespace_pattern", None),
+            "around": None if structure is None else prompt.grammar,
+        }
         try:
-            return await asyncio.to_thread(compiled)
+            return await asyncio.to_thread(partial(self._grammars.compile, kind, spec, **chosen))
         except KitforgeError as error:
             if structure is None:
                 given = cast("ChatRequest", request)
@@ -314,10 +347,10 @@ class Service(HttpService):
         # By default a chat reply ends where the model ends it; where keys depend on the length of a sequence, and in
         # completions, its length is that of the options.
         is_open = request.is_chat and not self._geometry.depends_on_length
-        default = limit if is_open else self._defaults.max_new_tokens
+        default = limit if is_open else self.defaults.max_new_tokens
         # At least 1: the engine refuses a prompt that leaves no room.
         new = max(1, min(default, limit - size, most or limit)) if requested is None else requested
-        return dataclasses.replace(self._defaults, max_new_tokens=new, **_option_overrides(request))
+        return dataclasses.replace(self.defaults, max_new_tokens=new, **_option_overrides(request))
 
 
 class RequestHandle:
@@ -404,13 +437,14 @@ class RequestHandle:
             for job in self._jobs:
                 self._service.worker.cancel(job)
 
-    def usage(self) -> dict[str, int]:
+    def usage(self) -> dict[str, Any]:
         """The `usage` of the response."""
         made = self.completion_tokens
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": made,
             "total_tokens": self.prompt_tokens + made,
+            "prompt_tokens_details": {"cached_tokens": sum(job.num_cached for job in self._jobs)},
         }
 
 

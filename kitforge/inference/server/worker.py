@@ -32,6 +32,7 @@ class PromptJob:
     queue: asyncio.Queue[tuple[int, TextDelta | Exception]]
     request: int | None = field(default=None, init=False)  # its number in the engine, once submitted
     num_open: int = field(default=0, init=False)  # unfinished samples
+    num_cached: int = field(default=0, init=False)  # tokens of the prompt that were in the prefix cache
     # By `time.perf_counter`: creation, admission, the first delta, and the latest delta of each sample.
     submitted_at: float = field(default_factory=time.perf_counter, init=False)
     started_at: float | None = field(default=None, init=False)
@@ -77,10 +78,10 @@ class Worker(LoopThread):
     def _step(self) -> None:
         since = time.perf_counter()
         deltas = self._text_engine.step()
-        for request in self._text_engine.engine.admitted:
+        for request, num_cached in self._text_engine.engine.admitted.items():
             job = self._jobs.get(request)
             if job is not None and job.started_at is None:
-                job.started_at = since
+                job.started_at, job.num_cached = since, num_cached
                 self._metrics.queue_time.observe(since - job.submitted_at)
         self._dispatch(deltas)
 

@@ -19,7 +19,7 @@ from kitforge.foundation.dtype import LoadDtype
 from kitforge.foundation.errors import ConfigError, ModelError
 from kitforge.foundation.progress import show_progress
 from kitforge.inference.engine import Engine
-from kitforge.inference.folder_defaults import with_folder_defaults
+from kitforge.inference.folder_defaults import served_defaults, with_folder_defaults
 from kitforge.inference.pipeline import TextGenerationPipeline
 from kitforge.inference.server.app import create_app
 from kitforge.inference.server.service import Service
@@ -129,7 +129,7 @@ class TextGeneration(NetworkKit[TextGenerationOptions, Tokenizer]):
     ) -> Service:
         """The OpenAI-compatible service."""
         texts = TextEngine(Engine(model, options.inference.engine, stop_ids=tokenizer.eos_ids), tokenizer)
-        defaults = with_folder_defaults(options.inference, tokenizer.generation_config)
+        defaults = served_defaults(options.inference, tokenizer.generation_config)
         return Service(texts, name, defaults, options.serve)
 
     def new_app(self, service: Service) -> Any:

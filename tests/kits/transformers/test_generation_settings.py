@@ -19,6 +19,7 @@ from kitforge.data.source import open_source
 from kitforge.data.tokenizers.gguf import tokenizer_metadata
 from kitforge.data.tokenizers.loading import ByteTokenizer, Tokenizer, TokenizerConfig, load_tokenizer, make_tokenizer
 from kitforge.foundation.errors import ConfigError, DataError
+from kitforge.kits.registry import kit_of
 from kitforge.models import loading
 from kitforge.models.catalog import config_of
 from kitforge.report.config_diff import notes
@@ -361,6 +362,46 @@ def test_an_impossible_penalty_is_refused(tmp_path: Path, penalty: Any) -> None:
     (tmp_path / "source" / "generation_config.json").write_text(json.dumps({"repetition_penalty": penalty}))
     with pytest.raises(DataError, match="repetition_penalty"):
         pipeline("text_generation", network("llama"), processor=load_tokenizer(tmp_path / "source"))
+
+
+def served_sampling(folder: Path, settings: dict[str, Any], **chosen: Any) -> tuple[Any, ...]:
+    tokenizer_of("bytes", folder)
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    kit = kit_of("text_generation")
+    options = kit.read_options({"inference": {**chosen, "engine": {"kv_cache_bytes": 100_000}}})
+    used = kit.open_service(network("llama"), load_tokenizer(folder), "llama", options).defaults
+    return used.temperature, used.top_p, used.top_k, used.min_p
+
+
+@pytest.mark.parametrize(
+    ("settings", "chosen", "expected"),
+    [
+        ({}, {}, (1.0, None, None, None)),
+        (SETTINGS, {}, (0.6, 0.9, 20, None)),
+        (SETTINGS | {"do_sample": False}, {}, (0.0, 0.9, 20, None)),
+        (SETTINGS | {"do_sample": False}, {"temperature": 0.5}, (0.5, 0.9, 20, None)),
+        (SETTINGS, {"temperature": 0}, (0, 0.9, 20, None)),
+        (SETTINGS, {"top_p": 0.5, "top_k": 3}, (0.6, 0.5, 3, None)),
+        (SETTINGS, {"ignored_settings": ["top_k"]}, (0.6, 0.9, None, None)),
+        ({"top_k": 0, "min_p": 0.1, "top_p": 1}, {}, (1.0, 1, None, 0.1)),
+        ({"temperature": 0.7, "top_p": 0}, {}, (0.0, None, None, None)),
+    ],
+    ids=str,
+)
+def test_a_server_samples_as_the_folder_says_where_nothing_else_is_chosen(
+    tmp_path: Path, settings: dict[str, Any], chosen: dict[str, Any], expected: tuple[Any, ...]
+) -> None:
+    assert served_sampling(tmp_path / "folder", settings, **chosen) == expected
+
+
+@pytest.mark.parametrize("settings", [{"temperature": "hot"}, {"top_k": 2.5}, {"top_p": 1.5}, {"min_p": True}], ids=str)
+def test_impossible_sampling_is_refused_by_a_server_and_may_be_ignored(
+    tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    (name,) = settings
+    with pytest.raises(DataError, match=f"impossible {name}"):
+        served_sampling(tmp_path / "folder", settings)
+    assert served_sampling(tmp_path / "other", settings, ignored_settings=[name])[0] == 1.0
 
 
 def test_warnings_about_the_inputs_stand_in_the_configuration_and_the_report_of_every_run(tmp_path: Path) -> None:
