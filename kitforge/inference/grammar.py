@@ -229,18 +229,15 @@ def _target(schema: Any, root: Any) -> Any:
 
 def _has_tag(branches: list[Any]) -> bool:
     """Whether each branch is an object that must have a property of texts which no other branch allows."""
-    tags: list[dict[str, Any]] = []
-    for each in branches:
-        is_object = isinstance(each, dict) and each.get("type") == "object" and isinstance(each.get("required"), list)
-        fields = each.get("properties") if is_object else None
-        members = {name: of for name, of in fields.items() if isinstance(of, dict)} if isinstance(fields, dict) else {}
-        marked = {name: of.get("enum", [of.get("const")]) for name, of in members.items() if name in each["required"]}
-        tags.append({name: texts for name, texts in marked.items() if isinstance(texts, list)})
-    for name in tags[0] if tags else ():
-        texts = [text for each in tags for text in each.get(name, [None])]
-        if all(isinstance(text, str) for text in texts) and len(set(texts)) == len(texts):
-            return True
-    return False
+    try:
+        tags = [{name: each["properties"][name] for name in each["required"]} for each in branches]
+        named = [[of.get(name, {}) for of in tags] for name in tags[0]]
+        texts = [[text for each in several for text in each.get("enum", [each.get("const")])] for several in named]
+        are_texts = [all(isinstance(text, str) for text in each) and len(set(each)) == len(each) for each in texts]
+        return any(are_texts) and all(each["type"] == "object" for each in branches)
+    except (AttributeError, IndexError, KeyError, TypeError):
+        # A schema of another form, or none.
+        return False
 
 
 def _one_line(reason: object) -> str:
