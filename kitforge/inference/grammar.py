@@ -26,6 +26,11 @@ GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "grammar"
 # Between the parts of JSON: a blank, or a line and its indentation. Without a bound, a greedy model writes blanks up to
 # its maximum length; without a line break, one that wants it takes the nearest token instead, and lists stay empty.
 WHITESPACE = r"[ ]|\n[ \t]{0,20}"
+# The formats of JSON Schema. Any other is a note that asks nothing, such as pydantic's of paths and secrets.
+_FORMATS = {"date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4", "ipv6"}
+_FORMATS |= {"uri", "uri-reference", "iri", "iri-reference", "uri-template", "uuid", "regex", "json-pointer"}
+_FORMATS |= {"relative-json-pointer"}
+_VALUES = {"const", "enum", "default", "examples"}  # keywords of values, which are no schemas
 MAX_CHARACTERS = 2**20
 NUM_KEPT = 64  # compiled grammars
 
@@ -182,7 +187,7 @@ def _source(library: Any, kind: GrammarKind, text: str, blanks: str) -> str:
         schema = {"type": "object"} if kind == "json_object" else parse_json(spec) if isinstance(spec, str) else spec
         if not isinstance(schema, dict) or "x-guidance" in schema:
             raise TypeError("a schema must be an object, without options of llguidance (x-guidance)")
-        return str(library.LLMatcher.grammar_from_json_schema(schema, overrides=json_options(blanks)))
+        return str(library.LLMatcher.grammar_from_json_schema(plain_schema(schema), overrides=json_options(blanks)))
     if kind == "choice":
         if not (isinstance(spec, list) and spec and all(isinstance(each, str) for each in spec)):
             raise TypeError("choices must be a list of texts")
@@ -194,6 +199,45 @@ def _source(library: Any, kind: GrammarKind, text: str, blanks: str) -> str:
         return f"start: /{library.regex_to_lark(spec, 'd')}/"
     is_gbnf = re.search(r"^\s*root\s*::=", spec, re.MULTILINE)
     return str(library.grammar_from("gbnf" if is_gbnf else "lark", spec))
+
+
+def plain_schema(schema: Any, root: Any = None) -> Any:
+    """The same schema as llguidance reads it: without formats that ask nothing, and with `anyOf` for a `oneOf` whose
+    branches a tag tells apart, also where they are references."""
+    root = schema if root is None else root
+    if not isinstance(schema, dict):
+        return [plain_schema(each, root) for each in schema] if isinstance(schema, list) else schema
+    branches = schema.get("oneOf")
+    if isinstance(branches, list) and "anyOf" not in schema and _has_tag([_target(each, root) for each in branches]):
+        # The name of the tag only stands in the way of references that are circular.
+        schema = {"anyOf": branches} | {name: schema[name] for name in schema if name not in ("oneOf", "discriminator")}
+    return {
+        name: value if name in _VALUES else plain_schema(value, root)
+        for name, value in schema.items()
+        if not (name == "format" and isinstance(value, str) and value not in _FORMATS)
+    }
+
+
+def _target(schema: Any, root: Any) -> Any:
+    reference = schema.get("$ref") if isinstance(schema, dict) else None
+    if not isinstance(reference, str):
+        return schema
+    for name in reference.removeprefix("#/").split("/"):
+        root = root.get(name) if isinstance(root, dict) else None
+    return root
+
+
+def _has_tag(branches: list[Any]) -> bool:
+    """Whether each branch is an object that must have a property of texts which no other branch allows."""
+    try:
+        tags = [{name: each["properties"][name] for name in each["required"]} for each in branches]
+        named = [[of.get(name, {}) for of in tags] for name in tags[0]]
+        texts = [[text for each in several for text in each.get("enum", [each.get("const")])] for several in named]
+        are_texts = [all(isinstance(text, str) for text in each) and len(set(each)) == len(each) for each in texts]
+        return any(are_texts) and all(each["type"] == "object" for each in branches)
+    except (AttributeError, IndexError, KeyError, TypeError):
+        # A schema of another form, or none.
+        return False
 
 
 def _one_line(reason: object) -> str:

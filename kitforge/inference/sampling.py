@@ -241,7 +241,7 @@ def _penalized(logits: Tensor, options: SamplingOptions, draws: Sequence[SampleR
     """Logits in fp32 at least, after bias and penalties, and -inf where a constraint excludes a token."""
     scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
     rows = [row for row, draw in enumerate(draws) if draw.allowed is not None]
-    if options.needs_history or options.logit_bias or rows:
+    if scores is logits and (options.needs_history or options.logit_bias or rows):
         scores = scores.clone()
     if options.needs_history or options.logit_bias:
         _apply_penalties(scores, options, draws)
@@ -251,8 +251,10 @@ def _penalized(logits: Tensor, options: SamplingOptions, draws: Sequence[SampleR
         powers = 1 << torch.arange(8, dtype=torch.uint8, device=scores.device)
         bits = copy_to(torch.from_numpy(packed), scores.device).unsqueeze(-1) & powers
         excluded = bits.flatten(1)[:, : scores.shape[-1]] == 0
+        if len(rows) == len(scores):
+            return scores.masked_fill_(excluded, float("-inf"))
         index = copy_to(torch.tensor(rows), scores.device)
-        scores[index] = scores[index].masked_fill(excluded, float("-inf"))
+        scores[index] = scores[index].masked_fill_(excluded, float("-inf"))
     return scores
 
 

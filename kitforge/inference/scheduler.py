@@ -12,6 +12,9 @@ from heapq import heappop, heappush
 from kitforge.inference.block_manager import BlockManager
 from kitforge.inference.sequence import Sequence
 
+# So many sequences gain by draft tokens that are all accepted; more of them fill a pass by themselves.
+FEW = 8
+
 
 @dataclass(slots=True, kw_only=True)
 class ScheduledTokens:
@@ -156,7 +159,8 @@ class Scheduler:
         """Draft tokens by prompt lookup or a constraint, where the sequence samples in this step and the budget
         allows."""
         constraint, lookup = sequence.constraint, self._prompt_lookup_tokens
-        if num_tokens < sequence.num_pending_tokens or not (lookup or (constraint is not None and self._drafts_forced)):
+        drafts_forced = self._drafts_forced and constraint is not None and len(self.running) <= FEW
+        if num_tokens < sequence.num_pending_tokens or not (lookup or drafts_forced):
             return []
         most = min(self._token_budget - num_tokens, sequence.max_length - len(sequence.tokens) - 1)
         guesses = prompt_lookup(sequence.tokens, min(most, lookup)) if lookup else []

@@ -43,7 +43,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "contains": ({"type": "array", "contains": {"type": "null"}}, "which item it is is known at the end"),
     "propertyNames": ({"type": "object", "propertyNames": {"maxLength": 2}}, "not done by llguidance"),
     "dependentRequired": ({"type": "object", "dependentRequired": {"a": ["b"]}}, "not done by llguidance"),
-    "format": ({"type": "string", "format": "color"}, "a format that has no rule"),
+    "format": ({"type": "string", "format": "iri"}, "a format of JSON Schema that has no rule"),
     "example.org": ({"$ref": "https://example.org/schema.json"}, "nothing is fetched"),
     "oneOf": ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "both may hold, which is known at the end"),
     "x-guidance": ({"type": "object", "x-guidance": {"lenient": True}}, "would switch refusals off"),

@@ -1,5 +1,6 @@
 """Generated texts continue their prompts, whatever the tokenizer does at the beginning of a text."""
 
+import json
 from functools import cache
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from kitforge.core.nn.decoder import Decoder
 from kitforge.data.tokenizers.huggingface import HuggingFaceTokenizer
+from kitforge.foundation.errors import DataError
 from kitforge.inference.engine import Engine
 from kitforge.inference.pipeline import TextGenerationPipeline
 from kitforge.inference.sampling import SamplingOptions
@@ -106,3 +108,23 @@ def test_a_server_gives_the_same_texts(kind: str, as_tokens: bool, streams: bool
     assert text == f"{PROMPT} the the"
     assert offsets[-2:] == [len(PROMPT), len(f"{PROMPT} the")]
     assert [stopped["choices"][0][name] for name in ("text", "finish_reason")] == ["", "stop"]
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_a_text_by_a_grammar_is_spelled_as_the_grammar_says(kind: str) -> None:
+    """Whatever the tokenizer puts before a text, also where the grammar leaves one text alone."""
+    pipeline = pipeline_of(kind)
+    schema = {"type": "object", "properties": {"the answer": {"enum": ["He", " school", "é\n"]}, "ok": {"const": 12}}}
+    tokenizer = tokenizer_of(kind)
+    if not any(b"{" in tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)):
+        with pytest.raises(DataError, match="cannot write"):
+            pipeline(PROMPT, schema={"type": "object"})
+        return
+    schema |= {"required": ["the answer", "ok"], "additionalProperties": False}
+    for temperature in (0.0, 1.0, 3.0):
+        options: dict[str, Any] = {"temperature": temperature, "max_new_tokens": 100, "num_samples": 2}
+        for answer in pipeline(PROMPT, schema=schema, **options):
+            value = json.loads(answer["generated_text"].removeprefix(PROMPT))
+            assert value["the answer"] in ("He", " school", "é\n") and value["ok"] == 12
+        for answer in pipeline(PROMPT, regex="the school(: A|, 1)", **options):
+            assert answer["generated_text"].removeprefix(PROMPT) in ("the school: A", "the school, 1")

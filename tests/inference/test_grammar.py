@@ -187,6 +187,40 @@ def test_inherited_schemas_and_patterns_of_names_hold_together() -> None:
     assert takes(pattern, '{"ab":2}') and not takes(pattern, '{"ab":4}')
 
 
+def test_a_format_that_json_schema_does_not_define_asks_nothing() -> None:
+    # Those of pydantic's paths, secrets, bytes and numbers.
+    for name in ("path", "password", "binary", "int32"):
+        assert takes(schema(type="object", properties={"format": {"type": "string", "format": name}}), '{"format":"é"}')
+    assert takes(schema(type="string", format="date"), '"2026-11-28"')
+    assert not takes(schema(type="string", format="date"), '"é"')
+    with pytest.raises(ConfigError, match="idn-email"):
+        schema(type="string", format="idn-email")
+    kept = schema(const={"type": "string", "format": "path"})
+    assert takes(kept, '{"type":"string","format":"path"}') and not takes(kept, '{"type":"string"}')
+
+
+def branch(kind: Any, **properties: Any) -> dict[str, Any]:
+    members = {"kind": {"enum": [*kind]} if isinstance(kind, list) else {"const": kind}, **properties}
+    return {"type": "object", "properties": members, "required": [*members], "additionalProperties": False}
+
+
+def test_branches_that_a_tag_tells_apart_may_be_references() -> None:
+    """As pydantic writes them; llguidance sees it of branches that are written out alone."""
+    leaf, inner = branch("leaf", n={"type": "integer"}), branch(["add", "mul"], left={"$ref": "#/$defs/tree"})
+    tree = {"oneOf": [{"$ref": "#/$defs/leaf"}, {"$ref": "#/$defs/inner"}], "discriminator": {"propertyName": "kind"}}
+    for one_of in (tree, {"oneOf": tree["oneOf"]}):
+        found = schema(**one_of, **{"$defs": {"tree": one_of, "leaf": leaf, "inner": inner}})
+        assert takes(found, '{"kind":"mul","left":{"kind":"leaf","n":1}}') and takes(found, '{"kind":"leaf","n":1}')
+        assert not takes(found, '{"kind":"leaf","left":{"kind":"leaf","n":1}}')
+    for other in (
+        branch(["mul", "leaf"]),
+        {**branch("x"), "required": []},
+        {**branch("x"), "type": ["object", "null"]},
+    ):
+        with pytest.raises(ConfigError, match="oneOf"):
+            schema(oneOf=tree["oneOf"], **{"$defs": {"leaf": leaf, "inner": other}})
+
+
 @pytest.mark.parametrize("regex", ["(?=a)b", "(a)\\1", "\\bfoo", "a(", "(?!a)b"])
 def test_an_expression_that_cannot_be_followed_is_refused(regex: str) -> None:
     with pytest.raises(ConfigError, match="regex"):

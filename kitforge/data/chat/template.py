@@ -129,18 +129,17 @@ class ChatTemplate:
         is_begun = bool(messages) and isinstance(messages[-1], BegunMessage)
         return self.tokens(messages, opens_reply=not is_begun, continue_final_message=is_begun, **inputs)
 
-    def reply_marks(
-        self, messages: Sequence[Message], *, opens_reply: bool, continue_final_message: bool = False, **inputs: Any
-    ) -> ReplyMarks:
+    def reply_marks(self, messages: Sequence[Message], inputs: Mapping[str, Any], *, opens_reply: bool) -> ReplyMarks:
         """What marks the parts of the reply to a prompt, and whether that has begun a thought. One that has ended it
         leaves none."""
         thought, has_tools = self.thought, inputs.get("tools") is not None
+        is_continued = inputs.get("continue_final_message", False)
         spelled = {token: text for token, text in self.spelled.items() if has_tools or text in (thought or ())}
         if thought is None:
             return ReplyMarks(spelled=spelled)
         render = self._render_plain(messages, inputs)
-        text = render.continued() if continue_final_message else render.text(opens_reply=opens_reply)
-        before = render.messages[: len(messages) - continue_final_message]
+        text = render.continued() if is_continued else render.text(opens_reply=opens_reply)
+        before = render.messages[: len(messages) - is_continued]
         # What users say about thoughts is none.
         written = text[len(commonprefix([text, render.text(messages=before) if before else ""])) :]
         begun, ended = map(written.rfind, thought)

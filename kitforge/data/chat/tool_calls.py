@@ -94,7 +94,7 @@ class ReplyPart:
 
 
 class ReplyReader:
-    """Reads one reply, in any pieces."""
+    """Reads one reply, cut anywhere."""
 
     def __init__(
         self, marks: ReplyMarks, calls: CallFormat | None = None, tools: Mapping[str, Mapping[str, Any]] | None = None
@@ -226,9 +226,9 @@ class ReplyReader:
         before, *found = _PARAMETER.split(self._text[head.end() : end.start()]) if head and end else ["?"]
         if head is None or end is None or before.strip():
             return self._refuse(start, "the call is not of the form <function=...>...</function>")
-        schema = self._tools.get(head["name"], {}).get("properties", {})
+        known = _properties(self._tools.get(head["name"], {}))
         values = {
-            key: _typed(value.removeprefix("\n").removesuffix("\n"), schema.get(key, {}))
+            key: _typed(value.removeprefix("\n").removesuffix("\n"), known.get(key, {}))
             for key, value in zip(found[::2], found[1::2], strict=True)
         }
         self._begin(head["name"], end.end(), QWEN_CODER)
@@ -291,11 +291,28 @@ def _member(body: str, key: str) -> str:
     return value
 
 
+def _definitions(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """What references of a schema name, which a schema that is taken out of it or put into another needs."""
+    return {name: schema[name] for name in ("$defs", "definitions") if isinstance(schema.get(name), dict)}
+
+
+def _properties(schema: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The schemas of the arguments, each for itself; instead of a reference what that names."""
+    kept = _definitions(schema)
+    named = {f"#/{origin}/{name}": each for origin, known in kept.items() for name, each in known.items()}
+    found = {}
+    for key, each in schema["properties"].items() if isinstance(schema.get("properties"), dict) else ():
+        own = named.get(str(each.get("$ref")), each) if isinstance(each, dict) else None
+        found[key] = {**own, **kept} if isinstance(own, dict) else {}
+    return found
+
+
 def _typed(said: str, schema: Mapping[str, Any]) -> Any:
     """The value that a text stands for: itself where the schema takes text or says nothing, else JSON."""
-    kinds: set[str] = set()
-    for each in (schema, *schema.get("anyOf", ())):
-        kinds |= {each["type"]} if isinstance(each.get("type"), str) else set(each.get("type", ()))
+    several, kinds = schema.get("anyOf"), list[Any]()
+    for each in (schema, *(several if isinstance(several, list) else ())):
+        kind = each.get("type") if isinstance(each, dict) else None
+        kinds += kind if isinstance(kind, list) else [] if kind is None else [kind]
     if not kinds or ("string" in kinds and not (said == "null" and "null" in kinds)):
         return said
     try:
@@ -352,7 +369,8 @@ class ReplyGrammar:
                 # Cut into the lexemes of JSON, which may be an answer's.
                 first, following, head, tail = "", "; ", "", ""
                 members = {"name": {"const": name}, "parameters": {"type": "object", **schema}}
-                schema = {"properties": members, "required": list(members), "additionalProperties": False}
+                kept = _definitions(schema)
+                schema = {"properties": members, "required": list(members), "additionalProperties": False, **kept}
             self._rules.append(f"call{number}: {head} arguments{number} {tail}")
             if rules.calls == QWEN_CODER:
                 self._parameters(number, schema, rules.options)
@@ -372,10 +390,11 @@ class ReplyGrammar:
 
     def _parameters(self, number: int, schema: Mapping[str, Any], options: Mapping[str, Any]) -> None:
         """The arguments of Qwen 3 Coder, in the order of the schema."""
-        required, written = schema.get("required", ()), []
-        for index, (key, each) in enumerate(schema.get("properties", {}).items()):
+        required, written = schema.get("required"), []
+        required = required if isinstance(required, list) else []
+        for index, (key, each) in enumerate(_properties(schema).items()):
             name, end = f"value{number}x{index}", "\n</parameter>\n"
-            if "enum" in each:
+            if isinstance(each.get("enum"), list):
                 said = (one if isinstance(one, str) else json.dumps(one) for one in each["enum"])
                 self._rules.append(f"{name}: ({' | '.join(map(_quoted, said))}) {_quoted(end)}")
             elif each.get("type") in ("integer", "number", "boolean", "array", "object"):
@@ -395,8 +414,8 @@ class ReplyGrammar:
 
     def _text(self, text: str) -> str:
         marks = "|".join(map(re.escape, self._ids))
-        pieces = re.split(f"({marks})", text) if marks else [text]
-        return " ".join(f"<[{self._ids[each]}]>" if each in self._ids else _quoted(each) for each in pieces if each)
+        parts = re.split(f"({marks})", text) if marks else [text]
+        return " ".join(f"<[{self._ids[each]}]>" if each in self._ids else _quoted(each) for each in parts if each)
 
 
 def _quoted(text: str) -> str:

@@ -3,22 +3,22 @@
 `null` means absent, at any depth. A field that is not supported is accepted with a value that changes nothing, and
 refused with any other: no option is ignored silently.
 
-Only this module imports pydantic, so only `app.create_app` imports it.
+Only this module and `messages` import pydantic, so only `app.create_app` imports it.
 """
 
 import difflib
-import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError
+from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError
 from pydantic_core import PydanticCustomError
 
 from kitforge.foundation.errors import nearest
 from kitforge.inference.grammar import GrammarKind
 from kitforge.inference.server.errors import refused
+from kitforge.inference.server.messages import MAX_MESSAGES, Messages, RequestBody, Tool, ToolChoice, Tools
 from kitforge.inference.server.request_body import (
     MAX_SHOWN_CHARACTERS,
     fields_of,
@@ -31,10 +31,7 @@ T = TypeVar("T", bound="RequestBody")
 
 MAX_PROMPTS = 2048
 MAX_PROMPT_TOKENS = 2**20
-MAX_MESSAGES = 4096
-MAX_PARTS = 1024
 MAX_STOPS = 16
-MAX_TOOLS = 128
 MAX_STOP_TOKENS = 1024
 MAX_BIASES = 1024
 MAX_CHOICES = 4096
@@ -79,7 +76,6 @@ Token = Annotated[int, Field(ge=0, lt=2**31)]
 Tokens = Annotated[list[Token], Field(min_length=1, max_length=MAX_PROMPT_TOKENS, fail_fast=True)]
 Text = Annotated[str, Field(min_length=1)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
-EmptyList = Annotated[list[Any], Field(max_length=0)]
 
 
 def _prompt_kind(value: Any) -> str | None:
@@ -112,12 +108,6 @@ Stops = Annotated[
         custom_error_message=f"text, or a list of up to {MAX_STOPS} texts",
     ),
 ]
-
-
-class RequestBody(BaseModel, ABC):
-    """A JSON object, validated strictly."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
 class StreamSettings(RequestBody):
@@ -268,106 +258,6 @@ class CompletionRequest(GenerationParams):
         return self.max_tokens
 
 
-class TextPart(RequestBody):
-    """A content part of a message."""
-
-    type: Literal["text"]
-    text: str
-    cache_control: dict[str, Any] | None = None  # ignored: prompts are cached by their tokens
-
-
-class FunctionCall(RequestBody):
-    """The function of a tool call."""
-
-    name: str
-    arguments: str | dict[str, Any] | None = None
-
-
-class MessageToolCall(RequestBody):
-    """A tool call in an assistant message."""
-
-    id: str | None = None
-    type: Literal["function"] = "function"
-    index: int | None = None
-    function: FunctionCall
-
-
-Content = Annotated[
-    Annotated[str, Tag("text")] | Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True), Tag("parts")],
-    Discriminator(
-        lambda value: "text" if isinstance(value, str) else "parts" if isinstance(value, list) else None,
-        custom_error_type="content",
-        custom_error_message='text, or a list of parts {"type": "text", "text": ...}',
-    ),
-]
-
-
-class ChatMessage(RequestBody):
-    """One chat message."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Content | None = None  # optional for an assistant message with tool calls
-    name: str | None = None
-    reasoning: str | None = None
-    reasoning_content: str | None = None
-    tool_call_id: str | None = None
-    tool_calls: Annotated[list[MessageToolCall], Field(max_length=128, fail_fast=True)] | None = None
-
-    # Fields of responses that clients send back; ignored.
-    provider_specific_fields: dict[str, Any] | None = None
-    refusal: Literal[""] | None = None
-    annotations: EmptyList | None = None
-    images: EmptyList | None = None
-    thinking_blocks: EmptyList | None = None
-
-    def to_template_message(self) -> dict[str, Any]:
-        """The message for a chat template, in which the arguments of a tool call are an object."""
-        parts = "" if self.content is None else self.content
-        text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
-        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": text}
-        for name in ("name", "reasoning", "reasoning_content", "tool_call_id"):
-            if (value := getattr(self, name)) is not None:
-                message[name] = value
-        if self.tool_calls:
-            calls = [call.model_dump(exclude_none=True, exclude={"index"}) for call in self.tool_calls]
-            for call in calls:
-                call["function"]["arguments"] = _arguments(call["function"].get("arguments"))
-            message["tool_calls"] = calls
-        return message
-
-
-Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
-
-
-class FunctionDefinition(RequestBody):
-    """A function that the model may call. Whatever else it says is for the chat template."""
-
-    model_config = RequestBody.model_config | ConfigDict(extra="allow")
-
-    name: Annotated[str, Field(min_length=1, max_length=256)]
-    description: str | None = None
-    parameters: dict[str, Any] | None = None  # the JSON schema of the arguments
-    strict: bool | None = None  # the arguments must match it
-
-
-class Tool(RequestBody):
-    """A tool that the model may call."""
-
-    type: Literal["function"] = "function"
-    function: FunctionDefinition
-
-
-Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
-ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("text")] | Annotated[Tool, Tag("named")],
-    Discriminator(
-        lambda value: "text" if isinstance(value, str) else "named" if isinstance(value, dict) else None,
-        custom_error_type="tool_choice",
-        custom_error_message='"none", "auto", "required", or {"type": "function", "function": {"name": ...}}',
-    ),
-]
-
-
 class ChatRequest(GenerationParams):
     """The body of /v1/chat/completions."""
 
@@ -514,12 +404,3 @@ def _check_tools(request: ChatRequest | TokenizeChatRequest) -> None:
     if isinstance(choice, Tool) and choice.function.name not in names:
         problem = f"there is no tool {truncate(choice.function.name)!r} to call"
         raise refused("tool_choice", problem, fix=nearest(choice.function.name, names))
-
-
-def _arguments(given: str | dict[str, Any] | None) -> Any:
-    if not isinstance(given, str):
-        return given or {}
-    try:
-        return json.loads(given)
-    except (ValueError, RecursionError):
-        return given

@@ -264,12 +264,12 @@ def _said(parts: Iterable[ReplyPart]) -> dict[str, Any]:
         else:
             texts.setdefault((part.kind, part.call * (part.kind == "arguments")), []).append(part.text)
     said: dict[str, Any] = {}
-    for (kind, index), pieces in texts.items():
+    for (kind, index), spelled in texts.items():
         if kind == "arguments":
             call = calls.setdefault(index, {"index": index, "function": {}})
-            call["function"]["arguments"] = "".join(pieces)
+            call["function"]["arguments"] = "".join(spelled)
         else:
-            said |= {name: "".join(pieces) for name in ([kind] if kind == "content" else [kind, "reasoning_content"])}
+            said |= {name: "".join(spelled) for name in ([kind] if kind == "content" else [kind, "reasoning_content"])}
     return said | ({"tool_calls": list(calls.values())} if calls else {})
 
 

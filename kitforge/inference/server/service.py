@@ -7,7 +7,7 @@ import dataclasses
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -23,7 +23,7 @@ from kitforge.foundation.errors import DataError, KitforgeError
 from kitforge.foundation.log import logger
 from kitforge.inference.capacity import kv_bytes_per_token
 from kitforge.inference.constraint import Constraint
-from kitforge.inference.grammar import json_options
+from kitforge.inference.grammar import json_options, plain_schema
 from kitforge.inference.logprobs import PromptLogprob
 from kitforge.inference.server.application import HttpService
 from kitforge.inference.server.errors import ApiError, refused
@@ -34,13 +34,8 @@ from kitforge.inference.text_engine import InferenceOptions, TextDelta, TextEngi
 
 if TYPE_CHECKING:
     # Needs pydantic, so it is imported at run time by `app.create_app` alone.
-    from kitforge.inference.server.requests import (
-        ChatRequest,
-        CompletionRequest,
-        TokenizeChatRequest,
-        TokenizeRequest,
-        Tool,
-    )
+    from kitforge.inference.server.messages import Tool
+    from kitforge.inference.server.requests import ChatRequest, CompletionRequest, TokenizeChatRequest, TokenizeRequest
 
 _log = logger(__name__)
 
@@ -184,6 +179,9 @@ class Service(HttpService):
         try:
             return await asyncio.to_thread(partial(self._grammars.compile, kind, spec, **chosen))
         except KitforgeError as error:
+            if structure is None:
+                given = cast("ChatRequest", request)
+                await asyncio.to_thread(self._check_parameters, _enforced(given.tool_choice, given.tools or ()))
             raise ApiError(400, str(error), parameter=field, code="invalid_value") from None
 
     def submit(
@@ -268,7 +266,7 @@ class Service(HttpService):
                 kept: dict[str, Any] = {"exclude_none": True, "exclude": {"function": {"strict"}}}
                 further["tools"] = [each.model_dump(**kept) for each in tools]
                 self._check_tools(messages, further)
-            marks = self.template.reply_marks(messages, opens_reply=opens_reply, **further)
+            marks = self.template.reply_marks(messages, further, opens_reply=opens_reply)
             return EncodedPrompt(
                 tokens=self.template.tokens(messages, opens_reply=opens_reply, **further),
                 marks=marks,
@@ -289,13 +287,11 @@ class Service(HttpService):
         is_required = named is not None or choice == "required"
         is_single = named is not None or getattr(request, "parallel_tool_calls", None) is False
         is_strict = any(each.function.strict for each in tools)
-        rules, functions = None, [each.function for each in tools if named in (None, each.function.name)]
+        rules = None
         if self.template.calls is not None and tools and (has_answer or is_required or is_single or is_strict):
             rules = CallRules(
                 calls=self.template.calls,
-                schemas={
-                    each.name: (each.parameters or {}) if each.strict or is_required else {} for each in functions
-                },
+                schemas=_enforced(choice, tools),
                 is_required=is_required,
                 is_single=is_single,
                 options=json_options(),
@@ -303,6 +299,14 @@ class Service(HttpService):
         if rules is None and not (has_answer and marks.thought):
             return None
         return ReplyGrammar(self.template.mark_ids).source(marks, rules, has_answer=has_answer)
+
+    def _check_parameters(self, tools: Mapping[str, Mapping[str, Any]]) -> None:
+        """Raise ApiError for a tool whose schema cannot be enforced: the grammar of all does not tell which."""
+        for name, schema in tools.items():
+            try:
+                self._grammars.compile("json_schema", {"type": "object", **schema})
+            except KitforgeError as error:
+                raise refused("tools", f"of the tool {name!r}, {error}") from None
 
     def _check_tools(self, messages: list[dict[str, Any]], inputs: dict[str, Any]) -> None:
         problem = None if self.template.calls is not None else "calls tools in an unknown format"
@@ -452,6 +456,14 @@ def _with_names(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         {"name": names[each["tool_call_id"]], **each} if each.get("tool_call_id") in names else each
         for each in messages
     ]
+
+
+def _enforced(choice: str | Tool | None, tools: Sequence[Tool]) -> dict[str, dict[str, Any]]:
+    """The tools that may be called, each with the schema that its arguments are held to."""
+    named = None if isinstance(choice, str | None) else choice.function.name
+    is_required = choice not in (None, "auto", "none")
+    functions = [each.function for each in tools if named in (None, each.function.name)]
+    return {each.name: plain_schema(each.parameters or {}) if each.strict or is_required else {} for each in functions}
 
 
 def _option_overrides(request: CompletionRequest | ChatRequest) -> dict[str, Any]:

@@ -317,3 +317,50 @@ def test_the_grammar_of_a_reply_takes_what_is_read_of_it(calls: CallFormat, kind
             assert fits(source, "<think>hm</think>\n" + one, ids, kind == "special")
         if marks.is_thinking and not is_free:
             assert not fits(source, one, ids, kind == "special")
+
+
+# As pydantic writes an enumeration, a nested model and lists of them.
+REFERRED = {
+    "type": "object",
+    "properties": {
+        "e": {"$ref": "#/$defs/E"},
+        "o": {"$ref": "#/$defs/O"},
+        "l": {"type": "array", "items": {"$ref": "#/$defs/O"}},
+    },
+    "required": ["e", "o", "l"],
+    "$defs": {
+        "E": {"enum": ["x", "y"], "type": "string"},
+        "O": {"type": "object", "properties": {"n": {"type": "integer"}}, "additionalProperties": False},
+    },
+}
+
+
+@pytest.mark.parametrize("calls", {id(each): each for each in CALL_MARKS.values()}.values(), ids=lambda each: each.name)
+def test_arguments_may_refer_to_definitions(calls: CallFormat) -> None:
+    values = {"e": "x", "o": '{"n": 1}', "l": '[{"n": 2}]'}
+    right = '{"e": "x", "o": {"n": 1}, "l": [{"n": 2}]}'
+    wrong = right.replace("2", '"2"')
+    if calls == QWEN_CODER:
+        text = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+        reader = ReplyReader(ReplyMarks(), calls, {"f": REFERRED})
+        (arguments,) = [
+            each for each in reader.push(written(calls, [("f", text)]), is_last=True) if each.kind == "arguments"
+        ]
+        assert json.loads(arguments.text) == json.loads(right)
+        right, wrong = text, text.replace("2", '"2"')
+    rules = CallRules(calls=calls, schemas={"f": REFERRED}, is_required=True, is_single=True, options={})
+    source = ReplyGrammar({}).source(ReplyMarks(), rules, has_answer=False)
+    assert [fits(source, written(calls, [("f", each)]), {}, False) for each in (right, wrong)] == [True, False]
+    if calls == QWEN_CODER:
+        assert not fits(source, written(calls, [("f", right.replace("x\n", "z\n"))]), {}, False)
+
+
+@pytest.mark.parametrize("schema", [True, {"enum": 1}, {"type": 1}, {"anyOf": 1}, {"$ref": 1}], ids=str)
+def test_a_schema_that_says_nothing_of_an_argument_leaves_it_a_text(schema: Any) -> None:
+    tool = {"properties": {"a": schema}, "required": 1, "$defs": 1}
+    text = "<parameter=a>\nso\n</parameter>\n"
+    parts = ReplyReader(ReplyMarks(), QWEN_CODER, {"f": tool}).push(written(QWEN_CODER, [("f", text)]), is_last=True)
+    assert [each.text for each in parts] == ["f", '{"a": "so"}']
+    rules = CallRules(calls=QWEN_CODER, schemas={"f": tool}, is_required=True, is_single=True, options={})
+    source = ReplyGrammar({}).source(ReplyMarks(), rules, has_answer=False)
+    assert fits(source, written(QWEN_CODER, [("f", text)]), {}, False)

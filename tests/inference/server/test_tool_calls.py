@@ -1,5 +1,6 @@
 """Calls of tools and thoughts come as OpenAI's client joins them, whole and streamed, from a model that says them."""
 
+import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,20 +9,11 @@ from typing import Any
 import httpx
 import openai
 import pytest
-import torch
 from openai.lib.streaming._deltas import accumulate_delta
 
-from kitforge.data.tokenizers.huggingface import HuggingFaceTokenizer
-from kitforge.inference.engine import Engine
-from kitforge.inference.options import EngineOptions
-from kitforge.inference.server.options import ServeOptions
-from kitforge.inference.server.service import Service
-from kitforge.inference.text_engine import InferenceOptions, TextEngine
-from kitforge.models.catalog import config_of
-from kitforge.models.loading import build
-from tests.data.chat.cases import CHATML, THINKING, save_tokenizer
+from tests.data.chat.cases import CHATML, THINKING
 from tests.inference.server.conftest import Served, serving
-from tests.trainer import tiny
+from tests.inference.server.scripted import chat_service, saying
 
 ASKED = [{"role": "user", "content": "2+2? <tool_call>"}]
 ADD = {
@@ -75,50 +67,16 @@ class Scripted:
 @pytest.fixture(scope="module")
 def begin() -> Iterator[Any]:
     """Starts servers, one for each template."""
-    patch = pytest.MonkeyPatch()
     script: list[list[int]] = []
-    sample = Engine._sample
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(saying(lambda sequence: script[sequence.sample % len(script)]))
 
-    def scripted(engine: Engine, works: Any, logits: torch.Tensor, hidden: Any) -> None:
-        ready = [work for work in works if work.needs_logits]
-        # A row for each draft token and one more.
-        rows = [(work.sequence, count) for work in ready for count in range(len(work.draft_tokens) + 1)]
-        for row, (sequence, count) in enumerate(rows):
-            own = script[sequence.sample % len(script)]
-            place = len(sequence.tokens) - sequence.prompt_length + count
-            logits[row, own[min(place, len(own) - 1)]] += 1000
-        sample(engine, works, logits, hidden)
+        def start(folder: Path, source: str, special: list[str] | None = None) -> Scripted:
+            served = Scripted(stack.enter_context(serving(chat_service(folder, source, special))), script)
+            stack.callback(served.client.close)
+            return served
 
-    started: list[Any] = []
-    served: list[Scripted] = []
-
-    def start(folder: Path, source: str, special: list[str] | None = None) -> Scripted:
-        save_tokenizer(folder, "bytes", source)
-        if special:
-            from tokenizers import Tokenizer
-
-            known = Tokenizer.from_file(str(folder / "tokenizer.json"))
-            known.add_special_tokens(special)
-            known.save(str(folder / "tokenizer.json"))
-        tokenizer = HuggingFaceTokenizer(folder)
-        model = build(
-            config_of(tiny.LLAMA | {"vocab_size": tokenizer.vocab_size, "max_length": 2048}),
-            device=torch.device("cpu"),
-            seed=3,
-        ).eval()
-        texts = TextEngine(Engine(model, EngineOptions(), stop_ids=tokenizer.eos_ids), tokenizer)
-        server = serving(Service(texts, "tiny", InferenceOptions(max_new_tokens=16), ServeOptions()))
-        started.append(server)
-        served.append(Scripted(server.__enter__(), script))
-        return served[-1]
-
-    patch.setattr(Engine, "_sample", scripted)
-    yield start
-    for each in served:
-        each.client.close()
-    for server in started:
-        server.__exit__(None, None, None)
-    patch.undo()
+        yield start
 
 
 @pytest.fixture(scope="module")
@@ -241,6 +199,10 @@ def test_a_conversation_with_calls_goes_on_with_what_was_sent(hermes: Scripted, 
         assert served.whole(messages=talk).choices[0].message.content == "It is 4."
         body = {"messages": [*ASKED, message.to_dict(), talk[-1]], "tools": TOOLS}
         told = httpx.post(f"{served.url}/tokenize", json=body).json()
+        # OpenAI's client sends what it parsed of a message back with it.
+        sent = body["messages"][1]
+        sent["parsed"], sent["tool_calls"][0]["function"]["parsed_arguments"] = {"z": 1}, {"a": 1}
+        assert httpx.post(f"{served.url}/tokenize", json=body).json() == told
         prompt = httpx.post(f"{served.url}/detokenize", json={"tokens": told["tokens"]}).json()["prompt"]
         assert json.dumps(json.loads(call.function.arguments), ensure_ascii=False) in prompt
         # Mistral's template writes the name of what a result is of.
@@ -376,6 +338,6 @@ def test_with_a_structure_a_reply_is_a_call_or_the_answer(hermes: Scripted, thin
 
 def test_a_schema_that_cannot_be_enforced_is_told(hermes: Scripted) -> None:
     odd = {"type": "function", "function": {"name": "f", "parameters": {"not": {}}, "strict": True}}
-    with pytest.raises(openai.BadRequestError, match="not") as told:
-        hermes.whole(tools=[odd])
-    assert told.value.param == "tools"
+    with pytest.raises(openai.BadRequestError, match=r"the tool 'f'(?s:.*)not") as told:
+        hermes.whole(tools=[*TOOLS, odd], tool_choice="required")
+    assert told.value.param == "tools" and "start:" not in told.value.message
