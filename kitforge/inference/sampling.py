@@ -51,6 +51,8 @@ class SamplingOptions:
     # Return log-probabilities of the prompt tokens, with so many most likely tokens each; max_new_tokens may then be 0.
     prompt_logprobs: int | None = field(default=None, metadata=INTERNAL)
     seed: int = 0  # of the sampling noise
+    # The engine's adapter that computes the text; None: the base model.
+    adapter: str | None = field(default=None, metadata=INTERNAL)
 
     def __post_init__(self) -> None:
         least = 1 if self.prompt_logprobs is None else 0

@@ -27,6 +27,7 @@ class Sequence:
     num_top_logprobs: int = 0  # most likely tokens returned with each sampled one
     priority: int
     arrival: int
+    adapter: int = -1  # its number in the engine; -1: the base model
     cache_salt: bytes = b""  # separates prefixes of equal tokens whose keys differ
     tokens: list[int]  # prompt and generated tokens
     num_cached: int = 0  # positions whose keys and values are in the cache
