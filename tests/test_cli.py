@@ -22,7 +22,7 @@ from rich.table import Table
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from kitforge.api import load_model
+from kitforge.api import load_model, save_model
 from kitforge.cli import main as cli
 from kitforge.cli.console import print_error
 from kitforge.cli.info import described_presets
@@ -437,6 +437,16 @@ def test_help_of_a_command_tells_its_purpose_and_an_example_and_runs_nothing(
 
 
 # These have tests of their own: a run of RLHF, minutes of training, a process that goes on, a download.
+def test_a_served_gguf_file_is_named_without_its_ending(
+    small_run: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    names = list[str]()
+    monkeypatch.setattr("kitforge.cli.serve.answer", lambda service, *_: names.append(service.name))
+    save_model(small_run, tmp_path / "mine.gguf")
+    assert cli.run(["serve", f"checkpoint={tmp_path / 'mine.gguf'}", "device=cpu"]) == 0
+    assert names == ["mine"]
+
+
 def test_serve_answers_with_the_model_of_the_run(
     small_run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -450,7 +460,16 @@ def test_serve_answers_with_the_model_of_the_run(
     monkeypatch.setattr("kitforge.cli.serve.answer", answer)
     assert cli.run(["serve", f"checkpoint={small_run}", "port=8123", "device=cpu"]) == 0
     assert ports == [8123]
-    assert f"{small_run.name} answers at http://here" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"{small_run.name} answers at http://here" in out and "pages    http://here/, http://here/docs\n" in out
+    words = [
+        "routes   /health, ",
+        "/v1/chat/completions",
+        "token    none needed",
+        "weights  float32",
+        "sampling temperature 1,",
+    ]
+    assert [each for each in words if each not in out] == []
 
 
 # An export to ONNX takes seconds: tests/kits/transformers/test_programs.py runs this one.

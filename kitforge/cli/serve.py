@@ -7,7 +7,7 @@ from typing import Any
 from kitforge.api import load_model, load_processor
 from kitforge.cli.command import TRAINING_SECTIONS, Invocation, require
 from kitforge.composition import Composition, compose_config, compose_predict, text_task_of
-from kitforge.foundation.log import say
+from kitforge.foundation.log import errors, say
 from kitforge.inference.server.serve import serve as answer
 from kitforge.kits.registry import kit_of
 
@@ -25,7 +25,17 @@ def serve(chosen: Invocation) -> int:
     require("serving", options, {"checkpoint": "RUN"})
     tokenizer = load_processor(options.checkpoint)
     model = load_model(options.checkpoint, options.device, kit.load_dtype(options))
-    service = kit.open_service(model, tokenizer, Path(options.checkpoint).resolve().name, options)
+    name = Path(options.checkpoint).resolve().name.removesuffix(".gguf")
+    service = kit.open_service(model, tokenizer, name, options)
     app = kit.new_app(service)
-    answer(service, app, options.port, lambda address: say(f"{service.name} answers at {address} (stop with Ctrl-C)"))
+
+    def ready(address: str) -> None:
+        say(f"{service.name} answers at {address} (stop with Ctrl-C)")
+        pages = [address + route.path for route in app.routes if route.path in ("/", "/docs")]
+        topics = {"pages": ", ".join(sorted(pages)), "routes": ", ".join(app.openapi()["paths"])}
+        for topic, words in (topics | service.summary()).items():
+            say(f"  {topic:8} {words}")
+
+    errors.print("warming up", highlight=False)
+    answer(service, app, options.port, ready)
     return 0

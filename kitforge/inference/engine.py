@@ -18,11 +18,12 @@ from kitforge.core.kernels.mixed_precision import NATIVE_DTYPES
 from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.core.nn.quantized import Int8Linear, WeightOnlyLinear, quantized_copy
 from kitforge.foundation.config import check
-from kitforge.foundation.errors import ConfigError, ContextLengthError, DataError
+from kitforge.foundation.errors import ConfigError, ContextLengthError, DataError, KitforgeError
 from kitforge.foundation.log import logger, warn_once
 from kitforge.inference.adapters import Adapters, Factors
 from kitforge.inference.block_manager import BlockManager
 from kitforge.inference.capacity import max_num_seqs, num_cache_blocks
+from kitforge.inference.constraint import Constraint, Intersection, bans_of
 from kitforge.inference.cuda_graphs import CudaGraphRunner, can_record_steps
 from kitforge.inference.fair_lock import FairLock
 from kitforge.inference.logprobs import PromptLogprob, eval_mode, token_logprobs
@@ -51,6 +52,7 @@ class Output:
     version: int  # of the weights
     # Of all prompt tokens but the first; only in the output that holds the first sample's first tokens.
     prompt_logprobs: list[PromptLogprob] | None = None
+    error: KitforgeError | None = None  # of the constraint, where finish_reason is "failed"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -108,12 +110,6 @@ class Engine:
             is_contiguous=is_contiguous,
             has_prefix_cache=self.options.prefix_cache,
         )
-        self._scheduler = Scheduler(
-            self._blocks,
-            self.max_num_seqs,
-            self._batched_tokens,
-            self.options.prompt_lookup_tokens,
-        )
         self._quantized: Int8Linear | WeightOnlyLinear | None = None
         running = model
         if self.options.quantization != "none":
@@ -126,6 +122,11 @@ class Engine:
         head = self._network.head_weight
         self.adapters = Adapters(running, adapters or {}, self._network.kernels.linear, head.dtype)
         self._runner = ModelRunner(running, cache, self.adapters, is_paged=not is_contiguous, cuda_graphs=graphs)
+        lookup = self.options.prompt_lookup_tokens
+        # One text with draft tokens takes the captured steps from all others.
+        self._scheduler = Scheduler(
+            self._blocks, self.max_num_seqs, self._batched_tokens, lookup, drafts_forced=graphs is None
+        )
 
     @property
     def has_work(self) -> bool:
@@ -138,8 +139,8 @@ class Engine:
         return self._blocks.num_blocks * self._blocks.block_size
 
     @property
-    def admitted(self) -> list[int]:
-        """The requests that the last step admitted."""
+    def admitted(self) -> dict[int, int]:
+        """The requests that the last step admitted, with the tokens of each that were in the prefix cache."""
         return self._scheduler.admitted
 
     def submit(
@@ -150,11 +151,10 @@ class Engine:
         priority: int = 0,
         num_samples: int = 1,
         key: str | int | None = None,
-        num_top_logprobs: int = 0,
+        constraint: Constraint | None = None,
     ) -> int:
         """Submit a prompt for `num_samples` completions; returns the request's number. Higher priorities run first.
-        Sampling noise is keyed by `key`, by default the request's number. Outputs hold the `num_top_logprobs` most
-        likely tokens beside each token.
+        Sampling noise is keyed by `key`, by default the request's number. Every sample obeys a copy of the constraint.
 
         Raises DataError for a prompt that is empty or has unknown tokens, and ConfigError for an unknown adapter and a
         sequence that would exceed the model's length or the cache.
@@ -162,6 +162,10 @@ class Engine:
         options = SamplingOptions() if options is None else options
         self.validate(prompt, options)
         signature, stop_ids = options.signature(), self._stop_ids_of(options)
+        check(constraint is None or not options.ignore_eos, "inference.ignore_eos", "true", "false with a grammar")
+        bans = bans_of(options, stop_ids, prompt, self._geometry.vocab_size)
+        if bans is not None:
+            constraint = bans if constraint is None else Intersection(bans=bans, other=constraint)
         bias = options.bias(self._network.head_weight.device)
         length = len(prompt) + options.max_new_tokens
         # Equal beginnings have unequal keys where these depend on the length of the sequence.
@@ -180,13 +184,13 @@ class Engine:
                     signature=signature,
                     stop_ids=stop_ids,
                     key=key if sample == 0 else f"{key}/{sample}",
-                    num_top_logprobs=num_top_logprobs,
                     priority=priority,
                     arrival=self._num_arrivals + sample,
                     adapter=adapter,
                     cache_salt=cache_salt,
                     tokens=list(prompt),
                     bias=bias,
+                    constraint=None if constraint is None else constraint.copy(),
                     prompt_logprobs=[] if sample == 0 and options.prompt_logprobs is not None else None,
                 )
                 for sample in range(num_samples)
@@ -299,8 +303,8 @@ class Engine:
         """How many decoding steps follow each other on the device, before the host reads their tokens."""
         if self._seconds > LONG_STEP or self.options.num_scheduler_steps == 1 or not self._runner.can_replay(works):
             return 1
-        # Penalties need the tokens so far, and alternatives the logits.
-        if any(each.sequence.options.needs_history or each.sequence.num_top_logprobs for each in works):
+        # Penalties and some constraints need the tokens so far, and alternatives the logits.
+        if any(work.sequence.needs_host for work in works):
             return 1
         most = min(self.options.num_scheduler_steps, int(LONG_STEP / self._seconds))
         return self._scheduler.reserve_steps([each.sequence for each in works], most)
@@ -308,13 +312,12 @@ class Engine:
     def _decode(self, works: list[ScheduledTokens], num_steps: int) -> None:
         """Decoding steps that read each other's tokens on the device: drafts that are right, up to a stop token."""
         sequences = [work.sequence for work in works]
-        draws = [sequence.sample_request() for sequence in sequences]
+        # The tokens between are not known here, nor read.
+        steps = list(zip(*(sequence.sample_requests([0] * (num_steps - 1)) for sequence in sequences), strict=True))
         found: list[Tensor] = []
 
         def sample(number: int, logits: Tensor) -> Tensor:
-            for draw in draws if number else ():
-                draw.go_on()
-            chosen, values = draw_tokens(logits, draws, self._network.kernels)
+            chosen, values = draw_tokens(logits, steps[number], self._network.kernels)
             # Float64 holds both exactly.
             found.append(torch.stack([chosen.double(), values.double()]))
             return chosen
@@ -336,11 +339,7 @@ class Engine:
     def _sample(self, works: list[ScheduledTokens], logits: Tensor, hidden: Tensor | None) -> None:
         """Sample the next tokens and advance the sequences; works whose hidden states are not finite are aborted."""
         ready = [work for work in works if work.needs_logits]
-        draws = [
-            work.sequence.sample_request(work.draft_tokens[:count])
-            for work in ready
-            for count in range(len(work.draft_tokens) + 1)
-        ]
+        draws = [draw for work in ready for draw in work.sequence.sample_requests(work.draft_tokens)]
         tokens, logprobs, is_finite = sample_tokens(logits, draws, hidden, self._network.kernels)
         diverged = set() if is_finite or hidden is None else diverged_works(works, hidden)
         self._update(works, tokens, logprobs, top_logprobs(logits, draws, self._network.kernels), diverged)
@@ -357,7 +356,9 @@ class Engine:
         end = 0
         for index, work in enumerate(works):
             start, end = end, end + (len(work.draft_tokens) + 1 if work.needs_logits else 0)
-            if index in diverged or any(map(isnan, logprobs[start:end])):
+            if work.sequence.error is not None:
+                self._emit(self._abort(work.sequence, "failed"))
+            elif index in diverged or any(map(isnan, logprobs[start:end])):
                 # Its blocks may hold NaN, which the next owner's mask would not hide.
                 first = work.sequence.num_cached // self.options.block_size
                 self._runner.cache.clear(work.sequence.block_table[first:])
@@ -433,6 +434,7 @@ class Engine:
             top_logprobs=top_logprobs,
             finish_reason=sequence.finish_reason,
             version=self.version,
+            error=sequence.error,
         )
 
     def _stop_ids_of(self, options: SamplingOptions) -> frozenset[int]:

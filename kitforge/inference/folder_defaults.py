@@ -8,7 +8,9 @@ from kitforge.data.tokenizers.generation_config import (
     GENERATION_CONFIG,
     TARGET_SETTINGS,
     TEXT_SETTINGS,
+    bad_words,
     check_settings,
+    published_sampling,
     repetition_penalty,
     searched_beams,
     stop_strings,
@@ -41,10 +43,21 @@ def with_folder_defaults(options: T, generation_config: Mapping[str, Any], *, in
         values["repetition_penalty"] = repetition_penalty(settings)
     if options.suppress_tokens is None:
         values["suppress_tokens"] = suppressed_tokens(settings)
+        words = tuple(word for word in bad_words(settings) if len(word) > 1)
+        values["bad_words"] = options.bad_words or words
     if not options.stop:
         values["stop"] = stop_strings(settings)
     _tell({name: value for name, value in values.items() if value and value != 1})
     return dataclasses.replace(options, **values)
+
+
+def served_defaults(options: InferenceOptions, generation_config: Mapping[str, Any]) -> InferenceOptions:
+    """The same for a server, which also takes the sampling there, and else the temperature of 1 that clients of OpenAI
+    expect."""
+    settings = {key: value for key, value in generation_config.items() if key not in options.ignored_settings}
+    found = {"temperature": 1.0, **published_sampling(settings)}
+    unset: dict[str, Any] = {name: value for name, value in found.items() if getattr(options, name) is None}
+    return with_folder_defaults(dataclasses.replace(options, **unset), generation_config)
 
 
 def with_folder_search(

@@ -31,7 +31,8 @@ class SamplingOptions:
     """Sampling and stopping of a request."""
 
     max_new_tokens: int = 128
-    temperature: float = 0.0  # 0: greedy
+    # 0: greedy. None: 0, and in a server that of the folder's generation_config.json, else 1.
+    temperature: float | None = None
     top_k: int | None = None  # only the k most likely tokens
     top_p: float | None = None  # nucleus sampling: the smallest set of tokens with this much probability
     min_p: float | None = None  # only tokens at least this fraction as likely as the most likely one
@@ -42,6 +43,8 @@ class SamplingOptions:
     repetition_penalty: float | None = None
     # Tokens that are never generated; None: those of the folder's generation_config.json.
     suppress_tokens: tuple[int, ...] | None = None
+    # Words of several tokens that are never generated, nor ended where the prompt begins them.
+    bad_words: tuple[tuple[int, ...], ...] = field(default=(), metadata=INTERNAL)
     # Keys of the folder's generation_config.json to generate without.
     ignored_settings: tuple[str, ...] = ()
     logit_bias: dict[str, float] = field(default_factory=dict)  # token id to a number added to its logit
@@ -50,6 +53,8 @@ class SamplingOptions:
     min_new_tokens: int = 0  # stop tokens are excluded before so many tokens
     # Return log-probabilities of the prompt tokens, with so many most likely tokens each; max_new_tokens may then be 0.
     prompt_logprobs: int | None = field(default=None, metadata=INTERNAL)
+    # Return so many of the most likely tokens beside each token.
+    num_top_logprobs: int = field(default=0, metadata=INTERNAL)
     seed: int = 0  # of the sampling noise
     # The engine's adapter that computes the text; None: the base model.
     adapter: str | None = field(default=None, metadata=INTERNAL)
@@ -61,20 +66,23 @@ class SamplingOptions:
         check(0 <= new <= self.max_new_tokens, "inference.min_new_tokens", new, f"0 to {self.max_new_tokens}")
         prompt = self.prompt_logprobs
         check(prompt is None or prompt >= 0, "inference.prompt_logprobs", prompt, "at least 0")
-        check(self.temperature >= 0, "inference.temperature", self.temperature, "a number of at least 0")
+        heat = self.temperature
+        check(heat is None or heat >= 0, "inference.temperature", heat, "a number of at least 0")
         check(self.top_k is None or self.top_k > 0, "inference.top_k", self.top_k, "at least 1")
         check(self.top_p is None or 0 < self.top_p <= 1, "inference.top_p", self.top_p, "above 0, at most 1")
         check(self.min_p is None or 0 <= self.min_p <= 1, "inference.min_p", self.min_p, "at least 0, at most 1")
         check(self.penalty > 0, "inference.repetition_penalty", self.penalty, "above 0; 1 changes nothing")
         negative = any(token < 0 for token in self.suppress_tokens or ())
         check(not negative, "inference.suppress_tokens", self.suppress_tokens, "token ids")
+        words = all(len(word) > 1 and min(word) >= 0 for word in self.bad_words)
+        check(words, "inference.bad_words", self.bad_words, "two token ids or more for each word")
         numbers = all(token.isdecimal() and token == str(int(token)) for token in self.logit_bias)
         check(numbers, "inference.logit_bias", list(self.logit_bias), "token ids as keys")
 
     @property
     def is_greedy(self) -> bool:
         """Whether decoding is greedy."""
-        return self.temperature == 0
+        return not self.temperature
 
     @property
     def penalty(self) -> float:
@@ -93,10 +101,10 @@ class SamplingOptions:
 
     def signature(self) -> Hashable:
         """Equal for options that process logits alike."""
-        shape = (self.temperature, self.top_k, self.top_p, self.min_p)
+        shape = (self.temperature or 0.0, self.top_k, self.top_p, self.min_p)
         penalties = (self.presence_penalty, self.frequency_penalty, self.penalty)
         # A string caches its hash, and this is looked up for every token.
-        return (*shape, *penalties, self.suppress_tokens, repr(sorted(self.logit_bias.items())))
+        return (*shape, *penalties, repr(sorted(self.logit_bias.items())))
 
     def bias(self, device: torch.device) -> LogitBias | None:
         """`logit_bias` as tensors on a device, made once for each request; None where there is none."""
@@ -124,13 +132,8 @@ class SampleRequest:
     key: str | int  # of its noise, besides seed and position
     num_top_logprobs: int = 0  # most likely tokens to return
     bias: LogitBias | None = None  # of the options; made on demand where it is not given
-    banned: tuple[int, ...] = ()  # excluded tokens
-
-    def go_on(self) -> None:
-        """Become the request of the token after this one, whose history the host does not know."""
-        self.position += 1
-        if self.position >= self.options.min_new_tokens:
-            self.banned = ()
+    # Packed bits [ceil(vocab / 32)] of the tokens that may be drawn, as in `constraint`; None: all.
+    allowed: NDArray[np.int32] | None = None
 
 
 def uniforms(draws: Sequence[SampleRequest]) -> NDArray[np.float64]:
@@ -203,16 +206,17 @@ def top_logprobs(logits: Tensor, draws: Sequence[SampleRequest], kernels: Kernel
 
 def process_logits(logits: Tensor, options: SamplingOptions, draws: Sequence[SampleRequest] = ()) -> Tensor:
     """Scores [R, vocab] in fp32 at least, whose softmax is the distribution of the next token: after bias, penalties
-    and temperature, and -inf where top_k, top_p or min_p exclude a token.
+    and temperature, and -inf where top_k, top_p, min_p or a constraint exclude a token. The others choose among the
+    tokens that a constraint allows.
 
     At temperature 0 the scores are those of temperature 1 without truncation, so the log-probability of a greedy token
-    is the model's own. `draws` holds the tokens of each row and is needed for penalties only.
+    is the model's own among the allowed. `draws` holds the tokens of each row and what it allows.
     """
     scores = _penalized(logits, options, draws)
     if options.is_greedy:
         return scores
     # The largest score is 0, which stays finite for any temperature.
-    scores = (scores - scores.amax(-1, keepdim=True)) / max(options.temperature, torch.finfo(scores.dtype).tiny)
+    scores = (scores - scores.amax(-1, keepdim=True)) / max(options.temperature or 0.0, torch.finfo(scores.dtype).tiny)
     if options.top_k is not None and options.top_k < scores.shape[-1]:
         smallest = scores.topk(options.top_k).values[:, -1:]
         scores = scores.masked_fill(scores < smallest, float("-inf"))
@@ -232,21 +236,30 @@ def _choose(logits: Tensor, draws: Sequence[SampleRequest], kernels: Kernels) ->
     points = copy_to(torch.from_numpy(uniforms(draws)), logits.device)
     if options.truncates:
         return kernels.random_sample(process_logits(logits, options, draws), points, 1.0)
-    return kernels.random_sample(_penalized(logits, options, draws), points, options.temperature)
+    return kernels.random_sample(_penalized(logits, options, draws), points, options.temperature or 0.0)
 
 
 def _penalized(logits: Tensor, options: SamplingOptions, draws: Sequence[SampleRequest]) -> Tensor:
-    """Logits in fp32 at least, after bias, penalties and excluded tokens."""
+    """Logits in fp32 at least, after bias and penalties, and -inf where a constraint excludes a token."""
     scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    is_banned = any(draw.banned for draw in draws)
-    if options.needs_history or options.logit_bias or options.suppress_tokens or is_banned:
-        return _apply_penalties(scores.clone(), options, draws)
+    rows = [row for row, draw in enumerate(draws) if draw.allowed is not None]
+    if options.needs_history or options.logit_bias or rows:
+        scores = scores.clone()
+    if options.needs_history or options.logit_bias:
+        _apply_penalties(scores, options, draws)
+    if rows:
+        # Of this step alone, and of these rows alone: a buffer that is kept would leak into other texts.
+        packed = np.stack([allowed for draw in draws if (allowed := draw.allowed) is not None]).view(np.uint8)
+        places = 1 << torch.arange(8, dtype=torch.uint8, device=scores.device)
+        bits = copy_to(torch.from_numpy(packed), scores.device).unsqueeze(-1) & places
+        excluded = bits.flatten(1)[:, : scores.shape[-1]] == 0
+        index = copy_to(torch.tensor(rows), scores.device)
+        scores[index] = scores[index].masked_fill(excluded, float("-inf"))
     return scores
 
 
-def _apply_penalties(scores: Tensor, options: SamplingOptions, draws: Sequence[SampleRequest]) -> Tensor:
-    """Repetition penalty (Keskar et al., 2019), presence and frequency penalties, bias and excluded tokens; in
-    place."""
+def _apply_penalties(scores: Tensor, options: SamplingOptions, draws: Sequence[SampleRequest]) -> None:
+    """Repetition penalty (Keskar et al., 2019), presence and frequency penalties, and bias; in place."""
     if options.needs_history:
         for row, draw in zip(scores, draws, strict=True):
             # On the CPU, since the number of distinct tokens depends on the tokens.
@@ -261,14 +274,6 @@ def _apply_penalties(scores: Tensor, options: SamplingOptions, draws: Sequence[S
     if bias is not None:
         tokens, values = bias
         scores.index_add_(1, tokens, values.to(scores.dtype).expand(len(scores), -1))
-    # A publisher may name tokens that its network does not have.
-    suppressed = [token for token in options.suppress_tokens or () if token < scores.shape[-1]]
-    if suppressed:
-        scores[:, suppressed] = float("-inf")
-    for row, draw in zip(scores, draws, strict=False):
-        if draw.banned:
-            row[list(draw.banned)] = float("-inf")
-    return scores
 
 
 def _top_p_filter(scores: Tensor, top_p: float) -> Tensor:

@@ -32,10 +32,18 @@ class Scheduler:
     """The queues of waiting and running sequences."""
 
     def __init__(
-        self, blocks: BlockManager, max_num_seqs: int, max_num_batched_tokens: int, prompt_lookup_tokens: int = 0
+        self,
+        blocks: BlockManager,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        prompt_lookup_tokens: int = 0,
+        *,
+        drafts_forced: bool = False,
     ) -> None:
+        """`drafts_forced`: tokens that a constraint forces are draft tokens."""
         self.running: list[Sequence] = []
-        self.admitted: list[int] = []  # requests that the last step admitted, or admitted again
+        # Requests that the last step admitted, or admitted again, with the tokens found in the prefix cache.
+        self.admitted: dict[int, int] = {}
         self.num_preemptions = 0
         self.num_prefix_queries = 0  # tokens of admitted sequences
         self.num_prefix_hits = 0  # those of them found in the prefix cache
@@ -44,6 +52,7 @@ class Scheduler:
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._prompt_lookup_tokens = prompt_lookup_tokens
+        self._drafts_forced = drafts_forced
         self._scheduled: dict[int, ScheduledTokens] = {}
         self._token_budget = 0
 
@@ -77,7 +86,7 @@ class Scheduler:
 
     def schedule(self) -> list[ScheduledTokens]:
         """The next step; empty only where no sequence waits or runs."""
-        self._scheduled, self._token_budget, self.admitted = {}, self._max_num_batched_tokens, []
+        self._scheduled, self._token_budget, self.admitted = {}, self._max_num_batched_tokens, {}
         reading = [sequence for sequence in self.running if sequence.num_pending_tokens > 1]
         decoding = [sequence for sequence in self.running if sequence.num_pending_tokens == 1]
         for sequence in decoding + reading:
@@ -100,7 +109,7 @@ class Scheduler:
     def _schedule_running(self, sequence: Sequence) -> None:
         """Schedule a running sequence; later ones are preempted where blocks are missing."""
         num_tokens = min(sequence.num_pending_tokens, self._token_budget)
-        draft_tokens = self._propose_draft_tokens(sequence, num_tokens) if self._prompt_lookup_tokens else []
+        draft_tokens = self._propose_draft_tokens(sequence, num_tokens)
         while not self._blocks.reserve(sequence, num_tokens + len(draft_tokens)):
             if draft_tokens:
                 draft_tokens = []
@@ -131,7 +140,7 @@ class Scheduler:
         heappop(self._waiting)
         self._start(sequence)
         self._schedule_tokens(sequence, num_tokens, [])
-        self.admitted.append(sequence.request)
+        self.admitted.setdefault(sequence.request, sequence.num_cached)
         self.num_prefix_queries += len(sequence.tokens)
         self.num_prefix_hits += sequence.num_cached
         return True
@@ -144,13 +153,14 @@ class Scheduler:
         return True
 
     def _propose_draft_tokens(self, sequence: Sequence, num_tokens: int) -> list[int]:
-        """Draft tokens by prompt lookup, where the sequence samples in this step and the budget allows."""
-        if num_tokens < sequence.num_pending_tokens:
+        """Draft tokens by prompt lookup or a constraint, where the sequence samples in this step and the budget
+        allows."""
+        constraint, lookup = sequence.constraint, self._prompt_lookup_tokens
+        if num_tokens < sequence.num_pending_tokens or not (lookup or (constraint is not None and self._drafts_forced)):
             return []
-        most = min(
-            self._prompt_lookup_tokens, self._token_budget - num_tokens, sequence.max_length - len(sequence.tokens) - 1
-        )
-        return prompt_lookup(sequence.tokens, most)
+        most = min(self._token_budget - num_tokens, sequence.max_length - len(sequence.tokens) - 1)
+        guesses = prompt_lookup(sequence.tokens, min(most, lookup)) if lookup else []
+        return (guesses if constraint is None else constraint.drafts(guesses))[: max(0, most)]
 
     def _schedule_tokens(self, sequence: Sequence, num_tokens: int, draft_tokens: list[int]) -> None:
         self._scheduled[sequence.arrival] = ScheduledTokens(

@@ -6,10 +6,13 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from kitforge.foundation.errors import KitforgeError
+from kitforge.inference.constraint import Constraint
 from kitforge.inference.logprobs import PromptLogprob
 from kitforge.inference.sampling import LogitBias, SampleRequest, SamplingOptions
 
-# diverged: the model's outputs are not finite. failed: its tokens could not be decoded to text.
+# diverged: the model's outputs are not finite. failed: its tokens could not be decoded to text, or its constraint
+# allows none.
 FinishReason = Literal["stop", "length", "cancelled", "diverged", "failed"]
 
 
@@ -24,7 +27,6 @@ class Sequence:
     signature: Hashable
     stop_ids: frozenset[int]
     key: str | int
-    num_top_logprobs: int = 0  # most likely tokens returned with each sampled one
     priority: int
     arrival: int
     adapter: int = -1  # its number in the engine; -1: the base model
@@ -39,6 +41,8 @@ class Sequence:
     finish_reason: FinishReason | None = None
     forks: list[Sequence] = field(default_factory=list)  # further samples, which wait for the prefill of the prompt
     bias: LogitBias | None = None  # the tensors of `options.logit_bias`
+    constraint: Constraint | None = None  # its own, after the generated tokens
+    error: KitforgeError | None = None  # of the constraint, where finish_reason is "failed"
     # Of all prompt tokens but the first, as far as they are computed; None: not requested.
     prompt_logprobs: list[PromptLogprob] | None = None
     max_length: int = field(init=False)  # the most tokens that it can have
@@ -52,6 +56,12 @@ class Sequence:
         return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.prompt_length - 1
 
     @property
+    def needs_host(self) -> bool:
+        """Whether only the host, which knows the tokens, can make the request to sample its next token."""
+        reads = self.constraint is not None and self.constraint.reads_tokens
+        return bool(reads or self.options.needs_history or self.options.num_top_logprobs)
+
+    @property
     def sort_key(self) -> tuple[int, int]:
         """Ascending: by priority, then by arrival."""
         return -self.priority, self.arrival
@@ -61,21 +71,29 @@ class Sequence:
         """Tokens to be computed before the next one can be sampled."""
         return len(self.tokens) - self.num_cached
 
-    def sample_request(self, draft_tokens: list[int] | None = None) -> SampleRequest:
-        """The request to sample its next token, after `draft_tokens` that are assumed accepted."""
-        options, drafts = self.options, draft_tokens or []
-        position = len(self.tokens) + len(drafts) - self.prompt_length
-        return SampleRequest(
-            options=options,
-            signature=self.signature,
-            history=self.tokens + drafts if options.needs_history else (),
-            prompt_length=self.prompt_length,
-            position=position,
-            key=self.key,
-            num_top_logprobs=self.num_top_logprobs,
-            bias=self.bias,
-            banned=tuple(self.stop_ids) if position < options.min_new_tokens else (),
-        )
+    def sample_requests(self, drafts: list[int]) -> list[SampleRequest]:
+        """The requests to sample its next token and the ones after each of `drafts`, which are assumed accepted. Sets
+        `error` where the constraint has failed."""
+        masks = None
+        if self.constraint is not None:
+            try:
+                masks = self.constraint.masks(drafts)
+            except KitforgeError as error:
+                self.error = error
+        return [
+            SampleRequest(
+                options=self.options,
+                signature=self.signature,
+                history=self.tokens + drafts[:count] if self.options.needs_history else (),
+                prompt_length=self.prompt_length,
+                position=len(self.tokens) + count - self.prompt_length,
+                key=self.key,
+                num_top_logprobs=self.options.num_top_logprobs,
+                bias=self.bias,
+                allowed=None if masks is None else masks[count],
+            )
+            for count in range(1 + len(drafts))
+        ]
 
     def append(self, token: int) -> None:
         """Append a sampled token, and finish at a stop token or the maximum length."""
@@ -84,3 +102,5 @@ class Sequence:
             self.finish_reason = "stop"
         elif len(self.tokens) == self.max_length:
             self.finish_reason = "length"
+        elif self.constraint is not None:
+            self.constraint.advance(token)

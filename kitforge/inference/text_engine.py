@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kitforge.data.text.continuation import Detokenizer
+from kitforge.data.text.continuation import Detokenizer, ReplyMarks
 from kitforge.data.tokenizers.loading import Tokenizer
 from kitforge.foundation.config import check
 from kitforge.foundation.dtype import LoadDtype
+from kitforge.inference.constraint import Constraint
 from kitforge.inference.engine import Engine, Output
 from kitforge.inference.logprobs import PromptLogprob
 from kitforge.inference.options import EngineOptions
@@ -43,7 +44,7 @@ class TextDelta:
     hit_stop_string: bool  # the text ended at a stop string
     finish_reason: FinishReason | None
     prompt_logprobs: list[PromptLogprob] | None  # of all prompt tokens but the first; only in the first delta
-    error: Exception | None = None  # of the tokenizer, where finish_reason is "failed"
+    error: Exception | None = None  # of the tokenizer or the constraint, where finish_reason is "failed"
 
 
 class TextEngine:
@@ -63,24 +64,24 @@ class TextEngine:
         prompt: str | Sequence[int],
         options: InferenceOptions,
         *,
-        priority: int = 0,
         num_samples: int = 1,
         key: str | int | None = None,
-        num_top_logprobs: int = 0,
+        constraint: Constraint | None = None,
+        marks: ReplyMarks | None = None,
     ) -> int:
-        """See `Engine.submit`. A text gets the special tokens of the tokenizer; token ids are used as they are."""
+        """See `Engine.submit`. A text gets the special tokens of the tokenizer; token ids are used as they are. Stop
+        strings do not apply within the thoughts of `marks`."""
         tokens = self.tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else prompt
         with self.engine.lock:
             request = self.engine.submit(
                 tokens,
                 options,
-                priority=priority,
                 num_samples=num_samples,
                 key=key,
-                num_top_logprobs=num_top_logprobs,
+                constraint=constraint,
             )
             for sample in range(num_samples):
-                self._detokenizers[request, sample] = Detokenizer(self.tokenizer, options.stop, tokens)
+                self._detokenizers[request, sample] = Detokenizer(self.tokenizer, options.stop, tokens, marks)
         return request
 
     def cancel(self, request: int) -> None:
@@ -107,7 +108,8 @@ class TextEngine:
     def _delta(self, output: Output) -> TextDelta:
         detokenizer, reason = self._detokenizers[output.request, output.sample], output.finish_reason
         kept = output.tokens[:-1] if reason == "stop" else output.tokens
-        text, error = "", None
+        text = ""
+        error: Exception | None = output.error
         try:
             text = detokenizer.push(kept, is_last=reason is not None)
         except Exception as raised:  # noqa: BLE001 (an error of the tokenizer fails this sample alone)

@@ -46,7 +46,7 @@ def check_sampler(case: Case) -> Measured:
         targets = torch.full_like(tokens, -100)
         targets[0, len(prompt) - 1 : -1] = tokens[0, len(prompt) :]
         with torch.no_grad():
-            found, _ = target_logprobs(model, tokens, targets, SAMPLING.temperature)
+            found, _ = target_logprobs(model, tokens, targets, SAMPLING.temperature or 0.0)
         trained = found[0, len(prompt) - 1 : -1].double().cpu()
         sampled = torch.tensor(completion.logprobs, dtype=torch.float64)
         figures.append(float((trained - sampled).abs().max()))

@@ -20,6 +20,7 @@ PACKAGES = {
     "faiss": "faiss-cpu",
     "PIL": "pillow",
     "lm_eval": "lm-eval",
+    "markdown_it": "markdown-it-py",
     "pydantic_core": "pydantic",
     "rouge_score": "rouge-score",
 }

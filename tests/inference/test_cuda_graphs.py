@@ -89,12 +89,15 @@ FIELDS: dict[str, dict[str, Any]] = {
     "frequency_penalty": {"frequency_penalty": 3.0},
     "repetition_penalty": {"repetition_penalty": 5.0},
     "suppress_tokens": {"suppress_tokens": tuple(range(0, 31, 2))},
+    # 7 and 8 after any token.
+    "bad_words": {"bad_words": tuple((first, token) for first in range(31) for token in (7, 8))},
     "ignored_settings": {"ignored_settings": ("top_k",)},
     "logit_bias": {"logit_bias": {"7": 0.5, "8": -3.0}},
     "stop_ids": {"stop_ids": (7, 8, 9)},
     "ignore_eos": {"ignore_eos": True},
     "min_new_tokens": {"min_new_tokens": 4, "temperature": 1.5},
     "prompt_logprobs": {"prompt_logprobs": 1},
+    "num_top_logprobs": {"num_top_logprobs": 2},
     "seed": {"temperature": 1.0, "seed": 11},
 }
 
@@ -112,8 +115,9 @@ def test_steps_that_run_together_take_every_option_as_single_ones(field: str, st
             for count in (1, 7)
         )
         assert as_texts(one) == as_texts(other)
-    # Penalties read the text so far, so that their steps never run together.
-    assert steps["together"] > before or options.needs_history
+    # Penalties and words read the text so far, and alternatives the logits, so that their steps never run together.
+    reads = options.needs_history or options.bad_words or options.num_top_logprobs
+    assert (steps["together"] > before) == (not reads)
 
 
 def test_a_step_of_a_text_with_an_adapter_is_not_recorded(steps: Counter[object]) -> None:
@@ -161,7 +165,7 @@ def test_a_text_without_new_tokens_takes_none_between_others(steps: Counter[obje
 
 def test_alternatives_of_each_token_are_read_step_by_step(steps: Counter[object]) -> None:
     asked = Engine(network("llama"), PAGED)
-    asked.submit([1, 2, 3], SamplingOptions(max_new_tokens=6, ignore_eos=True), num_top_logprobs=2)
+    asked.submit([1, 2, 3], SamplingOptions(max_new_tokens=6, ignore_eos=True, num_top_logprobs=2))
     outputs = []
     while asked.has_work:
         outputs += asked.step()

@@ -4,6 +4,7 @@ import copy
 import itertools
 import resource
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -363,7 +364,7 @@ def test_guesses_that_come_true_save_steps() -> None:
 def test_with_every_token_come_the_most_likely_ones_of_a_plain_forward_pass(speculation: int) -> None:
     model = network("llama")
     engine = Engine(model, EngineOptions(prompt_lookup_tokens=speculation))
-    wanted = [engine.submit(prompt * 3, EIGHT, num_top_logprobs=place) for place, prompt in enumerate(PROMPTS)]
+    wanted = [engine.submit(prompt * 3, replace(EIGHT, num_top_logprobs=place)) for place, prompt in enumerate(PROMPTS)]
     found: dict[int, tuple[list[int], list[list[tuple[int, float]]]]] = {request: ([], []) for request in wanted}
     for output in until_end(engine):
         found[output.request][0].extend(output.tokens)

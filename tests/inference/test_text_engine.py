@@ -1,5 +1,6 @@
 """Pieces of text are certain when they come: whole characters, nothing of a stop string, together the whole text."""
 
+import re
 from collections.abc import Sequence
 
 import pytest
@@ -7,20 +8,24 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kitforge.data.text.continuation import Detokenizer, ReplyMarks
 from kitforge.data.tokenizers.loading import ByteTokenizer
 from kitforge.foundation.errors import ConfigError
 from kitforge.inference.engine import Engine
 from kitforge.inference.sampling import SamplingOptions
-from kitforge.inference.text_engine import Detokenizer, InferenceOptions, TextEngine
+from kitforge.inference.text_engine import InferenceOptions, TextEngine
 from kitforge.models.catalog import config_of
 from kitforge.models.loading import build
+from tests.differential.drawn import drawn
 from tests.inference.recomputation import recomputed
 from tests.trainer import tiny
 
 
-def pieces(tokens: Sequence[int], sizes: Sequence[int], stop: Sequence[str]) -> tuple[list[str], bool]:
+def pieces(
+    tokens: Sequence[int], sizes: Sequence[int], stop: Sequence[str], marks: ReplyMarks | None = None
+) -> tuple[list[str], bool]:
     """What comes of tokens that arrive a few at a time."""
-    text, found, start = Detokenizer(ByteTokenizer(), stop), [], 0
+    text, found, start = Detokenizer(ByteTokenizer(), stop, marks=marks), [], 0
     for size in sizes:
         if start >= len(tokens) or text.is_stopped:
             break
@@ -44,6 +49,26 @@ def test_pieces_are_the_text_before_the_first_stop_string(
     end = min((whole.index(each) for each in stop if each in whole), default=None)
     assert "".join(found) == whole[:end]
     assert is_stopped == (end is not None)
+
+
+@drawn(60)
+@given(
+    parts=st.lists(st.sampled_from(["<think>", "</think>", "<", "\n", " ", "a", "夜", chr(200)]), max_size=9),
+    sizes=st.lists(st.integers(1, 4), min_size=80, max_size=80),
+    stop=st.lists(st.sampled_from(["a", "<", "</", "\n", "k>", ">", "\na", "夜"]), min_size=1, max_size=2),
+    is_thinking=st.booleans(),
+)
+def test_stop_strings_do_not_apply_within_a_thought(
+    parts: list[str], sizes: list[int], stop: list[str], is_thinking: bool
+) -> None:
+    marks = ReplyMarks(spelled={200: "a<"}, thought=("<think>", "</think>"), is_thinking=is_thinking)
+    tokens = [token for part in parts for token in ([200] if part == chr(200) else part.encode())]
+    whole = "".join("a<" if part == chr(200) else part for part in parts)
+    thought = re.match(r".*?(</think>\n*|\Z)" if is_thinking else r"\s*<think>.*?(</think>\n*|\Z)", whole, re.DOTALL)
+    start = thought.end() if thought else 0
+    found, is_stopped = pieces(tokens, sizes, stop, marks)
+    end = min((whole.index(each, start) for each in stop if each in whole[start:]), default=None)
+    assert ("".join(found), is_stopped) == (whole[:end], end is not None)
 
 
 @pytest.mark.parametrize("stop", [["y", "b"], ["b", "y"], ["zy", "y", "by"]])

@@ -7,8 +7,9 @@ special token that the template did not write itself.
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from itertools import pairwise
+from os.path import commonprefix
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,10 @@ import numpy as np
 from kitforge.data.chat.jinja_sandbox import sandboxed
 from kitforge.data.chat.render import REASONING, ChatRender, TemplateLanguage
 from kitforge.data.chat.replies import ReplySpan, find_replies
+from kitforge.data.chat.tool_calls import call_format_of, thought_of
 from kitforge.data.chat.written import check_plain, check_written, is_written
 from kitforge.data.document_shard import fingerprint_of
-from kitforge.data.text.continuation import encode_continuation
+from kitforge.data.text.continuation import ReplyMarks, encode_continuation
 from kitforge.data.tokenizers.huggingface import HuggingFaceTokenizer
 from kitforge.data.tokenizers.protocol import AddedTokenSpan, Tokenizer
 from kitforge.data.tokenizers.sentencepiece import SentencePieceTokenizer
@@ -90,8 +92,8 @@ class ChatTemplate:
         self._tried: dict[str, set[str]] = {}  # keys of messages, by role
         sources = {"default": source} if isinstance(source, str) else dict(source or {})
         self.fingerprint = fingerprint_of("chat template", sources, self._named)
-        # Whether a tool call is written between <tool_call> and </tool_call>.
-        self.marks_tool_calls = any("<tool_call>" in each for each in sources.values())
+        self.calls = call_format_of("".join(sources.values()))
+        self.thought = thought_of("".join(sources.values()))
         self._languages = {name: TemplateLanguage(sandboxed(each), self._find_added) for name, each in sources.items()}
 
     def tokens(
@@ -126,6 +128,40 @@ class ChatTemplate:
         """The tokens that a reply follows: what opens it, or the last message without its end if that is begun."""
         is_begun = bool(messages) and isinstance(messages[-1], BegunMessage)
         return self.tokens(messages, opens_reply=not is_begun, continue_final_message=is_begun, **inputs)
+
+    def reply_marks(
+        self, messages: Sequence[Message], *, opens_reply: bool, continue_final_message: bool = False, **inputs: Any
+    ) -> ReplyMarks:
+        """What marks the parts of the reply to a prompt, and whether that has begun a thought. One that has ended it
+        leaves none."""
+        thought, has_tools = self.thought, inputs.get("tools") is not None
+        spelled = {token: text for token, text in self.spelled.items() if has_tools or text in (thought or ())}
+        if thought is None:
+            return ReplyMarks(spelled=spelled)
+        render = self._render_plain(messages, inputs)
+        text = render.continued() if continue_final_message else render.text(opens_reply=opens_reply)
+        before = render.messages[: len(messages) - continue_final_message]
+        # What users say about thoughts is none.
+        written = text[len(commonprefix([text, render.text(messages=before) if before else ""])) :]
+        begun, ended = map(written.rfind, thought)
+        return ReplyMarks(spelled=spelled, thought=None if ended > begun else thought, is_thinking=begun > ended)
+
+    @cached_property
+    def mark_ids(self) -> dict[str, int]:
+        """The marks of thoughts and calls in replies that are tokens."""
+        marks = (*(self.thought or ()), *(self.calls.marks if self.calls is not None else ()))
+        found = {text: self._find_added(text) for text in marks}
+        return {text: spans[0].token for text, spans in found.items() if len(spans) == 1}
+
+    @cached_property
+    def spelled(self) -> dict[int, str]:
+        """Those that are special tokens."""
+        return {token: text for text, token in self.mark_ids.items() if not self._tokenizer.token_bytes(token)}
+
+    def writes_tools(self, messages: Sequence[Message], inputs: Mapping[str, Any]) -> bool:
+        """Whether the conversation is another without the tools."""
+        is_plain = not self._languages
+        return not is_plain and self._text(messages, inputs) != self._text(messages, {**inputs, "tools": None})
 
     def prompt_text(self, messages: Sequence[Message], *, opens_reply: bool) -> str:
         """The text of a prompt that a reply opens, or of one whose last message is to be continued."""

@@ -5,7 +5,9 @@ decoders take a space from the first token. Encoded or decoded alone, a continua
 """
 
 import codecs
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from os.path import commonprefix
 
 from kitforge.data.tokenizers.protocol import NO_TOKEN, Tokenizer
@@ -19,12 +21,31 @@ _CONTEXT_SIZE = 64
 _NEUTRAL_CONTEXTS = ("\n", ".", "a", "0", ")", "\u4e00", "\x01")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplyMarks:
+    """What marks the parts of a reply."""
+
+    spelled: Mapping[int, str] = field(default_factory=dict)  # special tokens that have a text in it
+    thought: tuple[str, str] | None = None  # what begins and what ends one; None: the reply has none
+    is_thinking: bool = False  # the prompt has begun the thought
+
+
 class Detokenizer:
     """Decodes one sample token by token, as the continuation of `prompt`. The pieces joined are what the tokens add to
-    the text of the prompt, up to the first stop string. Text that may become a stop string, and incomplete characters,
-    are held back."""
+    the text of the prompt, up to the first stop string behind a thought. Text that may become a stop string, and
+    incomplete characters, are held back."""
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), prompt: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str] = (),
+        prompt: Sequence[int] = (),
+        marks: ReplyMarks | None = None,
+    ) -> None:
+        marks = marks or ReplyMarks()
+        self._spelled = marks.spelled
+        # What is awaited before stop strings apply: the beginning of a thought, then its end.
+        self._awaited = (marks.thought or ())[marks.is_thinking :] if stop else ()
         self.is_stopped = False
         self.offsets: list[int] = []  # of every token: the index of its first character
         self._length = 0  # of the decoded text
@@ -46,6 +67,14 @@ class Detokenizer:
     def push(self, tokens: Sequence[int], *, is_last: bool = False) -> str:
         """The text that these tokens complete; with `is_last` all text that was held back."""
         for token in tokens:
+            if token in self._spelled:
+                self._decode(is_last=True)
+                self.offsets.append(self._length)
+                self._held += self._spelled[token]
+                self._length += len(self._spelled[token])
+                self._partial.reset()
+                self._num_partial = 0
+                continue
             was_held = self._known < len(self._tokens)
             self.offsets.append(self._length + (self._character_index(token) if was_held else 0))
             self._tokens.append(token)
@@ -57,8 +86,10 @@ class Detokenizer:
                 self._character_index(token)
         if is_last:
             self._decode(is_last=True)
-        stop_index = min((index for index in map(self._held.find, self._stop) if index >= 0), default=None)
-        size = len(self._held) - (0 if is_last else self._num_open())
+        start, num_held = self._thought(is_last=is_last)
+        said = self._held[start:]
+        stop_index = min((start + at for at in map(said.find, self._stop) if at >= 0), default=None)
+        size = len(self._held) - (0 if is_last else max(num_held, num_open(said, self._stop)))
         if stop_index is not None:
             self.is_stopped, size = True, stop_index
         text, self._held = self._held[:size], self._held[size:]
@@ -104,12 +135,33 @@ class Detokenizer:
             self._anchor, self._known_text = self._tokens[:], whole
         self._known = len(self._tokens)
 
-    def _num_open(self) -> int:
-        """The length of the longest suffix that may be the beginning of a stop string."""
-        for size in range(min(len(self._held), max(map(len, self._stop), default=1) - 1), 0, -1):
-            if any(stop.startswith(self._held[-size:]) for stop in self._stop):
-                return size
-        return 0
+    def _thought(self, *, is_last: bool) -> tuple[int, int]:
+        """How much of the held text is of a thought, in which stop strings do not apply, and how much at its end may
+        be of a mark of one."""
+        held = self._held
+        if len(self._awaited) == 2:
+            begin, said = self._awaited[0], held.lstrip()
+            if not is_last and len(said) < len(begin) and begin.startswith(said):
+                return len(held), len(held)
+            self._awaited = self._awaited[1:] if said.startswith(begin) else ()
+        if not self._awaited:
+            return 0, 0
+        # The line breaks behind a thought only lay it out.
+        end = self._awaited[0]
+        found = re.search(rf"{re.escape(end)}\n*(?=[^\n])", held)
+        if found is None:
+            return len(held), len(held[held.find(end) :]) if end in held else num_open(held, [end])
+        self._awaited = ()
+        return found.end(), 0
+
+
+def num_open(text: str, marks: Iterable[str]) -> int:
+    """The length of the longest end of a text that one of the marks may begin with."""
+    marks = tuple(marks)
+    for size in range(min(len(text), max(map(len, marks), default=1) - 1), 0, -1):
+        if any(mark.startswith(text[-size:]) for mark in marks):
+            return size
+    return 0
 
 
 def prompt_end(tokenizer: Tokenizer, prompt: Sequence[int]) -> list[int]:

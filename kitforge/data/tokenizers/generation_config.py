@@ -20,7 +20,7 @@ GENERATION_CONFIG = "generation_config.json"
 _MODEL_CONFIG = "config.json"
 _log = logger(__name__)
 
-# Keys of sampling, which begins with a temperature that the caller chooses.
+# Keys of sampling, which begins with a temperature that the caller chooses; a server without one takes the publisher's.
 _SAMPLING = "do_sample temperature top_k top_p min_p top_h typical_p epsilon_cutoff eta_cutoff"
 # Lengths, times and numbers of texts, for which there are options of ours.
 _LENGTHS = "max_length max_new_tokens max_time num_return_sequences"
@@ -156,18 +156,41 @@ def stop_strings(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def suppressed_tokens(config: Mapping[str, Any]) -> tuple[int, ...]:
-    """The tokens that are never generated: `suppress_tokens`, and the words of `bad_words_ids`, of which an end token
-    does not count, as in `transformers`. Raises DataError for what is not a token, and for words of several tokens."""
+    """The tokens that are never generated: `suppress_tokens`, and the words of `bad_words_ids` that are one token.
+    Raises DataError for what is not a token."""
+    words = [word[0] for word in bad_words(config) if len(word) == 1]
+    return tuple(dict.fromkeys([*_tokens(config, "suppress_tokens"), *words]))
+
+
+def bad_words(config: Mapping[str, Any]) -> tuple[tuple[int, ...], ...]:
+    """The words that are never generated, of which an end token alone does not count, as in `transformers`. Raises
+    DataError for what is not a list of tokens."""
     words = config.get("bad_words_ids") or []
-    got = f"bad_words_ids={words!r}"[:200]
-    if not isinstance(words, list) or not all(isinstance(each, list) and len(each) == 1 for each in words):
-        fix = _FIX.replace("{key}", "bad_words_ids")
-        expected = "lists of one token each"
-        raise DataError(f"{GENERATION_CONFIG}: words that Kitforge cannot exclude", got=got, expected=expected, fix=fix)
+    if not isinstance(words, list) or not all(isinstance(each, list) and each for each in words):
+        got, fix = f"bad_words_ids={words!r}"[:200], _FIX.replace("{key}", "bad_words_ids")
+        raise DataError(f"{GENERATION_CONFIG}: words that are none", got=got, expected="lists of tokens", fix=fix)
     ends = end_tokens(config)
-    bad = _tokens({"bad_words_ids": [token for word in words for token in word]}, "bad_words_ids")
-    named = [*_tokens(config, "suppress_tokens"), *(token for token in bad if token not in ends)]
-    return tuple(dict.fromkeys(named))
+    found = (_tokens({"bad_words_ids": word}, "bad_words_ids") for word in words)
+    # A word with a number that stands for no token cannot be written.
+    whole = (word for word, given in zip(found, words, strict=True) if len(word) == len(given))
+    return tuple(word for word in whole if len(word) > 1 or word[0] not in ends)
+
+
+def published_sampling(config: Mapping[str, Any]) -> dict[str, float]:
+    """How the publisher samples, by the names of the options of generation; `do_sample` of false is a temperature of 0.
+    Raises DataError for numbers with which one cannot sample."""
+    most = {"temperature": 1e9, "top_k": 1e9, "top_p": 1.0, "min_p": 1.0}
+    found = {name: config[name] for name in most if config.get(name) is not None}
+    for name, value in found.items():
+        if type(value) not in (int, float) or not 0 <= value <= most[name] or (name == "top_k" and value % 1):
+            words = "a whole number" if name == "top_k" else f"a number from 0 to {most[name]:g}"
+            problem, fix = f"{GENERATION_CONFIG} has an impossible {name}", _FIX.replace("{key}", name)
+            raise DataError(problem, got=f"{name}={value!r}"[:200], expected=words, fix=fix)
+    # The smallest nucleus is the most likely token; other zeros exclude none, as in `transformers`.
+    is_greedy = config.get("do_sample") is False or 0 in (found.get("temperature"), found.get("top_p"))
+    return {name: int(value) if name == "top_k" else value for name, value in found.items() if value} | (
+        {"temperature": 0.0} if is_greedy else {}
+    )
 
 
 def searched_beams(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -189,7 +212,7 @@ def searched_beams(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _READERS: Mapping[str, Callable[[Mapping[str, Any]], object]] = {
-    "bad_words_ids": suppressed_tokens,
+    "bad_words_ids": bad_words,
     "early_stopping": searched_beams,
     "length_penalty": searched_beams,
     "num_beams": searched_beams,

@@ -23,7 +23,7 @@ from kitforge.inference.server.responses import (
     stream_events,
 )
 from kitforge.inference.server.service import EncodedPrompt, Service
-from kitforge.inference.server.web_ui import content_security_policy, page
+from kitforge.inference.server.web_ui import content_security_policy, page, rendered
 
 
 def create_app(service: Service) -> Any:
@@ -46,7 +46,7 @@ def _add_info_routes(app: Any, service: Service) -> None:
 
     @routes.get("/", include_in_schema=False)
     async def root() -> HTMLResponse:
-        text = page(service.name, needs_token=bool(service.auth_tokens))
+        text = page(service.name, needs_token=bool(service.auth_tokens), **service.page_facts())
         return HTMLResponse(text, headers={"Content-Security-Policy": content_security_policy()})
 
     @routes.get("/v1/models", responses=documented(401, 403))
@@ -83,8 +83,12 @@ def _add_completion_routes(app: Any, service: Service, bodies: Any) -> None:
     @routes.post("/v1/chat/completions", **_described(bodies.ChatRequest))
     async def chat(request: Request) -> Response:
         params = await _read(request, service, lambda body: bodies.read(bodies.ChatRequest, body))
-        prompt = EncodedPrompt(tokens=await asyncio.to_thread(service.encode_chat, params))
-        options = ResponseOptions(num_top_logprobs=params.num_top_logprobs, prompt_logprobs=params.prompt_logprobs)
+        prompt = await asyncio.to_thread(service.encode_chat, params)
+        options = ResponseOptions(
+            num_top_logprobs=params.num_top_logprobs,
+            prompt_logprobs=params.prompt_logprobs,
+            names_call=not isinstance(params.tool_choice, str | None),
+        )
         form = ChatFormat(params.model or service.name, service.token_texts, options)
         response: Response = await _respond(request, service, params, [prompt], form)
         return response
@@ -107,6 +111,12 @@ def _add_tokenizer_routes(app: Any, service: Service, bodies: Any) -> None:
         params = await _read(request, service, lambda body: bodies.read(bodies.DetokenizeRequest, body))
         return JSONResponse({"prompt": await asyncio.to_thread(service.tokenizer.decode, params.tokens)})
 
+    @routes.post("/markdown", include_in_schema=False)
+    async def markdown(request: Request) -> JSONResponse:
+        # It takes no place in the engine, which the reply that it renders may fill.
+        found = await read_body(request, service, lambda body: bodies.read(bodies.MarkdownRequest, body), num_more=0)
+        return JSONResponse({"html": await asyncio.to_thread(lambda: [*map(rendered, found.texts)])})
+
     @routes.get("/tokenizer_info", responses=documented(401, 403))
     async def tokenizer_info() -> JSONResponse:
         return JSONResponse(service.tokenizer_info())
@@ -125,7 +135,7 @@ async def _respond(
     """The response, full or streamed. A disconnect of the client cancels it."""
     from fastapi.responses import JSONResponse, StreamingResponse
 
-    handle = service.submit(params, prompts)
+    handle = service.submit(params, prompts, await service.constraint(params, prompts[0]))
     request.scope[CLOSING].callback(handle.close)
     request.scope[USAGE] = handle.usage
     if params.stream:

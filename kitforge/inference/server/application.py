@@ -5,10 +5,12 @@ FastAPI is imported when an application is made, so it stays optional.
 
 import asyncio
 import contextlib
+import difflib
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
+from kitforge.core.checkpoint.shard_writer import package_version
 from kitforge.data.optional_imports import import_optional
 from kitforge.foundation.errors import ContextLengthError, DataError, KitforgeError
 from kitforge.inference.server.authentication import auth_tokens
@@ -17,6 +19,7 @@ from kitforge.inference.server.errors import ApiError, client_closed_request
 from kitforge.inference.server.metrics import ServerMetrics
 from kitforge.inference.server.middleware import AuthMiddleware
 from kitforge.inference.server.options import HttpOptions
+from kitforge.inference.server.web_ui import content_security_policy, docs_page
 
 REFUSALS = {
     400: "The request is invalid.",
@@ -51,6 +54,13 @@ class HttpService(ABC):
     @abstractmethod
     def status(self) -> dict[str, Any]:
         """The response of /health, beside `status`."""
+
+    def summary(self) -> dict[str, str]:
+        """What the operator is told at the start, by topic."""
+        return {"token": "needed" if self.auth_tokens else "none needed, on this machine alone"}
+
+    def warm_up(self) -> None:
+        """Run what is slow when it first runs. Default: nothing is."""
 
     @abstractmethod
     async def rendered_metrics(self) -> tuple[bytes, str]:
@@ -89,13 +99,13 @@ def new_application(service: HttpService) -> Any:
         for thread in reversed(service.threads):
             await asyncio.to_thread(thread.stop)
 
-    async def on_error(_request: Any, error: Any) -> JSONResponse:
+    async def on_error(request: Any, error: Any) -> JSONResponse:
         if not isinstance(error, ApiError):
-            error = ApiError(error.status_code, str(error.detail), headers=error.headers)
+            error = _route_error(request, error)
         return JSONResponse(error.body(), status_code=error.status, headers=error.headers)
 
     handlers: Any = dict.fromkeys((ApiError, 404, 405), on_error)
-    # FastAPI's documentation pages load scripts from other hosts.
+    # FastAPI's documentation pages load scripts from other hosts; /docs is ours.
     app: Any = FastAPI(title="Kitforge", docs_url=None, redoc_url=None, lifespan=life, exception_handlers=handlers)
 
     def openapi() -> dict[str, Any]:
@@ -120,9 +130,22 @@ def new_application(service: HttpService) -> Any:
     return app
 
 
+def _route_error(request: Any, error: Any) -> ApiError:
+    """The 404 of a path without a route, and the 405 of a route that does not support the method."""
+    path, got, headers = request.url.path[:200], f"{request.method[:20]} {request.url.path[:200]}", error.headers or {}
+    if error.status_code == 405:
+        words = KitforgeError("the route does not support this method", got=got, expected=headers.get("Allow"))
+        return ApiError(405, str(words), code="wrong_method", headers=headers)
+    paths = request.app.openapi()["paths"]
+    near = difflib.get_close_matches(path, paths, 1)
+    fix = f"did you mean {near[0]}?" if near else "see /docs, the list of routes"
+    words = KitforgeError("there is no such route", got=got, expected=", ".join(paths), fix=fix)
+    return ApiError(404, str(words), code="unknown_route")
+
+
 def _add_common_routes(app: Any, service: HttpService) -> None:
     from fastapi import FastAPI
-    from fastapi.responses import JSONResponse, PlainTextResponse
+    from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 
     routes: FastAPI = app
 
@@ -133,13 +156,24 @@ def _add_common_routes(app: Any, service: HttpService) -> None:
             raise service.api_error(service.worker.failure)
         return JSONResponse({"status": "ok", **service.status()})
 
+    @routes.get("/version", responses=documented(401, 403))
+    async def version() -> JSONResponse:
+        return JSONResponse({"version": package_version()})
+
+    @routes.get("/docs", include_in_schema=False)
+    async def docs() -> HTMLResponse:
+        policy = {"Content-Security-Policy": content_security_policy()}
+        return HTMLResponse(docs_page(service.name, app.openapi()["paths"]), headers=policy)
+
     @routes.get("/metrics", response_class=PlainTextResponse, responses=documented(401, 403))
     async def metrics() -> PlainTextResponse:
         text, kind = await service.rendered_metrics()
         return PlainTextResponse(text, headers={"Content-Type": kind})
 
 
-async def read_body(request: Any, service: HttpService, parse: Callable[[bytes], Answer]) -> Answer:
+async def read_body(
+    request: Any, service: HttpService, parse: Callable[[bytes], Answer], *, num_more: int = 1
+) -> Answer:
     """Read a JSON body and parse it with `parse`. Raises ApiError for a body that is too large, too slow or invalid."""
     limits, content, has_more = service.limits, bytearray(), True
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
@@ -147,7 +181,7 @@ async def read_body(request: Any, service: HttpService, parse: Callable[[bytes],
     length = request.headers.get("content-length", "0")
     _check_body_size(int(length[:18]) if length.isdecimal() else 0, limits)
     # Checked before reading the body: a full server must refuse quickly.
-    service.check_capacity()
+    service.check_capacity(num_more)
     try:
         async with asyncio.timeout(limits.client_timeout):
             while has_more:

@@ -24,8 +24,8 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-# The web UI asks for the token itself, and health checks need none.
-_PUBLIC_PATHS = ("/", "/health")
+# The web UI asks for the token itself, a link to /docs cannot send one, and health checks need none.
+_PUBLIC_PATHS = ("/", "/docs", "/health")
 # ASGI scope key: an ExitStack that is closed when the response has ended, however it ended.
 CLOSING = "kitforge.closing"
 # ASGI scope key: a function that returns the token usage, for requests that have one.

@@ -116,6 +116,6 @@ def _named(path: tuple[int | str, ...]) -> str:
     for part in path:
         if isinstance(part, int):
             name += f"[{part}]"
-        elif part not in ("text", "texts", "tokens", "rows", "parts") or not name:
+        elif part not in ("text", "texts", "tokens", "rows", "parts", "named") or not name:
             name += f".{part}" if name else str(part)
     return truncate(name)

@@ -16,6 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError
 from pydantic_core import PydanticCustomError
 
+from kitforge.foundation.errors import nearest
 from kitforge.inference.server.errors import refused
 from kitforge.inference.server.request_body import (
     MAX_SHOWN_CHARACTERS,
@@ -32,6 +33,7 @@ MAX_PROMPT_TOKENS = 2**20
 MAX_MESSAGES = 4096
 MAX_PARTS = 1024
 MAX_STOPS = 16
+MAX_TOOLS = 128
 MAX_STOP_TOKENS = 1024
 MAX_BIASES = 1024
 
@@ -39,8 +41,8 @@ MAX_BIASES = 1024
 _UNSUPPORTED = {
     "audio": "speech is not supported; leave it out",
     "dimensions": "embeddings are not supported",
-    "function_call": "function calls are not supported; leave it out",
-    "functions": "function calls are not supported; leave it out",
+    "function_call": "use tool_choice",
+    "functions": "use tools",
     "max_new_tokens": "use max_tokens",
     "n_predict": "use max_tokens",
     "num_beams": "beam search is not supported; use n for several choices",
@@ -258,6 +260,7 @@ class ChatMessage(RequestBody):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None  # optional for an assistant message with tool calls
     name: str | None = None
+    reasoning: str | None = None
     reasoning_content: str | None = None
     tool_call_id: str | None = None
     tool_calls: Annotated[list[MessageToolCall], Field(max_length=128, fail_fast=True)] | None = None
@@ -274,7 +277,7 @@ class ChatMessage(RequestBody):
         parts = "" if self.content is None else self.content
         text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
         message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": text}
-        for name in ("name", "reasoning_content", "tool_call_id"):
+        for name in ("name", "reasoning", "reasoning_content", "tool_call_id"):
             if (value := getattr(self, name)) is not None:
                 message[name] = value
         if self.tool_calls:
@@ -286,6 +289,35 @@ class ChatMessage(RequestBody):
 
 
 Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+
+
+class FunctionDefinition(RequestBody):
+    """A function that the model may call. Whatever else it says is for the chat template."""
+
+    model_config = RequestBody.model_config | ConfigDict(extra="allow")
+
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None  # the JSON schema of the arguments
+    strict: bool | None = None  # the arguments must match it
+
+
+class Tool(RequestBody):
+    """A tool that the model may call."""
+
+    type: Literal["function"] = "function"
+    function: FunctionDefinition
+
+
+Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("text")] | Annotated[Tool, Tag("named")],
+    Discriminator(
+        lambda value: "text" if isinstance(value, str) else "named" if isinstance(value, dict) else None,
+        custom_error_type="tool_choice",
+        custom_error_message='"none", "auto", "required", or {"type": "function", "function": {"name": ...}}',
+    ),
+]
 
 
 class ChatRequest(GenerationParams):
@@ -302,9 +334,9 @@ class ChatRequest(GenerationParams):
     logprobs: bool | None = None  # of the sampled tokens
     top_logprobs: Annotated[int, Field(ge=0, le=20), _INTEGRAL] | None = None  # most likely tokens with each
 
-    tools: list[dict[str, Any]] | None = None  # ignored with tool_choice="none"; without it, none
-    tool_choice: Literal["none", "auto"] | None = None
-    parallel_tool_calls: bool | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None  # default auto
+    parallel_tool_calls: bool | None = None  # default true
     modalities: list[Literal["text"]] | None = None
     reasoning_effort: Literal["none", "medium"] | None = None
     verbosity: Literal["medium"] | None = None
@@ -338,10 +370,16 @@ class TokenizeChatRequest(RequestBody):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: EmptyList | None = None
+    tools: Tools | None = None
     model: str | None = None
     add_special_tokens: Literal[False] | None = None
     return_token_strs: bool | None = None
+
+
+class MarkdownRequest(RequestBody):
+    """The body of /markdown, by which the web page shows replies."""
+
+    texts: Annotated[list[str], Field(max_length=MAX_MESSAGES, fail_fast=True)]
 
 
 class DetokenizeRequest(RequestBody):
@@ -386,6 +424,7 @@ def _check_consistency(request: RequestBody) -> None:
     """Refuse combinations of fields that contradict one another."""
     if isinstance(request, (ChatRequest, TokenizeChatRequest)):
         _check_messages(request)
+        _check_tools(request)
     if not isinstance(request, GenerationParams):
         return
     if request.best_of is not None and request.best_of > (request.n or 1):
@@ -405,9 +444,6 @@ def _check_consistency(request: RequestBody) -> None:
 
 def _check_messages(request: ChatRequest | TokenizeChatRequest) -> None:
     last = request.messages[-1]
-    if isinstance(request, ChatRequest) and request.tools and request.tool_choice != "none":
-        expected = 'an empty value, or tool_choice="none": calls are not supported'
-        raise invalid_value("tools", request.tools, expected, size=len(request.tools))
     if request.continue_final_message and request.add_generation_prompt:
         raise refused("continue_final_message", "continue_final_message excludes add_generation_prompt")
     if request.continue_final_message and (last.role != "assistant" or last.tool_calls):
@@ -416,6 +452,20 @@ def _check_messages(request: ChatRequest | TokenizeChatRequest) -> None:
         if message.content is None and not (message.role == "assistant" and message.tool_calls):
             name = f"messages[{index}].content"
             raise refused(name, f"{name!r} is missing", "missing_parameter")
+
+
+def _check_tools(request: ChatRequest | TokenizeChatRequest) -> None:
+    """Refuse tools of one name, and the choice of one that is not there."""
+    names = [each.function.name for each in request.tools or ()]
+    double = next((name for name in names if names.count(name) > 1), None)
+    if double is not None:
+        raise refused("tools", f"two tools have the name {truncate(double)!r}")
+    choice = getattr(request, "tool_choice", None)
+    if not names and choice not in (None, "none", "auto"):
+        raise refused("tool_choice", "tool_choice needs tools to choose from", fix="give tools, or leave it out")
+    if isinstance(choice, Tool) and choice.function.name not in names:
+        problem = f"there is no tool {truncate(choice.function.name)!r} to call"
+        raise refused("tool_choice", problem, fix=nearest(choice.function.name, names))
 
 
 def _arguments(given: str | dict[str, Any] | None) -> Any:

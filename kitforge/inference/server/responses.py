@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from kitforge.data.chat.tool_calls import ReplyPart, ReplyReader
 from kitforge.inference.logprobs import PromptLogprob
 from kitforge.inference.sampling import TopLogprobs
 from kitforge.inference.server.errors import ApiError
@@ -32,7 +33,8 @@ class TokenLogprob:
 class Choice:
     """A choice of the response, or a delta of one."""
 
-    text: str = ""
+    text: str = ""  # of a completion
+    parts: list[ReplyPart] = field(default_factory=list)  # of a chat
     finish_reason: str | None = None
     tokens: list[TokenLogprob] = field(default_factory=list)  # only where log-probabilities are requested
     prompt_logprobs: list[PromptLogprob] | None = None
@@ -46,6 +48,7 @@ class ResponseOptions:
     has_stop_token: bool = False  # log-probabilities include the stop token
     has_echo: bool = False  # the text begins with the prompt
     prompt_logprobs: int | None = None  # most likely tokens with each prompt token; None: no prompt log-probabilities
+    names_call: bool = False  # the request names the call, so finish_reason does not
 
 
 class ChoiceReader:
@@ -59,6 +62,8 @@ class ChoiceReader:
         self._length = 0  # of the text that was generated
         self._held: list[TokenLogprob] = []
         self._has_begun = False
+        marks = prompt.marks
+        self._reply = None if marks is None else ReplyReader(marks, prompt.calls, prompt.tools)
 
     def read(self, delta: TextDelta, prompt_logprobs: list[PromptLogprob] | None) -> Choice:
         """The choice of the next delta; `prompt_logprobs` are those of all prompt tokens but the first."""
@@ -72,6 +77,11 @@ class ChoiceReader:
         self._length += len(delta.text)
         if self._options.num_top_logprobs is not None:
             choice.tokens += self._certain_tokens(delta)
+        if self._reply is not None:
+            choice.parts = self._reply.push(choice.text, is_last=delta.finish_reason is not None)
+            choice.text = ""
+            if delta.finish_reason == "stop" and self._reply.num_calls and not self._options.names_call:
+                choice.finish_reason = "tool_calls"
         return choice
 
     def _certain_tokens(self, delta: TextDelta) -> list[TokenLogprob]:
@@ -132,6 +142,7 @@ class ResponseFormat(ABC):
             for delta in choice_deltas:
                 added = reader.read(delta, handle.prompt_logprobs_of(index))
                 texts.append(added.text)
+                choice.parts += added.parts
                 choice.tokens += added.tokens
                 choice.finish_reason = added.finish_reason
                 choice.prompt_logprobs = choice.prompt_logprobs or added.prompt_logprobs
@@ -139,7 +150,7 @@ class ResponseFormat(ABC):
             choices.append({"index": index, **self.choice_body(choice, prompt)})
         return {**self._head(self.object_type), "choices": choices, "usage": handle.usage()}
 
-    def event(self, choices: list[dict[str, Any]], usage: Mapping[str, int] | None) -> bytes:
+    def event(self, choices: list[dict[str, Any]], usage: Mapping[str, Any] | None) -> bytes:
         """One event of a stream."""
         body = {**self._head(self.chunk_type), "choices": choices}
         return sse_event({**body, "usage": usage} if usage is not None else body)
@@ -214,12 +225,16 @@ class ChatFormat(ResponseFormat):
 
     def choice_body(self, choice: Choice, prompt: EncodedPrompt) -> dict[str, Any]:
         """A finished choice."""
-        message = {"role": "assistant", "content": choice.text, "refusal": None}
+        said = _said(choice.parts)
+        for call in said.get("tool_calls", ()):
+            del call["index"]
+        message = {"role": "assistant", "content": None if said else "", "refusal": None} | said
         return {"message": message, "finish_reason": choice.finish_reason, "logprobs": self._logprobs(choice)}
 
     def choice_delta(self, choice: Choice, *, is_first: bool) -> dict[str, Any]:
         """A delta of a choice."""
-        delta = ({"role": "assistant"} if is_first else {}) | {"content": choice.text}
+        said = _said(choice.parts)
+        delta = ({"role": "assistant", "content": None if said else ""} if is_first else {}) | said
         return {"delta": delta, "finish_reason": choice.finish_reason, "logprobs": self._logprobs(choice)}
 
     def _logprobs(self, choice: Choice) -> dict[str, Any] | None:
@@ -236,6 +251,26 @@ class ChatFormat(ResponseFormat):
 
     def _likely(self, token: int, logprob: float | None) -> dict[str, Any]:
         return {"token": self._texts.text(token), "logprob": logprob, "bytes": self._texts.bytes(token)}
+
+
+def _said(parts: Iterable[ReplyPart]) -> dict[str, Any]:
+    """The parts of a reply under OpenAI's names; thoughts under both that clients know."""
+    texts: dict[tuple[str, int], list[str]] = {}
+    calls: dict[int, dict[str, Any]] = {}
+    for part in parts:
+        if part.kind == "call":
+            function = {"name": part.text, "arguments": ""}
+            calls[part.call] = {"index": part.call, "id": part.id, "type": "function", "function": function}
+        else:
+            texts.setdefault((part.kind, part.call * (part.kind == "arguments")), []).append(part.text)
+    said: dict[str, Any] = {}
+    for (kind, index), pieces in texts.items():
+        if kind == "arguments":
+            call = calls.setdefault(index, {"index": index, "function": {}})
+            call["function"]["arguments"] = "".join(pieces)
+        else:
+            said |= {name: "".join(pieces) for name in ([kind] if kind == "content" else [kind, "reasoning_content"])}
+    return said | ({"tool_calls": list(calls.values())} if calls else {})
 
 
 async def full_response(form: ResponseFormat, handle: RequestHandle) -> dict[str, Any]:
@@ -258,8 +293,8 @@ async def stream_events(
     try:
         async for index, delta in handle.deltas():
             choice = readers[index].read(delta, handle.prompt_logprobs_of(index))
-            # A delta that completes no character has no text.
-            if choice.text or choice.tokens or choice.finish_reason is not None:
+            # A delta that completes no character has no text, and one of a mark no part.
+            if choice.text or choice.parts or choice.tokens or choice.finish_reason is not None:
                 part = {"index": index, **form.choice_delta(choice, is_first=index not in begun)}
                 begun.add(index)
                 yield form.event([part], handle.usage() if is_continuous else None)

@@ -49,9 +49,9 @@ _RATE_LIMIT = LogRateLimit()
 
 
 def serve(service: HttpService, app: Any, port: int, ready: Callable[[str], None]) -> None:
-    """Run the application on that port until SIGTERM or SIGINT; `ready` is called with the address. Active requests
-    then have `serve.drain_timeout` seconds. Raises ConfigError where the port cannot be bound, and EngineError after
-    the engine has failed, so that a supervisor restarts the process."""
+    """Run the application on that port until SIGTERM or SIGINT; `ready` is called with the address once the service is
+    warm, and no request is answered before. Active requests then have `serve.drain_timeout` seconds. Raises ConfigError
+    where the port cannot be bound, and EngineError after the engine has failed, so that a supervisor restarts it."""
     raise_file_limit()
     server, limits = build_server(service, app), service.limits
     if limits.access_log:
@@ -74,6 +74,7 @@ def serve(service: HttpService, app: Any, port: int, ready: Callable[[str], None
     if threading.current_thread() is threading.main_thread():
         # uvicorn drains and then raises the signal again, which would end a process that drained well with an error.
         signal.signal(signal.SIGTERM, lambda *_: setattr(server, "should_exit", True))
+    service.warm_up()
     host = f"[{limits.host}]" if family == socket.AF_INET6 else limits.host
     ready(f"http://{host}:{listener.getsockname()[1]}")
     server.run(sockets=[listener])

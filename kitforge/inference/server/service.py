@@ -6,17 +6,25 @@ import asyncio
 import dataclasses
 import secrets
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
+
+import torch
 
 from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.data.chat.template import ChatTemplate, template_of
-from kitforge.data.text.continuation import Detokenizer
+from kitforge.data.chat.tool_calls import CALL_MARKS, CallFormat, CallRules, ReplyGrammar
+from kitforge.data.text.continuation import Detokenizer, ReplyMarks
 from kitforge.data.tokenizers.loading import Tokenizer
 from kitforge.foundation.config import check
 from kitforge.foundation.errors import DataError, KitforgeError
 from kitforge.foundation.log import logger
+from kitforge.inference.capacity import kv_bytes_per_token
+from kitforge.inference.constraint import Constraint
+from kitforge.inference.grammar import GrammarCompiler, GrammarKind, json_options
 from kitforge.inference.logprobs import PromptLogprob
 from kitforge.inference.server.application import HttpService
 from kitforge.inference.server.errors import ApiError, refused
@@ -27,7 +35,13 @@ from kitforge.inference.text_engine import InferenceOptions, TextDelta, TextEngi
 
 if TYPE_CHECKING:
     # Needs pydantic, so it is imported at run time by `app.create_app` alone.
-    from kitforge.inference.server.requests import ChatRequest, CompletionRequest, TokenizeChatRequest, TokenizeRequest
+    from kitforge.inference.server.requests import (
+        ChatRequest,
+        CompletionRequest,
+        TokenizeChatRequest,
+        TokenizeRequest,
+        Tool,
+    )
 
 _log = logger(__name__)
 
@@ -41,11 +55,16 @@ _RESERVED_TEMPLATE_FIELDS = {"messages", "tools", "documents", "add_generation_p
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedPrompt:
-    """The tokens of a prompt; its text and the offset of each token only where it is echoed."""
+    """The tokens of a prompt; its text and the offset of each token only where it is echoed. Of a chat, what marks the
+    parts of its reply, and how that calls tools, whose arguments have the schemas `tools`."""
 
     tokens: list[int]
     text: str = ""
     offsets: list[int] = field(default_factory=list)
+    marks: ReplyMarks | None = None
+    calls: CallFormat | None = None
+    tools: dict[str, dict[str, Any]] = field(default_factory=dict)
+    grammar: str | None = None  # of the reply, in which `@answer` is the structure that the request asks for
 
 
 class TokenTexts:
@@ -93,9 +112,10 @@ class Service(HttpService):
         self._num_requests = 0
         # Keys the noise of unseeded requests, so that it differs between servers and restarts.
         self._nonce = secrets.token_hex(8)
-        self._defaults = defaults
+        self.defaults = defaults
         self._engine = texts.engine
         self._geometry = cast(CausalLM, texts.engine.model).geometry
+        self._grammars = GrammarCompiler(texts.tokenizer, texts.tokenizer.eos_ids, self._geometry.vocab_size)
         self._max_model_len = min(self._geometry.max_length, texts.engine.num_slots)
         self.model_names = [self.name, *texts.engine.adapters.names]
         is_one = self.name not in self.model_names[1:]
@@ -124,14 +144,60 @@ class Service(HttpService):
         """The response of /health, beside `status`."""
         return {}
 
+    def summary(self) -> dict[str, str]:
+        """What the operator is told at the start, by topic."""
+        kinds, model, slots = Counter[torch.dtype](), self._engine.model, self._engine.num_slots
+        for tensor in (*model.parameters(), *model.buffers()):
+            kinds[tensor.dtype] += tensor.nbytes
+        megabytes = slots * kv_bytes_per_token(model) / 2**20
+        chosen = {name: getattr(self.defaults, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+        sampling = ", ".join(f"{name} {value:g}" for name, value in chosen.items() if value is not None)
+        return super().summary() | {
+            "weights": str(kinds.most_common(1)[0][0]).removeprefix("torch."),
+            "context": f"{self._max_model_len:,} tokens; the cache holds {slots:,} ({megabytes:,.0f} MiB)",
+            "sampling": f"{sampling}, where a request names no other",
+        }
+
+    def page_facts(self) -> dict[str, Any]:
+        """What the web page says and uses of the model."""
+        context, most = self._max_model_len, self.limits.max_new_tokens or self._max_model_len
+        is_chat = bool(getattr(self.tokenizer, "chat_templates", None))
+        return {"is_chat": is_chat, "context": context, "most": most, "sampling": dataclasses.asdict(self.defaults)}
+
+    def warm_up(self) -> None:
+        """Continue one text and several, since loops are compiled when they first run, which takes seconds."""
+        new = min(3, self._max_model_len - 1)
+        options = dataclasses.replace(self.defaults, max_new_tokens=new, min_new_tokens=0, ignore_eos=True)
+        for num_rows in (1, 3) if new else ():
+            lengths = range(min(16, self._max_model_len - new), 0, -1)[:num_rows]
+            self._engine.generate([[0] * length for length in lengths], options)
+
     async def rendered_metrics(self) -> tuple[bytes, str]:
         """The response of /metrics, and its content type."""
         stats = await self.worker.stats()
         # No await between the two, so that no request is counted both as active and as done.
         return self.metrics.text({"prompts": self.num_active, **stats})
 
-    def submit(self, request: CompletionRequest | ChatRequest, prompts: Sequence[EncodedPrompt]) -> RequestHandle:
-        """Submit the prompts with `request.n` choices each. Raises ApiError for invalid or too many requests."""
+    async def constraint(self, request: CompletionRequest | ChatRequest, prompt: EncodedPrompt) -> Constraint | None:
+        """What the texts of a request must be, compiled in a thread of its own. Raises ApiError."""
+        structure: tuple[str, GrammarKind, Any] | None = getattr(request, "structure", None)
+        if structure is None and prompt.grammar is None:
+            return None
+        field, kind, spec = structure or ("tools", "grammar", prompt.grammar)
+        around = None if structure is None else prompt.grammar
+        try:
+            return await asyncio.to_thread(partial(self._grammars.compile, kind, spec, around=around))
+        except KitforgeError as error:
+            raise ApiError(400, str(error), parameter=field, code="invalid_value") from None
+
+    def submit(
+        self,
+        request: CompletionRequest | ChatRequest,
+        prompts: Sequence[EncodedPrompt],
+        constraint: Constraint | None = None,
+    ) -> RequestHandle:
+        """Submit the prompts with `request.n` choices each, all of which obey the constraint. Raises ApiError for
+        invalid or too many requests."""
         num_choices = request.n or 1
         if len(prompts) * num_choices > self.limits.max_choices:
             message = f"{len(prompts)} prompts with n={num_choices} are more than {self.limits.max_choices} choices"
@@ -154,8 +220,9 @@ class Service(HttpService):
                 # Greedy choices are equal, so one is generated.
                 num_samples=1 if options.is_greedy else num_choices,
                 key=f"{owner}/{index}",
-                num_top_logprobs=request.num_top_logprobs or 0,
+                marks=prompt.marks,
                 first_choice=index * num_choices,
+                constraint=constraint,
                 delivers_at_end=not request.stream,
                 queue=queue,
             )
@@ -184,8 +251,8 @@ class Service(HttpService):
             prompts.append(EncodedPrompt(tokens=tokens, text=text, offsets=offsets))
         return prompts
 
-    def encode_chat(self, request: ChatRequest | TokenizeChatRequest) -> list[int]:
-        """The tokens of a chat, up to the beginning or continuation of the reply. Raises ApiError."""
+    def encode_chat(self, request: ChatRequest | TokenizeChatRequest) -> EncodedPrompt:
+        """A chat, up to the beginning or continuation of the reply. Raises ApiError."""
         further: dict[str, Any] = {}
         if request.continue_final_message:
             further["continue_final_message"] = True
@@ -197,17 +264,63 @@ class Service(HttpService):
                 message = f"{name!r} is set by a field of the request, or is not supported"
                 raise refused(name, message)
         opens_reply = not request.continue_final_message and request.add_generation_prompt is not False
-        messages = [message.to_template_message() for message in request.messages]
+        messages = _with_names([message.to_template_message() for message in request.messages])
+        tools = [] if getattr(request, "tool_choice", None) == "none" else request.tools or []
         try:
-            return self.template.tokens(messages, opens_reply=opens_reply, **further)
+            if tools:
+                # As models know tools from training.
+                kept: dict[str, Any] = {"exclude_none": True, "exclude": {"function": {"strict"}}}
+                further["tools"] = [each.model_dump(**kept) for each in tools]
+                self._check_tools(messages, further)
+            marks = self.template.reply_marks(messages, opens_reply=opens_reply, **further)
+            return EncodedPrompt(
+                tokens=self.template.tokens(messages, opens_reply=opens_reply, **further),
+                marks=marks,
+                grammar=self._reply_grammar(request, marks, tools),
+                calls=self.template.calls if tools else None,
+                tools={each.function.name: each.function.parameters or {} for each in tools},
+            )
         except DataError as error:
             raise refused("messages", str(error)) from None
+
+    def _reply_grammar(
+        self, request: ChatRequest | TokenizeChatRequest, marks: ReplyMarks, tools: Sequence[Tool]
+    ) -> str | None:
+        """What a reply must be; None where nothing is asked of it but what `request.structure` says of all of it."""
+        choice = getattr(request, "tool_choice", None)
+        has_answer = getattr(request, "structure", None) is not None
+        named = None if isinstance(choice, str | None) else choice.function.name
+        is_required = named is not None or choice == "required"
+        is_single = named is not None or getattr(request, "parallel_tool_calls", None) is False
+        is_strict = any(each.function.strict for each in tools)
+        rules, functions = None, [each.function for each in tools if named in (None, each.function.name)]
+        if self.template.calls is not None and tools and (has_answer or is_required or is_single or is_strict):
+            rules = CallRules(
+                calls=self.template.calls,
+                schemas={
+                    each.name: (each.parameters or {}) if each.strict or is_required else {} for each in functions
+                },
+                is_required=is_required,
+                is_single=is_single,
+                options=json_options(),
+            )
+        if rules is None and not (has_answer and marks.thought):
+            return None
+        return ReplyGrammar(self.template.mark_ids).source(marks, rules, has_answer=has_answer)
+
+    def _check_tools(self, messages: list[dict[str, Any]], inputs: dict[str, Any]) -> None:
+        problem = None if self.template.calls is not None else "calls tools in an unknown format"
+        problem = problem if self.template.writes_tools(messages, inputs) else "ignores tools"
+        if problem is not None:
+            expected = f"a template of {', '.join({each.name: '' for each in CALL_MARKS.values()})}"
+            fix = 'leave tools out, or set tool_choice="none"'
+            raise refused("tools", f"the chat template of this model {problem}", expected=expected, fix=fix)
 
     def tokenize(self, request: TokenizeRequest | TokenizeChatRequest) -> dict[str, Any]:
         """The response of /tokenize, in vLLM's format. Raises ApiError."""
         messages = getattr(request, "messages", None)
         if messages is not None:
-            tokens = self.encode_chat(cast("TokenizeChatRequest", request))
+            tokens = self.encode_chat(cast("TokenizeChatRequest", request)).tokens
         else:
             text = cast("TokenizeRequest", request).prompt
             tokens = self.encode(text, add_special_tokens=request.add_special_tokens)
@@ -234,11 +347,11 @@ class Service(HttpService):
         # By default a chat reply ends where the model ends it; where keys depend on the length of a sequence, and in
         # completions, its length is that of the options.
         is_open = request.is_chat and not self._geometry.depends_on_length
-        default = limit if is_open else self._defaults.max_new_tokens
+        default = limit if is_open else self.defaults.max_new_tokens
         # At least 1: the engine refuses a prompt that leaves no room.
         new = max(1, min(default, limit - size, most or limit)) if requested is None else requested
         adapter = None if request.model == self.name else request.model
-        return dataclasses.replace(self._defaults, adapter=adapter, max_new_tokens=new, **_option_overrides(request))
+        return dataclasses.replace(self.defaults, adapter=adapter, max_new_tokens=new, **_option_overrides(request))
 
 
 class RequestHandle:
@@ -323,19 +436,30 @@ class RequestHandle:
             for job in self._jobs:
                 self._service.worker.cancel(job)
 
-    def usage(self) -> dict[str, int]:
+    def usage(self) -> dict[str, Any]:
         """The `usage` of the response."""
         made = self.completion_tokens
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": made,
             "total_tokens": self.prompt_tokens + made,
+            "prompt_tokens_details": {"cached_tokens": sum(job.num_cached for job in self._jobs)},
         }
+
+
+def _with_names(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages, in which results of tools have the names of their calls, which some templates write."""
+    calls = [call for message in messages for call in message.get("tool_calls", ())]
+    names = {call["id"]: call["function"]["name"] for call in calls if "id" in call}
+    return [
+        {"name": names[each["tool_call_id"]], **each} if each.get("tool_call_id") in names else each
+        for each in messages
+    ]
 
 
 def _option_overrides(request: CompletionRequest | ChatRequest) -> dict[str, Any]:
     """The sampling options that a request sets."""
-    changes: dict[str, Any] = {
+    changes: dict[str, Any] = {"num_top_logprobs": request.num_top_logprobs or 0} | {
         ours: value for theirs, ours in _SAMPLING_FIELDS.items() if (value := getattr(request, theirs)) is not None
     }
     if request.stop is not None:

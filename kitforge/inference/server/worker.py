@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty
 
+from kitforge.data.text.continuation import ReplyMarks
 from kitforge.foundation.log import logger
+from kitforge.inference.constraint import Constraint
 from kitforge.inference.server.batcher import LoopThread, set_result
 from kitforge.inference.server.metrics import Metrics
 from kitforge.inference.text_engine import InferenceOptions, TextDelta, TextEngine
@@ -23,12 +25,14 @@ class PromptJob:
     options: InferenceOptions
     num_samples: int
     key: str | int
-    num_top_logprobs: int = 0
+    constraint: Constraint | None = None
+    marks: ReplyMarks | None = None
     first_choice: int
     delivers_at_end: bool = False
     queue: asyncio.Queue[tuple[int, TextDelta | Exception]]
     request: int | None = field(default=None, init=False)  # its number in the engine, once submitted
     num_open: int = field(default=0, init=False)  # unfinished samples
+    num_cached: int = field(default=0, init=False)  # tokens of the prompt that were in the prefix cache
     # By `time.perf_counter`: creation, admission, the first delta, and the latest delta of each sample.
     submitted_at: float = field(default_factory=time.perf_counter, init=False)
     started_at: float | None = field(default=None, init=False)
@@ -74,10 +78,10 @@ class Worker(LoopThread):
     def _step(self) -> None:
         since = time.perf_counter()
         deltas = self._text_engine.step()
-        for request in self._text_engine.engine.admitted:
+        for request, num_cached in self._text_engine.engine.admitted.items():
             job = self._jobs.get(request)
             if job is not None and job.started_at is None:
-                job.started_at = since
+                job.started_at, job.num_cached = since, num_cached
                 self._metrics.queue_time.observe(since - job.submitted_at)
         self._dispatch(deltas)
 
@@ -103,7 +107,8 @@ class Worker(LoopThread):
                 job.options,
                 num_samples=job.num_samples,
                 key=job.key,
-                num_top_logprobs=job.num_top_logprobs,
+                constraint=job.constraint,
+                marks=job.marks,
             )
         except Exception as error:  # noqa: BLE001 (an invalid prompt fails its own request alone)
             self._call_soon(job.queue.put_nowait, (job.first_choice, error))

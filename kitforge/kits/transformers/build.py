@@ -20,7 +20,7 @@ from kitforge.foundation.errors import ConfigError, ModelError
 from kitforge.foundation.progress import show_progress
 from kitforge.inference.adapters import Factors
 from kitforge.inference.engine import Engine
-from kitforge.inference.folder_defaults import with_folder_defaults
+from kitforge.inference.folder_defaults import served_defaults, with_folder_defaults
 from kitforge.inference.pipeline import TextGenerationPipeline
 from kitforge.inference.server.app import create_app
 from kitforge.inference.server.service import Service
@@ -133,7 +133,7 @@ class TextGeneration(NetworkKit[TextGenerationOptions, Tokenizer]):
         adapters = _adapters(model, options)
         engine = Engine(model, options.inference.engine, stop_ids=tokenizer.eos_ids, adapters=adapters)
         texts = TextEngine(engine, tokenizer)
-        defaults = with_folder_defaults(options.inference, tokenizer.generation_config)
+        defaults = served_defaults(options.inference, tokenizer.generation_config)
         return Service(texts, name, defaults, options.serve)
 
     def new_app(self, service: Service) -> Any:

@@ -26,11 +26,11 @@ WRONG: dict[str, tuple[str, object, int, str]] = {
     "no prompt at all": (COMPLETIONS, {}, 400, "prompt"),
     "max_tokens 0": (COMPLETIONS, {"prompt": "a", "max_tokens": 0}, 400, "max_tokens"),
     "an unknown parameter": (COMPLETIONS, {"prompt": "a", "temperatur": 1}, 400, "did you mean 'temperature'"),
-    "a parameter that is not supported": (
+    "tools that the template leaves out": (
         CHAT,
         {"messages": [A], "tools": [{"type": "function", "function": {"name": "f"}}]},
         400,
-        "not supported",
+        "ignores tools",
     ),
     "a number as text": (COMPLETIONS, {"prompt": "a", "temperature": "1"}, 400, "a number"),
     "a number out of range": (COMPLETIONS, {"prompt": "a", "top_p": 1.5}, 400, "at most 1"),

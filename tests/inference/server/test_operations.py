@@ -2,16 +2,21 @@
 
 import json
 import logging
+import re
 import socket
+from types import SimpleNamespace
 
 import httpx
 import pytest
 
+from kitforge.core.checkpoint.shard_writer import package_version
 from kitforge.core.nn.decoder import Decoder
 from kitforge.inference.options import EngineOptions
+from kitforge.inference.server import serve as serve_module
 from kitforge.inference.server.metrics import Metrics
 from kitforge.inference.server.middleware import ACCESS_LOG
 from kitforge.inference.server.options import ServeOptions
+from kitforge.inference.text_engine import InferenceOptions
 from tests.inference.server.conftest import Served, make_service, metric, serving
 from tests.patience import PATIENCE
 
@@ -128,6 +133,63 @@ def test_requests_without_a_seed_differ_between_servers_and_those_with_one_do_no
             found["seeded"].append(ask(served, COMPLETIONS, **asked, seed=0)["choices"])
     assert found["seeded"][0] == found["seeded"][1]
     assert found["unseeded"][0] != found["unseeded"][1]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "words"),
+    [
+        ("POST", "/chat/completions", 404, ["got:      POST /chat/completions", "did you mean /v1/chat/completions?"]),
+        ("GET", "/" + "<" * 500, 404, ["/v1/models, ", "see /docs"]),
+        ("GET", CHAT, 405, [f"got:      GET {CHAT}", "expected: POST"]),
+        ("PATCH", "/health", 405, ["got:      PATCH /health", "expected: GET"]),
+    ],
+)
+def test_a_request_that_no_route_takes_is_told_which_does(
+    served: Served, method: str, path: str, status: int, words: list[str]
+) -> None:
+    answer = httpx.request(method, served.url + path)
+    message = answer.json()["error"]["message"]
+    assert answer.status_code == status and all(each in message for each in words) and len(message) < 900
+
+
+def test_the_routes_are_listed_without_a_script_and_the_version_is_told(model: Decoder) -> None:
+    with serving(make_service(model, ServeOptions(token="secret"), EngineOptions())) as served:
+        docs = httpx.get(f"{served.url}/docs")
+        assert docs.status_code == 200 and "default-src 'none'" in docs.headers["content-security-policy"]
+        assert "<code>/v1/chat/completions</code>" in docs.text and "<script" not in docs.text
+        assert not re.findall(r"(?:src|href)=[\"'](?!data:,|/openapi.json)", docs.text)
+        assert httpx.get(f"{served.url}/version").status_code == 401
+        found = httpx.get(f"{served.url}/version", headers={"Authorization": "Bearer secret"})
+        assert found.json() == {"version": package_version()}
+
+
+def test_usage_tells_which_tokens_the_prefix_cache_had(model: Decoder) -> None:
+    with serving(make_service(model, ServeOptions(), EngineOptions(block_size=4))) as served:
+        for expected in (0, 40):
+            usage = ask(served, COMPLETIONS, prompt=["x" * 22, "y" * 22], max_tokens=1)["usage"]
+            assert usage["prompt_tokens_details"] == {"cached_tokens": expected}  # type: ignore[index]
+
+
+def test_a_server_is_ready_once_it_is_warm(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    service = make_service(model, ServeOptions(), EngineOptions())
+    done: list[object] = []
+    generate = service.worker._text_engine.engine.generate
+
+    def warm(prompts: list[list[int]], options: InferenceOptions) -> object:
+        done.append(len(prompts))
+        return generate(prompts, options)
+
+    monkeypatch.setattr(service.worker._text_engine.engine, "generate", warm)
+    server = SimpleNamespace(run=lambda sockets: [each.close() for each in sockets])
+    monkeypatch.setattr(serve_module, "build_server", lambda *_: server)
+    serve_module.serve(service, None, 0, lambda _address: done.append("ready"))
+    assert done == [1, 3, "ready"]
+
+
+def test_the_smallest_cache_is_warmed_too(model: Decoder) -> None:
+    service = make_service(model, ServeOptions(), EngineOptions(kv_cache_bytes=1024, block_size=2))
+    assert service._max_model_len == 2
+    service.warm_up()
 
 
 def length_of(answer: dict[str, object]) -> tuple[int, bool]:

@@ -13,6 +13,7 @@ from kitforge.inference.server.requests import ChatRequest, CompletionRequest, r
 from tests.inference.server.conftest import Served
 
 USER = {"role": "user", "content": "Hi"}
+TOOL = {"type": "function", "function": {"name": "f"}}
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
 
 
@@ -101,7 +102,7 @@ ONLY = {
     "chat/completions": {
         "messages": [USER],
         "tool_choice": "none",
-        "tools": [CALL],
+        "tools": [TOOL],
         "reasoning_effort": "medium",
         "parallel_tool_calls": False,
         "logprobs": False,
@@ -195,9 +196,14 @@ def test_what_is_not_done_is_refused_with_words_that_help(further: dict[str, Any
 @pytest.mark.parametrize(
     ("further", "words"),
     [
-        ({"tools": [CALL]}, "not supported"),
-        ({"tool_choice": "required"}, '"none" or "auto"; nothing else'),
-        ({"functions": [{}]}, "calls are not supported"),
+        ({"tools": [CALL]}, "unknown parameter 'tools[0].id'"),
+        ({"tools": [TOOL, TOOL]}, "two tools have the name 'f'"),
+        ({"tools": [{"type": "function"}]}, "'tools[0].function' is missing"),
+        ({"tool_choice": "required"}, "needs tools to choose from"),
+        ({"tool_choice": "any", "tools": [TOOL]}, '"auto" or "required"; nothing else'),
+        ({"tool_choice": 1, "tools": [TOOL]}, 'or {"type": "function", "function": {"name": ...}}'),
+        ({"tool_choice": {"type": "function", "function": {"name": "ff"}}, "tools": [TOOL]}, "did you mean 'f'?"),
+        ({"functions": [{}]}, "use tools"),
         ({"reasoning_effort": "low"}, "nothing else is supported"),
         ({"echo": True}, "nothing else is supported"),
         ({"top_logprobs": 2}, "logprobs=true"),

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,6 +19,7 @@ from kitforge.data.source import open_source
 from kitforge.data.tokenizers.gguf import tokenizer_metadata
 from kitforge.data.tokenizers.loading import ByteTokenizer, Tokenizer, TokenizerConfig, load_tokenizer, make_tokenizer
 from kitforge.foundation.errors import ConfigError, DataError
+from kitforge.kits.registry import kit_of
 from kitforge.models import loading
 from kitforge.models.catalog import config_of
 from kitforge.report.config_diff import notes
@@ -194,7 +196,6 @@ REFUSED: list[dict[str, Any]] = [
     {"begin_suppress_tokens": [220, 50257]},
     {"guidance_scale": 1.5},
     {"encoder_repetition_penalty": 1.2},
-    {"bad_words_ids": [[4, 5]]},
     {"sequence_bias": [[[4], -1.0]]},
     {"min_length": 30},
     {"min_new_tokens": 3},
@@ -241,7 +242,7 @@ def test_a_setting_that_changes_no_text_is_taken_without_a_word(
 
 
 @pytest.mark.parametrize(
-    "settings", [{"num_beams": 4, "no_repeat_ngram_size": 3}, {"bad_words_ids": [[4, 5]]}], ids=str
+    "settings", [{"num_beams": 4, "no_repeat_ngram_size": 3}, {"begin_suppress_tokens": [4, 5]}], ids=str
 )
 def test_a_folder_with_such_a_setting_is_trained_and_exported_with_it(
     tmp_path: Path, settings: dict[str, Any], caplog: pytest.LogCaptureFixture
@@ -265,22 +266,32 @@ def test_a_folder_with_such_a_setting_is_trained_and_exported_with_it(
         pipeline("text_generation", str(trained))
 
 
-@pytest.mark.parametrize("words", ["suppress_tokens", "bad_words_ids"])
-def test_greedy_texts_are_without_the_tokens_that_the_folder_excludes(tmp_path: Path, words: str) -> None:
+EXCLUDED: list[tuple[str, Callable[[list[int]], list[Any]]]] = [
+    ("suppress_tokens", lambda plain: plain[:2]),
+    ("bad_words_ids", lambda plain: [[token] for token in plain[:2]]),
+    # Of several tokens, one of which the prompt begins.
+    ("bad_words_ids", lambda plain: [plain[:3], plain[4:6], [ord("l"), plain[0]]]),
+]
+
+
+@pytest.mark.parametrize("words, excluded", EXCLUDED)
+def test_greedy_texts_are_without_the_tokens_that_the_folder_excludes(
+    tmp_path: Path, words: str, excluded: Callable[[list[int]], list[Any]]
+) -> None:
     folder = told_folder(tmp_path / "folder", {})
     generate = pipeline("text_generation", str(folder), options={"inference.max_new_tokens": 9})
     tokenizer = load_processor(folder)
     prompt = torch.tensor([tokenizer.encode_prompt("Beautiful")])
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
     plain = theirs.generate(prompt, do_sample=False, max_new_tokens=9, pad_token_id=1)[0, prompt.shape[1] :].tolist()
-    told = {words: plain[:2] if words == "suppress_tokens" else [[token] for token in plain[:2]]}
+    told = {words: excluded(plain)}
     (folder / "generation_config.json").write_text(json.dumps(told))
     found = theirs.generate(prompt, do_sample=False, max_new_tokens=9, pad_token_id=1, **told)[0, prompt.shape[1] :]
-    assert not {*plain[:2]} & {*found.tolist()}
+    assert found.tolist() != plain
     without = generate("Beautiful")
     generate = pipeline("text_generation", str(folder), options={"inference.max_new_tokens": 9})
     assert generate("Beautiful") == [{"generated_text": "Beautiful" + tokenizer.decode(found.tolist())}] != without
-    assert generate("Beautiful", suppress_tokens=()) == without
+    assert generate("Beautiful", suppress_tokens=(), bad_words=()) == without
 
 
 def test_texts_end_at_the_stop_strings_of_the_folder_unless_others_are_given(tmp_path: Path) -> None:
@@ -351,6 +362,46 @@ def test_an_impossible_penalty_is_refused(tmp_path: Path, penalty: Any) -> None:
     (tmp_path / "source" / "generation_config.json").write_text(json.dumps({"repetition_penalty": penalty}))
     with pytest.raises(DataError, match="repetition_penalty"):
         pipeline("text_generation", network("llama"), processor=load_tokenizer(tmp_path / "source"))
+
+
+def served_sampling(folder: Path, settings: dict[str, Any], **chosen: Any) -> tuple[Any, ...]:
+    tokenizer_of("bytes", folder)
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    kit = kit_of("text_generation")
+    options = kit.read_options({"inference": {**chosen, "engine": {"kv_cache_bytes": 100_000}}})
+    used = kit.open_service(network("llama"), load_tokenizer(folder), "llama", options).defaults
+    return used.temperature, used.top_p, used.top_k, used.min_p
+
+
+@pytest.mark.parametrize(
+    ("settings", "chosen", "expected"),
+    [
+        ({}, {}, (1.0, None, None, None)),
+        (SETTINGS, {}, (0.6, 0.9, 20, None)),
+        (SETTINGS | {"do_sample": False}, {}, (0.0, 0.9, 20, None)),
+        (SETTINGS | {"do_sample": False}, {"temperature": 0.5}, (0.5, 0.9, 20, None)),
+        (SETTINGS, {"temperature": 0}, (0, 0.9, 20, None)),
+        (SETTINGS, {"top_p": 0.5, "top_k": 3}, (0.6, 0.5, 3, None)),
+        (SETTINGS, {"ignored_settings": ["top_k"]}, (0.6, 0.9, None, None)),
+        ({"top_k": 0, "min_p": 0.1, "top_p": 1}, {}, (1.0, 1, None, 0.1)),
+        ({"temperature": 0.7, "top_p": 0}, {}, (0.0, None, None, None)),
+    ],
+    ids=str,
+)
+def test_a_server_samples_as_the_folder_says_where_nothing_else_is_chosen(
+    tmp_path: Path, settings: dict[str, Any], chosen: dict[str, Any], expected: tuple[Any, ...]
+) -> None:
+    assert served_sampling(tmp_path / "folder", settings, **chosen) == expected
+
+
+@pytest.mark.parametrize("settings", [{"temperature": "hot"}, {"top_k": 2.5}, {"top_p": 1.5}, {"min_p": True}], ids=str)
+def test_impossible_sampling_is_refused_by_a_server_and_may_be_ignored(
+    tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    (name,) = settings
+    with pytest.raises(DataError, match=f"impossible {name}"):
+        served_sampling(tmp_path / "folder", settings)
+    assert served_sampling(tmp_path / "other", settings, ignored_settings=[name])[0] == 1.0
 
 
 def test_warnings_about_the_inputs_stand_in_the_configuration_and_the_report_of_every_run(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ import torch
 
 from kitforge.data.chat.datasets import PromptExample
 from kitforge.data.chat.template import BegunMessage, Message, template_of
-from kitforge.data.text.continuation import decode_continuation, encode_continuation
+from kitforge.data.text.continuation import Detokenizer, ReplyMarks, decode_continuation, encode_continuation
 from kitforge.data.tokenizers.loading import Tokenizer
 from kitforge.foundation import seed as seeds
 from kitforge.foundation.errors import DataError, TrainingError
@@ -251,6 +251,7 @@ class EnvironmentRunner:
     options: EnvironmentOptions
     loop: EventLoop = field(default_factory=EventLoop)  # of async steps
     tools: Sequence[Mapping[str, Any]] | None = None  # JSON schemas rendered into the prompts
+    marks: ReplyMarks = field(default_factory=ReplyMarks)  # of calls, whose special tokens are text of a turn
     has_rewards: bool = True  # rewards come from the environment instead of the role `reward`
 
     def run(
@@ -345,7 +346,10 @@ class EnvironmentRunner:
     def _turn_text(self, episode: Episode, turn_tokens: Sequence[int], *, has_end: bool) -> str:
         """The text of the last tokens of an episode, without their EOS token."""
         before = [*episode.prompt.tokens, *episode.tokens[: len(episode.tokens) - len(turn_tokens)]]
-        return decode_continuation(self.tokenizer, before, turn_tokens[:-1] if has_end else turn_tokens)
+        own = turn_tokens[:-1] if has_end else turn_tokens
+        if not self.marks.spelled:
+            return decode_continuation(self.tokenizer, before, own)
+        return Detokenizer(self.tokenizer, prompt=before, marks=self.marks).push(own, is_last=True)
 
     def _finish_turn(self, episode: Episode, job: Job, has_stopped: bool) -> bool:
         """Append the result of a step; returns whether the episode continues. It ends if the step says so or fails,

@@ -13,6 +13,8 @@ from typing import Any, Literal, Union, cast
 
 from kitforge.data.chat.datasets import PromptExample
 from kitforge.data.chat.template import ChatTemplate, Message, template_of
+from kitforge.data.chat.tool_calls import HERMES, LLAMA, CallFormat, ReplyReader
+from kitforge.data.text.continuation import ReplyMarks
 from kitforge.data.tokenizers.loading import Tokenizer
 from kitforge.foundation.config import check
 from kitforge.foundation.errors import ConfigError, nearest
@@ -130,11 +132,6 @@ def _schema(hint: Any, name: str) -> dict[str, Any]:
     )
 
 
-_HERMES = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
-_PYTHON_TAG = "<|python_tag|>"
-_ARGUMENT_KEYS = ("arguments", "parameters")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
     """A tool call parsed from a completion; `problem` says why it cannot run."""
@@ -142,23 +139,37 @@ class ToolCall:
     name: str = ""
     arguments: Mapping[str, Any] | None = None
     problem: str | None = None
-    is_marked: bool = True  # between <tool_call> and </tool_call>; otherwise it may be an answer in JSON
 
 
-def parse_tool_calls(text: str) -> list[ToolCall]:
-    """The tool calls in a completion: JSON objects of `name` and `arguments` or `parameters`, between <tool_call> and
-    </tool_call> (Qwen, Hermes), or the completion is one such object (Llama 3.1). Empty without calls."""
-    bodies = _HERMES.findall(text)
-    if bodies:
-        return [_parse_call(body, "arguments") for body in bodies]
-    body = text.strip().removeprefix(_PYTHON_TAG).strip()
-    if not body.startswith("{") or '"name"' not in body:
-        return []
-    call = replace(_parse_call(body, "parameters"), is_marked=False)
-    has_arguments = any(f'"{each}"' in body for each in _ARGUMENT_KEYS)
-    if call.problem is None or has_arguments:
-        return [call]
-    return []
+def parse_tool_calls(
+    text: str,
+    calls: CallFormat | None = None,
+    thought: tuple[str, str] | None = None,
+    schemas: Mapping[str, Mapping[str, Any]] | None = None,
+) -> list[ToolCall]:
+    """The tool calls in a completion, in the format of its chat template, behind its thought. Where no format is known,
+    those between <tool_call> and </tool_call>, or the completion is one in JSON. Empty without calls."""
+    if calls is None or calls.is_bare:
+        calls = HERMES if HERMES.marks[0] in text else LLAMA
+    is_thinking = thought is not None and thought[1] in text and thought[0] not in text
+    found: list[ToolCall] = []
+    spelled: dict[int, str] = {}
+    for part in ReplyReader(ReplyMarks(thought=thought, is_thinking=is_thinking), calls, schemas).push(
+        text, is_last=True
+    ):
+        if part.problem is not None:
+            found.append(ToolCall(problem=part.problem))
+        elif part.kind == "call":
+            spelled[len(found)] = ""
+            found.append(ToolCall(name=part.text))
+        elif part.kind == "arguments":
+            spelled[len(found) - 1] += part.text
+    for number, arguments in spelled.items():
+        try:
+            found[number] = replace(found[number], arguments=json.loads(arguments))
+        except (ValueError, RecursionError) as error:
+            found[number] = ToolCall(problem=f"the call is not JSON: {error}")
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,8 +195,9 @@ class ToolEnvironment(ABC):
     """
 
     max_consecutive_errors = 3  # a run sets the option of that name
-    # Whether the chat template marks calls, so that JSON without marks is an answer; a run asks its template.
-    has_call_marks = False
+    # How the model calls tools, and what begins and ends its thoughts; a run asks its chat template.
+    calls: CallFormat | None = None
+    thought: tuple[str, str] | None = None
 
     def __init__(self, tools: Sequence[Callable[..., Any]], max_turns: int | None = None) -> None:
         self.schemas = [function_schema(each) for each in tools]
@@ -212,7 +224,8 @@ class ToolEnvironment(ABC):
 
     def step(self, response: str) -> Any:
         """Run the tool calls of a completion; an awaitable if a tool is async."""
-        calls = [self._validated_call(each) for each in parse_tool_calls(response) if self._is_call(each)]
+        parsed = parse_tool_calls(response, self.calls, self.thought, self._parameters)
+        calls = [self._validated_call(each) for each in parsed]
         if not calls:
             return "", self.reward(response), True
         self.num_tool_calls += len(calls)
@@ -220,11 +233,6 @@ class ToolEnvironment(ABC):
         if any(inspect.isawaitable(each) for each in results):
             return self._step(response, calls, results)
         return self._tool_messages(response, calls, results)
-
-    def _is_call(self, call: ToolCall) -> bool:
-        """Whether this is a call: marked, or where calls have no marks JSON with arguments or the name of a tool."""
-        is_like = call.problem is not None or call.arguments is not None or call.name in self._tools
-        return call.is_marked or (is_like and not self.has_call_marks)
 
     def _result(self, call: ToolCall) -> Any:
         """The result of a call, or an awaitable of it; a `_Raised` for the error of its tool."""
@@ -348,6 +356,7 @@ def environment_runner_of(
         options=options.environment,
         loop=loop,
         tools=schemas,
+        marks=ReplyMarks(spelled=template_of(tokenizer).spelled if schemas else {}),
         has_rewards=functions is None,
     )
 
@@ -357,19 +366,5 @@ def _configured(make: Callable[[], Any], options: EnvironmentOptions, template: 
     made = make()
     if isinstance(made, ToolEnvironment):
         made.max_consecutive_errors = options.max_consecutive_errors
-        made.has_call_marks = template.marks_tool_calls
+        made.calls, made.thought = template.calls, template.thought
     return made
-
-
-def _parse_call(body: str, key: str) -> ToolCall:
-    """A call; its arguments are below `key`, or below the other word for them."""
-    try:
-        found = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        return ToolCall(problem=f"the call is not JSON: {error}")
-    is_object = isinstance(found, dict)
-    keys = [each for each in (key, *_ARGUMENT_KEYS) if each in found] if is_object else []
-    given = found[keys[0]] if keys else None
-    if not is_object or not isinstance(found.get("name"), str) or not isinstance(given, (dict, type(None))):
-        return ToolCall(problem=f'the call is not of the form {{"name": ..., "{key}": {{...}}}}')
-    return ToolCall(name=found["name"], arguments=given)

@@ -201,7 +201,7 @@ def test_a_history_is_continued(runs: dict[str, Path]) -> None:
 
 def test_the_description_holds_the_columns_of_the_run(url: str, towers: str) -> None:
     paths = httpx.get(f"{url}/openapi.json", timeout=PATIENCE).json()["paths"]
-    assert set(paths) == {"/health", "/metrics", "/score"}
+    assert set(paths) == {"/health", "/metrics", "/score", "/version"}
     body = paths["/score"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     row = body["properties"]["rows"]["items"]
     assert row["required"] == ["d1", "d2", "c1", "c2", "c3", "c4", "history"]

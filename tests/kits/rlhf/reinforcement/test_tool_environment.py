@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kitforge.data.chat.template import template_of
+from kitforge.data.chat.tool_calls import HERMES
 from kitforge.data.tokenizers.loading import ByteTokenizer, HuggingFaceTokenizer
 from kitforge.foundation.errors import ConfigError, DataError
 from kitforge.kits.rlhf.build import TASKS
@@ -149,7 +150,7 @@ ANSWERS_IN_JSON = [
 def test_an_answer_in_json_is_no_call(text: str, has_marks: bool) -> None:
     episode = Scored()
     episode.reset({"answer": text})
-    episode.has_call_marks = has_marks
+    episode.calls = HERMES if has_marks else None
     assert episode.step(text) == ("", 1.0, True)
 
 
@@ -163,7 +164,7 @@ def test_arguments_are_found_below_either_word(key: str) -> None:
     # Where calls have marks, JSON without them is an answer, whatever it holds.
     episode = Scored()
     episode.reset({"answer": text})
-    episode.has_call_marks = True
+    episode.calls = HERMES
     assert episode.step(text) == ("", 1.0, True)
 
 
@@ -184,7 +185,7 @@ def test_a_run_asks_its_template_whether_calls_have_marks(source: str, has_marks
         runner = environment_runner_of(roles, options, tokenizer, EventLoop())
         assert runner is not None
         made = cast(ToolEnvironment, runner.make())
-        assert (made.has_call_marks, made.max_consecutive_errors) == (has_marks, 7)
+        assert (made.calls is HERMES, made.max_consecutive_errors) == (has_marks, 7)
 
 
 CALLS = [call("add", a=1), call("add", a=3, b=4) + "\n" + call("ad", a=1), "It is <5>."]
@@ -267,7 +268,7 @@ def test_a_policy_that_calls_a_tool_is_told_its_result(
     # An untrained policy says anything, which is taken for a call.
     monkeypatch.setattr(
         "kitforge.kits.rlhf.reinforcement.tool_environment.parse_tool_calls",
-        lambda text: [ToolCall(name="add", arguments={"a": 1})],
+        lambda text, *_: [ToolCall(name="add", arguments={"a": 1})],
     )
     roles = {"environment": Scored} if is_environment else {"tools": [add, search], "reward": of_tokens}
     # The template is given the tools with every message too.
@@ -360,7 +361,7 @@ def test_errors_of_tools_are_counted_and_end_an_episode_after_some_in_a_row(
     # A call that no tool takes and one that raises in each turn; or an answer.
     failing = [ToolCall(name="ad"), ToolCall(name="broken", arguments={"a": 1})]
     place = "kitforge.kits.rlhf.reinforcement.tool_environment.parse_tool_calls"
-    monkeypatch.setattr(place, lambda text: failing if len(text) % 5 else [])
+    monkeypatch.setattr(place, lambda text, *_: failing if len(text) % 5 else [])
     roles = {"tools": [add, broken], "reward": of_tokens}
     task = begin(tmp_path, THINKING, roles, **{"environment.max_consecutive_errors": most})
     assert task.collected is not None
@@ -392,7 +393,9 @@ def test_rewards_get_the_last_reply_the_turns_and_the_conversation(
         return [float(len(each) % 7) for each in completions]
 
     place = "kitforge.kits.rlhf.reinforcement.tool_environment.parse_tool_calls"
-    monkeypatch.setattr(place, lambda text: [ToolCall(name="add", arguments={"a": len(text)})] if len(text) % 4 else [])
+    monkeypatch.setattr(
+        place, lambda text, *_: [ToolCall(name="add", arguments={"a": len(text)})] if len(text) % 4 else []
+    )
     task = begin(tmp_path, THINKING, {"tools": [add], "reward": reward})
     assert task.collected is not None
     answers = task.collected[1]
