@@ -48,7 +48,7 @@ WEIGHT_OPTIONS = ("checkpoint", "reference")
 # Groups without a default preset.
 OPTIONAL_GROUPS = ("data", "recipe")
 # Options with free text: commas and `${` have no special meaning.
-TEXT_OPTIONS = ("prompt",)
+TEXT_OPTIONS = ("prompt", "regex")
 # Options that may be given without their section, if exactly one option of the verb has this name.
 SHORT_NAMES = ("max_new_tokens", "temperature", "top_p", "num_generations")
 

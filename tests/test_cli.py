@@ -291,6 +291,24 @@ def test_generation_continues_every_prompt(small_run: Path, capsys: Capture) -> 
     assert "\nJULIET" in shown
 
 
+@pytest.mark.parametrize(
+    ("structure", "pattern"),
+    [
+        ("schema=person.json", r'\{\s*"age"\s*:\s*7\s*\}\s*'),
+        ("regex=[ab]{2},c", "[ab]{2},c"),
+        ("choices=[yes,no]", "yes|no"),
+    ],
+)
+def test_generation_continues_with_what_it_is_asked_for(
+    small_run: Path, capsys: Capture, structure: str, pattern: str
+) -> None:
+    schema = {"type": "object", "properties": {"age": {"const": 7}}, "required": ["age"], "additionalProperties": False}
+    Path("person.json").write_text(json.dumps(schema))
+    asked = ["generate", f"checkpoint={small_run}", "prompt=ROMEO", "inference.max_new_tokens=90"]
+    assert cli.run([*asked, structure]) == 0
+    assert re.fullmatch(f"ROMEO({pattern})\n", capsys.readouterr().out)
+
+
 def test_generation_takes_a_prompt_as_it_stands(small_run: Path, capsys: Capture) -> None:
     prompt = 'def f(x, y): return {"${a}": 你好}'
     cli.run(["generate", f"checkpoint={small_run}", f"prompt={prompt}", "inference.max_new_tokens=1"])
@@ -669,6 +687,9 @@ def test_a_package_that_is_not_here_is_named_with_its_extra(monkeypatch: pytest.
         (["models", "fetch", "qwen"], ["expected: smollm2", "need no fetch: checkpoint=OWNER/NAME"]),
         (["train", "corpus"], ["expected: name=value"]),
         (["generate", "checkpoint=RUN", "prompt="], ["empty"]),
+        (["generate", "checkpoint=RUN", "prompt=x", "regex=("], ["this regex cannot be enforced", "unclosed"]),
+        (["generate", "checkpoint=RUN", "prompt=x", "schema=nope.json"], ["nope.json"]),
+        (["generate", "checkpoint=RUN", "regex=a", "data.eval=corpus.txt", "output=o.jsonl"], ["prompt=TEXT"]),
         (["generate", "checkpoint=RUN", "prompt=x", "inference.max_new_tokens=5000"], ["5001", "max_length=512"]),
         (["generate", "checkpoint=llama_tiny", "prompt=x"], ["without weights"]),
         (["evaluate", "checkpoint=RUN"], ["data.eval"]),

@@ -25,7 +25,8 @@ def generate(chosen: Invocation) -> int:
     model = load_model(options.checkpoint, options.device, kit.load_dtype(options))
     opened = kit.open_pipeline(model, load_processor(options.checkpoint), options)
     prompts = [options.prompt] if isinstance(options.prompt, str) else options.prompt
-    for answer in opened(prompts):
+    structure = {name: getattr(options, name, None) for name in ("schema", "regex", "choices")}
+    for answer in opened(prompts, **{name: value for name, value in structure.items() if value is not None}):
         text = answer[0]["generated_text"]
         sys.stdout.write((sanitize(text) if sys.stdout.isatty() else text) + "\n")
     return 0

@@ -23,7 +23,7 @@ from kitforge.foundation.log import logger, warn_once
 from kitforge.inference.adapters import Adapters, Factors
 from kitforge.inference.block_manager import BlockManager
 from kitforge.inference.capacity import max_num_seqs, num_cache_blocks
-from kitforge.inference.constraint import Constraint, Intersection, bans_of
+from kitforge.inference.constraint import Constraint, constraint_of
 from kitforge.inference.cuda_graphs import CudaGraphRunner, can_record_steps
 from kitforge.inference.fair_lock import FairLock
 from kitforge.inference.logprobs import PromptLogprob, eval_mode, token_logprobs
@@ -88,7 +88,8 @@ class Engine:
         self._network = cast(CausalLM, model)
         _warn_if_emulated(self._network.head_weight)
         self._geometry = self._network.geometry
-        self._stop_ids = frozenset(stop_ids)
+        self.vocab_size = self._geometry.vocab_size  # of the model, padding included
+        self.stop_ids = frozenset(stop_ids)
         self._batched_tokens = self.options.batched_tokens(self._network.head_weight.device.type)
         self._num_requests = 0
         self._num_arrivals = 0
@@ -163,9 +164,7 @@ class Engine:
         self.validate(prompt, options)
         signature, stop_ids = options.signature(), self._stop_ids_of(options)
         check(constraint is None or not options.ignore_eos, "inference.ignore_eos", "true", "false with a grammar")
-        bans = bans_of(options, stop_ids, prompt, self._geometry.vocab_size)
-        if bans is not None:
-            constraint = bans if constraint is None else Intersection(bans=bans, other=constraint)
+        constraint = constraint_of(options, stop_ids, prompt, self.vocab_size, constraint)
         bias = options.bias(self._network.head_weight.device)
         length = len(prompt) + options.max_new_tokens
         # Equal beginnings have unequal keys where these depend on the length of the sequence.
@@ -303,7 +302,6 @@ class Engine:
         """How many decoding steps follow each other on the device, before the host reads their tokens."""
         if self._seconds > LONG_STEP or self.options.num_scheduler_steps == 1 or not self._runner.can_replay(works):
             return 1
-        # Penalties and some constraints need the tokens so far, and alternatives the logits.
         if any(work.sequence.needs_host for work in works):
             return 1
         most = min(self.options.num_scheduler_steps, int(LONG_STEP / self._seconds))
@@ -439,7 +437,7 @@ class Engine:
 
     def _stop_ids_of(self, options: SamplingOptions) -> frozenset[int]:
         """The stop tokens within the vocabulary. Raises ConfigError where no other token is left to sample."""
-        stops = frozenset(options.stop_ids) | (frozenset() if options.ignore_eos else self._stop_ids)
+        stops = frozenset(options.stop_ids) | (frozenset() if options.ignore_eos else self.stop_ids)
         known = frozenset(token for token in stops if 0 <= token < self._geometry.vocab_size)
         check(
             not options.min_new_tokens or len(known) < self._geometry.vocab_size,

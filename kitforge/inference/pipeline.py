@@ -3,6 +3,7 @@
 import dataclasses
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 from torch import nn
@@ -12,13 +13,17 @@ from kitforge.data.chat.template import BegunMessage, Message, template_of
 from kitforge.data.tokenizers.loading import Tokenizer
 from kitforge.foundation.config import from_dict
 from kitforge.foundation.errors import ConfigError, ModelError
+from kitforge.foundation.files import missing_file_error
 from kitforge.inference.adapters import Factors
+from kitforge.inference.constraint import Constraint
 from kitforge.inference.engine import Engine
 from kitforge.inference.folder_defaults import with_folder_defaults
+from kitforge.inference.grammar import GrammarKind
 from kitforge.inference.text_engine import InferenceOptions, TextDelta, TextEngine
 from kitforge.report.notebook import Rows
 
 TextPrompt = str | Sequence[Message]
+_KINDS: dict[str, GrammarKind] = {"schema": "json_schema", "regex": "regex", "choices": "choice"}
 
 
 class TextGenerationPipeline:
@@ -47,16 +52,18 @@ class TextGenerationPipeline:
         self._weights = _weights_fingerprint(model)
 
     def __call__(self, texts: TextPrompt | Sequence[TextPrompt], *, num_samples: int = 1, **options: Any) -> list[Any]:
-        """`num_samples` continuations of each text; `options` are fields of InferenceOptions, for this call."""
+        """`num_samples` continuations of each text. `options` are fields of InferenceOptions, for this call, and what
+        the continuations must be: `schema` (a JSON schema, a pydantic class or a file), `regex` or `choices`."""
         if isinstance(texts, str) or (texts and isinstance(texts[0], Mapping)):
             result: list[Any] = self([cast(TextPrompt, texts)], num_samples=num_samples, **options)[0]
             return result
         several = cast(Sequence[TextPrompt], texts)
+        constraint = self._constraint(options)
         chosen = self._resolve_options(options)
         requests: list[int] = []
         try:
             for index, text in enumerate(several):
-                requests.append(self._submit(text, chosen, num_samples, index))
+                requests.append(self._submit(text, chosen, constraint, num_samples, index))
             completions = [self._collect(request, num_samples) for request in requests]
         finally:
             self._drop_requests(requests)
@@ -71,7 +78,8 @@ class TextGenerationPipeline:
     def stream(self, text: TextPrompt, **options: Any) -> Iterator[str]:
         """The continuation as a stream of text deltas of whole characters. Several streams may be read in turn or by
         several threads, each stream by one."""
-        request = self._submit(text, self._resolve_options(options), 1, 0)
+        constraint = self._constraint(options)
+        request = self._submit(text, self._resolve_options(options), constraint, 1, 0)
         try:
             for delta in self._until_end(request, 1):
                 if delta.text:
@@ -80,13 +88,17 @@ class TextGenerationPipeline:
             # The garbage collector may close a stream on any thread, even within a step, so no lock is acquired here.
             self._abandoned.append(request)
 
-    def _submit(self, text: TextPrompt, options: InferenceOptions, num_samples: int, index: int) -> int:
+    def _submit(
+        self, text: TextPrompt, options: InferenceOptions, constraint: Constraint | None, num_samples: int, index: int
+    ) -> int:
         if isinstance(text, str):
             tokens = self.tokenizer.encode_prompt(text)
         else:
             tokens = template_of(self.tokenizer).prompt(cast(Sequence[Message], with_open_end(text)))
         with self._text_engine.engine.lock:
-            request = self._text_engine.submit(tokens, options, num_samples=num_samples, key=index)
+            request = self._text_engine.submit(
+                tokens, options, num_samples=num_samples, key=index, constraint=constraint
+            )
             self._deltas[request] = deque()
         return request
 
@@ -130,6 +142,17 @@ class TextGenerationPipeline:
                 self._text_engine.cancel(request)
                 self._deltas.pop(request, None)
 
+    def _constraint(self, options: dict[str, Any]) -> Constraint | None:
+        """What a call says that continuations must be, which is taken out of its options. Raises ConfigError."""
+        given = {name: options.pop(name, None) for name in _KINDS}
+        given = {name: spec for name, spec in given.items() if spec is not None}
+        if len(given) > 1:
+            raise ConfigError("a text has one structure", got=", ".join(given), expected="schema, regex or choices")
+        for name, spec in given.items():
+            spec = _schema(spec) if name == "schema" else spec if name == "regex" else list(spec)
+            return self._text_engine.grammars.compile(_KINDS[name], spec)
+        return None
+
     def _resolve_options(self, options: dict[str, Any]) -> InferenceOptions:
         """The options of a call; tells the engine if a weight has changed."""
         for name in sorted({"engine", "dtype", "ignored_settings"} & options.keys()):
@@ -144,6 +167,15 @@ class TextGenerationPipeline:
                 self._weights = weights
                 self._text_engine.engine.update_weights(self._text_engine.engine.version + 1)
         return from_dict(InferenceOptions, dataclasses.asdict(self.options) | options, "inference")
+
+
+def _schema(given: Any) -> Any:
+    """The JSON schema of a pydantic class, of a file, or as it is."""
+    if isinstance(given, (str, Path)):
+        if not (path := Path(given).expanduser()).is_file():
+            raise missing_file_error(path)
+        return path.read_text(encoding="utf-8-sig")
+    return given.model_json_schema() if hasattr(given, "model_json_schema") else given
 
 
 def _with_reply(chat: Sequence[Message], reply: str) -> list[Message]:

@@ -250,8 +250,8 @@ def _penalized(logits: Tensor, options: SamplingOptions, draws: Sequence[SampleR
     if rows:
         # Of this step alone, and of these rows alone: a buffer that is kept would leak into other texts.
         packed = np.stack([allowed for draw in draws if (allowed := draw.allowed) is not None]).view(np.uint8)
-        places = 1 << torch.arange(8, dtype=torch.uint8, device=scores.device)
-        bits = copy_to(torch.from_numpy(packed), scores.device).unsqueeze(-1) & places
+        powers = 1 << torch.arange(8, dtype=torch.uint8, device=scores.device)
+        bits = copy_to(torch.from_numpy(packed), scores.device).unsqueeze(-1) & powers
         excluded = bits.flatten(1)[:, : scores.shape[-1]] == 0
         index = copy_to(torch.tensor(rows), scores.device)
         scores[index] = scores[index].masked_fill(excluded, float("-inf"))

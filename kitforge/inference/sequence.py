@@ -57,7 +57,7 @@ class Sequence:
 
     @property
     def needs_host(self) -> bool:
-        """Whether only the host, which knows the tokens, can make the request to sample its next token."""
+        """Whether the host has to see each token before the next: for penalties, some constraints, alternatives."""
         reads = self.constraint is not None and self.constraint.reads_tokens
         return bool(reads or self.options.needs_history or self.options.num_top_logprobs)
 

@@ -9,6 +9,7 @@ from kitforge.foundation.config import check
 from kitforge.foundation.dtype import LoadDtype
 from kitforge.inference.constraint import Constraint
 from kitforge.inference.engine import Engine, Output
+from kitforge.inference.grammar import GrammarCompiler
 from kitforge.inference.logprobs import PromptLogprob
 from kitforge.inference.options import EngineOptions
 from kitforge.inference.sampling import SamplingOptions, TopLogprobs
@@ -57,6 +58,7 @@ class TextEngine:
     def __init__(self, engine: Engine, tokenizer: Tokenizer) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
+        self.grammars = GrammarCompiler(tokenizer, engine.stop_ids, engine.vocab_size)
         self._detokenizers: dict[tuple[int, int], Detokenizer] = {}
 
     def submit(

@@ -37,6 +37,7 @@ ROOMS = {
     "data/tables": ("recommender",),
     "data/tokenizers": ("transformers", "rlhf"),
     "embedding_cache/tiers": ("remote",),
+    "inference/grammar.py": ("transformers", "serve"),
     "inference/server": ("serve",),
     "kits/recommender": ("recommender",),
     "kits/recommender/server": ("serve",),

@@ -19,7 +19,7 @@ from transformers.generation import logits_process as theirs
 from kitforge.core.kernels.dispatch import REFERENCE
 from kitforge.data.tokenizers.loading import Tokenizer, load_tokenizer
 from kitforge.foundation.errors import DataError
-from kitforge.inference.constraint import bans_of
+from kitforge.inference.constraint import constraint_of
 from kitforge.inference.folder_defaults import with_folder_search
 from kitforge.inference.options import EngineOptions
 from kitforge.inference.pipeline import TextGenerationPipeline
@@ -256,10 +256,12 @@ def test_the_next_token_has_the_distribution_of_transformers(
         # In float64, where no two sums lie on different sides of an edge by rounding.
         logits.append(torch.randn(VOCAB, generator=drawn_by, dtype=torch.float64) * scale)
         history = torch.randint(VOCAB, (prompt + new,), generator=drawn_by)
-        bans = bans_of(ours, options.get("stop_ids", (EOS,)), history.tolist()[:prompt], VOCAB)
-        for token in history.tolist()[prompt:] if bans else ():
-            bans.advance(token)
-        masks = bans.masks([]) if bans else None
+        bans = constraint_of(ours, options.get("stop_ids", (EOS,)), history.tolist()[:prompt], VOCAB, None)
+        masks = None
+        if bans is not None:
+            for token in history.tolist()[prompt:]:
+                bans.advance(token)
+            masks = bans.masks([])
         requests.append(
             SampleRequest(
                 options=ours,

@@ -3,12 +3,16 @@
 import copy
 import dataclasses
 import itertools
+import json
+import re
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from kitforge.data.tokenizers.loading import ByteTokenizer
-from kitforge.foundation.errors import ConfigError
+from kitforge.foundation.errors import ConfigError, DataError
 from kitforge.inference.options import EngineOptions
 from kitforge.inference.pipeline import TextGenerationPipeline
 from kitforge.inference.text_engine import InferenceOptions
@@ -128,3 +132,41 @@ def test_an_engine_is_not_for_one_call(pipeline: TextGenerationPipeline) -> None
         pipeline("a", engine={"max_num_seqs": 2})
     with pytest.raises(ConfigError, match="dtype='bf16' for one call"):
         pipeline("a", dtype="bf16")
+
+
+def test_a_continuation_is_what_its_call_asks_for(pipeline: TextGenerationPipeline, tmp_path: Path) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"a": {"enum": [1, 22]}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    (tmp_path / "schema.json").write_text(json.dumps(schema))
+
+    class Model:
+        @staticmethod
+        def model_json_schema() -> dict[str, Any]:
+            return schema
+
+    for given in (schema, str(tmp_path / "schema.json"), tmp_path / "schema.json", Model):
+        [[answer]] = pipeline(["x"], schema=given, max_new_tokens=60)
+        assert json.loads(answer["generated_text"][1:])["a"] in (1, 22)
+    assert "".join(pipeline.stream("x", choices=["yes", "yeah"])) in ("yes", "yeah")
+    chat = [{"role": "user", "content": "hello"}]
+    for samples in pipeline([chat, "x"], regex="[ab]{2}c", num_samples=3):
+        texts = [each["generated_text"] for each in samples]
+        ends = [text[1:] if isinstance(text, str) else text[-1]["content"] for text in texts]
+        assert all(re.fullmatch("[ab]{2}c", text) for text in ends)
+    # Another call, and other options, are free of it.
+    assert pipeline("the sun") == TextGenerationPipeline(pipeline.model, pipeline.tokenizer, pipeline.options)(
+        "the sun"
+    )
+
+
+def test_a_call_asks_for_one_structure_that_there_is(pipeline: TextGenerationPipeline, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="one structure"):
+        pipeline("x", regex="a", choices=["b"])
+    with pytest.raises(DataError, match="nope"):
+        pipeline("x", schema=tmp_path / "nope.json")
+    with pytest.raises(ConfigError, match="uniqueItems"):
+        pipeline("x", schema={"uniqueItems": True})

@@ -65,7 +65,9 @@ def _without_nulls(value: Any, depth: int = 0) -> Any:
     if isinstance(value, dict):
         if len(value) > _MAX_ENTRIES:
             raise ApiError(400, f"an object has {len(value)} fields; at most {_MAX_ENTRIES} may be", code="too_long")
-        return {name: _without_nulls(each, depth + 1) for name, each in value.items() if each is not None}
+        # {"const": null} of a schema stays.
+        kept = {name: each for name, each in value.items() if each is not None or name == "const"}
+        return {name: _without_nulls(each, depth + 1) for name, each in kept.items()}
     if isinstance(value, list):
         if len(value) > _MAX_NESTED and any(isinstance(each, (dict, list)) for each in value):
             message = f"a list holds {len(value)} lists or objects; at most {_MAX_NESTED} may be"

@@ -17,6 +17,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Fiel
 from pydantic_core import PydanticCustomError
 
 from kitforge.foundation.errors import nearest
+from kitforge.inference.grammar import GrammarKind
 from kitforge.inference.server.errors import refused
 from kitforge.inference.server.request_body import (
     MAX_SHOWN_CHARACTERS,
@@ -36,6 +37,7 @@ MAX_STOPS = 16
 MAX_TOOLS = 128
 MAX_STOP_TOKENS = 1024
 MAX_BIASES = 1024
+MAX_CHOICES = 4096
 
 # Parameters of other servers, and what to do instead.
 _UNSUPPORTED = {
@@ -51,10 +53,12 @@ _UNSUPPORTED = {
     "prediction": "leave it out",
     "repeat_penalty": "use repetition_penalty",
     "stop_sequences": "use stop",
-    "structured_outputs": "guided decoding is not supported; leave it out",
     "web_search_options": "web search is not supported; leave it out",
 }
 _GUIDED = re.compile(r"guided_\w+|grammar|json_schema|regex")
+# The fields of `structured_outputs`, and how each is compiled.
+_KINDS: dict[str, GrammarKind] = {"json_object": "json_object", "json_": "json_schema"}
+_KINDS |= {"regex": "regex", "choice": "choice", "grammar": "grammar"}
 
 
 def _integral(value: Any) -> Any:
@@ -124,10 +128,31 @@ class StreamSettings(RequestBody):
     continuous_usage_stats: bool | None = None  # with include_usage, in every event
 
 
-class TextFormat(RequestBody):
-    """The field response_format, which must be text."""
+class JsonSchema(RequestBody):
+    """The schema of response_format. Its keywords are enforced or refused, strict or not."""
 
-    type: Literal["text"]
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class OutputFormat(RequestBody):
+    """The field response_format."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(RequestBody):
+    """The field structured_outputs, as in vLLM: one of the first five."""
+
+    json_: Annotated[dict[str, Any] | None, Field(alias="json")] = None  # a schema
+    regex: Text | None = None
+    choice: Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)] | None = None
+    grammar: Text | None = None  # Lark or GBNF
+    json_object: Literal[True] | None = None
+    whitespace_pattern: Text | None = None  # between the parts of JSON
 
 
 class GenerationParams(RequestBody, ABC):
@@ -158,6 +183,9 @@ class GenerationParams(RequestBody, ABC):
     # Log-probabilities of the prompt tokens, with so many most likely tokens each.
     prompt_logprobs: Annotated[int, Field(ge=0, le=20), _INTEGRAL] | None = None
 
+    response_format: OutputFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+
     # Metadata of the client; ignored.
     user: str | None = None
     metadata: dict[str, Any] | None = None
@@ -169,7 +197,6 @@ class GenerationParams(RequestBody, ABC):
     # Accepted with values that change nothing.
     best_of: Annotated[int, Field(ge=1, le=128), _INTEGRAL] | None = None
     store: Literal[False] | None = None
-    response_format: TextFormat | None = None
     use_beam_search: Literal[False] | None = None
     length_penalty: Annotated[float, Field(ge=1, le=1)] | None = None
     skip_special_tokens: Literal[True] | None = None
@@ -178,6 +205,27 @@ class GenerationParams(RequestBody, ABC):
     return_tokens_as_token_ids: Literal[False] | None = None
     return_token_ids: Literal[False] | None = None
     priority: Literal[0] | None = None
+
+    @property
+    def structure(self) -> tuple[str, GrammarKind, Any] | None:
+        """What a text must be: the field that says so, the kind and the specification. Raises ApiError for fields that
+        contradict one another."""
+        found: list[tuple[str, GrammarKind, Any]] = []
+        form, outputs = self.response_format, self.structured_outputs
+        if form is not None and form.type == "json_object":
+            found.append(("response_format", "json_object", None))
+        if form is not None and (form.type == "json_schema" or form.json_schema is not None):
+            schema = form.json_schema and form.json_schema.schema_
+            found.append(("response_format.json_schema", "json_schema", schema))
+        for name, kind in _KINDS.items() if outputs is not None else ():
+            if (spec := getattr(outputs, name)) is not None:
+                found.append((f"structured_outputs.{name.rstrip('_')}", kind, spec))
+        if len(found) > 1 or (outputs is not None and not found):
+            got = ", ".join(name for name, _, _ in found) or "none"
+            raise refused("structured_outputs", "a text has one structure", got=got, expected="one of them")
+        if found and self.ignore_eos:
+            raise refused("ignore_eos", "ignore_eos contradicts a structure, with which a text ends")
+        return found[0] if found else None
 
     @property
     @abstractmethod
@@ -413,7 +461,7 @@ def _check_names(kind: type[RequestBody], value: Mapping[str, Any]) -> None:
         if name not in kind.model_fields:
             hint = _UNSUPPORTED.get(name)
             if _GUIDED.fullmatch(name):
-                hint = "guided decoding is not supported; leave it out"
+                hint = "use structured_outputs: {json, regex, choice, grammar, json_object or whitespace_pattern}"
             near = difflib.get_close_matches(name[:MAX_SHOWN_CHARACTERS], kind.model_fields, n=1, cutoff=0.8)
             hint = hint or (f"did you mean {near[0]!r}?" if near else "leave it out; /openapi.json names what there is")
             problem = f"unknown parameter {truncate(repr(name))}"

@@ -24,7 +24,7 @@ from kitforge.foundation.errors import DataError, KitforgeError
 from kitforge.foundation.log import logger
 from kitforge.inference.capacity import kv_bytes_per_token
 from kitforge.inference.constraint import Constraint
-from kitforge.inference.grammar import GrammarCompiler, GrammarKind, json_options
+from kitforge.inference.grammar import json_options
 from kitforge.inference.logprobs import PromptLogprob
 from kitforge.inference.server.application import HttpService
 from kitforge.inference.server.errors import ApiError, refused
@@ -115,7 +115,7 @@ class Service(HttpService):
         self.defaults = defaults
         self._engine = texts.engine
         self._geometry = cast(CausalLM, texts.engine.model).geometry
-        self._grammars = GrammarCompiler(texts.tokenizer, texts.tokenizer.eos_ids, self._geometry.vocab_size)
+        self._grammars = texts.grammars
         self._max_model_len = min(self._geometry.max_length, texts.engine.num_slots)
         self.model_names = [self.name, *texts.engine.adapters.names]
         is_one = self.name not in self.model_names[1:]
@@ -180,13 +180,16 @@ class Service(HttpService):
 
     async def constraint(self, request: CompletionRequest | ChatRequest, prompt: EncodedPrompt) -> Constraint | None:
         """What the texts of a request must be, compiled in a thread of its own. Raises ApiError."""
-        structure: tuple[str, GrammarKind, Any] | None = getattr(request, "structure", None)
+        structure = request.structure
         if structure is None and prompt.grammar is None:
             return None
         field, kind, spec = structure or ("tools", "grammar", prompt.grammar)
-        around = None if structure is None else prompt.grammar
+        chosen: dict[str, Any] = {
+            "whitespace_pattern": getattr(request.structured_outputs, "whitespace_pattern", None),
+            "around": None if structure is None else prompt.grammar,
+        }
         try:
-            return await asyncio.to_thread(partial(self._grammars.compile, kind, spec, around=around))
+            return await asyncio.to_thread(partial(self._grammars.compile, kind, spec, **chosen))
         except KitforgeError as error:
             raise ApiError(400, str(error), parameter=field, code="invalid_value") from None
 
@@ -420,6 +423,8 @@ class RequestHandle:
             raise self._service.api_error(delta)
         if delta.finish_reason == "diverged":
             raise ApiError(500, "the model's outputs are not finite", code="model_diverged")
+        if isinstance(delta.error, KitforgeError):
+            raise ApiError(500, str(delta.error), code="grammar_failed")
         if delta.error is not None:
             _log.error("a sequence could not be decoded to text", exc_info=delta.error)
             raise ApiError(500, "the output could not be decoded to text", code="decoding_failed")

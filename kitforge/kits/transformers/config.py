@@ -53,6 +53,10 @@ class TextGenerationOptions(TokenizedOptions):
     # `export` to onnx and torch_export: past keys and values are inputs; False: whole texts only.
     use_cache: bool = True
     prompt: Any = None  # one prompt or a list; also for the samples of the report
+    # What `generate` continues a prompt with: JSON by a file with a JSON schema, a regular expression, or one of these.
+    schema: str | None = None
+    regex: str | None = None
+    choices: tuple[str, ...] | None = None
     # Benchmarks of `evaluate`: jsonl files, their names in data.tasks, or tasks of lm-evaluation-harness.
     tasks: tuple[str, ...] = ()
     apply_chat_template: bool = False  # whether tasks of lm-evaluation-harness ask in the chat template
@@ -73,6 +77,8 @@ class TextGenerationOptions(TokenizedOptions):
         texts = [self.prompt] if isinstance(self.prompt, str) else self.prompt
         right = texts is None or (isinstance(texts, (list, tuple)) and all(isinstance(text, str) for text in texts))
         check(right, "prompt", self.prompt, "text, or a list of texts", """prompt='["first","second"]'""")
+        has_structure = (self.schema or self.regex or self.choices) is not None
+        check(not has_structure or self.output is None, "output", self.output, "prompt=TEXT with a structure")
         check(self.limit is None or self.limit >= 1, "limit", self.limit, "a whole number of at least 1")
         check(self.limit is None or bool(self.tasks), "limit", self.limit, "nothing without questions (tasks=[...])")
         check(0 <= self.port < 65536, "port", self.port, "0 to 65535")

@@ -15,7 +15,6 @@ from kitforge.data.tokenizers.huggingface import HuggingFaceTokenizer
 from kitforge.inference.engine import Engine
 from kitforge.inference.options import EngineOptions
 from kitforge.inference.server.options import ServeOptions
-from kitforge.inference.server.requests import ChatRequest
 from kitforge.inference.server.service import Service
 from kitforge.inference.text_engine import InferenceOptions, TextEngine
 from kitforge.models.catalog import config_of
@@ -359,22 +358,20 @@ def test_a_required_call_comes_behind_the_thought(hermes: Scripted, begin: Any, 
 
 
 @pytest.mark.parametrize("thinks", [False, True])
-def test_with_a_structure_a_reply_is_a_call_or_the_answer(
-    hermes: Scripted, thinks: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_with_a_structure_a_reply_is_a_call_or_the_answer(hermes: Scripted, thinks: bool) -> None:
     answer = {"type": "object", "properties": {"z": {"type": "integer"}}, "required": ["z"]}
-    structure = ("response_format", "json_schema", {**answer, "additionalProperties": False})
-    monkeypatch.setattr(ChatRequest, "structure", property(lambda _: structure), raising=False)
+    schema = {"name": "answer", "schema": {**answer, "additionalProperties": False}}
+    structure: dict[str, Any] = {"response_format": {"type": "json_schema", "json_schema": schema}}
     thought = "<think>\nhm\n</think>\n\n" if thinks else ""
     for text, names in ((ONE, ["add"]), ('{"z": 4}', [])):
         hermes.says(thought + text)
-        found = hermes.whole()
+        found = hermes.whole(**structure)
         assert names_of(found) == names
-        assert list(json.loads(hermes.whole(tools=[], max_tokens=200).choices[0].message.content)) == ["z"]
+        assert list(json.loads(hermes.whole(tools=[], max_tokens=200, **structure).choices[0].message.content)) == ["z"]
         assert found.choices[0].message.content == (None if names else '{"z": 4}')
         assert getattr(found.choices[0].message, "reasoning", None) == ("hm" if thinks else None)
     hermes.says(BABBLE)
-    assert names_of(hermes.whole(tool_choice="required", max_tokens=200))
+    assert names_of(hermes.whole(tool_choice="required", max_tokens=200, **structure))
 
 
 def test_a_schema_that_cannot_be_enforced_is_told(hermes: Scripted) -> None:
