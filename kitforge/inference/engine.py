@@ -4,7 +4,7 @@ The engine runs the module that a trainer trains, so weights are never converted
 has an engine, and all submit and step alike. Threads may share an engine: every call holds its lock.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as Numbers
 from dataclasses import dataclass
 from math import inf, isnan
@@ -20,6 +20,7 @@ from kitforge.core.nn.quantized import Int8Linear, WeightOnlyLinear, quantized_c
 from kitforge.foundation.config import check
 from kitforge.foundation.errors import ConfigError, ContextLengthError, DataError, KitforgeError
 from kitforge.foundation.log import logger, warn_once
+from kitforge.inference.adapters import Adapters, Factors
 from kitforge.inference.block_manager import BlockManager
 from kitforge.inference.capacity import max_num_seqs, num_cache_blocks
 from kitforge.inference.constraint import Constraint, constraint_of
@@ -69,10 +70,16 @@ class Completion:
 
 
 class Engine:
-    """Generates from `model` and shares its weights. `stop_ids` end every sequence."""
+    """Generates from `model` and shares its weights. `stop_ids` end every sequence. A request may name one of the
+    adapters, each of which has factors for layers of the model."""
 
     def __init__(
-        self, model: nn.Module, options: EngineOptions | None = None, *, stop_ids: Collection[int] = ()
+        self,
+        model: nn.Module,
+        options: EngineOptions | None = None,
+        *,
+        stop_ids: Collection[int] = (),
+        adapters: Mapping[str, Factors] | None = None,
     ) -> None:
         self.model = model
         self.options = EngineOptions() if options is None else options
@@ -113,7 +120,9 @@ class Engine:
         is_alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
         uses_graphs = self.options.cuda_graphs and is_alone and not is_contiguous and can_record_steps(running)
         graphs = CudaGraphRunner(running, cache) if uses_graphs else None
-        self._runner = ModelRunner(running, cache, is_paged=not is_contiguous, cuda_graphs=graphs)
+        head = self._network.head_weight
+        self.adapters = Adapters(running, adapters or {}, self._network.kernels.linear, head.dtype)
+        self._runner = ModelRunner(running, cache, self.adapters, is_paged=not is_contiguous, cuda_graphs=graphs)
         lookup = self.options.prompt_lookup_tokens
         # One text with draft tokens takes the captured steps from all others.
         self._scheduler = Scheduler(
@@ -148,8 +157,8 @@ class Engine:
         """Submit a prompt for `num_samples` completions; returns the request's number. Higher priorities run first.
         Sampling noise is keyed by `key`, by default the request's number. Every sample obeys a copy of the constraint.
 
-        Raises DataError for a prompt that is empty or has unknown tokens, and ConfigError for a sequence that would
-        exceed the model's length or the cache.
+        Raises DataError for a prompt that is empty or has unknown tokens, and ConfigError for an unknown adapter and a
+        sequence that would exceed the model's length or the cache.
         """
         options = SamplingOptions() if options is None else options
         self.validate(prompt, options)
@@ -159,7 +168,9 @@ class Engine:
         bias = options.bias(self._network.head_weight.device)
         length = len(prompt) + options.max_new_tokens
         # Equal beginnings have unequal keys where these depend on the length of the sequence.
+        adapter = self.adapters.number(options.adapter)
         cache_salt = length.to_bytes(8, "little") if self._geometry.depends_on_length else b""
+        cache_salt += self.adapters.digests[adapter] if adapter >= 0 else b""
         with self.lock:
             request, self._num_requests = self._num_requests, self._num_requests + 1
             key = request if key is None else key
@@ -174,6 +185,7 @@ class Engine:
                     key=key if sample == 0 else f"{key}/{sample}",
                     priority=priority,
                     arrival=self._num_arrivals + sample,
+                    adapter=adapter,
                     cache_salt=cache_salt,
                     tokens=list(prompt),
                     bias=bias,
@@ -437,6 +449,7 @@ class Engine:
 
     def validate(self, prompt: Numbers[int], options: SamplingOptions) -> None:
         """Raise ConfigError or DataError for what `submit` refuses. Needs no lock."""
+        self.adapters.number(options.adapter)
         size, new, known = len(prompt), options.max_new_tokens, f"0 to {self._geometry.vocab_size - 1}"
         if not size:
             raise DataError("a prompt is empty", got="no tokens", expected="at least one token", fix="add some text")

@@ -14,6 +14,7 @@ from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.core.nn.context import Context
 from kitforge.core.nn.decode_step import FusedDecodeStep
 from kitforge.foundation.device import copy_to
+from kitforge.inference.adapters import Adapters
 from kitforge.inference.cuda_graphs import CudaGraphRunner, Sampler, pad_block_table
 from kitforge.inference.logprobs import prompt_logprobs_of
 from kitforge.inference.paged_attention import (
@@ -34,17 +35,25 @@ class ModelRunner:
     sequences whose blocks are consecutive are read in place."""
 
     def __init__(
-        self, model: nn.Module, cache: KeyValueCache, *, is_paged: bool, cuda_graphs: CudaGraphRunner | None = None
+        self,
+        model: nn.Module,
+        cache: KeyValueCache,
+        adapters: Adapters,
+        *,
+        is_paged: bool,
+        cuda_graphs: CudaGraphRunner | None = None,
     ) -> None:
         self.model = model
+        self._adapters = adapters
         self.cache = cache
         self._is_paged = is_paged
         self._cuda_graphs = cuda_graphs
-        self._fused_decode = FusedDecodeStep(model, cache.layer)
+        self._fused_decode = FusedDecodeStep(model, cache.layer, adapters.updates)
         self._size = cache.block_size
 
     def on_weights_changed(self) -> None:
         """Forget what was derived from the old weights."""
+        self._adapters.refresh()
         self._fused_decode.forget()
         if self._cuda_graphs is not None:
             self._cuda_graphs.drop_graphs_of_moved_weights()
@@ -60,10 +69,10 @@ class ModelRunner:
         of all tokens show whether they are finite."""
         if self.can_replay(works):
             return self.replay([work.sequence for work in works]), None
-        network = cast(CausalLM, self.model)
-        device = network.head_weight.device
+        numbers = _adapters_of(works)
+        device = cast(CausalLM, self.model).head_weight.device
         if device.type == "cpu":
-            result = self._run_fused(works)
+            result = self._run_fused(works, numbers)
             if result is not None:
                 logits, hidden = result
                 self._add_prompt_logprobs(works, hidden)
@@ -80,6 +89,7 @@ class ModelRunner:
             slots += self._slots(sequence, start, end + len(work.draft_tokens))
             if work.needs_logits:
                 rows += range(len(tokens) - len(work.draft_tokens) - 1, len(tokens))
+        network = cast(CausalLM, self.model if numbers is None else self._adapters.network(copy_to(numbers, device)))
         segments = self._attention_segments(works, device)
         attention = PagedAttention(self.cache, copy_to(torch.tensor(slots), device), segments, network.kernels)
         context = Context(
@@ -92,8 +102,10 @@ class ModelRunner:
         return network.head(hidden if len(rows) == len(tokens) else hidden[rows]), hidden
 
     def can_replay(self, works: list[ScheduledTokens]) -> bool:
-        """Whether the step is one of a captured graph: each sequence has one token."""
-        return self._cuda_graphs is not None and all(work.is_single_token and work.needs_logits for work in works)
+        """Whether the step is one of a captured graph: each sequence has one token, and none an adapter."""
+        return self._cuda_graphs is not None and all(
+            work.is_single_token and work.needs_logits and work.sequence.adapter < 0 for work in works
+        )
 
     def replay(self, sequences: list[Sequence], num_steps: int = 1, sample: Sampler | None = None) -> Tensor:
         """See `CudaGraphRunner.run`."""
@@ -118,7 +130,7 @@ class ModelRunner:
                     logprobs += prompt_logprobs_of(network, rows, targets, num_alternatives)
             first += work.num_tokens + len(work.draft_tokens)
 
-    def _run_fused(self, works: list[ScheduledTokens]) -> tuple[Tensor, Tensor] | None:
+    def _run_fused(self, works: list[ScheduledTokens], adapters: Tensor | None) -> tuple[Tensor, Tensor] | None:
         """`run` in one fused call; None where impossible."""
         tokens: list[int] = []
         positions: list[int] = []
@@ -144,6 +156,7 @@ class ModelRunner:
             lengths=position + 1,
             slots=torch.tensor(slots, dtype=torch.long),
             rows=torch.tensor(rows, dtype=torch.long),
+            adapters=adapters,
         )
         context = Context(positions=position.unsqueeze(0), lengths=self._max_lengths(works, own.device))
         result = self._fused_decode(own.unsqueeze(0), context, locations)
@@ -227,6 +240,14 @@ class ModelRunner:
                 segments += [self._prefill_span(text, first + index, 1, device) for index, text in enumerate(texts)]
             first += len(texts)
         return segments
+
+
+def _adapters_of(works: list[ScheduledTokens]) -> Tensor | None:
+    """The number of each token's adapter; None where none has one."""
+    if all(work.sequence.adapter < 0 for work in works):
+        return None
+    counts = torch.tensor([work.num_tokens + len(work.draft_tokens) for work in works])
+    return torch.tensor([work.sequence.adapter for work in works]).repeat_interleave(counts)
 
 
 def _boundaries(lengths: list[int], device: torch.device) -> Tensor:

@@ -14,6 +14,7 @@ from kitforge.data.tokenizers.loading import Tokenizer
 from kitforge.foundation.config import from_dict
 from kitforge.foundation.errors import ConfigError, ModelError
 from kitforge.foundation.files import missing_file_error
+from kitforge.inference.adapters import Factors
 from kitforge.inference.constraint import Constraint
 from kitforge.inference.engine import Engine
 from kitforge.inference.folder_defaults import with_folder_defaults
@@ -30,14 +31,22 @@ class TextGenerationPipeline:
 
     A chat is a list of messages `{"role": ..., "content": ...}`; the generated text is then the chat with its reply.
     The engine keeps its prefix cache until a weight changes. Threads may share a pipeline: their requests are batched,
-    which does not change the result of any.
+    which does not change the result of any. The option `adapter` names one of the
+    adapters for a call.
     """
 
-    def __init__(self, model: nn.Module, tokenizer: Tokenizer, options: InferenceOptions) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Tokenizer,
+        options: InferenceOptions,
+        adapters: Mapping[str, Factors] | None = None,
+    ) -> None:
         self.model = model
         self.tokenizer = tokenizer
         self.options = with_folder_defaults(options, tokenizer.generation_config)
-        self._text_engine = TextEngine(Engine(model, options.engine, stop_ids=tokenizer.eos_ids), tokenizer)
+        engine = Engine(model, options.engine, stop_ids=tokenizer.eos_ids, adapters=adapters)
+        self._text_engine = TextEngine(engine, tokenizer)
         self._deltas: dict[int, deque[TextDelta]] = {}  # of each request, not yet fetched
         self._abandoned: deque[int] = deque()  # requests of abandoned streams
         self._weights = _weights_fingerprint(model)

@@ -56,6 +56,8 @@ class SamplingOptions:
     # Return so many of the most likely tokens beside each token.
     num_top_logprobs: int = field(default=0, metadata=INTERNAL)
     seed: int = 0  # of the sampling noise
+    # The engine's adapter that computes the text; None: the base model.
+    adapter: str | None = field(default=None, metadata=INTERNAL)
 
     def __post_init__(self) -> None:
         least = 1 if self.prompt_logprobs is None else 0

@@ -29,6 +29,7 @@ class Sequence:
     key: str | int
     priority: int
     arrival: int
+    adapter: int = -1  # its number in the engine; -1: the base model
     cache_salt: bytes = b""  # separates prefixes of equal tokens whose keys differ
     tokens: list[int]  # prompt and generated tokens
     num_cached: int = 0  # positions whose keys and values are in the cache

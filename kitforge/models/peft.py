@@ -207,7 +207,8 @@ class _AdapterFolder:
             suffix = next((each for each in _SUFFIXES if layer.endswith(each)), None)
             theirs = layer.removesuffix(suffix or "")
             if suffix is None or theirs not in groups:
-                raise ModelError("the adapter is of another architecture", got=key, expected="layers of this network")
+                message = "the adapter is of another architecture, or of embeddings or the head"
+                raise ModelError(message, got=key, expected="linear layers of this network")
             if not is_target(values, theirs):
                 skipped.add(theirs)
                 continue
@@ -226,9 +227,7 @@ class _AdapterFolder:
 
     def uniform(self) -> LoraConfig:
         """The options of the adapter, for training. Raises ModelError for several ranks or scales, and whole layers."""
-        if self._saved:
-            fix = "merge it into its base model, or start from the folder as a checkpoint"
-            raise ModelError("the adapter holds whole layers", got=", ".join(sorted(self._saved)[:5]), fix=fix)
+        self.check_low_rank()
         own = self._scale(self._rank, self._alpha)
         for theirs, _, members in self._layers.values():
             rank, alpha = self._rank_and_alpha(theirs)
@@ -242,6 +241,12 @@ class _AdapterFolder:
         targets = tuple(sorted({path.split(".")[-1] for path in self._layers}))
         kind: Literal["lora", "dora"] = "dora" if self._count == 3 else "lora"
         return LoraConfig(kind=kind, rank=self._rank, alpha=own * self._rank, target_modules=targets)
+
+    def check_low_rank(self) -> None:
+        """Raise ModelError for an adapter that holds whole layers."""
+        if self._saved:
+            fix = "merge it into its base model, or start from the folder as a checkpoint"
+            raise ModelError("the adapter holds whole layers", got=", ".join(sorted(self._saved)[:5]), fix=fix)
 
     def paths(self) -> set[str]:
         """The adapted layers."""
@@ -326,6 +331,27 @@ def merge_adapter(
         return weight if region is None else region.of(weight)
 
     return merged
+
+
+def read_scaled_factors(network: nn.Module, folder: Path) -> dict[str, tuple[Tensor, ...]]:
+    """The factors of each layer that the adapter of a folder, or of a run, changes: down, `up` times the scale, and of
+    DoRA the magnitude, in fp32; they may have several ranks and scales. Raises ModelError for an adapter of another
+    architecture, and for one that holds more than factors."""
+    folder = folder / "adapter" if is_adapter(folder / "adapter") else folder
+    adapter = _AdapterFolder(exportable_config(network), folder)
+    adapter.check_low_rank()
+    if heads := read_head(folder):
+        raise ModelError(
+            "the adapter is of a model that labels texts", got=sorted(heads), expected="one that writes them"
+        )
+    found = {}
+    for path in adapter.paths():
+        down, up, *magnitude = (each.float() for each in adapter.whole_factors(path))
+        # Where a matrix holds several layers, the update of one is of a part of the rank.
+        used = up.any(0) | bool(magnitude)
+        if used.any():
+            found[path] = (down[used], up[:, used] * adapter.scale(path), *magnitude)
+    return found
 
 
 def read_factors(config: FamilyConfig, folder: str | Path, wanted: LoraConfig) -> dict[str, tuple[Tensor, ...]]:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from kitforge.core.nn.decoder import Decoder
+from kitforge.core.nn.linear import Linear
 from kitforge.foundation import device as devices
 from kitforge.inference import cuda_graphs, model_runner
 from kitforge.inference import engine as engines
@@ -101,7 +102,7 @@ FIELDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("field", [each.name for each in dataclasses.fields(SamplingOptions)])
+@pytest.mark.parametrize("field", {each.name for each in dataclasses.fields(SamplingOptions)} - {"adapter"})
 def test_steps_that_run_together_take_every_option_as_single_ones(field: str, steps: Counter[object]) -> None:
     model, prompts = network("llama"), [[1, 2, 3], [4, 5], [11]]
     options = SamplingOptions(**{"max_new_tokens": 11, **FIELDS[field]})
@@ -117,6 +118,20 @@ def test_steps_that_run_together_take_every_option_as_single_ones(field: str, st
     # Penalties and words read the text so far, and alternatives the logits, so that their steps never run together.
     reads = options.needs_history or options.bad_words or options.num_top_logprobs
     assert (steps["together"] > before) == (not reads)
+
+
+def test_a_step_of_a_text_with_an_adapter_is_not_recorded(steps: Counter[object]) -> None:
+    model = network("llama")
+    noise = {path: (torch.ones(1, each.shape[1]), torch.ones(each.shape[0], 1)) for path, each in adaptable(model)}
+    engine = Engine(model, PAGED, adapters={"a": noise})
+    options = SamplingOptions(max_new_tokens=5, adapter="a")
+    base = engine.generate([[1, 2, 3]], replace(options, adapter=None))
+    before = sum(steps.values())
+    assert engine.generate([[1, 2, 3]], options) != base and before == sum(steps.values()) > 0
+
+
+def adaptable(model: Decoder) -> list[tuple[str, Linear]]:
+    return [(path, each) for path, each in model.named_modules() if isinstance(each, Linear)]
 
 
 def test_steps_that_run_together_need_no_room_behind_a_text(steps: Counter[object]) -> None:

@@ -1,7 +1,8 @@
 """A step of a decoder over a key-value cache in one fused kernel, where its kernels have one and the model is not
 sharded."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any, cast
 
@@ -16,6 +17,7 @@ from kitforge.core.kernels.fused_decode_step.reference import (
     DecoderWeights,
     DecodeStepKernel,
     Locations,
+    Update,
 )
 from kitforge.core.kernels.mixed_precision import NATIVE_DTYPES
 from kitforge.core.kernels.quantized_linear.reference import GROUP, Blocks
@@ -46,11 +48,17 @@ _version = attrgetter("_version")
 
 class FusedDecodeStep:
     """Runs `model` over the key-value cache. `slabs` gives the keys and values [slots, kv_heads, head_dim] of a layer,
-    for an example key [1, kv_heads, 1, head_dim]."""
+    for an example key [1, kv_heads, 1, head_dim]. Adapters are the updates of linear layers by their names."""
 
-    def __init__(self, model: nn.Module, slabs: Callable[[int, Tensor], tuple[Tensor, Tensor]]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        slabs: Callable[[int, Tensor], tuple[Tensor, Tensor]],
+        adapters: Sequence[Mapping[str, Update]] = (),
+    ) -> None:
         self._model = model
         self._slabs = slabs
+        self._adapters = adapters
         self._table: Angles | None = None  # of positions from 0 on
         self.forget()
 
@@ -138,7 +146,17 @@ class FusedDecodeStep:
         if any(each.dtype is not like.dtype for pair in slabs for each in pair):
             return None
         assert decoder.kernels.fused_decode_step is not None
-        return decoder.kernels.fused_decode_step(stack_of(decoder), slabs)
+        updates = tuple(
+            tuple(_by_part(each, layer, like.dtype) for layer in range(len(blocks))) for each in self._adapters
+        )
+        return decoder.kernels.fused_decode_step(replace(stack_of(decoder), adapters=updates), slabs)
+
+
+def _by_part(updates: Mapping[str, Update], layer: int, dtype: torch.dtype) -> dict[str, Update]:
+    """The updates of a layer by the last names of its parts, in the dtype of products."""
+    names = {name.rpartition(".")[2]: f"blocks.{layer}.{name}" for name in _PARTS}
+    found = {part: updates[name] for part, name in names.items() if name in updates}
+    return {part: Update(down.to(dtype), up.to(dtype), each) for part, (down, up, each) in found.items()}
 
 
 def _stacked(positions: PositionEncoding) -> Angles | None:

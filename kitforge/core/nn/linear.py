@@ -56,6 +56,11 @@ class Linear(nn.Module):
         """The weight [out_dim, in_dim] in floating point; of a quantized layer a new tensor."""
         return self.weight if self.scales is None else dequantize(self.weight, self.scales)
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[out_dim, in_dim], also of a quantized weight."""
+        return (*self.weight.shape,) if self.scales is None else Blocks(self.weight, self.scales).shape
+
     def _frozen(self, input: Tensor, bias: Tensor | None) -> Tensor:
         assert self.scales is not None
         input = input.to(compute_dtype(input))

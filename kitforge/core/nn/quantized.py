@@ -177,17 +177,17 @@ def _step_fault(model: nn.Module) -> str | None:
 
 def with_linear(model: Quantizable, linear: Int8Linear | WeightOnlyLinear) -> nn.Module:
     """A network like `model` that shares its parameters and calls `linear` in linear layers and head."""
-    network: Any = _shared(cast(nn.Module, model), linear)
+    network: Any = shared_copy(cast(nn.Module, model))
+    for each in _linears(network):
+        each.__dict__["_linear"] = linear
     step = model.kernels.fused_decode_step if isinstance(linear, WeightOnlyLinear) else None
     network.kernels = replace(model.kernels, linear=linear, fused_decode_step=step)
     return cast(nn.Module, network)
 
 
-def _shared(module: nn.Module, linear: Int8Linear | WeightOnlyLinear) -> nn.Module:
+def shared_copy(module: nn.Module) -> nn.Module:
     """A copy of the tree of modules, over the same parameters and buffers."""
     found = copy.copy(module)
     children = module.__dict__["_modules"].items()
-    found.__dict__["_modules"] = {name: child and _shared(child, linear) for name, child in children}
-    if isinstance(found, Linear):
-        found.__dict__["_linear"] = linear
+    found.__dict__["_modules"] = {name: child and shared_copy(child) for name, child in children}
     return found

@@ -51,12 +51,12 @@ def _add_info_routes(app: Any, service: Service) -> None:
 
     @routes.get("/v1/models", responses=documented(401, 403))
     async def models() -> JSONResponse:
-        return JSONResponse({"object": "list", "data": [service.model_card()]})
+        return JSONResponse({"object": "list", "data": [service.model_card(name) for name in service.model_names]})
 
     @routes.get("/v1/models/{name:path}", responses=documented(401, 403, 404))
     async def model(name: str) -> JSONResponse:
         service.check_model(name)
-        return JSONResponse(service.model_card())
+        return JSONResponse(service.model_card(name))
 
 
 def _add_completion_routes(app: Any, service: Service, bodies: Any) -> None:
@@ -76,7 +76,7 @@ def _add_completion_routes(app: Any, service: Service, bodies: Any) -> None:
             has_echo=bool(params.echo),
             prompt_logprobs=params.prompt_logprobs,
         )
-        form = CompletionFormat(service.name, service.token_texts, options)
+        form = CompletionFormat(params.model or service.name, service.token_texts, options)
         response: Response = await _respond(request, service, params, prompts, form)
         return response
 
@@ -89,7 +89,7 @@ def _add_completion_routes(app: Any, service: Service, bodies: Any) -> None:
             prompt_logprobs=params.prompt_logprobs,
             names_call=not isinstance(params.tool_choice, str | None),
         )
-        form = ChatFormat(service.name, service.token_texts, options)
+        form = ChatFormat(params.model or service.name, service.token_texts, options)
         response: Response = await _respond(request, service, params, [prompt], form)
         return response
 

@@ -56,6 +56,8 @@ class ServeOptions(HttpOptions):
 
     max_choices: int = 32  # choices of one request, over all its prompts
     max_new_tokens: int | None = None  # tokens of one completion; None: up to the length of the model
+    # LoRA adapters by the names that requests choose as `model`: PEFT folders, or runs that trained one.
+    adapters: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         HttpOptions.__post_init__(self)

@@ -19,6 +19,7 @@ from kitforge.data.chat.template import ChatTemplate, template_of
 from kitforge.data.chat.tool_calls import CALL_MARKS, CallFormat, CallRules, ReplyGrammar
 from kitforge.data.text.continuation import Detokenizer, ReplyMarks
 from kitforge.data.tokenizers.loading import Tokenizer
+from kitforge.foundation.config import check
 from kitforge.foundation.errors import DataError, KitforgeError
 from kitforge.foundation.log import logger
 from kitforge.inference.capacity import kv_bytes_per_token
@@ -111,21 +112,27 @@ class Service(HttpService):
         self._geometry = cast(CausalLM, texts.engine.model).geometry
         self._grammars = texts.grammars
         self._max_model_len = min(self._geometry.max_length, texts.engine.num_slots)
+        self.model_names = [self.name, *texts.engine.adapters.names]
+        is_one = self.name not in self.model_names[1:]
+        check(is_one, "serve.adapters", self.name, "names other than that of the base model", "or serve.name=NAME")
 
-    def model_card(self) -> dict[str, Any]:
-        """The entry of the model in /v1/models."""
+    def model_card(self, name: str) -> dict[str, Any]:
+        """The entry of the base model or an adapter in /v1/models."""
         return {
-            "id": self.name,
+            "id": name,
             "object": "model",
             "created": self.created,
             "owned_by": "kitforge",
             "max_model_len": self._max_model_len,
+            "root": self.name,
+            "parent": None if name == self.name else self.name,
         }
 
     def check_model(self, name: str | None) -> None:
-        """Raise ApiError unless `name` is None or this model's."""
-        if name is not None and name != self.name:
-            message = f"unknown model {name[:200]!r}; this server has {self.name!r}"
+        """Raise ApiError unless `name` is None, the model's or that of an adapter."""
+        if name is not None and name not in self.model_names:
+            known = ", ".join(map(repr, self.model_names))
+            message = f"unknown model {name[:200]!r}; this server has {known}"
             raise ApiError(404, message, parameter="model", code="model_not_found")
 
     def status(self) -> dict[str, Any]:
@@ -350,7 +357,8 @@ class Service(HttpService):
         default = limit if is_open else self.defaults.max_new_tokens
         # At least 1: the engine refuses a prompt that leaves no room.
         new = max(1, min(default, limit - size, most or limit)) if requested is None else requested
-        return dataclasses.replace(self.defaults, max_new_tokens=new, **_option_overrides(request))
+        adapter = None if request.model == self.name else request.model
+        return dataclasses.replace(self.defaults, adapter=adapter, max_new_tokens=new, **_option_overrides(request))
 
 
 class RequestHandle:

@@ -18,6 +18,7 @@ from kitforge.foundation.config import check, to_dict
 from kitforge.foundation.dtype import LoadDtype
 from kitforge.foundation.errors import ConfigError, ModelError
 from kitforge.foundation.progress import show_progress
+from kitforge.inference.adapters import Factors
 from kitforge.inference.engine import Engine
 from kitforge.inference.folder_defaults import served_defaults, with_folder_defaults
 from kitforge.inference.pipeline import TextGenerationPipeline
@@ -43,6 +44,7 @@ from kitforge.kits.transformers.questions import find_file, load_task
 from kitforge.kits.transformers.seq2seq import SUMMARIZATION, TRANSLATION
 from kitforge.kits.transformers.task import TextGenerationTask
 from kitforge.kits.transformers.token_classification import TokenClassification
+from kitforge.models.peft import read_scaled_factors
 from kitforge.trainer.callbacks.callback import Callback
 from kitforge.trainer.task import Task
 
@@ -122,13 +124,15 @@ class TextGeneration(NetworkKit[TextGenerationOptions, Tokenizer]):
         self, model: nn.Module, tokenizer: Tokenizer, options: TextGenerationOptions
     ) -> TextGenerationPipeline:
         """The text generation pipeline."""
-        return TextGenerationPipeline(model, tokenizer, options.inference)
+        return TextGenerationPipeline(model, tokenizer, options.inference, _adapters(model, options))
 
     def open_service(
         self, model: nn.Module, tokenizer: Tokenizer, name: str, options: TextGenerationOptions
     ) -> Service:
         """The OpenAI-compatible service."""
-        texts = TextEngine(Engine(model, options.inference.engine, stop_ids=tokenizer.eos_ids), tokenizer)
+        adapters = _adapters(model, options)
+        engine = Engine(model, options.inference.engine, stop_ids=tokenizer.eos_ids, adapters=adapters)
+        texts = TextEngine(engine, tokenizer)
         defaults = served_defaults(options.inference, tokenizer.generation_config)
         return Service(texts, name, defaults, options.serve)
 
@@ -182,6 +186,12 @@ class TextGeneration(NetworkKit[TextGenerationOptions, Tokenizer]):
             f"kitforge evaluate checkpoint={folder} data.eval=FILE",
             "kitforge train data.train=FILE",
         ]
+
+
+def _adapters(model: nn.Module, options: TextGenerationOptions) -> dict[str, Factors]:
+    """Those of `serve.adapters`, by name."""
+    folders = options.serve.adapters.items()
+    return {name: read_scaled_factors(model, Path(folder).expanduser()) for name, folder in folders}
 
 
 def _source(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kitforge.core.kernels.cpu_engine.numba_runtime import run_on_threads
 from kitforge.core.kernels.cpu_engine.spin_barrier import ThreadAutotuner
-from kitforge.core.kernels.fused_decode_step.reference import BlockWeights, DecoderWeights, Locations
+from kitforge.core.kernels.fused_decode_step.reference import BlockWeights, DecoderWeights, Locations, Update
 from kitforge.core.kernels.fused_decode_step.reference import ReferenceDecodeStep as Reference
 from tests.core.kernels.comparison import poison, random, relative
 
@@ -287,3 +287,50 @@ def test_a_prompt_in_one_call_has_the_bits_of_its_tokens_one_by_one(kind: str, d
             hidden, logits = called(tried, tokens, rows)
             assert torch.equal(hidden, torch.cat([wanted[token][0] for token in tokens]))
             assert torch.equal(logits, torch.cat([wanted[tokens[row]][1] for row in rows]))
+
+
+def adapted(kind: str, dtype: torch.dtype) -> DecoderWeights:
+    """With three adapters: of queries and keys, of all layers and more than a panel's rank, and of DoRA."""
+    whole, adapters = stack(kind, dtype), []
+    for seed, (rank, names) in enumerate([(3, ["query", "key"]), (37, list(SHAPES)), (5, ["value", "up", "down"])]):
+        layers = [{name: update(name, rank, 50 + seed, dtype) for name in names if has(kind, name)} for _ in range(2)]
+        adapters.append(tuple(layers))
+    return replace(whole, adapters=tuple(adapters))
+
+
+def update(name: str, rank: int, seed: int, dtype: torch.dtype) -> Update:
+    rows, columns = SHAPES[name]
+    down, up = random(rank, columns, seed=seed) / columns**0.5, random(rows, rank, seed=seed + 9) / rank**0.5
+    rescaling = 1 + 0.1 * random(rows, seed=seed, dtype=torch.float32) if rank == 5 else None
+    return Update(down.to(dtype), up.to(dtype), rescaling)
+
+
+@pytest.mark.parametrize("kind", ["gated", "plain", "sandwich"])
+@torch.no_grad()
+def test_updates_of_adapters_are_those_of_the_reference(kind: str) -> None:
+    """Of texts in turn, and of runs of texts that are longer than a block of rows."""
+    for numbers in (torch.arange(9) % 4 - 1, torch.arange(80) // 70):
+        found = []
+        for made, dtype in ((fast, torch.float32), (Reference, torch.float64)):
+            slabs, stream, rotary, places = inputs(len(numbers), kind, dtype)
+            places = replace(places, adapters=numbers)
+            poison()
+            found.append((*made(adapted(kind, dtype), slabs)(stream, rotary, places), slabs[1][0].nan_to_num(0)))
+        assert all(relative(got, exact) < 3e-6 for got, exact in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_a_text_with_an_adapter_has_the_bits_that_it_has_alone(kind: str, dtype: torch.dtype) -> None:
+    """So has one without, which has those of a step that knows no adapters."""
+    numbers = torch.arange(9) * 5 % 4 - 1
+    slabs, stream, rotary, places = inputs(9, kind, dtype)
+    hidden, logits = fast(adapted(kind, dtype), slabs)(stream, rotary, replace(places, adapters=numbers))
+    assert not torch.equal(logits, fast(stack(kind, dtype), slabs)(stream, rotary, places)[1])
+    for text in range(9):
+        weights = adapted(kind, dtype) if numbers[text] >= 0 else stack(kind, dtype)
+        own = replace(locations(places.starts[[text]], places.lengths[[text]]), adapters=numbers[[text]])
+        angles = rotary and tuple(each[:, [text]] for each in rotary)
+        alone = fast(weights, slabs)(stream[[text]], angles, own)
+        assert equal(alone, (hidden[[text]], logits[[text]]))

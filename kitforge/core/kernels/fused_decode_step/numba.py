@@ -26,6 +26,7 @@ from kitforge.core.kernels.cpu_engine.numba_runtime import (
 )
 from kitforge.core.kernels.cpu_engine.spin_barrier import BYTES_PER_PHASE, ThreadAutotuner, barrier, finish, next_chunk
 from kitforge.core.kernels.decode_attention.numba import Slabs, attend, attention_scratch, slot_of
+from kitforge.core.kernels.fused_decode_step.low_rank import RUN_ROWS, add_updates, reduce_runs, runs_of, table_of
 from kitforge.core.kernels.fused_decode_step.reference import (
     LINEARS,
     BlockWeights,
@@ -56,15 +57,15 @@ MANY_TOKENS = 16
 # Of each linear layer, with fewer tokens.
 NUM_CHUNKS = 8
 # Rows that are multiplied with a panel at a time: few enough for their sums to stay in the L1 cache.
-BLOCK_ROWS = 64
+BLOCK_ROWS = RUN_ROWS
 # Chunks of the tokens of a phase that only norms or writes.
 TOKEN_CHUNKS = 32
 # Query rows of a tile of attention, and their scores, at most.
 TILE_ROWS, TILE_SCORES = 48, 2**18
 # Of free memory, how much panels of weights may take.
 KEPT_PART = 0.25
-# Phases of a layer, and phases before and after all layers.
-_PHASES, _ENDS = 8, 3
+# Phases of a layer with adapters, and phases before and after all layers.
+_PHASES, _ENDS = 12, 3
 
 
 class NumbaDecodeStep:
@@ -94,12 +95,24 @@ class NumbaDecodeStep:
         def address(each: Tensor | Blocks | None) -> int:
             return packed[id(each)] if isinstance(each, Blocks) else 0 if each is None else each.data_ptr()
 
+        self._updates, self._max_rank, factors = table_of(weights)
+        width = self._updates[0, 0].nbytes
         tensors = [[*layer.tensors(), *pair] for layer, pair in zip(weights.layers, slabs, strict=True)]
-        self._table = np.array([[*map(address, row), *panels[n], *layouts[n]] for n, row in enumerate(tensors)])
+        self._table = np.array(
+            [
+                [
+                    *map(address, row),
+                    *panels[n],
+                    *layouts[n],
+                    *(self._updates[n].ctypes.data + width * np.arange(_NUM_LINEARS)),
+                ]
+                for n, row in enumerate(tensors)
+            ]
+        )
         ends = weights.norm, weights.norm_bias, weights.head, None
         self._ends = np.array([*map(address, ends), *panels[-1], *layouts[-1]])
         # Tensors that are read by address must stay alive; quantized ones are packed.
-        self._keepalive = [each for layer in (*tensors, ends) for each in layer if isinstance(each, Tensor)]
+        self._keepalive = [each for layer in (*tensors, ends, factors) for each in layer if isinstance(each, Tensor)]
         self._scales = np.array(weights.scales, dtype=np.float32)
         self._windows = np.array([window or 0 for window in weights.windows])
         self._rotations = np.array([-1 if each is None else each for each in weights.rotations])
@@ -139,7 +152,9 @@ class NumbaDecodeStep:
         tiles, is_decode = self._tiles(locations)
         logit_rows = np.full(num_tokens, -1)
         logit_rows[rows.numpy()] = np.arange(len(rows))
-        widths = [dim, *[num_heads * head_dim] * 2, *[num_kv_heads * head_dim] * 2, mlp_dim, dim]
+        runs = runs_of(locations.adapters)
+        reduced = _NUM_LINEARS * self._max_rank * (len(runs) > 0)
+        widths = [dim, *[num_heads * head_dim] * 2, *[num_kv_heads * head_dim] * 2, mlp_dim, dim, reduced]
         # Each begins at a cache line.
         ends = list(itertools.accumulate((num_tokens * width + 15) // 16 * 64 for width in widths))
         scratch = torch.empty(ends[-1] // 4 + 16)
@@ -161,12 +176,15 @@ class NumbaDecodeStep:
             num_tokens,
             len(rows),
             len(tiles),
+            len(runs),
+            self._max_rank,
             *self._sizes,
             angles[0].shape[2] if rotary else 0,
             max(locations.lengths.tolist(), default=0),
             locations.slots.data_ptr(),
             tiles.ctypes.data,
             logit_rows.ctypes.data,
+            runs.ctypes.data,
             *(each.data_ptr() for each in tensors),
             *(first + start for start in (0, *ends[:-1])),
         )
@@ -239,6 +257,8 @@ class _Step(NamedTuple):
     num_tokens: int
     num_rows: int  # whose logits are computed
     num_tiles: int
+    num_runs: int  # of tokens with an adapter
+    max_rank: int  # of an adapter
     dim: int
     num_heads: int
     num_kv_heads: int
@@ -250,6 +270,7 @@ class _Step(NamedTuple):
     slots: int  # int64 [..]
     tiles: int  # int64 [tiles, 2]
     logit_rows: int  # int64 [tokens], -1 where no logits are computed
+    runs: int  # int64 [runs, 3]
     stream: int  # [tokens, dim]
     cos: int  # [rotations, tokens, pairs]
     sin: int  # [rotations, tokens, pairs]
@@ -265,6 +286,7 @@ class _Step(NamedTuple):
     value: int  # [tokens, kv_heads, head_dim]
     inner: int  # [tokens, mlp_dim], like
     chosen: int  # [rows, dim], like
+    reduced: int  # [`LINEARS`, tokens, max_rank], like
 
 
 @compiled_fastmath
@@ -273,7 +295,8 @@ def _run(step: Any, table: Any, ends: Any, scales: Any, windows: Any, rotations:
     width, kv_width, last = step.num_heads * step.head_dim, step.num_kv_heads * step.head_dim, len(table) - 1
     heads = step.num_heads, step.num_kv_heads, step.head_dim, step.has_tiles
     slabs = Slabs(heads[0], heads[1], heads[2], heads[3], 0, 0, step.slots, step.slopes)
-    size = max(scratch_size(step.block, max(step.dim, max(width, step.mlp_dim))), _attention_bytes(step, slabs))
+    widest = max(max(step.dim, step.max_rank), max(width, step.mlp_dim))
+    size = max(scratch_size(step.block, widest) + 4 * PANEL * RUN_ROWS, _attention_bytes(step, slabs))
     # A panel of outputs of two layers for a block of rows, fp32.
     pair = 8 * PANEL * step.block
     memory = np.empty((pair + size + LINE) // 4, dtype=np.float32)
@@ -288,18 +311,21 @@ def _run(step: Any, table: Any, ends: Any, scales: Any, windows: Any, rotations:
             _linear(row, _KEY, _KEPT_KEY),
             _linear(row, _VALUE, _KEPT_VALUE),
         )
+        phase = reduce_runs(step, (step.normal, step.dim), weights, scratch, phase)
         phase = _products(step, (step.normal, step.dim), weights, outputs, scratch, phase)
         phase = _attend(step, row, windows[layer], rotations[layer], scales[layer], scratch, phase)
         out, down = _linear(row, _OUT, _KEPT_OUT), _linear(row, _DOWN, _KEPT_DOWN)
+        phase = reduce_runs(step, (step.mixed, width), (out,), scratch, phase)
         phase = _product(step, (step.mixed, width), out, (step.branch, step.dim), scratch, phase, step.num_tokens)
         phase = _join(step, row[_ATTENTION_OUT_NORM:], row[_MLP_NORM:], phase, True)
         phase = _expand(step, row, panels, scratch, phase)
         inner, branch = (step.inner, step.mlp_dim), (step.branch, step.dim)
+        phase = reduce_runs(step, inner, (down,), scratch, phase)
         phase = _product(step, inner, down, branch, scratch, phase, step.num_tokens)
         following = table[layer + 1, _ATTENTION_NORM:] if layer < last else ends
         phase = _join(step, row[_MLP_OUT_NORM:], following, phase, True)
     phase = _choose(step, phase)
-    head, logits = (ends[2], 0, ends[4], ends[5]), (step.logits, step.vocab)
+    head, logits = (ends[2], 0, ends[4], ends[5], 0, 0), (step.logits, step.vocab)
     _product(step, (step.chosen, step.dim), head, logits, scratch, phase, step.num_rows)
     release(step.has_tiles)
     # numba frees an array after its last use, and does not know of addresses.
@@ -321,8 +347,10 @@ def _num_panels(num_outputs: int) -> Any:
 
 @compiled_fastmath
 def _linear(row: Any, weight: int, kept: int) -> Any:
-    """Addresses of a weight, its bias and its panels; and its `layout_of`, 0 for one that is not quantized."""
-    return row[weight], row[weight + 1], row[kept], row[kept + _NUM_LINEARS]
+    """Addresses of a weight, its bias and its panels; its `layout_of`, 0 for one that is not quantized; the address of
+    its updates, and its number."""
+    number = kept - _KEPT_QUERY
+    return row[weight], row[weight + 1], row[kept], row[kept + _NUM_LINEARS], row[kept + 2 * _NUM_LINEARS], number
 
 
 @compiled_fastmath
@@ -341,41 +369,20 @@ def _multiply(
     """A panel of the outputs of a linear layer by its `_linear` for `count` rows from the first on, with the panel that
     this thread will multiply next; rows and output are addresses and widths, that of the output where the panel and
     these rows begin."""
-    like, num_features = step.like, rows[1]
-    begin = rows[0] + array_at(rows[0], (1,), like).itemsize * num_features * first
-    if weights[3]:
+    like, tiled, (weight, bias, kept, layout, updates, _), features = step.like, step.has_tiles, weights, rows[1]
+    begin = rows[0] + array_at(rows[0], (1,), like).itemsize * features * first
+    if layout:
         multiply_quantized(
-            like,
-            step.has_tiles,
-            weights[3],
-            begin,
-            weights[0],
-            weights[1],
-            output,
-            count,
-            num_outputs,
-            num_features,
-            panel,
-            scratch,
+            like, tiled, layout, begin, weight, bias, output, count, num_outputs, features, panel, scratch
         )
     else:
+        # The rows after the first block find the panel packed and in the caches.
+        packs, then = step.packs and first == 0, panel if first else following
         multiply(
-            like,
-            step.has_tiles,
-            begin,
-            weights[0],
-            weights[1],
-            weights[2],
-            # The rows after the first block find the panel packed and in the caches.
-            step.packs and first == 0,
-            output,
-            count,
-            num_outputs,
-            num_features,
-            panel,
-            panel if first else following,
-            scratch,
+            like, tiled, begin, weight, bias, kept, packs, output, count, num_outputs, features, panel, then, scratch
         )
+    if updates and step.num_runs:
+        add_updates(step, weights, num_outputs, (output[0], output[1], panel), (first, count), scratch)
 
 
 @compiled_fastmath
@@ -524,6 +531,7 @@ def _expand(step: Any, row: Any, panels: int, scratch: int, phase: int) -> Any:
     up, gate = _linear(row, _UP, _KEPT_UP), _linear(row, _GATE, _KEPT_GATE)
     ups, gates = (panels, PANEL), (panels + 4 * PANEL * step.block, PANEL)
     num_chunks = _num_chunks(step, num_panels)
+    phase = reduce_runs(step, rows, (gate, up), scratch, phase)
     chunk = next_chunk(phase)
     while chunk < num_chunks:
         start, stop, then = _panels_of(step, num_panels, num_chunks, chunk)

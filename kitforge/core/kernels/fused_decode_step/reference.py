@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -59,6 +59,22 @@ class BlockWeights:
         return [getattr(self, field.name) for field in fields(self)]
 
 
+class Update(NamedTuple):
+    """What a LoRA adapter adds to the output of a linear layer, `up @ down @ x`, its scale in `up`. DoRA multiplies the
+    sum, without the bias, by `rescaling`."""
+
+    down: Tensor  # [rank, in]
+    up: Tensor  # [out, rank]
+    rescaling: Tensor | None  # fp32 [out]
+
+    def added(self, output: Tensor, update: Tensor, bias: Tensor | None) -> Tensor:
+        """The outputs [..., out] of a layer with the update of its inputs, both in the dtype of products."""
+        if self.rescaling is None:
+            return output + update
+        own = 0.0 if bias is None else bias.float()
+        return ((output.float() + update.float() - own) * self.rescaling + own).to(output.dtype)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderWeights:
     """A decoder: blocks of equal shapes, the last norm and a head [vocab, dim]."""
@@ -78,6 +94,8 @@ class DecoderWeights:
     slopes: Tensor | None = None  # of ALiBi [heads]
     has_exact_norms: bool = False  # norms have fp32 and stay so, whatever the rest has
     bits: Literal[4, 8] | None = None  # of linear layers and head, which a step quantizes for itself; None: as they are
+    # The updates of each layer's `LINEARS` by each adapter.
+    adapters: tuple[tuple[dict[str, Update], ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +106,7 @@ class Locations:
     lengths: Tensor  # [tokens], how many positions it sees: those up to its own
     slots: Tensor  # [..], of all positions of texts whose slots are not consecutive
     rows: Tensor  # [rows], the tokens whose logits are computed
+    adapters: Tensor | None = None  # [tokens], the number of each token's adapter, -1 without one; None: of all
 
 
 class DecodeStepKernel(Protocol):
@@ -131,29 +150,42 @@ class ReferenceDecodeStep:
         for index, layer in enumerate(weights.layers):
             normal = self._stream_norm(stream, layer.attention_norm, layer.attention_norm_bias)
             mixed = self._attended(index, normal, rotary, locations)
-            branch = _linear(mixed, layer.out, layer.out_bias)
+            branch = self._linear(index, "out", mixed, locations)
             stream = stream + _norm(branch, layer.attention_out_norm, layer.attention_out_norm_bias, weights.norm_eps)
             normal = self._stream_norm(stream, layer.mlp_norm, layer.mlp_norm_bias)
-            branch = _linear(_activated(layer, normal, weights.gate), layer.down, layer.down_bias)
+            up = self._linear(index, "up", normal, locations)
+            gate = None if layer.gate is None else self._linear(index, "gate", normal, locations)
+            branch = self._linear(index, "down", _activated(up, gate, weights.gate), locations)
             stream = stream + _norm(branch, layer.mlp_out_norm, layer.mlp_out_norm_bias, weights.norm_eps)
         hidden = self._stream_norm(stream, weights.norm, weights.norm_bias)
-        logits = _linear(hidden[locations.rows], weights.head)
+        assert isinstance(weights.head, Tensor)  # of `_dequantized`
+        logits = linear(hidden[locations.rows], weights.head)
         return hidden, logits.to(torch.promote_types(hidden.dtype, torch.float32))
 
     def _stream_norm(self, stream: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return _norm(stream, weight, bias, self._weights.norm_eps).to(self._dtype)
 
+    def _linear(self, index: int, name: str, input: Tensor, locations: Locations) -> Tensor:
+        """A linear layer, with the update of each token's adapter."""
+        layer, numbers = self._weights.layers[index], locations.adapters
+        weight, bias = getattr(layer, name), getattr(layer, f"{name}_bias")
+        output = linear(input, weight, bias)
+        for number, adapter in enumerate(self._weights.adapters if numbers is not None else ()):
+            if (update := adapter[index].get(name)) is not None:
+                rows = numbers == number
+                down, up = (each.to(self._dtype) for each in update[:2])
+                output[rows] = update.added(output[rows], linear(linear(input[rows], down), up), bias)
+        return output
+
     def _attended(self, index: int, normal: Tensor, rotary: Angles | None, locations: Locations) -> Tensor:
         weights, layer, (keys, values) = self._weights, self._weights.layers[index], self._slabs[index]
 
-        def heads(weight: Tensor | Blocks, bias: Tensor | None, norm: Tensor | None) -> Tensor:
+        def heads(name: str, norm: Tensor | None) -> Tensor:
             """[sequences, heads, head_dim]."""
-            result = _linear(normal, weight, bias).view(len(normal), -1, weights.head_dim)
+            result = self._linear(index, name, normal, locations).view(len(normal), -1, weights.head_dim)
             return _norm(result, norm, None, weights.qk_norm_eps)
 
-        query = heads(layer.query, layer.query_bias, layer.query_norm)
-        key = heads(layer.key, layer.key_bias, layer.key_norm)
-        value = heads(layer.value, layer.value_bias, None)
+        query, key, value = heads("query", layer.query_norm), heads("key", layer.key_norm), heads("value", None)
         rotation = weights.rotations[index]
         if rotary is not None and rotation is not None:
             cos, sin = (each[rotation].unsqueeze(0) for each in rotary)
@@ -228,11 +260,6 @@ def _slots(locations: Locations, token: int) -> Tensor:
     return torch.arange(start, start + length) if start >= 0 else locations.slots[-1 - start :][:length]
 
 
-def _linear(input: Tensor, weight: Tensor | Blocks, bias: Tensor | None = None) -> Tensor:
-    assert isinstance(weight, Tensor)  # of `_dequantized`
-    return linear(input, weight, bias)
-
-
 def _norm(input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     if weight is None:
         return input
@@ -243,9 +270,7 @@ def _norm(input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float)
     return functional.layer_norm(input, weight.shape, weight, bias, eps)
 
 
-def _activated(layer: BlockWeights, normal: Tensor, gate: Literal["silu", "gelu"]) -> Tensor:
-    up = _linear(normal, layer.up, layer.up_bias)
-    if layer.gate is None:
+def _activated(up: Tensor, gate: Tensor | None, kind: Literal["silu", "gelu"]) -> Tensor:
+    if gate is None:
         return functional.gelu(up, approximate="tanh")
-    activation = swiglu if gate == "silu" else geglu
-    return activation(_linear(normal, layer.gate, layer.gate_bias), up)
+    return (swiglu if kind == "silu" else geglu)(gate, up)

@@ -38,6 +38,18 @@ def add_row(row: int, branch: int, count: int, like: Any) -> None:
 
 
 @compiled
+def update_row(row: int, update: int, count: int, like: Any, bias: int, rescaling: int) -> None:
+    """`Update.added` in place, by addresses of fp32 numbers and of a bias of the type of `like`; 0 for none."""
+    size = array_at(bias, (1,), like).itemsize
+    for k in range(0, count, LANES):
+        total = part_at(row + 4 * k, FLOAT, count - k) + part_at(update + 4 * k, FLOAT, count - k)
+        if rescaling:
+            own = part_at(bias + size * k, like, count - k) if bias else vector_of(_ZERO)
+            total = fused(total - own, part_at(rescaling + 4 * k, FLOAT, count - k), own)
+        write_part(to_precision(total, like), row + 4 * k, FLOAT, count - k)
+
+
+@compiled
 def write_row(source: int, target: int, like: Any, count: int) -> None:
     """Copy fp32 numbers, rounded to the type of `like`."""
     for k in range(0, count, LANES):

@@ -1,0 +1,89 @@
+"""Requests choose an adapter as their model."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from kitforge.core.nn.decoder import Decoder
+from kitforge.core.nn.lora import LoraConfig, adapter_tensors, attach
+from kitforge.data.tokenizers.loading import ByteTokenizer
+from kitforge.foundation.config import from_dict
+from kitforge.foundation.errors import ConfigError, ModelError
+from kitforge.inference.server.service import Service
+from kitforge.kits.transformers.build import TextGeneration
+from kitforge.kits.transformers.config import TextGenerationOptions
+from kitforge.models.peft import save_adapter
+from tests.inference.server.conftest import Served, serving, small_model
+
+
+def saved(folder: Path, seed: int) -> str:
+    """The folder of an adapter of the served model, as a run has it."""
+    model, config = small_model(), LoraConfig(rank=3, alpha=9.0)
+    attach(model, "default", config)
+    noise = torch.Generator().manual_seed(seed)
+    found = {
+        path: tuple(torch.randn(each.shape, generator=noise) for each in factors)
+        for path, factors in adapter_tensors(model, "default").items()
+    }
+    save_adapter(model, found, config, folder / "adapter", base="tiny")
+    return str(folder)
+
+
+def opened(model: Decoder, **serve: Any) -> Service:
+    values = {"serve": serve, "inference": {"max_new_tokens": 16}}
+    return TextGeneration().open_service(model, ByteTokenizer(), "tiny", from_dict(TextGenerationOptions, values))
+
+
+@pytest.fixture(scope="module")
+def adapted(model: Decoder, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    home = tmp_path_factory.mktemp("adapters")
+    adapters = {"one": saved(home / "one", 1), "two": saved(home / "two", 2) + "/adapter"}
+    with serving(opened(model, adapters=adapters)) as found:
+        yield found
+
+
+def post(served: Served, model: str | None, route: str = "completions") -> dict[str, Any]:
+    asked = {"prompt": "abc"} if route == "completions" else {"messages": [{"role": "user", "content": "abc"}]}
+    body = asked | {"max_tokens": 12, "temperature": 0} | ({} if model is None else {"model": model})
+    answer: dict[str, Any] = httpx.post(f"{served.url}/v1/{route}", json=body).json()
+    return answer
+
+
+@pytest.mark.parametrize("route", ["completions", "chat/completions"])
+def test_a_model_of_a_request_is_the_base_or_an_adapter(adapted: Served, served: Served, route: str) -> None:
+    def words(answer: dict[str, Any]) -> Any:
+        return answer["choices"][0].get("text") or answer["choices"][0]["message"]["content"]
+
+    found = {name: post(adapted, name, route) for name in (None, "tiny", "one", "two")}
+    assert [each["model"] for each in found.values()] == ["tiny", "tiny", "one", "two"]
+    texts = [words(each) for each in found.values()]
+    assert texts[0] == texts[1] == words(post(served, None, route))
+    assert len({*texts}) == 3
+
+
+def test_the_models_are_listed_with_their_base(adapted: Served) -> None:
+    cards = httpx.get(f"{adapted.url}/v1/models").json()["data"]
+    assert [(each["id"], each["parent"], each["root"]) for each in cards] == [
+        ("tiny", None, "tiny"),
+        ("one", "tiny", "tiny"),
+        ("two", "tiny", "tiny"),
+    ]
+    assert httpx.get(f"{adapted.url}/v1/models/two").json() == cards[2]
+
+
+def test_an_unknown_model_is_told_what_there_is(adapted: Served) -> None:
+    for answer in (post(adapted, "three"), httpx.get(f"{adapted.url}/v1/models/three").json()):
+        assert answer["error"]["code"] == "model_not_found"
+        assert "'tiny', 'one', 'two'" in answer["error"]["message"]
+
+
+def test_bad_adapters_fail_before_the_server_answers(model: Decoder, tmp_path: Path) -> None:
+    folder = saved(tmp_path / "run", 1)
+    with pytest.raises(ConfigError, match="serve.adapters"):
+        opened(model, adapters={"tiny": folder})
+    with pytest.raises(ModelError, match="nowhere"):
+        opened(model, adapters={"one": str(tmp_path / "nowhere")})
