@@ -102,7 +102,7 @@ FIELDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("field", {each.name for each in dataclasses.fields(SamplingOptions)} - {"adapter"})
+@pytest.mark.parametrize("field", sorted({each.name for each in dataclasses.fields(SamplingOptions)} - {"adapter"}))
 def test_steps_that_run_together_take_every_option_as_single_ones(field: str, steps: Counter[object]) -> None:
     model, prompts = network("llama"), [[1, 2, 3], [4, 5], [11]]
     options = SamplingOptions(**{"max_new_tokens": 11, **FIELDS[field]})
