@@ -71,13 +71,18 @@ def serve(service: HttpService, app: Any, port: int, ready: Callable[[str], None
             got=f"{limits.host}:{port}, {error.strerror or error}",
             fix="stop the process that uses it, or choose another: port=8001",
         ) from None
-    if threading.current_thread() is threading.main_thread():
-        # uvicorn drains and then raises the signal again, which would end a process that drained well with an error.
-        signal.signal(signal.SIGTERM, lambda *_: setattr(server, "should_exit", True))
-    service.warm_up()
-    host = f"[{limits.host}]" if family == socket.AF_INET6 else limits.host
-    ready(f"http://{host}:{listener.getsockname()[1]}")
-    server.run(sockets=[listener])
+    is_main = threading.current_thread() is threading.main_thread()
+    # uvicorn drains and then raises the signal again, which would end a process that drained well with an error.
+    handler = signal.signal(signal.SIGTERM, lambda *_: setattr(server, "should_exit", True)) if is_main else None
+    try:
+        service.warm_up()
+        host = f"[{limits.host}]" if family == socket.AF_INET6 else limits.host
+        ready(f"http://{host}:{listener.getsockname()[1]}")
+        server.run(sockets=[listener])
+    finally:
+        if is_main:
+            # What comes after, and processes forked from this one, end by the signal as before.
+            signal.signal(signal.SIGTERM, handler)
     failure = service.worker.failure
     if failure is not None:
         raise EngineError(

@@ -1,5 +1,6 @@
 """Tasks of lm-evaluation-harness, by name or from YAML files, on our engine."""
 
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -105,6 +106,8 @@ def run_tasks(model: HarnessModel, names: Sequence[str], manager: Any, **setting
     """The metrics of tasks and their groups, as the harness computes them, and a row of the log for every sample."""
     _import("api.model").LM.register(HarnessModel)
     evaluator = _import("evaluator")
+    # Its standard errors else come from processes forked from this one, whose threads may hold a lock.
+    os.environ.setdefault("DISABLE_MULTIPROC", "1")
     try:
         found = evaluator.simple_evaluate(model=model, tasks=list(names), task_manager=manager, **settings)
     except (AssertionError, ImportError, KeyError, OSError, ValueError) as error:

@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+import signal
 import socket
 from types import SimpleNamespace
 
@@ -182,8 +183,11 @@ def test_a_server_is_ready_once_it_is_warm(model: Decoder, monkeypatch: pytest.M
     monkeypatch.setattr(service.worker._text_engine.engine, "generate", warm)
     server = SimpleNamespace(run=lambda sockets: [each.close() for each in sockets])
     monkeypatch.setattr(serve_module, "build_server", lambda *_: server)
+    handler = signal.getsignal(signal.SIGTERM)
     serve_module.serve(service, None, 0, lambda _address: done.append("ready"))
     assert done == [1, 3, "ready"]
+    # A process that is forked later, or this one, would not end by the signal.
+    assert signal.getsignal(signal.SIGTERM) is handler
 
 
 def test_the_smallest_cache_is_warmed_too(model: Decoder) -> None:

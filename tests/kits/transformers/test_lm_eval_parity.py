@@ -3,6 +3,7 @@ engine what they find on its own model."""
 
 import json
 import math
+import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -191,7 +192,11 @@ def test_tasks_of_the_harness_find_on_our_engine_what_they_find_on_its_model(
     # In a batch of several, theirs generates on after an end token.
     theirs = HFLM(pretrained=str(folder), device="cpu", batch_size=1, max_length=LENGTH)
     manager = find_tasks(asked, str(tmp_path))
+    # Its standard errors do not come from forked processes, which may wait for locks of this one's threads for ever.
+    monkeypatch.setenv("DISABLE_MULTIPROC", "1")
     wanted = simple_evaluate(model=theirs, tasks=asked, task_manager=manager, **settings)
+    monkeypatch.delenv("DISABLE_MULTIPROC")
+    monkeypatch.setattr(multiprocessing, "Pool", None)
     tokenizer = load_processor(folder)
     ours = HarnessModel(load_model(folder, "cpu"), tokenizer, InferenceOptions(), "cut_left", chats=chats)
     found = run_tasks(ours, asked, manager, **settings)
