@@ -1,9 +1,11 @@
 """What axe-core asks of the pages, asked of their text: names, landmarks, headings in order, contrast."""
 
+import itertools
 import re
 from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -62,7 +64,12 @@ def pages(write_run, tmp_path: Path) -> dict[str, str]:
     chapters = [Chapter(folder=each, title=each.name, words="Words.", metric="eval/loss") for each in folders]
     files = {"report": write_report(folders[:1]), "comparison": write_report(folders)}
     files["demo"] = write_index(tmp_path / "index.html", "Three kits", chapters)
-    chat = {f"chat, token {needed}": web_ui.page("model", needs_token=needed) for needed in (False, True)}
+    facts: dict[str, Any] = {"context": 64, "most": 64, "sampling": {}}
+    chat = {
+        f"chat {is_chat}, token {needed}": web_ui.page("model", needs_token=needed, is_chat=is_chat, **facts)
+        for is_chat, needed in itertools.product((False, True), repeat=2)
+    }
+    chat["routes"] = web_ui.docs_page("model", {"/version": {"get": {"summary": "Version"}}})
     return {name: path.read_text("utf-8") for name, path in files.items()} | chat
 
 

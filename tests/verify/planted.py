@@ -103,7 +103,7 @@ FAULTS = (
     Fault(
         breaks="sampler",
         file="inference/sampling.py",
-        line="return kernels.random_sample(_penalized(logits, options, draws), points, options.temperature)",
+        line="return kernels.random_sample(_penalized(logits, options, draws), points, options.temperature or 0.0)",
         planted="return kernels.random_sample(1.01 * logits, points, options.temperature)",
         leaves=("kernels",),
     ),
