@@ -35,7 +35,7 @@ ROOM_LINES = {
     "embedding_cache/": 4790,
     "foundation/": 1220,
     "inference/": 3440,
-    "inference/server/": 2860,
+    "inference/server/": 2870,
     "kits/": 1480,
     "kits/recommender/": 6640,
     "kits/rlhf/": 6560,

@@ -73,7 +73,7 @@ def serve(service: HttpService, app: Any, port: int, ready: Callable[[str], None
         ) from None
     is_main = threading.current_thread() is threading.main_thread()
     # uvicorn drains and then raises the signal again, which would end a process that drained well with an error.
-    handler = signal.signal(signal.SIGTERM, lambda *_: setattr(server, "should_exit", True)) if is_main else None
+    former = signal.signal(signal.SIGTERM, lambda *_: setattr(server, "should_exit", True)) if is_main else None
     try:
         service.warm_up()
         host = f"[{limits.host}]" if family == socket.AF_INET6 else limits.host
@@ -82,7 +82,7 @@ def serve(service: HttpService, app: Any, port: int, ready: Callable[[str], None
     finally:
         if is_main:
             # What comes after, and processes forked from this one, end by the signal as before.
-            signal.signal(signal.SIGTERM, handler)
+            signal.signal(signal.SIGTERM, former)
     failure = service.worker.failure
     if failure is not None:
         raise EngineError(
