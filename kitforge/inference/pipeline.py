@@ -31,8 +31,7 @@ class TextGenerationPipeline:
 
     A chat is a list of messages `{"role": ..., "content": ...}`; the generated text is then the chat with its reply.
     The engine keeps its prefix cache until a weight changes. Threads may share a pipeline: their requests are batched,
-    which does not change the result of any. The option `adapter` names one of the
-    adapters for a call.
+    which does not change the result of any. `adapter` names the one of `serve.adapters` that a call generates with.
     """
 
     def __init__(
