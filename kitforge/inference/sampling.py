@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 from math import isfinite
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import embedding
 
 from kitforge.core.kernels.dispatch import REFERENCE, Kernels
 from kitforge.core.kernels.threads import single_thread
@@ -250,14 +252,20 @@ def _penalized(logits: Tensor, options: SamplingOptions, draws: Sequence[SampleR
     if rows:
         # Of this step alone, and of these rows alone: a buffer that is kept would leak into other texts.
         packed = np.stack([allowed for draw in draws if (allowed := draw.allowed) is not None]).view(np.uint8)
-        powers = 1 << torch.arange(8, dtype=torch.uint8, device=scores.device)
-        bits = copy_to(torch.from_numpy(packed), scores.device).unsqueeze(-1) & powers
-        excluded = bits.flatten(1)[:, : scores.shape[-1]] == 0
+        # By bytes: filling by a mask branches for every token, and takes ten times as long on a CPU.
+        octets = copy_to(torch.from_numpy(packed), scores.device).int()
+        excluded = embedding(octets, _octet_scores(scores.device)).flatten(1)[:, : scores.shape[-1]]
         if len(rows) == len(scores):
-            return scores.masked_fill_(excluded, float("-inf"))
-        index = copy_to(torch.tensor(rows), scores.device)
-        scores[index] = scores[index].masked_fill_(excluded, float("-inf"))
+            return scores.add_(excluded)
+        scores.index_add_(0, copy_to(torch.tensor(rows), scores.device), excluded.to(scores.dtype))
     return scores
+
+
+@cache
+def _octet_scores(device: torch.device) -> Tensor:
+    """What each of eight tokens adds to its score, by the byte of their bits: 0 for a 1, -inf for a 0. [256, 8]"""
+    bits = torch.arange(256, device=device).unsqueeze(-1) >> torch.arange(8, device=device) & 1
+    return torch.zeros(256, 8, device=device).masked_fill(bits == 0, float("-inf"))
 
 
 def _apply_penalties(scores: Tensor, options: SamplingOptions, draws: Sequence[SampleRequest]) -> None:
