@@ -109,11 +109,16 @@ class TextEngine:
 
     def _delta(self, output: Output) -> TextDelta:
         detokenizer, reason = self._detokenizers[output.request, output.sample], output.finish_reason
-        kept = output.tokens[:-1] if reason == "stop" else output.tokens
-        text = ""
+        text, kept = "", output.tokens[:-1] if reason == "stop" else output.tokens
         error: Exception | None = output.error
         try:
-            text = detokenizer.push(kept, is_last=reason is not None)
+            for count, token in enumerate(kept, 1):
+                text += detokenizer.push([token])
+                if detokenizer.is_stopped:
+                    # Those behind it depend on how many tokens the step had.
+                    kept = kept[:count]
+                    break
+            text += detokenizer.push([], is_last=reason is not None)
         except Exception as raised:  # noqa: BLE001 (an error of the tokenizer fails this sample alone)
             error = raised
         ended: FinishReason | None = "failed" if error is not None else "stop" if detokenizer.is_stopped else None
@@ -122,13 +127,14 @@ class TextEngine:
         reason = ended or reason
         if reason is not None:
             del self._detokenizers[output.request, output.sample]
+        tokens = kept if detokenizer.is_stopped else output.tokens
         return TextDelta(
             request=output.request,
             sample=output.sample,
             text=text,
-            tokens=output.tokens,
-            logprobs=output.logprobs,
-            top_logprobs=output.top_logprobs,
+            tokens=tokens,
+            logprobs=output.logprobs[: len(tokens)],
+            top_logprobs=output.top_logprobs[: len(tokens)],
             offsets=detokenizer.offsets[len(detokenizer.offsets) - len(kept) :],
             hit_stop_string=detokenizer.is_stopped,
             finish_reason=reason,

@@ -12,6 +12,7 @@ from kitforge.data.text.continuation import Detokenizer, ReplyMarks
 from kitforge.data.tokenizers.loading import ByteTokenizer
 from kitforge.foundation.errors import ConfigError
 from kitforge.inference.engine import Engine
+from kitforge.inference.options import EngineOptions
 from kitforge.inference.sampling import SamplingOptions
 from kitforge.inference.text_engine import InferenceOptions, TextEngine
 from kitforge.models.catalog import config_of
@@ -113,6 +114,23 @@ def test_a_request_ends_at_its_stop_string_and_others_go_on() -> None:
     assert found[free, 0] == whole
     assert found[cut, 0] == whole[: whole.index(stop)]
     assert reasons[cut, 0] == "stop" and reasons[free, 0] == "length" and reasons[left, 0] is None
+
+
+@pytest.mark.parametrize("stop", [("c\ufffdc\ufffdc",), ("c\ufffdc\ufffdc\ufffd", "\ufffdc\ufffdc\ufffd")])
+def test_no_token_stands_behind_a_stop_string_however_many_a_step_has(stop: tuple[str, ...]) -> None:
+    model = build(config_of(tiny.LLAMA | {"vocab_size": 258}), device=torch.device("cpu"), seed=3).eval()
+    options = InferenceOptions(max_new_tokens=30, temperature=0, repetition_penalty=0.2, stop=stop)
+    found = []
+    for drafts in (0, 4):
+        engine = Engine(model, EngineOptions(prompt_lookup_tokens=drafts))
+        texts, deltas = TextEngine(engine, ByteTokenizer()), []
+        texts.submit("abcabcabcabc", options, key=0)
+        while texts.has_work:
+            deltas += texts.step()
+        assert all(len(each.tokens) == len(each.logprobs) == len(each.top_logprobs) for each in deltas)
+        assert (max(len(each.tokens) for each in deltas) > 1) == (drafts > 0)
+        found.append(("".join(each.text for each in deltas), [token for each in deltas for token in each.tokens]))
+    assert found[0] == found[1] and len(found[0][1]) < 30
 
 
 def test_an_empty_stop_string_is_refused() -> None:
