@@ -31,6 +31,7 @@ _FORMATS = {"date-time", "date", "time", "duration", "email", "idn-email", "host
 _FORMATS |= {"uri", "uri-reference", "iri", "iri-reference", "uri-template", "uuid", "regex", "json-pointer"}
 _FORMATS |= {"relative-json-pointer"}
 _VALUES = {"const", "enum", "default", "examples"}  # keywords of values, which are no schemas
+_NAMED = {"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"}  # of schemas by names
 MAX_CHARACTERS = 2**20
 NUM_KEPT = 64  # compiled grammars
 
@@ -83,11 +84,18 @@ class GrammarCompiler:
         self._compiled = lru_cache(NUM_KEPT)(self._compile)
 
     def compile(
-        self, kind: GrammarKind, spec: Any = None, *, whitespace_pattern: str | None = None, around: str | None = None
+        self,
+        kind: GrammarKind,
+        spec: Any = None,
+        *,
+        label: str | None = None,
+        whitespace_pattern: str | None = None,
+        around: str | None = None,
     ) -> Grammar:
         """A constraint by a schema or its text, a regular expression, a list of choices, or a grammar in llguidance's
         dialect of Lark or in GBNF; "json_object" needs no `spec`. `whitespace_pattern`, a regular expression, is what
-        may be between two parts of JSON. `around`, in Lark, is a grammar in which that text is named `@answer`.
+        may be between two parts of JSON. `around`, in Lark, is a grammar in which that text is named `@answer`. Errors
+        name the constraint as `label`, by default its kind.
 
         Raises ConfigError for what cannot be enforced, and DependencyError without llguidance.
         """
@@ -96,7 +104,7 @@ class GrammarCompiler:
             return self._compiled(kind, json.dumps(spec), whitespace_pattern or WHITESPACE, around).copy()
         except (TypeError, ValueError, RecursionError) as error:
             raise ConfigError(
-                f"this {kind} cannot be enforced",
+                f"this {label or kind} cannot be enforced",
                 got=_one_line(error),
                 expected="what is decided while a text is written, in the form of docs/generation.md",
                 fix="leave that out, or write it in another way",
@@ -201,18 +209,21 @@ def _source(library: Any, kind: GrammarKind, text: str, blanks: str) -> str:
     return str(library.grammar_from("gbnf" if is_gbnf else "lark", spec))
 
 
-def plain_schema(schema: Any, root: Any = None) -> Any:
+def plain_schema(schema: Any, root: Any = None, *, of_names: bool = False) -> Any:
     """The same schema as llguidance reads it: without formats that ask nothing, and with `anyOf` for a `oneOf` whose
     branches a tag tells apart, also where they are references."""
     root = schema if root is None else root
     if not isinstance(schema, dict):
         return [plain_schema(each, root) for each in schema] if isinstance(schema, list) else schema
+    if of_names:
+        # A property may be called as a keyword is.
+        return {name: plain_schema(each, root) for name, each in schema.items()}
     branches = schema.get("oneOf")
     if isinstance(branches, list) and "anyOf" not in schema and _has_tag([_target(each, root) for each in branches]):
         # The name of the tag only stands in the way of references that are circular.
         schema = {"anyOf": branches} | {name: schema[name] for name in schema if name not in ("oneOf", "discriminator")}
     return {
-        name: value if name in _VALUES else plain_schema(value, root)
+        name: value if name in _VALUES else plain_schema(value, root, of_names=name in _NAMED)
         for name, value in schema.items()
         if not (name == "format" and isinstance(value, str) and value not in _FORMATS)
     }

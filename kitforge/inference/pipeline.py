@@ -18,7 +18,7 @@ from kitforge.inference.adapters import Factors
 from kitforge.inference.constraint import Constraint
 from kitforge.inference.engine import Engine
 from kitforge.inference.folder_defaults import with_folder_defaults
-from kitforge.inference.grammar import GrammarKind
+from kitforge.inference.grammar import GrammarCompiler, GrammarKind
 from kitforge.inference.text_engine import InferenceOptions, TextDelta, TextEngine
 from kitforge.report.notebook import Rows
 
@@ -143,14 +143,8 @@ class TextGenerationPipeline:
 
     def _constraint(self, options: dict[str, Any]) -> Constraint | None:
         """What a call says that continuations must be, which is taken out of its options. Raises ConfigError."""
-        given = {name: options.pop(name, None) for name in _KINDS}
-        given = {name: spec for name, spec in given.items() if spec is not None}
-        if len(given) > 1:
-            raise ConfigError("a text has one structure", got=", ".join(given), expected="schema, regex or choices")
-        for name, spec in given.items():
-            spec = _schema(spec) if name == "schema" else spec if name == "regex" else list(spec)
-            return self._text_engine.grammars.compile(_KINDS[name], spec)
-        return None
+        structure = structure_of({name: options.pop(name, None) for name in _KINDS})
+        return compile_structure(self._text_engine.grammars, structure)
 
     def _resolve_options(self, options: dict[str, Any]) -> InferenceOptions:
         """The options of a call; tells the engine if a weight has changed."""
@@ -166,6 +160,21 @@ class TextGenerationPipeline:
                 self._weights = weights
                 self._text_engine.engine.update_weights(self._text_engine.engine.version + 1)
         return from_dict(InferenceOptions, dataclasses.asdict(self.options) | options, "inference")
+
+
+def structure_of(given: Mapping[str, Any]) -> tuple[str, Any] | None:
+    """The one of `schema`, `regex` and `choices` that is not None, of a file its text. Raises ConfigError."""
+    found = {name: given[name] for name in _KINDS if given.get(name) is not None}
+    if len(found) > 1:
+        raise ConfigError("a text has one structure", got=", ".join(found), expected="schema, regex or choices")
+    for name, spec in found.items():
+        return name, _schema(spec) if name == "schema" else spec if name == "regex" else list(spec)
+    return None
+
+
+def compile_structure(grammars: GrammarCompiler, structure: tuple[str, Any] | None) -> Constraint | None:
+    """The constraint of a structure. Raises ConfigError."""
+    return structure and grammars.compile(_KINDS[structure[0]], structure[1], label=structure[0])
 
 
 def _schema(given: Any) -> Any:

@@ -199,6 +199,14 @@ def test_a_format_that_json_schema_does_not_define_asks_nothing() -> None:
     assert takes(kept, '{"type":"string","format":"path"}') and not takes(kept, '{"type":"string"}')
 
 
+def test_a_property_may_be_called_as_a_keyword_is() -> None:
+    odd = {"type": "string", "format": "path"}
+    for name in ("default", "const", "enum", "examples", "format", "properties"):
+        assert takes(schema(type="object", properties={name: odd}), json.dumps({name: "x"}, separators=(",", ":")))
+        named = schema(type="object", properties={name: {"$ref": f"#/$defs/{name}"}}, **{"$defs": {name: odd}})
+        assert takes(named, json.dumps({name: "x"}, separators=(",", ":")))
+
+
 def branch(kind: Any, **properties: Any) -> dict[str, Any]:
     members = {"kind": {"enum": [*kind]} if isinstance(kind, list) else {"const": kind}, **properties}
     return {"type": "object", "properties": members, "required": [*members], "additionalProperties": False}
