@@ -171,6 +171,7 @@ class Engine:
         adapter = self.adapters.number(options.adapter)
         cache_salt = length.to_bytes(8, "little") if self._geometry.depends_on_length else b""
         cache_salt += self.adapters.digests[adapter] if adapter >= 0 else b""
+        cache_salt += options.cache_salt.encode()
         with self.lock:
             request, self._num_requests = self._num_requests, self._num_requests + 1
             key = request if key is None else key

@@ -60,6 +60,7 @@ class SamplingOptions:
     seed: int = 0  # of the sampling noise
     # The engine's adapter that computes the text; None: the base model.
     adapter: str | None = field(default=None, metadata=INTERNAL)
+    cache_salt: str = field(default="", metadata=INTERNAL)  # cached prefixes are shared by texts of equal ones
 
     def __post_init__(self) -> None:
         least = 1 if self.prompt_logprobs is None else 0

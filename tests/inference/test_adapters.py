@@ -219,10 +219,11 @@ def test_an_adapter_that_there_is_not_is_named() -> None:
 def test_an_adapter_that_does_not_fit_is_refused() -> None:
     model, own = network("llama"), dict(adapters("llama")["some"])
     path, (down, up) = next(iter(own.items()))
-    wrong = {"narrow": {path: (down[:, 1:], up)}, "short": {path: (down, up[1:])}, "elsewhere": {"output": (down, up)}}
+    wrong = {"narrow": {path: (down[:, 1:], up)}, "short": {path: (down, up[1:])}}
+    wrong |= {name: {name: (down, up)} for name in ("embedding", "head", "blocks.0.mlp.experts.up")}
     for name, each in wrong.items():
         with pytest.raises(ModelError, match=f"the adapter '{name}' does not fit"):
-            Engine(model, adapters={name: each})
+            Engine(network("mixtral") if "experts" in name else model, adapters={name: each})
     trained = merged(model, {})
     attach(trained, "own", LoraConfig())
     with pytest.raises(ModelError, match="takes no adapters by name"):

@@ -13,17 +13,19 @@ from kitforge.inference.server.application import (
     read_body,
     unless_gone,
 )
+from kitforge.inference.server.errors import named_as
+from kitforge.inference.server.item_format import ItemFormat
 from kitforge.inference.server.middleware import CLOSING, USAGE
 from kitforge.inference.server.responses import (
     ChatFormat,
     CompletionFormat,
     ResponseFormat,
     ResponseOptions,
-    full_response,
-    stream_events,
+    TokenFormat,
 )
-from kitforge.inference.server.service import EncodedPrompt, Service
+from kitforge.inference.server.service import EncodedPrompt, RequestHandle, Service
 from kitforge.inference.server.web_ui import content_security_policy, page, rendered
+from kitforge.inference.text_engine import TextDelta
 
 
 def create_app(service: Service) -> Any:
@@ -32,7 +34,8 @@ def create_app(service: Service) -> Any:
     _add_info_routes(app, service)
     # This module needs pydantic, whose presence `new_application` has checked.
     bodies = import_optional("kitforge.inference.server.requests", needed_for="kitforge serve", extra="serve")
-    _add_completion_routes(app, service, bodies)
+    items = import_optional("kitforge.inference.server.item_requests", needed_for="kitforge serve", extra="serve")
+    _add_completion_routes(app, service, bodies, items)
     _add_tokenizer_routes(app, service, bodies)
     return app
 
@@ -59,8 +62,8 @@ def _add_info_routes(app: Any, service: Service) -> None:
         return JSONResponse(service.model_card(name))
 
 
-def _add_completion_routes(app: Any, service: Service, bodies: Any) -> None:
-    """Completions and chat completions."""
+def _add_completion_routes(app: Any, service: Service, bodies: Any, items: Any) -> None:
+    """Completions, of texts and of tokens, and chats, also in the words of the Responses API."""
     from fastapi import FastAPI, Request
     from fastapi.responses import Response
 
@@ -87,10 +90,34 @@ def _add_completion_routes(app: Any, service: Service, bodies: Any) -> None:
         options = ResponseOptions(
             num_top_logprobs=params.num_top_logprobs,
             prompt_logprobs=params.prompt_logprobs,
-            names_call=not isinstance(params.tool_choice, str | None),
+            names_call=params.names_call,
         )
         form = ChatFormat(params.model or service.name, service.token_texts, options)
         response: Response = await _respond(request, service, params, [prompt], form)
+        return response
+
+    @routes.post("/inference/v1/generate", **_described(bodies.GenerateRequest))
+    async def generate(request: Request) -> Response:
+        body = await _read(request, service, lambda body: bodies.read(bodies.GenerateRequest, body))
+        with named_as({"prompt": "token_ids"}):
+            params = body.sampling()
+            options = ResponseOptions(
+                num_top_logprobs=params.num_top_logprobs, prompt_logprobs=params.prompt_logprobs, is_token_exact=True
+            )
+            form = TokenFormat(body.model or service.name, service.token_texts, options)
+            prompt = EncodedPrompt(tokens=body.token_ids)
+            response: Response = await _respond(request, service, params, [prompt], form)
+        return response
+
+    @routes.post("/v1/responses", **_described(items.ItemsRequest, required="output", has_events=True))
+    async def responses(request: Request) -> Response:
+        asked, params = await read_body(request, service, items.read_items)
+        service.check_model(asked.model)
+        with named_as(items.ITEM_NAMES):
+            prompt = await asyncio.to_thread(service.encode_chat, params)
+            options = ResponseOptions(names_call=params.names_call)
+            form = ItemFormat(asked.model or service.name, asked.echo(service.defaults), options)
+            response: Response = await _respond(request, service, params, [prompt], form)
         return response
 
 
@@ -130,7 +157,7 @@ async def _read(request: Any, service: Service, parse: Callable[[bytes], Any]) -
 
 
 async def _respond(
-    request: Any, service: Service, params: Any, prompts: list[EncodedPrompt], form: ResponseFormat
+    request: Any, service: Service, params: Any, prompts: list[EncodedPrompt], form: ResponseFormat | ItemFormat
 ) -> Any:
     """The response, full or streamed. A disconnect of the client cancels it."""
     from fastapi.responses import JSONResponse, StreamingResponse
@@ -144,15 +171,26 @@ async def _respond(
         has_usage = chosen is not None and chosen.include_usage
         is_continuous = has_usage and bool(chosen.continuous_usage_stats)
         return StreamingResponse(
-            stream_events(form, handle, has_usage=has_usage, is_continuous=is_continuous),
+            form.events(handle, has_usage=has_usage, is_continuous=is_continuous),
             media_type="text/event-stream",
             headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
         )
-    return JSONResponse(await unless_gone(request, full_response(form, handle)))
+    return JSONResponse(await unless_gone(request, _full(form, handle)))
 
 
-def _described(*kinds: Any, required: str = "choices") -> dict[str, Any]:
+async def _full(form: ResponseFormat | ItemFormat, handle: RequestHandle) -> dict[str, Any]:
+    """The response body, once all choices have finished."""
+    deltas: list[list[TextDelta]] = [[] for _ in range(handle.num_choices)]
+    async for index, delta in handle.deltas():
+        deltas[index].append(delta)
+    if form.options.num_top_logprobs is None and form.options.prompt_logprobs is None:
+        return form.response_body(handle, deltas)
+    # Serialising many tokens takes long, so it must not block the event loop.
+    return await asyncio.to_thread(form.response_body, handle, deltas)
+
+
+def _described(*kinds: Any, required: str = "choices", has_events: bool = False) -> dict[str, Any]:
     """The OpenAPI description of a route with a body; `required` is a field of its response."""
     schemas = [body_schema(each, each.get("$defs", {})) for each in (kind.model_json_schema() for kind in kinds)]
     schema = schemas[0] if len(schemas) == 1 else {"oneOf": schemas}
-    return described(schema, {"type": "object", "required": [required]}, has_events=required == "choices")
+    return described(schema, {"type": "object", "required": [required]}, has_events=has_events or required == "choices")

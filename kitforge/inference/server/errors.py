@@ -1,6 +1,7 @@
 """Errors of the HTTP API, in OpenAI's format."""
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kitforge.foundation.errors import KitforgeError
@@ -38,6 +39,18 @@ class ApiError(Exception):
 def refused(parameter: str, problem: str, code: str = "invalid_value", **words: Any) -> ApiError:
     """The 400 of a parameter, in the lines of a `KitforgeError`: `got`, `expected`, `fix`."""
     return ApiError(400, str(KitforgeError(problem, **words)), parameter=parameter, code=code)
+
+
+@contextlib.contextmanager
+def named_as(names: Mapping[str, str]) -> Iterator[None]:
+    """Errors name a field as the body of the request does, in which it has another name than where it is read."""
+    try:
+        yield
+    except ApiError as error:
+        own = error.parameter or ""
+        name = names.get(own, own)
+        words = str(error).replace(f"{own}=", f"{name}=").replace(repr(own), repr(name)) if own else str(error)
+        raise ApiError(error.status, words, parameter=name or None, code=error.code, headers=error.headers) from None
 
 
 def client_closed_request() -> ApiError:

@@ -47,15 +47,18 @@ class MessageToolCall(RequestBody):
     function: FunctionCall
 
 
+def _text_or_parts(value: Any) -> str | None:
+    return "text" if isinstance(value, str) else "parts" if isinstance(value, (dict, list, BaseModel)) else None
+
+
 _UNREAD: Any = {"index": True, "function": {"parsed_arguments"}}  # by templates
-Content = Annotated[
-    Annotated[str, Tag("text")] | Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True), Tag("parts")],
-    Discriminator(
-        lambda value: "text" if isinstance(value, str) else "parts" if isinstance(value, list) else None,
-        custom_error_type="content",
-        custom_error_message='text, or a list of parts {"type": "text", "text": ...}',
-    ),
-]
+TEXT_OR_PARTS = Discriminator(
+    _text_or_parts,
+    custom_error_type="content",
+    custom_error_message='text, or a list of objects with a type, as {"type": "text", "text": ...}',
+)
+Parts = Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)]
+Content = Annotated[Annotated[str, Tag("text")] | Annotated[Parts, Tag("parts")], TEXT_OR_PARTS]
 
 
 class ChatMessage(RequestBody):
@@ -115,10 +118,34 @@ class Tool(RequestBody):
 
 
 Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
+
+
+class ToolSubset(RequestBody):
+    """Some of the tools."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[Tools, Field(min_length=1)]
+
+
+class AllowedTools(RequestBody):
+    """The choice of some tools, beside which the others stay in the prompt."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: ToolSubset
+
+
+def _choice_kind(value: Any) -> str | None:
+    if not isinstance(value, dict):
+        return "text" if isinstance(value, str) else None
+    return "allowed" if value.get("type") == "allowed_tools" else "named"
+
+
 ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("text")] | Annotated[Tool, Tag("named")],
+    Annotated[Literal["none", "auto", "required"], Tag("text")]
+    | Annotated[Tool, Tag("named")]
+    | Annotated[AllowedTools, Tag("allowed")],
     Discriminator(
-        lambda value: "text" if isinstance(value, str) else "named" if isinstance(value, dict) else None,
+        _choice_kind,
         custom_error_type="tool_choice",
         custom_error_message='"none", "auto", "required", or {"type": "function", "function": {"name": ...}}',
     ),

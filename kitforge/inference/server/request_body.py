@@ -21,7 +21,7 @@ def fields_of(body: bytes) -> dict[str, Any]:
     return value
 
 
-def invalid_value(name: str, value: Any, expected: str, size: int | None = None) -> ApiError:
+def invalid_value(name: str, value: Any, expected: str, size: int | None = None, fix: str | None = None) -> ApiError:
     """The error of an invalid value; `size` replaces a value of the wrong length in the message."""
     if size is not None:
         got = f"a length of {size}"
@@ -29,7 +29,7 @@ def invalid_value(name: str, value: Any, expected: str, size: int | None = None)
         got = f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)}"
     else:
         got = truncate(repr(value[:MAX_SHOWN_CHARACTERS] if isinstance(value, str) else value))
-    return refused(name, f"{name!r} has an invalid value", got=got, expected=expected)
+    return refused(name, f"{name!r} has an invalid value", got=got, expected=expected, fix=fix)
 
 
 def truncate(text: str) -> str:
@@ -97,8 +97,8 @@ _EXPECTED = {
 }
 
 
-def validation_error(error: Mapping[str, Any]) -> ApiError:
-    """The API error of a pydantic error. It repeats little of the request."""
+def validation_error(error: Mapping[str, Any], hints: Mapping[str, str]) -> ApiError:
+    """The API error of a pydantic error, with the hint of its field. It repeats little of the request."""
     kind, context, name = error["type"], error.get("ctx", {}), _named(error["loc"])
     if kind == "missing":
         return refused(name, f"{name!r} is missing", "missing_parameter")
@@ -109,7 +109,8 @@ def validation_error(error: Mapping[str, Any]) -> ApiError:
         # As JSON writes values: true for True, double quotes.
         expected = _EXPECTED[kind].format(**context).lower().replace("'", '"')
     got = error["input"]
-    return invalid_value(name, got, expected, size=len(got) if kind in ("too_long", "too_short") else None)
+    size = len(got) if kind in ("too_long", "too_short") else None
+    return invalid_value(name, got, expected, size, hints.get(name))
 
 
 def _named(path: tuple[int | str, ...]) -> str:
@@ -118,6 +119,6 @@ def _named(path: tuple[int | str, ...]) -> str:
     for part in path:
         if isinstance(part, int):
             name += f"[{part}]"
-        elif part not in ("text", "texts", "tokens", "rows", "parts", "named") or not name:
+        elif part not in ("text", "texts", "tokens", "rows", "parts", "named", "allowed") or not name:
             name += f".{part}" if name else str(part)
     return truncate(name)

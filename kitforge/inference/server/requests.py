@@ -18,7 +18,15 @@ from pydantic_core import PydanticCustomError
 from kitforge.foundation.errors import nearest
 from kitforge.inference.grammar import GrammarKind
 from kitforge.inference.server.errors import refused
-from kitforge.inference.server.messages import MAX_MESSAGES, Messages, RequestBody, Tool, ToolChoice, Tools
+from kitforge.inference.server.messages import (
+    MAX_MESSAGES,
+    AllowedTools,
+    Messages,
+    RequestBody,
+    Tool,
+    ToolChoice,
+    Tools,
+)
 from kitforge.inference.server.request_body import (
     MAX_SHOWN_CHARACTERS,
     fields_of,
@@ -39,17 +47,23 @@ MAX_CHOICES = 4096
 # Parameters of other servers, and what to do instead.
 _UNSUPPORTED = {
     "audio": "speech is not supported; leave it out",
+    "background": "leave it out, and wait for the response or stream it",
+    "conversation": "responses are not stored; send the whole conversation as input",
     "dimensions": "embeddings are not supported",
     "function_call": "use tool_choice",
     "functions": "use tools",
+    "max_completion_tokens": "use max_tokens, or max_output_tokens of /v1/responses",
     "max_new_tokens": "use max_tokens",
+    "max_tokens": "use max_output_tokens",
     "n_predict": "use max_tokens",
     "num_beams": "beam search is not supported; use n for several choices",
     "num_predict": "use max_tokens",
     "prefix": "write it at the beginning of prompt",
     "prediction": "leave it out",
+    "previous_response_id": "responses are not stored; send the whole conversation as input",
     "repeat_penalty": "use repetition_penalty",
     "stop_sequences": "use stop",
+    "store": "responses are not stored; leave it out, and send the whole conversation as input",
     "web_search_options": "web search is not supported; leave it out",
 }
 _GUIDED = re.compile(r"guided_\w+|grammar|json_schema|regex")
@@ -76,6 +90,7 @@ Token = Annotated[int, Field(ge=0, lt=2**31)]
 Tokens = Annotated[list[Token], Field(min_length=1, max_length=MAX_PROMPT_TOKENS, fail_fast=True)]
 Text = Annotated[str, Field(min_length=1)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
+NewTokens = Annotated[int, Field(ge=1, lt=2**31), _INTEGRAL]
 
 
 def _prompt_kind(value: Any) -> str | None:
@@ -145,13 +160,10 @@ class StructuredOutputs(RequestBody):
     whitespace_pattern: Text | None = None  # between the parts of JSON
 
 
-class GenerationParams(RequestBody, ABC):
-    """The fields common to completions and chats. None means the server's default."""
-
-    is_chat: ClassVar[bool] = False
+class SamplingFields(RequestBody, ABC):
+    """The fields common to all routes of texts. None means the server's default."""
 
     model: str | None = None
-    n: Annotated[int, Field(ge=1, le=128), _INTEGRAL] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None  # 0: greedy
     top_k: Annotated[int, Field(ge=-1, lt=2**31), _INTEGRAL] | None = None  # 0 and -1: all tokens
@@ -169,12 +181,6 @@ class GenerationParams(RequestBody, ABC):
     min_tokens: Annotated[int, Field(ge=0, lt=2**31), _INTEGRAL] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63), _INTEGRAL] | None = None
     stream: bool | None = None
-    stream_options: StreamSettings | None = None
-    # Log-probabilities of the prompt tokens, with so many most likely tokens each.
-    prompt_logprobs: Annotated[int, Field(ge=0, le=20), _INTEGRAL] | None = None
-
-    response_format: OutputFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
 
     # Metadata of the client; ignored.
     user: str | None = None
@@ -185,16 +191,32 @@ class GenerationParams(RequestBody, ABC):
     prompt_cache_retention: str | None = None
 
     # Accepted with values that change nothing.
-    best_of: Annotated[int, Field(ge=1, le=128), _INTEGRAL] | None = None
     store: Literal[False] | None = None
+    priority: Literal[0] | None = None
+    cache_salt: Text | None = None  # prefixes are shared with requests of the same one alone
+
+
+class GenerationParams(SamplingFields, ABC):
+    """The fields common to completions and chats."""
+
+    is_open_ended: ClassVar[bool] = False  # by default a text ends where the model ends it
+
+    n: Annotated[int, Field(ge=1, le=128), _INTEGRAL] | None = None
+    stream_options: StreamSettings | None = None
+    # Log-probabilities of the prompt tokens, with so many most likely tokens each.
+    prompt_logprobs: Annotated[int, Field(ge=0, le=20), _INTEGRAL] | None = None
+
+    response_format: OutputFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+    # Accepted with values that change nothing.
+    best_of: Annotated[int, Field(ge=1, le=128), _INTEGRAL] | None = None
     use_beam_search: Literal[False] | None = None
     length_penalty: Annotated[float, Field(ge=1, le=1)] | None = None
-    skip_special_tokens: Literal[True] | None = None
     spaces_between_special_tokens: bool | None = None  # none are written
     include_stop_str_in_output: Literal[False] | None = None
     return_tokens_as_token_ids: Literal[False] | None = None
     return_token_ids: Literal[False] | None = None
-    priority: Literal[0] | None = None
 
     @property
     def structure(self) -> tuple[str, GrammarKind, Any] | None:
@@ -240,6 +262,7 @@ class CompletionRequest(GenerationParams):
     add_special_tokens: bool | None = None  # add the special tokens of the tokenizer; default true
 
     suffix: Literal[""] | None = None
+    skip_special_tokens: Literal[True] | None = None
 
     def prompts(self) -> list[str | list[int]]:
         """The prompts, each as text or tokens."""
@@ -258,17 +281,65 @@ class CompletionRequest(GenerationParams):
         return self.max_tokens
 
 
+class TokenSampling(GenerationParams):
+    """The field sampling_params of /inference/v1/generate, whose other fields it takes up."""
+
+    is_open_ended = True
+
+    max_tokens: NewTokens | None = None
+    logprobs: Annotated[int, Field(ge=0, le=20), _INTEGRAL] | None = None  # most likely tokens with each
+
+    # Of how vLLM writes and stores texts, which are no part of the response.
+    skip_special_tokens: bool | None = None
+    detokenize: bool | None = None
+    flat_logprobs: bool | None = None
+    extra_args: dict[str, Any] | None = None
+
+    @property
+    def num_top_logprobs(self) -> int:
+        """Most likely tokens to return with each token, of which each has a log-probability."""
+        return self.logprobs or 0
+
+    @property
+    def new_tokens(self) -> int | None:
+        """The maximum number of new tokens."""
+        return self.max_tokens
+
+
+class GenerateRequest(RequestBody):
+    """The body of /inference/v1/generate, as in vLLM."""
+
+    token_ids: Tokens
+    sampling_params: TokenSampling = TokenSampling()
+    request_id: Text | None = None
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamSettings | None = None
+    cache_salt: Text | None = None
+    priority: Literal[0] | None = None
+
+    def sampling(self) -> TokenSampling:
+        """What is asked of the engine. Raises ApiError for fields in the wrong place, or in contradiction."""
+        own = {name: getattr(self, name) for name in ("model", "stream", "stream_options", "cache_salt")}
+        for name in own.keys() & self.sampling_params.model_fields_set:
+            fix = f"write {name} beside sampling_params"
+            raise refused(f"sampling_params.{name}", f"unknown parameter {name!r}", "unknown_parameter", fix=fix)
+        params = self.sampling_params.model_copy(update=own)
+        check_consistency(params)
+        return params
+
+
 class ChatRequest(GenerationParams):
     """The body of /v1/chat/completions."""
 
-    is_chat = True
+    is_open_ended = True
 
     messages: Messages
     add_generation_prompt: bool | None = None  # default true
     continue_final_message: bool | None = None  # continue the last message instead
     chat_template_kwargs: dict[str, Any] | None = None  # further template variables
-    max_tokens: Annotated[int, Field(ge=1, lt=2**31), _INTEGRAL] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31), _INTEGRAL] | None = None
+    max_tokens: NewTokens | None = None
+    max_completion_tokens: NewTokens | None = None
     logprobs: bool | None = None  # of the sampled tokens
     top_logprobs: Annotated[int, Field(ge=0, le=20), _INTEGRAL] | None = None  # most likely tokens with each
 
@@ -279,7 +350,29 @@ class ChatRequest(GenerationParams):
     reasoning_effort: Literal["none", "medium"] | None = None
     verbosity: Literal["medium"] | None = None
     echo: Literal[False] | None = None
+    skip_special_tokens: Literal[True] | None = None
     add_special_tokens: Literal[False] | None = None  # the template adds its own
+
+    @property
+    def must_call(self) -> bool:
+        """Whether a reply must be a call."""
+        choice = self.tool_choice
+        if isinstance(choice, AllowedTools):
+            return choice.allowed_tools.mode == "required"
+        return self.names_call or choice == "required"
+
+    @property
+    def names_call(self) -> bool:
+        """Whether the choice is one function."""
+        return isinstance(self.tool_choice, Tool)
+
+    @property
+    def callable_tools(self) -> list[str]:
+        """The names of the tools that may be called."""
+        choice = self.tool_choice
+        chosen = [choice] if isinstance(choice, Tool) else self.tools or []
+        chosen = choice.allowed_tools.tools if isinstance(choice, AllowedTools) else chosen
+        return [each.function.name for each in chosen]
 
     @property
     def num_top_logprobs(self) -> int | None:
@@ -334,8 +427,8 @@ def read(kind: type[T], body: bytes) -> T:
     try:
         request = kind.model_validate(value)
     except ValidationError as error:
-        raise validation_error(error.errors(include_url=False)[0]) from None
-    _check_consistency(request)
+        raise validation_error(error.errors(include_url=False)[0], _UNSUPPORTED) from None
+    check_consistency(request)
     return request
 
 
@@ -358,7 +451,7 @@ def _check_names(kind: type[RequestBody], value: Mapping[str, Any]) -> None:
             raise refused(truncate(name), problem, "unknown_parameter", fix=hint)
 
 
-def _check_consistency(request: RequestBody) -> None:
+def check_consistency(request: RequestBody) -> None:
     """Refuse combinations of fields that contradict one another."""
     if isinstance(request, (ChatRequest, TokenizeChatRequest)):
         _check_messages(request)
@@ -401,6 +494,7 @@ def _check_tools(request: ChatRequest | TokenizeChatRequest) -> None:
     choice = getattr(request, "tool_choice", None)
     if not names and choice not in (None, "none", "auto"):
         raise refused("tool_choice", "tool_choice needs tools to choose from", fix="give tools, or leave it out")
-    if isinstance(choice, Tool) and choice.function.name not in names:
-        problem = f"there is no tool {truncate(choice.function.name)!r} to call"
-        raise refused("tool_choice", problem, fix=nearest(choice.function.name, names))
+    for name in request.callable_tools if isinstance(request, ChatRequest) else ():
+        if name not in names:
+            problem = f"there is no tool {truncate(name)!r} to call"
+            raise refused("tool_choice", problem, fix=nearest(name, names))

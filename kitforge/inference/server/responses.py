@@ -1,6 +1,5 @@
 """OpenAI-compatible response bodies and server-sent events, built from text deltas. Independent of HTTP."""
 
-import asyncio
 import json
 import secrets
 import time
@@ -49,6 +48,8 @@ class ResponseOptions:
     has_echo: bool = False  # the text begins with the prompt
     prompt_logprobs: int | None = None  # most likely tokens with each prompt token; None: no prompt log-probabilities
     names_call: bool = False  # the request names the call, so finish_reason does not
+    # Every token is reported, also where a stop string cuts its text off.
+    is_token_exact: bool = False
 
 
 class ChoiceReader:
@@ -75,7 +76,10 @@ class ChoiceReader:
                 choice.text = self._prompt.text + choice.text
                 choice.tokens = self._echoed(prompt_logprobs)
         self._length += len(delta.text)
-        if self._options.num_top_logprobs is not None:
+        if self._options.is_token_exact:
+            columns = zip(delta.tokens, delta.logprobs, delta.top_logprobs, strict=True)
+            choice.tokens = [TokenLogprob(*each, 0) for each in columns]
+        elif self._options.num_top_logprobs is not None:
             choice.tokens += self._certain_tokens(delta)
         if self._reply is not None:
             choice.parts = self._reply.push(choice.text, is_last=delta.finish_reason is not None)
@@ -150,8 +154,26 @@ class ResponseFormat(ABC):
             choices.append({"index": index, **self.choice_body(choice, prompt)})
         return {**self._head(self.object_type), "choices": choices, "usage": handle.usage()}
 
-    def event(self, choices: list[dict[str, Any]], usage: Mapping[str, Any] | None) -> bytes:
-        """One event of a stream."""
+    async def events(self, handle: RequestHandle, *, has_usage: bool, is_continuous: bool) -> AsyncIterator[bytes]:
+        """The response as server-sent events, delta by delta; `is_continuous` if each of them has the usage."""
+        begun: set[int] = set()
+        readers = [ChoiceReader(handle.prompts[index], self.options) for index in range(handle.num_choices)]
+        try:
+            async for index, delta in handle.deltas():
+                choice = readers[index].read(delta, handle.prompt_logprobs_of(index))
+                # A delta that completes no character has no text, and one of a mark no part.
+                if choice.text or choice.parts or choice.tokens or choice.finish_reason is not None:
+                    part = {"index": index, **self.choice_delta(choice, is_first=index not in begun)}
+                    begun.add(index)
+                    yield self._event([part], handle.usage() if is_continuous else None)
+        except ApiError as refusal:
+            yield sse_event(refusal.body())
+            return
+        if has_usage:
+            yield self._event([], handle.usage())
+        yield DONE
+
+    def _event(self, choices: list[dict[str, Any]], usage: Mapping[str, Any] | None) -> bytes:
         body = {**self._head(self.chunk_type), "choices": choices}
         return sse_event({**body, "usage": usage} if usage is not None else body)
 
@@ -253,6 +275,35 @@ class ChatFormat(ResponseFormat):
         return {"token": self._texts.text(token), "logprob": logprob, "bytes": self._texts.bytes(token)}
 
 
+class TokenFormat(ResponseFormat):
+    """Responses of /inference/v1/generate, as in vLLM: tokens, without their text."""
+
+    id_prefix, object_type, chunk_type = "gen", "generate", "generate.chunk"
+
+    def choice_body(self, choice: Choice, prompt: EncodedPrompt) -> dict[str, Any]:
+        """A finished choice."""
+        return self.choice_delta(choice, is_first=True) | self._prompt_logprobs(choice, prompt)
+
+    def choice_delta(self, choice: Choice, *, is_first: bool) -> dict[str, Any]:
+        """A delta of a choice."""
+        content = [
+            {
+                **_numbered(each.token, each.logprob),
+                "top_logprobs": [_numbered(*other) for other in each.top_logprobs[: self.options.num_top_logprobs]],
+            }
+            for each in choice.tokens
+        ]
+        tokens = [each.token for each in choice.tokens]
+        return {"token_ids": tokens, "finish_reason": choice.finish_reason, "logprobs": {"content": content}}
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"request_id": self._id, **super()._head(kind)}
+
+
+def _numbered(token: int, logprob: float | None) -> dict[str, Any]:
+    return {"token": f"token_id:{token}", "logprob": logprob}
+
+
 def _said(parts: Iterable[ReplyPart]) -> dict[str, Any]:
     """The parts of a reply under OpenAI's names; thoughts under both that clients know."""
     texts: dict[tuple[str, int], list[str]] = {}
@@ -271,39 +322,6 @@ def _said(parts: Iterable[ReplyPart]) -> dict[str, Any]:
         else:
             said |= {name: "".join(spelled) for name in ([kind] if kind == "content" else [kind, "reasoning_content"])}
     return said | ({"tool_calls": list(calls.values())} if calls else {})
-
-
-async def full_response(form: ResponseFormat, handle: RequestHandle) -> dict[str, Any]:
-    """The response body, once all choices have finished."""
-    deltas: list[list[TextDelta]] = [[] for _ in range(handle.num_choices)]
-    async for index, delta in handle.deltas():
-        deltas[index].append(delta)
-    if form.options.num_top_logprobs is None and form.options.prompt_logprobs is None:
-        return form.response_body(handle, deltas)
-    # Serialising many tokens takes long, so it must not block the event loop.
-    return await asyncio.to_thread(form.response_body, handle, deltas)
-
-
-async def stream_events(
-    form: ResponseFormat, handle: RequestHandle, *, has_usage: bool, is_continuous: bool
-) -> AsyncIterator[bytes]:
-    """The response as server-sent events, delta by delta; `is_continuous` if each of them has the usage."""
-    begun: set[int] = set()
-    readers = [ChoiceReader(handle.prompts[index], form.options) for index in range(handle.num_choices)]
-    try:
-        async for index, delta in handle.deltas():
-            choice = readers[index].read(delta, handle.prompt_logprobs_of(index))
-            # A delta that completes no character has no text, and one of a mark no part.
-            if choice.text or choice.parts or choice.tokens or choice.finish_reason is not None:
-                part = {"index": index, **form.choice_delta(choice, is_first=index not in begun)}
-                begun.add(index)
-                yield form.event([part], handle.usage() if is_continuous else None)
-    except ApiError as refusal:
-        yield sse_event(refusal.body())
-        return
-    if has_usage:
-        yield form.event([], handle.usage())
-    yield DONE
 
 
 def sse_event(body: Mapping[str, Any]) -> bytes:

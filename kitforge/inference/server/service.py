@@ -42,7 +42,7 @@ _log = logger(__name__)
 
 # Fields of a request, and the names of the same options of the engine.
 _PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
-_SAME_NAMES = ("temperature", "top_p", "top_k", "min_p", *_PENALTIES, "logit_bias", "ignore_eos", "seed")
+_SAME_NAMES = ("temperature", "top_p", "top_k", "min_p", *_PENALTIES, "logit_bias", "ignore_eos", "seed", "cache_salt")
 _SAMPLING_FIELDS = {"min_tokens": "min_new_tokens"} | {name: name for name in _SAME_NAMES}
 # Template variables that a request sets through fields of its own.
 _RESERVED_TEMPLATE_FIELDS = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
@@ -182,13 +182,13 @@ class Service(HttpService):
         chosen: dict[str, Any] = {
             "whitespace_pattern": getattr(request.structured_outputs, "whitespace_pattern", None),
             "around": None if structure is None else prompt.grammar,
+            "label": field,
         }
         try:
             return await asyncio.to_thread(partial(self._grammars.compile, kind, spec, **chosen))
         except KitforgeError as error:
             if structure is None:
-                given = cast("ChatRequest", request)
-                await asyncio.to_thread(self._check_parameters, _enforced(given.tool_choice, given.tools or ()))
+                await asyncio.to_thread(self._check_parameters, _enforced(cast("ChatRequest", request)))
             raise ApiError(400, str(error), parameter=field, code="invalid_value") from None
 
     def submit(
@@ -288,18 +288,19 @@ class Service(HttpService):
         self, request: ChatRequest | TokenizeChatRequest, marks: ReplyMarks, tools: Sequence[Tool]
     ) -> str | None:
         """What a reply must be; None where nothing is asked of it but what `request.structure` says of all of it."""
-        choice = getattr(request, "tool_choice", None)
-        has_answer = getattr(request, "structure", None) is not None
-        named = None if isinstance(choice, str | None) else choice.function.name
-        is_required = named is not None or choice == "required"
-        is_single = named is not None or getattr(request, "parallel_tool_calls", None) is False
-        is_strict = any(each.function.strict for each in tools)
+        asked = cast("ChatRequest", request)
+        if not hasattr(asked, "must_call"):
+            # Nothing is generated, only counted.
+            return None
+        has_answer = asked.structure is not None
+        is_single = asked.names_call or asked.parallel_tool_calls is False
+        is_bound = len(asked.callable_tools) < len(tools) or any(each.function.strict for each in tools)
         rules = None
-        if self.template.calls is not None and tools and (has_answer or is_required or is_single or is_strict):
+        if self.template.calls is not None and tools and (has_answer or asked.must_call or is_single or is_bound):
             rules = CallRules(
                 calls=self.template.calls,
-                schemas=_enforced(choice, tools),
-                is_required=is_required,
+                schemas=_enforced(asked),
+                is_required=asked.must_call,
                 is_single=is_single,
                 options=json_options(),
             )
@@ -353,7 +354,7 @@ class Service(HttpService):
             raise refused("max_tokens", message)
         # By default a chat reply ends where the model ends it; where keys depend on the length of a sequence, and in
         # completions, its length is that of the options.
-        is_open = request.is_chat and not self._geometry.depends_on_length
+        is_open = request.is_open_ended and not self._geometry.depends_on_length
         default = limit if is_open else self.defaults.max_new_tokens
         # At least 1: the engine refuses a prompt that leaves no room.
         new = max(1, min(default, limit - size, most or limit)) if requested is None else requested
@@ -466,12 +467,11 @@ def _with_names(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def _enforced(choice: str | Tool | None, tools: Sequence[Tool]) -> dict[str, dict[str, Any]]:
+def _enforced(request: ChatRequest) -> dict[str, dict[str, Any]]:
     """The tools that may be called, each with the schema that its arguments are held to."""
-    named = None if isinstance(choice, str | None) else choice.function.name
-    is_required = choice not in (None, "auto", "none")
-    functions = [each.function for each in tools if named in (None, each.function.name)]
-    return {each.name: plain_schema(each.parameters or {}) if each.strict or is_required else {} for each in functions}
+    functions = [each.function for each in request.tools or () if each.function.name in request.callable_tools]
+    is_held = request.must_call
+    return {each.name: plain_schema(each.parameters or {}) if each.strict or is_held else {} for each in functions}
 
 
 def _option_overrides(request: CompletionRequest | ChatRequest) -> dict[str, Any]:
@@ -488,7 +488,7 @@ def _option_overrides(request: CompletionRequest | ChatRequest) -> dict[str, Any
     if request.top_p == 0:
         # The smallest nucleus is the most likely token.
         changes |= {"top_p": None, "temperature": 0.0}
-    echoed = request.num_top_logprobs if request.echo else None
+    echoed = request.num_top_logprobs if getattr(request, "echo", None) else None
     counts = [count for count in (request.prompt_logprobs, echoed) if count is not None]
     if counts or request.new_tokens == 0:
         changes["prompt_logprobs"] = max(counts, default=0)

@@ -79,6 +79,40 @@ def openai(url: str) -> None:
         assert isinstance(stream.get_final_completion().choices[0].message.parsed, Wind)
 
 
+def responses(url: str) -> None:
+    """The Responses API of OpenAI's client: created, parsed and streamed, and a conversation of calls."""
+    from openai import OpenAI, pydantic_function_tool
+
+    class Warmth(BaseModel):
+        city: Literal["Oslo", "Bergen"]
+
+    client = OpenAI(base_url=url, max_retries=0, **KEY)
+    function = pydantic_function_tool(Warmth, name="warmth")["function"]
+    tools: list[Any] = [{"type": "function", **function}]
+    wishes: dict[str, Any] = {"model": "tiny", "temperature": 0, "tools": tools}
+    made = client.responses.create(input=ASKED, **wishes)
+    parsed = client.responses.parse(input=ASKED, text_format=Weather, **wishes)
+    with client.responses.stream(input=ASKED, text_format=Weather, **wishes) as stream:
+        done = [each for each in stream if each.type == "response.function_call_arguments.done"]
+        final = stream.get_final_response()
+    same([json.loads(each.arguments) for each in done], [{"city": "Oslo"}, {"city": "Bergen"}])
+    for response in (made, parsed, final):
+        same([each.type for each in response.output], ["reasoning", "function_call", "function_call"])
+        same(response.output[0].content[0].text, "hm")
+        calls = response.output[1:]
+        same([(each.name, json.loads(each.arguments)) for each in calls], CALLS)
+        results = [{"type": "function_call_output", "call_id": each.call_id, "output": "7"} for each in calls]
+        talk: list[Any] = [{"role": "user", "content": ASKED}, *response.output, *results]
+        answer = client.responses.parse(input=talk, text_format=Weather, **wishes)
+        same(answer.output_parsed, ANSWER)
+        talk += [*answer.output, {"role": "user", "content": ASKED}]
+        same([each.type for each in client.responses.create(input=talk, **wishes).output[1:]], ["function_call"] * 2)
+    with client.responses.stream(model="tiny", input="Babble.", text_format=Wind, extra_body={"seed": 1}) as stream:
+        pieces = "".join(each.delta for each in stream if each.type == "response.output_text.delta")
+        final = stream.get_final_response()
+    assert isinstance(final.output_parsed, Wind) and pieces == final.output_text
+
+
 def langchain(url: str) -> None:
     """Bound tools, chosen and required; structured outputs of both kinds; streams."""
     from langchain_core.messages import HumanMessage, ToolMessage
@@ -166,9 +200,16 @@ def agents(url: str) -> None:
 
 
 async def agents_talk(url: str) -> None:
-    from agents import Agent, AsyncOpenAI, ModelSettings, OpenAIChatCompletionsModel, Runner, function_tool
+    from agents import AsyncOpenAI, OpenAIChatCompletionsModel, OpenAIResponsesModel
 
-    model = OpenAIChatCompletionsModel("tiny", AsyncOpenAI(base_url=url, max_retries=0, **KEY))
+    client = AsyncOpenAI(base_url=url, max_retries=0, **KEY)
+    for kind in (OpenAIChatCompletionsModel, OpenAIResponsesModel):
+        await agents_talk_by(kind("tiny", client))
+
+
+async def agents_talk_by(model: Any) -> None:
+    from agents import Agent, ModelSettings, Runner, function_tool
+
     told: list[str] = []
 
     @function_tool(name_override="warmth")
@@ -195,7 +236,7 @@ async def agents_talk(url: str) -> None:
 
 
 CLIENTS: dict[str, Callable[[str], None]] = {
-    each.__name__: each for each in (openai, langchain, pydantic_ai, litellm, agents)
+    each.__name__: each for each in (openai, responses, langchain, pydantic_ai, litellm, agents)
 }
 
 

@@ -55,3 +55,11 @@ def chat_service(folder: Path, template: str, special: list[str] | None = None, 
     model = build(config, device=torch.device("cpu"), seed=3).eval()
     texts = TextEngine(Engine(model, EngineOptions(), stop_ids=tokenizer.eos_ids), tokenizer)
     return Service(texts, "tiny", InferenceOptions(max_new_tokens=16), ServeOptions())
+
+
+def without_ids(value: Any) -> Any:
+    """A response or event without what each has of its own."""
+    if isinstance(value, list):
+        return [without_ids(each) for each in value]
+    own = {"id", "item_id", "call_id", "created_at"}
+    return {name: without_ids(value[name]) for name in value.keys() - own} if isinstance(value, dict) else value

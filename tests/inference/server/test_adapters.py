@@ -1,5 +1,7 @@
 """Requests choose an adapter as their model."""
 
+import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -7,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from kitforge.core.nn.decoder import Decoder
 from kitforge.core.nn.lora import LoraConfig, adapter_tensors, attach
@@ -87,3 +90,11 @@ def test_bad_adapters_fail_before_the_server_answers(model: Decoder, tmp_path: P
         opened(model, adapters={"tiny": folder})
     with pytest.raises(ModelError, match="nowhere"):
         opened(model, adapters={"one": str(tmp_path / "nowhere")})
+    file, config = (Path(folder) / "adapter" / name for name in ("adapter_model.safetensors", "adapter_config.json"))
+    factors, values = load_file(file), json.loads(config.read_text())
+    values["target_modules"] += ["embed_tokens", "lm_head", "experts"]
+    config.write_text(json.dumps(values))
+    for layer in ("embed_tokens.lora_embedding", "embed_tokens.lora", "lm_head.lora", "layers.0.mlp.experts.lora"):
+        save_file({key.replace("layers.0.self_attn.q_proj.lora", layer): each for key, each in factors.items()}, file)
+        with pytest.raises(ModelError, match=f"embedding \\[|{re.escape(layer)}"):
+            opened(model, adapters={"one": folder})

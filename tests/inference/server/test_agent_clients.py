@@ -15,7 +15,7 @@ from tests.inference.server.conftest import serving
 from tests.inference.server.scripted import chat_service, saying
 
 CLIENTS_ENV = ROOT / ".venv-clients"
-CLIENTS = ["openai", "langchain", "pydantic_ai", "litellm", "agents"]
+CLIENTS = ["openai", "responses", "langchain", "pydantic_ai", "litellm", "agents"]
 ANSWER = '{"city": "Oslo", "celsius": 7}'
 # Nothing is asked of the network but this machine, and nothing is sent to their makers.
 OFFLINE = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "OPENAI_AGENTS_DISABLE_TRACING": "1", "LANGSMITH_TRACING": "false"}

@@ -32,6 +32,25 @@ WRONG: dict[str, tuple[str, object, int, str]] = {
         400,
         "ignores tools",
     ),
+    "a choice of tools that are not there": (
+        CHAT,
+        {
+            "messages": [A],
+            "tools": [{"type": "function", "function": {"name": "f"}}],
+            "tool_choice": {
+                "type": "allowed_tools",
+                "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": {"name": "g"}}]},
+            },
+        },
+        400,
+        "there is no tool 'g' to call",
+    ),
+    "a choice of no tools": (
+        CHAT,
+        {"messages": [A], "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}},
+        400,
+        "'tool_choice.allowed_tools.tools' has an invalid value",
+    ),
     "a number as text": (COMPLETIONS, {"prompt": "a", "temperature": "1"}, 400, "a number"),
     "a number out of range": (COMPLETIONS, {"prompt": "a", "top_p": 1.5}, 400, "at most 1"),
     "an unknown token": (COMPLETIONS, {"prompt": [1, 99999]}, 400, "unknown token"),

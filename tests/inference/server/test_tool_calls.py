@@ -293,6 +293,19 @@ def test_a_call_that_is_required_is_made_in_the_models_own_format(family: str, r
             assert names_of(served.whole(**wishes)) == [name]
 
 
+@pytest.mark.parametrize(
+    ("mode", "said", "called"), [("auto", ONE, ["now"]), ("auto", "So.", []), ("required", "So.", ["now"])]
+)
+def test_of_the_tools_in_the_prompt_only_those_that_are_allowed_are_called(
+    hermes: Scripted, mode: str, said: str, called: list[str]
+) -> None:
+    hermes.says(said)
+    allowed = {"mode": mode, "tools": [{"type": "function", "function": {"name": "now"}}]}
+    found = hermes.whole(tool_choice={"type": "allowed_tools", "allowed_tools": allowed}, max_tokens=200)
+    assert {*names_of(found)} == {*called} and found.choices[0].message.content == (None if called else said)
+    assert found.usage.prompt_tokens == hermes.whole().usage.prompt_tokens
+
+
 def test_strict_tools_hold_calls_to_their_schema_and_leave_content_alone(hermes: Scripted) -> None:
     strict = [{"type": "function", "function": {**ADD, "strict": True}}]
     hermes.says('So.\n<tool_call>\n{"name": "add", "arguments": {"a": "one"}}\n</tool_call>')

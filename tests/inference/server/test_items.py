@@ -1,0 +1,290 @@
+"""/v1/responses: a reply comes as items, whole and in events, and goes back as the messages of a chat."""
+
+import contextlib
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from tests.data.chat.cases import THINKING
+from tests.inference.server.conftest import serving
+from tests.inference.server.scripted import chat_service, saying, without_ids
+from tests.inference.server.test_tool_calls import ONE, TOOLS, TWO
+from tests.patience import PATIENCE
+
+THOUGHT = "<think>\nhm\n</think>\n\n"
+FLAT = [{"type": "function", **each["function"]} for each in TOOLS]
+EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+
+
+class Items:
+    """A server whose model says what it is told to."""
+
+    def __init__(self, url: str, service: Any, script: list[int]) -> None:
+        self.url, self.service, self.script = url, service, script
+
+    def says(self, text: str) -> None:
+        self.script[:] = [*self.service.template.encode(text), self.service.tokenizer.eos_id]
+
+    def post(self, path: str = "/v1/responses", **body: Any) -> httpx.Response:
+        return httpx.post(self.url + path, json={"temperature": 0, **body}, timeout=PATIENCE)
+
+    def whole(self, **body: Any) -> dict[str, Any]:
+        response = self.post(**{"input": "2+2?", "tools": FLAT} | body)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def streamed(self, **body: Any) -> list[dict[str, Any]]:
+        """The events, each of which has the name that its data has."""
+        lines = self.post(**{"input": "2+2?", "tools": FLAT, "stream": True} | body).text.split("\n\n")[:-1]
+        pairs = [line.removeprefix("event: ").split("\ndata: ") for line in lines]
+        events = [json.loads(data) for _, data in pairs]
+        assert [each["type"] for each in events] == [name for name, _ in pairs]
+        return events
+
+    def chat(self, **body: Any) -> list[int]:
+        """The prompt that a chat has."""
+        return httpx.post(f"{self.url}/tokenize", json=body, timeout=PATIENCE).json()["tokens"]
+
+
+@pytest.fixture(scope="module")
+def items(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Items]:
+    script: list[int] = []
+    service = chat_service(tmp_path_factory.mktemp("items"), THINKING)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(saying(lambda sequence: script))
+        yield Items(stack.enter_context(serving(service)).url, service, script)
+
+
+def kinds_of(response: dict[str, Any]) -> list[str]:
+    return [each["type"] for each in response["output"]]
+
+
+REPLIES = {
+    "an answer": ("It is 4.", ["message"]),
+    "a thought and an answer": (THOUGHT + "4", ["reasoning", "message"]),
+    "calls behind a text": (THOUGHT + TWO, ["reasoning", "message", "function_call", "function_call"]),
+    "a text between calls": (f"{ONE}\nand\n{ONE}", ["function_call", "message", "function_call"]),
+    "a call that is none": ('<tool_call>{"name": "a', ["message"]),
+    "nothing": ("", ["message"]),
+    "a thought alone": ("<think>\nhm", ["reasoning", "message"]),
+}
+
+
+@pytest.mark.parametrize("name", REPLIES)
+def test_the_events_joined_are_the_whole_response(items: Items, name: str) -> None:
+    text, kinds = REPLIES[name]
+    items.says(text)
+    whole, events = items.whole(), items.streamed()
+    assert kinds_of(whole) == kinds and whole["status"] == "completed"
+    assert [each["sequence_number"] for each in events] == list(range(len(events)))
+    assert without_ids(events[-1]["response"]) | {"usage": 0} == without_ids(whole) | {"usage": 0}
+    assert [each["type"] for each in events[:2]] == ["response.created", "response.in_progress"]
+    joined: dict[int, dict[str, Any]] = {}
+    for event in events[2:-1]:
+        place, kind = event["output_index"], event["type"].removeprefix("response.")
+        if kind == "output_item.added":
+            joined[place] = {"text": "", "item": event["item"]}
+        elif kind.endswith(".delta"):
+            joined[place]["text"] += event["delta"]
+        elif kind.endswith("text.done") or kind.endswith("arguments.done"):
+            assert joined[place]["text"] == event.get("text", event.get("arguments"))
+        elif kind == "output_item.done":
+            item = event["item"]
+            said = item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"]
+            assert said == joined[place]["text"] and item["id"] == joined[place]["item"]["id"]
+            joined[place] = {"item": item}
+    assert [joined[place]["item"] for place in range(len(joined))] == events[-1]["response"]["output"]
+    chat = items.post("/v1/chat/completions", messages=[{"role": "user", "content": "2+2?"}], tools=TOOLS).json()
+    message = chat["choices"][0]["message"]
+    texts = [each["content"][0]["text"] for each in whole["output"] if each["type"] == "message"]
+    calls = [each["arguments"] for each in whole["output"] if each["type"] == "function_call"]
+    assert "".join(texts) == (message["content"] or "")
+    assert calls == [each["function"]["arguments"] for each in message.get("tool_calls", ())]
+
+
+def test_responses_and_events_are_those_of_openais_types(items: Items) -> None:
+    items.says(THOUGHT + TWO)
+    shapes = []
+    for each in (items.whole(), *items.streamed()):
+        known = Response.model_validate(each) if "type" not in each else EVENTS.validate_python(each)
+        shapes.append(each.get("type", "response"))
+        required = {name for name, field in type(known).model_fields.items() if field.is_required()}
+        assert required <= each.keys()
+    assert len({*shapes}) == 14, shapes
+
+
+def test_a_reply_that_is_cut_off_is_incomplete(items: Items) -> None:
+    items.says(THOUGHT + TWO)
+    for size, last in ((3, "reasoning"), (20, "message"), (70, "function_call")):
+        events = items.streamed(max_output_tokens=size)
+        response = events[-1]["response"]
+        assert events[-1]["type"] == "response.incomplete" and kinds_of(response)[-1] == last
+        assert response["incomplete_details"] == {"reason": "max_output_tokens"}
+        assert [each["status"] for each in response["output"]][-1] == response["status"] == "incomplete"
+        assert without_ids(items.whole(max_output_tokens=size)["output"]) == without_ids(response["output"])
+
+
+def test_usage_counts_what_was_read_and_thought(items: Items) -> None:
+    items.says(THOUGHT + "It is 4.")
+    usage = items.whole(input="A question of many tokens" * 3)["usage"]
+    again = items.streamed(input="A question of many tokens" * 3)[-1]["response"]["usage"]
+    assert usage["input_tokens"] == again["input_tokens"] and usage["output_tokens"] == again["output_tokens"]
+    assert again["input_tokens_details"]["cached_tokens"] > 0
+    num_thought = usage["output_tokens_details"]["reasoning_tokens"]
+    assert 0 < num_thought < usage["output_tokens"] == usage["total_tokens"] - usage["input_tokens"]
+    items.says("It is 4.")
+    assert items.whole()["usage"]["output_tokens_details"]["reasoning_tokens"] == 0
+
+
+def test_items_are_the_messages_of_a_chat(items: Items) -> None:
+    call = {"call_id": "c", "name": "add", "arguments": '{"a": 1}'}
+    given = [
+        {"role": "developer", "content": "Be brief."},
+        {
+            "type": "message",
+            "role": "user",
+            "content": [{"type": "input_text", "text": "2"}, {"type": "text", "text": "+2?"}],
+        },
+        {"type": "reasoning", "id": "rs", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+        {
+            "role": "assistant",
+            "content": [{"type": "output_text", "text": "So.", "annotations": []}],
+            "id": "m",
+            "status": "completed",
+        },
+        {"type": "function_call", "id": "fc", **call},
+        {"type": "function_call", **call, "call_id": "d"},
+        {"type": "function_call_output", "call_id": "c", "output": "4"},
+        {"type": "function_call_output", "call_id": "d", "output": [{"type": "input_text", "text": "5"}]},
+        {"role": "assistant", "content": "It is 4."},
+        {"role": "assistant", "content": "Or 5."},
+        {"role": "user", "content": "Why?"},
+    ]
+    calls = [{"id": each, "function": {"name": "add", "arguments": '{"a": 1}'}} for each in ("c", "d")]
+    messages = [
+        {"role": "system", "content": "You add."},
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "2+2?"},
+        {"role": "assistant", "reasoning": "hm", "content": "So.", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "c", "content": "4"},
+        {"role": "tool", "tool_call_id": "d", "content": "5"},
+        {"role": "assistant", "content": "It is 4."},
+        {"role": "assistant", "content": "Or 5."},
+        {"role": "user", "content": "Why?"},
+    ]
+    items.says("4")
+    prompts: list[list[int]] = []
+    submit = items.service.worker.submit
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(items.service.worker, "submit", lambda job: (prompts.append(job.prompt), submit(job)))
+        items.whole(input=given, instructions="You add.")
+    assert prompts == [items.chat(messages=messages, tools=TOOLS)]
+
+
+def test_a_response_goes_back_as_it_came(items: Items) -> None:
+    items.says(THOUGHT + TWO)
+    first = items.whole()
+    results = [
+        {"type": "function_call_output", "call_id": each["call_id"], "output": "4"}
+        for each in first["output"]
+        if each["type"] == "function_call"
+    ]
+    items.says("4")
+    talk = [{"role": "user", "content": "2+2?"}, *first["output"], *results]
+    assert items.whole(input=talk)["output"][0]["content"][0]["text"] == "4"
+
+
+def test_a_format_and_a_choice_hold_as_in_a_chat(items: Items) -> None:
+    items.says("Well, no.")
+    schema = {"type": "object", "properties": {"z": {"const": 1}}, "required": ["z"], "additionalProperties": False}
+    form = {"type": "json_schema", "name": "z", "strict": True, "schema": schema}
+    response = items.whole(text={"format": form}, tools=[])
+    assert json.loads(response["output"][0]["content"][0]["text"]) == {"z": 1}
+    assert response["text"]["format"] == {"description": None, **form}
+    only = {"type": "function", "name": "now"}
+    for choice in ("required", only, {"type": "allowed_tools", "mode": "required", "tools": [only]}):
+        (call, *_) = items.whole(tool_choice=choice, parallel_tool_calls=False, max_output_tokens=200)["output"]
+        assert items.whole(tool_choice=choice)["tool_choice"] == choice
+        assert call["type"] == "function_call" and (choice == "required" or call["name"] == "now")
+
+
+WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
+    "nothing": ({}, "input", "missing"),
+    "no items": ({"input": []}, "input", "at least 1"),
+    "a number": ({"input": 5}, "input", "text, or"),
+    "an unknown item": ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].type", "message"),
+    "a speaker who is none": ({"input": [{"role": "king", "content": "a"}]}, "input[0].role", "developer"),
+    "an image": (
+        {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+        "input[0].content[0].type",
+        "text",
+    ),
+    "a message without content": ({"input": [{"role": "user"}]}, "input[0].content", "missing"),
+    "a call without arguments": (
+        {"input": [{"type": "function_call", "call_id": "c", "name": "f"}]},
+        "input[0].arguments",
+        "missing",
+    ),
+    "a result that speaks": (
+        {"input": [{"type": "function_call_output", "call_id": "c", "output": "", "role": "user"}]},
+        "input[0].role",
+        "function_call_output",
+    ),
+    "a thought that nobody can read": (
+        {"input": [{"type": "reasoning", "encrypted_content": "x"}]},
+        "input[0].encrypted_content",
+        "",
+    ),
+    "a hosted tool": ({"input": "a", "tools": [{"type": "web_search"}]}, "tools[0].type", "web_search"),
+    "a hosted choice": ({"input": "a", "tool_choice": {"type": "file_search"}}, "tool_choice.type", "file_search"),
+    "a choice without a name": ({"input": "a", "tool_choice": {"type": "function"}}, "tool_choice.name", "missing"),
+    "a choice that is not there": (
+        {"input": "a", "tool_choice": {"type": "function", "name": "f"}},
+        "tool_choice",
+        "tools",
+    ),
+    "an earlier response": (
+        {"input": "a", "previous_response_id": "resp_1"},
+        "previous_response_id",
+        "whole conversation",
+    ),
+    "a conversation": ({"input": "a", "conversation": "conv_1"}, "conversation", "whole conversation"),
+    "a response to fetch later": ({"input": "a", "background": True}, "background", "stream it"),
+    "a response to keep": ({"input": "a", "store": True}, "store", "leave it out"),
+    "a limit of chats": ({"input": "a", "max_tokens": 5}, "max_tokens", "use max_output_tokens"),
+    "no tokens": ({"input": "a", "max_output_tokens": 0}, "max_output_tokens", "at least 1"),
+    "too many tokens": ({"input": "a", "max_output_tokens": 99999}, "input", "99999"),
+    "a schema that is none": ({"input": "a", "text": {"format": {"type": "json_schema"}}}, "text.format", "schema"),
+    "two tools of a name": ({"input": "a", "tools": FLAT[:1] * 2}, "tools", "two tools"),
+    "strictness as text": ({"input": "a", "tools": [FLAT[0] | {"strict": "yes"}]}, "tools[0].strict", "true or false"),
+    "a template variable of ours": (
+        {"input": "a", "chat_template_kwargs": {"tools": []}},
+        "chat_template_kwargs.tools",
+        "set by",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_what_cannot_be_is_refused(items: Items, name: str, stream: bool) -> None:
+    body, parameter, words = WRONG[name]
+    response = items.post(**body, stream=stream)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"], words in error["message"]) == (400, parameter, True), response.text
+
+
+def test_openais_client_parses_and_streams(items: Items) -> None:
+    items.says(THOUGHT + TWO)
+    with openai.OpenAI(base_url=f"{items.url}/v1", api_key="unused", max_retries=0) as client:
+        whole = client.responses.create(model="tiny", input="2+2?", tools=FLAT, temperature=0)
+        with client.responses.stream(model="tiny", input="2+2?", tools=FLAT, temperature=0) as stream:
+            final = [*stream][-1].response
+        assert final.output_text == whole.output_text == "So."
+        assert [each.type for each in final.output] == [each.type for each in whole.output]
