@@ -307,6 +307,10 @@ def test_generation_continues_with_what_it_is_asked_for(
     asked = ["generate", f"checkpoint={small_run}", "prompt=ROMEO", "inference.max_new_tokens=90"]
     assert cli.run([*asked, structure]) == 0
     assert re.fullmatch(f"ROMEO({pattern})\n", capsys.readouterr().out)
+    Path("prompts.jsonl").write_text('{"prompt": "ROMEO"}\n' * 2)
+    assert cli.run([*asked[:2], asked[3], structure, "data.eval=prompts.jsonl", "output=answers.jsonl"]) == 0
+    answers = [json.loads(line)["generated_text"] for line in Path("answers.jsonl").read_text().splitlines()]
+    assert len(answers) == 2 and all(re.fullmatch(pattern, each) for each in answers)
 
 
 def test_generation_takes_a_prompt_as_it_stands(small_run: Path, capsys: Capture) -> None:
@@ -688,8 +692,8 @@ def test_a_package_that_is_not_here_is_named_with_its_extra(monkeypatch: pytest.
         (["train", "corpus"], ["expected: name=value"]),
         (["generate", "checkpoint=RUN", "prompt="], ["empty"]),
         (["generate", "checkpoint=RUN", "prompt=x", "regex=("], ["this regex cannot be enforced", "unclosed"]),
+        (["generate", "checkpoint=RUN", "prompt=x", "schema=corpus.txt"], ["this schema cannot be enforced"]),
         (["generate", "checkpoint=RUN", "prompt=x", "schema=nope.json"], ["nope.json"]),
-        (["generate", "checkpoint=RUN", "regex=a", "data.eval=corpus.txt", "output=o.jsonl"], ["prompt=TEXT"]),
         (["generate", "checkpoint=RUN", "prompt=x", "inference.max_new_tokens=5000"], ["5001", "max_length=512"]),
         (["generate", "checkpoint=llama_tiny", "prompt=x"], ["without weights"]),
         (["evaluate", "checkpoint=RUN"], ["data.eval"]),

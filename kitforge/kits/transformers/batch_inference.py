@@ -17,6 +17,8 @@ from kitforge.data.chat.rows import template_inputs, with_open_end
 from kitforge.data.chat.template import ChatTemplate, Message, template_of
 from kitforge.foundation.errors import ConfigError, DataError, KitforgeError
 from kitforge.foundation.files import atomic_file
+from kitforge.inference.constraint import Constraint
+from kitforge.inference.pipeline import compile_structure
 from kitforge.inference.text_engine import InferenceOptions, TextDelta, TextEngine
 from kitforge.kits.transformers.questions import check_text
 
@@ -51,21 +53,22 @@ def run_batch_inference(
     prompts: Sequence[BatchPrompt],
     target: Path,
     options: InferenceOptions,
-    model: str,
+    about: Mapping[str, Any],
     progress: Callable[[int], None] = lambda _done: None,
 ) -> None:
-    """Write `target`, resuming an earlier attempt with the same prompts, options and model.
+    """Write `target`, resuming an earlier attempt with the same prompts and options that is also about the same: the
+    `model`, and where there is one the `structure` (`pipeline.structure_of`) of all completions.
 
     Raises ConfigError if `target` exists or the attempt had other settings, and DataError with the line of an invalid
     prompt. Finished completions are kept.
     """
     part = target.with_name(f"{target.name}.part")
-    settings = _settings(prompts, options, model)
+    settings, constraint = _settings(prompts, options, about), compile_structure(texts.grammars, about.get("structure"))
     part.parent.mkdir(parents=True, exist_ok=True)
     with open(part, "a+b") as file:
         done = _reopen(file, part, settings)
         progress(done)
-        for line in _output_lines(texts, prompts, options, done):
+        for line in _output_lines(texts, prompts, options, done, constraint):
             file.write(line)
             file.flush()
             done += 1
@@ -92,7 +95,11 @@ class _Pending:
 
 
 def _output_lines(
-    texts: TextEngine, prompts: Sequence[BatchPrompt], options: InferenceOptions, start: int
+    texts: TextEngine,
+    prompts: Sequence[BatchPrompt],
+    options: InferenceOptions,
+    start: int,
+    constraint: Constraint | None,
 ) -> Iterator[bytes]:
     """The output lines from `start` on, in order. Prompts are submitted a bounded number of lines ahead."""
     ahead = 4 * texts.engine.max_num_seqs
@@ -102,7 +109,8 @@ def _output_lines(
     try:
         while written < len(prompts):
             while submitted < min(len(prompts), written + ahead):
-                pending[_submit(texts, prompts[submitted], options, submitted)] = _Pending(submitted)
+                request = _submit(texts, prompts[submitted], options, submitted, constraint)
+                pending[request] = _Pending(submitted)
                 submitted += 1
             finished |= {found.index: found for found in _step(texts, pending)}
             while written in finished:
@@ -125,7 +133,9 @@ def _step(texts: TextEngine, pending: dict[int, _Pending]) -> list[_Pending]:
     return ended
 
 
-def _submit(texts: TextEngine, prompt: BatchPrompt, options: InferenceOptions, index: int) -> int:
+def _submit(
+    texts: TextEngine, prompt: BatchPrompt, options: InferenceOptions, index: int, constraint: Constraint | None
+) -> int:
     values = prompt.values
     try:
         tokens = (
@@ -133,7 +143,7 @@ def _submit(texts: TextEngine, prompt: BatchPrompt, options: InferenceOptions, i
             if "prompt" in values
             else _chat_tokens(template_of(texts.tokenizer), values, prompt.where)
         )
-        return texts.submit(tokens, options, key=index)
+        return texts.submit(tokens, options, key=index, constraint=constraint)
     except KitforgeError as error:
         raise DataError(f"{prompt.where}: {error}") from None
 
@@ -150,14 +160,15 @@ def _line(prompt: BatchPrompt, found: _Pending) -> bytes:
     return json.dumps({**prompt.values, **answer}, ensure_ascii=False).encode() + b"\n"
 
 
-def _settings(prompts: Sequence[BatchPrompt], options: InferenceOptions, model: str) -> bytes:
+def _settings(prompts: Sequence[BatchPrompt], options: InferenceOptions, about: Mapping[str, Any]) -> bytes:
     """The first line of OUTPUT.part: everything that completions depend on; engine options are not among it."""
     digest = hashlib.sha256()
     for prompt in prompts:
         digest.update(json.dumps(prompt.values, sort_keys=True).encode() + b"\n")
     chosen = dataclasses.asdict(options)
-    del chosen["engine"]
-    settings = {"model": model, "prompts": digest.hexdigest(), "options": chosen}
+    for name in ("engine", "cache_salt"):
+        del chosen[name]
+    settings = {**about, "prompts": digest.hexdigest(), "options": chosen}
     return json.dumps(settings, sort_keys=True).encode() + b"\n"
 
 

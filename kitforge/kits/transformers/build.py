@@ -21,7 +21,7 @@ from kitforge.foundation.progress import show_progress
 from kitforge.inference.adapters import Factors
 from kitforge.inference.engine import Engine
 from kitforge.inference.folder_defaults import served_defaults, with_folder_defaults
-from kitforge.inference.pipeline import TextGenerationPipeline
+from kitforge.inference.pipeline import TextGenerationPipeline, structure_of
 from kitforge.inference.server.app import create_app
 from kitforge.inference.server.service import Service
 from kitforge.inference.text_engine import TextEngine
@@ -175,8 +175,11 @@ class TextGeneration(NetworkKit[TextGenerationOptions, Tokenizer]):
         model = load_model(str(folder), options.device, options.inference.dtype)
         texts = TextEngine(Engine(model, options.inference.engine, stop_ids=tokenizer.eos_ids), tokenizer)
         chosen = with_folder_defaults(options.inference, tokenizer.generation_config)
+        about: dict[str, Any] = {"model": str(folder.resolve())}
+        if structure := structure_of({"schema": options.schema, "regex": options.regex, "choices": options.choices}):
+            about["structure"] = structure
         with show_progress("prompts answered", len(prompts), enabled=options.trainer.progress) as progress:
-            run_batch_inference(texts, prompts, target, chosen, str(folder.resolve()), progress)
+            run_batch_inference(texts, prompts, target, chosen, about, progress)
         return target
 
     def next_steps(self, folder: Path) -> list[str]:

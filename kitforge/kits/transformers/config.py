@@ -77,8 +77,6 @@ class TextGenerationOptions(TokenizedOptions):
         texts = [self.prompt] if isinstance(self.prompt, str) else self.prompt
         right = texts is None or (isinstance(texts, (list, tuple)) and all(isinstance(text, str) for text in texts))
         check(right, "prompt", self.prompt, "text, or a list of texts", """prompt='["first","second"]'""")
-        has_structure = (self.schema or self.regex or self.choices) is not None
-        check(not has_structure or self.output is None, "output", self.output, "prompt=TEXT with a structure")
         check(self.limit is None or self.limit >= 1, "limit", self.limit, "a whole number of at least 1")
         check(self.limit is None or bool(self.tasks), "limit", self.limit, "nothing without questions (tasks=[...])")
         check(0 <= self.port < 65536, "port", self.port, "0 to 65535")

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -41,6 +42,9 @@ def prompts(tmp_path: Path) -> Path:
     return path
 
 
+CLOSED = {"additionalProperties": False}
+
+
 class Killed(BaseException):
     pass
 
@@ -50,7 +54,7 @@ def test_a_killed_file_goes_on_to_what_it_would_have_been(
     texts: TextEngine, prompts: Path, tmp_path: Path, lost: int
 ) -> None:
     whole, broken = tmp_path / "whole.jsonl", tmp_path / "broken.jsonl"
-    run_batch_inference(texts, read_prompts(prompts), whole, OPTIONS, "run")
+    run_batch_inference(texts, read_prompts(prompts), whole, OPTIONS, {"model": "run"})
     assert [json.loads(line)["id"] for line in whole.read_text().splitlines()] == list(range(20))
 
     def kill(done: int) -> None:
@@ -58,15 +62,27 @@ def test_a_killed_file_goes_on_to_what_it_would_have_been(
             raise Killed
 
     with pytest.raises(Killed):
-        run_batch_inference(texts, read_prompts(prompts), broken, OPTIONS, "run", kill)
+        run_batch_inference(texts, read_prompts(prompts), broken, OPTIONS, {"model": "run"}, kill)
     part = tmp_path / "broken.jsonl.part"
     content = part.read_bytes()
     part.write_bytes(content[: len(content) - lost])
     with pytest.raises(ConfigError, match="begun with another"):
-        run_batch_inference(texts, read_prompts(prompts), broken, InferenceOptions(max_new_tokens=9), "run")
-    run_batch_inference(texts, read_prompts(prompts), broken, OPTIONS, "run")
+        run_batch_inference(texts, read_prompts(prompts), broken, InferenceOptions(max_new_tokens=9), {"model": "run"})
+    run_batch_inference(texts, read_prompts(prompts), broken, OPTIONS, {"model": "run"})
     assert broken.read_bytes() == whole.read_bytes()
     assert not part.exists()
+
+
+def test_every_completion_has_the_structure_that_was_asked_for(
+    texts: TextEngine, prompts: Path, tmp_path: Path
+) -> None:
+    target = tmp_path / "answers.jsonl"
+    schema = json.dumps({"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]} | CLOSED)
+    about = {"model": "run", "structure": ("schema", schema)}
+    run_batch_inference(texts, read_prompts(prompts), target, InferenceOptions(max_new_tokens=40), about)
+    rows = [json.loads(line) for line in target.read_text().splitlines()]
+    assert [each["id"] for each in rows] == list(range(20)) and {each["finish_reason"] for each in rows} == {"stop"}
+    assert all(isinstance(json.loads(each["generated_text"])["a"], bool) for each in rows)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +110,7 @@ def test_a_prompt_that_is_too_long_is_named_and_those_before_it_are_kept(texts: 
     lines = [{"prompt": "a"}] * 12 + [{"prompt": "a" * 500}]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     with pytest.raises(DataError, match=r"prompts\.jsonl:13: the sequence would become longer"):
-        run_batch_inference(texts, read_prompts(path), target, OPTIONS, "run")
+        run_batch_inference(texts, read_prompts(path), target, OPTIONS, {"model": "run"})
     assert not target.exists()
     assert (tmp_path / "answers.jsonl.part").read_bytes().count(b"\n") > 1
 
@@ -114,12 +130,12 @@ def test_tools_and_what_else_the_template_reads_reach_it(tmp_path: Path, monkeyp
     submitted: list[list[int]] = []
     submit = texts.submit
 
-    def recorded(tokens: list[int], options: InferenceOptions, key: int) -> int:
+    def recorded(tokens: list[int], options: InferenceOptions, **further: Any) -> int:
         submitted.append(list(tokens))
-        return submit(tokens, options, key=key)
+        return submit(tokens, options, **further)
 
     monkeypatch.setattr(texts, "submit", recorded)
-    run_batch_inference(texts, read_prompts(path), tmp_path / "answers.jsonl", OPTIONS, "run")
+    run_batch_inference(texts, read_prompts(path), tmp_path / "answers.jsonl", OPTIONS, {"model": "run"})
     tokens = template_of(tokenizer).tokens
     full = tokens([user("2+2?")], opens_reply=True, tools=TOOLS, chat_template_kwargs=kwargs)
     assert submitted == [tokens([user("2+2?")], opens_reply=True), full, full]
@@ -131,7 +147,7 @@ def test_tools_that_the_template_does_not_write_are_refused_with_their_line(tmp_
     path.write_text(json.dumps(line))
     texts = chat_engine(HuggingFaceTokenizer(save_tokenizer(tmp_path / "chatml", "bytes", CHATML)))
     with pytest.raises(DataError, match=r"prompts\.jsonl:1: the chat template does not write tools"):
-        run_batch_inference(texts, read_prompts(path), tmp_path / "answers.jsonl", OPTIONS, "run")
+        run_batch_inference(texts, read_prompts(path), tmp_path / "answers.jsonl", OPTIONS, {"model": "run"})
     path.write_text(json.dumps({**line, "tools": "add"}))
     with pytest.raises(DataError, match=r"prompts\.jsonl:1 cannot be read in column 'tools'"):
         read_prompts(path)
