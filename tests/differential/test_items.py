@@ -20,7 +20,6 @@ from kitforge.inference.sampling import SamplingOptions
 from kitforge.inference.server.errors import ApiError
 from kitforge.inference.server.item_format import ItemFormat
 from kitforge.inference.server.item_requests import read_items
-from kitforge.inference.server.responses import ResponseOptions
 from kitforge.inference.server.service import EncodedPrompt
 from kitforge.inference.text_engine import TextDelta
 from tests.differential.drawn import drawn
@@ -97,8 +96,8 @@ def test_a_reply_is_what_openais_client_makes_of_its_events_and_what_a_chat_says
     prompt = EncodedPrompt(tokens=[1], marks=marks, calls=kind, tools=TOOLS if kind else {})
     handle: Any = Handle(prompt, [delta(each, None) for each in pieces[:-1]] + [delta(pieces[-1], reason)])
     echo = read_items(b'{"input": "a"}')[0].echo(SamplingOptions())
-    whole = ItemFormat("tiny", echo, ResponseOptions()).response_body(handle, [handle.given])
-    events = asyncio.run(streamed(ItemFormat("tiny", echo, ResponseOptions()), handle))
+    whole = ItemFormat("tiny", echo).response_body(handle, [handle.given])
+    events = asyncio.run(streamed(ItemFormat("tiny", echo), handle))
     assert without_ids(events[-1]["response"]) == without_ids(whole)
     assert [each["sequence_number"] for each in events] == list(range(len(events)))
     state: Any = ResponseStreamState(input_tools=[], text_format=omit)

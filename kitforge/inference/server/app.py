@@ -115,8 +115,7 @@ def _add_completion_routes(app: Any, service: Service, bodies: Any, items: Any) 
         service.check_model(asked.model)
         with named_as(items.ITEM_NAMES):
             prompt = await asyncio.to_thread(service.encode_chat, params)
-            options = ResponseOptions(names_call=params.names_call)
-            form = ItemFormat(asked.model or service.name, asked.echo(service.defaults), options)
+            form = ItemFormat(asked.model or service.name, asked.echo(service.defaults))
             response: Response = await _respond(request, service, params, [prompt], form)
         return response
 

@@ -49,7 +49,9 @@ def named_as(names: Mapping[str, str]) -> Iterator[None]:
     except ApiError as error:
         own = error.parameter or ""
         name = names.get(own, own)
-        words = str(error).replace(f"{own}=", f"{name}=").replace(repr(own), repr(name)) if own else str(error)
+        words = str(error)
+        for said in ("{}=", "'{}'", "this {} ") if own else ():
+            words = words.replace(said.format(own), said.format(name))
         raise ApiError(error.status, words, parameter=name or None, code=error.code, headers=error.headers) from None
 
 

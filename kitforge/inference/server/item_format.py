@@ -30,7 +30,7 @@ class ItemWriter:
         self._kind = ""  # of the part that the last item is of; none once that is whole
         self._texts: list[str] = []  # of that item
 
-    def tell(self, event: str, **fields: Any) -> None:
+    def tell(self, event: str, fields: Mapping[str, Any]) -> None:
         """Add an event."""
         self._events.append({"type": f"response.{event}", "sequence_number": self._num_events, **fields})
         self._num_events += 1
@@ -47,7 +47,7 @@ class ItemWriter:
             self._begin(part)
         if part.kind != "call":
             self._texts.append(part.text)
-            self._tell_text("delta", delta=part.text)
+            self._tell_text("delta", {"delta": part.text})
 
     def close(self, status: str) -> None:
         """End the last item."""
@@ -56,13 +56,13 @@ class ItemWriter:
         text, item = "".join(self._texts), self.items[-1] | {"status": status}
         if self._kind == "arguments":
             item["arguments"] = text
-            self._tell_text("done", arguments=text)
+            self._tell_text("done", {"arguments": text})
         else:
             content = {"type": _NAMES[self._kind], "text": text, **_TEXTS[self._kind][2]}
             item["content"] = [content]
-            self._tell_text("done", text=text)
-            self.tell("content_part.done", **self._place(), part=content)
-        self.tell("output_item.done", output_index=len(self.items) - 1, item=item)
+            self._tell_text("done", {"text": text})
+            self.tell("content_part.done", self._position() | {"part": content})
+        self.tell("output_item.done", {"output_index": len(self.items) - 1, "item": item})
         self.items[-1], self._kind, self._texts = item, "", []
 
     def _begin(self, part: ReplyPart) -> None:
@@ -74,25 +74,26 @@ class ItemWriter:
             prefix, named, further = _TEXTS[part.kind]
             item = named | {"content": []}
         self.items.append({"id": f"{prefix}_{secrets.token_hex(12)}", "status": "in_progress", **item})
-        self.tell("output_item.added", output_index=len(self.items) - 1, item=self.items[-1])
+        self.tell("output_item.added", {"output_index": len(self.items) - 1, "item": self.items[-1]})
         if part.kind != "call":
             content = {"type": _NAMES[part.kind], "text": "", **further}
-            self.tell("content_part.added", **self._place(), part=content)
+            self.tell("content_part.added", self._position() | {"part": content})
 
-    def _tell_text(self, event: str, **fields: Any) -> None:
+    def _tell_text(self, event: str, text: dict[str, Any]) -> None:
         further: dict[str, Any] = {"logprobs": []} if self._kind == "content" else {}
-        self.tell(f"{_NAMES[self._kind]}.{event}", **self._place(), **fields, **further)
+        self.tell(f"{_NAMES[self._kind]}.{event}", self._position() | text | further)
 
-    def _place(self) -> dict[str, Any]:
-        place = {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
-        return place if self._kind == "arguments" else place | {"content_index": 0}
+    def _position(self) -> dict[str, Any]:
+        position = {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
+        return position if self._kind == "arguments" else position | {"content_index": 0}
 
 
 class ItemFormat:
     """A response, `echoed` what it repeats of its request. The whole one is what the events of a stream end with."""
 
-    def __init__(self, model: str, echoed: Mapping[str, Any], options: ResponseOptions) -> None:
-        self.options = options
+    options = ResponseOptions()
+
+    def __init__(self, model: str, echoed: Mapping[str, Any]) -> None:
         self._head = {
             "id": f"resp_{secrets.token_hex(12)}",
             "object": "response",
@@ -106,7 +107,6 @@ class ItemFormat:
         }
         self._writer = ItemWriter()
         self._num_thought = 0  # tokens up to the first that is behind a thought
-        self._is_behind_thought = False
 
     def response_body(self, handle: RequestHandle, deltas: Sequence[Iterable[TextDelta]]) -> dict[str, Any]:
         """The response body, from the deltas of the one choice."""
@@ -120,30 +120,28 @@ class ItemFormat:
         """The response as server-sent events, of which the last alone has the usage, whatever is asked."""
         reader, writer = ChoiceReader(handle.prompts[0], self.options), self._writer
         begun = self._body("in_progress")
-        writer.tell("created", response=begun)
-        writer.tell("in_progress", response=begun)
+        writer.tell("created", {"response": begun})
+        writer.tell("in_progress", {"response": begun})
         try:
             async for _, delta in handle.deltas():
                 choice = reader.read(delta, None)
                 self._write(choice, len(delta.tokens))
                 if choice.finish_reason is not None:
                     ended = self._end(choice, handle)
-                    writer.tell(ended["status"], response=ended)
+                    writer.tell(ended["status"], {"response": ended})
                 for event in writer.take_events():
                     yield _named(event)
         except ApiError as refusal:
-            writer.tell(
-                "failed", response=self._body("failed", error={"code": "server_error", "message": str(refusal)})
-            )
+            error = {"code": "server_error", "message": str(refusal)}
+            writer.tell("failed", {"response": self._body("failed") | {"error": error}})
             for event in writer.take_events():
                 yield _named(event)
 
     def _write(self, choice: Choice, num_tokens: int) -> None:
         for part in choice.parts:
-            self._is_behind_thought |= part.kind != "reasoning"
             self._writer.write(part)
-        thinks = not self._is_behind_thought and any(each["type"] == "reasoning" for each in self._writer.items)
-        self._num_thought += num_tokens if thinks else 0
+        # A thought comes first.
+        self._num_thought += num_tokens if [each["type"] for each in self._writer.items] == ["reasoning"] else 0
 
     def _end(self, choice: Choice, handle: RequestHandle) -> dict[str, Any]:
         """The whole response. A reply that says nothing is a message without text, which clients look for."""
@@ -161,10 +159,10 @@ class ItemFormat:
             "output_tokens_details": {"reasoning_tokens": self._num_thought},
             "total_tokens": usage["total_tokens"],
         }
-        return self._body(status, incomplete_details=cut, usage=counts)
+        return self._body(status) | {"incomplete_details": cut, "usage": counts}
 
-    def _body(self, status: str, **fields: Any) -> dict[str, Any]:
-        return self._head | {"status": status, "output": [*self._writer.items]} | fields
+    def _body(self, status: str) -> dict[str, Any]:
+        return self._head | {"status": status, "output": [*self._writer.items]}
 
 
 def _named(event: Mapping[str, Any]) -> bytes:

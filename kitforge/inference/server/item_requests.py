@@ -103,14 +103,14 @@ class TextFormat(RequestBody):
     schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
 
 
-class TextOptions(RequestBody):
+class TextSettings(RequestBody):
     """The field text."""
 
     format: TextFormat = TextFormat(type="text")
     verbosity: Literal["medium"] | None = None
 
 
-class ReasoningOptions(RequestBody):
+class ReasoningSettings(RequestBody):
     """The field reasoning."""
 
     effort: Literal["none", "medium"] | None = None
@@ -123,8 +123,8 @@ class ItemsRequest(SamplingFields):
     input: Annotated[Annotated[str, Tag("text")] | Annotated[Items, Tag("parts")], TEXT_OR_PARTS]
     instructions: str | None = None
     max_output_tokens: NewTokens | None = None
-    text: TextOptions = TextOptions()
-    reasoning: ReasoningOptions = ReasoningOptions()
+    text: TextSettings = TextSettings()
+    reasoning: ReasoningSettings = ReasoningSettings()
     tools: ItemTools = []
     tool_choice: Annotated[
         Annotated[Literal["none", "auto", "required"], Tag("text")] | Annotated[ItemToolChoice, Tag("parts")],

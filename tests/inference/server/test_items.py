@@ -3,6 +3,7 @@
 import contextlib
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -260,6 +261,11 @@ WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
     "a limit of chats": ({"input": "a", "max_tokens": 5}, "max_tokens", "use max_output_tokens"),
     "no tokens": ({"input": "a", "max_output_tokens": 0}, "max_output_tokens", "at least 1"),
     "too many tokens": ({"input": "a", "max_output_tokens": 99999}, "input", "99999"),
+    "a schema that cannot be held": (
+        {"input": "a", "text": {"format": {"type": "json_schema", "schema": {"not": {}}}}},
+        "text.format",
+        "this text.format cannot be enforced",
+    ),
     "a schema that is none": ({"input": "a", "text": {"format": {"type": "json_schema"}}}, "text.format", "schema"),
     "two tools of a name": ({"input": "a", "tools": FLAT[:1] * 2}, "tools", "two tools"),
     "strictness as text": ({"input": "a", "tools": [FLAT[0] | {"strict": "yes"}]}, "tools[0].strict", "true or false"),
@@ -278,6 +284,24 @@ def test_what_cannot_be_is_refused(items: Items, name: str, stream: bool) -> Non
     response = items.post(**body, stream=stream)
     error = response.json()["error"]
     assert (response.status_code, error["param"], words in error["message"]) == (400, parameter, True), response.text
+
+
+def test_a_response_that_fails_on_its_way_says_so(items: Items, monkeypatch: pytest.MonkeyPatch) -> None:
+    items.says("It is 4.")
+    step = items.service.worker._text_engine.step
+
+    def diverged() -> list[Any]:
+        deltas = step()
+        broken = [replace(each, finish_reason="diverged") for each in deltas if each.tokens == items.script[3:4]]
+        return broken or deltas
+
+    monkeypatch.setattr(items.service.worker._text_engine, "step", diverged)
+    assert items.post(input="2+2?").status_code == 500
+    events = items.streamed()
+    assert [each["sequence_number"] for each in events] == list(range(len(events)))
+    last = EVENTS.validate_python(events[-1])
+    assert (last.type, last.response.status, last.response.error.code) == ("response.failed", "failed", "server_error")
+    assert "not finite" in last.response.error.message
 
 
 def test_openais_client_parses_and_streams(items: Items) -> None:

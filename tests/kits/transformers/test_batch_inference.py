@@ -84,6 +84,16 @@ def test_every_completion_has_the_structure_that_was_asked_for(
     assert [each["id"] for each in rows] == list(range(20)) and {each["finish_reason"] for each in rows} == {"stop"}
     assert all(isinstance(json.loads(each["generated_text"])["a"], bool) for each in rows)
 
+    def kill(done: int) -> None:
+        if done == 2:
+            raise Killed
+
+    again = tmp_path / "again.jsonl"
+    with pytest.raises(Killed):
+        run_batch_inference(texts, read_prompts(prompts), again, OPTIONS, about, kill)
+    with pytest.raises(ConfigError, match="begun with another"):
+        run_batch_inference(texts, read_prompts(prompts), again, OPTIONS, {"model": "run"})
+
 
 @pytest.mark.parametrize(
     ("line", "words"),
