@@ -58,7 +58,7 @@ class BlockManager:
     def admit(self, sequence: Sequence) -> None:
         """Give the sequence a region and the blocks of its longest cached prefix."""
         # Cached tokens skip the forward pass, so they have no logits.
-        known = self._cached_prefix(sequence) if self._has_prefix_cache and not sequence.needs_prompt_logprobs else []
+        known = self._cached_prefix(sequence) if self._has_prefix_cache and not sequence.needs_all_outputs else []
         region = self._region_of(known)
         sequence.cache_region = next(iter(self._free_regions)) if region is None else region
         del self._free_regions[sequence.cache_region]

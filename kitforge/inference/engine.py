@@ -30,6 +30,7 @@ from kitforge.inference.logprobs import PromptLogprob, eval_mode, token_logprobs
 from kitforge.inference.model_runner import ModelRunner, decodes_first, diverged_works
 from kitforge.inference.options import EngineOptions
 from kitforge.inference.paged_attention import KeyValueCache
+from kitforge.inference.pooling import pooled
 from kitforge.inference.sampling import SamplingOptions, TopLogprobs, draw_tokens, sample_tokens, top_logprobs
 from kitforge.inference.scheduler import ScheduledTokens, Scheduler
 from kitforge.inference.sequence import FinishReason, Sequence
@@ -52,6 +53,7 @@ class Output:
     version: int  # of the weights
     # Of all prompt tokens but the first; only in the output that holds the first sample's first tokens.
     prompt_logprobs: list[PromptLogprob] | None = None
+    embedding: Tensor | None = None  # [dim] fp32 on the CPU, pooled from the prompt; in that output too
     error: KitforgeError | None = None  # of the constraint, where finish_reason is "failed"
 
 
@@ -396,7 +398,7 @@ class Engine:
         """Append the sampled tokens as far as the draft tokens before them were accepted."""
         sequence, before = work.sequence, len(work.sequence.tokens)
         if before == sequence.max_length:
-            # max_new_tokens is 0: only prompt log-probabilities were requested.
+            # max_new_tokens is 0: only prompt log-probabilities or an embedding were requested.
             sampled, sequence.finish_reason = [], "length"
         for token, draft in zip(sampled, [*work.draft_tokens, None], strict=False):
             sequence.append(token)
@@ -411,6 +413,8 @@ class Engine:
         output = self._output(sequence, new_tokens, logprobs[: len(new_tokens)], top[: len(new_tokens)])
         if before == sequence.prompt_length:
             output.prompt_logprobs = sequence.prompt_logprobs
+            if sequence.options.pooling is not None:
+                output.embedding, sequence.pooled = pooled(sequence.pooled, sequence.options.pooling), []
         if sequence.finish_reason is not None:
             self._finish(sequence)
         return output

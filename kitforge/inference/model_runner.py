@@ -65,8 +65,8 @@ class ModelRunner:
     def run(self, works: list[ScheduledTokens]) -> tuple[Tensor, Tensor | None]:
         """Logits [R, vocab], and hidden states [N, dim] of all tokens. Each work that needs logits has, in order, one
         row for its last token and one for each draft token. Works must be ordered by `decodes_first`. Prompt
-        log-probabilities are appended to the sequences that request them. The hidden states are None where the logits
-        of all tokens show whether they are finite."""
+        log-probabilities and outputs to be pooled go to the sequences that request them. The hidden states are None
+        where the logits of all tokens show whether they are finite."""
         if self.can_replay(works):
             return self.replay([work.sequence for work in works]), None
         numbers = _adapters_of(works)
@@ -75,7 +75,7 @@ class ModelRunner:
             result = self._run_fused(works, numbers)
             if result is not None:
                 logits, hidden = result
-                self._add_prompt_logprobs(works, hidden)
+                self._keep_outputs(works, hidden)
                 return logits, None if logits.shape[0] == hidden.shape[0] else hidden
         tokens: list[int] = []
         positions: list[int] = []
@@ -98,13 +98,14 @@ class ModelRunner:
             attend=attention,
         )
         hidden = network.hidden(copy_to(torch.tensor([tokens]), device), context)[0]
-        self._add_prompt_logprobs(works, hidden)
+        self._keep_outputs(works, hidden)
         return network.head(hidden if len(rows) == len(tokens) else hidden[rows]), hidden
 
     def can_replay(self, works: list[ScheduledTokens]) -> bool:
-        """Whether the step is one of a captured graph: each sequence has one token, and none an adapter."""
+        """Whether the step is one of a captured graph: each sequence has one token, and none an adapter or pooling."""
         return self._cuda_graphs is not None and all(
-            work.is_single_token and work.needs_logits and work.sequence.adapter < 0 for work in works
+            work.is_single_token and work.needs_logits and work.sequence.adapter < 0 and not work.sequence.is_pooling
+            for work in works
         )
 
     def replay(self, sequences: list[Sequence], num_steps: int = 1, sample: Sampler | None = None) -> Tensor:
@@ -112,12 +113,15 @@ class ModelRunner:
         assert self._cuda_graphs is not None
         return self._cuda_graphs.run(sequences, num_steps, sample)
 
-    def _add_prompt_logprobs(self, works: list[ScheduledTokens], hidden: Tensor) -> None:
-        """Append prompt log-probabilities from hidden [N, dim]. The row of a token predicts the next one."""
+    def _keep_outputs(self, works: list[ScheduledTokens], hidden: Tensor) -> None:
+        """Append prompt log-probabilities from hidden [N, dim], in which the row of a token predicts the next one, and
+        keep the rows that are pooled."""
         first = 0
         for work in works:
             sequence = work.sequence
             logprobs = sequence.prompt_logprobs
+            if sequence.is_pooling:
+                sequence.keep_outputs(hidden[first : first + work.num_tokens])
             if logprobs is not None and sequence.needs_prompt_logprobs:
                 # A sequence preempted during prefill is computed again from its beginning.
                 start, known = first - sequence.num_cached, len(logprobs)

@@ -23,6 +23,7 @@ from kitforge.core.kernels.threads import single_thread
 from kitforge.foundation import seed as seeds
 from kitforge.foundation.config import INTERNAL, check
 from kitforge.foundation.device import copy_to
+from kitforge.inference.pooling import PoolingMode
 
 # Up to so many logits on CPU are sampled on one thread, which leaves the other cores to the next forward pass.
 SINGLE_THREAD_LOGITS = 2**20
@@ -55,6 +56,8 @@ class SamplingOptions:
     min_new_tokens: int = 0  # stop tokens are excluded before so many tokens
     # Return log-probabilities of the prompt tokens, with so many most likely tokens each; max_new_tokens may then be 0.
     prompt_logprobs: int | None = field(default=None, metadata=INTERNAL)
+    # Return one vector of the prompt, pooled from the outputs of its tokens; max_new_tokens may then be 0.
+    pooling: PoolingMode | None = field(default=None, metadata=INTERNAL)
     # Return so many of the most likely tokens beside each token.
     num_top_logprobs: int = field(default=0, metadata=INTERNAL)
     seed: int = 0  # of the sampling noise
@@ -63,7 +66,7 @@ class SamplingOptions:
     cache_salt: str = field(default="", metadata=INTERNAL)  # cached prefixes are shared by texts of equal ones
 
     def __post_init__(self) -> None:
-        least = 1 if self.prompt_logprobs is None else 0
+        least = 1 if self.prompt_logprobs is None and self.pooling is None else 0
         check(self.max_new_tokens >= least, "inference.max_new_tokens", self.max_new_tokens, f"at least {least}")
         new = self.min_new_tokens
         check(0 <= new <= self.max_new_tokens, "inference.min_new_tokens", new, f"0 to {self.max_new_tokens}")

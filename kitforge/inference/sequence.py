@@ -6,6 +6,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from torch import Tensor
+
 from kitforge.foundation.errors import KitforgeError
 from kitforge.inference.constraint import Constraint
 from kitforge.inference.logprobs import PromptLogprob
@@ -45,6 +47,7 @@ class Sequence:
     error: KitforgeError | None = None  # of the constraint, where finish_reason is "failed"
     # Of all prompt tokens but the first, as far as they are computed; None: not requested.
     prompt_logprobs: list[PromptLogprob] | None = None
+    pooled: list[Tensor] = field(default_factory=list)  # outputs [tokens, dim] of its prompt that pooling needs
     max_length: int = field(init=False)  # the most tokens that it can have
 
     def __post_init__(self) -> None:
@@ -54,6 +57,26 @@ class Sequence:
     def needs_prompt_logprobs(self) -> bool:
         """Whether prompt tokens still have to be computed for their log-probabilities."""
         return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.prompt_length - 1
+
+    @property
+    def needs_all_outputs(self) -> bool:
+        """Whether the outputs of prompt tokens are needed, which the prefix cache does not hold."""
+        return self.needs_prompt_logprobs or self.options.pooling in ("mean", "cls")
+
+    @property
+    def is_pooling(self) -> bool:
+        """Whether the outputs of its next tokens are pooled."""
+        return self.options.pooling is not None and self.num_cached < self.prompt_length
+
+    def keep_outputs(self, outputs: Tensor) -> None:
+        """Keep what pooling needs of the outputs [tokens, dim] of the prompt tokens from `num_cached` on."""
+        mode = self.options.pooling
+        if self.num_cached == 0 or mode == "last":
+            # A sequence preempted during prefill is computed again from its beginning.
+            self.pooled = []
+        if mode == "mean" or not self.pooled:
+            rows = {"last": slice(-1, None), "cls": slice(1), "mean": slice(None)}[mode or "last"]
+            self.pooled.append(outputs[rows].clone())
 
     @property
     def needs_host(self) -> bool:

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from kitforge.data.text.continuation import Detokenizer, ReplyMarks
 from kitforge.data.tokenizers.loading import Tokenizer
 from kitforge.foundation.config import check
@@ -45,6 +47,7 @@ class TextDelta:
     hit_stop_string: bool  # the text ended at a stop string
     finish_reason: FinishReason | None
     prompt_logprobs: list[PromptLogprob] | None  # of all prompt tokens but the first; only in the first delta
+    embedding: Tensor | None = None  # see `Output`
     error: Exception | None = None  # of the tokenizer or the constraint, where finish_reason is "failed"
 
 
@@ -139,5 +142,6 @@ class TextEngine:
             hit_stop_string=detokenizer.is_stopped,
             finish_reason=reason,
             prompt_logprobs=output.prompt_logprobs,
+            embedding=output.embedding,
             error=error,
         )

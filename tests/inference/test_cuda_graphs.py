@@ -98,6 +98,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "min_new_tokens": {"min_new_tokens": 4, "temperature": 1.5},
     "prompt_logprobs": {"prompt_logprobs": 1},
     "num_top_logprobs": {"num_top_logprobs": 2},
+    "pooling": {"pooling": "mean"},
     "seed": {"temperature": 1.0, "seed": 11},
 }
 
@@ -118,6 +119,16 @@ def test_steps_that_run_together_take_every_option_as_single_ones(field: str, st
     # Penalties and words read the text so far, and alternatives the logits, so that their steps never run together.
     reads = options.needs_history or options.bad_words or options.num_top_logprobs
     assert (steps["together"] > before) == (not reads)
+
+
+def test_a_prompt_of_one_token_is_embedded_in_no_recorded_step(steps: Counter[object]) -> None:
+    engine = Engine(network("llama"), PAGED)
+    engine.submit([7], SamplingOptions(max_new_tokens=3, pooling="last"))
+    first, before = engine.step()[0], sum(steps.values())
+    assert first.embedding is not None and first.embedding.isfinite().all() and before == 0
+    while engine.has_work:
+        assert all(output.embedding is None for output in engine.step())
+    assert sum(steps.values()) > 0
 
 
 def test_a_step_of_a_text_with_an_adapter_is_not_recorded(steps: Counter[object]) -> None:
