@@ -379,13 +379,13 @@ def test_the_list_names_every_task_once_with_its_models_or_with_whose_models_it_
 
 
 def test_a_policy_of_any_stage_is_served_and_what_only_scores_writes_no_text(tmp_path: Path) -> None:
-    for task in ("ppo", "reward", "recommendation"):
+    for task in ("ppo", "reward", "recommendation", "token_classification"):
         (tmp_path / task).mkdir()
         (tmp_path / task / "config.yaml").write_text(f"task: {task}\n")
     assert text_task_of("ppo", {}) == "text_generation"
     [member] = sweep_runs(cli.COMMANDS["serve"], [f"checkpoint={tmp_path / 'ppo'}", "port=8000"])
     assert member.chosen.values["port"] == 8000
-    for verb, task in (("serve", "reward"), ("generate", "recommendation"), ("chat", "reward")):
+    for verb, task in (("serve", "token_classification"), ("generate", "recommendation"), ("chat", "reward")):
         with pytest.raises(ConfigError, match=f"a run of {task} writes no text from a prompt"):
             cli.run([verb, f"checkpoint={tmp_path / task}"])
 

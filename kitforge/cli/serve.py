@@ -7,6 +7,7 @@ from typing import Any
 from kitforge.api import load_model, load_processor
 from kitforge.cli.command import TRAINING_SECTIONS, Invocation, require
 from kitforge.composition import Composition, compose_config, compose_predict, text_task_of
+from kitforge.foundation.config import check
 from kitforge.foundation.log import errors, say
 from kitforge.inference.server.serve import serve as answer
 from kitforge.kits.registry import kit_of
@@ -23,8 +24,9 @@ def serve(chosen: Invocation) -> int:
     """Serve a run over HTTP until interrupted."""
     kit, options = chosen.kit, chosen.options
     require("serving", options, {"checkpoint": "RUN"})
+    check(0 <= options.port < 65536, "port", options.port, "0 to 65535")
     tokenizer = load_processor(options.checkpoint)
-    model = load_model(options.checkpoint, options.device, kit.load_dtype(options))
+    model = load_model(options.checkpoint, options.device, kit.load_dtype(options), options.task)
     name = Path(options.checkpoint).resolve().name.removesuffix(".gguf")
     service = kit.open_service(model, tokenizer, name, options)
     app = kit.new_app(service)

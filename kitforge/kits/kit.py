@@ -22,6 +22,7 @@ from kitforge.core.parallel.world import World
 from kitforge.foundation.config import from_dict, option_names, to_dict, to_yaml
 from kitforge.foundation.dtype import ExportDtype, LoadDtype, Precision
 from kitforge.foundation.errors import ConfigError, ModelError
+from kitforge.inference.server.app import create_score_app
 from kitforge.inference.server.application import HttpService
 from kitforge.models.loading import OpenCheckpoint, StoredModel
 from kitforge.report.config_diff import NOTE
@@ -242,8 +243,8 @@ class Kit(ABC, Generic[OptionsT, ProcessorT]):
         raise self._unsupported("is not served over HTTP")
 
     def new_app(self, service: Any) -> Any:
-        """The FastAPI application of what `open_service` gave."""
-        raise self._unsupported("is not served over HTTP")
+        """The FastAPI application of what `open_service` gave. Default: the routes of a model that scores texts."""
+        return create_score_app(service)
 
     def replay(self, folder: Path, step: int, options: OptionsT) -> ReplayResult:
         """Train a step of a run again from its kept rollouts."""

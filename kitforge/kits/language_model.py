@@ -128,7 +128,7 @@ class TokenizedOptions(FineTuningOptions):
 TRAINING_ONLY_OPTIONS = frozenset(
     (
         *("checkpoint", "model", "lora", "freeze", "reference", "resume", "output_dir", "device", "parallel"),
-        *("role_ranks", "prompt", "schema", "regex", "choices", "tasks", "limit", "output", "port"),
+        *("role_ranks", "prompt", "schema", "regex", "choices", "tasks", "limit", "output", "port", "serve"),
     )
 )
 

@@ -77,8 +77,9 @@ def check_scores(case: Case) -> Measured:
 
 def _check_rows(case: Case) -> Measured:
     spec = case.values["data.train"]
-    if not case.kit.IS_SERVED:
-        raise NotOfferedError("the task has no service")
+    # Reward models and classifiers are served too, but score texts.
+    if not case.kit.IS_SERVED or not hasattr(load_processor(case.base), "schema"):
+        raise NotOfferedError("the task has no service of rows")
     if isinstance(spec, str) and Path(spec).is_file() and Path(spec).stat().st_size > LARGEST_FILE:
         raise NotOfferedError(f"data.train is larger than {LARGEST_FILE >> 20} MB")
     with _server(case, case.kit) as ask:

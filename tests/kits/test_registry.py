@@ -109,7 +109,6 @@ def test_what_a_task_cannot_do_is_refused_by_name(tmp_path: Path) -> None:
         "has no pipeline": lambda: kit.open_pipeline(nn.Identity(), None, options),
         "predicts no files": lambda: kit.predict_file(options, lambda *_: nn.Identity()),
         "not served over HTTP": lambda: kit.open_service(nn.Identity(), None, "x", options),
-        "is not served": lambda: kit.new_app(None),
         "keeps no rollouts": lambda: kit.replay(tmp_path, 1, options),
         "describes no data": lambda: kit.describe_data("x"),
         "shows no rows": lambda: kit.inspect_rows(options),

@@ -133,9 +133,9 @@ class HuggingFaceTokenizer(FolderTokenizer):
         """The tokens of the text."""
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
-    def encode_prompt(self, text: str) -> list[int]:
-        """The tokens of the text between those that the post-processor adds."""
-        return list(self._tokenizer.encode(text, add_special_tokens=True).ids)
+    def encode_prompt(self, text: str, other: str | None = None) -> list[int]:
+        """The tokens of the text or the pair between those that the post-processor adds."""
+        return list(self._tokenizer.encode(text, other, add_special_tokens=True).ids)
 
     def encode_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """The tokens of `encode_prompt`, and the characters of each."""

@@ -75,9 +75,9 @@ class ByteTokenizer:
         """The bytes of the text, [bytes] of uint16."""
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.uint16)
 
-    def encode_prompt(self, text: str) -> list[int]:
-        """The bytes of the text: nothing begins or ends it."""
-        return self.encode(text)
+    def encode_prompt(self, text: str, other: str | None = None) -> list[int]:
+        """The bytes of the text or the pair: nothing begins or ends it."""
+        return self.encode(text + (other or ""))
 
     def encode_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """The bytes of the text, and the character of each."""

@@ -77,9 +77,10 @@ class Tokenizer(Protocol):
         """`encode` as an array of [length]."""
         ...
 
-    def encode_prompt(self, text: str) -> list[int]:
+    def encode_prompt(self, text: str, other: str | None = None) -> list[int]:
         """`encode` between the special tokens that this vocabulary begins and ends every text with, such as BOS: what
-        `transformers` gives with `add_special_tokens=True`. Where it has no such rule, what `encode` gives."""
+        `transformers` gives with `add_special_tokens=True`, also for a pair of texts. Where it has no such rule, what
+        `encode` gives."""
         ...
 
     def encode_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:

@@ -136,9 +136,9 @@ class SentencePieceTokenizer(FolderTokenizer):
             ids += self._processor.encode(part)
         return ids
 
-    def encode_prompt(self, text: str) -> list[int]:
+    def encode_prompt(self, text: str, other: str | None = None) -> list[int]:
         """The pieces of the text between the tokens that `tokenizer_config.json` asks for."""
-        return [*self._before, *self.encode(text), *self._after]
+        return [*self._before, *self.encode(text), *self._after, *([] if other is None else self.encode_prompt(other))]
 
     def encode_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """The pieces of `encode_prompt`, and the characters of each."""

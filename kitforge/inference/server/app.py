@@ -1,11 +1,19 @@
 """The OpenAI-compatible routes of the text-generation server. FastAPI is imported when they are made."""
 
 import asyncio
-from collections.abc import Callable
+import base64
+import json
+import secrets
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any
+
+from torch import Tensor
 
 from kitforge.data.optional_imports import import_optional
 from kitforge.inference.server.application import (
+    HttpService,
     body_schema,
     described,
     documented,
@@ -23,34 +31,53 @@ from kitforge.inference.server.responses import (
     ResponseOptions,
     TokenFormat,
 )
+from kitforge.inference.server.scores import ScoreService, cosines, embed
 from kitforge.inference.server.service import EncodedPrompt, RequestHandle, Service
 from kitforge.inference.server.web_ui import content_security_policy, page, rendered
 from kitforge.inference.text_engine import TextDelta
+
+# The score of each text for a model, and the number of their tokens; see `scores`.
+Score = Callable[[Sequence[Any], str | None], Coroutine[Any, Any, tuple[list[float], int]]]
 
 
 def create_app(service: Service) -> Any:
     """The FastAPI application of a service. Raises DependencyError where FastAPI is not installed."""
     app = new_application(service)
     _add_info_routes(app, service)
-    # This module needs pydantic, whose presence `new_application` has checked.
-    bodies = import_optional("kitforge.inference.server.requests", needed_for="kitforge serve", extra="serve")
-    items = import_optional("kitforge.inference.server.item_requests", needed_for="kitforge serve", extra="serve")
-    _add_completion_routes(app, service, bodies, items)
+    bodies = _module("requests")
+    _add_completion_routes(app, service, bodies, _module("item_requests"))
+    _add_embedding_route(app, service)
+    _add_score_routes(app, service, partial(cosines, service))
     _add_tokenizer_routes(app, service, bodies)
     return app
 
 
-def _add_info_routes(app: Any, service: Service) -> None:
+def create_score_app(service: ScoreService) -> Any:
+    """The FastAPI application of a model that gives scores. Raises DependencyError where FastAPI is not installed."""
+    app = new_application(service)
+    _add_info_routes(app, service)
+    _add_score_routes(app, service, service.scores)
+    return app
+
+
+def _module(name: str) -> Any:
+    """One of request bodies, which needs pydantic, whose presence `new_application` has checked."""
+    return import_optional(f"kitforge.inference.server.{name}", needed_for="kitforge serve", extra="serve")
+
+
+def _add_info_routes(app: Any, service: HttpService) -> None:
     """Models, and the web UI."""
     from fastapi import FastAPI
     from fastapi.responses import HTMLResponse, JSONResponse
 
     routes: FastAPI = app
 
-    @routes.get("/", include_in_schema=False)
-    async def root() -> HTMLResponse:
-        text = page(service.name, needs_token=bool(service.auth_tokens), **service.page_facts())
-        return HTMLResponse(text, headers={"Content-Security-Policy": content_security_policy()})
+    if isinstance(service, Service):
+
+        @routes.get("/", include_in_schema=False)
+        async def root() -> HTMLResponse:
+            text = page(service.name, needs_token=bool(service.auth_tokens), **service.page_facts())
+            return HTMLResponse(text, headers={"Content-Security-Policy": content_security_policy()})
 
     @routes.get("/v1/models", responses=documented(401, 403))
     async def models() -> JSONResponse:
@@ -120,6 +147,75 @@ def _add_completion_routes(app: Any, service: Service, bodies: Any, items: Any) 
         return response
 
 
+def _add_embedding_route(app: Any, service: Service) -> None:
+    """Embeddings as in OpenAI's API."""
+    from fastapi import FastAPI, Request
+    from fastapi.responses import Response
+
+    routes: FastAPI = app
+    bodies, read = _module("score_requests"), _module("requests").read
+
+    @routes.post("/v1/embeddings", **_described(bodies.EmbeddingRequest, required="data"))
+    async def embeddings(request: Request) -> Response:
+        params = await _read(request, service, partial(read, bodies.EmbeddingRequest))
+        vectors, num_tokens = await unless_gone(request, embed(service, params.texts(), params.model, params))
+        head = _head(request, params.model or service.name, num_tokens) | {"object": "list"}
+        is_packed = params.encoding_format == "base64"
+        content = await asyncio.to_thread(_embedding_list, head, vectors, is_packed=is_packed)
+        return Response(content, media_type="application/json")
+
+
+def _add_score_routes(app: Any, service: HttpService, score: Score) -> None:
+    """Scores as in vLLM's API, and documents in their order as in Jina's."""
+    from fastapi import FastAPI, Request
+    from fastapi.responses import JSONResponse
+
+    routes: FastAPI = app
+    bodies, read = _module("score_requests"), _module("requests").read
+
+    async def scored(request: Request, kind: Any) -> tuple[Any, list[float], dict[str, Any]]:
+        params = await _read(request, service, partial(read, kind))
+        with named_as({"text": params.field}):
+            scores, num_tokens = await unless_gone(request, score(params.texts(), params.model))
+        head = _head(request, params.model or service.name, num_tokens)
+        return params, scores, head | {"id": secrets.token_hex(16), "created": int(time.time())}
+
+    async def scores(request: Request) -> JSONResponse:
+        _, found, head = await scored(request, bodies.ScoreRequest)
+        data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(found)]
+        return JSONResponse(head | {"object": "list", "data": data})
+
+    async def rerank(request: Request) -> JSONResponse:
+        params, found, head = await scored(request, bodies.RerankRequest)
+        order = sorted(range(len(found)), key=lambda index: -found[index])[: params.top_n or None]
+        results: list[dict[str, Any]] = [{"index": index, "relevance_score": found[index]} for index in order]
+        for each in results if params.return_documents is not False else ():
+            each["document"] = {"text": params.documents[each["index"]]}
+        return JSONResponse(head | {"results": results})
+
+    for path in ("/score", "/v1/score"):
+        routes.post(path, **_described(bodies.ScoreRequest, required="data"))(scores)
+    for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
+        routes.post(path, **_described(bodies.RerankRequest, required="results"))(rerank)
+
+
+def _embedding_list(head: dict[str, Any], vectors: Sequence[Tensor], *, is_packed: bool) -> str:
+    """The response with its vectors as numbers, or as OpenAI's client asks for them: in base64 of float32, the least
+    byte first. One after the other, as a million numbers at once would hold up all other threads."""
+    rows = []
+    for index, vector in enumerate(vectors):
+        packed = base64.b64encode(vector.numpy().astype("<f4").tobytes()).decode("ascii") if is_packed else None
+        rows.append(json.dumps({"object": "embedding", "index": index, "embedding": packed or vector.tolist()}))
+    return f'{json.dumps(head)[:-1]}, "data": [{", ".join(rows)}]}}'
+
+
+def _head(request: Any, model: str, num_tokens: int) -> dict[str, Any]:
+    """The model and the usage of a response."""
+    usage = {"prompt_tokens": num_tokens, "completion_tokens": 0, "total_tokens": num_tokens}
+    request.scope[USAGE] = lambda: usage
+    return {"model": model, "usage": usage}
+
+
 def _add_tokenizer_routes(app: Any, service: Service, bodies: Any) -> None:
     """Tokenizer routes as in vLLM, which clients use to count tokens."""
     from fastapi import FastAPI, Request
@@ -148,7 +244,7 @@ def _add_tokenizer_routes(app: Any, service: Service, bodies: Any) -> None:
         return JSONResponse(service.tokenizer_info())
 
 
-async def _read(request: Any, service: Service, parse: Callable[[bytes], Any]) -> Any:
+async def _read(request: Any, service: HttpService, parse: Callable[[bytes], Any]) -> Any:
     """The parsed body of a request for this model. Raises ApiError."""
     params = await read_body(request, service, parse)
     service.check_model(params.model)

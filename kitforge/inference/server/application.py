@@ -6,6 +6,7 @@ FastAPI is imported when an application is made, so it stays optional.
 import asyncio
 import contextlib
 import difflib
+import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
@@ -42,18 +43,40 @@ class HttpService(ABC):
 
     worker: LoopThread
     threads: Sequence[Any]  # with `start` and `stop`
+    max_model_len: int  # of a language model: tokens of a text
 
     def __init__(self, name: str, limits: HttpOptions, metrics: ServerMetrics) -> None:
         self.name = limits.name or name
+        self.model_names = [self.name]
+        self.created = int(time.time())
         self.limits = limits
         self.metrics = metrics
         self.auth_tokens = auth_tokens(limits)
         self.num_active = 0  # active and waiting requests, of a language model: prompts
         self.num_body_bytes = 0  # of all bodies that are being received or parsed
 
-    @abstractmethod
     def status(self) -> dict[str, Any]:
         """The response of /health, beside `status`."""
+        return {}
+
+    def model_card(self, name: str) -> dict[str, Any]:
+        """The entry of the base model or an adapter in /v1/models."""
+        return {
+            "id": name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "kitforge",
+            "max_model_len": self.max_model_len,
+            "root": self.name,
+            "parent": None if name == self.name else self.name,
+        }
+
+    def check_model(self, name: str | None) -> None:
+        """Raise ApiError unless `name` is None, the model's or that of an adapter."""
+        if name is not None and name not in self.model_names:
+            known = ", ".join(map(repr, self.model_names))
+            message = f"unknown model {name[:200]!r}; this server has {known}"
+            raise ApiError(404, message, parameter="model", code="model_not_found")
 
     def summary(self) -> dict[str, str]:
         """What the operator is told at the start, by topic."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from ipaddress import ip_address
 
 from kitforge.foundation.config import SECRET, check
+from kitforge.inference.pooling import PoolingMode
 
 # Environment variable of accepted tokens, separated by commas. No command line or run folder shows them.
 TOKEN_VARIABLE = "KITFORGE_SERVE_TOKEN"
@@ -58,6 +59,10 @@ class ServeOptions(HttpOptions):
     max_new_tokens: int | None = None  # tokens of one completion; None: up to the length of the model
     # LoRA adapters by the names that requests choose as `model`: PEFT folders, or runs that trained one.
     adapters: dict[str, str] = field(default_factory=dict)
+    # How /v1/embeddings pools a text: the output of its last token, the mean of all, or the first (cls), and whether to
+    # length 1. None: as modules.json of the folder says, and without a word of it to length 1.
+    pooling: PoolingMode | None = None
+    normalize: bool | None = None
 
     def __post_init__(self) -> None:
         HttpOptions.__post_init__(self)

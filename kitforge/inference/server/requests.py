@@ -49,7 +49,7 @@ _UNSUPPORTED = {
     "audio": "speech is not supported; leave it out",
     "background": "leave it out, and wait for the response or stream it",
     "conversation": "responses are not stored; send the whole conversation as input",
-    "dimensions": "embeddings are not supported",
+    "dimensions": "POST /v1/embeddings gives embeddings",
     "function_call": "use tool_choice",
     "functions": "use tools",
     "max_completion_tokens": "use max_tokens, or max_output_tokens of /v1/responses",
@@ -115,6 +115,13 @@ Prompt = Annotated[
         custom_error_message="text, [text, ...], [token, ...] or [[token, ...], ...]",
     ),
 ]
+
+
+def prompts_of(given: Any) -> list[str | list[int]]:
+    """The texts and lists of tokens of a `Prompt`."""
+    return [given] if isinstance(given, str) or isinstance(given[0], int) else list(given)
+
+
 Stops = Annotated[
     Annotated[Text, Tag("text")] | Annotated[list[Text], Field(max_length=MAX_STOPS, fail_fast=True), Tag("texts")],
     Discriminator(
@@ -266,9 +273,7 @@ class CompletionRequest(GenerationParams):
 
     def prompts(self) -> list[str | list[int]]:
         """The prompts, each as text or tokens."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        return [self.prompt] if isinstance(self.prompt[0], int) else list(self.prompt)
+        return prompts_of(self.prompt)
 
     @property
     def num_top_logprobs(self) -> int | None:

@@ -26,6 +26,7 @@ from kitforge.inference.capacity import kv_bytes_per_token
 from kitforge.inference.constraint import Constraint
 from kitforge.inference.grammar import json_options, plain_schema
 from kitforge.inference.logprobs import PromptLogprob
+from kitforge.inference.pooling import TextPooling, find_pooling
 from kitforge.inference.server.application import HttpService
 from kitforge.inference.server.errors import ApiError, refused
 from kitforge.inference.server.metrics import Metrics
@@ -96,52 +97,37 @@ class Service(HttpService):
     metrics: Metrics
     worker: Worker
 
-    def __init__(self, texts: TextEngine, name: str, defaults: InferenceOptions, limits: ServeOptions) -> None:
+    def __init__(
+        self,
+        texts: TextEngine,
+        name: str,
+        defaults: InferenceOptions,
+        limits: ServeOptions,
+        pooling: TextPooling | KitforgeError | None = None,
+    ) -> None:
+        """`pooling` makes embeddings; else it says why there are none."""
         super().__init__(name, limits, Metrics())
         self.worker = Worker(texts, self.metrics)
         self.threads = (self.worker,)
         self.tokenizer: Tokenizer = texts.tokenizer
         self.token_texts = TokenTexts(texts.tokenizer)
         self.template: ChatTemplate = template_of(texts.tokenizer)
-        self.created = int(time.time())
         self._num_requests = 0
         # Keys the noise of unseeded requests, so that it differs between servers and restarts.
         self._nonce = secrets.token_hex(8)
         self.defaults = defaults
-        self._engine = texts.engine
-        self._geometry = cast(CausalLM, texts.engine.model).geometry
+        self.engine = texts.engine
+        self.geometry = cast(CausalLM, texts.engine.model).geometry
+        self.pooling = pooling or find_pooling(None, None, None)
         self._grammars = texts.grammars
-        self._max_model_len = min(self._geometry.max_length, texts.engine.num_slots)
-        self.model_names = [self.name, *texts.engine.adapters.names]
+        self.max_model_len = min(self.geometry.max_length, texts.engine.num_slots)
+        self.model_names += texts.engine.adapters.names
         is_one = self.name not in self.model_names[1:]
         check(is_one, "serve.adapters", self.name, "names other than that of the base model", "or serve.name=NAME")
 
-    def model_card(self, name: str) -> dict[str, Any]:
-        """The entry of the base model or an adapter in /v1/models."""
-        return {
-            "id": name,
-            "object": "model",
-            "created": self.created,
-            "owned_by": "kitforge",
-            "max_model_len": self._max_model_len,
-            "root": self.name,
-            "parent": None if name == self.name else self.name,
-        }
-
-    def check_model(self, name: str | None) -> None:
-        """Raise ApiError unless `name` is None, the model's or that of an adapter."""
-        if name is not None and name not in self.model_names:
-            known = ", ".join(map(repr, self.model_names))
-            message = f"unknown model {name[:200]!r}; this server has {known}"
-            raise ApiError(404, message, parameter="model", code="model_not_found")
-
-    def status(self) -> dict[str, Any]:
-        """The response of /health, beside `status`."""
-        return {}
-
     def summary(self) -> dict[str, str]:
         """What the operator is told at the start, by topic."""
-        kinds, model, slots = Counter[torch.dtype](), self._engine.model, self._engine.num_slots
+        kinds, model, slots = Counter[torch.dtype](), self.engine.model, self.engine.num_slots
         for tensor in (*model.parameters(), *model.buffers()):
             kinds[tensor.dtype] += tensor.nbytes
         megabytes = slots * kv_bytes_per_token(model) / 2**20
@@ -149,23 +135,23 @@ class Service(HttpService):
         sampling = ", ".join(f"{name} {value:g}" for name, value in chosen.items() if value is not None)
         return super().summary() | {
             "weights": str(kinds.most_common(1)[0][0]).removeprefix("torch."),
-            "context": f"{self._max_model_len:,} tokens; the cache holds {slots:,} ({megabytes:,.0f} MiB)",
+            "context": f"{self.max_model_len:,} tokens; the cache holds {slots:,} ({megabytes:,.0f} MiB)",
             "sampling": f"{sampling}, where a request names no other",
         }
 
     def page_facts(self) -> dict[str, Any]:
         """What the web page says and uses of the model."""
-        context, most = self._max_model_len, self.limits.max_new_tokens or self._max_model_len
+        context, most = self.max_model_len, self.limits.max_new_tokens or self.max_model_len
         is_chat = bool(getattr(self.tokenizer, "chat_templates", None))
         return {"is_chat": is_chat, "context": context, "most": most, "sampling": dataclasses.asdict(self.defaults)}
 
     def warm_up(self) -> None:
         """Continue one text and several, since loops are compiled when they first run, which takes seconds."""
-        new = min(3, self._max_model_len - 1)
+        new = min(3, self.max_model_len - 1)
         options = dataclasses.replace(self.defaults, max_new_tokens=new, min_new_tokens=0, ignore_eos=True)
         for num_rows in (1, 3) if new else ():
-            lengths = range(min(16, self._max_model_len - new), 0, -1)[:num_rows]
-            self._engine.generate([[0] * length for length in lengths], options)
+            lengths = range(min(16, self.max_model_len - new), 0, -1)[:num_rows]
+            self.engine.generate([[0] * length for length in lengths], options)
 
     async def rendered_metrics(self) -> tuple[bytes, str]:
         """The response of /metrics, and its content type."""
@@ -207,7 +193,7 @@ class Service(HttpService):
         try:
             chosen = [self._options(request, len(prompt.tokens)) for prompt in prompts]
             for prompt, options in zip(prompts, chosen, strict=True):
-                self._engine.validate(prompt.tokens, options)
+                self.engine.validate(prompt.tokens, options)
         except KitforgeError as error:
             raise self.api_error(error) from None
         self._num_requests += 1
@@ -244,7 +230,7 @@ class Service(HttpService):
             else:
                 tokens = given
             text, offsets = "", []
-            if request.echo and len(tokens) <= self._max_model_len:
+            if request.echo and len(tokens) <= self.max_model_len:
                 text = given if isinstance(given, str) else self.tokenizer.decode(tokens)
                 detokenizer = Detokenizer(self.tokenizer)
                 detokenizer.push(tokens, is_last=True)
@@ -333,7 +319,7 @@ class Service(HttpService):
             text = cast("TokenizeRequest", request).prompt
             tokens = self.encode(text, add_special_tokens=request.add_special_tokens)
         texts = [self.token_texts.text(token) for token in tokens] if request.return_token_strs else None
-        return {"count": len(tokens), "max_model_len": self._max_model_len, "tokens": tokens, "token_strs": texts}
+        return {"count": len(tokens), "max_model_len": self.max_model_len, "tokens": tokens, "token_strs": texts}
 
     def tokenizer_info(self) -> dict[str, Any]:
         """The response of /tokenizer_info, which clients that count tokens read first. Special tokens have no text,
@@ -344,17 +330,17 @@ class Service(HttpService):
             "eos_token": None,
             "pad_token": None,
             "chat_template": getattr(self.tokenizer, "chat_templates", {}).get("default"),
-            "model_max_length": self._max_model_len,
+            "model_max_length": self.max_model_len,
         }
 
     def _options(self, request: CompletionRequest | ChatRequest, size: int) -> InferenceOptions:
-        limit, requested, most = self._max_model_len, request.new_tokens, self.limits.max_new_tokens
+        limit, requested, most = self.max_model_len, request.new_tokens, self.limits.max_new_tokens
         if requested is not None and most is not None and requested > most:
             message = f"max_tokens={requested} is more than this server allows, which is {most}"
             raise refused("max_tokens", message)
         # By default a chat reply ends where the model ends it; where keys depend on the length of a sequence, and in
         # completions, its length is that of the options.
-        is_open = request.is_open_ended and not self._geometry.depends_on_length
+        is_open = request.is_open_ended and not self.geometry.depends_on_length
         default = limit if is_open else self.defaults.max_new_tokens
         # At least 1: the engine refuses a prompt that leaves no room.
         new = max(1, min(default, limit - size, most or limit)) if requested is None else requested

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from kitforge.foundation.errors import ConfigError, ModelError
 from kitforge.foundation.files import mark_own
 from kitforge.foundation.progress import show_progress
 from kitforge.foundation.untrusted import load_yaml, names_function
+from kitforge.inference.server.scores import ScoreService
 from kitforge.kits.batch_predict import prediction_files
 from kitforge.kits.kit import LoadModel, Prepared, ReplayResult
 from kitforge.kits.language_model import (
@@ -64,6 +65,7 @@ class RlhfTask(NetworkKit[StageOptions, Tokenizer]):
         self.ROLES = roles
         self.TEXT_TASK = None if options is RewardOptions else "text_generation"
         self.RATE_SECTIONS = ("optimizer", "critic") if options is RLOptions else ("optimizer",)
+        self.IS_SERVED = options is RewardOptions
         self.build_task = build_task
 
     def prepare(
@@ -148,6 +150,11 @@ class RlhfTask(NetworkKit[StageOptions, Tokenizer]):
         """A pipeline that scores text with a reward model; policies write text as `TEXT_TASK` does."""
         assert isinstance(model, ValueHeadModel)
         return RewardPipeline(model, tokenizer)
+
+    def open_service(self, model: nn.Module, tokenizer: Tokenizer, name: str, options: StageOptions) -> ScoreService:
+        """What scores texts with a reward model."""
+        pipeline = self.open_pipeline(model, tokenizer, options)
+        return ScoreService(pipeline.model, pipeline.score_texts, name, cast(RewardOptions, options).serve)
 
     def predict_file(self, options: StageOptions, load_model: LoadModel) -> Path:
         """Score the rows of `data.eval` with a reward model and write them to the file `output`."""

@@ -9,6 +9,7 @@ from kitforge.data.tokenizers.loading import TokenizerConfig
 from kitforge.foundation.config import check
 from kitforge.foundation.types import OnInvalid
 from kitforge.inference.options import CacheSizeOptions, EngineOptions
+from kitforge.inference.server.options import HttpOptions
 from kitforge.inference.text_engine import InferenceOptions
 from kitforge.kits.language_model import NetworkOptions
 from kitforge.kits.rlhf.algorithms.kl import KlControllerOptions, KlEstimator
@@ -103,6 +104,8 @@ class RewardOptions(StageOptions):
     task: str = "reward"
     reward: RewardLossOptions = field(default_factory=RewardLossOptions)
     output: str | None = None  # .jsonl file that `kitforge predict` writes
+    port: int = 8000  # port of `serve`; 0: any free port
+    serve: HttpOptions = field(default_factory=HttpOptions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from kitforge.data.chat.datasets import ChatDatasetReader, TokenizedExample
 from kitforge.data.chat.template import template_of
 from kitforge.data.source import open_rows
 from kitforge.data.tokenizers.loading import Tokenizer
-from kitforge.foundation.errors import ConfigError, DataError
+from kitforge.foundation.errors import ConfigError, ContextLengthError, DataError
 from kitforge.foundation.files import atomic_file
 from kitforge.foundation.log import logger
 from kitforge.foundation.progress import Advance
@@ -41,6 +41,20 @@ class RewardPipeline:
         rows = [{"text": text} if isinstance(text, str) else text for text in texts]
         responses = list(self._reader.demonstrations(rows)) if rows else []
         return Rows(Rows([{"score": score}]) for score in self.scores(responses))
+
+    def score_texts(self, texts: Sequence[Any]) -> list[tuple[float, int]]:
+        """The score of each pair of prompt and completion, or list of messages, and the number of its tokens."""
+        names = ("prompt", "completion")
+        rows = [
+            dict(zip(names, each, strict=True)) if isinstance(each, tuple) else {"messages": each} for each in texts
+        ]
+        responses, most = list(self._reader.demonstrations(rows)), self.model.language_model.geometry.max_length
+        sizes = [len(each.tokens) for each in responses]
+        if max(sizes) > most:
+            raise ContextLengthError(
+                "a text is longer than the model allows", got=max(sizes), expected=f"at most {most}"
+            )
+        return list(zip(self.scores(responses), sizes, strict=True))
 
     @torch.no_grad()
     def scores(self, responses: Sequence[TokenizedExample]) -> Iterator[float]:

@@ -22,6 +22,7 @@ from kitforge.inference.adapters import Factors
 from kitforge.inference.engine import Engine
 from kitforge.inference.folder_defaults import served_defaults, with_folder_defaults
 from kitforge.inference.pipeline import TextGenerationPipeline, structure_of
+from kitforge.inference.pooling import find_pooling
 from kitforge.inference.server.app import create_app
 from kitforge.inference.server.service import Service
 from kitforge.inference.text_engine import TextEngine
@@ -44,6 +45,7 @@ from kitforge.kits.transformers.questions import find_file, load_task
 from kitforge.kits.transformers.seq2seq import SUMMARIZATION, TRANSLATION
 from kitforge.kits.transformers.task import TextGenerationTask
 from kitforge.kits.transformers.token_classification import TokenClassification
+from kitforge.models.hub import resolve
 from kitforge.models.peft import read_scaled_factors
 from kitforge.trainer.callbacks.callback import Callback
 from kitforge.trainer.task import Task
@@ -134,7 +136,9 @@ class TextGeneration(NetworkKit[TextGenerationOptions, Tokenizer]):
         engine = Engine(model, options.inference.engine, stop_ids=tokenizer.eos_ids, adapters=adapters)
         texts = TextEngine(engine, tokenizer)
         defaults = served_defaults(options.inference, tokenizer.generation_config)
-        return Service(texts, name, defaults, options.serve)
+        folder = None if options.checkpoint is None else resolve(options.checkpoint)
+        pooling = find_pooling(folder, options.serve.pooling, options.serve.normalize)
+        return Service(texts, name, defaults, options.serve, pooling)
 
     def new_app(self, service: Service) -> Any:
         """The routes of that service."""

@@ -28,8 +28,10 @@ from kitforge.data.labels import (
 )
 from kitforge.data.tokenizers.loading import Tokenizer
 from kitforge.foundation.device import copy_to
-from kitforge.foundation.errors import DataError
+from kitforge.foundation.errors import ConfigError, DataError
 from kitforge.foundation.types import MicroBatch, Sums
+from kitforge.inference.server.options import HttpOptions
+from kitforge.inference.server.scores import ScoreService
 from kitforge.kits.transformers.labelling import (
     PIPELINE_ROWS,
     HeadedTask,
@@ -60,6 +62,8 @@ class TextClassificationOptions(LabellingOptions):
 
     task: str = "text_classification"
     data: ClassificationDataOptions = field(default_factory=ClassificationDataOptions)
+    port: int = 8000  # port of `serve`; 0: any free port
+    serve: HttpOptions = field(default_factory=HttpOptions)
 
 
 class LabelledRows:
@@ -223,14 +227,28 @@ class TextClassificationPipeline(LabellingPipeline[SequenceClassifier]):
                 by_name = sorted(found, key=lambda each: str(each["label"]))
                 yield {"scores": {each["label"]: each["score"] for each in by_name}}
 
+    @torch.no_grad()
+    def pair_scores(self, pairs: Sequence[Any]) -> list[tuple[float, int]]:
+        """The score of each pair of texts, the sigmoid of its only logit as of cross-encoders in sentence-transformers,
+        and the number of its tokens."""
+        if not isinstance(pairs[0], tuple):
+            raise DataError("a classifier scores pairs of texts", got="a conversation", expected="text_1 and text_2")
+        encoded = (self._tokenizer.encode_prompt(*pair) for pair in pairs)
+        rows = [self._fitting(tokens, f"pair {number}") for number, tokens in enumerate(encoded)]
+        parts = (rows[start : start + PIPELINE_ROWS] for start in range(0, len(rows), PIPELINE_ROWS))
+        scores = torch.cat([self._logits(part)[:, 0] for part in parts]).sigmoid()
+        return list(zip(scores.tolist(), map(len, rows), strict=True))
+
     def _probabilities(self, rows: Sequence[Sequence[int]]) -> Tensor:
         """[B, C] on the CPU."""
+        return label_probabilities(self._logits(rows), self._model.problem_type).cpu()
+
+    def _logits(self, rows: Sequence[Sequence[int]]) -> Tensor:
         device = self._model.score.weight.device
         tokens = RaggedTokens(rows).padded(np.arange(len(rows)), 0)
         pad_id = self._tokenizer.pad_id if self._model.pad_id is False else self._model.pad_id
         ends = torch.tensor([last_token(row, pad_id) for row in rows])
-        logits = self._model.logits_at(tokens.to(device), ends.to(device))
-        return label_probabilities(logits, self._model.problem_type).cpu()
+        return self._model.logits_at(tokens.to(device), ends.to(device))
 
 
 class TextClassification(LabellingKit[TextClassificationOptions]):
@@ -239,6 +257,19 @@ class TextClassification(LabellingKit[TextClassificationOptions]):
     OPTIONS, PIPELINE = TextClassificationOptions, TextClassificationPipeline
     MODEL, TASK, SUFFIX = SequenceClassifier, TextClassificationTask, SEQUENCE_CLASSIFIER
     READ, COLUMN, LABELLED, OUTPUT = staticmethod(read_data), "text", "texts", "LABELS.jsonl"
+    IS_SERVED = True
+
+    def open_service(
+        self, model: nn.Module, processor: Tokenizer, name: str, options: TextClassificationOptions
+    ) -> ScoreService:
+        """What scores pairs of texts with a model of one label."""
+        network = cast(SequenceClassifier, model)
+        pipeline = TextClassificationPipeline(network, processor, options)
+        if len(network.labels) != 1:
+            got, expected = ", ".join(map(str, network.labels)), "one label"
+            fix = "label a file: kitforge predict checkpoint=RUN data.eval=FILE output=FILE"
+            raise ConfigError("only a model with one label scores pairs of texts", got=got, expected=expected, fix=fix)
+        return ScoreService(network, pipeline.pair_scores, name, options.serve)
 
     def export_program(self, options: TextClassificationOptions) -> list[Path]:
         """Write the programs of the model under `options.checkpoint` into the folder `options.output_dir`."""

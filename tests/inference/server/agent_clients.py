@@ -54,6 +54,13 @@ def openai(url: str) -> None:
         city: Literal["Oslo", "Bergen"]
 
     client = OpenAI(base_url=url, max_retries=0, **KEY)
+    # By default the client asks for base64.
+    embedded: list[Any] = [
+        client.embeddings.create(model="tiny", input=["Oslo", "Bergen"], **form).data
+        for form in ({}, {"encoding_format": "float"})
+    ]
+    same([each.embedding for each in embedded[0]], [each.embedding for each in embedded[1]])
+    same(round(sum(number**2 for number in embedded[0][1].embedding), 5), 1)
     tools = [pydantic_function_tool(Warmth, name="warmth")]
     messages: list[Any] = [{"role": "user", "content": ASKED}]
     wishes: dict[str, Any] = {"model": "tiny", "temperature": 0, "tools": tools}

@@ -52,10 +52,11 @@ def make_service(model: Decoder, limits: ServeOptions, engine: EngineOptions) ->
 
 
 @contextlib.contextmanager
-def serving(service: Service) -> Iterator[Served]:
-    """The server behind a real socket; it has ended when the block has."""
+def serving(service: Any, app: Any = None) -> Iterator[Served]:
+    """The server behind a real socket, of text generation unless the `app` is another; it has ended when the block
+    has."""
     listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
-    server = build_server(service, create_app(service))
+    server = build_server(service, app or create_app(service))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:

@@ -22,17 +22,23 @@ from kitforge.kits.transformers.config import TextGenerationOptions
 from kitforge.models.peft import save_adapter
 from tests.inference.server.conftest import Served, serving, small_model
 
+CONFIG = LoraConfig(rank=3, alpha=9.0)
+
+
+def trained(seed: int) -> Decoder:
+    """The served model with an adapter."""
+    model, noise = small_model().requires_grad_(False), torch.Generator().manual_seed(seed)
+    attach(model, "default", CONFIG)
+    for factors in adapter_tensors(model, "default").values():
+        for each in factors:
+            each.detach().copy_(torch.randn(each.shape, generator=noise))
+    return model
+
 
 def saved(folder: Path, seed: int) -> str:
-    """The folder of an adapter of the served model, as a run has it."""
-    model, config = small_model(), LoraConfig(rank=3, alpha=9.0)
-    attach(model, "default", config)
-    noise = torch.Generator().manual_seed(seed)
-    found = {
-        path: tuple(torch.randn(each.shape, generator=noise) for each in factors)
-        for path, factors in adapter_tensors(model, "default").items()
-    }
-    save_adapter(model, found, config, folder / "adapter", base="tiny")
+    """The folder of that adapter, as a run has it."""
+    model = trained(seed)
+    save_adapter(model, adapter_tensors(model, "default"), CONFIG, folder / "adapter", base="tiny")
     return str(folder)
 
 
@@ -45,7 +51,7 @@ def opened(model: Decoder, **serve: Any) -> Service:
 def adapted(model: Decoder, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     home = tmp_path_factory.mktemp("adapters")
     adapters = {"one": saved(home / "one", 1), "two": saved(home / "two", 2) + "/adapter"}
-    with serving(opened(model, adapters=adapters)) as found:
+    with serving(opened(model, adapters=adapters, pooling="mean", normalize=False)) as found:
         yield found
 
 
@@ -66,6 +72,15 @@ def test_a_model_of_a_request_is_the_base_or_an_adapter(adapted: Served, served:
     texts = [words(each) for each in found.values()]
     assert texts[0] == texts[1] == words(post(served, None, route))
     assert len({*texts}) == 3
+
+
+def test_a_text_is_embedded_by_the_adapter_that_is_named(adapted: Served) -> None:
+    for name, model in {"tiny": small_model(), "one": trained(1), "two": trained(2)}.items():
+        body = {"model": name, "input": "abc"}
+        reply = httpx.post(f"{adapted.url}/v1/embeddings", json=body).json()
+        with torch.no_grad():
+            wanted = model.hidden(torch.tensor([list(b"abc")]))[0].mean(0)
+        assert reply["model"] == name and torch.allclose(torch.tensor(reply["data"][0]["embedding"]), wanted, atol=1e-5)
 
 
 def test_the_models_are_listed_with_their_base(adapted: Served) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kitforge.inference.pooling import TextPooling
 from tests.data.chat.cases import THINKING
 from tests.documentation.markdown import ROOT
 from tests.inference.server.conftest import serving
@@ -46,10 +47,13 @@ def errors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
     if not (CLIENTS_ENV / ".done").exists():
         (pytest.fail if "CI" in os.environ else pytest.skip)("the clients are not installed: make clients")
     service = chat_service(tmp_path_factory.mktemp("hermes"), THINKING, max_length=8192)
+    service.pooling = TextPooling(mode="mean", normalize=True)
     names = {token: name.encode() for name, token in service.tokenizer.special_tokens.items()}
     scripts: dict[str, list[int]] = {}
 
     def script_of(sequence: Any) -> list[int]:
+        if sequence.options.pooling is not None:
+            return [0]
         tokens = sequence.tokens[: sequence.prompt_length]
         prompt = b"".join(names.get(each, service.tokenizer.token_bytes(each)) for each in tokens).decode()
         if prompt not in scripts:

@@ -192,7 +192,7 @@ def test_a_server_is_ready_once_it_is_warm(model: Decoder, monkeypatch: pytest.M
 
 def test_the_smallest_cache_is_warmed_too(model: Decoder) -> None:
     service = make_service(model, ServeOptions(), EngineOptions(kv_cache_bytes=1024, block_size=2))
-    assert service._max_model_len == 2
+    assert service.max_model_len == 2
     service.warm_up()
 
 

@@ -98,7 +98,7 @@ def test_the_most_likely_tokens_have_their_numbers(served: Served) -> None:
 
 def test_a_text_ends_where_the_model_ends_it(served: Served) -> None:
     ((tokens, _),) = drawn(served, {"max_tokens": None, "ignore_eos": True})
-    assert len(PROMPT) + len(tokens) == served.service._max_model_len
+    assert len(PROMPT) + len(tokens) == served.service.max_model_len
 
 
 def test_a_salt_keeps_prefixes_apart(served: Served) -> None:

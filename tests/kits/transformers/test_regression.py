@@ -14,9 +14,10 @@ from kitforge.cli.main import run as run_command
 from kitforge.data.images.labelled import ImageEntry
 from kitforge.data.labels import number_names, numbers_of
 from kitforge.data.tokenizers.loading import ByteTokenizer
-from kitforge.foundation.errors import DataError
+from kitforge.foundation.errors import ConfigError, DataError
 from kitforge.foundation.types import Cursor
 from kitforge.kits.transformers.rows import label_probabilities
+from tests.kits.served import served
 from tests.kits.transformers import test_classification as texts
 from tests.kits.transformers import test_image_classification as images
 
@@ -197,3 +198,49 @@ def test_images_learn_numbers_from_the_start(tmp_path: Path) -> None:
     assert assembly.loop.model.config.labels == ("LABEL_0",)
     with pytest.raises(DataError, match="problem_type=regression"):
         images.begin(tmp_path, train_dataset=image_rows())
+
+
+PAIRS = [("where is Oslo", "in Norway"), ("where is Oslo", "x" * 40), ("a", "b"), ("\u00e9", "c" * 9)] * 9
+
+
+def pair_tokenizer(folder: Path) -> None:
+    """Bytes between tokens that tell where a text begins, where the other does, and where both end."""
+    from tokenizers import Tokenizer
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    end = tokenizer.id_to_token(256)
+    pair, single = f"{end} $A {end} {end} $B {end}", f"{end} $A"
+    tokenizer.post_processor = TemplateProcessing(single=single, pair=pair, special_tokens=[(end, 256)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "kitforge_tokenizer.json").unlink()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("has_template", [False, True])
+def test_a_cross_encoder_scores_pairs_as_in_transformers(has_template: bool, tmp_path: Path) -> None:
+    theirs = published(tmp_path, 1, None)
+    if has_template:
+        pair_tokenizer(tmp_path)
+    read = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    expected = []
+    for first, second in PAIRS:
+        tokens = read(first, second, return_tensors="pt")["input_ids"]
+        with torch.no_grad():
+            expected.append(float(theirs(tokens).logits.sigmoid()))
+    firsts, seconds = map(list, zip(*PAIRS, strict=True))
+    with served(tmp_path, "task=text_classification") as client:
+        reply = client.post("/score", json={"queries": firsts, "documents": seconds}).json()
+        assert [each["score"] for each in reply["data"]] == pytest.approx(expected, abs=1e-6)
+        for words, body in {
+            "does not fit into the model": {"text_1": "a", "text_2": "x" * 70},
+            "scores pairs of texts": {"messages": [{"role": "user", "content": "a"}]},
+        }.items():
+            reply = client.post("/score", json=body)
+            assert reply.status_code == 400 and words in reply.json()["error"]["message"]
+
+
+def test_a_classifier_of_several_labels_is_not_served(tmp_path: Path) -> None:
+    published(tmp_path, 2, "regression")
+    with pytest.raises(ConfigError, match="one label"), served(tmp_path):
+        pass
