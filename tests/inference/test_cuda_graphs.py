@@ -99,6 +99,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "prompt_logprobs": {"prompt_logprobs": 1},
     "num_top_logprobs": {"num_top_logprobs": 2},
     "pooling": {"pooling": "mean"},
+    "cache_salt": {"cache_salt": "a"},
     "seed": {"temperature": 1.0, "seed": 11},
 }
 

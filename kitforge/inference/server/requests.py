@@ -115,13 +115,6 @@ Prompt = Annotated[
         custom_error_message="text, [text, ...], [token, ...] or [[token, ...], ...]",
     ),
 ]
-
-
-def prompts_of(given: Any) -> list[str | list[int]]:
-    """The texts and lists of tokens of a `Prompt`."""
-    return [given] if isinstance(given, str) or isinstance(given[0], int) else list(given)
-
-
 Stops = Annotated[
     Annotated[Text, Tag("text")] | Annotated[list[Text], Field(max_length=MAX_STOPS, fail_fast=True), Tag("texts")],
     Discriminator(
@@ -273,7 +266,9 @@ class CompletionRequest(GenerationParams):
 
     def prompts(self) -> list[str | list[int]]:
         """The prompts, each as text or tokens."""
-        return prompts_of(self.prompt)
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        return [self.prompt] if isinstance(self.prompt[0], int) else list(self.prompt)
 
     @property
     def num_top_logprobs(self) -> int | None:

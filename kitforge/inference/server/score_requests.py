@@ -6,7 +6,7 @@ from pydantic import BeforeValidator, Field
 
 from kitforge.inference.server.errors import refused
 from kitforge.inference.server.messages import Messages, RequestBody
-from kitforge.inference.server.requests import MAX_PROMPTS, Prompt, Text, prompts_of
+from kitforge.inference.server.requests import MAX_PROMPTS, Prompt, Text
 
 # A text, or an object with it.
 Document = Annotated[
@@ -26,7 +26,7 @@ class EmbeddingRequest(RequestBody):
 
     def texts(self) -> list[str | list[int]]:
         """The inputs, each as text or tokens."""
-        return prompts_of(self.input)
+        return _prompts(self.input)
 
 
 _SCORED = ("text_1", "text_2", "queries", "documents", "messages")
@@ -53,7 +53,7 @@ class ScoreRequest(RequestBody):
         names = [name for name in _SCORED if getattr(self, name)]
         if names == ["messages"]:
             return [[message.to_template_message() for message in self.messages or ()]]
-        firsts, seconds = (prompts_of(getattr(self, name)) for name in names) if len(names) == 2 else ([], [])
+        firsts, seconds = (_prompts(getattr(self, name)) for name in names) if len(names) == 2 else ([], [])
         is_known = names in (["text_1", "text_2"], ["queries", "documents"])
         if not is_known or not all(isinstance(each, str) for each in firsts + seconds):
             got, expected = ", ".join(names) or "none", "text_1 and text_2, queries and documents, or messages"
@@ -79,3 +79,8 @@ class RerankRequest(RequestBody):
     def texts(self) -> list[tuple[str, str]]:
         """The query with each document."""
         return [(self.query, each) for each in self.documents]
+
+
+def _prompts(given: Any) -> list[str | list[int]]:
+    """The texts and lists of tokens of a `Prompt`."""
+    return [given] if isinstance(given, str) or isinstance(given[0], int) else list(given)
