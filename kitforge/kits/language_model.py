@@ -16,7 +16,7 @@ from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.core.nn.context import Context, DropoutKey
 from kitforge.core.nn.decoder import FamilyConfig
 from kitforge.core.nn.linear import Linear
-from kitforge.core.nn.lora import LoraConfig, active_adapter, adapter_tensors, merge_factors
+from kitforge.core.nn.lora import LoraConfig, active_adapter, merge_factors, names_of_factors
 from kitforge.core.nn.lora import active_lora_config as config_of_adapter
 from kitforge.core.parallel import collectives
 from kitforge.core.parallel.config import ParallelConfig
@@ -86,7 +86,7 @@ class LoraOptions:
             expected = "1 with lora.kind=dora, which needs the norms of whole rows"
             check(degrees.tensor == 1, "parallel.tensor", degrees.tensor, expected, fix)
         if self.quantized_bits is not None:
-            for axis in ("tensor", "shard"):
+            for axis in ("tensor", "shard", "pipeline"):
                 degree, expected = getattr(degrees, axis), "1 with lora.kind=qlora, whose blocks are not cut"
                 check(degree == 1, f"parallel.{axis}", degree, expected, fix)
 
@@ -194,18 +194,16 @@ def _merged_reader(
 ) -> tuple[Callable[[str], Tensor], Callable[[], None]]:
     """What gives rank 0 the whole weights by name, dequantized and with the active adapter merged in fp32; and what all
     ranks call at the end."""
-    name, config = active_adapter(model), config_of_adapter(model)
+    name, config = _adapter_of_stages(model, parallel)
     linears = {path: each for path, each in model.named_modules() if isinstance(each, Linear)}
     weights = GatheredParameters(parallel, names, dtype if name is None else torch.float32)
     factors = {} if name is None else full_lora_factors(model, name, parallel)
 
     def read(own: str) -> Tensor:
         weight, path = weights[own], own.removesuffix(".weight")
-        if path == own or path not in linears:
-            return weight
-        if linears[path].scales is not None:
+        if path in linears and linears[path].scales is not None:
             weight = linears[path].dense_weight()
-        if config is None or path not in factors:
+        if config is None or path == own or path not in factors:
             return weight
         return merge_factors(weight, [factor.to(weight) for factor in factors[path]], config.scale)
 
@@ -294,10 +292,9 @@ class SaveAdapter(Callback):
         # Gathering shards is a collective, so it runs between steps only.
         if not can_save_at_end(event, run) or run.folder is None or config_of_network(network) is None:
             return
-        config = config_of_adapter(network)
-        if config is None:
-            return
         parallel = run.state.parallel
+        if (config := _adapter_of_stages(network, parallel)[1]) is None:
+            return
         factors = full_lora_factors(network, name, parallel)
         owners = {id(parameter): own for own, parameter in parallel.model.named_parameters()}
         whole = {
@@ -325,10 +322,15 @@ class SaveTokenizer(Callback):
             self._tokenizer.save(run.folder / TOKENIZER_FOLDER)
 
 
+def _adapter_of_stages(network: nn.Module, parallel: ParallelModel) -> tuple[str | None, LoraConfig | None]:
+    """The name and the configuration of the active adapter, which a stage of a pipeline may have no layer of."""
+    group = None if parallel.mesh is None else parallel.mesh.group("pipeline")
+    found = collectives.all_gather_object((active_adapter(network), config_of_adapter(network)), group)
+    return cast(tuple[str, LoraConfig], next((each for each in found if each[1] is not None), found[0]))
+
+
 def full_lora_factors(network: nn.Module, name: str, parallel: ParallelModel) -> dict[str, tuple[Tensor, ...]]:
-    """The LoRA factors of every adapted layer, gathered from all shards."""
-    names = {id(parameter): own for own, parameter in parallel.model.named_parameters()}
-    return {
-        path: tuple(parallel.full_tensor(names[id(factor)]) for factor in factors)
-        for path, factors in adapter_tensors(network, name).items()
-    }
+    """The LoRA factors of every adapted layer, also of other stages, gathered from all shards."""
+    prefix = next(f"{own}.".lstrip(".") for own, each in parallel.model.named_modules() if each is network)
+    found = names_of_factors((own for own in parallel.layouts if own.startswith(prefix)), name)
+    return {layer.removeprefix(prefix): tuple(map(parallel.full_tensor, names)) for layer, names in found.items()}

@@ -45,6 +45,8 @@ DECODER = Sharding(
     ),
     divisible={**_HEADS, EXPERT: ("num_experts",)},
     fsdp_roots={"": ("hidden",)},
+    first=("embedding", "embedding_norm", "position"),
+    last=("norm", "output", "stored_head"),
     cuts_rows=True,
 )
 
@@ -78,6 +80,8 @@ VISION = Sharding(
     rules=tuple(rule for rule in DECODER.rules if rule.module.startswith(("blocks", "norm"))),
     divisible=_HEADS,
     fsdp_roots={"": ("logits",)},
+    first=("patches", "class_token", "position"),
+    last=("norm",),
 )
 
 

@@ -1,11 +1,14 @@
-"""Tensors that live on some stages only: norm, comparison, gathering, saving and loading by the ranks that hold them.
+"""Tensors that live on some stages only: norm, comparison, gathering, saving and loading by the ranks that hold them;
+and networks of which each rank has a stage.
 
 One launch of four ranks for all of it.
 """
 
+import math
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,18 +17,41 @@ from torch import Tensor
 from kitforge.core.checkpoint.gather import gather_to_rank_zero
 from kitforge.core.checkpoint.load import load_tensors, open_checkpoint
 from kitforge.core.checkpoint.save import CheckpointWriter
+from kitforge.core.nn.context import Context, DropoutKey
+from kitforge.core.nn.init import init_weights
+from kitforge.core.nn.lora import LoraConfig, attach, merged_weights
 from kitforge.core.optim.groups import ParameterGroup
-from kitforge.core.parallel import config, replicas
+from kitforge.core.parallel import collectives, config, replicas
 from kitforge.core.parallel.config import ParallelConfig
-from kitforge.core.parallel.gather import gather_full_tensor
+from kitforge.core.parallel.expert_load import LOAD, load_of, move_biases
+from kitforge.core.parallel.gather import FullMatrices, gather_full_tensor
 from kitforge.core.parallel.grad_norm import global_grad_norm
 from kitforge.core.parallel.layout import Layout
 from kitforge.core.parallel.mesh import Mesh
-from kitforge.core.parallel.parallelize import ParallelModel
+from kitforge.core.parallel.micro_batches import Losses, run_micro_batches
+from kitforge.core.parallel.parallelize import ParallelModel, parallelize
+from kitforge.core.parallel.pipeline import stage_layers
+from kitforge.core.parallel.weight_sync import sync_weights
 from kitforge.core.parallel.world import World
 from kitforge.foundation.errors import CheckpointError
-from tests.distributed.ranks import run_ranks
-from tests.distributed.step import Messages, first_difference
+from kitforge.foundation.types import Sums
+from kitforge.kits.language_model import SaveAdapter, save_language_model
+from kitforge.models.loading import build_on_meta, load
+from kitforge.models.sharding import sharding_of_network
+from kitforge.trainer.callbacks.callback import Event
+from tests.distributed.ranks import ask_ranks
+from tests.distributed.step import (
+    ALL,
+    BATCH,
+    LENGTH,
+    Case,
+    Messages,
+    Outcome,
+    difference,
+    first_difference,
+    make_batch,
+    run_step,
+)
 
 LAYOUTS = {
     "embedding": Layout(shape=(6, 4), stages=(0, 1)).split("fsdp", 0, 2),
@@ -47,10 +73,13 @@ def held(mesh: Mesh) -> dict[str, Tensor]:
 
 
 def on_stages(rank: int, folder: Path) -> dict[str, Any]:
-    config.UNBUILT_AXES = ()
+    config.UNBUILT_AXES = cast(Any, ())
     mesh = Mesh(ParallelConfig(pipeline=2, shard=2), "cpu")
     world, own = World(device=torch.device("cpu"), mesh=mesh), held(mesh)
-    found: dict[str, Any] = {"union": mesh.union(own), "own": set(own)}
+    found: dict[str, Any] = {"union": mesh.union(own, LAYOUTS), "own": set(own)}
+    name = f"blocks.{mesh.index['pipeline']}"
+    matrices = FullMatrices({own[name]: LAYOUTS[name]}, mesh)
+    found["matrix"] = name, matrices.full_tensor(own[name], own[name])
     with Messages() as messages:
         holders = {name: mesh.grid.num_holders(LAYOUTS[name], rank) for name in own}
         found["norm"] = float(global_grad_norm(own, holders, torch.zeros(()), mesh))
@@ -102,13 +131,221 @@ def groups_of_stages(mesh: Mesh) -> list[tuple[str, float, tuple[str, ...]]]:
     return [(each.part, each.weight_decay, each.names) for each in ParallelModel.local_groups(parallel, groups)]
 
 
-def test_ranks_of_different_stages_agree_on_what_they_hold_together(tmp_path: Path) -> None:
-    ranks = run_ranks(4, on_stages, tmp_path)
+# The axes beside two stages, with a family whose head is tied or not, or whose first stage has no experts.
+BESIDE: dict[str, tuple[str, dict[str, Any]]] = {
+    "tensor, an untied head": ("llama", {"tensor": 2}),
+    "tensor, a tied head": ("gpt2", {"tensor": 2}),
+    "tensor, experts of the second stage": ("qwen3_moe", {"tensor": 2}),
+    "context, a tied head": ("gpt2", {"context": 2}),
+    "context, a query layer": ("pangu_alpha", {"context": 2}),
+    "shard, a tied head": ("llama_tied", {"shard": 2}),
+    "data and expert": ("qwen3_8", {"data": 2, "expert": 2}),
+}
+
+
+def stage_of(family: str, world: World, adapt: Any = lambda _model: None) -> Any:
+    """The stage of this rank, with the weights of one process."""
+    model = build_on_meta(ALL[family], "O1").double()
+    adapt(model)
+    parallel = parallelize(model, sharding_of_network(model), world)
+    parallel.materialize(world.device)
+    pieces = parallel.parameters()
+    init_weights(pieces.items(), 2, 0, {name: parallel.region(name) for name in pieces})
+    return model.train(), parallel
+
+
+def world_of(**degrees: Any) -> World:
+    config.UNBUILT_AXES = cast(Any, ())
+    return World(device=torch.device("cpu"), mesh=Mesh(ParallelConfig(pipeline=2, **degrees), "cpu"))
+
+
+def step_of_stages(_rank: int, family: str, degrees: dict[str, Any]) -> Outcome:
+    """One micro-batch through two stages, whose ranks send the stream and its gradient; `run_step` of one process."""
+    world = world_of(**degrees)
+    mesh, (model, parallel) = world.mesh, stage_of(family, world)
+    assert mesh is not None
+    if "shard" in degrees:
+        from torch.distributed.fsdp import register_fsdp_forward_method
+
+        register_fsdp_forward_method(model, "stage_pass")
+    column = next(row for row in mesh.grid.groups("pipeline") if mesh.rank in row)
+    stage, batch, share = mesh.index["pipeline"], make_batch(LENGTH), BATCH // world.num_replicas
+    rows = slice(share * world.replica, share * (world.replica + 1))
+    counted = batch["targets"][rows] != -100
+    count = world.sum({"loss": counted.sum()})["loss"]
+    key = DropoutKey(seed=0, step=0, samples=tuple(range(BATCH)[rows]))
+    context = Context.packed(batch["positions"][rows], batch["documents"][rows], key, counted=counted)
+    context = replace(context, loss_weight=1.0 / count.double())
+    layers = stage_layers(len(model.blocks), 2)[stage]
+    parallel.micro_batch(is_last=True)
+    loss = torch.zeros((), dtype=torch.float64)
+    if stage == 0:
+        stream = model.stage_pass(batch["tokens"][rows], context, layers=layers)
+        collectives.send(stream.detach(), column[1])
+        stream.backward(collectives.receive_(torch.empty_like(stream), column[1]))
+    else:
+        length = LENGTH // (mesh.degree("context") * mesh.degree("tensor"))
+        stream = torch.empty(share, length, model.geometry.dim, dtype=torch.float64)
+        collectives.receive_(stream, column[0]).requires_grad_()
+        hidden = model.stage_pass(batch["tokens"][rows], context, stream, layers).flatten(0, 1)
+        targets = batch["targets"][rows].flatten()
+        found = model.kernels.linear_cross_entropy(hidden, model.head_weight, targets) / count
+        (found * parallel.loss_fraction).backward()
+        assert stream.grad is not None
+        collectives.send(stream.grad, column[0])
+        loss = found.detach()
+    parallel.reduce_gradients()
+    for name, each in parallel.parameters().items():
+        if parallel.layouts[name].stages == (0, 1):
+            assert each.grad is not None
+            collectives.all_reduce_(each.grad, mesh.group("pipeline"))
+    loss = world.sum({"loss": collectives.all_reduce_(loss, mesh.group("pipeline"))})["loss"]
+    held = parallel.parameters()
+    return Outcome(
+        loss=float(loss),
+        norm=float(parallel.grad_norm()),
+        weights={},
+        gradients={name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in held.items()},
+        regions={name: parallel.region(name) for name in held},
+        order={},
+    )
+
+
+class OfStage(Losses):
+    """A loss of the stream of this stage, whatever comes before it."""
+
+    def inputs(self, micro_batch: Any) -> tuple[Tensor, Context]:
+        return micro_batch["tokens"], Context()
+
+    def loss_of(self, model: Any, hidden: Tensor, micro_batch: Any) -> Sums:
+        return Sums(loss=hidden.square().sum())
+
+
+def load_of_stages(_rank: int) -> dict[str, Any]:
+    """The load of experts of which the first stage has none, and the bias that it moves."""
+    world = world_of(data=2)
+    assert world.mesh is not None
+    own = ALL["qwen3_moe"]
+    ALL["biased"] = replace(own, experts=replace(own.experts, balance="bias", bias_rate=0.5))
+    model, parallel = stage_of("biased", world)
+    stage, whole = world.mesh.index["pipeline"], model.stage_pass
+    layers = stage_layers(len(model.blocks), 2)[stage]
+    stream = torch.randn(2, LENGTH, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(world.replica))
+    model.__dict__["hidden"] = lambda tokens, context: whole(tokens, context, stream if stage else None, layers)
+    step: Any = [{"tokens": torch.zeros(2, LENGTH, dtype=torch.int64)}] * 2
+    load = run_micro_batches(parallel, OfStage(), step, 1.0, lambda: torch.enable_grad())[LOAD]
+    assert load_of(parallel, is_composed=False) == {}
+    biases = {name: each for name, each in parallel.parameters().items() if name.endswith("router.bias")}
+    before = {name: each.detach().clone() for name, each in biases.items()}
+    move_biases(parallel, world.sum({LOAD: load})[LOAD])
+    return {"load": load, "moved": {name: biases[name].detach() - before[name] for name in biases}}
+
+
+def adapters_of_stages(rank: int, folder: Path) -> None:
+    """Saves the adapter, which no layer of the first stage has, and the network with it merged."""
+    world = world_of(shard=2)
+    model, parallel = stage_of("glm", world, adapt_second_layer)
+    fill_adapter(parallel)
+    state = SimpleNamespace(parallel=parallel, is_consistent=True)
+    run: Any = SimpleNamespace(state=state, model=model, world=world, folder=folder, log_event=pytest.fail)
+    tokenizer: Any = SimpleNamespace(save=lambda _folder: None)
+    SaveAdapter(lambda model: (model, "own", None), "base", tokenizer).on_event(Event(kind="end"), run)
+    save_language_model(model, folder / "merged", None, "float32")
+
+
+def adapt_second_layer(model: Any) -> None:
+    attach(model, "own", LoraConfig(rank=2, target_modules=("query", "down")))
+    for layer in (model.blocks[0].attention.query, model.blocks[0].mlp.down):
+        del layer._modules["adapters"]
+
+
+def fill_adapter(parallel: ParallelModel) -> None:
+    """Values of an adapter that are the same whole, however it is cut."""
+    for name, each in parallel.parameters().items():
+        if ".adapters." in name:
+            region = parallel.region(name)
+            numbers = torch.arange(math.prod(region.global_shape), dtype=each.dtype).view(region.global_shape)
+            each.detach().copy_(region.of((numbers / 7).sin()))
+
+
+def synced(rank: int) -> dict[str, Tensor]:
+    """Two stages send their weights to two ranks that have the network whole."""
+    config.UNBUILT_AXES = cast(Any, ())
+    world = World.of_process_group(ParallelConfig(pipeline=2), torch.device("cpu"))
+    if world.is_training:
+        model, parallel = stage_of("llama", world)
+        sync_weights(parallel, None, (2, 3), world)
+        return {}
+    whole = dict(build_on_meta(ALL["llama"], "O1").double().to_empty(device="cpu").named_parameters())
+    sync_weights(None, whole, (2, 3), world)
+    return {name: each.detach() for name, each in whole.items()}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, list[Any]]:
+    folder = tmp_path_factory.mktemp("stages")
+    steps = {name: (4, step_of_stages, family, degrees) for name, (family, degrees) in BESIDE.items()}
+    questions = {"tensors": (4, on_stages, folder), "loads": (4, load_of_stages), "synced": (4, synced)}
+    return ask_ranks(questions | {"adapters": (4, adapters_of_stages, folder)} | steps) | {"folder": [folder]}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_two_stages_are_one_process_beside_any_axis(name: str, ranks: dict[Any, list[Any]]) -> None:
+    alone = run_step(0, Case(family=BESIDE[name][0], degrees=ParallelConfig()))
+    for found in ranks[name]:
+        assert difference(found, alone) < 1e-9
+    assert set().union(*(found.gradients for found in ranks[name])) == set(alone.gradients)
+
+
+def test_the_load_of_experts_is_that_of_all_stages(ranks: dict[Any, list[Any]]) -> None:
+    for found in ranks["loads"]:
+        # Of two layers, each token of two micro-batches has three choices of five experts.
+        assert found["load"].shape == (2, 6)
+        assert found["load"].sum(1).tolist() == [2 * 2 * LENGTH * 3] * 2
+    assert all(torch.equal(ranks["loads"][rank]["load"], ranks["loads"][rank + 2]["load"]) for rank in (0, 1))
+    assert all(not found["moved"] for found in ranks["loads"][:2])
+    total = ranks["loads"][0]["load"][:, :-1] + ranks["loads"][1]["load"][:, :-1]
+    towards = 0.5 * (total.mean(1, keepdim=True) - total).sign()
+    for found in ranks["loads"][2:]:
+        assert [f"blocks.{layer}.mlp.router.bias" for layer in (1, 2)] == list(found["moved"])
+        assert torch.equal(torch.stack([*found["moved"].values()]), towards)
+
+
+def test_an_adapter_of_one_stage_is_saved_and_merged_by_all(ranks: dict[Any, list[Any]], tmp_path: Path) -> None:
+    alone, parallel = stage_of("glm", World(device=torch.device("cpu")), adapt_second_layer)
+    fill_adapter(parallel)
+    merged, folder = merged_weights(alone), ranks["folder"][0]
+    assert set(merged) == {"blocks.1.attention.query", "blocks.1.mlp.down"}
+    wanted = dict(alone.named_parameters()) | {f"{name}.weight": each for name, each in merged.items()}
+    for name, each in load(folder / "merged", device=torch.device("cpu")).named_parameters():
+        assert torch.allclose(each.double(), wanted[name], atol=1e-6), name
+    state = SimpleNamespace(parallel=parallel, is_consistent=True)
+    world = World(device=torch.device("cpu"))
+    run: Any = SimpleNamespace(state=state, model=alone, world=world, folder=tmp_path, log_event=pytest.fail)
+    tokenizer: Any = SimpleNamespace(save=lambda _folder: None)
+    SaveAdapter(lambda model: (model, "own", None), "base", tokenizer).on_event(Event(kind="end"), run)
+    for file in sorted((tmp_path / "adapter").iterdir()):
+        assert file.read_bytes() == (folder / "adapter" / file.name).read_bytes()
+
+
+def test_weights_of_stages_arrive_under_their_own_names(ranks: dict[Any, list[Any]]) -> None:
+    alone, _ = stage_of("llama", World(device=torch.device("cpu")))
+    for found in ranks["synced"][2:]:
+        assert all(torch.equal(found[name], each) for name, each in alone.named_parameters())
+
+
+def test_ranks_of_different_stages_agree_on_what_they_hold_together(ranks: dict[Any, list[Any]]) -> None:
+    check_agreement(ranks["tensors"], ranks["folder"][0])
+
+
+def check_agreement(ranks: list[dict[str, Any]], folder: Path) -> None:
     whole = wholes()
     assert first_difference([each["order"] for each in ranks]) is None
     norm = float(torch.cat([each.flatten() for each in whole.values()]).double().norm())
     for rank, found in enumerate(ranks):
-        assert set(found["union"]) == set(LAYOUTS) and found["union"] == ranks[0]["union"]
+        assert found["union"] == list(LAYOUTS)
+        name, matrix = found["matrix"]
+        assert torch.equal(matrix, whole[name])
         assert found["own"] == set(LAYOUTS) - ({"blocks.1", "blocks.1.bias"} if rank < 2 else {"blocks.0"})
         assert found["norm"] == pytest.approx(norm, rel=1e-6)
         for name, each in whole.items():
@@ -123,7 +360,7 @@ def test_ranks_of_different_stages_agree_on_what_they_hold_together(tmp_path: Pa
         assert [each[2] for each in found["groups"]] == [(f"policy.{rank // 2}",), ("critic",) if rank > 1 else ()]
     for name, each in whole.items():
         assert torch.equal(ranks[0]["to rank zero"][name], each), name
-    saved = open_checkpoint(tmp_path / "step_2")
+    saved = open_checkpoint(folder / "step_2")
     assert {name: True for name in LAYOUTS} == {name: torch.equal(each, whole[name]) for name, each in saved.model()}
     assert {name for name, _ in saved.optimizer()} == {f"{name}.exp_avg" for name in LAYOUTS}
 

@@ -56,7 +56,7 @@ class Quantizable(CausalLM, Protocol):
 
     @property
     def is_whole(self) -> bool:
-        """Whether no axis of parallelism and no adapter has wrapped its modules."""
+        """Whether it has all of its modules, and no axis of parallelism and no adapter has wrapped them."""
         ...
 
 

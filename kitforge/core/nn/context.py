@@ -231,6 +231,7 @@ class SequenceShard:
     # Of a tensor without a gradient: the tensors of all ranks [ranks, ...], in the order of the shards, and their sum.
     gather: Callable[[Tensor], Tensor]
     sum: Callable[[Tensor], Tensor]
+    join: Callable[[Tensor], Tensor]  # the outputs [B, T, dim] of all ranks as whole rows, with their gradients
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -115,6 +115,7 @@ class Decoder(Stack):
         self.embedding_norm = Norm(block.norm, dim, block.norm_eps, kernels) if shape.embedding_norm else None
         self.position = unfilled_embedding(shape.max_length, dim) if isinstance(positions, Learned) else None
         self.add_blocks(shape.blocks, kernels)
+        self._is_tied = shape.tie_embeddings
         self.output = None if shape.tie_embeddings else nn.Parameter(torch.empty(shape.vocab_size, dim))
         self.stored_head: Linear | None = None  # a quantized head, in place of `output` or of a tied embedding
         self._angles = angles
@@ -125,16 +126,19 @@ class Decoder(Stack):
 
     @property
     def head_weight(self) -> Tensor:
-        """The matrix [vocab, dim] of the head; the embedding's if they are tied. Of a quantized head only device and
-        dtype of the network, an empty matrix."""
-        if self.stored_head is not None:
-            return self.embedding.weight[:0]
-        return self.embedding.weight if self.output is None else self.output
+        """The matrix [vocab, dim] of the head; the embedding's if they are tied. Of a quantized head, and of a stage
+        without one, only device and dtype of the network, an empty matrix."""
+        head: Tensor | None = getattr(self.embedding, "weight", None) if self._is_tied else self.output
+        if head is not None and self.stored_head is None:
+            return head
+        # Its first matrix, since vectors may be in fp32 beside matrices in half precision.
+        like = max((each for each in self.parameters() if each.is_floating_point()), key=Tensor.dim)
+        return torch.empty(0, self.geometry.dim, dtype=like.dtype, device=like.device)
 
     @property
     def head_name(self) -> str:
         """The parameter that is `head_weight`."""
-        return "embedding.weight" if self.output is None else "output"
+        return "embedding.weight" if self._is_tied else "output"
 
     @property
     def has_fixed_angles(self) -> bool:
@@ -143,9 +147,11 @@ class Decoder(Stack):
 
     @property
     def is_whole(self) -> bool:
-        """Whether no axis of parallelism and no adapter has wrapped its modules."""
-        # The tensor axis replaces `forward` of modules; torch's FSDP makes a class of its own.
-        return type(self) is Decoder and not any("forward" in module.__dict__ for module in self.modules())
+        """Whether it has all of its modules, and no axis of parallelism and no adapter has wrapped them."""
+        # The tensor axis replaces `forward` of modules; torch's FSDP makes a class of its own; a stage has None in the
+        # place of a module, where an option that is off has no module.
+        wraps = ("forward" in each.__dict__ or None in each._modules.values() for each in self.modules())
+        return type(self) is Decoder and not any(wraps)
 
     def embed(self, input: Tensor, context: Context) -> Tensor:
         """The stream [B, T, dim] of tokens [B, T] into the first block."""

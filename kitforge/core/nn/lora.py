@@ -4,7 +4,7 @@ The base weights keep their names and never change, so without an active adapter
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -145,11 +145,19 @@ def initial_down(seed: int, name: str, path: str, shape: torch.Size) -> Tensor:
 def adapter_tensors(network: nn.Module, name: str) -> dict[str, tuple[Tensor, ...]]:
     """Both factors, down [rank, in] and up [out, rank], of every layer with that adapter, by the layer's name, and of
     DoRA the magnitude [out]."""
-    found = {path: _adapters_of(layer)[name] for path, layer in _adapted(network) if name in _adapters_of(layer)}
-    return {
-        path: (each.down, each.up) if each.magnitude is None else (each.down, each.up, each.magnitude)
-        for path, each in found.items()
-    }
+    parameters = dict(network.named_parameters())
+    found = names_of_factors(parameters, name)
+    return {layer: tuple(parameters[own] for own in names) for layer, names in found.items()}
+
+
+def names_of_factors(names: Iterable[str], adapter: str) -> dict[str, list[str]]:
+    """The factors of `adapter_tensors` by name, of the parameters of a network in its order."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        layer, _, factor = name.rpartition(f".{_ADAPTERS}.{adapter}.")
+        if factor in FACTORS and layer:
+            found.setdefault(layer, []).append(name)
+    return found
 
 
 def active_lora_config(network: nn.Module) -> LoraConfig | None:

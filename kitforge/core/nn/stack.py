@@ -33,7 +33,8 @@ class Stack(nn.Module, ABC):
 
     norm: nn.Module
     recompute: Recompute = "none"  # activation checkpointing: what of a block the backward pass computes again
-    # Called first in each pass with the length of the stream; set by `core.parallel`.
+    # Set by `core.parallel` and called first in each pass: this rank's part of the rows, then the length of the stream.
+    cut: Callable[[Tensor, Context], tuple[Tensor, Context]] | None = None
     begin: Callable[[int, Context], Context] | None = None
     length: int | None = None  # of every stream; None: of the input [B, T]
     _compiled: list[Callable[..., Tensor] | None] | None = None
@@ -80,14 +81,27 @@ class Stack(nn.Module, ABC):
 
     def hidden(self, input: Tensor, context: Context | None = None) -> Tensor:
         """Normalized output [B, T, dim] of the last block for an input such as tokens [B, T]."""
-        context = Context() if context is None else context
+        return self.stage_pass(input, Context() if context is None else context)
+
+    def stage_pass(
+        self, input: Tensor, context: Context, stream: Tensor | None = None, layers: range | None = None
+    ) -> Tensor:
+        """The part of `hidden` of some layers, by default all: the first embed the input, others continue the stream of
+        those before them. The last ones return the normalized output of whole rows, others the stream of this rank."""
+        if self.cut is not None:
+            input, context = self.cut(input, context)
         length = input.shape[1] if self.length is None else self.length
         if self.begin is not None:
             context = self.begin(length, context)
-        stream, encoding = self.embed(input, context), self.encode_positions(input, context)
+        stream = self.embed(input, context) if stream is None else stream
+        encoding = self.encode_positions(input, context)
         if isinstance(context.attend, RowAttend):
             context.attend.prepare(stream, length, self._windows, self._head_dim)
-        return self.leave(self.run(stream, encoding, context), context)
+        stream = self.run(stream, encoding, context, layers)
+        if layers is not None and layers.stop < len(self.blocks):
+            return stream
+        hidden = self.leave(stream, context)
+        return hidden if context.shard is None else context.shard.join(hidden)
 
     def compile_blocks(self) -> None:
         """Compile each block with torch.compile (level O2), over the same weights."""

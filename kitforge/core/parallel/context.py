@@ -12,6 +12,7 @@ B batch, T length of rows.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -84,30 +85,16 @@ class ContextParallelModel:
         self._multiple = self._ranks * (mesh.degree("tensor") if is_cut_further else 1)
         for module in model.modules():
             if isinstance(module, Stack) and isinstance(module, Shardable):
-                self._cut_rows(module)
+                depends_on_length = module.geometry.depends_on_length
+                module.cut = functools.partial(self.local_shard, depends_on_length=depends_on_length)
                 self._cut_tokens_of_head(module)
-
-    def _cut_rows(self, network: Any) -> None:
-        """Cut the tokens of `hidden`, and join its output."""
-        whole_hidden = network.hidden
-
-        def hidden(tokens: Tensor, context: Context | None = None) -> Tensor:
-            context = Context() if context is None else context
-            # With a cache every rank has the whole network and computes its tokens alone.
-            if not isinstance(context.attend, RowAttend) or tokens.numel() == 0:
-                alone: Tensor = whole_hidden(tokens, context)
-                return alone
-            output = whole_hidden(*self.local_shard(tokens, context, network.geometry.depends_on_length))
-            whole = collectives.all_gather_autograd(output, self._group, 1)
-            # No view, of which `fully_shard` would warn.
-            return whole if whole.shape[1] == tokens.shape[1] else whole[:, : tokens.shape[1]].clone()
-
-        # Set past nn.Module's own bookkeeping, which takes attributes for modules and parameters.
-        network.__dict__["hidden"] = hidden
 
     def local_shard(self, tokens: Tensor, context: Context, depends_on_length: bool) -> tuple[Tensor, Context]:
         """This rank's shard of tokens [B, T] and of their context. Rows are padded to shards of equal length; the
         padding is at the end, where no token sees it, and is not counted."""
+        # With a cache every rank has the whole network and computes its tokens alone.
+        if not isinstance(context.attend, RowAttend) or tokens.numel() == 0:
+            return tokens, context
         length = tokens.shape[1]
         whole_length = -(-length // self._multiple) * self._multiple
         size = whole_length // self._ranks
@@ -118,7 +105,6 @@ class ContextParallelModel:
                 return values
             return _padded(values, whole_length, padding).narrow(-1, first, size)
 
-        assert isinstance(context.attend, RowAttend)
         positions = torch.arange(length, device=tokens.device) if context.positions is None else context.positions
         counted, lengths, documents = context.counted, context.lengths, context.documents
         if counted is None and whole_length > length:
@@ -135,6 +121,7 @@ class ContextParallelModel:
             documents=None if documents is None else _padded(documents, whole_length, PADDING),
             gather=lambda values: collectives.all_gather(values.unsqueeze(0), self._group, 0),
             sum=lambda values: collectives.all_reduce_fwd(values, self._group),
+            join=functools.partial(self._joined, length=length),
         )
         own_tokens = cut(tokens, 0)
         assert own_tokens is not None
@@ -148,6 +135,11 @@ class ContextParallelModel:
             dropout=None if context.dropout is None else dataclasses.replace(context.dropout, shard=dropout_shard),
             shard=shard,
         )
+
+    def _joined(self, output: Tensor, length: int) -> Tensor:
+        whole = collectives.all_gather_autograd(output, self._group, 1)
+        # No view, of which `fully_shard` would warn.
+        return whole if whole.shape[1] == length else whole[:, :length].clone()
 
     def _cut_tokens_of_head(self, network: Any) -> None:
         """Let each rank compute the losses and log-probabilities of a part of the tokens [N, dim]."""

@@ -48,17 +48,21 @@ def check_capacity(model: nn.Module, is_composed: bool) -> None:
         )
 
 
-def load_of(model: nn.Module, is_composed: bool, context_group: collectives.Group = None) -> Sums:
-    """The load of the last forward pass under its name, over the ranks with shards of its rows; empty for a network
-    without experts, and for a task that has `loss` instead of `inputs` and `loss_of`, whose passes know nothing of its
-    weight."""
-    experts = list(named_experts(model).values())
-    if experts and not is_composed and any(each.config.experts.balance != "none" for each in experts):
+def load_of(parallel: ParallelModel, is_composed: bool) -> Sums:
+    """The load of the last forward pass under its name, over the ranks with shards of its rows: a row for each mixture
+    of the whole network, zero where it is on another stage. Empty for a network without experts, and for a task that
+    has `loss` instead of `inputs` and `loss_of`, whose passes know nothing of its weight."""
+    own = named_experts(parallel.model)
+    if own and not is_composed and any(each.config.experts.balance != "none" for each in own.values()):
         warn_once(_log, "this task trains a mixture of experts without balancing its load")
-    loads = [each.load for each in experts if each.load is not None and is_composed]
-    if not loads:
+    if not parallel.num_experts or not is_composed:
         return {}
-    return {LOAD: collectives.all_reduce_(torch.stack(loads), context_group)}
+    size = (len(parallel.num_experts), max(parallel.num_experts.values()) + 1)
+    loads = torch.zeros(size, dtype=torch.float64, device=parallel.device)
+    for number, name in enumerate(parallel.num_experts):
+        if name in own and (load := own[name].load) is not None:
+            loads[number] = load
+    return {LOAD: collectives.all_reduce_(loads, None if parallel.mesh is None else parallel.mesh.group("context"))}
 
 
 def load_sums(load: Tensor) -> Sums:
@@ -74,10 +78,10 @@ def load_sums(load: Tensor) -> Sums:
 @torch.no_grad()
 def move_biases(parallel: ParallelModel, load: Tensor) -> None:
     """Move the biases of routers towards experts with fewer tokens than the mean, by the load over all ranks."""
-    shards = parallel.parameters()
-    for (name, module), counts in zip(named_experts(parallel.model).items(), load[:, :-1], strict=True):
-        own, rate = f"{name}.router.bias", module.config.experts.bias_rate
+    shards, held = parallel.parameters(), named_experts(parallel.model)
+    for name, counts in zip(parallel.num_experts, load[:, :-1], strict=True):
+        own = f"{name}.router.bias"
         # Under an adapter the whole router is frozen, and the run that it adapts has the same tensor.
-        if own in shards and module.router.weight.requires_grad:
-            towards = (counts.mean() - counts).sign() * rate
+        if own in shards and held[name].router.weight.requires_grad:
+            towards = (counts.mean() - counts).sign() * held[name].config.experts.bias_rate
             shards[own].add_(parallel.region(own).of(towards).to(shards[own]))

@@ -164,9 +164,7 @@ def _expert_dims(model: nn.Module, layouts: Mapping[str, Layout]) -> dict[nn.Mod
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:
-    """The modules of every outermost ModuleList."""
-    lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
-    outer = [
-        module for name, module in lists if not any(name.startswith(f"{other}.") for other, _ in lists if other != name)
-    ]
-    return [layer for layers in outer for layer in layers]
+    """The modules of every outermost ModuleList that are on this rank."""
+    lists = {f"{name}.": module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    outer = [each for name, each in lists.items() if sum(map(name.startswith, lists)) == 1]
+    return [layer for layers in outer for layer in layers if layer is not None]

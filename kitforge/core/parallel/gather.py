@@ -51,8 +51,8 @@ class FullMatrices:
         return self._layouts[shard].shape
 
     def full_tensor(self, value: Tensor, shard: Tensor) -> Tensor:
-        """The whole matrix of the shards `value` of all ranks."""
-        return gather_full_tensor(value, self._layouts[shard], self._mesh)
+        """The whole matrix of the shards `value` of the ranks of this stage; those of others are at other matrices."""
+        return _gather_shards(value, self._layouts[shard], self._mesh)
 
     def shard_of(self, matrix: Tensor, shard: Tensor) -> Tensor:
         """This rank's shard of a whole matrix."""

@@ -85,14 +85,16 @@ class Mesh:
             return DeviceMesh.from_group(groups[0], device_type, mesh_dim_names=names)
         return DeviceMesh.from_group(groups, device_type, mesh=torch.tensor(rows), mesh_dim_names=names)
 
-    def union(self, names: Iterable[str]) -> list[str]:
-        """The names of all ranks, in one order on all of them, which call it together. Only stages of a pipeline have
-        different names; without them this is what it is given, and nothing is sent."""
+    def union(self, names: Iterable[str], order: Iterable[str] = ()) -> list[str]:
+        """The names of all ranks, which call it together: those in `order`, which is the same on all of them, as they
+        are there, then others as ranks have them. Only stages of a pipeline have different names; without them this is
+        what it is given, and nothing is sent."""
         own = list(names)
         if self.degree("pipeline") == 1:
             return own
         everyones = collectives.all_gather_object(own, self.world)
-        return list(dict.fromkeys(name for each in everyones for name in each))
+        found = dict.fromkeys(name for each in everyones for name in each)
+        return [name for name in {**dict.fromkeys(order), **found} if name in found]
 
     @property
     def num_replicas(self) -> int:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.core.nn.context import Context
-from kitforge.core.parallel.expert_load import check_balance, load_of
+from kitforge.core.parallel import collectives
+from kitforge.core.parallel.expert_load import LOAD, check_balance, load_of
 from kitforge.core.parallel.parallelize import ParallelModel
 from kitforge.foundation.errors import TrainingError
 from kitforge.foundation.types import MicroBatch, Sums
@@ -60,14 +61,15 @@ def run_micro_batches(
     totals, model = Sums(), parallel.model
     composes = is_composed(task)
     mesh, own_weight = parallel.mesh, weight * parallel.loss_fraction
-    context_group = None if mesh is None else mesh.group("context")
     check_balance(model, len(step), 1 if mesh is None else mesh.num_replicas)
     for number, micro_batch in enumerate(step, start=1):
         parallel.micro_batch(is_last=number == len(step))
         with autocast():
             sums = composed_loss(task, model, micro_batch, weight) if composes else task.loss(model, micro_batch)
         torch.autograd.backward(sums["loss"] * own_weight)
-        for name, value in {**sums, **load_of(model, composes, context_group)}.items():
+        for name, value in {**sums, **load_of(parallel, composes)}.items():
             totals[name] = totals[name] + value.detach() if name in totals else value.detach()
     parallel.reduce_gradients()
+    if mesh is not None and LOAD in totals:
+        collectives.all_reduce_(totals[LOAD], mesh.group("pipeline"))  # each stage has its own layers
     return totals

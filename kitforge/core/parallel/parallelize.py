@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from kitforge.core.nn.causal_lm import CausalLM, Shardable
 from kitforge.core.nn.init import materialize
+from kitforge.core.nn.moe import MoE
 from kitforge.core.optim.grad_norm import global_norm
 from kitforge.core.optim.groups import ParameterGroup, groups_of_kinds
 from kitforge.core.optim.row_optimizers import SparseModule
@@ -20,6 +21,7 @@ from kitforge.core.parallel.gather import FullMatrices, gather_full_tensor
 from kitforge.core.parallel.grad_norm import global_grad_norm
 from kitforge.core.parallel.layout import Layout
 from kitforge.core.parallel.mesh import Mesh
+from kitforge.core.parallel.pipeline import cut_stages
 from kitforge.core.parallel.replicas import broadcast_replicas, check_same_parameters, replica_drift
 from kitforge.core.parallel.sharding import EXPERT, TENSOR, Sharding, check_geometry
 from kitforge.core.parallel.tensor import TensorParallelModel, shard_parameters
@@ -42,7 +44,10 @@ class ParallelModel:
         self.rank = world.rank
         self.device = world.device
         self._mesh = world.mesh
-        # Of all parameters, also of those on other stages, and equal on all ranks; with stages, of buffers as well.
+        # Of each mixture of experts and of all parameters, with stages of buffers as well: also of those on other
+        # stages, in the order of the network and equal on all ranks.
+        mixtures = {name: each for name, each in model.named_modules() if isinstance(each, MoE)}
+        self.num_experts = {name: each.config.experts.num_experts for name, each in mixtures.items()}
         self.layouts = {name: Layout(shape=tuple(each.shape)) for name, each in model.named_parameters()}
         self.dtypes = {name: each.dtype for name, each in model.named_parameters()}
         self._num_holders: dict[str, int] = {}
@@ -52,9 +57,6 @@ class ParallelModel:
         if world.mesh is not None:
             self._replicate_init(world.mesh)
             self._distribute(sharding, world.mesh, DTYPES[world.precision])
-            if world.mesh.degree("pipeline") > 1:
-                buffers = {name: each for name, each in model.state_dict().items() if name not in self.layouts}
-                self.layouts |= {name: Layout(shape=tuple(each.shape)) for name, each in buffers.items()}
         self._bind()
 
     @property
@@ -143,8 +145,8 @@ class ParallelModel:
         return {name: region for name, region in found.items() if region is not None}
 
     def union(self, names: Iterable[str]) -> list[str]:
-        """The names of all ranks, which call it together; see `Mesh.union`."""
-        return list(names) if self._mesh is None else self._mesh.union(names)
+        """The names of all ranks in the order of the network, called together; see `Mesh.union`."""
+        return list(names) if self._mesh is None else self._mesh.union(names, self.layouts)
 
     @property
     def loss_fraction(self) -> float:
@@ -186,15 +188,12 @@ class ParallelModel:
             # Once, since every step asks for all of them.
             grid, rank = self._mesh.grid, self._mesh.rank
             self._num_holders = {name: grid.num_holders(self.layouts[name], rank) for name in self._parameters}
-        if names is not None and self._mesh is None:
-            return global_norm(list(gradients.values()))
-        if names is not None and self._mesh is not None:
-            return global_grad_norm(gradients, self._num_holders, torch.zeros(()), self._mesh)
-        rows = sum((table.squared_norm() for table in self.tables), torch.zeros((), dtype=torch.float64))
+        tables = self.tables if names is None else []
+        rows = sum((table.squared_norm() for table in tables), torch.zeros((), dtype=torch.float64))
         if self._mesh is not None:
             return global_grad_norm(gradients, self._num_holders, rows, self._mesh)
         norm = global_norm(list(gradients.values()))
-        return (norm.double() ** 2 + rows).sqrt() if self.tables else norm
+        return (norm.double() ** 2 + rows).sqrt() if tables else norm
 
     def reshard(self) -> None:
         """Reshard all parameters after forward passes without a backward pass."""
@@ -214,6 +213,12 @@ class ParallelModel:
             check_geometry(sharding, each.geometry if isinstance(each, CausalLM) else None, mesh.degrees)
         if mesh.degree(TENSOR) > 1 or mesh.degree(EXPERT) > 1:
             self.layouts = shard_parameters(self.model, sharding, mesh)
+        if mesh.degree("pipeline") > 1:
+            # Of all stages, so before the cut: each rank knows what others have.
+            buffers = {name: each for name, each in self.model.state_dict().items() if name not in self.layouts}
+            self.layouts |= {name: Layout(shape=tuple(each.shape)) for name, each in buffers.items()}
+            stages = cut_stages(self.model, sharding, self.layouts, mesh.degree("pipeline"), mesh.index["pipeline"])
+            self.layouts = {name: replace(each, stages=stages.get(name)) for name, each in self.layouts.items()}
         if mesh.degree(EXPERT) > 1:
             exchange_experts(self.model, mesh)
         if mesh.degree(TENSOR) > 1:
@@ -224,7 +229,7 @@ class ParallelModel:
             # A language model without a declaration is called by `hidden` as well.
             is_plain = sharding.fsdp_roots == {"": ()} and isinstance(self.model, CausalLM)
             roots = {"": ("hidden",)} if is_plain else sharding.fsdp_roots
-            self.layouts = {name: fsdp_layout(layout, mesh) for name, layout in self.layouts.items()}
+            self.layouts |= {name: fsdp_layout(self.layouts[name], mesh) for name in self.dtypes}
             self._fsdp = FSDPUnits(self.model, mesh, roots, compute_dtype, self.layouts)
 
 

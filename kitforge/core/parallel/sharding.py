@@ -55,13 +55,18 @@ class Sharding:
     divisible: Mapping[Axis, Sequence[str]] = field(default_factory=dict)
     # The modules that are called by themselves, and by which methods beside their forward pass.
     fsdp_roots: Mapping[str, Sequence[str]] = field(default_factory=lambda: {"": ()})
+    # The ends of a stack of blocks: modules and parameters that the first stage of a pipeline has, and those that the
+    # last has, beside the matrix of the head. A block is on one stage, and what is named nowhere on all of them.
+    first: Sequence[str] = ()
+    last: Sequence[str] = ()
     cuts_rows: bool = False  # whether the context axis may cut its rows: `hidden` reads tokens by their positions alone
 
     def with_prefix(self, name: str) -> Sharding:
         """The declaration with a prefix before all names."""
         rules = [replace(rule, module=f"{name}.{rule.module}".rstrip(".")) for rule in self.rules]
         roots = {f"{name}.{root}".rstrip("."): ways for root, ways in self.fsdp_roots.items()}
-        return replace(self, rules=tuple(rules), fsdp_roots=roots)
+        first, last = (tuple(f"{name}.{own}" for own in ends) for ends in (self.first, self.last))
+        return replace(self, rules=tuple(rules), fsdp_roots=roots, first=first, last=last)
 
     def merged_with(self, other: Sharding) -> Sharding:
         """The union of two declarations."""
@@ -69,6 +74,8 @@ class Sharding:
             rules=(*self.rules, *other.rules),
             divisible={**self.divisible, **other.divisible},
             fsdp_roots={**self.fsdp_roots, **other.fsdp_roots},
+            first=(*self.first, *other.first),
+            last=(*self.last, *other.last),
             cuts_rows=self.cuts_rows and other.cuts_rows,
         )
 
@@ -84,27 +91,20 @@ _OPTIONS = {"num_experts": "experts.num_experts"}
 def check_geometry(sharding: Sharding, geometry: Any, degrees: ParallelConfig) -> None:
     """Raise ConfigError, with the arithmetic, for degrees that do not divide the geometry of a network (None: no
     check)."""
-    if degrees.tensor > 1 and not sharding.rules:
-        raise ConfigError(
-            "this network does not say how its matrices are split",
-            got=f"parallel.tensor={degrees.tensor}",
-            expected="parallel.tensor=1, or a network of one of the families",
-            fix="parallel.data and parallel.shard split any network",
-        )
-    if degrees.context > 1 and not sharding.cuts_rows:
-        raise ConfigError(
-            "the rows of this network cannot be cut along the sequence",
-            got=f"parallel.context={degrees.context}",
-            expected="parallel.context=1, or a decoder: no encoder-decoder, vision transformer or network of your own",
-            fix="parallel.data and parallel.shard split any network",
-        )
-    if degrees.expert > 1 and not getattr(geometry, "num_experts", None):
-        raise ConfigError(
-            "this network has no experts to be divided among ranks",
-            got=f"parallel.expert={degrees.expert}",
-            expected="parallel.expert=1, or a mixture of experts such as model=llama_moe_tiny",
-            fix="parallel.data and parallel.shard split any network",
-        )
+    own, matrices = "or network of your own", "this network does not say how its matrices are split"
+    rows = "the rows of this network cannot be cut along the sequence"
+    ends = "this network does not say what stands before its blocks and behind them"
+    experts = "this network has no experts to be divided among ranks"
+    num_experts = getattr(geometry, "num_experts", None)
+    for axis, can_run, what, others in (
+        ("tensor", sharding.rules, matrices, "a network of one of the families"),
+        ("context", sharding.cuts_rows, rows, f"a decoder: no encoder-decoder, vision transformer {own}"),
+        ("pipeline", sharding.last, ends, f"one stack of blocks: no encoder-decoder {own}"),
+        ("expert", num_experts, experts, "a mixture of experts such as model=llama_moe_tiny"),
+    ):
+        if getattr(degrees, axis) > 1 and not can_run:
+            got, fix = f"parallel.{axis}={getattr(degrees, axis)}", "parallel.data and parallel.shard split any network"
+            raise ConfigError(what, got=got, expected=f"parallel.{axis}=1, or {others}", fix=fix)
     if geometry is None:
         return
     if geometry.num_heads % (degrees.context * degrees.tensor) and degrees.context > 1:

@@ -105,7 +105,7 @@ class TensorParallelModel:
             if isinstance(module, Stack):
                 module.begin = self.stream.begin
             if isinstance(module, Shardable):
-                _wrap_language_model(module, self, f"{name}." if name else "")
+                _wrap_language_model(module, self, f"{name}." if name else "", mesh)
 
     def partial_gradients(self) -> list[str]:
         """Names of the parameters whose gradients are summed over the axis."""
@@ -185,7 +185,7 @@ def _lookup(module: nn.Embedding, first_row: int) -> Callable[[Tensor], Tensor]:
     return lookup
 
 
-def _wrap_language_model(model: Shardable, split: TensorParallelModel, prefix: str) -> None:
+def _wrap_language_model(model: Shardable, split: TensorParallelModel, prefix: str, mesh: Mesh) -> None:
     """The end of a language model: logits and losses are of a sharded vocabulary. `prefix` stands before the names of
     its parameters.
 
@@ -195,9 +195,11 @@ def _wrap_language_model(model: Shardable, split: TensorParallelModel, prefix: s
     """
     stream = split.stream
     layout = split.layouts[f"{prefix}{model.head_name}"]
+    if (region := layout.region(mesh.index)) is None:
+        return  # the head is on another stage
     widest = -(-layout.shape[0] // stream.degree)
     vocab = VocabularyShard(
-        first=layout.held_region({TENSOR: stream.index}).offset[0],
+        first=region.offset[0],
         max_rows=widest,
         gather=lambda values: collectives.all_gather(values.unsqueeze(0), stream.group, 0),
     )

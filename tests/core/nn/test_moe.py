@@ -199,7 +199,7 @@ def test_recomputation_reuses_choices_and_counts_once() -> None:
         tokens, context = packed([document])
         model(tokens, replace(context, loss_weight=WEIGHT)).square().sum().backward()
         gradients = [each.grad for each in model.parameters() if each.grad is not None]
-        found.append([*gradients, load_of(model, is_composed=True)[LOAD]])
+        found.append([*gradients, load_of(parallelize(model, Sharding(), ALONE), is_composed=True)[LOAD]])
     assert all(map(torch.equal, *found))
     assert found[0][-1][:, :-1].sum(1).tolist() == [24.0] * 3
 
@@ -271,7 +271,8 @@ def test_a_balance_over_a_batch_needs_the_batch_in_one_micro_batch() -> None:
 
 def test_a_task_with_a_loss_of_its_own_says_that_experts_are_not_balanced() -> None:
     model, none = (
-        Decoder(replace(MIXTRAL, experts=replace(MIXTRAL.experts, balance=each))) for each in ("bias", "none")
+        parallelize(Decoder(replace(MIXTRAL, experts=replace(MIXTRAL.experts, balance=each))), Sharding(), ALONE)
+        for each in ("bias", "none")
     )
     with noting_warnings() as notes:
         assert load_of(none, is_composed=False) == {}

@@ -17,6 +17,7 @@ from kitforge.core.nn.decoder import Decoder
 from kitforge.core.nn.linear import quantize_weight
 from kitforge.core.nn.lora import adapter_tensors
 from kitforge.core.nn.quantized import quantized_copy
+from kitforge.core.parallel import config
 from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.data.tokenizers.loading import ByteTokenizer
 from kitforge.foundation.errors import ConfigError, ModelError
@@ -323,9 +324,13 @@ def test_two_ranks_are_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "axis"), [("dora", "parallel.tensor"), ("qlora", "parallel.tensor"), ("qlora", "parallel.shard")]
+    ("kind", "axis"), [("dora", "tensor"), ("qlora", "tensor"), ("qlora", "shard"), ("qlora", "pipeline")]
 )
-def test_a_kind_that_an_axis_cannot_cut_is_refused_before_any_process_starts(kind: str, axis: str) -> None:
+def test_a_kind_that_an_axis_cannot_cut_is_refused_before_any_process_starts(
+    kind: str, axis: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(config, "UNBUILT_AXES", ())
+    axis = f"parallel.{axis}"
     with pytest.raises(ConfigError, match=rf"(?s){axis}.*lora\.kind={kind}"):
         tiny.KIT.read_options(tiny.nested(KINDS[kind] | {axis: 2}))
 

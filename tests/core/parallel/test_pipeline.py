@@ -1,0 +1,123 @@
+"""A network is cut into stages: what stands on each, under which names, and what a stage says of itself."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kitforge.core.nn.decoder import Decoder
+from kitforge.core.parallel import collectives, config
+from kitforge.core.parallel.config import ParallelConfig
+from kitforge.core.parallel.gather import FullMatrices
+from kitforge.core.parallel.layout import Layout
+from kitforge.core.parallel.mesh import Mesh
+from kitforge.core.parallel.pipeline import cut_stages, stage_layers
+from kitforge.core.parallel.sharding import Sharding, check_geometry
+from kitforge.foundation.errors import ConfigError
+from kitforge.models.llama.model import LlamaConfig
+from kitforge.models.loading import build_on_meta
+from kitforge.models.sharding import DECODER, ENCODER_DECODER, VISION, sharding_of_network
+from tests.distributed.step import FAMILIES
+
+DECODERS = [name for name in FAMILIES if name != "t5"]
+
+
+def stage(network: torch.nn.Module, own: int, num_stages: int = 2) -> dict[str, tuple[int, ...]]:
+    names = [name for name, _ in network.named_parameters()]
+    return cut_stages(network, sharding_of_network(network), names, num_stages, own)
+
+
+@pytest.mark.parametrize("family", DECODERS)
+def test_stages_have_all_parameters_under_their_names(family: str) -> None:
+    stages = [build_on_meta(FAMILIES[family]) for _ in range(2)]
+    names = [name for name, _ in stages[0].named_parameters()]
+    found = [stage(each, own) for own, each in enumerate(stages)]
+    assert found[0] == found[1]
+    assert set(found[0]) == set(names)
+    for own, each in enumerate(stages):
+        # In the order of the network, which is that of the messages between ranks.
+        assert [name for name, _ in each.named_parameters()] == [name for name in names if own in found[0][name]]
+    tied = [name for name, places in found[0].items() if len(places) > 1]
+    assert tied == ([stages[0].head_name] if stages[0].head_name == "embedding.weight" else [])
+
+
+def test_layers_are_divided_in_order_and_evenly() -> None:
+    assert stage_layers(5, 2) == [range(2), range(2, 5)]
+    assert stage_layers(80, 3) == [range(26), range(26, 53), range(53, 80)]
+
+
+@pytest.mark.parametrize("family", DECODERS)
+def test_a_stage_is_no_whole_network_and_says_its_device_and_dtype(family: str) -> None:
+    whole = Decoder(FAMILIES[family])
+    assert whole.is_whole
+    name = whole.head_name
+    for own in range(2):
+        network = Decoder(FAMILIES[family]).bfloat16()
+        stage(network, own)
+        assert not network.is_whole
+        assert network.head_name == name
+        has_head = own == 1 or name == "embedding.weight"
+        vocab = FAMILIES[family].vocab_size if has_head else 0
+        assert network.head_weight.shape == (vocab, 16)
+        assert (network.head_weight.dtype, network.head_weight.device.type) == (torch.bfloat16, "cpu")
+
+
+def test_a_network_without_the_modules_behind_its_blocks_is_not_whole() -> None:
+    network: Any = Decoder(FAMILIES["llama"])
+    network.norm = network.output = None
+    assert not network.is_whole
+
+
+def test_a_stage_between_the_ends_has_no_head_and_says_the_dtype_of_its_matrices() -> None:
+    options = LlamaConfig(vocab_size=50, dim=16, num_layers=3, num_heads=4, mlp_dim=24)
+    network = Decoder(options).bfloat16()
+    found = stage(network, 1, num_stages=3)
+    for each in network.parameters():
+        each.data = each.data.float() if each.dim() == 1 else each.data
+    assert {name.split(".")[1] for name in dict(network.named_parameters())} == {"1"}
+    assert found["embedding.weight"] == (0,)
+    assert found["output"] == (2,)
+    assert network.head_weight.shape == (0, 16)
+    assert network.head_weight.dtype == torch.bfloat16
+
+
+def test_the_networks_of_a_model_have_ends_of_their_own() -> None:
+    tied = LlamaConfig(vocab_size=50, dim=16, num_layers=4, num_heads=4, mlp_dim=24, tie_embeddings=True)
+    parts = {"policy": build_on_meta(tied), "critic": build_on_meta(FAMILIES["qwen3_moe"])}
+    model = torch.nn.ModuleDict({**parts, "score": torch.nn.Linear(16, 1, device="meta")})
+    sharding = DECODER.with_prefix("policy").merged_with(DECODER.with_prefix("critic"))
+    names = [name for name, _ in model.named_parameters()]
+    found = cut_stages(model, sharding, names, 2, 0)
+    assert found["policy.embedding.weight"] == (0, 1)
+    assert found["critic.embedding.weight"] == (0,)
+    assert found["critic.output"] == (1,)
+    assert (found["policy.blocks.1.mlp.up.weight"], found["critic.blocks.1.mlp.router.weight"]) == ((0,), (1,))
+    assert {"score.weight", "score.bias"} == set(names) - set(found)
+
+
+def test_a_network_that_names_no_ends_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "UNBUILT_AXES", ())
+    for sharding in (ENCODER_DECODER, Sharding()):
+        with pytest.raises(ConfigError, match=r"got: +parallel.pipeline=2(.|\n)*parallel.shard"):
+            check_geometry(sharding, None, ParallelConfig(pipeline=2))
+    for sharding in (DECODER, VISION):
+        check_geometry(sharding, None, ParallelConfig(pipeline=2))
+
+
+def test_the_names_of_all_stages_are_in_the_order_of_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    stages = [["embedding", "blocks.0", "step"], ["embedding", "output", "blocks.1", "step", "own"]]
+    monkeypatch.setattr(collectives, "all_gather_object", lambda _own, _group: stages)
+    mesh: Any = SimpleNamespace(degree={"pipeline": 2}.get, world=None)
+    network = ["output", "embedding", "blocks.0", "blocks.1", "norm"]
+    assert Mesh.union(mesh, stages[0], network) == ["output", "embedding", "blocks.0", "blocks.1", "step", "own"]
+
+
+def test_the_matrix_of_a_stage_is_gathered_from_its_own_ranks() -> None:
+    def group(axis: str) -> None:
+        assert axis != "pipeline", "other stages are at another matrix"
+
+    matrix = torch.arange(6.0).view(2, 3)
+    mesh: Any = SimpleNamespace(degree=lambda _axis: 2, group=group, index={"pipeline": 1})
+    found = FullMatrices({matrix: Layout(shape=(2, 3), stages=(1,))}, mesh)
+    assert torch.equal(found.full_tensor(matrix + 1, matrix), matrix + 1)
