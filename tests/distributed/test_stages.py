@@ -227,7 +227,7 @@ def load_of_stages(_rank: int) -> dict[str, Any]:
     assert world.mesh is not None
     own = ALL["qwen3_moe"]
     ALL["biased"] = replace(own, experts=replace(own.experts, balance="bias", bias_rate=0.5))
-    model, parallel = stage_of("biased", world)
+    model, parallel = stage_of("biased", world, lambda model: model.blocks[2].register_buffer("seen", torch.ones(3)))
     stage, whole = world.mesh.index["pipeline"], model.stage_pass
     layers = stage_layers(len(model.blocks), 2)[stage]
     stream = torch.randn(2, LENGTH, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(world.replica))
@@ -238,7 +238,8 @@ def load_of_stages(_rank: int) -> dict[str, Any]:
     biases = {name: each for name, each in parallel.parameters().items() if name.endswith("router.bias")}
     before = {name: each.detach().clone() for name, each in biases.items()}
     move_biases(parallel, world.sum({LOAD: load})[LOAD])
-    return {"load": load, "moved": {name: biases[name].detach() - before[name] for name in biases}}
+    seen = parallel.layouts["blocks.2.seen"], "blocks.2.seen" in dict(parallel.tensors())
+    return {"seen": seen, "load": load, "moved": {name: biases[name].detach() - before[name] for name in biases}}
 
 
 def adapters_of_stages(rank: int, folder: Path) -> None:
@@ -309,6 +310,11 @@ def test_the_load_of_experts_is_that_of_all_stages(ranks: dict[Any, list[Any]]) 
     for found in ranks["loads"][2:]:
         assert [f"blocks.{layer}.mlp.router.bias" for layer in (1, 2)] == list(found["moved"])
         assert torch.equal(torch.stack([*found["moved"].values()]), towards)
+
+
+def test_every_rank_knows_the_buffers_of_all_stages(ranks: dict[Any, list[Any]]) -> None:
+    of_second = Layout(shape=(3,), stages=(1,))
+    assert [found["seen"] for found in ranks["loads"]] == [(of_second, rank > 1) for rank in range(4)]
 
 
 def test_an_adapter_of_one_stage_is_saved_and_merged_by_all(ranks: dict[Any, list[Any]], tmp_path: Path) -> None:

@@ -1,12 +1,16 @@
 """A network is cut into stages: what stands on each, under which names, and what a stage says of itself."""
 
+import copy
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from kitforge.core.nn.context import Context
 from kitforge.core.nn.decoder import Decoder
+from kitforge.core.nn.init import init_weights
 from kitforge.core.parallel import collectives, config
 from kitforge.core.parallel.config import ParallelConfig
 from kitforge.core.parallel.gather import FullMatrices
@@ -18,8 +22,10 @@ from kitforge.foundation.errors import ConfigError
 from kitforge.models.llama.model import LlamaConfig
 from kitforge.models.loading import build_on_meta
 from kitforge.models.sharding import DECODER, ENCODER_DECODER, VISION, sharding_of_network
-from tests.distributed.step import FAMILIES
+from kitforge.models.vit.model import ViTConfig
+from tests.distributed.step import FAMILIES, make_batch
 
+VIT = ViTConfig(dim=24, num_layers=3, num_heads=3, image_size=12, patch_size=4, labels=("a", "b", "c"))
 DECODERS = [name for name in FAMILIES if name != "t5"]
 
 
@@ -40,6 +46,23 @@ def test_stages_have_all_parameters_under_their_names(family: str) -> None:
         assert [name for name, _ in each.named_parameters()] == [name for name in names if own in found[0][name]]
     tied = [name for name, places in found[0].items() if len(places) > 1]
     assert tied == ([stages[0].head_name] if stages[0].head_name == "embedding.weight" else [])
+
+
+@pytest.mark.parametrize("family", [*DECODERS, "vit"])
+def test_a_pass_through_three_stages_has_the_bits_of_one_pass(family: str) -> None:
+    options = VIT if family == "vit" else replace(FAMILIES[family], num_layers=3)
+    whole: Any = build_on_meta(options, "O1").double().to_empty(device="cpu").eval()
+    init_weights(whole.named_parameters(), 3, 0)
+    batch = make_batch()
+    context = Context.packed(batch["positions"], batch["documents"])
+    input = torch.rand(2, 3, 12, 12) if family == "vit" else batch["tokens"]
+    stream = None
+    for own in range(3):
+        network = copy.deepcopy(whole)
+        stage(network, own, num_stages=3)
+        stream = network.stage_pass(input, context, stream, stage_layers(3, 3)[own])
+    assert stream is not None
+    assert torch.equal(stream, whole.hidden(input, context))
 
 
 def test_layers_are_divided_in_order_and_evenly() -> None:
