@@ -235,6 +235,7 @@ def load_of_stages(_rank: int) -> dict[str, Any]:
     step: Any = [{"tokens": torch.zeros(2, LENGTH, dtype=torch.int64)}] * 2
     load = run_micro_batches(parallel, OfStage(), step, 1.0, lambda: torch.enable_grad())[LOAD]
     assert load_of(parallel, is_composed=False) == {}
+    assert float(parallel.grad_norm()) > 0
     biases = {name: each for name, each in parallel.parameters().items() if name.endswith("router.bias")}
     before = {name: each.detach().clone() for name, each in biases.items()}
     move_biases(parallel, world.sum({LOAD: load})[LOAD])
