@@ -128,9 +128,12 @@ class Decoder(Stack):
     def head_weight(self) -> Tensor:
         """The matrix [vocab, dim] of the head; the embedding's if they are tied. Of a quantized head, and of a stage
         without one, only device and dtype of the network, an empty matrix."""
-        head: Tensor | None = getattr(self.embedding, "weight", None) if self._is_tied else self.output
+        embedding: Tensor | None = getattr(self.embedding, "weight", None)
+        head = embedding if self._is_tied else self.output
         if head is not None and self.stored_head is None:
             return head
+        if embedding is not None:
+            return embedding[:0]
         # Its first matrix, since vectors may be in fp32 beside matrices in half precision.
         like = max((each for each in self.parameters() if each.is_floating_point()), key=Tensor.dim)
         return torch.empty(0, self.geometry.dim, dtype=like.dtype, device=like.device)
