@@ -218,7 +218,8 @@ def check_theirs(case: Theirs, home: Path) -> str | None:
     """Compare, and answer the word of the refusal if there was one."""
     base, folder = base_of(home, case.architecture), home / "theirs"
     again = save_theirs(case, base, folder)
-    wanted = _logits(again, IDS[:1] if case.task == "SEQ_CLS" else IDS)
+    ids = IDS[:1] if case.task == "SEQ_CLS" else IDS
+    wanted = _logits(again, ids)
     try:
         if case.task in KITS:
             network: Any = cast(Any, TASKS[KITS[case.task]]).load(folder, CPU).eval()
@@ -226,8 +227,10 @@ def check_theirs(case: Theirs, home: Path) -> str | None:
             network = loading.load(folder, device=CPU).eval()
     except KitforgeError as error:
         return listed(error)
-    found = _logits(network, IDS[:1] if case.task == "SEQ_CLS" else IDS)
-    assert (found - wanted).abs().max() <= 3e-5 * max(1.0, wanted.abs().max().item()), "other logits"
+    found = _logits(network, ids)
+    # A drawn adapter may make a network of which rounding makes another one, in either library by as much.
+    rounding = (found - _logits(network.double(), ids)).abs().max()
+    assert (found - wanted).abs().max() <= 3e-5 * max(1.0, wanted.abs().max().item()) + 4 * rounding, "other logits"
     return None
 
 

@@ -121,9 +121,12 @@ def numbers(lines: list[dict[str, Any]], name: str) -> list[float]:
 
 
 def assert_log_of_one_process(lines: list[dict[str, Any]], one: list[dict[str, Any]], *exact: str) -> None:
-    """Losses and norms within rounding, and the numbers of these names to the bit."""
+    """Losses and norms within rounding, and the numbers of these names to the bit.
+
+    Eight units in the last place of a loss: sums in another order differ by one, and AdamW moves a weight whose
+    gradient is rounding by the whole rate, so that later losses differ by more (after SGD still by one)."""
     for name in ("loss", "eval/loss"):
-        assert numbers(lines, name) == pytest.approx(numbers(one, name), abs=2e-6)
+        assert numbers(lines, name) == pytest.approx(numbers(one, name), rel=1e-6, abs=2e-6)
     assert numbers(lines, "grad_norm") == pytest.approx(numbers(one, "grad_norm"), rel=1e-4)
     for name in exact:
         assert numbers(lines, name) == numbers(one, name), name

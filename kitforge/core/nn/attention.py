@@ -103,8 +103,9 @@ def projections(config: AttentionConfig, kernels: Kernels) -> tuple[Linear, Line
 
 def split_heads(features: Tensor, head_dim: int) -> Tensor:
     """[B, T, heads * head_dim] -> [B, heads, T, head_dim]; a shard of the weights has fewer heads."""
-    batch, length, _ = features.shape
-    return features.view(batch, length, -1, head_dim).transpose(1, 2)
+    # Of a batch without rows torch infers no size.
+    batch, length, width = features.shape
+    return features.view(batch, length, width // head_dim, head_dim).transpose(1, 2)
 
 
 def dropping_kernel(rate: float, name: Tensor, dropout_key: DropoutKey) -> AttentionKernel:

@@ -119,7 +119,7 @@ class Router(nn.Module):
         config = self._config
         if config.top_groups == config.num_groups:
             return ranked
-        groups = ranked.view(*ranked.shape[:-1], config.num_groups, -1)
+        groups = ranked.view(*ranked.shape[:-1], config.num_groups, ranked.shape[-1] // config.num_groups)
         strength = groups.topk(min(2, groups.shape[-1]), dim=-1).values.sum(-1)
         chosen = _by_score(strength)[..., : config.top_groups]
         is_open = torch.zeros_like(strength, dtype=torch.bool).scatter_(-1, chosen, True)

@@ -56,14 +56,13 @@ class HeadExchange(RowAttend):
         repeats = math.lcm(key.shape[1], ranks) // key.shape[1]
         key, value = (each.repeat_interleave(repeats, dim=1) if repeats > 1 else each for each in (key, value))
         # One message: of each rank's heads, those of the queries, the keys and the values.
-        batch, _, size, head_dim = query.shape
-        parts = [each.reshape(batch, ranks, -1, size, head_dim) for each in (query, key, value)]
+        parts = [torch.unflatten(each, 1, (ranks, each.shape[1] // ranks)) for each in (query, key, value)]
         sizes = [each.shape[2] for each in parts]
         sent = torch.cat(parts, dim=2).flatten(1, 2)
         whole = collectives.exchange_autograd(sent, self._group, 1, 2)[:, :, : self._length]
         queries, keys, values = torch.split(whole, sizes, dim=1)
         mixed = self.inner(queries.to(query.dtype), keys.to(key.dtype), values.to(value.dtype), self._own_heads(spec))
-        missing = size * ranks - self._length
+        missing = query.shape[2] * ranks - self._length
         padded = functional.pad(mixed, (0, 0, 0, missing)) if missing else mixed
         return collectives.exchange_autograd(padded, self._group, 2, 1)
 

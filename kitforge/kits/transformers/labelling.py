@@ -180,7 +180,7 @@ class TokenClassifier(HeadedModel):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits [B, T, C] of rows [B, T]."""
-        return self.logits_at(tokens).view(*tokens.shape, -1)
+        return torch.unflatten(self.logits_at(tokens), 0, tokens.shape)
 
 
 class HeadedTask(ClassifierTask, ABC):

@@ -133,7 +133,7 @@ class TokenClassificationTask(HeadedTask):
             return found
         counts = torch.zeros(3, dtype=torch.float64)
         for micro_batch in self.eval_micro_batches(model):
-            logits = self.logits(model, micro_batch, None)[0].view(*micro_batch["labels"].shape, -1)
+            logits = torch.unflatten(self.logits(model, micro_batch, None)[0], 0, micro_batch["labels"].shape)
             best = logits.argmax(-1).cpu()
             for firsts, *both in zip(micro_batch["firsts"], micro_batch["labels"], best, strict=True):
                 wanted, predicted = ([names[tag] for tag in each[firsts].tolist()] for each in both)

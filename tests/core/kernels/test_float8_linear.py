@@ -64,12 +64,14 @@ def test_the_largest_element_is_the_largest_number(size: float, dtype: torch.dty
 @pytest.mark.prove
 @pytest.mark.parametrize(
     ("shape", "layout", "dtype", "to"),
-    (product if WHOLE else pairs)(
-        [(0, 4), (5, 7), (33, 65)],
-        ["rows", "columns", "every_other", "one_number"],
-        [torch.float32, torch.bfloat16, torch.float16, torch.float64],
-        [torch.float8_e4m3fn, torch.float8_e5m2],
-    ),
+    [
+        *(product if WHOLE else pairs)(
+            [(0, 4), (5, 7), (33, 65)],
+            ["rows", "columns", "every_other", "one_number"],
+            [torch.float32, torch.bfloat16, torch.float16, torch.float64],
+            [torch.float8_e4m3fn, torch.float8_e5m2],
+        )
+    ],
 )
 def test_both_layouts_of_the_kernel_are_the_definition(
     shape: tuple[int, int], layout: str, dtype: torch.dtype, to: torch.dtype

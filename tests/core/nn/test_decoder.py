@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kitforge.core.kernels.dispatch import CompileLevel
 from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.core.nn.context import Context
 from kitforge.core.nn.decoder import Decoder
@@ -23,6 +24,17 @@ def test_a_decoder_is_a_causal_language_model(name: str) -> None:
     assert hidden.shape == (2, 7, model.geometry.dim)
     assert torch.equal(model(tokens()), model.head(hidden))
     assert torch.equal(model.head(hidden), hidden @ model.head_weight.t())
+
+
+@pytest.mark.parametrize("level", ["O0", "O1"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_batch_may_have_no_row(name: str, level: CompileLevel) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        model = build(CONFIGS[name], level, dtype)
+        logits = model(torch.empty(0, 5, dtype=torch.int64))
+        assert logits.shape == (0, 5, VOCAB)
+        logits.sum().backward()
+        assert not any(each.grad is not None and each.grad.any() for each in model.parameters())
 
 
 @pytest.mark.parametrize("name", CONFIGS)

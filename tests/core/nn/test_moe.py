@@ -89,6 +89,7 @@ def test_experts_are_chosen_from_the_best_groups() -> None:
     scores = (stream() @ module.router.weight.T).softmax(-1)
     best = scores.unflatten(-1, (3, 2)).sum(-1).argmax(-1, keepdim=True)
     assert torch.equal(module.router(stream()).choices // 2, best.expand(-1, -1, TOP))
+    assert module.router(stream()[:0]).choices.shape == (0, *stream().shape[1:2], TOP)
 
 
 def test_of_equal_scores_the_lower_number_comes_first() -> None:

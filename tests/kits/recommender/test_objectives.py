@@ -1,6 +1,7 @@
 """The objectives of families that find items, against their formulas written out."""
 
 import dataclasses
+import itertools
 import math
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,13 @@ import torch
 from torch.nn import functional
 
 from kitforge.core.parallel.world import World
+from kitforge.data.schedule import BatchSchedule
 from kitforge.kits.recommender.batch import IdSequence
 from kitforge.kits.recommender.item_catalog import build_item_catalog
 from kitforge.kits.recommender.model import inputs_of
 from kitforge.kits.recommender.sequential_objective import training_windows
 from kitforge.kits.recommender.two_tower_objective import side_vectors
-from tests.kits.recommender.runs import numbers, ready, run, same
+from tests.kits.recommender.runs import FAMILIES, numbers, ready, run, same
 
 WORDS = {"kind": "integer", "encoding": "vocabulary"}
 CLICKS: dict[str, Any] = {
@@ -32,6 +34,18 @@ def loaded(folder: Path, family: str, choices: dict[str, Any], rows: Any = None)
     assembly, _ = ready(folder, family, {"tables.init_std": 1.0, **choices}, rows)
     model, task = assembly.loop.model, assembly.loop.task
     return model.eval(), task._objective, task._dataset.train  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_rank_that_has_no_rows_evaluates_with_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    assembly, _ = ready(tmp_path, family, {})
+    evaluate = assembly.loop.evaluate
+    own = evaluate()
+    shards = BatchSchedule.eval_shards
+    monkeypatch.setattr(BatchSchedule, "eval_shards", lambda *given: itertools.chain(shards(*given), [np.arange(0)]))
+    assert own and evaluate() == own
 
 
 @pytest.fixture

@@ -22,8 +22,10 @@ def with_alibi(
     in its last `head_dim` features, that of `AttentionKernel` with slopes."""
     dtype, queries, keys = compute_dtype(query), query.shape[2], key.shape[2]
     slopes = slopes.to(torch.promote_types(dtype, torch.float32)).view(-1, 1) / scale
-    positions = torch.arange(keys, device=key.device).to(slopes.dtype)
-    coarse = positions.div(_COARSE, rounding_mode="floor") * _COARSE
+    # Counted from the first query: one that is alone, whose products are summed in any order, has small numbers where
+    # keys are near to it.
+    positions = torch.arange(queries - keys, queries, device=key.device).to(slopes.dtype)
+    coarse = positions.div(_COARSE, rounding_mode="trunc") * _COARSE
     # The own position of a query is the same for all its keys; in half precision it could not be told exactly.
     own = positions[keys - queries :] if dtype == slopes.dtype else positions.new_zeros(queries)
     high = slopes.bfloat16().to(slopes.dtype)

@@ -54,7 +54,7 @@ class _Products(torch.autograd.Function):
             )
             scores[:, :, first:] += unseen[:size, :size]
             weights = torch.softmax(scores, dim=-1).to(query.dtype)
-            mixed[:, :, first:stop] = torch.bmm(weights, values[:, :stop]).view(*query.shape[:2], size, -1)
+            mixed[:, :, first:stop] = torch.bmm(weights, values[:, :stop]).view_as(value[:, :, first:stop])
             kept.append(weights)
         ctx.save_for_backward(queries, keys, values, *kept)
         ctx.scale, ctx.shape = scale, query.shape

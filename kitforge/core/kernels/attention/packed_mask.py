@@ -90,7 +90,7 @@ def packed_attention(query: Tensor, key: Tensor, value: Tensor, mask: PackedMask
         _varlen_attn(), scale=scale, window_size=(left, 0), enable_gqa=query.shape[1] != key.shape[1]
     )
     mixed = kept_operations(attend, *tokens, *boundaries)
-    return mixed.view(batch, -1, *mixed.shape[1:]).transpose(1, 2)
+    return mixed.view(batch, query.shape[2], *mixed.shape[1:]).transpose(1, 2)
 
 
 def _power_of_two(number: int) -> int:
