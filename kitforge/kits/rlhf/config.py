@@ -415,9 +415,9 @@ class RLOptions(StageOptions):
         expected = f"a role for {rank_list(idle)} too, or fewer ranks in parallel.* ({self.parallel.describe()})"
         check(not idle, "role_ranks", got, expected)
         stages, count = self.parallel.pipeline, self.parallel.world_size
-        is_beside = stages > 1 and min(self.role_ranks.ranks("rollout", count)) < count
+        overlaps = stages > 1 and min(self.role_ranks.ranks("rollout", count)) < count
         needs = f"1: a rank that also generates would hold 1/{stages} + 1 of the policy, its stage and a whole copy"
-        check(not is_beside, "parallel.pipeline", stages, needs, "set role_ranks.rollout to further ranks")
+        check(not overlaps, "parallel.pipeline", stages, needs, "set role_ranks.rollout to further ranks")
         corrects = self.importance_sampling.mode != "none"
         needs = "none, or rl.old_logprobs=recompute, whose log-probs give the importance ratio"
         check(
