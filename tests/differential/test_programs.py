@@ -41,9 +41,8 @@ FAMILIES = {
     "gpt2": ("torch_export", "no cache"),
     "llama": ("onnx", "cache"),
     "bloom": ("torch_export", "classifier"),
-    "pangu_alpha": ("torch_export", "cache"),
     "mixtral": ("torch_export", "cache"),
-} | ({name: ("torch_export", "cache") for name in ("glm", "qwen3_moe")} if WHOLE else {})
+} | ({name: ("torch_export", "cache") for name in ("pangu_alpha", "glm", "qwen3_moe")} if WHOLE else {})
 BATCHES = 5  # of each program: an export takes seconds, a batch milliseconds
 ROTARY = {"linear": {"factor": 2.0}, "llama3": {"factor": 4.0, "original_length": 20}, "yarn": {"factor": 2.0}}
 ROTARY["dynamic"] = {"factor": 2.0, "original_length": 6}

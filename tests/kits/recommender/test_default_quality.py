@@ -12,6 +12,7 @@ from kitforge.core.parallel.config import ParallelConfig
 from kitforge.kits.recommender.build import TASKS, Inputs
 from kitforge.kits.recommender.config import with_size_defaults
 from kitforge.trainer.run_folder import train
+from tests.differential.drawn import WHOLE
 from tests.distributed.training import TestRendezvous
 
 KIT = TASKS["recommendation"]
@@ -31,7 +32,8 @@ def many_ids() -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["dlrm", "dcn_v2", "deepfm"])
+@pytest.mark.prove
+@pytest.mark.parametrize("family", ["dcn_v2", "deepfm", "dlrm"][: None if WHOLE else 1])
 def test_a_family_by_default_is_at_least_as_good_as_the_base_rate(tmp_path: Path, family: str) -> None:
     torch.set_num_threads(1)
     chosen = {"model": family, "output_dir": str(tmp_path), "device": "cpu", "trainer.progress": False}

@@ -52,7 +52,7 @@ CASES = [
     ("reward", "run", TENSOR),
 ][: None if WHOLE else 4]
 # A policy and a critic or none, from a reward model and from none, under both axes.
-ROLES = [("ppo", "judge", TENSOR), ("grpo", "judge", SHARD), ("ppo", "lowercase", SHARD)][: None if WHOLE else 2]
+ROLES = [("ppo", "judge", TENSOR), ("grpo", "judge", SHARD), ("ppo", "lowercase", SHARD)][: None if WHOLE else 1]
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """Scores of questions are those of lm-evaluation-harness on the same weights, row by row, and its tasks find on our
 engine what they find on its own model."""
 
+import itertools
 import json
 import math
 import multiprocessing
@@ -25,6 +26,7 @@ from kitforge.inference.text_engine import InferenceOptions
 from kitforge.kits.transformers.evaluation import EvaluationResult, Evaluator
 from kitforge.kits.transformers.harness import HarnessModel, find_tasks, run_tasks
 from kitforge.kits.transformers.questions import load_task
+from tests.differential.drawn import WHOLE
 from tests.tokenizer_folders import write_kind
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -42,7 +44,12 @@ CONTEXTS = [
 CHOICES = ["explicit", "für Elise, 三", "x"]
 
 
-@pytest.fixture(scope="module", params=["llama3", "gpt2", "glm", "qwen", "bloom"])
+KINDS = ["llama3", "gpt2", "glm", "qwen", "bloom"]
+# Whole evaluations by either side; what they are made of is compared for every kind.
+HARNESS_RUNS = list(itertools.product(KINDS, [False, True])) if WHOLE else [("gpt2", False), ("llama3", True)]
+
+
+@pytest.fixture(scope="module", params=KINDS)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     is_bloom = request.param == "bloom"
     folder = write_kind("gpt2" if is_bloom else request.param, tmp_path_factory.mktemp(request.param))
@@ -171,7 +178,8 @@ CHAT = "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}{{ e
 CHAT += "{% if add_generation_prompt %}[assistant]{% endif %}"
 
 
-@pytest.mark.parametrize("chats", [False, True])
+@pytest.mark.prove
+@pytest.mark.parametrize(("folder", "chats"), HARNESS_RUNS, indirect=["folder"])
 def test_tasks_of_the_harness_find_on_our_engine_what_they_find_on_its_model(
     folder: Path, tmp_path: Path, chats: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
