@@ -115,6 +115,8 @@ def parsed(root: Path, path: str) -> tuple[list[str], set[str]]:
             words.add(node.id if isinstance(node, ast.Name) else node.attr)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             words |= set(WORD.findall(node.value))
+            if re.fullmatch(r"kitforge(\.\w+)+", node.value) and (found := _file(root, node.value)):
+                imported.append(found)  # by `import_optional`
             # A verb of the command line is imported when it is typed.
             if verb := re.fullmatch(r"(cli\.\w+):\w+", node.value):
                 imported += [found for each in verb.groups() if (found := _file(root, f"kitforge.{each}"))]

@@ -36,6 +36,9 @@ from kitforge.inference.server.service import EncodedPrompt, RequestHandle, Serv
 from kitforge.inference.server.web_ui import content_security_policy, page, rendered
 from kitforge.inference.text_engine import TextDelta
 
+# Request bodies need pydantic, so their modules are imported once there is a server.
+BODIES = "kitforge.inference.server.requests"
+ITEM_BODIES, SCORE_BODIES = "kitforge.inference.server.item_requests", "kitforge.inference.server.score_requests"
 # The score of each text for a model, and the number of their tokens; see `scores`.
 Score = Callable[[Sequence[Any], str | None], Coroutine[Any, Any, tuple[list[float], int]]]
 
@@ -44,8 +47,8 @@ def create_app(service: Service) -> Any:
     """The FastAPI application of a service. Raises DependencyError where FastAPI is not installed."""
     app = new_application(service)
     _add_info_routes(app, service)
-    bodies = _module("requests")
-    _add_completion_routes(app, service, bodies, _module("item_requests"))
+    bodies = _module(BODIES)
+    _add_completion_routes(app, service, bodies, _module(ITEM_BODIES))
     _add_embedding_route(app, service)
     _add_score_routes(app, service, partial(cosines, service))
     _add_tokenizer_routes(app, service, bodies)
@@ -62,7 +65,7 @@ def create_score_app(service: ScoreService) -> Any:
 
 def _module(name: str) -> Any:
     """One of request bodies, which needs pydantic, whose presence `new_application` has checked."""
-    return import_optional(f"kitforge.inference.server.{name}", needed_for="kitforge serve", extra="serve")
+    return import_optional(name, needed_for="kitforge serve", extra="serve")
 
 
 def _add_info_routes(app: Any, service: HttpService) -> None:
@@ -153,7 +156,7 @@ def _add_embedding_route(app: Any, service: Service) -> None:
     from fastapi.responses import Response
 
     routes: FastAPI = app
-    bodies, read = _module("score_requests"), _module("requests").read
+    bodies, read = _module(SCORE_BODIES), _module(BODIES).read
 
     @routes.post("/v1/embeddings", **_described(bodies.EmbeddingRequest, required="data"))
     async def embeddings(request: Request) -> Response:
@@ -171,7 +174,7 @@ def _add_score_routes(app: Any, service: HttpService, score: Score) -> None:
     from fastapi.responses import JSONResponse
 
     routes: FastAPI = app
-    bodies, read = _module("score_requests"), _module("requests").read
+    bodies, read = _module(SCORE_BODIES), _module(BODIES).read
 
     async def scored(request: Request, kind: Any) -> tuple[Any, list[float], dict[str, Any]]:
         params = await _read(request, service, partial(read, kind))
