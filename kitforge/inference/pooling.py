@@ -60,5 +60,5 @@ def _read(folder: Path | None) -> TextPooling:
             problem, got = "this model embeds texts in an unknown way", f"{', '.join(kinds)}; {name}"
     except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
         problem, got = "the pooling information of this model cannot be read", f"{type(error).__name__}: {error}"
-    expected = f"modules.json with Transformer, Pooling by one of {', '.join(_MODES)}, and perhaps Normalize"
+    expected = "modules.json of sentence-transformers: Transformer, Pooling (lasttoken, mean or cls), perhaps Normalize"
     raise ModelError(problem, got=got, expected=expected, fix="start it with serve.pooling=last, mean or cls")

@@ -3,6 +3,7 @@
 Imports pydantic, so only `app.create_app` imports it.
 """
 
+from itertools import chain
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, Tag
@@ -185,12 +186,9 @@ def read_items(body: bytes) -> tuple[ItemsRequest, ChatRequest]:
     """Parse a body of /v1/responses, also as that of a chat. Raises ApiError."""
     request = read(ItemsRequest, body)
     for index, item in enumerate(() if isinstance(request.input, str) else request.input):
-        for name in {name for names in _FIELDS.values() for name in names}:
-            is_given, is_known, field = (
-                name in item.model_fields_set,
-                name in _FIELDS[item.type],
-                f"input[{index}].{name}",
-            )
+        for name in sorted(set(chain(*_FIELDS.values()))):
+            is_given, is_known = name in item.model_fields_set, name in _FIELDS[item.type]
+            field = f"input[{index}].{name}"
             if is_given and not is_known:
                 raise refused(field, f"{field!r} is none of the fields of a {item.type}", "unknown_parameter")
             if is_known and not is_given and item.type != "reasoning":
