@@ -97,6 +97,7 @@ class PromptExample:
     columns: Mapping[str, Any] = field(default_factory=dict)
     messages: tuple[Message, ...] | None = None  # of which the tokens are; None where it is not a chat
     inputs: Mapping[str, Any] = field(default_factory=dict)  # the other variables of the chat template
+    teacher_tokens: tuple[int, ...] = ()  # the prompt of a teacher that reads another one; (): the same
 
 
 @dataclass(slots=True, kw_only=True)

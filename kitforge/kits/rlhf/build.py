@@ -37,6 +37,7 @@ from kitforge.kits.network_source import check_splits
 from kitforge.kits.rlhf import tasks
 from kitforge.kits.rlhf.config import KTOOptions, PreferenceOptions, RewardOptions, RLOptions, SFTOptions, StageOptions
 from kitforge.kits.rlhf.inspection import loss_mask_lines
+from kitforge.kits.rlhf.on_policy_config import DistillOptions
 from kitforge.kits.rlhf.pipeline import RewardPipeline, write_scores
 from kitforge.kits.rlhf.replay import replay
 from kitforge.kits.rlhf.roles.model_loading import load_policy, load_reward_model, open_policy, open_reward_model
@@ -132,6 +133,7 @@ class RlhfTask(NetworkKit[StageOptions, Tokenizer]):
             SFTOptions: reader.demonstrations,
             KTOOptions: reader.unpaired,
             RLOptions: reader.prompts,
+            DistillOptions: reader.prompts,
         }
         return found.get(self.OPTIONS, reader.pairs)
 
@@ -220,7 +222,7 @@ def _recorded(options: StageOptions, inputs: Inputs, network: dict[str, Any] | N
     recorded = to_dict(options) | {"model": network}
     if inputs.model_folder is not None:
         recorded["checkpoint"] = str(inputs.model_folder)
-    for role in ("reward", "reference"):
+    for role in ("reward", "reference", "teacher"):
         if inputs.roles.get(role) is not None and role in recorded:
             recorded[role] = reward_reference(inputs.roles[role])
     return recorded
@@ -242,6 +244,7 @@ TASKS: dict[str, RlhfTask] = {
         name: RlhfTask(RLOptions, tasks.policy_gradient, _ROLES)
         for name in ("grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp")
     },
+    "distill": RlhfTask(DistillOptions, tasks.distill, (*_ROLES, "teacher")),
     **{name: RlhfTask(PreferenceOptions, tasks.preference, ("reference",)) for name in ("dpo", "ipo", "orpo", "simpo")},
     "kto": RlhfTask(KTOOptions, tasks.kto, ("reference",)),
 }

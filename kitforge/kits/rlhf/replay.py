@@ -15,7 +15,7 @@ from kitforge.data.tokenizers.loading import find_tokenizer
 from kitforge.foundation.errors import CheckpointError, ConfigError, DataError
 from kitforge.kits.kit import ReplayResult
 from kitforge.kits.rlhf.config import RLOptions
-from kitforge.kits.rlhf.reinforcement.ppo import PolicyGradientTask
+from kitforge.kits.rlhf.reinforcement.ppo import RolloutTask
 from kitforge.kits.rlhf.reinforcement.rollout_log import first_rollout, logged_rollouts, read_rollouts
 from kitforge.kits.rlhf.role_ranks import RoleRanksOptions
 from kitforge.kits.rlhf.roles.model_loading import load_policy
@@ -59,7 +59,7 @@ def replay(
     options = dataclasses.replace(
         options, data=dataclasses.replace(options.data, train=None, eval=None, eval_fraction=0.0)
     )
-    task = cast(PolicyGradientTask, prepare(task_inputs_of(options, inputs, device)).task(World(device=device))[0])
+    task = cast(RolloutTask, prepare(task_inputs_of(options, inputs, device)).task(World(device=device))[0])
     task.recorded = lambda number: read_rollouts(folder, number)
     watch = _StopAfterStep(step)
     loop = Loop(task, options, World(device=device), callbacks=[watch])

@@ -4,13 +4,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar, cast
 
 import torch
 from torch import nn
 
 from kitforge.core.parallel.world import World
-from kitforge.data.chat.datasets import ChatDatasetReader, ExampleKind, TokenizedExample
+from kitforge.data.chat.datasets import ChatDatasetReader, ExampleKind, PromptExample, TokenizedExample
 from kitforge.data.chat.template import template_of
 from kitforge.data.tokenizers.loading import Tokenizer
 from kitforge.foundation.config import check
@@ -29,9 +29,12 @@ from kitforge.kits.rlhf.config import (
 )
 from kitforge.kits.rlhf.dataset import DatasetSplits, read_examples, read_rows
 from kitforge.kits.rlhf.event_loop import EventLoop
-from kitforge.kits.rlhf.reinforcement.ppo import PolicyGradientTask
+from kitforge.kits.rlhf.on_policy_config import DistillOptions
+from kitforge.kits.rlhf.reinforcement.distill import DistillTask
+from kitforge.kits.rlhf.reinforcement.ppo import PolicyGradientTask, RolloutTask
 from kitforge.kits.rlhf.reinforcement.rollout_collector import Roles
 from kitforge.kits.rlhf.reinforcement.rollout_log import RolloutLog, SampleLogger
+from kitforge.kits.rlhf.reinforcement.teacher import TEACHER_PROMPT, with_teacher_prompts
 from kitforge.kits.rlhf.reinforcement.tool_environment import environment_runner_of, with_tools
 from kitforge.kits.rlhf.role_ranks import ROLES
 from kitforge.kits.rlhf.roles.model_loading import (
@@ -120,7 +123,11 @@ class TaskInputs(Generic[OptionsT]):
 
         def prompts(spec: object) -> Sequence[Any]:
             found, template = self.reader.prompts(spec), template_of(self.tokenizer)
-            return list(found if tools is None else (with_tools(each, template, tools) for each in found))
+            rows = list(found if tools is None else (with_tools(each, template, tools) for each in found))
+            if not isinstance(self.options, DistillOptions):
+                return rows
+            own = {**self.reader.columns, "prompt": self.reader.columns.get(TEACHER_PROMPT, TEACHER_PROMPT)}
+            return with_teacher_prompts(rows, lambda: self.reader.with_columns(own).prompts(spec), template)
 
         return read_rows(prompts, specs, data, seed=seed, pad_id=pad_id, reserved=reserved)
 
@@ -151,10 +158,9 @@ class TaskInputs(Generic[OptionsT]):
         given = networks_in([self.inputs.model, *self.inputs.roles.values()])
         return ReferenceModel(reference, own, known, judges=networks_in(reward_source), given=given)
 
-    def reference_base(self, named: str | None) -> NetworkSource | None:
-        """The reference model: the role `reference` (a Run, folder or module), else the folder `named`. An evaluation
-        without either uses the reference that the run was trained with. None without a reference."""
-        given = self.inputs.roles.get("reference", named)
+    def frozen_base(self, role: str, named: str | None) -> NetworkSource | None:
+        """The model of a role (a Run, folder or module), else of the folder `named`. None without either."""
+        given = self.inputs.roles.get(role, named)
         if isinstance(given, (Run, nn.Module)):
             network = policy_of(given.model if isinstance(given, Run) else given)
             return NetworkSource(options=self.options, given=network)
@@ -162,8 +168,14 @@ class TaskInputs(Generic[OptionsT]):
             return (
                 NetworkSource(options=self.options).stored_as(partial(open_policy, Path(given))).fitted(self.tokenizer)
             )
-        if not self.is_evaluation:
-            return None
+        return None
+
+    def reference_base(self, named: str | None) -> NetworkSource | None:
+        """The reference model, see `frozen_base`. An evaluation without a name for it uses the reference that the run
+        was trained with."""
+        found = self.frozen_base("reference", named)
+        if found is not None or not self.is_evaluation:
+            return found
         return recorded_reference_model(self.options, self.inputs, self.tokenizer, self.device)
 
 
@@ -270,9 +282,14 @@ def _compared(parts: TaskInputs[Any], kind: Any, rows: DatasetSplits[Any], *, ha
     return TaskBuilder(task=task, fingerprint=rows.fingerprint, network=base_model.recorded())
 
 
-def policy_gradient(parts: TaskInputs[RLOptions]) -> TaskBuilder:
+def policy_gradient(
+    parts: TaskInputs[Any],
+    kind: Callable[..., RolloutTask] = PolicyGradientTask,
+    teacher: Callable[[World], ReferenceModel] | None = None,
+) -> TaskBuilder:
     """Policy gradient on prompts: the policy, its reference model, a critic for GAE, initialized from the reward model
-    if there is one, and the rewards. Builds only the roles placed on this rank."""
+    if there is one, and the rewards. Builds only the roles placed on this rank. `kind` may be a task with another loss,
+    and with a `teacher`."""
     options = parts.options
     loop = EventLoop()
     environment_runner = environment_runner_of(parts.inputs.roles, options, parts.tokenizer, loop)
@@ -312,8 +329,10 @@ def policy_gradient(parts: TaskInputs[RLOptions]) -> TaskBuilder:
             environment_runner=environment_runner,
             event_loop=loop,
             tokenizer=parts.tokenizer,
+            is_rewarded=scores is not None or environment_runner is not None,
+            teacher=None if teacher is None else teacher(world),
         )
-        made = PolicyGradientTask(options, rows, roles, build, world, pretraining)
+        made = kind(options, rows, roles, build, world, pretraining)
         return made, [
             SampleLogger(made, parts.tokenizer),
             RolloutLog(made, parts.tokenizer, options.rollout.keep_rollout_files, options.rl.updates_per_rollout),
@@ -322,6 +341,36 @@ def policy_gradient(parts: TaskInputs[RLOptions]) -> TaskBuilder:
     network = base_model().recorded() if is_built else None
     fingerprint = rows.fingerprint if pretraining is None else f"{rows.fingerprint} and {pretraining.fingerprint}"
     return TaskBuilder(task=task, fingerprint=fingerprint, network=network)
+
+
+def distill(parts: TaskInputs[DistillOptions]) -> TaskBuilder:
+    """On-policy distillation: the policy learns the distributions of a frozen teacher on its own completions."""
+    options, roles = parts.options, parts.inputs.roles
+    named, policy = roles.get("teacher", options.teacher), parts.inputs.model or options.checkpoint
+    source = parts.frozen_base("teacher", options.teacher)
+
+    def teacher(world: World) -> ReferenceModel:
+        if not world.is_training:
+            return ReferenceModel()
+        base = source or parts.base_model(None if parts.inputs.model is None else policy_of(parts.inputs.model))
+        known = source_fingerprint(base, world) if base.given is None else None
+        return parts.reference_model([], base.frozen(world), known)
+
+    def task(options: RLOptions, rows: DatasetSplits[PromptExample], *others: Any) -> RolloutTask:
+        has_prompts = any(each.teacher_tokens for each in (*rows.train, *rows.eval))
+        if not has_prompts and (named is None or named == policy):
+            raise ConfigError(
+                "distill has no teacher" if named is None else "the teacher has no effect: it is the policy itself",
+                got=f"teacher={named}, and rows without a column {TEACHER_PROMPT}",
+                expected="another model, or a prompt of its own for the teacher",
+                fix='add teacher=RUN_OR_FOLDER or pass roles={"teacher": RUN}',
+            )
+        if has_prompts and roles.keys() & {"environment", "tools"}:
+            got, expected = f"a column {TEACHER_PROMPT} and an environment", "completions of one turn"
+            raise ConfigError("an environment has no prompt of the teacher's", got=got, expected=expected)
+        return DistillTask(cast(DistillOptions, options), rows, *others)
+
+    return policy_gradient(parts, task, teacher)
 
 
 def _full_reference(parts: TaskInputs[RLOptions], base_model: Callable[[], NetworkSource]) -> nn.Module | None:
@@ -359,6 +408,10 @@ def _rewards(parts: TaskInputs[RLOptions]) -> Any:
             expected="one of them",
             fix="leave the role reward out: the environment's steps return the rewards",
         )
+    if given is None and isinstance(options, DistillOptions):
+        coef = options.distill.reward_coef
+        check(coef == 0, "distill.reward_coef", coef, "0 without a reward", "add reward=NAME")
+        return None
     if given is None:
         raise ConfigError(
             f"{options.task} has no reward",

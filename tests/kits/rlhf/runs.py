@@ -4,11 +4,12 @@ import itertools
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.data.tokenizers.loading import ByteTokenizer
 from kitforge.foundation.types import Cursor, MicroBatch
@@ -55,7 +56,10 @@ SHAPED: dict[str, dict[str, Any]] = {
     },
     "rloo": {"rl.advantage": "rloo", "rl.num_generations": 4, "rl.loss_aggregation": "seq-mean-token-sum"},
     "reinforce_pp": {"rl.advantage": "reinforce", "rl.whiten_advantages": True},
+    "distill": {"rl.advantage": "grpo", "rl.num_generations": 4, "kl.coef": 0.0},
 }
+# Tasks on rollouts with a loss of their own.
+ON_POLICY = ("distill",)
 RL = ("ppo", "grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp")
 OPTIONS: dict[str, Any] = {
     "data.sequence_length": 32,
@@ -77,16 +81,24 @@ def letters(*, completion_tokens: list[list[int]]) -> list[float]:
     return [sum(tokens) % 17 / 17 for tokens in completion_tokens]
 
 
-def network(dtype: torch.dtype = torch.float32, family: Mapping[str, Any] = tiny.LLAMA) -> nn.Module:
-    config = config_of({**family, "vocab_size": ByteTokenizer.vocab_size})
-    return build(config, device=torch.device("cpu"), seed=3).to(dtype)
+def network(
+    dtype: torch.dtype = torch.float32, family: Mapping[str, Any] = tiny.LLAMA, *, seed: int = 3, padding: int = 0
+) -> nn.Module:
+    config = config_of({**family, "vocab_size": ByteTokenizer.vocab_size + padding})
+    return build(config, device=torch.device("cpu"), seed=seed).to(dtype)
 
 
 def begin(
     stage: str, folder: Path | None = None, choices: Mapping[str, Any] | None = None, **inputs: Any
 ) -> RunAssembly[Any, Any]:
     """A run of the stage, ready to start; over `rows`, from a small network, unless told otherwise."""
-    values = OPTIONS | (ROUNDS if stage in RL else {}) | SHAPED.get(stage, {}) | {"task": stage} | dict(choices or {})
+    values = (
+        OPTIONS
+        | (ROUNDS if stage in (*RL, *ON_POLICY) else {})
+        | SHAPED.get(stage, {})
+        | {"task": stage}
+        | dict(choices or {})
+    )
     values["output_dir"] = f"{_SCRATCH.name}/{next(_NUMBERS)}" if folder is None else str(folder)
     given: dict[str, Any] = {
         "processor": ByteTokenizer(),
@@ -95,6 +107,8 @@ def begin(
     }
     if stage in RL:
         given["roles"] = {"reward": letters}
+    if stage == "distill" and "roles" not in inputs:
+        given["roles"] = {"teacher": network(cast(CausalLM, (given | inputs)["model"]).head_weight.dtype, seed=4)}
     options = TASKS[stage].read_options(tiny.nested(values))
     return TASKS[stage].assemble(
         options, Inputs(**(given | inputs)), Rendezvous.open(options.parallel, options.device, options.num_ranks)

@@ -1,13 +1,15 @@
 """PPO (Schulman et al., 2017) and its relatives GRPO, Dr. GRPO, DAPO, RLOO and REINFORCE++, from top to bottom.
 
-Each iteration of `PolicyGradientTask.steps`:
+Each iteration of `RolloutTask.steps`:
   1. collect rollouts: the policy samples completions; they are scored, and get reference log-probs and values
      (`RolloutCollector.collect`);
   2. compute advantages and returns (`compute_experience`);
   3. update: `epochs * num_minibatches` optimizer steps over the rollout batch (`_micro_batches`, `loss`).
+Tasks with another loss of rollouts share all but that.
 """
 
 import math
+from abc import ABC
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -79,9 +81,11 @@ EVAL_METRICS = ("reward", "reward_std", "reward_shaped", "kl", "completion/mean_
 EVAL_METRIC_PREFIXES = ("environment/", "rewards/")
 
 
-class PolicyGradientTask(Task):
-    """The policy gradient task. A micro-batch holds ptx rows, or rows of a `RolloutBatch` with `is_real` [B], False for
-    padding rows."""
+class RolloutTask(Task, ABC):
+    """A task over rollouts of the policy; it adds its loss. A micro-batch holds ptx rows, or rows of a `RolloutBatch`
+    with `is_real` [B], False for padding rows."""
+
+    is_rewarded = True  # False: nothing rewards the completions, and their reward is 0
 
     def __init__(
         self,
@@ -201,14 +205,12 @@ class PolicyGradientTask(Task):
         metrics = next(each["metrics"] for each in step if not is_ptx(each))
         return {"loss": weight, **per_token, **dict.fromkeys((*metrics, "samples"), completions), **ptx_count(step)}
 
-    def loss(self, model: nn.Module, micro_batch: MicroBatch) -> Sums:
-        """Sums of the policy loss, aggregated as `rl.loss_aggregation` says, the value loss and their metrics."""
-        if is_ptx(micro_batch):
-            return ptx_loss(policy_of(model), micro_batch)
-        options, rl, mask = self._options, self._options.rl, loss_mask(micro_batch)
-        tokens, targets = micro_batch["tokens"], micro_batch["targets"]
-        logprobs, entropies = target_logprobs(policy_of(model), tokens, targets, options.rollout.temperature)
-        mask = mask.to(logprobs.device)
+    def surrogate(
+        self, micro_batch: MicroBatch, logprobs: Tensor, entropies: Tensor, mask: Tensor
+    ) -> tuple[Tensor, Sums]:
+        """The policy loss of log-probs [B, T], aggregated as `rl.loss_aggregation` says, and the sums of its
+        metrics."""
+        options, rl = self._options, self._options.rl
         names = ("old_logprobs", "ref_logprobs", "advantages", "importance_weights")
         grids = [micro_batch[name].to(logprobs) for name in names]
         logprobs, entropies, old, ref, advantages, weights = mask_fill(mask, logprobs, entropies, *grids)
@@ -221,45 +223,19 @@ class PolicyGradientTask(Task):
             losses = losses + micro_batch["metrics"]["kl_coef"] * self._kl_loss(logprobs, ref, old)
         losses = losses - rl.entropy_coef * entropies
         total = aggregate(losses, mask, rl.loss_aggregation, 1.0)
-        sums = {
+        return total, {
             "policy_loss": total.detach(),
             "entropy": entropies.sum(),
             "clip_fraction": is_clipped.sum(),
             "approx_kl": kl_estimate(old, logprobs, "k3").sum(),
-            # Means over the rollout batch as sums over this micro-batch's completions.
-            **{name: micro_batch["is_real"].sum() * value for name, value in micro_batch["metrics"].items()},
+            **batch_means(micro_batch),
         }
-        if (critic := critic_of(model)) is not None:
-            grids = [micro_batch[name].to(logprobs) for name in ("values", "returns")]
-            values, old_values, returns = mask_fill(mask, token_values(critic, tokens, mask), *grids)
-            errors, _ = value_loss(values, old_values, returns, rl.value_clip_range)
-            sums["value_loss"] = errors.sum()
-            weighted_value_loss = rl.vf_coef * micro_batch["value_scale"] * sums["value_loss"]
-            # During critic warm-up the policy loss has weight 0, and its zero gradients are dropped.
-            total = weighted_value_loss + total * (0.0 if micro_batch["warms_up"] else 1.0)
-        return {"loss": total, **sums}
 
     def _kl_loss(self, logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
         """The KL loss of every token [B, T]."""
         if not self._options.kl.use_bias_correction:
             return biased_kl_loss(logprobs, ref_logprobs, self._options.kl.estimator)
         return kl_loss(logprobs, ref_logprobs, self._options.kl.estimator, rollout_logprobs=old_logprobs)
-
-    def frozen_parts(self, step: Sequence[MicroBatch]) -> Collection[str]:
-        """The policy during critic warm-up."""
-        return ("policy",) if any(each.get("warms_up", False) for each in step) else ()
-
-    def skip_reason(self, sums: Sums, counts: Sums) -> str | None:
-        """Skip this update and the rest of the rollout batch if approx_kl exceeds 1.5 * `rl.target_kl`."""
-        target = self._options.rl.target_kl
-        if target is None:
-            return None
-        kl = float(sums["approx_kl"]) / max(float(counts["approx_kl"]), 1.0)
-        # The training loop handles a non-finite KL: it skips and counts the step.
-        if not kl > TARGET_KL_SLACK * target:
-            return None
-        self._is_stopped, self._num_stops = True, self._num_stops + 1
-        return f"approximate KL {kl:.4g} above {TARGET_KL_SLACK} * rl.target_kl={target:g}; rollout batch stopped early"
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """eval/reward and eval/reward_std before penalties; eval/reward_shaped after them if there are any; mean and
@@ -343,6 +319,50 @@ class PolicyGradientTask(Task):
         self._batch = None if state["round"] is None else RolloutBatch.from_dict(state["round"])
         self._collector.restore(state["ahead"])
         self._collector.mark_stale()
+
+
+class PolicyGradientTask(RolloutTask):
+    """The policy gradient task, with a critic for GAE."""
+
+    def loss(self, model: nn.Module, micro_batch: MicroBatch) -> Sums:
+        """Sums of the policy loss, the value loss and their metrics."""
+        if is_ptx(micro_batch):
+            return ptx_loss(policy_of(model), micro_batch)
+        rl, mask = self._options.rl, loss_mask(micro_batch)
+        tokens, targets = micro_batch["tokens"], micro_batch["targets"]
+        logprobs, entropies = target_logprobs(policy_of(model), tokens, targets, self._options.rollout.temperature)
+        mask = mask.to(logprobs.device)
+        total, sums = self.surrogate(micro_batch, logprobs, entropies, mask)
+        if (critic := critic_of(model)) is not None:
+            grids = [micro_batch[name].to(logprobs) for name in ("values", "returns")]
+            values, old_values, returns = mask_fill(mask, token_values(critic, tokens, mask), *grids)
+            errors, _ = value_loss(values, old_values, returns, rl.value_clip_range)
+            sums["value_loss"] = errors.sum()
+            weighted_value_loss = rl.vf_coef * micro_batch["value_scale"] * sums["value_loss"]
+            # During critic warm-up the policy loss has weight 0, and its zero gradients are dropped.
+            total = weighted_value_loss + total * (0.0 if micro_batch["warms_up"] else 1.0)
+        return {"loss": total, **sums}
+
+    def frozen_parts(self, step: Sequence[MicroBatch]) -> Collection[str]:
+        """The policy during critic warm-up."""
+        return ("policy",) if any(each.get("warms_up", False) for each in step) else ()
+
+    def skip_reason(self, sums: Sums, counts: Sums) -> str | None:
+        """Skip this update and the rest of the rollout batch if approx_kl exceeds 1.5 * `rl.target_kl`."""
+        target = self._options.rl.target_kl
+        if target is None:
+            return None
+        kl = float(sums["approx_kl"]) / max(float(counts["approx_kl"]), 1.0)
+        # The training loop handles a non-finite KL: it skips and counts the step.
+        if not kl > TARGET_KL_SLACK * target:
+            return None
+        self._is_stopped, self._num_stops = True, self._num_stops + 1
+        return f"approximate KL {kl:.4g} above {TARGET_KL_SLACK} * rl.target_kl={target:g}; rollout batch stopped early"
+
+
+def batch_means(micro_batch: MicroBatch) -> Sums:
+    """Means over the rollout batch as sums over the completions of a micro-batch."""
+    return {name: micro_batch["is_real"].sum() * value for name, value in micro_batch["metrics"].items()}
 
 
 def compute_experience(rollouts: Sequence[Rollout], options: RLOptions, kl_coef: float, pad_id: int) -> RolloutBatch:

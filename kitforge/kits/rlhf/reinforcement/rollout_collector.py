@@ -55,6 +55,8 @@ class Roles:
     reference_model: ReferenceModel  # its model is None without a KL coefficient or kl.measure
     eos_ids: tuple[int, ...]
     tokenizer: Tokenizer  # shared by policy and reference
+    is_rewarded: bool = True  # False: no role gives a reward, which is 0
+    teacher: ReferenceModel | None = None  # of distillation, which reads no ids beyond the tokenizer's
 
 
 class RolloutCollector:
@@ -212,7 +214,10 @@ class RolloutCollector:
             # A new engine each time: the KV cache of older weights is useless.
             engine = Engine(policy_of(model), options.rollout.engine_options, stop_ids=self._roles.eos_ids)
             run = partial(generate_rollouts, tokenizer=self._roles.tokenizer) if runner is None else runner.run
-            rollouts = run(engine, own, options.rollout.sampling(temperature), num_generations, key)
+            sampling, known = options.rollout.sampling(temperature), self._roles.tokenizer.vocab_size
+            if self._roles.teacher is not None and known < engine.vocab_size:
+                sampling = replace(sampling, suppress_tokens=tuple(range(known, engine.vocab_size)))
+            rollouts = run(engine, own, sampling, num_generations, key)
             if self._placement.ranks["rollout"] == self._placement.ranks["reward"]:
                 rewards = self._rewards(rollouts, prompts)
                 rollouts = [replace(each, **own_fields) for each, own_fields in zip(rollouts, rewards, strict=True)]
@@ -243,6 +248,9 @@ class RolloutCollector:
 
     def _rewards(self, rollouts: Sequence[Rollout], prompts: Sequence[PromptExample]) -> Iterator[dict[str, Any]]:
         """The reward of each rollout, or of each of its tokens, unless an environment has given it."""
+        if not self._roles.is_rewarded:
+            yield from ({"score": 0.0} for _ in rollouts)
+            return
         unscored = [each for each in rollouts if each.score is None]
         runner, scorer = self._roles.environment_runner, self._roles.scorer
         tools = {} if runner is None or runner.tools is None else {"tools": runner.tools}

@@ -9,7 +9,7 @@ from kitforge.core.checkpoint.manifest import steps
 from kitforge.data.tokenizers.loading import Tokenizer
 from kitforge.foundation.errors import DataError
 from kitforge.foundation.files import write_text
-from kitforge.kits.rlhf.reinforcement.ppo import PolicyGradientTask
+from kitforge.kits.rlhf.reinforcement.ppo import RolloutTask
 from kitforge.kits.rlhf.reinforcement.rollout_batch import Rollout
 from kitforge.trainer.callbacks.callback import Callback, Event, RunContext
 
@@ -21,7 +21,7 @@ class RolloutLog(Callback):
     """Writes rollouts/round_N.jsonl after the first update on a rollout batch, and logs its first completions as a
     table. Keeps the latest `num_kept` files, and as many after each kept checkpoint, for replay."""
 
-    def __init__(self, task: PolicyGradientTask, tokenizer: Tokenizer, num_kept: int, updates_per_rollout: int) -> None:
+    def __init__(self, task: RolloutTask, tokenizer: Tokenizer, num_kept: int, updates_per_rollout: int) -> None:
         self._task = task
         self._tokenizer = tokenizer
         self._num_kept = num_kept
@@ -124,7 +124,7 @@ MAX_SAMPLES = 8
 class SampleLogger(Callback):
     """Writes samples/step_N.json after every evaluation, the same prompts each time."""
 
-    def __init__(self, task: PolicyGradientTask, tokenizer: Tokenizer) -> None:
+    def __init__(self, task: RolloutTask, tokenizer: Tokenizer) -> None:
         self._task = task
         self._tokenizer = tokenizer
 
@@ -144,7 +144,7 @@ class SampleLogger(Callback):
     def _sample(self, rollout: Rollout) -> dict[str, Any]:
         completion = rollout.completion
         end = "" if completion.is_finished else " \N{HORIZONTAL ELLIPSIS}"
-        figures = {"reward": rollout.reward}
+        figures = {"reward": rollout.reward} if self._task.is_rewarded else {}
         if (kl := rollout.kl) is not None:
             figures["kl"] = round(kl, 4)
         text = completion.text(self._tokenizer) + end

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from kitforge.core.nn.causal_lm import CausalLM
+from kitforge.data.chat.template import template_of
 from kitforge.data.tokenizers.loading import Tokenizer
 from kitforge.foundation.config import to_dict
 from kitforge.foundation.errors import ConfigError
@@ -21,12 +22,12 @@ from kitforge.trainer.callbacks.callback import RunContext as Running
 from kitforge.trainer.run_folder import Run
 
 # Roles that read the policy's tokens.
-TOKEN_ROLES = ("reward", "reference")
+TOKEN_ROLES = ("reward", "reference", "teacher")
 
 
 def check_role_tokenizers(options: StageOptions, roles: Mapping[str, Any], tokenizer: Tokenizer) -> None:
-    """Raise ConfigError for a reference model with another tokenizer than the policy, and for a role whose vocabulary
-    is smaller than its tokenizer's."""
+    """Raise ConfigError for a reference model or teacher with another tokenizer than the policy, a teacher with another
+    chat template, and for a role whose vocabulary is smaller than its tokenizer's."""
     named = {
         name: getattr(options, name) for name in TOKEN_ROLES if isinstance(getattr(options, name, None), (str, list))
     }
@@ -37,12 +38,19 @@ def check_role_tokenizers(options: StageOptions, roles: Mapping[str, Any], token
         given = member[-1] if isinstance(member, (tuple, list)) and member else member
         own = _tokenizer_of(given)
         # A reward model with its own tokenizer reads text.
-        if own is not None and own.fingerprint != tokenizer.fingerprint and name == "reference":
+        if own is not None and own.fingerprint != tokenizer.fingerprint and name != "reward":
             raise ConfigError(
                 f"the role {name} has another tokenizer than the policy",
                 got=_tokenizer_text(own),
                 expected=_tokenizer_text(tokenizer),
                 fix="train it with the policy's tokenizer, as when it starts from the policy's run",
+            )
+        if name == "teacher" and own is not None and template_of(own).fingerprint != template_of(tokenizer).fingerprint:
+            raise ConfigError(
+                "the teacher has another chat template than the policy",
+                got="another template in the teacher's folder",
+                expected="the same, as prompts are written by the policy's",
+                fix="copy the policy's template into the teacher's folder, or pass the teacher as a network",
             )
         model, wanted = given.model if isinstance(given, Run) else given, own or tokenizer
         network = model.backbone if isinstance(model, ValueHeadModel) else model
