@@ -188,12 +188,14 @@ class Case:
     def evaluate(self, model: nn.Module, changes: Mapping[str, Any]) -> dict[str, float]:
         """Metrics of the evaluation set for this network."""
         options = self.options(changes)
-        roles = {}
-        if "reference" in self.kit.ROLES and options.reference is None:
+        roles: dict[str, Any] = {}
+        for role in ("reference", "teacher"):
+            if role not in self.kit.ROLES or getattr(options, role) is not None:
+                continue
             # Preferences are measured from the policy that training began with, or one close to it.
             first = step_folder(self.base / "checkpoints", CHECKPOINT_EVERY)
             dtype = next(model.parameters()).dtype
-            roles["reference"] = load_model(first, options.device, "fp32", options.task).to(dtype)
+            roles[role] = load_model(first, options.device, "fp32", options.task).to(dtype)
         processor = load_processor(self.base)
         inputs = RunInputs[Any](model=model, model_folder=self.base, processor=processor, roles=roles)
         rendezvous = Rendezvous.open(options.parallel, options.device, options.num_ranks)

@@ -37,7 +37,8 @@ def write_sample(task: str, folder: Path) -> Path | None:
     elif task in PAIR_TASKS:
         rows = [{"prompt": prompt, "chosen": f"yes, {answer}", "rejected": "no"} for prompt, answer in pairs]
     elif task in REWARDED_TASKS:
-        rows = [{"prompt": prompt} for prompt, _ in pairs]
+        # In `distill` the policy itself, with a hint, is the teacher.
+        rows = [{"prompt": prompt, "teacher_prompt": f"old {prompt}"} for prompt, _ in pairs]
     elif task == "text_classification":
         rows = [{"text": text, "label": text.split()[0]} for text in texts]
     elif task == "token_classification":

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, Generic, TypeAlias, TypeVar, cast
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -45,7 +45,7 @@ from kitforge.kits.rlhf.roles.model_loading import (
     open_policy,
     open_reward_model,
     policy_source,
-    recorded_reference_model,
+    recorded_frozen_model,
     source_fingerprint,
     tokenizer_of,
     value_head,
@@ -159,7 +159,8 @@ class TaskInputs(Generic[OptionsT]):
         return ReferenceModel(reference, own, known, judges=networks_in(reward_source), given=given)
 
     def frozen_base(self, role: str, named: str | None) -> NetworkSource | None:
-        """The model of a role (a Run, folder or module), else of the folder `named`. None without either."""
+        """The model of the role `reference` or `teacher` (a Run, folder or module), else of the folder `named`. An
+        evaluation without either uses the one that the run was trained with. None without one."""
         given = self.inputs.roles.get(role, named)
         if isinstance(given, (Run, nn.Module)):
             network = policy_of(given.model if isinstance(given, Run) else given)
@@ -168,15 +169,9 @@ class TaskInputs(Generic[OptionsT]):
             return (
                 NetworkSource(options=self.options).stored_as(partial(open_policy, Path(given))).fitted(self.tokenizer)
             )
-        return None
-
-    def reference_base(self, named: str | None) -> NetworkSource | None:
-        """The reference model, see `frozen_base`. An evaluation without a name for it uses the reference that the run
-        was trained with."""
-        found = self.frozen_base("reference", named)
-        if found is not None or not self.is_evaluation:
-            return found
-        return recorded_reference_model(self.options, self.inputs, self.tokenizer, self.device)
+        if not self.is_evaluation:
+            return None
+        return recorded_frozen_model(self.options, self.inputs, self.tokenizer, self.device, role)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,7 +261,7 @@ def _compared(parts: TaskInputs[Any], kind: Any, rows: DatasetSplits[Any], *, ha
     """A task that compares the policy with a reference, which is sharded like it: all ranks of a replica process the
     same rows."""
     options, base_model = parts.options, parts.base_model(parts.inputs.model)
-    compared = parts.reference_base(options.reference) if has_reference else None
+    compared = parts.frozen_base("reference", options.reference) if has_reference else None
     if has_reference and compared is None and parts.is_evaluation:
         raise ConfigError(
             f"the evaluation of {options.task} needs its reference model",
@@ -345,37 +340,37 @@ def policy_gradient(
 
 def distill(parts: TaskInputs[DistillOptions]) -> TaskBuilder:
     """On-policy distillation: the policy learns the distributions of a frozen teacher on its own completions."""
-    options, roles = parts.options, parts.inputs.roles
-    named, policy = roles.get("teacher", options.teacher), parts.inputs.model or options.checkpoint
-    source = parts.frozen_base("teacher", options.teacher)
+    options, given, roles = parts.options, parts.inputs.model, parts.inputs.roles
+    named, source = roles.get("teacher", options.teacher), parts.frozen_base("teacher", options.teacher)
 
     def teacher(world: World) -> ReferenceModel:
         if not world.is_training:
             return ReferenceModel()
-        base = source or parts.base_model(None if parts.inputs.model is None else policy_of(parts.inputs.model))
+        base = source or parts.base_model(None if given is None else policy_of(given))
         known = source_fingerprint(base, world) if base.given is None else None
         return parts.reference_model([], base.frozen(world), known)
 
-    def task(options: RLOptions, rows: DatasetSplits[PromptExample], *others: Any) -> RolloutTask:
+    def task(options: DistillOptions, rows: DatasetSplits[PromptExample], *others: Any) -> RolloutTask:
         has_prompts = any(each.teacher_tokens for each in (*rows.train, *rows.eval))
-        if not has_prompts and (named is None or named == policy):
+        is_missing = source is None and (parts.is_evaluation or not has_prompts)
+        if is_missing or (not has_prompts and not parts.is_evaluation and named in (given, options.checkpoint)):
             raise ConfigError(
-                "distill has no teacher" if named is None else "the teacher has no effect: it is the policy itself",
-                got=f"teacher={named}, and rows without a column {TEACHER_PROMPT}",
-                expected="another model, or a prompt of its own for the teacher",
+                f"{options.task} has no teacher" if is_missing else "a teacher that is the policy has no effect",
+                got=f"teacher={named}, and rows {'with' if has_prompts else 'without'} a column {TEACHER_PROMPT}",
+                expected="another model, or in training the policy with prompts of its own",
                 fix='add teacher=RUN_OR_FOLDER or pass roles={"teacher": RUN}',
             )
         if has_prompts and roles.keys() & {"environment", "tools"}:
             got, expected = f"a column {TEACHER_PROMPT} and an environment", "completions of one turn"
             raise ConfigError("an environment has no prompt of the teacher's", got=got, expected=expected)
-        return DistillTask(cast(DistillOptions, options), rows, *others)
+        return DistillTask(options, rows, *others)
 
     return policy_gradient(parts, task, teacher)
 
 
 def _full_reference(parts: TaskInputs[RLOptions], base_model: Callable[[], NetworkSource]) -> nn.Module | None:
     """The reference model of RL, whole on this rank, as each rank has a different number of completions."""
-    compared = parts.reference_base(parts.options.reference)
+    compared = parts.frozen_base("reference", parts.options.reference)
     if compared is None and parts.is_evaluation:
         return None
     return prepare_training((compared or base_model()).frozen(World(device=parts.device)), parts.options)

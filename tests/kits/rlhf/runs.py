@@ -4,12 +4,11 @@ import itertools
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.data.tokenizers.loading import ByteTokenizer
 from kitforge.foundation.types import Cursor, MicroBatch
@@ -88,6 +87,13 @@ def network(
     return build(config, device=torch.device("cpu"), seed=seed).to(dtype)
 
 
+def roles_of(stage: str, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    """The roles that a stage needs."""
+    if stage == "distill":
+        return {"teacher": network(dtype, seed=4)}
+    return {"reward": letters} if stage in (*RL, *ON_POLICY) else {}
+
+
 def begin(
     stage: str, folder: Path | None = None, choices: Mapping[str, Any] | None = None, **inputs: Any
 ) -> RunAssembly[Any, Any]:
@@ -105,10 +111,8 @@ def begin(
         "model": network(),
         "train_dataset": ROWS.get(stage, PROMPTS),
     }
-    if stage in RL:
-        given["roles"] = {"reward": letters}
-    if stage == "distill" and "roles" not in inputs:
-        given["roles"] = {"teacher": network(cast(CausalLM, (given | inputs)["model"]).head_weight.dtype, seed=4)}
+    model = (given | inputs)["model"]
+    given["roles"] = roles_of(stage, torch.float32 if model is None else model.head_weight.dtype)
     options = TASKS[stage].read_options(tiny.nested(values))
     return TASKS[stage].assemble(
         options, Inputs(**(given | inputs)), Rendezvous.open(options.parallel, options.device, options.num_ranks)

@@ -10,7 +10,7 @@ from kitforge.kits.rlhf import batching
 from tests.kits.rlhf import runs
 from tests.trainer import tiny
 
-STAGES = [*runs.ROWS, *runs.RL]
+STAGES = [*runs.ROWS, *runs.RL, *runs.ON_POLICY]
 
 
 @pytest.mark.parametrize("stage", [stage for stage in STAGES if stage != "kto"])

@@ -28,7 +28,7 @@ CUT = {"trainer.micro_batch_size": None, "rl.max_tokens_per_microbatch": 80, "pt
 # Whose second update is too far.
 TARGET = {"rl.target_kl": 1e-6}
 TEXTS = [{"text": "the sea is wide"}, {"text": "a hill"}, {"text": "of towns and woods"}, {"text": "b"}]
-STAGES_TRIED = (*runs.ROWS, *runs.RL)
+STAGES_TRIED = (*runs.ROWS, *runs.RL, *runs.ON_POLICY)
 # Of which some ranks have no row at all.
 FOUR = ("sft", "orpo", "kto", "ppo", "dapo")
 
@@ -43,12 +43,12 @@ def trained(_rank: int, degrees: ParallelConfig, stages: tuple[str, ...] = STAGE
             runs.SHAPED.get(stage, {})
             | (AHEAD if stage == "ppo" else {})
             | (TARGET if stage == "rloo" else {})
-            | (runs.ROUNDS | {"rl.num_minibatches": 2} if stage in runs.RL else {})
+            | (runs.ROUNDS | {"rl.num_minibatches": 2} if stage in (*runs.RL, *runs.ON_POLICY) else {})
         )
         cut = CUT if stage == "grpo" else {}
         options = TASKS[stage].read_options(tiny.nested(runs.OPTIONS | shaped | CHOICES | cut | {"task": stage}))
         rows = runs.ROWS.get(stage, runs.PROMPTS)
-        roles = {"reward": runs.letters} if stage in runs.RL else {}
+        roles = runs.roles_of(stage, torch.float64)
         roles |= {"ptx": TEXTS} if cut else {}
         model = runs.network(torch.float64)
         inputs = Inputs(processor=ByteTokenizer(), model=model, train_dataset=rows, roles=roles)

@@ -57,10 +57,12 @@ SPLIT: list[tuple[str, dict[str, Any], ParallelConfig]] = [
     ("grpo", ADAPTERS, TENSOR),
     *((each, ADAPTERS if each in ("sft", "grpo") else {}, CONTEXT) for each in CUT_ROWS),
     *((stage, {}, EXPERTS) for stage in ("dpo", "ppo")),
+    ("distill", {}, SHARD),
+    ("distill", {}, TENSOR),
 ]
 # In the gate what neither a row of tests/verify/test_contracts.py nor `test_memory.py` has: adapters, rows that are cut
 # beside those of a reference, and a critic of experts.
-SPLIT = SPLIT if WHOLE else [SPLIT[place] for place in (1, 9, 13, 17)]
+SPLIT = SPLIT if WHOLE else [SPLIT[place] for place in (1, 9, 13, 17, -1)]
 QUARTERS: list[tuple[str, dict[str, Any], ParallelConfig]] = [
     ("sft", ADAPTERS, SQUARE),
     ("grpo", ADAPTERS, ParallelConfig(shard=2, context=2)),
@@ -85,7 +87,7 @@ def family_of(degrees: ParallelConfig) -> dict[str, Any]:
 def run(
     folder: Path, stage: str, choices: dict[str, Any], degrees: ParallelConfig, family: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    rounds = runs.ROUNDS | {"rl.num_minibatches": 2} if stage in runs.RL else {}
+    rounds = runs.ROUNDS | {"rl.num_minibatches": 2} if stage in (*runs.RL, *runs.ON_POLICY) else {}
     values = runs.OPTIONS | runs.SHAPED.get(stage, {}) | CHOICES | rounds | choices
     values |= {
         f"parallel.{name}": getattr(degrees, name)
@@ -97,7 +99,7 @@ def run(
         processor=ByteTokenizer(),
         model=runs.network(torch.float64, family or family_of(degrees)),
         train_dataset=runs.ROWS.get(stage, runs.PROMPTS),
-        roles={"reward": runs.letters} if stage in runs.RL else {},
+        roles=runs.roles_of(stage, torch.float64),
     )
     made: Any = TASKS[stage].assemble(options, inputs, TestRendezvous(degrees))  # type: ignore[arg-type]
     metrics = train(made.loop, made.options, made.folder, made.config_text)

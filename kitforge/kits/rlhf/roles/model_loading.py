@@ -122,17 +122,17 @@ def policy_source(
     return found.fitted(tokenizer)
 
 
-def recorded_reference_model(
-    options: StageOptions, inputs: RunInputs[Tokenizer], tokenizer: Tokenizer, device: torch.device
+def recorded_frozen_model(
+    options: StageOptions, inputs: RunInputs[Tokenizer], tokenizer: Tokenizer, device: torch.device, role: str
 ) -> NetworkSource | None:
-    """The reference model of the run in `options.checkpoint`: the folder that it names, else its initial policy. None
-    for a run without one, and with a warning if it is no longer available."""
+    """The reference model or teacher of the run in `options.checkpoint`: the folder that it names, else its initial
+    policy. None for a run without one, and with a warning if it is no longer available."""
     checkpoint = find_checkpoint(Path(options.checkpoint), verify=False) if options.checkpoint is not None else None
-    wanted = None if checkpoint is None else checkpoint.state.get("task", {}).get("reference")
+    wanted = None if checkpoint is None else checkpoint.state.get("task", {}).get(role)
     if checkpoint is None or wanted is None:
         return None
     config = checkpoint.state["config"]
-    named, start = config.get("reference"), config["checkpoint"]
+    named, start = config.get(role), config["checkpoint"]
     lost = next((each for each in (named or start,) if each is not None and not Path(each).exists()), None)
     begun, given, adapter = replace(options, checkpoint=named), None, LoraOptions()
     if named is None:
@@ -149,7 +149,7 @@ def recorded_reference_model(
         if found == wanted:
             return origin
     got = f"no folder {lost}" if lost else f"other weights in {named or start or 'the initial policy of its seed'}"
-    _log.warning("cannot find the reference model of %s (%s): add reference=FOLDER", checkpoint.folder, got)
+    _log.warning("cannot find the %s model of %s (%s): add %s=FOLDER", role, checkpoint.folder, got, role)
     return None
 
 
