@@ -58,7 +58,7 @@ class DistillTask(RolloutTask):
         assert roles.teacher is not None
         self._world = world
         self._teacher = roles.teacher
-        self._teacher_rows = TeacherRows([], self._rows.pad_id)
+        self._teacher_rows = TeacherRows((), 0, rows.pad_id)
         self.is_rewarded = roles.is_rewarded
         self._divergence = Divergence(
             beta=options.distill.beta, temperature=options.rollout.temperature, num_ids=roles.tokenizer.vocab_size
@@ -70,9 +70,9 @@ class DistillTask(RolloutTask):
         if self._teacher.model is not None:
             self._teacher.hold_in(self._options.precision, model)
             self._teacher.model.eval()
-            self._teacher_rows = TeacherRows(chain(self._rows.train, self._rows.eval), self._rows.pad_id)
             room = cast(CausalLM, self._teacher.model).geometry.max_length - self._options.rollout.max_new_tokens
-            self._teacher_rows.check_length(room)
+            self._teacher_rows = TeacherRows(chain(self._rows.train, self._rows.eval), room, self._rows.pad_id)
+        self._fingerprint: str | None = self._world.broadcast_object(self._teacher.state["reference"])
         return model
 
     def _next_batch(self, model: nn.Module, number: int) -> RolloutBatch:
@@ -106,9 +106,9 @@ class DistillTask(RolloutTask):
         with torch.no_grad():
             teacher_hidden = hidden_at(teacher, *self._teacher_rows.of(tokens, mask))
         heads = Heads(student=student.head, teacher=teacher.head, teacher_hidden=teacher_hidden)
-        weights = torch.ones(mask.shape, dtype=torch.float64)
+        weights = torch.ones(mask.shape, dtype=torch.promote_types(hidden.dtype, torch.float32))
         if self._options.rl.loss_aggregation == "seq-mean-token-mean":
-            weights = weights / mask.sum(-1, keepdim=True).clamp(min=1)
+            weights /= mask.sum(-1, keepdim=True).clamp(min=1)
         weights, positions = (copy_to(each[mask], hidden.device) for each in (weights, mask.cumsum(-1)))
         total, statistics = linear_divergence(hidden, student.head_weight, weights, heads, self._divergence)
         self._teacher.reshard()
@@ -129,22 +129,13 @@ class DistillTask(RolloutTask):
         found = super().evaluate(model)
         if not found:
             return {}
-        found = found if self.is_rewarded else _unrewarded(found)
-        own: dict[str, float] = {}
-        if self._is_training:
-            batches = self._eval_micro_batches()
-            own = weighted_means(
-                batches, partial(self._eval_sums, model), lambda one: self.count([one]), self._world.sum
-            )
+        batches = self._eval_micro_batches() if self._is_training else ()
+        means = weighted_means(batches, partial(self.loss, model), lambda one: self.count([one]), self._world.sum)
         # A part that no completion reaches has no mean.
-        own = {f"eval/{name}": each for name, each in own.items() if name in METRICS or math.isfinite(each)}
-        shared: dict[str, float] = self._world.broadcast_object(own)
-        return found | shared
-
-    def _eval_sums(self, model: nn.Module, micro_batch: MicroBatch) -> Sums:
-        student = cast(CausalLM, policy_of(model))
-        hidden = hidden_at(student, micro_batch["tokens"], loss_mask(micro_batch))
-        return self._divergence_sums(student, hidden, micro_batch)[1]
+        own = {name: each for name, each in means.items() if name.startswith(("distill/", "entropy"))}
+        kept = {f"eval/{name}": each for name, each in own.items() if math.isfinite(each) or name in METRICS}
+        shared: dict[str, float] = self._world.broadcast_object(kept)
+        return (found if self.is_rewarded else _unrewarded(found)) | shared
 
     def _eval_micro_batches(self) -> Iterator[MicroBatch]:
         """This rank's part of the completions of the last evaluation."""
@@ -158,7 +149,7 @@ class DistillTask(RolloutTask):
 
     def progress_metrics(self) -> tuple[str, ...]:
         """The divergence, and the reward if there is one."""
-        return ("loss", "reward", "completion/mean_length") if self.is_rewarded else ("loss", "completion/mean_length")
+        return ("loss", "reward", "completion/mean_length")
 
     def metric_for_best(self) -> BestMetric:
         """The divergence; lower is better."""
@@ -166,14 +157,14 @@ class DistillTask(RolloutTask):
 
     def state(self) -> dict[str, Any]:
         """See `RolloutTask`; and the fingerprint of the teacher."""
-        return super().state() | {"teacher": self._world.broadcast_object(self._teacher.state["reference"])}
+        return super().state() | {"teacher": self._fingerprint}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """See `RolloutTask`. Raises ConfigError for another teacher."""
         super().load_state(state)
-        if self._is_training and self.recorded is None:
-            recorded = {"reference": state["teacher"]}
-            check_frozen_weights(self._teacher.state, recorded, self._options.trainer.allow_config_changes)
+        if self.recorded is None:
+            own, recorded = {"reference": self._fingerprint}, {"reference": state["teacher"]}
+            check_frozen_weights(own, recorded, self._options.trainer.allow_config_changes)
 
 
 def _by_part(positions: Tensor, values: Tensor) -> Sums:

@@ -53,8 +53,9 @@ def _opening(prompt: PromptExample, template: ChatTemplate) -> tuple[bool, Mappi
 class TeacherRows:
     """The rows that the teacher reads: those of the policy, or its own prompts with the same completions."""
 
-    def __init__(self, prompts: Iterable[PromptExample], pad_id: int) -> None:
-        """Raises DataError for two teacher's prompts to one prompt."""
+    def __init__(self, prompts: Iterable[PromptExample], room: int, pad_id: int) -> None:
+        """Raises DataError for two teacher's prompts to one prompt, and for one of more than `room` tokens, which
+        leaves none for a completion."""
         self._pad_id = pad_id
         self._prompts: dict[bytes, tuple[int, ...]] = {}
         for each in (each for each in prompts if each.teacher_tokens):
@@ -62,13 +63,9 @@ class TeacherRows:
             if self._prompts.setdefault(key, each.teacher_tokens) != each.teacher_tokens:
                 expected = "one for each prompt"
                 raise DataError(f"two rows with the same prompt have another {TEACHER_PROMPT}", expected=expected)
-
-    def check_length(self, room: int) -> None:
-        """Raise DataError for a teacher's prompt of more than `room` tokens, which leaves none for a completion."""
-        longest = max(map(len, self._prompts.values()), default=0)
-        if longest > room:
-            expected = f"at most {room}, the teacher's max_length without rollout.max_new_tokens"
-            raise DataError(f"a {TEACHER_PROMPT} is too long", got=f"{longest} tokens", expected=expected)
+            if len(each.teacher_tokens) > room:
+                got, expected = f"{len(each.teacher_tokens)} tokens", f"at most {room} before rollout.max_new_tokens"
+                raise DataError(f"a {TEACHER_PROMPT} is too long for the teacher", got=got, expected=expected)
 
     def of(self, tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens [B, T'] and the mask of positions [B, T'], in the order of those in the policy's tokens and mask
