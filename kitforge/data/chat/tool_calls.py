@@ -256,6 +256,25 @@ class ReplyReader:
             self._is_behind_call = kind == "arguments"
 
 
+def parsed_reply(
+    message: Mapping[str, Any], thought: tuple[str, str] | None, calls: CallFormat | None
+) -> dict[str, Any]:
+    """A reply with its thought as `reasoning_content` and its calls as `tool_calls`; without those that it lacks."""
+    text = message["content"]
+    is_thinking = thought is not None and thought[1] in text and thought[0] not in text
+    texts, found = {"content": "", "reasoning": ""}, list[dict[str, Any]]()
+    marks = ReplyMarks(thought=thought, is_thinking=is_thinking)
+    for part in ReplyReader(marks, calls).push(text, is_last=True):
+        if part.kind == "call":
+            found.append({"type": "function", "function": {"name": part.text, "arguments": ""}})
+        elif part.kind == "arguments":
+            found[-1]["function"]["arguments"] += part.text
+        else:
+            texts[part.kind] += part.text
+    further = {"reasoning_content": texts["reasoning"], "tool_calls": found}
+    return {**message, "content": texts["content"], **{name: each for name, each in further.items() if each}}
+
+
 class JsonScanner:
     """Finds where the JSON object or list ends that begins with the first text, or is open `depth` levels already."""
 

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from kitforge.data.chat.template import BegunMessage, Message
+from kitforge.data.chat.template import BegunMessage, Message, template_of
+from kitforge.data.chat.tool_calls import parsed_reply
 from kitforge.data.text.continuation import decode_continuation
 from kitforge.data.tokenizers.loading import Tokenizer
 
@@ -60,12 +61,23 @@ class PromptCompletion:
             start += length
         return texts
 
+    def question(self, tokenizer: Tokenizer) -> list[Message]:
+        """The prompt's messages; a plain text is one of the user."""
+        return list(self.prompt_messages or [{"role": "user", "content": tokenizer.decode(self.prompt)}])
+
+    def completion_messages(self, tokenizer: Tokenizer) -> list[Message]:
+        """What `messages` has after the prompt, with thoughts of replies as `reasoning_content` and, of prompts with
+        tools, calls as `tool_calls`, in OpenAI's form."""
+        template, question = template_of(tokenizer), self.question(tokenizer)
+        calls = template.calls if self.prompt_inputs.get("tools") else None
+        after = self.messages(tokenizer)[len(question) - isinstance(question[-1], BegunMessage) :]
+        return [parsed_reply(each, template.thought, calls) if each["role"] == "assistant" else each for each in after]
+
     def messages(self, tokenizer: Tokenizer) -> list[Message]:
         """The conversation: the prompt's messages (a plain text is one of the user), the replies, and the observations
         between them. A message that the prompt has begun, and text of an environment behind it, begin the first reply;
         later such text is a message of the user."""
-        question = [{"role": "user", "content": tokenizer.decode(self.prompt)}]
-        found: list[Message] = list(self.prompt_messages or question)
+        found: list[Message] = self.question(tokenizer)
         begun = dict(found.pop()) if isinstance(found[-1], BegunMessage) else {}
         opening, *observations = self.observations or ("",)
         for observation, turn in zip([None, *observations], self.turns(tokenizer), strict=True):

@@ -27,6 +27,7 @@ from kitforge.foundation.errors import ConfigError, DataError, KitforgeError, Tr
 from kitforge.foundation.untrusted import names_function
 from kitforge.kits.rlhf.batching import forward_batches, pad_examples
 from kitforge.kits.rlhf.event_loop import EventLoop
+from kitforge.kits.rlhf.roles.math_reward import check_installed, math_match
 from kitforge.kits.rlhf.roles.numbers import last_number
 from kitforge.kits.rlhf.roles.prompt_completion import PromptCompletion
 from kitforge.kits.rlhf.roles.value_head import ValueHeadModel
@@ -122,16 +123,20 @@ _ARGUMENTS: dict[str, Callable[[PromptCompletion, Tokenizer], Any]] = {
     "completion_tokens": lambda each, _: list(each.text_tokens),
     "turns": lambda each, tokenizer: each.turns(tokenizer),
     "messages": lambda each, tokenizer: each.messages(tokenizer),
+    "prompt_messages": lambda each, tokenizer: each.question(tokenizer),
+    "completion_messages": lambda each, tokenizer: each.completion_messages(tokenizer),
 }
+# Of these, which take a chat template to make, a function gets only those that it names.
+_ON_REQUEST = ("prompt_messages", "completion_messages")
 
 
 class FunctionScorer(Scorer):
-    """A function `f(*, prompts, completions, prompt_tokens, completion_tokens, turns, messages, **columns)`, plain or
-    async.
+    """A function `f(*, prompts, completions, prompt_tokens, completion_tokens, turns, messages, prompt_messages,
+    completion_messages, **columns)`, plain or async.
 
-    It gets what it names: the last reply (`completions`), each turn of the policy, the whole conversation, all tokens
-    after the prompt; without the EOS token. It returns per completion a number, a list of one number per token, or a
-    mapping with "score" whose other numbers are logged by name.
+    It gets what it names: the last reply (`completions`), each turn of the policy, the whole conversation or its two
+    parts, all tokens after the prompt; without the EOS token. It returns per completion a number, a list of one number
+    per token, or a mapping with "score" whose other numbers are logged by name.
     """
 
     def __init__(self, function: Callable[..., Any], tokenizer: Tokenizer, loop: EventLoop) -> None:
@@ -183,7 +188,8 @@ class FunctionScorer(Scorer):
                 if missing[0] in _TRL_NAMES
                 else f"data.columns.{missing[0]}=NAME; {nearest(missing[0], columns)}",
             )
-        given = [name for name in known if (self._wants_all or name in self._wanted) and name not in self._bound]
+        every = {name for name in known if self._wants_all and name not in _ON_REQUEST}
+        given = [name for name in known if name in (every | self._wanted) - self._bound]
         return {name: [self._argument(name, each) for each in completions] for name in given}
 
     def _argument(self, name: str, completion: PromptCompletion) -> Any:
@@ -288,15 +294,21 @@ def gsm8k_match(*, completions: list[str], answer: list[Any]) -> list[float]:
     return [float(last_number(text) in numbers) for text, numbers in zip(completions, wanted, strict=True)]
 
 
+def math_reward(*, completions: list[str], answer: list[Any]) -> list[dict[str, float]]:
+    """See `math_match`; right is what the column `answer` says, see `right_answers`."""
+    return math_match(completions=completions, answers=[right_answers(each) for each in answer])
+
+
 def lowercase_fraction(*, completions: list[str]) -> list[float]:
     """Toy reward: the fraction of lower-case letters."""
     return [sum("a" <= each <= "z" for each in text) / max(len(text), 1) for text in completions]
 
 
-VERIFIERS: dict[str, Callable[..., list[float]]] = {
+VERIFIERS: dict[str, Callable[..., Any]] = {
     "exact": exact_match,
     "gsm8k": gsm8k_match,
     "lowercase": lowercase_fraction,
+    "math": math_reward,
 }
 
 
@@ -389,6 +401,8 @@ def scorer_of(
     given = given.model if isinstance(given, (Run, RewardModel)) else given
     if isinstance(given, ValueHeadModel):
         return ModelScorer(given, tokenizer, own, most_tokens)
+    if given == "math":
+        check_installed()
     if isinstance(given, str) and given in VERIFIERS:
         return FunctionScorer(VERIFIERS[given], tokenizer, loop)
     if isinstance(given, str) and names_function(given):

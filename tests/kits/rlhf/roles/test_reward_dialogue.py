@@ -1,5 +1,6 @@
 """A reward model with a tokenizer of its own reads the dialogue that the policy saw."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -105,3 +106,47 @@ def test_the_reply_goes_on_with_the_message_that_the_prompt_has_begun(own: Token
         with torch.no_grad():
             score = float(judge.model(torch.tensor([wanted]))[0, -1])
         assert scorer_of(judge, policy).checked_rewards([given])[0].score == pytest.approx(score, abs=1e-6)
+
+
+THINKING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
+    "{# <think> </think> <tool_call> </tool_call> tools #}"
+    "{% if add_generation_prompt %}<|im_start|>assistant: {% endif %}"
+)
+
+
+@pytest.mark.parametrize("has_tools", [True, False])
+def test_a_reward_may_ask_for_the_messages_of_prompt_and_completion(has_tools: bool, tmp_path: Path) -> None:
+    policy = load_tokenizer(save_tokenizer(tmp_path, "bytes", THINKING, eos_token="<|im_end|>"))
+    seen: dict[str, Any] = {}
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    text = f"<think>\nHm.\n</think>\n\nSo.\n{call}"
+    prompt = (user("Hello"),)
+    tokens = tuple(policy.encode(text)) + (policy.eos_id,)
+    given = PromptCompletion(
+        prompt=tuple(template_of(policy).prompt(prompt)),
+        tokens=tokens,
+        is_finished=True,
+        columns={},
+        prompt_messages=prompt,
+        prompt_inputs={"tools": TOOLS} if has_tools else {},
+    )
+
+    def reward(*, prompt_messages: Any, completion_messages: Any, **others: Any) -> list[float]:
+        seen.update(others, prompt=prompt_messages, completion=completion_messages)
+        return [1.0]
+
+    scorer_of(reward, policy).checked_rewards([given])
+    assert seen["prompt"] == [list(prompt)]
+    ((reply,),) = seen["completion"]
+    assert (reply["role"], reply["reasoning_content"]) == ("assistant", "Hm.")
+    if has_tools:
+        assert reply["content"].strip() == "So."
+        (found,) = reply["tool_calls"]
+        assert (found["function"]["name"], json.loads(found["function"]["arguments"])) == ("add", {"a": 1})
+    else:
+        # Without tools a reply that looks like a call is text.
+        assert "tool_calls" not in reply
+        assert call in reply["content"]
+    scorer_of(lambda **others: [float("completion_messages" in others)], policy).checked_rewards([given])
+    assert seen["completions"] == [text]
