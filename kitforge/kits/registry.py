@@ -20,7 +20,7 @@ from kitforge.models.loading import TOKEN_CLASSIFIER, kind_of, labels_of
 
 RLHF_TASKS = (
     *("sft", "reward", "dpo", "ipo", "kto", "orpo", "simpo"),
-    *("ppo", "grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "distill"),
+    *("ppo", "grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "distill", "online_dpo"),
 )
 DEFAULT_TASK = "text_generation"
 ENTRY_POINTS = "kitforge.kits"

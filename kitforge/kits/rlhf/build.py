@@ -37,7 +37,7 @@ from kitforge.kits.network_source import check_splits
 from kitforge.kits.rlhf import tasks
 from kitforge.kits.rlhf.config import KTOOptions, PreferenceOptions, RewardOptions, RLOptions, SFTOptions, StageOptions
 from kitforge.kits.rlhf.inspection import loss_mask_lines
-from kitforge.kits.rlhf.on_policy_config import DistillOptions
+from kitforge.kits.rlhf.on_policy_config import DistillOptions, OnlineDPOOptions
 from kitforge.kits.rlhf.pipeline import RewardPipeline, write_scores
 from kitforge.kits.rlhf.replay import replay
 from kitforge.kits.rlhf.roles.model_loading import load_policy, load_reward_model, open_policy, open_reward_model
@@ -133,13 +133,13 @@ class RlhfTask(NetworkKit[StageOptions, Tokenizer]):
             SFTOptions: reader.demonstrations,
             KTOOptions: reader.unpaired,
             RLOptions: reader.prompts,
-            DistillOptions: reader.prompts,
+            **dict.fromkeys((DistillOptions, OnlineDPOOptions), reader.prompts),
         }
         return found.get(self.OPTIONS, reader.pairs)
 
     def replay(self, folder: Path, step: int, options: StageOptions) -> ReplayResult:
         """Train a step of a run again from its logged rollouts. Raises ConfigError for tasks without rollouts."""
-        if not isinstance(options, RLOptions):
+        if not isinstance(options, RLOptions) or isinstance(options, OnlineDPOOptions):
             raise ConfigError(
                 "a replay needs logged rollouts",
                 got=f"task={options.task}, which has none",
@@ -244,6 +244,7 @@ TASKS: dict[str, RlhfTask] = {
         name: RlhfTask(RLOptions, tasks.policy_gradient, _ROLES)
         for name in ("grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp")
     },
+    "online_dpo": RlhfTask(OnlineDPOOptions, tasks.online_dpo, _ROLES[:-1]),
     "distill": RlhfTask(DistillOptions, tasks.distill, (*_ROLES, "teacher")),
     **{name: RlhfTask(PreferenceOptions, tasks.preference, ("reference",)) for name in ("dpo", "ipo", "orpo", "simpo")},
     "kto": RlhfTask(KTOOptions, tasks.kto, ("reference",)),

@@ -1,9 +1,9 @@
-"""Options of the tasks that train on rollouts with another loss than a policy gradient: `distill`."""
+"""Options of the tasks that train on rollouts with another loss than a policy gradient."""
 
 from dataclasses import dataclass, field
 
 from kitforge.foundation.config import check
-from kitforge.kits.rlhf.config import RLOptions
+from kitforge.kits.rlhf.config import PreferenceLossOptions, RLOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +27,20 @@ class DistillLossOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DistillOptions(RLOptions):
+class ComparedOptions(RLOptions):
+    """Options of tasks that compare the policy with a frozen model within their loss."""
+
+    def __post_init__(self) -> None:
+        RLOptions.__post_init__(self)
+        check(not self.rl.has_critic, "rl.advantage", self.rl.advantage, "grpo, dr_grpo, rloo or reinforce")
+        check(self.kl.coef == 0, "kl.coef", self.kl.coef, f"0: the loss of {self.task} holds the policy itself")
+        for name in ("context", "pipeline"):
+            degree = getattr(self.parallel, name)
+            check(degree == 1, f"parallel.{name}", degree, f"1: the loss of {self.task} reads whole rows and the head")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DistillOptions(ComparedOptions):
     """All options of the task `distill`."""
 
     task: str = "distill"
@@ -37,8 +50,7 @@ class DistillOptions(RLOptions):
     teacher: str | None = None
 
     def __post_init__(self) -> None:
-        RLOptions.__post_init__(self)
-        check_rollout_task(self)
+        ComparedOptions.__post_init__(self)
         is_used = self.distill.reward_coef > 0
         for name in ("whiten_advantages", "target_kl", "entropy_coef", "filter_zero_variance_groups"):
             value = getattr(self.rl, name)
@@ -46,10 +58,17 @@ class DistillOptions(RLOptions):
             check(is_used or not value, f"rl.{name}", value, needs)
 
 
-def check_rollout_task(options: RLOptions) -> None:
-    """Raise ConfigError for options of a policy gradient that a task with a loss of its own does not have."""
-    check(not options.rl.has_critic, "rl.advantage", options.rl.advantage, "grpo, dr_grpo, rloo or reinforce")
-    check(options.kl.coef == 0, "kl.coef", options.kl.coef, f"0: the loss of {options.task} holds the policy itself")
-    for name in ("context", "pipeline"):
-        degree = getattr(options.parallel, name)
-        check(degree == 1, f"parallel.{name}", degree, f"1: the loss of {options.task} reads whole rows and the head")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OnlineDPOOptions(ComparedOptions):
+    """All options of the task `online_dpo`."""
+
+    task: str = "online_dpo"
+    preference: PreferenceLossOptions = field(default_factory=PreferenceLossOptions)
+
+    def __post_init__(self) -> None:
+        ComparedOptions.__post_init__(self)
+        check(self.preference.needs_reference, "preference.loss", self.preference.loss, "dpo or ipo")
+        check(not self.kl.measure, "kl.measure", True, "false: the loss measures the reference")
+        check(self.ptx.coef == 0, "ptx.coef", self.ptx.coef, "0: the loss is one of pairs")
+        prompts, number = self.rl.prompts_per_rollout, self.rl.num_minibatches
+        check(prompts % number == 0, "rl.num_minibatches", number, f"a divisor of {prompts} prompts")

@@ -29,8 +29,9 @@ from kitforge.kits.rlhf.config import (
 )
 from kitforge.kits.rlhf.dataset import DatasetSplits, read_examples, read_rows
 from kitforge.kits.rlhf.event_loop import EventLoop
-from kitforge.kits.rlhf.on_policy_config import DistillOptions
+from kitforge.kits.rlhf.on_policy_config import DistillOptions, OnlineDPOOptions
 from kitforge.kits.rlhf.reinforcement.distill import DistillTask
+from kitforge.kits.rlhf.reinforcement.online_dpo import OnlineDPOTask
 from kitforge.kits.rlhf.reinforcement.ppo import PolicyGradientTask, RolloutTask
 from kitforge.kits.rlhf.reinforcement.rollout_collector import Roles
 from kitforge.kits.rlhf.reinforcement.rollout_log import RolloutLog, SampleLogger
@@ -280,11 +281,11 @@ def _compared(parts: TaskInputs[Any], kind: Any, rows: DatasetSplits[Any], *, ha
 def policy_gradient(
     parts: TaskInputs[Any],
     kind: Callable[..., RolloutTask] = PolicyGradientTask,
-    teacher: Callable[[World], ReferenceModel] | None = None,
+    compared: Callable[[World], ReferenceModel] | None = None,
 ) -> TaskBuilder:
     """Policy gradient on prompts: the policy, its reference model, a critic for GAE, initialized from the reward model
     if there is one, and the rewards. Builds only the roles placed on this rank. `kind` may be a task with another loss,
-    and with a `teacher`."""
+    that `compared` is the frozen model of."""
     options = parts.options
     loop = EventLoop()
     environment_runner = environment_runner_of(parts.inputs.roles, options, parts.tokenizer, loop)
@@ -304,6 +305,7 @@ def policy_gradient(
     critic = _critic(parts, scores, reward_source, base_model) if has_critic else None
     judge = reward_source() if "reward" in own_roles else None
     is_named = options.reference is not None or "reference" in parts.inputs.roles
+    is_named = is_named and not isinstance(options, OnlineDPOOptions)
     is_compared = "reference" in own_roles and (options.kl.needs_reference or is_named)
     reference = _full_reference(parts, base_model) if is_compared else None
 
@@ -325,7 +327,7 @@ def policy_gradient(
             event_loop=loop,
             tokenizer=parts.tokenizer,
             is_rewarded=scores is not None or environment_runner is not None,
-            teacher=None if teacher is None else teacher(world),
+            compared=None if compared is None else compared(world),
         )
         made = kind(options, rows, roles, build, world, pretraining)
         return made, [
@@ -338,17 +340,17 @@ def policy_gradient(
     return TaskBuilder(task=task, fingerprint=fingerprint, network=network)
 
 
+def online_dpo(parts: TaskInputs[OnlineDPOOptions]) -> TaskBuilder:
+    """DPO on pairs of the policy's own completions; the default reference is the policy itself."""
+    source, advantage = parts.frozen_base("reference", parts.options.reference), parts.options.rl.advantage
+    check(advantage != "reinforce", "rl.advantage", advantage, "dr_grpo, which compares completions of a prompt")
+    return policy_gradient(parts, OnlineDPOTask, partial(_compared_model, parts, source))
+
+
 def distill(parts: TaskInputs[DistillOptions]) -> TaskBuilder:
     """On-policy distillation: the policy learns the distributions of a frozen teacher on its own completions."""
     options, given, roles = parts.options, parts.inputs.model, parts.inputs.roles
     named, source = roles.get("teacher", options.teacher), parts.frozen_base("teacher", options.teacher)
-
-    def teacher(world: World) -> ReferenceModel:
-        if not world.is_training:
-            return ReferenceModel()
-        base = source or parts.base_model(None if given is None else policy_of(given))
-        known = source_fingerprint(base, world) if base.given is None else None
-        return parts.reference_model([], base.frozen(world), known)
 
     def task(options: DistillOptions, rows: DatasetSplits[PromptExample], *others: Any) -> RolloutTask:
         has_prompts = any(each.teacher_tokens for each in (*rows.train, *rows.eval))
@@ -365,7 +367,17 @@ def distill(parts: TaskInputs[DistillOptions]) -> TaskBuilder:
             raise ConfigError("an environment has no prompt of the teacher's", got=got, expected=expected)
         return DistillTask(options, rows, *others)
 
-    return policy_gradient(parts, task, teacher)
+    return policy_gradient(parts, task, partial(_compared_model, parts, source))
+
+
+def _compared_model(parts: TaskInputs[Any], source: NetworkSource | None, world: World) -> ReferenceModel:
+    """The frozen model of a loss, sharded like the policy, which is the default; none on a rank that trains nothing."""
+    if not world.is_training:
+        return ReferenceModel()
+    given = parts.inputs.model
+    base = source or parts.base_model(None if given is None else policy_of(given))
+    known = source_fingerprint(base, world) if base.given is None else None
+    return parts.reference_model([], base.frozen(world), known)
 
 
 def _full_reference(parts: TaskInputs[RLOptions], base_model: Callable[[], NetworkSource]) -> nn.Module | None:

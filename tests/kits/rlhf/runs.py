@@ -56,9 +56,10 @@ SHAPED: dict[str, dict[str, Any]] = {
     "rloo": {"rl.advantage": "rloo", "rl.num_generations": 4, "rl.loss_aggregation": "seq-mean-token-sum"},
     "reinforce_pp": {"rl.advantage": "reinforce", "rl.whiten_advantages": True},
     "distill": {"rl.advantage": "grpo", "rl.num_generations": 4, "kl.coef": 0.0},
+    "online_dpo": {"rl.advantage": "dr_grpo", "rl.num_generations": 3, "kl.coef": 0.0},
 }
 # Tasks on rollouts with a loss of their own.
-ON_POLICY = ("distill",)
+ON_POLICY = ("distill", "online_dpo")
 RL = ("ppo", "grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp")
 OPTIONS: dict[str, Any] = {
     "data.sequence_length": 32,

@@ -45,7 +45,7 @@ def test_rows_may_stand_in_any_order(stage: str) -> None:
 def turned(batch: dict[str, Any]) -> dict[str, Any]:
     """The last row first; of pairs, each of their halves."""
     rows = len(batch["tokens"])
-    half = rows // 2 if "margins" in batch else rows
+    half = rows // 2 if "weights" in batch else rows
 
     def flipped(value: Any) -> Any:
         if isinstance(value, list):

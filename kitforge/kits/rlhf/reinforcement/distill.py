@@ -6,11 +6,11 @@ micro-batch, so only hidden states of one micro-batch are kept and no log-probs 
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -18,18 +18,15 @@ from torch import Tensor, nn
 from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.core.nn.shared_prefix import hidden_at
 from kitforge.core.parallel.world import World
-from kitforge.data.chat.datasets import PromptExample, TokenizedExample
 from kitforge.foundation.device import copy_to
 from kitforge.foundation.types import MicroBatch, Sums
 from kitforge.kits.rlhf.algorithms.distillation import STATISTICS, Divergence, Heads, linear_divergence
-from kitforge.kits.rlhf.dataset import DatasetSplits
 from kitforge.kits.rlhf.on_policy_config import DistillOptions
-from kitforge.kits.rlhf.reinforcement.ppo import RolloutTask, batch_means, compute_experience, rl_evaluation_options
+from kitforge.kits.rlhf.reinforcement.compared_task import ComparedTask
+from kitforge.kits.rlhf.reinforcement.ppo import batch_means, compute_experience, rl_evaluation_options
 from kitforge.kits.rlhf.reinforcement.ptx import is_ptx, ptx_loss
 from kitforge.kits.rlhf.reinforcement.rollout_batch import RolloutBatch, last_index, loss_mask, slice_batch
-from kitforge.kits.rlhf.reinforcement.rollout_collector import Roles
 from kitforge.kits.rlhf.reinforcement.teacher import TeacherRows
-from kitforge.kits.rlhf.roles.reference_model import check_frozen_weights
 from kitforge.kits.rlhf.roles.value_head import policy_of
 from kitforge.trainer.metric_means import weighted_means
 from kitforge.trainer.task import BestMetric
@@ -40,40 +37,24 @@ METRICS = tuple(name if name == "entropy" else f"distill/{name}" for name in STA
 PARTS = (1, 17, 65, 257, 1025)
 
 
-class DistillTask(RolloutTask):
+class DistillTask(ComparedTask):
     """The task `distill`."""
 
+    ROLE = "teacher"
     _options: DistillOptions
 
-    def __init__(
-        self,
-        options: DistillOptions,
-        rows: DatasetSplits[PromptExample],
-        roles: Roles,
-        build: Callable[[World], nn.Module],
-        world: World,
-        pretraining: DatasetSplits[TokenizedExample] | None,
-    ) -> None:
-        super().__init__(options, rows, roles, build, world, pretraining)
-        assert roles.teacher is not None
-        self._world = world
-        self._teacher = roles.teacher
-        self._teacher_rows = TeacherRows((), 0, rows.pad_id)
-        self.is_rewarded = roles.is_rewarded
-        self._divergence = Divergence(
-            beta=options.distill.beta, temperature=options.rollout.temperature, num_ids=roles.tokenizer.vocab_size
-        )
-
     def build(self, world: World) -> nn.Module:
-        """See `RolloutTask`; the teacher's matrices are cast to the run's precision."""
-        model = super().build(world)
-        if self._teacher.model is not None:
-            self._teacher.hold_in(self._options.precision, model)
-            self._teacher.model.eval()
-            room = cast(CausalLM, self._teacher.model).geometry.max_length - self._options.rollout.max_new_tokens
-            self._teacher_rows = TeacherRows(chain(self._rows.train, self._rows.eval), room, self._rows.pad_id)
-        self._fingerprint: str | None = self._world.broadcast_object(self._teacher.state["reference"])
+        """See `ComparedTask`; and the rows that the teacher reads."""
+        model, prompts = super().build(world), chain(self._rows.train, self._rows.eval)
+        if self._frozen.model is not None:
+            room = cast(CausalLM, self._frozen.model).geometry.max_length - self._options.rollout.max_new_tokens
+            self._teacher_rows = TeacherRows(prompts, room, self._rows.pad_id)
         return model
+
+    @property
+    def _divergence(self) -> Divergence:
+        beta, temperature = self._options.distill.beta, self._options.rollout.temperature
+        return Divergence(beta=beta, temperature=temperature, num_ids=self._num_ids)
 
     def _next_batch(self, model: nn.Module, number: int) -> RolloutBatch:
         batch = super()._next_batch(model, number)
@@ -102,7 +83,7 @@ class DistillTask(RolloutTask):
     def _divergence_sums(self, student: CausalLM, hidden: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Sums]:
         """The sum of the divergences, aggregated as `rl.loss_aggregation` says, of the student's hidden states at the
         counted tokens [N, dim], and of their statistics."""
-        teacher, tokens, mask = cast(CausalLM, self._teacher.model), micro_batch["tokens"], loss_mask(micro_batch)
+        teacher, tokens, mask = cast(CausalLM, self._frozen.model), micro_batch["tokens"], loss_mask(micro_batch)
         with torch.no_grad():
             teacher_hidden = hidden_at(teacher, *self._teacher_rows.of(tokens, mask))
         heads = Heads(student=student.head, teacher=teacher.head, teacher_hidden=teacher_hidden)
@@ -111,7 +92,7 @@ class DistillTask(RolloutTask):
             weights /= mask.sum(-1, keepdim=True).clamp(min=1)
         weights, positions = (copy_to(each[mask], hidden.device) for each in (weights, mask.cumsum(-1)))
         total, statistics = linear_divergence(hidden, student.head_weight, weights, heads, self._divergence)
-        self._teacher.reshard()
+        self._frozen.reshard()
         sums = {"distill/loss": total.detach(), **dict(zip(METRICS, statistics.sum(-1), strict=True))}
         return total, sums | _by_part(positions, statistics[0])
 
@@ -154,17 +135,6 @@ class DistillTask(RolloutTask):
     def metric_for_best(self) -> BestMetric:
         """The divergence; lower is better."""
         return BestMetric(name="eval/distill/loss", mode="min")
-
-    def state(self) -> dict[str, Any]:
-        """See `RolloutTask`; and the fingerprint of the teacher."""
-        return super().state() | {"teacher": self._fingerprint}
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        """See `RolloutTask`. Raises ConfigError for another teacher."""
-        super().load_state(state)
-        if self.recorded is None:
-            own, recorded = {"reference": self._fingerprint}, {"reference": state["teacher"]}
-            check_frozen_weights(own, recorded, self._options.trainer.allow_config_changes)
 
 
 def _by_part(positions: Tensor, values: Tensor) -> Sums:

@@ -56,7 +56,7 @@ class Roles:
     eos_ids: tuple[int, ...]
     tokenizer: Tokenizer  # shared by policy and reference
     is_rewarded: bool = True  # False: no role gives a reward, which is 0
-    teacher: ReferenceModel | None = None  # of distillation, which reads no ids beyond the tokenizer's
+    compared: ReferenceModel | None = None  # of the loss, which reads no ids beyond the tokenizer's
 
 
 class RolloutCollector:
@@ -215,7 +215,7 @@ class RolloutCollector:
             engine = Engine(policy_of(model), options.rollout.engine_options, stop_ids=self._roles.eos_ids)
             run = partial(generate_rollouts, tokenizer=self._roles.tokenizer) if runner is None else runner.run
             sampling, known = options.rollout.sampling(temperature), self._roles.tokenizer.vocab_size
-            if self._roles.teacher is not None and known < engine.vocab_size:
+            if self._roles.compared is not None and known < engine.vocab_size:
                 sampling = replace(sampling, suppress_tokens=tuple(range(known, engine.vocab_size)))
             rollouts = run(engine, own, sampling, num_generations, key)
             if self._placement.ranks["rollout"] == self._placement.ranks["reward"]:
