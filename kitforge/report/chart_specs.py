@@ -22,10 +22,11 @@ _ORDER = (
 _BOUNDS = {"best_auc": ("auc", "best possible")}
 _BASELINE = "popularity_"
 # RLHF metrics: rewards, KL divergence, completions and the size of the updates. They form a panel of their own if a run
-# logs one of the first two.
+# logs one of the first three.
 _ALIGNMENT = (
     "reward",
     "rewards/margins",
+    "distill/reverse_kl",
     "reward_shaped",
     "reward_std",
     "kl",
@@ -44,7 +45,7 @@ _ALIGNMENT = (
     "mismatch_kl",
 )
 # Further RLHF metrics by prefix.
-_ALIGNMENT_GROUPS = ("rewards/", "completion/", "importance_sampling/", "environment/")
+_ALIGNMENT_GROUPS = ("rewards/", "distill/", "completion/", "importance_sampling/", "environment/")
 # Of a mixture of experts, the load of each; all of them share one chart.
 _LOAD = "experts/load/"
 # The tones of a single run's curves; a bound or a baseline has the next one.
@@ -54,6 +55,9 @@ _UNITS = {
     "experts/dropped": "fraction of choices",
     "kl": "nats per completion",
     "completion/mean_length": "tokens",
+    "distill/reverse_kl": "nats per token",
+    "distill/forward_kl": "nats per token",
+    "distill/agreement": "fraction of tokens",
     "entropy": "nats per token",
     "clip_fraction": "fraction of tokens",
     "approx_kl": "nats per token",
@@ -80,7 +84,7 @@ _MOST_MARKS = 60
 def chart_groups(runs: Sequence[RunRecord], labels: Sequence[str]) -> list[tuple[str, list[Chart]]]:
     """The charts of `runs`, which are called `labels`, under the titles of their panels."""
     names = {name for run in runs for name, *_ in _series(run)}
-    is_aligned = not names.isdisjoint(_ALIGNMENT[:2])
+    is_aligned = not names.isdisjoint(_ALIGNMENT[:3])
     more = sorted(names - set(_ALIGNMENT), key=by_number)
     more = [name for name in more if name.startswith(_ALIGNMENT_GROUPS)]
     rewards = [name for name in _ALIGNMENT if name in names] + more if is_aligned else []
@@ -90,7 +94,8 @@ def chart_groups(runs: Sequence[RunRecord], labels: Sequence[str]) -> list[tuple
     leading = {evaluated[0].removeprefix("eval/") for run in runs if (evaluated := evaluated_by(run))}
     first = (_ORDER[0], *sorted(leading - set(_ORDER)), *_ORDER[1:])
     ordered = [name for name in first if name in others] + sorted(others - set(first), key=by_number)
-    panels = [("Rewards and completions", rewards)] * is_aligned + [("Curves", ordered)]
+    signal = "Rewards" if not names.isdisjoint(_ALIGNMENT[:2]) else "Distillation"
+    panels = [(f"{signal} and completions", rewards)] * is_aligned + [("Curves", ordered)]
     found = [(title, [_chart(name, runs, labels) for name in chosen]) for title, chosen in panels]
     if loads:
         further = [_chart(name, runs, labels) for name in loads if not name.startswith(_LOAD)]

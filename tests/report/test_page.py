@@ -149,6 +149,13 @@ def test_the_first_samples_stand_beside_the_last_with_what_is_known_of_them() ->
     assert "<details open>" not in found
 
 
+def test_a_run_of_distillation_has_a_panel_of_its_divergence() -> None:
+    names = ("loss", "distill/reverse_kl", "distill/reverse_kl/from_17", "distill/agreement", "entropy", "kl_coef")
+    page = render([record(train=dict.fromkeys(names, loss(1.0)["loss"]))])
+    assert re.findall("<h2>(.*?)</h2>", page) == ["Distillation and completions", "Curves"]
+    assert len(re.findall("<figcaption>", section(page, "Distillation and completions"))) == 5
+
+
 def test_a_run_of_alignment_has_a_panel_of_rewards_before_the_curves() -> None:
     watched = dict.fromkeys(("loss", "reward", "kl", "entropy", "clip_fraction", "policy_loss"), loss(1.0)["loss"])
     page = render([record(train=watched)])

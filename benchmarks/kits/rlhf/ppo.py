@@ -27,7 +27,7 @@ from benchmarks.kits.rlhf.beside import (
     timed,
 )
 from kitforge.kits.rlhf.reinforcement import rollout_collector
-from kitforge.kits.rlhf.reinforcement.ppo import PolicyGradientTask
+from kitforge.kits.rlhf.reinforcement.ppo import RolloutTask
 from kitforge.kits.rlhf.reinforcement.rollout_batch import RolloutBatch, generate_rollouts
 from kitforge.kits.rlhf.reinforcement.rollout_collector import RolloutCollector
 from kitforge.kits.rlhf.roles.value_head import ValueHeadModel
@@ -46,15 +46,15 @@ def watched(spent: Spent, clock: Callable[[], float] = time.process_time) -> Non
     RolloutCollector._sample = taken("scoring", RolloutCollector._sample)  # type: ignore[method-assign]
     RolloutCollector._annotate = taken("log-probs", RolloutCollector._annotate)  # type: ignore[method-assign]
     Loop._step = taken("updating", Loop._step)  # type: ignore[method-assign]
-    collect = PolicyGradientTask._next_batch
+    collect = RolloutTask._next_batch
 
-    def collected(task: PolicyGradientTask, model: nn.Module, number: int) -> RolloutBatch:
+    def collected(task: RolloutTask, model: nn.Module, number: int) -> RolloutBatch:
         if number == FIRST:
             spent.clear()
             spent.update(dict.fromkeys(PHASES[:-1], 0.0))
         return collect(task, model, number)
 
-    PolicyGradientTask._next_batch = collected  # type: ignore[method-assign, assignment]
+    RolloutTask._next_batch = collected  # type: ignore[method-assign, assignment]
 
 
 def ours(chosen: Any) -> Spent:
