@@ -33,6 +33,6 @@ def answers(lines: TextIO, replies: TextIO) -> None:
 
 
 if __name__ == "__main__":
-    # What the libraries write on the standard output is no reply.
+    # What the libraries write on the standard output would be read as replies.
     output, sys.stdout = sys.stdout, sys.stderr
     answers(sys.stdin, output)
