@@ -1,14 +1,16 @@
 """Embeddings: one vector of a text, pooled from the outputs of its tokens, as sentence-transformers defines it."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from kitforge.foundation.errors import ModelError
+from kitforge.foundation.files import write_text
 from kitforge.foundation.untrusted import parse_json
 
 # Of the outputs of all tokens, special ones included: the last, the mean, the first.
@@ -31,6 +33,37 @@ def pooled(outputs: Sequence[Tensor], mode: PoolingMode) -> Tensor:
     so that a sum does not depend on how the text was cut into steps."""
     rows = torch.cat(list(outputs)).float()
     return (rows.mean(0) if mode == "mean" else rows[-1]).cpu()
+
+
+def pool_rows(outputs: Tensor, lengths: Tensor, mode: PoolingMode) -> Tensor:
+    """The vectors [B, dim], in fp32 at least, of outputs [B, T, dim] of rows with these numbers of tokens [B], at least
+    one, and padding behind them."""
+    outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
+    if mode == "cls":
+        return outputs[:, 0]
+    if mode == "last":
+        return outputs[torch.arange(len(lengths), device=outputs.device), lengths - 1]
+    is_token = torch.arange(outputs.shape[1], device=outputs.device) < lengths.unsqueeze(1)
+    return torch.where(is_token.unsqueeze(2), outputs, 0.0).sum(1) / lengths.unsqueeze(1)
+
+
+def write_pooling(folder: Path, pooling: TextPooling, dim: int, max_length: int) -> None:
+    """Write what sentence-transformers reads beside a Hugging Face folder, and `find_pooling` anywhere."""
+    kinds = ["Transformer", "Pooling", *(["Normalize"] if pooling.normalize else [])]
+    paths = [f"{number}_{kind}" if number else "" for number, kind in enumerate(kinds)]
+    modules = [
+        {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for number, (kind, path) in enumerate(zip(kinds, paths, strict=True))
+    ]
+    names = {name: mode == pooling.mode for name, mode in _MODES.items() if name.startswith("pooling_mode_")}
+    files: dict[str, Any] = {
+        "modules.json": modules,
+        f"{paths[1]}/config.json": {"word_embedding_dimension": dim, **names},
+        "sentence_bert_config.json": {"max_seq_length": max_length, "do_lower_case": False},
+    }
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        write_text(folder / name, json.dumps(content, indent=2) + "\n")
 
 
 def find_pooling(folder: Path | None, mode: PoolingMode | None, normalize: bool | None) -> TextPooling | ModelError:

@@ -29,6 +29,7 @@ _MODULES = {
     DEFAULT_TASK: "kitforge.kits.transformers.build",
     "text_classification": "kitforge.kits.transformers.build",
     "token_classification": "kitforge.kits.transformers.build",
+    "embedding": "kitforge.kits.transformers.build",
     "image_classification": "kitforge.kits.transformers.build",
     "translation": "kitforge.kits.transformers.build",
     "summarization": "kitforge.kits.transformers.build",

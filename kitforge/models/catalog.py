@@ -1,7 +1,7 @@
 """The model families, in one dict. A new family is a folder beside the others and a line here."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
 from torch import nn
@@ -133,6 +133,13 @@ def config_of_network(network: nn.Module) -> FamilyConfig | None:
     """The options of a network of the catalog that has a Hugging Face format; None for any other network."""
     found: Any = network.config if isinstance(network, (Decoder, EncoderDecoder, VisionTransformer)) else None
     return cast(FamilyConfig | None, found)
+
+
+def without_head(config: FamilyConfig) -> FamilyConfig:
+    """The same options without a language-model head, for models that read hidden states only."""
+    # Every family's options are a dataclass with this field.
+    found: FamilyConfig = replace(cast(Any, config), tie_embeddings=True)
+    return found
 
 
 def initial_deviations(config: FamilyConfig) -> Mapping[str, float]:

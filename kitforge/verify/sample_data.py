@@ -9,6 +9,9 @@ from kitforge.kits.registry import DEFAULT_TASK, RLHF_TASKS
 
 WORDS = ("sun", "moon", "river", "stone", "sings", "sleeps", "over", "under", "the", "a", "old", "café", "夜")
 PAIR_TASKS = ("reward", "dpo", "ipo", "orpo", "simpo")
+# The columns of tasks that learn from two texts.
+TEXT_COLUMNS = dict.fromkeys(("translation", "summarization"), ("source", "target"))
+TEXT_COLUMNS["embedding"] = ("positive", "anchor")
 # Tasks whose rewards need a function, which no default names.
 REWARDED_TASKS = tuple(task for task in RLHF_TASKS if task not in (*PAIR_TASKS, "sft", "kto"))
 REWARD = "lowercase"
@@ -44,8 +47,9 @@ def write_sample(task: str, folder: Path) -> Path | None:
     elif task == "token_classification":
         words = [text.split() for text in texts]
         rows = [{"tokens": each, "tags": ["B-LONG" if len(word) > 4 else "O" for word in each]} for each in words]
-    elif task in ("translation", "summarization"):
-        rows = [{"source": text, "target": text.title()} for text in texts]
+    elif task in TEXT_COLUMNS:
+        first, second = TEXT_COLUMNS[task]
+        rows = [{first: text, second: text.title()} for text in texts]
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
     return path if rows else None

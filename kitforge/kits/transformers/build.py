@@ -35,6 +35,7 @@ from kitforge.kits.transformers.batch_inference import read_prompts, run_batch_i
 from kitforge.kits.transformers.classification import TextClassification
 from kitforge.kits.transformers.config import DataOptions, TextGenerationOptions
 from kitforge.kits.transformers.data import Corpus, load_corpus, open_text, open_training_text
+from kitforge.kits.transformers.embedding import Embedding
 from kitforge.kits.transformers.evaluation import Evaluator
 from kitforge.kits.transformers.evaluation_log import log_files, write_log
 from kitforge.kits.transformers.generation_samples import GenerationSamples
@@ -240,6 +241,7 @@ TASKS: dict[str, AnyKit] = {
     "text_generation": TextGeneration(),
     "text_classification": TextClassification(),
     "token_classification": TokenClassification(),
+    "embedding": Embedding(),
     "image_classification": ImageClassification(),
     "translation": TRANSLATION,
     "summarization": SUMMARIZATION,

@@ -35,11 +35,11 @@ from kitforge.inference.server.scores import ScoreService
 from kitforge.kits.transformers.labelling import (
     PIPELINE_ROWS,
     HeadedTask,
-    LabelledRowOptions,
     LabellingKit,
     LabellingOptions,
     LabellingPipeline,
     SequenceClassifier,
+    TextRowOptions,
     read_labelled_rows,
 )
 from kitforge.kits.transformers.programs import export_programs
@@ -49,7 +49,7 @@ from kitforge.report.notebook import Rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClassificationDataOptions(LabelledRowOptions):
+class ClassificationDataOptions(TextRowOptions):
     """Texts and labels."""
 
     text: str = "text"  # column of the text

@@ -46,6 +46,7 @@ from kitforge.kits.network_kit import NetworkKit
 from kitforge.kits.network_source import HeadSource, NetworkSource, find_run_tokenizer
 from kitforge.kits.transformers.rows import ClassifierTask, RowSplits
 from kitforge.models import loading as model_folder
+from kitforge.models.catalog import without_head
 from kitforge.models.hub import resolve
 from kitforge.models.loading import OpenCheckpoint, StoredModel
 from kitforge.models.peft import base_of, is_adapter, merge_adapter, read_head
@@ -57,15 +58,15 @@ _log = logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LabelledRowOptions:
-    """Rows with labels; their columns are those of the task."""
+class TextRowOptions:
+    """Rows with texts; their columns are those of the task."""
 
     train: Any = None  # a jsonl, json, csv, tsv or parquet file, a folder, a glob, a list of them, or rows
     eval: Any = None  # None: a fraction of the training rows (eval_fraction)
     batch_size: int = 16  # rows per step
     sequence_length: int = 256  # largest number of tokens of a row
     on_too_long: Literal["refuse", "cut_right"] = "refuse"  # rows of more tokens: refuse, or drop the last ones
-    on_invalid: OnInvalid = "refuse"  # rows without a text or words, or without their labels
+    on_invalid: OnInvalid = "refuse"  # rows without a text or words, or without what is to be learned of them
     eval_fraction: float = 0.05  # fraction of the training rows held out if data.eval is not given
     shuffle: bool = True
     cache: str | None = None  # folder of trained tokenizers; None: $KITFORGE_CACHE or ~/.cache/kitforge
@@ -98,33 +99,49 @@ class LabellingOptions(TokenizedOptions, ABC):
 def read_labelled_rows(
     spec: object,
     read: Callable[[object, object], tuple[list[int], TargetT]],
-    data: LabelledRowOptions,
+    data: TextRowOptions,
     columns: Sequence[str],
 ) -> tuple[list[tuple[object, list[int], TargetT]], list[str]]:
-    """Location, tokens and target of every row; `read` gives the latter two of a row and its location, and raises
-    DataError for one that cannot be used. And the names that ClassLabel gives to the numbers of the first of `columns`
-    that there is, in whose place the rows have these names."""
-    found: list[tuple[object, list[int], TargetT]] = []
+    """Location, tokens and target of every row; see `read_text_rows`."""
+
+    def read_one(row: object, location: object) -> tuple[list[list[int]], TargetT]:
+        tokens, target = read(row, location)
+        return [tokens], target
+
+    found, declared = read_text_rows(spec, read_one, data, columns)
+    return [(location, tokens, target) for location, (tokens,), target in found], declared
+
+
+def read_text_rows(
+    spec: object,
+    read: Callable[[object, object], tuple[list[list[int]], TargetT]],
+    data: TextRowOptions,
+    columns: Sequence[str] = (),
+) -> tuple[list[tuple[object, list[list[int]], TargetT]], list[str]]:
+    """Location, tokens of each text and target of every row; `read` gives the latter two of a row and its location, and
+    raises DataError for one that cannot be used. And the names that ClassLabel gives to the numbers of the first of
+    `columns` that there is, in whose place the rows have these names."""
+    found: list[tuple[object, list[list[int]], TargetT]] = []
     num_skipped, num_cut, declared = 0, 0, dict[str, None]()
     for location, row, column, names in _class_rows(spec, columns):
         declared |= dict.fromkeys(names)
         try:
             plain = {**row, column: named(row[column], names, location)} if names else row
-            tokens, target = read(plain, location)
+            texts, target = read(plain, location)
         except DataError:
             if data.on_invalid == "refuse":
                 raise
             num_skipped += 1
             continue
-        is_long = len(tokens) > data.sequence_length
-        if is_long and data.on_too_long == "refuse":
-            got, expected = f"{len(tokens)} tokens", f"at most data.sequence_length={data.sequence_length}"
+        longest = max(map(len, texts))
+        if longest > data.sequence_length and data.on_too_long == "refuse":
+            got, expected = f"{longest} tokens", f"at most data.sequence_length={data.sequence_length}"
             fix = "raise data.sequence_length, or add data.on_too_long=cut_right"
             raise DataError(f"{location} is too long", got=got, expected=expected, fix=fix)
-        num_cut += is_long
-        found.append((location, tokens[: data.sequence_length], target))
+        num_cut += longest > data.sequence_length
+        found.append((location, [tokens[: data.sequence_length] for tokens in texts], target))
     if spec is not None and not found:
-        raise DataError("there are no labelled rows", got=f"{num_skipped} unusable ones", expected="at least one")
+        raise DataError("there are no rows to learn from", got=f"{num_skipped} unusable ones", expected="at least one")
     if num_skipped or num_cut:
         _log.warning("%d rows: %d more were skipped, %d were cut", len(found), num_skipped, num_cut)
     return found, list(declared)
@@ -253,9 +270,8 @@ class LabellingKit(NetworkKit[HeadedOptionsT, Tokenizer]):
         tokenizer = find_run_tokenizer(options, inputs.processor, None)
         source, stored = source.fitted(tokenizer), source.unverified
         if given is None:
-            # The head of the language model is never used, so none is built. Every family's options have this field.
-            config: Any = source.config
-            source = dataclasses.replace(source, config=dataclasses.replace(config, tie_embeddings=True))
+            # The head of the language model is never used, so none is built.
+            source = dataclasses.replace(source, config=without_head(source.family))
         own = given.labels if isinstance(given, HeadedModel) else ()
         known = own or (stored.labels if stored is not None and HEAD in stored.head else ())
         if is_evaluation and not known:
@@ -374,13 +390,13 @@ def _open_adapted(folder: Path, base: Path, stored: StoredModel, suffix: str) ->
     read, head = merge_adapter(stored.config, stored.read, folder), read_head(folder)
     if HEAD not in head:
         return dataclasses.replace(stored, read=read, blocks={})
-    labels, count, config = stored.labels, len(head[HEAD]), cast(Any, stored.config)
+    labels, count = stored.labels, len(head[HEAD])
     pad_id = read_folder(base).config.get("pad_token_id") if (base / CONFIG).is_file() else None
     return dataclasses.replace(
         stored,
         read=read,
         # As of every classifier, without the head of a language model.
-        config=dataclasses.replace(config, tie_embeddings=True),
+        config=without_head(stored.config),
         names=tuple(name for name in stored.names if name != "output"),
         head=head,
         labels=labels if len(labels) == count else tuple(f"LABEL_{number}" for number in range(count)),

@@ -24,10 +24,10 @@ from kitforge.foundation.types import MicroBatch, Sums
 from kitforge.kits.transformers.entities import CHUNK_TAG, Aggregation, entities, entity_counts, entity_metrics
 from kitforge.kits.transformers.labelling import (
     HeadedTask,
-    LabelledRowOptions,
     LabellingKit,
     LabellingOptions,
     LabellingPipeline,
+    TextRowOptions,
     TokenClassifier,
     read_labelled_rows,
 )
@@ -37,7 +37,7 @@ from kitforge.report.notebook import Rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TokenDataOptions(LabelledRowOptions):
+class TokenDataOptions(TextRowOptions):
     """Rows of words and a tag for each."""
 
     words: str = "tokens"  # column of the list of words
