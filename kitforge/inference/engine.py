@@ -18,7 +18,7 @@ from kitforge.core.kernels.mixed_precision import NATIVE_DTYPES
 from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.core.nn.quantized import Int8Linear, WeightOnlyLinear, quantized_copy
 from kitforge.foundation.config import check
-from kitforge.foundation.errors import ConfigError, ContextLengthError, DataError, KitforgeError
+from kitforge.foundation.errors import ConfigError, ContextLengthError, DataError, KitforgeError, ModelError
 from kitforge.foundation.log import logger, warn_once
 from kitforge.inference.adapters import Adapters, Factors
 from kitforge.inference.block_manager import BlockManager
@@ -90,6 +90,11 @@ class Engine:
         self._network = cast(CausalLM, model)
         _warn_if_emulated(self._network.head_weight)
         self._geometry = self._network.geometry
+        if not self._geometry.is_causal:
+            fix = "pipeline('fill_mask', ...) or pipeline('embedding', ...) reads it"
+            raise ModelError(
+                "an encoder writes no text", got=type(model).__name__, expected="a language model", fix=fix
+            )
         self.vocab_size = self._geometry.vocab_size  # of the model, padding included
         self.stop_ids = frozenset(stop_ids)
         self._batched_tokens = self.options.batched_tokens(self._network.head_weight.device.type)

@@ -36,6 +36,7 @@ class NetworkKit(Kit[NetworkOptionsT, ProcessorT]):
 
     FINE_TUNING = "adamw_finetune"
     KIND: Kind = "language model"
+    FURTHER_KINDS: tuple[Kind, ...] = ()  # that the task trains too
     ROWS = "ROWS.jsonl"  # names of files in advice: of rows, and what `predict` writes of them
     OUTPUT = "PREDICTIONS.jsonl"
 
@@ -50,7 +51,7 @@ class NetworkKit(Kit[NetworkOptionsT, ProcessorT]):
 
     def check_parallel(self, options: NetworkOptionsT) -> None:
         """Raise ConfigError for a network that the degrees of `options` cannot split; before any rank is started."""
-        check_splits(options, self.KIND)
+        check_splits(options, self.KIND, *self.FURTHER_KINDS)
 
     def evaluation_options(self, recorded: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:
         """The run's options without those of its training. With a new data.train, data.eval is a part of it."""

@@ -108,17 +108,17 @@ class NetworkSource:
         unverified = open_stored(partial(find_checkpoint, verify=False))
         return replace(self, config=unverified.config, open_stored=open_stored, unverified=unverified)
 
-    def fitted(self, tokenizer: Tokenizer, kind: Kind = "language model") -> NetworkSource:
-        """With the config of a new network of that kind. Raises ConfigError for a network of another kind, or one that
-        is too small for the tokenizer or the rows."""
-        config = self.config
+    def fitted(self, tokenizer: Tokenizer, *kinds: Kind) -> NetworkSource:
+        """With the config of a new network of one of these kinds, by default a language model. Raises ConfigError for a
+        network of another kind, or one that is too small for the tokenizer or the rows."""
+        config, kinds = self.config, kinds or ("language model",)
         if config is None and self.given is None:
             values = dict(self.options.model)
             if values.get("vocab_size") is None:
                 values["vocab_size"] = tokenizer.vocab_size
-            config = config_of(values, kind)
-        elif config is not None and self.given is None:
-            config_of({"family": config.family, **to_dict(config)}, kind)
+            config = config_of(values, *kinds)
+        elif config is not None:
+            config_of({"family": config.family, **to_dict(config)}, *kinds)
         if config is not None:
             check_fit(config, self.options, tokenizer)
         return replace(self, config=config)
@@ -347,14 +347,14 @@ def freeze(network: nn.Module, patterns: Sequence[str]) -> None:
     check(not patterns or is_trained, "freeze", list(patterns), "patterns that leave something to train")
 
 
-def check_splits(options: NetworkOptions, kind: Kind = "language model") -> None:
+def check_splits(options: NetworkOptions, *kinds: Kind) -> None:
     """Raise ConfigError, with the arithmetic, for a new network that the degrees of `options` cannot split; before any
     rank is started."""
     if options.checkpoint is None and options.model:
         values = dict(options.model)
-        if kind != "vision":
+        if kinds != ("vision",):
             values["vocab_size"] = values.get("vocab_size") or ByteTokenizer.vocab_size
-        network = build_on_meta(config_of(values, kind))
+        network = build_on_meta(config_of(values, *(kinds or ("language model",))))
         check_geometry(sharding_of_network(network), network.geometry, options.parallel)
         replicas, size = options.parallel.num_replicas, options.trainer.micro_batch_size
         own = -(-options.data.batch_size // replicas)

@@ -30,6 +30,7 @@ _MODULES = {
     "text_classification": "kitforge.kits.transformers.build",
     "token_classification": "kitforge.kits.transformers.build",
     "embedding": "kitforge.kits.transformers.build",
+    "masked_lm": "kitforge.kits.transformers.build",
     "image_classification": "kitforge.kits.transformers.build",
     "translation": "kitforge.kits.transformers.build",
     "summarization": "kitforge.kits.transformers.build",
@@ -38,7 +39,7 @@ _MODULES = {
 
 # The only task that trains a network of this kind, and the task of a Hugging Face folder that holds one.
 _ONLY_TASKS: dict[Kind, str] = {"vision": "image_classification", "recommender": "recommendation"}
-_TASKS_OF_KINDS: dict[Kind, str] = {"encoder-decoder": "translation", **_ONLY_TASKS}
+_TASKS_OF_KINDS: dict[Kind, str] = {"encoder": "masked_lm", "encoder-decoder": "translation", **_ONLY_TASKS}
 
 
 def task_names() -> list[str]:

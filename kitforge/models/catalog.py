@@ -9,10 +9,13 @@ from torch import nn
 from kitforge.core.kernels.dispatch import REFERENCE, Kernels
 from kitforge.core.nn.decoder import Decoder, FamilyConfig
 from kitforge.core.nn.embedding_spec import RecommenderConfig, SampleShape
+from kitforge.core.nn.encoder import Encoder
 from kitforge.core.nn.encoder_decoder import EncoderDecoder
 from kitforge.core.nn.vision import VisionTransformer
 from kitforge.foundation.config import from_dict
 from kitforge.foundation.errors import ConfigError, ModelError, nearest
+from kitforge.models.bert import convert as bert
+from kitforge.models.bert.model import BertConfig
 from kitforge.models.bloom import convert as bloom
 from kitforge.models.bloom.model import BloomConfig
 from kitforge.models.dcn.model import DCNV2, DCNV2Config
@@ -40,10 +43,13 @@ from kitforge.models.vit.model import ViTConfig
 from kitforge.models.weight_mapping import Converter
 from kitforge.models.wide_deep.model import WideDeep, WideDeepConfig
 
-Kind = Literal["language model", "encoder-decoder", "vision", "recommender"]
+Kind = Literal["language model", "encoder", "encoder-decoder", "vision", "recommender"]
+# The kinds whose hidden states of a text are pooled or labelled.
+TEXT_KINDS: tuple[Kind, ...] = ("language model", "encoder")
 # The task that a user adds to train a family of each kind.
 _TASK_HINTS: dict[Kind, str] = {
     "language model": "use it with task=text_generation",
+    "encoder": "use it with task=masked_lm, embedding or question_answering",
     "encoder-decoder": "use it with task=translation or task=summarization",
     "vision": "use it with task=image_classification",
     "recommender": "add task=recommendation",
@@ -64,6 +70,7 @@ class Family:
 FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
+        Family(name="bert", config=BertConfig, build=Encoder, convert=bert.CONVERTER, kind="encoder"),
         Family(name="bloom", config=BloomConfig, build=Decoder, convert=bloom.CONVERTER, kind="language model"),
         Family(name="dcn_v2", config=DCNV2Config, build=DCNV2, convert=None, kind="recommender"),
         Family(name="deepfm", config=DeepFMConfig, build=DeepFM, convert=None, kind="recommender"),
@@ -92,17 +99,17 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-def families_of(kind: Kind) -> dict[str, Family]:
-    """The families of one kind, by name."""
-    return {name: family for name, family in FAMILIES.items() if family.kind == kind}
+def families_of(*kinds: Kind) -> dict[str, Family]:
+    """The families of these kinds, by name."""
+    return {name: family for name, family in FAMILIES.items() if family.kind in kinds}
 
 
-def config_of(values: Mapping[str, Any], kind: Kind | None = None) -> FamilyConfig:
+def config_of(values: Mapping[str, Any], *kinds: Kind) -> FamilyConfig:
     """The options of a network that has a Hugging Face format from a plain dict with the key `family`. Raises
-    ConfigError, also for a family that is not of that kind."""
+    ConfigError, also for a family that is of none of these kinds."""
     family = FAMILIES.get(str(values.get("family")))
     own: Kind = "language model" if family is None or family.convert is None else family.kind
-    config: FamilyConfig = _config(values, kind or own)
+    config: FamilyConfig = _config(values, *(kinds or (own,)))
     return config
 
 
@@ -112,14 +119,15 @@ def recommender_of(values: Mapping[str, Any]) -> RecommenderConfig:
     return config
 
 
-def _config(values: Mapping[str, Any], kind: Kind) -> Any:
+def _config(values: Mapping[str, Any], *kinds: Kind) -> Any:
     options = dict(values)
     name = str(options.pop("family", None))
     family = FAMILIES.get(name)
-    if family is None or family.kind != kind:
-        fix = nearest(name, families_of(kind)) if family is None else _TASK_HINTS[family.kind]
-        message = f"unknown {kind} family" if family is None else "this task trains another kind of network"
-        raise ConfigError(message, got=name, expected=None if family is None else f"of kind {kind}", fix=fix)
+    if family is None or family.kind not in kinds:
+        fix = nearest(name, families_of(*kinds)) if family is None else _TASK_HINTS[family.kind]
+        message = f"unknown {kinds[0]} family" if family is None else "this task trains another kind of network"
+        expected = None if family is None else f"of kind {' or '.join(kinds)}"
+        raise ConfigError(message, got=name, expected=expected, fix=fix)
     return from_dict(family.config, options, "model")
 
 
@@ -137,8 +145,9 @@ def config_of_network(network: nn.Module) -> FamilyConfig | None:
 
 def without_head(config: FamilyConfig) -> FamilyConfig:
     """The same options without a language-model head, for models that read hidden states only."""
-    # Every family's options are a dataclass with this field.
-    found: FamilyConfig = replace(cast(Any, config), tie_embeddings=True)
+    # Every family's options are a dataclass with one of these fields.
+    change = {"lm_head": False} if hasattr(config, "lm_head") else {"tie_embeddings": True}
+    found: FamilyConfig = replace(cast(Any, config), **change)
     return found
 
 

@@ -39,6 +39,7 @@ from kitforge.models.catalog import (
     exact_names,
     exportable_config,
     initial_deviations,
+    without_head,
 )
 from kitforge.models.gguf import WRITTEN, GgufWeights, write_gguf
 from kitforge.models.hub import resolve
@@ -412,20 +413,14 @@ def export(
     values = {**(extra or {}), **_head_values(stored)}
     names = _head_names(converter_of(stored.config).write_config(stored.config)["model_type"], stored.suffix)
     head = {theirs: stored.head[ours] for ours, theirs in names.items()}
-    _write(_without_output(stored.config), read, folder, values, chosen, head)
+    _write(without_head(stored.config), read, folder, values, chosen, head)
 
 
 def config_values(stored: StoredModel, dtype: ExportDtype, extra: Mapping[str, Any]) -> dict[str, Any]:
     """The config.json of an exported model, with `extra`. Raises ModelError where Hugging Face has no such model."""
-    config = _without_output(stored.config) if stored.head else stored.config
+    config = without_head(stored.config) if stored.head else stored.config
     head = _head_values(stored) if stored.head else {}
     return {**converter_of(config).write_config(config), "dtype": dtype, **extra, **head}
-
-
-def _without_output(config: FamilyConfig) -> FamilyConfig:
-    """The options of a classifier's backbone, whose language-model head is not built."""
-    # Every family's options are a dataclass with this field.
-    return cast(FamilyConfig, replace(cast(Any, config), tie_embeddings=True))
 
 
 def _head_values(stored: StoredModel) -> dict[str, Any]:
@@ -445,7 +440,8 @@ def _head_values(stored: StoredModel) -> dict[str, Any]:
 
 def _classifier_architecture(name: str, suffix: str) -> str:
     """The classifier of the family of a language model in transformers. Raises ModelError where it has none."""
-    base_name = next((name.removesuffix(end) for end in ("ForCausalLM", "LMHeadModel") if name.endswith(end)), None)
+    ends = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "Model")
+    base_name = next((name.removesuffix(end) for end in ends if name.endswith(end)), None)
     if base_name is None:
         raise ModelError("Hugging Face has no classifier of this architecture", got=name, expected="a *ForCausalLM")
     return f"{base_name}{suffix}"

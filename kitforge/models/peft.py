@@ -35,7 +35,7 @@ from kitforge.models.weight_mapping import HEADS, ConfigFile, TensorMapping, by_
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX, _SUFFIXES = "base_model.model.", (".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector")
 # The names of heads in PEFT and transformers: of token classifiers of these families, and of all others.
-TOKEN_HEADS, _HEAD = {"gpt2": "classifier", "bloom": "classifier"}, "score"
+TOKEN_HEADS, _HEAD = dict.fromkeys(("gpt2", "bloom", "bert", "roberta"), "classifier"), "score"
 # PEFT re-initializes an adapter when it loads it, before it reads the factors; under other names than these the base
 # model is changed with it.
 _INITIAL = (True, False, None, "gaussian", "orthogonal")

@@ -13,11 +13,12 @@ _HEADS: dict[Axis, tuple[str, ...]] = {TENSOR: ("num_heads", "num_kv_heads")}
 
 DECODER = Sharding(
     rules=(
-        ShardingRule(module="", splits={"output": {TENSOR: 0}}),
+        ShardingRule(module="", splits={"output": {TENSOR: 0}, "head_bias": {TENSOR: 0}}),
         ShardingRule(
             module="embedding", splits={"weight": {TENSOR: 0}}, is_embedding=True, output_layout={TENSOR: "reduce"}
         ),
         ShardingRule(module="position", output_layout={TENSOR: "slice"}),
+        ShardingRule(module="token_type", output_layout={TENSOR: "slice"}),
         # The queries of a query layer are read whole, each rank's heads from all of them.
         ShardingRule(module="blocks.*.query_position", gradient="part"),
         ShardingRule(module="blocks.*.attention", input_layout={TENSOR: "gather"}),
@@ -42,11 +43,14 @@ DECODER = Sharding(
         ShardingRule(module="blocks.*.mlp.shared.up", splits=_ROWS),
         ShardingRule(module="blocks.*.mlp.shared.down", splits=_COLUMNS, output_layout={TENSOR: "reduce"}),
         ShardingRule(module="norm", output_layout={TENSOR: "replicate"}),
+        # Between the whole output and each rank's part of the vocabulary.
+        ShardingRule(module="head_dense", gradient="part"),
+        ShardingRule(module="head_norm", gradient="part"),
     ),
     divisible={**_HEADS, EXPERT: ("num_experts",)},
     fsdp_roots={"": ("hidden",)},
-    first=("embedding", "embedding_norm", "position"),
-    last=("norm", "output", "stored_head"),
+    first=("embedding", "embedding_norm", "position", "token_type"),
+    last=("norm", "output", "stored_head", "head_dense", "head_norm", "head_bias"),
     cuts_rows=True,
 )
 

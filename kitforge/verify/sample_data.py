@@ -32,7 +32,7 @@ def write_sample(task: str, folder: Path) -> Path | None:
     texts = documents(1, 48)
     pairs = [(f"{text.title()} ", answer) for text, answer in zip(texts[:24], texts[24:], strict=True)]
     rows: list[dict[str, object]] = []
-    if task == DEFAULT_TASK:
+    if task in (DEFAULT_TASK, "masked_lm"):
         rows = [{"text": text} for text in texts]
     elif task in ("sft", "kto"):
         rows = [{"prompt": prompt, "completion": answer} for prompt, answer in pairs]

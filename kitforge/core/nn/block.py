@@ -25,7 +25,8 @@ class BlockConfig:
     """One pre-norm layer; with `sandwich` the output of each branch is normalized too (GLM-4-0414).
 
     A query layer (Zeng et al., 2021) normalizes its input first, its residual connections included, and reads its
-    queries from a learned table of positions.
+    queries from a learned table of positions. With `post_norm` each norm stands behind its branch and the residual
+    connection, as published first (Vaswani et al., 2017).
     """
 
     attention: AttentionConfig
@@ -35,6 +36,7 @@ class BlockConfig:
     sandwich: bool = False
     dropout: float = 0.0  # of each branch's output
     cross: AttentionConfig | None = None  # cross-attention to the output of an encoder, between attention and MLP
+    post_norm: bool = False
     query_positions: int | None = None  # the rows of a query layer's table; None: no query layer
 
     def __post_init__(self) -> None:
@@ -66,13 +68,15 @@ class Block(nn.Module):
         self.mlp_norm = norm()
         self.mlp = MoE(config.mlp, kernels) if isinstance(config.mlp, MoEConfig) else MLP(config.mlp, kernels)
         self.mlp_out_norm = norm() if config.sandwich else None
-        self._rate = config.dropout
+        self._rate, self._is_post_norm = config.dropout, config.post_norm
         self._attention_noise = dropout_name_key(f"{name}attention_out.{layer}")
         self._cross_noise = dropout_name_key(f"{name}cross_out.{layer}")
         self._mlp_noise = dropout_name_key(f"{name}mlp_out.{layer}")
 
     def forward(self, hidden: Tensor, positions: PositionEncoding, context: Context) -> Tensor:
         """[B, T, dim] -> [B, T, dim]."""
+        if self._is_post_norm:
+            return self._post_norm(hidden, positions, context)
         queries = None
         if self.input_norm is not None and self.query_position is not None:
             hidden = self.input_norm.unrounded(hidden)
@@ -86,6 +90,11 @@ class Block(nn.Module):
         branch = self.mlp(normal, context) if isinstance(self.mlp, MoE) else self.mlp(normal)
         # Only the sum goes on, and its gradient does not read what is added.
         return hidden + unread(self._finish(branch, self.mlp_out_norm, self._mlp_noise, context))
+
+    def _post_norm(self, hidden: Tensor, positions: PositionEncoding, context: Context) -> Tensor:
+        branch = self.attention(hidden, positions, context)
+        hidden = self.attention_norm.unrounded(hidden + self._finish(branch, None, self._attention_noise, context))
+        return self.mlp_norm.unrounded(hidden + self._finish(self.mlp(hidden), None, self._mlp_noise, context))
 
     def _finish(self, branch: Tensor, norm: Norm | None, name: Tensor, context: Context) -> Tensor:
         branch = branch if norm is None else norm(branch)

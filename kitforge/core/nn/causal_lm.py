@@ -3,11 +3,12 @@
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from kitforge.core.kernels.dispatch import Kernels
 from kitforge.core.kernels.recomputation import Recompute
-from kitforge.core.nn.context import Context
+from kitforge.core.nn.context import Context, DropoutKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +24,7 @@ class Geometry:
     max_length: int
     depends_on_length: bool = False  # whether the keys of a sequence depend on its final length
     num_experts: int = 0  # of a block with a mixture of experts; 0: no block has one
+    is_causal: bool = True  # whether a token sees those before it alone
 
 
 @runtime_checkable
@@ -48,6 +50,16 @@ class CausalLM(Protocol):
     def __call__(self, tokens: Tensor, context: Context | None = None) -> Tensor:
         """Logits [B, T, vocab]."""
         ...
+
+
+def padded_context(network: CausalLM, tokens: Tensor, lengths: Tensor, dropout: DropoutKey | None = None) -> Context:
+    """The context of rows of tokens [B, T] of these lengths [B], with padding behind them. A causal network does not
+    read it, so documents would only cost a mask."""
+    if network.geometry.is_causal:
+        return Context(dropout=dropout)
+    positions = torch.arange(tokens.shape[1], device=tokens.device)
+    documents = torch.where(positions < lengths.to(tokens.device).unsqueeze(1), 0, -1)
+    return Context(documents=documents, dropout=dropout)
 
 
 @runtime_checkable

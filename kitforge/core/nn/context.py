@@ -245,6 +245,7 @@ class Context:
     attend: Attend = field(default_factory=lambda: CausalAttend())
     dropout: DropoutKey | None = None  # None: no dropout
     source: EncoderInput | None = None  # of a decoder with an encoder
+    token_types: Tensor | None = None  # [B, T], of an encoder of two texts; None: all 0
     past: int = 0  # the positions before these tokens that a cache holds, as a relative bias counts them
     # The factor of the loss in the backward pass, float64 [], for layers with losses of their own; None: no training.
     loss_weight: Tensor | None = None

@@ -43,8 +43,8 @@ class Stack(nn.Module, ABC):
         """Add the blocks and the norm; parameters are in the order of the calls. `name` is that of `Block`."""
         first = blocks[0]
         self.blocks = nn.ModuleList(Block(each, layer, kernels, name) for layer, each in enumerate(blocks))
-        # A query layer has the last norm before it.
-        has_norm = blocks[-1].query_positions is None
+        # A query layer has the last norm before it, a post-norm layer in it.
+        has_norm = blocks[-1].query_positions is None and not blocks[-1].post_norm
         self.norm = Norm(first.norm, first.attention.dim, first.norm_eps, kernels) if has_norm else nn.Identity()
         self._head_dim = first.attention.head_dim
         self._windows = list(dict.fromkeys(each.attention.window for each in blocks))

@@ -12,7 +12,7 @@ GroupKind = tuple[float, bool, str, float | None, float | None]
 
 
 # The ends of their names, `query_position.weight` of PanGu-alpha among them.
-_TABLES = ("embedding.weight", "position.weight", "relative.weight", "output")
+_TABLES = ("embedding.weight", "position.weight", "token_type.weight", "relative.weight", "output")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -130,6 +130,7 @@ class ContextParallelModel:
             lengths=cut(lengths, 1),
             documents=cut(documents, PADDING),
             counted=cut(counted, 0),
+            token_types=cut(context.token_types, 0),
             attend=HeadExchange(context.attend, self._group, length),
             dropout=None if context.dropout is None else dataclasses.replace(context.dropout, shard=dropout_shard),
             shard=shard,

@@ -58,7 +58,9 @@ class HuggingFaceTokenizer(FolderTokenizer):
         # A random placeholder for a special token in a text that is encoded as a whole.
         self._mark = f"\ue0f0{secrets.token_hex(16)}\ue0f1"
         self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-        own_end = self._folder.token_of("eos", tokenizer.token_to_id)
+        # The tokenizers of encoders call it a separator.
+        ends = (self._folder.token_of(role, tokenizer.token_to_id) for role in ("eos", "sep"))
+        own_end = next((each for each in ends if each is not None), None)
         self.eos_ids = self._folder.end_ids(own_end)
         if not self.eos_ids:
             raise without_end(f"the {HUGGINGFACE_FILE}")
@@ -66,6 +68,7 @@ class HuggingFaceTokenizer(FolderTokenizer):
         self.bos_id = self._folder.token_of("bos", tokenizer.token_to_id)
         pad_id = self._folder.token_of("pad", tokenizer.token_to_id)
         self.pad_id = self.eos_id if pad_id is None else pad_id
+        self.mask_id = self._folder.token_of("mask", tokenizer.token_to_id)  # of encoders
         # The post-processor decides; `add_bos_token` counts only where there is no tokenizer.json, as in transformers.
         self._has_rule = bool(tokenizer.num_special_tokens_to_add(is_pair=False))
         rule = [self.encode_prompt("")] if self._has_rule else []

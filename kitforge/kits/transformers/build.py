@@ -41,6 +41,7 @@ from kitforge.kits.transformers.evaluation_log import log_files, write_log
 from kitforge.kits.transformers.generation_samples import GenerationSamples
 from kitforge.kits.transformers.harness import HarnessModel, find_tasks, run_tasks
 from kitforge.kits.transformers.image_classification import ImageClassification
+from kitforge.kits.transformers.masked_lm import MaskedLM
 from kitforge.kits.transformers.programs import export_programs
 from kitforge.kits.transformers.questions import find_file, load_task
 from kitforge.kits.transformers.seq2seq import SUMMARIZATION, TRANSLATION
@@ -242,6 +243,7 @@ TASKS: dict[str, AnyKit] = {
     "text_classification": TextClassification(),
     "token_classification": TokenClassification(),
     "embedding": Embedding(),
+    "masked_lm": MaskedLM(),
     "image_classification": ImageClassification(),
     "translation": TRANSLATION,
     "summarization": SUMMARIZATION,

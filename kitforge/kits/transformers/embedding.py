@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
-from kitforge.core.nn.causal_lm import CausalLM
-from kitforge.core.nn.context import Context, DropoutKey
+from kitforge.core.nn.causal_lm import CausalLM, padded_context
+from kitforge.core.nn.context import DropoutKey
 from kitforge.core.optim.groups import ParameterGroup, decay_groups, table_names
 from kitforge.core.parallel import collectives
 from kitforge.core.parallel.rendezvous import Rendezvous
@@ -44,7 +44,7 @@ from kitforge.kits.network_source import NetworkSource, find_run_tokenizer
 from kitforge.kits.transformers.contrastive import TextGroups, contrastive_losses, retrieval_metrics, spans
 from kitforge.kits.transformers.labelling import PIPELINE_ROWS, TextRowOptions, read_text_rows
 from kitforge.kits.transformers.rows import RaggedTokens, RowSplits, RowTask, hold_out
-from kitforge.models.catalog import without_head
+from kitforge.models.catalog import TEXT_KINDS, without_head
 from kitforge.models.hub import resolve
 from kitforge.trainer.callbacks.callback import Callback, Event, RunContext
 from kitforge.trainer.precision import autocast
@@ -236,8 +236,8 @@ def text_vectors(
 ) -> Tensor:
     """The vectors [N, D] of texts [N, T] with padding on the right, of these lengths [N]."""
     device = network.head_weight.device
-    hidden = network.hidden(copy_to(tokens, device), Context(dropout=dropout))
-    return pool_rows(hidden, copy_to(lengths, device), mode)
+    tokens, lengths = copy_to(tokens, device), copy_to(lengths, device)
+    return pool_rows(network.hidden(tokens, padded_context(network, tokens, lengths, dropout)), lengths, mode)
 
 
 class EmbeddingPipeline:
@@ -298,7 +298,7 @@ Inputs: TypeAlias = RunInputs[Tokenizer]
 class Embedding(NetworkKit[EmbeddingOptions, Tokenizer]):
     """The task `embedding`. `text_generation` serves its models at /v1/embeddings."""
 
-    OPTIONS, OUTPUT = EmbeddingOptions, "VECTORS.jsonl"
+    OPTIONS, OUTPUT, FURTHER_KINDS = EmbeddingOptions, "VECTORS.jsonl", ("encoder",)
     PREDICTS_AS_TRAINED = True
 
     def prepare(
@@ -311,7 +311,7 @@ class Embedding(NetworkKit[EmbeddingOptions, Tokenizer]):
             raise ModelError("this network embeds no texts", got=got, expected=expected)
         source = NetworkSource.find(options, inputs, self.open_model, is_evaluation=is_evaluation)
         tokenizer = find_run_tokenizer(options, inputs.processor, None)
-        source = source.fitted(tokenizer)
+        source = source.fitted(tokenizer, *TEXT_KINDS)
         if inputs.model is None:
             source = replace(source, config=without_head(source.family))
         config: Any = source.config or cast(CausalLM, inputs.model).geometry

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from kitforge.core.checkpoint.hugging_face import CONFIG, read_folder
 from kitforge.core.checkpoint.load import find_checkpoint
 from kitforge.core.kernels.dispatch import CompileLevel
-from kitforge.core.nn.causal_lm import CausalLM
+from kitforge.core.nn.causal_lm import CausalLM, padded_context
 from kitforge.core.nn.context import Context, DropoutKey
 from kitforge.core.nn.score_head import HEAD, HEAD_BIAS, ScoreModel, initial_head
 from kitforge.core.optim.groups import ParameterGroup, decay_groups, table_names
@@ -191,9 +191,11 @@ class TokenClassifier(HeadedModel):
 
     has_bias = True
 
-    def logits_at(self, tokens: Tensor, dropout: DropoutKey | None = None) -> Tensor:
-        """Logits [B T, C] of rows [B, T], one row after another: no view, which FSDP cannot hook."""
-        return self.pooled_scores(tokens, Context(dropout=dropout)).float()
+    def logits_at(self, tokens: Tensor, sizes: Tensor | None = None, dropout: DropoutKey | None = None) -> Tensor:
+        """Logits [B T, C] of rows [B, T] of these numbers of tokens [B] (None: T), one row after another: no view,
+        which FSDP cannot hook."""
+        sizes = torch.full((len(tokens),), tokens.shape[1]) if sizes is None else sizes
+        return self.pooled_scores(tokens, padded_context(self.language_model, tokens, sizes, dropout)).float()
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits [B, T, C] of rows [B, T]."""
@@ -268,7 +270,7 @@ class LabellingKit(NetworkKit[HeadedOptionsT, Tokenizer]):
             options, dataclasses.replace(inputs, model=backbone), self.open_model, is_evaluation=is_evaluation
         )
         tokenizer = find_run_tokenizer(options, inputs.processor, None)
-        source, stored = source.fitted(tokenizer), source.unverified
+        source, stored = source.fitted(tokenizer, self.KIND, *self.FURTHER_KINDS), source.unverified
         if given is None:
             # The head of the language model is never used, so none is built.
             source = dataclasses.replace(source, config=without_head(source.family))

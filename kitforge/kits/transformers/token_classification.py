@@ -121,7 +121,7 @@ class TokenClassificationTask(HeadedTask):
         device = network.score.weight.device
         tokens, labels = (copy_to(micro_batch[name], device) for name in ("tokens", "labels"))
         flat = labels.flatten()
-        return network.logits_at(tokens, dropout_key), flat.clamp(min=0), (flat >= 0).float()
+        return network.logits_at(tokens, micro_batch["sizes"], dropout_key), flat.clamp(min=0), (flat >= 0).float()
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """eval/loss and eval/accuracy of the labelled tokens; where the labels are chunk tags eval/precision,
@@ -186,5 +186,6 @@ class TokenClassification(LabellingKit[TokenClassificationOptions]):
     """The task `token_classification`."""
 
     OPTIONS, PIPELINE = TokenClassificationOptions, TokenClassificationPipeline
+    FURTHER_KINDS = ("encoder",)
     MODEL, TASK, SUFFIX = TokenClassifier, TokenClassificationTask, TOKEN_CLASSIFIER
     READ, COLUMN, LABELLED, OUTPUT = staticmethod(read_tagged), "words", "tokens", "TAGS.jsonl"
