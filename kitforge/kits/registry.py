@@ -16,7 +16,7 @@ from kitforge.foundation.errors import ConfigError, KitforgeError, nearest
 from kitforge.foundation.untrusted import load_yaml
 from kitforge.kits.kit import AnyKit, Kit
 from kitforge.models.catalog import FAMILIES, Kind
-from kitforge.models.loading import TOKEN_CLASSIFIER, kind_of, labels_of
+from kitforge.models.loading import QUESTION_ANSWERING, TOKEN_CLASSIFIER, kind_of, labels_of
 
 RLHF_TASKS = (
     *("sft", "reward", "dpo", "ipo", "kto", "orpo", "simpo"),
@@ -30,6 +30,7 @@ _MODULES = {
     "text_classification": "kitforge.kits.transformers.build",
     "token_classification": "kitforge.kits.transformers.build",
     "embedding": "kitforge.kits.transformers.build",
+    "question_answering": "kitforge.kits.transformers.build",
     "masked_lm": "kitforge.kits.transformers.build",
     "image_classification": "kitforge.kits.transformers.build",
     "translation": "kitforge.kits.transformers.build",
@@ -99,6 +100,8 @@ def recorded_task(folder: object) -> str | None:
             return "reward" if len(labels) == 1 else "text_classification"
         if labels_of(path, TOKEN_CLASSIFIER) is not None:
             return "token_classification"
+        if labels_of(path, QUESTION_ANSWERING) is not None:
+            return "question_answering"
         return _TASKS_OF_KINDS.get(kind_of(path) or "language model")
     try:
         values = load_yaml(config.read_text(encoding="utf-8"))

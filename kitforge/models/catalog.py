@@ -139,7 +139,7 @@ def build_recommender(config: RecommenderConfig, shape: SampleShape, kernels: Ke
 
 def config_of_network(network: nn.Module) -> FamilyConfig | None:
     """The options of a network of the catalog that has a Hugging Face format; None for any other network."""
-    found: Any = network.config if isinstance(network, (Decoder, EncoderDecoder, VisionTransformer)) else None
+    found: Any = network.config if isinstance(network, (Decoder, Encoder, EncoderDecoder, VisionTransformer)) else None
     return cast(FamilyConfig | None, found)
 
 

@@ -56,6 +56,7 @@ from kitforge.models.weight_mapping import (
 
 # The suffixes of classifiers in transformers: of whole texts, and of each token.
 SEQUENCE_CLASSIFIER, TOKEN_CLASSIFIER = "ForSequenceClassification", "ForTokenClassification"
+QUESTION_ANSWERING = "ForQuestionAnswering"
 # Further numbers of our reward head, stored as `score_<name>` in config.json, which transformers ignores.
 SCORE_KEYS = ("bias", "mean", "deviation")
 # Finds the checkpoint of a folder, collectively over all ranks; None where there is none.
@@ -302,7 +303,7 @@ def _head_names(model_type: str, suffix: str) -> dict[str, str]:
     """The names of a classifier's tensors in transformers by ours."""
     if suffix == SEQUENCE_CLASSIFIER:
         return {HEAD: HEAD}
-    theirs = TOKEN_HEADS.get(model_type, "score")
+    theirs = "qa_outputs" if suffix == QUESTION_ANSWERING else TOKEN_HEADS.get(model_type, "score")
     return {HEAD: f"{theirs}.weight", HEAD_BIAS: f"{theirs}.bias"}
 
 

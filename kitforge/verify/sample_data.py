@@ -11,7 +11,7 @@ WORDS = ("sun", "moon", "river", "stone", "sings", "sleeps", "over", "under", "t
 PAIR_TASKS = ("reward", "dpo", "ipo", "orpo", "simpo")
 # The columns of tasks that learn from two texts.
 TEXT_COLUMNS = dict.fromkeys(("translation", "summarization"), ("source", "target"))
-TEXT_COLUMNS["embedding"] = ("positive", "anchor")
+TEXT_COLUMNS |= {"embedding": ("positive", "anchor"), "question_answering": ("question", "context")}
 # Tasks whose rewards need a function, which no default names.
 REWARDED_TASKS = tuple(task for task in RLHF_TASKS if task not in (*PAIR_TASKS, "sft", "kto"))
 REWARD = "lowercase"
@@ -50,6 +50,8 @@ def write_sample(task: str, folder: Path) -> Path | None:
     elif task in TEXT_COLUMNS:
         first, second = TEXT_COLUMNS[task]
         rows = [{first: text, second: text.title()} for text in texts]
+        # The last word is the answer to every question.
+        rows = [row | {"answers": [str(row["context"]).split()[-1]]} if "context" in row else row for row in rows]
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
     return path if rows else None

@@ -21,6 +21,7 @@ TOKENS = torch.arange(10).view(2, 5)
 NOISE = DropoutKey(seed=1, step=2, samples=(3, 4))
 INPUTS: dict[Kind, Any] = {
     "language model": lambda model: model(TOKENS, Context(dropout=NOISE)),
+    "encoder": lambda model: model(TOKENS, Context(dropout=NOISE)),
     "encoder-decoder": lambda model: model(TOKENS, Context(dropout=NOISE, source=EncoderInput(tokens=TOKENS))),
     "vision": lambda model: model.logits(torch.zeros(2, 3, 8, 8), Context(dropout=NOISE)),
 }

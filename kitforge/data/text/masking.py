@@ -41,8 +41,8 @@ def frame_of(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     return whole[:first], whole[first + len(own) :]
 
 
-def framed_pieces(tokenizer: Tokenizer, text: str, limit: int) -> list[tuple[list[int], list[int]]]:
-    """The tokens of a text in pieces of at most `limit`, each between the special tokens of a whole text, and the word
+def framed_rows(tokenizer: Tokenizer, text: str, limit: int) -> list[tuple[list[int], list[int]]]:
+    """The tokens of a text in rows of at most `limit`, each between the special tokens of a whole text, and the word
     of every token: 0 for a special one, else a number that is new where, as in transformers, a token does not begin
     where the one before it ended."""
     tokens, spans = tokenizer.encode_offsets(text)

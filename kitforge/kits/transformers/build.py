@@ -43,6 +43,7 @@ from kitforge.kits.transformers.harness import HarnessModel, find_tasks, run_tas
 from kitforge.kits.transformers.image_classification import ImageClassification
 from kitforge.kits.transformers.masked_lm import MaskedLM
 from kitforge.kits.transformers.programs import export_programs
+from kitforge.kits.transformers.question_answering import QuestionAnswering
 from kitforge.kits.transformers.questions import find_file, load_task
 from kitforge.kits.transformers.seq2seq import SUMMARIZATION, TRANSLATION
 from kitforge.kits.transformers.task import TextGenerationTask
@@ -244,6 +245,7 @@ TASKS: dict[str, AnyKit] = {
     "token_classification": TokenClassification(),
     "embedding": Embedding(),
     "masked_lm": MaskedLM(),
+    "question_answering": QuestionAnswering(),
     "image_classification": ImageClassification(),
     "translation": TRANSLATION,
     "summarization": SUMMARIZATION,

@@ -21,7 +21,7 @@ from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.core.parallel.world import World
 from kitforge.data.document_shard import fingerprint_of
 from kitforge.data.source import SourceConfig, open_source
-from kitforge.data.text.masking import MaskToken, frame_of, framed_pieces, masked
+from kitforge.data.text.masking import MaskToken, frame_of, framed_rows, masked
 from kitforge.data.text.packing import IGNORED
 from kitforge.data.tokenizers.huggingface import HuggingFaceTokenizer
 from kitforge.data.tokenizers.loading import Tokenizer
@@ -86,9 +86,9 @@ class MaskedLMOptions(TokenizedOptions):
 class MaskedRows:
     """Tokenized rows in memory, and the word of each token."""
 
-    def __init__(self, pieces: Sequence[tuple[Sequence[int], Sequence[int]]], pad_id: int) -> None:
+    def __init__(self, encoded: Sequence[tuple[Sequence[int], Sequence[int]]], pad_id: int) -> None:
         self._pad_id = pad_id
-        self.tokens, self.words = (RaggedTokens(each[side] for each in pieces) for side in (0, 1))
+        self.tokens, self.words = (RaggedTokens(each[side] for each in encoded) for side in (0, 1))
         self.lengths = self.tokens.lengths
         self.fingerprint = fingerprint_of(*self.tokens.identity(), *self.words.identity())
 
@@ -246,11 +246,11 @@ class MaskedLM(NetworkKit[MaskedLMOptions, Tokenizer]):
         mask, known = MaskToken.of(tokenizer), source.family.vocab_size
         check(mask.number < known, "model.vocab_size", known, f"more than {mask.number}, the token of {mask.text}")
         documents = [[] if each is None else each.documents() for each in (texts, held)]
-        pieces = [
-            [piece for text in each for piece in framed_pieces(tokenizer, text, options.data.sequence_length)]
+        encoded = [
+            [row for text in each for row in framed_rows(tokenizer, text, options.data.sequence_length)]
             for each in documents
         ]
-        parts = hold_out(pieces[0], pieces[1] or None, options.data.eval_fraction, options.seed)
+        parts = hold_out(encoded[0], encoded[1] or None, options.data.eval_fraction, options.seed)
         own, others = (MaskedRows(each, tokenizer.pad_id) for each in parts)
         data = RowSplits(train=own, eval=others)
 

@@ -16,7 +16,7 @@ from kitforge.api import load_model, pipeline, save_model
 from kitforge.cli.main import run as run_command
 from kitforge.core.parallel.config import ParallelConfig
 from kitforge.core.parallel.rendezvous import Rendezvous
-from kitforge.data.text.masking import MaskToken, framed_pieces, masked
+from kitforge.data.text.masking import MaskToken, framed_rows, masked
 from kitforge.data.text.packing import IGNORED
 from kitforge.data.tokenizers.loading import ByteTokenizer, load_tokenizer
 from kitforge.foundation.errors import ConfigError, DataError, ModelError
@@ -146,7 +146,7 @@ def test_words_are_those_of_transformers_collator_and_are_masked_whole(make: Any
     fast = make(tmp_path)
     tokenizer = load_tokenizer(tmp_path)
     for text in texts(30, 8):
-        ((tokens, words),) = framed_pieces(tokenizer, text, 512)
+        ((tokens, words),) = framed_rows(tokenizer, text, 512)
         encoded = fast(text, return_offsets_mapping=True, return_special_tokens_mask=True)
         assert tokens == encoded["input_ids"]
         their_words, not_first = transformers.DataCollatorForLanguageModeling._calc_word_ids_and_prob_mask(
@@ -164,11 +164,11 @@ def test_words_are_those_of_transformers_collator_and_are_masked_whole(make: Any
 def test_a_long_text_becomes_rows_between_special_tokens(tmp_path: Path) -> None:
     fast = word_pieces(tmp_path)
     tokenizer, text = load_tokenizer(tmp_path), " ".join(texts(20))
-    pieces = framed_pieces(tokenizer, text, 16)
+    pieces = framed_rows(tokenizer, text, 16)
     whole = fast(text)["input_ids"]
     assert all(len(tokens) <= 16 and (tokens[0], tokens[-1]) == (whole[0], whole[-1]) for tokens, _ in pieces)
     assert [token for tokens, _ in pieces for token in tokens[1:-1]] == whole[1:-1]
-    assert framed_pieces(tokenizer, "", 16) == []
+    assert framed_rows(tokenizer, "", 16) == []
 
 
 @pytest.mark.parametrize("whole_words", [False, True])

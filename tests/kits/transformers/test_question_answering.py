@@ -1,0 +1,354 @@
+"""The task `question_answering`: spans, windows over long passages, no answer, and SQuAD's metrics."""
+
+import collections
+import json
+import random
+import re
+import string
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from kitforge.api import load_model, pipeline, save_model
+from kitforge.cli.main import run as run_command
+from kitforge.core.parallel.config import ParallelConfig
+from kitforge.core.parallel.rendezvous import Rendezvous
+from kitforge.data.text.answers import PassageQuestion, Windows, answer_scores
+from kitforge.data.tokenizers.loading import ByteTokenizer, load_tokenizer
+from kitforge.foundation.errors import ConfigError, DataError, ModelError
+from kitforge.kits.kit import RunInputs
+from kitforge.kits.registry import recorded_task
+from kitforge.kits.transformers.build import TASKS
+from kitforge.trainer.run_folder import train
+from tests.distributed.ranks import ask_ranks
+from tests.distributed.training import TestRendezvous
+from tests.kits.transformers.test_adapters import base
+from tests.kits.transformers.test_masked_lm import BERT, byte_pairs, word_pieces
+from tests.trainer import tiny
+
+KIT: Any = TASKS["question_answering"]
+OPTIONS: dict[str, Any] = {
+    "model": BERT,
+    "data.batch_size": 7,
+    "data.sequence_length": 40,
+    "data.stride": 8,
+    "data.eval_fraction": 0.2,
+    "trainer.max_steps": 4,
+    "trainer.progress": False,
+    "trainer.log_every": 1,
+    "optimizer.learning_rate": 1e-2,
+    "device": "cpu",
+}
+
+
+def rows(count: int = 40, seed: int = 5, longest: int = 9) -> list[dict[str, Any]]:
+    """Which word stands behind a name? Of some passages none does."""
+    draw = random.Random(seed)
+    found = []
+    for number in range(count):
+        words = [draw.choice(tiny.WORDS) for _ in range(draw.randint(2, longest))]
+        name, answer, at = (
+            draw.choice(["Ann", "Bob"]),
+            draw.choice(["red", "blue", "green"]),
+            draw.randrange(len(words)),
+        )
+        words[at:at] = [] if number % 4 == 3 else [name, answer]
+        context = " ".join(words)
+        start = len(" ".join(words[: at + 1])) + 1
+        answers = [] if number % 4 == 3 else [{"text": answer, "answer_start": start}]
+        found.append({"id": str(number), "question": f"{name}?", "context": context, "answers": answers})
+    return found
+
+
+def begin(folder: Path | None, choices: dict[str, Any] | None = None, rendezvous: Any = None, **given: Any) -> Any:
+    values = OPTIONS | {"output_dir": None if folder is None else str(folder)} | (choices or {})
+    options = KIT.read_options(tiny.nested(values))
+    inputs = RunInputs(**({"train_dataset": rows(), "processor": ByteTokenizer()} | given))
+    return KIT.assemble(options, inputs, rendezvous or Rendezvous.open(options.parallel, options.device))
+
+
+def run(folder: Path | None, choices: dict[str, Any] | None = None, rendezvous: Any = None, **given: Any) -> Any:
+    assembly = begin(folder, choices, rendezvous, **given)
+    return assembly, train(assembly.loop, assembly.options, assembly.folder, assembly.config_text)
+
+
+def official(predicted: str, answers: list[str]) -> tuple[float, float]:
+    """By the definitions of SQuAD's evaluation, version 2.0."""
+
+    def normal(text: str) -> str:
+        text = "".join(each for each in text.lower() if each not in set(string.punctuation))
+        return " ".join(re.sub(re.compile(r"\b(a|an|the)\b", re.UNICODE), " ", text).split())
+
+    def f1(gold: str) -> float:
+        wanted, own = normal(gold).split(), normal(predicted).split()
+        if len(wanted) == 0 or len(own) == 0:
+            return float(wanted == own)
+        same = sum((collections.Counter(wanted) & collections.Counter(own)).values())
+        if same == 0:
+            return 0.0
+        precision, recall = same / len(own), same / len(wanted)
+        return 2 * precision * recall / (precision + recall)
+
+    golds = [each for each in answers if normal(each)] or [""]
+    return max(float(normal(each) == normal(predicted)) for each in golds), max(map(f1, golds))
+
+
+def test_scores_are_those_of_squads_definition_on_drawn_texts() -> None:
+    draw = random.Random(3)
+    parts = ["the", "a", "An", "sun", "Sun", "moon.", "the-moon", "1,000", "café", "»x«", "", "  ", "?", "theme"]
+    for _ in range(3000):
+        predicted = " ".join(draw.choice(parts) for _ in range(draw.randint(0, 4)))
+        answers = [" ".join(draw.choice(parts) for _ in range(draw.randint(0, 4))) for _ in range(draw.randint(0, 3))]
+        assert answer_scores(predicted, answers) == pytest.approx(official(predicted, answers)), (predicted, answers)
+
+
+@pytest.mark.parametrize("make", [None, word_pieces, byte_pairs])
+def test_windows_cover_a_passage_and_an_answer_lies_where_its_text_does(make: Any, tmp_path: Path) -> None:
+    fast = None if make is None else make(tmp_path)
+    tokenizer = ByteTokenizer() if make is None else load_tokenizer(tmp_path)
+    for row in rows(30, longest=25):
+        answers = tuple((each["text"], each["answer_start"]) for each in row["answers"])
+        question = PassageQuestion(question=row["question"], context=row["context"], answers=answers)
+        found = Windows(tokenizer, 36, 8).of(0, question, "here")
+        assert all(len(each.tokens) <= 36 for each in found)
+        read = [each.spans for each in found]
+        whole = [span for span in read[0]]
+        for one, other in zip(read, read[1:], strict=False):
+            assert one[-8:] == other[:8]
+            whole += other[8:]
+        tokens, spans = tokenizer.encode_offsets(row["context"])
+        assert whole == [span for span in spans if span[0] < span[1]] or make is byte_pairs
+        if fast is not None and len(found) == 1:
+            assert found[0].tokens == fast(row["question"], row["context"])["input_ids"]
+        held = [each for each in found if each.target[0] >= 0]
+        for each in held:
+            first, last = (each.spans[index - each.passage[0]] for index in each.target)
+            assert row["context"][first[0] : last[1]].strip() == answers[0][0]
+        assert bool(held) is bool(answers)
+
+
+@pytest.mark.parametrize("model", [BERT | tiny.DROPOUT, tiny.LLAMA, tiny.GPT2 | tiny.DROPOUT])
+def test_micro_batches_have_the_gradient_of_one_batch(model: dict[str, Any]) -> None:
+    gradients, losses = [], []
+    for size in (100, 2):
+        loop = begin(None, {"model": model, "trainer.micro_batch_size": size}).loop
+        loop.model.double()
+        step = next(iter(loop.task.steps(loop.model.train(), loop.state.cursor)))
+        losses.append(float(loop._accumulate(step, loop.task.count(step))["loss"]))
+        gradients.append({name: each.grad for name, each in loop.model.named_parameters()})
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    for name, gradient in gradients[0].items():
+        if gradient is not None:
+            assert torch.allclose(gradient, gradients[1][name], atol=1e-6, rtol=1e-4), name
+
+
+def brute_force(model: Any, tokenizer: Any, question: str, context: str, data: Any) -> tuple[list[Any], float]:
+    """All spans of all windows, each window alone, and the smallest log-probability of no answer."""
+    asked = PassageQuestion(question=question, context=context, answers=())
+    best: dict[tuple[int, int], float] = {}
+    nulls = []
+    for window in Windows(tokenizer, data.sequence_length, data.stride).of(0, asked, "here"):
+        tokens, (first, stop) = torch.tensor([window.tokens]), window.passage
+        with torch.no_grad():
+            logits = model.logits_at(tokens, torch.tensor([len(window.tokens)]), torch.tensor([first])).double()
+        null = len(window.tokens) - 1 if model.backbone.geometry.is_causal else 0
+        own = [*range(first, stop), null]
+        scores = logits[own].log_softmax(0)
+        nulls.append(float(scores[-1].sum()))
+        for start in range(stop - first):
+            for end in range(start, min(start + data.max_answer_tokens, stop - first)):
+                span = window.spans[start][0], window.spans[end][1]
+                value = float(scores[start, 0] + scores[end, 1])
+                best[span] = max(value, best.get(span, value))
+    return sorted(((value, *span) for span, value in best.items()), reverse=True), min(nulls)
+
+
+@pytest.mark.parametrize("model", [BERT, tiny.LLAMA])
+def test_answers_are_the_likeliest_spans_of_all_windows(model: dict[str, Any], tmp_path: Path) -> None:
+    run(tmp_path, {"model": model, "data.max_answer_tokens": 5, "trainer.max_steps": 30})
+    answer = pipeline("question_answering", model=tmp_path)
+    network: Any = load_model(tmp_path)
+    for row in rows(6, 9, longest=30):
+        spans, null = brute_force(network, ByteTokenizer(), row["question"], row["context"], answer._data)
+        found = answer(row["question"], row["context"], top_k=4)
+        assert [(each["start"], each["end"]) for each in found] == [span[1:] for span in spans[:4]]
+        for one, other in zip(found, spans, strict=False):
+            assert one["score"] == pytest.approx(np.exp(other[0]), rel=1e-4)
+            assert one["answer"] == row["context"][one["start"] : one["end"]]
+        best = answer({"question": row["question"], "context": row["context"]}, handle_impossible_answer=True)
+        assert best["answer"] == ("" if null > spans[0][0] else row["context"][spans[0][1] : spans[0][2]])
+    assert [answer(row["question"], row["context"]) for row in rows(3)] == answer(rows(3))
+
+
+def test_the_metrics_are_those_of_each_question_alone() -> None:
+    choices = {"trainer.micro_batch_size": 3, "data.batch_size": 5, "trainer.max_steps": 20, "data.sequence_length": 30}
+    held = rows(15, 7, longest=14)
+    assembly, _ = run(None, choices, eval_dataset=held)
+    found, data = assembly.loop.evaluate(), assembly.options.data
+    scores = []
+    for row in held:
+        model = assembly.loop.model.eval()
+        spans, null = brute_force(model, ByteTokenizer(), row["question"], row["context"], data)
+        predicted = "" if null > spans[0][0] else row["context"][spans[0][1] : spans[0][2]]
+        scores.append(official(predicted, [each["text"] for each in row["answers"]]))
+    assert len(assembly.loop.task._rows.eval) > 15
+    assert found["eval/exact_match"] == pytest.approx(100 * np.mean([each[0] for each in scores]))
+    assert found["eval/f1"] == pytest.approx(100 * np.mean([each[1] for each in scores]))
+
+
+def metrics(_rank: int, folder: Path, meshes: list[ParallelConfig]) -> list[Any]:
+    """Metrics and losses of a short run on each mesh, whose last step has few windows."""
+    torch.set_num_threads(1)
+    found = []
+    for number, degrees in enumerate(meshes):
+        names = ("data", "shard", "context", "tensor", "sequence_parallel")
+        mesh = {f"parallel.{name}": getattr(degrees, name) for name in names}
+        choices = mesh | {"trainer.max_steps": 12, "trainer.epochs": 1, "model": BERT | tiny.DROPOUT}
+        place = folder / f"{number}-{degrees.world_size}"
+        given = {"train_dataset": rows(12), "eval_dataset": rows(11, 6, longest=14)}
+        ended = run(place, choices, TestRendezvous(degrees), **given)[1]
+        found.append((ended, [line["loss"] for line in tiny.records(place, "train")]))
+    return found
+
+
+def test_ranks_learn_what_one_process_learns(tmp_path: Path) -> None:
+    two = [ParallelConfig(data=2), ParallelConfig(shard=2), ParallelConfig(context=2)]
+    two.append(ParallelConfig(tensor=2, sequence_parallel=False))
+    answers = ask_ranks({1: (1, metrics, tmp_path, [ParallelConfig()]), 2: (2, metrics, tmp_path, two)})
+    alone = answers[1][0][0]
+    for rank, found in enumerate(answers[2]):
+        for mesh, (ended, losses) in zip(two, found, strict=True):
+            assert ended == pytest.approx(alone[0], rel=1e-3, abs=1e-5), mesh
+            if rank == 0:
+                assert losses == pytest.approx(alone[1], rel=1e-3), mesh
+
+
+def test_a_run_goes_on_as_if_it_had_not_been_stopped(tmp_path: Path) -> None:
+    choices = {"model": BERT | tiny.DROPOUT, "trainer.micro_batch_size": 3, "trainer.checkpoint_every": 2}
+    run(tmp_path / "whole", choices)
+    tiny.copy_up_to(tmp_path / "whole", tmp_path / "half", 2)
+    tiny.finish(begin(tmp_path / "half", choices | {"resume": "auto"}))
+    tiny.assert_same(tmp_path / "half", tmp_path / "whole")
+
+
+@pytest.mark.parametrize("kind", ["Bert", "Roberta"])
+def test_folders_of_transformers_are_read_and_written_with_equal_logits(kind: str, tmp_path: Path) -> None:
+    fast = (word_pieces if kind == "Bert" else byte_pairs)(tmp_path / "theirs")
+    torch.manual_seed(3)
+    options = {"vocab_size": len(fast), "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+               "intermediate_size": 48, "max_position_embeddings": 70, "initializer_range": 0.2,
+               "type_vocab_size": 2 if kind == "Bert" else 1}  # fmt: skip
+    config = getattr(transformers, f"{kind}Config")(**options, pad_token_id=fast.pad_token_id)
+    theirs = getattr(transformers, f"{kind}ForQuestionAnswering")(config).eval()
+    theirs.save_pretrained(tmp_path / "theirs")
+    assert recorded_task(tmp_path / "theirs") == "question_answering"
+    ours = cast(Any, load_model(tmp_path / "theirs"))
+    tokenizer, row = load_tokenizer(tmp_path / "theirs"), rows()[0]
+    asked = PassageQuestion(question=row["question"], context=row["context"], answers=())
+    (window,) = Windows(tokenizer, 64, 8).of(0, asked, "here")
+    given = fast(row["question"], row["context"], return_tensors="pt", return_token_type_ids=kind == "Bert")
+    assert given["input_ids"].tolist() == [window.tokens]
+    assert kind == "Roberta" or given["token_type_ids"].unique().tolist() == [0, 1]
+    with torch.no_grad():
+        wanted = theirs(**given)
+        sizes = torch.tensor([len(window.tokens)])
+        found = ours.logits_at(torch.tensor([window.tokens]), sizes, torch.tensor([window.passage[0]]))
+    assert torch.allclose(found, torch.stack([wanted.start_logits[0], wanted.end_logits[0]], 1), atol=1e-5)
+    choices = {"model": {}, "checkpoint": str(tmp_path / "theirs"), "trainer.max_steps": 2, "data.sequence_length": 60}
+    # Training goes on with the head that is there.
+    start = begin(None, choices, processor=None).loop.model
+    assert torch.equal(start.score.weight, ours.score.weight)
+    run(tmp_path / "run", choices, processor=None)
+    save_model(tmp_path / "run", tmp_path / "ours")
+    again, notes = type(theirs).from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert not notes["missing_keys"] and not notes["unexpected_keys"]
+    with torch.no_grad():
+        wanted, trained = again.eval()(**given), cast(Any, load_model(tmp_path / "run"))
+        found = trained.logits_at(torch.tensor([window.tokens]), sizes, torch.tensor([window.passage[0]]))
+    assert torch.allclose(found[:, 0], wanted.start_logits[0], atol=1e-5)
+
+
+def squad(folder: Path) -> Path:
+    """The rows as SQuAD's JSON, two questions to a paragraph's article."""
+    paragraphs = [
+        {"context": row["context"], "qas": [{"id": row["id"], "question": row["question"], "answers": row["answers"],
+                                             "is_impossible": not row["answers"]}]}
+        for row in rows()
+    ]  # fmt: skip
+    data = [{"title": str(start), "paragraphs": paragraphs[start : start + 2]} for start in range(0, 40, 2)]
+    (folder / "squad.json").write_text(json.dumps({"version": "v2.0", "data": data}))
+    return folder / "squad.json"
+
+
+def test_squads_json_and_rows_of_datasets_are_the_same_questions(tmp_path: Path) -> None:
+    lists = [
+        row | {"answers": {key: [each[key] for each in row["answers"]] for key in ("text", "answer_start")}}
+        for row in rows()
+    ]
+    plain = [row | {"answers": [each["text"] for each in row["answers"]]} for row in rows()]
+    found = [begin(None, train_dataset=each).loop.task._rows.fingerprint for each in (rows(), squad(tmp_path), lists)]
+    assert len({str(each) for each in found}) == 1
+    assert len(begin(None, train_dataset=plain).loop.task._rows.train) == len(begin(None).loop.task._rows.train)
+
+
+def test_it_learns_and_the_command_line_answers_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(160, longest=4)))
+    given = ["task=question_answering", f"data.train={tmp_path / 'rows.jsonl'}", f"output_dir={tmp_path / 'run'}"]
+    given += ["model=llama_tiny", "model.dim=32", "model.num_layers=2", "model.mlp_dim=48", "model.num_heads=2"]
+    given += ["model.num_kv_heads=2", "trainer.max_steps=120", "optimizer.learning_rate=5e-3", "trainer.progress=false"]
+    given += ["data.sequence_length=64", "data.stride=8", "device=cpu", "trainer.eval_first=true"]
+    assert run_command(["train", *given]) == 0
+    lines = tiny.records(tmp_path / "run", "eval")
+    assert lines[-1]["eval/f1"] > lines[0]["eval/f1"] + 20
+    capsys.readouterr()
+    chosen, target = [f"checkpoint={tmp_path / 'run'}", f"data.eval={tmp_path / 'rows.jsonl'}"], tmp_path / "out.jsonl"
+    assert run_command(["evaluate", *chosen]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert set(found) == {"loss", "accuracy", "exact_match", "f1"}
+    assert run_command(["predict", *chosen, f"output={target}"]) == 0
+    written = [json.loads(line) for line in target.read_text().splitlines()]
+    scores = [answer_scores(row["predicted_answer"], [each["text"] for each in row["answers"]])[1] for row in written]
+    assert 100 * np.mean(scores) == pytest.approx(found["f1"])
+    with pytest.raises(ModelError, match="only an encoder is exported"):
+        save_model(tmp_path / "run", tmp_path / "folder")
+
+
+def test_an_adapter_and_the_head_learn_and_the_run_is_read_back(tmp_path: Path) -> None:
+    choices = {"model": {}, "checkpoint": str(base(tmp_path / "base")), "lora.rank": 4, "trainer.max_steps": 3}
+    model = run(tmp_path / "run", choices, processor=None)[0].loop.model.eval()
+    trained = {name for name, each in model.named_parameters() if each.requires_grad}
+    assert all(".adapters." in name for name in trained - {"score.weight", "score.bias"})
+    tokens, size, first = torch.tensor([ByteTokenizer().encode("the Rome")]), torch.tensor([8]), torch.tensor([3])
+    with torch.no_grad():
+        wanted = model.logits_at(tokens, size, first)
+        assert torch.allclose(cast(Any, load_model(tmp_path / "run")).logits_at(tokens, size, first), wanted, atol=2e-5)
+
+
+BAD: list[tuple[str, dict[str, Any], str]] = [
+    ("no context", {"question": "a", "answers": []}, "row 41.*no column 'context'"),
+    ("empty", {"question": " ", "context": "a", "answers": []}, "row 41.*is not a question"),
+    ("elsewhere", {"question": "a", "context": "xy", "answers": [{"text": "x", "answer_start": 1}]}, "does not occur"),
+    ("nowhere", {"question": "a", "context": "xyz", "answers": ["w"]}, "row 41.*does not occur"),
+    ("no room", {"question": "a" * 38, "context": "xyz", "answers": []}, "row 41.*does not fit into a window"),
+]
+
+
+@pytest.mark.parametrize(("row", "message"), [each[1:] for each in BAD], ids=[each[0] for each in BAD])
+def test_a_row_that_cannot_be_used_is_named_or_skipped(row: dict[str, Any], message: str, caplog: Any) -> None:
+    with pytest.raises(DataError, match=message):
+        begin(None, train_dataset=[*rows(), row])
+    data = begin(None, {"data.on_invalid": "skip"}, train_dataset=[*rows(), row]).loop.task._rows
+    assert data.fingerprint == begin(None).loop.task._rows.fingerprint
+    assert "1 more were skipped" in caplog.text
+
+
+def test_what_cannot_be_is_refused() -> None:
+    for choice in ({"labels": ["a", "b"]}, {"problem_type": "regression"}, {"data.stride": 0}):
+        with pytest.raises(ConfigError):
+            begin(None, choice)
+    with pytest.raises(DataError, match="does not fit into a window"):
+        begin(None, {"data.stride": 40})
