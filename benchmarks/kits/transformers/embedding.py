@@ -39,8 +39,6 @@ SMOKE = {
 }
 WORDS = ("dog", "cat", "men", "sun", "girl"), ("runs", "sleeps", "reads", "talks")
 MADE_UP = [f"{one} {other}" for one in WORDS[0] for other in WORDS[1]]
-    f"{one} {other}" for one in ("dog", "cat", "men", "sun", "girl") for other in ("runs", "sleeps", "reads", "talks")
-]
 
 
 def captions(names: Sequence[str]) -> list[Pair]:
