@@ -201,13 +201,17 @@ class CopyStream:
         # Whether computation waits for all copies that have been queued.
         self.is_idle = True
 
-    def copying(self) -> AbstractContextManager[Any]:
-        """What is queued within runs after all that computation has queued so far, and beside what it queues next."""
-        return _NO_CONTEXT if self._stream is None else self._queueing(self._stream)
+    def copying(self, after: Any = None) -> AbstractContextManager[Any]:
+        """What is queued within runs after all that computation has queued so far, or after what `queued` returned, and
+        beside what computation queues next."""
+        return _NO_CONTEXT if self._stream is None else self._queueing(self._stream, after)
 
     @contextmanager
-    def _queueing(self, stream: Any) -> Iterator[None]:
-        stream.wait_stream(torch.cuda.default_stream(self._device))
+    def _queueing(self, stream: Any, after: Any) -> Iterator[None]:
+        if after is None:
+            stream.wait_stream(torch.cuda.default_stream(self._device))
+        else:
+            stream.wait_event(after)
         with torch.cuda.stream(stream):
             try:
                 yield
@@ -220,6 +224,24 @@ class CopyStream:
             # Before the wait: what another thread queues after it is not idle again.
             self.is_idle = True
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+
+def queued(device: torch.device) -> Any:
+    """An event after all that this thread has queued on the current stream of a CUDA device; None elsewhere, where
+    nothing is queued."""
+    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+
+
+def wait_for(event: Any) -> None:
+    """Let computation that this thread queues from now on wait for an event of `queued`. The CPU does not."""
+    if event is not None:
+        event.wait()
+
+
+def synchronize_event(event: Any) -> None:
+    """Wait for an event of `queued`."""
+    if event is not None:
+        event.synchronize()
 
 
 def random_state(device: torch.device) -> dict[str, torch.Tensor]:

@@ -29,7 +29,7 @@ from kitforge.report.config_diff import NOTE
 from kitforge.trainer.callbacks.callback import Callback
 from kitforge.trainer.dropped_options import without_dropped
 from kitforge.trainer.loop import Loop
-from kitforge.trainer.options import RunOptions
+from kitforge.trainer.options import RunOptions, check_offload
 from kitforge.trainer.precision import autocast, use_precision
 from kitforge.trainer.run_folder import Run, default_folder, make_loop, train
 from kitforge.trainer.task import Task
@@ -127,7 +127,9 @@ class Kit(ABC, Generic[OptionsT, ProcessorT]):
 
     def read_options(self, values: Mapping[str, Any]) -> OptionsT:
         """The options from a plain dict. Raises ConfigError."""
-        return from_dict(self.OPTIONS, without_dropped(values, option_names(self.OPTIONS)))
+        options = from_dict(self.OPTIONS, without_dropped(values, option_names(self.OPTIONS)))
+        check_offload(options)
+        return options
 
     def check_parallel(self, options: OptionsT) -> None:
         """Raise ConfigError for parallel degrees that cannot be, before a rank is started. Default: all can."""

@@ -288,9 +288,11 @@ class SaveAdapter(Callback):
 
     def on_event(self, event: Event, run: RunContext) -> None:
         """At the end."""
-        network, name, head = self._find(run.model)
         # Gathering shards is a collective, so it runs between steps only.
-        if not can_save_at_end(event, run) or run.folder is None or config_of_network(network) is None:
+        if not can_save_at_end(event, run) or run.folder is None:
+            return
+        network, name, head = self._find(run.model)
+        if config_of_network(network) is None:
             return
         parallel = run.state.parallel
         if (config := _adapter_of_stages(network, parallel)[1]) is None:

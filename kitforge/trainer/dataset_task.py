@@ -30,6 +30,8 @@ _CHANGES = {
 class DatasetTask(Task, ABC):
     """A task whose steps follow a schedule of rows; it adds their micro-batches, counts and loss."""
 
+    steps_read_weights = False
+
     def __init__(
         self,
         options: RunOptions,

@@ -9,18 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from kitforge.core.checkpoint.load import Checkpoint, open_checkpoint
 from kitforge.core.checkpoint.manifest import step_folder
 from kitforge.core.optim.build import Optimizer, build_optimizer
+from kitforge.core.optim.groups import ParameterGroup
 from kitforge.core.optim.schedules import Plateau, lr_scale
 from kitforge.core.parallel.expert_load import LOAD, check_capacity, load_sums, move_biases
 from kitforge.core.parallel.micro_batches import is_composed, run_micro_batches
+from kitforge.core.parallel.offload import HostOptimizer
 from kitforge.core.parallel.parallelize import parallel_model_of
 from kitforge.core.parallel.rank_errors import describe_error
 from kitforge.core.parallel.world import World
 from kitforge.foundation import device as devices
 from kitforge.foundation import seed as seeds
+from kitforge.foundation.dtype import DTYPES
 from kitforge.foundation.errors import ConfigError, TrainingError
 from kitforge.foundation.log import logger
 from kitforge.foundation.types import MicroBatch, Sums
@@ -78,26 +82,50 @@ class Loop:
         self._stop_requested = False
         self._resumed_from: Path | None = None
         self._config_changes: list[str] = []
-        self.model = task.build(world)
-        check_capacity(self.model, is_composed(task))
+        self._model = task.build(world)
+        check_capacity(self._model, is_composed(task))
         if world.replica > 0:
             # All ranks initialize from one seed; afterwards each data-parallel replica has its own random stream.
             torch.manual_seed(seeds.key(options.seed, "replica", world.replica))
-        use_precision(self.model, options.precision, world.device)
-        self._parallel = parallel_model_of(self.model, world)
+        use_precision(self._model, options.precision, world.device)
+        self._parallel = parallel_model_of(self._model, world)
         self._parallel.broadcast_replicas()
-        groups = self._parallel.local_groups(task.parameter_groups(self.model, options.optimizer.weight_decay))
+        groups, optimizer = self._build_optimizer(task.parameter_groups(self.model, options.optimizer.weight_decay))
         self.state = TrainingState(
             model=self.model,
             parallel=self._parallel,
-            optimizer=build_optimizer(groups, options.optimizer, self._parallel.full_matrices())
-            if world.is_training
-            else Optimizer((), ()),
+            optimizer=optimizer,
             scaler=GradScaler(options.precision),
             plateau=Plateau(options.schedule),
             world=world,
             groups=groups,
         )
+
+    def _build_optimizer(
+        self, named: Sequence[ParameterGroup]
+    ) -> tuple[Sequence[ParameterGroup], Optimizer | HostOptimizer]:
+        """The groups over what is trained of this rank's shards, and their optimizer."""
+        parallel, options = self._parallel, self._run_options
+        parallel.onload()
+        trained = [name for group in named for name in group.names]
+        if not (self.world.is_training and trained) or self.options.offload == "none":
+            groups = parallel.local_groups(named)
+            is_training, matrices = self.world.is_training, parallel.full_matrices()
+            return groups, build_optimizer(groups, options.optimizer, matrices) if is_training else Optimizer((), ())
+        offload = parallel.offload(
+            trained,
+            gradients=self.options.offload == "optimizer_and_gradients",
+            fraction=self.options.offload_fraction,
+            compute_dtype=DTYPES[options.precision],
+        )
+        groups = parallel.local_groups(named)
+        return groups, HostOptimizer(groups, options.optimizer, offload)
+
+    @property
+    def model(self) -> nn.Module:
+        """The network, with the weights of the last step: none is on its way from the host any more."""
+        self._parallel.wait()
+        return self._model
 
     @property
     def was_interrupted(self) -> bool:
@@ -141,6 +169,7 @@ class Loop:
                 self._notify_failure(still_here)
                 raise
         metrics = self._restore_best(metrics)
+        self._parallel.onload()
         if self.world.inference_ranks is not None:
             metrics = self.world.broadcast_object(metrics)
         self.task.on_run_end()
@@ -266,6 +295,8 @@ class Loop:
             counts |= {name: choices for name in read if name.startswith("experts/")}
             if not is_skipped and math.isfinite(norms["grad_norm"]):
                 move_biases(self._parallel, load)
+        if self.task.steps_read_weights:
+            self._parallel.wait()
         own = {group.part: group.learning_rate for group in state.groups if group.learning_rate is not None}
         samples, tokens = int(counts.get("samples", 0)), int(counts.get("tokens", 0))
         state.cursor = state.cursor.advance(samples=samples, tokens=tokens)

@@ -29,7 +29,7 @@ def optimizer_step(
     """
     tables = state.parallel.tables
     if state.scaler.scale != 1.0:
-        _scale_gradients(state, 1.0 / state.scaler.scale)
+        state.parallel.scale_gradients(1.0 / state.scaler.scale)
     parts = _parts(state)
     norm_tensors = {part: state.parallel.grad_norm(names) for part, (names, _) in parts.items()}
     if not parts:
@@ -40,11 +40,11 @@ def optimizer_step(
     is_finite = math.isfinite(norm)
     if is_finite and not is_skipped:
         if not parts and 0 < max_grad_norm < norm:
-            _scale_gradients(state, max_grad_norm / norm)
+            state.parallel.scale_gradients(max_grad_norm / norm)
         for part, (names, own) in parts.items():
             bound = max_grad_norm if own is None else own
             if 0 < bound < norms[part]:
-                _scale_gradients(state, bound / norms[part], names)
+                state.parallel.scale_gradients(bound / norms[part], names)
         state.optimizer.step(lr_scale)
         for table in tables:
             table.step(lr_scale * (learning_rate if table.learning_rate is None else table.learning_rate))
@@ -79,8 +79,7 @@ def drop_gradients(state: TrainingState, parts: Collection[str]) -> None:
     """Drop the reduced gradients of these parts, so that `optimizer_step` does not update them."""
     for group in state.groups:
         if group.part in parts:
-            for parameter in group.parameters:
-                parameter.grad = None
+            state.parallel.drop_gradients(group.names)
 
 
 def _parts(state: TrainingState) -> dict[str, tuple[set[str], float | None]]:
@@ -90,12 +89,3 @@ def _parts(state: TrainingState) -> dict[str, tuple[set[str], float | None]]:
         names, _ = found.setdefault(group.part, (set(), group.max_grad_norm))
         names.update(group.names)
     return found if len(found) > 1 else {}
-
-
-def _scale_gradients(state: TrainingState, factor: float, names: Collection[str] | None = None) -> None:
-    """Scale all gradients, or those of the named parameters, in place."""
-    chosen = state.parallel.parameters() if names is not None else {}
-    parameters = state.optimizer.parameters() if names is None else (chosen[name] for name in names)
-    torch._foreach_mul_([each.grad for each in parameters if each.grad is not None], factor)
-    for table in state.parallel.tables if names is None else ():
-        table.scale_gradients_(factor)

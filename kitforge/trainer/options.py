@@ -25,6 +25,10 @@ class TrainerOptions:
     # What of each block the backward pass computes again: selective keeps the results of linear layers, fused attention
     # and reductions over ranks; full keeps nothing. true and false are the former names of full and none.
     activation_checkpointing: Recompute | bool = "none"
+    # Where the optimizer is: optimizer: its moments and master weights are in host memory; optimizer_and_gradients:
+    # gradients leave for it in the backward pass too, and with precision=bf16 the matrices of blocks stay in bf16.
+    offload: Literal["none", "optimizer", "optimizer_and_gradients"] = "none"
+    offload_fraction: float = 1.0  # with offload: at most that part of the bytes of all trained parameters
     log_every: int = 1
     eval_every: int | None = None  # steps; None: a tenth of the run, so about ten evaluations
     eval_first: bool = False  # evaluate before the first step too
@@ -55,6 +59,8 @@ class TrainerOptions:
         check(increments >= 0, "trainer.incremental_checkpoints", increments, "0 or more")
         check(self.epochs is None or self.epochs > 0, "trainer.epochs", self.epochs, "a number above 0")
         check(self.max_grad_norm >= 0, "trainer.max_grad_norm", self.max_grad_norm, "a number of at least 0")
+        fraction = self.offload_fraction
+        check(0 < fraction <= 1, "trainer.offload_fraction", fraction, "a number above 0, at most 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,3 +98,18 @@ class RunOptions:
     def summary(self) -> str | None:
         """One line about what several options result in together; None: no line."""
         return None
+
+
+def check_offload(options: RunOptions) -> None:
+    """Raise ConfigError for options that the optimizer cannot have on the host; before any rank is started."""
+    mode, fix = options.trainer.offload, "trainer.offload=none"
+    if mode == "none":
+        return
+    name, level, precision = options.optimizer.name, options.compile_level, options.precision
+    check(name != "muon", "optimizer.name", name, "adamw or sgd with trainer.offload, which has no Muon", fix)
+    check(level != "O2", "compile_level", level, "O0 or O1 with trainer.offload: blocks wait for their weights", fix)
+    if mode == "optimizer_and_gradients":
+        expected = "fp32 or bf16, since gradients leave before the loss scale is known to be good"
+        check(precision in ("fp32", "bf16"), "precision", precision, expected, "trainer.offload=optimizer")
+        stages = options.parallel.pipeline
+        check(stages == 1, "parallel.pipeline", stages, "1 with optimizer_and_gradients", "trainer.offload=optimizer")

@@ -30,6 +30,7 @@ RESUMABLE_OPTIONS = (
     "deterministic",
     "trainer.micro_batch_size",
     "trainer.activation_checkpointing",
+    "trainer.offload",
     "trainer.log_every",
     "trainer.eval_every",
     "trainer.eval_first",

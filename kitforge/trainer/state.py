@@ -15,6 +15,7 @@ from kitforge.core.optim.groups import ParameterGroup
 from kitforge.core.optim.schedules import Plateau
 from kitforge.core.optim.table_protocols import RowTable
 from kitforge.core.parallel.layout import Layout
+from kitforge.core.parallel.offload import HostOptimizer
 from kitforge.core.parallel.parallelize import ParallelModel, state_layouts
 from kitforge.core.parallel.world import World
 from kitforge.foundation import device as devices
@@ -42,7 +43,7 @@ class TrainingState:
 
     model: nn.Module
     parallel: ParallelModel  # the sharded model
-    optimizer: Optimizer
+    optimizer: Optimizer | HostOptimizer
     scaler: GradScaler
     plateau: Plateau
     world: World

@@ -42,6 +42,9 @@ class Task(Losses, ABC):
         """The micro-batches of each step from `cursor` on, on any device, until the data end. A step without
         micro-batches (on all ranks that train) is counted as skipped."""
 
+    # Whether `steps` reads weights otherwise than by passes of the model, as an engine that generates does.
+    steps_read_weights = True
+
     def count(self, step: Sequence[MicroBatch]) -> Sums:
         """Denominators of the step by name. "loss" is also that of sums without their own; "samples" and "tokens"
         advance the cursor; "input_tokens" counts throughput if it exceeds "tokens". Default: a mean over the samples,

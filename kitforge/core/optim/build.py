@@ -131,10 +131,14 @@ class Optimizer:
 
         Raises CheckpointError, before any change, for a missing or unexpected name, or for another shape or dtype.
         """
-        own = dict(self.tensors())
-        _check_fit(own, tensors)
-        for name, tensor in own.items():
-            tensor.copy_(tensors[name])
+        load_states(dict(self.tensors()), tensors)
+
+
+def load_states(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+    """Copy `tensors` into states; raises as `Optimizer.load`."""
+    _check_fit(own, tensors)
+    for name, tensor in own.items():
+        tensor.copy_(tensors[name])
 
 
 def _as_torch(groups: Sequence[ParameterGroup]) -> list[dict[str, Any]]:

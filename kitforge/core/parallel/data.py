@@ -1,6 +1,7 @@
 """Data parallelism (DDP): gradients are all-reduced in buckets during the backward pass."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,19 +32,40 @@ class _Bucket:
 class GradientBuckets:
     """The gradients of a model that is replicated on every rank of the group."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        group: dist.ProcessGroup,
+        deliver: Callable[[nn.Parameter, Tensor], None] | None = None,
+    ) -> None:
+        """With `deliver`, gradients are not kept: those of each micro-batch are summed over the ranks, in at least
+        fp32, and handed over as soon as they are."""
         self._group = group
+        self._deliver = deliver
         self._is_last = True
+        self._is_open = False
         self._num_sent = 0
+        self._num_delivered = 0
+        self._hooks: list[Any] = []
         # The backward pass computes the last layers first.
-        self._buckets = _make_buckets([parameter for parameter in reversed(parameters) if parameter.requires_grad])
+        self.parameters = [parameter for parameter in reversed(parameters) if parameter.requires_grad]
+        self._buckets = _make_buckets(self.parameters)
         for bucket in self._buckets:
-            for parameter in bucket.parameters:
+            self._hooks += [
                 parameter.register_post_accumulate_grad_hook(self._hook(bucket))  # type: ignore[no-untyped-call]
+                for parameter in bucket.parameters
+            ]
+
+    def close(self) -> None:
+        """Leave the gradients alone from now on."""
+        for hook in self._hooks:
+            hook.remove()
 
     def micro_batch(self, is_last: bool) -> None:
         """Announce the next backward pass, and whether it is the last of the step."""
-        self._is_last = is_last
+        if self._deliver is not None and self._is_open:
+            self.finish()
+        self._is_last, self._is_open = is_last or self._deliver is not None, True
 
     def finish(self) -> None:
         """Wait until every gradient is the sum over the replicas. A gradient missing on this rank counts as zero; one
@@ -59,22 +81,32 @@ class GradientBuckets:
                 fix="use_reentrant=False where torch.utils.checkpoint is called, one sum of all losses in `loss`",
             )
         # What was sent has no `.grad` any more; it was sent because all of it was there.
-        is_used = [1.0] * len(sent) + [float(parameter.grad is not None) for parameter in parameters[len(sent) :]]
-        used = torch.tensor(is_used, device=parameters[0].device)
+        flags = [1.0] * len(sent) + [float(parameter.grad is not None) for parameter in parameters[len(sent) :]]
+        used = torch.tensor(flags, device=parameters[0].device)
         agreement = collectives.start_all_reduce_(used, self._group)
         for bucket in self._buckets[self._num_sent :]:
             self._start_all_reduce(bucket)
         agreement.wait()
         answers = iter(used.tolist())
-        for bucket in self._buckets:
-            assert bucket.work is not None and bucket.flat is not None
-            bucket.work.wait()
-            gradients = torch.split(bucket.flat, [parameter.numel() for parameter in bucket.parameters])
-            for parameter, gradient in zip(bucket.parameters, gradients, strict=True):
-                parameter.grad = gradient.view_as(parameter) if next(answers) else None
-            bucket.work = bucket.flat = None
-            bucket.num_ready = 0
-        self._num_sent = 0
+        for number, bucket in enumerate(self._buckets):
+            is_used = [bool(next(answers)) for _ in bucket.parameters]
+            if number >= self._num_delivered:
+                self._take(bucket, is_used)
+        self._num_sent = self._num_delivered = 0
+        self._is_open = False
+
+    def _take(self, bucket: _Bucket, is_used: Sequence[bool]) -> None:
+        """Wait for the sums of a bucket, and give them to their parameters, or deliver them."""
+        assert bucket.work is not None and bucket.flat is not None
+        bucket.work.wait()
+        gradients = torch.split(bucket.flat, [parameter.numel() for parameter in bucket.parameters])
+        for parameter, gradient, used in zip(bucket.parameters, gradients, is_used, strict=True):
+            if self._deliver is None:
+                parameter.grad = gradient.view_as(parameter) if used else None
+            elif used:
+                self._deliver(parameter, gradient.view_as(parameter))
+        bucket.work = bucket.flat = None
+        bucket.num_ready = 0
 
     def _hook(self, bucket: _Bucket) -> object:
         def arrived(_parameter: Tensor) -> None:
@@ -87,6 +119,11 @@ class GradientBuckets:
             ):
                 self._start_all_reduce(self._next_bucket)
                 self._num_sent += 1
+            # One bucket is reduced while the one before it leaves; it was sent because all of it is used.
+            while self._deliver is not None and self._num_delivered < self._num_sent - 1:
+                bucket_before = self._buckets[self._num_delivered]
+                self._take(bucket_before, [True] * len(bucket_before.parameters))
+                self._num_delivered += 1
 
         return arrived
 
@@ -102,6 +139,8 @@ class GradientBuckets:
         for parameter in bucket.parameters:
             parameter.grad = None
         flats = [gradient.reshape(-1) for gradient in gradients]
+        if self._deliver is not None:
+            flats = [flat.to(torch.promote_types(flat.dtype, torch.float32)) for flat in flats]
         # A large parameter has its own bucket and is reduced in place.
         bucket.flat = flats[0] if len(flats) == 1 else torch.cat(flats)
         bucket.work = collectives.start_all_reduce_(bucket.flat, self._group)

@@ -8,7 +8,7 @@ used.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -105,6 +105,30 @@ class FSDPUnits:
         for unit in self._units:
             unit.reshard()
 
+    def keep_reduced(self, keeps: bool) -> Callable[[Tensor], Tensor]:
+        """Keep what the last reduction has summed, which torch rounds to the dtype at rest. Returns a function: from a
+        shard's gradient, as a hook on its parameter sees it, to the same before it was rounded."""
+        reduced: list[Tensor] = []
+
+        def keep(flat: Tensor) -> None:
+            reduced[:] = [flat]
+
+        for unit in self._units:
+            # torch takes None to remove a hook, which its annotation does not know.
+            unit.set_all_reduce_hook(keep if keeps else None)  # type: ignore[arg-type]
+        # A gradient is a view into the flat tensor of its unit, rounded or not.
+        return lambda grad: torch.as_strided(reduced[0], grad.size(), grad.stride(), grad.storage_offset())
+
+    def follow_dtypes(self) -> None:
+        """Follow new memory and dtypes of the shards; public torch does so before the first pass alone."""
+        for unit in self._units:
+            state = unit._get_fsdp_state()
+            for group in state._fsdp_param_groups:
+                for parameter in group.fsdp_params:
+                    parameter.reset_sharded_param()  # type: ignore[no-untyped-call]
+                if state._is_root is not None:
+                    group._init_mp_dtypes()
+
 
 def _policy(compute_dtype: torch.dtype) -> MixedPrecisionPolicy:
     """The mixed precision policy: weights are gathered in half precision; autocast handles activations."""
@@ -124,6 +148,16 @@ def local_tensor(tensor: Tensor) -> Tensor:
     from torch.distributed.tensor import DTensor
 
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def set_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> None:
+    """Convert a parameter in place. Of a DTensor, `data` would leave the shard within as it is."""
+    cast = parameter.detach().to(dtype)
+    if local_tensor(cast) is cast:
+        parameter.data = cast
+    else:
+        swapped = nn.Parameter(cast, parameter.requires_grad)
+        torch.utils.swap_tensors(parameter, swapped)  # type: ignore[no-untyped-call]
 
 
 def fsdp_layout(layout: Layout, mesh: Mesh) -> Layout:

@@ -5,13 +5,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from kitforge.core.optim.grad_norm import global_norm
+from kitforge.core.optim.grad_norm import ChunkNorms, global_norm
 from kitforge.core.parallel import collectives
 from kitforge.core.parallel.mesh import Mesh
 
 
 def global_grad_norm(
-    gradients: Mapping[str, Tensor], num_holders: Mapping[str, int], rows: Tensor, mesh: Mesh
+    gradients: Mapping[str, Tensor | ChunkNorms], num_holders: Mapping[str, int], rows: Tensor, mesh: Mesh
 ) -> Tensor:
     """The Euclidean norm, 0-dim float64 and the same on every rank, of gradients that are complete on their pieces and
     of table rows, which live once and whose squares on this rank are `rows`.
@@ -19,7 +19,7 @@ def global_grad_norm(
     The squares of a piece count by one over `num_holders`, the ranks that hold it, so one sum over the whole world is
     the sum over all distinct elements, wherever they are: a tied tensor of two stages counts once.
     """
-    alike: dict[int, list[Tensor]] = {}
+    alike: dict[int, list[Tensor | ChunkNorms]] = {}
     for name, gradient in gradients.items():
         alike.setdefault(num_holders[name], []).append(gradient)
     squares = rows.cpu().double()

@@ -1,27 +1,32 @@
 """Applies a sharding declaration: distributes the parameters of a model over the axes of a mesh."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from kitforge.core.nn.causal_lm import CausalLM, Shardable
 from kitforge.core.nn.init import materialize
-from kitforge.core.nn.moe import MoE
-from kitforge.core.optim.grad_norm import global_norm
+from kitforge.core.nn.linear import Linear
+from kitforge.core.nn.moe import Experts, MoE
+from kitforge.core.nn.stack import Stack
+from kitforge.core.optim.grad_norm import ChunkNorms, global_norm
 from kitforge.core.optim.groups import ParameterGroup, groups_of_kinds
 from kitforge.core.optim.row_optimizers import SparseModule
 from kitforge.core.parallel import collectives
 from kitforge.core.parallel.context import ContextParallelModel
 from kitforge.core.parallel.data import GradientBuckets
 from kitforge.core.parallel.expert import exchange_experts
-from kitforge.core.parallel.fsdp import FSDPUnits, fsdp_layout, local_tensor
+from kitforge.core.parallel.fsdp import NORMS, FSDPUnits, fsdp_layout, local_tensor, set_dtype
 from kitforge.core.parallel.gather import FullMatrices, gather_full_tensor
 from kitforge.core.parallel.grad_norm import global_grad_norm
 from kitforge.core.parallel.layout import Layout
 from kitforge.core.parallel.mesh import Mesh
+from kitforge.core.parallel.offload import Offload, OffloadBlock, check_host_memory, offloaded_blocks
 from kitforge.core.parallel.pipeline import cut_stages
+from kitforge.core.parallel.rendezvous import launch_info
 from kitforge.core.parallel.replicas import broadcast_replicas, check_same_parameters, replica_drift
 from kitforge.core.parallel.sharding import EXPERT, TENSOR, Sharding, check_geometry
 from kitforge.core.parallel.tensor import TensorParallelModel, shard_parameters
@@ -54,6 +59,8 @@ class ParallelModel:
         self._tensor_parallel: TensorParallelModel | None = None
         self._fsdp: FSDPUnits | None = None
         self._buckets: list[GradientBuckets] = []
+        self._offload: Offload | None = None
+        self._hooks: list[Any] = []
         if world.mesh is not None:
             self._replicate_init(world.mesh)
             self._distribute(sharding, world.mesh, DTYPES[world.precision])
@@ -88,19 +95,28 @@ class ParallelModel:
     def _bind(self) -> None:
         """Refer to the current parameters; `materialize` creates new ones."""
         self._parameters = dict(self.model.named_parameters())
-        self._local = self._parameters
+        self._held = self._parameters  # this rank's shards on the device
         self._num_holders = {}
         if self._fsdp is not None:
-            self._local = {
+            self._held = {
                 name: nn.Parameter(local_tensor(each.detach()), each.requires_grad)
                 for name, each in self._parameters.items()
             }
         elif self._mesh is not None:
-            self._buckets = _make_buckets(self._parameters, self.layouts, self._mesh)
+            self._buckets = self._make_buckets(self._mesh)
+        # What is read and written: the master weights of those whose optimizer is on the host.
+        self._local = self._held
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """This rank's shard of every parameter by name, as plain tensors that share the memory of the model."""
+        """This rank's shard of every parameter by name, as plain tensors that share the memory of the model, or as
+        master weights on the host."""
+        self.wait()
         return self._local
+
+    def wait(self) -> None:
+        """Let computation wait for weights that are on their way from the host."""
+        if self._offload is not None:
+            self._offload.wait()
 
     def local_groups(self, groups: Sequence[ParameterGroup]) -> list[ParameterGroup]:
         """The parameter groups over local shards: the same groups in one order on all ranks, empty where this rank has
@@ -121,18 +137,19 @@ class ParallelModel:
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Names and shards of parameters and persistent buffers; tied ones under each name."""
-        shards = {id(parameter): self._local[name] for name, parameter in self._parameters.items()}
+        local = self.parameters()
+        shards = {id(parameter): local[name] for name, parameter in self._parameters.items()}
         for name, tensor in self.model.state_dict(keep_vars=True).items():
             yield name, shards.get(id(tensor), tensor)
 
     def full_tensor(self, name: str) -> Tensor:
         """A whole parameter, gathered on all ranks together; with one process the parameter itself."""
-        shard = self._local.get(name)
+        local = self.parameters().get(name)
+        shard = None if local is None else local.detach().to(self.device)
         if self._mesh is None:
-            return self._local[name].detach()
-        return gather_full_tensor(
-            None if shard is None else shard.detach(), self.layouts[name], self._mesh, self.dtypes[name]
-        )
+            assert shard is not None
+            return shard
+        return gather_full_tensor(shard, self.layouts[name], self._mesh, self.dtypes[name])
 
     def region(self, name: str) -> Region:
         """The region of this rank in the global parameter, which it holds."""
@@ -167,7 +184,7 @@ class ParallelModel:
             return
         for buckets in self._buckets:
             buckets.finish()
-        shards = self._local
+        shards = self._held
         if self._fsdp is not None:
             for name, parameter in self._parameters.items():
                 gradient = None if parameter.grad is None else local_tensor(parameter.grad)
@@ -179,10 +196,11 @@ class ParallelModel:
 
     def grad_norm(self, names: Collection[str] | None = None) -> Tensor:
         """The norm over all ranks of all gradients, or of those of the named parameters."""
-        gradients = {
-            name: each.grad
-            for name, each in self.parameters().items()
-            if each.grad is not None and (names is None or name in names)
+        left = {} if self._offload is None else self._offload.norms()
+        gradients: dict[str, Tensor | ChunkNorms] = {
+            name: gradient
+            for name, each in self._held.items()
+            if (gradient := left.get(name, each.grad)) is not None and (names is None or name in names)
         }
         if self._mesh is not None and not self._num_holders:
             # Once, since every step asks for all of them.
@@ -195,10 +213,140 @@ class ParallelModel:
         norm = global_norm(list(gradients.values()))
         return (norm.double() ** 2 + rows).sqrt() if tables else norm
 
+    def scale_gradients(self, factor: float, names: Collection[str] | None = None) -> None:
+        """Scale all gradients, or those of the named parameters, in place or when the host uses them."""
+        chosen = self._held.values() if names is None else (self._held[name] for name in names)
+        if gradients := [each.grad for each in chosen if each.grad is not None]:
+            torch._foreach_mul_(gradients, factor)
+        if self._offload is not None:
+            self._offload.scale_gradients(factor, names)
+        for table in self.tables if names is None else ():
+            table.scale_gradients_(factor)
+
+    def drop_gradients(self, names: Collection[str]) -> None:
+        """Drop the gradients of the named parameters."""
+        for name in names:
+            self._held[name].grad = None
+        if self._offload is not None:
+            self._offload.drop_gradients(names)
+
+    def offload(
+        self, names: Collection[str], *, gradients: bool, fraction: float, compute_dtype: torch.dtype
+    ) -> Offload:
+        """Move the optimizer of that fraction of the named parameters to the host: from now on `parameters` are their
+        master weights. With `gradients`, these leave the device in the backward pass, and weights in blocks that a pass
+        rounds to the `compute_dtype` are rounded at rest."""
+        self.onload()
+        self.reshard()
+        sizes = {name: self._held[name].nbytes for name in names}
+        blocks = offloaded_blocks(self._blocks(names), sizes, fraction)
+        chosen = {name: self._held[name] for _, own in blocks for name in own}
+        launched = launch_info()
+        here = 1 if launched is None else launched.local_world_size
+        check_host_memory(here * sum(each.numel() for each in chosen.values()), gradients=gradients)
+        self._offload = Offload(chosen, blocks, self.device)
+        if gradients:
+            later = set() if self._tensor_parallel is None else set(self._tensor_parallel.may_be_partial())
+            leaving = [name for name in chosen if name not in later]
+            self._set_dtypes({name: compute_dtype for name in self._rounded() if name in leaving})
+            self._release_gradients(leaving, self._offload)
+        self._local = self._held | self._offload.masters
+        return self._offload
+
+    def onload(self) -> None:
+        """Undo `offload`: all weights are on the device, in their own dtype. Optimizers over master weights are of no
+        use any more."""
+        if self._offload is None:
+            return
+        self._offload.wait()
+        for hook in self._hooks:
+            hook.remove()
+        if self._fsdp is not None:
+            self._fsdp.keep_reduced(False)
+        self._set_dtypes({name: master.dtype for name, master in self._offload.masters.items()})
+        self._offload.close()
+        self._offload, self._hooks = None, []
+        self._bind()
+
     def reshard(self) -> None:
         """Reshard all parameters after forward passes without a backward pass."""
         if self._fsdp is not None:
             self._fsdp.reshard()
+
+    def _blocks(self, names: Collection[str]) -> list[OffloadBlock]:
+        """The blocks of all stacks, in the order of the forward pass, and the named parameters that are first seen in
+        each; before them those of no block."""
+        known = {parameter: name for name, parameter in self._parameters.items() if name in names}
+        blocks: list[OffloadBlock] = []
+        for block in _stack_blocks(self.model):
+            if own := [known.pop(each) for each in block.parameters() if each in known]:
+                blocks.append((block, own))
+        return [(None, list(known.values())), *blocks]
+
+    def _rounded(self) -> list[str]:
+        """Parameters of blocks whose results do not change if they are rounded at rest: operands of products, and under
+        FSDP whatever is gathered in half precision, since a unit has one dtype."""
+        if self._fsdp is not None and self._tensor_parallel is not None:
+            return []
+        known = {parameter: name for name, parameter in self._parameters.items()}
+        return [
+            known[each]
+            for block in _stack_blocks(self.model)
+            for module in block.modules()
+            for each in module.parameters(recurse=False)
+            if (not isinstance(module, NORMS) if self._fsdp is not None else isinstance(module, (Linear, Experts)))
+        ]
+
+    def _set_dtypes(self, dtypes: Mapping[str, torch.dtype]) -> None:
+        for name, dtype in dtypes.items():
+            set_dtype(self._parameters[name], dtype)
+        if self._fsdp is not None:
+            self._fsdp.follow_dtypes()
+            for name, held in self._held.items():
+                held.data = local_tensor(self._parameters[name].detach())
+
+    def _release_gradients(self, names: Sequence[str], offload: Offload) -> None:
+        """Let each gradient leave for the host as soon as it is complete."""
+        known = {self._parameters[name]: name for name in names}
+        unrounded = None if self._fsdp is None else self._fsdp.keep_reduced(True)
+
+        def leave(parameter: nn.Parameter) -> None:
+            gradient, parameter.grad = parameter.grad, None
+            assert gradient is not None
+            local = local_tensor(gradient)
+            offload.add(known[parameter], local if unrounded is None or local is gradient else unrounded(local))
+
+        bucketed: set[nn.Parameter] = set()
+        if self._buckets and self._mesh is not None:
+            self._buckets = self._make_buckets(
+                self._mesh, known, lambda parameter, gradient: offload.add(known[parameter], gradient)
+            )
+            bucketed.update(each for buckets in self._buckets for each in buckets.parameters)
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(leave)  # type: ignore[no-untyped-call]
+            for parameter in known
+            if parameter not in bucketed
+        ]
+
+    def _make_buckets(
+        self,
+        mesh: Mesh,
+        leaving: Collection[nn.Parameter] = (),
+        deliver: Callable[[nn.Parameter, Tensor], None] | None = None,
+    ) -> list[GradientBuckets]:
+        """The buckets of each axis along which gradients are summed; those of `leaving` are delivered."""
+        for buckets in self._buckets:
+            buckets.close()
+        members: dict[tuple[str, bool], list[nn.Parameter]] = {}
+        for name, parameter in self._parameters.items():
+            axis = mesh.grid.sum_axis(self.layouts[name])
+            members.setdefault((axis, parameter in leaving), []).append(parameter)
+        groups = [(each, mesh.group(axis), leaves) for (axis, leaves), each in members.items()]
+        return [
+            GradientBuckets(each, group, deliver if leaves else None)
+            for each, group, leaves in groups
+            if group is not None
+        ]
 
     def _replicate_init(self, mesh: Mesh) -> None:
         """Broadcast the values of rank 0, before each rank keeps its shard."""
@@ -248,15 +396,10 @@ def parallel_model_of(model: nn.Module, world: World, sharding: Sharding | None 
     return found if isinstance(found, ParallelModel) else parallelize(model, sharding or Sharding(), world)
 
 
-def _make_buckets(
-    parameters: Mapping[str, nn.Parameter], layouts: Mapping[str, Layout], mesh: Mesh
-) -> list[GradientBuckets]:
-    """The buckets of each axis along which gradients are summed."""
-    by_axis: dict[str, list[nn.Parameter]] = {}
-    for name, parameter in parameters.items():
-        by_axis.setdefault(mesh.grid.sum_axis(layouts[name]), []).append(parameter)
-    groups = [(members, mesh.group(axis)) for axis, members in by_axis.items()]
-    return [GradientBuckets(members, group) for members, group in groups if group is not None]
+def _stack_blocks(model: nn.Module) -> list[nn.Module]:
+    """The blocks of all stacks that are on this rank."""
+    stacks = [module for module in model.modules() if isinstance(module, Stack)]
+    return [block for stack in stacks for block in stack.blocks if block is not None]
 
 
 def _all_reduce_partial(parameters: list[nn.Parameter], group: collectives.Group) -> None:

@@ -112,6 +112,10 @@ class TensorParallelModel:
         partial = ("part", "stream") if self.stream.is_sharded else ("part",)
         return [name for name, kind in self._gradient_kinds.items() if kind in partial]
 
+    def may_be_partial(self) -> list[str]:
+        """Names of the parameters whose gradients are summed over the axis for some length of a sequence."""
+        return [name for name, kind in self._gradient_kinds.items() if kind in ("part", "stream")]
+
 
 def shard_parameters(model: nn.Module, sharding: Sharding, mesh: Mesh) -> dict[str, Layout]:
     """Replace the parameters of a model by this rank's shards of them; returns the layouts of all."""

@@ -35,7 +35,6 @@ class Event:
 class RunContext(Protocol):
     """The part of the loop that callbacks may use. Every rank has callbacks; rank 0 writes files and displays."""
 
-    model: nn.Module
     world: World
     state: TrainingState
     options: TrainerOptions
@@ -43,6 +42,11 @@ class RunContext(Protocol):
     max_steps: int
     stop_reason: str | None
     progress_metrics: tuple[str, ...]
+
+    @property
+    def model(self) -> nn.Module:
+        """The network, with the weights of the last step."""
+        ...
 
     def stop(self, reason: str) -> None:
         """End the run after this step."""
