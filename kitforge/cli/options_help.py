@@ -4,7 +4,6 @@ import json
 from collections.abc import Iterator, Sequence
 
 from kitforge.composition import compose_config, dotted, parse, task_of
-from kitforge.core.parallel.config import UNBUILT_AXES
 from kitforge.foundation.config import option_help
 from kitforge.foundation.log import say
 from kitforge.kits.registry import kit_of
@@ -26,5 +25,4 @@ def option_rows(task: str) -> Iterator[tuple[str, str, str]]:
     kit = kit_of(task)
     words = option_help(kit.OPTIONS)
     for option, default in dotted(kit.resolved(kit.read_options(compose_config(task, {}).values))).items():
-        if option.removeprefix("parallel.") not in UNBUILT_AXES:
-            yield option, json.dumps(default).replace('"', ""), words.get(option, "").replace("None:", "null:")
+        yield option, json.dumps(default).replace('"', ""), words.get(option, "").replace("None:", "null:")

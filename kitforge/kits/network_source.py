@@ -29,7 +29,7 @@ from kitforge.core.nn.lora import active_lora_config as config_of_adapter
 from kitforge.core.nn.quantized import quantize_linears, quantized_bits
 from kitforge.core.nn.score_head import BACKBONE, ScoreModel
 from kitforge.core.nn.vision import VisionTransformer
-from kitforge.core.parallel.expert_load import check_balance
+from kitforge.core.parallel.expert_load import check_balance, experts_of
 from kitforge.core.parallel.offload import check_host_memory
 from kitforge.core.parallel.parallelize import ParallelModel, parallel_model_of
 from kitforge.core.parallel.sharding import Sharding, ShardingRule, check_geometry
@@ -359,7 +359,7 @@ def check_splits(options: NetworkOptions, *kinds: Kind) -> None:
         check_geometry(sharding_of_network(network), network.geometry, options.parallel)
         replicas, size = options.parallel.num_replicas, options.trainer.micro_batch_size
         own = -(-options.data.batch_size // replicas)
-        check_balance(network, 1 if size is None else -(-own // size), replicas)
+        check_balance(experts_of(network), 1 if size is None else -(-own // size), replicas)
         if options.trainer.offload != "none":
             # At least so many are on all ranks together, which are on this host.
             copies = options.parallel.data * options.parallel.context / options.parallel.expert

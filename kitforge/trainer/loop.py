@@ -83,12 +83,12 @@ class Loop:
         self._resumed_from: Path | None = None
         self._config_changes: list[str] = []
         self._model = task.build(world)
-        check_capacity(self._model, is_composed(task))
         if world.replica > 0:
             # All ranks initialize from one seed; afterwards each data-parallel replica has its own random stream.
             torch.manual_seed(seeds.key(options.seed, "replica", world.replica))
         use_precision(self._model, options.precision, world.device)
         self._parallel = parallel_model_of(self._model, world)
+        check_capacity(self._parallel.experts.values(), is_composed(task))
         self._parallel.broadcast_replicas()
         groups, optimizer = self._build_optimizer(task.parameter_groups(self.model, options.optimizer.weight_decay))
         self.state = TrainingState(

@@ -1,14 +1,14 @@
-"""Tensors that live on some stages only: norm, comparison, gathering, saving and loading by the ranks that hold them;
-and networks of which each rank has a stage.
+"""Tensors that live on some stages only: norm, comparison, gathering, saving and loading by the ranks that hold them.
 
 One launch of four ranks for all of it.
 """
 
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -17,41 +17,28 @@ from torch import Tensor
 from kitforge.core.checkpoint.gather import gather_to_rank_zero
 from kitforge.core.checkpoint.load import load_tensors, open_checkpoint
 from kitforge.core.checkpoint.save import CheckpointWriter
-from kitforge.core.nn.context import Context, DropoutKey
 from kitforge.core.nn.init import init_weights
 from kitforge.core.nn.lora import LoraConfig, attach, merged_weights
 from kitforge.core.optim.groups import ParameterGroup
-from kitforge.core.parallel import collectives, config, replicas
+from kitforge.core.parallel import replicas
 from kitforge.core.parallel.config import ParallelConfig
 from kitforge.core.parallel.expert_load import LOAD, load_of, move_biases
 from kitforge.core.parallel.gather import FullMatrices, gather_full_tensor
 from kitforge.core.parallel.grad_norm import global_grad_norm
 from kitforge.core.parallel.layout import Layout
 from kitforge.core.parallel.mesh import Mesh
-from kitforge.core.parallel.micro_batches import Losses, run_micro_batches
+from kitforge.core.parallel.micro_batches import run_micro_batches
 from kitforge.core.parallel.parallelize import ParallelModel, parallelize
-from kitforge.core.parallel.pipeline import stage_layers
 from kitforge.core.parallel.weight_sync import sync_weights
 from kitforge.core.parallel.world import World
 from kitforge.foundation.errors import CheckpointError
-from kitforge.foundation.types import Sums
 from kitforge.kits.language_model import SaveAdapter, save_language_model
 from kitforge.models.loading import build_on_meta, load
 from kitforge.models.sharding import sharding_of_network
 from kitforge.trainer.callbacks.callback import Event
 from tests.distributed.ranks import ask_ranks
-from tests.distributed.step import (
-    ALL,
-    BATCH,
-    LENGTH,
-    Case,
-    Messages,
-    Outcome,
-    difference,
-    first_difference,
-    make_batch,
-    run_step,
-)
+from tests.distributed.stages import IGNORED, Case, TokenLoss, micro_batches
+from tests.distributed.step import ALL, Messages, first_difference
 
 LAYOUTS = {
     "embedding": Layout(shape=(6, 4), stages=(0, 1)).split("fsdp", 0, 2),
@@ -73,7 +60,6 @@ def held(mesh: Mesh) -> dict[str, Tensor]:
 
 
 def on_stages(rank: int, folder: Path) -> dict[str, Any]:
-    config.UNBUILT_AXES = cast(Any, ())
     mesh = Mesh(ParallelConfig(pipeline=2, shard=2), "cpu")
     world, own = World(device=torch.device("cpu"), mesh=mesh), held(mesh)
     found: dict[str, Any] = {"union": mesh.union(own, LAYOUTS), "own": set(own)}
@@ -131,18 +117,6 @@ def groups_of_stages(mesh: Mesh) -> list[tuple[str, float, tuple[str, ...]]]:
     return [(each.part, each.weight_decay, each.names) for each in ParallelModel.local_groups(parallel, groups)]
 
 
-# The axes beside two stages, with a family whose head is tied or not, or whose first stage has no experts.
-BESIDE: dict[str, tuple[str, dict[str, Any]]] = {
-    "tensor, an untied head": ("llama", {"tensor": 2}),
-    "tensor, a tied head": ("gpt2", {"tensor": 2}),
-    "tensor, experts of the second stage": ("qwen3_moe", {"tensor": 2}),
-    "context, a tied head": ("gpt2", {"context": 2}),
-    "context, a query layer": ("pangu_alpha", {"context": 2}),
-    "shard, a tied head": ("llama_tied", {"shard": 2}),
-    "data and expert": ("qwen3_8", {"data": 2, "expert": 2}),
-}
-
-
 def stage_of(family: str, world: World, adapt: Any = lambda _model: None) -> Any:
     """The stage of this rank, with the weights of one process."""
     model = build_on_meta(ALL[family], "O1").double()
@@ -155,70 +129,7 @@ def stage_of(family: str, world: World, adapt: Any = lambda _model: None) -> Any
 
 
 def world_of(**degrees: Any) -> World:
-    config.UNBUILT_AXES = cast(Any, ())
     return World(device=torch.device("cpu"), mesh=Mesh(ParallelConfig(pipeline=2, **degrees), "cpu"))
-
-
-def step_of_stages(_rank: int, family: str, degrees: dict[str, Any]) -> Outcome:
-    """One micro-batch through two stages, whose ranks send the stream and its gradient; `run_step` of one process."""
-    world = world_of(**degrees)
-    mesh, (model, parallel) = world.mesh, stage_of(family, world)
-    assert mesh is not None
-    if "shard" in degrees:
-        from torch.distributed.fsdp import register_fsdp_forward_method
-
-        register_fsdp_forward_method(model, "stage_pass")
-    column = next(row for row in mesh.grid.groups("pipeline") if mesh.rank in row)
-    stage, batch, share = mesh.index["pipeline"], make_batch(LENGTH), BATCH // world.num_replicas
-    rows = slice(share * world.replica, share * (world.replica + 1))
-    counted = batch["targets"][rows] != -100
-    count = world.sum({"loss": counted.sum()})["loss"]
-    key = DropoutKey(seed=0, step=0, samples=tuple(range(BATCH)[rows]))
-    context = Context.packed(batch["positions"][rows], batch["documents"][rows], key, counted=counted)
-    context = replace(context, loss_weight=1.0 / count.double())
-    layers = stage_layers(len(model.blocks), 2)[stage]
-    parallel.micro_batch(is_last=True)
-    loss = torch.zeros((), dtype=torch.float64)
-    if stage == 0:
-        stream = model.stage_pass(batch["tokens"][rows], context, layers=layers)
-        collectives.send(stream.detach(), column[1])
-        stream.backward(collectives.receive_(torch.empty_like(stream), column[1]))
-    else:
-        length = LENGTH // (mesh.degree("context") * mesh.degree("tensor"))
-        stream = torch.empty(share, length, model.geometry.dim, dtype=torch.float64)
-        collectives.receive_(stream, column[0]).requires_grad_()
-        hidden = model.stage_pass(batch["tokens"][rows], context, stream, layers).flatten(0, 1)
-        targets = batch["targets"][rows].flatten()
-        found = model.kernels.linear_cross_entropy(hidden, model.head_weight, targets) / count
-        (found * parallel.loss_fraction).backward()
-        assert stream.grad is not None
-        collectives.send(stream.grad, column[0])
-        loss = found.detach()
-    parallel.reduce_gradients()
-    for name, each in parallel.parameters().items():
-        if parallel.layouts[name].stages == (0, 1):
-            assert each.grad is not None
-            collectives.all_reduce_(each.grad, mesh.group("pipeline"))
-    loss = world.sum({"loss": collectives.all_reduce_(loss, mesh.group("pipeline"))})["loss"]
-    held = parallel.parameters()
-    return Outcome(
-        loss=float(loss),
-        norm=float(parallel.grad_norm()),
-        weights={},
-        gradients={name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in held.items()},
-        regions={name: parallel.region(name) for name in held},
-        order={},
-    )
-
-
-class OfStage(Losses):
-    """A loss of the stream of this stage, whatever comes before it."""
-
-    def inputs(self, micro_batch: Any) -> tuple[Tensor, Context]:
-        return micro_batch["tokens"], Context()
-
-    def loss_of(self, model: Any, hidden: Tensor, micro_batch: Any) -> Sums:
-        return Sums(loss=hidden.square().sum())
 
 
 def load_of_stages(_rank: int) -> dict[str, Any]:
@@ -226,21 +137,21 @@ def load_of_stages(_rank: int) -> dict[str, Any]:
     world = world_of(data=2)
     assert world.mesh is not None
     own = ALL["qwen3_moe"]
-    ALL["biased"] = replace(own, experts=replace(own.experts, balance="bias", bias_rate=0.5))
+    experts = replace(own.experts, balance="bias", bias_rate=0.5)
+    ALL["biased"] = replace(own, dense_layers=(0, 1), experts=experts)
     model, parallel = stage_of("biased", world, lambda model: model.blocks[2].register_buffer("seen", torch.ones(3)))
-    stage, whole = world.mesh.index["pipeline"], model.stage_pass
-    layers = stage_layers(len(model.blocks), 2)[stage]
-    stream = torch.randn(2, LENGTH, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(world.replica))
-    model.__dict__["hidden"] = lambda tokens, context: whole(tokens, context, stream if stage else None, layers)
-    step: Any = [{"tokens": torch.zeros(2, LENGTH, dtype=torch.int64)}] * 2
-    load = run_micro_batches(parallel, OfStage(), step, 1.0, lambda: torch.enable_grad())[LOAD]
+    case = Case(family="biased", degrees={"data": 2}, micro_batches=2)
+    step = list(micro_batches(case, world.replica, world.num_replicas))
+    load = run_micro_batches(parallel, TokenLoss(), step, 1.0, nullcontext)[LOAD]
     assert load_of(parallel, is_composed=False) == {}
     assert float(parallel.grad_norm()) > 0
     biases = {name: each for name, each in parallel.parameters().items() if name.endswith("router.bias")}
     before = {name: each.detach().clone() for name, each in biases.items()}
     move_biases(parallel, world.sum({LOAD: load})[LOAD])
     seen = parallel.layouts["blocks.2.seen"], "blocks.2.seen" in dict(parallel.tensors())
-    return {"seen": seen, "load": load, "moved": {name: biases[name].detach() - before[name] for name in biases}}
+    counted = sum(int((each["targets"] != IGNORED).sum()) for each in step)
+    moved = {name: biases[name].detach() - before[name] for name in biases}
+    return {"seen": seen, "load": load, "moved": moved, "counted": counted}
 
 
 def adapters_of_stages(rank: int, folder: Path) -> None:
@@ -272,7 +183,6 @@ def fill_adapter(parallel: ParallelModel) -> None:
 
 def synced(rank: int) -> dict[str, Tensor]:
     """Two stages send their weights to two ranks that have the network whole."""
-    config.UNBUILT_AXES = cast(Any, ())
     world = World.of_process_group(ParallelConfig(pipeline=2), torch.device("cpu"))
     if world.is_training:
         model, parallel = stage_of("llama", world)
@@ -286,31 +196,22 @@ def synced(rank: int) -> dict[str, Tensor]:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, list[Any]]:
     folder = tmp_path_factory.mktemp("stages")
-    steps = {name: (4, step_of_stages, family, degrees) for name, (family, degrees) in BESIDE.items()}
     questions = {"tensors": (4, on_stages, folder), "loads": (4, load_of_stages), "synced": (4, synced)}
-    return ask_ranks(questions | {"adapters": (4, adapters_of_stages, folder)} | steps) | {"folder": [folder]}
-
-
-@pytest.mark.parametrize("name", BESIDE)
-def test_two_stages_are_one_process_beside_any_axis(name: str, ranks: dict[Any, list[Any]]) -> None:
-    alone = run_step(0, Case(family=BESIDE[name][0], degrees=ParallelConfig()))
-    for found in ranks[name]:
-        assert difference(found, alone) < 1e-9
-    assert set().union(*(found.gradients for found in ranks[name])) == set(alone.gradients)
+    return ask_ranks(questions | {"adapters": (4, adapters_of_stages, folder)}) | {"folder": [folder]}
 
 
 def test_the_load_of_experts_is_that_of_all_stages(ranks: dict[Any, list[Any]]) -> None:
     for found in ranks["loads"]:
-        # Of two layers, each token of two micro-batches has three choices of five experts.
-        assert found["load"].shape == (2, 6)
-        assert found["load"].sum(1).tolist() == [2 * 2 * LENGTH * 3] * 2
+        # Each token with a loss, of two micro-batches, has three choices of five experts.
+        assert found["load"].shape == (1, 6)
+        assert int(found["load"].sum()) == 3 * found["counted"] > 0
     assert all(torch.equal(ranks["loads"][rank]["load"], ranks["loads"][rank + 2]["load"]) for rank in (0, 1))
     assert all(not found["moved"] for found in ranks["loads"][:2])
-    total = ranks["loads"][0]["load"][:, :-1] + ranks["loads"][1]["load"][:, :-1]
-    towards = 0.5 * (total.mean(1, keepdim=True) - total).sign()
+    total = ranks["loads"][0]["load"][0, :-1] + ranks["loads"][1]["load"][0, :-1]
+    towards = 0.5 * (total.mean() - total).sign()
     for found in ranks["loads"][2:]:
-        assert [f"blocks.{layer}.mlp.router.bias" for layer in (1, 2)] == list(found["moved"])
-        assert torch.equal(torch.stack([*found["moved"].values()]), towards)
+        assert list(found["moved"]) == ["blocks.2.mlp.router.bias"]
+        assert torch.equal(found["moved"]["blocks.2.mlp.router.bias"], towards)
 
 
 def test_every_rank_knows_the_buffers_of_all_stages(ranks: dict[Any, list[Any]]) -> None:

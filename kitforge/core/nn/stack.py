@@ -37,6 +37,7 @@ class Stack(nn.Module, ABC):
     cut: Callable[[Tensor, Context], tuple[Tensor, Context]] | None = None
     begin: Callable[[int, Context], Context] | None = None
     length: int | None = None  # of every stream; None: of the input [B, T]
+    layers: range | None = None  # of this stage of a pipeline; None: it has all
     _compiled: list[Callable[..., Tensor] | None] | None = None
 
     def add_blocks(self, blocks: tuple[BlockConfig, ...], kernels: Kernels, name: str = "") -> None:
@@ -46,7 +47,7 @@ class Stack(nn.Module, ABC):
         # A query layer has the last norm before it, a post-norm layer in it.
         has_norm = blocks[-1].query_positions is None and not blocks[-1].post_norm
         self.norm = Norm(first.norm, first.attention.dim, first.norm_eps, kernels) if has_norm else nn.Identity()
-        self._head_dim = first.attention.head_dim
+        self.dim, self._head_dim = first.attention.dim, first.attention.head_dim
         self._windows = list(dict.fromkeys(each.attention.window for each in blocks))
 
     @abstractmethod
@@ -83,11 +84,9 @@ class Stack(nn.Module, ABC):
         """Normalized output [B, T, dim] of the last block for an input such as tokens [B, T]."""
         return self.stage_pass(input, Context() if context is None else context)
 
-    def stage_pass(
-        self, input: Tensor, context: Context, stream: Tensor | None = None, layers: range | None = None
-    ) -> Tensor:
-        """The part of `hidden` of some layers, by default all: the first embed the input, others continue the stream of
-        those before them. The last ones return the normalized output of whole rows, others the stream of this rank."""
+    def stage_pass(self, input: Tensor, context: Context, stream: Tensor | None = None) -> Tensor:
+        """The part of `hidden` of this stage: the first embeds the input, others continue the stream of the one before.
+        The last one returns the normalized output of whole rows, others the stream of this rank."""
         if self.cut is not None:
             input, context = self.cut(input, context)
         length = input.shape[1] if self.length is None else self.length
@@ -97,8 +96,8 @@ class Stack(nn.Module, ABC):
         encoding = self.encode_positions(input, context)
         if isinstance(context.attend, RowAttend):
             context.attend.prepare(stream, length, self._windows, self._head_dim)
-        stream = self.run(stream, encoding, context, layers)
-        if layers is not None and layers.stop < len(self.blocks):
+        stream = self.run(stream, encoding, context, self.layers)
+        if self.layers is not None and self.layers.stop < len(self.blocks):
             return stream
         hidden = self.leave(stream, context)
         return hidden if context.shard is None else context.shard.join(hidden)

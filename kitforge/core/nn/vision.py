@@ -44,6 +44,7 @@ class VisionGeometry:
 
     num_heads: int
     num_kv_heads: int
+    num_layers: int
 
 
 class VisionFamily(Protocol):
@@ -86,7 +87,11 @@ class VisionTransformer(Stack):
         num_patches = (shape.image_size // shape.patch_size) ** 2
         self.config = config
         self.kernels = kernels
-        self.geometry = VisionGeometry(num_heads=block.attention.num_heads, num_kv_heads=block.attention.num_kv_heads)
+        self.geometry = VisionGeometry(
+            num_heads=block.attention.num_heads,
+            num_kv_heads=block.attention.num_kv_heads,
+            num_layers=len(shape.blocks),
+        )
         self.input_shape = shape.num_channels, shape.image_size, shape.image_size
         self.patches = PatchEmbedding(dim, shape.num_channels, shape.patch_size)
         self.class_token = nn.Parameter(torch.empty(1, 1, dim))
@@ -96,15 +101,13 @@ class VisionTransformer(Stack):
         self.length = num_patches + 1
         self._rate = shape.dropout
 
-    def stage_pass(
-        self, input: Tensor, context: Context, stream: Tensor | None = None, layers: range | None = None
-    ) -> Tensor:
+    def stage_pass(self, input: Tensor, context: Context, stream: Tensor | None = None) -> Tensor:
         """See `Stack`, for images; the class token comes first. Of a context only the dropout is read. Raises
         ModelError for images of another size."""
         if tuple(input.shape[1:]) != self.input_shape:
             raise ModelError("images of another size", got=list(input.shape[1:]), expected=list(self.input_shape))
         own = Context(attend=DocumentAttend(), dropout=context.dropout)
-        return super().stage_pass(input, own, stream, layers)
+        return super().stage_pass(input, own, stream)
 
     def embed(self, input: Tensor, context: Context) -> Tensor:
         """The stream [B, N, dim] of images into the first block."""

@@ -73,12 +73,12 @@ def gather_object(value: Any, group: Group) -> list[Any]:
     return values or []
 
 
-def broadcast_object(value: Any, group: Group) -> Any:
-    """The object of the first rank of the group."""
+def broadcast_object(value: Any, group: Group, source: int = 0) -> Any:
+    """The object of a rank of the group, by default its first."""
     if group is None:
         return value
     values = [value]
-    dist.broadcast_object_list(values, group=group, group_src=0)
+    dist.broadcast_object_list(values, group=group, group_src=source)
     return values[0]
 
 
@@ -87,9 +87,16 @@ def send(input: Tensor, rank: int) -> None:
     dist.send(input, rank)
 
 
-def receive_(input: Tensor, rank: int) -> Tensor:
+def start_send(input: Tensor, rank: int, group: dist.ProcessGroup) -> dist.Work:
+    """Start to send a tensor to a rank of the world that is in the group; `wait` of the returned work finishes it."""
+    work: dist.Work | None = dist.isend(input, rank, group=group)
+    assert work is not None  # this rank is in the group
+    return work
+
+
+def receive_(input: Tensor, rank: int, group: Group = None) -> Tensor:
     """Receive a tensor from that rank, in place."""
-    dist.recv(input, rank)
+    dist.recv(input, rank, group=group)
     return input
 
 

@@ -10,7 +10,6 @@ from kitforge.foundation.errors import ConfigError
 AXES = ("pipeline", "data", "shard", "context", "tensor")
 # Axes whose ranks compute every pass of a network together, each with a part of its weights or of the rows.
 MODEL_AXES = ("tensor", "context", "pipeline", "expert")
-UNBUILT_AXES = ("pipeline",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +20,7 @@ class ParallelConfig:
     shard: int = 1  # fully sharded data parallel (FSDP, ZeRO): shards of the state, each with a part of every batch
     tensor: int = 1  # tensor parallel: shards of every matrix, all with the same batch
     context: int = 1  # context parallel: shards of every row; attention exchanges them for shards of its heads
-    pipeline: int = 1
+    pipeline: int = 1  # pipeline parallel: stages of whole blocks, through which micro-batches pass one after another
     expert: int = 1  # expert parallel: the experts of a block, divided among ranks of data x shard x context
     sequence_parallel: bool = True  # with tensor: norms, dropout and residuals are sharded along the sequence
     zero_stage: Literal[1, 2, 3] = 3  # with shard: 1 shards optimizer state, 2 also gradients, 3 also weights
@@ -32,8 +31,6 @@ class ParallelConfig:
         for name in (*AXES, "expert"):
             degree = getattr(self, name)
             check(degree >= 1, f"parallel.{name}", degree, "a whole number of at least 1")
-        for name in UNBUILT_AXES:
-            check(getattr(self, name) == 1, f"parallel.{name}", getattr(self, name), "1; this axis is not built yet")
         batch, degree = self.data * self.shard * self.context, self.expert
         check(
             batch % degree == 0,

@@ -1,9 +1,11 @@
 """The load of the experts of a network over a step: what it says to people, and to the biases that balance it."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 
-from kitforge.core.nn.moe import MoE
+from kitforge.core.nn.moe import ExpertsConfig, MoE
 from kitforge.core.parallel import collectives
 from kitforge.core.parallel.parallelize import ParallelModel
 from kitforge.foundation.errors import ConfigError
@@ -20,10 +22,14 @@ def named_experts(model: nn.Module) -> dict[str, MoE]:
     return {name: each for name, each in model.named_modules() if isinstance(each, MoE)}
 
 
-def check_balance(model: nn.Module, num_micro_batches: int, num_replicas: int) -> None:
+def experts_of(model: nn.Module) -> list[ExpertsConfig]:
+    """The configurations of the mixtures of a network that is not cut; see `ParallelModel.experts`."""
+    return [each.config.experts for each in named_experts(model).values()]
+
+
+def check_balance(experts: Iterable[ExpertsConfig], num_micro_batches: int, num_replicas: int) -> None:
     """Raise ConfigError for a balance over micro-batches where a batch is several of them, and warn of it otherwise."""
-    balances = {each.config.experts.balance for each in named_experts(model).values()}
-    if "batch" not in balances:
+    if "batch" not in {each.balance for each in experts}:
         return
     if num_micro_batches * num_replicas > 1:
         raise ConfigError(
@@ -35,10 +41,10 @@ def check_balance(model: nn.Module, num_micro_batches: int, num_replicas: int) -
     warn_once(_log, "model.experts.balance=batch: gradients depend on data.batch_size; sequence does not")
 
 
-def check_capacity(model: nn.Module, is_composed: bool) -> None:
+def check_capacity(experts: Iterable[ExpertsConfig], is_composed: bool) -> None:
     """Raise ConfigError for experts with a capacity under a task that does not pack its rows: counted over padding, and
     over the texts that share a prefix, it makes a text's result depend on those beside it."""
-    factors = {each.config.experts.capacity_factor for each in named_experts(model).values()} - {None}
+    factors = {each.capacity_factor for each in experts} - {None}
     if factors and not is_composed:
         raise ConfigError(
             "padding would take a part of the capacity of experts, which only text_generation and sft count by row",
@@ -52,14 +58,14 @@ def load_of(parallel: ParallelModel, is_composed: bool) -> Sums:
     """The load of the last forward pass under its name, over the ranks with shards of its rows: a row for each mixture
     of the whole network, zero where it is on another stage. Empty for a network without experts, and for a task that
     has `loss` instead of `inputs` and `loss_of`, whose passes know nothing of its weight."""
-    own = named_experts(parallel.model)
-    if own and not is_composed and any(each.config.experts.balance != "none" for each in own.values()):
+    own, experts = named_experts(parallel.model), parallel.experts
+    if not is_composed and any(each.balance != "none" for each in experts.values()):
         warn_once(_log, "this task trains a mixture of experts without balancing its load")
-    if not parallel.num_experts or not is_composed:
+    if not experts or not is_composed:
         return {}
-    size = (len(parallel.num_experts), max(parallel.num_experts.values()) + 1)
+    size = (len(experts), max(each.num_experts for each in experts.values()) + 1)
     loads = torch.zeros(size, dtype=torch.float64, device=parallel.device)
-    for number, name in enumerate(parallel.num_experts):
+    for number, name in enumerate(experts):
         if name in own and (load := own[name].load) is not None:
             loads[number] = load
     return {LOAD: collectives.all_reduce_(loads, None if parallel.mesh is None else parallel.mesh.group("context"))}
@@ -79,7 +85,7 @@ def load_sums(load: Tensor) -> Sums:
 def move_biases(parallel: ParallelModel, load: Tensor) -> None:
     """Move the biases of routers towards experts with fewer tokens than the mean, by the load over all ranks."""
     shards, held = parallel.parameters(), named_experts(parallel.model)
-    for name, counts in zip(parallel.num_experts, load[:, :-1], strict=True):
+    for name, counts in zip(parallel.experts, load[:, :-1], strict=True):
         own = f"{name}.router.bias"
         # Under an adapter the whole router is frozen, and the run that it adapts has the same tensor.
         if own in shards and held[name].router.weight.requires_grad:

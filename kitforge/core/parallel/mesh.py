@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from kitforge.core.parallel import collectives
+from kitforge.core.parallel.column import Column
 from kitforge.core.parallel.config import AXES, ParallelConfig
 from kitforge.core.parallel.grid import Grid
 
@@ -36,6 +37,9 @@ class Mesh:
         assert world is not None  # exists once torch.distributed is initialized
         self.world: dist.ProcessGroup = world
         self._groups = self._make_groups()
+        columns, group = self.grid.groups("pipeline"), self.group("pipeline")
+        has_stages = self.degree("pipeline") > 1
+        self._column = Column(columns, self.rank, group, device_type, degrees.timeout) if has_stages else None
 
     def degree(self, axis: str) -> int:
         """Ranks along the axis of a view."""
@@ -54,6 +58,12 @@ class Mesh:
     def replicas(self) -> dist.ProcessGroup | None:
         """The group of all ranks that have different samples."""
         return self.group("replicas")
+
+    @property
+    def column(self) -> Column:
+        """The stages of this rank's pipeline, of which there are several."""
+        assert self._column is not None
+        return self._column
 
     def new_cpu_group(self) -> dist.ProcessGroup:
         """A new CPU group of all ranks for a background thread, separate from the collectives of training.

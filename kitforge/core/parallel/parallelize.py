@@ -1,8 +1,9 @@
 """Applies a sharding declaration: distributes the parameters of a model over the axes of a mesh."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,16 +26,19 @@ from kitforge.core.parallel.grad_norm import global_grad_norm
 from kitforge.core.parallel.layout import Layout
 from kitforge.core.parallel.mesh import Mesh
 from kitforge.core.parallel.offload import Offload, OffloadBlock, check_host_memory, offloaded_blocks
-from kitforge.core.parallel.pipeline import cut_stages
+from kitforge.core.parallel.pipeline import StageLayers, cut_stages
+from kitforge.core.parallel.relay import Relay
 from kitforge.core.parallel.rendezvous import launch_info
 from kitforge.core.parallel.replicas import broadcast_replicas, check_same_parameters, replica_drift
 from kitforge.core.parallel.sharding import EXPERT, TENSOR, Sharding, check_geometry
+from kitforge.core.parallel.stage import Stage
 from kitforge.core.parallel.tensor import TensorParallelModel, shard_parameters
 from kitforge.core.parallel.world import World
 from kitforge.foundation.dtype import DTYPES
 from kitforge.foundation.types import Region
 
 _ATTRIBUTE = "parallel_model"
+_STAGED = {"hidden": "stage_pass"}
 
 
 class ParallelModel:
@@ -52,7 +56,7 @@ class ParallelModel:
         # Of each mixture of experts and of all parameters, with stages of buffers as well: also of those on other
         # stages, in the order of the network and equal on all ranks.
         mixtures = {name: each for name, each in model.named_modules() if isinstance(each, MoE)}
-        self.num_experts = {name: each.config.experts.num_experts for name, each in mixtures.items()}
+        self.experts = {name: each.config.experts for name, each in mixtures.items()}
         self.layouts = {name: Layout(shape=tuple(each.shape)) for name, each in model.named_parameters()}
         self.dtypes = {name: each.dtype for name, each in model.named_parameters()}
         self._num_holders: dict[str, int] = {}
@@ -61,6 +65,8 @@ class ParallelModel:
         self._buckets: list[GradientBuckets] = []
         self._offload: Offload | None = None
         self._hooks: list[Any] = []
+        self.stage_layers: dict[str, list[StageLayers]] = {}  # of the stages of a pipeline, by the path of each stack
+        self.relays: dict[nn.Module, Relay] = {}  # of the stacks with stages
         if world.mesh is not None:
             self._replicate_init(world.mesh)
             self._distribute(sharding, world.mesh, DTYPES[world.precision])
@@ -167,16 +173,35 @@ class ParallelModel:
 
     @property
     def loss_fraction(self) -> float:
-        """The part of the loss whose gradient begins the backward pass on this rank: ranks of the context axis have the
-        same loss."""
-        return 1.0 if self._mesh is None else 1.0 / self._mesh.degree("context")
+        """The part of the loss whose gradient begins the backward pass on this rank: ranks of the context axis, and
+        stages that take turns, have the same loss."""
+        if self._mesh is None:
+            return 1.0
+        return 1.0 / (self._mesh.degree("context") * (self._mesh.degree("pipeline") if self.takes_turns else 1))
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether the stages of a pipeline run one after another, so that each has the loss: see `Relay`."""
+        return any(not each.is_paused for each in self.relays.values())
+
+    @contextmanager
+    def scheduled(self) -> Iterator[None]:
+        """While a schedule runs the stages: the last one alone has the loss."""
+        for each in self.relays.values():
+            each.is_paused = True
+        try:
+            yield
+        finally:
+            for each in self.relays.values():
+                each.is_paused = False
 
     def micro_batch(self, *, is_last: bool) -> None:
         """Announce the next forward and backward pass."""
         if self._fsdp is not None:
             self._fsdp.micro_batch(is_last)
         for buckets in self._buckets:
-            buckets.micro_batch(is_last)
+            # The relay of each pass is a backward pass of its own, of which none is known to be the last.
+            buckets.micro_batch(is_last and not self.takes_turns)
 
     def reduce_gradients(self) -> None:
         """Complete the gradients of all shards after the last backward pass of a step."""
@@ -193,6 +218,19 @@ class ParallelModel:
             _all_reduce_partial(
                 [shards[name] for name in self._tensor_parallel.partial_gradients()], self._mesh.group(TENSOR)
             )
+        if self.relays:
+            self._sum_over_stages()
+
+    def _sum_over_stages(self) -> None:
+        """The gradient of a parameter that several stages have is the sum over them, one message for each group."""
+        assert self._mesh is not None
+        by_stages: dict[tuple[int, ...] | None, list[nn.Parameter]] = {}
+        for name in self.dtypes:
+            if name in self._local:
+                by_stages.setdefault(self.layouts[name].stages, []).append(self._local[name])
+        for stages, members in by_stages.items():
+            if (group := self._mesh.column.group_of(stages)) is not None:
+                _all_reduce_partial(members, group)
 
     def grad_norm(self, names: Collection[str] | None = None) -> Tensor:
         """The norm over all ranks of all gradients, or of those of the named parameters."""
@@ -365,7 +403,10 @@ class ParallelModel:
             # Of all stages, so before the cut: each rank knows what others have.
             buffers = {name: each for name, each in self.model.state_dict().items() if name not in self.layouts}
             self.layouts |= {name: Layout(shape=tuple(each.shape)) for name, each in buffers.items()}
-            stages = cut_stages(self.model, sharding, self.layouts, mesh.degree("pipeline"), mesh.index["pipeline"])
+            shapes = {name: each.shape for name, each in self.layouts.items()}
+            stages, self.stage_layers = cut_stages(
+                self.model, sharding, shapes, mesh.degree("pipeline"), mesh.index["pipeline"]
+            )
             self.layouts = {name: replace(each, stages=stages.get(name)) for name, each in self.layouts.items()}
         if mesh.degree(EXPERT) > 1:
             exchange_experts(self.model, mesh)
@@ -377,8 +418,19 @@ class ParallelModel:
             # A language model without a declaration is called by `hidden` as well.
             is_plain = sharding.fsdp_roots == {"": ()} and isinstance(self.model, CausalLM)
             roots = {"": ("hidden",)} if is_plain else sharding.fsdp_roots
+            if self.stage_layers:
+                # The relay stands in for `hidden`, and its part of this stage is a pass of its own.
+                roots = {name: [_STAGED.get(way, way) for way in ways] for name, ways in roots.items()}
             self.layouts |= {name: fsdp_layout(self.layouts[name], mesh) for name in self.dtypes}
             self._fsdp = FSDPUnits(self.model, mesh, roots, compute_dtype, self.layouts)
+        for path in self.stage_layers:
+            stack, prefix = cast(Stack, self.model.get_submodule(path)), f"{path}.".lstrip(".")
+            begins = (
+                dtype
+                for name, dtype in self.dtypes.items()
+                if name.startswith(prefix) and 0 in (self.layouts[name].stages or ())
+            )
+            self.relays[stack] = Relay(Stage(stack, mesh, mesh.column, next(begins)))
 
 
 def parallelize(model: nn.Module, sharding: Sharding, world: World) -> ParallelModel:

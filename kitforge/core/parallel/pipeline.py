@@ -3,39 +3,97 @@
 Knows no order of passes, and nothing of what stages send.
 """
 
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any, NamedTuple
 
 from torch import nn
 
+from kitforge.core.nn.moe import Experts, MoE
 from kitforge.core.nn.stack import Stack
-from kitforge.core.parallel.sharding import Sharding
+from kitforge.core.parallel.sharding import Sharding, check_stages
 
 
-def stage_layers(num_layers: int, num_stages: int) -> list[range]:
-    """The layers of each stage, of all as many but for one."""
-    ends = [stage * num_layers // num_stages for stage in range(num_stages + 1)]
-    return [range(first, last) for first, last in zip(ends, ends[1:], strict=False)]
+class StageLayers(NamedTuple):
+    """What a stage has of a stack."""
+
+    layers: range
+    products: int  # multiplications of a token with the parameters, without those of attention scores
+
+
+class Cut(NamedTuple):
+    """Of a network that is cut: the indices along `pipeline` of those parameters and buffers that not all stages have,
+    and what each stage has by the path of each stack."""
+
+    stages: dict[str, tuple[int, ...]]
+    layers: dict[str, list[StageLayers]]
+
+
+def divide_layers(costs: Sequence[int], num_stages: int, first: int = 0, last: int = 0) -> list[StageLayers]:
+    """Cut layers of these costs into stages in their order, at least one each, `first` and `last` being the costs of
+    the ends: the costliest stage costs as little as it can, then the second costliest, and so on.
+
+    Exact, by dynamic programming over the number of layers: of two lists of costs, sorted from the top, the lesser one
+    stays so when a further stage is added to both.
+    """
+    best: dict[int, list[StageLayers]] = {0: []}  # by the number of layers that the stages so far have
+    for stage in range(num_stages):
+        ends, found = first * (stage == 0) + last * (stage == num_stages - 1), {}
+        for end in range(stage + 1, len(costs) + 1):
+            cuts = (
+                [*before, StageLayers(range(begin, end), sum(costs[begin:end]) + ends)]
+                for begin, before in best.items()
+                if begin < end
+            )
+            found[end] = min(cuts, key=_from_the_top)
+        best = found
+    return best[len(costs)]
+
+
+def _from_the_top(stages: Sequence[StageLayers]) -> list[int]:
+    return sorted((each.products for each in stages), reverse=True)
 
 
 def cut_stages(
-    model: nn.Module, sharding: Sharding, names: Collection[str], num_stages: int, own: int
-) -> dict[str, tuple[int, ...]]:
+    model: nn.Module, sharding: Sharding, shapes: Mapping[str, Sequence[int]], num_stages: int, own: int
+) -> Cut:
     """Leave a model with the modules of the stage `own`: others are None at their places, so that what stays keeps its
-    name. Returns the stages, as indices along `pipeline`, of those parameters and buffers that not all of them have."""
-    found: dict[str, tuple[int, ...]] = {}
+    name. `shapes` are those of its whole parameters and buffers. Raises ConfigError for fewer blocks than stages."""
+    cut = Cut({}, {})
     for path, stack in [(path, each) for path, each in model.named_modules() if isinstance(each, Stack)]:
-        prefix, layers = f"{path}.".lstrip("."), stage_layers(len(stack.blocks), num_stages)
-        for name in (each for each in names if each.startswith(prefix)):
-            end, *inner = name.removeprefix(prefix).split(".")
-            holder, part = (stack.blocks, inner[0]) if end == "blocks" else (stack, end)
-            on_first, on_last = (f"{prefix}{end}" in declared for declared in (sharding.first, sharding.last))
-            on_last |= name == f"{prefix}{getattr(stack, 'head_name', None)}"
-            if end == "blocks":
-                found[name] = tuple(stage for stage, each in enumerate(layers) if int(part) in each)
-            elif on_first or on_last:
-                found[name] = (0,) * on_first + (num_stages - 1,) * on_last
-            if own not in found.get(name, (own,)):
-                held: Any = holder._modules if part in holder._modules else holder._parameters
-                held[part] = None
-    return found
+        check_stages(len(stack.blocks), num_stages)
+        prefix = f"{path}.".lstrip(".")
+        parts = {name: name.removeprefix(prefix).split(".") for name in shapes if name.startswith(prefix)}
+        layer_of = {name: int(part[1]) for name, part in parts.items() if part[0] == "blocks"}
+        first = [name for name, part in parts.items() if f"{prefix}{part[0]}" in sharding.first]
+        last = [name for name, part in parts.items() if f"{prefix}{part[0]}" in sharding.last]
+        last += [name for name in parts if name == f"{prefix}{getattr(stack, 'head_name', None)}" and name not in last]
+        costs = [0] * len(stack.blocks)
+        for name, layer in layer_of.items():
+            costs[layer] += _products(model, name, shapes[name])
+        before = sum(_products(model, name, shapes[name]) for name in first)
+        found = divide_layers(costs, num_stages, before, sum(prod(shapes[name]) for name in last))
+        cut.layers[path], stack.layers = found, found[own].layers
+        for name, part in parts.items():
+            if name in layer_of:
+                cut.stages[name] = tuple(stage for stage, each in enumerate(found) if layer_of[name] in each.layers)
+            elif name in first or name in last:
+                cut.stages[name] = (0,) * (name in first) + (num_stages - 1,) * (name in last)
+            if own not in cut.stages.get(name, (own,)):
+                holder, key = (stack.blocks, part[1]) if name in layer_of else (stack, part[0])
+                held: Any = holder._modules if key in holder._modules else holder._parameters
+                held[key] = None
+    return cut
+
+
+def _products(model: nn.Module, name: str, shape: Sequence[int]) -> int:
+    """Multiplications of a token with a tensor: experts count as far as a token chooses them, a table as a row."""
+    path = name.rpartition(".")[0]
+    owner = model.get_submodule(path)
+    if isinstance(owner, (nn.Embedding, Stack)):
+        return shape[-1]
+    if isinstance(owner, Experts):
+        mixture = model.get_submodule(path.rpartition(".")[0])
+        assert isinstance(mixture, MoE)
+        return prod(shape) * mixture.config.experts.top_k // mixture.config.experts.num_experts
+    return prod(shape)

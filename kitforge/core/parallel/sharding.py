@@ -107,6 +107,7 @@ def check_geometry(sharding: Sharding, geometry: Any, degrees: ParallelConfig) -
             raise ConfigError(what, got=got, expected=f"parallel.{axis}=1, or {others}", fix=fix)
     if geometry is None:
         return
+    check_stages(geometry.num_layers, degrees.pipeline)
     if geometry.num_heads % (degrees.context * degrees.tensor) and degrees.context > 1:
         count, ranks = geometry.num_heads, degrees.context * degrees.tensor
         raise ConfigError(
@@ -127,3 +128,14 @@ def check_geometry(sharding: Sharding, geometry: Any, degrees: ParallelConfig) -
                     got=f"{count} / {degree} = {count / degree:.2f}",
                     expected=f"parallel.{axis} to be one of {', '.join(fits)}",
                 )
+
+
+def check_stages(num_layers: int, num_stages: int) -> None:
+    """Raise ConfigError for fewer blocks than stages."""
+    if num_layers < num_stages:
+        raise ConfigError(
+            f"parallel.pipeline={num_stages} is more stages than model.num_layers={num_layers}",
+            got=f"{num_layers} / {num_stages} = {num_layers / num_stages:.2f} blocks a stage",
+            expected="a block or more on each stage",
+            fix=f"parallel.pipeline={num_layers} at most; parallel.shard and parallel.tensor have no such limit",
+        )

@@ -16,7 +16,7 @@ from kitforge.core.nn.decoder import Decoder
 from kitforge.core.nn.lora import LoraConfig, attach
 from kitforge.core.nn.moe import ExpertsConfig, MoE, MoEConfig
 from kitforge.core.nn.quantized import quantize_linears, quantized_copy
-from kitforge.core.parallel.expert_load import LOAD, check_balance, load_of, load_sums, move_biases
+from kitforge.core.parallel.expert_load import LOAD, check_balance, experts_of, load_of, load_sums, move_biases
 from kitforge.core.parallel.parallelize import parallelize
 from kitforge.core.parallel.sharding import Sharding
 from kitforge.core.parallel.world import ALONE
@@ -263,11 +263,11 @@ def test_the_bias_of_a_frozen_router_stays() -> None:
 
 def test_a_balance_over_a_batch_needs_the_batch_in_one_micro_batch() -> None:
     model = Decoder(replace(MIXTRAL, experts=replace(MIXTRAL.experts, balance="batch")))
-    check_balance(model, 1, 1)
+    check_balance(experts_of(model), 1, 1)
     for micro_batches, replicas in ((2, 1), (1, 2)):
         with pytest.raises(ConfigError, match=r"got: +.*micro-batches(.|\n)*do: .*balance=sequence"):
-            check_balance(model, micro_batches, replicas)
-    check_balance(Decoder(MIXTRAL), 4, 2)
+            check_balance(experts_of(model), micro_batches, replicas)
+    check_balance(experts_of(Decoder(MIXTRAL)), 4, 2)
 
 
 def test_a_task_with_a_loss_of_its_own_says_that_experts_are_not_balanced() -> None:

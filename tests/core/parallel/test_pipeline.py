@@ -1,22 +1,25 @@
 """A network is cut into stages: what stands on each, under which names, and what a stage says of itself."""
 
 import copy
+import itertools
+import random
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from kitforge.core.nn.context import Context
 from kitforge.core.nn.decoder import Decoder
 from kitforge.core.nn.init import init_weights
-from kitforge.core.parallel import collectives, config
+from kitforge.core.parallel import collectives
 from kitforge.core.parallel.config import ParallelConfig
 from kitforge.core.parallel.gather import FullMatrices
 from kitforge.core.parallel.layout import Layout
 from kitforge.core.parallel.mesh import Mesh
-from kitforge.core.parallel.pipeline import cut_stages, stage_layers
+from kitforge.core.parallel.pipeline import cut_stages, divide_layers
 from kitforge.core.parallel.sharding import Sharding, check_geometry
 from kitforge.foundation.errors import ConfigError
 from kitforge.models.llama.model import LlamaConfig
@@ -30,8 +33,11 @@ DECODERS = [name for name in FAMILIES if name != "t5"]
 
 
 def stage(network: torch.nn.Module, own: int, num_stages: int = 2) -> dict[str, tuple[int, ...]]:
-    names = [name for name, _ in network.named_parameters()]
-    return cut_stages(network, sharding_of_network(network), names, num_stages, own)
+    return cut_stages(network, sharding_of_network(network), shapes(network), num_stages, own).stages
+
+
+def shapes(network: torch.nn.Module) -> dict[str, torch.Size]:
+    return {name: each.shape for name, each in network.named_parameters()}
 
 
 @pytest.mark.parametrize("family", DECODERS)
@@ -60,14 +66,47 @@ def test_a_pass_through_three_stages_has_the_bits_of_one_pass(family: str) -> No
     for own in range(3):
         network = copy.deepcopy(whole)
         stage(network, own, num_stages=3)
-        stream = network.stage_pass(input, context, stream, stage_layers(3, 3)[own])
+        stream = network.stage_pass(input, context, stream)
     assert stream is not None
     assert torch.equal(stream, whole.hidden(input, context))
 
 
 def test_layers_are_divided_in_order_and_evenly() -> None:
-    assert stage_layers(5, 2) == [range(2), range(2, 5)]
-    assert stage_layers(80, 3) == [range(26), range(26, 53), range(53, 80)]
+    assert [each.layers for each in divide_layers([7] * 5, 2)] == [range(2), range(2, 5)]
+    assert [len(each.layers) for each in divide_layers([1] * 80, 3)] == [26, 27, 27]
+
+
+def test_no_cut_has_a_less_costly_stage_than_that_by_counted_cost() -> None:
+    drawn = random.Random(5)
+    for _ in range(60):
+        costs = [drawn.randint(1, 9) for _ in range(drawn.randint(1, 8))]
+        ends = drawn.randint(0, 9), drawn.randint(0, 9)
+        num_stages = drawn.randint(1, len(costs))
+        found = divide_layers(costs, num_stages, *ends)
+        assert [layer for each in found for layer in each.layers] == list(range(len(costs)))
+
+        def sorted_costs(cut: Any, costs: Any = costs, ends: Any = ends) -> list[int]:
+            sums = [sum(costs[begin:end]) for begin, end in itertools.pairwise(cut)]
+            sums[0] += ends[0]
+            sums[-1] += ends[1]
+            return sorted(sums, reverse=True)
+
+        inner = itertools.combinations(range(1, len(costs)), num_stages - 1)
+        cuts = [(0, *each, len(costs)) for each in inner]
+        assert sorted((each.products for each in found), reverse=True) == min(map(sorted_costs, cuts))
+
+
+def test_the_costs_of_a_cut_are_the_products_of_a_token() -> None:
+    """Counted by torch, over the matrices that a token meets: experts by their choices, a table by the row that is
+    read."""
+    for family in ("gpt2", "llama", "mixtral_shared"):
+        whole: Any = build_on_meta(replace(FAMILIES[family], num_layers=3), "O0").to_empty(device="cpu")
+        init_weights(whole.named_parameters(), 3, 0)
+        cut = cut_stages(copy.deepcopy(whole), DECODER, shapes(whole), 2, 0)
+        with FlopCounterMode(display=False) as counted, torch.no_grad():
+            whole.eval()(torch.zeros(1, 1, dtype=torch.int64))
+        products = sum(each.products for each in cut.layers[""])
+        assert products == pytest.approx(counted.get_total_flops() / 2, rel=0.1), family
 
 
 @pytest.mark.parametrize("family", DECODERS)
@@ -110,22 +149,33 @@ def test_the_networks_of_a_model_have_ends_of_their_own() -> None:
     parts = {"policy": build_on_meta(tied), "critic": build_on_meta(FAMILIES["qwen3_moe"])}
     model = torch.nn.ModuleDict({**parts, "score": torch.nn.Linear(16, 1, device="meta")})
     sharding = DECODER.with_prefix("policy").merged_with(DECODER.with_prefix("critic"))
-    names = [name for name, _ in model.named_parameters()]
-    found = cut_stages(model, sharding, names, 2, 0)
+    whole = shapes(model)
+    found, layers = cut_stages(model, sharding, whole, 2, 0)
+    assert list(layers) == ["policy", "critic"]
     assert found["policy.embedding.weight"] == (0, 1)
     assert found["critic.embedding.weight"] == (0,)
     assert found["critic.output"] == (1,)
-    assert (found["policy.blocks.1.mlp.up.weight"], found["critic.blocks.1.mlp.router.weight"]) == ((0,), (1,))
-    assert {"score.weight", "score.bias"} == set(names) - set(found)
+    assert (found["policy.blocks.1.mlp.up.weight"], found["critic.blocks.2.mlp.router.weight"]) == ((0,), (1,))
+    assert {"score.weight", "score.bias"} == set(whole) - set(found)
 
 
-def test_a_network_that_names_no_ends_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(config, "UNBUILT_AXES", ())
+def test_a_network_that_names_no_ends_is_refused() -> None:
     for sharding in (ENCODER_DECODER, Sharding()):
         with pytest.raises(ConfigError, match=r"got: +parallel.pipeline=2(.|\n)*parallel.shard"):
             check_geometry(sharding, None, ParallelConfig(pipeline=2))
     for sharding in (DECODER, VISION):
         check_geometry(sharding, None, ParallelConfig(pipeline=2))
+
+
+@pytest.mark.parametrize("options", [FAMILIES["llama"], VIT], ids=["llama", "vit"])
+def test_fewer_blocks_than_stages_are_refused_with_the_arithmetic(options: Any) -> None:
+    network: Any = build_on_meta(options)
+    num = len(network.blocks)
+    wanted = r"(?s)4 is more stages than model.num_layers={0}.*{0} / 4 .*parallel.pipeline={0} at most"
+    with pytest.raises(ConfigError, match=wanted.format(num)):
+        check_geometry(sharding_of_network(network), network.geometry, ParallelConfig(pipeline=4))
+    with pytest.raises(ConfigError, match=wanted.format(num)):
+        stage(network, 0, num_stages=4)
 
 
 def test_the_names_of_all_stages_are_in_the_order_of_the_network(monkeypatch: pytest.MonkeyPatch) -> None:

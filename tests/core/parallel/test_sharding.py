@@ -39,11 +39,6 @@ def test_a_degree_below_one_is_refused(name: str) -> None:
         ParallelConfig(**{name: 0})
 
 
-def test_an_axis_that_is_not_built_is_refused() -> None:
-    with pytest.raises(ConfigError, match="not built yet"):
-        ParallelConfig(pipeline=2)
-
-
 def test_expert_divides_the_ranks_of_data_shard_and_context() -> None:
     wanted = (
         r"(?s)parallel.expert.*got: +4.*data x shard x context = 2 x 1 x 3 = 6, whose ranks it divides: 6 / 4 = 1.50"

@@ -16,7 +16,6 @@ import torch
 
 from kitforge.cli import main as cli
 from kitforge.core.nn.decoder import Decoder
-from kitforge.core.parallel import config
 from kitforge.data.tokenizers.loading import ByteTokenizer
 from kitforge.foundation.errors import ConfigError, TrainingError
 from kitforge.kits.rlhf import tasks
@@ -349,8 +348,7 @@ def test_a_placement_that_cannot_be_is_refused_in_words(choices: dict[str, Any],
         TASKS["ppo"].read_options({"task": "ppo"} | choices)
 
 
-def test_a_rank_with_a_stage_does_not_generate_from_a_copy_of_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(config, "UNBUILT_AXES", ())
+def test_a_rank_with_a_stage_does_not_generate_from_a_copy_of_the_policy() -> None:
     stages = {"task": "ppo", "parallel": {"pipeline": 4, "tensor": 2}}
     for roles in ({}, {"rollout": [7, 8]}):
         with pytest.raises(ConfigError, match=r"(?s)parallel\.pipeline.*1/4 \+ 1 of the policy.*role_ranks\.rollout"):
