@@ -50,6 +50,7 @@ AHEAD: Choices = {"rl.old_logprobs": "recompute", "importance_sampling.mode": "t
 ADAPTERS: Choices = {"lora.rank": 3}
 TWO = {"parallel.data": 2}
 CUT = {"parallel.shard": 2}
+STAGES = {"parallel.pipeline": 2}
 
 
 def at(*places: list[int] | None, **named: list[int]) -> Choices:
@@ -76,6 +77,7 @@ PLACED: list[tuple[Choices, Choices, bool]] = [
     (at([2, 3], [3], [2]) | TWO, {}, False),
     (at([2, 3], [3], [2]) | CUT, {}, False),
     (at([1, 2], [0], [2]) | CUT, AHEAD, False),
+    (at(rollout=[2]) | STAGES, {}, False),
 ]
 PRODUCT = list(itertools.product(("ppo", "grpo"), range(len(PLACED))))
 # Otherwise those that others are within, beside one of the two; the eighth is killed and goes on below.
@@ -90,7 +92,7 @@ def options_of(stage: str, folder: Path, choices: Mapping[str, Any]) -> Any:
 
 
 def judge() -> ValueHeadModel:
-    model = ValueHeadModel(runs.network(torch.float64, tiny.LLAMA | {"num_layers": 1}))
+    model = ValueHeadModel(runs.network(torch.float64, tiny.LLAMA | {"num_layers": 3}))
     model.reset_head(5)
     return model
 
@@ -106,7 +108,7 @@ def run(stage: str, folder: Path, choices: Choices, **given: Any) -> dict[str, A
     made: Any = TASKS[stage].assemble(options, inputs, lobby)
     metrics = train(made.loop, made.options, made.folder, made.config_text)
     parallel = made.loop.state.parallel
-    weights = {name: parallel.full_tensor(name).clone() for name in parallel.parameters()}
+    weights = {name: parallel.full_tensor(name).clone() for name in parallel.union(parallel.parameters())}
     return {"metrics": metrics, "weights": weights}
 
 

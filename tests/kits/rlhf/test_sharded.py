@@ -37,6 +37,7 @@ TENSOR = ParallelConfig(tensor=2, sequence_parallel=False)
 CONTEXT = ParallelConfig(context=2, sequence_parallel=False)
 WITH_TENSOR = ParallelConfig(context=2, tensor=2, sequence_parallel=False)
 EXPERTS = ParallelConfig(data=2, expert=2, sequence_parallel=False)
+STAGES = ParallelConfig(pipeline=2, sequence_parallel=False)
 SQUARE = ParallelConfig(shard=2, tensor=2, sequence_parallel=False)
 LESS = [ParallelConfig(shard=2, zero_stage=zero, sequence_parallel=False) for zero in (1, 2)]
 # Stages whose rows are cut along the sequence.
@@ -59,10 +60,11 @@ SPLIT: list[tuple[str, dict[str, Any], ParallelConfig]] = [
     *((stage, {}, EXPERTS) for stage in ("dpo", "ppo")),
     ("distill", {}, SHARD),
     ("distill", {}, TENSOR),
+    *((each, ADAPTERS if each == "sft" else {}, STAGES) for each in ("sft", "reward", "dpo", "kto")),
 ]
 # In the gate what neither a row of tests/verify/test_contracts.py nor `test_memory.py` has: adapters, rows that are cut
 # beside those of a reference, and a critic of experts.
-SPLIT = SPLIT if WHOLE else [SPLIT[place] for place in (1, 9, 13, 17, -1)]
+SPLIT = SPLIT if WHOLE else [SPLIT[place] for place in (1, 9, 13, 17, 19, -4, -2)]
 QUARTERS: list[tuple[str, dict[str, Any], ParallelConfig]] = [
     ("sft", ADAPTERS, SQUARE),
     ("grpo", ADAPTERS, ParallelConfig(shard=2, context=2)),
@@ -91,7 +93,7 @@ def run(
     values = runs.OPTIONS | runs.SHAPED.get(stage, {}) | CHOICES | rounds | choices
     values |= {
         f"parallel.{name}": getattr(degrees, name)
-        for name in ("data", "shard", "context", "expert", "tensor", "sequence_parallel", "zero_stage")
+        for name in ("pipeline", "data", "shard", "context", "expert", "tensor", "sequence_parallel", "zero_stage")
     }
     options = TASKS[stage].read_options(tiny.nested(values | {"task": stage, "output_dir": str(folder)}))
     TASKS[stage].check_parallel(options)
@@ -104,7 +106,9 @@ def run(
     made: Any = TASKS[stage].assemble(options, inputs, TestRendezvous(degrees))  # type: ignore[arg-type]
     metrics = train(made.loop, made.options, made.folder, made.config_text)
     parallel = made.loop.state.parallel
-    weights = {name: parallel.full_tensor(name) for name, each in parallel.parameters().items() if each.requires_grad}
+    # Of other stages too, whose ranks gather with this one.
+    trained = parallel.union(name for name, each in parallel.parameters().items() if each.requires_grad)
+    weights = {name: parallel.full_tensor(name) for name in trained}
     return {"metrics": metrics, "weights": weights}
 
 
