@@ -13,6 +13,8 @@ from unittest import mock
 import pytest
 import torch
 
+from kitforge.core.checkpoint.load import open_checkpoint
+from kitforge.core.checkpoint.manifest import step_folder
 from kitforge.core.optim import muon
 from kitforge.verify.run_equality import copy_up_to
 from tests.differential.drawn import WHOLE
@@ -64,7 +66,9 @@ def mesh(**degrees: Any) -> dict[str, Any]:
     return {f"parallel.{name}": degree for name, degree in degrees.items()}
 
 
-SQUARE, CUT = mesh(shard=2, tensor=2), mesh(shard=2, context=2)
+SQUARE, CUT, STAGES = mesh(shard=2, tensor=2), mesh(shard=2, context=2), mesh(pipeline=2, shard=2)
+# With more micro-batches than stages on some of the ranks.
+STAGED = STAGES | {"trainer.micro_batch_size": 1}
 # The gate has every axis, every pair of them and every kind of run.
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("adamw", mesh(data=2, shard=2)),
@@ -74,6 +78,10 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("micro-batches", mesh(shard=3)),
     ("dropout", SQUARE),
     ("dropout", CUT),
+    ("dropout", STAGED),
+    ("muon", mesh(pipeline=2)),
+    ("fewer rows than ranks", mesh(pipeline=2, data=2)),
+    ("experts with a bias", mesh(pipeline=2) | {"trainer.micro_batch_size": 2}),
     ("documents and dropout", mesh(context=2, tensor=2)),
     ("fewer rows than ranks", mesh(data=4)),
     # One rank has a dry row in every step.
@@ -94,7 +102,11 @@ if WHOLE:
     ]
     CASES += [case for case in itertools.product(KINDS, MESHES) if case not in CASES]
 # From the checkpoint of one mesh on another; the weights of the run that goes on where it was are those to the bit.
-GOES_ON = [(SQUARE, SQUARE), (SQUARE, {}), (SQUARE, mesh(shard=3)), (CUT, mesh(context=2, tensor=2))]
+GOES_ON = [
+    *((SQUARE, later) for later in (SQUARE, {}, mesh(shard=3))),
+    (CUT, mesh(context=2, tensor=2)),
+    *((STAGED, later) for later in (STAGED, {}, mesh(tensor=2))),
+]
 POISONED = [mesh(data=2), mesh(shard=2)]
 
 
@@ -132,13 +144,25 @@ def runs(folder: Path) -> dict[Any, list[Any]]:
 
 
 @pytest.fixture(scope="module")
-def continued(folder: Path, runs: dict[Any, list[Any]]) -> dict[str, list[Any]]:
-    questions = {}
+def continued(folder: Path, runs: dict[Any, list[Any]]) -> dict[Any, list[Any]]:
+    questions: dict[Any, tuple[Any, ...]] = {}
     for number, (first, later) in enumerate(GOES_ON):
         copy = copy_up_to(place_of(folder, "dropout", first), folder / f"continued {number}", HALF)
         given = {**KINDS["dropout"], **later, "output_dir": str(copy), "resume": "auto"}
         questions[str((first, later))] = (world_size(later), run_training, folder, given)
+        if first == STAGED:
+            questions["moments", str(later)] = (world_size(later), moments, folder, given)
     return ask_ranks(questions)
+
+
+def moments(rank: int, folder: Path, choices: Mapping[str, Any]) -> list[bool]:
+    """Of each state of the optimizer, as this rank loads it, whether it has the bits of the checkpoint."""
+    loop = ready(rank, folder, choices)[0].loop
+    saved = open_checkpoint(step_folder(Path(choices["output_dir"]) / "checkpoints", HALF))
+    loop.resume(saved)
+    whole, regions = dict(saved.optimizer()), loop.state.parallel.regions(loop.state.layouts())
+    own = dict(loop.state.optimizer.tensors())
+    return [torch.equal(each, regions[name].of(whole[name])) for name, each in own.items()]
 
 
 def place_of(folder: Path, kind: str, choices: Mapping[str, Any]) -> Path:
@@ -173,12 +197,22 @@ def test_a_run_goes_on_under_another_mesh(
         assert numbers(lines, "loss") == pytest.approx(wanted, abs=2e-6)
 
 
-def test_resuming_on_the_same_mesh_is_exact(runs: dict[Any, list[Any]], continued: dict[str, list[Any]]) -> None:
-    whole = runs["dropout", str(SQUARE)]
-    for (lines, weights), (expected_lines, expected) in zip(continued[str((SQUARE, SQUARE))], whole, strict=True):
+@pytest.mark.parametrize("mesh", [SQUARE, STAGED], ids=str)
+def test_resuming_on_the_same_mesh_is_exact(
+    runs: dict[Any, list[Any]], continued: dict[str, list[Any]], mesh: dict[str, Any]
+) -> None:
+    whole = runs["dropout", str(mesh)]
+    for (lines, weights), (expected_lines, expected) in zip(continued[str((mesh, mesh))], whole, strict=True):
         assert numbers(lines, "loss") == numbers(expected_lines, "loss")[HALF:]
         assert weights.keys() == expected.keys()
         assert all(torch.equal(weight, expected[name]) for name, weight in weights.items())
+
+
+@pytest.mark.parametrize("later", [later for first, later in GOES_ON if first == STAGED], ids=str)
+def test_moments_of_stages_are_loaded_bit_for_bit(continued: dict[Any, list[Any]], later: dict[str, Any]) -> None:
+    for found in continued["moments", str(later)]:
+        assert len(found) > 10
+        assert all(found)
 
 
 def poisoned(rank: int, folder: Path, choices: Mapping[str, Any]) -> tuple[int, int, float]:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from kitforge.composition import compose_config
-from kitforge.core.parallel.config import ParallelConfig
+from kitforge.core.parallel.config import AXES, ParallelConfig
 from kitforge.core.parallel.world import World
 from kitforge.kits.kit import RunAssembly
 from kitforge.kits.transformers.build import TASKS, Inputs
@@ -113,7 +113,7 @@ def run_training(rank: int, folder: Path, choices: Mapping[str, Any]) -> tuple[l
 
 
 def world_size(choices: Mapping[str, Any]) -> int:
-    return math.prod(choices.get(f"parallel.{axis}", 1) for axis in ("data", "shard", "context", "tensor"))
+    return math.prod(choices.get(f"parallel.{axis}", 1) for axis in AXES)
 
 
 def numbers(lines: list[dict[str, Any]], name: str) -> list[float]:
