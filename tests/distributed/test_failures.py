@@ -31,6 +31,7 @@ from kitforge.core.parallel.rank_errors import (
     reserve_error_file,
     write_error_file,
 )
+from kitforge.core.parallel.stage import Stage
 from kitforge.core.parallel.world import World
 from kitforge.foundation import device as devices
 from kitforge.foundation.config import from_dict
@@ -150,7 +151,6 @@ def unwritable_metrics() -> None:
 
 def fails_to_sample() -> None:
     from kitforge.inference.engine import Engine
-    from tests.distributed.training import BASE, LLAMA, write_text
 
     generate = Engine.generate
 
@@ -160,6 +160,24 @@ def fails_to_sample() -> None:
         return generate(*arguments)
 
     Engine.generate = no_room  # type: ignore[method-assign]
+    train_on_texts({"parallel.data": 2})
+
+
+def fails_on_a_stage() -> None:
+    backward = Stage.backward
+
+    def broken(*arguments: Any) -> None:
+        if is_failing():
+            raise RuntimeError("the second stage is out of order")
+        backward(*arguments)
+
+    Stage.backward = broken  # type: ignore[method-assign]
+    train_on_texts({"parallel.pipeline": 2, "trainer.micro_batch_size": 2})
+
+
+def train_on_texts(choices: dict[str, Any]) -> None:
+    from tests.distributed.training import BASE, LLAMA, write_text
+
     if os.environ["RANK"] == "0":
         write_text(Path())
     while not Path("text.txt").exists():
@@ -169,8 +187,8 @@ def fails_to_sample() -> None:
         **LLAMA,
         "data.cache": "cache",
         "compile_level": "O0",
-        "parallel.data": 2,
         "parallel.timeout": PATIENCE,
+        **choices,
     }
     options |= {"trainer.eval_every": 2, "prompt": ["Beautiful "]}
     Trainer("text_generation", options.pop("model"), "text.txt", output_dir="run", options=options).train()
@@ -257,6 +275,7 @@ CASES: dict[str, tuple[int, str, Callable[[], None], str]] = {
     "no memory for an evaluation": (2, "1", lambda: train(NoMemory(), eval_every=3), "Tried to allocate 32.00 GiB"),
     "a network that cannot be built": (2, "1", lambda: train(NoNetwork()), "ValueError: no such layer"),
     "no room for samples": (2, "1", fails_to_sample, "no room for 17 blocks"),
+    "a stage, while the other waits for its gradient": (2, "1", fails_on_a_stage, "the second stage is out of order"),
     "another that waits for something else": (2, "1", lambda: train(HungElsewhere()), "rows 17 of part-00042"),
     "a write that does not end": (2, "1", lambda: train(None, SlowDisk("step")), FULL),
 }
