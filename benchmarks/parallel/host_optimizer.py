@@ -34,7 +34,14 @@ from kitforge.models.loading import build_on_meta
 from kitforge.trainer.precision import autocast
 
 TABLE = Path(__file__).with_suffix(".md")
-SIZES = {"vocab_size": 4096, "dim": 512, "num_layers": 6, "num_heads": 8, "mlp_dim": 1536, "max_length": 256}
+SIZES: dict[str, Any] = {
+    "vocab_size": 4096,
+    "dim": 512,
+    "num_layers": 6,
+    "num_heads": 8,
+    "mlp_dim": 1536,
+    "max_length": 256,
+}
 ROWS = 2
 SMOKE = {"SIZES": SIZES | {"dim": 32, "num_layers": 2, "mlp_dim": 64}, "steps": 2}
 CASES: list[tuple[str, Precision]] = [
@@ -67,7 +74,7 @@ def measured(mode: str, precision: Precision, num_steps: int) -> tuple[float, fl
         alive.append(sum(each.nbytes for ref in arrived if (each := ref()) is not None))
 
     for parameter in weights.values():
-        parameter.register_post_accumulate_grad_hook(count)  # type: ignore[no-untyped-call]
+        parameter.register_post_accumulate_grad_hook(count)
     optimizer = optimizer_of(mode, precision, parallel, model)
     optimizer.init_state()
     tokens = torch.randint(0, config.vocab_size, (ROWS, config.max_length), generator=torch.Generator().manual_seed(0))

@@ -8,9 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from kitforge.core.kernels import mixed_precision
-from tests.distributed.ranks import ask_ranks
+from kitforge.core.parallel.config import ParallelConfig
+from kitforge.core.parallel.mesh import Mesh
+from kitforge.core.parallel.parallelize import parallel_model_of
+from kitforge.core.parallel.world import World
+from tests.distributed.ranks import ask_ranks, run_ranks
 from tests.distributed.training import numbers, run_training, world_size, write_text
 
 WHOLE = "KITFORGE_PROVE" in os.environ
@@ -79,3 +84,22 @@ def test_data_parallel_ranks_sum_each_micro_batch_in_fp32(tmp_path: Path) -> Non
             torch.testing.assert_close(got[1][name], each, rtol=1e-4, atol=1e-6)
     first, second = found[STREAMED]
     assert all(torch.equal(first[1][name], each) for name, each in second[1].items())
+
+
+def repaired(rank: int) -> tuple[dict[str, list[int]], Tensor, Tensor]:
+    """The drift of a master weight that differs on rank 1, and what this rank then has on host and device."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    parallel = parallel_model_of(model, World(device=torch.device("cpu"), mesh=Mesh(ParallelConfig(data=2), "cpu")))
+    parallel.offload(["weight", "bias"], gradients=False, fraction=1.0, compute_dtype=torch.float32)
+    with torch.no_grad():
+        parallel.parameters()["weight"].add_(rank)
+        model.weight.add_(rank)
+    drift = parallel.repair_replicas({}, parallel.layouts)
+    return drift, parallel.parameters()["weight"].detach().clone(), model.weight.detach().clone()
+
+
+def test_a_master_weight_that_drifted_is_repaired_on_host_and_device() -> None:
+    (drift, master, weight), (_, others_master, others_weight) = run_ranks(2, repaired)
+    assert drift == {"weight": [1]}
+    assert all(torch.equal(master, each) for each in (weight, others_master, others_weight))

@@ -90,7 +90,13 @@ class ParallelModel:
             return {}
         tensors = {**dict(self.tensors()), **states}
         drift = replica_drift(tensors, layouts, self._mesh)
-        broadcast_replicas({name: tensors[name] for name in drift}, layouts, self._mesh)
+        # What is on the host takes the way through the device, as ranks exchange nothing else.
+        repaired = {name: tensors[name].detach().to(self.device) for name in drift}
+        broadcast_replicas(repaired, layouts, self._mesh)
+        for name, each in repaired.items():
+            tensors[name].detach().copy_(each)
+        if self._offload is not None and drift:
+            self._offload.publish()
         return drift
 
     def materialize(self, device: torch.device) -> None:
