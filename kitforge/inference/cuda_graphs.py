@@ -39,8 +39,8 @@ class RecordedStep:
 
 
 def can_record_steps(model: nn.Module) -> bool:
-    """Whether the device supports CUDA graphs, and no product of experts waits for the host."""
-    if not devices.can_record(cast(CausalLM, model).head_weight.device):
+    """Whether the device supports CUDA graphs, and neither a product of experts nor a stage waits for the host."""
+    if not devices.can_record(cast(CausalLM, model).head_weight.device) or getattr(model, "layers", None) is not None:
         return False
     return not any(isinstance(each, Experts) and _waits_for_host(each) for each in model.modules())
 

@@ -28,6 +28,7 @@ from kitforge.core.nn.lora import FACTORS, attach, copy_factors, initial_down, m
 from kitforge.core.nn.lora import active_lora_config as config_of_adapter
 from kitforge.core.nn.quantized import quantize_linears, quantized_bits
 from kitforge.core.nn.score_head import BACKBONE, ScoreModel
+from kitforge.core.nn.stack import Stack
 from kitforge.core.nn.vision import VisionTransformer
 from kitforge.core.parallel.expert_load import check_balance, experts_of
 from kitforge.core.parallel.offload import check_host_memory
@@ -281,6 +282,7 @@ def build_model(parts: Sequence[Part], world: World, join: Callable[..., nn.Modu
 def copy_model(network: nn.Module, device: torch.device, level: CompileLevel = "O1") -> nn.Module:
     """An unsharded copy with its own weights, adapters merged."""
     config = config_of_network(network)
+    _check_whole(network)
     if config is None:
         return copy.deepcopy(network).to(device)
     twin = model_folder.build(config, device=device, level=level, dtype=cast(CausalLM, network).head_weight.dtype)
@@ -297,6 +299,7 @@ def alias_weights(network: nn.Module, level: CompileLevel = "O1") -> nn.Module:
     """A frozen model that shares the weights of another and may get its own adapter."""
     config = config_of_network(network)
     assert config is not None
+    _check_whole(network)
     twin = build_on_meta(config, level)
     if (bits := quantized_bits(network)) is not None:
         quantize_linears(twin, bits)
@@ -305,6 +308,15 @@ def alias_weights(network: nn.Module, level: CompileLevel = "O1") -> nn.Module:
         path, _, last = name.rpartition(".")
         setattr(twin.get_submodule(path), last, nn.Parameter(sources[name].detach(), requires_grad=False))
     return twin
+
+
+def _check_whole(network: nn.Module) -> None:
+    """Raise ModelError for a network with blocks on other ranks, which has no weights to be copied here."""
+    stages = [each for each in network.modules() if isinstance(each, Stack) and each.layers is not None]
+    if stages:
+        got = f"layers {stages[0].layers} of {len(stages[0].blocks)}"
+        fix = "pass the folder of the run: checkpoint=RUN"
+        raise ModelError("a stage of a pipeline is not the whole network", got=got, fix=fix)
 
 
 @torch.no_grad()

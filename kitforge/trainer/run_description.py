@@ -16,6 +16,7 @@ def describe_run(run: RunContext, task: Task, options: RunOptions) -> str:
         "length": _length(run, task, options),
         "batch": "" if batch is None else _batch(run, batch),
         "parameters": _parameters(run),
+        "stages": _stages(run),
         "learning": options.summary or "",
         "device": f"{run.world.device}, {options.precision}",
         "folder": str(run.folder or ""),
@@ -46,3 +47,13 @@ def _parameters(run: RunContext) -> str:
     every = sum(sizes.values())
     trained = f"{every - frozen:,} of {every:,} trained" + (f" ({1 - frozen / every:.2%})" if frozen else "")
     return trained + ("; the rows of embedding tables come besides" if run.state.tables() else "")
+
+
+def _stages(run: RunContext) -> str:
+    """The layers of each stage of a pipeline, with their share of the products of a token, network by network."""
+    lines = []
+    for stages in run.state.parallel.stage_layers.values():
+        total = sum(each.products for each in stages)
+        parts = (f"{each.layers.start}-{each.layers[-1]} ({each.products / total:.0%})" for each in stages)
+        lines.append(f"layers {', '.join(parts)}")
+    return "; ".join(lines)

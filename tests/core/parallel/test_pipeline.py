@@ -21,7 +21,10 @@ from kitforge.core.parallel.layout import Layout
 from kitforge.core.parallel.mesh import Mesh
 from kitforge.core.parallel.pipeline import cut_stages, divide_layers
 from kitforge.core.parallel.sharding import Sharding, check_geometry
-from kitforge.foundation.errors import ConfigError
+from kitforge.foundation import device as devices
+from kitforge.foundation.errors import ConfigError, ModelError
+from kitforge.inference.cuda_graphs import can_record_steps
+from kitforge.kits.network_source import alias_weights, copy_model
 from kitforge.models.llama.model import LlamaConfig
 from kitforge.models.loading import build_on_meta
 from kitforge.models.sharding import DECODER, ENCODER_DECODER, VISION, sharding_of_network
@@ -142,6 +145,22 @@ def test_a_stage_between_the_ends_has_no_head_and_says_the_dtype_of_its_matrices
     assert found["output"] == (2,)
     assert network.head_weight.shape == (0, 16)
     assert network.head_weight.dtype == torch.bfloat16
+
+
+def test_a_stage_is_not_copied_for_a_network() -> None:
+    network = Decoder(FAMILIES["llama"])
+    stage(network, 1)
+    for copied in (lambda: copy_model(network, torch.device("cpu")), lambda: alias_weights(network)):
+        with pytest.raises(ModelError, match=r"(?s)layers range\(1, 2\) of 2.*checkpoint=RUN"):
+            copied()
+
+
+def test_a_step_of_a_stage_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "can_record", lambda _device: True)
+    network = Decoder(FAMILIES["llama"])
+    assert can_record_steps(network)
+    stage(network, 1)
+    assert not can_record_steps(network)
 
 
 def test_the_networks_of_a_model_have_ends_of_their_own() -> None:
