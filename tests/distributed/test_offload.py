@@ -16,7 +16,7 @@ from kitforge.core.parallel.mesh import Mesh
 from kitforge.core.parallel.parallelize import parallel_model_of
 from kitforge.core.parallel.world import World
 from tests.distributed.ranks import ask_ranks, run_ranks
-from tests.distributed.training import numbers, run_training, world_size, write_text
+from tests.distributed.training import MIXTURE, numbers, run_training, world_size, write_text
 
 WHOLE = "KITFORGE_PROVE" in os.environ
 MESHES: dict[str, dict[str, Any]] = {
@@ -27,10 +27,18 @@ MESHES: dict[str, dict[str, Any]] = {
     "tensor": {"parallel.tensor": 2, "trainer.micro_batch_size": 3},
     "tensor, whole rows": {"parallel.tensor": 2, "parallel.sequence_parallel": False},
     "context": {"parallel.context": 2},
+    "experts": MIXTURE | {"parallel.data": 2, "parallel.expert": 2},
+    "experts, sharded": MIXTURE | {"parallel.shard": 2, "parallel.expert": 2},
+    "stages": {"parallel.pipeline": 2, "trainer.micro_batch_size": 2},
 }
 SHORT = {"trainer.max_grad_norm": 0.05, "trainer.max_steps": 3, "trainer.eval_every": 3}
 STREAMED = "optimizer_and_gradients"
-PRODUCT = list(itertools.product(MESHES, ("fp32", "bf16"), ("optimizer", STREAMED)))
+# On stages gradients do not leave in the backward pass.
+PRODUCT = [
+    case
+    for case in itertools.product(MESHES, ("fp32", "bf16"), ("optimizer", STREAMED))
+    if case[0] != "stages" or case[2] != STREAMED
+]
 # The gate has one run of each kind of mesh, and both modes.
 CASES = [
     ("data", "bf16", STREAMED),
@@ -38,6 +46,8 @@ CASES = [
     ("zero2", "bf16", STREAMED),
     ("zero3", "bf16", STREAMED),
     ("tensor", "bf16", STREAMED),
+    ("experts, sharded", "bf16", STREAMED),
+    ("stages", "bf16", "optimizer"),
 ]
 
 
