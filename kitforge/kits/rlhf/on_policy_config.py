@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from kitforge.foundation.config import check
-from kitforge.kits.rlhf.config import PreferenceLossOptions, RLOptions
+from kitforge.kits.rlhf.config import KlOptions, PolicyGradientOptions, PreferenceLossOptions, RLOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +29,11 @@ class DistillLossOptions:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparedOptions(RLOptions):
     """Options of tasks that compare the policy with a frozen model within their loss."""
+
+    rl: PolicyGradientOptions = field(
+        default_factory=lambda: PolicyGradientOptions(advantage="grpo", num_generations=2)
+    )
+    kl: KlOptions = field(default_factory=lambda: KlOptions(coef=0.0))
 
     def __post_init__(self) -> None:
         RLOptions.__post_init__(self)
