@@ -531,10 +531,10 @@ def corrupt(path: str) -> None:
 
 
 def unsupported(_run: Path) -> str:
-    Path("bert").mkdir()
-    Path("bert/config.json").write_text(json.dumps({"model_type": "bert", "hidden_size": 8}))
-    save_file({"weight": torch.zeros(2)}, "bert/model.safetensors")
-    return "bert"
+    Path("mamba").mkdir()
+    Path("mamba/config.json").write_text(json.dumps({"model_type": "mamba", "hidden_size": 8}))
+    save_file({"weight": torch.zeros(2)}, "mamba/model.safetensors")
+    return "mamba"
 
 
 def truncated(run: Path) -> str:
@@ -565,7 +565,7 @@ def damaged(run: Path) -> str:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (unsupported, ["bert", "llama"]),
+        (unsupported, ["mamba", "llama"]),
         (truncated, ["cut/model.safetensors", "whole"]),
         (pickled, ["pytorch_model.bin", "safetensors"]),
         (lacking, ["missing"]),
@@ -647,7 +647,7 @@ def test_data_that_may_not_be_read_is_told() -> None:
             "parallel.tensor=2 data.sequence_length=33",
             ["33", "a multiple of parallel.tensor=2", "sequence_parallel=false"],
         ),
-        ("parallel.pipeline=2", ["parallel.pipeline", "not built yet"]),
+        ("parallel.pipeline=2", ["2 is more stages than model.num_layers=1", "parallel.shard"]),
         ("parallel.data=0", ["parallel.data", "at least 1"]),
         ("trainer.max_steps=1,2", ["1, 2", "-m"]),
         ("tokenizer=nope", ["unknown tokenizer", "sentencepiece"]),

@@ -23,6 +23,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "sft": GPT2,
     "text_classification": GPT2,
     "token_classification": GPT2,
+    "masked_lm": SHAPE | {"model": "bert_tiny"},
     "translation": SHAPE | {"model.dropout": 0.1},
     "summarization": SHAPE,
     "image_classification": SHAPE,

@@ -35,7 +35,9 @@ def by_hand(
         def run(ctx: Any, *gradients: Any) -> Any:
             # A compiled graph has no second derivative, which torch says itself.
             if not torch.is_grad_enabled() or torch.compiler.is_compiling() or not where(ctx):
-                with torch.no_grad():
+                device = next((each.device.type for each in gradients if isinstance(each, Tensor)), "cpu")
+                # Within autocast its products would be rounded, which those of autograd are not.
+                with torch.no_grad(), torch.autocast(device, enabled=False):
                     return backward(ctx, *gradients)
             found, wanted = again(ctx), [index for index, is_wanted in enumerate(ctx.needs_input_grad) if is_wanted]
             # Inputs of several dtypes were joined by autocast, which has ended.

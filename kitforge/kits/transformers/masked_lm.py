@@ -227,6 +227,13 @@ class MaskedLM(NetworkKit[MaskedLMOptions, Tokenizer]):
     OPTIONS, KIND, OUTPUT = MaskedLMOptions, "encoder", "FILLED.jsonl"
     PREDICTS_AS_TRAINED = True
 
+    def resolved(self, options: MaskedLMOptions) -> dict[str, Any]:
+        """See `NetworkKit`; the mask is behind the vocabulary of bytes, and of a tokenizer that is trained."""
+        values = super().resolved(options)
+        if options.checkpoint is None and options.model.get("vocab_size") is None:
+            values["model"]["vocab_size"] += 1
+        return values
+
     def prepare(
         self, options: MaskedLMOptions, inputs: Inputs, rendezvous: Rendezvous, *, is_evaluation: bool
     ) -> Prepared[MaskedLMOptions, Tokenizer]:

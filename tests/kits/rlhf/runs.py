@@ -113,7 +113,7 @@ def begin(
         "train_dataset": ROWS.get(stage, PROMPTS),
     }
     model = (given | inputs)["model"]
-    given["roles"] = roles_of(stage, torch.float32 if model is None else model.head_weight.dtype)
+    given["roles"] = roles_of(stage, torch.float32 if model is None else next(model.parameters()).dtype)
     options = TASKS[stage].read_options(tiny.nested(values))
     return TASKS[stage].assemble(
         options, Inputs(**(given | inputs)), Rendezvous.open(options.parallel, options.device, options.num_ranks)

@@ -24,6 +24,8 @@ NETWORK = [f"model.{name}={value}" for name, value in tiny.LLAMA.items() if name
 SHORT = ["trainer.max_steps=2", "trainer.progress=false", "device=cpu", "optimizer.learning_rate=0.01"]
 SHORT += ["data.sequence_length=40", "data.batch_size=4"]
 ROUNDS = ["rl.prompts_per_rollout=4", "rollout.max_new_tokens=5", "kl.coef=0.0", "kl.measure=true"]
+# Of tasks over rollouts without a reference of the collector's.
+COMPARED = {"distill": ROUNDS[:2], "online_dpo": [*ROUNDS[:2], "reward=own_rewards:size"]}
 
 
 @pytest.fixture(autouse=True)
@@ -32,13 +34,15 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     for stage in RLHF_TASKS:
         rows = runs.ROWS.get(stage, runs.PROMPTS)
+        # The policy itself, with a hint, is the teacher.
+        rows = [{**row, "teacher_prompt": f"so {row['prompt']}"} for row in rows] if stage == "distill" else rows
         Path(f"{stage}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     Path("own_rewards.py").write_text("def size(*, completions):\n    return list(map(len, completions))\n")
     return tmp_path
 
 
 def train(stage: str, *further: str) -> int:
-    rounds = [*ROUNDS, "reward=own_rewards:size"] if stage in runs.RL else []
+    rounds = [*ROUNDS, "reward=own_rewards:size"] if stage in runs.RL else COMPARED.get(stage, [])
     given = [f"data.train={stage}.jsonl", f"data.eval={stage}.jsonl", f"output_dir={stage}"]
     start = [] if any(each.startswith("checkpoint=") for each in further) else NETWORK
     return run(["train", f"task={stage}", *start, *SHORT, *rounds, *given, *further])
