@@ -88,7 +88,8 @@ def test_pairs_are_scored_by_their_cosine_and_documents_ranked_by_it(embedding: 
     for names in (("text_1", "text_2"), ("queries", "documents")):
         reply = post(embedding, "/score", dict(zip(names, (TEXTS[0], TEXTS), strict=True))).json()
         assert [each["score"] for each in reply["data"]] == pytest.approx(expected, abs=1e-6)
-    assert post(embedding, "/v1/score", {"text_1": TEXTS, "text_2": TEXTS}).json()["data"][2]["score"] == pytest.approx(1)
+    pairs = post(embedding, "/v1/score", {"text_1": TEXTS, "text_2": TEXTS}).json()["data"]
+    assert pairs[2]["score"] == pytest.approx(1)
     documents = [TEXTS[1], {"text": TEXTS[0]}, TEXTS[2]]
     order = sorted((1, 0, 2), key=lambda at: -[expected[1], expected[0], expected[2]][at])
     for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
