@@ -23,7 +23,7 @@ _FIX = "take compile_level=O0 on one rank, or call backward without create_graph
 def by_hand(
     again: Again = lambda _: None, *, fix: str = _FIX, where: Callable[[Any], bool] = lambda _: True
 ) -> Callable[[Backward], Backward]:
-    """A decorator of the backward pass of an `autograd.Function`, which runs without a graph.
+    """A decorator of the backward pass of an `autograd.Function`, which runs without a graph and without autocast.
 
     With `create_graph=True` the gradients are those of the function that `again` returns, so they can be differentiated
     themselves; ModelError if there is none, if an input was not saved as it was given, or if inputs differ in dtype.
@@ -35,10 +35,13 @@ def by_hand(
         def run(ctx: Any, *gradients: Any) -> Any:
             # A compiled graph has no second derivative, which torch says itself.
             if not torch.is_grad_enabled() or torch.compiler.is_compiling() or not where(ctx):
-                device = next((each.device.type for each in gradients if isinstance(each, Tensor)), "cpu")
-                # Within autocast its products would be rounded, which those of autograd are not.
-                with torch.no_grad(), torch.autocast(device, enabled=False):
-                    return backward(ctx, *gradients)
+                with torch.no_grad():
+                    if not torch.compiler.is_compiling() and not torch._C._is_any_autocast_enabled():
+                        return backward(ctx, *gradients)
+                    # A training loop may call `backward` within autocast, which would round products and losses.
+                    device = next((each.device.type for each in gradients if isinstance(each, Tensor)), "cpu")
+                    with torch.autocast(device, enabled=False):
+                        return backward(ctx, *gradients)
             found, wanted = again(ctx), [index for index, is_wanted in enumerate(ctx.needs_input_grad) if is_wanted]
             # Inputs of several dtypes were joined by autocast, which has ended.
             is_given = found is not None and all(found[0][index].requires_grad for index in wanted)

@@ -1,15 +1,10 @@
 """Dtypes of products under autocast and half precision, by what the device supports."""
 
-import functools
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
-
 import torch
 from torch import Tensor
 
 from kitforge.foundation import device
 
-Backward = TypeVar("Backward", bound=Callable[..., Any])
 # Whether the processor has native products in these dtypes. Asked once, since torch.compile cannot trace the question.
 NATIVE_DTYPES = {dtype: device.has_native_matmul(dtype) for dtype in (torch.bfloat16, torch.float16)}
 
@@ -20,21 +15,6 @@ def compute_dtype(input: Tensor) -> torch.dtype:
     if torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind)
     return input.dtype
-
-
-def outside_autocast(backward: Backward) -> Backward:
-    """The backward pass of an `autograd.Function` in the dtypes that it names itself: a training loop may call
-    `backward` within `torch.autocast`, which casts products and losses there."""
-
-    @functools.wraps(backward)
-    def run(ctx: Any, *gradients: Tensor) -> Any:
-        kind = gradients[0].device.type
-        if not torch.is_autocast_enabled(kind):
-            return backward(ctx, *gradients)
-        with torch.autocast(kind, enabled=False):
-            return backward(ctx, *gradients)
-
-    return cast(Backward, run)
 
 
 def storage_dtype(input: Tensor) -> torch.dtype | None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kitforge.core.kernels.derivatives import by_hand
-from kitforge.core.kernels.mixed_precision import compute_dtype, outside_autocast
+from kitforge.core.kernels.mixed_precision import compute_dtype
 
 # Queries in a block.
 BLOCK = 64
@@ -62,7 +62,6 @@ class _Products(torch.autograd.Function):
 
     @staticmethod
     @by_hand()
-    @outside_autocast
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         queries, keys, values, *kept = ctx.saved_tensors
         exact = torch.promote_types(queries.dtype, torch.float32)

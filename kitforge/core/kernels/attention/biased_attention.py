@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kitforge.core.kernels.attention import reference
 from kitforge.core.kernels.derivatives import by_hand
-from kitforge.core.kernels.mixed_precision import NATIVE_DTYPES, compute_dtype, outside_autocast
+from kitforge.core.kernels.mixed_precision import NATIVE_DTYPES, compute_dtype
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, mask: Tensor | None, scale: float) -> Tensor:
@@ -61,7 +61,6 @@ class _BiasedProducts(torch.autograd.Function):
 
     @staticmethod
     @by_hand(_again)
-    @outside_autocast
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None, None]:
         query, key, value, bias, _, kept = ctx.saved_tensors
         exact, product = _dtypes(query)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kitforge.core.kernels.derivatives import by_hand
-from kitforge.core.kernels.mixed_precision import compute_dtype, outside_autocast
+from kitforge.core.kernels.mixed_precision import compute_dtype
 from kitforge.core.kernels.recomputation import kept
 
 # Of a tensor [m, n] and a dtype: its rows [m, n] and its columns [n, m] in FP8, and their scale. The lengths n of rows
@@ -80,7 +80,6 @@ class _Float8(torch.autograd.Function):
 
     @staticmethod
     @by_hand(fix="train without FP8")
-    @outside_autocast
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         columns, scale, turned, size = ctx.saved_tensors
         (of_input, of_weight), (input_dtype, weight_dtype) = ctx.needs_input_grad[:2], ctx.dtypes

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from kitforge.core.kernels.derivatives import by_hand
-from kitforge.core.kernels.mixed_precision import outside_autocast
 from kitforge.core.kernels.rms_norm import reference
 
 
@@ -40,7 +39,6 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     @by_hand(lambda ctx: (ctx.saved_tensors[:2], lambda one, weight: reference.rms_norm(one, weight, ctx.eps)))
-    @outside_autocast
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         input, weight, scale = ctx.saved_tensors
         normal = input * scale
