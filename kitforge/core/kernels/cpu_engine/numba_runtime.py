@@ -18,7 +18,8 @@ from llvmlite import binding, ir
 from numba import extending, njit, types
 from numba.core import cgutils, config
 from numba.core.caching import CompileResultCacheImpl, FunctionCache
-from numba.core.codegen import get_host_cpu_features
+from numba.core.codegen import JITCodeLibrary, get_host_cpu_features
+from numba.core.compiler import Compiler, compile_result
 from numba.core.compiler_lock import global_compiler_lock
 from numba.np.numpy_support import carray
 
@@ -48,9 +49,7 @@ def compiled(function: Function, fastmath: bool | set[str] = False) -> Function:
     made = _dispatcher(FunctionCache, function, fastmath=fastmath)
     # Calls from Python and from C need wrappers, which take a third of the time of compilation; those of compiled loops
     # need none.
-    inner = functools.cache(
-        lambda: _dispatcher(_InnerCache, function, fastmath=fastmath, no_cpython_wrapper=True, no_cfunc_wrapper=True)
-    )
+    inner = functools.cache(lambda: _dispatcher(_InnerCache, function, fastmath=fastmath, **_INNER))
     made.get_call_template = lambda *types: inner().get_call_template(*types)
     made.get_overload = lambda signature: inner().get_overload(signature)
     return cast(Function, made)
@@ -80,14 +79,74 @@ def _say_once() -> None:
     errors.print("compiling loops for this processor, once (up to a minute)", soft_wrap=True)
 
 
+class _InnerLibrary(JITCodeLibrary):
+    """A function as LLVM's assembly, for its callers. numba would optimize it and write its machine code for itself and
+    once more in each caller: two thirds of the time of compilation."""
+
+    def _optimize_final_module(self) -> None:
+        pass
+
+    def _finalize_final_module(self: Any) -> None:
+        self._finalize_dynamic_globals()
+        self._verify_declare_only_symbols()
+        self._finalized = True
+
+    def get_pointer_to_function(self, _name: str) -> int:
+        """None of what has no machine code."""
+        return 0
+
+    @property
+    def codegen(self) -> Any:
+        """For `set_env`: there is no address to set."""
+        return self
+
+    def set_env(self, *_environment: Any) -> None:
+        pass
+
+    def serialize_using_object_code(self: Any) -> Any:
+        return self.serialize_using_bitcode()
+
+
+# Classes of numba's, which has no types.
+_make_library, _make_result = cast(Any, _InnerLibrary), cast(Any, compile_result)
+
+
+class _InnerCompiler(Compiler):
+    def __init__(self, typing_context: Any, context: Any, _library: Any, *given: Any) -> None:
+        cast(Any, super()).__init__(typing_context, context, _make_library(context.codegen(), "inner"), *given)
+
+
 class _InnerFiles(CompileResultCacheImpl):
     def get_filename_base(self, *names: str) -> str:
         """Of other files than those of the function with its wrappers."""
-        return f"inner.{super().get_filename_base(*names)}"  # type: ignore[no-untyped-call]
+        return f"assembly.{cast(Any, super()).get_filename_base(*names)}"
+
+    def rebuild(self, target_context: Any, payload: Any) -> Any:
+        """What `CompileResult._reduce` has written, in a library of this kind."""
+        (name, _, code), fndesc, environment, signature, _, _, _, reload_init, referenced_envs = payload
+        library = _make_library(target_context.codegen(), name)
+        library._final_module = binding.parse_bitcode(code)
+        library._finalize_final_module()
+        return _make_result(
+            typing_context=target_context.typing_context,
+            target_context=target_context,
+            entry_point=target_context.get_executable(library, fndesc, environment),
+            library=library,
+            environment=environment,
+            fndesc=fndesc,
+            signature=signature,
+            objectmode=False,
+            lifted=(),
+            reload_init=reload_init,
+            referenced_envs=referenced_envs,
+        )
 
 
 class _InnerCache(FunctionCache):
     _impl_class = _InnerFiles
+
+
+_INNER = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, "pipeline_class": _InnerCompiler}
 
 
 def compiled_fastmath(function: Function) -> Function:

@@ -89,7 +89,7 @@ def test_what_a_loop_calls_can_be_called_as_well(half: Callable[..., Any], tmp_p
         found = [call() for call in (calls if first == "python" else reversed(calls))]
         assert sorted(found) == [1.5, 2.5]
     names = [path.name.partition("loops_of")[0] for path in tmp_path.rglob("*.nbc")]
-    assert sorted(names) == ["", "inner."]
+    assert sorted(names) == ["", "assembly."]
 
 
 @pytest.fixture
