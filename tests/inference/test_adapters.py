@@ -89,7 +89,7 @@ def test_every_text_has_the_bits_that_it_has_alone(family: str, dtype: torch.dty
     """Among texts of other adapters and of none, in chunks, with prefixes, drafts, preemption and cancellations. One of
     the base model has the bits of an engine without adapters."""
     model, names = network(family, dtype), [None, *adapters(family)]
-    for seed in range(12) if WHOLE else (DENSE.index(family),):
+    for seed in range(12) if WHOLE else (list(DENSE).index(family),):
         chance = random.Random(seed)
         wanted = [
             replace(each, options=replace(each.options, adapter=chance.choice(names)))
