@@ -5,6 +5,7 @@ No other file names what numba and llvmlite do not promise to keep; docs/compati
 
 import fcntl
 import functools
+import itertools
 import os
 import threading
 from collections.abc import Callable
@@ -17,6 +18,7 @@ import numpy as np
 from llvmlite import binding, ir
 from numba import extending, njit, types
 from numba.core import cgutils, config
+from numba.core.bytecode import FunctionIdentity
 from numba.core.caching import CompileResultCacheImpl, FunctionCache
 from numba.core.codegen import JITCodeLibrary, get_host_cpu_features
 from numba.core.compiler import Compiler, compile_result
@@ -30,6 +32,16 @@ from kitforge.foundation.log import errors
 # runs the general one of another library; those that load the caller from the cache run the other for all arguments.
 if binding.llvm_version_info[0] >= 20:
     binding.set_option("", "-funcspec-max-iters=0")
+
+
+def _number_functions() -> None:
+    """numba tells functions of one name and signature, such as the operators of vectors, by a number that every process
+    counts from 1: linked together, what one process has saved would be taken for what another has."""
+    cast(Any, FunctionIdentity)._unique_ids = itertools.count(int.from_bytes(os.urandom(7), "big"))
+
+
+_number_functions()
+os.register_at_fork(after_in_child=_number_functions)
 
 # Of the processor, as numba is told or finds them.
 FEATURES = str(cast(Any, config).CPU_FEATURES or cast(Any, get_host_cpu_features)()).split(",")

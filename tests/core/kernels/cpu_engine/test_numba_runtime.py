@@ -92,6 +92,38 @@ def test_what_a_loop_calls_can_be_called_as_well(half: Callable[..., Any], tmp_p
     assert sorted(names) == ["", "assembly."]
 
 
+LOOPS = """
+from kitforge.core.kernels.cpu_engine.numba_runtime import compiled
+
+def made(step):
+    return compiled(lambda value: value + step)
+
+up, down = made(1.0), made(-1.0)
+
+above = compiled(lambda value: up(value))
+below = compiled(lambda value: down(value))
+
+first = compiled(lambda value: above(value))
+second = compiled(lambda value: below(value))
+both = compiled(lambda value: (above(value), below(value)))
+"""
+
+
+def test_functions_of_one_name_from_two_processes_are_told_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / f"loops_of_{tmp_path.name}.py"
+    source.write_text(LOOPS)
+    monkeypatch.syspath_prepend(tmp_path)
+    loops = importlib.import_module(source.stem)
+    for loop in (loops.first, loops.second):
+        process = FORK.Process(target=loop, args=(3.0,))
+        process.start()
+        process.join(PATIENCE)
+        assert process.exitcode == 0
+    assert loops.both(3.0) == (4.0, 2.0)
+
+
 @pytest.fixture
 def unlocked(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted fault: everyone compiles without asking."""
