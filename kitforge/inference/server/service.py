@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import secrets
 import time
@@ -146,12 +147,16 @@ class Service(HttpService):
         return {"is_chat": is_chat, "context": context, "most": most, "sampling": dataclasses.asdict(self.defaults)}
 
     def warm_up(self) -> None:
-        """Continue one text and several, since loops are compiled when they first run, which takes seconds."""
+        """Continue one text and several, since loops are compiled when they first run, which takes seconds. Compile a
+        grammar, since the first reads all tokens."""
         new = min(3, self.max_model_len - 1)
         options = dataclasses.replace(self.defaults, max_new_tokens=new, min_new_tokens=0, ignore_eos=True)
         for num_rows in (1, 3) if new else ():
             lengths = range(min(16, self.max_model_len - new), 0, -1)[:num_rows]
             self.engine.generate([[0] * length for length in lengths], options)
+        # Without llguidance, or a token that ends a text, a request is told so.
+        with contextlib.suppress(KitforgeError):
+            self._grammars.compile("json_object")
 
     async def rendered_metrics(self) -> tuple[bytes, str]:
         """The response of /metrics, and its content type."""

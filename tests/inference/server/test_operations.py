@@ -190,6 +190,13 @@ def test_a_server_is_ready_once_it_is_warm(model: Decoder, monkeypatch: pytest.M
     assert signal.getsignal(signal.SIGTERM) is handler
 
 
+def test_a_warm_server_has_read_the_tokens_for_grammars(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    service = make_service(model, ServeOptions(), EngineOptions())
+    service.warm_up()
+    monkeypatch.delattr(type(service.tokenizer), "token_bytes")
+    assert service._grammars.compile("json_schema", {"type": "array"}).masks([]).any()
+
+
 def test_the_smallest_cache_is_warmed_too(model: Decoder) -> None:
     service = make_service(model, ServeOptions(), EngineOptions(kv_cache_bytes=1024, block_size=2))
     assert service.max_model_len == 2
