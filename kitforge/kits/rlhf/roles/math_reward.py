@@ -18,7 +18,7 @@ TIMEOUT, START_TIMEOUT = 10.0, 120.0
 
 
 class MathWorker:
-    """A process of `math_worker`, started when it is first asked, and again after one that took too long."""
+    """A process of `math_worker`, started when it is first asked, and again after one that took too long or has ended."""
 
     def __init__(self, timeout: float = TIMEOUT, command: Sequence[str] = ()) -> None:
         self._timeout = timeout
@@ -29,7 +29,8 @@ class MathWorker:
     def ask(self, golds: Sequence[str], text: str) -> Any:
         """The worker's reply; "timeout" after that many seconds, of which its start is none."""
         with self._lock:
-            if self._process is None:
+            if self._process is None or self._process.poll() is not None:
+                self.close()
                 pipe = subprocess.PIPE
                 self._process = subprocess.Popen(
                     self._command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, bufsize=1
