@@ -78,6 +78,16 @@ def test_a_comparison_that_takes_too_long_is_ended_and_counted_and_the_next_one_
     assert found == [{"score": 1, "timeouts": 0}, {"score": 0, "timeouts": 1}, {"score": 1, "timeouts": 0}]
 
 
+def test_a_worker_that_was_ended_between_two_questions_starts_again() -> None:
+    worker = MathWorker(60.0, [sys.executable, "-c", HANGS])
+    for _ in range(2):
+        assert worker.ask(["1"], "1") is True
+        assert worker._process is not None
+        worker._process.kill()
+        worker._process.wait()
+    worker.close()
+
+
 def test_a_worker_that_does_not_start_is_an_error() -> None:
     worker = MathWorker(1.0, [sys.executable, "-c", "raise SystemExit(1)"])
     with pytest.raises(TrainingError, match="does not start"):
