@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
+from kitforge.report.chart import NUM_TONES, Chart, ChartLine, ChartMark
 from kitforge.report.metrics import LoggedEvent, RunRecord, Series
 from kitforge.report.number_format import memory_unit
 from kitforge.report.summary import by_number, evaluated_by, is_curve, title
-from kitforge.report.svg_chart import NUM_TONES, Chart, ChartLine, ChartMark
 
 # These come first, in this order; all other metrics follow by name.
 _ORDER = (

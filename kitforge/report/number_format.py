@@ -1,7 +1,6 @@
-"""Formats numbers, counts, durations, byte sizes and tick labels for the report."""
+"""Formats numbers, counts, durations and byte sizes for the report."""
 
 import math
-from collections.abc import Sequence
 
 _MULTIPLES = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 
@@ -52,18 +51,6 @@ def memory(size: float) -> str:
     """A number of bytes: 1.21 GiB."""
     unit, name = memory_unit(size)
     return f"{size / unit:.3g} {name}"
-
-
-def tick_labels(ticks: Sequence[float]) -> list[str]:
-    """Labels of evenly spaced ticks, all with the same letter and as many decimals as their spacing needs."""
-    largest = max((abs(tick) for tick in ticks), default=0.0)
-    unit, suffix = next(((size, letter) for size, letter in _MULTIPLES if largest >= size * 10), (1.0, ""))
-    if 0 < largest < 1e-2 or largest >= 1e15:
-        exponent = math.floor(math.log10(largest) + 1e-9)
-        unit, suffix = 10.0**exponent, f"e{exponent}"
-    spacing = min((after - before for before, after in zip(ticks, ticks[1:], strict=False)), default=largest) / unit
-    decimals = max(0, -math.floor(math.log10(spacing) + 1e-9)) if spacing > 0 else 0
-    return [f"{tick / unit:.{decimals}f}{suffix}" if tick else "0" for tick in ticks]
 
 
 def _scientific(text: str) -> str:

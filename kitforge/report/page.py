@@ -10,6 +10,7 @@ from pathlib import Path
 
 from kitforge.foundation.errors import DataError
 from kitforge.foundation.files import check_own, write_text
+from kitforge.report.chart import NUM_DASHES, NUM_TONES, draw
 from kitforge.report.chart_specs import chart_groups
 from kitforge.report.completions import completions
 from kitforge.report.config_diff import distinguishing
@@ -17,8 +18,6 @@ from kitforge.report.contracts import contracts
 from kitforge.report.metrics import RunRecord, read_run
 from kitforge.report.panels import Panel, comparison, configuration, events, numbers, problems, tiles, unknown_values
 from kitforge.report.samples import samples
-from kitforge.report.scales import step_scale
-from kitforge.report.svg_chart import NUM_DASHES, NUM_TONES, draw
 from kitforge.report.tables import tables
 
 _FOLDER = Path(__file__).parent
@@ -92,12 +91,13 @@ def _curves(runs: Sequence[RunRecord], labels: Sequence[str]) -> list[Panel]:
     series = [series for run in runs for series in (*run.train.values(), *run.eval.values())]
     if not series:
         return [Panel("Curves", '<p class="note">This run has logged no numbers yet.</p>')]
-    axis = step_scale(step for one in series for step in (min(one.steps), max(one.steps)))
-    parts: list[Panel] = []
-    for title, drawn in chart_groups(runs, labels):
-        figures = "".join(draw(chart, axis, f"chart-{len(parts)}-{index}") for index, chart in enumerate(drawn))
-        parts.append(Panel(title, f'<div class="charts">{figures}</div>'))
-    return [*parts[:-1], Panel(parts[-1].title, parts[-1].html + numbers(runs, labels))]
+    steps = [step for one in series for step in (min(one.steps), max(one.steps))]
+    parts = [
+        Panel(title, f'<div class="charts">{"".join(draw(chart, steps) for chart in drawn)}</div>')
+        for title, drawn in chart_groups(runs, labels)
+    ]
+    note = '<noscript><p class="note">Without scripts no curves are drawn; the table has their numbers.</p></noscript>'
+    return [*parts[:-1], Panel(parts[-1].title, note + parts[-1].html + numbers(runs, labels))]
 
 
 def _records(runs: Sequence[RunRecord], labels: Sequence[str]) -> list[Panel]:

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from kitforge.foundation.untrusted import parse_json
+from kitforge.report.chart import Chart, ChartLine, draw
 from kitforge.report.metrics import RunRecord, Series
 from kitforge.report.panels import Panel
-from kitforge.report.scales import size_scale, step_scale
-from kitforge.report.svg_chart import Chart, ChartLine, draw
 
 TABLES_FILE = "tables.jsonl"
 
@@ -23,29 +22,25 @@ def tables(runs: Sequence[RunRecord], labels: Sequence[str]) -> Panel | None:
     found = [(label, records) for run, label in zip(runs, labels, strict=True) if (records := _read(run.folder))]
     if not found:
         return None
-    parts = [_run("" if len(runs) == 1 else label, records, number) for number, (label, records) in enumerate(found)]
+    parts = [_run("" if len(runs) == 1 else label, records) for label, records in found]
     return Panel("Tables", "".join(parts))
 
 
-def _run(label: str, records: list[dict[str, Any]], number: int) -> str:
+def _run(label: str, records: list[dict[str, Any]]) -> str:
     counts = [record for record in records if record.get("kind") == "tables"]
     names = dict.fromkeys(name for record in counts for name in record["tables"])
-    drawn = "".join(
-        _charts(
-            name, [(record["step"], record["tables"][name]) for record in counts if name in record["tables"]], chart_id
-        )
-        for chart_id, name in zip((f"tables-{number}-{each}" for each in range(len(names))), names, strict=True)
-    )
-    curves = [record for record in records if record.get("kind") == "curve"]
-    bent = "".join(_curve(record, f"curve-{number}-{chart_id}") for chart_id, record in enumerate(curves))
+    drawn = [
+        _charts(name, [(record["step"], record["tables"][name]) for record in counts if name in record["tables"]])
+        for name in names
+    ]
+    bent = [_curve(record) for record in records if record.get("kind") == "curve"]
     heading = f"<h3>{escape(label)}</h3>" if label else ""
-    return f'{heading}<div class="charts">{drawn}{bent}</div>'
+    return f'{heading}<div class="charts">{"".join(drawn + bent)}</div>'
 
 
-def _charts(name: str, counts: list[tuple[int, dict[str, Any]]], chart_id: str) -> str:
+def _charts(name: str, counts: list[tuple[int, dict[str, Any]]]) -> str:
     """The charts of one table: lookups by tier, and rows moved to each tier."""
     steps = tuple(step for step, _ in counts)
-    axis = step_scale(steps)
     totals = [max(sum(count["hits"].values()), 1) for _, count in counts]
     tiers = [tier for tier in counts[0][1]["hits"] if any(count["hits"].get(tier, 0) for _, count in counts)]
     hits = {
@@ -55,12 +50,10 @@ def _charts(name: str, counts: list[tuple[int, dict[str, Any]]], chart_id: str) 
     moved_to = dict.fromkeys(tier for _, count in counts for tier in count["moved"])
     moved = {tier: tuple(float(count["moved"].get(tier, 0)) for _, count in counts) for tier in moved_to}
     return "".join(
-        draw(_chart(title, unit, steps, values), axis, f"{chart_id}-{number}")
-        for number, (title, unit, values) in enumerate(
-            [
-                (f"{name}: lookups by tier", "fraction of rows", hits),
-                (f"{name}: rows written", "rows written to each tier", moved),
-            ]
+        draw(_chart(title, unit, steps, values), steps)
+        for title, unit, values in (
+            (f"{name}: lookups by tier", "fraction of rows", hits),
+            (f"{name}: rows written", "rows written to each tier", moved),
         )
         if values
     )
@@ -76,13 +69,13 @@ def _chart(
     return Chart(title=title, unit=unit, lines=lines, axis=axis)
 
 
-def _curve(record: dict[str, Any], chart_id: str) -> str:
+def _curve(record: dict[str, Any]) -> str:
     """The hit rate of a device tier by its size, from the stack distances of the first batches."""
     sizes = tuple(int(rows) for rows, _ in record["points"])
     values = tuple(float(rate) for _, rate in record["points"])
     title = f"{record['table']}: hit rate by device tier size"
     chart = _chart(title, "fraction of rows", sizes, {"LRU, warm cache": values}, axis="rows")
-    return draw(chart, size_scale(sizes), chart_id)
+    return draw(chart, sizes)
 
 
 def _read(folder: Path) -> list[dict[str, Any]]:

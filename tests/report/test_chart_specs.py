@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from kitforge.report.chart import Chart
 from kitforge.report.chart_specs import chart_groups, is_bad
 from kitforge.report.metrics import LoggedEvent, RunRecord, Series, read_run
-from kitforge.report.svg_chart import Chart
 
 
 def charts(runs: list[RunRecord], labels: list[str]) -> list[Chart]:

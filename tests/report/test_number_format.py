@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from kitforge.report.number_format import duration, memory, number, short_count, tick_labels
+from kitforge.report.number_format import duration, memory, number, short_count
 
 
 @pytest.mark.parametrize(
@@ -52,20 +52,3 @@ def test_duration(seconds, text) -> None:
 @pytest.mark.parametrize(("size", "text"), [(12, "12 B"), (1536, "1.5 KiB"), (1.3e9, "1.21 GiB"), (2**41, "2 TiB")])
 def test_memory(size, text) -> None:
     assert memory(size) == text
-
-
-@pytest.mark.parametrize(
-    ("ticks", "labels"),
-    [
-        ([0.0, 0.5, 1.0], ["0", "0.5", "1.0"]),
-        ([0.0, 20000.0, 40000.0], ["0", "20k", "40k"]),
-        ([0.0, 1e-4, 2e-4], ["0", "1e-4", "2e-4"]),
-        ([3.02, 3.04], ["3.02", "3.04"]),
-        ([-2.0, 0.0, 2.0], ["-2", "0", "2"]),
-        ([1000.0, 1100.0], ["1000", "1100"]),
-        ([5.0, 5.0], ["5", "5"]),
-        ([], []),
-    ],
-)
-def test_labels_of_an_axis_share_their_form(ticks, labels) -> None:
-    assert tick_labels(ticks) == labels

@@ -28,7 +28,7 @@ def test_hits_moves_and_the_curve_are_drawn(tmp_path: Path) -> None:
     for words in ("lookups by tier", "rows written", "hit rate by device tier size", "host", "new"):
         assert words in panel.html
     assert panel.html.count('class="x" aria-hidden="true" data-axis="step"') == 2
-    assert 'data-axis="rows"' in panel.html and "0.2 at rows 10 to 0.9 at rows 100" in panel.html
+    assert 'data-axis="rows"' in panel.html and "[[10,0.2],[100,0.9]]" in panel.html
     assert ">file<" not in panel.html
 
 
