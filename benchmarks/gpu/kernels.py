@@ -1,6 +1,6 @@
 """Speed of kernels, of a training step and of decoding on one device: rows for `make gpu-check`.
 
-Bytes moved and FLOPs are those of `kitforge.core.kernels.costs`. They stand beside the bandwidth of a copy.
+Bytes moved and FLOPs are those of `benchmarks.gpu.costs`. They stand beside the bandwidth of a copy.
 """
 
 import statistics
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from benchmarks.gpu.costs import cost
 from kitforge.core.kernels.attention.packed_mask import PackedMask, find_boundaries
-from kitforge.core.kernels.costs import cost
 from kitforge.core.kernels.dispatch import implementation, select, select_table
 from kitforge.core.kernels.jagged_bags import Bags
 from kitforge.core.kernels.moe_permute.reference import permutation_of

@@ -77,7 +77,7 @@ def test_the_script_reads_the_shared_options(script: Path) -> None:
 
 
 def test_a_file_that_is_no_script_serves_one() -> None:
-    callers = [*SCRIPTS, ROOT / "scripts" / "gpu_check.py"]
+    callers = [*SCRIPTS, ROOT / "scripts" / "gpu_check.py", FOLDER / "gpu" / "kernels.py"]
     used = {each for path in callers for each in imported(path)} | {"benchmarks.command_line"}
     others = {name(path) for path in FILES if path not in SCRIPTS and path not in PEERS}
     assert others <= used

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.gpu.costs import COSTS, cost
 from kitforge.core.kernels import dispatch
-from kitforge.core.kernels.costs import COSTS, cost
 from kitforge.core.kernels.dispatch import REFERENCE, TABLE_REFERENCE, Kernels, TableKernels, select
 from kitforge.core.kernels.jagged_bags import Bags
 
