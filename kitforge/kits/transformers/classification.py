@@ -33,7 +33,6 @@ from kitforge.foundation.types import MicroBatch, Sums
 from kitforge.inference.server.options import HttpOptions
 from kitforge.inference.server.scores import ScoreService
 from kitforge.kits.transformers.labelling import (
-    PIPELINE_ROWS,
     HeadedTask,
     LabellingKit,
     LabellingOptions,
@@ -44,6 +43,7 @@ from kitforge.kits.transformers.labelling import (
 )
 from kitforge.kits.transformers.programs import export_programs
 from kitforge.kits.transformers.rows import RaggedTokens, RowSplits, hold_out, label_probabilities, last_token
+from kitforge.kits.transformers.text_kit import PIPELINE_ROWS
 from kitforge.models.loading import SEQUENCE_CLASSIFIER
 from kitforge.report.notebook import Rows
 

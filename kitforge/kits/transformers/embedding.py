@@ -23,33 +23,25 @@ from kitforge.core.parallel.world import World
 from kitforge.data.document_shard import fingerprint_of
 from kitforge.data.text.text_pairs import pair_texts
 from kitforge.data.tokenizers.loading import Tokenizer
-from kitforge.foundation.config import check, to_dict
+from kitforge.foundation.config import check
 from kitforge.foundation.device import copy_to
 from kitforge.foundation.dtype import ExportDtype
 from kitforge.foundation.errors import DataError, ModelError
 from kitforge.foundation.types import Cursor, MicroBatch, Sums
 from kitforge.inference.pooling import PoolingMode, TextPooling, find_pooling, pool_rows, write_pooling
-from kitforge.kits.batch_predict import Predict, predict_rows, row_batches
-from kitforge.kits.kit import LoadModel, Prepared, RunInputs
-from kitforge.kits.language_model import (
-    ADAPTER,
-    SaveAdapter,
-    SaveTokenizer,
-    TokenizedOptions,
-    check_whole_rows,
-    stored_tokenizer,
-)
-from kitforge.kits.network_kit import NetworkKit
+from kitforge.kits.kit import Prepared, RunInputs
+from kitforge.kits.language_model import TokenizedOptions, check_whole_rows
 from kitforge.kits.network_source import NetworkSource, find_run_tokenizer
 from kitforge.kits.transformers.contrastive import TextGroups, contrastive_losses, retrieval_metrics, spans
-from kitforge.kits.transformers.labelling import PIPELINE_ROWS, TextRowOptions, read_text_rows
+from kitforge.kits.transformers.labelling import TextRowOptions, read_text_rows
 from kitforge.kits.transformers.rows import RaggedTokens, RowSplits, RowTask, hold_out
+from kitforge.kits.transformers.text_kit import PIPELINE_ROWS, TextKit
 from kitforge.models.catalog import TEXT_KINDS, without_head
 from kitforge.models.hub import resolve
 from kitforge.trainer.callbacks.callback import Callback, Event, RunContext
 from kitforge.trainer.precision import autocast
 from kitforge.trainer.run_folder import Run
-from kitforge.trainer.task import BestMetric, Task
+from kitforge.trainer.task import BestMetric
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,6 +270,10 @@ class EmbeddingPipeline:
             found[part] = vectors.float().cpu().numpy()
         return found[0] if isinstance(texts, str) else found
 
+    def predictions(self, values: Sequence[Any]) -> Iterator[dict[str, Any]]:
+        """The vector of each text, `embedding`."""
+        yield from ({"embedding": vector.tolist()} for vector in self([str(value) for value in values]))
+
 
 class SavePooling(Callback):
     """Writes how the model embeds a text into the run folder, where serving finds it."""
@@ -295,11 +291,10 @@ class SavePooling(Callback):
 Inputs: TypeAlias = RunInputs[Tokenizer]
 
 
-class Embedding(NetworkKit[EmbeddingOptions, Tokenizer]):
+class Embedding(TextKit[EmbeddingOptions]):
     """The task `embedding`. `text_generation` serves its models at /v1/embeddings."""
 
-    OPTIONS, OUTPUT, FURTHER_KINDS = EmbeddingOptions, "VECTORS.jsonl", ("encoder",)
-    PREDICTS_AS_TRAINED = True
+    OPTIONS, OUTPUT, FURTHER_KINDS, COLUMN = EmbeddingOptions, "VECTORS.jsonl", ("encoder",), "anchor"
 
     def prepare(
         self, options: EmbeddingOptions, inputs: Inputs, rendezvous: Rendezvous, *, is_evaluation: bool
@@ -321,36 +316,14 @@ class Embedding(NetworkKit[EmbeddingOptions, Tokenizer]):
         chosen = replace(options, pooling=pooling.mode, normalize=pooling.normalize)
         data = read_embedding_rows(train, evaluation, tokenizer, options)
 
-        def task(world: World) -> tuple[Task, list[Callback]]:
-            made = EmbeddingTask(chosen, data, source.build, world)
-            adapter = SaveAdapter(lambda model: (model, ADAPTER, None), options.checkpoint, tokenizer)
-            return made, [SaveTokenizer(tokenizer), SavePooling(pooling), adapter]
+        def task(world: World) -> EmbeddingTask:
+            return EmbeddingTask(chosen, data, source.build, world)
 
-        return Prepared(
-            options=chosen,
-            recorded=to_dict(chosen) | {"model": source.recorded()},
-            fingerprints={"rows": data.fingerprint},
-            processor=tokenizer,
-            task=task,
-        )
+        return self.prepared(chosen, source, tokenizer, data.fingerprint, task, SavePooling(pooling))
 
     def open_pipeline(self, model: nn.Module, processor: Tokenizer, options: EmbeddingOptions) -> EmbeddingPipeline:
         """What embeds texts."""
         return EmbeddingPipeline(model, processor, options, _pooling_of(options))
-
-    def predict_file(self, options: EmbeddingOptions, load_model: LoadModel) -> Path:
-        """Write each row of `data.eval` with the vector of its `data.anchor`, `embedding`, to the jsonl file
-        `output`."""
-        column = options.data.anchor
-
-        def opened(model: nn.Module, folder: Path) -> Predict[dict[str, Any]]:
-            embeds = self.open_pipeline(model, stored_tokenizer(folder), options)
-            return lambda rows: (
-                row | {"embedding": vector.tolist()}
-                for row, vector in zip(rows, embeds([str(row[column]) for row in rows]), strict=True)
-            )
-
-        return predict_rows(options, row_batches(options.data.eval, column, PIPELINE_ROWS), load_model, opened)
 
     def save(
         self, source: nn.Module | Run | Path, folder: Path, processor: Any, dtype: ExportDtype | None = None

@@ -32,19 +32,17 @@ from kitforge.foundation.dtype import ExportDtype, LoadDtype
 from kitforge.foundation.errors import ConfigError, DataError, ModelError
 from kitforge.foundation.log import logger
 from kitforge.foundation.types import OnInvalid
-from kitforge.kits.batch_predict import Predict, predict_rows, row_batches
-from kitforge.kits.kit import LoadModel, Prepared, RunInputs, expect_network
+from kitforge.kits.kit import Prepared, RunInputs, expect_network
 from kitforge.kits.language_model import (
     ADAPTER,
     SaveAdapter,
     SaveTokenizer,
     TokenizedOptions,
     check_whole_rows,
-    stored_tokenizer,
 )
-from kitforge.kits.network_kit import NetworkKit
 from kitforge.kits.network_source import HeadSource, NetworkSource, find_run_tokenizer
 from kitforge.kits.transformers.rows import ClassifierTask, RowSplits
+from kitforge.kits.transformers.text_kit import TextKit
 from kitforge.models import loading as model_folder
 from kitforge.models.catalog import without_head
 from kitforge.models.hub import resolve
@@ -214,8 +212,6 @@ class HeadedTask(ClassifierTask, ABC):
 Inputs: TypeAlias = RunInputs[Tokenizer]
 HeadedOptionsT = TypeVar("HeadedOptionsT", bound=LabellingOptions)
 HeadedModelT = TypeVar("HeadedModelT", bound=HeadedModel)
-# Rows that a pipeline computes at once.
-PIPELINE_ROWS = 32
 
 
 class LabellingPipeline(ABC, Generic[HeadedModelT]):
@@ -243,17 +239,15 @@ class LabellingPipeline(ABC, Generic[HeadedModelT]):
         return tokens[: self._longest]
 
 
-class LabellingKit(NetworkKit[HeadedOptionsT, Tokenizer]):
+class LabellingKit(TextKit[HeadedOptionsT]):
     """A kit of a head on a language model."""
 
-    PREDICTS_AS_TRAINED = True
     MODEL: type[HeadedModel]
     TASK: type[HeadedTask]
     SUFFIX: str  # of the class in transformers
     # Reads rows: train, evaluation, tokenizer, options, and the labels of the options or of the checkpoint.
     READ: Callable[..., RowSplits[Any]]
     PIPELINE: type[LabellingPipeline[Any]]
-    COLUMN: str  # the option that names the column of what is labelled
     LABELLED: str  # in messages
 
     def prepare(
@@ -333,19 +327,6 @@ class LabellingKit(NetworkKit[HeadedOptionsT, Tokenizer]):
         expected = f"the model of a run of {self.OPTIONS().task}"
         network = expect_network(model, self.MODEL, f"this model does not label {self.LABELLED}", expected)
         return self.PIPELINE(network, processor, options)
-
-    def predict_file(self, options: HeadedOptionsT, load_model: LoadModel) -> Path:
-        """Write each row of `data.eval`, with the columns of `LabellingPipeline.predictions`, to the jsonl file
-        `output`."""
-        column = getattr(options.data, self.COLUMN)
-
-        def opened(model: nn.Module, folder: Path) -> Predict[dict[str, Any]]:
-            label = self.open_pipeline(model, stored_tokenizer(folder), options).predictions
-            return lambda rows: (
-                row | added for row, added in zip(rows, label([row[column] for row in rows]), strict=True)
-            )
-
-        return predict_rows(options, row_batches(options.data.eval, column, PIPELINE_ROWS), load_model, opened)
 
     def save(
         self, source: nn.Module | Run | Path, folder: Path, processor: Any, dtype: ExportDtype | None = None

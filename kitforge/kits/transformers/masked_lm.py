@@ -5,7 +5,6 @@ B rows, T tokens, V vocabulary.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -25,27 +24,16 @@ from kitforge.data.text.masking import MaskToken, frame_of, framed_rows, masked
 from kitforge.data.text.packing import IGNORED
 from kitforge.data.tokenizers.huggingface import HuggingFaceTokenizer
 from kitforge.data.tokenizers.loading import Tokenizer
-from kitforge.foundation.config import check, to_dict
+from kitforge.foundation.config import check
 from kitforge.foundation.device import copy_to
 from kitforge.foundation.errors import DataError
 from kitforge.foundation.types import MicroBatch, Sums
-from kitforge.kits.batch_predict import Predict, predict_rows, row_batches
-from kitforge.kits.kit import LoadModel, Prepared, RunInputs, expect_network
-from kitforge.kits.language_model import (
-    ADAPTER,
-    SaveAdapter,
-    SaveTokenizer,
-    TokenizedOptions,
-    check_whole_rows,
-    stored_tokenizer,
-)
-from kitforge.kits.network_kit import NetworkKit
+from kitforge.kits.kit import Prepared, RunInputs, expect_network
+from kitforge.kits.language_model import TokenizedOptions, check_whole_rows
 from kitforge.kits.network_source import NetworkSource, find_run_tokenizer
-from kitforge.kits.transformers.labelling import PIPELINE_ROWS
 from kitforge.kits.transformers.rows import RaggedTokens, RowSplits, RowTask, hold_out
+from kitforge.kits.transformers.text_kit import TextKit
 from kitforge.report.notebook import Rows
-from kitforge.trainer.callbacks.callback import Callback
-from kitforge.trainer.task import Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,11 +209,10 @@ class FillMaskPipeline:
 Inputs: TypeAlias = RunInputs[Tokenizer]
 
 
-class MaskedLM(NetworkKit[MaskedLMOptions, Tokenizer]):
+class MaskedLM(TextKit[MaskedLMOptions]):
     """The task `masked_lm`."""
 
-    OPTIONS, KIND, OUTPUT = MaskedLMOptions, "encoder", "FILLED.jsonl"
-    PREDICTS_AS_TRAINED = True
+    OPTIONS, KIND, OUTPUT, COLUMN = MaskedLMOptions, "encoder", "FILLED.jsonl", "column"
 
     def resolved(self, options: MaskedLMOptions) -> dict[str, Any]:
         """See `NetworkKit`; the mask is behind the vocabulary of bytes, and of a tokenizer that is trained."""
@@ -261,32 +248,11 @@ class MaskedLM(NetworkKit[MaskedLMOptions, Tokenizer]):
         own, others = (MaskedRows(each, tokenizer.pad_id) for each in parts)
         data = RowSplits(train=own, eval=others)
 
-        def task(world: World) -> tuple[Task, list[Callback]]:
-            made = MaskedLMTask(options, data, tokenizer, source.build, world)
-            adapter = SaveAdapter(lambda model: (model, ADAPTER, None), options.checkpoint, tokenizer)
-            return made, [SaveTokenizer(tokenizer), adapter]
+        def task(world: World) -> MaskedLMTask:
+            return MaskedLMTask(options, data, tokenizer, source.build, world)
 
-        return Prepared(
-            options=options,
-            recorded=to_dict(options) | {"model": source.recorded()},
-            fingerprints={"rows": data.fingerprint},
-            processor=tokenizer,
-            task=task,
-        )
+        return self.prepared(options, source, tokenizer, data.fingerprint, task)
 
     def open_pipeline(self, model: nn.Module, processor: Tokenizer, options: MaskedLMOptions) -> FillMaskPipeline:
         """What fills masks."""
         return FillMaskPipeline(model, processor, options)
-
-    def predict_file(self, options: MaskedLMOptions, load_model: LoadModel) -> Path:
-        """Write each row of `data.eval` with the tokens of its masks, `predicted_tokens`, to the jsonl file
-        `output`."""
-        column = options.data.column
-
-        def opened(model: nn.Module, folder: Path) -> Predict[dict[str, Any]]:
-            fill = self.open_pipeline(model, stored_tokenizer(folder), options).predictions
-            return lambda rows: (
-                row | added for row, added in zip(rows, fill([row[column] for row in rows]), strict=True)
-            )
-
-        return predict_rows(options, row_batches(options.data.eval, column, PIPELINE_ROWS), load_model, opened)

@@ -33,7 +33,6 @@ from kitforge.kits.batch_predict import Predict, predict_rows, row_batches
 from kitforge.kits.kit import LoadModel
 from kitforge.kits.language_model import stored_tokenizer
 from kitforge.kits.transformers.labelling import (
-    PIPELINE_ROWS,
     HeadedModel,
     HeadedTask,
     LabellingKit,
@@ -41,6 +40,7 @@ from kitforge.kits.transformers.labelling import (
     LabellingPipeline,
 )
 from kitforge.kits.transformers.rows import RaggedTokens, RowSplits, hold_out
+from kitforge.kits.transformers.text_kit import PIPELINE_ROWS
 from kitforge.models.catalog import FAMILIES
 from kitforge.models.loading import QUESTION_ANSWERING, OpenCheckpoint, StoredModel
 from kitforge.report.notebook import Rows

@@ -5,7 +5,7 @@ B pairs, S tokens of a source, T tokens of a target.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast
@@ -25,31 +25,20 @@ from kitforge.data.optional_imports import import_optional
 from kitforge.data.source import open_rows, open_source
 from kitforge.data.text.packing import IGNORED
 from kitforge.data.tokenizers.loading import Tokenizer
-from kitforge.foundation.config import check, to_dict
+from kitforge.foundation.config import check
 from kitforge.foundation.device import copy_to
 from kitforge.foundation.errors import DataError
 from kitforge.foundation.log import logger
 from kitforge.foundation.types import MicroBatch, OnInvalid, Sums
 from kitforge.inference.folder_defaults import with_folder_search
 from kitforge.inference.seq2seq import Seq2SeqInference, generate_targets
-from kitforge.kits.batch_predict import Predict, predict_rows, row_batches
-from kitforge.kits.kit import LoadModel, Prepared, RunInputs, expect_network
-from kitforge.kits.language_model import (
-    ADAPTER,
-    SaveAdapter,
-    SaveTokenizer,
-    TokenizedOptions,
-    check_whole_rows,
-    start_tokens,
-    stored_tokenizer,
-)
-from kitforge.kits.network_kit import NetworkKit
+from kitforge.kits.kit import Prepared, RunInputs, expect_network
+from kitforge.kits.language_model import TokenizedOptions, check_whole_rows, start_tokens
 from kitforge.kits.network_source import NetworkSource, find_run_tokenizer
 from kitforge.kits.transformers.programs import export_programs
 from kitforge.kits.transformers.rows import RaggedTokens, RowSplits, RowTask, hold_out
+from kitforge.kits.transformers.text_kit import TextKit
 from kitforge.report.notebook import Rows
-from kitforge.trainer.callbacks.callback import Callback
-from kitforge.trainer.task import Task
 
 _log = logger(__name__)
 
@@ -308,14 +297,13 @@ def rouge(texts: Sequence[str], references: Sequence[str]) -> Mapping[str, float
 
 Inputs: TypeAlias = RunInputs[Tokenizer]
 # Rows that `predict` reads at once.
-_BATCH = 256
 
 
-class Seq2Seq(NetworkKit[Seq2SeqOptions, Tokenizer]):
+class Seq2Seq(TextKit[Seq2SeqOptions]):
     """The tasks `translation` and `summarization`, which differ in their metrics and in the keys of the pipeline."""
 
-    KIND, OUTPUT = "encoder-decoder", "WRITTEN.jsonl"
-    PREDICTS_AS_TRAINED = True
+    KIND, OUTPUT, COLUMN = "encoder-decoder", "WRITTEN.jsonl", "source"
+    PREDICTED_ROWS = 256
 
     def __init__(self, options: type[Seq2SeqOptions]) -> None:
         self.OPTIONS = options
@@ -340,14 +328,10 @@ class Seq2Seq(NetworkKit[Seq2SeqOptions, Tokenizer]):
         source = source.fitted(tokenizer, self.KIND)
         data = read_pairs(rows, held, tokenizer, options)
 
-        def task(world: World) -> tuple[Task, list[Callback]]:
-            made = Seq2SeqTask(options, data, tokenizer, source.build, world)
-            adapter = SaveAdapter(lambda model: (model, ADAPTER, None), options.checkpoint, tokenizer)
-            return made, [SaveTokenizer(tokenizer), adapter]
+        def task(world: World) -> Seq2SeqTask:
+            return Seq2SeqTask(options, data, tokenizer, source.build, world)
 
-        recorded = to_dict(options) | {"model": source.recorded()}
-        fingerprints = {"rows": data.fingerprint}
-        return Prepared(options=options, recorded=recorded, fingerprints=fingerprints, processor=tokenizer, task=task)
+        return self.prepared(options, source, tokenizer, data.fingerprint, task)
 
     def export_program(self, options: Seq2SeqOptions) -> list[Path]:
         """Write the programs of the model under `options.checkpoint` into the folder `options.output_dir`."""
@@ -356,19 +340,6 @@ class Seq2Seq(NetworkKit[Seq2SeqOptions, Tokenizer]):
     def open_pipeline(self, model: nn.Module, processor: Tokenizer, options: Seq2SeqOptions) -> Seq2SeqPipeline:
         """The translation or summarization pipeline."""
         return Seq2SeqPipeline(model, processor, options)
-
-    def predict_file(self, options: Seq2SeqOptions, load_model: LoadModel) -> Path:
-        """Write each row of `data.eval` with its generated target, `predicted_<data.target>`, to `output`."""
-        column, name = options.data.source, f"predicted_{options.data.target}"
-
-        def opened(model: nn.Module, folder: Path) -> Predict[dict[str, Any]]:
-            write = self.open_pipeline(model, stored_tokenizer(folder), options)
-            return lambda rows: (
-                row | {name: text}
-                for row, text in zip(rows, write.texts([str(row[column]) for row in rows]), strict=True)
-            )
-
-        return predict_rows(options, row_batches(options.data.eval, column, _BATCH), load_model, opened)
 
 
 class Seq2SeqPipeline:
@@ -385,6 +356,11 @@ class Seq2SeqPipeline:
         """`{"translation_text"}` or `{"summary_text"}` of each text, in order; of a single text, a list of one. Raises
         DataError for a text of more than data.sequence_length tokens, unless data.on_too_long=cut_right."""
         return Rows({self._key: text} for text in self.texts([texts] if isinstance(texts, str) else list(texts)))
+
+    def predictions(self, values: Sequence[Any]) -> Iterator[dict[str, str]]:
+        """The generated target of each text, `predicted_<data.target>`."""
+        name = f"predicted_{self._options.data.target}"
+        yield from ({name: text} for text in self.texts([str(value) for value in values]))
 
     def texts(self, texts: Sequence[str]) -> list[str]:
         """The generated target of each text."""

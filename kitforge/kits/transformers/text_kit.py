@@ -1,0 +1,64 @@
+"""What the kits around rows of texts share: what trains on them, and files of predictions."""
+
+from abc import ABC
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import nn
+
+from kitforge.core.parallel.world import World
+from kitforge.data.tokenizers.loading import Tokenizer
+from kitforge.foundation.config import to_dict
+from kitforge.kits.batch_predict import Predict, predict_rows, row_batches
+from kitforge.kits.kit import LoadModel, Prepared
+from kitforge.kits.language_model import ADAPTER, SaveAdapter, SaveTokenizer, TokenizedOptions, stored_tokenizer
+from kitforge.kits.network_kit import NetworkKit
+from kitforge.kits.network_source import NetworkSource
+from kitforge.trainer.callbacks.callback import Callback
+from kitforge.trainer.task import Task
+
+OptionsT = TypeVar("OptionsT", bound=TokenizedOptions)
+
+# Rows that share a forward pass of a pipeline.
+PIPELINE_ROWS = 32
+
+
+class TextKit(NetworkKit[OptionsT, Tokenizer], ABC):
+    """A kit whose pipeline has `predictions`: the columns that it adds to the row of each text."""
+
+    PREDICTS_AS_TRAINED = True
+    COLUMN: str  # the option that names the column of texts
+    PREDICTED_ROWS = PIPELINE_ROWS  # that the pipeline is given at a time
+
+    def prepared(
+        self,
+        options: OptionsT,
+        source: NetworkSource,
+        tokenizer: Tokenizer,
+        fingerprint: str,
+        make: Callable[[World], Task],
+        *further: Callback,
+    ) -> Prepared[OptionsT, Tokenizer]:
+        """What trains the network of `source` by the task that `make` gives, and saves tokenizer and adapter."""
+
+        def task(world: World) -> tuple[Task, Sequence[Callback]]:
+            adapter = SaveAdapter(lambda model: (model, ADAPTER, None), options.checkpoint, tokenizer)
+            return make(world), [SaveTokenizer(tokenizer), *further, adapter]
+
+        recorded, fingerprints = to_dict(options) | {"model": source.recorded()}, {"rows": fingerprint}
+        return Prepared(options=options, recorded=recorded, fingerprints=fingerprints, processor=tokenizer, task=task)
+
+    def predict_file(self, options: OptionsT, load_model: LoadModel) -> Path:
+        """Write each row of `data.eval`, with the columns of the pipeline's `predictions`, to the jsonl file
+        `output`."""
+        column = getattr(options.data, self.COLUMN)
+
+        def opened(model: nn.Module, folder: Path) -> Predict[dict[str, Any]]:
+            pipeline: Any = self.open_pipeline(model, stored_tokenizer(folder), options)
+            return lambda rows: (
+                row | added
+                for row, added in zip(rows, pipeline.predictions([row[column] for row in rows]), strict=True)
+            )
+
+        return predict_rows(options, row_batches(options.data.eval, column, self.PREDICTED_ROWS), load_model, opened)
