@@ -19,16 +19,13 @@ class DocumentShard(Protocol):
     @property
     def fingerprint(self) -> str:
         """Changes whenever the documents may have changed."""
-        ...
 
     @property
     def size(self) -> int:
         """Roughly how many bytes are read; measures progress and decides whether processes pay."""
-        ...
 
     def documents(self) -> Iterable[str]:
         """The documents in a fixed order, without the empty ones."""
-        ...
 
 
 class RecordShard(Protocol):
@@ -37,21 +34,17 @@ class RecordShard(Protocol):
     @property
     def fingerprint(self) -> str:
         """Changes whenever the rows may have changed."""
-        ...
 
     @property
     def size(self) -> int:
         """Roughly how many bytes are read."""
-        ...
 
     @property
     def features(self) -> Features:
         """What is said of the columns."""
-        ...
 
     def rows(self) -> Iterator[tuple[object, Any]]:
         """Every row in a fixed order with its location, which is formatted only for messages."""
-        ...
 
 
 def fingerprint_of(*parts: object) -> str:

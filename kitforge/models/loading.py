@@ -97,15 +97,12 @@ class WeightFiles(Protocol):
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of all tensors by Hugging Face's names."""
-        ...
 
     def dtype(self, name: str) -> torch.dtype | None:
         """The dtype in which a tensor is stored; None for one that torch does not have."""
-        ...
 
     def tensor(self, name: str) -> Tensor:
         """A tensor, in that dtype or a wider one."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -148,7 +148,6 @@ class TensorReader(Protocol):
 
     def __call__(self, region: Region | None = None) -> Tensor:
         """The tensor, or the region of it."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

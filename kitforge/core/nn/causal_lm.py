@@ -36,20 +36,16 @@ class CausalLM(Protocol):
 
     def hidden(self, tokens: Tensor, context: Context | None = None) -> Tensor:
         """The normalized output [B, T, dim] of the last layer."""
-        ...
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits [..., vocab] of hidden [..., dim]."""
-        ...
 
     @property
     def head_weight(self) -> Tensor:
         """The head's matrix [vocab, dim], for losses that need no logits."""
-        ...
 
     def __call__(self, tokens: Tensor, context: Context | None = None) -> Tensor:
         """Logits [B, T, vocab]."""
-        ...
 
 
 def padded_context(network: CausalLM, tokens: Tensor, lengths: Tensor, dropout: DropoutKey | None = None) -> Context:
@@ -69,7 +65,6 @@ class Quantizable(CausalLM, Protocol):
     @property
     def is_whole(self) -> bool:
         """Whether it has all of its modules, and no axis of parallelism and no adapter has wrapped them."""
-        ...
 
 
 @runtime_checkable
@@ -79,7 +74,6 @@ class Shardable(CausalLM, Protocol):
     @property
     def head_name(self) -> str:
         """The parameter that is `head_weight`."""
-        ...
 
 
 @runtime_checkable
@@ -90,8 +84,6 @@ class Trainable(CausalLM, Protocol):
 
     def compile_blocks(self) -> None:
         """Let torch compile each block (level O2)."""
-        ...
 
     def freeze_head(self) -> None:
         """Do not train the head, for models that read hidden states only. A head tied to the embedding stays."""
-        ...

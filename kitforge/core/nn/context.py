@@ -62,7 +62,6 @@ class Attend(Protocol):
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         """The attention output [B, heads, T, head_dim]."""
-        ...
 
 
 class RowAttend(ABC):

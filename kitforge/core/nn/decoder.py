@@ -56,27 +56,22 @@ class FamilyConfig(Protocol):
     @property
     def family(self) -> str:
         """The family's name in the catalog."""
-        ...
 
     @property
     def num_layers(self) -> int:
         """Blocks of the decoder."""
-        ...
 
     @property
     def vocab_size(self) -> int:
         """Rows of the embedding."""
-        ...
 
     @property
     def max_length(self) -> int:
         """The longest text."""
-        ...
 
     @property
     def dtype(self) -> WeightDtype:
         """The dtype of its published weights, and of an export by default."""
-        ...
 
 
 class DecoderFamily(FamilyConfig, Protocol):
@@ -84,7 +79,6 @@ class DecoderFamily(FamilyConfig, Protocol):
 
     def decoder(self) -> DecoderConfig:
         """The decoder of these options."""
-        ...
 
 
 class Decoder(Stack):

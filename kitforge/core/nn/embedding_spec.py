@@ -61,12 +61,10 @@ class RecommenderConfig(Protocol):
     @property
     def family(self) -> str:
         """The family's name in the catalog."""
-        ...
 
     @property
     def logit(self) -> str | None:
         """The module whose last bias is that of the logit; None: the family retrieves items."""
-        ...
 
     @property
     def objective(self) -> str:
@@ -75,7 +73,6 @@ class RecommenderConfig(Protocol):
 
     def lookups(self, shape: SampleShape) -> tuple[EmbeddingLookup, ...]:
         """The lookups for samples of that shape. Raises ConfigError for a missing feature."""
-        ...
 
     def is_of(self, part: str, lookup: EmbeddingLookup) -> bool:
         """Whether a part of the network reads a lookup."""

@@ -36,22 +36,18 @@ class EncoderFamily(DecoderFamily, Protocol):
     @property
     def num_token_types(self) -> int:
         """Rows of the table of token types."""
-        ...
 
     @property
     def first_position(self) -> int:
         """The row of the table of positions for the first token."""
-        ...
 
     @property
     def head_activation(self) -> str:
         """Of the head for masked tokens: gelu, gelu_tanh or relu."""
-        ...
 
     @property
     def lm_head(self) -> bool:
         """Whether it has a head for masked tokens."""
-        ...
 
 
 class Encoder(Stack):

@@ -45,7 +45,6 @@ class EncoderDecoderFamily(FamilyConfig, Protocol):
 
     def stacks(self) -> EncoderDecoderConfig:
         """Both stacks of these options."""
-        ...
 
 
 class DecoderCache:

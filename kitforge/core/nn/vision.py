@@ -52,7 +52,6 @@ class VisionFamily(Protocol):
 
     def vision(self) -> VisionConfig:
         """The network of these options."""
-        ...
 
 
 class PatchEmbedding(nn.Module):

@@ -30,15 +30,12 @@ class Matrices(Protocol):
 
     def full_shape(self, shard: Tensor) -> tuple[int, ...]:
         """The full shape of the matrix of a shard."""
-        ...
 
     def full_tensor(self, value: Tensor, shard: Tensor) -> Tensor:
         """The full matrix, all-gathered from the `value` of every rank's shard."""
-        ...
 
     def shard_of(self, matrix: Tensor, shard: Tensor) -> Tensor:
         """This rank's shard of a full matrix."""
-        ...
 
 
 class Muon(torch.optim.Optimizer):

@@ -72,23 +72,18 @@ class SparseModule(Protocol):
     @property
     def learning_rate(self) -> float | None:
         """The peak of its learning rate; None: that of the dense parameters."""
-        ...
 
     def squared_norm(self) -> Tensor:
         """The squared norm of this rank's gradients, 0-dim float64."""
-        ...
 
     def scale_gradients_(self, factor: float) -> None:
         """Multiply all gradients."""
-        ...
 
     def step(self, rate: float) -> None:
         """Update the rows that have a gradient, at that learning rate, and drop the gradients."""
-        ...
 
     def clear_gradients(self) -> None:
         """Drop all gradients, as in a skipped step."""
-        ...
 
 
 class RowLayout:

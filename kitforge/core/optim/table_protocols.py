@@ -29,44 +29,35 @@ class RowSource(Protocol):
     @property
     def schema(self) -> Mapping[str, Any]:
         """The options that rows depend on, as plain values: name, dim, optimizer, initial rows, ..."""
-        ...
 
     @property
     def version(self) -> int:
         """The table's change counter at that instant; it never decreases during training."""
-        ...
 
     @property
     def since(self) -> int | None:
         """None: all rows. A version: only the rows changed after it, and `removed`."""
-        ...
 
     @property
     def state(self) -> Mapping[str, Tensor]:
         """Small state that belongs to no row and is equal on all ranks, such as past learning rates."""
-        ...
 
     @property
     def shard(self) -> RowShard:
         """The shard of ids of these rows."""
-        ...
 
     @property
     def parts(self) -> tuple[str, ...]:
         """The names of the parts."""
-        ...
 
     def chunks(self, part: str = ROWS) -> Iterable[Chunk]:
         """The rows of a part. A chunk is valid until the next one is requested."""
-        ...
 
     def removed(self) -> Iterator[Tensor]:
         """Ids [n] whose rows were removed after `since`; a row that came back is among the rows too."""
-        ...
 
     def close(self) -> None:
         """Release the snapshot."""
-        ...
 
 
 @runtime_checkable
@@ -76,12 +67,10 @@ class RowTable(Protocol):
     @property
     def schema(self) -> Mapping[str, Any]:
         """See `RowSource`."""
-        ...
 
     @property
     def shard(self) -> RowShard:
         """See `RowSource`."""
-        ...
 
     def begin_snapshot(self, since: int | None = None, *, is_base: bool = True) -> RowSource:
         """A snapshot of the table, to be read by another thread while training goes on.
@@ -89,8 +78,6 @@ class RowTable(Protocol):
         With `since`, the version of the previous snapshot, only the rows changed after it. `is_base`: the next snapshot
         may be incremental to this one, so the table tracks changes from now on.
         """
-        ...
 
     def load_rows(self, source: RowSource) -> None:
         """Restore rows of all tiers, optimizer state and counts from the source, of this rank's shard."""
-        ...

@@ -62,7 +62,6 @@ class GradientReceiver(Protocol):
 
     def add(self, ids: Tensor, gradients: Tensor) -> None:
         """Add the gradients [m, dim] of distinct ids [m]."""
-        ...
 
 
 # The owner's lookup: distinct ids [m] to their rows [m, dim].

@@ -188,21 +188,17 @@ class ColumnTable(Protocol):
     @property
     def layout(self) -> ColumnLayout:
         """The columns of the table."""
-        ...
 
     @property
     def num_rows(self) -> int:
         """How many there are."""
-        ...
 
     @property
     def fingerprint(self) -> str:
         """Equal for tables with equal rows."""
-        ...
 
     def rows(self, indices: NDArray[np.int64]) -> Columns:
         """The rows of these numbers, in this order."""
-        ...
 
 
 def concatenate(parts: Sequence[Columns]) -> Columns:

@@ -29,11 +29,9 @@ class SeekableSource(Protocol):
 
     def position(self) -> Any:
         """The position of the row that `next` would return."""
-        ...
 
     def seek(self, position: Any) -> None:
         """Move to a position: `next` returns its row."""
-        ...
 
 
 class RowStream:

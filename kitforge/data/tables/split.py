@@ -26,11 +26,9 @@ class RowSet(Protocol):
     @property
     def num_rows(self) -> int:
         """How many there are."""
-        ...
 
     def rows(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """The table's numbers of these rows [n]."""
-        ...
 
 
 class RowRange:

@@ -32,11 +32,9 @@ class DocumentReader(Protocol):
 
     def position(self) -> Position:
         """Where the next document is read."""
-        ...
 
     def documents(self, position: Position | None) -> Iterator[str]:
         """The documents from that position on; None: from the first one. The data begin again at their end."""
-        ...
 
 
 class ShardReader:

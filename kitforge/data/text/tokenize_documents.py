@@ -33,16 +33,13 @@ class TokenizeJobProtocol(Protocol):
     @property
     def path(self) -> Path:
         """The file, which appears when it is complete."""
-        ...
 
     @property
     def size(self) -> int:
         """Roughly how many bytes are read for it."""
-        ...
 
     def write(self, tokenizer: Tokenizer) -> None:
         """Read and tokenise, and write the file."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,69 +37,55 @@ class Tokenizer(Protocol):
     @property
     def vocab_size(self) -> int:
         """One more than the largest token."""
-        ...
 
     @property
     def bos_id(self) -> int | None:
         """The token that begins a text, where the vocabulary has one."""
-        ...
 
     @property
     def eos_id(self) -> int:
         """The token that ends a document."""
-        ...
 
     @property
     def pad_id(self) -> int:
         """What fills a row; `eos_id` in a vocabulary without a token of its own for it."""
-        ...
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
         """Every token that ends a generated text."""
-        ...
 
     @property
     def generation_config(self) -> Mapping[str, Any]:
         """The values of the generation_config.json beside it, or of config.json that belong there."""
-        ...
 
     @property
     def fingerprint(self) -> str:
         """Equal for tokenizers that give equal tokens."""
-        ...
 
     def encode(self, text: str) -> list[int]:
         """The tokens of the text alone: nothing is put before or after it, and no text becomes a special token."""
-        ...
 
     def encode_array(self, text: str) -> Tokens:
         """`encode` as an array of [length]."""
-        ...
 
     def encode_prompt(self, text: str, other: str | None = None) -> list[int]:
         """`encode` between the special tokens that this vocabulary begins and ends every text with, such as BOS: what
         `transformers` gives with `add_special_tokens=True`, also for a pair of texts. Where it has no such rule, what
         `encode` gives."""
-        ...
 
     def encode_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """`encode_prompt`, and the characters [start, stop) of each token: of a part of a character that character, of
         a special token none."""
-        ...
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of the tokens without the special ones; invalid bytes and ids become U+FFFD."""
-        ...
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes of UTF-8 that the token stands for in a text, which may be parts of characters: none of a special
         token, U+FFFD of a number that is not a token."""
-        ...
 
     def save(self, folder: Path) -> None:
         """Write files that `load_tokenizer` reads."""
-        ...
 
 
 def document_frame(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:

@@ -59,18 +59,15 @@ class SplitRows(Protocol):
     @property
     def fingerprint(self) -> str:
         """Of the rows and their labels."""
-        ...
 
     @property
     def lengths(self) -> NDArray[np.int64]:
         """Tokens of each row, by which rows of like lengths share a micro-batch."""
-        ...
 
     def __len__(self) -> int: ...
 
     def batch(self, rows: NDArray[np.int64]) -> dict[str, Tensor]:
         """The tensors of some rows; without rows, those of one that does not count."""
-        ...
 
 
 RowT = TypeVar("RowT")

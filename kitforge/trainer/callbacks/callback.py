@@ -46,23 +46,18 @@ class RunContext(Protocol):
     @property
     def model(self) -> nn.Module:
         """The network, with the weights of the last step."""
-        ...
 
     def stop(self, reason: str) -> None:
         """End the run after this step."""
-        ...
 
     def log_event(self, event: str, message: str) -> None:
         """Send an event to all callbacks."""
-        ...
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         """Send a table to all callbacks, for experiment trackers."""
-        ...
 
     def checkpoint_state(self) -> dict[str, Any]:
         """The content of state.json."""
-        ...
 
 
 def can_save_at_end(event: Event, run: RunContext) -> bool:

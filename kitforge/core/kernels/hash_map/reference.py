@@ -25,34 +25,27 @@ class HashMapKernel(Protocol):
 
     def __len__(self) -> int:
         """The number of keys."""
-        ...
 
     def lookup(self, keys: Tensor, marks: Tensor | None = None, mark: int = 0) -> Tensor:
         """The slots [n] of keys [n], -1 for a missing key; without `marks`, keys may repeat.
 
         With `marks` int64 [slots], sets `marks[slot] = mark` for each slot from 0 on.
         """
-        ...
 
     def insert(self, keys: Tensor, slots: Tensor) -> Tensor:
         """Map keys [n] to slots [n]. Returns their slots [n] before, -1 for a new key."""
-        ...
 
     def replace(self, keys: Tensor, slots: Tensor) -> None:
         """Map keys [n], all of which are in the map, to other slots [n]."""
-        ...
 
     def remove(self, keys: Tensor) -> Tensor:
         """Remove keys [n]. Returns the slots [n] they had, -1 for a missing key."""
-        ...
 
     def items(self) -> tuple[Tensor, Tensor]:
         """All keys [n] in ascending order and their slots [n]."""
-        ...
 
     def find_distinct(self, ids: Tensor, bound: int | None = None) -> FoundIds:
         """The distinct ones of ids [N] and their slots. On a device, the host waits for it once."""
-        ...
 
 
 class HashMapFactory(Protocol):
