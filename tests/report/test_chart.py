@@ -149,6 +149,7 @@ def test_odd_values_are_drawn_within_the_frame(drawn, place: int) -> None:
     found = [int(each) for each in re.findall(r"-?\d+", paths(drawn[f"odd {place}"], "trend")[0])]
     assert all(0 <= each <= 2000 for each in found)
     assert "NaN" not in drawn[f"odd {place}"]
+    assert axis_of(drawn[f"odd {place}"], "y")
 
 
 def test_the_last_values_stand_in_the_page_without_a_browser() -> None:

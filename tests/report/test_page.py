@@ -249,6 +249,11 @@ def test_panels_of_a_kit_follow_the_curves() -> None:
     assert section(page, "Tuple") == "<p>too</p>"
 
 
+def test_a_page_without_scripts_says_where_its_numbers_are(write_run) -> None:
+    found = section(render([read_run(write_run(num_steps=60))]), "Curves")
+    assert "<noscript>" in found and "The curves as a table" in found
+
+
 def test_a_run_without_numbers_has_a_page() -> None:
     assert "has logged no numbers yet" in render([record()])
 
