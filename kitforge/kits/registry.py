@@ -118,7 +118,7 @@ def task_of_family(family: object) -> str | None:
 
 def kit_of_folder(folder: Path, task: str | None = None) -> AnyKit:
     """The kit of the task recorded in a run, or of the network that a Hugging Face folder holds. One output is a reward
-    model, or what the `task` makes of it."""
+    model, or what the `task` makes of it; a language model to embed with needs no head."""
     found = recorded_task(folder) or DEFAULT_TASK
-    is_regression = found == "reward" and task == "text_classification" and recorded_config(folder) is None
-    return kit_of("text_classification" if is_regression else found)
+    is_chosen = (found, task) in (("reward", "text_classification"), (DEFAULT_TASK, "embedding"))
+    return kit_of(task if task and is_chosen and recorded_config(folder) is None else found)

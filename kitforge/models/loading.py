@@ -164,10 +164,10 @@ def _with_blocks(stored: StoredModel, level: CompileLevel) -> Decoder | None:
     return model
 
 
-def open_model(folder: Path, open_run: OpenCheckpoint = find_checkpoint) -> StoredModel:
+def open_model(folder: Path, open_run: OpenCheckpoint = find_checkpoint, *, reads_head: bool = True) -> StoredModel:
     """Open a run folder, a step folder, a Hugging Face folder, a GGUF file or the folder of a PEFT adapter, which names
-    its base model; reads no weights. Raises ModelError where names or shapes of the tensors do not match the
-    configuration."""
+    its base model; reads no weights. Without `reads_head` a Hugging Face folder may lack the head of a language model.
+    Raises ModelError where names or shapes of the tensors do not match the configuration."""
     if is_gguf(folder):
         source = GgufWeights(folder)
         stored = _open_weights(source)
@@ -176,11 +176,12 @@ def open_model(folder: Path, open_run: OpenCheckpoint = find_checkpoint) -> Stor
         expected = "a run, a step or a Hugging Face folder, or a .gguf file"
         raise ModelError("there is no such folder", got=folder, expected=expected)
     if is_adapter(folder):
-        base = open_model(resolve(base_of(folder)), open_run)
+        base = open_model(resolve(base_of(folder)), open_run, reads_head=reads_head)
         return replace(base, read=merge_adapter(base.config, base.read, folder), blocks={})
     checkpoint = open_run(folder)
     if checkpoint is None:
-        return _open_weights(read_folder(folder))
+        source = read_folder(folder)
+        return _open_weights(source) if reads_head else _open_headed(source, {})
     values = checkpoint.state.get("config", {}).get("model")
     if not isinstance(values, Mapping) or "family" not in values:
         raise ModelError(

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
+from kitforge.core.checkpoint.load import find_checkpoint
 from kitforge.core.nn.causal_lm import CausalLM, padded_context
 from kitforge.core.nn.context import DropoutKey
 from kitforge.core.optim.groups import ParameterGroup, decay_groups, table_names
@@ -36,8 +37,10 @@ from kitforge.kits.transformers.contrastive import TextGroups, contrastive_losse
 from kitforge.kits.transformers.labelling import TextRowOptions, read_text_rows
 from kitforge.kits.transformers.rows import RaggedTokens, RowSplits, RowTask, hold_out
 from kitforge.kits.transformers.text_kit import PIPELINE_ROWS, TextKit
+from kitforge.models import loading as model_folder
 from kitforge.models.catalog import TEXT_KINDS, without_head
 from kitforge.models.hub import resolve
+from kitforge.models.loading import OpenCheckpoint, StoredModel
 from kitforge.trainer.callbacks.callback import Callback, Event, RunContext
 from kitforge.trainer.precision import autocast
 from kitforge.trainer.run_folder import Run
@@ -320,6 +323,10 @@ class Embedding(TextKit[EmbeddingOptions]):
             return EmbeddingTask(chosen, data, source.build, world)
 
         return self.prepared(chosen, source, tokenizer, data.fingerprint, task, SavePooling(pooling))
+
+    def open_model(self, folder: Path, open_run: OpenCheckpoint = find_checkpoint) -> StoredModel:
+        """See `NetworkKit`; the head of a language model is not read, and many published folders have none."""
+        return model_folder.open_model(folder, open_run, reads_head=False)
 
     def open_pipeline(self, model: nn.Module, processor: Tokenizer, options: EmbeddingOptions) -> EmbeddingPipeline:
         """What embeds texts."""

@@ -10,6 +10,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
+import transformers
 from sklearn.metrics import ndcg_score
 from torch.nn import functional
 
@@ -289,6 +290,25 @@ def test_a_run_is_served_with_its_pooling(tmp_path: Path) -> None:
         found = httpx.post(f"{server.url}/v1/embeddings", json={"input": texts}, timeout=PATIENCE).json()["data"]
     wanted = pipeline("embedding", model=tmp_path)(texts)
     assert np.allclose([each["embedding"] for each in found], wanted, atol=1e-6)
+
+
+def test_a_folder_without_the_head_of_a_language_model_embeds_and_learns(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.MistralConfig(**sizes, vocab_size=258, num_key_value_heads=1, tie_word_embeddings=False)
+    network = transformers.MistralModel(config).eval()
+    network.save_pretrained(tmp_path / "base")
+    tokens = torch.tensor([ByteTokenizer().encode("the moon")])
+    wanted = functional.normalize(network(tokens).last_hidden_state[0, -1], dim=0).detach()
+    tokenizer = ByteTokenizer()
+    assert np.allclose(pipeline("embedding", tmp_path / "base", tokenizer)("the moon"), wanted, atol=1e-6)
+    with pytest.raises(ModelError, match=r"lm_head\.weight"):
+        pipeline("text_generation", tmp_path / "base", tokenizer)
+    for name, choices in {"whole": {}, "adapter": {"lora.rank": 2, "lora.target_modules": ["query"]}}.items():
+        own = {"model": {}, "checkpoint": str(tmp_path / "base"), "trainer.max_steps": 1, "pooling": "last", **choices}
+        model = run(tmp_path / name, own)[0].loop.model.eval()
+        with torch.no_grad():
+            learned = functional.normalize(vector(model, "moon", "last"), dim=0)
+        assert np.allclose(pipeline("embedding", tmp_path / name)("moon"), learned, atol=2e-5)
 
 
 def test_an_adapter_learns_and_the_run_is_read_back(tmp_path: Path) -> None:

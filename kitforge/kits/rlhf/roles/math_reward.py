@@ -18,7 +18,7 @@ TIMEOUT, START_TIMEOUT = 10.0, 120.0
 
 
 class MathWorker:
-    """A process of `math_worker`, started when it is first asked, and again after one that took too long or has ended."""
+    """A process of `math_worker`, started when it is first asked, and again after one that took too long or ended."""
 
     def __init__(self, timeout: float = TIMEOUT, command: Sequence[str] = ()) -> None:
         self._timeout = timeout
