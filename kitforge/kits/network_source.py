@@ -332,7 +332,8 @@ def sharding_of(model: nn.Module) -> Sharding:
     if not isinstance(model, ScoreModel):
         return sharding_of_network(model)
     backbone = sharding_of_network(model.backbone).with_prefix("backbone")
-    rules = (ShardingRule(module="score", gradient="whole"),) if backbone.rules else ()
+    names = ("score", "pooler") if backbone.rules else ()
+    rules = tuple(ShardingRule(module=name, gradient="whole") for name in names)
     score = Sharding(rules=rules, cuts_rows=backbone.cuts_rows)
     return replace(backbone.merged_with(score), fsdp_roots={"": (model.fsdp_root,)})
 

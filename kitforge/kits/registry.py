@@ -16,7 +16,8 @@ from kitforge.foundation.errors import ConfigError, KitforgeError, nearest
 from kitforge.foundation.untrusted import load_yaml
 from kitforge.kits.kit import AnyKit, Kit
 from kitforge.models.catalog import FAMILIES, Kind
-from kitforge.models.loading import QUESTION_ANSWERING, TOKEN_CLASSIFIER, kind_of, labels_of
+from kitforge.models.classifier_heads import QUESTION_ANSWERING, TOKEN_CLASSIFIER
+from kitforge.models.loading import kind_of, labels_of
 
 RLHF_TASKS = (
     *("sft", "reward", "dpo", "ipo", "kto", "orpo", "simpo"),
@@ -97,7 +98,8 @@ def recorded_task(folder: object) -> str | None:
         path = Path(folder).expanduser()
         labels = labels_of(path)
         if labels is not None:
-            return "reward" if len(labels) == 1 else "text_classification"
+            is_reward = len(labels) == 1 and kind_of(path) != "encoder"
+            return "reward" if is_reward else "text_classification"
         if labels_of(path, TOKEN_CLASSIFIER) is not None:
             return "token_classification"
         if labels_of(path, QUESTION_ANSWERING) is not None:

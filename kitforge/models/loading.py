@@ -22,7 +22,7 @@ from kitforge.core.nn.decoder import Decoder, FamilyConfig
 from kitforge.core.nn.init import init_weights, materialize
 from kitforge.core.nn.lora import FACTORS, LoraConfig, adapter_tensors, attach, merge_factors
 from kitforge.core.nn.quantized import keep_blocks, quantize_linears
-from kitforge.core.nn.score_head import BACKBONE, HEAD, HEAD_BIAS
+from kitforge.core.nn.score_head import BACKBONE, HEAD, HEAD_BIAS, POOLER, POOLER_BIAS
 from kitforge.data.gguf_file import GGUF_SUFFIX, is_gguf
 from kitforge.data.labels import ProblemType
 from kitforge.foundation.config import check
@@ -41,10 +41,11 @@ from kitforge.models.catalog import (
     initial_deviations,
     without_head,
 )
+from kitforge.models.classifier_heads import SEQUENCE_CLASSIFIER, head_names
 from kitforge.models.gguf import WRITTEN, GgufWeights, write_gguf
 from kitforge.models.hub import resolve
 from kitforge.models.llama.model import LlamaConfig
-from kitforge.models.peft import TOKEN_HEADS, base_of, is_adapter, merge_adapter
+from kitforge.models.peft import base_of, is_adapter, merge_adapter
 from kitforge.models.weight_mapping import (
     HEADS,
     TensorReader,
@@ -54,9 +55,6 @@ from kitforge.models.weight_mapping import (
     import_tensors,
 )
 
-# The suffixes of classifiers in transformers: of whole texts, and of each token.
-SEQUENCE_CLASSIFIER, TOKEN_CLASSIFIER = "ForSequenceClassification", "ForTokenClassification"
-QUESTION_ANSWERING = "ForQuestionAnswering"
 # Further numbers of our reward head, stored as `score_<name>` in config.json, which transformers ignores.
 SCORE_KEYS = ("bias", "mean", "deviation")
 # Finds the checkpoint of a folder, collectively over all ranks; None where there is none.
@@ -113,8 +111,8 @@ class StoredModel:
     names: tuple[str, ...]  # our names of all weights
     # Reads a weight, or one region of it, in the dtype in which it is stored.
     read: Callable[[str, Region | None], Tensor]
-    # The head of a classifier, `score.weight` [labels, dim]; of a reward model with one row and further tensors
-    # `score.<name>`.
+    # The head of a classifier, `score.weight` [labels, dim], of an encoder behind `pooler.weight` [dim, dim], which may
+    # also be all there is; of a reward model with one row and further tensors `score.<name>`.
     head: Mapping[str, Tensor] = field(default_factory=dict)
     labels: tuple[Any, ...] = ("LABEL_0",)  # of a model with a head
     problem_type: ProblemType = "single_label_classification"  # of a classifier of texts
@@ -236,7 +234,8 @@ def open_decoder(checkpoint: Checkpoint, prefix: str = "") -> StoredModel:
 
 def open_scored(checkpoint: Checkpoint) -> StoredModel:
     """The decoder of a run that trained it with a head, and the head, see `StoredModel.head`."""
-    held, names = checkpoint.names("model"), {name: name for name in (HEAD, HEAD_BIAS)}
+    names = {name: name for name in (HEAD, HEAD_BIAS, POOLER, POOLER_BIAS)}
+    held = checkpoint.names("model")
     names |= {f"score.{name}": name for name in ("mean", "deviation")}
     head = {ours: checkpoint.tensor(name) for ours, name in names.items() if name in held}
     return replace(open_decoder(checkpoint, BACKBONE), head=head)
@@ -280,7 +279,7 @@ def open_classifier(folder: Path, suffix: str = SEQUENCE_CLASSIFIER) -> StoredMo
     """Open the Hugging Face folder of a classifier whose class ends so: backbone, head [labels, dim] and labels; reads
     no weights of the backbone. Raises ModelError for a head of other labels than config.json names."""
     source, labels = read_folder(folder), labels_of(folder, suffix) or ()
-    names = _head_names(str(source.config.get("model_type")), suffix)
+    names = head_names(str(source.config.get("model_type")), suffix)
     shape = source.shapes().get(names[HEAD])
     if shape is None or shape[0] != len(labels):
         got = f"no {names[HEAD]}" if shape is None else f"a head of {shape[0]}"
@@ -297,12 +296,20 @@ def problem_type_of(config: Mapping[str, Any]) -> ProblemType:
     return cast(ProblemType, found or known[0])
 
 
-def _head_names(model_type: str, suffix: str) -> dict[str, str]:
-    """The names of a classifier's tensors in transformers by ours."""
-    if suffix == SEQUENCE_CLASSIFIER:
-        return {HEAD: HEAD}
-    theirs = "qa_outputs" if suffix == QUESTION_ANSWERING else TOKEN_HEADS.get(model_type, "score")
-    return {HEAD: f"{theirs}.weight", HEAD_BIAS: f"{theirs}.bias"}
+def pooler_of(folder: Path) -> dict[str, Tensor]:
+    """The pooler of the Hugging Face folder of a BERT without a classifier, with which one begins, as in transformers;
+    empty for another folder."""
+    if kind_of(folder) != "encoder":
+        return {}
+    source = read_folder(folder)
+    names = head_names(str(source.config.get("model_type")), SEQUENCE_CLASSIFIER)
+    held, ours = source.shapes().keys(), (POOLER, POOLER_BIAS)
+    # BertModel's names have no prefix.
+    found = (
+        {name: prefix + names[name].removeprefix("bert.") for name in ours if name in names} for prefix in ("bert.", "")
+    )
+    theirs = next((each for each in found if held >= {*each.values()}), {})
+    return {name: source.tensor(each) for name, each in theirs.items()}
 
 
 def open_reward_folder(folder: Path) -> StoredModel:
@@ -406,26 +413,26 @@ def export(
         # The few vectors are cast when they are written: from some an offset is subtracted first.
         return tensor if tensor.dim() == 1 else tensor.to(export_dtype(chosen))
 
-    if not stored.head:
+    if HEAD not in stored.head:
         _write(stored.config, read, folder, extra, chosen)
         return
     values = {**(extra or {}), **_head_values(stored)}
-    names = _head_names(converter_of(stored.config).write_config(stored.config)["model_type"], stored.suffix)
+    names = head_names(converter_of(stored.config).write_config(stored.config)["model_type"], stored.suffix)
     head = {theirs: stored.head[ours] for ours, theirs in names.items()}
     _write(without_head(stored.config), read, folder, values, chosen, head)
 
 
 def config_values(stored: StoredModel, dtype: ExportDtype, extra: Mapping[str, Any]) -> dict[str, Any]:
     """The config.json of an exported model, with `extra`. Raises ModelError where Hugging Face has no such model."""
-    config = without_head(stored.config) if stored.head else stored.config
-    head = _head_values(stored) if stored.head else {}
+    config = without_head(stored.config) if HEAD in stored.head else stored.config
+    head = _head_values(stored) if HEAD in stored.head else {}
     return {**converter_of(config).write_config(config), "dtype": dtype, **extra, **head}
 
 
 def _head_values(stored: StoredModel) -> dict[str, Any]:
     """What config.json says of a classifier or of a reward model."""
     written = converter_of(stored.config).write_config(stored.config)
-    others = stored.head.keys() - _head_names(written["model_type"], stored.suffix)
+    others = stored.head.keys() - head_names(written["model_type"], stored.suffix)
     numbers = {name: stored.head[f"score.{name}"] for name in SCORE_KEYS if f"score.{name}" in others}
     values: dict[str, Any] = {f"score_{name}": float(number) for name, number in numbers.items()}
     values |= {"architectures": [_classifier_architecture(written["architectures"][0], stored.suffix)]}

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from kitforge.core.checkpoint.safetensors_file import TensorFile, write
 from kitforge.core.nn.decoder import FamilyConfig
 from kitforge.core.nn.lora import LoraConfig, adapter_tensors, attach, merge_factors
+from kitforge.core.nn.score_head import HEAD_BIAS, POOLER
 from kitforge.foundation.config import check
 from kitforge.foundation.errors import ModelError
 from kitforge.foundation.files import write_text
@@ -30,12 +31,11 @@ from kitforge.foundation.log import logger
 from kitforge.foundation.types import Region
 from kitforge.foundation.untrusted import parse_json
 from kitforge.models.catalog import FAMILIES, converter_of, exportable_config
+from kitforge.models.classifier_heads import SEQUENCE_CLASSIFIER, TOKEN_CLASSIFIER, head_names, own_name, saved_modules
 from kitforge.models.weight_mapping import HEADS, ConfigFile, TensorMapping, by_theirs, join
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX, _SUFFIXES = "base_model.model.", (".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector")
-# The names of heads in PEFT and transformers: of token classifiers of these families, and of all others.
-TOKEN_HEADS, _HEAD = dict.fromkeys(("gpt2", "bloom", "bert", "roberta"), "classifier"), "score"
 # PEFT re-initializes an adapter when it loads it, before it reads the factors; under other names than these the base
 # model is changed with it.
 _INITIAL = (True, False, None, "gaussian", "orthogonal")
@@ -104,7 +104,7 @@ def save_adapter(
     head: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Write an adapter of the network: the full factors of each adapted layer (`adapter_tensors`). `base` names the
-    base model. `head` holds the tensors of a reward head, `score.<name>`. Raises ModelError for DoRA of a layer that
+    base model. `head` holds the tensors of a head by our names. Raises ModelError for DoRA of a layer that
     shares a matrix in Hugging Face's model with one that is not adapted."""
     groups = _groups(exportable_config(network))
     tensors, written, ranks = [], list[str](), dict[str, int]()
@@ -117,14 +117,15 @@ def save_adapter(
         ranks[theirs] = len(merged[0])
         for suffix, factor in zip(_SUFFIXES, merged, strict=False):
             tensors.append((f"{_PREFIX}{theirs}{suffix}", factor.detach().contiguous()))
-    task = _task_type(network, head or {})
-    name = TOKEN_HEADS.get(exportable_config(network).family, _HEAD) if task == "TOKEN_CLS" else _HEAD
-    for own, each in (head or {}).items():
-        tensors.append((f"{_PREFIX}{name}.{own.removeprefix(f'{_HEAD}.')}", each.detach().contiguous()))
+    own_config, task = exportable_config(network), _task_type(network, head or {})
+    model_type = str(converter_of(own_config).write_config(own_config)["model_type"])
+    names = head_names(model_type, TOKEN_CLASSIFIER if task == "TOKEN_CLS" else SEQUENCE_CLASSIFIER)
+    names = {own: names.get(own, own) for own in head or {}}
+    tensors += [(f"{_PREFIX}{names[own]}", each.detach().contiguous()) for own, each in (head or {}).items()]
     folder.mkdir(parents=True, exist_ok=True)
     write(folder / WEIGHTS, tensors)
-    names = {theirs: _target(theirs, set(groups) - set(written)) for theirs in written}
-    wider = {names[theirs]: rank for theirs, rank in ranks.items() if rank != config.rank}
+    targets = {theirs: _target(theirs, set(groups) - set(written)) for theirs in written}
+    wider = {targets[theirs]: rank for theirs, rank in ranks.items() if rank != config.rank}
     values = {
         "peft_type": "LORA",
         "task_type": task,
@@ -133,8 +134,8 @@ def save_adapter(
         "lora_alpha": config.alpha,
         "rank_pattern": wider,
         "alpha_pattern": {name: config.scale * rank for name, rank in wider.items()},
-        "target_modules": sorted(set(names.values())),
-        "modules_to_save": [name] if head else None,
+        "target_modules": sorted(set(targets.values())),
+        "modules_to_save": saved_modules(names, model_type) or None,
         "use_dora": config.kind == "dora",
         "lora_dropout": 0.0,
         "bias": "none",
@@ -145,10 +146,10 @@ def save_adapter(
 
 
 def _task_type(network: nn.Module, head: Mapping[str, Tensor]) -> str:
-    """PEFT's name of what a network is; the head of a classifier of tokens has a bias of several labels."""
+    """PEFT's name of what a network is; the head of a classifier of tokens has a bias of several labels, no pooler."""
     if head:
-        bias = head.get(f"{_HEAD}.bias")
-        return "SEQ_CLS" if bias is None or bias.numel() == 1 else "TOKEN_CLS"
+        bias = head.get(HEAD_BIAS)
+        return "SEQ_CLS" if bias is None or bias.numel() == 1 or POOLER in head else "TOKEN_CLS"
     kind = FAMILIES[exportable_config(network).family].kind
     return "SEQ_2_SEQ_LM" if kind == "encoder-decoder" else "CAUSAL_LM"
 
@@ -202,7 +203,9 @@ class _AdapterFolder:
         self._scales: dict[str, float] = {}  # of the update, by the name of the layer in PEFT
         self._saved = _saved_layers(config, self._file, values)
         saved = {theirs for theirs, _ in self._saved.values()}
-        for key in (each for each in self._file.names() if not _is_head(each) and each not in saved):
+        for key in (each for each in self._file.names() if each not in saved):
+            if own_name(key.removeprefix(_PREFIX)) is not None:
+                continue
             layer = key.removeprefix(_PREFIX)
             suffix = next((each for each in _SUFFIXES if layer.endswith(each)), None)
             theirs = layer.removesuffix(suffix or "")
@@ -382,19 +385,16 @@ def base_of(folder: Path) -> str:
 
 
 def read_head(folder: Path) -> dict[str, Tensor]:
-    """The tensors of the head stored with an adapter, `score.<name>`; empty for an adapter of a language model."""
+    """The tensors of the head stored with an adapter by our names; empty for an adapter of a language model."""
     _read_config(folder / CONFIG)
     file = TensorFile(folder / WEIGHTS, ModelError)
-    return {f"{_HEAD}.{key.rpartition('.')[2]}": file.tensor(key) for key in file.names() if _is_head(key)}
+    found = {key: own_name(key.removeprefix(_PREFIX)) for key in file.names()}
+    return {own: file.tensor(key) for key, own in found.items() if own is not None}
 
 
 def is_adapter(folder: Path) -> bool:
     """Whether the folder holds a PEFT adapter."""
     return (folder / CONFIG).is_file()
-
-
-def _is_head(key: str) -> bool:
-    return key.startswith(tuple(f"{_PREFIX}{name}." for name in (_HEAD, *TOKEN_HEADS.values())))
 
 
 def _groups(config: FamilyConfig) -> dict[str, list[TensorMapping]]:

@@ -44,7 +44,7 @@ from kitforge.kits.transformers.labelling import (
 from kitforge.kits.transformers.programs import export_programs
 from kitforge.kits.transformers.rows import RaggedTokens, RowSplits, hold_out, label_probabilities, last_token
 from kitforge.kits.transformers.text_kit import PIPELINE_ROWS
-from kitforge.models.loading import SEQUENCE_CLASSIFIER
+from kitforge.models.classifier_heads import SEQUENCE_CLASSIFIER
 from kitforge.report.notebook import Rows
 
 
@@ -83,16 +83,17 @@ class LabelledRows:
 
     def batch(self, rows: NDArray[np.int64]) -> dict[str, Tensor]:
         """Rows padded on the right, which causal attention never reads: tokens [B, T], the position of the token
-        that classifies a row `ends` [B], labels [B], or zeros and ones or numbers [B, C], and weights [B]. Without
-        rows, one of weight 0."""
+        that classifies a row to a decoder `ends` [B], numbers of tokens `sizes` [B], labels [B], or zeros and ones or
+        numbers [B, C], and weights [B]. Without rows, one of weight 0."""
         tokens = self._tokens.padded(rows, self._pad_id)
         if not len(rows):
             empty = torch.zeros(1, dtype=torch.int64)
             labels = torch.from_numpy(np.zeros((1, *self.labels.shape[1:]), self.labels.dtype))
-            return {"tokens": tokens, "ends": empty, "labels": labels, "weights": empty.float()}
+            return {"tokens": tokens, "ends": empty, "sizes": empty + 1, "labels": labels, "weights": empty.float()}
         return {
             "tokens": tokens,
             "ends": torch.from_numpy(self._ends[rows]),
+            "sizes": torch.from_numpy(self.lengths[rows]),
             "labels": torch.from_numpy(self.labels[rows]),
             "weights": torch.ones(len(rows)),
         }
@@ -185,7 +186,7 @@ class TextClassificationTask(HeadedTask):
         tokens, ends, labels, weights = (
             copy_to(micro_batch[name], device) for name in ("tokens", "ends", "labels", "weights")
         )
-        return network.logits_at(tokens, ends, dropout_key), labels, weights
+        return network.logits_at(tokens, ends, micro_batch["sizes"], dropout_key), labels, weights
 
 
 class TextClassificationPipeline(LabellingPipeline[SequenceClassifier]):
@@ -235,26 +236,30 @@ class TextClassificationPipeline(LabellingPipeline[SequenceClassifier]):
             raise DataError("a classifier scores pairs of texts", got="a conversation", expected="text_1 and text_2")
         encoded = (self._tokenizer.encode_prompt(*pair) for pair in pairs)
         rows = [self._fitting(tokens, f"pair {number}") for number, tokens in enumerate(encoded)]
-        parts = (rows[start : start + PIPELINE_ROWS] for start in range(0, len(rows), PIPELINE_ROWS))
-        scores = torch.cat([self._logits(part)[:, 0] for part in parts]).sigmoid()
+        # As in BERT, the tokens of a pair begin with those of its first text alone.
+        firsts = torch.tensor([len(self._tokenizer.encode_prompt(first)) for first, _ in pairs])
+        parts = (slice(start, start + PIPELINE_ROWS) for start in range(0, len(rows), PIPELINE_ROWS))
+        scores = torch.cat([self._logits(rows[part], firsts[part])[:, 0] for part in parts]).sigmoid()
         return list(zip(scores.tolist(), map(len, rows), strict=True))
 
     def _probabilities(self, rows: Sequence[Sequence[int]]) -> Tensor:
         """[B, C] on the CPU."""
         return label_probabilities(self._logits(rows), self._model.problem_type).cpu()
 
-    def _logits(self, rows: Sequence[Sequence[int]]) -> Tensor:
+    def _logits(self, rows: Sequence[Sequence[int]], firsts: Tensor | None = None) -> Tensor:
         device = self._model.score.weight.device
-        tokens = RaggedTokens(rows).padded(np.arange(len(rows)), 0)
+        ragged = RaggedTokens(rows)
+        tokens, sizes = ragged.padded(np.arange(len(rows)), 0), torch.from_numpy(ragged.lengths)
         pad_id = self._tokenizer.pad_id if self._model.pad_id is False else self._model.pad_id
         ends = torch.tensor([last_token(row, pad_id) for row in rows])
-        return self._model.logits_at(tokens.to(device), ends.to(device))
+        return self._model.logits_at(tokens.to(device), ends.to(device), sizes, firsts=firsts)
 
 
 class TextClassification(LabellingKit[TextClassificationOptions]):
     """The task `text_classification`."""
 
     OPTIONS, PIPELINE = TextClassificationOptions, TextClassificationPipeline
+    FURTHER_KINDS = ("encoder",)
     MODEL, TASK, SUFFIX = SequenceClassifier, TextClassificationTask, SEQUENCE_CLASSIFIER
     READ, COLUMN, LABELLED, OUTPUT = staticmethod(read_data), "text", "texts", "LABELS.jsonl"
     IS_SERVED = True

@@ -19,7 +19,8 @@ from kitforge.core.checkpoint.load import find_checkpoint
 from kitforge.core.kernels.dispatch import CompileLevel
 from kitforge.core.nn.causal_lm import CausalLM, padded_context
 from kitforge.core.nn.context import Context, DropoutKey
-from kitforge.core.nn.score_head import HEAD, HEAD_BIAS, ScoreModel, initial_head
+from kitforge.core.nn.encoder import Encoder
+from kitforge.core.nn.score_head import BACKBONE, HEAD, POOLER, ScoreModel, initial_head
 from kitforge.core.optim.groups import ParameterGroup, decay_groups, table_names
 from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.core.parallel.world import World
@@ -45,6 +46,7 @@ from kitforge.kits.transformers.rows import ClassifierTask, RowSplits
 from kitforge.kits.transformers.text_kit import TextKit
 from kitforge.models import loading as model_folder
 from kitforge.models.catalog import without_head
+from kitforge.models.classifier_heads import SEQUENCE_CLASSIFIER
 from kitforge.models.hub import resolve
 from kitforge.models.loading import OpenCheckpoint, StoredModel
 from kitforge.models.peft import base_of, is_adapter, merge_adapter, read_head
@@ -153,14 +155,16 @@ def _class_rows(spec: object, columns: Sequence[str]) -> Iterator[tuple[object, 
 
 
 class HeadedModel(ScoreModel, ABC):
-    """A decoder with a linear head [C, dim]; `logits_at` is its forward pass in training."""
+    """A network with a linear head [C, dim]; `logits_at` is its forward pass in training."""
 
-    has_bias, fsdp_root = False, "logits_at"
+    has_bias, pools_encoders, fsdp_root = False, False, "logits_at"
 
     def __init__(
         self, backbone: nn.Module, labels: Sequence[str], problem_type: ProblemType = "single_label_classification"
     ) -> None:
-        super().__init__(backbone, len(labels), has_bias=self.has_bias)
+        pools = self.pools_encoders and isinstance(backbone, Encoder)
+        rate = cast(Encoder, backbone).config.decoder().embedding_dropout if pools else None
+        super().__init__(backbone, len(labels), has_bias=self.has_bias or pools, pooler_dropout=rate)
         self.labels, self.problem_type = tuple(labels), problem_type
         # The padding token of a published folder; False: that of the tokenizer.
         self.pad_id: int | None | Literal[False] = False
@@ -169,18 +173,40 @@ class HeadedModel(ScoreModel, ABC):
     def logits_at(self, *inputs: Any) -> Tensor:
         """Logits [B, C], or [B T, C] of all tokens, of the inputs of the task."""
 
+    def paired_context(
+        self, tokens: Tensor, sizes: Tensor, firsts: Tensor | None, dropout: DropoutKey | None = None
+    ) -> Context:
+        """The context of rows of tokens [B, T] of these sizes [B], whose second texts begin at `firsts` [B] (None:
+        there are none): of another type to an encoder that has several."""
+        context = padded_context(self.language_model, tokens, sizes, dropout)
+        if firsts is None or not isinstance(self.backbone, Encoder) or self.backbone.token_type.num_embeddings < 2:
+            return context
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        return dataclasses.replace(context, token_types=(positions >= firsts.to(tokens.device).unsqueeze(1)).long())
+
 
 class SequenceClassifier(HeadedModel):
-    """A decoder with a linear head [C, dim] on the output of a row's last token, as `*ForSequenceClassification` of
-    transformers."""
+    """A network with a linear head [C, dim] on the output of a row's last token, or of an encoder behind a pooler on
+    that of the first one, as `*ForSequenceClassification` of transformers."""
 
-    def logits_at(self, tokens: Tensor, ends: Tensor, dropout: DropoutKey | None = None) -> Tensor:
-        """Logits [B, C] of rows [B, T] whose last tokens are at `ends` [B]."""
-        return self.pooled_scores(tokens, Context(dropout=dropout), ends).float()
+    pools_encoders = True
+
+    def logits_at(
+        self,
+        tokens: Tensor,
+        ends: Tensor,
+        sizes: Tensor,
+        dropout: DropoutKey | None = None,
+        firsts: Tensor | None = None,
+    ) -> Tensor:
+        """Logits [B, C] of rows [B, T] of these sizes [B], which a decoder classifies by those at `ends` [B]. `firsts`:
+        where the second texts of pairs begin [B]."""
+        return self.pooled_scores(tokens, self.paired_context(tokens, sizes, firsts, dropout), ends).float()
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits [B, C] of rows [B, T] without padding."""
-        return self.logits_at(tokens, torch.full((len(tokens),), tokens.shape[1] - 1, device=tokens.device))
+        sizes = torch.full((len(tokens),), tokens.shape[1], device=tokens.device)
+        return self.logits_at(tokens, sizes - 1, sizes)
 
 
 class TokenClassifier(HeadedModel):
@@ -314,8 +340,11 @@ class LabellingKit(TextKit[HeadedOptionsT]):
             raise ModelError("there is no classifier here", got=folder, expected=f"a run of {self.OPTIONS().task}")
         model = self.MODEL(model_folder.load_stored(stored, device=device, level=level, dtype=dtype), stored.labels)
         model.problem_type, model.pad_id = stored.problem_type, False if stored.is_run else stored.pad_id
-        for name, tensor in stored.head.items():
-            model.get_parameter(name).data.copy_(tensor)
+        for name in _names_of_head(model):
+            if name not in stored.head:
+                fix = "train it further, which begins with a new one"
+                raise ModelError("a part of the classifier is missing", got=folder, expected=name, fix=fix)
+            model.get_parameter(name).data.copy_(stored.head[name])
         return model
 
     def open_model(self, folder: Path, open_run: OpenCheckpoint = find_checkpoint) -> StoredModel:
@@ -345,10 +374,17 @@ def _head_tensors(
     if model is given:
         return {}
     assert isinstance(model, HeadedModel)
-    size = len(model.labels)
-    first = {HEAD: initial_head(size, model.language_model.geometry.dim, seed), HEAD_BIAS: torch.zeros(size)}
-    old = stored.head if stored is not None and is_kept else {}
-    return {name: old.get(name, first[name]) for name in (HEAD, HEAD_BIAS)[: 1 + model.has_bias]}
+    size, dim = len(model.labels), model.language_model.geometry.dim
+    rows = {HEAD: size, POOLER: dim}
+    first = {name: initial_head(count, dim, seed, name=name) for name, count in rows.items()}
+    first |= {name.replace("weight", "bias"): torch.zeros(count) for name, count in rows.items()}
+    # A pooler is that of any labels.
+    old = {} if stored is None else {name: each for name, each in stored.head.items() if is_kept or "pooler" in name}
+    return {name: old.get(name, first[name]) for name in _names_of_head(model)}
+
+
+def _names_of_head(model: nn.Module) -> list[str]:
+    return [name for name, _ in model.named_parameters() if not name.startswith(BACKBONE)]
 
 
 def _open_headed(folder: Path, suffix: str, open_run: OpenCheckpoint) -> StoredModel:
@@ -364,7 +400,9 @@ def _open_headed(folder: Path, suffix: str, open_run: OpenCheckpoint) -> StoredM
         return dataclasses.replace(stored, labels=labels, suffix=suffix, problem_type=kind, is_run=True)
     if checkpoint is None and model_folder.labels_of(folder, suffix):
         return model_folder.open_classifier(folder, suffix)
-    return model_folder.open_model(folder, lambda _folder: checkpoint)
+    stored = model_folder.open_model(folder, lambda _folder: checkpoint)
+    is_pooled = suffix == SEQUENCE_CLASSIFIER and checkpoint is None
+    return dataclasses.replace(stored, head=model_folder.pooler_of(folder)) if is_pooled else stored
 
 
 def _open_adapted(folder: Path, base: Path, stored: StoredModel, suffix: str) -> StoredModel:
@@ -374,14 +412,16 @@ def _open_adapted(folder: Path, base: Path, stored: StoredModel, suffix: str) ->
     if HEAD not in head:
         return dataclasses.replace(stored, read=read, blocks={})
     labels, count = stored.labels, len(head[HEAD])
+    # As of every classifier, without the head of a language model.
+    config = without_head(stored.config)
+    own = dict(model_folder.build_on_meta(config).named_parameters())
     pad_id = read_folder(base).config.get("pad_token_id") if (base / CONFIG).is_file() else None
     return dataclasses.replace(
         stored,
         read=read,
-        # As of every classifier, without the head of a language model.
-        config=without_head(stored.config),
-        names=tuple(name for name in stored.names if name != "output"),
-        head=head,
+        config=config,
+        names=tuple(name for name in stored.names if name in own),
+        head={**stored.head, **head},
         labels=labels if len(labels) == count else tuple(f"LABEL_{number}" for number in range(count)),
         suffix=suffix,
         pad_id=pad_id if isinstance(pad_id, int) else stored.pad_id,
@@ -392,4 +432,4 @@ def _open_adapted(folder: Path, base: Path, stored: StoredModel, suffix: str) ->
 def _adapted(model: nn.Module) -> tuple[nn.Module, str, Mapping[str, Tensor] | None]:
     """The adapted backbone, its adapter's name, and the head."""
     network = cast(HeadedModel, model)
-    return network.backbone, ADAPTER, {f"score.{name}": each for name, each in network.score.named_parameters()}
+    return network.backbone, ADAPTER, {name: network.get_parameter(name) for name in _names_of_head(network)}

@@ -174,7 +174,7 @@ class DecoderProgram(nn.Module):
 
 
 def programs_of(model: nn.Module, *, use_cache: bool = True) -> list[Program]:
-    """The programs of a network of this kit."""
+    """The programs of a network of this kit. Raises ConfigError for a classifier on an encoder."""
     if isinstance(model, VisionTransformer):
         images, names = torch.zeros(_BATCH, *model.input_shape), {"input_names": ["pixel_values"]}
         axes: tuple[_Axes, ...] = ({0: "batch"},)
@@ -183,6 +183,9 @@ def programs_of(model: nn.Module, *, use_cache: bool = True) -> list[Program]:
         return _seq2seq_programs(model)
     tokens, axes = torch.zeros(_BATCH, _LENGTH, dtype=torch.int64), ({0: "batch", 1: "length"},) * 2
     if isinstance(model, SequenceClassifier):
+        if model.pooler is not None:
+            fix = "export a Hugging Face folder (format=huggingface), of which Optimum makes one"
+            raise ConfigError("no program is written of this network", got="an encoder", expected="a decoder", fix=fix)
         return [
             Program(
                 name="model",

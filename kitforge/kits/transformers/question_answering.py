@@ -15,9 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from kitforge.core.checkpoint.load import find_checkpoint
-from kitforge.core.nn.causal_lm import padded_context
 from kitforge.core.nn.context import DropoutKey
-from kitforge.core.nn.encoder import Encoder
 from kitforge.core.nn.score_head import HEAD
 from kitforge.data.document_shard import fingerprint_of
 from kitforge.data.source import open_rows
@@ -42,7 +40,8 @@ from kitforge.kits.transformers.labelling import (
 from kitforge.kits.transformers.rows import RaggedTokens, RowSplits, hold_out
 from kitforge.kits.transformers.text_kit import PIPELINE_ROWS
 from kitforge.models.catalog import FAMILIES
-from kitforge.models.loading import QUESTION_ANSWERING, OpenCheckpoint, StoredModel
+from kitforge.models.classifier_heads import QUESTION_ANSWERING
+from kitforge.models.loading import OpenCheckpoint, StoredModel
 from kitforge.report.notebook import Rows
 from kitforge.trainer.run_folder import Run
 from kitforge.trainer.task import BestMetric
@@ -156,11 +155,7 @@ class QuestionAnswerer(HeadedModel):
     def logits_at(self, tokens: Tensor, sizes: Tensor, firsts: Tensor, dropout: DropoutKey | None = None) -> Tensor:
         """Logits [B T, 2] of windows [B, T] of these sizes [B], whose passages begin at `firsts` [B], one row after
         another: no view, which FSDP cannot hook."""
-        context = padded_context(self.language_model, tokens, sizes, dropout)
-        if isinstance(self.backbone, Encoder) and self.backbone.token_type.num_embeddings > 1:
-            positions = torch.arange(tokens.shape[1], device=tokens.device)
-            context = replace(context, token_types=(positions >= firsts.unsqueeze(1)).long())
-        return self.pooled_scores(tokens, context).float()
+        return self.pooled_scores(tokens, self.paired_context(tokens, sizes, firsts, dropout)).float()
 
     def null_index(self, sizes: Tensor) -> Tensor:
         """The token [B] that stands for no answer: the first of a window, or to a causal network, which has read

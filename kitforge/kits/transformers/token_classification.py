@@ -32,7 +32,7 @@ from kitforge.kits.transformers.labelling import (
     read_labelled_rows,
 )
 from kitforge.kits.transformers.rows import RaggedTokens, RowSplits, hold_out
-from kitforge.models.loading import TOKEN_CLASSIFIER
+from kitforge.models.classifier_heads import TOKEN_CLASSIFIER
 from kitforge.report.notebook import Rows
 
 

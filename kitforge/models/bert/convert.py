@@ -15,7 +15,7 @@ _KEYS = CONFIG_KEYS.with_keys(
     max_position_embeddings num_attention_heads num_hidden_layers pad_token_id type_vocab_size""",
     accepted={"is_causal": (False, None), "is_decoder": (False, None), "position_embedding_type": ("absolute", None)},
     unused="classifier_dropout gradient_checkpointing pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers "
-    "pooler_size_per_head pooler_type directionality",
+    "pooler_size_per_head pooler_type directionality sentence_transformers sbert_ce_default_activation_function",
 )
 _ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
 # The ends of the names of classes whose folders hold a head for masked tokens.

@@ -115,10 +115,10 @@ def test_padding_is_never_read() -> None:
     model = cast(SequenceClassifier, assembly.loop.model).double().eval()
     tokens, ends = torch.randint(0, 200, (3, 9)), torch.tensor([2, 8, 5])
     with torch.no_grad():
-        wanted = model.logits_at(tokens, ends)
+        wanted = model.logits_at(tokens, ends, ends + 1)
         for row, end in enumerate(ends):
             tokens[row, end + 1 :] = 257
-        assert torch.equal(model.logits_at(tokens, ends), wanted)
+        assert torch.equal(model.logits_at(tokens, ends, ends + 1), wanted)
 
 
 def test_f1_is_that_of_scikit_learn() -> None:

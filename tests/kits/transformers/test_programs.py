@@ -173,7 +173,9 @@ def test_a_classifier_pools_where_ours_and_transformers_do(pad_id: int | None, s
     logits = ClassifierProgram(model)(*padded(rows, columns))
     ends = [last_token(row.tolist(), pad_id) for row in rows]
     pairs = zip(rows, ends, strict=True)
-    expected = torch.cat([model.logits_at(row.unsqueeze(0), torch.tensor([end])) for row, end in pairs])
+    expected = torch.cat(
+        [model.logits_at(row.unsqueeze(0), torch.tensor([end]), torch.tensor([len(row)])) for row, end in pairs]
+    )
     assert_near(logits, expected)
 
 
