@@ -45,7 +45,7 @@ class ScoreModel(nn.Module, ABC):
         those of every token [B T, C], one row after another: no view, which FSDP cannot hook."""
         hidden = self.language_model.hidden(tokens, context)
         if self.pooler is not None:
-            first = self.pooler(hidden[:, 0].to(self.pooler.weight.dtype)).tanh()
+            first = torch.tanh(self.pooler(hidden[:, 0].to(self.pooler.weight.dtype)))
             first = dropout(first, self._rate, "pooler", None if context is None else context.dropout)
             return cast(Tensor, self.score(first))
         pooled = hidden.flatten(0, 1) if ends is None else hidden[torch.arange(len(ends), device=hidden.device), ends]
