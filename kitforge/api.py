@@ -183,7 +183,8 @@ def replay(folder: str | Path, step: int, changes: Mapping[str, object] | None =
 
 def load_model(model: Model, device: str = "auto", dtype: LoadDtype = "fp32", task: str | None = None) -> nn.Module:
     """The network of a run, step or Hugging Face folder, weights in `dtype` ("auto": as stored); a model as it is. A
-    Hugging Face folder of a decoder with one output is a reward model, or with `task="text_classification"` a regression."""
+    Hugging Face folder of a decoder with one output is a reward model, or with `task="text_classification"` a
+    regression."""
     if isinstance(model, (Run, nn.Module)):
         return model.model if isinstance(model, Run) else model
     folder = _folder(model)

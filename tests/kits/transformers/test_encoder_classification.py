@@ -219,11 +219,14 @@ def test_an_adapter_and_the_head_are_those_of_peft_both_ways(kind: str, tmp_path
     labels = {"labels": ["a", "b", "c"]}
     data = [{"text": text, "label": "abc"[number % 3]} for number, text in enumerate(texts(12))]
     choices = {"model": {}, "checkpoint": str(start), "lora.rank": 2, "trainer.max_steps": 3} | labels
+    # All dense layers, whose end is also that of the pooler.
+    choices |= {"lora.target_modules": ["query", "out", "up", "down"]}
     model = run(tmp_path / "run", choices, train_dataset=data, processor=None)[0].loop.model.eval()
     trained = {name for name, each in model.named_parameters() if each.requires_grad and ".adapters." not in name}
     assert trained == {"pooler.weight", "pooler.bias", "score.weight", "score.bias"}
     tokens = fast(data[0]["text"], return_tensors="pt")["input_ids"]
     page = json.loads((tmp_path / "run" / "adapter" / "adapter_config.json").read_text())
+    assert page["target_modules"] == ["dense", "query"]
     saved = ["classifier", "pooler"] if kind == "Bert" else ["classifier"]
     assert (page["task_type"], page["modules_to_save"]) == ("SEQ_CLS", saved)
     with torch.no_grad():
@@ -281,7 +284,7 @@ def test_a_cross_encoder_scores_pairs_as_in_transformers(tmp_path: Path) -> None
     with torch.no_grad():
         pairs = fast([query] * 39, documents, padding=True, return_tensors="pt", return_token_type_ids=True)
         expected = theirs(**pairs).logits[:, 0].sigmoid().tolist()
-    with served(tmp_path, "task=text_classification") as client:
+    with served(tmp_path) as client:
         reply = client.post("/score", json={"text_1": query, "text_2": documents}).json()
         assert [each["score"] for each in reply["data"]] == pytest.approx(expected, abs=1e-5)
         reply = client.post("/rerank", json={"query": query, "documents": documents, "top_n": 5}).json()
