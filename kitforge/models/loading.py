@@ -178,8 +178,8 @@ def open_model(folder: Path, open_run: OpenCheckpoint = find_checkpoint, *, read
         return replace(base, read=merge_adapter(base.config, base.read, folder), blocks={})
     checkpoint = open_run(folder)
     if checkpoint is None:
-        source = read_folder(folder)
-        return _open_weights(source) if reads_head else _open_headed(source, {})
+        files = read_folder(folder)
+        return _open_weights(files) if reads_head else _open_headed(files, {})
     values = checkpoint.state.get("config", {}).get("model")
     if not isinstance(values, Mapping) or "family" not in values:
         raise ModelError(
