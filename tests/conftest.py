@@ -1,6 +1,7 @@
 """What every test shares: repeatable examples from Hypothesis, a skip where there is no accelerator, one small run,
 and a shell that starts at once."""
 
+import atexit
 import ctypes
 import gc
 import os
@@ -20,6 +21,9 @@ from tests.small_run import write_run
 from tests.warm.shell import CLIENT, may_shorten, run, shims, warm, warm_compiler
 
 __all__ = ["may_shorten", "run", "shims", "warm", "warm_compiler"]
+
+# A fifth of the time of collection would go into looks for garbage among what stays; it is on again once all is there.
+gc.disable()
 
 # No deadline, since cores are shared; no database, since a run must not depend on the one before.
 settings.register_profile("kitforge", deadline=None, derandomize=True, database=None)
@@ -47,8 +51,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """What collection has made stays until the end: a look for garbage among it takes most of a second, and a forked
     rank that looks makes all of it its own."""
+    gc.enable()
     gc.collect()
     gc.freeze()
+    # Libraries that count at the end what is left find it freed, but pytest does not look through all of it before.
+    atexit.register(gc.unfreeze)
 
 
 # glibc's only: it gives freed memory back to the system.
@@ -61,11 +68,6 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     process that is forked afterwards."""
     if nextitem is None or nextitem.path != item.path:
         TRIM(0)
-
-
-def pytest_sessionfinish() -> None:
-    """Libraries that count at the end what is left find it freed."""
-    gc.unfreeze()
 
 
 def _is_to_run_alone(item: pytest.Item) -> bool:
