@@ -16,7 +16,6 @@ from kitforge.api import Trainer, evaluate, load_model, load_processor, pipeline
 from kitforge.cli.main import run as run_command
 from kitforge.core.checkpoint.safetensors_file import TensorFile
 from kitforge.core.parallel.config import ParallelConfig
-from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.data.tokenizers.loading import ByteTokenizer
 from kitforge.foundation.errors import ConfigError, DataError, ModelError
 from kitforge.kits.kit import RunInputs
@@ -25,9 +24,9 @@ from kitforge.kits.transformers.build import TASKS
 from kitforge.kits.transformers.classification import read_data
 from kitforge.kits.transformers.labelling import SequenceClassifier
 from kitforge.kits.transformers.rows import metrics_of
-from kitforge.trainer.run_folder import train
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import TestRendezvous
+from tests.kits.transformers.task_runs import TaskRuns
 from tests.kits.transformers.test_adapters import base
 from tests.trainer import tiny
 
@@ -58,21 +57,8 @@ def rows(count: int = 60) -> list[dict[str, Any]]:
     return found
 
 
-def begin(folder: Path | None, choices: dict[str, Any] | None = None, rendezvous: Any = None, **given: Any) -> Any:
-    values = OPTIONS | {"output_dir": None if folder is None else str(folder)} | (choices or {})
-    options = KIT.read_options(tiny.nested(values))
-    inputs = RunInputs(**({"train_dataset": rows(), "processor": ByteTokenizer()} | given))
-    return KIT.assemble(options, inputs, rendezvous or Rendezvous.open(options.parallel, options.device))
-
-
-def finish(assembly: Any) -> dict[str, float]:
-    return train(assembly.loop, assembly.options, assembly.folder, assembly.config_text)
-
-
-def run(folder: Path | None, choices: dict[str, Any] | None = None, **given: Any) -> Any:
-    assembly = begin(folder, choices, **given)
-    finish(assembly)
-    return assembly
+RUNS = TaskRuns(kit=KIT, options=OPTIONS, rows=rows)
+begin, finish, run = RUNS.begin, tiny.finish, RUNS.ended
 
 
 @pytest.mark.slow

@@ -19,17 +19,14 @@ from kitforge.cli.main import run as run_command
 from kitforge.composition import compose_config
 from kitforge.core.nn.context import Context
 from kitforge.core.parallel.config import ParallelConfig
-from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.data.tokenizers.loading import ByteTokenizer
 from kitforge.foundation.errors import ConfigError, DataError, ModelError
 from kitforge.inference.pooling import TextPooling, find_pooling, pool_rows
-from kitforge.kits.kit import RunInputs
 from kitforge.kits.transformers.build import TASKS
 from kitforge.kits.transformers.contrastive import TextGroups, contrastive_losses, retrieval_metrics
-from kitforge.trainer.run_folder import train
 from tests.distributed.ranks import ask_ranks
-from tests.distributed.training import TestRendezvous
 from tests.inference.server.conftest import serving
+from tests.kits.transformers.task_runs import TaskRuns
 from tests.kits.transformers.test_adapters import base
 from tests.patience import PATIENCE
 from tests.trainer import tiny
@@ -61,16 +58,8 @@ def rows(count: int = 40, seed: int = 5) -> list[dict[str, Any]]:
     return found + found[:2]
 
 
-def begin(folder: Path | None, choices: dict[str, Any] | None = None, rendezvous: Any = None, **given: Any) -> Any:
-    values = OPTIONS | {"output_dir": None if folder is None else str(folder)} | (choices or {})
-    options = KIT.read_options(tiny.nested(values))
-    inputs = RunInputs(**({"train_dataset": rows(), "processor": ByteTokenizer()} | given))
-    return KIT.assemble(options, inputs, rendezvous or Rendezvous.open(options.parallel, options.device))
-
-
-def run(folder: Path | None, choices: dict[str, Any] | None = None, rendezvous: Any = None, **given: Any) -> Any:
-    assembly = begin(folder, choices, rendezvous, **given)
-    return assembly, train(assembly.loop, assembly.options, assembly.folder, assembly.config_text)
+RUNS = TaskRuns(kit=KIT, options=OPTIONS, rows=rows)
+begin, run = RUNS.begin, RUNS.run
 
 
 def vector(model: Any, text: str, mode: str) -> torch.Tensor:
@@ -200,25 +189,14 @@ MESHES = [
 ]
 
 
-def metrics(_rank: int, folder: Path, meshes: list[ParallelConfig], size: int | None) -> list[Any]:
-    """Metrics and losses of a short run on each mesh, whose last step has one row."""
-    torch.set_num_threads(1)
-    found = []
-    for number, degrees in enumerate(meshes):
-        names = ("data", "shard", "context", "tensor", "sequence_parallel")
-        mesh = {f"parallel.{name}": getattr(degrees, name) for name in names}
-        choices = mesh | {"trainer.max_steps": 12, "trainer.epochs": 1, "trainer.micro_batch_size": size}
-        place = folder / f"{number}-{degrees.world_size}-{size}"
-        given = {"train_dataset": rows(13), "eval_dataset": rows(11)}
-        ended = run(place, choices, TestRendezvous(degrees), **given)[1]
-        found.append((ended, [line["loss"] for line in tiny.records(place, "train")]))
-    return found
-
-
 def test_ranks_learn_what_one_process_learns(tmp_path: Path) -> None:
     sizes = {1: MESHES[:1], 2: MESHES[1:5], 4: MESHES[5:]}
-    asked = {(world, size): (world, metrics, tmp_path, meshes, size) for world, meshes in sizes.items()
-             for size in (None, 8) if world < 4 or size is None}  # fmt: skip
+    # The last step has one row.
+    given = {"train_dataset": rows(13), "eval_dataset": rows(11)}
+    asked = {}
+    for world, size in ((1, None), (1, 8), (2, None), (2, 8), (4, None)):
+        choices = {"trainer.micro_batch_size": size}
+        asked[world, size] = (world, RUNS.on_meshes, tmp_path / str(size), sizes[world], choices, given)
     answers = ask_ranks(asked)
     alone = answers[1, None][0][0]
     assert len(alone[1]) == 3
@@ -228,15 +206,6 @@ def test_ranks_learn_what_one_process_learns(tmp_path: Path) -> None:
                 assert ended == pytest.approx(alone[0], rel=2e-3, abs=1e-5), (mesh, size)
                 if rank == 0:
                     assert losses == pytest.approx(alone[1], rel=1e-3), (mesh, size)
-
-
-def test_a_run_goes_on_as_if_it_had_not_been_stopped(tmp_path: Path) -> None:
-    choices = {"model": tiny.GPT2 | tiny.DROPOUT, "trainer.micro_batch_size": 3, "trainer.checkpoint_every": 2}
-    run(tmp_path / "whole", choices)
-    tiny.copy_up_to(tmp_path / "whole", tmp_path / "half", 2)
-    assembly = begin(tmp_path / "half", choices | {"resume": "auto"})
-    tiny.finish(assembly)
-    tiny.assert_same(tmp_path / "half", tmp_path / "whole")
 
 
 def test_texts_of_a_row_have_dropout_masks_of_their_own() -> None:

@@ -19,16 +19,14 @@ from kitforge.cli.main import run as run_command
 from kitforge.core.nn.lora import initial_down
 from kitforge.core.nn.vision import VisionTransformer
 from kitforge.core.parallel.config import ParallelConfig
-from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.data.images.labelled import find_images
 from kitforge.data.images.pixels import decode
 from kitforge.foundation.errors import ConfigError, DataError, ModelError
-from kitforge.kits.kit import RunInputs
 from kitforge.kits.transformers.build import TASKS
 from kitforge.kits.transformers.image_classification import augmented, normalized
-from kitforge.trainer.run_folder import train
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import TestRendezvous
+from tests.kits.transformers.task_runs import TaskRuns
 from tests.trainer import tiny
 
 KIT: Any = TASKS["image_classification"]
@@ -72,21 +70,8 @@ def write(folder: Path, count: int = 12) -> Path:
     return folder
 
 
-def begin(folder: Path | None, choices: dict[str, Any] | None = None, rendezvous: Any = None, **given: Any) -> Any:
-    values = OPTIONS | {"output_dir": None if folder is None else str(folder)} | (choices or {})
-    options = KIT.read_options(tiny.nested(values))
-    inputs = RunInputs(**({"train_dataset": rows()} | given))
-    return KIT.assemble(options, inputs, rendezvous or Rendezvous.open(options.parallel, options.device))
-
-
-def finish(assembly: Any) -> dict[str, float]:
-    return train(assembly.loop, assembly.options, assembly.folder, assembly.config_text)
-
-
-def run(folder: Path | None, choices: dict[str, Any] | None = None, **given: Any) -> Any:
-    assembly = begin(folder, choices, **given)
-    finish(assembly)
-    return assembly
+RUNS = TaskRuns(kit=KIT, options=OPTIONS, rows=rows, inputs={})
+begin, finish, run = RUNS.begin, tiny.finish, RUNS.ended
 
 
 def test_it_learns_colours_from_a_zip_and_says_them(tmp_path: Path) -> None:

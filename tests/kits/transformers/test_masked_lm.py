@@ -15,17 +15,14 @@ from torch.nn import functional
 from kitforge.api import load_model, pipeline, save_model
 from kitforge.cli.main import run as run_command
 from kitforge.core.parallel.config import ParallelConfig
-from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.data.text.masking import MaskToken, framed_rows, masked
 from kitforge.data.text.packing import IGNORED
 from kitforge.data.tokenizers.loading import ByteTokenizer, load_tokenizer
 from kitforge.foundation.errors import ConfigError, DataError, ModelError
-from kitforge.kits.kit import RunInputs
 from kitforge.kits.registry import recorded_task
 from kitforge.kits.transformers.build import TASKS
-from kitforge.trainer.run_folder import train
 from tests.distributed.ranks import ask_ranks
-from tests.distributed.training import TestRendezvous
+from tests.kits.transformers.task_runs import TaskRuns
 from tests.trainer import tiny
 
 KIT: Any = TASKS["masked_lm"]
@@ -52,16 +49,8 @@ def rows(count: int = 40, seed: int = 5) -> list[dict[str, str]]:
     return [{"text": text} for text in texts(count, seed)]
 
 
-def begin(folder: Path | None, choices: dict[str, Any] | None = None, rendezvous: Any = None, **given: Any) -> Any:
-    values = OPTIONS | {"output_dir": None if folder is None else str(folder)} | (choices or {})
-    options = KIT.read_options(tiny.nested(values))
-    inputs = RunInputs(**({"train_dataset": rows(), "processor": ByteTokenizer()} | given))
-    return KIT.assemble(options, inputs, rendezvous or Rendezvous.open(options.parallel, options.device))
-
-
-def run(folder: Path | None, choices: dict[str, Any] | None = None, rendezvous: Any = None, **given: Any) -> Any:
-    assembly = begin(folder, choices, rendezvous, **given)
-    return assembly, train(assembly.loop, assembly.options, assembly.folder, assembly.config_text)
+RUNS = TaskRuns(kit=KIT, options=OPTIONS, rows=rows)
+begin, run = RUNS.begin, RUNS.run
 
 
 def word_pieces(folder: Path) -> Any:
@@ -199,25 +188,16 @@ def test_micro_batches_have_the_gradient_of_one_batch_and_the_loss_is_that_of_ma
     assert found == pytest.approx(float(total), rel=1e-6)
 
 
-def metrics(_rank: int, folder: Path, meshes: list[ParallelConfig]) -> list[Any]:
-    """Metrics and losses of a short run on each mesh, whose last step has one row."""
-    torch.set_num_threads(1)
-    found = []
-    for number, degrees in enumerate(meshes):
-        names = ("data", "shard", "context", "tensor", "sequence_parallel")
-        mesh = {f"parallel.{name}": getattr(degrees, name) for name in names}
-        choices = mesh | {"trainer.max_steps": 12, "trainer.epochs": 1, "model": BERT | tiny.DROPOUT}
-        place = folder / f"{number}-{degrees.world_size}"
-        given = {"train_dataset": rows(15), "eval_dataset": rows(11, 6)}
-        ended = run(place, choices, TestRendezvous(degrees), **given)[1]
-        found.append((ended, [line["loss"] for line in tiny.records(place, "train")]))
-    return found
-
-
 def test_ranks_learn_what_one_process_learns(tmp_path: Path) -> None:
     two = [ParallelConfig(data=2), ParallelConfig(shard=2), ParallelConfig(context=2)]
     two.append(ParallelConfig(tensor=2, sequence_parallel=False))
-    answers = ask_ranks({1: (1, metrics, tmp_path, [ParallelConfig()]), 2: (2, metrics, tmp_path, two)})
+    # The last step has one row.
+    shared = {"model": BERT | tiny.DROPOUT}, {"train_dataset": rows(15), "eval_dataset": rows(11, 6)}
+    asked = {
+        world: (world, RUNS.on_meshes, tmp_path, meshes, *shared)
+        for world, meshes in ((1, [ParallelConfig()]), (2, two))
+    }
+    answers = ask_ranks(asked)
     alone = answers[1][0][0]
     assert len(alone[1]) == 3
     for rank, found in enumerate(answers[2]):
@@ -225,14 +205,6 @@ def test_ranks_learn_what_one_process_learns(tmp_path: Path) -> None:
             assert ended == pytest.approx(alone[0], rel=1e-3, abs=1e-5), mesh
             if rank == 0:
                 assert losses == pytest.approx(alone[1], rel=1e-3), mesh
-
-
-def test_a_run_goes_on_as_if_it_had_not_been_stopped(tmp_path: Path) -> None:
-    choices = {"model": BERT | tiny.DROPOUT, "trainer.micro_batch_size": 3, "trainer.checkpoint_every": 2}
-    run(tmp_path / "whole", choices)
-    tiny.copy_up_to(tmp_path / "whole", tmp_path / "half", 2)
-    tiny.finish(begin(tmp_path / "half", choices | {"resume": "auto"}))
-    tiny.assert_same(tmp_path / "half", tmp_path / "whole")
 
 
 @pytest.mark.parametrize("make", [word_pieces, byte_pairs])

@@ -16,16 +16,13 @@ import transformers
 from kitforge.api import load_model, pipeline, save_model
 from kitforge.cli.main import run as run_command
 from kitforge.core.parallel.config import ParallelConfig
-from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.data.text.answers import PassageQuestion, Windows, answer_scores
 from kitforge.data.tokenizers.loading import ByteTokenizer, load_tokenizer
 from kitforge.foundation.errors import ConfigError, DataError, ModelError
-from kitforge.kits.kit import RunInputs
 from kitforge.kits.registry import recorded_task
 from kitforge.kits.transformers.build import TASKS
-from kitforge.trainer.run_folder import train
 from tests.distributed.ranks import ask_ranks
-from tests.distributed.training import TestRendezvous
+from tests.kits.transformers.task_runs import TaskRuns
 from tests.kits.transformers.test_adapters import base
 from tests.kits.transformers.test_masked_lm import BERT, byte_pairs, word_pieces
 from tests.trainer import tiny
@@ -64,16 +61,8 @@ def rows(count: int = 40, seed: int = 5, longest: int = 9) -> list[dict[str, Any
     return found
 
 
-def begin(folder: Path | None, choices: dict[str, Any] | None = None, rendezvous: Any = None, **given: Any) -> Any:
-    values = OPTIONS | {"output_dir": None if folder is None else str(folder)} | (choices or {})
-    options = KIT.read_options(tiny.nested(values))
-    inputs = RunInputs(**({"train_dataset": rows(), "processor": ByteTokenizer()} | given))
-    return KIT.assemble(options, inputs, rendezvous or Rendezvous.open(options.parallel, options.device))
-
-
-def run(folder: Path | None, choices: dict[str, Any] | None = None, rendezvous: Any = None, **given: Any) -> Any:
-    assembly = begin(folder, choices, rendezvous, **given)
-    return assembly, train(assembly.loop, assembly.options, assembly.folder, assembly.config_text)
+RUNS = TaskRuns(kit=KIT, options=OPTIONS, rows=rows)
+begin, run = RUNS.begin, RUNS.run
 
 
 def official(predicted: str, answers: list[str]) -> tuple[float, float]:
@@ -131,21 +120,6 @@ def test_windows_cover_a_passage_and_an_answer_lies_where_its_text_does(make: An
         assert bool(held) is bool(answers)
 
 
-@pytest.mark.parametrize("model", [BERT | tiny.DROPOUT, tiny.LLAMA, tiny.GPT2 | tiny.DROPOUT])
-def test_micro_batches_have_the_gradient_of_one_batch(model: dict[str, Any]) -> None:
-    gradients, losses = [], []
-    for size in (100, 2):
-        loop = begin(None, {"model": model, "trainer.micro_batch_size": size}).loop
-        loop.model.double()
-        step = next(iter(loop.task.steps(loop.model.train(), loop.state.cursor)))
-        losses.append(float(loop._accumulate(step, loop.task.count(step))["loss"]))
-        gradients.append({name: each.grad for name, each in loop.model.named_parameters()})
-    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
-    for name, gradient in gradients[0].items():
-        if gradient is not None:
-            assert torch.allclose(gradient, gradients[1][name], atol=1e-6, rtol=1e-4), name
-
-
 def brute_force(model: Any, tokenizer: Any, question: str, context: str, data: Any) -> tuple[list[Any], float]:
     """All spans of all windows, each window alone, and the smallest log-probability of no answer."""
     asked = PassageQuestion(question=question, context=context, answers=())
@@ -200,39 +174,22 @@ def test_the_metrics_are_those_of_each_question_alone() -> None:
     assert found["eval/f1"] == pytest.approx(100 * np.mean([each[1] for each in scores]))
 
 
-def metrics(_rank: int, folder: Path, meshes: list[ParallelConfig]) -> list[Any]:
-    """Metrics and losses of a short run on each mesh, whose last step has few windows."""
-    torch.set_num_threads(1)
-    found = []
-    for number, degrees in enumerate(meshes):
-        names = ("data", "shard", "context", "tensor", "sequence_parallel")
-        mesh = {f"parallel.{name}": getattr(degrees, name) for name in names}
-        choices = mesh | {"trainer.max_steps": 12, "trainer.epochs": 1, "model": BERT | tiny.DROPOUT}
-        place = folder / f"{number}-{degrees.world_size}"
-        given = {"train_dataset": rows(12), "eval_dataset": rows(11, 6, longest=14)}
-        ended = run(place, choices, TestRendezvous(degrees), **given)[1]
-        found.append((ended, [line["loss"] for line in tiny.records(place, "train")]))
-    return found
-
-
 def test_ranks_learn_what_one_process_learns(tmp_path: Path) -> None:
     two = [ParallelConfig(data=2), ParallelConfig(shard=2), ParallelConfig(context=2)]
     two.append(ParallelConfig(tensor=2, sequence_parallel=False))
-    answers = ask_ranks({1: (1, metrics, tmp_path, [ParallelConfig()]), 2: (2, metrics, tmp_path, two)})
+    # The last step has few windows.
+    shared = {"model": BERT | tiny.DROPOUT}, {"train_dataset": rows(12), "eval_dataset": rows(11, 6, longest=14)}
+    asked = {
+        world: (world, RUNS.on_meshes, tmp_path, meshes, *shared)
+        for world, meshes in ((1, [ParallelConfig()]), (2, two))
+    }
+    answers = ask_ranks(asked)
     alone = answers[1][0][0]
     for rank, found in enumerate(answers[2]):
         for mesh, (ended, losses) in zip(two, found, strict=True):
             assert ended == pytest.approx(alone[0], rel=1e-3, abs=1e-5), mesh
             if rank == 0:
                 assert losses == pytest.approx(alone[1], rel=1e-3), mesh
-
-
-def test_a_run_goes_on_as_if_it_had_not_been_stopped(tmp_path: Path) -> None:
-    choices = {"model": BERT | tiny.DROPOUT, "trainer.micro_batch_size": 3, "trainer.checkpoint_every": 2}
-    run(tmp_path / "whole", choices)
-    tiny.copy_up_to(tmp_path / "whole", tmp_path / "half", 2)
-    tiny.finish(begin(tmp_path / "half", choices | {"resume": "auto"}))
-    tiny.assert_same(tmp_path / "half", tmp_path / "whole")
 
 
 @pytest.mark.parametrize("kind", ["Bert", "Roberta"])

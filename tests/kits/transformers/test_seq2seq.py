@@ -26,9 +26,9 @@ from kitforge.kits.transformers.build import TASKS
 from kitforge.kits.transformers.seq2seq import bleu, rouge
 from kitforge.models import loading
 from kitforge.models.catalog import config_of
-from kitforge.trainer.run_folder import train
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import TestRendezvous
+from tests.kits.transformers.task_runs import TaskRuns
 from tests.trainer import tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -71,21 +71,8 @@ def rows(count: int = 40) -> list[dict[str, Any]]:
     return found
 
 
-def begin(folder: Path | None, choices: dict[str, Any] | None = None, rendezvous: Any = None, **given: Any) -> Any:
-    values = OPTIONS | {"output_dir": None if folder is None else str(folder)} | (choices or {})
-    options = KIT.read_options(tiny.nested(values))
-    inputs = RunInputs(**({"train_dataset": rows(), "processor": ByteTokenizer()} | given))
-    return KIT.assemble(options, inputs, rendezvous or Rendezvous.open(options.parallel, options.device))
-
-
-def finish(assembly: Any) -> dict[str, float]:
-    return train(assembly.loop, assembly.options, assembly.folder, assembly.config_text)
-
-
-def run(folder: Path | None, choices: dict[str, Any] | None = None, **given: Any) -> Any:
-    assembly = begin(folder, choices, **given)
-    finish(assembly)
-    return assembly
+RUNS = TaskRuns(kit=KIT, options=OPTIONS, rows=rows)
+begin, finish, run = RUNS.begin, tiny.finish, RUNS.ended
 
 
 def base(folder: Path) -> Path:

@@ -14,18 +14,14 @@ from seqeval.metrics import f1_score, precision_score, recall_score
 
 from kitforge.api import Trainer, load_model, pipeline, save_model
 from kitforge.cli.main import run as run_command
-from kitforge.core.parallel.config import ParallelConfig
-from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.data.text.tagged_words import words_of
 from kitforge.data.tokenizers.loading import ByteTokenizer
 from kitforge.foundation.errors import DataError, ModelError
-from kitforge.kits.kit import RunInputs
 from kitforge.kits.registry import kit_of_folder, recorded_task
 from kitforge.kits.transformers.build import TASKS
 from kitforge.kits.transformers.entities import entity_counts
 from kitforge.kits.transformers.token_classification import TaggedRows, read_tagged
-from kitforge.trainer.run_folder import train
-from tests.distributed.training import TestRendezvous
+from tests.kits.transformers.task_runs import TaskRuns
 from tests.kits.transformers.test_adapters import base
 from tests.trainer import tiny
 
@@ -60,16 +56,8 @@ def rows(count: int = 40) -> list[dict[str, Any]]:
     return found
 
 
-def begin(folder: Path | None, choices: dict[str, Any] | None = None, rendezvous: Any = None, **given: Any) -> Any:
-    values = OPTIONS | {"output_dir": None if folder is None else str(folder)} | (choices or {})
-    options = KIT.read_options(tiny.nested(values))
-    inputs = RunInputs(**({"train_dataset": rows(), "processor": ByteTokenizer()} | given))
-    return KIT.assemble(options, inputs, rendezvous or Rendezvous.open(options.parallel, options.device))
-
-
-def run(folder: Path | None, choices: dict[str, Any] | None = None, rendezvous: Any = None, **given: Any) -> Any:
-    assembly = begin(folder, choices, rendezvous, **given)
-    return assembly, train(assembly.loop, assembly.options, assembly.folder, assembly.config_text)
+RUNS = TaskRuns(kit=KIT, options=OPTIONS, rows=rows)
+begin, run = RUNS.begin, RUNS.run
 
 
 def test_a_label_lies_on_the_first_token_of_its_word() -> None:
@@ -321,18 +309,3 @@ def test_another_model_and_a_long_text_are_refused(tmp_path: Path) -> None:
     for text in ("", "a" * 5000):
         with pytest.raises(DataError, match="text 0 does not fit"):
             trainer.predict(text)
-
-
-def metrics(_rank: int, folder: Path, meshes: list[ParallelConfig]) -> list[tuple[dict[str, float], list[float]]]:
-    """Metrics and losses of a short run on each mesh, whose last step has one row."""
-    torch.set_num_threads(1)
-    found = []
-    for number, degrees in enumerate(meshes):
-        names = ("data", "shard", "context", "tensor", "sequence_parallel")
-        mesh = {f"parallel.{name}": getattr(degrees, name) for name in names}
-        choices = mesh | {"trainer.max_steps": 12, "trainer.epochs": 1}
-        place = folder / f"{number}-{degrees.world_size}"
-        given = {"train_dataset": rows(16), "eval_dataset": rows(11)}
-        ended = run(place, choices, TestRendezvous(degrees), **given)[1]
-        found.append((ended, [line["loss"] for line in tiny.records(place, "train")]))
-    return found
