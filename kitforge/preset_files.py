@@ -20,5 +20,5 @@ def presets(group: str = "model") -> dict[str, Path]:
 
 
 def groups() -> list[str]:
-    """The preset groups."""
-    return sorted(path.name for path in CONFIGS.iterdir() if path.is_dir() and path.name != "task")
+    """The preset groups of a configuration."""
+    return sorted(path.name for path in CONFIGS.iterdir() if path.is_dir() and path.name not in ("task", "cluster"))

@@ -120,6 +120,18 @@ COMMANDS = {
         ),
         run_plain="cli.verify:verify",
     ),
+    "plan": Command(
+        purpose="the memory that a run needs, without its devices or data",
+        example="kitforge plan model=llama3_8b cluster=h100 cluster.devices=8 parallel.shard=8 precision=bf16",
+        arguments=(
+            "option=value             a configuration that train takes",
+            "cluster=NAME             the device of each rank: a100_80g, ascend_910b, b200, cpu, h100, h200, v100_32g",
+            "cluster.devices=N        how many; what the degrees leave over goes to parallel.data",
+            "cluster.memory_gb=N      of one device, for another kind",
+            "cluster.reserve=SHARE    of it that is not for tensors, 0.06 by default",
+        ),
+        run_plain="cli.plan:plan",
+    ),
     "list": Command(
         purpose="tasks, and presets with their sizes",
         example="kitforge list",

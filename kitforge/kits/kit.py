@@ -32,6 +32,7 @@ from kitforge.trainer.loop import Loop
 from kitforge.trainer.options import RunOptions, check_offload
 from kitforge.trainer.precision import autocast, use_precision
 from kitforge.trainer.run_folder import Run, default_folder, make_loop, train
+from kitforge.trainer.step_trace import TracedTask
 from kitforge.trainer.task import Task
 
 OptionsT = TypeVar("OptionsT", bound=RunOptions)
@@ -255,6 +256,11 @@ class Kit(ABC, Generic[OptionsT, ProcessorT]):
     def resolved(self, options: OptionsT) -> OptionValues:
         """All options, with the defaults of the model unless a checkpoint brings it."""
         return to_dict(options)
+
+    def plan(self, options: OptionsT) -> TracedTask:
+        """What a plan traces, without data; `options.device` is the type of the planned device, which need not be
+        here."""
+        raise self._unsupported("is not planned yet", "kitforge plan task=text_generation plans its network")
 
     def describe_data(self, spec: object, schema_file: Path | None = None) -> RenderableType:
         """What a file of rows holds, for a terminal; its proposed schema goes to `schema_file`."""

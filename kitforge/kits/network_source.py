@@ -255,6 +255,23 @@ class Part:
 def build_model(parts: Sequence[Part], world: World, join: Callable[..., nn.Module] | None = None) -> nn.Module:
     """The model of one network, or of several, which `join` puts together: on the device, sharded as the world says,
     ready to train."""
+    model, models = shard_model(parts, world, join)
+    parallel = parallel_model_of(model, world)
+    opened = [part.source.opened(world) for part in parts]
+    if any(part.source.given is None for part in parts):
+        parallel.materialize(world.device)
+    for part, own, stored in zip(parts, models, opened, strict=True):
+        if part.source.given is None:
+            part.source.fill(parallel, stored, part.prefix + ("" if part.head is None else BACKBONE))
+        if part.head is not None:
+            fill_head(parallel, part.head.tensors(own, stored), part.prefix)
+    return prepare_training(model, parts[0].source.options)
+
+
+def shard_model(
+    parts: Sequence[Part], world: World, join: Callable[..., nn.Module] | None = None
+) -> tuple[nn.Module, list[nn.Module]]:
+    """That model, on the meta device where its network is not in memory yet, and the models that were joined."""
     models = []
     for source, head in ((part.source, part.head) for part in parts):
         network = source.network(world.device)
@@ -266,16 +283,8 @@ def build_model(parts: Sequence[Part], world: World, join: Callable[..., nn.Modu
     shardings = [sharding_of(own) for own in models]
     if join is not None:
         shardings = [own.with_prefix(part.prefix[:-1]) for own, part in zip(shardings, parts, strict=True)]
-    parallel = parallel_model_of(model, world, reduce(Sharding.merged_with, shardings))
-    opened = [part.source.opened(world) for part in parts]
-    if any(part.source.given is None for part in parts):
-        parallel.materialize(world.device)
-    for part, own, stored in zip(parts, models, opened, strict=True):
-        if part.source.given is None:
-            part.source.fill(parallel, stored, part.prefix + ("" if part.head is None else BACKBONE))
-        if part.head is not None:
-            fill_head(parallel, part.head.tensors(own, stored), part.prefix)
-    return prepare_training(model, parts[0].source.options)
+    parallel_model_of(model, world, reduce(Sharding.merged_with, shardings))
+    return model, models
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from kitforge.foundation.host_values import host_list
 from kitforge.trainer.state import TrainingState
 
 
@@ -69,7 +70,9 @@ def _to_floats(scalars: Sequence[Tensor]) -> list[float]:
         by_device.setdefault(each.device, []).append(index)
     values = [0.0] * len(scalars)
     for indices in by_device.values():
-        read = torch.stack([scalars[index].double() for index in indices]).tolist()
+        stacked = torch.stack([scalars[index].double() for index in indices])
+        # Of a step that is only traced the norm is finite, and more than any bound: its gradients are clipped.
+        read = host_list(stacked, [1e30] * len(indices))
         for index, value in zip(indices, read, strict=True):
             values[index] = value
     return values

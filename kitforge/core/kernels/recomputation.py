@@ -156,8 +156,11 @@ class _Result:
     def forget(self, result: Tensor) -> None:
         """Let go of the memory if `result` is this one, perhaps under another shape."""
         own = self._parts[0]
-        is_same = not self._is_forgotten and own.data_ptr() == result.data_ptr() and own.numel() == result.numel()
-        if is_same and not self._is_tuple:
+        if self._is_forgotten or self._is_tuple:
+            return
+        # By storage, which a fake tensor has too, where it has no address.
+        places = [(each.untyped_storage()._cdata, each.storage_offset(), each.numel()) for each in (own, result)]
+        if places[0] == places[1]:
             self._parts, self._is_forgotten = [own.shape, own.dtype, own.device], True
 
 

@@ -9,8 +9,8 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_exporting
 
+from kitforge.core.kernels.custom_ops import is_traced
 from kitforge.core.kernels.dispatch import REFERENCE, Kernels
 from kitforge.core.kernels.quantized_linear.reference import Blocks
 from kitforge.core.nn.block import DROPOUT, BlockConfig
@@ -206,7 +206,9 @@ class Decoder(Stack):
             positions = torch.arange(length, device=tokens.device)
         # On an accelerator, reading the values would synchronize, and a traced program cannot; there the embedding
         # refuses indices out of range.
-        elif self.position is not None and positions.device.type == "cpu" and positions.numel() and not is_exporting():
+        elif self.position is None or is_traced((positions,)):
+            return positions
+        elif positions.device.type == "cpu" and positions.numel():
             length = int(positions.max()) + 1
         else:
             return positions

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from kitforge.core.parallel import collectives
 from kitforge.foundation.errors import ModelError
+from kitforge.foundation.host_values import host_list
 
 # Bytes of a bucket: large enough for full bandwidth, small enough to start early.
 BUCKET_BYTES = 25 * 2**20
@@ -87,7 +88,7 @@ class GradientBuckets:
         for bucket in self._buckets[self._num_sent :]:
             self._start_all_reduce(bucket)
         agreement.wait()
-        answers = iter(used.tolist())
+        answers = iter(host_list(used, flags))
         for number, bucket in enumerate(self._buckets):
             is_used = [bool(next(answers)) for _ in bucket.parameters]
             if number >= self._num_delivered:

@@ -35,6 +35,7 @@ from kitforge.core.parallel.stage import Stage
 from kitforge.core.parallel.tensor import TensorParallelModel, shard_parameters
 from kitforge.core.parallel.world import World
 from kitforge.foundation.dtype import DTYPES
+from kitforge.foundation.host_values import host_list
 from kitforge.foundation.types import Region
 
 _ATTRIBUTE = "parallel_model"
@@ -471,8 +472,9 @@ def _all_reduce_partial(parameters: list[nn.Parameter], group: collectives.Group
     used = flats[0].new_tensor([each.grad is not None for each in trained])
     flat = collectives.all_reduce_(torch.cat([*flats, used]), group)
     *sums, answers = torch.split(flat, [*(each.numel() for each in flats), len(trained)])
-    for parameter, gradient, is_used in zip(trained, sums, answers.tolist(), strict=True):
-        parameter.grad = gradient.view_as(parameter) if is_used else None
+    is_used = host_list(answers, [True] * len(trained))
+    for parameter, gradient, has_gradient in zip(trained, sums, is_used, strict=True):
+        parameter.grad = gradient.view_as(parameter) if has_gradient else None
 
 
 def state_layouts(layouts: Mapping[str, Layout], states: Mapping[str, Tensor]) -> dict[str, Layout]:

@@ -1,0 +1,95 @@
+"""`kitforge plan`."""
+
+from typing import Any
+
+from rich.table import Table
+
+from kitforge.composition import compose_config, nested, parse, task_of
+from kitforge.core.parallel.plan.memory import CAUSES
+from kitforge.foundation.config import from_dict
+from kitforge.foundation.errors import ConfigError, nearest
+from kitforge.foundation.log import console, say
+from kitforge.kits.planning import GIB, ClusterConfig, MemoryPlan, fill_cluster, plan_memory, plans_that_save
+from kitforge.kits.registry import kit_of
+from kitforge.preset_files import presets
+from kitforge.yaml_options import read_yaml, to_plain_dict
+
+
+def plan(arguments: list[str]) -> int:
+    """Print the memory that a rank of a run will need, by cause, and what to change if a device has less. Returns 1 if
+    it has less."""
+    choices = _choices(arguments)
+    cluster = _cluster({name: choices.pop(name) for name in list(choices) if name.partition(".")[0] == "cluster"})
+    task = task_of(choices)
+    kit, composition = kit_of(task), compose_config(task, choices)
+    options = fill_cluster(kit.read_options(composition.values), cluster)
+    found = plan_memory(kit, options, cluster)
+    ranks = options.parallel.world_size
+    say(f"{task} {composition.model_name} on {ranks} x {cluster.name}, {options.parallel.describe()}")
+    console.print(_table(found, cluster))
+    fits = _verdict(found, cluster)
+    if not fits:
+        _say_what_would_fit(list(plans_that_save(kit, found, cluster)), cluster)
+    return int(not fits)
+
+
+def _choices(arguments: list[str]) -> dict[str, Any]:
+    found = {}
+    for argument in arguments:
+        if argument.startswith("-"):
+            raise ConfigError(f"unknown flag {argument!r}", fix="options are name=value: cluster=h100")
+        name, values = parse(argument)
+        if len(values) > 1:
+            raise ConfigError("a plan is of one configuration", got=argument, fix=f"plan each value of {name} alone")
+        found[name] = values[0]
+    return found
+
+
+def _cluster(choices: dict[str, Any]) -> ClusterConfig:
+    """The devices that `cluster` names, with single values over them."""
+    name, known = str(choices.pop("cluster", "cpu")), presets("cluster")
+    if name not in known:
+        raise ConfigError(f"unknown device {name!r}", expected=", ".join(known), fix=nearest(name, known))
+    values = to_plain_dict(read_yaml(known[name]))
+    return from_dict(ClusterConfig, values | nested(choices).get("cluster", {}), "cluster")
+
+
+def _table(found: MemoryPlan, cluster: ClusterConfig) -> Table:
+    """Bytes by cause at the peak, the largest first."""
+    table = Table(title=f"memory of a rank, at its peak in the {found.memory.moment}", title_justify="left")
+    table.add_column("cause")
+    table.add_column("GiB", justify="right")
+    table.add_column(f"of {cluster.name}", justify="right")
+    sizes = found.memory.by_cause
+    for cause in sorted(CAUSES, key=lambda name: -sizes[name]):
+        if sizes[cause]:
+            table.add_row(cause, _gib(sizes[cause]), f"{sizes[cause] / GIB / cluster.memory_gb:.1%}")
+    table.add_row("all", _gib(found.memory.peak), f"{found.memory.peak / GIB / cluster.memory_gb:.1%}", style="bold")
+    return table
+
+
+def _verdict(found: MemoryPlan, cluster: ClusterConfig) -> bool:
+    left = cluster.usable - found.memory.peak
+    room = f"{_gib(cluster.usable)} GiB of {cluster.memory_gb:g} are for tensors (cluster.reserve={cluster.reserve:g})"
+    say(
+        f"it fits: {_gib(left)} GiB are left; {room}"
+        if left >= 0
+        else f"it does not fit: {_gib(-left)} GiB too many; {room}"
+    )
+    return left >= 0
+
+
+def _say_what_would_fit(further: list[MemoryPlan], cluster: ClusterConfig) -> None:
+    """The changes one after the other, each with the peak it leads to."""
+    say("one change after the other:")
+    for each in further:
+        fits = "fits" if each.memory.peak <= cluster.usable else f"{_gib(each.memory.peak - cluster.usable)} too many"
+        say(f"  {each.changes[-1]:<46} {_gib(each.memory.peak):>9} GiB  {fits}")
+    if not further or further[-1].memory.peak > cluster.usable:
+        last = further[-1].memory.peak if further else 0
+        enough = f"about {-(-last // cluster.usable)} times as many devices, with parallel.shard or parallel.tensor"
+        say(f"  none of them is enough: use {enough}" if further else "  nothing is left to change: use more devices")
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:,.2f}"

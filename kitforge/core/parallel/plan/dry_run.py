@@ -1,0 +1,122 @@
+"""A rank of any world in one process, without memory: a process group that sends nothing, tensors without values."""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+from kitforge.core.parallel.config import ParallelConfig
+from kitforge.core.parallel.fsdp import local_tensor
+from kitforge.core.parallel.mesh import Mesh
+from kitforge.core.parallel.parallelize import ParallelModel
+from kitforge.core.parallel.plan.memory import MemoryTrace
+from kitforge.core.parallel.world import World
+from kitforge.foundation.dtype import Precision
+from kitforge.foundation.errors import ModelError
+
+
+@contextmanager
+def dry_world(degrees: ParallelConfig, precision: Precision) -> Iterator[World]:
+    """The world of rank 0 of these degrees, in which the CPU stands in for every device. Raises ModelError, with the
+    line, where a network reads a value of a fake tensor."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC0415 (half a second, for plans alone)
+
+    size = degrees.world_size
+    if size > 1:
+        dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+    try:
+        mesh = Mesh(degrees, "cpu") if size > 1 else None
+        world = World(device=torch.device("cpu"), mesh=mesh).with_precision(precision)
+        yield world
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise _value_read(error) from None
+    finally:
+        if size > 1:
+            dist.destroy_process_group()
+
+
+def _value_read(error: Exception) -> ModelError:
+    """The error of a network that reads a value, at the line that is its own."""
+    lines, traced = [], error.__traceback__
+    while traced is not None:
+        lines.append((traced.tb_frame.f_code.co_filename, traced.tb_lineno))
+        traced = traced.tb_next
+    file, number = next((each for each in reversed(lines) if "/torch/" not in each[0]), lines[-1])
+    return ModelError(
+        "a step without values cannot be traced through a network that reads one",
+        got=f"{file}:{number} calls {error.args[0]}",
+        expected="shapes that follow from shapes, and no branch on the value of a tensor",
+        fix="keep the value on the device (torch.where, masks), or read it with kitforge.foundation.host_values",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moments:
+    """Tells a trace which part of a step is under way: the passes of the first and the last block, and of those
+    between, which are alike."""
+
+    trace: MemoryTrace
+    parallel: ParallelModel
+
+    def forward(self, autocast: Callable[[], AbstractContextManager[Any]]) -> Callable[[], AbstractContextManager[Any]]:
+        """`autocast`, which encloses the forward pass of a micro-batch, with that pass as a moment."""
+
+        @contextmanager
+        def forward_pass() -> Iterator[None]:
+            self.trace.enter("forward pass")
+            with autocast():
+                yield
+            self.trace.enter("backward pass")
+
+        return forward_pass
+
+    def watch(self) -> None:
+        """Follow the blocks and the gradients from now on."""
+        outer = [each for each in self.parallel.model.modules() if isinstance(each, nn.ModuleList)]
+        inner = {id(module) for blocks in outer for each in blocks for module in each.modules()}
+        for blocks in (each for each in outer if id(each) not in inner):
+            for index, block in enumerate(blocks):
+                places = place_of(index, len(blocks)), place_of(index - 1, len(blocks))
+                block.register_forward_pre_hook(functools.partial(self._before, *places))
+            blocks[-1].register_forward_hook(self._after_last)
+
+    def _before(self, place: str, place_before: str, block: nn.Module, inputs: Any) -> None:
+        # Of FSDP the gathered weights, which exist from its own hook on.
+        self.watch_gradients(block)
+        if not self.trace.is_forward:
+            return  # the pass is computed again
+        self.trace.enter(f"forward pass, {place}")
+        if inputs[0].requires_grad:
+            inputs[0].register_hook(functools.partial(self._at_gradient, f"backward pass, {place_before}"))
+
+    def _after_last(self, _block: nn.Module, _inputs: Any, output: Tensor) -> None:
+        if self.trace.is_forward:
+            self.trace.enter("head")
+            if output.requires_grad:
+                output.register_hook(functools.partial(self._at_gradient, "backward pass, last block"))  # type: ignore[no-untyped-call]
+
+    def _at_gradient(self, moment: str, _gradient: Tensor) -> None:
+        self.trace.enter(moment)
+
+    def watch_gradients(self, module: nn.Module) -> None:
+        """Note which storages are gradients of the parameters of a module when these arrive."""
+        for parameter in module.parameters():
+            if parameter.requires_grad and not hasattr(parameter, "is_watched"):
+                parameter.is_watched = True  # type: ignore[attr-defined]
+                parameter.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
+
+    def _arrived(self, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            self.trace.attribute([local_tensor(parameter.grad)], "gradients")
+
+
+def place_of(index: int, num_blocks: int) -> str:
+    """The first block, the last, one between, or what comes before them all."""
+    ends = {-1: "embedding", num_blocks - 1: "last block", 0: "first block"}
+    return ends.get(index, "inner blocks")

@@ -1,0 +1,182 @@
+"""Follows the memory of a step: which storages live, what they hold, and the peak of each moment.
+
+Bytes are those that the allocator hands out; what it keeps in reserve beside them is not counted.
+"""
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+
+# What a storage holds, as reports name it. Gathered weights are those of FSDP in use; temporaries were made in the
+# backward pass or the update and are neither gradients nor sent.
+CAUSES = (
+    *("weights", "gathered weights", "gradients", "moments"),
+    *("activations", "logits", "communication", "temporaries"),
+)
+# In-place operations whose operand a CPU casts to the dtype of the target, in memory of its own.
+_CASTS = ("aten::add_.Tensor", "aten::mul_.Tensor")
+# Collectives for which gloo clones the input.
+_GLOO_CLONES = ("c10d::_reduce_scatter_base_", "c10d::reduce_scatter_tensor_coalesced_")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMemory:
+    """The bytes of a rank by moment of the step and by cause, at the peak within each moment."""
+
+    moments: Mapping[str, Mapping[str, int]]
+
+    @property
+    def moment(self) -> str:
+        """The moment of the peak."""
+        return max(self.moments, key=lambda name: sum(self.moments[name].values()))
+
+    @property
+    def by_cause(self) -> Mapping[str, int]:
+        """Bytes at the peak by cause; those of all causes are the peak."""
+        return self.moments[self.moment]
+
+    @property
+    def peak(self) -> int:
+        """The most bytes at one time."""
+        return sum(self.by_cause.values())
+
+
+@dataclass(slots=True)
+class _Storage:
+    size: int
+    cause: str
+
+
+class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the storages that operations make, by weak references, until they die or FSDP resizes them."""
+
+    def __init__(self, device_type: str) -> None:
+        """`device_type`: that of the tensors, whose own copies within operations are counted on a CPU."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._is_cpu = device_type == "cpu"
+        self._live: dict[int, _Storage] = {}
+        self._now = 0
+        self._moment = "forward pass"
+        self._peaks: dict[str, int] = {}
+        self._at: dict[str, list[tuple[_Storage, int]]] = {}
+        self._is_rising = False
+
+    def enter(self, moment: str) -> None:
+        """What follows belongs to that moment."""
+        self._keep_peak()
+        self._moment = moment
+        self._note_peak()
+
+    @property
+    def is_forward(self) -> bool:
+        """Whether the forward pass of a micro-batch is under way, rather than its backward pass or the update."""
+        return self._moment.startswith("forward") or self._moment == "head"
+
+    def attribute(self, tensors: Iterable[Tensor], cause: str) -> None:
+        """The storages of these tensors hold `cause`; new ones are counted from now on."""
+        for tensor in tensors:
+            self._follow(tensor, cause)
+            self._live[tensor.untyped_storage()._cdata].cause = cause
+
+    def result(self) -> StepMemory:
+        """The peaks so far."""
+        self._keep_peak()
+        found = {}
+        for moment, storages in self._at.items():
+            sizes: Counter[str] = Counter(dict.fromkeys(CAUSES, 0))
+            for storage, size in storages:
+                sizes[storage.cause] += size
+            found[moment] = dict(sizes)
+        return StepMemory(moments=found)
+
+    @contextmanager
+    def following_resizes(self) -> Iterator[None]:
+        """FSDP frees and takes the memory of gathered weights by resizing storages, which is no operation."""
+        resize = torch.UntypedStorage.resize_
+
+        def resized(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            if (found := self._live.get(storage._cdata)) is not None:
+                found.cause = "gathered weights"
+                self._resize(found, storage.nbytes())
+            return result
+
+        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call the operation, and count the storages that it made."""
+        output = function(*args, **(kwargs or {}))
+        name, is_sent = function.name(), function.namespace in ("c10d", "_c10d_functional")
+        cause = "logits" if self._moment == "head" else "activations" if self.is_forward else "temporaries"
+        for tensor in tree_leaves(output):
+            if type(tensor) is not torch.nn.Parameter and isinstance(tensor, Tensor):
+                self._follow(tensor, cause)
+        if is_sent:
+            self._mark_sent([each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)])
+        if self._is_cpu:
+            self._count_copies(name, [each for each in tree_leaves(args) if isinstance(each, Tensor)])
+        return output
+
+    def _follow(self, tensor: Tensor, cause: str) -> None:
+        is_wrapper: bool = is_traceable_wrapper_subclass(tensor)
+        if is_wrapper:
+            return  # such as a DTensor, whose inner tensors are counted
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._live:
+            self._live[key] = _Storage(0, cause)
+            weakref.finalize(storage, self._die, key)
+        # An operation may have resized its output.
+        self._resize(self._live[key], storage.nbytes())
+
+    def _die(self, key: int) -> None:
+        self._resize(self._live[key], 0)
+        del self._live[key]
+
+    def _resize(self, storage: _Storage, size: int) -> None:
+        if size < storage.size:
+            self._keep_peak()
+        self._now += size - storage.size
+        storage.size = size
+        self._note_peak()
+
+    def _note_peak(self) -> None:
+        if self._now > self._peaks.get(self._moment, -1):
+            self._peaks[self._moment] = self._now
+            self._is_rising = True
+
+    def _keep_peak(self) -> None:
+        """Keep what lives before the first of it dies: a list for each peak, not for each operation."""
+        if self._is_rising:
+            self._at[self._moment] = [(each, each.size) for each in self._live.values()]
+            self._is_rising = False
+
+    def _mark_sent(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            found = self._live.get(tensor.untyped_storage()._cdata)
+            if found is not None and found.cause in ("activations", "temporaries"):
+                found.cause = "communication"
+
+    def _count_copies(self, name: str, inputs: list[Tensor]) -> None:
+        """Copies that a CPU makes and frees within an operation."""
+        size, cause = 0, "temporaries"
+        if name in _CASTS and len(inputs) > 1 and inputs[1].dtype != inputs[0].dtype and inputs[1].numel() > 1:
+            size = inputs[1].numel() * inputs[0].element_size()
+        elif name in _GLOO_CLONES:
+            size, cause = inputs[-1].nbytes, "communication"
+        if size:
+            copy = self._live[-1] = _Storage(0, cause)
+            self._resize(copy, size)
+            self._die(-1)

@@ -1,0 +1,116 @@
+"""The memory that a run will need: traced from its own step, before a device or a row of data is there."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kitforge.core.parallel.plan.depth import extrapolate, trace_depths
+from kitforge.core.parallel.plan.dry_run import dry_world
+from kitforge.core.parallel.plan.memory import StepMemory
+from kitforge.foundation.config import check
+from kitforge.foundation.errors import ConfigError
+from kitforge.kits.kit import AnyKit
+from kitforge.trainer.step_trace import trace_step
+
+GIB = 2**30
+# Steps of a run that names none; its schedule needs a number.
+STEPS = 1_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterConfig:
+    """The devices of a run, one for each rank."""
+
+    name: str = "CPU"
+    kind: str = "cpu"  # the device type
+    memory_gb: float = 16.0  # of a device, in units of 2**30 bytes, as the names of devices count
+    # Part of the memory that is not for tensors: the context of the device, buffers of its communication, and what the
+    # allocator holds in pieces too small for the next tensor.
+    reserve: float = 0.06
+    devices: int | None = None  # None: as many as the degrees of parallelism multiply to
+
+    def __post_init__(self) -> None:
+        check(self.memory_gb > 0, "cluster.memory_gb", self.memory_gb, "a number above 0")
+        check(0 <= self.reserve < 1, "cluster.reserve", self.reserve, "from 0 to below 1")
+        check(self.devices is None or self.devices > 0, "cluster.devices", self.devices, "a whole number of at least 1")
+
+    @property
+    def usable(self) -> int:
+        """Bytes of a device that are for tensors."""
+        return int(self.memory_gb * GIB * (1 - self.reserve))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """The memory of a rank under some options, and the options that were changed to get there."""
+
+    options: Any
+    memory: StepMemory
+    changes: tuple[str, ...] = ()
+
+
+def plan_memory(kit: AnyKit, options: Any, cluster: ClusterConfig, changes: tuple[str, ...] = ()) -> MemoryPlan:
+    """Trace the step of these options. Raises ConfigError for a network that the degrees cannot split."""
+    kit.check_parallel(options)
+    trainer = replace(options.trainer, max_steps=options.trainer.max_steps or STEPS, epochs=None)
+    # Graphs of the compiler are not traced.
+    level = "O1" if options.compile_level == "O2" else options.compile_level
+    traced = kit.plan(replace(options, trainer=trainer, device=cluster.kind, compile_level=level))
+
+    def trace(depth: int) -> StepMemory:
+        with dry_world(options.parallel, options.precision) as world:
+            return trace_step(traced.step(world, depth), traced.options, world, cluster.kind)
+
+    depths = trace_depths(traced.kinds, traced.num_blocks)
+    found = [trace(depth) for depth in depths]
+    memory = found[0] if len(found) == 1 else extrapolate(dict(zip(depths, found, strict=True)), traced.num_blocks)
+    return MemoryPlan(options=options, memory=memory or trace(traced.num_blocks), changes=changes)
+
+
+def fill_cluster(options: Any, cluster: ClusterConfig) -> Any:
+    """The options with `parallel.data` for the devices that the degrees leave over. Raises ConfigError where the
+    degrees do not divide the devices."""
+    size, devices = options.parallel.world_size, cluster.devices or options.parallel.world_size
+    if devices % size:
+        raise ConfigError(
+            "the degrees of parallelism do not divide the devices",
+            got=f"{options.parallel.describe()} of cluster.devices={devices}",
+            fix=f"change parallel.* (for example parallel.shard={devices} alone), or cluster.devices={size}",
+        )
+    return replace(options, parallel=replace(options.parallel, data=options.parallel.data * (devices // size)))
+
+
+def plans_that_save(kit: AnyKit, plan: MemoryPlan, cluster: ClusterConfig) -> Iterator[MemoryPlan]:
+    """Plans with one change more each, until one fits or nothing is left to change; each is traced."""
+    for name, value in _changes(plan.options):
+        section, _, last = name.rpartition(".")
+        changed = {last: value} if not section else {section: replace(getattr(plan.options, section), **{last: value})}
+        if name == "parallel.shard":
+            changed = {"parallel": replace(plan.options.parallel, shard=value, data=1)}
+        try:
+            options = replace(plan.options, **changed)
+            plan = plan_memory(kit, options, cluster, (*plan.changes, f"{name}={value}"))
+        except ConfigError:
+            continue
+        yield plan
+        if plan.memory.peak <= cluster.usable:
+            return
+
+
+def _changes(options: Any) -> Iterator[tuple[str, Any]]:
+    """Changes by what they cost: none of speed first."""
+    degrees, trainer = options.parallel, options.trainer
+    if degrees.data > 1:
+        yield "parallel.shard", degrees.data * degrees.shard
+    if options.precision == "fp32":
+        yield "precision", "bf16"
+    own = -(-options.data.batch_size // degrees.num_replicas)
+    rows = min(trainer.micro_batch_size or own, own)
+    if rows > 1:
+        yield "trainer.micro_batch_size", max(rows // 4, 1)
+    if trainer.activation_checkpointing == "none":
+        yield "trainer.activation_checkpointing", "selective"
+    if rows // 4 > 1:
+        yield "trainer.micro_batch_size", 1
+    if trainer.activation_checkpointing != "full":
+        yield "trainer.activation_checkpointing", "full"

@@ -1,0 +1,94 @@
+"""Storages and depths: what a trace follows, and when memory goes on by whole periods of blocks."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import nn
+
+from kitforge.core.parallel.plan.depth import extrapolate, trace_depths
+from kitforge.core.parallel.plan.memory import MemoryTrace, StepMemory
+
+
+def alike(count: int) -> Sequence[str]:
+    return ["block"] * count
+
+
+def with_windows(count: int) -> Sequence[str]:
+    """Five blocks with a window, then one without, as in Gemma 3."""
+    return ["whole" if layer % 6 == 5 else "window" for layer in range(count)]
+
+
+def first_dense(count: int) -> Sequence[str]:
+    return ["dense", *["sparse"] * (count - 1)]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "num_blocks", "depths"),
+    [
+        (alike, 80, (3, 4, 5)),
+        (alike, 5, (5,)),
+        (first_dense, 48, (3, 4, 5)),
+        (with_windows, 26, (8, 14, 20)),
+        (with_windows, 18, (3, 8, 13)),  # each five have one without a window
+        (range, 40, (40,)),
+    ],
+)
+def test_depths_differ_by_a_period_of_blocks(kinds: object, num_blocks: int, depths: tuple[int, ...]) -> None:
+    assert trace_depths(kinds, num_blocks) == depths  # type: ignore[arg-type]
+
+
+def of(*sizes: int) -> dict[int, StepMemory]:
+    return {
+        depth: StepMemory(moments={"head": {"weights": size}}) for depth, size in zip((3, 4, 5), sizes, strict=True)
+    }
+
+
+def test_memory_goes_on_along_a_line() -> None:
+    found = extrapolate(of(10_000, 11_000, 12_000), 80)
+    assert found is not None
+    assert found.peak == 87_000
+
+
+def test_three_traces_that_lie_on_no_line_are_not_extended() -> None:
+    assert extrapolate(of(10_000, 11_000, 12_100), 80) is None
+
+
+def test_a_storage_counts_until_its_last_view_is_gone() -> None:
+    trace = MemoryTrace("cpu")
+    with trace:
+        whole = torch.empty(100)
+        view = whole[:10]
+        del whole
+        trace.enter("update")
+        del view
+        trace.enter("evaluation")
+        torch.empty(25)
+    sizes = {name: sum(each.values()) for name, each in trace.result().moments.items()}
+    assert sizes == {"forward pass": 400, "update": 400, "evaluation": 100}
+
+
+def test_a_storage_that_is_resized_without_an_operation_is_followed() -> None:
+    trace = MemoryTrace("cpu")
+    with trace, trace.following_resizes():
+        weight = torch.empty(100)
+        weight.untyped_storage().resize_(0)
+        trace.enter("head")
+        weight.untyped_storage().resize_(400)
+    found = trace.result().moments["head"]
+    assert (found["gathered weights"], sum(found.values())) == (400, 400)
+    assert torch.UntypedStorage.resize_.__name__ == "resize_"
+
+
+def test_tensors_have_the_cause_that_they_are_given() -> None:
+    trace, layer = MemoryTrace("cpu"), nn.Linear(4, 4, bias=False)
+    trace.attribute([layer.weight], "weights")
+    with trace:
+        trace.enter("backward pass")
+        layer(torch.empty(2, 4)).sum().backward()
+        assert layer.weight.grad is not None
+        trace.attribute([layer.weight.grad, layer.weight.grad], "gradients")
+        trace.enter("update")
+        torch.empty(4, 4)
+    found = trace.result().moments["update"]
+    assert (found["weights"], found["gradients"], found["temporaries"]) == (64, 64, 64)

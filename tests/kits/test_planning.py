@@ -1,0 +1,65 @@
+"""Plans: networks from shallow traces, devices by name, and what is said of a run that does not fit."""
+
+import re
+from typing import Any
+
+import pytest
+
+from kitforge.cli.plan import plan
+from kitforge.foundation.errors import ConfigError
+from kitforge.kits.planning import ClusterConfig, fill_cluster, plan_memory
+from kitforge.kits.registry import kit_of
+from kitforge.preset_files import presets
+from kitforge.yaml_options import read_yaml, to_plain_dict
+from tests.measured_step import options_of, traced
+
+CPU = ClusterConfig()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "choices",
+    [
+        {"model.num_layers": 8},
+        {"model.num_layers": 9, "precision": "bf16", "trainer.activation_checkpointing": "full", "parallel.shard": 2},
+    ],
+)
+def test_a_deep_network_from_shallow_traces_is_the_deep_trace(choices: dict[str, Any]) -> None:
+    options = options_of({"data.batch_size": 2, **choices})
+    found = plan_memory(kit_of("text_generation"), options, CPU)
+    assert found.memory.moments == traced(options).moments
+
+
+def test_devices_that_the_degrees_leave_over_are_replicas() -> None:
+    options = options_of({"parallel.tensor": 2})
+    assert fill_cluster(options, ClusterConfig(devices=8)).parallel.data == 4
+    with pytest.raises(ConfigError, match="do not divide the devices"):
+        fill_cluster(options, ClusterConfig(devices=3))
+
+
+def test_every_device_that_ships_has_its_data_sheet() -> None:
+    for path in presets("cluster").values():
+        ClusterConfig(**to_plain_dict(read_yaml(path)))
+        assert path.stem == "cpu" or re.search(r"https://", path.read_text())
+
+
+def test_an_unknown_device_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="h100"):
+        plan(["model=llama_tiny", "cluster=h1000"])
+
+
+def test_a_task_that_is_not_planned_yet_says_so() -> None:
+    with pytest.raises(ConfigError, match=r"not planned yet[\s\S]*task=recommendation"):
+        plan(["task=recommendation"])
+
+
+@pytest.mark.slow
+def test_a_run_that_does_not_fit_is_told_what_would_with_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["model.num_layers=3", "data.batch_size=8", "data.sequence_length=64", "cluster.memory_gb=0.019"]
+    assert plan([*small, "model=llama_tiny", "tokenizer=byte"]) == 1
+    printed = capsys.readouterr().out
+    assert "it does not fit" in printed
+    peaks = [float(each) for each in re.findall(r"^  \S+=\S+ +(\S+) GiB", printed, re.MULTILINE)]
+    assert len(peaks) >= 1
+    assert printed.rstrip().endswith("fits")
+    assert plan([*small[:-1], "model=llama_tiny"]) == 0

@@ -1,0 +1,87 @@
+"""The bytes of a real training step by torch's own profiler, which shares no code with the trace of `plan`."""
+
+import functools
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from kitforge.composition import compose_config
+from kitforge.core.parallel.expert_load import LOAD, load_sums
+from kitforge.core.parallel.fsdp import local_tensor
+from kitforge.core.parallel.mesh import Mesh
+from kitforge.core.parallel.micro_batches import run_micro_batches
+from kitforge.core.parallel.parallelize import parallel_model_of
+from kitforge.core.parallel.plan.dry_run import dry_world
+from kitforge.core.parallel.plan.memory import StepMemory
+from kitforge.core.parallel.world import World
+from kitforge.kits.registry import kit_of
+from kitforge.trainer.loop import Loop
+from kitforge.trainer.optimizer_step import optimizer_step
+from kitforge.trainer.precision import autocast
+from kitforge.trainer.step_trace import trace_step
+
+SMALL = {"device": "cpu", "model.vocab_size": 259, "trainer.max_steps": 9, "data.sequence_length": 64}
+
+
+def options_of(choices: dict[str, Any]) -> Any:
+    return kit_of("text_generation").read_options(compose_config("text_generation", SMALL | choices).values)
+
+
+def traced(options: Any, num_blocks: int | None = None) -> StepMemory:
+    task = kit_of("text_generation").plan(options)
+    with dry_world(options.parallel, options.precision) as world:
+        step = task.step(world, num_blocks or task.num_blocks)
+        return trace_step(step, options, world, "cpu")
+
+
+def training_peak(memory: StepMemory) -> int:
+    """The peak of the step without the evaluation after it."""
+    return max(sum(sizes.values()) for name, sizes in memory.moments.items() if name != "evaluation")
+
+
+def measured(rank: int, options: Any) -> int:
+    """Bytes at rest, and above them the most at once in a second step, of this rank."""
+    mesh = Mesh(options.parallel, "cpu") if options.parallel.world_size > 1 else None
+    world = World(device=torch.device("cpu"), mesh=mesh).with_precision(options.precision)
+    task = kit_of("text_generation").plan(options)
+    step = task.step(world, task.num_blocks)
+    parallel_model_of(step.network, world).materialize(world.device)
+    loop = Loop(step.task, options, world)
+    state = loop.state
+    with torch.no_grad():
+        for shard in state.parallel.parameters().values():
+            shard.normal_(0, 0.02)
+    state.optimizer.init_state()
+    loop.model.train()
+    held = [local_tensor(each.detach()) for each in loop.model.parameters()]
+    held += [*loop.model.buffers(), *(each for _, each in state.optimizer.tensors())]
+    at_rest = sum({each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in held}.values())
+
+    def run() -> None:
+        precision = functools.partial(autocast, world.device, options.precision)
+        sums = run_micro_batches(state.parallel, step.task, step.micro_batches, 1e-3, precision)
+        load = sums.pop(LOAD, None)
+        sums |= {} if load is None else load_sums(load)
+        optimizer_step(state, 1.0, 1e-4, 1e-9, sums=sums)
+
+    run()
+    gc.collect()
+    # gloo's threads sometimes hold a buffer a while longer.
+    most = min(profiled_peak(run) for _ in range(3))
+    if dist.is_initialized():
+        dist.barrier()
+    return at_rest + most
+
+
+def profiled_peak(run: Callable[[], None]) -> int:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        run()
+    found = [each for each in profile.profiler.kineto_results.events() if each.name() == "[memory]"]
+    now = most = 0
+    for event in sorted(found, key=lambda each: each.start_ns()):
+        now += event.nbytes()
+        most = max(most, now)
+    return most

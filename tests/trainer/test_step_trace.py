@@ -1,0 +1,105 @@
+"""The memory of a traced step is that which torch's profiler measures, and its causes sum to it."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from kitforge.core.parallel.config import ParallelConfig
+from kitforge.core.parallel.plan.dry_run import dry_world
+from kitforge.foundation.errors import ModelError
+from tests.distributed.ranks import ask_ranks
+from tests.measured_step import measured, options_of, traced, training_peak
+
+MODELS = ("llama_tiny", "gpt2_tiny", "llama_moe_tiny")
+PRODUCT = list(itertools.product(MODELS, ("fp32", "bf16"), ("none", "selective", "full"), (12, 4)))
+# One of each value; `prove` takes the whole product.
+SAMPLE = [PRODUCT[0], PRODUCT[15], PRODUCT[22], PRODUCT[35]]
+
+
+def choices(model: str, precision: str, recompute: str, rows: int) -> dict[str, Any]:
+    """One micro-batch of 12 rows, or three of four."""
+    network = {"model": model, "model.num_layers": 3, "data.batch_size": 12, "precision": precision}
+    return network | {"trainer.activation_checkpointing": recompute, "trainer.micro_batch_size": rows}
+
+
+def check_one_rank(model: str, precision: str, recompute: str, rows: int) -> None:
+    options = options_of(choices(model, precision, recompute, rows))
+    # A mixture's rows in bf16 are cast within an operation that the trace does not see into.
+    bound = 1e-2 if model == "llama_moe_tiny" and precision == "bf16" else 5e-3
+    assert training_peak(traced(options)) == pytest.approx(measured(0, options), rel=bound)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "precision", "recompute", "rows"), SAMPLE)
+def test_the_peak_of_one_rank_is_that_of_the_profiler(model: str, precision: str, recompute: str, rows: int) -> None:
+    check_one_rank(model, precision, recompute, rows)
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize(("model", "precision", "recompute", "rows"), PRODUCT)
+def test_every_peak_of_one_rank_is_that_of_the_profiler(model: str, precision: str, recompute: str, rows: int) -> None:
+    check_one_rank(model, precision, recompute, rows)
+
+
+# Of short rows weights and gradients are the most, of long ones activations.
+LAYOUTS: list[dict[str, Any]] = [
+    {"parallel.data": 2},
+    {"parallel.shard": 2, "data.sequence_length": 16, "trainer.activation_checkpointing": "full"},
+    {"parallel.shard": 2, "data.sequence_length": 256},
+    {"parallel.shard": 2, "data.sequence_length": 8, "trainer.activation_checkpointing": "full", "precision": "bf16"},
+    {"parallel.shard": 2, "parallel.zero_stage": 2, "data.sequence_length": 8, "trainer.micro_batch_size": 1},
+    {"parallel.shard": 2, "parallel.zero_stage": 1, "data.sequence_length": 8, "trainer.micro_batch_size": 1},
+    {"parallel.tensor": 2, "precision": "bf16"},
+]
+
+
+@pytest.mark.slow
+def test_the_peak_of_a_rank_of_two_is_that_of_the_profiler() -> None:
+    asked = [options_of({"model.num_layers": 4, "data.batch_size": 4} | each) for each in LAYOUTS]
+    answers = ask_ranks({number: (2, measured, each) for number, each in enumerate(asked)})
+    errors = [training_peak(traced(each)) / min(answers[number]) - 1 for number, each in enumerate(asked)]
+    assert max(map(abs, errors)) < 0.05, errors
+
+
+@pytest.mark.slow
+def test_bytes_at_rest_have_their_causes_and_gradients_are_counted_once() -> None:
+    options = options_of({"model.num_layers": 3, "precision": "bf16", "data.batch_size": 2})
+    memory, network = traced(options), sum(each.nbytes for each in build(options))
+    update = memory.moments["update"]
+    assert (update["weights"], update["gradients"]) == (network, network)
+    # Two moments of each weight, and a step of four bytes of each parameter.
+    assert update["moments"] == 2 * network + 4 * len(build(options))
+    assert sum(memory.by_cause.values()) == memory.peak
+
+
+@pytest.mark.slow
+def test_more_micro_batches_than_two_take_no_more_memory() -> None:
+    two, six = (
+        options_of({"model.num_layers": 3, "data.batch_size": size, "trainer.micro_batch_size": 2}) for size in (4, 12)
+    )
+    assert traced(two).peak == traced(six).peak
+
+
+def build(options: Any) -> list[torch.nn.Parameter]:
+    from kitforge.models.catalog import config_of
+    from kitforge.models.loading import build_on_meta
+
+    return list(build_on_meta(config_of(options.model)).parameters())
+
+
+def test_a_network_that_reads_a_value_is_refused_at_its_line() -> None:
+    with (
+        pytest.raises(ModelError, match=r"test_step_trace\.py:\d+ calls aten\._local_scalar_dense"),
+        dry_world(ParallelConfig(), "fp32"),
+        FakeTensorMode(),
+    ):
+        torch.ones(3).sum().item()
+
+
+def test_a_dry_world_leaves_no_process_group_behind() -> None:
+    with dry_world(ParallelConfig(data=2, tensor=2), "bf16") as world:
+        assert (world.num_replicas, world.rank, world.precision) == (2, 0, "bf16")
+    assert not torch.distributed.is_initialized()
