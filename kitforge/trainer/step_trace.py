@@ -12,7 +12,7 @@ from kitforge.core.parallel.expert_load import LOAD, load_sums
 from kitforge.core.parallel.fsdp import local_tensor
 from kitforge.core.parallel.micro_batches import run_micro_batches
 from kitforge.core.parallel.parallelize import parallel_model_of
-from kitforge.core.parallel.plan.dry_run import Moments
+from kitforge.core.parallel.plan.dry_run import StepMoments
 from kitforge.core.parallel.plan.memory import MemoryTrace, StepMemory
 from kitforge.core.parallel.world import World
 from kitforge.foundation.types import MicroBatch
@@ -70,7 +70,7 @@ def _traced(step: DryStep, loop: Loop, options: RunOptions, trace: MemoryTrace) 
         [*(local_tensor(each.detach()) for each in loop.model.parameters()), *loop.model.buffers()], "weights"
     )
     trace.attribute((each for _, each in state.optimizer.tensors()), "moments")
-    moments = Moments(trace=trace, parallel=parallel)
+    moments = StepMoments(trace=trace, parallel=parallel)
     moments.watch_gradients(loop.model)
     moments.watch()
     precision = partial(autocast, loop.world.device, options.precision)

@@ -159,8 +159,8 @@ class _Result:
         if self._is_forgotten or self._is_tuple:
             return
         # By storage, which a fake tensor has too, where it has no address.
-        places = [(each.untyped_storage()._cdata, each.storage_offset(), each.numel()) for each in (own, result)]
-        if places[0] == places[1]:
+        storages = [(each.untyped_storage()._cdata, each.storage_offset(), each.numel()) for each in (own, result)]
+        if storages[0] == storages[1]:
             self._parts, self._is_forgotten = [own.shape, own.dtype, own.device], True
 
 

@@ -57,7 +57,7 @@ def _value_read(error: Exception) -> ModelError:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moments:
+class StepMoments:
     """Tells a trace which part of a step is under way: the passes of the first and the last block, and of those
     between, which are alike."""
 
@@ -82,18 +82,18 @@ class Moments:
         inner = {id(module) for blocks in outer for each in blocks for module in each.modules()}
         for blocks in (each for each in outer if id(each) not in inner):
             for index, block in enumerate(blocks):
-                places = place_of(index, len(blocks)), place_of(index - 1, len(blocks))
-                block.register_forward_pre_hook(functools.partial(self._before, *places))
+                names = block_name(index, len(blocks)), block_name(index - 1, len(blocks))
+                block.register_forward_pre_hook(functools.partial(self._before, *names))
             blocks[-1].register_forward_hook(self._after_last)
 
-    def _before(self, place: str, place_before: str, block: nn.Module, inputs: Any) -> None:
+    def _before(self, name: str, name_before: str, block: nn.Module, inputs: Any) -> None:
         # Of FSDP the gathered weights, which exist from its own hook on.
         self.watch_gradients(block)
         if not self.trace.is_forward:
             return  # the pass is computed again
-        self.trace.enter(f"forward pass, {place}")
+        self.trace.enter(f"forward pass, {name}")
         if inputs[0].requires_grad:
-            inputs[0].register_hook(functools.partial(self._at_gradient, f"backward pass, {place_before}"))
+            inputs[0].register_hook(functools.partial(self._at_gradient, f"backward pass, {name_before}"))
 
     def _after_last(self, _block: nn.Module, _inputs: Any, output: Tensor) -> None:
         if self.trace.is_forward:
@@ -116,7 +116,7 @@ class Moments:
             self.trace.attribute([local_tensor(parameter.grad)], "gradients")
 
 
-def place_of(index: int, num_blocks: int) -> str:
+def block_name(index: int, num_blocks: int) -> str:
     """The first block, the last, one between, or what comes before them all."""
     ends = {-1: "embedding", num_blocks - 1: "last block", 0: "first block"}
     return ends.get(index, "inner blocks")
