@@ -38,7 +38,17 @@ def dry_world(degrees: ParallelConfig, precision: Precision) -> Iterator[World]:
         raise _value_read(error) from None
     finally:
         if size > 1:
+            _forget_shards()
             dist.destroy_process_group()
+
+
+def _forget_shards() -> None:
+    """Clear what torch remembers of the shapes of rank 0, which ranks that are forked later would take for their own."""
+    from torch.distributed.tensor import DTensor  # noqa: PLC0415 (half a second, for shards alone)
+
+    # As torch.distributed.tensor.debug does, which imports the compiler for it.
+    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()  # type: ignore[attr-defined]
+    torch._C._clear_DTensor_sharding_propagator_cache()
 
 
 def _value_read(error: Exception) -> ModelError:

@@ -23,8 +23,12 @@ CAUSES = (
 )
 # In-place operations whose operand a CPU casts to the dtype of the target, in memory of its own.
 _CASTS = ("aten::add_.Tensor", "aten::mul_.Tensor")
-# Collectives for which gloo clones the input.
-_GLOO_CLONES = ("c10d::_reduce_scatter_base_", "c10d::reduce_scatter_tensor_coalesced_")
+# Collectives for which gloo takes memory of its own, as much as this one of its tensors: the input or the output.
+_GLOO_COPIES = {
+    "c10d::_reduce_scatter_base_": -1,
+    "c10d::reduce_scatter_tensor_coalesced_": -1,
+    "c10d::_allgather_base_": 0,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +61,11 @@ class _Storage:
 
 class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the storages that operations make, by weak references, until they die or FSDP resizes them."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Otherwise torch imports its compiler, which is not used, and asks it before each operation.
+        return False
 
     def __init__(self, device_type: str) -> None:
         """`device_type`: that of the tensors, whose own copies within operations are counted on a CPU."""
@@ -99,7 +108,7 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def following_resizes(self) -> Iterator[None]:
-        """FSDP frees and takes the memory of gathered weights by resizing storages, which is no operation."""
+        """FSDP frees and takes the memory of gathered weights by resizing storages, outside any operation."""
         resize = torch.UntypedStorage.resize_
 
         def resized(storage: torch.UntypedStorage, size: int) -> Any:
@@ -174,8 +183,8 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         size, cause = 0, "temporaries"
         if name in _CASTS and len(inputs) > 1 and inputs[1].dtype != inputs[0].dtype and inputs[1].numel() > 1:
             size = inputs[1].numel() * inputs[0].element_size()
-        elif name in _GLOO_CLONES:
-            size, cause = inputs[-1].nbytes, "communication"
+        elif name in _GLOO_COPIES:
+            size, cause = inputs[_GLOO_COPIES[name]].nbytes, "communication"
         if size:
             copy = self._live[-1] = _Storage(0, cause)
             self._resize(copy, size)
