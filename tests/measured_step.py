@@ -43,7 +43,13 @@ def training_peak(memory: StepMemory) -> int:
 
 
 def measured(rank: int, options: Any) -> int:
-    """Bytes at rest, and above them the most at once in a second step, of this rank."""
+    """Bytes at rest, and above them the most at once in a step, of this rank, where that is the least."""
+    return measured_range(rank, options)[0]
+
+
+def measured_range(_rank: int, options: Any, runs: int = 2) -> tuple[int, int]:
+    """Bytes at rest, and above them the most at once in a step, of this rank: the least and the most over 3 x `runs`
+    steps after the first. gloo's threads may hold what a block has gathered or reduced until they get a core again."""
     mesh = Mesh(options.parallel, "cpu") if options.parallel.world_size > 1 else None
     world = World(device=torch.device("cpu"), mesh=mesh).with_precision(options.precision)
     task = kit_of("text_generation").plan(options)
@@ -69,11 +75,10 @@ def measured(rank: int, options: Any) -> int:
 
     run()
     gc.collect()
-    # gloo's threads sometimes hold a buffer a while longer.
-    most = min(profiled_peak(run) for _ in range(3))
+    peaks = [profiled_peak(run) for _ in range(3 * runs)]
     if dist.is_initialized():
         dist.barrier()
-    return at_rest + most
+    return at_rest + min(peaks), at_rest + max(peaks)
 
 
 def profiled_peak(run: Callable[[], None]) -> int:

@@ -27,6 +27,8 @@ def plan(arguments: list[str]) -> int:
     ranks = options.parallel.world_size
     say(f"{task} {composition.model_name} on {ranks} x {cluster.name}, {options.parallel.describe()}")
     console.print(_table(found, cluster))
+    for doubt in found.doubts:
+        say(f"not exact: {doubt}")
     fits = _verdict(found, cluster)
     if not fits:
         _say_what_would_fit(list(plans_that_save(kit, found, cluster)), cluster)

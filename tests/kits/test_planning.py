@@ -20,8 +20,8 @@ CPU = ClusterConfig()
 @pytest.mark.parametrize(
     "choices",
     [
-        {"model.num_layers": 8},
-        {"model.num_layers": 9, "precision": "bf16", "trainer.activation_checkpointing": "full", "parallel.shard": 2},
+        {"model.num_layers": 6},
+        {"model.num_layers": 7, "precision": "bf16", "trainer.activation_checkpointing": "full", "parallel.shard": 2},
     ],
 )
 def test_a_deep_network_from_shallow_traces_is_the_deep_trace(choices: dict[str, Any]) -> None:
@@ -51,6 +51,28 @@ def test_an_unknown_device_names_the_nearest() -> None:
 def test_a_task_that_is_not_planned_yet_says_so() -> None:
     with pytest.raises(ConfigError, match=r"not planned yet[\s\S]*task=recommendation"):
         plan(["task=recommendation"])
+
+
+@pytest.mark.parametrize(
+    ("choices", "named"),
+    [({"parallel.pipeline": 2}, "parallel.pipeline"), ({"trainer.offload": "optimizer"}, "trainer.offload")],
+)
+def test_a_step_that_would_be_traced_wrongly_is_refused_by_name(choices: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        plan_memory(kit_of("text_generation"), options_of({"model.num_layers": 4, **choices}), CPU)
+
+
+@pytest.mark.slow
+def test_what_is_not_exact_is_said_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["model=llama_moe_tiny", "model.num_layers=1", "data.batch_size=2", "data.sequence_length=8"]
+    assert plan([*small, "precision=bf16", "cluster.devices=2", "compile_level=O2"]) == 0
+    assert re.findall(r"not exact: (\S+ \S+)", capsys.readouterr().out) == [
+        *("threads of", "experts in", "compile_level=O2 is")
+    ]
+    assert plan([*small, "cluster=h100"]) == 0
+    assert re.findall(r"not exact: (.*)", capsys.readouterr().out) == [
+        "traced by the operations of a CPU: no step on a H100 has been compared yet"
+    ]
 
 
 @pytest.mark.slow

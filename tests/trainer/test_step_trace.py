@@ -8,8 +8,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kitforge.core.parallel.config import ParallelConfig
+from kitforge.core.parallel.mesh import Mesh
+from kitforge.core.parallel.parallelize import parallel_model_of
 from kitforge.core.parallel.plan.dry_run import dry_world
+from kitforge.core.parallel.world import World
 from kitforge.foundation.errors import ModelError
+from kitforge.kits.registry import kit_of
 from tests.distributed.ranks import ask_ranks
 from tests.measured_step import measured, options_of, traced, training_peak
 
@@ -27,8 +31,8 @@ def choices(model: str, precision: str, recompute: str, rows: int) -> dict[str, 
 
 def check_one_rank(model: str, precision: str, recompute: str, rows: int) -> None:
     options = options_of(choices(model, precision, recompute, rows))
-    # A mixture's rows in bf16 are cast within an operation that the trace does not see into.
-    bound = 1e-2 if model == "llama_moe_tiny" and precision == "bf16" else 5e-3
+    # A mixture's rows in bf16 are cast within an operation that the trace does not see into, of which plans warn.
+    bound = 3e-2 if model == "llama_moe_tiny" and precision == "bf16" else 5e-3
     assert training_peak(traced(options)) == pytest.approx(measured(0, options), rel=bound)
 
 
@@ -44,24 +48,23 @@ def test_every_peak_of_one_rank_is_that_of_the_profiler(model: str, precision: s
     check_one_rank(model, precision, recompute, rows)
 
 
-# Of short rows weights and gradients are the most, of long ones activations.
+# Of short rows weights and gradients are the most. `benchmarks.parallel.plan` has more layouts, and longer rows.
 LAYOUTS: list[dict[str, Any]] = [
-    {"parallel.data": 2},
-    {"parallel.shard": 2, "data.sequence_length": 16, "trainer.activation_checkpointing": "full"},
-    {"parallel.shard": 2, "data.sequence_length": 256},
-    {"parallel.shard": 2, "data.sequence_length": 8, "trainer.activation_checkpointing": "full", "precision": "bf16"},
-    {"parallel.shard": 2, "parallel.zero_stage": 2, "data.sequence_length": 8, "trainer.micro_batch_size": 1},
-    {"parallel.shard": 2, "parallel.zero_stage": 1, "data.sequence_length": 8, "trainer.micro_batch_size": 1},
+    {"parallel.shard": 2},
+    {"parallel.shard": 2, "trainer.activation_checkpointing": "full", "precision": "bf16"},
+    {"parallel.shard": 2, "parallel.zero_stage": 2, "trainer.micro_batch_size": 1},
     {"parallel.tensor": 2, "precision": "bf16"},
 ]
 
 
 @pytest.mark.slow
 def test_the_peak_of_a_rank_of_two_is_that_of_the_profiler() -> None:
-    asked = [options_of({"model.num_layers": 4, "data.batch_size": 4} | each) for each in LAYOUTS]
+    shared = {"model.num_layers": 3, "data.batch_size": 4, "data.sequence_length": 8}
+    asked = [options_of(shared | each) for each in LAYOUTS]
     answers = ask_ranks({number: (2, measured, each) for number, each in enumerate(asked)})
     errors = [training_peak(traced(each)) / min(answers[number]) - 1 for number, each in enumerate(asked)]
-    assert max(map(abs, errors)) < 0.05, errors
+    # One rank may hold a buffer longer in all of its steps, where the threads of gloo get no core.
+    assert max(map(abs, errors)) < 0.01, errors
 
 
 @pytest.mark.slow
@@ -103,3 +106,17 @@ def test_a_dry_world_leaves_no_process_group_behind() -> None:
     with dry_world(ParallelConfig(data=2, tensor=2), "bf16") as world:
         assert (world.num_replicas, world.rank, world.precision) == (2, 0, "bf16")
     assert not torch.distributed.is_initialized()
+
+
+def rows_of_embedding(_rank: int, options: Any) -> int:
+    world = World(device=torch.device("cpu"), mesh=Mesh(options.parallel, "cpu"))
+    parallel = parallel_model_of(kit_of("text_generation").plan(options).step(world, 1).network, world)
+    parallel.materialize(world.device)
+    return len(parallel.parameters()["embedding.weight"])
+
+
+@pytest.mark.slow
+def test_ranks_that_are_forked_after_a_trace_have_shards_of_their_own() -> None:
+    options = options_of({"parallel.shard": 2, "model.num_layers": 1, "data.batch_size": 2})
+    traced(options)
+    assert ask_ranks({"rows": (2, rows_of_embedding, options)})["rows"] == [130, 129]

@@ -43,7 +43,7 @@ def dry_world(degrees: ParallelConfig, precision: Precision) -> Iterator[World]:
 
 
 def _forget_shards() -> None:
-    """Clear what torch remembers of the shapes of rank 0, which ranks that are forked later would take for their own."""
+    """Clear torch's memory of the shapes of rank 0, which ranks that are forked later would take for theirs."""
     from torch.distributed.tensor import DTensor  # noqa: PLC0415 (half a second, for shards alone)
 
     # As torch.distributed.tensor.debug does, which imports the compiler for it.

@@ -1,0 +1,86 @@
+"""The memory that `kitforge plan` foresees of a rank beside that which torch's profiler measures in real steps.
+
+Run from the checkout: `python -m benchmarks.parallel.plan [--runs 3]`; it writes its table to
+benchmarks/parallel/plan.md, the worst row first. Each row is one small network on one to four ranks of this CPU.
+Measured is the least of `3 x runs` steps of each rank, of the rank that has the most at its least; the most of those
+steps has a column of its own, as gloo's threads may hold a buffer of a block a while longer.
+"""
+
+import datetime
+import os
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.command_line import CommandLine, write_result
+from kitforge.foundation.device import describe, pick
+from tests.distributed.ranks import ask_ranks
+from tests.measured_step import measured_range, options_of, traced, training_peak
+
+TABLE = Path(__file__).with_suffix(".md")
+FULL, SELECTIVE = ({"trainer.activation_checkpointing": each} for each in ("full", "selective"))
+SHORT = {"data.sequence_length": 8}
+TWO, FOUR = {"parallel.shard": 2}, {"parallel.shard": 2, "parallel.tensor": 2}
+CONFIGURATIONS: tuple[dict[str, Any], ...] = (
+    {},
+    {"precision": "bf16", **FULL},
+    {"model": "gpt2_tiny", **SELECTIVE},
+    {"model": "llama_moe_tiny", "precision": "bf16", **SELECTIVE},
+    {"lora.rank": 4},
+    {"parallel.data": 2, "trainer.micro_batch_size": 1},
+    {"parallel.tensor": 2, "precision": "bf16"},
+    {"parallel.tensor": 2, "parallel.sequence_parallel": False},
+    {"parallel.context": 2},
+    {"model": "llama_moe_tiny", "parallel.data": 2, "parallel.expert": 2},
+    {**TWO, "parallel.zero_stage": 1, "trainer.micro_batch_size": 1, **SHORT},
+    {**TWO, "parallel.zero_stage": 2, "trainer.micro_batch_size": 1, **SHORT},
+    {**TWO},
+    {**TWO, **SHORT},
+    {**TWO, **SHORT, **FULL, "precision": "bf16"},
+    {**TWO, "data.sequence_length": 256},
+    {**FOUR, "precision": "bf16"},
+    {"parallel.data": 2, **TWO, **FULL},
+)
+SMOKE = {"CONFIGURATIONS": CONFIGURATIONS[:1], "runs": 1}
+
+
+def row(choices: dict[str, Any], foreseen: int, least: int, most: int) -> str:
+    words = " ".join(f"{name}={value}" for name, value in choices.items()) or "the defaults"
+    figures = [f"{size / 2**20:.3f}" for size in (foreseen, least, most)]
+    return f"| {words} | {' | '.join(figures)} | {foreseen / least - 1:+.2%} |"
+
+
+def main() -> None:
+    parser = CommandLine(__doc__)
+    parser.add_argument("--runs", type=int, default=3)
+    runs = parser.parse(SMOKE, globals()).runs
+    shared = {"model.num_layers": 4, "data.batch_size": 4}
+    asked = [options_of(shared | each) for each in CONFIGURATIONS]
+    answers = ask_ranks(
+        {number: (each.parallel.world_size, measured_range, each, runs) for number, each in enumerate(asked)}
+    )
+    found = []
+    for number, (choices, options) in enumerate(zip(CONFIGURATIONS, asked, strict=True)):
+        least, most = (max(each) for each in zip(*answers[number], strict=True))
+        found.append((choices, training_peak(traced(options)), least, most))
+    found.sort(key=lambda each: -abs(each[1] / each[2] - 1))
+    errors = [abs(foreseen / least - 1) for _, foreseen, least, _ in found]
+    lines = [
+        "# Foreseen and measured memory",
+        "",
+        f"{describe(pick('cpu'))}, torch {torch.__version__}, {datetime.date.today()}; load average "
+        f"{os.getloadavg()[0]:.1f}. `llama_tiny` of 4 blocks unless a row names another, 4 rows of 64 tokens in a",
+        "step; MiB of a rank; written by `python -m benchmarks.parallel.plan`. "
+        f"Median error {statistics.median(errors):.2%}, worst {max(errors):.2%}, of {len(errors)} configurations.",
+        "",
+        "| configuration | foreseen | measured, least step | most | error |",
+        "|---|---:|---:|---:|---:|",
+        *(row(*each) for each in found),
+    ]
+    write_result(TABLE, "\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()
