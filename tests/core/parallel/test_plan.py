@@ -6,7 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from kitforge.core.parallel.collectives import all_gather
+from kitforge.core.parallel.config import ParallelConfig
 from kitforge.core.parallel.plan.depth import extrapolate, trace_depths
+from kitforge.core.parallel.plan.dry_run import dry_world
 from kitforge.core.parallel.plan.memory import MemoryTrace, StepMemory
 
 
@@ -75,8 +78,11 @@ def test_a_storage_that_is_resized_without_an_operation_is_followed() -> None:
         weight.untyped_storage().resize_(0)
         trace.enter("head")
         weight.untyped_storage().resize_(400)
-    found = trace.result().moments["head"]
-    assert (found["gathered weights"], sum(found.values())) == (400, 400)
+        weight.untyped_storage().resize_(0)
+        trace.enter("update")
+    found = trace.result().moments
+    assert found["head"]["gathered weights"] == sum(found["head"].values()) == 400
+    assert sum(found["update"].values()) == 0
     assert torch.UntypedStorage.resize_.__name__ == "resize_"
 
 
@@ -92,3 +98,12 @@ def test_tensors_have_the_cause_that_they_are_given() -> None:
         torch.empty(4, 4)
     found = trace.result().moments["update"]
     assert (found["weights"], found["gradients"], found["temporaries"]) == (64, 64, 64)
+
+
+@pytest.mark.parametrize(("device_type", "size"), [("cpu", 2000), ("cuda", 1200)])
+def test_gloo_alone_gathers_into_memory_of_its_own(device_type: str, size: int) -> None:
+    trace = MemoryTrace(device_type)
+    with dry_world(ParallelConfig(shard=2), "fp32") as world, trace:
+        assert world.mesh is not None
+        all_gather(torch.empty(100), world.mesh.world, 0)
+    assert trace.result().peak == size
