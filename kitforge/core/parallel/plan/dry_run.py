@@ -47,7 +47,7 @@ def _forget_shards() -> None:
     from torch.distributed.tensor import DTensor  # noqa: PLC0415 (half a second, for shards alone)
 
     # As torch.distributed.tensor.debug does, which imports the compiler for it.
-    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()  # type: ignore[attr-defined]
+    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()  # type: ignore[no-untyped-call]
     torch._C._clear_DTensor_sharding_propagator_cache()
 
 
