@@ -179,7 +179,8 @@ def keep_what_is_forgotten(blocks: BlockManager) -> None:
 def test_a_machine_with_a_fault_stops(method: str, fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BlockManager, method, fault)
     with pytest.raises((AssertionError, KeyError, StopIteration)):
-        run_state_machine_as_test(PagedBlocks, settings=settings(PLAY, phases=[Phase.generate]))
+        # The first that is found ends it. What is drawn depends on which modules are loaded: 60 plays may all miss it.
+        run_state_machine_as_test(PagedBlocks, settings=settings(PLAY, phases=[Phase.generate], max_examples=3000))
 
 
 def test_the_end_of_an_old_text_makes_room_before_its_beginning() -> None:

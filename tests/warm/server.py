@@ -175,7 +175,8 @@ def end(status: object) -> None:
         status = 1
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
+    # One whose reader has left early is none.
+    for stream in filter(None, (sys.stdout, sys.stderr)):
         stream.flush()
     os._exit((status or 0) & 0xFF)
 
