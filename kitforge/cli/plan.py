@@ -1,5 +1,6 @@
 """`kitforge plan`."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from rich.table import Table
@@ -9,7 +10,15 @@ from kitforge.core.parallel.plan.memory import CAUSES
 from kitforge.foundation.config import from_dict
 from kitforge.foundation.errors import ConfigError, nearest
 from kitforge.foundation.log import console, say
-from kitforge.kits.planning import GIB, ClusterConfig, MemoryPlan, fill_cluster, plan_memory, plans_that_save
+from kitforge.kits.planning import (
+    GIB,
+    ClusterConfig,
+    MemoryPlan,
+    fill_cluster,
+    plan_memory,
+    plans_that_save,
+    rows_at_once,
+)
 from kitforge.kits.registry import kit_of
 from kitforge.preset_files import presets
 from kitforge.yaml_options import read_yaml, to_plain_dict
@@ -26,12 +35,13 @@ def plan(arguments: list[str]) -> int:
     found = plan_memory(kit, options, cluster)
     ranks = options.parallel.world_size
     say(f"{task} {composition.model_name} on {ranks} x {cluster.name}, {options.parallel.describe()}")
+    say(f"{rows_at_once(options)} rows of {options.data.sequence_length:,} tokens at once on each replica")
     console.print(_table(found, cluster))
     for doubt in found.doubts:
         say(f"not exact: {doubt}")
     fits = _verdict(found, cluster)
     if not fits:
-        _say_what_would_fit(list(plans_that_save(kit, found, cluster)), cluster)
+        _say_what_would_fit(found, plans_that_save(kit, found, cluster), cluster)
     return int(not fits)
 
 
@@ -81,16 +91,16 @@ def _verdict(found: MemoryPlan, cluster: ClusterConfig) -> bool:
     return left >= 0
 
 
-def _say_what_would_fit(further: list[MemoryPlan], cluster: ClusterConfig) -> None:
-    """The changes one after the other, each with the peak it leads to."""
-    say("one change after the other:")
+def _say_what_would_fit(found: MemoryPlan, further: Iterator[MemoryPlan], cluster: ClusterConfig) -> None:
+    """The changes one after the other, each with the peak it leads to, when it has been traced."""
+    say("changes that save memory, one after the other:")
     for each in further:
         fits = "fits" if each.memory.peak <= cluster.usable else f"{_gib(each.memory.peak - cluster.usable)} too many"
         say(f"  {each.changes[-1]:<46} {_gib(each.memory.peak):>9} GiB  {fits}")
-    if not further or further[-1].memory.peak > cluster.usable:
-        last = further[-1].memory.peak if further else 0
-        enough = f"about {-(-last // cluster.usable)} times as many devices, with parallel.shard or parallel.tensor"
-        say(f"  none of them is enough: use {enough}" if further else "  nothing is left to change: use more devices")
+        found = each
+    if found.memory.peak > cluster.usable:
+        times = -(-found.memory.peak // cluster.usable)
+        say(f"  then about {times} times as many devices, with parallel.shard or parallel.tensor")
 
 
 def _gib(size: int) -> str:

@@ -6,7 +6,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 
+def is_fake(tensor: Tensor) -> bool:
+    """Whether a tensor has shapes alone, in a step that is traced for its memory."""
+    return isinstance(tensor, FakeTensor)
+
+
 def host_list(tensor: Tensor, if_fake: Any) -> Any:
-    """The values of a tensor as a list. A fake tensor, of a step that is traced for its memory, has shapes alone:
-    `if_fake` is what a usual step would read there."""
-    return if_fake if isinstance(tensor, FakeTensor) else tensor.tolist()
+    """The values of a tensor as a list; of a fake one `if_fake`, what a usual step would read there."""
+    return if_fake if is_fake(tensor) else tensor.tolist()

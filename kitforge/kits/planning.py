@@ -104,7 +104,7 @@ def fill_cluster(options: Any, cluster: ClusterConfig) -> Any:
 
 
 def plans_that_save(kit: AnyKit, plan: MemoryPlan, cluster: ClusterConfig) -> Iterator[MemoryPlan]:
-    """Plans with one change more each, until one fits or nothing is left to change; each is traced."""
+    """Plans with one more change each that saves memory, until one fits or nothing is left to change."""
     for name, value in _changes(plan.options):
         section, _, last = name.rpartition(".")
         changed = {last: value} if not section else {section: replace(getattr(plan.options, section), **{last: value})}
@@ -112,12 +112,22 @@ def plans_that_save(kit: AnyKit, plan: MemoryPlan, cluster: ClusterConfig) -> It
             changed = {"parallel": replace(plan.options.parallel, shard=value, data=1)}
         try:
             options = replace(plan.options, **changed)
-            plan = plan_memory(kit, options, cluster, (*plan.changes, f"{name}={value}"))
+            found = plan_memory(kit, options, cluster, (*plan.changes, f"{name}={value}"))
         except ConfigError:
             continue
+        # More micro-batches, for one, need a second copy of the gradients while these are added up.
+        if found.memory.peak >= plan.memory.peak:
+            continue
+        plan = found
         yield plan
         if plan.memory.peak <= cluster.usable:
             return
+
+
+def rows_at_once(options: Any) -> int:
+    """The rows of a micro-batch."""
+    own: int = -(-options.data.batch_size // options.parallel.num_replicas)
+    return min(options.trainer.micro_batch_size or own, own)
 
 
 def _changes(options: Any) -> Iterator[tuple[str, Any]]:
@@ -127,8 +137,7 @@ def _changes(options: Any) -> Iterator[tuple[str, Any]]:
         yield "parallel.shard", degrees.data * degrees.shard
     if options.precision == "fp32":
         yield "precision", "bf16"
-    own = -(-options.data.batch_size // degrees.num_replicas)
-    rows = min(trainer.micro_batch_size or own, own)
+    rows = rows_at_once(options)
     if rows > 1:
         yield "trainer.micro_batch_size", max(rows // 4, 1)
     if trainer.activation_checkpointing == "none":

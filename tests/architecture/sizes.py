@@ -19,12 +19,12 @@ SMALL_SHARE = 0.30
 # docs/log.md with its reason.
 ROOM_LINES = {
     "": 1000,
-    "cli/": 1480,
+    "cli/": 1490,
     "core/": 10,
     "core/checkpoint/": 2730,
     "core/kernels/": 12420,
     "core/nn/": 3500,
-    "core/optim/": 920,
+    "core/optim/": 930,
     "core/parallel/": 4820,
     "data/": 2300,
     "data/chat/": 3080,
@@ -36,7 +36,7 @@ ROOM_LINES = {
     "foundation/": 1260,
     "inference/": 3610,
     "inference/server/": 3790,
-    "kits/": 1670,
+    "kits/": 1680,
     "kits/recommender/": 6640,
     "kits/rlhf/": 7430,
     "kits/transformers/": 5480,

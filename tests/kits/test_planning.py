@@ -85,3 +85,14 @@ def test_a_run_that_does_not_fit_is_told_what_would_with_figures(capsys: pytest.
     assert len(peaks) >= 1
     assert printed.rstrip().endswith("fits")
     assert plan([*small[:-1], "model=llama_tiny"]) == 0
+
+
+@pytest.mark.slow
+def test_only_changes_that_save_memory_are_made_before_more_devices(capsys: pytest.CaptureFixture[str]) -> None:
+    # The peak is in the update, and micro-batches would need the gradients twice.
+    short = ["data.batch_size=4", "data.sequence_length=8", "precision=bf16", "cluster.memory_gb=0.001"]
+    assert plan(["model=llama_tiny", "tokenizer=byte", *short]) == 1
+    printed = capsys.readouterr().out
+    assert "\n4 rows of 8 tokens" in printed
+    assert not re.findall(r"^  \S+=\S+ ", printed, re.MULTILINE)
+    assert re.search(r"about \d+ times as many devices", printed)

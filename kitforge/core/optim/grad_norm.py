@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kitforge.foundation.host_values import is_fake
+
 # On CPU torch sums fp32 squares sequentially on one thread, with an error of 2e-5 over tens of millions of them. Norms
 # of chunks of this size are accurate and cost hardly more. Dot products on all threads are faster on an idle machine
 # (10 ms, not 17, for 42M elements), but twenty times slower when another process holds one of the cores.
@@ -39,6 +41,7 @@ def chunk_norms(gradients: Sequence[Tensor]) -> Tensor:
     """The norms [chunks] of the chunks of gradients, in at least fp32 also where these are in half precision."""
     dtype = torch.float64 if any(gradient.dtype == torch.float64 for gradient in gradients) else torch.float32
     chunks = list(gradients)
-    if chunks[0].device.type == "cpu":
+    # Of a traced step, whose norm has no value, the chunks would be most of the time.
+    if chunks[0].device.type == "cpu" and not is_fake(chunks[0]):
         chunks = [chunk for gradient in gradients for chunk in torch.split(gradient.reshape(-1), CHUNK_ELEMENTS)]
     return torch.stack(torch._foreach_norm(chunks, 2, dtype))

@@ -33,6 +33,7 @@ from kitforge.kits.kit import AnyKit, LoadModel, Prepared, RunInputs, datasets
 from kitforge.kits.language_model import ADAPTER, SaveAdapter, stored_tokenizer
 from kitforge.kits.network_kit import NetworkKit
 from kitforge.kits.network_source import NetworkSource, Part, find_run_tokenizer, prepare_training, shard_model
+from kitforge.kits.planning import rows_at_once
 from kitforge.kits.transformers.batch_inference import read_prompts, run_batch_inference
 from kitforge.kits.transformers.classification import TextClassification
 from kitforge.kits.transformers.config import DataOptions, TextGenerationOptions
@@ -226,8 +227,7 @@ class TextGeneration(NetworkKit[TextGenerationOptions, Tokenizer]):
 def _plain_micro_batches(options: TextGenerationOptions, num_replicas: int) -> list[MicroBatch]:
     """Micro-batches of zeros of a step, two at most: after the second nothing is new, as gradients are added to. On a
     CPU, whose attention masks documents, each row holds two."""
-    own, length = -(-options.data.batch_size // num_replicas), options.data.sequence_length
-    rows = min(options.trainer.micro_batch_size or own, own)
+    own, length, rows = -(-options.data.batch_size // num_replicas), options.data.sequence_length, rows_at_once(options)
     columns = {name: torch.zeros(rows, length, dtype=torch.int64) for name in ("tokens", "targets", "positions")}
     if options.device == "cpu":
         columns["documents"] = (torch.arange(length) >= length // 2).long().expand(rows, length).contiguous()
