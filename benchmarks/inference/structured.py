@@ -122,25 +122,33 @@ def client(port: int, place: int) -> int:
     return count
 
 
-def served(command: list[str], threads: int, environment: dict[str, str]) -> float:
-    """Tokens a second of all clients of a server, after one request each."""
+@contextmanager
+def server(command: list[str], threads: int, environment: dict[str, str]) -> Iterator[int]:
+    """The port of a server, after one request of each client."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [each.replace("PORT", str(port)) for each in command]
-    environment = {**environment, "OMP_NUM_THREADS": str(threads)}
-    with serving(command, port, environment), ThreadPoolExecutor(CLIENTS) as pool:
-        list(pool.map(lambda place: client(port, -1 - place), range(CLIENTS)))
-        begun = time.perf_counter()
-        return sum(pool.map(lambda place: client(port, place), range(CLIENTS))) / (time.perf_counter() - begun)
+    with serving(command, port, {**environment, "OMP_NUM_THREADS": str(threads)}):
+        of_all_clients(port, -CLIENTS)
+        yield port
 
 
-def beside_vllm(folder: Path, peer: Path, threads: int) -> tuple[float, float]:
-    """Tokens a second of our server and of vLLM's."""
+def of_all_clients(port: int, first: int) -> float:
+    """Tokens a second of all clients, whose prompts are numbered from `first`."""
+    begun = time.perf_counter()
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        return sum(pool.map(lambda place: client(port, first + place), range(CLIENTS))) / (time.perf_counter() - begun)
+
+
+def beside_vllm(folder: Path, peer: Path, threads: int, rounds: int) -> list[tuple[float, float]]:
+    """Tokens a second of our server and of vLLM's in turn, while the other one waits."""
     options = f"checkpoint={folder}", "port=PORT", "inference.dtype=bf16", f"inference.engine.max_num_seqs={SLOTS}"
-    own = served([sys.executable, "-m", "kitforge", "serve", *options], threads, {})
+    own = [sys.executable, "-m", "kitforge", "serve", *options]
     names = "--dtype", "bfloat16", "--max-model-len", "512", "--max-num-seqs", str(SLOTS), "--port", "PORT"
-    command = [str(peer), "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), *names]
-    return own, served(command, threads, ENVIRONMENT)
+    other = [str(peer), "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), *names]
+    with server(own, threads, {}) as ours, server(other, threads, ENVIRONMENT) as theirs:
+        prompts = [number * CLIENTS for number in range(rounds)]
+        return [(of_all_clients(ours, first), of_all_clients(theirs, first)) for first in prompts]
 
 
 def main() -> None:
@@ -181,11 +189,14 @@ def main() -> None:
             f"first token by {later:.1f} ms; reading the tokens takes {first:.0f} ms once, before a server is ready.",
         ]
         if arguments.peer_python:
-            rounds = [
-                beside_vllm(Path(folder), arguments.peer_python, arguments.threads) for _ in range(arguments.rounds)
-            ]
+            rounds = beside_vllm(Path(folder), arguments.peer_python, arguments.threads, arguments.rounds)
             own, other = (statistics.median(each) for each in zip(*rounds, strict=True))
-            lines.append(f"Served to {CLIENTS} clients by the schema of long names: {own:.0f}, by vLLM {other:.0f}.")
+            ratio = statistics.median(ours / theirs for ours, theirs in rounds)
+            lines += [
+                "",
+                f"Served to {CLIENTS} clients by the schema of long names, medians of rounds in turn: {own:.0f}, "
+                f"by vLLM {other:.0f}; {ratio:.2f} times as many.",
+            ]
     head = [
         "# Structured output on a CPU",
         "",
