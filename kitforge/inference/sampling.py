@@ -249,7 +249,7 @@ def _penalized(logits: Tensor, options: SamplingOptions, draws: Sequence[SampleR
     """Logits in fp32 at least, after bias and penalties, and -inf where a constraint excludes a token."""
     scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
     rows = [row for row, draw in enumerate(draws) if draw.allowed is not None]
-    if scores is logits and (options.needs_history or options.logit_bias or rows):
+    if scores is logits and (options.needs_history or options.logit_bias or 0 < len(rows) < len(scores)):
         scores = scores.clone()
     if options.needs_history or options.logit_bias:
         _apply_penalties(scores, options, draws)
@@ -260,7 +260,7 @@ def _penalized(logits: Tensor, options: SamplingOptions, draws: Sequence[SampleR
         octets = copy_to(torch.from_numpy(packed), scores.device).int()
         excluded = embedding(octets, _octet_scores(scores.device)).flatten(1)[:, : scores.shape[-1]]
         if len(rows) == len(scores):
-            return scores.add_(excluded)
+            return excluded.to(scores.dtype).add_(scores)
         scores.index_add_(0, copy_to(torch.tensor(rows), scores.device), excluded.to(scores.dtype))
     return scores
 
