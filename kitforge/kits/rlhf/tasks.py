@@ -31,12 +31,14 @@ from kitforge.kits.rlhf.dataset import DatasetSplits, read_examples, read_rows
 from kitforge.kits.rlhf.event_loop import EventLoop
 from kitforge.kits.rlhf.on_policy_config import DistillOptions, OnlineDPOOptions
 from kitforge.kits.rlhf.reinforcement.distill import DistillTask
+from kitforge.kits.rlhf.reinforcement.environment import EnvironmentRunner
+from kitforge.kits.rlhf.reinforcement.environment_classes import environment_runner_of
 from kitforge.kits.rlhf.reinforcement.online_dpo import OnlineDPOTask
 from kitforge.kits.rlhf.reinforcement.ppo import PolicyGradientTask, RolloutTask
 from kitforge.kits.rlhf.reinforcement.rollout_collector import Roles
 from kitforge.kits.rlhf.reinforcement.rollout_log import RolloutLog, SampleLogger
 from kitforge.kits.rlhf.reinforcement.teacher import TEACHER_PROMPT, with_teacher_prompts
-from kitforge.kits.rlhf.reinforcement.tool_environment import environment_runner_of, with_tools
+from kitforge.kits.rlhf.reinforcement.tool_environment import with_tools
 from kitforge.kits.rlhf.role_ranks import ROLES
 from kitforge.kits.rlhf.roles.model_loading import (
     adapted_reward_model,
@@ -294,7 +296,7 @@ def policy_gradient(
     pretraining = _ptx_rows(parts)
     given, num_training = parts.inputs.model, options.parallel.world_size
     own_roles = {name for name in ROLES if parts.rank in options.role_ranks.ranks(name, num_training)}
-    is_built, scores = parts.rank < num_training or "rollout" in own_roles, _rewards(parts)
+    is_built, scores = parts.rank < num_training or "rollout" in own_roles, _rewards(parts, environment_runner)
     given, is_stored = None if given is None else policy_of(given), options.checkpoint is not None
     # A model of two networks has both in memory, or none.
     is_held = options.rl.has_critic and isinstance(scores, (Run, ValueHeadModel))
@@ -326,7 +328,7 @@ def policy_gradient(
             environment_runner=environment_runner,
             event_loop=loop,
             tokenizer=parts.tokenizer,
-            is_rewarded=scores is not None or environment_runner is not None,
+            is_rewarded=scores is not None or (environment_runner is not None and environment_runner.has_rewards),
             compared=None if compared is None else compared(world),
         )
         made = kind(options, rows, roles, build, world, pretraining)
@@ -401,20 +403,26 @@ def _ptx_rows(parts: TaskInputs[RLOptions]) -> DatasetSplits[TokenizedExample] |
     return found
 
 
-def _rewards(parts: TaskInputs[RLOptions]) -> Any:
-    """The role or option `reward`; None if an environment gives the rewards."""
+def _rewards(parts: TaskInputs[RLOptions], runner: EnvironmentRunner | None) -> Any:
+    """The role or option `reward`, with what an environment class gives; None if an environment gives the rewards."""
     options = parts.options
     given = parts.inputs.roles.get("reward", options.reward)
-    has_environment = "environment" in parts.inputs.roles
-    if has_environment and given is None:
-        return None
-    if has_environment:
+    if runner is not None and runner.has_rewards:
+        if given is None:
+            return None
         raise ConfigError(
             "two roles compute rewards",
             got="the roles reward and environment",
             expected="one of them",
             fix="leave the role reward out: the environment's steps return the rewards",
         )
+    if runner is not None and runner.own_rewards:
+        named = {} if given is None else reward_members(given if isinstance(given, (list, Mapping)) else [given])
+        both = ", ".join(named.keys() & runner.own_rewards.keys())
+        check(
+            not both, "the role reward", both, "another name than that of the environment class, which has get_reward"
+        )
+        return named | dict(runner.own_rewards)
     if given is None and isinstance(options, DistillOptions):
         coef = options.distill.reward_coef
         check(coef == 0, "distill.reward_coef", coef, "0 without a reward", "add reward=NAME")

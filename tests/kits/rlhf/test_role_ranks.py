@@ -34,6 +34,7 @@ from tests.distributed.test_command import losses, start_command, wait_for
 from tests.distributed.test_command import ranks_of as process_numbers
 from tests.distributed.training import Losses, TestRendezvous
 from tests.kits.rlhf import runs
+from tests.kits.rlhf.reinforcement.test_environment import Calculator
 from tests.patience import PATIENCE
 from tests.trainer import tiny
 
@@ -360,7 +361,7 @@ def test_a_rank_with_a_stage_does_not_generate_from_a_copy_of_the_policy() -> No
 
 def test_what_an_environment_gives_is_not_given_elsewhere() -> None:
     with pytest.raises(ConfigError, match=r"role_ranks\.reward.*\n.*\n.*the environment computes the rewards"):
-        runs.begin("grpo", None, at(reward=[0]), roles={"environment": object})
+        runs.begin("grpo", None, at(reward=[0]), roles={"environment": Calculator})
 
 
 def test_the_plan_of_a_run_says_who_is_where() -> None:

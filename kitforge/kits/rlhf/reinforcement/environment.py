@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from kitforge.data.chat.datasets import PromptExample
-from kitforge.data.chat.template import BegunMessage, Message, template_of
+from kitforge.data.chat.template import BegunMessage, ChatTemplate, Message, template_of
 from kitforge.data.text.continuation import Detokenizer, ReplyMarks, decode_continuation, encode_continuation
 from kitforge.data.tokenizers.loading import Tokenizer
 from kitforge.foundation import seed as seeds
@@ -147,6 +147,10 @@ Step: TypeAlias = tuple[Reply, float, bool]
 _log = logger(__name__)
 
 
+class PromptEnd(str):
+    """An observation of `reset` that belongs to the last message of the prompt."""
+
+
 class Environment(Protocol):
     """One episode, such as a tool, a game or a simulated user. There is one object per completion. Methods run in
     threads, those of one object in sequence."""
@@ -214,7 +218,8 @@ class Episode:
             loss_mask=tuple(self.loss_mask),
             is_finished=self.is_finished,
             is_stopped=self.is_stopped,
-            columns=self.prompt.columns,
+            columns={**self.prompt.columns, **getattr(self.environment, "reward_columns", {})},
+            prompt_messages=self.prompt.messages,
             turn_lengths=tuple(self.turn_lengths),
             observations=tuple(self.observations[: len(self.turn_lengths)]),
             is_turn_ended=self.is_turn_ended,
@@ -251,6 +256,7 @@ class EnvironmentRunner:
     tools: Sequence[Mapping[str, Any]] | None = None  # JSON schemas rendered into the prompts
     marks: ReplyMarks = field(default_factory=ReplyMarks)  # of calls, whose special tokens are text of a turn
     has_rewards: bool = True  # rewards come from the environment instead of the role `reward`
+    own_rewards: Mapping[str, Callable[..., Any]] = field(default_factory=dict)  # of its class, beside that role
 
     def run(
         self,
@@ -282,19 +288,19 @@ class EnvironmentRunner:
         jobs = [pool.submit(partial(each.environment.reset, each.prompt.columns)) for each in episodes]
         pool.wait(jobs)
         for episode, job in zip(episodes, jobs, strict=True):
-            name = f"{type(episode.environment).__name__}.reset"
+            name, said = f"{_name(episode)}.reset", job.result
             if job.has_timed_out or job.error is not None:
                 raise TrainingError(f"{name} failed", got=self._failure_text(job)) from job.error
-            if not isinstance(job.result, str):
-                raise TrainingError(
-                    f"{name} returned a value that is not text", got=repr(job.result), expected='text, often ""'
-                )
+            if not isinstance(said, str):
+                raise TrainingError(f"{name} returned a value that is not text", got=repr(said), expected="text")
+            if isinstance(said, PromptEnd):
+                episode.prompt, said = longer_prompt(episode.prompt, template_of(self.tokenizer), said), ""
             episode.conversation = None if episode.prompt.messages is None else list(episode.prompt.messages)
-            episode.opening = job.result
+            episode.opening = said
             if episode.conversation and isinstance(episode.conversation[-1], BegunMessage):
-                episode.opening = episode.conversation.pop()["content"] + job.result
-            opening = encode_continuation(self.tokenizer, episode.prompt.tokens, job.result)
-            episode.append_observation(job.result, opening)
+                episode.opening = episode.conversation.pop()["content"] + said
+            opening = encode_continuation(self.tokenizer, episode.prompt.tokens, said)
+            episode.append_observation(said, opening)
             if self._tokens_left(episode) < 1:
                 raise TrainingError(
                     f"{name} leaves no room for a completion",
@@ -356,7 +362,7 @@ class EnvironmentRunner:
         if job.has_timed_out or job.error is not None:
             observation, reward, is_over = self._failed_step(episode, job)
         else:
-            observation, reward, is_over = self._validated_step(episode.environment, job.result)
+            observation, reward, is_over = self._validated_step(_name(episode), job.result)
             episode.is_finished = is_over and has_stopped
         episode.rewards[-1] = reward
         episode.turn_rewards.append(reward)
@@ -373,10 +379,10 @@ class EnvironmentRunner:
 
     def _failed_step(self, episode: Episode, job: Job) -> Step:
         """The result of a step that raised or timed out; it ends the episode."""
-        failure = f"{type(episode.environment).__name__}.step: {self._failure_text(job)}"
+        failure = f"{_name(episode)}.step: {self._failure_text(job)}"
         if self.options.on_error == "raise":
             raise TrainingError(
-                f"{type(episode.environment).__name__}.step failed",
+                f"{_name(episode)}.step failed",
                 got=self._failure_text(job),
                 fix="correct it, or add environment.on_error=0: a failed step is counted and has the reward 0",
             ) from job.error
@@ -387,9 +393,9 @@ class EnvironmentRunner:
         too_long = f"more than environment.timeout={self.options.timeout} seconds"
         return too_long if job.has_timed_out else repr(job.error)
 
-    def _validated_step(self, environment: Environment, result: Any) -> Step:
+    def _validated_step(self, environment: str, result: Any) -> Step:
         """The validated result of a step."""
-        name = f"{type(environment).__name__}.step"
+        name = f"{environment}.step"
         if not isinstance(result, (tuple, list)) or len(result) != 3:
             raise TrainingError(
                 f"{name} did not return three values",
@@ -429,7 +435,7 @@ class EnvironmentRunner:
             else:
                 episode.conversation = None
             return encode_continuation(self.tokenizer, [*episode.prompt.tokens, *episode.tokens], observation)
-        name = f"{type(episode.environment).__name__}.step"
+        name = f"{_name(episode)}.step"
         if episode.conversation is None:
             raise TrainingError(
                 f"{name} returned messages, but the episode is plain text",
@@ -463,3 +469,20 @@ class EnvironmentRunner:
             self.options.on_error,
             failures[0],
         )
+
+
+def _name(episode: Episode) -> str:
+    """The class of an environment, as its author calls it."""
+    return getattr(episode.environment, "name", type(episode.environment).__name__)
+
+
+def longer_prompt(prompt: PromptExample, template: ChatTemplate, text: str) -> PromptExample:
+    """The prompt with a text behind its last message."""
+    if not text or not prompt.messages:
+        return prompt
+    *before, last = prompt.messages
+    said = last["content"] or ""
+    content = said + text if isinstance(said, str) else [*said, {"type": "text", "text": text}]
+    longer = {**last, "content": content}
+    messages = (*before, BegunMessage(longer) if isinstance(last, BegunMessage) else longer)
+    return replace(prompt, messages=messages, tokens=tuple(template.prompt(messages, **prompt.inputs)))

@@ -1,7 +1,8 @@
 """Online DPO (Guo et al., 2024): DPO on pairs of the policy's own completions, of which the rewards prefer one.
 
-The best and the worst completion of a prompt are a pair, by rewards after penalties. Prompts whose completions all have
-the same reward give none; these ties are counted.
+The best and the worst completion of a prompt are a pair, by rewards after penalties; of the prompts that an environment
+makes of one row, those of the widest margin. Rows whose completions all have the same reward give none; these ties are
+counted.
 """
 
 from collections.abc import Sequence
@@ -36,9 +37,16 @@ class OnlineDPOTask(ComparedTask):
         first = batch.mask.int().argmax(dim=1, keepdim=True)
         # Of one completion all advantages are equal; they are exactly 0 where the rewards are but for rounding.
         scores = batch.advantages.gather(1, first).view(-1, self._options.rl.num_generations)
-        rows = torch.stack([scores.argmax(1), scores.argmin(1)], dim=1)
-        rows += torch.arange(len(scores)).unsqueeze(1) * scores.shape[1]
-        return rows, (scores.amax(1) > scores.amin(1)) & batch.keep_mask[rows].all(1)
+        # An environment may have ended the prompt of each completion in another way.
+        texts = batch.prompts(torch.arange(scores.numel()))
+        number = {text: index for index, text in enumerate(texts)}
+        prompts = torch.tensor([number[each] for each in texts]).view_as(scores)
+        is_same = prompts.unsqueeze(2) == prompts.unsqueeze(1)  # [P, N, N]
+        margins = torch.where(is_same, scores.unsqueeze(2) - scores.unsqueeze(1), 0.0).flatten(1)
+        best = margins.argmax(1, keepdim=True)
+        size = scores.shape[1]
+        rows = torch.cat([best // size, best % size], dim=1) + size * torch.arange(len(scores)).unsqueeze(1)
+        return rows, (margins.amax(1) > 0) & batch.keep_mask[rows].all(1)
 
     def _micro_batches(self, batch: RolloutBatch, number: int, update: int) -> list[MicroBatch]:
         """This rank's part of the pairs of one minibatch. Every epoch shuffles the prompts anew."""

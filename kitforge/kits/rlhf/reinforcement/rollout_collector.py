@@ -222,7 +222,9 @@ class RolloutCollector:
                 rewards = self._rewards(rollouts, prompts)
                 rollouts = [replace(each, **own_fields) for each, own_fields in zip(rollouts, rewards, strict=True)]
         # Reward functions read the columns from the rows; ranks exchange numbers only.
-        return [replace(each, completion=replace(each.completion, columns={})) for each in rollouts]
+        return [
+            replace(each, completion=replace(each.completion, columns={}, prompt_messages=None)) for each in rollouts
+        ]
 
     def _all_gather(self, own: Sequence[Rollout]) -> list[Rollout]:
         return [each for part in self._placement.all_gather_object(own) for each in part]
@@ -258,8 +260,8 @@ class RolloutCollector:
         completions = [
             replace(
                 completion,
-                columns=prompt.columns,
-                prompt_messages=prompt.messages,
+                columns={**prompt.columns, **completion.columns},
+                prompt_messages=completion.prompt_messages or prompt.messages,
                 prompt_inputs={**prompt.inputs, **tools},
             )
             for completion, prompt in asked

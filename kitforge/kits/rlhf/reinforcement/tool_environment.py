@@ -8,19 +8,13 @@ import typing
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, Literal, Union, cast
+from typing import Any, Literal, Union
 
 from kitforge.data.chat.datasets import PromptExample
-from kitforge.data.chat.template import ChatTemplate, Message, template_of
+from kitforge.data.chat.template import ChatTemplate, Message
 from kitforge.data.chat.tool_calls import HERMES, LLAMA, CallFormat, ReplyReader
 from kitforge.data.text.continuation import ReplyMarks
-from kitforge.data.tokenizers.loading import Tokenizer
-from kitforge.foundation.config import check
 from kitforge.foundation.errors import ConfigError, nearest
-from kitforge.kits.rlhf.config import EnvironmentOptions, RLOptions
-from kitforge.kits.rlhf.event_loop import EventLoop
-from kitforge.kits.rlhf.reinforcement.environment import EnvironmentRunner
 
 _PLAIN = {int: "integer", float: "number", str: "string", bool: "boolean", type(None): "null"}
 _SECTION = re.compile(
@@ -321,50 +315,3 @@ def with_tools(prompt: PromptExample, template: ChatTemplate, schemas: Sequence[
     if tokens == prompt.tokens:
         raise ConfigError("the chat template does not render tools", expected=expected)
     return replace(prompt, tokens=tokens, inputs=inputs)
-
-
-def environment_runner_of(
-    roles: Mapping[str, Any], options: RLOptions, tokenizer: Tokenizer, loop: EventLoop
-) -> EnvironmentRunner | None:
-    """The runner of multi-turn rollouts; None without the role `environment` or `tools`. Async steps run in `loop`."""
-    make, functions = (roles.get(name) for name in ("environment", "tools"))
-    schemas = None
-    if functions is not None:
-        if make is not None:
-            raise ConfigError(
-                "the roles tools and environment are both given",
-                fix="pass the tools to the environment: derive it from ToolEnvironment",
-            )
-        make = partial(FunctionTools, functions)
-        schemas = make().schemas
-    elif make is None:
-        return None
-    else:
-        check(callable(make), "the role environment", make, "a class, or a function that returns an Environment")
-        placed, penalties = options.role_ranks.reward, ("missing_eos_penalty", "overlong_buffer")
-        check(placed is None, "role_ranks.reward", placed, "null: the environment computes the rewards")
-        for name in penalties:
-            expected = "0: the environment computes the rewards"
-            check(not getattr(options.rl, name), f"rl.{name}", getattr(options.rl, name), expected)
-        if isinstance(make, type) and issubclass(make, ToolEnvironment):
-            schemas = cast(Any, make)().schemas
-    return EnvironmentRunner(
-        make=partial(_configured, make, options.environment, template_of(tokenizer)),
-        tokenizer=tokenizer,
-        max_turns=options.rollout.max_turns,
-        max_tokens=options.data.sequence_length,
-        options=options.environment,
-        loop=loop,
-        tools=schemas,
-        marks=ReplyMarks(spelled=template_of(tokenizer).spelled if schemas else {}),
-        has_rewards=functions is None,
-    )
-
-
-def _configured(make: Callable[[], Any], options: EnvironmentOptions, template: ChatTemplate) -> Any:
-    """An environment, with what the run says of its tools."""
-    made = make()
-    if isinstance(made, ToolEnvironment):
-        made.max_consecutive_errors = options.max_consecutive_errors
-        made.calls, made.thought = template.calls, template.thought
-    return made

@@ -13,9 +13,11 @@ from kitforge.data.chat.template import template_of
 from kitforge.data.chat.tool_calls import HERMES
 from kitforge.data.tokenizers.loading import ByteTokenizer, HuggingFaceTokenizer
 from kitforge.foundation.errors import ConfigError, DataError
+from kitforge.kits.kit import RunAssembly
 from kitforge.kits.rlhf.build import TASKS
 from kitforge.kits.rlhf.config import RLOptions
 from kitforge.kits.rlhf.event_loop import EventLoop
+from kitforge.kits.rlhf.reinforcement.environment_classes import environment_runner_of
 from kitforge.kits.rlhf.reinforcement.experience import environment_metrics
 from kitforge.kits.rlhf.reinforcement.ppo import PolicyGradientTask
 from kitforge.kits.rlhf.reinforcement.rollout_batch import Rollout
@@ -23,7 +25,6 @@ from kitforge.kits.rlhf.reinforcement.tool_environment import (
     FunctionTools,
     ToolCall,
     ToolEnvironment,
-    environment_runner_of,
     function_schema,
     parse_tool_calls,
 )
@@ -241,7 +242,9 @@ CHOICES: dict[str, Any] = {
 }
 
 
-def begin(tmp_path: Path, template: str, roles: dict[str, Any], rows: Any = None, **choices: Any) -> PolicyGradientTask:
+def assembled(
+    tmp_path: Path, template: str, roles: dict[str, Any], rows: Any = None, stage: str = "grpo", **choices: Any
+) -> RunAssembly[Any, Any]:
     tokenizer = HuggingFaceTokenizer(save_tokenizer(tmp_path / "tokenizer", "bytes", template))
     tokenizer.eos_id = tokenizer.special_tokens["<|im_end|>"]
     tokenizer.eos_ids = (tokenizer.eos_id,)
@@ -249,9 +252,13 @@ def begin(tmp_path: Path, template: str, roles: dict[str, Any], rows: Any = None
     model = build(config_of(family), device=torch.device("cpu"), seed=3)
     # It often ends a turn.
     cast(Any, model).output.data[tokenizer.eos_id] += 2 * cast(Any, model).norm.weight.data
-    assembly = runs.begin(
-        "grpo", None, CHOICES | choices, model=model, processor=tokenizer, train_dataset=rows or PROMPTS, roles=roles
-    )
+    inputs = {"model": model, "processor": tokenizer, "train_dataset": rows or PROMPTS, "roles": roles}
+    return runs.begin(stage, tmp_path / "run", CHOICES | choices, **inputs)
+
+
+def begin(*of_a_run: Any, **choices: Any) -> PolicyGradientTask:
+    """A run of which the first step has begun."""
+    assembly = assembled(*of_a_run, **choices)
     task = cast(PolicyGradientTask, assembly.loop.task)
     runs.first_step(task, assembly.loop.model)
     return task
@@ -434,6 +441,13 @@ def test_a_check_of_the_answer_is_not_met_by_what_a_tool_said() -> None:
         {"role": "user", "content": " 5 "},
         {"role": "assistant", "content": "6"},
     ]
+
+
+def test_a_distillation_with_tools_needs_no_reward(tmp_path: Path) -> None:
+    teacher = runs.network(family={**tiny.LLAMA, "max_length": 1024}, padding=600)
+    task = begin(tmp_path, THINKING, {"tools": [add], "teacher": teacher}, stage="distill")
+    assert task.collected is not None
+    assert {each.reward for each in task.collected[1]} == {0.0}
 
 
 def test_tools_need_a_template_that_writes_them_and_something_that_scores(tmp_path: Path) -> None:
