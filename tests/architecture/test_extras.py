@@ -42,6 +42,7 @@ ROOMS = {
     "inference/server": ("serve",),
     "kits/recommender": ("recommender",),
     "kits/recommender/server": ("serve",),
+    "kits/rlhf/reinforcement/openenv.py": ("openenv",),
     "kits/rlhf/roles/math_worker.py": ("math",),
     "kits/transformers": ("transformers",),
     "kits/transformers/harness.py": ("evaluation",),

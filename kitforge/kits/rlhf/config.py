@@ -361,6 +361,7 @@ class EnvironmentOptions:
 
     max_workers: int = 16  # threads per rank; an async step takes one too
     timeout: float | None = 60.0  # seconds per step; null: no limit
+    max_episodes: int | None = None  # at once per rank, those of whole prompts; null: all of a rollout batch
     # Reward of a turn whose step raised or timed out, which ends the episode; raise: abort the run.
     on_error: float | Literal["raise"] = 0.0
     # Calls in a row whose tool raised that are told to the policy; after the next one the step fails.
@@ -371,6 +372,8 @@ class EnvironmentOptions:
         check(self.timeout is None or self.timeout > 0, "environment.timeout", self.timeout, "above 0, or null")
         is_sound = isinstance(self.on_error, str) or math.isfinite(self.on_error)
         check(is_sound, "environment.on_error", self.on_error, "a finite number, or raise")
+        most = self.max_episodes
+        check(most is None or most > 0, "environment.max_episodes", most, "a whole number of at least 1, or null")
         limit = self.max_consecutive_errors
         check(limit >= 0, "environment.max_consecutive_errors", limit, "a whole number of at least 0")
 

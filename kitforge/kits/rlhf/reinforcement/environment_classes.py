@@ -98,6 +98,9 @@ def environment_runner_of(
             "the roles tools and environment are both given",
             fix="give the environment the tools: as methods of its class, or derived from ToolEnvironment",
         )
+    most, needed = options.environment.max_episodes, max(options.rl.num_generations, options.rl.eval.num_generations)
+    expected = f"at least the {needed} completions of a prompt, which rewards compare"
+    check(most is None or most >= needed, "environment.max_episodes", most, expected)
     make: Any = partial(FunctionTools, functions or ()) if given is None else given
     if given is not None:
         check(callable(given), "the role environment", given, "a class, or a function that returns an Environment")

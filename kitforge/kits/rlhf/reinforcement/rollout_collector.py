@@ -25,6 +25,7 @@ from kitforge.kits.rlhf.event_loop import EventLoop
 from kitforge.kits.rlhf.reinforcement.async_rollouts import AsyncRollouts
 from kitforge.kits.rlhf.reinforcement.environment import EnvironmentRunner
 from kitforge.kits.rlhf.reinforcement.experience import select_groups
+from kitforge.kits.rlhf.reinforcement.openenv import close_sessions
 from kitforge.kits.rlhf.reinforcement.rollout_batch import (
     Rollout,
     from_state,
@@ -217,10 +218,20 @@ class RolloutCollector:
             sampling, known = options.rollout.sampling(temperature), self._roles.tokenizer.vocab_size
             if self._roles.compared is not None and known < engine.vocab_size:
                 sampling = replace(sampling, suppress_tokens=tuple(range(known, engine.vocab_size)))
-            rollouts = run(engine, own, sampling, num_generations, key)
-            if self._placement.ranks["rollout"] == self._placement.ranks["reward"]:
-                rewards = self._rewards(rollouts, prompts)
-                rollouts = [replace(each, **own_fields) for each, own_fields in zip(rollouts, rewards, strict=True)]
+            most = None if runner is None else runner.options.max_episodes
+            step = len(own) if most is None else most // num_generations
+            waves = (own[start : start + step] for start in range(0, len(own), step))
+            # Episodes and their environments are gone before the next ones begin.
+            played = (self._scored(run(engine, wave, sampling, num_generations, key), prompts) for wave in waves)
+            return [each for wave in played for each in wave]
+
+    def _scored(self, rollouts: Sequence[Rollout], prompts: Sequence[PromptExample]) -> list[Rollout]:
+        """Rollouts with their rewards where that role is on the same ranks, without what only rewards read."""
+        if self._placement.ranks["rollout"] == self._placement.ranks["reward"]:
+            rewards = self._rewards(rollouts, prompts)
+            rollouts = [replace(each, **own_fields) for each, own_fields in zip(rollouts, rewards, strict=True)]
+        for each in rollouts:
+            close_sessions(each.completion.columns.get("environments"))
         # Reward functions read the columns from the rows; ranks exchange numbers only.
         return [
             replace(each, completion=replace(each.completion, columns={}, prompt_messages=None)) for each in rollouts
