@@ -14,10 +14,8 @@ import torch
 from kitforge import Trainer
 
 PLAYERS, TURNS = 6, 2
-rows = [{"text": f"{word} {word} {word}"} for word in ("sea", "hill", "town", "wood")] * 4
-run = Trainer(
-    "text_generation", "llama_tiny", rows, options={"trainer.max_steps": 3, "data.sequence_length": 32}
-).train()
+demos = [{"prompt": "Say a letter: ", "completion": word} for word in ("sea", "hill", "town", "wood")] * 4
+run = Trainer("sft", "llama_tiny", demos, options={"trainer.max_steps": 10}).train()
 model, encode = run.model.eval(), run.processor.encode
 
 
@@ -34,7 +32,8 @@ def generate(url: str, tokens: list[int], seed: int) -> tuple[list[int], list[fl
 def play(url: str, player: int) -> tuple[list[int], list[bool], list[float], float]:
     """An episode: its tokens, which of them the policy drew, their log-probabilities, and its return."""
     tokens, reward = encode("Say a letter: "), 0.0
-    is_own, logprobs = [False] * len(tokens), []
+    is_own = [False] * len(tokens)
+    logprobs: list[float] = []
     for turn in range(TURNS):
         said, known = generate(url, tokens, seed=player * TURNS + turn)
         letters = sum(97 <= token < 123 for token in said)
@@ -52,12 +51,14 @@ def teacher_forced(tokens: list[int], is_own: list[bool]) -> torch.Tensor:
 
 
 def reinforce(logprobs: list[torch.Tensor], advantages: torch.Tensor) -> torch.Tensor:
+    """The loss of REINFORCE, of the log-probabilities of each episode."""
     return -sum(own.sum() * each for own, each in zip(logprobs, advantages, strict=True)) / PLAYERS
 
 
 command = [sys.executable, "-m", "kitforge", "serve", f"checkpoint={run.folder}", "port=0", "serve.name=tiny"]
 with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
     try:
+        assert server.stdout is not None
         line = next(each for each in server.stdout if "answers at" in each)
         url = line.split("answers at ")[1].split()[0]
         episodes = [play(url, player) for player in range(PLAYERS)]
@@ -70,15 +71,15 @@ served = reinforce([torch.tensor(logprobs) for _, _, logprobs, _ in episodes], a
 own = [teacher_forced(tokens, is_own) for tokens, is_own, _, _ in episodes]
 loss = reinforce(own, advantages)
 furthest = max(
-    float((each - torch.tensor(known)).abs().max()) for each, (_, _, known, _) in zip(own, episodes, strict=True)
+    float((each.detach() - torch.tensor(known)).abs().max())
+    for each, (_, _, known, _) in zip(own, episodes, strict=True)
 )
-print(
-    f"REINFORCE {float(served):.5f} as served, {float(loss):.5f} teacher-forced; log-probabilities differ by {furthest:.1e}"
-)
-assert furthest < 1e-4 and abs(float(served - loss)) < 1e-3
+print(f"REINFORCE {float(served):.5f} as served, {float(loss.detach()):.5f} teacher-forced")
+print(f"log-probabilities of a token differ by {furthest:.1e} at most")
+assert furthest < 1e-4 and abs(float(served - loss.detach())) < 1e-3
 
 # The server's log-probabilities are the old ones of an importance ratio: one step against them.
-optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
 loss.backward()
 optimizer.step()
 with torch.no_grad():

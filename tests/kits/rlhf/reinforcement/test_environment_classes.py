@@ -191,6 +191,29 @@ def test_micro_batches_of_episodes_give_one_gradient(tmp_path: Path, size: int) 
     assert torch.allclose(found[0], found[1], atol=1e-6)
 
 
+def test_episodes_in_waves_are_those_that_run_at_once(tmp_path: Path) -> None:
+    asked: list[int] = []
+
+    def reward(*, environments: list[Cellar], completions: list[str]) -> list[float]:
+        asked.append(len(environments))
+        # Those of an earlier wave are over, and those of a later one are not made yet.
+        assert Cellar.played[1:][sum(asked[:-1]) :] == environments
+        return [float(len(text)) for text in completions]
+
+    choices = {"rl.prompts_per_rollout": 3, "rl.num_generations": 2}
+    found = []
+    for most in (None, 5, 2):
+        Cellar.played, asked[:] = [], []
+        roles = {"environment": Cellar, "reward": reward}
+        task = begin(tmp_path / f"{most}", THINKING, roles, ROWS, **choices, **{"environment.max_episodes": most})
+        found.append((list(asked), answers(task)))
+    assert [calls for calls, _ in found] == [[6], [4, 2], [2, 2, 2]]
+    for _, each in found:
+        assert [one.completion for one in each] == [one.completion for one in found[0][1]]
+    with pytest.raises(ConfigError, match=r"environment\.max_episodes.*\n.*1\n.*at least the 2 completions"):
+        assembled(tmp_path, THINKING, roles, ROWS, **choices, **{"environment.max_episodes": 1})
+
+
 class Scored(Cellar):
     def get_reward(self) -> float:
         return float(len(self.told))

@@ -6,12 +6,15 @@ import json
 import os
 import socket
 import subprocess
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from websockets.sync.server import serve
 
 from kitforge.foundation.errors import TrainingError
 from kitforge.kits.rlhf.reinforcement import openenv
@@ -140,6 +143,66 @@ def test_a_server_that_hangs_is_not_waited_for(session: OpenEnv, mode: Path) -> 
             mute.reset()
     with pytest.raises(TrainingError, match=r"no OpenEnv server at ws://.*\n.*Refused"):
         mute.reset()
+
+
+@contextmanager
+def scripted(answers: list[Any]) -> Iterator[tuple[str, threading.Event]]:
+    """A server that answers with these in turn; None is answered once the event is set, by a result."""
+    released = threading.Event()
+
+    def handle(connection: Any) -> None:
+        for answer, _ in zip(answers, connection, strict=False):
+            if answer is None:
+                released.wait(PATIENCE)
+            connection.send(answer if isinstance(answer, str) else json.dumps(answer or told("late")))
+
+    with serve(handle, "127.0.0.1", 0) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield f"ws://127.0.0.1:{server.socket.getsockname()[1]}", released
+        finally:
+            released.set()
+            server.shutdown()
+
+
+def told(text: str, **data: Any) -> dict[str, Any]:
+    return {"type": "observation", "data": {"observation": {"said": text}, "reward": None, "done": False} | data}
+
+
+@pytest.mark.slow
+def test_an_answer_that_comes_late_is_not_that_of_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("no_proxy", "*")
+    with scripted([told("begun"), None, told("next")]) as (url, released):
+        session = OpenEnv(url, timeout=0.2)
+        assert session.reset().observation == {"said": "begun"}
+        with pytest.raises(OpenEnvError, match="no answer to step"):
+            session.step(amount=1)
+        released.set()
+        with pytest.raises(OpenEnvError, match="there is no episode"):
+            session.step(amount=2)
+        assert session.reset().observation == {"said": "begun"}
+        session.close()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "no JSON",
+        "[1]",
+        {"type": "observation"},
+        told("a", done=None),
+        told("a", reward="1"),
+        told("a", observation=3),
+        {"type": "error", "data": {"code": "NEW", "message": "unknown"}},
+    ],
+    ids=str,
+)
+def test_answers_of_another_form_are_refused_in_words(answer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("no_proxy", "*")
+    with scripted([answer]) as (url, _):
+        session = OpenEnv(url, timeout=PATIENCE)
+        with pytest.raises(TrainingError, match=r"(?s)the OpenEnv server at ws://.*got:.*do:"):
+            session.reset()
 
 
 class Counting:
