@@ -10,12 +10,16 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kitforge.core.parallel.config import ParallelConfig
+from kitforge.core.parallel.mesh import Mesh
+from kitforge.core.parallel.world import World
 from kitforge.data.chat.template import template_of
 from kitforge.data.tokenizers.loading import HuggingFaceTokenizer
 from kitforge.foundation.errors import ConfigError, DataError, TrainingError
@@ -31,11 +35,15 @@ from kitforge.kits.rlhf.reinforcement.experience import environment_metrics
 from kitforge.kits.rlhf.reinforcement.online_dpo import OnlineDPOTask
 from kitforge.kits.rlhf.reinforcement.rollout_batch import Rollout
 from kitforge.kits.rlhf.reinforcement.tool_environment import FunctionTools, ToolCall, function_schema
+from kitforge.kits.rlhf.tasks import Inputs, task_inputs_of
+from kitforge.trainer.loop import Loop
 from tests.data.chat.cases import CHATML, THINKING, save_tokenizer
 from tests.differential.drawn import drawn
+from tests.distributed.ranks import run_ranks
 from tests.kits.rlhf import runs
 from tests.kits.rlhf.reinforcement.test_environment import Calculator
-from tests.kits.rlhf.reinforcement.test_tool_environment import add, assembled, begin
+from tests.kits.rlhf.reinforcement.test_tool_environment import CHOICES, add, assembled, begin
+from tests.trainer import tiny
 
 HINTS = [
     int,
@@ -127,14 +135,17 @@ ROWS = [{"prompt": [{"role": "user", "content": f"Take {n}"}], "bottles": [0] * 
 SCHEMAS = [function_schema(Cellar().take)]
 
 
+def parse(text: str, *_: Any) -> list[ToolCall]:
+    """An untrained policy says anything, of which most is taken for a call."""
+    return [ToolCall(name="take", arguments={"count": len(text) % 7})] if len(text) % 4 else []
+
+
+PARSER = "kitforge.kits.rlhf.reinforcement.tool_environment.parse_tool_calls"
+
+
 @pytest.fixture(autouse=True)
 def calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An untrained policy says anything, of which most is taken for a call."""
-
-    def parse(text: str, *_: Any) -> list[ToolCall]:
-        return [ToolCall(name="take", arguments={"count": len(text) % 7})] if len(text) % 4 else []
-
-    monkeypatch.setattr("kitforge.kits.rlhf.reinforcement.tool_environment.parse_tool_calls", parse)
+    monkeypatch.setattr(PARSER, parse)
     Cellar.played = []
 
 
@@ -189,6 +200,44 @@ def test_micro_batches_of_episodes_give_one_gradient(tmp_path: Path, size: int) 
     ]
     assert float(found[0].abs().max()) > 0
     assert torch.allclose(found[0], found[1], atol=1e-6)
+
+
+def trained(_rank: int, num_ranks: int, folder: Path) -> tuple[torch.Tensor, dict[str, float]]:
+    """Weights and metrics of two steps with a class on some ranks."""
+    torch.set_num_threads(1)
+    mesh = Mesh(ParallelConfig(data=num_ranks), "cpu") if num_ranks > 1 else None
+    tokenizer = HuggingFaceTokenizer(folder)
+    tokenizer.eos_ids = (tokenizer.special_tokens["<|im_end|>"],)
+    model = runs.network(torch.float64, {**tiny.LLAMA, "max_length": 1024}, padding=600)
+    cast(Any, model).output.data[tokenizer.eos_ids[0]] += 2 * cast(Any, model).norm.weight.data
+    chosen = (
+        runs.OPTIONS
+        | runs.ROUNDS
+        | runs.SHAPED["grpo"]
+        | CHOICES
+        | {"task": "grpo", "trainer.max_steps": 2, "optimizer.learning_rate": 1e-4}
+    )
+    options = TASKS["grpo"].read_options(tiny.nested(chosen))
+    roles = {"environment": Scored, "reward": left}
+    inputs = Inputs(processor=tokenizer, model=model, train_dataset=ROWS, roles=roles)
+    with mock.patch(PARSER, parse):
+        parts = task_inputs_of(options, inputs, torch.device("cpu"))
+        task, _ = TASKS["grpo"].build_task(parts).task(World(device=torch.device("cpu"), mesh=mesh))
+        loop = Loop(task, options, World(device=torch.device("cpu"), mesh=mesh))
+        metrics = loop.train()
+    parallel = loop.state.parallel
+    return torch.cat([parallel.full_tensor(name).flatten() for name in parallel.parameters()]), metrics
+
+
+@pytest.mark.slow
+def test_two_ranks_play_the_episodes_of_one(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path, "bytes", THINKING)
+    weights, metrics = trained(0, 1, tmp_path)
+    assert metrics["tools/error_frequency"] > 0
+    for found, told in run_ranks(2, trained, 2, tmp_path):
+        assert float((found - weights).abs().max()) < 1e-9
+        names = [name for name in metrics if name.startswith(("tools", "environment", "reward"))]
+        assert {name: told[name] for name in names} == pytest.approx({name: metrics[name] for name in names})
 
 
 def test_episodes_in_waves_are_those_that_run_at_once(tmp_path: Path) -> None:
