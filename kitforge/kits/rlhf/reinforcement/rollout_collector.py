@@ -222,8 +222,8 @@ class RolloutCollector:
             step = len(own) if most is None else most // num_generations
             waves = (own[start : start + step] for start in range(0, len(own), step))
             # Episodes and their environments are gone before the next ones begin.
-            played = (self._scored(run(engine, wave, sampling, num_generations, key), prompts) for wave in waves)
-            return [each for wave in played for each in wave]
+            parts = (self._scored(run(engine, wave, sampling, num_generations, key), prompts) for wave in waves)
+            return [each for part in parts for each in part]
 
     def _scored(self, rollouts: Sequence[Rollout], prompts: Sequence[PromptExample]) -> list[Rollout]:
         """Rollouts with their rewards where that role is on the same ranks, without what only rewards read."""
