@@ -40,6 +40,8 @@ ASKED = {
     "kitforge.kits.network_source": {"VisionTransformer"},
     "kitforge.kits.transformers.programs": {"EncoderDecoder", "VisionTransformer"},
 }
+# What runs code of completions, and its tests, in processes apart from all else.
+SANDBOX = "kitforge.kits.rlhf.roles.code_worker"
 EXECUTING_CALLS = {"eval", "exec", "torch.load", "torch.save", "yaml.unsafe_load", "yaml.full_load", "os.system"}
 
 
@@ -150,7 +152,8 @@ def executed_data(sources: list[Source]) -> Findings:
             read = {"Loader", "allow_pickle"}
             keywords = {item.arg: ast.unparse(item.value) for item in call.keywords if item.arg in read}
             unsafe_yaml = name == "yaml.load" and "Safe" not in keywords.get("Loader", "")
-            if name in EXECUTING_CALLS or unsafe_yaml or keywords.get("allow_pickle") == "True":
+            is_executing = name in EXECUTING_CALLS and (source.module, name) != (SANDBOX, "exec")
+            if is_executing or unsafe_yaml or keywords.get("allow_pickle") == "True":
                 yield f"{source.at(call)} {name}()"
 
 

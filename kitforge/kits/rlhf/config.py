@@ -379,6 +379,20 @@ class EnvironmentOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PythonTestsOptions:
+    """The reward `python_tests`, which runs code of completions."""
+
+    timeout: float = 10.0  # seconds for the tests of a completion
+    memory_bytes: int = 2**30  # limit of each of its processes
+    # Where the machine cannot isolate these processes: run them with limits alone. false: refuse.
+    allow_unisolated: bool = False
+
+    def __post_init__(self) -> None:
+        check(0 < self.timeout < math.inf, "python_tests.timeout", self.timeout, "a number of seconds above 0")
+        check(self.memory_bytes >= 2**27, "python_tests.memory_bytes", self.memory_bytes, f"at least {2**27}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CriticOptions:
     """The critic's own settings; optimizer and schedule are those of the policy."""
 
@@ -402,9 +416,10 @@ class RLOptions(StageOptions):
     rollout: RolloutOptions = field(default_factory=RolloutOptions)
     environment: EnvironmentOptions = field(default_factory=EnvironmentOptions)
     ptx: PtxOptions = field(default_factory=PtxOptions)
-    # Reward: a run of the task reward, a *ForSequenceClassification folder, exact, gsm8k, lowercase or
-    # package.module:function, or a list whose rewards are summed; the role `reward` takes precedence.
+    # Reward: a run of the task reward, a *ForSequenceClassification folder, exact, gsm8k, math, python_tests, lowercase
+    # or package.module:function, or a list whose rewards are summed; the role `reward` takes precedence.
     reward: Any = None
+    python_tests: PythonTestsOptions = field(default_factory=PythonTestsOptions)
     reference: str | None = None  # reference model: a run or folder; null: the initial policy
     role_ranks: RoleRanksOptions = field(default_factory=RoleRanksOptions)
     critic: CriticOptions = field(default_factory=CriticOptions)

@@ -40,6 +40,7 @@ from kitforge.kits.rlhf.reinforcement.rollout_log import RolloutLog, SampleLogge
 from kitforge.kits.rlhf.reinforcement.teacher import TEACHER_PROMPT, with_teacher_prompts
 from kitforge.kits.rlhf.reinforcement.tool_environment import with_tools
 from kitforge.kits.rlhf.role_ranks import ROLES
+from kitforge.kits.rlhf.roles.code_reward import runner_of
 from kitforge.kits.rlhf.roles.model_loading import (
     adapted_reward_model,
     find_tokenizer_or_none,
@@ -57,6 +58,7 @@ from kitforge.kits.rlhf.roles.reference_model import ReferenceModel
 from kitforge.kits.rlhf.roles.rewards import (
     RewardModel,
     critic_init,
+    has_reward,
     networks_in,
     reward_folders,
     reward_members,
@@ -306,6 +308,8 @@ def policy_gradient(
     has_critic = is_built and options.rl.has_critic and not parts.is_evaluation
     critic = _critic(parts, scores, reward_source, base_model) if has_critic else None
     judge = reward_source() if "reward" in own_roles else None
+    if has_reward(judge, "python_tests"):
+        runner_of(options.python_tests).check_solutions([each.columns for each in (*rows.train, *rows.eval)])
     is_named = options.reference is not None or "reference" in parts.inputs.roles
     is_named = is_named and not isinstance(options, OnlineDPOOptions)
     is_compared = "reference" in own_roles and (options.kl.needs_reference or is_named)
@@ -322,7 +326,7 @@ def policy_gradient(
         most, bases = options.rl.max_tokens_per_microbatch, [base_model()] if is_built else []
         bases += [] if critic is None else [critic.source]
         roles = Roles(
-            scorer=None if judge is None else scorer_of(judge, parts.tokenizer, most, loop),
+            scorer=None if judge is None else scorer_of(judge, parts.tokenizer, most, loop, options.python_tests),
             reference_model=parts.reference_model(bases, reference, reward_source=judge),
             eos_ids=parts.tokenizer.eos_ids,
             environment_runner=environment_runner,

@@ -26,7 +26,9 @@ from kitforge.foundation.device import copy_to
 from kitforge.foundation.errors import ConfigError, DataError, KitforgeError, TrainingError, nearest
 from kitforge.foundation.untrusted import names_function
 from kitforge.kits.rlhf.batching import forward_batches, pad_examples
+from kitforge.kits.rlhf.config import PythonTestsOptions
 from kitforge.kits.rlhf.event_loop import EventLoop
+from kitforge.kits.rlhf.roles.code_reward import python_tests, runner_of
 from kitforge.kits.rlhf.roles.math_reward import check_installed, math_match
 from kitforge.kits.rlhf.roles.numbers import last_number
 from kitforge.kits.rlhf.roles.prompt_completion import PromptCompletion
@@ -309,6 +311,7 @@ VERIFIERS: dict[str, Callable[..., Any]] = {
     "gsm8k": gsm8k_match,
     "lowercase": lowercase_fraction,
     "math": math_reward,
+    "python_tests": python_tests,
 }
 
 
@@ -384,17 +387,22 @@ def critic_init(judge: Any, tokenizer: Tokenizer) -> ValueHeadModel | None:
 
 
 def scorer_of(
-    given: Any, tokenizer: Tokenizer, most_tokens: int | None = None, loop: EventLoop | None = None
+    given: Any,
+    tokenizer: Tokenizer,
+    most_tokens: int | None = None,
+    loop: EventLoop | None = None,
+    tests: PythonTestsOptions | None = None,
 ) -> Scorer:
     """The scorer of the role `reward`: a reward model, a function, the name of a verifier, `package.module:function`,
     or several in a list or mapping, each with an optional weight: `{"short": (0.1, shortness), "exact": "exact"}`.
-    `most_tokens` per forward pass of a model; async functions run in `loop`."""
+    `most_tokens` per forward pass of a model; async functions run in `loop`; `tests` are the options of
+    `python_tests`."""
     if isinstance(given, Scorer):
         return given
     loop = EventLoop() if loop is None else loop
     if several := reward_members(given):
         parts = {name: weighted_member(name, each) for name, each in several.items()}
-        build = partial(scorer_of, tokenizer=tokenizer, most_tokens=most_tokens, loop=loop)
+        build = partial(scorer_of, tokenizer=tokenizer, most_tokens=most_tokens, loop=loop, tests=tests)
         found = {name: (weight, build(each)) for name, (weight, each) in parts.items()}
         return WeightedScorer(found)
     own = reward_tokenizer(given)
@@ -403,6 +411,8 @@ def scorer_of(
         return ModelScorer(given, tokenizer, own, most_tokens)
     if given == "math":
         check_installed()
+    if given == "python_tests":
+        return FunctionScorer(partial(python_tests, runner=runner_of(tests or PythonTestsOptions())), tokenizer, loop)
     if isinstance(given, str) and given in VERIFIERS:
         return FunctionScorer(VERIFIERS[given], tokenizer, loop)
     if isinstance(given, str) and names_function(given):
@@ -431,6 +441,12 @@ def reward_members(given: Any) -> dict[str, Any]:
         # A made-up name is nobody's own.
         found[name if name not in found else next(one for one in numbered if one not in {*names, *found})] = each
     return found
+
+
+def has_reward(given: Any, name: str) -> bool:
+    """Whether a reward of this name is among the rewards."""
+    several = reward_members(given)
+    return any(has_reward(weighted_member(key, each)[1], name) for key, each in several.items()) or given == name
 
 
 def reward_folders(given: Any) -> list[Path]:
