@@ -209,6 +209,7 @@ class PolicyGradientOptions:
     whiten_advantages: bool = False  # whiten advantages over the tokens of the rollout batch, all ranks
     critic_warmup: int = 0  # rollout batches in which only the critic is trained
     entropy_coef: float = 0.0  # entropy bonus coefficient
+    echo_coef: float = 0.0  # coefficient of the cross-entropy on the tokens that tools and environments answer; 0: off
     missing_eos_penalty: float = 0.0  # subtracted from the reward of a completion without an EOS token
     overlong_buffer: int = 0  # DAPO: length penalty rises to 1 over the last N tokens of max_new_tokens
     mask_truncated_completions: bool = False  # exclude completions without an EOS token from the loss
@@ -223,6 +224,7 @@ class PolicyGradientOptions:
             check(getattr(self, name) > 0, f"rl.{name}", getattr(self, name), "a whole number of at least 1")
         for name in ("gamma", "gae_lambda"):
             check(0 <= getattr(self, name) <= 1, f"rl.{name}", getattr(self, name), "between 0 and 1")
+        check(self.echo_coef >= 0, "rl.echo_coef", self.echo_coef, "a number of at least 0")
         completions = self.prompts_per_rollout * self.num_generations
         check(
             completions % self.num_minibatches == 0,

@@ -39,6 +39,7 @@ class ComparedOptions(RLOptions):
         RLOptions.__post_init__(self)
         check(not self.rl.has_critic, "rl.advantage", self.rl.advantage, "grpo, dr_grpo, rloo or reinforce")
         check(self.kl.coef == 0, "kl.coef", self.kl.coef, f"0: the loss of {self.task} holds the policy itself")
+        check(self.rl.echo_coef == 0, "rl.echo_coef", self.rl.echo_coef, f"0 with {self.task}")
         for name in ("context", "pipeline"):
             degree = getattr(self.parallel, name)
             check(degree == 1, f"parallel.{name}", degree, f"1: the loss of {self.task} reads whole rows and the head")

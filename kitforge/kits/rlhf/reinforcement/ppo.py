@@ -45,6 +45,7 @@ from kitforge.kits.rlhf.algorithms.losses import (
 from kitforge.kits.rlhf.batching import row_schedule
 from kitforge.kits.rlhf.config import CriticOptions, RLOptions
 from kitforge.kits.rlhf.dataset import DatasetSplits
+from kitforge.kits.rlhf.reinforcement.echo import echo_count, echo_loss
 from kitforge.kits.rlhf.reinforcement.experience import (
     attempt_metrics,
     check_not_diverged,
@@ -178,6 +179,9 @@ class RolloutTask(Task, ABC):
         denominator, warms_up = float(self._loss_denominator(mask, batch.metrics)), number < rl.critic_warmup
         value_scale = denominator / max(float(mask.sum()), 1.0)
         shared = {"metrics": batch.metrics, "value_scale": value_scale, "warms_up": warms_up}
+        if rl.echo_coef:
+            num_echoed = float(echo_count([slice_batch(batch, rows)])["echo_loss"])
+            shared["echo_scale"] = rl.echo_coef * denominator / max(num_echoed, 1.0)
         lengths = [last_index(each) for each in batch.mask[rows]]
         prompts = None if self._reads_whole_rows else batch.prompts(rows)
         parts = self._schedule.length_buckets(lengths, rl.max_tokens_per_microbatch, prompts)
@@ -197,13 +201,19 @@ class RolloutTask(Task, ABC):
     def count(self, step: Sequence[MicroBatch]) -> Sums:
         """The loss denominator, generated tokens and completions of this rank's part of the step."""
         tokens, completions, weight = torch.zeros(()), torch.zeros(()), torch.zeros(())
-        for micro_batch in (each for each in step if not is_ptx(each)):
+        rollouts = [each for each in step if not is_ptx(each)]
+        for micro_batch in rollouts:
             mask = loss_mask(micro_batch)
             tokens, completions = tokens + mask.sum(), completions + micro_batch["is_real"].sum()
             weight = weight + self._loss_denominator(mask, micro_batch["metrics"])
         per_token = dict.fromkeys(("entropy", "clip_fraction", "approx_kl", "value_loss", "tokens"), tokens)
-        metrics = next(each["metrics"] for each in step if not is_ptx(each))
-        return {"loss": weight, **per_token, **dict.fromkeys((*metrics, "samples"), completions), **ptx_count(step)}
+        further = ptx_count(step) | (echo_count(rollouts) if self._options.rl.echo_coef else {})
+        return {
+            "loss": weight,
+            **per_token,
+            **dict.fromkeys((*rollouts[0]["metrics"], "samples"), completions),
+            **further,
+        }
 
     def surrogate(
         self, micro_batch: MicroBatch, logprobs: Tensor, entropies: Tensor, mask: Tensor
@@ -329,10 +339,13 @@ class PolicyGradientTask(RolloutTask):
         if is_ptx(micro_batch):
             return ptx_loss(policy_of(model), micro_batch)
         rl, mask = self._options.rl, loss_mask(micro_batch)
-        tokens, targets = micro_batch["tokens"], micro_batch["targets"]
-        logprobs, entropies = target_logprobs(policy_of(model), tokens, targets, self._options.rollout.temperature)
+        tokens, targets, heat = micro_batch["tokens"], micro_batch["targets"], self._options.rollout.temperature
+        echo, hidden = echo_loss(policy_of(model), micro_batch) if rl.echo_coef else (None, None)
+        logprobs, entropies = target_logprobs(policy_of(model), tokens, targets, heat, hidden)
         mask = mask.to(logprobs.device)
         total, sums = self.surrogate(micro_batch, logprobs, entropies, mask)
+        if echo is not None:
+            total, sums["echo_loss"] = total + micro_batch["echo_scale"] * echo, echo.detach()
         if (critic := critic_of(model)) is not None:
             grids = [micro_batch[name].to(logprobs) for name in ("values", "returns")]
             values, old_values, returns = mask_fill(mask, token_values(critic, tokens, mask), *grids)

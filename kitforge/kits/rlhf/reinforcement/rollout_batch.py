@@ -304,10 +304,12 @@ def to_token_grid(rows: Sequence[Sequence[float]], mask: Tensor) -> Tensor:
     return torch.zeros(mask.shape, dtype=torch.float64).masked_scatter(mask, flat)
 
 
-def target_logprobs(model: nn.Module, tokens: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies of the targets [B, T], 0 without a target."""
+def target_logprobs(
+    model: nn.Module, tokens: Tensor, targets: Tensor, temperature: float, hidden: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies of the targets [B, T], 0 without a target; `hidden` are the states there, if known."""
     network = cast(CausalLM, model)
-    hidden = hidden_at(network, tokens, targets != IGNORED)
+    hidden = hidden_at(network, tokens, targets != IGNORED) if hidden is None else hidden
     targets = copy_to(targets, hidden.device)
     mask = targets != IGNORED
     found = network.kernels.linear_log_probs(hidden, network.head_weight, targets[mask], temperature)
