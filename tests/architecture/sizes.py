@@ -38,7 +38,7 @@ ROOM_LINES = {
     "inference/server/": 3790,
     "kits/": 1680,
     "kits/recommender/": 6640,
-    "kits/rlhf/": 8010,
+    "kits/rlhf/": 8290,
     "kits/transformers/": 5480,
     "models/": 5030,
     "report/": 1650,

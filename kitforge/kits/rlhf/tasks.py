@@ -293,8 +293,6 @@ def policy_gradient(
     options = parts.options
     loop = EventLoop()
     environment_runner = environment_runner_of(parts.inputs.roles, options, parts.tokenizer, loop)
-    coef, is_used = options.rl.echo_coef, environment_runner is not None or not options.rl.echo_coef
-    check(is_used, "rl.echo_coef", coef, "0 without tools or an environment, whose answers it trains on")
     tools = None if environment_runner is None else environment_runner.tools
     rows = parts.rows(None, "prompt, and those that rewards read", options.rollout.max_new_tokens, tools)
     pretraining = _ptx_rows(parts)

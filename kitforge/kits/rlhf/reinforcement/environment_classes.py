@@ -92,6 +92,8 @@ def environment_runner_of(
     Raises ConfigError for what no episode could be played with."""
     given, functions = (roles.get(name) for name in ("environment", "tools"))
     if given is None and functions is None:
+        coef = options.rl.echo_coef
+        check(coef == 0, "rl.echo_coef", coef, "0 without tools or an environment, whose answers it trains on")
         return None
     if given is not None and functions is not None:
         raise ConfigError(
