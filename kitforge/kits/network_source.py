@@ -416,9 +416,12 @@ def given_tokenizer(options: Any, given: Tokenizer | None, find: Callable[[Path]
         return None
 
 
-def find_run_tokenizer(options: TokenizedOptions, given: Tokenizer | None, source: Source | None) -> Tokenizer:
-    """See `given_tokenizer`."""
+def find_run_tokenizer(
+    options: TokenizedOptions, given: Tokenizer | None, corpus: Callable[[], Source | None]
+) -> Tokenizer:
+    """See `given_tokenizer`; `corpus` is what one that is to be trained is trained on."""
     if (found := given_tokenizer(options, given, stored_tokenizer)) is not None:
         return found
-    cache = options.data.cache
-    return make_tokenizer(options.tokenizer, source, default_root() if cache is None else Path(cache))
+    cache, is_trained = options.data.cache, options.tokenizer.name == "sentencepiece"
+    folder = default_root() if cache is None else Path(cache)
+    return make_tokenizer(options.tokenizer, corpus() if is_trained else None, folder)

@@ -86,7 +86,7 @@ class TextGeneration(NetworkKit[TextGenerationOptions, Tokenizer]):
             )
         source = NetworkSource.find(options, inputs, self.open_model, is_evaluation=is_evaluation)
         tokenizer = find_run_tokenizer(
-            options, inputs.processor, (evaluation or train) if is_evaluation else (train or evaluation)
+            options, inputs.processor, lambda: (evaluation or train) if is_evaluation else (train or evaluation)
         )
         source = source.fitted(tokenizer)
         # Token caches are built by one rank, before ranks wait for one another.

@@ -22,7 +22,7 @@ from kitforge.core.parallel import collectives
 from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.core.parallel.world import World
 from kitforge.data.document_shard import fingerprint_of
-from kitforge.data.text.text_pairs import pair_texts
+from kitforge.data.text.text_pairs import NEGATIVE, pair_texts
 from kitforge.data.tokenizers.loading import Tokenizer
 from kitforge.foundation.config import check
 from kitforge.foundation.device import copy_to
@@ -36,7 +36,7 @@ from kitforge.kits.network_source import NetworkSource, find_run_tokenizer
 from kitforge.kits.transformers.contrastive import TextGroups, contrastive_losses, retrieval_metrics, spans
 from kitforge.kits.transformers.labelling import TextRowOptions, read_text_rows
 from kitforge.kits.transformers.rows import RaggedTokens, RowSplits, RowTask, hold_out
-from kitforge.kits.transformers.text_kit import PIPELINE_ROWS, TextKit
+from kitforge.kits.transformers.text_kit import PIPELINE_ROWS, TextKit, row_corpus
 from kitforge.models import loading as model_folder
 from kitforge.models.catalog import TEXT_KINDS, without_head
 from kitforge.models.hub import resolve
@@ -308,7 +308,8 @@ class Embedding(TextKit[EmbeddingOptions]):
             got, expected = type(inputs.model).__name__, "a language model"
             raise ModelError("this network embeds no texts", got=got, expected=expected)
         source = NetworkSource.find(options, inputs, self.open_model, is_evaluation=is_evaluation)
-        tokenizer = find_run_tokenizer(options, inputs.processor, None)
+        columns = {options.data.anchor, options.data.positive, options.data.negative or NEGATIVE}
+        tokenizer = find_run_tokenizer(options, inputs.processor, lambda: row_corpus(train, columns))
         source = source.fitted(tokenizer, *TEXT_KINDS)
         if inputs.model is None:
             source = replace(source, config=without_head(source.family))

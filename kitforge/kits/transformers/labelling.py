@@ -43,7 +43,7 @@ from kitforge.kits.language_model import (
 )
 from kitforge.kits.network_source import HeadSource, NetworkSource, find_run_tokenizer
 from kitforge.kits.transformers.rows import ClassifierTask, RowSplits
-from kitforge.kits.transformers.text_kit import TextKit
+from kitforge.kits.transformers.text_kit import TextKit, row_corpus
 from kitforge.models import loading as model_folder
 from kitforge.models.catalog import without_head
 from kitforge.models.classifier_heads import SEQUENCE_CLASSIFIER
@@ -275,6 +275,7 @@ class LabellingKit(TextKit[HeadedOptionsT]):
     READ: Callable[..., RowSplits[Any]]
     PIPELINE: type[LabellingPipeline[Any]]
     LABELLED: str  # in messages
+    TEXTS: tuple[str, ...] = ()  # the options that name the columns of texts; COLUMN's alone where there are none
 
     def prepare(
         self, options: HeadedOptionsT, inputs: Inputs, rendezvous: Rendezvous, *, is_evaluation: bool
@@ -289,7 +290,8 @@ class LabellingKit(TextKit[HeadedOptionsT]):
         source = NetworkSource.find(
             options, dataclasses.replace(inputs, model=backbone), self.open_model, is_evaluation=is_evaluation
         )
-        tokenizer = find_run_tokenizer(options, inputs.processor, None)
+        columns = {getattr(options.data, name) for name in self.TEXTS or (self.COLUMN,)}
+        tokenizer = find_run_tokenizer(options, inputs.processor, lambda: row_corpus(train, columns))
         source, stored = source.fitted(tokenizer, self.KIND, *self.FURTHER_KINDS), source.unverified
         if given is None:
             # The head of the language model is never used, so none is built.

@@ -231,7 +231,7 @@ class MaskedLM(TextKit[MaskedLMOptions]):
         source = NetworkSource.find(options, inputs, self.open_model, is_evaluation=is_evaluation)
         reading = SourceConfig(column=options.data.column, separator=options.data.separator)
         texts, held = (None if each is None else open_source(each, reading) for each in (train, evaluation))
-        tokenizer = find_run_tokenizer(options, inputs.processor, texts or held)
+        tokenizer = find_run_tokenizer(options, inputs.processor, lambda: texts or held)
         if source.config is None and options.model.get("vocab_size") is None:
             # The mask may be behind the vocabulary.
             size = max(tokenizer.vocab_size, MaskToken.of(tokenizer).number + 1)

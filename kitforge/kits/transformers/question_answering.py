@@ -335,6 +335,7 @@ class QuestionAnswering(LabellingKit[QuestionAnsweringOptions]):
     FURTHER_KINDS = ("encoder",)
     MODEL, TASK, SUFFIX = QuestionAnswerer, QuestionAnsweringTask, QUESTION_ANSWERING
     READ, COLUMN, LABELLED, OUTPUT = staticmethod(read_questions), "question", "passages", "ANSWERS.jsonl"
+    TEXTS = ("question", "context")
 
     def open_model(self, folder: Path, open_run: OpenCheckpoint = find_checkpoint) -> StoredModel:
         """See `LabellingKit`; published folders give both outputs other names."""

@@ -22,7 +22,7 @@ from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.core.parallel.world import World
 from kitforge.data.document_shard import document_of, fingerprint_of
 from kitforge.data.optional_imports import import_optional
-from kitforge.data.source import open_rows, open_source
+from kitforge.data.source import Source, open_rows, open_source
 from kitforge.data.text.packing import IGNORED
 from kitforge.data.tokenizers.loading import Tokenizer
 from kitforge.foundation.config import check
@@ -322,9 +322,12 @@ class Seq2Seq(TextKit[Seq2SeqOptions]):
             metric_library(options.task)
         rows = read_texts(train, options.data)
         held = None if evaluation is None else read_texts(evaluation, options.data)
-        # What a tokenizer is trained on, if the options name one that is to be trained.
-        texts = [text for _, pair in rows for text in (options.data.prefix + pair[0], pair[1])]
-        tokenizer = find_run_tokenizer(options, inputs.processor, open_source(texts) if texts else None)
+
+        def corpus() -> Source | None:
+            texts = [text for _, pair in rows for text in (options.data.prefix + pair[0], pair[1])]
+            return open_source(texts) if texts else None
+
+        tokenizer = find_run_tokenizer(options, inputs.processor, corpus)
         source = source.fitted(tokenizer, self.KIND)
         data = read_pairs(rows, held, tokenizer, options)
 

@@ -1,13 +1,14 @@
 """What the kits around rows of texts share: what trains on them, and files of predictions."""
 
 from abc import ABC
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import nn
 
 from kitforge.core.parallel.world import World
+from kitforge.data.source import Source, open_rows, open_source
 from kitforge.data.tokenizers.loading import Tokenizer
 from kitforge.foundation.config import to_dict
 from kitforge.kits.batch_predict import Predict, predict_rows, row_batches
@@ -22,6 +23,25 @@ OptionsT = TypeVar("OptionsT", bound=TokenizedOptions)
 
 # Rows that share a forward pass of a pipeline.
 PIPELINE_ROWS = 32
+
+
+def row_corpus(spec: object, columns: Collection[str]) -> Source | None:
+    """The texts in these columns of all rows, also of rows that hold others (SQuAD's JSON) and of lists: what a
+    tokenizer is trained on. None without rows."""
+    if spec is None:
+        return None
+    return open_source(text for shard in open_rows(spec) for _, row in shard.rows() for text in _texts(row, columns))
+
+
+def _texts(value: object, columns: Collection[str], is_named: bool = False) -> Iterator[str]:
+    if isinstance(value, str):
+        yield from [value] * is_named
+    elif isinstance(value, Mapping):
+        for name, each in value.items():
+            yield from _texts(each, columns, is_named or name in columns)
+    elif isinstance(value, Sequence):
+        for each in value:
+            yield from _texts(each, columns, is_named)
 
 
 class TextKit(NetworkKit[OptionsT, Tokenizer], ABC):
