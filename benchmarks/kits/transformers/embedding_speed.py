@@ -82,8 +82,9 @@ def ours(folder: Path, size: str) -> list[float]:
         "trainer.checkpoint_every": None,
         "device": "cpu",
     }
-    Trainer("embedding", folder / "model", folder / "pairs.jsonl", output_dir=folder / "run", options=options,
-            callbacks=[watch]).train()  # fmt: skip
+    with tempfile.TemporaryDirectory() as place:
+        output, rows = Path(place) / "run", folder / "pairs.jsonl"
+        Trainer("embedding", folder / "model", rows, output_dir=output, options=options, callbacks=[watch]).train()
     return [last - first for first, last in zip(watch.at, watch.at[1:], strict=False)]
 
 

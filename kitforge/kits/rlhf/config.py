@@ -234,7 +234,8 @@ class PolicyGradientOptions:
         )
         compares = self.advantage in ("grpo", "dr_grpo", "rloo")
         enough = self.num_generations > 1 or not compares
-        check(enough, "rl.num_generations", self.num_generations, f"at least 2 with rl.advantage={self.advantage}")
+        expected, fix = f"at least 2 with rl.advantage={self.advantage}", "or add rl.advantage=reinforce"
+        check(enough, "rl.num_generations", self.num_generations, expected, fix)
         check(
             compares or not self.filter_zero_variance_groups,
             "rl.filter_zero_variance_groups",

@@ -268,6 +268,14 @@ def test_choices_that_cannot_be_are_refused(choices: dict[str, Any]) -> None:
         begin(choices)
 
 
+def test_a_single_completion_of_a_prompt_is_learned_without_a_group(tmp_path: Path) -> None:
+    alone = {"rl.num_generations": 1, "trainer.max_steps": 1}
+    with pytest.raises(ConfigError, match="or add rl.advantage=reinforce"):
+        begin(alone)
+    (line,) = _lines(begin(alone | {"rl.advantage": "reinforce"}, tmp_path / "run"))
+    assert line["distill/reverse_kl"] > 0
+
+
 class OtherTokenizer(ByteTokenizer):
     fingerprint = "other"
 
