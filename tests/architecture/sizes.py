@@ -39,7 +39,7 @@ ROOM_LINES = {
     "kits/": 1680,
     "kits/recommender/": 6640,
     "kits/rlhf/": 8290,
-    "kits/transformers/": 5510,
+    "kits/transformers/": 5530,
     "models/": 5030,
     "report/": 1650,
     "trainer/": 2320,

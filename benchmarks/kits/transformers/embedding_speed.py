@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from kitforge.foundation.device import describe
 # Layers, width, heads, pairs of a step.
 SIZES = {"tiny": (2, 128, 2, 64), "small": (4, 512, 8, 32)}
 WARMUP, STEPS, WORDS = 2, 8, 3000
+Lap = tuple[float, float]  # seconds by the wall's clock, and of the processor
 SMOKE = {"SIZES": {"tiny": (1, 32, 2, 4)}, "STEPS": 1, "WARMUP": 1, "size": "tiny", "launches": 1}
 
 
@@ -58,18 +60,18 @@ def write_inputs(folder: Path, size: str) -> None:
             file.write(json.dumps(dict(zip(("anchor", "positive"), texts, strict=True))) + "\n")
 
 
-def ours(folder: Path, size: str) -> list[float]:
-    """Seconds of each step of the Trainer."""
+def ours(folder: Path, size: str) -> list[Lap]:
+    """The laps of the steps of the Trainer."""
     from kitforge import Trainer
     from kitforge.trainer.callbacks.callback import Callback, Event, RunContext
 
     class Watch(Callback):
         def __init__(self) -> None:
-            self.at: list[float] = []
+            self.at: list[Lap] = []
 
         def on_event(self, event: Event, run: RunContext) -> None:
             if event.kind == "step":
-                self.at.append(time.perf_counter())
+                self.at.append((time.perf_counter(), time.process_time()))
 
     watch = Watch()
     options = {
@@ -85,7 +87,7 @@ def ours(folder: Path, size: str) -> list[float]:
     with tempfile.TemporaryDirectory() as place:
         output, rows = Path(place) / "run", folder / "pairs.jsonl"
         Trainer("embedding", folder / "model", rows, output_dir=output, options=options, callbacks=[watch]).train()
-    return [last - first for first, last in zip(watch.at, watch.at[1:], strict=False)]
+    return watch.at
 
 
 def floor(folder: Path, size: str) -> float:
@@ -105,14 +107,15 @@ def floor(folder: Path, size: str) -> float:
     return total
 
 
-def launched(command: list[str]) -> float:
+def launched(command: list[str]) -> Lap:
     """The median step of a child."""
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-2000:]}")
     line = next(line for line in done.stdout.splitlines() if line.startswith("RESULT "))
-    seconds: list[float] = json.loads(line.removeprefix("RESULT "))
-    return statistics.median(seconds[WARMUP - 1 :])
+    ends = json.loads(line.removeprefix("RESULT "))[WARMUP - 1 :]
+    wall, cpu = ([last[clock] - first[clock] for first, last in pairwise(ends)] for clock in (0, 1))
+    return statistics.median(wall), statistics.median(cpu)
 
 
 def main() -> None:
@@ -136,7 +139,7 @@ def main() -> None:
             script = Path(__file__).with_name("peer_embedding_speed.py")
             shape = [str(each) for each in (SIZES[chosen.size][3], WARMUP + STEPS, chosen.threads)]
             sides["sentence-transformers"] = [chosen.peer_python, str(script), name, *shape]
-        found: dict[str, list[float]] = {side: [] for side in sides}
+        found: dict[str, list[Lap]] = {side: [] for side in sides}
         for _ in range(chosen.launches):
             for side, command in sides.items():
                 found[side].append(launched(command))
@@ -149,13 +152,17 @@ def main() -> None:
         f"{dim}, {heads} heads; {pairs} pairs a step. Median of {chosen.launches} interleaved rounds. The matrix "
         f"products alone take {1000 * least:.0f} ms.",
         "",
-        "| | ms a step | speedup of ours | time / products |",
-        "|---|---:|---:|---:|",
+        "| | ms a step | speedup of ours | time / products | CPU ms | speedup by CPU |",
+        "|---|---:|---:|---:|---:|---:|",
     ]
-    for side, seconds in found.items():
-        ratio = statistics.median(each / own for each, own in zip(seconds, found["kitforge"], strict=True))
-        median = statistics.median(seconds)
-        lines.append(f"| {side} | {1000 * median:.0f} | {ratio:.2f}x | {median / least:.2f}x |")
+    for side, laps in found.items():
+        figures = []
+        for clock in (0, 1):
+            turns = zip(laps, found["kitforge"], strict=True)
+            ratio = statistics.median(each[clock] / own[clock] for each, own in turns)
+            median = statistics.median(each[clock] for each in laps)
+            figures += [f"{1000 * median:.0f}", f"{ratio:.2f}x", *([] if clock else [f"{median / least:.2f}x"])]
+        lines.append(f"| {side} | {' | '.join(figures)} |")
     section = "\n".join([*lines, ""])
     sys.stdout.write(section)
     if not is_smoke():

@@ -1,4 +1,5 @@
-"""sentence-transformers on the folder of `embedding_speed.py`: seconds of each step, as a line of JSON.
+"""sentence-transformers on the folder of `embedding_speed.py`: when each step ends, by the wall's clock and the
+processor's, as a line of JSON.
 
 OTHER/bin/python peer_embedding_speed.py FOLDER PAIRS STEPS THREADS
 """
@@ -27,10 +28,10 @@ class Watch(transformers.TrainerCallback):
     """The times at which steps end."""
 
     def __init__(self) -> None:
-        self.at: list[float] = []
+        self.at: list[tuple[float, float]] = []
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        self.at.append(time.perf_counter())
+        self.at.append((time.perf_counter(), time.process_time()))
 
 
 def main() -> None:
@@ -55,8 +56,7 @@ def main() -> None:
     )
     loss = losses.MultipleNegativesRankingLoss(model)
     SentenceTransformerTrainer(model=model, args=arguments, train_dataset=rows, loss=loss, callbacks=[watch]).train()
-    seconds = [last - first for first, last in zip(watch.at, watch.at[1:], strict=False)]
-    sys.stdout.write(f"RESULT {json.dumps(seconds)}\n")
+    sys.stdout.write(f"RESULT {json.dumps(watch.at)}\n")
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from kitforge.core.parallel import collectives
 from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.core.parallel.world import World
 from kitforge.data.document_shard import fingerprint_of
+from kitforge.data.schedule import token_budget_batches
 from kitforge.data.text.text_pairs import NEGATIVE, pair_texts
 from kitforge.data.tokenizers.loading import Tokenizer
 from kitforge.foundation.config import check
@@ -45,6 +46,9 @@ from kitforge.trainer.callbacks.callback import Callback, Event, RunContext
 from kitforge.trainer.precision import autocast
 from kitforge.trainer.run_folder import Run
 from kitforge.trainer.task import BestMetric
+
+# Tokens, padding included, of the texts of like lengths that share a pass on a CPU: more are padded further.
+PASS_TOKENS = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +126,8 @@ class EmbeddingTask(RowTask):
     loss by each, the second the vectors of a micro-batch again, whose product with that gradient is its loss."""
 
     _options: EmbeddingOptions
+    # A second micro-batch would cost another forward pass.
+    MAX_TOKENS = None
 
     def parameter_groups(self, model: nn.Module, weight_decay: float) -> list[ParameterGroup]:
         """Weight decay for matrices only: not for embeddings, norms and biases."""
@@ -194,7 +200,7 @@ class EmbeddingTask(RowTask):
 
     def _vectors(self, model: nn.Module, micro_batch: MicroBatch) -> Tensor:
         """The vectors [N, D] of the texts of a micro-batch; none of one without rows, but with its graph."""
-        network, mode, rows = cast(CausalLM, model), self._options.pooling or "last", micro_batch["rows"].numpy()
+        network, rows = cast(CausalLM, model), micro_batch["rows"].numpy()
         dropout_key = None
         if model.training and len(rows):
             # A mask for each text: the texts of a row must not share one.
@@ -203,8 +209,21 @@ class EmbeddingTask(RowTask):
             within = groups.slots(rows) - np.repeat(groups.starts[rows], counts)
             texts = torch.from_numpy(np.repeat(first, counts) + within)
             dropout_key = self.dropout_key({**micro_batch, "samples": texts})
-        found = text_vectors(network, micro_batch["tokens"], micro_batch["lengths"], mode, dropout_key)
+        found = self._pooled(network, micro_batch["tokens"], micro_batch["lengths"], dropout_key)
         return found if len(rows) else found[:0]
+
+    def _pooled(self, network: CausalLM, tokens: Tensor, lengths: Tensor, dropout: DropoutKey | None) -> Tensor:
+        """See `text_vectors`. On a CPU texts of like lengths share a pass, unless ranks must make equally many."""
+        mode, degrees = self._options.pooling or "last", self._options.parallel
+        if self._world.device.type != "cpu" or degrees.shard * degrees.expert > 1:
+            return text_vectors(network, tokens, lengths, mode, dropout)
+        sizes, found = lengths.tolist(), list[Tensor]()
+        parts = [torch.from_numpy(each) for each in token_budget_batches(range(len(sizes)), sizes, PASS_TOKENS)]
+        for part in parts:
+            samples = () if dropout is None else tuple(dropout.samples[text] for text in part.tolist())
+            key = dropout and replace(dropout, samples=samples)
+            found.append(text_vectors(network, tokens[part, : int(lengths[part].max())], lengths[part], mode, key))
+        return torch.cat(found).index_select(0, torch.cat(parts).argsort())
 
     def _losses(self, vectors: Tensor, indices: Tensor, batch: Tensor) -> tuple[Tensor, Tensor]:
         """The losses of this rank's rows [B], which have these indices in the batch and whose texts have these

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from kitforge.trainer.dataset_task import DatasetTask
 from kitforge.trainer.task import batch_schedule
 
 # Tokens of a micro-batch on a CPU, padding included: with more, activations leave its caches.
-_CPU_TOKENS = 2048
+CPU_TOKENS = 2048
 
 
 class RaggedTokens:
@@ -104,6 +104,9 @@ class RowTask(DatasetTask, ABC):
     """Batches of rows, of which those of like lengths share a micro-batch. A micro-batch is that of
     `SplitRows.batch`, with the numbers of its samples and of the step."""
 
+    # Tokens of a micro-batch on a CPU without trainer.micro_batch_size; None: the whole batch.
+    MAX_TOKENS: ClassVar[int | None] = CPU_TOKENS
+
     def __init__(
         self,
         options: NetworkOptions,
@@ -118,7 +121,7 @@ class RowTask(DatasetTask, ABC):
             num_rows=len(data.train),
             batch_size=options.data.batch_size,
             shuffle=options.data.shuffle,
-            max_tokens=_CPU_TOKENS if world.device.type == "cpu" else None,
+            max_tokens=self.MAX_TOKENS if world.device.type == "cpu" else None,
         )
         super().__init__(options, build, world, schedule, {"rows": data.fingerprint}, len(data.eval))
 

@@ -22,6 +22,7 @@ from kitforge.core.parallel.config import ParallelConfig
 from kitforge.data.tokenizers.loading import ByteTokenizer
 from kitforge.foundation.errors import ConfigError, DataError, ModelError
 from kitforge.inference.pooling import TextPooling, find_pooling, pool_rows
+from kitforge.kits.transformers import embedding
 from kitforge.kits.transformers.build import TASKS
 from kitforge.kits.transformers.contrastive import TextGroups, contrastive_losses, retrieval_metrics
 from tests.distributed.ranks import ask_ranks
@@ -349,3 +350,18 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="size"):
         embed("a", size=33)
     assert cast(Any, load_model(tmp_path)).geometry.dim == 32
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("choices", [{}, {"trainer.micro_batch_size": 3}], ids=["whole", "micro-batches"])
+def test_passes_over_texts_of_like_lengths_learn_what_one_pass_learns(
+    seed: int, choices: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dropout, found = {"model": tiny.GPT2 | tiny.DROPOUT, "pooling": "mean", "seed": seed}, []
+    monkeypatch.setattr(embedding, "PASS_TOKENS", 60)
+    for name, cut in (("many", embedding.token_budget_batches), ("one", lambda texts, *_: [np.array(texts)])):
+        monkeypatch.setattr(embedding, "token_budget_batches", cut)
+        metrics = run(tmp_path / name, dropout | choices)[1]
+        found.append([line["loss"] for line in tiny.records(tmp_path / name, "train")] + [*metrics.values()])
+    assert found[0] == pytest.approx(found[1], rel=1e-4)
