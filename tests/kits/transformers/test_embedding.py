@@ -19,6 +19,7 @@ from kitforge.cli.main import run as run_command
 from kitforge.composition import compose_config
 from kitforge.core.nn.context import Context
 from kitforge.core.parallel.config import ParallelConfig
+from kitforge.data.schedule import token_budget_batches
 from kitforge.data.tokenizers.loading import ByteTokenizer
 from kitforge.foundation.errors import ConfigError, DataError, ModelError
 from kitforge.inference.pooling import TextPooling, find_pooling, pool_rows
@@ -360,7 +361,7 @@ def test_passes_over_texts_of_like_lengths_learn_what_one_pass_learns(
 ) -> None:
     dropout, found = {"model": tiny.GPT2 | tiny.DROPOUT, "pooling": "mean", "seed": seed}, []
     monkeypatch.setattr(embedding, "PASS_TOKENS", 60)
-    for name, cut in (("many", embedding.token_budget_batches), ("one", lambda texts, *_: [np.array(texts)])):
+    for name, cut in (("many", token_budget_batches), ("one", lambda texts, *_: [np.array(texts)])):
         monkeypatch.setattr(embedding, "token_budget_batches", cut)
         metrics = run(tmp_path / name, dropout | choices)[1]
         found.append([line["loss"] for line in tiny.records(tmp_path / name, "train")] + [*metrics.values()])
