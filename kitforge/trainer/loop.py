@@ -29,6 +29,7 @@ from kitforge.foundation.errors import ConfigError, TrainingError
 from kitforge.foundation.log import logger
 from kitforge.foundation.types import MicroBatch, Sums
 from kitforge.trainer.callbacks.callback import Callback, Event
+from kitforge.trainer.callbacks.profiler import loading
 from kitforge.trainer.optimizer_step import drop_gradients, optimizer_step
 from kitforge.trainer.options import RunOptions, TrainerOptions
 from kitforge.trainer.precision import GradScaler, autocast, use_precision
@@ -219,7 +220,7 @@ class Loop:
         if self.state.cursor.step == 0:
             self._checkpoint(False)
         started = time.perf_counter()
-        for step in steps:
+        for step in loading(steps):
             self.state.is_consistent = False
             record = self._step(step)
             elapsed = time.perf_counter() - started

@@ -44,7 +44,8 @@ class TrainerOptions:
     allow_config_changes: bool = False  # resume with changed options, although the continuation is not exact
     allow_data_changes: bool = False  # resume with other data than those of the run
     progress: bool = True
-    profile: bool = False  # profile steps 3 to 5 with torch.profiler into profile/
+    profile: bool = False  # profile some steps with torch.profiler into profile/, for `kitforge profile`
+    profile_steps: tuple[int, ...] = (3, 5)  # the first, which is warm-up, and the last
     tensorboard: bool = False  # metrics for TensorBoard, into tensorboard/
     wandb: str | None = None  # Weights & Biases project; WANDB_MODE=offline works
 
@@ -58,6 +59,8 @@ class TrainerOptions:
         increments = self.incremental_checkpoints
         check(increments >= 0, "trainer.incremental_checkpoints", increments, "0 or more")
         check(self.epochs is None or self.epochs > 0, "trainer.epochs", self.epochs, "a number above 0")
+        steps, expected = self.profile_steps, "two steps, the later one last"
+        check(len(steps) == 2 and 0 < steps[0] < steps[1], "trainer.profile_steps", steps, expected)
         check(self.max_grad_norm >= 0, "trainer.max_grad_norm", self.max_grad_norm, "a number of at least 0")
         fraction = self.offload_fraction
         check(0 < fraction <= 1, "trainer.offload_fraction", fraction, "a number above 0, at most 1")

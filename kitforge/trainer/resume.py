@@ -43,6 +43,7 @@ RESUMABLE_OPTIONS = (
     "trainer.allow_data_changes",
     "trainer.progress",
     "trainer.profile",
+    "trainer.profile_steps",
     "trainer.tensorboard",
     "trainer.wandb",
     "rollout.keep_rollout_files",

@@ -22,6 +22,7 @@ from kitforge.foundation.files import check_own, mark_own, write_text
 from kitforge.foundation.log import console
 from kitforge.report.metrics import read_run
 from kitforge.report.notebook import Rows
+from kitforge.report.rank_trace import FOLDER
 from kitforge.report.summary import metric_words
 from kitforge.trainer.callbacks.callback import Callback
 from kitforge.trainer.callbacks.checkpointing import CheckpointCallback
@@ -38,7 +39,7 @@ from kitforge.trainer.resume import find_resume_checkpoint
 from kitforge.trainer.task import Task
 
 # What a run writes into its folder: of others it may hold anything else, such as a log.
-RUN_NAMES = ("config.yaml", "metrics.jsonl", "report.html", "checkpoints", "tokenizer", "samples", "profile")
+RUN_NAMES = ("config.yaml", "metrics.jsonl", "report.html", "checkpoints", "tokenizer", "samples", FOLDER)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,8 +148,8 @@ def _default_callbacks(options: RunOptions, folder: Path, config: dict[str, Any]
     if trainer.early_stopping is not None:
         chosen.append(EarlyStopping(trainer.early_stopping))
     is_first = world.rank == 0
-    if trainer.profile and is_first:
-        chosen.append(Profiler(folder / "profile"))
+    if trainer.profile:
+        chosen.append(Profiler(folder / FOLDER, trainer.profile_steps))
     if is_first:
         chosen.append(MetricsFile(folder / "metrics.jsonl"))
     chosen.append(

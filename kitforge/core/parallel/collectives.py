@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.profiler import record_function
 
 from kitforge.core.kernels.derivatives import by_hand
 from kitforge.core.kernels.recomputation import kept
@@ -84,20 +85,28 @@ def broadcast_object(value: Any, group: Group, source: int = 0) -> Any:
 
 def send(input: Tensor, rank: int) -> None:
     """Send a tensor to a rank of the world, which calls `receive_`."""
-    dist.send(input, rank)
+    with _message(input, dist.get_rank(), rank):
+        dist.send(input, rank)
 
 
 def start_send(input: Tensor, rank: int, group: dist.ProcessGroup) -> dist.Work:
     """Start to send a tensor to a rank of the world that is in the group; `wait` of the returned work finishes it."""
-    work: dist.Work | None = dist.isend(input, rank, group=group)
+    with _message(input, dist.get_rank(), rank):
+        work: dist.Work | None = dist.isend(input, rank, group=group)
     assert work is not None  # this rank is in the group
     return work
 
 
 def receive_(input: Tensor, rank: int, group: Group = None) -> Tensor:
     """Receive a tensor from that rank, in place."""
-    dist.recv(input, rank, group=group)
+    with _message(input, rank, dist.get_rank()):
+        dist.recv(input, rank, group=group)
     return input
+
+
+def _message(input: Tensor, sender: int, receiver: int) -> record_function:
+    """A span of a profile, in which gloo's own has neither ranks nor size."""
+    return record_function(f"kitforge message {sender}>{receiver} {input.nbytes}")
 
 
 def all_gather(input: Tensor, group: Group, dim: int) -> Tensor:
