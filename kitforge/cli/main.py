@@ -76,6 +76,16 @@ COMMANDS = {
         arguments=("RUN [RUN ...]  run folders; several are compared on one page",),
         run_plain="cli.info:report",
     ),
+    "profile": Command(
+        purpose="where the time of a run's steps went, by rank and cause",
+        example="kitforge profile runs/latest",
+        arguments=(
+            "RUN               a run that was trained with trainer.profile=true",
+            "output=FILE.html  the page, by default profile/times.html of the run",
+            "partial=true      reads the ranks whose traces are there and whole",
+        ),
+        run_plain="cli.profile:profile",
+    ),
     "inspect": Command(
         purpose="columns and schema of a table, or loss mask of rows",
         example="kitforge inspect data.train=clicks.csv",

@@ -106,7 +106,7 @@ def receive_(input: Tensor, rank: int, group: Group = None) -> Tensor:
 
 def _message(input: Tensor, sender: int, receiver: int) -> record_function:
     """A span of a profile, in which gloo's own has neither ranks nor size."""
-    return record_function(f"kitforge message {sender}>{receiver} {input.nbytes}")
+    return record_function(f"kitforge message {sender}>{receiver} {input.numel()}")
 
 
 def all_gather(input: Tensor, group: Group, dim: int) -> Tensor:
