@@ -9,19 +9,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
 from kitforge.cli.command import Invocation
 from kitforge.cli.listing import refuse, version
+from kitforge.composition import parse
 from kitforge.foundation import device as devices
 from kitforge.foundation.config import to_yaml
 from kitforge.foundation.errors import ConfigError, installation
+from kitforge.foundation.files import check_own, mark_own, write_text
 from kitforge.foundation.log import console, sanitize, say
 from kitforge.kits.registry import DEFAULT_TASK, kit_of, task_names
 from kitforge.preset_files import presets
 from kitforge.report.page import write_report
+from kitforge.report.profile_page import COLUMNS, findings, profile_page, rank_rows
+from kitforge.report.rank_trace import FOLDER, read_traces
+from kitforge.report.step_times import step_times
 from kitforge.yaml_options import read_yaml, to_plain_dict
+
+_MOST_RANKS = 16
 
 
 def config(chosen: Invocation) -> int:
@@ -37,6 +45,28 @@ def report(arguments: list[str]) -> int:
     if not arguments:
         raise ConfigError("a report needs at least one run", fix="kitforge report runs/latest")
     say(f"wrote {write_report([Path(argument) for argument in arguments])}")
+    return 0
+
+
+def profile(arguments: list[str]) -> int:
+    """Say where the time of the traced steps of a run went, and write the page about it."""
+    folders = [Path(argument) for argument in arguments if "=" not in argument]
+    options = {name: values[0] for name, values in (parse(each) for each in arguments if "=" in each)}
+    if len(folders) != 1 or options.keys() - {"output", "partial", "overwrite"}:
+        got, fix = " ".join(arguments) or "nothing", "kitforge profile RUN [output=FILE.html] [partial=true]"
+        raise ConfigError("profile needs one run", got=got, fix=fix)
+    target = Path(str(options.get("output", folders[0] / FOLDER / "times.html"))).expanduser()
+    check_own(target, "profile", overwrite=options.get("overwrite") is True)
+    times = step_times(read_traces(folders[0], partial=options.get("partial") is True))
+    title = f"milliseconds, medians over steps {times.steps[0]} to {times.steps[-1]}"
+    table = Table("", *COLUMNS, title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name, cells in rank_rows(times, _MOST_RANKS):
+        table.add_row(name, *cells)
+    console.print(table)
+    say("\n".join(f"- {words}" for words in findings(times)))
+    write_text(target, profile_page(times, folders[0].resolve().name))
+    mark_own(target, "profile")
+    say(f"wrote {target}")
     return 0
 
 

@@ -84,7 +84,7 @@ COMMANDS = {
             "output=FILE.html  the page, by default profile/times.html of the run",
             "partial=true      reads the ranks whose traces are there and whole",
         ),
-        run_plain="cli.profile:profile",
+        run_plain="cli.info:profile",
     ),
     "inspect": Command(
         purpose="columns and schema of a table, or loss mask of rows",

@@ -21,8 +21,8 @@ from kitforge.foundation.untrusted import parse_json
 # [spans, 2]: nanoseconds at which each begins and ends.
 Spans = NDArray[np.int64]
 FOLDER = "profile"
-# The spans that the trainer records: the end of a step and its number, the loading of a batch, and a message between two
-# ranks with its number of elements.
+# The spans that the trainer records: the end of a step and its number, the loading of a batch, and a message between
+# two ranks with its number of elements.
 STEP, DATA, MESSAGE = "kitforge step ", "kitforge data", "kitforge message "
 
 
@@ -35,6 +35,9 @@ class Collective(NamedTuple):
     num_elements: int
     start: int
     end: int
+
+
+_NOBODY = Collective("", 0, "", 0, 0, -1)
 
 
 class RankTrace(NamedTuple):
@@ -91,8 +94,8 @@ def union(spans: Spans) -> Spans:
 
 
 def reduce_trace(trace: Mapping[str, Any], flights: Sequence[Mapping[str, Any]], **further: Any) -> RankTrace:
-    """The trace of a rank from a Chrome trace with at least one end of a step, and what torch's flight recorder noted of
-    gloo's collectives; `further` are the fields that no trace holds."""
+    """The trace of a rank from a Chrome trace with at least one end of a step, and what torch's flight recorder noted
+    of gloo's collectives; `further` are the fields that no trace holds."""
     events = sorted((event for event in trace["traceEvents"] if event.get("ph") == "X"), key=lambda event: event["ts"])
     first = next(event["ts"] for event in events if event["name"].startswith(STEP))
     for event in events:
@@ -136,7 +139,7 @@ def _of_gloo(
 ) -> list[Collective]:
     """The collectives of gloo. Their spans have neither group nor size: those of a message are in the span around it,
     those of the others in the flight recorder, in the same order."""
-    noted, around, found = dict[str, list[Collective]](), Collective("", 0, "", 0, 0, -1), list[Collective]()
+    noted, around, found = dict[str, list[Collective]](), _NOBODY, list[Collective]()
     for flight in flights:
         group, size = groups.get(flight["process_group"][0], ("", 0)), sum(map(prod, flight["input_sizes"]))
         noted.setdefault(flight["profiling_name"], []).append(Collective(*group, "", size, 0, 0))
@@ -144,15 +147,14 @@ def _of_gloo(
     # The recorder has what went before the trace too, and of a long trace its end alone.
     for name, rows in noted.items():
         num_before = len(rows) - sum(event["name"] == name for event in spans)
-        rows[:] = [Collective("", 0, "", 0, 0, 0)] * -num_before + rows[max(num_before, 0) :]
+        rows[:] = [_NOBODY] * -num_before + rows[max(num_before, 0) :]
     for event in spans:
         name, start, end = event["name"], event["start"], event["end"]
         if name.startswith(MESSAGE):
             ranks, size = name[len(MESSAGE) :].split()
             around = Collective(ranks, 2, "", int(size), start, end)
             continue
-        rows = noted.get(name)
-        known = around if start <= around.end else rows.pop(0) if rows else Collective("", 0, "", 0, 0, 0)
+        known = around if start <= around.end else noted[name].pop(0) if name in noted else _NOBODY
         found.append(known._replace(kind=_kind(name), start=start, end=end))
     return found
 

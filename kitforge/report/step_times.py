@@ -71,7 +71,11 @@ def step_times(traces: Sequence[RankTrace]) -> StepTimes:
     arrivals = np.where(known, last[meetings] + ahead[ranks], starts)
     # One that ended before the last rank came has not waited for it.
     begins = np.where(joint | (arrivals <= ends), np.clip(arrivals, starts, ends), starts)
-    found = [_counted(each, begins[ranks == index], steps) for index, each in enumerate(traces)]
+    # A message that was received is over, whenever its sender asks.
+    is_message = np.array([each.kind == "message" for trace in traces for each in trace.collectives], dtype=bool)
+    over = np.where(known & is_message, np.clip(left[meetings] + ahead[ranks], begins, ends), ends)
+    spans = np.column_stack([starts, begins, over])
+    found = [_counted(each, spans[ranks == index], steps) for index, each in enumerate(traces)]
     taken = np.where(known, np.maximum(left - last, 0)[meetings], -1)
     return StepTimes(
         ranks=[trace.rank for trace in traces],
@@ -84,12 +88,11 @@ def step_times(traces: Sequence[RankTrace]) -> StepTimes:
     )
 
 
-def _counted(trace: RankTrace, begins: Nanoseconds, numbers: Sequence[int]) -> tuple[Nanoseconds, Nanoseconds]:
-    """The causes of each step [steps, causes], and its communication with what computation hides [steps]. Collectives
-    begin, behind the wait for their last rank, at `begins`."""
+def _counted(trace: RankTrace, spans: Nanoseconds, numbers: Sequence[int]) -> tuple[Nanoseconds, Nanoseconds]:
+    """The causes of each step [steps, causes], and its communication with what computation hides [steps]; `spans` are
+    arrival, that of the last rank and end [collectives, 3]."""
     steps = np.array([(start, end) for number, start, end in trace.steps if number in numbers], dtype=np.int64)
-    starts, ends = np.array([(each.start, each.end) for each in trace.collectives], dtype=np.int64).reshape(-1, 2).T
-    transfer, wait = union(np.column_stack([begins, ends])), np.column_stack([starts, begins])
+    transfer, wait = union(spans[:, 1:]), spans[:, :2]
     layers = [trace.compute, transfer, wait, trace.data]
     covered = [_covered(union(np.concatenate(layers[: number + 1])), steps) for number in range(len(layers))]
     totals = [np.zeros_like(covered[0]), *covered, steps[:, 1] - steps[:, 0]]
@@ -138,20 +141,20 @@ def _aligned(
             got, fix = f"none of number {int(np.argmin(known))} with others", "profile steps with collectives of all"
             raise DataError("the clocks of the ranks cannot be aligned", got=got, expected="collectives", fix=fix)
         apart = _apart(left.reshape(-1, len(own)))
-        apart += np.median((ahead[own] - apart)[here]).astype(np.int64)
+        apart = apart + median_rank((ahead[own] - apart)[here])
         ahead[own[~here]], known[own] = apart[~here], True
     return ahead
 
 
 def _apart(ends: Nanoseconds) -> Nanoseconds:
-    """What the clock of each rank is ahead of their median, from the ends [collectives, ranks]: by the half of them that
-    lie closest together, as a rank that leaves late was not let run."""
-    apart = ends - np.median(ends, axis=1, keepdims=True)
-    found = np.median(apart, axis=0)
+    """What the clock of each rank is ahead of their median, from the ends [collectives, ranks]: by the half of them
+    that lie closest together, as a rank that leaves late was not let run."""
+    apart = ends - median_rank(ends.T)[:, None]
+    found = median_rank(apart)
     for _ in range(4):
         spread = np.ptp(apart - found, axis=1)
-        found = np.median(apart[spread <= np.median(spread)], axis=0)
-    return np.asarray(found, dtype=np.int64)
+        found = median_rank(apart[spread <= np.median(spread)])
+    return found
 
 
 def _links(traces: Sequence[RankTrace], taken: Nanoseconds) -> list[Link]:
@@ -160,19 +163,19 @@ def _links(traces: Sequence[RankTrace], taken: Nanoseconds) -> list[Link]:
     numbered = ((trace.rank, each) for trace in traces for each in trace.collectives)
     for (rank, each), nanoseconds in zip(numbered, taken.tolist(), strict=True):
         if nanoseconds >= 0:
-            kind = each.kind, each.num_elements, each.num_ranks
-            found.setdefault(kind, {}).setdefault(each.group, []).append((rank, nanoseconds))
-    links = []
-    for (kind, num_elements, num_ranks), groups in found.items():
+            groups = found.setdefault((each.kind, each.num_elements, each.num_ranks), {})
+            groups.setdefault(each.group, []).append((rank, nanoseconds))
+    links = list[Link]()
+    for (kind, size, num_ranks), groups in found.items():
         medians = [float(np.median([each for _, each in rows])) for rows in groups.values()]
-        usual = median_rank(np.array(medians)).item()
+        usual = float(median_rank(np.array(medians)))
         for rows, median in zip(groups.values(), medians, strict=True):
             per_step = len(rows) / num_ranks / len(traces[0].steps)
             ranks = sorted({rank for rank, _ in rows})
-            links.append(Link(per_step * (median - usual), ranks, kind, num_elements, median, usual))
+            links.append(Link(per_step * (median - usual), ranks, kind, size, median, usual))
     return sorted(links, reverse=True)
 
 
 def median_rank(values: NDArray[Any]) -> NDArray[Any]:
     """The median along the first dim; the lower one of an even number, as of two ranks one is slow, not both."""
-    return np.quantile(values, 0.5, axis=0, method="lower")
+    return np.asarray(np.quantile(values, 0.5, axis=0, method="lower"))

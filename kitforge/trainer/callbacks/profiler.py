@@ -57,7 +57,8 @@ class Profiler(Callback):
             profile.export_chrome_trace(str(path))
             trace = parse_json(path.read_bytes())
         # Only gloo needs the flight recorder: NCCL's kernels name their group and size.
-        flights = parse_json(torch._C._distributed_c10d._dump_fr_trace_json())["entries"] if has_ranks else []
+        recorder = torch._C._distributed_c10d
+        flights = parse_json(recorder._dump_fr_trace_json())["entries"] if has_ranks else []  # type: ignore[attr-defined]
         reduce_trace(
             trace,
             flights,
