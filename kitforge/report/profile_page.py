@@ -1,7 +1,6 @@
 """What a profile says: sentences with figures, numbers of the ranks, and a page with a heat map of ranks and steps."""
 
 from html import escape
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
