@@ -6,6 +6,7 @@ operators of the host with gloo's collectives. It knows neither torch nor the ot
 
 import json
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -35,9 +36,6 @@ class Collective(NamedTuple):
     num_elements: int
     start: int
     end: int
-
-
-_NOBODY = Collective("", 0, "", 0, 0, -1)
 
 
 class RankTrace(NamedTuple):
@@ -137,25 +135,34 @@ def _of_nccl(event: Mapping[str, Any], groups: Mapping[str, tuple[str, int]]) ->
 def _of_gloo(
     host: Sequence[Mapping[str, Any]], flights: Sequence[Mapping[str, Any]], groups: Mapping[str, tuple[str, int]]
 ) -> list[Collective]:
-    """The collectives of gloo. Their spans have neither group nor size: those of a message are in the span around it,
-    those of the others in the flight recorder, in the same order."""
-    noted, around, found = dict[str, list[Collective]](), _NOBODY, list[Collective]()
+    """The collectives of gloo. Their spans have neither group nor size. Those of a message are in the span around it;
+    those of the others in the flight recorder, in the order of each group, whose threads serve no other."""
+    spans = [event for event in host if event["name"].startswith("gloo:")]
+    noted, of_group = dict[str, list[Collective]](), dict[tuple[str, str], list[Collective]]()
     for flight in flights:
         group, size = groups.get(flight["process_group"][0], ("", 0)), sum(map(prod, flight["input_sizes"]))
-        noted.setdefault(flight["profiling_name"], []).append(Collective(*group, "", size, 0, 0))
-    spans = [event for event in host if event["name"].startswith(("gloo:", MESSAGE))]
-    # The recorder has what went before the trace too, and of a long trace its end alone.
+        name, row = flight["profiling_name"], Collective(*group, _kind(flight["profiling_name"]), size, 0, 0)
+        noted.setdefault(name, []).append(row)
+        of_group.setdefault((name, row.group), []).append(row)
+    # Backwards, as the recorder has what went before the trace too, and of a long trace its end alone.
+    votes = dict[int, Counter[str]]()
     for name, rows in noted.items():
-        num_before = len(rows) - sum(event["name"] == name for event in spans)
-        rows[:] = [_NOBODY] * -num_before + rows[max(num_before, 0) :]
-    for event in spans:
-        name, start, end = event["name"], event["start"], event["end"]
-        if name.startswith(MESSAGE):
-            ranks, size = name[len(MESSAGE) :].split()
-            around = Collective(ranks, 2, "", int(size), start, end)
-            continue
-        known = around if start <= around.end else noted[name].pop(0) if name in noted else _NOBODY
-        found.append(known._replace(kind=_kind(name), start=start, end=end))
+        called = (event for event in reversed(spans) if event["name"] == name)
+        for event, row in zip(called, reversed(rows), strict=False):
+            votes.setdefault(event["tid"], Counter())[row.group] += 1
+    owners = {tid: counts.most_common(1)[0][0] for tid, counts in votes.items()}
+    messages = [event for event in host if event["name"].startswith(MESSAGE)]
+    starts, found = [event["start"] for event in messages], list[Collective]()
+    for event in reversed(spans):
+        kind, start, end = _kind(event["name"]), event["start"], event["end"]
+        place = bisect_right(starts, start) - 1
+        left = of_group.get((event["name"], owners.get(event["tid"], "")))
+        if kind == "message" and place >= 0 and start <= messages[place]["end"]:
+            ranks, size = messages[place]["name"][len(MESSAGE) :].split()
+            known = Collective(ranks, 2, kind, int(size), 0, 0)
+        else:
+            known = left.pop() if left else Collective("", 0, kind, 0, 0, 0)
+        found.append(known._replace(start=start, end=end))
     return found
 
 

@@ -9,7 +9,6 @@ import numpy as np
 from kitforge.report.rank_trace import DATA, STEP, Collective, RankTrace, Spans, union
 
 MS = 1_000_000
-DTYPES = {"gloo": "Float", "nccl": "Float"}
 
 
 def trace_of(rank: int, num_ranks: int, **fields: Any) -> RankTrace:
@@ -127,7 +126,7 @@ def chrome_trace(trace: RankTrace, backend: str) -> tuple[dict[str, Any], list[d
         add("void gemm<float>(...)" if is_nccl else "aten::mm", "kernel" if is_nccl else "cpu_op", start, end, tid=7)
         add("aten::linear" if is_nccl else "autograd::engine::evaluate_function: MmBackward0", "cpu_op", start, end + 3)
     flights = [{"profiling_name": "gloo:all_reduce", "process_group": ["9", ""], "input_sizes": [[3]]}]
-    for each in trace.collectives:
+    for number, each in enumerate(trace.collectives):
         group = each.group.partition("@")[0]
         if is_nccl:
             args = {"Collective name": "allreduce", "In msg nelems": each.num_elements, "Process Group Name": group}
@@ -136,7 +135,7 @@ def chrome_trace(trace: RankTrace, backend: str) -> tuple[dict[str, Any], list[d
         else:
             add("kitforge::reduced", "cpu_op", each.start - 2, each.end + 2, tid=9)
             add("c10d::allreduce_", "cpu_op", each.start - 1, each.start + 1, tid=9)
-            add("gloo:all_reduce", "user_annotation", each.start, each.end, tid=30)
+            add("gloo:all_reduce", "user_annotation", each.start, each.end, tid=30 + 2 * int(group) + number % 2)
             row = {"process_group": [group, ""], "input_sizes": [[each.num_elements // 4, 4]]}
             flights.append({"profiling_name": "gloo:all_reduce", **row})
     names = {each.group.partition("@"): each.num_ranks for each in trace.collectives}

@@ -178,6 +178,18 @@ def test_the_trace_of_a_profiler_is_read(backend: str, num_ranks: int) -> None:
         assert list(found.steps) == list(trace.steps)
 
 
+def test_collectives_of_two_groups_that_start_in_another_order_keep_their_groups() -> None:
+    steps = [(1, 0, 900)]
+    met = [Collective(f"{place % 2}@0", 2, "allreduce", 4, 10 * place, 10 * place + 5) for place in range(12)]
+    trace, flights = chrome_trace(trace_of(0, 2, steps=steps, collectives=met), "gloo")
+    # As the threads of the groups take them up: the fifth before the fourth.
+    calls = [each for each in trace["traceEvents"] if each["name"] == "gloo:all_reduce"]
+    late = sorted(calls, key=lambda each: float(each["ts"]))[3]
+    late["ts"] += 0.012
+    found = reduce_trace(trace, flights, run="one", rank=0, num_ranks=2, peak_memory=0).collectives
+    assert [each.group for each in found] == [met[place].group for place in (0, 1, 2, 4, 3, *range(5, 12))]
+
+
 def test_a_message_of_gloo_has_the_ranks_and_the_size_of_the_span_around_it() -> None:
     trace, flights = chrome_trace(planned(1)[0], "gloo")
     start = trace["traceEvents"][1]["ts"]
