@@ -71,16 +71,16 @@ def work_excess(times: StepTimes) -> NDArray[np.int64]:
 def rank_rows(times: StepTimes, most: int | None = None) -> list[tuple[str, list[str]]]:
     """By rank its numbers in the order of COLUMNS, milliseconds, medians over steps; of more than `most` ranks the
     slowest of them, and the medians of all."""
-    chosen = [([place], f"rank {rank}") for place, rank in enumerate(times.ranks)]
+    chosen = [([index], f"rank {rank}") for index, rank in enumerate(times.ranks)]
     if most is not None and len(chosen) > most:
         slowest = np.median(work_excess(times), axis=1).argsort(kind="stable")[: -most - 1 : -1]
-        chosen = [*(chosen[place] for place in slowest), ([*range(len(chosen))], f"median of {len(chosen):,}")]
+        chosen = [*(chosen[index] for index in slowest), ([*range(len(chosen))], f"median of {len(chosen):,}")]
     rows = []
-    for places, name in chosen:
-        causes, transfers = times.causes[places], int(times.transfers[places].sum())
+    for rows_of, name in chosen:
+        causes, transfers = times.causes[rows_of], int(times.transfers[rows_of].sum())
         hidden = f"{1 - causes[:, :, COMMUNICATION].sum() / transfers:.0%}" if transfers else "-"
         numbers = [np.median(causes.sum(axis=2)), *np.median(causes, axis=(0, 1))]
-        rows.append((name, [*map(_ms, numbers), hidden, memory(float(np.median(times.peak_memory[places])))]))
+        rows.append((name, [*map(_ms, numbers), hidden, memory(float(np.median(times.peak_memory[rows_of])))]))
     return rows
 
 
@@ -91,12 +91,12 @@ def profile_page(times: StepTimes, heading: str) -> str:
     medians, excess = np.median(times.causes, axis=1), work_excess(times)
     shares, heats = medians / medians.sum(axis=1).max(), np.maximum(excess, 0) / max(excess.max(), 1)
     bars, cells = [], []
-    for place, rank in enumerate(times.ranks):
-        parts = (f'<i class="fill-{cause}" style="width:{share:.2%}"></i>' for cause, share in enumerate(shares[place]))
+    for index, rank in enumerate(times.ranks):
+        parts = (f'<i class="fill-{cause}" style="width:{width:.2%}"></i>' for cause, width in enumerate(shares[index]))
         bars.append((f"rank {rank}", [f'<div class="bar" aria-hidden="true">{"".join(parts)}</div>']))
-        row = zip(excess[place], heats[place], strict=True)
-        heat = [f'<span class="heat" style="--share:{share:.0%}">{_ms(each)}</span>' for each, share in row]
-        cells.append((f"rank {rank}", heat))
+        row = zip(excess[index], heats[index], strict=True)
+        cell = [f'<span class="heat" style="--share:{heat:.0%}">{_ms(each)}</span>' for each, heat in row]
+        cells.append((f"rank {rank}", cell))
     steps = f"Steps {times.steps[0]} to {times.steps[-1]}, medians over them in milliseconds."
     sections = {
         "What stands out": f'<ul>{words}</ul><p class="note">{steps}</p>',

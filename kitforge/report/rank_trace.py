@@ -155,10 +155,10 @@ def _of_gloo(
     starts, found = [event["start"] for event in messages], list[Collective]()
     for event in reversed(spans):
         kind, start, end = _kind(event["name"]), event["start"], event["end"]
-        place = bisect_right(starts, start) - 1
+        index = bisect_right(starts, start) - 1
         left = of_group.get((event["name"], owners.get(event["tid"], "")))
-        if kind == "message" and place >= 0 and start <= messages[place]["end"]:
-            ranks, size = messages[place]["name"][len(MESSAGE) :].split()
+        if kind == "message" and index >= 0 and start <= messages[index]["end"]:
+            ranks, size = messages[index]["name"][len(MESSAGE) :].split()
             known = Collective(ranks, 2, kind, int(size), 0, 0)
         else:
             known = left.pop() if left else Collective("", 0, kind, 0, 0, 0)

@@ -64,8 +64,8 @@ def step_times(traces: Sequence[RankTrace]) -> StepTimes:
     known = is_whole[cells]
     joint = np.array([each.kind in _JOINT for trace in traces for each in trace.collectives], dtype=bool)
     ahead = _aligned(len(traces), *(each[known & joint] for each in (ranks, meetings, groups, ends)))
-    last, left = np.zeros(len(met), dtype=np.int64), np.full(len(met), np.iinfo(np.int64).max)
-    last[meetings] = starts - ahead[ranks]
+    least, most = np.iinfo(np.int64).min, np.iinfo(np.int64).max
+    last, left = np.full(len(met), least), np.full(len(met), most)
     np.maximum.at(last, meetings, starts - ahead[ranks])
     np.minimum.at(left, meetings, ends - ahead[ranks])
     arrivals = np.where(known, last[meetings] + ahead[ranks], starts)
@@ -102,9 +102,9 @@ def _counted(trace: RankTrace, spans: Nanoseconds, numbers: Sequence[int]) -> tu
 def _covered(spans: Spans, steps: Spans) -> Nanoseconds:
     """The nanoseconds of each step [steps, 2] that the disjoint `spans` cover."""
     before = np.append(0, np.cumsum(spans[:, 1] - spans[:, 0]))
-    place = np.searchsorted(spans[:, 0], steps, side="right")
+    index = np.searchsorted(spans[:, 0], steps, side="right")
     ends = np.append(np.iinfo(np.int64).min // 2, spans[:, 1])
-    return np.diff(before[place] - np.maximum(ends[place] - steps, 0))[:, 0]
+    return np.diff(before[index] - np.maximum(ends[index] - steps, 0))[:, 0]
 
 
 def _flat(traces: Sequence[RankTrace]) -> Nanoseconds:
@@ -114,9 +114,9 @@ def _flat(traces: Sequence[RankTrace]) -> Nanoseconds:
     rows = []
     for index, trace in enumerate(traces):
         opens, counts = [start for _, start, _ in trace.steps], Counter[Any]()
-        for place, each in enumerate(trace.collectives):
+        for number, each in enumerate(trace.collectives):
             step = bisect_right(opens, each.start)
-            group = each.group if each.group and step else (index, place)
+            group = each.group if each.group and step else (index, number)
             cell = group, trace.steps[step - 1][0]
             counts[cell] += 1
             keys = zip(ids, ((*cell, counts[cell]), cell, group), strict=True)

@@ -19,9 +19,11 @@ from rich.console import Console
 from kitforge.core.checkpoint import safetensors_file
 from kitforge.core.checkpoint.load import newest
 from kitforge.core.checkpoint.manifest import steps
-from kitforge.foundation.errors import CheckpointError, DependencyError
+from kitforge.foundation.errors import CheckpointError, ConfigError, DependencyError
 from kitforge.foundation.files import mark_own
 from kitforge.kits.rlhf.reinforcement.ppo import PolicyGradientTask
+from kitforge.report.rank_trace import read_traces
+from kitforge.report.step_times import COMPUTE, DATA, HOST, step_times
 from kitforge.trainer.callbacks import progress, report_page
 from kitforge.trainer.callbacks.callback import Callback, Event, RunContext
 from tests.patience import PATIENCE
@@ -139,9 +141,24 @@ def test_a_profile_leaves_a_trace_and_the_ten_dearest(tmp_path: Path) -> None:
     assert 3 <= sum("aten::" in line or "Optimizer" in line for line in table.splitlines()) <= 10
 
 
+def test_a_profile_says_where_the_time_of_its_steps_went(tmp_path: Path) -> None:
+    train(tmp_path, profile=True, profile_steps=[1, 4])
+    (trace,) = read_traces(tmp_path)
+    times = step_times([trace])
+    assert times.steps == [2, 3, 4] and trace.collectives == []
+    assert times.causes.sum(axis=2)[0].tolist() == [end - start for _, start, end in trace.steps[1:]]
+    assert times.causes[0, :, [COMPUTE, DATA, HOST]].min() > 0
+
+
 def test_a_run_shorter_than_its_profile_is_profiled_to_its_end(tmp_path: Path) -> None:
-    train(tmp_path, profile=True, max_steps=3)
-    assert (tmp_path / "profile" / "trace.json").exists()
+    train(tmp_path, profile=True, max_steps=4)
+    assert [number for number, *_ in read_traces(tmp_path)[0].steps] == [3, 4]
+
+
+@pytest.mark.parametrize("steps", [[3], [5, 5], [0, 2], [1, 2, 3]])
+def test_profiled_steps_are_a_first_and_a_later_one(tmp_path: Path, steps: list[int]) -> None:
+    with pytest.raises(ConfigError, match=r"trainer.profile_steps.*\n.*\n  expected: two steps, the later one last"):
+        train(tmp_path, profile_steps=steps)
 
 
 def test_tracking_without_its_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
