@@ -94,15 +94,18 @@ def test_clocks_are_aligned_from_group_to_group() -> None:
     assert step_times(traces).causes.tolist() == step_times(met).causes.tolist()
 
 
-def test_a_rank_that_leaves_late_now_and_then_keeps_its_clock() -> None:
-    traces = planned(3, num_steps=12)
-    late = traces[1]._replace(
-        collectives=[
-            each._replace(end=each.end + 3 * MS * (place % 3 == 0)) for place, each in enumerate(traces[1].collectives)
-        ]
-    )
-    times = step_times([traces[0], late, traces[2]])
-    assert np.median(times.causes[:, :, module.WAITING]) == 0
+@pytest.mark.parametrize("seed", range(8))
+def test_ranks_that_leave_most_collectives_late_keep_their_clocks(seed: int) -> None:
+    generator = random.Random(seed)
+    plan = planned(4, num_steps=60)
+    late = [generator.randint(0, 4 * MS) * (generator.random() < 0.6) for _ in range(60)]
+
+    def delayed(trace: RankTrace) -> RankTrace:
+        rows = zip(trace.collectives, late, strict=True)
+        return trace._replace(collectives=[each._replace(end=each.end + more) for each, more in rows])
+
+    times = step_times([plan[0], delayed(plan[1]), delayed(plan[2]), plan[3]])
+    assert not times.causes[:, :, module.WAITING].any()
 
 
 @pytest.mark.parametrize(
