@@ -10,7 +10,7 @@ from kitforge.report.page import document
 from kitforge.report.panels import html_table
 from kitforge.report.step_times import CAUSES, COMMUNICATION, COMPUTE, DATA, HOST, WAITING, StepTimes, median_rank
 
-COLUMNS = ("step", *CAUSES, "hidden", "memory")
+COLUMNS = ("step", "compute", "exposed", *CAUSES[WAITING:], "hidden", "memory")
 # Causes that are named from a share of a step on, each with where to look.
 _CAUSES = {
     COMMUNICATION: (

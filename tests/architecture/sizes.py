@@ -19,13 +19,13 @@ SMALL_SHARE = 0.30
 # docs/log.md with its reason.
 ROOM_LINES = {
     "": 1000,
-    "cli/": 1490,
+    "cli/": 1530,
     "core/": 10,
     "core/checkpoint/": 2730,
     "core/kernels/": 12420,
     "core/nn/": 3500,
     "core/optim/": 930,
-    "core/parallel/": 4820,
+    "core/parallel/": 4840,
     "data/": 2300,
     "data/chat/": 3080,
     "data/images/": 200,
@@ -41,8 +41,8 @@ ROOM_LINES = {
     "kits/rlhf/": 8290,
     "kits/transformers/": 5530,
     "models/": 5030,
-    "report/": 1650,
-    "trainer/": 2320,
+    "report/": 2130,
+    "trainer/": 2370,
     "verify/": 2070,
 }
 # What opens a branch or a loop. A `with` opens neither, so it does not count.
