@@ -156,6 +156,9 @@ class GrammarCompiler:
             source = json.dumps({"grammars": [{"lark_grammar": around}, {**own, "name": "answer"}]})
         limits = self._library.LLParserLimits(verbose_errors=False)
         matcher = self._library.LLMatcher(self._vocabulary, source, log_level=0, limits=limits)
+        if not matcher.is_error():
+            # Its mask alone tells whether a text can begin; the first one also reads most of a large grammar.
+            self.masks(matcher, [])
         if matcher.is_error():
             raise ValueError(matcher.get_error())
         return Grammar(matcher, self)

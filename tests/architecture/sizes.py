@@ -35,7 +35,7 @@ ROOM_LINES = {
     "embedding_cache/": 4790,
     "foundation/": 1260,
     "inference/": 3610,
-    "inference/server/": 3790,
+    "inference/server/": 3800,
     "kits/": 1680,
     "kits/recommender/": 6640,
     "kits/rlhf/": 8290,

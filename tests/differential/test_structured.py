@@ -35,6 +35,9 @@ COMPILER = GrammarCompiler(TOKENIZER, TOKENIZER.eos_ids, VOCAB)
 ENDS = {"34": 3.0, "93": 3.0, "125": 3.0, "44": -1.0, str(TOKENIZER.eos_id): 3.0}
 ENGINE = EngineOptions(block_size=4, max_num_batched_tokens=64, max_num_seqs=8)
 
+BLOCK = 2 * LLAMA.num_layers * (LLAMA.num_kv_heads or LLAMA.num_heads) * LLAMA.dim // LLAMA.num_heads * 4 * 4  # bytes
+preempted: list[int] = []
+
 # Keywords that no prefix of a text decides; each is refused in words that name it.
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "not": ({"not": {"type": "string"}}, "what is excluded is known at the end"),
@@ -191,7 +194,8 @@ def test_nothing_beside_a_text_changes_it(schemas: list[dict[str, Any]], seed: i
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Grammar, "drafts", lambda _self, _guesses: [])
         assert texts_of(engine(), [mine]) == [[alone]]
-    crowded = engine(prompt_lookup_tokens=3, max_num_seqs=5)
+    # So little memory that texts push one another out.
+    crowded = engine(prompt_lookup_tokens=3, max_num_seqs=5, kv_cache_bytes=24 * BLOCK)
     # Cancelled in its middle, and then from the prefix cache.
     gone = crowded.submit(TOKENIZER.encode("the first text"), options, key="gone", constraint=grammars[1])
     for _ in range(7):
@@ -204,6 +208,11 @@ def test_nothing_beside_a_text_changes_it(schemas: list[dict[str, Any]], seed: i
     assert [samples[0] for samples in three] == [alone, without]
     again = texts_of(engine(prompt_lookup_tokens=2), [plain, mine], 3)
     assert again == three[::-1]
+    preempted.append(crowded.stats()["preemptions"])
+
+
+def test_texts_were_pushed_out_meanwhile() -> None:
+    assert not preempted or sum(preempted) > 0, preempted
 
 
 @pytest.mark.parametrize("keyword", sorted(REFUSED))

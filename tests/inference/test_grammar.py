@@ -68,14 +68,14 @@ class Voiceless(ByteTokenizer):
 
 
 def test_a_vocabulary_that_cannot_write_a_text_fails_it_and_no_other(model: Decoder) -> None:
-    broken = GrammarCompiler(Voiceless(), [EOS], VOCAB).compile("json_object")
+    broken = GrammarCompiler(Voiceless(), [EOS], VOCAB).compile("regex", "[ab]{2}[{]c")
     engine, options = Engine(model, stop_ids=[EOS]), SamplingOptions(max_new_tokens=9)
     failed = engine.submit([1, 2], options, constraint=broken, num_samples=2)
     engine.submit([1, 2], options, constraint=COMPILER.compile("choice", ["yes"]))
     ends = [each for each in outputs_of(engine) if each.finish_reason is not None]
     for each in ends:
         assert (each.finish_reason == "failed") == (each.request == failed) == isinstance(each.error, DataError)
-    assert len(ends) == 3 and "cannot be followed" in str(ends[0].error)
+    assert len(ends) == 3 and "cannot be followed" in str(ends[-1].error)
 
 
 def test_only_the_stop_tokens_of_the_engine_end_a_text_and_only_a_complete_one() -> None:
@@ -85,9 +85,11 @@ def test_only_the_stop_tokens_of_the_engine_end_a_text_and_only_a_complete_one()
 
 
 def test_a_stop_token_that_spells_a_text_ends_none_in_its_middle() -> None:
-    comma = GrammarCompiler(TOKENIZER, [ord(",")], VOCAB).compile("regex", "a,b")
+    comma = GrammarCompiler(TOKENIZER, [ord(",")], VOCAB)
+    with pytest.raises(ConfigError, match="cannot write 'a,b'"):
+        comma.compile("regex", "a,b")
     with pytest.raises(DataError, match="cannot be followed"):
-        allowed(comma, "a")
+        allowed(comma.compile("regex", "[ac],b"), "a")
 
 
 def test_a_model_without_stop_tokens_is_refused() -> None:
@@ -177,6 +179,24 @@ def test_a_text_of_json_has_letters_and_no_escapes_of_them() -> None:
 def test_a_schema_that_nothing_satisfies_is_refused(spec: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="Unsatisfiable"):
         schema(**spec)
+
+
+@pytest.mark.parametrize(
+    ("kind", "spec"),
+    [
+        ("regex", "[^\\x00-\\x{10FFFF}]"),
+        ("grammar", "start: /[^\\x00-\\x{10FFFF}]/"),
+    ],
+    ids=["regex", "grammar"],
+)
+def test_what_no_text_can_begin_with_is_refused(kind: Any, spec: Any) -> None:
+    with pytest.raises(ConfigError, match=f"this {kind} cannot be enforced"):
+        COMPILER.compile(kind, spec)
+
+
+def test_a_grammar_that_the_vocabulary_cannot_begin_is_refused() -> None:
+    with pytest.raises(ConfigError, match="cannot write '{'"):
+        GrammarCompiler(Voiceless(), [EOS], VOCAB).compile("json_object")
 
 
 def test_inherited_schemas_and_patterns_of_names_hold_together() -> None:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from kitforge.inference.server.errors import ApiError, refused
@@ -13,10 +14,11 @@ _MAX_ENTRIES = 2048
 # Objects and lists within one list.
 _MAX_NESTED = 4096
 _MAX_DEPTH = 64
+_DATA = {"const", "default", "enum", "examples", "arguments"}  # of schemas and calls, in which null is a value
 
 
 def fields_of(body: bytes) -> dict[str, Any]:
-    """The JSON object of a body, without fields that are null, at any depth. Raises ApiError."""
+    """The JSON object of a body, without fields that are null, at any depth but within data. Raises ApiError."""
     value: dict[str, Any] = _without_nulls(parse_body(body))
     return value
 
@@ -58,21 +60,22 @@ def _no_number(word: str) -> Any:
     raise ValueError(f"{word} is not a JSON number")
 
 
-def _without_nulls(value: Any, depth: int = 0) -> Any:
-    """The value without null fields. Raises ApiError for too much nesting or too many entries."""
+def _without_nulls(value: Any, depth: int = 0, *, is_data: bool = False) -> Any:
+    """The value without null fields, unless it is data. Raises ApiError for too much nesting or too many entries."""
     if depth > _MAX_DEPTH:
         raise ApiError(400, f"the body is nested deeper than {_MAX_DEPTH} levels", code="invalid_json")
     if isinstance(value, dict):
         if len(value) > _MAX_ENTRIES:
             raise ApiError(400, f"an object has {len(value)} fields; at most {_MAX_ENTRIES} may be", code="too_long")
-        # {"const": null} of a schema stays.
-        kept = {name: each for name, each in value.items() if each is not None or name == "const"}
-        return {name: _without_nulls(each, depth + 1) for name, each in kept.items()}
+        data = {name for name in value if is_data or name in _DATA}
+        kept = {name: each for name, each in value.items() if each is not None or name in data}
+        return {name: _without_nulls(each, depth + 1, is_data=name in data) for name, each in kept.items()}
     if isinstance(value, list):
         if len(value) > _MAX_NESTED and any(isinstance(each, (dict, list)) for each in value):
             message = f"a list holds {len(value)} lists or objects; at most {_MAX_NESTED} may be"
             raise ApiError(400, message, code="too_long")
-        return [_without_nulls(each, depth + 1) if isinstance(each, (dict, list)) else each for each in value]
+        below = partial(_without_nulls, depth=depth + 1, is_data=is_data)
+        return [below(each) if isinstance(each, (dict, list)) else each for each in value]
     return value
 
 

@@ -1,7 +1,7 @@
 """Request bodies as pydantic models: OpenAI's fields and vLLM's extensions.
 
-`null` means absent, at any depth. A field that is not supported is accepted with a value that changes nothing, and
-refused with any other: no option is ignored silently.
+`null` means absent, at any depth but within data, such as an `enum` of a schema. A field that is not supported is
+accepted with a value that changes nothing, and refused with any other: no option is ignored silently.
 
 Only this module and `messages` import pydantic, so only `app.create_app` imports it.
 """

@@ -9,6 +9,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -121,6 +122,8 @@ class Service(HttpService):
         self.geometry = cast(CausalLM, texts.engine.model).geometry
         self.pooling = pooling or find_pooling(None, None, None)
         self._grammars = texts.grammars
+        # Apart from the threads that read bodies: large schemas hold one another up, and nobody else.
+        self._compilers = ThreadPoolExecutor(2, "grammars")
         self.max_model_len = min(self.geometry.max_length, texts.engine.num_slots)
         self.model_names += texts.engine.adapters.names
         is_one = self.name not in self.model_names[1:]
@@ -166,7 +169,7 @@ class Service(HttpService):
 
     async def constraint(self, request: CompletionRequest | ChatRequest, prompt: EncodedPrompt) -> Constraint | None:
         """What the texts of a request must be, compiled in a thread of its own. Raises ApiError."""
-        structure = request.structure
+        structure, loop = request.structure, asyncio.get_running_loop()
         if structure is None and prompt.grammar is None:
             return None
         field, kind, spec = structure or ("tools", "grammar", prompt.grammar)
@@ -176,10 +179,11 @@ class Service(HttpService):
             "label": field,
         }
         try:
-            return await asyncio.to_thread(partial(self._grammars.compile, kind, spec, **chosen))
+            return await loop.run_in_executor(self._compilers, partial(self._grammars.compile, kind, spec, **chosen))
         except KitforgeError as error:
             if structure is None:
-                await asyncio.to_thread(self._check_parameters, _enforced(cast("ChatRequest", request)))
+                tools = _enforced(cast("ChatRequest", request))
+                await loop.run_in_executor(self._compilers, self._check_parameters, tools)
             raise ApiError(400, str(error), parameter=field, code="invalid_value") from None
 
     def submit(

@@ -72,6 +72,18 @@ def test_calls_of_tools_and_what_they_gave_reach_the_template() -> None:
     assert found[2] == {"role": "tool", "content": "7", "name": "f", "tool_call_id": "1"}
 
 
+def test_null_is_a_value_within_the_arguments_of_a_call_and_the_values_of_a_tool() -> None:
+    given = {"a": None, "b": [{"c": None}]}
+    parameters = {"properties": {"a": {"default": None, "enum": [None, given], "title": None}}}
+    call = {"id": "1", "function": {"name": "f", "arguments": given}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    messages = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}, USER]
+    found = read(ChatRequest, json.dumps({"messages": messages, "tools": [tool]}).encode())
+    assert found.messages[1].to_template_message()["tool_calls"][0]["function"]["arguments"] == given
+    (known,) = found.tools or ()
+    assert known.function.parameters == {"properties": {"a": {"default": None, "enum": [None, given]}}}
+
+
 NOTHING: dict[str, Any] = {
     "best_of": 1,
     "response_format": {"type": "text"},

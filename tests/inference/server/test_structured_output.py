@@ -1,12 +1,15 @@
 """Structured output over HTTP: in OpenAI's words and in vLLM's, beside requests without it."""
 
+import asyncio
 import json
+import os
 import re
 import threading
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import jsonschema
 import pytest
 
 from kitforge.core.nn.decoder import Decoder
@@ -14,7 +17,7 @@ from kitforge.foundation.errors import DataError
 from kitforge.inference.grammar import Grammar, GrammarCompiler
 from kitforge.inference.options import EngineOptions
 from kitforge.inference.server.options import ServeOptions
-from tests.inference.server.conftest import Served, make_service, serving
+from tests.inference.server.conftest import Served, make_service, serving, until
 from tests.patience import PATIENCE
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -133,6 +136,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"response_format": {"type": "json_object", "schema": {}}}, "response_format.schema", "unknown parameter"),
     ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex", "unclosed"),
+    ({"structured_outputs": {"regex": "[^\\x00-\\x{10FFFF}]"}}, "structured_outputs.regex", "cannot be enforced"),
     ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "one structure"),
     ({"structured_outputs": {"whitespace_pattern": " "}}, "structured_outputs", "one structure"),
     ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "at least 1"),
@@ -185,16 +189,23 @@ def test_streams_go_on_while_a_schema_is_compiled(
     begun, goes_on = held
     answers: list[Any] = []
     with serving(make_service(model, ServeOptions(), EngineOptions())) as served:
-        slow = threading.Thread(target=lambda: answers.append(texts(asked(served, CHAT, **WAYS["json"][0]))))
-        slow.start()
+        # More than asyncio has threads, in which other bodies are read.
+        slow = [
+            threading.Thread(target=lambda: answers.append(texts(asked(served, CHAT, **WAYS["json"][0]))))
+            for _ in range(min(32, (os.cpu_count() or 1) + 4) + 1)
+        ]
+        for each in slow:
+            each.start()
         assert begun.wait(PATIENCE)
+        until(lambda: served.service._compilers._work_queue.qsize() == len(slow) - 2)
         body = {**PROMPTS[CHAT], "max_tokens": 20, "stream": True}
         with httpx.stream("POST", served.url + CHAT, json=body, timeout=PATIENCE) as answer:
             lines = [line for line in answer.iter_lines() if line]
         assert lines[-1] == "data: [DONE]" and not answers
         goes_on.set()
-        slow.join()
-    assert json.loads(answers[0][0][0])["gone"] is None
+        for each in slow:
+            each.join()
+    assert all(json.loads(answer[0][0])["gone"] is None for answer in answers) and len(answers) == len(slow)
 
 
 def nested(depth: int) -> dict[str, Any]:
@@ -205,7 +216,10 @@ def nested(depth: int) -> dict[str, Any]:
 
 
 HOSTILE: dict[str, dict[str, Any]] = {
-    "a schema of 1 MiB": by_schema({"enum": ["x" * 1000 + str(number) for number in range(1040)]}),
+    "a schema of 1 MiB": by_schema({"enum": ["x" * 1000 + str(number) for number in range(1030)]}),
+    "more than 1 MiB": by_schema({"enum": ["x" * 1000 + str(number) for number in range(1050)]}),
+    "many properties": by_schema({"type": "object", "properties": {f"p{number}": {} for number in range(2000)}}),
+    "a long choice": {"structured_outputs": {"regex": "(a?){500}a{500}"}},
     "nested arrays": by_schema(nested(25)),
     "a bomb": {"structured_outputs": {"regex": "((a{1,300}){1,300}){1,300}b"}},
     "another bomb": {"structured_outputs": {"regex": "(.*a){40}.*x.{200}"}},
@@ -221,6 +235,52 @@ def test_a_hostile_structure_is_refused_or_obeyed_and_hurts_no_other(served: Ser
     answer = httpx.post(served.url + CHAT, json=body, timeout=PATIENCE)
     assert answer.status_code in (200, 400, 413, 500) and answer.json()
     assert texts(asked(served, CHAT)) == wanted
+
+
+@pytest.mark.slow
+def test_hostile_structures_cost_the_streams_beside_them_no_token(served: Served) -> None:
+    """24 streams, again and again as long as any of those is compiled or written."""
+
+    async def among(client: httpx.AsyncClient) -> list[int]:
+        async def stream(seed: int) -> list[Any]:
+            body = {**PROMPTS[CHAT], "seed": seed, "max_tokens": 20, "logprobs": True, "stream": True}
+            async with client.stream("POST", CHAT, json=body) as answer:
+                lines = [line async for line in answer.aiter_lines() if line]
+            assert lines[-1] == "data: [DONE]"
+            choices = [json.loads(line[6:])["choices"][0] for line in lines[:-1]]
+            return [token for each in choices for token in each["logprobs"]["content"]]
+
+        alone = [await stream(seed) for seed in range(24)]
+        bodies = [{**PROMPTS[CHAT], "max_tokens": 40, **each} for each in HOSTILE.values()]
+        hostile = asyncio.gather(*(client.post(CHAT, json=body) for body in bodies))
+        rounds = 0
+        while not hostile.done() or not rounds:
+            assert await asyncio.gather(*map(stream, range(24))) == alone
+            rounds += 1
+        return [answer.status_code for answer in await hostile]
+
+    async def run() -> list[int]:
+        async with httpx.AsyncClient(base_url=served.url, timeout=PATIENCE) as client:
+            return await among(client)
+
+    found = dict(zip(HOSTILE, asyncio.run(run()), strict=True))
+    assert found.pop("more than 1 MiB") == 413
+    assert {*found.values()} <= {200, 400, 500} and found["a schema of 1 MiB"] == found["another bomb"] == 200
+
+
+ODD_VALUES: list[dict[str, Any]] = [
+    {"enum": [{"a": None, "b": [None, {"c": None}]}]},
+    {"const": {"a": {"b": None}}},
+    {"type": "object", "properties": {"const": {"enum": [[{"a": None}]]}}, "required": ["const"]},
+]
+
+
+@pytest.mark.parametrize("schema", ODD_VALUES, ids=str)
+def test_null_is_a_value_within_those_of_a_schema(served: Served, schema: dict[str, Any]) -> None:
+    closed = schema | ({"additionalProperties": False} if "properties" in schema else {})
+    [(text, end)] = texts(asked(served, CHAT, **by_schema(closed)))
+    jsonschema.validate(json.loads(text), schema)
+    assert end == "stop"
 
 
 def test_a_schema_that_is_nested_too_deeply_is_refused(served: Served) -> None:
