@@ -27,7 +27,7 @@ from kitforge.foundation.device import describe
 
 # Layers, width, heads, pairs of a step.
 SIZES = {"tiny": (2, 128, 2, 64), "small": (4, 512, 8, 32)}
-WARMUP, STEPS, WORDS = 2, 8, 3000
+WARMUP, STEPS, WORDS = 2, 5, 3000
 Lap = tuple[float, float]  # seconds by the wall's clock, and of the processor
 SMOKE = {"SIZES": {"tiny": (1, 32, 2, 4)}, "STEPS": 1, "WARMUP": 1, "size": "tiny", "launches": 1}
 
