@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from kitforge import pipeline, save_model
 from kitforge.core.nn.decoder import Decoder
 from kitforge.core.nn.lora import LoraConfig, adapter_tensors, attach
 from kitforge.data.tokenizers.loading import ByteTokenizer
@@ -21,6 +22,7 @@ from kitforge.kits.transformers.build import TextGeneration
 from kitforge.kits.transformers.config import TextGenerationOptions
 from kitforge.models.peft import save_adapter
 from tests.inference.server.conftest import Served, serving, small_model
+from tests.patience import PATIENCE
 
 CONFIG = LoraConfig(rank=3, alpha=9.0)
 
@@ -58,7 +60,7 @@ def adapted(model: Decoder, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 def post(served: Served, model: str | None, route: str = "completions") -> dict[str, Any]:
     asked = {"prompt": "abc"} if route == "completions" else {"messages": [{"role": "user", "content": "abc"}]}
     body = asked | {"max_tokens": 12, "temperature": 0} | ({} if model is None else {"model": model})
-    answer: dict[str, Any] = httpx.post(f"{served.url}/v1/{route}", json=body).json()
+    answer: dict[str, Any] = httpx.post(f"{served.url}/v1/{route}", json=body, timeout=PATIENCE).json()
     return answer
 
 
@@ -74,10 +76,22 @@ def test_a_model_of_a_request_is_the_base_or_an_adapter(adapted: Served, served:
     assert len({*texts}) == 3
 
 
+def test_a_pipeline_has_them_by_name_too(adapted: Served, model: Decoder, tmp_path: Path) -> None:
+    save_model(model, tmp_path / "base", processor=ByteTokenizer())
+    adapters = {"one": saved(tmp_path / "one", 1), "two": saved(tmp_path / "two", 2)}
+    options = {"serve.adapters": adapters, "inference.max_new_tokens": 12}
+    pipe = pipeline("text_generation", str(tmp_path / "base"), options=options)
+    for name in (None, *adapters):
+        text = post(adapted, name)["choices"][0]["text"]
+        assert pipe("abc", adapter=name) == [{"generated_text": f"abc{text}"}]
+    with pytest.raises(ConfigError, match="no adapter 'thre'"):
+        pipe("abc", adapter="thre")
+
+
 def test_a_text_is_embedded_by_the_adapter_that_is_named(adapted: Served) -> None:
     for name, model in {"tiny": small_model(), "one": trained(1), "two": trained(2)}.items():
         body = {"model": name, "input": "abc"}
-        reply = httpx.post(f"{adapted.url}/v1/embeddings", json=body).json()
+        reply = httpx.post(f"{adapted.url}/v1/embeddings", json=body, timeout=PATIENCE).json()
         with torch.no_grad():
             wanted = model.hidden(torch.tensor([list(b"abc")]))[0].mean(0)
         assert reply["model"] == name and torch.allclose(torch.tensor(reply["data"][0]["embedding"]), wanted, atol=1e-5)
