@@ -494,8 +494,9 @@ def test_serve_answers_with_the_model_of_the_run(
     assert [each for each in words if each not in out] == []
 
 
-# An export to ONNX takes seconds: tests/kits/transformers/test_programs.py runs this one.
-EXAMPLES = sorted(set(README_VERBS) - {"replay", "demo", "serve", "models", "export"})
+# An export to ONNX takes seconds: tests/kits/transformers/test_programs.py runs this one; tests/report/test_profile.py
+# that of a profile.
+EXAMPLES = sorted(set(README_VERBS) - {"replay", "demo", "serve", "models", "export", "profile"})
 
 
 @pytest.mark.slow

@@ -84,6 +84,8 @@ def _doubts(options: Any, cluster: ClusterConfig, has_experts: bool) -> Iterator
         yield f"traced by the operations of a CPU: no step on a {cluster.name} has been compared yet"
     elif options.parallel.world_size > 1:
         yield "threads of gloo hold a buffer longer in some steps: up to 16 % more was seen"
+    if cluster.kind == "cpu" and options.precision != "fp32":
+        yield f"with AMX, products in {options.precision} copy their operands: up to 2 % more was seen"
     if has_experts and options.precision != "fp32":
         yield f"experts in {options.precision} cast their rows unseen: up to 3 % more was seen"
     if options.compile_level == "O2":

@@ -36,7 +36,7 @@ ROOM_LINES = {
     "foundation/": 1260,
     "inference/": 3610,
     "inference/server/": 3800,
-    "kits/": 1680,
+    "kits/": 1685,
     "kits/recommender/": 6640,
     "kits/rlhf/": 8290,
     "kits/transformers/": 5530,

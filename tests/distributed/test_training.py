@@ -194,7 +194,8 @@ def test_a_run_goes_on_under_another_mesh(
 ) -> None:
     wanted = numbers(alone(folder, "dropout", LENGTH), "loss")[HALF:]
     for lines, _ in continued[str((first, later))]:
-        assert numbers(lines, "loss") == pytest.approx(wanted, abs=2e-6)
+        # Eight of the last digits of fp32, on processors that sum products in another order.
+        assert numbers(lines, "loss") == pytest.approx(wanted, abs=6e-6)
 
 
 @pytest.mark.parametrize("mesh", [SQUARE, STAGED], ids=str)

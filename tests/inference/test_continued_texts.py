@@ -11,7 +11,7 @@ import torch
 
 from kitforge.core.nn.decoder import Decoder
 from kitforge.data.tokenizers.huggingface import HuggingFaceTokenizer
-from kitforge.foundation.errors import DataError
+from kitforge.foundation.errors import ConfigError
 from kitforge.inference.engine import Engine
 from kitforge.inference.pipeline import TextGenerationPipeline
 from kitforge.inference.sampling import SamplingOptions
@@ -117,7 +117,7 @@ def test_a_text_by_a_grammar_is_spelled_as_the_grammar_says(kind: str) -> None:
     schema = {"type": "object", "properties": {"the answer": {"enum": ["He", " school", "é\n"]}, "ok": {"const": 12}}}
     tokenizer = tokenizer_of(kind)
     if not any(b"{" in tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)):
-        with pytest.raises(DataError, match="cannot write"):
+        with pytest.raises(ConfigError, match="cannot write"):
             pipeline(PROMPT, schema={"type": "object"})
         return
     schema |= {"required": ["the answer", "ok"], "additionalProperties": False}

@@ -32,7 +32,9 @@ def choices(model: str, precision: str, recompute: str, rows: int) -> dict[str, 
 def check_one_rank(model: str, precision: str, recompute: str, rows: int) -> None:
     options = options_of(choices(model, precision, recompute, rows))
     # A mixture's rows in bf16 are cast within an operation that the trace does not see into, of which plans warn.
-    bound = 3e-2 if model == "llama_moe_tiny" and precision == "bf16" else 5e-3
+    # Nor does it see into products in bf16 on AMX, which copy their operands.
+    is_hidden = precision == "bf16" and (model == "llama_moe_tiny" or torch.cpu._is_amx_tile_supported())
+    bound = 3e-2 if is_hidden else 5e-3
     assert training_peak(traced(options)) == pytest.approx(measured(0, options), rel=bound)
 
 

@@ -323,7 +323,7 @@ def test_a_student_of_half_the_width_becomes_as_its_teacher(tmp_path: Path) -> N
     runs.finish(taught)
     runs.finish(runs.begin("sft", None, choices | {"trainer.max_steps": 5}, model=narrow, train_dataset=texts))
     # From so little, reverse KL alone settles on texts without an end.
-    choices |= {"rollout.max_new_tokens": 7, "distill.beta": 0.5}
+    choices |= {"rollout.max_new_tokens": 7, "distill.beta": 0.5, "trainer.max_steps": 200}
     inputs: dict[str, Any] = {"model": narrow, "train_dataset": [{"prompt": "ab"}] * 8}
     lines = _lines(begin(choices, tmp_path / "run", roles={"teacher": taught.loop.model}, **inputs))
     assert lines[0]["distill/reverse_kl"] > 1
