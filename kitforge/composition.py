@@ -108,11 +108,7 @@ def compose(
 
 
 def _composed(
-    task: str,
-    named: Mapping[str, str],
-    single: Mapping[str, Any],
-    option_sections: Collection[str],
-    file: DictConfig,
+    task: str, named: Mapping[str, str], single: Mapping[str, Any], option_sections: Collection[str], file: DictConfig
 ) -> tuple[dict[str, Any], str]:
     """The composed options, and the name of the model preset."""
     has_preset = task in presets("task")

@@ -143,9 +143,7 @@ COMMANDS = {
         run_plain="cli.plan:plan",
     ),
     "list": Command(
-        purpose="tasks, and presets with their sizes",
-        example="kitforge list",
-        run_plain="cli.listing:list_presets",
+        purpose="tasks, and presets with their sizes", example="kitforge list", run_plain="cli.listing:list_presets"
     ),
     "doctor": Command(
         purpose="devices, versions, extras, a one-second speed test",

@@ -79,12 +79,7 @@ class RowCache:
         self.is_collective = is_exchanged or self._replicas is not None
 
     def plan(
-        self,
-        ids: Tensor,
-        *,
-        ahead: bool,
-        is_gathered: bool = False,
-        keep: Callable[[LookupHandle], None] | None = None,
+        self, ids: Tensor, *, ahead: bool, is_gathered: bool = False, keep: Callable[[LookupHandle], None] | None = None
     ) -> LookupHandle:
         """Keep the rows of ids [N] in the device tier until the lookup is closed.
 

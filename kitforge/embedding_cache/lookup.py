@@ -124,11 +124,7 @@ class Pooling:
     def scatter_gradients(self, gradients: Tensor, out: Tensor) -> Tensor:
         """The gradients [u, dim] of the distinct rows, from those of the output of `pool`."""
         return self.tier.kernels.embedding_bag_backward(
-            gradients.contiguous(),
-            self.inverse,
-            len(self.slots),
-            bags=self.device_bags,
-            out=out,
+            gradients.contiguous(), self.inverse, len(self.slots), bags=self.device_bags, out=out
         )
 
     def weight_gradients(self, source: Tensor, gradients: Tensor) -> Tensor:
@@ -271,9 +267,7 @@ class GradientHandle:
         if lookup.is_trained is not None:
             there = lookup.is_trained.to(self._tier.device)
             part = SlotGradients(
-                slots=part.slots[lookup.is_trained],
-                device_slots=part.device_slots[there],
-                gradients=gradients[there],
+                slots=part.slots[lookup.is_trained], device_slots=part.device_slots[there], gradients=gradients[there]
             )
         self._gradients.handles.append(lookup)
         self._gradients.parts.append(part)

@@ -113,10 +113,7 @@ class CachedEmbedding(nn.Module):
         return output.reshape(*query.output_shape, self.options.dim)
 
     def prefetch(
-        self,
-        batches: Iterable[Batch],
-        depth: int = 2,
-        ids: Callable[[Batch], Tensor | Iterable[Tensor]] | None = None,
+        self, batches: Iterable[Batch], depth: int = 2, ids: Callable[[Batch], Tensor | Iterable[Tensor]] | None = None
     ) -> Iterator[Batch]:
         """The same batches, while a thread moves the rows of the next `depth` of them to the device tier.
 

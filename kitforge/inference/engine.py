@@ -112,11 +112,7 @@ class Engine:
         is_contiguous = layout == "contiguous" or (layout == "auto" and device.type == "cpu")
         size = self.options.block_size
         self._blocks = BlockManager(
-            num_blocks,
-            size,
-            self.max_num_seqs,
-            is_contiguous=is_contiguous,
-            has_prefix_cache=self.options.prefix_cache,
+            num_blocks, size, self.max_num_seqs, is_contiguous=is_contiguous, has_prefix_cache=self.options.prefix_cache
         )
         self._quantized: Int8Linear | WeightOnlyLinear | None = None
         running = model

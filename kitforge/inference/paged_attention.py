@@ -104,13 +104,7 @@ class PagedAttention:
     The keys of the step are written to `slots` [N]. The segments are in the order of the tokens and cover all of them.
     """
 
-    def __init__(
-        self,
-        cache: KeyValueCache,
-        slots: Tensor,
-        segments: list[AttentionSegment],
-        kernels: Kernels,
-    ) -> None:
+    def __init__(self, cache: KeyValueCache, slots: Tensor, segments: list[AttentionSegment], kernels: Kernels) -> None:
         self._cache = cache
         self._kernels = kernels
         self._slots = slots

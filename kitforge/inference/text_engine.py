@@ -78,13 +78,7 @@ class TextEngine:
         strings do not apply within the thoughts of `marks`."""
         tokens = self.tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else prompt
         with self.engine.lock:
-            request = self.engine.submit(
-                tokens,
-                options,
-                num_samples=num_samples,
-                key=key,
-                constraint=constraint,
-            )
+            request = self.engine.submit(tokens, options, num_samples=num_samples, key=key, constraint=constraint)
             for sample in range(num_samples):
                 self._detokenizers[request, sample] = Detokenizer(self.tokenizer, options.stop, tokens, marks)
         return request

@@ -81,11 +81,7 @@ class RunAssembly(Generic[OptionsT, ProcessorT]):
         metrics = train(self.loop, self.options, self.folder, config_text)
         model, was_interrupted = self.loop.model, self.loop.was_interrupted
         return Run(
-            folder=self.folder,
-            model=model,
-            processor=self.processor,
-            metrics=metrics,
-            was_interrupted=was_interrupted,
+            folder=self.folder, model=model, processor=self.processor, metrics=metrics, was_interrupted=was_interrupted
         )
 
 
@@ -306,7 +302,6 @@ class TaskKit(Kit[OptionsT, ProcessorT]):
     def prepare(
         self, options: OptionsT, inputs: RunInputs[ProcessorT], rendezvous: Rendezvous, *, is_evaluation: bool
     ) -> Prepared[OptionsT, ProcessorT]:
-        """The task and the processor."""
         return Prepared(
             options=options,
             recorded=to_dict(options),
@@ -318,7 +313,6 @@ class TaskKit(Kit[OptionsT, ProcessorT]):
     def assemble(
         self, options: OptionsT, inputs: RunInputs[ProcessorT], rendezvous: Rendezvous
     ) -> RunAssembly[OptionsT, ProcessorT]:
-        """A run ready to start."""
         assembly = super().assemble(options, inputs, rendezvous)
         self._trained = assembly.loop.model, assembly.loop
         return assembly

@@ -287,7 +287,6 @@ class SaveAdapter(Callback):
         self._tokenizer = tokenizer
 
     def on_event(self, event: Event, run: RunContext) -> None:
-        """At the end."""
         # Gathering shards is a collective, so it runs between steps only.
         if not can_save_at_end(event, run) or run.folder is None:
             return
@@ -319,7 +318,6 @@ class SaveTokenizer(Callback):
         self._tokenizer = tokenizer
 
     def on_event(self, event: Event, run: RunContext) -> None:
-        """At the start."""
         if event.kind == "start" and run.folder is not None and run.world.rank == 0:
             self._tokenizer.save(run.folder / TOKENIZER_FOLDER)
 

@@ -82,14 +82,12 @@ class NetworkKit(Kit[NetworkOptionsT, ProcessorT]):
             save_language_model(source.model if isinstance(source, Run) else source, folder, processor, dtype)
 
     def next_steps(self, folder: Path) -> list[str]:
-        """Commands to try after a run."""
         return [
             f"kitforge predict checkpoint={folder} data.eval={self.ROWS} output={self.OUTPUT}",
             f"kitforge evaluate checkpoint={folder} data.eval={self.ROWS}",
         ]
 
     def resolved(self, options: NetworkOptionsT) -> dict[str, Any]:
-        """All options, with the defaults of the model unless a checkpoint brings it."""
         values = to_dict(options)
         if options.checkpoint is not None or self.KIND == "vision":
             return values

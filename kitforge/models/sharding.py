@@ -74,9 +74,7 @@ def _stack(name: str) -> list[ShardingRule]:
 
 _OUTER = tuple(rule for rule in DECODER.rules if rule.module in ("", "embedding"))
 ENCODER_DECODER = Sharding(
-    rules=(*_OUTER, *_stack("encoder"), *_stack("decoder")),
-    divisible=_HEADS,
-    fsdp_roots=DECODER.fsdp_roots,
+    rules=(*_OUTER, *_stack("encoder"), *_stack("decoder")), divisible=_HEADS, fsdp_roots=DECODER.fsdp_roots
 )
 
 

@@ -53,7 +53,6 @@ class DatasetTask(Task, ABC):
         return iter(())
 
     def build(self, world: World) -> nn.Module:
-        """The network, on the device, sharded as the world says."""
         return self._build(world)
 
     def num_steps(self, epochs: float) -> int | None:

@@ -127,10 +127,7 @@ def _resumed(world: World, options: RunOptions, folder: Path) -> Checkpoint | No
     found = None
     if world.is_training:
         found = find_resume_checkpoint(
-            options.resume,
-            folder,
-            lambda event, message: console.print(f"{event}: {message}", markup=False),
-            world,
+            options.resume, folder, lambda event, message: console.print(f"{event}: {message}", markup=False), world
         )
         if not steps(folder / "checkpoints"):
             check_own(folder, "train", overwrite=options.overwrite, names=RUN_NAMES)

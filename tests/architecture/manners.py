@@ -62,12 +62,32 @@ def comments(sources: list[Source]) -> Findings:
 
 
 def docstrings(sources: list[Source]) -> Findings:
+    """Modules, what is public in them and its methods; a method inherits that of the one which it overrides."""
+    classes: dict[str, list[ast.ClassDef]] = {}
+    for node in (node for source in sources for node in source.nodes if isinstance(node, ast.ClassDef)):
+        classes.setdefault(node.name, []).append(node)
     for source in sources:
         if not ast.get_docstring(source.tree):
             yield f"{source.path} says nothing of its borders"
         for node in public(source.tree.body):
-            if not ast.get_docstring(node):
-                yield f"{source.at(node)} {node.name} has no docstring"
+            # Kernels keep the protocol of their reference.
+            is_open = isinstance(node, ast.ClassDef) and not source.is_kernel
+            named = [node, *(public(node.body) if is_open else ())]
+            for each in named:
+                is_setter = any(dotted(item).endswith(".setter") for item in each.decorator_list)
+                if not (ast.get_docstring(each) or is_setter or (each is not node and says(node, each.name, classes))):
+                    yield f"{source.at(each)} {each.name} has no docstring"
+
+
+def says(node: ast.AST, method: str, classes: dict[str, list[ast.ClassDef]]) -> bool:
+    """Whether a base of a class documents a method."""
+    bases = (base.value if isinstance(base, ast.Subscript) else base for base in getattr(node, "bases", ()))
+    found = [each for base in bases for each in classes.get(dotted(base).rsplit(".", 1)[-1], ()) if each is not node]
+    return any(
+        says(base, method, classes)
+        or any(each.name == method and ast.get_docstring(each) for each in public(base.body))
+        for base in found
+    )
 
 
 def options(sources: list[Source]) -> Findings:

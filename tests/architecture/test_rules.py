@@ -40,6 +40,7 @@ PLANTED: list[Plant] = [
     (manners.docstrings, "data/a.py", "x = 1"),
     (manners.docstrings, "data/a.py", f"{DOC}def f(): ..."),
     (manners.docstrings, "data/a.py", f"{DOC}class A: ..."),
+    (manners.docstrings, "data/a.py", f"{DOC}class A(Concrete):\n {DOC} def f(self): ..."),
     (manners.options, "data/a.py", "@dataclass(frozen=True, slots=True)\nclass DataConfig: ..."),
     (manners.options, "data/a.py", "class ServerOptions: ..."),
     (manners.inheritance, "data/a.py", "class A: ...\nclass B(A): ..."),

@@ -226,9 +226,7 @@ def _send(file: IO[bytes], start: int) -> None:
 
 
 def _byte_chunks(
-    outline: Sequence[tuple[str, Tensor]],
-    notes: Mapping[str, str],
-    tensors: Iterator[tuple[str, Tensor]] | None = None,
+    outline: Sequence[tuple[str, Tensor]], notes: Mapping[str, str], tensors: Iterator[tuple[str, Tensor]] | None = None
 ) -> Iterator[bytes | memoryview]:
     """The bytes of a file; the values are those of the stream, or of the outline itself."""
     yield _header(outline, notes)
@@ -261,11 +259,7 @@ def _header(tensors: Sequence[tuple[str, Tensor]], notes: Mapping[str, str]) -> 
     end = 0
     for name, tensor in tensors:
         start, end = end, end + tensor.nbytes
-        header[name] = {
-            "dtype": DTYPE_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [start, end],
-        }
+        header[name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text

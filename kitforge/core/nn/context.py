@@ -97,7 +97,6 @@ class CausalAttend(RowAttend):
             self._mask(stream, length, head_dim, window)
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-        """See `Attend`."""
         mask = functools.partial(self._mask, query, query.shape[2], query.shape[3])
         return spec.attend(query, key, value, mask=mask, causal=True)
 
@@ -124,7 +123,6 @@ class DocumentAttend(RowAttend):
         self._mask = None if documents is None else (documents.unsqueeze(2) == documents.unsqueeze(1)).unsqueeze(1)
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-        """See `Attend`."""
         return spec.attend(query, key, value, mask=self._masked, causal=False)
 
     def _masked(self, window: int | None) -> Tensor | None:

@@ -107,7 +107,6 @@ class SharedPrefixAttend(RowAttend):
         self._inner.prepare(stream.new_empty(rows, 0), width, windows, head_dim)
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-        """See `Attend`."""
         if spec.bias is not None:
             raise ModelError("rows with common prefixes have no learned bias", got="a bias", expected="none")
         tree = self.tree

@@ -87,9 +87,7 @@ class VisionTransformer(Stack):
         self.config = config
         self.kernels = kernels
         self.geometry = VisionGeometry(
-            num_heads=block.attention.num_heads,
-            num_kv_heads=block.attention.num_kv_heads,
-            num_layers=len(shape.blocks),
+            num_heads=block.attention.num_heads, num_kv_heads=block.attention.num_kv_heads, num_layers=len(shape.blocks)
         )
         self.input_shape = shape.num_channels, shape.image_size, shape.image_size
         self.patches = PatchEmbedding(dim, shape.num_channels, shape.patch_size)

@@ -67,7 +67,6 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient."""
         for group in self.param_groups:
             alike: dict[tuple[int, int, torch.dtype, torch.device], list[Tensor]] = {}
             for parameter in group["params"]:

@@ -50,7 +50,6 @@ class HeadExchange(RowAttend):
         self.inner.prepare(stream, self._length, windows, head_dim)
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-        """See `Attend`."""
         ranks = self._ranks
         # Where there are fewer heads of keys than ranks, or a number that the ranks do not divide, they are repeated.
         repeats = math.lcm(key.shape[1], ranks) // key.shape[1]

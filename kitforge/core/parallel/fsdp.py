@@ -59,11 +59,7 @@ class FSDPUnits:
             alone.update(each for dims in experts.values() for each in dims)
         self._units += [
             fully_shard(
-                unit,
-                mesh=grid,
-                reshard_after_forward=self._stage == 3,
-                mp_policy=policy_of_unit,
-                ignored_params=alone,
+                unit, mesh=grid, reshard_after_forward=self._stage == 3, mp_policy=policy_of_unit, ignored_params=alone
             )
             for units, policy_of_unit in (
                 (norms, _policy(torch.float32)),

@@ -258,12 +258,7 @@ def _open_file(
         names = (f"{UNNAMED}0", *names[1:])
     _check_header(path, names)
     return TextFile(
-        path=path,
-        names=names,
-        delimiter=delimiter,
-        has_header=config.columns is None,
-        has_quotes=True,
-        missing=missing,
+        path=path, names=names, delimiter=delimiter, has_header=config.columns is None, has_quotes=True, missing=missing
     ).part
 
 

@@ -14,12 +14,7 @@ from kitforge.data.optional_imports import import_optional
 from kitforge.data.tokenizers.added_tokens import AddedTokenFinder
 from kitforge.data.tokenizers.config_keys import check_cutting, warn_of_frame
 from kitforge.data.tokenizers.folder import FolderTokenizer, TokenizerFolder
-from kitforge.data.tokenizers.protocol import (
-    NO_TOKEN,
-    AddedTokenSpan,
-    read_tokenizer_file,
-    without_end,
-)
+from kitforge.data.tokenizers.protocol import NO_TOKEN, AddedTokenSpan, read_tokenizer_file, without_end
 from kitforge.data.tokenizers.token_bytes import token_decoder
 from kitforge.foundation.errors import DataError
 from kitforge.foundation.log import logger, warn_once
@@ -133,7 +128,6 @@ class HuggingFaceTokenizer(FolderTokenizer):
         return AddedTokenFinder({number: each for number, each in decoder.items() if each.content != self._mark})
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of the text."""
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def encode_prompt(self, text: str, other: str | None = None) -> list[int]:

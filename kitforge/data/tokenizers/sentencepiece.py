@@ -17,12 +17,7 @@ from kitforge.data.source import Source
 from kitforge.data.tokenizers.added_tokens import AddedTokenFinder
 from kitforge.data.tokenizers.config_keys import TOKENIZER_CONFIG, check_class, check_cutting
 from kitforge.data.tokenizers.folder import FolderTokenizer, TokenizerFolder
-from kitforge.data.tokenizers.protocol import (
-    NO_TOKEN,
-    AddedTokenSpan,
-    read_tokenizer_file,
-    without_end,
-)
+from kitforge.data.tokenizers.protocol import NO_TOKEN, AddedTokenSpan, read_tokenizer_file, without_end
 from kitforge.foundation.errors import ConfigError, DataError
 from kitforge.foundation.files import atomic_file
 
@@ -124,7 +119,6 @@ class SentencePieceTokenizer(FolderTokenizer):
         return ids, spans
 
     def encode(self, text: str) -> list[int]:
-        """The pieces of the text."""
         if self._parses:
             return self.encode_marked(text, [])[0]
         if not self._space_letter or _SPACE_LETTER not in text:

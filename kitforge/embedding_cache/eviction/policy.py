@@ -60,7 +60,6 @@ class LruPolicy(EvictionPolicy):
         self._uses: Slots = np.empty(0, np.int64)  # last uses of the queued slots at the time of the search
 
     def victims(self, num: int, is_evictable: EvictableMask) -> Tensor:
-        """See `EvictionPolicy`."""
         picked = self._first(num, is_evictable)
         size, is_complete = max(3 * num, self._index.room // LRU_SEARCH_DIVISOR), False
         while len(picked) < num and not is_complete:
@@ -121,20 +120,17 @@ class LfuPolicy(EvictionPolicy):
         self._queue = LowestScoreQueue()
 
     def on_insert(self, slots: Tensor, number: int, updates: Callable[[], Tensor]) -> None:
-        """See `EvictionPolicy`."""
         if len(self._counts) < self._index.room:
             self._counts = grow_rows(self._counts, self._index.room)
         put(self._counts, slots, updates().double() * self._weight(number))
         self._queue.reset_slots.append(slots)
 
     def on_access(self, slots: Tensor, number: int) -> None:
-        """See `EvictionPolicy`."""
         # First, since it may scale all counts down.
         weight = self._weight(number)
         put(self._counts, slots, at(self._counts, slots) + weight)
 
     def victims(self, num: int, is_evictable: EvictableMask) -> Tensor:
-        """See `EvictionPolicy`."""
         return self._queue.pick(self._counts, self._index.used, num, is_evictable)
 
     def _weight(self, number: int) -> float:
@@ -155,7 +151,6 @@ class LookaheadPolicy(EvictionPolicy):
         self.window = window
 
     def victims(self, num: int, is_evictable: EvictableMask) -> Tensor:
-        """See `EvictionPolicy`."""
         next_access = torch.full((self._index.room,), len(self.future))
         for distance, keys in reversed(list(enumerate(self.future))):
             slots = self._index.lookup(keys)

@@ -32,7 +32,6 @@ class ColumnWise(TableSharding):
         self.columns = slice(self.rank * width, (self.rank + 1) * width)
 
     def plan_exchange(self, keys: Tensor, ahead: bool) -> ExchangePlan:
-        """See `TableSharding`."""
         asked, counts = all_gather_rows(keys, self._groups[ahead])
         own, positions = torch.unique(asked, return_inverse=True)
         return ExchangePlan(
@@ -44,7 +43,6 @@ class ColumnWise(TableSharding):
         )
 
     def vectors(self, route: ExchangePlan, rows: FetchRows, deliver: Deliver) -> Tensor:
-        """See `TableSharding`."""
         # Autograd calls the backward pass only of what depends on a tensor that requires a gradient.
         anchor = torch.empty(0, requires_grad=True)
         group = self._groups[False]

@@ -58,11 +58,9 @@ class OwnerSharding(TableSharding, ABC):
         self._exchanges = {ahead: EmbeddingExchange(each, owner_of) for ahead, each in self._groups.items()}
 
     def plan_exchange(self, keys: Tensor, ahead: bool) -> ExchangePlan:
-        """See `TableSharding`."""
         return self._exchanges[ahead].plan(keys)
 
     def vectors(self, route: ExchangePlan, rows: FetchRows, deliver: Deliver) -> Tensor:
-        """See `TableSharding`."""
         return self._exchanges[False].fetch(route, lambda _: rows(), _GradientForwarder(deliver))
 
 

@@ -52,7 +52,6 @@ class FileStore(SlabStore):
         self._file = self._scratch.fileno()
 
     def read(self, keys: Tensor, out: Tensor) -> Tensor:
-        """See `RowStore`."""
         with self._lock:
             slots = self._index.lookup(keys)
             hits = slots >= 0
@@ -63,7 +62,6 @@ class FileStore(SlabStore):
             return hits
 
     def write(self, keys: Tensor, rows: Tensor) -> None:
-        """See `RowStore`."""
         with self._lock:
             slots = self._index.lookup(keys)
             new = where(slots < 0)

@@ -32,18 +32,15 @@ class HostStore(SlabStore):
         self._dirty = torch.zeros(room, dtype=torch.bool)
 
     def read(self, keys: Tensor, out: Tensor) -> Tensor:
-        """See `RowStore`."""
         with self._lock:
             slots = self._index.lookup(keys)
             self._copy(slots, where(slots >= 0), out)
             return slots >= 0
 
     def write(self, keys: Tensor, rows: Tensor) -> None:
-        """See `RowStore`."""
         self.put(keys, rows, torch.ones(len(keys), dtype=torch.bool))
 
     def put(self, keys: Tensor, rows: Tensor, dirty: Tensor) -> None:
-        """See `SlabStore`."""
         with self._lock:
             short = len(keys) - self._index.num_free
             if short > 0:

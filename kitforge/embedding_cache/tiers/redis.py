@@ -73,7 +73,6 @@ class RedisStore(RowStore):
             self._open(keep)
 
     def read(self, keys: Tensor, out: Tensor) -> Tensor:
-        """See `RowStore`."""
         hits = torch.zeros(len(keys), dtype=torch.bool)
         with self._lock:
             for part in self._batches(keys):
@@ -84,7 +83,6 @@ class RedisStore(RowStore):
         return hits
 
     def write(self, keys: Tensor, rows: Tensor) -> None:
-        """See `RowStore`."""
         row_bytes = FLOAT_BYTES * self.width
         with self._lock:
             for part in self._batches(keys):
@@ -93,13 +91,11 @@ class RedisStore(RowStore):
                 self._change(("HSET", self._rows, *pairs))
 
     def delete(self, keys: Tensor) -> None:
-        """See `RowStore`."""
         with self._lock:
             for part in self._batches(keys):
                 self._change(("HDEL", self._rows, *_fields(keys[part])))
 
     def scan(self, chunk: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """See `RowStore`."""
         # While the server rehashes, it may return a row twice.
         seen = select_table().hash_map()
         cursor = 0

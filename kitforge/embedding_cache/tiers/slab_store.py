@@ -37,17 +37,14 @@ class SlabStore(RowStore, ABC):
         """Delete the `num` least recently used rows; `write_below` gets those that the store below lacks."""
 
     def delete(self, keys: Tensor) -> None:
-        """See `RowStore`."""
         with self._lock:
             self._index.pop(keys)
 
     def scan(self, chunk: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """See `RowStore`."""
         for slots in torch.split(self._index.used(), chunk):
             yield self._index.keys_at(slots), self._slab[slots]
 
     def keys(self, chunk: int) -> Iterator[Tensor]:
-        """See `RowStore`."""
         with self._lock:
             keys = self._index.keys_at(self._index.used())
         return iter(torch.split(keys, chunk))

@@ -44,12 +44,10 @@ class TwoLevelStore(RowStore):
         return sum(len(keys) for keys, _ in self.scan(2**16))
 
     def num_rows(self, name: str) -> dict[str, int]:
-        """See `RowStore`."""
         above = {} if self.upper is None else self.upper.num_rows(name)
         return above if self.lower is None else above | self.lower.num_rows(self._lower_name)
 
     def read(self, keys: Tensor, out: Tensor) -> Tensor:
-        """See `RowStore`."""
         hits = torch.zeros(len(keys), dtype=torch.bool) if self.upper is None else self.upper.read(keys, out)
         missing = where(~hits)
         hits[missing] = self._read_lower(keys, missing, out)
@@ -74,7 +72,6 @@ class TwoLevelStore(RowStore):
         return dirty, missing
 
     def write(self, keys: Tensor, rows: Tensor) -> None:
-        """See `RowStore`."""
         self.put(keys, rows, torch.ones(len(keys), dtype=torch.bool))
 
     def put(self, keys: Tensor, rows: Tensor, dirty: Tensor) -> None:
@@ -94,12 +91,10 @@ class TwoLevelStore(RowStore):
         self._counts.moved["host"] += len(keys)
 
     def delete(self, keys: Tensor) -> None:
-        """See `RowStore`."""
         for store in self.levels:
             store.delete(keys)
 
     def scan(self, chunk: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """See `RowStore`."""
         if self.upper is not None:
             yield from self.upper.scan(chunk)
         for keys, rows in () if self.lower is None else self.lower.scan(chunk):
@@ -115,7 +110,6 @@ class TwoLevelStore(RowStore):
             yield from store.keys(chunk)
 
     def close(self) -> None:
-        """See `RowStore`."""
         for store in self.levels:
             store.close()
 

@@ -42,12 +42,10 @@ class WriteBehindStore(RowStore):
         return len(self._below)
 
     def num_rows(self, name: str) -> dict[str, int]:
-        """See `RowStore`."""
         self.drain()
         return self._below.num_rows(name)
 
     def read(self, keys: Tensor, out: Tensor) -> Tensor:
-        """See `RowStore`."""
         # Pending rows come first: rows that are no longer pending by then are in the store below.
         hits = self._read_pending(keys, out)
         missing = (~hits).nonzero().squeeze(1)
@@ -60,7 +58,6 @@ class WriteBehindStore(RowStore):
         return hits
 
     def write(self, keys: Tensor, rows: Tensor) -> None:
-        """See `RowStore`."""
         if not len(keys):
             return
         ascending, order = keys.sort()
@@ -75,17 +72,14 @@ class WriteBehindStore(RowStore):
             self._changed.notify_all()
 
     def delete(self, keys: Tensor) -> None:
-        """See `RowStore`."""
         self.drain()
         self._below.delete(keys)
 
     def scan(self, chunk: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """See `RowStore`."""
         self.drain()
         return self._below.scan(chunk)
 
     def keys(self, chunk: int) -> Iterator[Tensor]:
-        """See `RowStore`."""
         self.drain()
         return self._below.keys(chunk)
 

@@ -81,7 +81,6 @@ class Metrics(ServerMetrics):
         return self.rendered()
 
     def figures(self) -> Iterator[Any]:
-        """The statistics of the engine."""
         core = import_optional("prometheus_client.core", needed_for="kitforge serve", extra="serve")
         gauges: dict[str, float] = {name: value for name, value in self._engine.items() if name not in _COUNTERS}
         if blocks := self._engine.get("blocks"):

@@ -104,11 +104,7 @@ Prompt = Annotated[
     Annotated[str, Tag("text")]
     | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True), Tag("texts")]
     | Annotated[Tokens, Tag("tokens")]
-    | Annotated[
-        list[Tokens],
-        Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True),
-        Tag("rows"),
-    ],
+    | Annotated[list[Tokens], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True), Tag("rows")],
     Discriminator(
         _prompt_kind,
         custom_error_type="prompt",
@@ -272,12 +268,10 @@ class CompletionRequest(GenerationParams):
 
     @property
     def num_top_logprobs(self) -> int | None:
-        """Most likely tokens to return with each token; None: no log-probabilities."""
         return self.logprobs
 
     @property
     def new_tokens(self) -> int | None:
-        """The maximum number of new tokens."""
         return self.max_tokens
 
 
@@ -297,12 +291,10 @@ class TokenSampling(GenerationParams):
 
     @property
     def num_top_logprobs(self) -> int:
-        """Most likely tokens to return with each token, of which each has a log-probability."""
         return self.logprobs or 0
 
     @property
     def new_tokens(self) -> int | None:
-        """The maximum number of new tokens."""
         return self.max_tokens
 
 
@@ -376,12 +368,10 @@ class ChatRequest(GenerationParams):
 
     @property
     def num_top_logprobs(self) -> int | None:
-        """Most likely tokens to return with each token; None: no log-probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def new_tokens(self) -> int | None:
-        """The maximum number of new tokens."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 

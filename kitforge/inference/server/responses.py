@@ -204,11 +204,9 @@ class CompletionFormat(ResponseFormat):
     id_prefix, object_type, chunk_type = "cmpl", "text_completion", "text_completion"
 
     def choice_body(self, choice: Choice, prompt: EncodedPrompt) -> dict[str, Any]:
-        """A finished choice."""
         return self.choice_delta(choice, is_first=True) | self._prompt_logprobs(choice, prompt)
 
     def choice_delta(self, choice: Choice, *, is_first: bool) -> dict[str, Any]:
-        """A delta of a choice."""
         logprobs = None
         if self.options.num_top_logprobs is not None:
             logprobs = {
@@ -239,14 +237,12 @@ class ChatFormat(ResponseFormat):
     id_prefix, object_type, chunk_type = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def response_body(self, handle: RequestHandle, deltas: Sequence[Iterable[TextDelta]]) -> dict[str, Any]:
-        """The response body, from the deltas of each choice."""
         body = super().response_body(handle, deltas)
         # All choices share the one prompt.
         choice = Choice(prompt_logprobs=handle.prompt_logprobs_of(0))
         return body | self._prompt_logprobs(choice, handle.prompts[0])
 
     def choice_body(self, choice: Choice, prompt: EncodedPrompt) -> dict[str, Any]:
-        """A finished choice."""
         said = _said(choice.parts)
         for call in said.get("tool_calls", ()):
             del call["index"]
@@ -254,7 +250,6 @@ class ChatFormat(ResponseFormat):
         return {"message": message, "finish_reason": choice.finish_reason, "logprobs": self._logprobs(choice)}
 
     def choice_delta(self, choice: Choice, *, is_first: bool) -> dict[str, Any]:
-        """A delta of a choice."""
         said = _said(choice.parts)
         delta = ({"role": "assistant", "content": None if said else ""} if is_first else {}) | said
         return {"delta": delta, "finish_reason": choice.finish_reason, "logprobs": self._logprobs(choice)}
@@ -281,11 +276,9 @@ class TokenFormat(ResponseFormat):
     id_prefix, object_type, chunk_type = "gen", "generate", "generate.chunk"
 
     def choice_body(self, choice: Choice, prompt: EncodedPrompt) -> dict[str, Any]:
-        """A finished choice."""
         return self.choice_delta(choice, is_first=True) | self._prompt_logprobs(choice, prompt)
 
     def choice_delta(self, choice: Choice, *, is_first: bool) -> dict[str, Any]:
-        """A delta of a choice."""
         content = [
             {
                 **_numbered(each.token, each.logprob),

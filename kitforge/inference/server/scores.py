@@ -46,7 +46,6 @@ class ScoreService(HttpService):
         self.threads = (self.worker,)
 
     async def rendered_metrics(self) -> tuple[bytes, str]:
-        """The response of /metrics, and its content type."""
         self.metrics.num_live = self.num_active
         return self.metrics.rendered()
 

@@ -130,7 +130,6 @@ class Service(HttpService):
         check(is_one, "serve.adapters", self.name, "names other than that of the base model", "or serve.name=NAME")
 
     def summary(self) -> dict[str, str]:
-        """What the operator is told at the start, by topic."""
         kinds, model, slots = Counter[torch.dtype](), self.engine.model, self.engine.num_slots
         for tensor in (*model.parameters(), *model.buffers()):
             kinds[tensor.dtype] += tensor.nbytes
@@ -162,7 +161,6 @@ class Service(HttpService):
             self._grammars.compile("json_object")
 
     async def rendered_metrics(self) -> tuple[bytes, str]:
-        """The response of /metrics, and its content type."""
         stats = await self.worker.stats()
         # No await between the two, so that no request is counted both as active and as done.
         return self.metrics.text({"prompts": self.num_active, **stats})

@@ -35,7 +35,6 @@ class SaveFeatures(Callback):
         self._unlearned = unlearned
 
     def on_event(self, event: Event, run: RunContext) -> None:
-        """Save at the start; log at the first step, when the other logs are open."""
         if event.kind == "step" and run.state.cursor.step == 1:
             run.log_event("schema", "; ".join(schema_summary(self._encoder.schema)))
             run.log_event("features", self._used)

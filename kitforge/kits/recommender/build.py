@@ -53,11 +53,7 @@ from kitforge.kits.recommender.features import FeatureEncoder
 from kitforge.kits.recommender.model import Recommender, sample_shape
 from kitforge.kits.recommender.negatives import with_user
 from kitforge.kits.recommender.pipeline import RecommendationPipeline
-from kitforge.kits.recommender.schema import (
-    FeatureSchema,
-    read_schema,
-    schema_yaml,
-)
+from kitforge.kits.recommender.schema import FeatureSchema, read_schema, schema_yaml
 from kitforge.kits.recommender.server.app import new_app
 from kitforge.kits.recommender.server.service import RecommenderService
 from kitforge.kits.recommender.serving import open_served, serve_quantized
@@ -92,7 +88,6 @@ class Recommendation(Kit[RecommendationOptions, FeatureEncoder]):
     def prepare(
         self, options: RecommendationOptions, inputs: Inputs, rendezvous: Rendezvous, *, is_evaluation: bool
     ) -> Prepared[RecommendationOptions, FeatureEncoder]:
-        """Rows and their features, the configuration of the network, and the objective."""
         given, start = _model_of(inputs), None
         if given is None and options.checkpoint is None and is_evaluation:
             raise ModelError("there is no model to evaluate", fix="add checkpoint=RUN, or train one first")
@@ -156,7 +151,6 @@ class Recommendation(Kit[RecommendationOptions, FeatureEncoder]):
     def open_pipeline(
         self, model: nn.Module, tokenizer: FeatureEncoder, options: RecommendationOptions
     ) -> RecommendationPipeline:
-        """What scores rows, and finds items for users."""
         recommender = _model_of(Inputs(model=model))
         assert recommender is not None
         if recommender.checkpoint_folder is not None:
@@ -183,7 +177,6 @@ class Recommendation(Kit[RecommendationOptions, FeatureEncoder]):
         return RecommenderService(self.open_pipeline(found, tokenizer, options), name)
 
     def new_app(self, service: RecommenderService) -> Any:
-        """The FastAPI application of that service."""
         return new_app(service)
 
     def predict_file(self, options: RecommendationOptions, load_model: LoadModel) -> Path:
@@ -254,14 +247,12 @@ class Recommendation(Kit[RecommendationOptions, FeatureEncoder]):
         return rows
 
     def describe_data(self, spec: object, schema_file: Path | None = None) -> RenderableType:
-        """What a table holds, for a terminal; its proposed schema goes to `schema_file`."""
         described = describe_table(spec)
         if schema_file is not None:
             write_text(schema_file, schema_yaml(described.schema, has_left_out=True))
         return render_description(described)
 
     def next_steps(self, folder: Path) -> list[str]:
-        """Commands to try after a run."""
         return [
             f"kitforge evaluate checkpoint={folder} data.eval=FILE",
             "kitforge inspect FILE",

@@ -126,12 +126,7 @@ def build_retrieval_objective(
 
 
 def with_item_catalog(
-    dataset: RecommendationDataset,
-    config: RecommenderConfig,
-    root: Path,
-    resumed: Checkpoint | None,
-    *,
-    is_open: bool,
+    dataset: RecommendationDataset, config: RecommenderConfig, root: Path, resumed: Checkpoint | None, *, is_open: bool
 ) -> RecommendationDataset:
     """The data set with the items that can be found, for families that find some: where the catalogue `is_open`, those
     of the training rows beside those that were known. Where whole sequences are asked to go on, the sequences that are

@@ -35,7 +35,6 @@ class PointwiseObjective(Objective[ClickRows]):
         self._negatives = negatives
 
     def read(self, rows: ClickDataset, indices: NDArray[np.int64], own: slice, step: int) -> ClickRows:
-        """See `Objective`."""
         if self._negatives is not None:
             return self._negatives.training_rows(rows, indices, own, step)
         batch = rows.batch(indices[own])
@@ -43,7 +42,6 @@ class PointwiseObjective(Objective[ClickRows]):
         return ClickRows(batch=batch, starts=starts, positions=torch.zeros_like(starts[1:]))
 
     def micro_batch(self, batch: ClickRows, start: int, stop: int) -> Mapping[str, Any]:
-        """See `Objective`."""
         starts = batch.starts[start : stop + 1]
         first, last = int(starts[0]), int(starts[-1])
         own = batch.batch.narrow(first, last)
@@ -53,7 +51,6 @@ class PointwiseObjective(Objective[ClickRows]):
         return {**inputs, **numbers, "labels": click_labels(own), "calls": [inputs["requests"]]}
 
     def loss(self, model: Recommender, micro_batch: MicroBatch) -> Sums:
-        """See `Objective`."""
         dropout_key = None
         if model.training:
             samples = micro_batch["samples"][micro_batch["owners"]]
@@ -65,7 +62,6 @@ class PointwiseObjective(Objective[ClickRows]):
         return {"loss": functional.binary_cross_entropy_with_logits(logits, labels, reduction="sum")}
 
     def count(self, micro_batch: MicroBatch) -> int:
-        """See `Objective`."""
         return len(micro_batch["dense"])
 
     def evaluate(

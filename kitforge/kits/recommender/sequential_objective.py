@@ -76,7 +76,6 @@ class SampledSoftmax(RetrievalObjective[SequenceBatch]):
         self._num_negatives = min(options.retrieval.num_negatives, len(catalogue))
 
     def read(self, rows: ClickDataset, indices: NDArray[np.int64], own: slice, step: int) -> SequenceBatch:
-        """See `Objective`."""
         generator = seeds.generator(self._seed, "negatives", step)
         drawn = torch.randint(len(self._catalogue), (self._num_negatives,), generator=generator).numpy()
         sequences = rows.batch(indices[own]).sequences[self._feature]
@@ -90,7 +89,6 @@ class SampledSoftmax(RetrievalObjective[SequenceBatch]):
         return SequenceBatch(windows=windows, starts=starts, positions=positions, negatives=negatives)
 
     def micro_batch(self, batch: SequenceBatch, start: int, stop: int) -> Mapping[str, Any]:
-        """See `Objective`."""
         starts = batch.starts[start : stop + 1]
         first, last = int(starts[0]), int(starts[-1])
         ids, lengths = batch.windows.ids[first:last], batch.windows.lengths[first:last]
@@ -107,7 +105,6 @@ class SampledSoftmax(RetrievalObjective[SequenceBatch]):
         }
 
     def loss(self, model: Recommender, micro_batch: MicroBatch) -> Sums:
-        """See `Objective`."""
         dropout_key = None
         if model.training:
             samples = micro_batch["samples"][micro_batch["owners"]] + (micro_batch["positions"] << _WINDOW_BITS)
@@ -115,7 +112,6 @@ class SampledSoftmax(RetrievalObjective[SequenceBatch]):
         return {"loss": model(lambda: self._loss(model, micro_batch, dropout_key))}
 
     def count(self, micro_batch: MicroBatch) -> int:
-        """See `Objective`."""
         return int((micro_batch["lengths"] - 1).clamp(min=0).sum())
 
     def evaluation_queries(self, model: Recommender, batch: FeatureBatch) -> tuple[Tensor, Tensor, NDArray[np.bool_]]:
@@ -127,7 +123,6 @@ class SampledSoftmax(RetrievalObjective[SequenceBatch]):
         return states, last, lengths.numpy() > 0
 
     def scores(self, model: Recommender, users: Tensor, items: Tensor) -> Tensor:
-        """See `RetrievalObjective`."""
         return users @ items.t()
 
     def states(self, model: Recommender, ids: Tensor, lengths: Tensor) -> Tensor:
@@ -148,7 +143,6 @@ class SampledSoftmax(RetrievalObjective[SequenceBatch]):
         return self.states(model, sequence.ids, sequence.lengths)
 
     def item_vectors(self, model: Recommender) -> Tensor:
-        """See `RetrievalObjective`."""
         ids = torch.from_numpy(self._catalogue.ids)
         return torch.cat([self._rows(model, self._request(part)) for part in torch.split(ids, ITEM_BATCH)])
 

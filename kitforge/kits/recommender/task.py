@@ -49,7 +49,6 @@ class RecommendationTask(DatasetTask):
         return BestMetric(name=self._objective.metric_for_best, mode="max")
 
     def parameter_groups(self, model: nn.Module, weight_decay: float) -> list[ParameterGroup]:
-        """Weight decay for matrices only, not for positions; embedding rows are not parameters."""
         return decay_groups(model.named_parameters(), weight_decay=weight_decay, no_decay=table_names(model))
 
     def num_steps(self, epochs: float) -> int | None:
@@ -81,7 +80,6 @@ class RecommendationTask(DatasetTask):
         return {"loss": torch.tensor(losses), "samples": torch.tensor(samples)}
 
     def loss(self, model: nn.Module, micro_batch: MicroBatch) -> Sums:
-        """The objective's sums."""
         return self._objective.loss(cast(Recommender, model), micro_batch)
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
@@ -94,13 +92,11 @@ class RecommendationTask(DatasetTask):
         return {f"eval/{name}": value for name, value in metrics.items()}
 
     def state(self) -> dict[str, Any]:
-        """Which rows the cursor counts, and where a stream goes on."""
         train = self._dataset.train
         stream_state = {"stream": train.state()} if isinstance(train, StreamingDataset) else {}
         return super().state() | stream_state
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Refuse to go on over other rows than those the run began with."""
         super().load_state(state)
         if isinstance(self._dataset.train, StreamingDataset) and "stream" in state:
             self._dataset.train.load_state(state["stream"])

@@ -75,14 +75,12 @@ class InBatchSoftmax(RetrievalObjective[StepCandidates]):
         )
 
     def read(self, rows: ClickDataset, indices: NDArray[np.int64], own: slice, step: int) -> StepCandidates:
-        """See `Objective`."""
         batch = rows.batch(indices)
         return StepCandidates(
             batch=batch, first=own.start, log_frequencies=self._catalogue.log_frequencies(batch.ids[self.item_feature])
         )
 
     def micro_batch(self, batch: StepCandidates, start: int, stop: int) -> Mapping[str, Any]:
-        """See `Objective`."""
         first, last = batch.first + start, batch.first + stop
         own = batch.batch.narrow(first, last)
         users = inputs_of(own, self._plan, self._lookups["user"])
@@ -98,7 +96,6 @@ class InBatchSoftmax(RetrievalObjective[StepCandidates]):
         }
 
     def loss(self, model: Recommender, micro_batch: MicroBatch) -> Sums:
-        """See `Objective`."""
         noises: dict[str, SampleDropout | None] = {"users": None, "items": None}
         if model.training:
             step, targets = micro_batch["step"], micro_batch["targets"]
@@ -116,7 +113,6 @@ class InBatchSoftmax(RetrievalObjective[StepCandidates]):
         return {"loss": model(compute)}
 
     def count(self, micro_batch: MicroBatch) -> int:
-        """See `Objective`."""
         return int(micro_batch["weights"].sum())
 
     def evaluation_queries(self, model: Recommender, batch: FeatureBatch) -> tuple[Tensor, Tensor, NDArray[np.bool_]]:
@@ -126,17 +122,14 @@ class InBatchSoftmax(RetrievalObjective[StepCandidates]):
         return users, batch.ids[self.item_feature], wants
 
     def scores(self, model: Recommender, users: Tensor, items: Tensor) -> Tensor:
-        """See `RetrievalObjective`."""
         network: Any = model.network
         scores: Tensor = network.scores(users, items)
         return scores
 
     def user_vectors(self, model: Recommender, batch: FeatureBatch) -> Tensor:
-        """See `RetrievalObjective`."""
         return side_vectors(model, "user", inputs_of(batch, self._plan, self._lookups["user"]), None)
 
     def item_vectors(self, model: Recommender) -> Tensor:
-        """See `RetrievalObjective`."""
         samples, vectors = self._catalogue.samples, []
         assert samples is not None
         for start in range(0, len(self._catalogue), ITEM_BATCH):

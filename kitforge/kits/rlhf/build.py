@@ -111,7 +111,6 @@ class RlhfTask(NetworkKit[StageOptions, Tokenizer]):
         return {name: value for name, value in recorded.items() if name not in TRAINING_ONLY_OPTIONS}
 
     def inspect_rows(self, options: StageOptions) -> Iterator[str]:
-        """The loss mask of the first training rows, as lines of text."""
         parts = task_inputs_of(options, Inputs(), torch.device("cpu"))
         check(options.data.train is not None, "data.train", None, "a file of rows to inspect")
         entries = weighted_sources(options.data.train, ("columns",))
@@ -205,7 +204,6 @@ class RlhfTask(NetworkKit[StageOptions, Tokenizer]):
         return dataclasses.replace(options, checkpoint=str(run.folder))
 
     def next_steps(self, folder: Path) -> list[str]:
-        """Commands to try after a run."""
         reward = load_yaml((folder / "config.yaml").read_text()).get("reward")
         named = f" {_reward_argument(reward)}" if names_function(reward) else ""
         return [f"kitforge evaluate checkpoint={folder} data.eval=FILE{named}", f"kitforge report {folder}"]

@@ -114,7 +114,6 @@ class _StopAfterStep(Callback):
         self.metrics: dict[str, float] = {}
 
     def on_event(self, event: Event, run: RunContext) -> None:
-        """Handle an event."""
         if event.kind == "step" and run.state.cursor.step == self._step:
             run.stop("the requested step was replayed")
         if event.kind == "log" and run.state.cursor.step == self._step:

@@ -212,10 +212,7 @@ def sft(parts: TaskInputs[SFTOptions]) -> TaskBuilder:
     base_model = parts.base_model(parts.inputs.model, is_copied=options.lora.is_on)
     rows = parts.rows("demonstrations", "prompt and completion, or text")
     return TaskBuilder(
-        task=lambda world: (
-            SFTTask(options, rows, base_model.build, world, parts.reference_model([base_model])),
-            (),
-        ),
+        task=lambda world: (SFTTask(options, rows, base_model.build, world, parts.reference_model([base_model])), ()),
         fingerprint=rows.fingerprint,
         network=base_model.recorded(),
     )
@@ -455,10 +452,7 @@ def _reward_source(parts: TaskInputs[Any], source: Any, base_model: Callable[[],
 
 
 def _critic(
-    parts: TaskInputs[RLOptions],
-    scores: Any,
-    reward_source: Callable[[], Any],
-    base_model: Callable[[], NetworkSource],
+    parts: TaskInputs[RLOptions], scores: Any, reward_source: Callable[[], Any], base_model: Callable[[], NetworkSource]
 ) -> Part:
     """The critic: a value head model, initialized from the reward model if that reads the policy's tokens, else from
     the policy."""

@@ -71,7 +71,6 @@ class TextGeneration(NetworkKit[TextGenerationOptions, Tokenizer]):
     def prepare(
         self, options: TextGenerationOptions, inputs: Inputs, rendezvous: Rendezvous, *, is_evaluation: bool
     ) -> Prepared[TextGenerationOptions, Tokenizer]:
-        """Text, tokenizer and network."""
         named, held = datasets(options, inputs, is_evaluation=is_evaluation)
         train = _source(named, options, open_text if is_evaluation else open_training_text)
         evaluation = _source(held, options)
@@ -91,10 +90,7 @@ class TextGeneration(NetworkKit[TextGenerationOptions, Tokenizer]):
         source = source.fitted(tokenizer)
         # Token caches are built by one rank, before ranks wait for one another.
         is_shown = options.trainer.progress and not is_evaluation
-        with (
-            rendezvous.local_rank_zero_first(),
-            show_progress("tokenizing, bytes", enabled=is_shown) as progress,
-        ):
+        with rendezvous.local_rank_zero_first(), show_progress("tokenizing, bytes", enabled=is_shown) as progress:
             corpus = load_corpus(train, evaluation, tokenizer, options.data, options.seed, progress)
         recorded = to_dict(options) | ({} if source.config is None else {"model": source.recorded()})
 
@@ -144,23 +140,19 @@ class TextGeneration(NetworkKit[TextGenerationOptions, Tokenizer]):
         return TracedTask(options=options, num_blocks=config.num_layers, kinds=kinds, step=step)
 
     def load_dtype(self, options: TextGenerationOptions) -> LoadDtype:
-        """`inference.dtype`."""
         return options.inference.dtype
 
     def export_program(self, options: TextGenerationOptions) -> list[Path]:
-        """Write the programs of the model under `options.checkpoint` into the folder `options.output_dir`."""
         return export_programs(self, options, use_cache=options.use_cache)
 
     def open_pipeline(
         self, model: nn.Module, tokenizer: Tokenizer, options: TextGenerationOptions
     ) -> TextGenerationPipeline:
-        """The text generation pipeline."""
         return TextGenerationPipeline(model, tokenizer, options.inference, _adapters(model, options))
 
     def open_service(
         self, model: nn.Module, tokenizer: Tokenizer, name: str, options: TextGenerationOptions
     ) -> Service:
-        """The OpenAI-compatible service."""
         adapters = _adapters(model, options)
         engine = Engine(model, options.inference.engine, stop_ids=tokenizer.eos_ids, adapters=adapters)
         texts = TextEngine(engine, tokenizer)
@@ -170,7 +162,6 @@ class TextGeneration(NetworkKit[TextGenerationOptions, Tokenizer]):
         return Service(texts, name, defaults, options.serve, pooling)
 
     def new_app(self, service: Service) -> Any:
-        """The routes of that service."""
         return create_app(service)
 
     def evaluate_benchmarks(self, options: TextGenerationOptions, load_model: LoadModel) -> dict[str, float]:
@@ -216,7 +207,6 @@ class TextGeneration(NetworkKit[TextGenerationOptions, Tokenizer]):
         return target
 
     def next_steps(self, folder: Path) -> list[str]:
-        """Commands to try after a run."""
         return [
             f'kitforge generate checkpoint={folder} prompt="Once upon a time"',
             f"kitforge evaluate checkpoint={folder} data.eval=FILE",

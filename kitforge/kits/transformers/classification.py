@@ -277,5 +277,4 @@ class TextClassification(LabellingKit[TextClassificationOptions]):
         return ScoreService(network, pipeline.pair_scores, name, options.serve)
 
     def export_program(self, options: TextClassificationOptions) -> list[Path]:
-        """Write the programs of the model under `options.checkpoint` into the folder `options.output_dir`."""
         return export_programs(self, options)

@@ -130,7 +130,6 @@ class EmbeddingTask(RowTask):
     MAX_TOKENS = None
 
     def parameter_groups(self, model: nn.Module, weight_decay: float) -> list[ParameterGroup]:
-        """Weight decay for matrices only: not for embeddings, norms and biases."""
         return decay_groups(model.named_parameters(), weight_decay=weight_decay, no_decay=table_names(model))
 
     def metric_for_best(self) -> BestMetric:
@@ -304,7 +303,6 @@ class SavePooling(Callback):
         self._pooling = pooling
 
     def on_event(self, event: Event, run: RunContext) -> None:
-        """At the start."""
         if event.kind == "start" and run.folder is not None and run.world.rank == 0:
             geometry = cast(CausalLM, run.model).geometry
             write_pooling(run.folder, self._pooling, geometry.dim, geometry.max_length)
@@ -321,7 +319,6 @@ class Embedding(TextKit[EmbeddingOptions]):
     def prepare(
         self, options: EmbeddingOptions, inputs: Inputs, rendezvous: Rendezvous, *, is_evaluation: bool
     ) -> Prepared[EmbeddingOptions, Tokenizer]:
-        """Rows, tokenizer and network."""
         train, evaluation = self.required_datasets(options, inputs, "rows of texts", is_evaluation=is_evaluation)
         if inputs.model is not None and not isinstance(inputs.model, CausalLM):
             got, expected = type(inputs.model).__name__, "a language model"
@@ -349,7 +346,6 @@ class Embedding(TextKit[EmbeddingOptions]):
         return model_folder.open_model(folder, open_run, reads_head=False)
 
     def open_pipeline(self, model: nn.Module, processor: Tokenizer, options: EmbeddingOptions) -> EmbeddingPipeline:
-        """What embeds texts."""
         return EmbeddingPipeline(model, processor, options, _pooling_of(options))
 
     def save(

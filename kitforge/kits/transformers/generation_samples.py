@@ -31,7 +31,6 @@ class GenerationSamples(Callback):
         self._is_reported = False
 
     def on_event(self, event: Event, run: RunContext) -> None:
-        """Save the tokenizer at the start, generate after an evaluation."""
         is_first = run.world.rank == 0
         if event.kind == "start" and run.folder is not None and is_first:
             self._tokenizer.save(run.folder / TOKENIZER_FOLDER)

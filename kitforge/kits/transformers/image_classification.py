@@ -240,7 +240,6 @@ class ImageClassificationTask(ClassifierTask):
     the step, of which the augmentation of an image is a function."""
 
     def parameter_groups(self, model: nn.Module, weight_decay: float) -> list[ParameterGroup]:
-        """Weight decay for matrices only: not for positions, the class token, norms and biases."""
         tables = [name for name in ("class_token", "position") if hasattr(model, name)]
         trained = {name for name, each in model.named_parameters() if each.requires_grad}
         heads = [name for name in trained if name == f"{CLASSIFIER}weight"]
@@ -297,7 +296,6 @@ class ImageClassification(NetworkKit[ImageClassificationOptions, ImageProcessor]
     def prepare(
         self, options: ImageClassificationOptions, inputs: Inputs, rendezvous: Rendezvous, *, is_evaluation: bool
     ) -> Prepared[ImageClassificationOptions, ImageProcessor]:
-        """Images, labels and network."""
         train, evaluation = self.required_datasets(options, inputs, "images", is_evaluation=is_evaluation)
         if inputs.model is not None:
             expected = "a vision transformer: vit"
@@ -331,17 +329,14 @@ class ImageClassification(NetworkKit[ImageClassificationOptions, ImageProcessor]
         )
 
     def open_model(self, folder: Path, open_run: OpenCheckpoint = find_checkpoint) -> StoredModel:
-        """The model of a folder, with the normalization of its images; no weight is read yet."""
         return open_vision(folder, open_run)
 
     def find_processor(self, folder: Path) -> ImageProcessor:
-        """What prepares images for the model of a folder."""
         return ImageProcessor(cast(Any, self.open_model(folder).config))
 
     def save(
         self, source: nn.Module | Run | Path, folder: Path, processor: Any, dtype: ExportDtype | None = None
     ) -> None:
-        """Write a Hugging Face folder, adapters merged, with the configuration of its image processor."""
         del processor
         home = source.folder if isinstance(source, Run) else source
         if isinstance(home, nn.Module):
@@ -364,7 +359,6 @@ class ImageClassification(NetworkKit[ImageClassificationOptions, ImageProcessor]
     def open_pipeline(
         self, model: nn.Module, processor: ImageProcessor, options: ImageClassificationOptions
     ) -> ImageClassificationPipeline:
-        """What labels images."""
         del processor, options
         return ImageClassificationPipeline(model)
 

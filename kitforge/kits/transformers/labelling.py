@@ -34,13 +34,7 @@ from kitforge.foundation.errors import ConfigError, DataError, ModelError
 from kitforge.foundation.log import logger
 from kitforge.foundation.types import OnInvalid
 from kitforge.kits.kit import Prepared, RunInputs, expect_network
-from kitforge.kits.language_model import (
-    ADAPTER,
-    SaveAdapter,
-    SaveTokenizer,
-    TokenizedOptions,
-    check_whole_rows,
-)
+from kitforge.kits.language_model import ADAPTER, SaveAdapter, SaveTokenizer, TokenizedOptions, check_whole_rows
 from kitforge.kits.network_source import HeadSource, NetworkSource, find_run_tokenizer
 from kitforge.kits.transformers.rows import ClassifierTask, RowSplits
 from kitforge.kits.transformers.text_kit import TextKit, row_corpus
@@ -230,7 +224,6 @@ class HeadedTask(ClassifierTask, ABC):
     """Cross entropy of labels that a head gives."""
 
     def parameter_groups(self, model: nn.Module, weight_decay: float) -> list[ParameterGroup]:
-        """Weight decay for matrices only: not for embeddings, norms and biases."""
         tables = table_names(model)
         return decay_groups(model.named_parameters(), weight_decay=weight_decay, no_decay=tables, heads=[HEAD])
 
@@ -280,7 +273,6 @@ class LabellingKit(TextKit[HeadedOptionsT]):
     def prepare(
         self, options: HeadedOptionsT, inputs: Inputs, rendezvous: Rendezvous, *, is_evaluation: bool
     ) -> Prepared[HeadedOptionsT, Tokenizer]:
-        """Rows and labels, tokenizer and network."""
         train, evaluation = self.required_datasets(options, inputs, "labelled rows", is_evaluation=is_evaluation)
         given = inputs.model
         if given is not None and not isinstance(given, (HeadedModel, CausalLM)):
@@ -336,7 +328,6 @@ class LabellingKit(TextKit[HeadedOptionsT]):
     def load(
         self, folder: Path, device: torch.device, level: CompileLevel = "O1", dtype: LoadDtype = "fp32"
     ) -> nn.Module:
-        """The classifier of a run folder, a step folder or a Hugging Face folder, adapters merged."""
         stored = self.open_model(folder)
         if HEAD not in stored.head:
             raise ModelError("there is no classifier here", got=folder, expected=f"a run of {self.OPTIONS().task}")
@@ -354,7 +345,6 @@ class LabellingKit(TextKit[HeadedOptionsT]):
         return _open_headed(folder, self.SUFFIX, open_run)
 
     def open_pipeline(self, model: nn.Module, processor: Tokenizer, options: HeadedOptionsT) -> LabellingPipeline[Any]:
-        """What labels texts."""
         expected = f"the model of a run of {self.OPTIONS().task}"
         network = expect_network(model, self.MODEL, f"this model does not label {self.LABELLED}", expected)
         return self.PIPELINE(network, processor, options)

@@ -108,7 +108,6 @@ class MaskedLMTask(RowTask):
         self._mask, self._vocab = MaskToken.of(tokenizer).number, tokenizer.vocab_size
 
     def parameter_groups(self, model: nn.Module, weight_decay: float) -> list[ParameterGroup]:
-        """Weight decay for matrices only: not for embeddings, norms and biases."""
         return decay_groups(model.named_parameters(), weight_decay=weight_decay, no_decay=table_names(model))
 
     def count(self, step: Sequence[MicroBatch]) -> Sums:
@@ -224,7 +223,6 @@ class MaskedLM(TextKit[MaskedLMOptions]):
     def prepare(
         self, options: MaskedLMOptions, inputs: Inputs, rendezvous: Rendezvous, *, is_evaluation: bool
     ) -> Prepared[MaskedLMOptions, Tokenizer]:
-        """Rows, tokenizer and network."""
         train, evaluation = self.required_datasets(options, inputs, "texts", is_evaluation=is_evaluation)
         if inputs.model is not None:
             expect_network(inputs.model, Encoder, "this network learns no masked tokens", "an encoder, such as bert")
@@ -254,5 +252,4 @@ class MaskedLM(TextKit[MaskedLMOptions]):
         return self.prepared(options, source, tokenizer, data.fingerprint, task)
 
     def open_pipeline(self, model: nn.Module, processor: Tokenizer, options: MaskedLMOptions) -> FillMaskPipeline:
-        """What fills masks."""
         return FillMaskPipeline(model, processor, options)

@@ -49,14 +49,7 @@ _KEYS = KnownKeys(
     },
     # All images become RGB, as `load_image` of transformers makes them.
     unused=frozenset(
-        {
-            "device",
-            "disable_grouping",
-            "do_convert_rgb",
-            "input_data_format",
-            "processor_class",
-            "return_tensors",
-        }
+        {"device", "disable_grouping", "do_convert_rgb", "input_data_format", "processor_class", "return_tensors"}
     ),
     unused_names=re.compile(r"_.*|.*_version"),
 )

@@ -216,7 +216,6 @@ class QuestionAnsweringTask(HeadedTask):
     _options: QuestionAnsweringOptions
 
     def metric_for_best(self) -> BestMetric:
-        """F1 of the words."""
         return BestMetric(name="eval/f1", mode="max")
 
     def count(self, step: Sequence[MicroBatch]) -> Sums:
@@ -343,8 +342,6 @@ class QuestionAnswering(LabellingKit[QuestionAnsweringOptions]):
         return replace(stored, labels=LABELS) if HEAD in stored.head else stored
 
     def predict_file(self, options: QuestionAnsweringOptions, load_model: LoadModel) -> Path:
-        """Write each row of `data.eval` with the columns of `QuestionAnsweringPipeline.predictions` to `output`."""
-
         def opened(model: nn.Module, folder: Path) -> Predict[dict[str, Any]]:
             answer = self.open_pipeline(model, stored_tokenizer(folder), options).predictions
             return lambda rows: (row | added for row, added in zip(rows, answer(rows), strict=True))

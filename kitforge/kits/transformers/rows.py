@@ -108,11 +108,7 @@ class RowTask(DatasetTask, ABC):
     MAX_TOKENS: ClassVar[int | None] = CPU_TOKENS
 
     def __init__(
-        self,
-        options: NetworkOptions,
-        data: RowSplits[Any],
-        build: Callable[[World], nn.Module],
-        world: World,
+        self, options: NetworkOptions, data: RowSplits[Any], build: Callable[[World], nn.Module], world: World
     ) -> None:
         self._options, self._rows = options, data
         schedule = batch_schedule(
@@ -133,7 +129,6 @@ class RowTask(DatasetTask, ABC):
             yield from prefetched
 
     def eval_micro_batches(self, model: nn.Module) -> Iterator[MicroBatch]:
-        """This rank's evaluation rows."""
         for batch in self._schedule.eval_batches(len(self._rows.eval)):
             yield from self._micro_batches(self._rows.eval, batch, 0, 0)
 

@@ -201,7 +201,6 @@ class Seq2SeqTask(RowTask):
         self._tokenizer = tokenizer
 
     def parameter_groups(self, model: nn.Module, weight_decay: float) -> list[ParameterGroup]:
-        """Weight decay for matrices only: not for embeddings, the head, relative biases and norms."""
         return decay_groups(model.named_parameters(), weight_decay=weight_decay, no_decay=table_names(model))
 
     def count(self, step: Sequence[MicroBatch]) -> Sums:
@@ -212,7 +211,6 @@ class Seq2SeqTask(RowTask):
         return {"loss": tokens, "samples": rows, "tokens": tokens, "input_tokens": inputs + tokens}
 
     def loss(self, model: nn.Module, micro_batch: MicroBatch) -> Sums:
-        """The sum of cross entropies."""
         return {"loss": self._loss(model, micro_batch, self.dropout_key(micro_batch) if model.training else None)}
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
@@ -311,7 +309,6 @@ class Seq2Seq(TextKit[Seq2SeqOptions]):
     def prepare(
         self, options: Seq2SeqOptions, inputs: Inputs, rendezvous: Rendezvous, *, is_evaluation: bool
     ) -> Prepared[Seq2SeqOptions, Tokenizer]:
-        """Pairs, tokenizer and network."""
         train, evaluation = self.required_datasets(options, inputs, "pairs", is_evaluation=is_evaluation)
         if inputs.model is not None:
             expected = "an encoder-decoder, such as t5"
@@ -337,11 +334,9 @@ class Seq2Seq(TextKit[Seq2SeqOptions]):
         return self.prepared(options, source, tokenizer, data.fingerprint, task)
 
     def export_program(self, options: Seq2SeqOptions) -> list[Path]:
-        """Write the programs of the model under `options.checkpoint` into the folder `options.output_dir`."""
         return export_programs(self, options)
 
     def open_pipeline(self, model: nn.Module, processor: Tokenizer, options: Seq2SeqOptions) -> Seq2SeqPipeline:
-        """The translation or summarization pipeline."""
         return Seq2SeqPipeline(model, processor, options)
 
 

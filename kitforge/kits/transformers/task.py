@@ -45,16 +45,13 @@ class TextGenerationTask(DatasetTask):
         self._positions: dict[str, Position] = {}  # of the lanes of a stream, after the last step that was yielded
 
     def parameter_groups(self, model: nn.Module, weight_decay: float) -> list[ParameterGroup]:
-        """Weight decay for matrices only: not for embeddings, the head, norms and biases."""
         return decay_groups(model.named_parameters(), weight_decay=weight_decay, no_decay=table_names(model))
 
     def data_sizes(self) -> dict[str, int]:
-        """Rows, and the tokens of all of them."""
         sizes = super().data_sizes()
         return {"tokens": sizes["rows"] * self._options.data.sequence_length, **sizes}
 
     def num_steps(self, epochs: float) -> int | None:
-        """Steps in that many passes over the rows; the last one may be smaller."""
         if self._corpus.stream is not None:
             return None
         self._train_rows()
@@ -83,7 +80,6 @@ class TextGenerationTask(DatasetTask):
         return packed_inputs(micro_batch, self.dropout_key(micro_batch), self._world.device)
 
     def loss_of(self, model: nn.Module, hidden: Tensor, micro_batch: MicroBatch) -> Sums:
-        """The sum of cross entropies over the valid targets."""
         return token_cross_entropy(model, hidden, micro_batch["targets"])
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
@@ -101,7 +97,6 @@ class TextGenerationTask(DatasetTask):
         return super().state() | {"stream": positions}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Refuse to go on over other tokens than those the run began with."""
         super().load_state(state)
         self._positions = state.get("stream", {})
         num_lanes = 0 if self._corpus.stream is None else self._corpus.stream.num_lanes
@@ -156,7 +151,6 @@ class TextGenerationTask(DatasetTask):
         return {**drop_trivial_columns({name: column[part] for name, column in gathered.items()}), "step": step}
 
     def eval_micro_batches(self, model: nn.Module) -> Iterator[MicroBatch]:
-        """This rank's evaluation rows."""
         rows = self._corpus.eval
         assert rows is not None
         for indices in self._schedule.eval_shards(rows.num_rows):

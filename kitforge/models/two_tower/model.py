@@ -48,21 +48,13 @@ class TwoTowerConfig(RecommenderConfig):
             for name in names:
                 kinds = "features of the data other than crosses" if name in shape.crosses else "features of the data"
                 check(name in known, f"model.{side}", name, f"{kinds}: {', '.join(known)}")
-        check(
-            self.item[0] in shape.categorical,
-            "model.item",
-            self.item[0],
-            "first the categorical item id",
-        )
+        check(self.item[0] in shape.categorical, "model.item", self.item[0], "first the categorical item id")
         lookups = []
         for side in SIDES:
             names = tuple(name for name in getattr(self, side) if name in shape.categorical)
             lookups += [EmbeddingLookup(name=side, features=names, dim=self.dim)] if names else []
         sequences = (name for name in (*self.user, *self.item) if name in shape.sequences)
-        return (
-            *lookups,
-            *(sequence_lookup(name, self.dim, SIDES, shape) for name in sequences),
-        )
+        return (*lookups, *(sequence_lookup(name, self.dim, SIDES, shape) for name in sequences))
 
     def items(self, shape: SampleShape) -> str:
         """The categorical item id. Raises ConfigError for features that the data do not have."""
@@ -70,7 +62,6 @@ class TwoTowerConfig(RecommenderConfig):
         return self.item[0]
 
     def is_of(self, part: str, lookup: EmbeddingLookup) -> bool:
-        """Whether a tower reads a lookup."""
         return lookup.name == part if lookup.pooling != "sequence" else lookup.features[0] in getattr(self, part)
 
     def dense_features(self, shape: SampleShape) -> tuple[str, ...]:

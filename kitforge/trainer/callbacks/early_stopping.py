@@ -34,5 +34,4 @@ class EarlyStopping(Callback):
         return {"num_without_improvement": self._num_without_improvement}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restore `state`."""
         self._num_without_improvement = state["num_without_improvement"]

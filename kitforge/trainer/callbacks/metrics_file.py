@@ -16,7 +16,6 @@ class MetricsFile(Callback):
         self.path = path
 
     def on_event(self, event: Event, run: RunContext) -> None:
-        """Append the record of the event, if it has one."""
         if event.kind == "start":
             is_fresh = run.state.cursor.step == 0 and run.state.last_eval_step is None
             _truncate_after(self.path, -1 if is_fresh else run.state.cursor.step)

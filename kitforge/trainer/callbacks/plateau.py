@@ -7,7 +7,6 @@ class PlateauCallback(Callback):
     """For `schedule.name=plateau`. The factor is part of the training state."""
 
     def on_event(self, event: Event, run: RunContext) -> None:
-        """Pass an evaluation to the schedule."""
         if event.kind != "evaluate" or run.options.metric_for_best not in event.record:
             return
         value = event.record[run.options.metric_for_best]

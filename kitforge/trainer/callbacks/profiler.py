@@ -30,7 +30,6 @@ class Profiler(Callback):
         self._profile: torch.profiler.profile | None = None
 
     def on_event(self, event: Event, run: RunContext) -> None:
-        """Start before the first of the steps, mark the end of each, and stop after the last or at the end."""
         if event.kind == "start":
             self._run = run.world.broadcast_object(uuid.uuid4().hex[:12])
         elif event.kind == "step":

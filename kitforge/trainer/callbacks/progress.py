@@ -27,7 +27,6 @@ class ProgressDisplay(Callback):
         self._last_line = 0.0
 
     def on_event(self, event: Event, run: RunContext) -> None:
-        """Display the event."""
         if event.kind == "start" and console.is_terminal:
             self._start(run)
         elif event.kind == "log":

@@ -21,7 +21,6 @@ class WandbCallback(Callback):
         self._config = config
 
     def on_event(self, event: Event, run: RunContext) -> None:
-        """Start, log, finish."""
         if event.kind == "start":
             name = None if run.folder is None else run.folder.name
             self._wandb.init(project=self._project, name=name, config=self._config, dir=run.folder)

@@ -38,13 +38,13 @@ class DeviceHashMap:
     def __len__(self) -> int:
         return int((self._cells > 0).sum())
 
-    def lookup(self, keys: Tensor, marks: Tensor | None = None, mark: int = 0) -> Tensor:  # noqa: D102
+    def lookup(self, keys: Tensor, marks: Tensor | None = None, mark: int = 0) -> Tensor:
         slots = self._slots_in(self._find(keys))
         if marks is not None:
             marks[slots[slots >= 0]] = mark
         return slots
 
-    def insert(self, keys: Tensor, slots: Tensor) -> Tensor:  # noqa: D102
+    def insert(self, keys: Tensor, slots: Tensor) -> Tensor:
         if not len(keys):
             return torch.empty_like(keys)
         self._make_room(keys.device, len(keys))
@@ -55,10 +55,10 @@ class DeviceHashMap:
         self._num_used += len(keys)
         return before
 
-    def replace(self, keys: Tensor, slots: Tensor) -> None:  # noqa: D102
+    def replace(self, keys: Tensor, slots: Tensor) -> None:
         self.insert(keys, slots)
 
-    def remove(self, keys: Tensor) -> Tensor:  # noqa: D102
+    def remove(self, keys: Tensor) -> Tensor:
         cells = self._find(keys)
         before = self._slots_in(cells)
         if self._num_used:
@@ -66,13 +66,13 @@ class DeviceHashMap:
             self._cells[torch.where(cells < 0, len(self._keys), cells)] = _REMOVED
         return before
 
-    def items(self) -> tuple[Tensor, Tensor]:  # noqa: D102
+    def items(self) -> tuple[Tensor, Tensor]:
         cells = self._cells[: len(self._keys)]
         is_full = cells > 0
         keys, order = self._keys[is_full].sort()
         return keys, cells[is_full][order].long() - 1
 
-    def find_distinct(self, ids: Tensor, bound: int | None = None) -> FoundIds:  # noqa: D102
+    def find_distinct(self, ids: Tensor, bound: int | None = None) -> FoundIds:
         if not can_number(ids):
             return found_among(self, *unique(ids), bound)
         ids = ids.contiguous()

@@ -25,7 +25,7 @@ class Gated(torch.autograd.Function):
     """`activation(gate) * up`; `activation_backward(grad, gate)` is the gradient of the activation."""
 
     @staticmethod
-    def forward(  # noqa: D102
+    def forward(
         ctx: Any,
         gate: Tensor,
         up: Tensor,
@@ -38,6 +38,6 @@ class Gated(torch.autograd.Function):
 
     @staticmethod
     @by_hand(lambda ctx: (ctx.saved_tensors, lambda gate, up: ctx.functions[0](gate) * up))
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:  # noqa: D102
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         (gate, up), (activation, activation_backward) = ctx.saved_tensors, ctx.functions
         return activation_backward(grad * up, gate), activation(gate).mul_(grad), None, None

@@ -193,11 +193,9 @@ class RecommenderService(HttpService):
         self.threads = (self.worker, *refreshers)
 
     def status(self) -> dict[str, Any]:
-        """The response of /health, beside `status`."""
         return {"model": self.name, "step": self.version.step}
 
     async def rendered_metrics(self) -> tuple[bytes, str]:
-        """The response of /metrics, and its content type."""
         self.metrics.num_live = self.num_active
         return self.metrics.rendered()
 

@@ -82,12 +82,7 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        row_weights: Tensor,
-        heads: Heads,
-        divergence: Divergence,
+        ctx: Any, hidden: Tensor, weight: Tensor, row_weights: Tensor, heads: Heads, divergence: Divergence
     ) -> tuple[Tensor, Tensor]:
         exact = torch.promote_types(hidden.dtype, torch.float32)
         needs = ctx.needs_input_grad[:2]

@@ -48,7 +48,6 @@ class ComparedTask(RolloutTask, ABC):
         return model
 
     def state(self) -> dict[str, Any]:
-        """See `RolloutTask`; and the fingerprint of the frozen model."""
         return super().state() | {self.ROLE: self._fingerprint}
 
     def load_state(self, state: dict[str, Any]) -> None:

@@ -49,7 +49,6 @@ class OnlineDPOTask(ComparedTask):
         return rows, (margins.amax(1) > 0) & batch.keep_mask[rows].all(1)
 
     def _micro_batches(self, batch: RolloutBatch, number: int, update: int) -> list[MicroBatch]:
-        """This rank's part of the pairs of one minibatch. Every epoch shuffles the prompts anew."""
         rl = self._options.rl
         epoch, part = divmod(update, rl.num_minibatches)
         rows, has_pair = self._pairs(batch)
@@ -74,7 +73,6 @@ class OnlineDPOTask(ComparedTask):
         return {"loss": pairs, "samples": pairs, **metrics}
 
     def loss(self, model: nn.Module, micro_batch: MicroBatch) -> Sums:
-        """See `preference_sums`."""
         means = {name: each * micro_batch["metric_weight"] for name, each in micro_batch["metrics"].items()}
         sums = preference_sums(model, micro_batch, self._frozen, self._options.preference)
         return {**sums, **{name: torch.tensor(each, dtype=torch.float64) for name, each in means.items()}}

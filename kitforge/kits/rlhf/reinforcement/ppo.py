@@ -127,7 +127,6 @@ class RolloutTask(Task, ABC):
         return self._collector.prepare(build)
 
     def on_run_end(self) -> None:
-        """End the threads of rollouts and rewards."""
         self._collector.close()
 
     def steps(self, model: nn.Module, cursor: Cursor) -> Iterator[list[MicroBatch]]:
@@ -266,15 +265,12 @@ class RolloutTask(Task, ABC):
         return {f"eval/{name}": value for name, value in kept.items()}
 
     def parameter_groups(self, model: nn.Module, weight_decay: float) -> list[ParameterGroup]:
-        """Matrices decay; embeddings, heads, norms and biases do not."""
         return actor_critic_groups(model, weight_decay, self._options.critic)
 
     def data_sizes(self) -> dict[str, int]:
-        """Prompts."""
         return {"prompts": len(self._rows.train), "evaluation prompts": len(self._rows.eval)}
 
     def num_steps(self, epochs: float) -> int | None:
-        """Updates in that many passes over the prompts."""
         batches = math.ceil(len(self._rows.train) * epochs / self._options.rl.prompts_per_rollout)
         return batches * self._options.rl.updates_per_rollout
 

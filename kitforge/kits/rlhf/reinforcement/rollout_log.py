@@ -29,7 +29,6 @@ class RolloutLog(Callback):
         self._written: int | None = None
 
     def on_event(self, event: Event, run: RunContext) -> None:
-        """After a step."""
         found = self._task.collected
         if event.kind != "step" or run.folder is None or run.world.rank > 0 or found is None:
             return
@@ -129,7 +128,6 @@ class SampleLogger(Callback):
         self._tokenizer = tokenizer
 
     def on_event(self, event: Event, run: RunContext) -> None:
-        """After an evaluation."""
         if event.kind != "evaluate" or run.folder is None or run.world.rank > 0:
             return
         step = run.state.cursor.step

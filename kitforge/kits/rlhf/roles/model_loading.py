@@ -27,25 +27,10 @@ from kitforge.foundation.log import logger
 from kitforge.foundation.types import Region
 from kitforge.kits.kit import RunInputs
 from kitforge.kits.language_model import LoraOptions
-from kitforge.kits.network_source import (
-    HeadSource,
-    NetworkSource,
-    alias_weights,
-    given_tokenizer,
-)
+from kitforge.kits.network_source import HeadSource, NetworkSource, alias_weights, given_tokenizer
 from kitforge.kits.rlhf.config import StageOptions
-from kitforge.kits.rlhf.roles.model_copy import (
-    fingerprint,
-    model_fingerprint,
-    weight_digest,
-)
-from kitforge.kits.rlhf.roles.value_head import (
-    ValueHeadModel,
-    complete_head,
-    init_head,
-    normalized_head,
-    policy_of,
-)
+from kitforge.kits.rlhf.roles.model_copy import fingerprint, model_fingerprint, weight_digest
+from kitforge.kits.rlhf.roles.value_head import ValueHeadModel, complete_head, init_head, normalized_head, policy_of
 from kitforge.models import loading as model_folder
 from kitforge.models.catalog import config_of_network
 from kitforge.models.loading import OpenCheckpoint, StoredModel, build_on_meta

@@ -82,7 +82,6 @@ class DisableDropout(Callback):
         self._rates: set[float] = set()
 
     def on_event(self, event: Event, run: Running) -> None:
-        """Disable at the start; log after the first step."""
         if event.kind == "start":
             self._rates = _dropout_rates(run.model)
             for layer in run.model.modules():

@@ -28,7 +28,6 @@ class PreferenceTask(PairTask[PreferenceOptions]):
     """Preference optimisation. Dropout is off for policy and reference."""
 
     def loss(self, model: nn.Module, micro_batch: MicroBatch) -> Sums:
-        """See `preference_sums`."""
         return preference_sums(model, micro_batch, self._reference_model, self._options.preference)
 
 

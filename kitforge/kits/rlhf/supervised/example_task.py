@@ -44,22 +44,18 @@ class ExampleTask(DatasetTask, Generic[Options, Row]):
         """This rank's micro-batches of the rows of a batch; `step` is 0 in evaluation."""
 
     def build(self, world: World) -> nn.Module:
-        """The sharded network, on the device."""
         model = super().build(world)
         self._reference_model.hold_in(self._options.precision, model)
         return model
 
     def parameter_groups(self, model: nn.Module, weight_decay: float) -> list[ParameterGroup]:
-        """Matrices decay; embeddings, the head, norms and biases do not."""
         return decoder_groups(model, weight_decay)
 
     def steps(self, model: nn.Module, cursor: Cursor) -> Iterator[list[MicroBatch]]:
-        """Batches from the cursor on."""
         for step, batch in enumerate(self._schedule.batches(cursor.samples), start=cursor.step):
             yield self.micro_batches(model, [self._rows.train[index] for index in batch.rows], step)
 
     def eval_micro_batches(self, model: nn.Module) -> Iterator[MicroBatch]:
-        """This rank's micro-batches of the evaluation rows."""
         rows = self._rows.eval
         for batch in self._schedule.eval_batches(len(rows)):
             yield from self.micro_batches(model, [rows[index] for index in batch], 0)
@@ -78,7 +74,6 @@ class PairTask(ExampleTask[Options, PreferencePair], ABC):
     """A task over preference pairs. Micro-batches are those of `pair_batches`."""
 
     def micro_batches(self, model: nn.Module, rows: Sequence[PreferencePair], step: int) -> list[MicroBatch]:
-        """See `pair_batches`."""
         return pair_batches(rows, self._schedule, self._rows.pad_id)
 
     def count(self, step: Sequence[MicroBatch]) -> Sums:

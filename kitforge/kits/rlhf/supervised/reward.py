@@ -78,7 +78,6 @@ class NormalizeRewards(Callback):
         self._task = task
 
     def on_event(self, event: Event, run: RunContext) -> None:
-        """Update at evaluations, before a checkpoint and at the end."""
         if event.kind in ("evaluate", "checkpoint") or can_save_at_end(event, run):
             self._task.normalize(run.model)
             run.state.parallel.reshard()

@@ -26,7 +26,6 @@ class SFTTask(ExampleTask[SFTOptions, TokenizedExample]):
     """
 
     def micro_batches(self, model: nn.Module, rows: Sequence[TokenizedExample], step: int) -> list[MicroBatch]:
-        """The micro-batches of this rank."""
         whole = pack_examples(rows, self._rows.pad_id, packing=self._options.packing)
         num_rows, width = whole["tokens"].shape
         parts = self._schedule.length_buckets([width] * num_rows)
@@ -45,7 +44,6 @@ class SFTTask(ExampleTask[SFTOptions, TokenizedExample]):
         return packed_inputs(micro_batch, dropout_key, self._world.device)
 
     def loss_of(self, model: nn.Module, hidden: Tensor, micro_batch: MicroBatch) -> Sums:
-        """The sum of cross-entropies over the trained tokens."""
         return token_cross_entropy(model, hidden, micro_batch["targets"])
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
