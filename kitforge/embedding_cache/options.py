@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from kitforge.embedding_cache.store import RowStore
-from kitforge.foundation.config import INTERNAL, check, check_choice
+from kitforge.foundation.config import INTERNAL, check, check_choice, check_least
 
 PolicyName = Literal["lru", "lfu", "lookahead"]
 AdmissionName = Literal["always", "count", "probability"]
@@ -25,10 +25,9 @@ class PolicyOptions:
     window: int = field(default=8, metadata=INTERNAL)
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for a value out of range."""
         check_choice("cache.policy.name", self.name, PolicyName)
         check(0 < self.half_life < math.inf, "cache.policy.half_life", self.half_life, "a number of batches above 0")
-        check(self.window >= 1, "cache.policy.window", self.window, "a whole number of at least 1")
+        check_least("cache.policy", self, 1, "window")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +47,6 @@ class AdmissionOptions:
     age: int | None = field(default=10_000, metadata=INTERNAL)
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for a value out of range."""
         check_choice("cache.admission.name", self.name, AdmissionName)
         check(1 <= self.count <= MAX_COUNT, "cache.admission.count", self.count, f"from 1 to {MAX_COUNT:,}")
         check(self.age is None or self.age >= 1, "cache.admission.age", self.age, "a number of steps, or none")
@@ -70,8 +68,7 @@ class ExpiryOptions:
     min_norm: float | None = None  # Euclidean norm of the embedding, below which it expires
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for a value out of range."""
-        check(self.every >= 0, "cache.expiry.every", self.every, "a whole number of at least 0")
+        check_least("cache.expiry", self, 0, "every")
         for name in ("max_age", "min_updates", "min_norm"):
             bound = getattr(self, name)
             check(bound is None or bound > 0, f"cache.expiry.{name}", bound, "above 0, or none")
@@ -95,7 +92,6 @@ class RemoteOptions:
     batch_rows: int = 4096  # rows of one command; the server serves others in between
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for a value out of range."""
         scheme, mark, address = self.url.partition("://")
         is_known = bool(mark) and scheme in ("redis", "rediss", "unix")
         check(is_known, "cache.remote", scheme if mark else "no scheme", "redis://, rediss:// or unix://")
@@ -106,8 +102,7 @@ class RemoteOptions:
         is_vouched = self.ca_file is None or scheme == "rediss"
         check(is_vouched, "cache.remote_ca_file", self.ca_file, "none without rediss://")
         check(self.timeout > 0, "cache.remote.timeout", self.timeout, "seconds above 0")
-        for name in ("attempts", "batch_rows"):
-            check(getattr(self, name) >= 1, f"cache.remote.{name}", getattr(self, name), "a whole number of at least 1")
+        check_least("cache.remote", self, 1, "attempts", "batch_rows")
         for name in ("first_wait", "longest_wait"):
             check(getattr(self, name) >= 0, f"cache.remote.{name}", getattr(self, name), "seconds, 0 or more")
 
@@ -151,13 +146,11 @@ class CachedEmbeddingOptions:
 
     def __post_init__(self) -> None:
         """Raise ConfigError for a value out of range, or tiers that do not fit one another."""
-        check(self.dim >= 1, "table.dim", self.dim, "a whole number of at least 1")
+        check_least("table", self, 1, "dim")
         check(0 <= self.init_scale < math.inf, "table.init_scale", self.init_scale, "0 or more")
         check(self.mode in ("sum", "mean", None), "table.mode", self.mode, "sum, mean or None")
-        for name in ("num_embeddings", "device_rows", "file_rows"):
-            value = getattr(self, name)
-            check(value is None or value >= 1, f"cache.{name}", value, "a whole number of at least 1, or none")
-        check(self.host_rows is None or self.host_rows >= 0, "cache.host_rows", self.host_rows, "at least 0, or none")
+        check_least("cache", self, 1, "num_embeddings", "device_rows", "file_rows")
+        check_least("cache", self, 0, "host_rows")
         self._check_tiers()
 
     def _check_tiers(self) -> None:

@@ -106,6 +106,13 @@ def check_counts(path: str, values: Mapping[str, int | None], largest: int = 2**
         check(value is None or 1 <= value <= largest, f"{path}.{name}", value, f"a whole number from 1 to {largest}")
 
 
+def check_least(path: str, options: object, least: int, *names: str) -> None:
+    """Raise ConfigError for the first of these fields of `options` that is neither None nor `least` or more."""
+    for name in names:
+        value = getattr(options, name)
+        check(value is None or value >= least, f"{path}.{name}", value, f"a whole number of at least {least}")
+
+
 def check_choice(path: str, name: str, known: Any) -> None:
     """Raise ConfigError unless `name` is one of the values of the Literal `known`."""
     names = typing.get_args(known)

@@ -133,7 +133,6 @@ class BlockManager:
         self._block_hashes = [None] * self.num_blocks
 
     def _cached_prefix(self, sequence: Sequence) -> list[int]:
-        """The blocks of the longest cached prefix."""
         blocks: list[int] = []
         while (len(blocks) + 1) * self.block_size <= len(sequence.tokens):
             block_hash = self._next_block_hash(sequence)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from kitforge.foundation.config import INTERNAL, check
+from kitforge.foundation.config import INTERNAL, check, check_least
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,9 +37,8 @@ class EngineOptions(CacheSizeOptions):
     num_scheduler_steps: int = field(default=4, metadata=INTERNAL)
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "num_scheduler_steps"):
-            value = getattr(self, name)
-            check(value is None or value > 0, f"inference.engine.{name}", value, "a whole number of at least 1")
+        counts = ("block_size", "max_num_seqs", "max_num_batched_tokens", "num_scheduler_steps")
+        check_least("inference.engine", self, 1, *counts)
         size, drafts = self.kv_cache_bytes, self.prompt_lookup_tokens
         check(size is None or size > 0, "inference.engine.kv_cache_bytes", size, "a number of bytes")
         check(drafts >= 0, "inference.engine.prompt_lookup_tokens", drafts, "at least 0")

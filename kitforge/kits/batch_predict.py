@@ -55,13 +55,21 @@ def predict_rows(
     opened: Callable[[nn.Module, Path], Predict[RowT]],
 ) -> Path:
     """Write the lines of the rows of all batches to `options.output`, which appears when all are done. `opened` is
-    given the model and its folder."""
+    given the model and its folder. Raises DataError for a line that JSON cannot hold, and without rows."""
     folder, target = prediction_files(options, "data.eval=ROWS output=predictions.jsonl")
     predict, done = opened(load_model(str(folder), options.device, "fp32"), folder), 0
     with atomic_file(target) as file, show_progress("rows predicted", enabled=options.trainer.progress) as progress:
         for rows in batches:
-            for line in predict(rows):
-                file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
+            file.writelines(map(_json_line, predict(rows)))
             done += len(rows)
             progress(done)
+        if not done:
+            raise DataError("data.eval has no rows", got=options.data.eval, expected="at least one")
     return target
+
+
+def _json_line(line: Mapping[str, Any]) -> bytes:
+    try:
+        return json.dumps(line, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+    except (TypeError, ValueError) as error:
+        raise DataError("a row cannot be written as JSON", got=error) from None

@@ -240,7 +240,6 @@ def write_gguf(
 
 
 def _kind_of(shape: tuple[int, ...], dtype: ExportDtype) -> str:
-    """The tensor type of a weight."""
     if len(shape) == 1:
         return "F32"
     return "F16" if dtype == "q8_0" and shape[-1] % 32 else _KINDS[dtype]

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from kitforge.core.nn.context import DropoutKey
+from kitforge.core.optim.groups import ParameterGroup, network_groups
 from kitforge.core.parallel.world import World
 from kitforge.data.schedule import BatchSchedule
 from kitforge.foundation.errors import ConfigError
@@ -54,6 +55,10 @@ class DatasetTask(Task, ABC):
 
     def build(self, world: World) -> nn.Module:
         return self._build(world)
+
+    def parameter_groups(self, model: nn.Module, weight_decay: float) -> list[ParameterGroup]:
+        """See `network_groups`."""
+        return network_groups(model, weight_decay)
 
     def num_steps(self, epochs: float) -> int | None:
         """Steps in that many passes over the rows; the last one may be smaller. None for a stream."""

@@ -8,7 +8,7 @@ from kitforge.core.kernels.recomputation import Recompute
 from kitforge.core.optim.build import OptimizerConfig
 from kitforge.core.optim.schedules import ScheduleConfig
 from kitforge.core.parallel.config import ParallelConfig
-from kitforge.foundation.config import check
+from kitforge.foundation.config import check, check_least
 from kitforge.foundation.dtype import ExportDtype, Precision
 
 
@@ -53,9 +53,7 @@ class TrainerOptions:
         if isinstance(self.activation_checkpointing, bool):
             object.__setattr__(self, "activation_checkpointing", "full" if self.activation_checkpointing else "none")
         counts = ("max_steps", "micro_batch_size", "log_every", "eval_every", "checkpoint_every", "eval_batches")
-        for name in (*counts, "save_total_limit", "early_stopping"):
-            value = getattr(self, name)
-            check(value is None or value > 0, f"trainer.{name}", value, "a whole number of at least 1")
+        check_least("trainer", self, 1, *counts, "save_total_limit", "early_stopping")
         increments = self.incremental_checkpoints
         check(increments >= 0, "trainer.incremental_checkpoints", increments, "0 or more")
         check(self.epochs is None or self.epochs > 0, "trainer.epochs", self.epochs, "a number above 0")

@@ -57,12 +57,12 @@ def check_micro_batches(case: Case) -> Measured:
             return _weights(assembly.loop.model), {"loss": metrics["loss"]}
 
     whole, metrics = trained(None)
-    way = _distance(whole, before)
+    way = distance_of(whole, before)
     figures = [0.0 if way > 0 else math.inf]
     for size in SIZES:
         split, found = trained(size)
         loss = _furthest(found, metrics)
-        figures += [_distance(split, whole) / (way or math.inf), loss if loss > METRIC_BOUND else 0.0]
+        figures += [distance_of(split, whole) / (way or math.inf), loss if loss > METRIC_BOUND else 0.0]
     return Measured(figure=furthest(figures), **ROUNDING[is_double])
 
 
@@ -119,7 +119,7 @@ def _check_packed_documents(case: Case) -> Measured:
     model.eval()
     packed = _first_gradients(case, changes, model)
     loss = case.evaluate(model, changes | {"trainer.eval_batches": None})["eval/loss"]
-    figures = (_distance(packed, alone) / _norm(alone), relative(loss, float(total.detach()) / count, floor=1e-6))
+    figures = (distance_of(packed, alone) / norm_of(alone), relative(loss, float(total.detach()) / count, floor=1e-6))
     return Measured(figure=furthest(figures), **ROUNDING[is_double])
 
 
@@ -128,7 +128,7 @@ def _check_packed_rows(case: Case) -> Measured:
     model, is_double = case.network()
     together = _first_gradients(case, PRECISE, model)
     alone = _first_gradients(case, {**PRECISE, "trainer.micro_batch_size": 1}, model)
-    figure = _distance(together, alone) / _norm(alone)
+    figure = distance_of(together, alone) / norm_of(alone)
     return Measured(figure=figure, **ROUNDING[is_double])
 
 
@@ -155,15 +155,16 @@ def _gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
 
 
-def _norm(tensors: Mapping[str, Tensor]) -> float:
+def norm_of(tensors: Mapping[str, Tensor]) -> float:
+    """The norm of all tensors, in double."""
     return math.hypot(*(float(each.double().norm()) for each in tensors.values()))
 
 
-def _distance(got: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:
+def distance_of(got: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:
     """The norm of the difference of all tensors; infinite where names differ."""
     if got.keys() != wanted.keys():
         return math.inf
-    return _norm({name: each - wanted[name] for name, each in got.items()})
+    return norm_of({name: each - wanted[name] for name, each in got.items()})
 
 
 def _furthest(got: Mapping[str, float], wanted: Mapping[str, float]) -> float:

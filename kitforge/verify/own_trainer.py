@@ -29,6 +29,7 @@ from kitforge.models.llama.model import LlamaConfig
 from kitforge.models.loading import build
 from kitforge.verify.contract import Contract, Measured, NotOfferedError, furthest
 from kitforge.verify.killing import die_at_operation, die_before_backward
+from kitforge.verify.learning import distance_of, norm_of
 from kitforge.verify.processes import Process
 from kitforge.verify.run_equality import is_equal
 
@@ -216,14 +217,14 @@ def check_own_gradient(own: OwnTrainer) -> Measured:
     none, that rows given twice change nothing, and that it goes downhill; for SGD the gradient itself."""
     batch, other = batches_of(rows(8), 4)
     whole, reached = own.train("whole", [batch] * 3), own.train("other", [batch, batch, other])
-    way = _distance(reached, whole)
+    way = distance_of(reached, whole)
     found = [] if way > 0 else ["the last batch has no effect"]
     for row, position in ((0, 1), (0, -1), (-1, -1)):
         changed = {name: each.clone() for name, each in batch.items()}
         changed["labels"][row, position] = (changed["labels"][row, position] + 1) % NETWORK.vocab_size
-        if not _distance(own.train(f"label {row} {position}", [changed] * 3), whole) > LEAST * way:
+        if not distance_of(own.train(f"label {row} {position}", [changed] * 3), whole) > LEAST * way:
             found.append(f"label {position} of row {row} has no effect")
-    figures = [_distance(own.train("same", [same_in_effect(batch)] * 3), whole) / (way or math.inf)]
+    figures = [distance_of(own.train("same", [same_in_effect(batch)] * 3), whole) / (way or math.inf)]
     first = own.train("first", [batch])
     start, end = known_weights([], 1.0, first), known_weights([batch], 1.0, first)
     if start is not None and end is not None:
@@ -233,7 +234,7 @@ def check_own_gradient(own: OwnTrainer) -> Measured:
         known = known_weights([batch, batch, other], rate, first)
         if known is None:
             raise TypeError("train returned weights whose names are neither the network's nor Hugging Face's")
-        figures.append(_distance(reached, known) / (way or math.inf))
+        figures.append(distance_of(reached, known) / (way or math.inf))
     return own.measured(math.inf if found else furthest(figures), WEIGHTS, "".join(f"; {each}" for each in found))
 
 
@@ -251,12 +252,12 @@ def _faults_of_step(
 ) -> list[str]:
     """What is wrong with the first step; a warmup may begin with none."""
     along = sum(float((each * gradient[name]).sum()) for name, each in step.items())
-    length = _norm(step)
+    length = norm_of(step)
     if length == 0:
         return []
     if not along < 0:
         return ["the first step goes uphill"]
-    if along > -ALONG * length * _norm(gradient):
+    if along > -ALONG * length * norm_of(gradient):
         return []
     rest, still = {}, [name for name, each in step.items() if not each.any() and gradient[name].any()]
     if still:
@@ -265,7 +266,7 @@ def _faults_of_step(
         # Each tensor may have a rate and a weight decay of its own.
         ways = torch.stack([gradient[name].flatten(), start[name].flatten()], dim=1)
         rest[name] = each.flatten() - ways @ torch.linalg.lstsq(ways, each.flatten()).solution
-    aside = _norm(rest) / length
+    aside = norm_of(rest) / length
     return [] if aside < ASIDE else [f"{aside:.1g} of the first step is not along the gradient"]
 
 
@@ -274,8 +275,8 @@ def check_own_micro_batches(own: OwnTrainer) -> Measured:
     batches = batches_of(rows(ROWS), 4)
     before = own.train("start", batches[:1])
     whole = own.train("whole", batches)
-    way = _distance(whole, before)
-    figures = [_distance(own.train(f"parts_{parts}", batches, parts), whole) / (way or math.nan) for parts in (2, 4)]
+    way = distance_of(whole, before)
+    figures = [distance_of(own.train(f"parts_{parts}", batches, parts), whole) / (way or math.nan) for parts in (2, 4)]
     return own.measured(furthest(figures), WEIGHTS)
 
 
@@ -308,9 +309,9 @@ def check_own_packing(own: OwnTrainer) -> Measured:
                 own.train(f"{len(each['labels'])} rows, {steps}", [each] * steps) for each in (alone, packed, rows(4))
             )
             apart, together, others = ways
-            if way := _distance(others, apart):
+            if way := distance_of(others, apart):
                 break
-        found.append(own.measured(_distance(together, apart) / (way or math.nan), WEIGHTS))
+        found.append(own.measured(distance_of(together, apart) / (way or math.nan), WEIGHTS))
     return next((each for each in found if not each.is_held), found[0])
 
 
@@ -371,16 +372,6 @@ def _ended(own: OwnTrainer, name: str, batches: Sequence[Batch], prepare: Callab
 def has_files(folder: Path) -> bool:
     """Whether a file lies there, at any depth."""
     return any(path.is_file() for path in folder.rglob("*"))
-
-
-def _norm(tensors: Mapping[str, Tensor]) -> float:
-    return math.hypot(*(float(each.norm()) for each in tensors.values()))
-
-
-def _distance(got: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:
-    if got.keys() != wanted.keys():
-        return math.inf
-    return _norm({name: each - wanted[name] for name, each in got.items()})
 
 
 CONTRACTS = (

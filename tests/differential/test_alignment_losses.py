@@ -238,7 +238,7 @@ def test_divergences_are_estimated_as_by_schulman(data: st.DataObject, size: tup
 @drawn(40)
 @given(st.floats(0, 2), st.lists(st.tuples(st.floats(0, 40), st.integers(1, 400)), max_size=5), st.integers(1, 500))
 def test_the_coefficient_follows_ziegler(coef: float, steps: list[tuple[float, int]], horizon: int) -> None:
-    controller = KlController(KlControllerOptions(kind="adaptive", coef=coef, target=6.0, horizon=horizon))
+    controller = KlController(KlControllerOptions(controller="adaptive", coef=coef, target=6.0, horizon=horizon))
     for kl, count in steps:
         controller.update(kl, count)
         coef *= max(0.0, 1 + float(np.clip(kl / 6 - 1, -0.2, 0.2)) * count / horizon)

@@ -1,13 +1,17 @@
 """The capabilities of a language model, as protocols: training, parallelism and inference need no family."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from kitforge.core.kernels.dispatch import Kernels
 from kitforge.core.kernels.recomputation import Recompute
+from kitforge.core.nn.block import BlockConfig
 from kitforge.core.nn.context import Context, DropoutKey
 
 
@@ -25,6 +29,21 @@ class Geometry:
     depends_on_length: bool = False  # whether the keys of a sequence depend on its final length
     num_experts: int = 0  # of a block with a mixture of experts; 0: no block has one
     is_causal: bool = True  # whether a token sees those before it alone
+
+    @classmethod
+    def of(cls, blocks: Sequence[BlockConfig], vocab_size: int, max_length: int, **further: Any) -> Geometry:
+        """That of a stack of blocks with equal attention."""
+        attention = blocks[0].attention
+        return cls(
+            vocab_size=vocab_size,
+            dim=attention.dim,
+            num_layers=len(blocks),
+            num_heads=attention.num_heads,
+            num_kv_heads=attention.num_kv_heads,
+            head_dim=attention.head_dim,
+            max_length=max_length,
+            **further,
+        )
 
 
 @runtime_checkable

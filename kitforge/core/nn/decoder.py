@@ -94,14 +94,10 @@ class Decoder(Stack):
         angles = [RotaryAngles(each) for each in rotations if isinstance(each, RotaryConfig)]
         self.config = config
         self.kernels = kernels
-        self.geometry = Geometry(
-            vocab_size=shape.vocab_size,
-            dim=dim,
-            num_layers=len(shape.blocks),
-            num_heads=block.attention.num_heads,
-            num_kv_heads=block.attention.num_kv_heads,
-            head_dim=block.attention.head_dim,
-            max_length=shape.max_length,
+        self.geometry = Geometry.of(
+            shape.blocks,
+            shape.vocab_size,
+            shape.max_length,
             depends_on_length=any(each.depends_on_length for each in angles),
             num_experts=max(each.num_experts for each in shape.blocks),
         )

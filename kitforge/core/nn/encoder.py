@@ -63,16 +63,7 @@ class Encoder(Stack):
         dim = block.attention.dim
         self.config = config
         self.kernels = kernels
-        self.geometry = Geometry(
-            vocab_size=shape.vocab_size,
-            dim=dim,
-            num_layers=len(shape.blocks),
-            num_heads=block.attention.num_heads,
-            num_kv_heads=block.attention.num_kv_heads,
-            head_dim=block.attention.head_dim,
-            max_length=shape.max_length,
-            is_causal=False,
-        )
+        self.geometry = Geometry.of(shape.blocks, shape.vocab_size, shape.max_length, is_causal=False)
         self.embedding = unfilled_embedding(shape.vocab_size, dim)
         self.position = unfilled_embedding(shape.max_length + config.first_position, dim)
         self.token_type = unfilled_embedding(config.num_token_types, dim)

@@ -114,15 +114,7 @@ class EncoderDecoder(nn.Module):
         attention = shape.decoder[0].attention
         self.config = config
         self.kernels = kernels
-        self.geometry = Geometry(
-            vocab_size=shape.vocab_size,
-            dim=attention.dim,
-            num_layers=len(shape.decoder),
-            num_heads=attention.num_heads,
-            num_kv_heads=attention.num_kv_heads,
-            head_dim=attention.head_dim,
-            max_length=shape.max_length,
-        )
+        self.geometry = Geometry.of(shape.decoder, shape.vocab_size, shape.max_length)
         self.embedding = unfilled_embedding(shape.vocab_size, attention.dim)
         self.encoder = RelativeStack(shape.encoder, shape, "encoder.", kernels)
         self.decoder = RelativeStack(shape.decoder, shape, "", kernels)

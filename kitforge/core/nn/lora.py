@@ -15,7 +15,7 @@ from torch.nn import functional
 from kitforge.core.nn.linear import Linear
 from kitforge.core.nn.moe import EXPERT_MATRICES, Experts
 from kitforge.foundation import seed as seeds
-from kitforge.foundation.config import check
+from kitforge.foundation.config import check, check_least
 from kitforge.foundation.errors import ModelError, nearest
 
 _ADAPTERS = "adapters"
@@ -35,7 +35,7 @@ class LoraConfig:
     target_modules: tuple[str, ...] = ("query", "value")  # last names of the linear layers with an adapter
 
     def __post_init__(self) -> None:
-        check(self.rank > 0, "lora.rank", self.rank, "a whole number of at least 1")
+        check_least("lora", self, 1, "rank")
         check(self.alpha > 0, "lora.alpha", self.alpha, "a number above 0")
         check(len(self.target_modules) > 0, "lora.targets", self.target_modules, "at least one layer's name")
 

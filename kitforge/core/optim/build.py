@@ -34,7 +34,6 @@ class OptimizerConfig:
     momentum: float = 0.95  # Muon and SGD
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for a value out of range."""
         for name, value in (("learning_rate", self.learning_rate), ("eps", self.eps)):
             check(0 < value < math.inf, f"optimizer.{name}", value, "a number above 0")
         check(0 <= self.weight_decay < math.inf, "optimizer.weight_decay", self.weight_decay, "0 or more")

@@ -84,6 +84,12 @@ def table_names(model: nn.Module) -> list[str]:
     return [name for name, _ in model.named_parameters() if name.endswith(_TABLES)]
 
 
+def network_groups(model: nn.Module, weight_decay: float) -> list[ParameterGroup]:
+    """Matrices decay; tables, see `table_names`, norms and biases do not. Muon leaves a head over labels to AdamW."""
+    heads = [name for name, _ in model.named_parameters() if name.endswith("score.weight")]
+    return decay_groups(model.named_parameters(), weight_decay=weight_decay, no_decay=table_names(model), heads=heads)
+
+
 def groups_of_kinds(groups: Sequence[ParameterGroup], kinds: Iterable[GroupKind]) -> list[ParameterGroup]:
     """One group of each kind, in this order, with the parameters of all `groups` of that kind, or with none."""
     found = []

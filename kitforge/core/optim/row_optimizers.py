@@ -48,7 +48,6 @@ class SparseOptimizerConfig:
     touched_weight_decay: float = field(default=0.0, metadata=INTERNAL)
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for a value out of range."""
         check_choice("sparse_optimizer.name", self.name, SparseOptimizerName)
         is_pair = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
         check(is_pair, "sparse_optimizer.betas", list(self.betas), "two numbers from 0 to below 1")

@@ -29,7 +29,6 @@ class ScheduleConfig:
     plateau_patience: int = 3  # plateau: observations in a row without improvement before the rate is halved
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for a value out of range."""
         for name, value in (("decay_fraction", self.decay_fraction), ("final_fraction", self.final_fraction)):
             check(0 <= value <= 1, f"schedule.{name}", value, "a number from 0 to 1")
         steps = self.warmup_steps

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from kitforge.foundation.config import check
+from kitforge.foundation.config import check, check_least
 from kitforge.foundation.errors import ConfigError
 
 # Outermost first: the ranks of an inner axis are neighbours, as they communicate most.
@@ -28,9 +28,7 @@ class ParallelConfig:
     restarts: int = 0  # restarts of local ranks that died, with resume=auto
 
     def __post_init__(self) -> None:
-        for name in (*AXES, "expert"):
-            degree = getattr(self, name)
-            check(degree >= 1, f"parallel.{name}", degree, "a whole number of at least 1")
+        check_least("parallel", self, 1, *AXES, "expert")
         batch, degree = self.data * self.shard * self.context, self.expert
         check(
             batch % degree == 0,
@@ -41,7 +39,7 @@ class ParallelConfig:
             f"parallel.data={degree}",
         )
         check(self.timeout > 0, "parallel.timeout", self.timeout, "a number of seconds above 0")
-        check(self.restarts >= 0, "parallel.restarts", self.restarts, "a whole number of at least 0")
+        check_least("parallel", self, 0, "restarts")
 
     @property
     def world_size(self) -> int:

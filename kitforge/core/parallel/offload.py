@@ -298,7 +298,6 @@ def check_host_memory(num_parameters: float, *, gradients: bool) -> None:
 
 
 def _part(group: ParameterGroup, names: Collection[str]) -> ParameterGroup:
-    """The named parameters of a group."""
     pairs = [pair for pair in zip(group.names, group.parameters, strict=True) if pair[0] in names]
     return replace(group, names=tuple(name for name, _ in pairs), parameters=tuple(each for _, each in pairs))
 

@@ -438,7 +438,6 @@ def _as_reply(said: Any) -> list[Message]:
 
 
 def _located(error: DataError, row: ChatRow) -> DataError:
-    """The error with the location of the row."""
     location = str(row.location)
     return error if location in str(error) else DataError(f"{location}: {error}")
 

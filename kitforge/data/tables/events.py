@@ -17,7 +17,7 @@ from kitforge.data.tables.columns import ColumnLayout, KeyColumn, ListValues, Na
 from kitforge.data.tables.part import Job, TablePart
 from kitforge.data.tables.source import TableSource
 from kitforge.data.tables.times import Times, with_times
-from kitforge.foundation.config import check
+from kitforge.foundation.config import check, check_least
 from kitforge.foundation.errors import DataError
 from kitforge.foundation.log import logger
 
@@ -49,9 +49,7 @@ class EventColumns:
     def __post_init__(self) -> None:
         names = [self.user, self.item, self.time, *([] if self.history is None else [self.history])]
         check(len(set(names)) == len(names), "data.schema.events", names, "a different column for each")
-        for name in ("history_length", "max_events"):
-            value = getattr(self, name)
-            check(value is None or value >= 1, f"data.schema.events.{name}", value, "a whole number of at least 1")
+        check_least("data.schema.events", self, 1, "history_length", "max_events")
 
 
 def sequences_of(source: TableSource, events: EventColumns, lists: Sequence[str]) -> TableSource:

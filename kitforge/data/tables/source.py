@@ -263,7 +263,6 @@ def _open_file(
 
 
 def _cells(path: Path, line: str, delimiter: str) -> list[str]:
-    """The cells of a first line."""
     try:
         return next(csv.reader([line], delimiter=delimiter))
     except csv.Error as error:

@@ -10,7 +10,7 @@ from torch import Tensor
 from kitforge.core.optim.row_optimizers import RowLayout, RowOptimizer
 from kitforge.core.parallel.table import GAMMA, logical_shift_right, splitmix64
 from kitforge.foundation import seed as seeds
-from kitforge.foundation.config import check
+from kitforge.foundation.config import check, check_least
 
 # The mean and the deviation of the sum of eight uniform 16-bit numbers.
 SUM_MEAN = 8 * (2**16 - 1) // 2
@@ -32,8 +32,7 @@ class RowInitConfig:
     dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for a value out of range."""
-        check(self.dim >= 1, "table.dim", self.dim, "a whole number of at least 1")
+        check_least("table", self, 1, "dim")
         check(0 <= self.init_scale < math.inf, "table.init_scale", self.init_scale, "0 or more")
         is_wide = self.dtype in (torch.float32, torch.float64)
         check(is_wide, "table.dtype", self.dtype, "float32 or float64: a record holds whole numbers in their bits")

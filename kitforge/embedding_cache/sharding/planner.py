@@ -61,7 +61,6 @@ class ShardingPlannerOptions:
     small_bytes: int = 2**20  # tables up to this size are replicated: their lookups need no exchange
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for a value out of range."""
         check(self.replicated_bytes >= 0, "placement.replicated_bytes", self.replicated_bytes, "0 or more")
         check(self.small_bytes >= 0, "placement.small_bytes", self.small_bytes, "0 or more")
 

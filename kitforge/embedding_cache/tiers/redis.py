@@ -316,7 +316,6 @@ class RedisClient:
 
 
 def _root_cause(error: BaseException) -> BaseException:
-    """The first error of the chain."""
     while (before := error.__cause__ or error.__context__) is not None:
         error = before
     return error

@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 
-from kitforge.foundation.config import SECRET, check
+from kitforge.foundation.config import SECRET, check, check_least
 from kitforge.inference.pooling import PoolingMode
 
 # Environment variable of accepted tokens, separated by commas. No command line or run folder shows them.
@@ -35,8 +35,7 @@ class HttpOptions:
     allowed_origins: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("max_body_bytes", "max_requests", "max_connections"):
-            check(getattr(self, name) > 0, f"serve.{name}", getattr(self, name), "a whole number of at least 1")
+        check_least("serve", self, 1, "max_body_bytes", "max_requests", "max_connections")
         for name in ("client_timeout", "drain_timeout"):
             check(getattr(self, name) > 0, f"serve.{name}", getattr(self, name), "a number of seconds above 0")
         is_plain = self.token is None or is_token(self.token)
@@ -66,9 +65,7 @@ class ServeOptions(HttpOptions):
 
     def __post_init__(self) -> None:
         HttpOptions.__post_init__(self)
-        check(self.max_choices > 0, "serve.max_choices", self.max_choices, "a whole number of at least 1")
-        most = self.max_new_tokens
-        check(most is None or most > 0, "serve.max_new_tokens", most, "a whole number of at least 1")
+        check_least("serve", self, 1, "max_choices", "max_new_tokens")
 
 
 def is_token(text: str) -> bool:

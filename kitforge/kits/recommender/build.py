@@ -261,7 +261,6 @@ class Recommendation(Kit[RecommendationOptions, FeatureEncoder]):
 
 
 def _evaluation_of_run(options: RecommendationOptions, checkpoint: Checkpoint) -> RecommendationOptions:
-    """The options for evaluating a run."""
     recorded, options = recorded_options(checkpoint), with_run_options(options, checkpoint)
     data = options.data
     if data.negatives.num_negatives and data.train is None:

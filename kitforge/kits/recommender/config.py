@@ -15,7 +15,7 @@ from kitforge.data.tables.split import SplitRule
 from kitforge.embedding_cache.options import AdmissionOptions, ExpiryOptions, PolicyOptions, RemoteOptions
 from kitforge.embedding_cache.serving.table import ServingDtype
 from kitforge.embedding_cache.sharding.planner import ShardingType
-from kitforge.foundation.config import INTERNAL, check
+from kitforge.foundation.config import INTERNAL, check, check_least
 from kitforge.foundation.dtype import ExportDtype
 from kitforge.foundation.types import OnInvalid
 from kitforge.inference.server.options import HttpOptions
@@ -75,8 +75,7 @@ class NegativeOptions:
     exclude_seen: bool = True
 
     def __post_init__(self) -> None:
-        name = "data.negatives.num_negatives"
-        check(self.num_negatives >= 0, name, self.num_negatives, "a whole number of at least 0")
+        check_least("data.negatives", self, 0, "num_negatives")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,9 +115,7 @@ class RecommendationDataOptions:
     cache: str | None = None  # folder of column caches; None: $KITFORGE_CACHE or ~/.cache/kitforge
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "prefetch", "num_fit_rows"):
-            value = getattr(self, name)
-            check(value is None or value > 0, f"data.{name}", value, "a whole number of at least 1")
+        check_least("data", self, 1, "batch_size", "prefetch", "num_fit_rows")
         is_given = self.schema is not None and (self.label, self.positive) != (None, None)
         name = "data.label" if self.label is not None else "data.positive"
         check(not is_given, name, self.label or self.positive, "null beside data.schema, whose label says both")
@@ -201,9 +198,7 @@ class CacheOptions:
     placement: ShardingType | Literal["auto"] | dict[str, ShardingType | Literal["auto"]] = "auto"
 
     def __post_init__(self) -> None:
-        check(
-            self.prefetch_batches >= 0, "cache.prefetch_batches", self.prefetch_batches, "a whole number of at least 0"
-        )
+        check_least("cache", self, 0, "prefetch_batches")
         fix = "leave cache.path out: host memory holds what is above the remote"
         check(not (self.path and self.remote), "cache.path", self.path, "null with cache.remote", fix)
         self.server()
@@ -229,11 +224,7 @@ class RetrievalOptions:
     ef_search: int | None = None  # HNSW indexes: candidates kept; None: faiss's default of 16
 
     def __post_init__(self) -> None:
-        check(self.num_negatives >= 1, "retrieval.num_negatives", self.num_negatives, "a whole number of at least 1")
-        for name in ("nprobe", "ef_search"):
-            value = getattr(self, name)
-            check(value is None or value >= 1, f"retrieval.{name}", value, "a whole number of at least 1")
-        check(self.top_k >= 1, "retrieval.top_k", self.top_k, "a whole number of at least 1")
+        check_least("retrieval", self, 1, "num_negatives", "nprobe", "ef_search", "top_k")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,7 +235,7 @@ class PredictOptions:
     columns: tuple[str, ...] | None = None  # input columns to keep in the output; None: all
 
     def __post_init__(self) -> None:
-        check(self.top_k >= 1, "predict.top_k", self.top_k, "a whole number of at least 1")
+        check_least("predict", self, 1, "top_k")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,8 +252,7 @@ class RecommenderServeOptions(HttpOptions):
 
     def __post_init__(self) -> None:
         HttpOptions.__post_init__(self)
-        for name in ("max_rows", "max_batch_rows", "max_top_k"):
-            check(getattr(self, name) > 0, f"serve.{name}", getattr(self, name), "a whole number of at least 1")
+        check_least("serve", self, 1, "max_rows", "max_batch_rows", "max_top_k")
         check(self.max_wait_ms >= 0, "serve.max_wait_ms", self.max_wait_ms, "milliseconds, at least 0")
         seconds = self.refresh_seconds
         check(seconds is None or seconds > 0, "serve.refresh_seconds", seconds, "seconds above 0, or null")

@@ -178,7 +178,6 @@ def _description(model: Recommender, program: ScoringProgram, example: Mapping[s
 
 
 def _input(name: str, tensor: Tensor, schema: FeatureSchema) -> dict[str, Any]:
-    """The description of one input."""
     kind, _, feature = name.partition(".")
     shape: list[Any] = ["batch", *tensor.shape[1:]]
     found: dict[str, Any] = {"name": name, "dtype": str(tensor.dtype).removeprefix("torch."), "shape": shape}

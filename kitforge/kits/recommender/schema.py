@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from kitforge.data.tables.columns import ColumnLayout, KeyColumn, KeyKind, LabelColumn, ListColumn
 from kitforge.data.tables.events import EventColumns
-from kitforge.foundation.config import check, from_dict, to_yaml
+from kitforge.foundation.config import check, check_least, from_dict, to_yaml
 from kitforge.foundation.errors import ConfigError, nearest
 from kitforge.foundation.untrusted import load_yaml
 
@@ -40,7 +40,7 @@ class BucketFeature:
     dim: int | None = None  # of the embedding; None: the model's
 
     def __post_init__(self) -> None:
-        check(self.num_buckets >= 2, "data.schema.bucketed.num_buckets", self.num_buckets, "at least 2")
+        check_least("data.schema.bucketed", self, 2, "num_buckets")
         rising = self.edges is None or (len(self.edges) > 0 and list(self.edges) == sorted(set(self.edges)))
         check(rising, "data.schema.bucketed.edges", self.edges, "rising numbers")
 
@@ -87,7 +87,7 @@ class SequenceFeature(IdFeature):
 
     def __post_init__(self) -> None:
         IdFeature.__post_init__(self)
-        check(self.max_length >= 1, "data.schema.sequences.max_length", self.max_length, "at least 1")
+        check_least("data.schema.sequences", self, 1, "max_length")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +100,7 @@ class CrossFeature:
 
     def __post_init__(self) -> None:
         check(len(self.of) >= 2, "data.schema.crosses.of", self.of, "two or more features")
-        check(self.num_buckets >= 2, "data.schema.crosses.num_buckets", self.num_buckets, "at least 2")
+        check_least("data.schema.crosses", self, 2, "num_buckets")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from kitforge.core.optim.groups import ParameterGroup, decay_groups, table_names
 from kitforge.core.parallel.world import World
 from kitforge.data.prefetch import BackgroundPrefetcher
 from kitforge.data.schedule import Batch
@@ -47,9 +46,6 @@ class RecommendationTask(DatasetTask):
     def metric_for_best(self) -> BestMetric:
         """The objective's own."""
         return BestMetric(name=self._objective.metric_for_best, mode="max")
-
-    def parameter_groups(self, model: nn.Module, weight_decay: float) -> list[ParameterGroup]:
-        return decay_groups(model.named_parameters(), weight_decay=weight_decay, no_decay=table_names(model))
 
     def num_steps(self, epochs: float) -> int | None:
         """Steps in that many passes over the rows; the last one may be smaller. A stream has none that is known."""

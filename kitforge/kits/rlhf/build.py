@@ -1,8 +1,9 @@
 """The RLHF kit: its tasks, and how a run of one is assembled, evaluated, loaded and saved."""
 
 import dataclasses
+from abc import ABC
 from collections.abc import Callable, Iterator, Mapping
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,10 +21,9 @@ from kitforge.foundation.config import check, to_dict
 from kitforge.foundation.dtype import ExportDtype, LoadDtype
 from kitforge.foundation.errors import ConfigError, ModelError
 from kitforge.foundation.files import mark_own
-from kitforge.foundation.progress import show_progress
 from kitforge.foundation.untrusted import load_yaml, names_function
 from kitforge.inference.server.scores import ScoreService
-from kitforge.kits.batch_predict import prediction_files
+from kitforge.kits.batch_predict import Predict, predict_rows, prediction_files
 from kitforge.kits.kit import LoadModel, Prepared, ReplayResult
 from kitforge.kits.language_model import (
     TRAINING_ONLY_OPTIONS,
@@ -38,7 +38,7 @@ from kitforge.kits.rlhf import tasks
 from kitforge.kits.rlhf.config import KTOOptions, PreferenceOptions, RewardOptions, RLOptions, SFTOptions, StageOptions
 from kitforge.kits.rlhf.inspection import loss_mask_lines
 from kitforge.kits.rlhf.on_policy_config import DistillOptions, OnlineDPOOptions
-from kitforge.kits.rlhf.pipeline import RewardPipeline, write_scores
+from kitforge.kits.rlhf.pipeline import BATCH_SIZE, RewardPipeline, Scored, scored_rows
 from kitforge.kits.rlhf.replay import replay
 from kitforge.kits.rlhf.roles.model_loading import load_policy, load_reward_model, open_policy, open_reward_model
 from kitforge.kits.rlhf.roles.rewards import reward_reference
@@ -51,23 +51,25 @@ from kitforge.trainer.run_folder import Run
 from kitforge.trainer.task import Task
 
 
-class RlhfTask(NetworkKit[StageOptions, Tokenizer]):
-    """The kit of one RLHF task: its options and the builder of its `Task`."""
+class RlhfKit(NetworkKit[StageOptions, Tokenizer], ABC):
+    """The kit of one RLHF task: its options, the builder of its `Task`, and how its rows are read."""
+
+    TEXT_TASK: str | None = "text_generation"
 
     def __init__(
         self,
         options: type[StageOptions],
         build_task: Callable[[TaskInputs[Any]], TaskBuilder],
+        reads: Callable[[ChatDatasetReader, object], Iterator[Any]],
         roles: tuple[str, ...] = (),
         fine_tuning: str = "finetune_policy",
     ) -> None:
         self.OPTIONS = options
         self.FINE_TUNING = fine_tuning
         self.ROLES = roles
-        self.TEXT_TASK = None if options is RewardOptions else "text_generation"
         self.RATE_SECTIONS = ("optimizer", "critic") if options is RLOptions else ("optimizer",)
-        self.IS_SERVED = options is RewardOptions
         self.build_task = build_task
+        self._reads = reads
 
     def prepare(
         self, options: StageOptions, inputs: Inputs, rendezvous: Rendezvous, *, is_evaluation: bool
@@ -115,84 +117,24 @@ class RlhfTask(NetworkKit[StageOptions, Tokenizer]):
         check(options.data.train is not None, "data.train", None, "a file of rows to inspect")
         entries = weighted_sources(options.data.train, ("columns",))
         if entries is None:
-            return loss_mask_lines(self._reads(parts.reader)(options.data.train), parts.tokenizer)
+            return loss_mask_lines(self._reads(parts.reader, options.data.train), parts.tokenizer)
         readers = [parts.reader.with_columns(each.options.get("columns", parts.reader.columns)) for each in entries]
         total = sum(each.weight for each in entries)
         return chain.from_iterable(
             (
                 f"source {each.name}, {each.weight / total:.1%} of the samples",
-                *loss_mask_lines(self._reads(reader)(each.source), parts.tokenizer),
+                *loss_mask_lines(self._reads(reader, each.source), parts.tokenizer),
             )
             for each, reader in zip(entries, readers, strict=True)
         )
 
-    def _reads(self, reader: ChatDatasetReader) -> Callable[[object], Iterator[Any]]:
-        """The method of the reader for the rows of this task."""
-        found: dict[type[StageOptions], Callable[[object], Iterator[Any]]] = {
-            SFTOptions: reader.demonstrations,
-            KTOOptions: reader.unpaired,
-            RLOptions: reader.prompts,
-            **dict.fromkeys((DistillOptions, OnlineDPOOptions), reader.prompts),
-        }
-        return found.get(self.OPTIONS, reader.pairs)
-
-    def replay(self, folder: Path, step: int, options: StageOptions) -> ReplayResult:
-        """Train a step of a run again from its logged rollouts. Raises ConfigError for tasks without rollouts."""
-        if not isinstance(options, RLOptions) or isinstance(options, OnlineDPOOptions):
-            raise ConfigError(
-                "a replay needs logged rollouts",
-                got=f"task={options.task}, which has none",
-                expected="a policy gradient task, such as ppo or grpo",
-                fix="resume from a checkpoint before the step instead",
-            )
-        return replay(folder, step, options, self.build_task)
-
-    def open_pipeline(self, model: nn.Module, tokenizer: Tokenizer, options: StageOptions) -> RewardPipeline:
-        """A pipeline that scores text with a reward model; policies write text as `TEXT_TASK` does."""
-        assert isinstance(model, ValueHeadModel)
-        return RewardPipeline(model, tokenizer)
-
-    def open_service(self, model: nn.Module, tokenizer: Tokenizer, name: str, options: StageOptions) -> ScoreService:
-        """What scores texts with a reward model."""
-        pipeline = self.open_pipeline(model, tokenizer, options)
-        return ScoreService(pipeline.model, pipeline.score_texts, name, cast(RewardOptions, options).serve)
-
-    def predict_file(self, options: StageOptions, load_model: LoadModel) -> Path:
-        """Score the rows of `data.eval` with a reward model and write them to the file `output`."""
-        assert isinstance(options, RewardOptions)  # `predict` of all other tasks goes to text generation
-        folder, target = prediction_files(options, "data.eval=rows.jsonl output=scores.jsonl")
-        model = load_model(str(folder), options.device, "fp32")
-        opened = self.open_pipeline(model, find_tokenizer(folder), options)
-        with show_progress("rows scored", enabled=options.trainer.progress) as progress:
-            write_scores(opened, options.data, target, progress)
-        mark_own(target, "predict")
-        return target
-
     def load(
         self, folder: Path, device: torch.device, level: CompileLevel = "O1", dtype: LoadDtype = "fp32"
     ) -> nn.Module:
-        """The model of a run, step or Hugging Face folder; a reward model always in fp32."""
-        if self.OPTIONS is RewardOptions:
-            return load_reward_model(folder, device, level)
         return load_policy(folder, device, level, dtype)
 
-    def save(
-        self, source: nn.Module | Run | Path, folder: Path, processor: Any, dtype: ExportDtype | None = None
-    ) -> None:
-        """Write a Hugging Face folder of a policy or a reward model; a reward model always from its run folder."""
-        is_reward = self.OPTIONS is RewardOptions
-        if is_reward and isinstance(source, Run) and source.folder.is_dir():
-            source = source.folder
-        if is_reward and isinstance(source, Path):
-            export_language_model(open_reward_model(source), folder, processor, dtype)
-        else:
-            super().save(source, folder, processor, dtype)
-
     def open_model(self, folder: Path, open_run: OpenCheckpoint = find_checkpoint) -> StoredModel:
-        """The language model of a run or step; reads no weights yet. Raises ModelError for a reward model."""
-        if self.OPTIONS is RewardOptions:
-            expected = "a run of a task that trains a policy"
-            raise ModelError("this run holds no language model", got=f"a reward model in {folder}", expected=expected)
+        """The language model of a run or step; reads no weights yet."""
         return open_policy(folder, open_run)
 
     def trains_given_network(self, options: StageOptions) -> bool:
@@ -207,6 +149,72 @@ class RlhfTask(NetworkKit[StageOptions, Tokenizer]):
         reward = load_yaml((folder / "config.yaml").read_text()).get("reward")
         named = f" {_reward_argument(reward)}" if names_function(reward) else ""
         return [f"kitforge evaluate checkpoint={folder} data.eval=FILE{named}", f"kitforge report {folder}"]
+
+
+class PolicyKit(RlhfKit):
+    """The kit of a task that trains a policy and logs no rollouts."""
+
+
+class RolloutKit(RlhfKit):
+    """The kit of a task that logs its rollouts."""
+
+    def replay(self, folder: Path, step: int, options: StageOptions) -> ReplayResult:
+        return replay(folder, step, cast(RLOptions, options), self.build_task)
+
+
+class RewardKit(RlhfKit):
+    """The kit of a reward model, which scores texts."""
+
+    TEXT_TASK = None
+    IS_SERVED = True
+
+    def open_pipeline(self, model: nn.Module, tokenizer: Tokenizer, options: StageOptions) -> RewardPipeline:
+        """A pipeline that scores text."""
+        assert isinstance(model, ValueHeadModel)
+        return RewardPipeline(model, tokenizer)
+
+    def open_service(self, model: nn.Module, tokenizer: Tokenizer, name: str, options: StageOptions) -> ScoreService:
+        pipeline = self.open_pipeline(model, tokenizer, options)
+        return ScoreService(pipeline.model, pipeline.score_texts, name, cast(RewardOptions, options).serve)
+
+    def predict_file(self, options: StageOptions, load_model: LoadModel) -> Path:
+        """Write the rows of `data.eval`, each with its `score`, to the file `output`."""
+        folder, target = prediction_files(options, "data.eval=rows.jsonl output=scores.jsonl")
+        check(target.suffix == ".jsonl", "output", target, "a file .jsonl for a reward model")
+        rows = scored_rows(find_tokenizer(folder), options.data)
+
+        def opened(model: nn.Module, folder: Path) -> Predict[Scored]:
+            scores = self.open_pipeline(model, find_tokenizer(folder), options).scores
+            return lambda part: (
+                {**row, "score": score}
+                for (row, _), score in zip(part, scores([tokens for _, tokens in part]), strict=True)
+            )
+
+        predict_rows(options, iter(lambda: list(islice(rows, BATCH_SIZE)), []), load_model, opened)
+        mark_own(target, "predict")
+        return target
+
+    def load(
+        self, folder: Path, device: torch.device, level: CompileLevel = "O1", dtype: LoadDtype = "fp32"
+    ) -> nn.Module:
+        """The model of a run, step or Hugging Face folder, always in fp32."""
+        return load_reward_model(folder, device, level)
+
+    def save(
+        self, source: nn.Module | Run | Path, folder: Path, processor: Any, dtype: ExportDtype | None = None
+    ) -> None:
+        """Write a Hugging Face folder, from the run folder if there is one."""
+        if isinstance(source, Run) and source.folder.is_dir():
+            source = source.folder
+        if isinstance(source, Path):
+            export_language_model(open_reward_model(source), folder, processor, dtype)
+        else:
+            super().save(source, folder, processor, dtype)
+
+    def open_model(self, folder: Path, open_run: OpenCheckpoint = find_checkpoint) -> StoredModel:
+        """Raises ModelError: a reward model writes no text."""
+        expected = "a run of a task that trains a policy"
+        raise ModelError("this run holds no language model", got=f"a reward model in {folder}", expected=expected)
 
 
 def _reward_argument(reward: Any) -> str:
@@ -234,16 +242,19 @@ def _adapted(model: nn.Module) -> tuple[nn.Module, str, Mapping[str, Tensor] | N
 
 
 _ROLES = ("reward", "reference", "environment", "tools", "ptx")
-TASKS: dict[str, RlhfTask] = {
-    "sft": RlhfTask(SFTOptions, tasks.sft, fine_tuning="finetune_sft"),
-    "reward": RlhfTask(RewardOptions, tasks.reward, fine_tuning="finetune_reward"),
-    "ppo": RlhfTask(RLOptions, tasks.policy_gradient, _ROLES, fine_tuning="finetune_ppo"),
+TASKS: dict[str, RlhfKit] = {
+    "sft": PolicyKit(SFTOptions, tasks.sft, ChatDatasetReader.demonstrations, fine_tuning="finetune_sft"),
+    "reward": RewardKit(RewardOptions, tasks.reward, ChatDatasetReader.pairs, fine_tuning="finetune_reward"),
+    "ppo": RolloutKit(RLOptions, tasks.policy_gradient, ChatDatasetReader.prompts, _ROLES, "finetune_ppo"),
     **{
-        name: RlhfTask(RLOptions, tasks.policy_gradient, _ROLES)
+        name: RolloutKit(RLOptions, tasks.policy_gradient, ChatDatasetReader.prompts, _ROLES)
         for name in ("grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp")
     },
-    "online_dpo": RlhfTask(OnlineDPOOptions, tasks.online_dpo, _ROLES[:-1]),
-    "distill": RlhfTask(DistillOptions, tasks.distill, (*_ROLES, "teacher")),
-    **{name: RlhfTask(PreferenceOptions, tasks.preference, ("reference",)) for name in ("dpo", "ipo", "orpo", "simpo")},
-    "kto": RlhfTask(KTOOptions, tasks.kto, ("reference",)),
+    "online_dpo": PolicyKit(OnlineDPOOptions, tasks.online_dpo, ChatDatasetReader.prompts, _ROLES[:-1]),
+    "distill": RolloutKit(DistillOptions, tasks.distill, ChatDatasetReader.prompts, (*_ROLES, "teacher")),
+    **{
+        name: PolicyKit(PreferenceOptions, tasks.preference, ChatDatasetReader.pairs, ("reference",))
+        for name in ("dpo", "ipo", "orpo", "simpo")
+    },
+    "kto": PolicyKit(KTOOptions, tasks.kto, ChatDatasetReader.unpaired, ("reference",)),
 }

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from kitforge.data.schedule import OnSourceEnd
 from kitforge.data.tokenizers.loading import TokenizerConfig
-from kitforge.foundation.config import check
+from kitforge.foundation.config import check, check_least
 from kitforge.foundation.types import OnInvalid
 from kitforge.inference.options import CacheSizeOptions, EngineOptions
 from kitforge.inference.server.options import HttpOptions
@@ -39,8 +39,7 @@ class ChatDatasetOptions:
     num_workers: int | None = None  # tokenizer processes; null: one per core
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "sequence_length"):
-            check(getattr(self, name) > 0, f"data.{name}", getattr(self, name), "a whole number of at least 1")
+        check_least("data", self, 1, "batch_size", "sequence_length")
         check(0 <= self.eval_fraction < 1, "data.eval_fraction", self.eval_fraction, "at least 0, below 1")
 
     @property
@@ -220,8 +219,8 @@ class PolicyGradientOptions:
     eval: EvaluationOptions = field(default_factory=EvaluationOptions)
 
     def __post_init__(self) -> None:
-        for name in ("prompts_per_rollout", "num_generations", "epochs", "num_minibatches", "max_num_gen_batches"):
-            check(getattr(self, name) > 0, f"rl.{name}", getattr(self, name), "a whole number of at least 1")
+        counts = ("prompts_per_rollout", "num_generations", "epochs", "num_minibatches", "max_num_gen_batches")
+        check_least("rl", self, 1, *counts)
         for name in ("gamma", "gae_lambda"):
             check(0 <= getattr(self, name) <= 1, f"rl.{name}", getattr(self, name), "between 0 and 1")
         check(self.echo_coef >= 0, "rl.echo_coef", self.echo_coef, "a number of at least 0")
@@ -282,12 +281,12 @@ class PtxOptions:
 
     def __post_init__(self) -> None:
         check(self.coef >= 0, "ptx.coef", self.coef, "a number of at least 0")
-        check(self.batch_size > 0, "ptx.batch_size", self.batch_size, "a whole number of at least 1")
+        check_least("ptx", self, 1, "batch_size")
         check(self.data is None or self.coef > 0, "ptx.coef", self.coef, "above 0 with ptx.data")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KlOptions:
+class KlOptions(KlControllerOptions):
     """KL regularization against the reference model."""
 
     estimator: KlEstimator = "k1"  # KL estimator (Schulman, 2020)
@@ -297,20 +296,12 @@ class KlOptions:
     use_bias_correction: bool = True
     # With kl.coef=0 no reference model is loaded and no KL is logged; true loads it and logs the KL.
     measure: bool = False
-    controller: Literal["fixed", "adaptive"] = "fixed"  # KL controller
-    coef: float = 0.05  # KL coefficient (beta); initial value of the adaptive controller
-    target: float = 6.0  # target KL of the adaptive controller, in nats per sequence
-    horizon: int = 10000  # horizon of the adaptive controller, in sequences
 
     def __post_init__(self) -> None:
-        self.controller_options()
+        KlControllerOptions.__post_init__(self)
         regularises = self.use_bias_correction or self.apply_to == "reward" or self.estimator != "k1"
         expected = "k2 or k3 with kl.use_bias_correction=false: the mean gradient of k1 alone is zero"
         check(regularises, "kl.estimator", self.estimator, expected)
-
-    def controller_options(self) -> KlControllerOptions:
-        """The options of the KL controller. Raises ConfigError for values out of range."""
-        return KlControllerOptions(kind=self.controller, coef=self.coef, target=self.target, horizon=self.horizon)
 
     @property
     def is_on(self) -> bool:
@@ -339,10 +330,8 @@ class RolloutOptions:
     def __post_init__(self) -> None:
         check(self.temperature > 0, "rollout.temperature", self.temperature, "a number above 0")
         check(all(self.stop), "rollout.stop", list(self.stop), "strings that are not empty")
-        for least, names in ((1, ("max_new_tokens", "max_turns")), (0, ("max_staleness", "keep_rollout_files"))):
-            for name in names:
-                value = getattr(self, name)
-                check(value >= least, f"rollout.{name}", value, f"a whole number of at least {least}")
+        check_least("rollout", self, 1, "max_new_tokens", "max_turns")
+        check_least("rollout", self, 0, "max_staleness", "keep_rollout_files")
         # Checks its numbers.
         _ = self.engine_options
 
@@ -371,14 +360,11 @@ class EnvironmentOptions:
     max_consecutive_errors: int = 3
 
     def __post_init__(self) -> None:
-        check(self.max_workers > 0, "environment.max_workers", self.max_workers, "a whole number of at least 1")
+        check_least("environment", self, 1, "max_workers", "max_episodes")
+        check_least("environment", self, 0, "max_consecutive_errors")
         check(self.timeout is None or self.timeout > 0, "environment.timeout", self.timeout, "above 0, or null")
         is_sound = isinstance(self.on_error, str) or math.isfinite(self.on_error)
         check(is_sound, "environment.on_error", self.on_error, "a finite number, or raise")
-        most = self.max_episodes
-        check(most is None or most > 0, "environment.max_episodes", most, "a whole number of at least 1, or null")
-        limit = self.max_consecutive_errors
-        check(limit >= 0, "environment.max_consecutive_errors", limit, "a whole number of at least 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

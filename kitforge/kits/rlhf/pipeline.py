@@ -1,10 +1,7 @@
 """Scores texts with a reward model: in memory, or a file of rows into a file of scores."""
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -12,16 +9,17 @@ from kitforge.data.chat.datasets import ChatDatasetReader, TokenizedExample
 from kitforge.data.chat.template import template_of
 from kitforge.data.source import open_rows
 from kitforge.data.tokenizers.loading import Tokenizer
-from kitforge.foundation.errors import ConfigError, ContextLengthError, DataError
-from kitforge.foundation.files import atomic_file
+from kitforge.foundation.errors import ContextLengthError, DataError
 from kitforge.foundation.log import logger
-from kitforge.foundation.progress import Advance
 from kitforge.kits.rlhf.batching import pad_examples
 from kitforge.kits.rlhf.config import ChatDatasetOptions
 from kitforge.kits.rlhf.roles.value_head import ValueHeadModel
 from kitforge.report.notebook import Rows
 
 BATCH_SIZE = 16
+# A row and its tokens.
+Scored: TypeAlias = tuple[Mapping[str, Any], TokenizedExample]
+_log = logger(__name__)
 
 
 class RewardPipeline:
@@ -66,31 +64,10 @@ class RewardPipeline:
             yield from self.model.normalized(scores).tolist()
 
 
-_log = logger(__name__)
-
-
-def write_scores(pipeline: RewardPipeline, options: ChatDatasetOptions, target: Path, progress: Advance) -> None:
-    """Score each row of `data.eval` into the column `score` of `target`, which is written atomically. Invalid rows
-    raise DataError, or are dropped and counted with data.on_invalid=skip."""
-    if target.suffix != ".jsonl":
-        raise ConfigError("invalid value for option 'output'", got=target, expected="a file .jsonl for a reward model")
-    done, responses = 0, _responses(pipeline, options)
-    with atomic_file(target) as file:
-        while rows := list(islice(responses, BATCH_SIZE)):
-            scores = pipeline.scores([response for _, response in rows])
-            for (row, _), score in zip(rows, scores, strict=True):
-                file.write(_json_line({**row, "score": score}))
-            done += len(rows)
-            progress(done)
-        if not done:
-            raise DataError("data.eval has no rows to score", got=options.eval, expected="at least one row")
-
-
-def _responses(
-    pipeline: RewardPipeline, options: ChatDatasetOptions
-) -> Iterator[tuple[Mapping[str, Any], TokenizedExample]]:
-    """Every valid row with its tokens."""
-    reader, num_dropped = ChatDatasetReader(pipeline.tokenizer, template_of(pipeline.tokenizer), options.columns), 0
+def scored_rows(tokenizer: Tokenizer, options: ChatDatasetOptions) -> Iterator[Scored]:
+    """Every row of `data.eval` with its tokens. Invalid rows raise DataError, or are dropped and counted with
+    data.on_invalid=skip."""
+    reader, num_dropped = ChatDatasetReader(tokenizer, template_of(tokenizer), options.columns), 0
     described = ((shard.features, shard) for shard in open_rows(options.eval))
     for features, (location, row) in ((found, pair) for found, shard in described for pair in shard.rows()):
         try:
@@ -107,10 +84,3 @@ def _responses(
         yield row, response
     if num_dropped:
         _log.warning("%s invalid rows were dropped", f"{num_dropped:,}")
-
-
-def _json_line(row: Mapping[str, Any]) -> bytes:
-    try:
-        return json.dumps(row, ensure_ascii=False, allow_nan=False).encode() + b"\n"
-    except (TypeError, ValueError) as error:
-        raise DataError("a row cannot be written as JSON", got=error) from None

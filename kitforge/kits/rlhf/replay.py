@@ -121,7 +121,6 @@ class _StopAfterStep(Callback):
 
 
 def _recorded(folder: Path, step: int) -> dict[str, float]:
-    """The recorded metrics of a step."""
     run = read_run(folder)
     logged = run.train["loss"].steps if "loss" in run.train else ()
     if step not in logged:

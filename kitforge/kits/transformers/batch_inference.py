@@ -19,7 +19,7 @@ from kitforge.foundation.errors import ConfigError, DataError, KitforgeError
 from kitforge.foundation.files import atomic_file
 from kitforge.inference.constraint import Constraint
 from kitforge.inference.pipeline import compile_structure
-from kitforge.inference.text_engine import InferenceOptions, TextDelta, TextEngine
+from kitforge.inference.text_engine import InferenceOptions, TextEngine
 from kitforge.kits.transformers.questions import check_text
 
 # The columns that are added to a prompt's row.
@@ -80,18 +80,13 @@ def run_batch_inference(
     part.unlink()
 
 
+@dataclass(slots=True)
 class _Pending:
     """A completion in progress."""
 
-    def __init__(self, index: int) -> None:
-        self.index = index
-        self.text = ""
-        self.finish_reason: str | None = None
-
-    def add(self, delta: TextDelta) -> None:
-        """Append a chunk."""
-        self.text += delta.text
-        self.finish_reason = delta.finish_reason
+    index: int
+    text: str = ""
+    finish_reason: str | None = None
 
 
 def _output_lines(
@@ -127,7 +122,8 @@ def _step(texts: TextEngine, pending: dict[int, _Pending]) -> list[_Pending]:
     for delta in texts.step():
         if delta.error is not None:
             raise delta.error
-        pending[delta.request].add(delta)
+        found = pending[delta.request]
+        found.text, found.finish_reason = found.text + delta.text, delta.finish_reason
         if delta.finish_reason is not None:
             ended.append(pending.pop(delta.request))
     return ended

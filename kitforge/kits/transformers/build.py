@@ -1,7 +1,7 @@
 """The wiring of the language-model kit: from options and objects to a run, and from a folder to a pipeline."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -13,7 +13,6 @@ from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.core.nn.decoder import DecoderConfig, FamilyConfig
 from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.core.parallel.world import World
-from kitforge.data.source import Source
 from kitforge.data.tokenizers.loading import Tokenizer
 from kitforge.foundation.config import check, to_dict
 from kitforge.foundation.dtype import LoadDtype
@@ -30,13 +29,13 @@ from kitforge.inference.server.service import Service
 from kitforge.inference.text_engine import TextEngine
 from kitforge.kits.batch_predict import prediction_files
 from kitforge.kits.kit import AnyKit, LoadModel, Prepared, RunInputs, datasets
-from kitforge.kits.language_model import ADAPTER, SaveAdapter, stored_tokenizer
+from kitforge.kits.language_model import ADAPTER, SaveAdapter, SaveTokenizer, stored_tokenizer
 from kitforge.kits.network_kit import NetworkKit
 from kitforge.kits.network_source import NetworkSource, Part, find_run_tokenizer, prepare_training, shard_model
 from kitforge.kits.planning import rows_at_once
 from kitforge.kits.transformers.batch_inference import read_prompts, run_batch_inference
 from kitforge.kits.transformers.classification import TextClassification
-from kitforge.kits.transformers.config import DataOptions, TextGenerationOptions
+from kitforge.kits.transformers.config import TextGenerationOptions
 from kitforge.kits.transformers.data import Corpus, load_corpus, open_text, open_training_text
 from kitforge.kits.transformers.embedding import Embedding
 from kitforge.kits.transformers.evaluation import Evaluator
@@ -72,8 +71,9 @@ class TextGeneration(NetworkKit[TextGenerationOptions, Tokenizer]):
         self, options: TextGenerationOptions, inputs: Inputs, rendezvous: Rendezvous, *, is_evaluation: bool
     ) -> Prepared[TextGenerationOptions, Tokenizer]:
         named, held = datasets(options, inputs, is_evaluation=is_evaluation)
-        train = _source(named, options, open_text if is_evaluation else open_training_text)
-        evaluation = _source(held, options)
+        opened = open_text if is_evaluation else open_training_text
+        train = None if named is None else opened(named, options.data)
+        evaluation = None if held is None else open_text(held, options.data)
         if is_evaluation and train is None and evaluation is None:
             raise ConfigError("there is nothing to evaluate on", got="data.eval=null", fix="add data.eval=FILE")
         if inputs.model is not None and not isinstance(inputs.model, CausalLM):
@@ -99,7 +99,7 @@ class TextGeneration(NetworkKit[TextGenerationOptions, Tokenizer]):
             if is_evaluation:
                 return made, []
             adapter = SaveAdapter(lambda model: (model, ADAPTER, None), options.checkpoint, tokenizer)
-            return made, [_samples(options, source.config, corpus, tokenizer), adapter]
+            return made, [SaveTokenizer(tokenizer), _samples(options, source.config, corpus, tokenizer), adapter]
 
         fingerprints = {"training text": corpus.fingerprint}
         return Prepared(options=options, recorded=recorded, fingerprints=fingerprints, processor=tokenizer, task=task)
@@ -228,12 +228,6 @@ def _adapters(model: nn.Module, options: TextGenerationOptions) -> dict[str, Fac
     """Those of `serve.adapters`, by name."""
     folders = options.serve.adapters.items()
     return {name: read_scaled_factors(model, Path(folder).expanduser()) for name, folder in folders}
-
-
-def _source(
-    spec: object, options: TextGenerationOptions, opened: Callable[[object, DataOptions], Source] = open_text
-) -> Source | None:
-    return None if spec is None else opened(spec, options.data)
 
 
 def _samples(

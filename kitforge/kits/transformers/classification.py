@@ -33,7 +33,6 @@ from kitforge.foundation.types import MicroBatch, Sums
 from kitforge.inference.server.options import HttpOptions
 from kitforge.inference.server.scores import ScoreService
 from kitforge.kits.transformers.labelling import (
-    HeadedTask,
     LabellingKit,
     LabellingOptions,
     LabellingPipeline,
@@ -42,7 +41,14 @@ from kitforge.kits.transformers.labelling import (
     read_labelled_rows,
 )
 from kitforge.kits.transformers.programs import export_programs
-from kitforge.kits.transformers.rows import RaggedTokens, RowSplits, hold_out, label_probabilities, last_token
+from kitforge.kits.transformers.rows import (
+    ClassifierTask,
+    RaggedTokens,
+    RowSplits,
+    hold_out,
+    label_probabilities,
+    last_token,
+)
 from kitforge.kits.transformers.text_kit import PIPELINE_ROWS
 from kitforge.models.classifier_heads import SEQUENCE_CLASSIFIER
 from kitforge.report.notebook import Rows
@@ -167,7 +173,7 @@ def _columns(row: object, options: TextClassificationOptions, location: object) 
     return text, label
 
 
-class TextClassificationTask(HeadedTask):
+class TextClassificationTask(ClassifierTask):
     """Cross entropy of the labels. A micro-batch is that of `LabelledRows.batch`, with the numbers of its samples and
     of the step."""
 

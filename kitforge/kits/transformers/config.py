@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from kitforge.data.schedule import OnSourceEnd
-from kitforge.foundation.config import check
+from kitforge.foundation.config import check, check_least
 from kitforge.inference.server.options import ServeOptions
 from kitforge.inference.text_engine import InferenceOptions
 from kitforge.kits.language_model import TokenizedOptions
@@ -37,8 +37,7 @@ class DataOptions:
     cache: str | None = None  # folder of token caches; None: $KITFORGE_CACHE or ~/.cache/kitforge
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "sequence_length", "prefetch", "shuffle_buffer"):
-            check(getattr(self, name) > 0, f"data.{name}", getattr(self, name), "a whole number of at least 1")
+        check_least("data", self, 1, "batch_size", "sequence_length", "prefetch", "shuffle_buffer")
         check(0 <= self.eval_fraction < 1, "data.eval_fraction", self.eval_fraction, "at least 0, below 1")
 
 

@@ -5,6 +5,7 @@ B rows, N texts, T tokens, D dim of a vector.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
@@ -17,10 +18,8 @@ from torch.nn import functional
 from kitforge.core.checkpoint.load import find_checkpoint
 from kitforge.core.nn.causal_lm import CausalLM, padded_context
 from kitforge.core.nn.context import DropoutKey
-from kitforge.core.optim.groups import ParameterGroup, decay_groups, table_names
 from kitforge.core.parallel import collectives
 from kitforge.core.parallel.rendezvous import Rendezvous
-from kitforge.core.parallel.world import World
 from kitforge.data.document_shard import fingerprint_of
 from kitforge.data.schedule import token_budget_batches
 from kitforge.data.text.text_pairs import NEGATIVE, pair_texts
@@ -28,7 +27,7 @@ from kitforge.data.tokenizers.loading import Tokenizer
 from kitforge.foundation.config import check
 from kitforge.foundation.device import copy_to
 from kitforge.foundation.dtype import ExportDtype
-from kitforge.foundation.errors import DataError, ModelError
+from kitforge.foundation.errors import ModelError
 from kitforge.foundation.types import Cursor, MicroBatch, Sums
 from kitforge.inference.pooling import PoolingMode, TextPooling, find_pooling, pool_rows, write_pooling
 from kitforge.kits.kit import Prepared, RunInputs
@@ -36,7 +35,7 @@ from kitforge.kits.language_model import TokenizedOptions, check_whole_rows
 from kitforge.kits.network_source import NetworkSource, find_run_tokenizer
 from kitforge.kits.transformers.contrastive import TextGroups, contrastive_losses, retrieval_metrics, spans
 from kitforge.kits.transformers.labelling import TextRowOptions, read_text_rows
-from kitforge.kits.transformers.rows import RaggedTokens, RowSplits, RowTask, hold_out
+from kitforge.kits.transformers.rows import RaggedTokens, RowSplits, RowTask, fitting_tokens, hold_out
 from kitforge.kits.transformers.text_kit import PIPELINE_ROWS, TextKit, row_corpus
 from kitforge.models import loading as model_folder
 from kitforge.models.catalog import TEXT_KINDS, without_head
@@ -128,9 +127,6 @@ class EmbeddingTask(RowTask):
     _options: EmbeddingOptions
     # A second micro-batch would cost another forward pass.
     MAX_TOKENS = None
-
-    def parameter_groups(self, model: nn.Module, weight_decay: float) -> list[ParameterGroup]:
-        return decay_groups(model.named_parameters(), weight_decay=weight_decay, no_decay=table_names(model))
 
     def metric_for_best(self) -> BestMetric:
         """The nDCG of whole vectors."""
@@ -261,7 +257,8 @@ class EmbeddingPipeline:
         if not isinstance(model, CausalLM):
             raise ModelError("this model embeds no texts", got=type(model).__name__, expected=expected)
         self._network, self._tokenizer = model.eval(), tokenizer
-        self._pooling, self._cuts = pooling, options.data.on_too_long == "cut_right"
+        self._pooling = pooling
+        self._fitting = partial(fitting_tokens, model.geometry.max_length, options.data.on_too_long)
 
     @torch.no_grad()
     def __call__(
@@ -272,18 +269,14 @@ class EmbeddingPipeline:
         context, or without tokens."""
         rows, dim = [texts] if isinstance(texts, str) else list(texts), self._network.geometry.dim
         check(size is None or 0 < size <= dim, "size", size, f"a whole number from 1 to {dim}, or None")
-        limit = self._network.geometry.max_length
-        encoded = [self._tokenizer.encode_prompt(text) for text in rows]
-        for number, tokens in enumerate(encoded):
-            if not tokens or (len(tokens) > limit and not self._cuts):
-                fix = "shorten it, or add data.on_too_long=cut_right"
-                got, expected = f"{len(tokens)} tokens", f"1 to {limit}"
-                raise DataError(f"text {number} does not fit into the model", got=got, expected=expected, fix=fix)
+        encoded = [
+            self._fitting(self._tokenizer.encode_prompt(text), f"text {number}") for number, text in enumerate(rows)
+        ]
         found = np.zeros((len(rows), size or dim), np.float32)
         order = np.argsort([-len(tokens) for tokens in encoded], kind="stable")
         for start in range(0, len(order), PIPELINE_ROWS):
             part = order[start : start + PIPELINE_ROWS]
-            ragged = RaggedTokens(encoded[row][:limit] for row in part)
+            ragged = RaggedTokens(encoded[row] for row in part)
             lengths, numbers = torch.from_numpy(ragged.lengths), np.arange(len(part))
             vectors = text_vectors(self._network, ragged.padded(numbers, 0), lengths, self._pooling.mode)[:, :size]
             if self._pooling.normalize if normalize is None else normalize:
@@ -335,10 +328,7 @@ class Embedding(TextKit[EmbeddingOptions]):
         pooling = _pooling_of(options)
         chosen = replace(options, pooling=pooling.mode, normalize=pooling.normalize)
         data = read_embedding_rows(train, evaluation, tokenizer, options)
-
-        def task(world: World) -> EmbeddingTask:
-            return EmbeddingTask(chosen, data, source.build, world)
-
+        task = partial(EmbeddingTask, chosen, data, source.build)
         return self.prepared(chosen, source, tokenizer, data.fingerprint, task, SavePooling(pooling))
 
     def open_model(self, folder: Path, open_run: OpenCheckpoint = find_checkpoint) -> StoredModel:

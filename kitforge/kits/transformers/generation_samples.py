@@ -1,4 +1,4 @@
-"""Saves the tokenizer with the run, and generates samples from a few prompts at every evaluation."""
+"""Generates samples from a few prompts at every evaluation."""
 
 import dataclasses
 import json
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from kitforge.data.text.continuation import decode_continuation
-from kitforge.data.tokenizers.loading import TOKENIZER_FOLDER, Tokenizer
+from kitforge.data.tokenizers.loading import Tokenizer
 from kitforge.foundation.files import write_text
 from kitforge.inference.capacity import kv_bytes_per_token
 from kitforge.inference.engine import Engine
@@ -21,7 +21,7 @@ GATHERED = 64 * 2**30
 
 
 class GenerationSamples(Callback):
-    """Writes tokenizer/ when the run starts, then samples/step_N.json."""
+    """Writes samples/step_N.json."""
 
     def __init__(self, prompts: Sequence[str], tokenizer: Tokenizer, options: InferenceOptions) -> None:
         self._prompts = list(prompts)
@@ -31,9 +31,6 @@ class GenerationSamples(Callback):
         self._is_reported = False
 
     def on_event(self, event: Event, run: RunContext) -> None:
-        is_first = run.world.rank == 0
-        if event.kind == "start" and run.folder is not None and is_first:
-            self._tokenizer.save(run.folder / TOKENIZER_FOLDER)
         if event.kind != "evaluate" or run.folder is None or not self._prompts:
             return
         prompts = [self._tokenizer.encode_prompt(prompt) for prompt in self._prompts]
@@ -44,7 +41,7 @@ class GenerationSamples(Callback):
         engine = Engine(run.model, chosen, stop_ids=self._tokenizer.eos_ids)
         completions = engine.generate(prompts, self._options)
         run.state.parallel.reshard()
-        if not is_first:
+        if run.world.rank != 0:
             return
         texts = [
             decode_continuation(self._tokenizer, prompt, samples[0].content)

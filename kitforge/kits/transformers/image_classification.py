@@ -35,7 +35,7 @@ from kitforge.data.labels import (
     number_names,
     numbers_of,
 )
-from kitforge.foundation.config import check, to_dict
+from kitforge.foundation.config import check, check_least, to_dict
 from kitforge.foundation.device import copy_to
 from kitforge.foundation.dtype import ExportDtype
 from kitforge.foundation.errors import DataError, ModelError
@@ -89,7 +89,7 @@ class ImageDataOptions:
     shuffle: bool = True
 
     def __post_init__(self) -> None:
-        check(self.batch_size > 0, "data.batch_size", self.batch_size, "a whole number of at least 1")
+        check_least("data", self, 1, "batch_size")
         check(0 <= self.eval_fraction < 1, "data.eval_fraction", self.eval_fraction, "at least 0, below 1")
 
 
@@ -171,11 +171,6 @@ class ImageFiles:
         declared = list(dict.fromkeys(name for each in self.train or every for name in each.names))
         is_known = bool(declared) or any(find_label(each, index_of(known)) is not None for each in single) or not own
         return head_labels(known if is_known or is_fixed else (), declared, own, is_fixed=is_fixed or not self.train)
-
-    @property
-    def has_lists(self) -> bool:
-        """Whether each training image has a list of labels."""
-        return bool(self.train) and all(isinstance(each.label, (list, tuple)) for each in self.train)
 
 
 def find_files(train: object, evaluation: object, data: ImageDataOptions) -> ImageFiles:
@@ -312,7 +307,7 @@ class ImageClassification(NetworkKit[ImageClassificationOptions, ImageProcessor]
         values = {**options.model, "labels": labels} if known is None else {**to_dict(known), "labels": labels}
         if kind == "regression":
             values["problem_type"] = kind
-        elif files.has_lists and known is None:
+        elif known is None and files.train and all(isinstance(each.label, (list, tuple)) for each in files.train):
             values.setdefault("problem_type", "multi_label_classification")
         config: Any = config_of({"family": "vit", **values}, "vision")
         data = read_images(files, options, index, config)

@@ -21,22 +21,20 @@ from kitforge.core.nn.causal_lm import CausalLM, padded_context
 from kitforge.core.nn.context import Context, DropoutKey
 from kitforge.core.nn.encoder import Encoder
 from kitforge.core.nn.score_head import BACKBONE, HEAD, POOLER, ScoreModel, initial_head
-from kitforge.core.optim.groups import ParameterGroup, decay_groups, table_names
 from kitforge.core.parallel.rendezvous import Rendezvous
-from kitforge.core.parallel.world import World
 from kitforge.data.features import class_names, named
 from kitforge.data.labels import ProblemType
 from kitforge.data.source import open_rows
 from kitforge.data.tokenizers.loading import Tokenizer
-from kitforge.foundation.config import check, to_dict
+from kitforge.foundation.config import check
 from kitforge.foundation.dtype import ExportDtype, LoadDtype
 from kitforge.foundation.errors import ConfigError, DataError, ModelError
 from kitforge.foundation.log import logger
 from kitforge.foundation.types import OnInvalid
 from kitforge.kits.kit import Prepared, RunInputs, expect_network
-from kitforge.kits.language_model import ADAPTER, SaveAdapter, SaveTokenizer, TokenizedOptions, check_whole_rows
+from kitforge.kits.language_model import ADAPTER, TokenizedOptions, check_whole_rows
 from kitforge.kits.network_source import HeadSource, NetworkSource, find_run_tokenizer
-from kitforge.kits.transformers.rows import ClassifierTask, RowSplits
+from kitforge.kits.transformers.rows import ClassifierTask, RowOptions, RowSplits, fitting_tokens
 from kitforge.kits.transformers.text_kit import TextKit, row_corpus
 from kitforge.models import loading as model_folder
 from kitforge.models.catalog import without_head
@@ -44,7 +42,6 @@ from kitforge.models.classifier_heads import SEQUENCE_CLASSIFIER
 from kitforge.models.hub import resolve
 from kitforge.models.loading import OpenCheckpoint, StoredModel
 from kitforge.models.peft import base_of, is_adapter, merge_adapter, read_head
-from kitforge.trainer.callbacks.callback import Callback
 from kitforge.trainer.run_folder import Run
 
 TargetT = TypeVar("TargetT")
@@ -52,23 +49,11 @@ _log = logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TextRowOptions:
+class TextRowOptions(RowOptions):
     """Rows with texts; their columns are those of the task."""
 
-    train: Any = None  # a jsonl, json, csv, tsv or parquet file, a folder, a glob, a list of them, or rows
-    eval: Any = None  # None: a fraction of the training rows (eval_fraction)
-    batch_size: int = 16  # rows per step
-    sequence_length: int = 256  # largest number of tokens of a row
     on_too_long: Literal["refuse", "cut_right"] = "refuse"  # rows of more tokens: refuse, or drop the last ones
     on_invalid: OnInvalid = "refuse"  # rows without a text or words, or without what is to be learned of them
-    eval_fraction: float = 0.05  # fraction of the training rows held out if data.eval is not given
-    shuffle: bool = True
-    cache: str | None = None  # folder of trained tokenizers; None: $KITFORGE_CACHE or ~/.cache/kitforge
-
-    def __post_init__(self) -> None:
-        for name in ("batch_size", "sequence_length"):
-            check(getattr(self, name) > 0, f"data.{name}", getattr(self, name), "a whole number of at least 1")
-        check(0 <= self.eval_fraction < 1, "data.eval_fraction", self.eval_fraction, "at least 0, below 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,14 +205,6 @@ class TokenClassifier(HeadedModel):
         return torch.unflatten(self.logits_at(tokens), 0, tokens.shape)
 
 
-class HeadedTask(ClassifierTask, ABC):
-    """Cross entropy of labels that a head gives."""
-
-    def parameter_groups(self, model: nn.Module, weight_decay: float) -> list[ParameterGroup]:
-        tables = table_names(model)
-        return decay_groups(model.named_parameters(), weight_decay=weight_decay, no_decay=tables, heads=[HEAD])
-
-
 Inputs: TypeAlias = RunInputs[Tokenizer]
 HeadedOptionsT = TypeVar("HeadedOptionsT", bound=LabellingOptions)
 HeadedModelT = TypeVar("HeadedModelT", bound=HeadedModel)
@@ -238,8 +215,7 @@ class LabellingPipeline(ABC, Generic[HeadedModelT]):
 
     def __init__(self, model: HeadedModelT, tokenizer: Tokenizer, options: LabellingOptions) -> None:
         self._model, self._tokenizer = model.eval(), tokenizer
-        self._cuts = options.data.on_too_long == "cut_right"
-        self._longest = model.language_model.geometry.max_length
+        self._fitting = partial(fitting_tokens, model.language_model.geometry.max_length, options.data.on_too_long)
 
     @abstractmethod
     def __call__(self, texts: str | Sequence[str]) -> list[Any]:
@@ -249,20 +225,12 @@ class LabellingPipeline(ABC, Generic[HeadedModelT]):
     def predictions(self, values: Sequence[Any]) -> Iterable[dict[str, Any]]:
         """The columns that `predict` adds to rows with these texts or lists of words."""
 
-    def _fitting(self, tokens: Sequence[int], name: str) -> Sequence[int]:
-        """The tokens of a text for which the model has room. Raises DataError for a text without tokens, or with more
-        unless it is to be cut."""
-        if not tokens or (len(tokens) > self._longest and not self._cuts):
-            got, fix = f"{len(tokens)} tokens", "shorten it, or add data.on_too_long=cut_right"
-            raise DataError(f"{name} does not fit into the model", got=got, expected=f"1 to {self._longest}", fix=fix)
-        return tokens[: self._longest]
-
 
 class LabellingKit(TextKit[HeadedOptionsT]):
     """A kit of a head on a language model."""
 
     MODEL: type[HeadedModel]
-    TASK: type[HeadedTask]
+    TASK: type[ClassifierTask]
     SUFFIX: str  # of the class in transformers
     # Reads rows: train, evaluation, tokenizer, options, and the labels of the options or of the checkpoint.
     READ: Callable[..., RowSplits[Any]]
@@ -304,19 +272,14 @@ class LabellingKit(TextKit[HeadedOptionsT]):
             wrap=partial(self._with_head, given, data),
             tensors=partial(_head_tensors, given, known == data.labels, options.seed),
         )
-
-        def task(world: World) -> tuple[HeadedTask, list[Callback]]:
-            made = self.TASK(options, data, partial(source.build, head=head), world)
-            return made, [SaveTokenizer(tokenizer), SaveAdapter(_adapted, options.checkpoint, tokenizer)]
-
+        task = partial(self.TASK, options, data, partial(source.build, head=head))
         labels = {"labels": list(data.labels), "problem_type": data.problem_type}
-        return Prepared(
-            options=options,
-            recorded=to_dict(options) | {"model": source.recorded()} | labels,
-            fingerprints={"rows": data.fingerprint},
-            processor=tokenizer,
-            task=task,
-        )
+        prepared = self.prepared(options, source, tokenizer, data.fingerprint, task)
+        return dataclasses.replace(prepared, recorded=prepared.recorded | labels)
+
+    def adapted(self, model: nn.Module) -> tuple[nn.Module, str, Mapping[str, Tensor] | None]:
+        network = cast(HeadedModel, model)
+        return network.backbone, ADAPTER, {name: network.get_parameter(name) for name in _names_of_head(network)}
 
     def _with_head(self, given: nn.Module | None, data: RowSplits[Any], backbone: nn.Module) -> HeadedModel:
         """The classifier that was handed over, or one with another head on the network."""
@@ -419,9 +382,3 @@ def _open_adapted(folder: Path, base: Path, stored: StoredModel, suffix: str) ->
         pad_id=pad_id if isinstance(pad_id, int) else stored.pad_id,
         blocks={},
     )
-
-
-def _adapted(model: nn.Module) -> tuple[nn.Module, str, Mapping[str, Tensor] | None]:
-    """The adapted backbone, its adapter's name, and the head."""
-    network = cast(HeadedModel, model)
-    return network.backbone, ADAPTER, {name: network.get_parameter(name) for name in _names_of_head(network)}

@@ -5,6 +5,7 @@ B rows, T tokens, V vocabulary.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -15,7 +16,6 @@ from torch.nn import functional
 
 from kitforge.core.nn.causal_lm import padded_context
 from kitforge.core.nn.encoder import Encoder
-from kitforge.core.optim.groups import ParameterGroup, decay_groups, table_names
 from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.core.parallel.world import World
 from kitforge.data.document_shard import fingerprint_of
@@ -31,32 +31,27 @@ from kitforge.foundation.types import MicroBatch, Sums
 from kitforge.kits.kit import Prepared, RunInputs, expect_network
 from kitforge.kits.language_model import TokenizedOptions, check_whole_rows
 from kitforge.kits.network_source import NetworkSource, find_run_tokenizer
-from kitforge.kits.transformers.rows import RaggedTokens, RowSplits, RowTask, hold_out
+from kitforge.kits.transformers.rows import RaggedTokens, RowOptions, RowSplits, RowTask, hold_out
 from kitforge.kits.transformers.text_kit import TextKit
 from kitforge.report.notebook import Rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MaskedDataOptions:
+class MaskedDataOptions(RowOptions):
     """Texts, and how their tokens are masked."""
 
     train: Any = None  # a file, a folder, a glob, a list of them, or texts
-    eval: Any = None  # None: a fraction of the rows (eval_fraction)
     column: str = "text"  # column of the text in files of rows
     separator: str | None = None  # between two texts of a .txt file; null: a file is one text
     batch_size: int = 32  # rows per step
     sequence_length: int = 128  # largest number of tokens of a row; a longer text becomes several rows
     mask_fraction: float = 0.15  # of the tokens, or words, that are to be learned
     whole_words: bool = False  # mask all tokens of a word, or none
-    eval_fraction: float = 0.05  # fraction of the training rows held out if data.eval is not given
-    shuffle: bool = True
-    cache: str | None = None  # folder of trained tokenizers; None: $KITFORGE_CACHE or ~/.cache/kitforge
 
     def __post_init__(self) -> None:
-        check(self.batch_size > 0, "data.batch_size", self.batch_size, "a whole number of at least 1")
+        RowOptions.__post_init__(self)
         check(self.sequence_length > 3, "data.sequence_length", self.sequence_length, "a whole number of at least 4")
         check(0 < self.mask_fraction < 1, "data.mask_fraction", self.mask_fraction, "above 0, below 1")
-        check(0 <= self.eval_fraction < 1, "data.eval_fraction", self.eval_fraction, "at least 0, below 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,9 +101,6 @@ class MaskedLMTask(RowTask):
     ) -> None:
         super().__init__(options, data, build, world)
         self._mask, self._vocab = MaskToken.of(tokenizer).number, tokenizer.vocab_size
-
-    def parameter_groups(self, model: nn.Module, weight_decay: float) -> list[ParameterGroup]:
-        return decay_groups(model.named_parameters(), weight_decay=weight_decay, no_decay=table_names(model))
 
     def count(self, step: Sequence[MicroBatch]) -> Sums:
         """The masked tokens of this rank: the denominator of the mean loss."""
@@ -245,10 +237,7 @@ class MaskedLM(TextKit[MaskedLMOptions]):
         parts = hold_out(encoded[0], encoded[1] or None, options.data.eval_fraction, options.seed)
         own, others = (MaskedRows(each, tokenizer.pad_id) for each in parts)
         data = RowSplits(train=own, eval=others)
-
-        def task(world: World) -> MaskedLMTask:
-            return MaskedLMTask(options, data, tokenizer, source.build, world)
-
+        task = partial(MaskedLMTask, options, data, tokenizer, source.build)
         return self.prepared(options, source, tokenizer, data.fingerprint, task)
 
     def open_pipeline(self, model: nn.Module, processor: Tokenizer, options: MaskedLMOptions) -> FillMaskPipeline:

@@ -21,23 +21,19 @@ from kitforge.data.document_shard import fingerprint_of
 from kitforge.data.source import open_rows
 from kitforge.data.text.answers import PassageQuestion, Window, Windows, answer_scores, question_of, questions_of
 from kitforge.data.tokenizers.loading import Tokenizer
-from kitforge.foundation.config import check
+from kitforge.foundation.config import check, check_least
 from kitforge.foundation.device import copy_to
 from kitforge.foundation.dtype import ExportDtype
 from kitforge.foundation.errors import DataError, ModelError
 from kitforge.foundation.log import logger
 from kitforge.foundation.types import MicroBatch, OnInvalid, Sums
-from kitforge.kits.batch_predict import Predict, predict_rows, row_batches
-from kitforge.kits.kit import LoadModel
-from kitforge.kits.language_model import stored_tokenizer
 from kitforge.kits.transformers.labelling import (
     HeadedModel,
-    HeadedTask,
     LabellingKit,
     LabellingOptions,
     LabellingPipeline,
 )
-from kitforge.kits.transformers.rows import RaggedTokens, RowSplits, hold_out
+from kitforge.kits.transformers.rows import ClassifierTask, RaggedTokens, RowOptions, RowSplits, hold_out
 from kitforge.kits.transformers.text_kit import PIPELINE_ROWS
 from kitforge.models.catalog import FAMILIES
 from kitforge.models.classifier_heads import QUESTION_ANSWERING
@@ -51,27 +47,21 @@ _log = logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class QuestionDataOptions:
+class QuestionDataOptions(RowOptions):
     """Questions, passages, and the answers in them."""
 
     train: Any = None  # SQuAD's JSON, or a jsonl, csv or parquet file, a folder, a glob, a list of them, or rows
-    eval: Any = None  # None: a fraction of the training questions (eval_fraction)
     question: str = "question"  # column of the question
     context: str = "context"  # column of the passage
     answers: str = "answers"  # column of the answers, with their beginnings; none: the passage does not answer
-    batch_size: int = 16  # windows per step
     sequence_length: int = 384  # tokens of a window: a question and as much of its passage as there is room for
     stride: int = 128  # tokens of the passage that two neighbouring windows share
     max_answer_tokens: int = 30  # of a predicted answer
     on_invalid: OnInvalid = "refuse"  # answers that do not occur in their passage, questions that fill a window
-    eval_fraction: float = 0.05  # fraction of the training questions held out if data.eval is not given
-    shuffle: bool = True
-    cache: str | None = None  # folder of trained tokenizers; None: $KITFORGE_CACHE or ~/.cache/kitforge
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "sequence_length", "stride", "max_answer_tokens"):
-            check(getattr(self, name) > 0, f"data.{name}", getattr(self, name), "a whole number of at least 1")
-        check(0 <= self.eval_fraction < 1, "data.eval_fraction", self.eval_fraction, "at least 0, below 1")
+        RowOptions.__post_init__(self)
+        check_least("data", self, 1, "stride", "max_answer_tokens")
 
     @property
     def columns(self) -> tuple[str, str, str]:
@@ -210,7 +200,7 @@ def merged_answers(windows: Sequence[Answers], count: int, *, may_be_none: bool)
     return heapq.nlargest(count, ((score, *span) for span, score in best.items()))
 
 
-class QuestionAnsweringTask(HeadedTask):
+class QuestionAnsweringTask(ClassifierTask):
     """Cross entropy of the first and the last token of the answer. A micro-batch is that of `QuestionRows.batch`."""
 
     _options: QuestionAnsweringOptions
@@ -333,21 +323,13 @@ class QuestionAnswering(LabellingKit[QuestionAnsweringOptions]):
     OPTIONS, PIPELINE = QuestionAnsweringOptions, QuestionAnsweringPipeline
     FURTHER_KINDS = ("encoder",)
     MODEL, TASK, SUFFIX = QuestionAnswerer, QuestionAnsweringTask, QUESTION_ANSWERING
-    READ, COLUMN, LABELLED, OUTPUT = staticmethod(read_questions), "question", "passages", "ANSWERS.jsonl"
-    TEXTS = ("question", "context")
+    READ, COLUMN, LABELLED, OUTPUT = staticmethod(read_questions), "context", "passages", "ANSWERS.jsonl"
+    TEXTS, PREDICTS_ROWS = ("question", "context"), True
 
     def open_model(self, folder: Path, open_run: OpenCheckpoint = find_checkpoint) -> StoredModel:
         """See `LabellingKit`; published folders give both outputs other names."""
         stored = super().open_model(folder, open_run)
         return replace(stored, labels=LABELS) if HEAD in stored.head else stored
-
-    def predict_file(self, options: QuestionAnsweringOptions, load_model: LoadModel) -> Path:
-        def opened(model: nn.Module, folder: Path) -> Predict[dict[str, Any]]:
-            answer = self.open_pipeline(model, stored_tokenizer(folder), options).predictions
-            return lambda rows: (row | added for row, added in zip(rows, answer(rows), strict=True))
-
-        batches = row_batches(options.data.eval, options.data.context, PIPELINE_ROWS)
-        return predict_rows(options, batches, load_model, opened)
 
     def save(
         self, source: nn.Module | Run | Path, folder: Path, processor: Any, dtype: ExportDtype | None = None

@@ -89,7 +89,6 @@ def final_number(text: str) -> float | None:
 
 
 def _read(location: str, line: bytes, form: str | None) -> tuple[str, Mapping[str, Any]]:
-    """The form and the values of a line."""
     try:
         # A byte order mark may begin the file.
         values = json.loads(line.decode("utf-8-sig"))

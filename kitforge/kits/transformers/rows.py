@@ -17,6 +17,8 @@ from kitforge.data.document_shard import fingerprint_of
 from kitforge.data.labels import ProblemType
 from kitforge.data.prefetch import BackgroundPrefetcher
 from kitforge.data.schedule import train_eval_split
+from kitforge.foundation.config import check, check_least
+from kitforge.foundation.errors import DataError
 from kitforge.foundation.types import Cursor, MicroBatch, Sums
 from kitforge.kits.language_model import NetworkOptions
 from kitforge.trainer.dataset_task import DatasetTask
@@ -24,6 +26,23 @@ from kitforge.trainer.task import batch_schedule
 
 # Tokens of a micro-batch on a CPU, padding included: with more, activations leave its caches.
 CPU_TOKENS = 2048
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowOptions:
+    """Rows and their batches; the columns are those of the task."""
+
+    train: Any = None  # a jsonl, json, csv, tsv or parquet file, a folder, a glob, a list of them, or rows
+    eval: Any = None  # None: a fraction of the training rows (eval_fraction)
+    batch_size: int = 16  # rows per step
+    sequence_length: int = 256  # largest number of tokens of a row
+    eval_fraction: float = 0.05  # fraction of the training rows held out if data.eval is not given
+    shuffle: bool = True
+    cache: str | None = None  # folder of trained tokenizers; None: $KITFORGE_CACHE or ~/.cache/kitforge
+
+    def __post_init__(self) -> None:
+        check_least("data", self, 1, "batch_size", "sequence_length")
+        check(0 <= self.eval_fraction < 1, "data.eval_fraction", self.eval_fraction, "at least 0, below 1")
 
 
 class RaggedTokens:
@@ -157,7 +176,7 @@ class ClassifierTask(RowTask, ABC):
         dropout_key = self.dropout_key(micro_batch) if model.training else None
         logits, labels, weights = self.logits(model, micro_batch, dropout_key)
         if self._rows.problem_type == "regression":
-            return {"loss": (squared_errors(logits, labels) * weights).sum()}
+            return {"loss": ((logits - labels).square().mean(-1) * weights).sum()}
         losses, right = losses_of(logits, labels), rightness(logits.detach(), labels).to(weights)
         return {"loss": (losses * weights).sum(), "accuracy": (right * weights).sum()}
 
@@ -237,6 +256,15 @@ def _metrics_of_several(loss: Tensor, counts: Tensor) -> dict[str, float]:
     return {"loss": float(loss / counts[0]), "accuracy": float(counts[1] / counts[0]), "f1": float(f1.mean())}
 
 
+def fitting_tokens(longest: int, on_too_long: str, tokens: Sequence[int], name: str) -> Sequence[int]:
+    """The tokens of a text for which the model has room. Raises DataError for a text without tokens, or with more
+    unless it is to be cut."""
+    if not tokens or (len(tokens) > longest and on_too_long == "refuse"):
+        got, fix = f"{len(tokens)} tokens", "shorten it, or add data.on_too_long=cut_right"
+        raise DataError(f"{name} does not fit into the model", got=got, expected=f"1 to {longest}", fix=fix)
+    return tokens[:longest]
+
+
 def last_token(row: Sequence[int], pad_id: int | None) -> int:
     """The position whose output classifies a row: as in transformers that of the last token other than `pad_id`, which
     may also be what a tokenizer ends a text with. None: the last one."""
@@ -249,11 +277,6 @@ def losses_of(logits: Tensor, labels: Tensor) -> Tensor:
     if labels.dim() == 1:
         return functional.cross_entropy(logits, labels, reduction="none")
     return functional.binary_cross_entropy_with_logits(logits, labels, reduction="none").mean(-1)
-
-
-def squared_errors(logits: Tensor, numbers: Tensor) -> Tensor:
-    """The squared error [B] of rows, a mean over the outputs."""
-    return (logits - numbers).square().mean(-1)
 
 
 def rightness(logits: Tensor, labels: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast
 
@@ -17,7 +18,6 @@ from torch import Tensor, nn
 
 from kitforge.core.nn.context import Context, DropoutKey, EncoderInput
 from kitforge.core.nn.encoder_decoder import EncoderDecoder
-from kitforge.core.optim.groups import ParameterGroup, decay_groups, table_names
 from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.core.parallel.world import World
 from kitforge.data.document_shard import document_of, fingerprint_of
@@ -25,16 +25,17 @@ from kitforge.data.optional_imports import import_optional
 from kitforge.data.source import Source, open_rows, open_source
 from kitforge.data.text.packing import IGNORED
 from kitforge.data.tokenizers.loading import Tokenizer
-from kitforge.foundation.config import check
+from kitforge.foundation.config import check, check_least
 from kitforge.foundation.device import copy_to
 from kitforge.foundation.errors import DataError
 from kitforge.foundation.log import logger
-from kitforge.foundation.types import MicroBatch, OnInvalid, Sums
+from kitforge.foundation.types import MicroBatch, Sums
 from kitforge.inference.folder_defaults import with_folder_search
 from kitforge.inference.seq2seq import Seq2SeqInference, generate_targets
 from kitforge.kits.kit import Prepared, RunInputs, expect_network
 from kitforge.kits.language_model import TokenizedOptions, check_whole_rows, start_tokens
 from kitforge.kits.network_source import NetworkSource, find_run_tokenizer
+from kitforge.kits.transformers.labelling import TextRowOptions
 from kitforge.kits.transformers.programs import export_programs
 from kitforge.kits.transformers.rows import RaggedTokens, RowSplits, RowTask, hold_out
 from kitforge.kits.transformers.text_kit import TextKit
@@ -44,28 +45,20 @@ _log = logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PairDataOptions:
+class PairDataOptions(TextRowOptions):
     """Pairs of texts."""
 
-    train: Any = None  # a jsonl, json, csv, tsv or parquet file, a folder, a glob, a list of them, or rows
-    eval: Any = None  # None: a fraction of the training rows (eval_fraction)
     source: str = "source"  # column of the text that is read
     target: str = "target"  # column of the text that is written
     prefix: str = ""  # before every source: "translate English to German: "
     batch_size: int = 32  # pairs per step
     sequence_length: int = 256  # largest number of tokens of a source, its prefix and end included
     target_length: int = 128  # largest number of tokens of a target, its end included
-    on_too_long: Literal["refuse", "cut_right"] = "refuse"  # texts of more tokens: refuse, or drop the last ones
-    on_invalid: OnInvalid = "refuse"  # rows without both texts
-    eval_fraction: float = 0.05  # fraction of the training rows held out if data.eval is not given
     eval_texts: int = 100  # first evaluation rows whose targets are generated for BLEU or ROUGE; 0: none
-    shuffle: bool = True
-    cache: str | None = None  # folder of trained tokenizers; None: $KITFORGE_CACHE or ~/.cache/kitforge
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "sequence_length", "target_length"):
-            check(getattr(self, name) > 0, f"data.{name}", getattr(self, name), "a whole number of at least 1")
-        check(0 <= self.eval_fraction < 1, "data.eval_fraction", self.eval_fraction, "at least 0, below 1")
+        TextRowOptions.__post_init__(self)
+        check_least("data", self, 1, "target_length")
         check(self.eval_texts >= 0, "data.eval_texts", self.eval_texts, "a whole number, or 0 for none")
 
 
@@ -200,9 +193,6 @@ class Seq2SeqTask(RowTask):
         super().__init__(options, data, build, world)
         self._tokenizer = tokenizer
 
-    def parameter_groups(self, model: nn.Module, weight_decay: float) -> list[ParameterGroup]:
-        return decay_groups(model.named_parameters(), weight_decay=weight_decay, no_decay=table_names(model))
-
     def count(self, step: Sequence[MicroBatch]) -> Sums:
         """The target tokens of this rank: the denominator of the mean loss."""
         tokens = torch.stack([(each["targets"] != IGNORED).sum() for each in step]).sum()
@@ -294,7 +284,6 @@ def rouge(texts: Sequence[str], references: Sequence[str]) -> Mapping[str, float
 
 
 Inputs: TypeAlias = RunInputs[Tokenizer]
-# Rows that `predict` reads at once.
 
 
 class Seq2Seq(TextKit[Seq2SeqOptions]):
@@ -327,10 +316,7 @@ class Seq2Seq(TextKit[Seq2SeqOptions]):
         tokenizer = find_run_tokenizer(options, inputs.processor, corpus)
         source = source.fitted(tokenizer, self.KIND)
         data = read_pairs(rows, held, tokenizer, options)
-
-        def task(world: World) -> Seq2SeqTask:
-            return Seq2SeqTask(options, data, tokenizer, source.build, world)
-
+        task = partial(Seq2SeqTask, options, data, tokenizer, source.build)
         return self.prepared(options, source, tokenizer, data.fingerprint, task)
 
     def export_program(self, options: Seq2SeqOptions) -> list[Path]:

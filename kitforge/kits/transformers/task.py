@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from kitforge.core.nn.context import Context
-from kitforge.core.optim.groups import ParameterGroup, decay_groups, table_names
 from kitforge.core.parallel.world import World
 from kitforge.data.collate import drop_trivial_columns
 from kitforge.data.prefetch import BackgroundPrefetcher
@@ -43,9 +42,6 @@ class TextGenerationTask(DatasetTask):
         num_eval_rows = 0 if corpus.eval is None else corpus.eval.num_rows
         super().__init__(options, build, world, schedule, fingerprints, num_eval_rows)
         self._positions: dict[str, Position] = {}  # of the lanes of a stream, after the last step that was yielded
-
-    def parameter_groups(self, model: nn.Module, weight_decay: float) -> list[ParameterGroup]:
-        return decay_groups(model.named_parameters(), weight_decay=weight_decay, no_decay=table_names(model))
 
     def data_sizes(self) -> dict[str, int]:
         sizes = super().data_sizes()

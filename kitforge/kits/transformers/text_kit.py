@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from kitforge.core.parallel.world import World
 from kitforge.data.source import Source, open_rows, open_source
@@ -50,6 +50,7 @@ class TextKit(NetworkKit[OptionsT, Tokenizer], ABC):
     PREDICTS_AS_TRAINED = True
     COLUMN: str  # the option that names the column of texts
     PREDICTED_ROWS = PIPELINE_ROWS  # that the pipeline is given at a time
+    PREDICTS_ROWS = False  # it is given whole rows instead of their texts
 
     def prepared(
         self,
@@ -63,11 +64,15 @@ class TextKit(NetworkKit[OptionsT, Tokenizer], ABC):
         """What trains the network of `source` by the task that `make` gives, and saves tokenizer and adapter."""
 
         def task(world: World) -> tuple[Task, Sequence[Callback]]:
-            adapter = SaveAdapter(lambda model: (model, ADAPTER, None), options.checkpoint, tokenizer)
+            adapter = SaveAdapter(self.adapted, options.checkpoint, tokenizer)
             return make(world), [SaveTokenizer(tokenizer), *further, adapter]
 
         recorded, fingerprints = to_dict(options) | {"model": source.recorded()}, {"rows": fingerprint}
         return Prepared(options=options, recorded=recorded, fingerprints=fingerprints, processor=tokenizer, task=task)
+
+    def adapted(self, model: nn.Module) -> tuple[nn.Module, str, Mapping[str, Tensor] | None]:
+        """See `FindAdapted`."""
+        return model, ADAPTER, None
 
     def predict_file(self, options: OptionsT, load_model: LoadModel) -> Path:
         """Write each row of `data.eval`, with the columns of the pipeline's `predictions`, to the jsonl file
@@ -76,9 +81,11 @@ class TextKit(NetworkKit[OptionsT, Tokenizer], ABC):
 
         def opened(model: nn.Module, folder: Path) -> Predict[dict[str, Any]]:
             pipeline: Any = self.open_pipeline(model, stored_tokenizer(folder), options)
-            return lambda rows: (
-                row | added
-                for row, added in zip(rows, pipeline.predictions([row[column] for row in rows]), strict=True)
-            )
+
+            def predict(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+                found = pipeline.predictions(rows if self.PREDICTS_ROWS else [row[column] for row in rows])
+                return (row | added for row, added in zip(rows, found, strict=True))
+
+            return predict
 
         return predict_rows(options, row_batches(options.data.eval, column, self.PREDICTED_ROWS), load_model, opened)

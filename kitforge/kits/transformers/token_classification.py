@@ -23,7 +23,6 @@ from kitforge.foundation.device import copy_to
 from kitforge.foundation.types import MicroBatch, Sums
 from kitforge.kits.transformers.entities import CHUNK_TAG, Aggregation, entities, entity_counts, entity_metrics
 from kitforge.kits.transformers.labelling import (
-    HeadedTask,
     LabellingKit,
     LabellingOptions,
     LabellingPipeline,
@@ -31,7 +30,7 @@ from kitforge.kits.transformers.labelling import (
     TokenClassifier,
     read_labelled_rows,
 )
-from kitforge.kits.transformers.rows import RaggedTokens, RowSplits, hold_out
+from kitforge.kits.transformers.rows import ClassifierTask, RaggedTokens, RowSplits, hold_out
 from kitforge.models.classifier_heads import TOKEN_CLASSIFIER
 from kitforge.report.notebook import Rows
 
@@ -102,7 +101,7 @@ def read_tagged(
     return RowSplits(train=own, eval=held_out, labels=labels)
 
 
-class TokenClassificationTask(HeadedTask):
+class TokenClassificationTask(ClassifierTask):
     """Cross entropy of the tokens that have a label. A micro-batch is that of `TaggedRows.batch`, with the numbers of
     its samples and of the step."""
 

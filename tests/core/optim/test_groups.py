@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from kitforge.core.optim.groups import ParameterGroup, decay_groups, table_names
+from kitforge.core.optim.groups import ParameterGroup, decay_groups, network_groups, table_names
 from kitforge.foundation.errors import ModelError
-from kitforge.kits.rlhf.roles.model_copy import decoder_groups
 from kitforge.models.catalog import FAMILIES, config_of
 from tests.models.recommender import samples
 from tests.models.test_dropout_names import SIZES
@@ -100,7 +99,7 @@ def test_no_table_of_a_family_decays(name: str) -> None:
     tables = {f"{name}.weight" for name, each in model.named_modules() if isinstance(each, nn.Embedding)}
     assert tables <= set(table_names(model))
     for prefix, network in (("", model), ("policy.", nn.ModuleDict({"policy": model}))):
-        decayed = {each for group in decoder_groups(network, 0.1) if group.weight_decay for each in group.names}
+        decayed = {each for group in network_groups(network, 0.1) if group.weight_decay for each in group.names}
         assert not decayed & {prefix + table for table in tables}
         assert prefix + "blocks.0.mlp.down.weight" in decayed or name not in {"llama", "pangu_alpha"}
 

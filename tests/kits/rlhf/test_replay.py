@@ -73,7 +73,7 @@ def test_what_cannot_be_replayed_is_told(run: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no checkpoint before step 1"):
         replay(tmp_path / "late", 1)
     runs.finish(runs.begin("dpo", tmp_path / "pairs", {"trainer.max_steps": 1}))
-    with pytest.raises(ConfigError, match="needs logged rollouts"):
+    with pytest.raises(ConfigError, match="keeps no rollouts to replay"):
         replay(tmp_path / "pairs", 1)
 
 

@@ -67,10 +67,10 @@ MAX_RELATIVE_ERROR = 0.2
 class KlControllerOptions:
     """The KL coefficient, fixed or adaptive."""
 
-    kind: Literal["fixed", "adaptive"] = "fixed"
-    coef: float = 0.05  # KL coefficient; initial value of the adaptive controller
-    target: float = 6.0  # target KL in nats per sequence
-    horizon: int = 10000  # in sequences
+    controller: Literal["fixed", "adaptive"] = "fixed"  # KL controller
+    coef: float = 0.05  # KL coefficient (beta); initial value of the adaptive controller
+    target: float = 6.0  # target KL of the adaptive controller, in nats per sequence
+    horizon: int = 10000  # horizon of the adaptive controller, in sequences
 
     def __post_init__(self) -> None:
         check(self.coef >= 0, "kl.coef", self.coef, "a number of at least 0")
@@ -88,7 +88,7 @@ class KlController:
 
     def update(self, kl_per_sequence: float, num_sequences: int) -> None:
         """Adapt the coefficient to the mean KL of a rollout batch, over all ranks."""
-        if self._options.kind == "fixed":
+        if self._options.controller == "fixed":
             return
         error = min(max(kl_per_sequence / self._options.target - 1, -MAX_RELATIVE_ERROR), MAX_RELATIVE_ERROR)
         # More sequences than the horizon must not make the coefficient negative.
@@ -96,7 +96,7 @@ class KlController:
 
     def state(self) -> dict[str, float]:
         """The state for a checkpoint."""
-        return {"coefficient": self.coef} if self._options.kind == "adaptive" else {}
+        return {"coefficient": self.coef} if self._options.controller == "adaptive" else {}
 
     def load_state(self, state: dict[str, float]) -> None:
         """Inverse of `state`."""

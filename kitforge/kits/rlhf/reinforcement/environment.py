@@ -394,7 +394,6 @@ class EnvironmentRunner:
         return too_long if job.has_timed_out else repr(job.error)
 
     def _validated_step(self, environment: str, result: Any) -> Step:
-        """The validated result of a step."""
         name = f"{environment}.step"
         if not isinstance(result, (tuple, list)) or len(result) != 3:
             raise TrainingError(

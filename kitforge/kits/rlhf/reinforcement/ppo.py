@@ -106,7 +106,7 @@ class RolloutTask(Task, ABC):
         self._is_training = world.is_training
         self._schedule = row_schedule(len(rows.train), options, world)
         self._ptx = None if pretraining is None else PtxBatches(options, pretraining, world)
-        self._controller = KlController(options.kl.controller_options())
+        self._controller = KlController(options.kl)
         self._batch: RolloutBatch | None = None
         self._num_served = 0  # updates begun on the open rollout batch
         self._reads_whole_rows = True  # as a critic does, and a policy without `shares_prefixes`

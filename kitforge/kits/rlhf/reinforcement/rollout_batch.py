@@ -73,6 +73,8 @@ class StoppingEngine:
         return output
 
 
+# Those of a completion that are kept, besides its prompt.
+_KEPT_FIELDS = ("tokens", "loss_mask", "is_finished", "is_stopped", "is_turn_ended", "turn_lengths", "observations")
 # Fields per generated token.
 _TOKEN_FIELDS = ("logprobs", "ref_logprobs", "values", "old_logprobs")
 # The dtypes of token fields in a checkpoint; scores only if they are token rewards.
@@ -122,56 +124,21 @@ class Rollout:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values, bit for bit; without the columns of the prompt row."""
-        completion = self.completion
-        return {
-            "is_finished": completion.is_finished,
-            "is_stopped": completion.is_stopped,
-            "prompt_index": self.prompt_index,
-            "score": self.score,
-            "prompt_tokens": completion.prompt,
-            "tokens": completion.tokens,
-            "loss_mask": completion.loss_mask,
-            "rewards": dict(self.rewards),
-            "turn_rewards": self.turn_rewards,
-            "failure": self.failure,
-            "has_timed_out": self.has_timed_out,
-            "num_tool_calls": self.num_tool_calls,
-            "num_tool_failures": self.num_tool_failures,
-            "num_tool_errors": self.num_tool_errors,
-            "turn_lengths": completion.turn_lengths,
-            "observations": completion.observations,
-            "is_turn_ended": completion.is_turn_ended,
-            **{name: getattr(self, name) for name in _TOKEN_FIELDS},
-        }
+        completion = {name: getattr(self.completion, name) for name in _KEPT_FIELDS}
+        own = {name: getattr(self, name) for name in _own_fields()}
+        return {"prompt_tokens": self.completion.prompt, **completion, **own, "rewards": dict(self.rewards)}
 
     @classmethod
     def from_dict(cls, plain: dict[str, Any]) -> Rollout:
         """The inverse of `to_dict`; earlier files have no turns."""
-        prompt, tokens, loss_mask = (tuple(plain[name]) for name in ("prompt_tokens", "tokens", "loss_mask"))
-        score = plain["score"]
-        return cls(
-            completion=PromptCompletion(
-                prompt=prompt,
-                tokens=tokens,
-                loss_mask=loss_mask,
-                is_finished=plain["is_finished"],
-                is_stopped=plain["is_stopped"],
-                columns={},
-                turn_lengths=tuple(plain.get("turn_lengths", ())),
-                observations=tuple(plain.get("observations", ())),
-                is_turn_ended=plain.get("is_turn_ended", False),
-            ),
-            prompt_index=plain["prompt_index"],
-            score=tuple(score) if isinstance(score, list) else score,
-            rewards=dict(plain["rewards"]),
-            turn_rewards=tuple(plain["turn_rewards"]),
-            failure=plain["failure"],
-            has_timed_out=plain["has_timed_out"],
-            num_tool_calls=plain["num_tool_calls"],
-            num_tool_failures=plain["num_tool_failures"],
-            num_tool_errors=plain.get("num_tool_errors", 0),
-            **{name: tuple(plain[name]) for name in _TOKEN_FIELDS},
-        )
+        given: dict[str, Any] = {name: tuple(each) if isinstance(each, list) else each for name, each in plain.items()}
+        of_completion = {name: given[name] for name in _KEPT_FIELDS if name in given}
+        completion = PromptCompletion(prompt=given["prompt_tokens"], columns={}, **of_completion)
+        return cls(completion=completion, **{name: given[name] for name in _own_fields() if name in given})
+
+
+def _own_fields() -> list[str]:
+    return [each.name for each in dataclasses.fields(Rollout) if each.name != "completion"]
 
 
 def to_state(rollouts: Sequence[Rollout]) -> dict[str, Any]:

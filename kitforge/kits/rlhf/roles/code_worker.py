@@ -132,7 +132,6 @@ class Remote:
         vars(self).update(_peer=peer, _number=number)
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        """Call it."""
         return self._peer.ask("call", self, *arguments, **named)
 
     def __getattr__(self, name: str) -> Any:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from kitforge.core.kernels.mixed_precision import NATIVE_DTYPES
 from kitforge.core.nn.linear import Linear
-from kitforge.core.optim.groups import ParameterGroup, decay_groups, table_names
+from kitforge.core.optim.groups import ParameterGroup, network_groups
 from kitforge.core.parallel.fsdp import local_tensor
 from kitforge.kits.rlhf.config import CriticOptions
 from kitforge.kits.rlhf.roles.value_head import critic_of
@@ -18,15 +18,9 @@ from kitforge.kits.rlhf.roles.value_head import critic_of
 DIGEST_CHUNK = 2**16
 
 
-def decoder_groups(model: nn.Module, weight_decay: float) -> list[ParameterGroup]:
-    """Matrices decay; embeddings, heads, norms and biases do not."""
-    heads, tables = [name for name, _ in model.named_parameters() if name.endswith("score.weight")], table_names(model)
-    return decay_groups(model.named_parameters(), weight_decay=weight_decay, no_decay=tables, heads=heads)
-
-
 def actor_critic_groups(model: nn.Module, weight_decay: float, options: CriticOptions) -> list[ParameterGroup]:
     """Parameter groups of policy and critic; the critic has its own learning rate and gradient clipping."""
-    groups = decoder_groups(model, weight_decay)
+    groups = network_groups(model, weight_decay)
     if critic_of(model) is None:
         return groups
     found = []

@@ -195,7 +195,6 @@ class FunctionScorer(Scorer):
         return {name: [self._argument(name, each) for each in completions] for name in given}
 
     def _argument(self, name: str, completion: PromptCompletion) -> Any:
-        """An argument of the function for one completion."""
         of = _ARGUMENTS.get(name)
         return completion.columns.get(name) if of is None else of(completion, self._tokenizer)
 

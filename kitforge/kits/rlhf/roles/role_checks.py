@@ -63,7 +63,6 @@ def check_role_tokenizers(options: StageOptions, roles: Mapping[str, Any], token
 
 
 def _tokenizer_of(given: Any) -> Tokenizer | None:
-    """The tokenizer of a run or folder, if any."""
     if isinstance(given, Run):
         return cast(Tokenizer, given.processor)
     folder = Path(given).expanduser() if isinstance(given, (str, Path)) else None

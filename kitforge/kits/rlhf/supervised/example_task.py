@@ -8,14 +8,12 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import nn
 
-from kitforge.core.optim.groups import ParameterGroup
 from kitforge.core.parallel.world import World
 from kitforge.data.chat.datasets import PreferencePair
 from kitforge.foundation.types import Cursor, MicroBatch, Sums
 from kitforge.kits.rlhf.batching import input_tokens, pair_batches, row_schedule
 from kitforge.kits.rlhf.config import StageOptions
 from kitforge.kits.rlhf.dataset import DatasetSplits, Row
-from kitforge.kits.rlhf.roles.model_copy import decoder_groups
 from kitforge.kits.rlhf.roles.reference_model import ReferenceModel, check_frozen_weights
 from kitforge.trainer.dataset_task import DatasetTask
 
@@ -47,9 +45,6 @@ class ExampleTask(DatasetTask, Generic[Options, Row]):
         model = super().build(world)
         self._reference_model.hold_in(self._options.precision, model)
         return model
-
-    def parameter_groups(self, model: nn.Module, weight_decay: float) -> list[ParameterGroup]:
-        return decoder_groups(model, weight_decay)
 
     def steps(self, model: nn.Module, cursor: Cursor) -> Iterator[list[MicroBatch]]:
         for step, batch in enumerate(self._schedule.batches(cursor.samples), start=cursor.step):

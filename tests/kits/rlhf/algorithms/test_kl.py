@@ -104,7 +104,7 @@ def test_any_distance_has_a_finite_loss_and_gradient(estimator: KlEstimator, awa
     assert torch.isfinite(kl_estimate(log_probs, torch.zeros(1), estimator)).all()
 
 
-ADAPTIVE = KlControllerOptions(kind="adaptive", coef=0.1, target=6.0, horizon=1000)
+ADAPTIVE = KlControllerOptions(controller="adaptive", coef=0.1, target=6.0, horizon=1000)
 
 
 @pytest.mark.parametrize(("nats", "factor"), [(0.0, 0.98), (5.7, 0.995), (6.0, 1.0), (6.3, 1.005), (600.0, 1.02)])
