@@ -390,7 +390,7 @@ def _hydra_config(*overrides: str) -> tuple[DictConfig, str]:
     return config, preset
 
 
-_shipped_config = functools.lru_cache(maxsize=64)(_hydra_config)
+_shipped_config = functools.lru_cache(maxsize=256)(_hydra_config)
 
 
 def _split_choices(choices: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:

@@ -92,7 +92,7 @@ def test_transformers_computes_the_same_on_the_exported_folder_and_on_the_file(t
 def test_transformers_generates_the_same_text(folder: Path, theirs: Any) -> None:
     generate = pipeline("text_generation", model="smollm2", options=GREEDY)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    for text in TEXTS:
+    for text in TEXTS if WHOLE else TEXTS[2:]:
         ids = tokenizer(text, return_tensors="pt", add_special_tokens=False)
         found = theirs.generate(**ids, max_new_tokens=NUM_NEW, do_sample=False, pad_token_id=0)
         assert generate(text)[0]["generated_text"] == tokenizer.decode(found[0], skip_special_tokens=True)

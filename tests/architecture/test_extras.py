@@ -1,10 +1,10 @@
 """The extras of pyproject.toml: each holds what the modules that need it import."""
 
 import ast
+import functools
 import re
 import sys
 import tomllib
-from collections.abc import Iterator
 
 import pytest
 
@@ -68,15 +68,16 @@ REQUIRED = names(PROJECT["dependencies"])
 KNOWN = REQUIRED | names(["kitforge[all,gpu]"])
 
 
-def third_party(source: Source) -> Iterator[str]:
+@functools.cache
+def third_party(source: Source) -> list[str]:
     """The packages that a module imports, also those that it names to a function which imports them."""
     modules = {name for name, _ in imports(source.nodes)}
-    for function in source.functions:
+    for function in source.functions if "import_optional" in source.text else ():
         if any(isinstance(node, ast.Name) and node.id == "import_optional" for node in ast.walk(function)):
             words = (node.value for node in ast.walk(function) if isinstance(node, ast.Constant))
             modules |= {word for word in words if isinstance(word, str) and package(word) in KNOWN}
     ours = {"kitforge", "__future__", *sys.stdlib_module_names}
-    yield from sorted({package(name) for name in modules if name.split(".")[0] not in ours})
+    return sorted({package(name) for name in modules if name.split(".")[0] not in ours})
 
 
 def package(module: str) -> str:

@@ -56,7 +56,7 @@ def commands() -> Iterator[tuple[str, str]]:
 
 COMMANDS = sorted(set(commands()))
 # That the others are imported and take their options is seen below.
-SAMPLE = SCRIPTS if WHOLE else SCRIPTS[1::4]
+SAMPLE = SCRIPTS if WHOLE else SCRIPTS[1::8]
 
 
 @pytest.mark.slow

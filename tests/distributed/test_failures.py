@@ -41,6 +41,7 @@ from kitforge.trainer.callbacks.callback import Callback, Event, RunContext, can
 from kitforge.trainer.callbacks.metrics_file import MetricsFile
 from kitforge.trainer.loop import Loop
 from kitforge.trainer.options import RunOptions
+from tests.differential.drawn import WHOLE
 from tests.distributed.test_launch import failure
 from tests.trainer.regression import Regression
 
@@ -281,8 +282,13 @@ CASES: dict[str, tuple[int, str, Callable[[], None], str]] = {
 }
 
 
+# Where the failure is, rather than on which rank, in the gate.
+LEFT_OUT = ("a callback of the first of two", "a callback of the second of four", "a callback at the end")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.prove
+@pytest.mark.parametrize("case", [case for case in CASES if WHOLE or case not in LEFT_OUT])
 def test_a_failure_on_one_rank_ends_all_and_is_told_in_its_own_words(case: str) -> None:
     size, failing, does, words = CASES[case]
     outcome = run_failing(size, failing, does)

@@ -70,7 +70,7 @@ def test_every_text_of_a_schedule_has_the_bits_that_it_has_alone(family: str, dt
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize(("family", "seeds"), [("llama", (0, 2, 4)), ("bloom", (1, 3))])
+@pytest.mark.parametrize(("family", "seeds"), [("llama", (0, 4)), ("bloom", (3,))])
 @pytest.mark.usefixtures("autocast")
 def test_so_it_has_in_a_rollout_of_weights_in_fp32(family: str, seeds: tuple[int, ...]) -> None:
     have_their_own_bits(network(family, torch.float32), range(NUM_SEEDS) if WHOLE else seeds)

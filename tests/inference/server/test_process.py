@@ -16,7 +16,7 @@ from tests.patience import PATIENCE
 from tests.small_run import write_run
 
 ROOT = Path(__file__).parents[3]
-CROWD = 60
+CROWD = 16
 LONG = 400  # tokens, of which most are yet to come when the server is told to stop
 
 

@@ -1,5 +1,6 @@
 """Stages that train adapters: one base for all roles, and what becomes of it."""
 
+import itertools
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -25,6 +26,7 @@ from kitforge.kits.rlhf.roles.model_loading import load_policy, open_policy
 from kitforge.kits.rlhf.roles.value_head import ActorCritic, ValueHeadModel, policy_of
 from kitforge.models import loading as model_folder
 from kitforge.models.peft import load_adapter, save_adapter
+from tests.differential.drawn import WHOLE
 from tests.kits.rlhf import runs
 from tests.trainer import tiny
 
@@ -78,9 +80,13 @@ def test_an_adapter_moves_no_bias_of_the_experts_below_it(tmp_path: Path) -> Non
     assert all(torch.equal(each, before[name]) for name, each in base.named_parameters())
 
 
+KINDS_OF_STAGES = list(itertools.product(("sft", "reward", "dpo", "kto", "grpo", "ppo"), ("dora", "qlora")))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["dora", "qlora"])
-@pytest.mark.parametrize("stage", ["sft", "reward", "dpo", "kto", "grpo", "ppo"])
+@pytest.mark.prove
+# In the gate every stage with one of them.
+@pytest.mark.parametrize(("stage", "kind"), KINDS_OF_STAGES if WHOLE else KINDS_OF_STAGES[::4] + KINDS_OF_STAGES[3::4])
 def test_every_task_trains_every_kind_of_adapter(stage: str, kind: str, tmp_path: Path) -> None:
     base = runs.network(torch.float32)
     before, weights = logits(base), [each.clone() for each in base.parameters()]

@@ -7,13 +7,19 @@ import pytest
 import torch
 
 from kitforge.kits.rlhf import batching
+from tests.differential.drawn import WHOLE
 from tests.kits.rlhf import runs
 from tests.trainer import tiny
 
 STAGES = [*runs.ROWS, *runs.RL, *runs.ON_POLICY]
 
 
-@pytest.mark.parametrize("stage", [stage for stage in STAGES if stage != "kto"])
+# Each way of counting a row's tokens; micro-batches of every task are in tests/verify.
+COUNTED = [stage for stage in STAGES if stage != "kto"] if WHOLE else ["sft", "dpo", "ppo", "distill", "online_dpo"]
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("stage", COUNTED)
 def test_as_many_rows_at_once_as_a_processor_likes_change_no_gradient(
     stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -58,7 +64,8 @@ def turned(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", ["ppo", "grpo", "reinforce_pp"])
+@pytest.mark.prove
+@pytest.mark.parametrize("stage", ["ppo", "grpo", "reinforce_pp"] if WHOLE else ["ppo"])
 def test_a_round_that_was_interrupted_goes_on_bit_for_bit(stage: str, tmp_path: Path) -> None:
     choices = {
         "trainer.checkpoint_every": 1,

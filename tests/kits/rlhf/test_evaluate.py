@@ -16,6 +16,7 @@ from kitforge.cli.main import run
 from kitforge.composition import compose_eval_config
 from kitforge.foundation.errors import ConfigError, KitforgeError
 from kitforge.kits.registry import RLHF_TASKS
+from tests.differential.drawn import WHOLE
 from tests.kits.rlhf import runs
 from tests.trainer import tiny
 
@@ -65,8 +66,13 @@ def close(values: Mapping[str, float]) -> Any:
     return pytest.approx(dict(values), rel=1e-4, abs=1e-5)
 
 
+# Of tasks that share a class and its evaluation one; every task in `make prove`.
+EVALUATED = RLHF_TASKS if WHOLE else ("sft", "reward", "dpo", "kto", "orpo", "ppo", "grpo", "distill", "online_dpo")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", RLHF_TASKS)
+@pytest.mark.prove
+@pytest.mark.parametrize("stage", EVALUATED)
 def test_the_command_to_try_next_gives_the_figures_of_the_run(stage: str, capsys: Capture) -> None:
     assert train(stage) == 0
     (shown,) = (line.split() for line in capsys.readouterr().out.splitlines() if "kitforge evaluate" in line)
@@ -127,8 +133,11 @@ def test_a_reference_is_named_from_the_shell_and_written_down(capsys: Capture) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("adapter", [0, 2])
-@pytest.mark.parametrize("start", ["preset", "network", "run"])
+@pytest.mark.prove
+@pytest.mark.parametrize(
+    ("start", "adapter"),
+    [("preset", 0), ("network", 2), ("run", 0), ("preset", 2), ("network", 0), ("run", 2)][: None if WHOLE else 3],
+)
 def test_a_trainer_evaluates_what_it_has_trained(start: str, adapter: int) -> None:
     options = {each.split("=")[0]: yaml.safe_load(each.split("=")[1]) for each in (*SHORT, *ROUNDS)}
     options["lora.rank"] = adapter

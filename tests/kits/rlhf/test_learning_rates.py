@@ -16,6 +16,7 @@ from kitforge.composition import compose_config
 from kitforge.data.tokenizers.loading import ByteTokenizer
 from kitforge.foundation.errors import ConfigError
 from kitforge.kits.registry import RLHF_TASKS
+from tests.differential.drawn import WHOLE
 from tests.kits.rlhf import runs
 from tests.trainer import tiny
 
@@ -33,17 +34,19 @@ def rates(task: str, **choices: Any) -> tuple[float, float, float | None]:
 
 
 @pytest.mark.slow
+@pytest.mark.prove
 @pytest.mark.parametrize("task", RLHF_TASKS)
 def test_a_run_from_weights_learns_gently(task: str, tmp_path: Path) -> None:
     rate, critic = RATES.get(task, 1e-6), CRITIC.get(task)
     folder = str(tmp_path)
     assert rates(task, checkpoint=folder) == (rate, 0.0, critic)
-    assert rates(task, model=folder) == (rate, 0.0, critic)
+    if WHOLE or task in RATES:
+        assert rates(task, model=folder) == (rate, 0.0, critic)
+        # From nothing all is as it was.
+        assert rates(task) == rates(task, model="llama_tiny") == rates(task, lora={"rank": 8})
     # Adapters learn ten times as fast.
     lora = rates(task, checkpoint=folder, lora={"rank": 8})
     assert lora == (pytest.approx(10 * rate), 0.0, None if critic is None else pytest.approx(10 * critic))
-    # From nothing all is as it was.
-    assert rates(task) == rates(task, model="llama_tiny") == rates(task, lora={"rank": 8})
     assert rates(task)[0] == (6e-4 if task in RATES else 5e-5)
 
 
