@@ -21,7 +21,7 @@ CPU = ClusterConfig()
     "choices",
     [
         {"model.num_layers": 6},
-        {"model.num_layers": 7, "precision": "bf16", "trainer.activation_checkpointing": "full", "parallel.shard": 2},
+        {"model.num_layers": 6, "precision": "bf16", "trainer.activation_checkpointing": "full", "parallel.shard": 2},
     ],
 )
 def test_a_deep_network_from_shallow_traces_is_the_deep_trace(choices: dict[str, Any]) -> None:
