@@ -10,7 +10,7 @@ import pandas
 import pyarrow
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import parquet
 from safetensors.torch import load_file
@@ -23,6 +23,7 @@ from kitforge.foundation.errors import DataError
 from kitforge.kits.recommender.batch_inference import write_predictions
 from kitforge.kits.recommender.build import TASKS
 from kitforge.kits.recommender.describe import describe_table, render_description
+from tests.differential.drawn import drawn
 from tests.kits.recommender.runs import ready, run
 
 KIT = TASKS["recommendation"]
@@ -80,7 +81,7 @@ def tables(draw: st.DrawFn) -> tuple[list[dict[str, Any]], str]:
     return rows, draw(st.sampled_from(CONTAINERS))
 
 
-@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@drawn(15, whole=400)
 @given(tables())
 def test_a_table_of_any_columns_is_trained_on_or_refused_in_words(table: tuple[list[dict[str, Any]], str]) -> None:
     rows, container = table

@@ -8,6 +8,7 @@ import torch
 
 from kitforge.api import pipeline
 from kitforge.embedding_cache import cache as embedding_cache
+from tests.differential.drawn import WHOLE
 from tests.kits.recommender.runs import FAMILIES, numbers, run
 from tests.kits.recommender.test_pipeline import rows
 from tests.other_device import DEVICE, OnDevice, other_device
@@ -17,10 +18,16 @@ CACHES: dict[str, dict[str, Any]] = {
     "small": {"cache.device_rows": 40, "cache.prefetch_batches": 2, "cache.policy": "lfu"},
 }
 THERE = {"device": str(DEVICE)}
+# In the gate one that scores, one that attends, and both that retrieve.
+SAMPLE = ("wide_deep", "din", "two_tower", "sasrec")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "cache"), [(name, ("whole", "small")[at % 2]) for at, name in enumerate(FAMILIES)])
+@pytest.mark.prove
+@pytest.mark.parametrize(
+    ("family", "cache"),
+    [(name, ("whole", "small")[at % 2]) for at, name in enumerate(FAMILIES) if WHOLE or name in SAMPLE],
+)
 def test_a_family_runs_there_as_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, cache: str) -> None:
     monkeypatch.setattr(embedding_cache, "DEVICE_IDS", 40)
     # There the dict takes the place of a map in the memory of the device, so that whole tables plan there.

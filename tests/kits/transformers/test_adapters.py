@@ -52,9 +52,9 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def base(folder: Path, family: str = "llama") -> Path:
+def base(folder: Path, family: str = "llama", **changes: Any) -> Path:
     """The Hugging Face folder of a random network with weights that matter."""
-    config = config_of({"vocab_size": 258, **FAMILIES[family]})
+    config = config_of({"vocab_size": 258, **FAMILIES[family], **changes})
     model = loading.build(config, device=CPU, seed=3)
     with torch.no_grad():
         for parameter in model.parameters():
