@@ -14,7 +14,7 @@ MAX_YAML_NODES = 100_000
 MAX_YAML_DEPTH = 100
 _FUNCTION = re.compile(r"[\w.]+:[\w.]+")
 # That of libyaml, where PyYAML has it, takes a tenth of the time.
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_SafeLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]|[\ud800-\udfff]")
 
 
@@ -37,7 +37,7 @@ def load_yaml(text: str) -> Any:
     """The plain value of a YAML document. Raises ValueError as `check_yaml` does."""
     check_yaml(text)
     try:
-        return yaml.load(text, Loader=_LOADER)
+        return yaml.load(text, Loader=_SafeLoader)
     except yaml.YAMLError as error:
         raise _not_yaml(error) from None
 
@@ -50,7 +50,7 @@ def check_yaml(text: str) -> None:
     sizes: dict[str | None, int] = {}  # by anchor; None: nodes without one
     total = 0
     try:
-        for event in yaml.parse(text, Loader=_LOADER):
+        for event in yaml.parse(text, Loader=_SafeLoader):
             if isinstance(event, yaml.AliasEvent):
                 # An alias of an open container would contain itself.
                 total += sizes.get(event.anchor, MAX_YAML_NODES)

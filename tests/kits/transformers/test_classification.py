@@ -63,7 +63,10 @@ begin, finish, run = RUNS.begin, tiny.finish, RUNS.ended
 
 @pytest.mark.slow
 def test_it_learns_which_word_decides(tmp_path: Path) -> None:
-    assembly = begin(tmp_path, {"trainer.max_steps": 160, "trainer.epochs": 20, "optimizer.learning_rate": 4e-3})
+    assembly = begin(
+        tmp_path,
+        {"trainer.max_steps": 160, "trainer.eval_every": 160, "trainer.epochs": 20, "optimizer.learning_rate": 4e-3},
+    )
     found = finish(assembly)
     assert found["eval/accuracy"] > 0.9
     assert found["eval/f1"] > 0.9

@@ -303,7 +303,12 @@ def test_the_pipeline_gives_what_that_of_transformers_gives(kind: str, tmp_path:
 
 
 def test_it_learns_and_the_command_line_labels_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    choices = {"trainer.max_steps": 120, "trainer.epochs": 20, "optimizer.learning_rate": 2e-3}
+    choices = {
+        "trainer.max_steps": 120,
+        "trainer.eval_every": 120,
+        "trainer.epochs": 20,
+        "optimizer.learning_rate": 2e-3,
+    }
     assert run(tmp_path / "run", choices)[1]["eval/accuracy"] > 0.9
     path, target = tmp_path / "rows.jsonl", tmp_path / "labels.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows(9)))

@@ -256,7 +256,13 @@ def test_it_learns_and_the_command_line_answers_a_file(tmp_path: Path, capsys: p
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(160, longest=4)))
     given = ["task=question_answering", f"data.train={tmp_path / 'rows.jsonl'}", f"output_dir={tmp_path / 'run'}"]
     given += ["model=llama_tiny", "model.dim=32", "model.num_layers=2", "model.mlp_dim=48", "model.num_heads=2"]
-    given += ["model.num_kv_heads=2", "trainer.max_steps=120", "optimizer.learning_rate=5e-3", "trainer.progress=false"]
+    given += [
+        "model.num_kv_heads=2",
+        "trainer.max_steps=120",
+        "trainer.eval_every=120",
+        "optimizer.learning_rate=5e-3",
+        "trainer.progress=false",
+    ]
     given += ["data.sequence_length=64", "data.stride=8", "device=cpu", "trainer.eval_first=true"]
     assert run_command(["train", *given]) == 0
     lines = tiny.records(tmp_path / "run", "eval")

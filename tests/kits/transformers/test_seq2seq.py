@@ -89,6 +89,7 @@ def base(folder: Path) -> Path:
 def test_it_learns_to_copy_a_word(tmp_path: Path) -> None:
     words = [{"source": word, "target": word} for word in ("sun", "moon", "river", "stone")]
     choices = {"trainer.max_steps": 150, "trainer.epochs": 200, "optimizer.learning_rate": 4e-3, "data.batch_size": 4}
+    choices["trainer.eval_every"] = 150
     found = finish(begin(tmp_path, choices, train_dataset=words, eval_dataset=words))
     assert found["eval/loss"] < 0.1
     assert found["eval/bleu"] == 0 and found["eval/chrf"] == 100  # BLEU has no four-grams of one word
