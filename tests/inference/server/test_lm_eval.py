@@ -1,9 +1,6 @@
 """lm-evaluation-harness scores over HTTP what our own evaluation scores in the process."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +19,7 @@ from kitforge.models.catalog import config_of
 from kitforge.models.loading import build
 from tests.inference.server.conftest import serving
 from tests.trainer import tiny
+from tests.warm.shell import Run
 
 pytestmark = pytest.mark.slow
 tokenizers = pytest.importorskip("tokenizers")
@@ -92,19 +90,18 @@ def write_tasks(folder: Path) -> None:
         (folder / f"{name}.yaml").write_text(f"{head}test_split: test\n{TASKS[name].strip()}\n")
 
 
-def harness(folder: Path, url: str, further: str) -> dict[str, list[dict[str, Any]]]:
-    """The rows that the harness logs of each task; it runs in a process of its own, offline."""
+def harness(folder: Path, url: str, further: str, run: Run) -> dict[str, list[dict[str, Any]]]:
+    """The rows that the harness logs of each task; it runs in a copy of the warm process, offline."""
     arguments = f"base_url={url}/v1/completions,model=tiny,max_length=128,{further}"
-    command = [sys.executable, "-c", HARNESS, str(folder), arguments, ",".join(TASKS)]
-    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
-    environment = {**os.environ, **offline, "HF_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    script = folder / "harness.py"
+    script.write_text(HARNESS)
+    offline = ["HF_HUB_OFFLINE=1", "HF_DATASETS_OFFLINE=1", "TRANSFORMERS_OFFLINE=1", f"HF_HOME={folder / 'cache'}"]
+    run(["env", *offline, "python", str(script), str(folder), arguments, ",".join(TASKS)], folder)
     samples = json.loads((folder / "samples.json").read_text())
     return {name: sorted(samples[name], key=lambda row: row["doc_id"]) for name in TASKS}
 
 
-def test_it_finds_what_our_evaluation_finds(tmp_path: Path) -> None:
+def test_it_finds_what_our_evaluation_finds(tmp_path: Path, run: Run) -> None:
     tokenizer = make_tokenizer(tmp_path / "tokenizer")
     write_tasks(tmp_path)
     model = build(
@@ -125,7 +122,7 @@ def test_it_finds_what_our_evaluation_finds(tmp_path: Path) -> None:
         512,
     )
     with serving(service) as served:
-        rows = harness(tmp_path, served.url, f"tokenizer={tmp_path / 'tokenizer'},tokenizer_backend=huggingface")
+        rows = harness(tmp_path, served.url, f"tokenizer={tmp_path / 'tokenizer'},tokenizer_backend=huggingface", run)
     scores = [[float(each[0]) for each in row["filtered_resps"]] for name in TASKS for row in rows[name]]
     for found, expected in zip(scores, wanted, strict=True):
         assert found == pytest.approx([each.logprob for each in expected], abs=1e-3)

@@ -43,7 +43,7 @@ def loss(model: nn.Module, corpus: Path, file: str, **choices: Any) -> float:
 @pytest.mark.prove
 @pytest.mark.parametrize(
     ("name", "file", "dtype"),
-    (product if WHOLE else pairs)(NETWORKS, ["corpus.txt", "documents.jsonl"], [torch.float64, torch.float32]),
+    list((product if WHOLE else pairs)(NETWORKS, ["corpus.txt", "documents.jsonl"], [torch.float64, torch.float32])),
 )
 def test_the_loss_does_not_depend_on_the_batch_size(corpus: Path, name: str, file: str, dtype: torch.dtype) -> None:
     model = network(name, dtype)
