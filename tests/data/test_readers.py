@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -43,7 +44,6 @@ def test_a_table_gives_the_texts_of_its_column(tmp_path: Path, suffix: str, is_p
 
 
 def test_parquet_gives_the_texts_of_its_column(tmp_path: Path) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
     parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "a.parquet", row_group_size=2)
@@ -137,7 +137,6 @@ def test_what_cannot_be_read_is_named(tmp_path: Path, name: str, content: str | 
 
 
 def test_a_parquet_file_without_the_column_names_those_it_has(tmp_path: Path) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
     parquet.write_table(pyarrow.table({"body": ["a"], "n": [1]}), tmp_path / "a.parquet")

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pandas
 import pyarrow as pa
 import pytest
@@ -96,90 +97,56 @@ def test_other_rows_have_another_fingerprint() -> None:
     assert open_source(["ab", "c"]).fingerprint != open_source(["a", "bc"]).fingerprint
 
 
-def test_a_missing_file_names_the_nearest(folder: Path) -> None:
-    with pytest.raises(DataError, match=r"(?s)bb\.txt does not exist.*did you mean .*b\.txt"):
-        open_source(folder / "bb.txt")
-
-
-def test_a_missing_folder_names_the_nearest(folder: Path) -> None:
-    (folder / "corpora").mkdir()
-    with pytest.raises(DataError, match=r"(?s)did you mean .*corpora\?"):
-        open_source(folder / "corpra" / "b.txt")
-
-
-def test_a_misspelled_standard_library_is_named() -> None:
-    with pytest.raises(DataError, match=r"did you mean python_stdlib\?"):
-        open_source("python_stdlb")
-
-
-def test_a_pattern_that_matches_nothing_is_refused(folder: Path) -> None:
-    with pytest.raises(DataError, match="no file matches"):
-        open_source(str(folder / "*.csv"))
-
-
-def test_a_folder_without_known_files_lists_what_it_has(tmp_path: Path) -> None:
-    (tmp_path / "a.xyz").write_text("text")
-    with pytest.raises(DataError, match=r"(?s)holds no readable files.*a\.xyz.*\.jsonl"):
-        open_source(tmp_path)
-
-
-def test_an_empty_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").touch()
-    with pytest.raises(DataError, match="is empty"):
-        open_source(tmp_path / "a.txt")
-
-
 def test_files_with_nothing_but_empty_documents_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": ""}\n\n')
     with pytest.raises(DataError, match="there is no text in"):
         list(open_source(tmp_path / "a.jsonl").documents())
 
 
-@pytest.mark.parametrize("rows", [[], ["", ""]])
-def test_rows_without_text_are_refused(rows: list[str]) -> None:
-    with pytest.raises(DataError, match="there is no text"):
-        open_source(rows)
+def below(folder: Path, name: str, text: str) -> Path:
+    """A folder with one file."""
+    (folder / "below").mkdir()
+    (folder / "below" / name).write_text(text)
+    return folder / "below"
 
 
-@pytest.mark.parametrize("spec", [None, 3, b"bytes", {"text": ["a"]}])
-def test_what_is_no_corpus_is_refused(spec: object) -> None:
-    with pytest.raises(DataError, match="this is not a corpus"):
-        open_source(spec)
+SPLIT = datasets.Dataset.from_dict({"text": ["a"]})
+REFUSED: list[tuple[Callable[[Path], object], str]] = [
+    (lambda folder: folder / "bb.txt", r"bb\.txt does not exist.*did you mean .*b\.txt"),
+    (lambda folder: below(folder, "b.txt", "a").with_name("belov") / "b.txt", r"did you mean .*below\?"),
+    (lambda _: "python_stdlb", r"did you mean python_stdlib\?"),
+    (lambda folder: str(folder / "*.csv"), "no file matches"),
+    (lambda folder: below(folder, "a.xyz", "text"), r"holds no readable files.*a\.xyz.*\.jsonl"),
+    (lambda folder: folder / "d.txt", "is empty"),
+    (lambda _: [], "there is no text"),
+    (lambda _: ["", ""], "there is no text"),
+    *((lambda _, given=given: given, "this is not a corpus") for given in (None, 3, b"bytes", {"text": ["a"]})),
+    (lambda _: {"train": ["a"], "test": ["b"]}, "train, test"),
+    (lambda _: datasets.DatasetDict({"train": SPLIT, "test": SPLIT}), "train, test"),
+    (lambda folder: [str(folder / "b.txt"), "corpus of mine"], r"both paths and texts.*b\.txt.*corpus of mine"),
+    *(
+        (lambda _, text=text: text, r"not a path.*in a list")
+        for text in ("", "a line\nand another", "x" * 5000, "a\0b")
+    ),
+    (lambda _: "/dev/null", "neither a file nor a folder"),
+    (lambda _: iter(["a", 2]), "row 2 of the data holds no text.*int"),
+    (lambda _: datasets.Dataset.from_dict({"body": ["one"]}), "no column 'text'.*columns body"),
+]
 
 
-def test_the_splits_of_a_mapping_are_named() -> None:
-    with pytest.raises(DataError, match="train, test"):
-        open_source({"train": ["a"], "test": ["b"]})
-
-
-def test_paths_and_documents_in_one_list_are_refused(folder: Path) -> None:
-    with pytest.raises(DataError, match=r"(?s)both paths and texts.*b\.txt.*corpus of mine"):
-        open_source([str(folder / "b.txt"), "corpus of mine"])
-
-
-@pytest.mark.parametrize("text", ["", "a line\nand another", "x" * 5000, "a\0b"])
-def test_a_single_text_is_no_path(text: str) -> None:
-    with pytest.raises(DataError, match=r"(?s)not a path.*in a list"):
-        open_source(text)
+@pytest.mark.parametrize(("make", "words"), REFUSED)
+def test_what_is_no_source_is_refused(make: Callable[[Path], object], words: str, folder: Path) -> None:
+    with pytest.raises(DataError, match=f"(?s){words}"):
+        open_source(make(folder))
 
 
 def test_texts_too_long_for_a_name_are_documents() -> None:
     assert texts(["x" * 500, "y" * 5000]) == ["x" * 500, "y" * 5000]
 
 
-def test_a_device_is_no_corpus() -> None:
-    with pytest.raises(DataError, match="neither a file nor a folder"):
-        open_source("/dev/null")
-
-
 def test_an_empty_separator_is_refused() -> None:
     with pytest.raises(ConfigError, match="data.separator"):
         SourceConfig(separator="")
-
-
-def test_rows_must_be_text_or_mappings() -> None:
-    with pytest.raises(DataError, match=r"(?s)row 2 of the data holds no text.*int"):
-        open_source(iter(["a", 2]))
 
 
 def test_half_a_surrogate_pair_is_refused_or_marked() -> None:
@@ -190,35 +157,19 @@ def test_half_a_surrogate_pair_is_refused_or_marked() -> None:
 
 
 def test_a_dataset_is_read_by_column() -> None:
-    datasets = pytest.importorskip("datasets")
     rows = datasets.Dataset.from_dict({"body": ["one", "", "two"], "label": [1, 2, 3]})
     assert texts(rows, column="body") == ["one", "two"]
 
 
-def test_a_dataset_without_the_column_names_those_it_has() -> None:
-    datasets = pytest.importorskip("datasets")
-    with pytest.raises(DataError, match=r"(?s)no column 'text'.*columns body"):
-        open_source(datasets.Dataset.from_dict({"body": ["one"]}))
-
-
 def test_a_dataset_of_numbers_is_refused_by_row() -> None:
-    datasets = pytest.importorskip("datasets")
     source = open_source(datasets.Dataset.from_dict({"text": [1, 2]}))
     with pytest.raises(DataError, match="the dataset's row 1 holds no text"):
         list(source.documents())
 
 
 def test_equal_datasets_have_one_fingerprint_and_others_another() -> None:
-    datasets = pytest.importorskip("datasets")
     one, same, other = (open_source(datasets.Dataset.from_dict({"text": [text]})) for text in "aab")
     assert one.fingerprint == same.fingerprint != other.fingerprint
-
-
-def test_the_splits_of_a_dataset_dict_are_named() -> None:
-    datasets = pytest.importorskip("datasets")
-    with pytest.raises(DataError, match="train, test"):
-        rows = datasets.Dataset.from_dict({"text": ["a"]})
-        open_source(datasets.DatasetDict({"train": rows, "test": rows}))
 
 
 def test_the_standard_library_reads_the_same_every_time() -> None:

@@ -48,7 +48,7 @@ def ask_ranks(questions: Mapping[Any, tuple[Any, ...]]) -> dict[Any, list[Any]]:
     """Of each question, a number of ranks and a function with its arguments, what the function returns on each rank.
     One launch answers all questions of one number, since most of what a short run costs is the first of a process; a
     number of one is this process."""
-    found = {}
+    found = dict[Any, list[Any]]()
     for size in sorted({size for size, *_ in questions.values()}):
         asked = {name: rest for name, (number, *rest) in questions.items() if number == size}
         answers = run_ranks(size, _answers, [*asked.values()]) if size > 1 else [_answers(0, [*asked.values()])]

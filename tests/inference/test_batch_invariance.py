@@ -19,7 +19,6 @@ from tests.core.nn.networks import BLOOM, GLM, GPT2, LLAMA, VOCAB, build
 from tests.differential.drawn import WHOLE
 from tests.inference import workload
 
-pytest.importorskip("numba")
 # Longer than a block of keys that attention reads at once.
 LENGTH = 72
 FAMILIES: dict[str, FamilyConfig] = {

@@ -18,7 +18,6 @@ from kitforge.inference.options import EngineOptions
 from kitforge.inference.sampling import SamplingOptions
 from tests.core.nn.networks import GPT2, LLAMA, build
 
-pytest.importorskip("numba")
 PROMPTS = [[3, 1, 4, 1, 5, 9], [2, 6], [7]]
 OPTIONS = SamplingOptions(max_new_tokens=5, temperature=0, ignore_eos=True)
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from kitforge.foundation.errors import DataError
-from kitforge.inference import choice_scoring
 from kitforge.inference.choice_scoring import ChoiceBatch, choice_logprobs
 from kitforge.inference.logprobs import token_logprobs
 from kitforge.models.catalog import config_of
@@ -70,18 +69,6 @@ def test_where_keys_depend_on_the_length_each_is_read_alone() -> None:
             wanted = logits.log_softmax(-1).gather(-1, torch.tensor(branch)[:, None]).sum()
             assert value.logprob == pytest.approx(float(wanted), abs=1e-9)
             assert value.greedy == tuple(logits.argmax(-1).tolist())
-
-
-def test_a_branch_that_saw_another_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = build(config_of({**tiny.LLAMA, "vocab_size": VOCAB}), device=torch.device("cpu"), seed=1).double().eval()
-    right = [value.logprob for tree in choice_logprobs(model, trees(1), 512) for value in tree]
-    plain = choice_scoring.TreeAttention
-
-    def blind(trees: torch.Tensor, branches: torch.Tensor, positions: torch.Tensor) -> choice_scoring.TreeAttention:
-        return plain(trees, torch.zeros_like(branches), positions)
-
-    monkeypatch.setattr(choice_scoring, "TreeAttention", blind)
-    assert [value.logprob for tree in choice_logprobs(model, trees(1), 512) for value in tree] != pytest.approx(right)
 
 
 def test_a_text_is_read_once_for_all_that_follow_it() -> None:

@@ -3,28 +3,25 @@
 import os
 import random
 from collections import Counter
-from collections.abc import Callable
 
 import pytest
 import torch
 
 from kitforge.core.nn.context import Context
 from kitforge.core.nn.decoder import Decoder
-from kitforge.inference.block_manager import BlockManager
-from kitforge.inference.engine import Engine, Output
+from kitforge.inference.engine import Engine
 from kitforge.inference.model_runner import ModelRunner
 from kitforge.inference.options import EngineOptions
 from kitforge.inference.paged_attention import AttentionSegment, KeyValueCache
 from kitforge.inference.sampling import SamplingOptions
 from kitforge.inference.scheduler import ScheduledTokens
-from kitforge.inference.sequence import FinishReason, Sequence
 from tests.core.nn.networks import CONFIGS, VOCAB
 from tests.inference import workload
 from tests.inference.recomputation import logits_of, network, recomputed
 
-Fault = Callable[[pytest.MonkeyPatch], None]
 WHOLE = "KITFORGE_PROVE" in os.environ
-SEEDS = range(200 if WHOLE else 3)
+# The last one writes to a block that another text reads.
+SEEDS = range(200 if WHOLE else 4)
 
 
 @pytest.mark.slow
@@ -77,88 +74,6 @@ def test_the_workloads_reach_what_they_are_meant_to_reach(monkeypatch: pytest.Mo
     assert all(seen[kind] > 0 for kind in wanted), seen
 
 
-def forget_copies(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(KeyValueCache, "copy", lambda *_: None)
-
-
-def write_to_shared_blocks(patch: pytest.MonkeyPatch) -> None:
-    reserve = BlockManager.reserve
-
-    def careless(blocks: BlockManager, sequence: Sequence, num_tokens: int) -> bool:
-        counted, blocks._ref_counts = blocks._ref_counts, [min(count, 1) for count in blocks._ref_counts]
-        done = reserve(blocks, sequence, num_tokens)
-        blocks._ref_counts = [max(pair) for pair in zip(counted, blocks._ref_counts, strict=True)]
-        return done
-
-    patch.setattr(BlockManager, "reserve", careless)
-
-
-def mistake_prefixes(patch: pytest.MonkeyPatch) -> None:
-    digest = BlockManager._next_block_hash
-
-    def of_length(blocks: BlockManager, sequence: Sequence) -> bytes:
-        digest(blocks, sequence)
-        return bytes([len(sequence.block_hashes)])
-
-    patch.setattr(BlockManager, "_next_block_hash", of_length)
-
-
-def keep_rejected_drafts(patch: pytest.MonkeyPatch) -> None:
-    advance = BlockManager.advance
-    patch.setattr(
-        BlockManager, "advance", lambda blocks, sequence, count: advance(blocks, sequence, count + (count > 1))
-    )
-
-
-def forget_masks(patch: pytest.MonkeyPatch) -> None:
-    for name in ("reference", "fused"):
-        path = f"kitforge.core.kernels.paged_attention.{name}.attended"
-        patch.setattr(path, lambda lengths, positions, _: torch.ones(len(lengths), 1, 1, positions, dtype=torch.bool))
-
-
-def ignore_order_of_slots(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(
-        ModelRunner,
-        "_slots",
-        lambda runner, sequence, start, end: range(
-            sequence.block_table[0] * runner._size + start, sequence.block_table[0] * runner._size + end
-        ),
-    )
-
-
-def wait_for_the_cancelled(patch: pytest.MonkeyPatch) -> None:
-    def careless(engine: Engine, sequence: Sequence, reason: FinishReason) -> Output:
-        sequence.finish_reason = reason
-        if sequence.forks:
-            heir, *heir.forks = sequence.forks
-            engine._scheduler.add(heir)
-        engine._finish(sequence)
-        return engine._output(sequence, [], [], [])
-
-    patch.setattr(Engine, "_abort", careless)
-
-
-FAULTS = [
-    forget_copies,
-    write_to_shared_blocks,
-    mistake_prefixes,
-    keep_rejected_drafts,
-    forget_masks,
-    ignore_order_of_slots,
-    wait_for_the_cancelled,
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_a_fault_is_noticed(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
-    fault(monkeypatch)
-    model = network("llama")
-    with pytest.raises((AssertionError, IndexError, RuntimeError, ValueError)):
-        for seed in range(25):
-            workload.check(model, *workload.run(model, seed))
-
-
 @pytest.mark.parametrize("name", CONFIGS)
 def test_log_probabilities_are_those_of_the_trainers_forward_pass(name: str) -> None:
     model = network(name, torch.float32)
@@ -177,7 +92,6 @@ def test_log_probabilities_are_those_of_the_trainers_forward_pass(name: str) -> 
 
 def test_steps_ask_no_module(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither for prompts, nor where a text's blocks lie apart, nor where its guesses are verified."""
-    pytest.importorskip("numba")
     model, lengths = network("llama", torch.float32), []
     hidden = Decoder.hidden
 

@@ -5,7 +5,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -119,48 +118,6 @@ def test_every_thread_gets_the_texts_that_it_gets_alone(pipeline: TextGeneration
     assert in_threads(*(lambda thread=thread: work(thread) for thread in range(4))) == alone
     pipeline("the last one lets go of streams that were left")
     assert is_idle(pipeline._text_engine.engine) and not pipeline._deltas
-
-
-@contextmanager
-def without_lock() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FairLock, "__enter__", lambda _: None)
-        patch.setattr(FairLock, "__exit__", lambda *_: None)
-        yield
-
-
-@pytest.mark.usefixtures("interleaved")
-def test_without_the_lock_they_would_not() -> None:
-    # Compiled kernels write by address: two steps at once would end the process rather than the test.
-    pipeline = new_pipeline("O0")
-    alone = [pipeline(f"{thread} ROMEO", seed=thread) for thread in range(4)]
-
-    def work(thread: int) -> list[Any]:
-        return [pipeline(f"{thread} ROMEO", seed=thread) for _ in range(5)]
-
-    with without_lock():
-        threads = [
-            threading.Thread(target=lambda place=place: found.append((place, tried(work, place))), daemon=True)
-            for place in range(4)
-        ]
-        found: list[tuple[int, Any]] = []
-        for thread in threads:
-            thread.start()
-        # An engine that two threads step at once may also never come to an end.
-        end = time.monotonic() + 3
-        for thread in threads:
-            thread.join(max(0.0, end - time.monotonic()))
-        pipeline._text_engine.step = lambda: [][1]  # type: ignore[method-assign]  # so that those who hang end as well
-        for thread in threads:
-            thread.join(PATIENCE)
-    assert sorted(found, key=lambda each: each[0]) != [(place, [alone[place]] * 5) for place in range(4)]
-
-
-def tried(work: Callable[[int], Any], place: int) -> Any:
-    try:
-        return work(place)
-    except Exception as error:  # noqa: BLE001 (the test looks at it)
-        return error
 
 
 @pytest.mark.usefixtures("interleaved")

@@ -6,6 +6,8 @@ from kitforge.foundation.errors import ConfigError
 from kitforge.models.catalog import FAMILIES, config_of, families_of, recommender_of
 from kitforge.models.glm.model import GLMConfig
 from kitforge.models.llama.model import LlamaConfig
+from kitforge.models.loading import build_on_meta
+from tests.preset_values import preset_values
 
 TINY = {"vocab_size": 97, "dim": 64, "num_layers": 2, "num_heads": 4}
 
@@ -78,3 +80,29 @@ def test_a_family_of_another_kit_says_which_task_it_is_for() -> None:
         config_of({"family": "wide_deep"})
     with pytest.raises(ConfigError, match="task=text_generation"):
         recommender_of({"family": "llama"})
+
+
+# As published; tied embeddings count once, and of Bloom's 65b there is a configuration alone. PanGu-alpha tells the
+# first digits.
+PARAMETERS = {
+    "bloom_560m": 559_214_592,
+    "bloom_7.1b": 7_069_016_064,
+    "bloom_176b": 176_247_271_424,
+    "flan_t5_base": 247_577_856,
+    "flan_t5_small": 76_961_152,
+    "flan_t5_xxl": 11_135_332_352,
+    "gemma3_1b": 999_885_952,
+    "pangualpha_13b": 12.8e9,
+    "pangualpha_2_6b": 2.6e9,
+    "smollm3_3b": 3_075_098_624,
+    "t5_base": 222_903_552,
+    "t5_small": 60_506_624,
+}
+
+
+def test_presets_have_the_published_number_of_parameters() -> None:
+    values = preset_values()
+    for preset, wanted in PARAMETERS.items():
+        network = build_on_meta(config_of(values[preset]))
+        found = sum(each.numel() for each in network.parameters())
+        assert found == (pytest.approx(wanted, rel=0.01) if preset.startswith("pangu") else wanted), preset

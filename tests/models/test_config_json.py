@@ -13,38 +13,11 @@ from kitforge.models.catalog import config_of, converter_of, converter_of_type
 from kitforge.models.llama.model import LlamaConfig
 from kitforge.models.weight_mapping import ConfigFile, read_rope
 from tests.models.conftest import GetPeer
+from tests.models.test_llama_relatives import NETWORKS
 from tests.models.variants import VARIANTS, converter_and_config
 
 # What the first files of LLaMA 3.2 looked like.
-LLAMA32: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "attention_bias": False,
-    "bos_token_id": 128000,
-    "eos_token_id": [128001, 128008, 128009],
-    "head_dim": 64,
-    "hidden_act": "silu",
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "max_position_embeddings": 131072,
-    "mlp_bias": False,
-    "model_type": "llama",
-    "num_attention_heads": 32,
-    "num_hidden_layers": 16,
-    "num_key_value_heads": 8,
-    "pretraining_tp": 1,
-    "rms_norm_eps": 1e-05,
-    "rope_scaling": {
-        "factor": 32.0,
-        "high_freq_factor": 4.0,
-        "low_freq_factor": 1.0,
-        "original_max_position_embeddings": 8192,
-        "rope_type": "llama3",
-    },
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-    "vocab_size": 128256,
-}
+LLAMA32 = NETWORKS["llama3_2"]
 
 
 @pytest.mark.parametrize("fraction", [0.25, 1.0])

@@ -36,37 +36,10 @@ TINY = LlamaConfig(vocab_size=97, dim=64, num_layers=2, num_heads=4, num_kv_head
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_an_export_reloads_to_the_same_logits(name: str, peer: GetPeer, tmp_path: Path) -> None:
-    ours = ours_from(peer(name).folder)
-    assert largest_difference(logits_of(reloaded(ours, tmp_path), tokens()), logits_of(ours, tokens())) < 1e-5
-
-
-@pytest.mark.parametrize("name", VARIANTS)
 def test_a_written_config_is_read_back(name: str, peer: GetPeer) -> None:
     converter, config = converter_and_config(peer(name))
     ours = converter.read_config(config)
     assert converter.read_config(converter.write_config(ours)).decoder() == ours.decoder()
-
-
-@pytest.mark.parametrize("name", ["gpt2", "llama", "glm", "bloom"])
-def test_tensors_come_back_unchanged_bit_for_bit(name: str, peer: GetPeer) -> None:
-    source = dict(peer(name).model.state_dict())
-    ours = ours_from(peer(name).folder)
-    converter, config = converter_and_config(peer(name))
-    written = dict(
-        export_tensors(converter.tensor_mappings(ours.config, config["model_type"]), ours.state_dict().__getitem__)
-    )
-    assert written.keys() == source.keys() - ({"lm_head.weight"} if ours.output is None else set())
-    assert all(torch.equal(tensor, source[key]) for key, tensor in written.items())
-    assert all(tensor.is_contiguous() for tensor in written.values())
-
-
-def test_a_swapped_tensor_would_show(peer: GetPeer, tmp_path: Path) -> None:
-    ours = ours_from(peer("llama").folder)
-    expected = logits_of(ours, tokens())
-    attention: Any = ours.blocks[0]
-    attention.attention.key, attention.attention.value = attention.attention.value, attention.attention.key
-    assert largest_difference(logits_of(reloaded(ours, tmp_path), tokens()), expected) > 1e-2
 
 
 def test_half_precision_weights_stay_half(peer: GetPeer, tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """GGUF files: what is written is read back, by us, by the package gguf and by transformers; what cannot be is named."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -8,7 +7,6 @@ import gguf
 import numpy as np
 import pytest
 import torch
-import transformers
 from torch import Tensor
 
 from kitforge.core.nn.decoder import Decoder
@@ -19,21 +17,9 @@ from kitforge.models import loading
 from kitforge.models.gguf import GgufWeights
 from kitforge.models.llama.model import LlamaConfig
 from tests.models.conftest import GetPeer
-from tests.models.variants import largest_difference, logits_of, ours_from, tokens
+from tests.models.variants import ours_from
 
 CPU = torch.device("cpu")
-WRITTEN = (
-    "llama",
-    "llama_multi_query",
-    "llama_multi_head",
-    "llama_tied",
-    "llama_head_dim",
-    "linear",
-    "llama3",
-    "mistral_without_window",
-    "qwen2",
-    "qwen3",
-)
 
 
 def exported(peer: GetPeer, name: str, folder: Path, dtype: ExportDtype = "float32") -> tuple[Decoder, Path]:
@@ -41,37 +27,6 @@ def exported(peer: GetPeer, name: str, folder: Path, dtype: ExportDtype = "float
     model, path = ours_from(peer(name).folder), folder / f"{name}.gguf"
     loading.save(model, path, dtype=dtype)
     return model, path
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", WRITTEN)
-def test_a_written_file_is_read_back_bit_for_bit(name: str, peer: GetPeer, tmp_path: Path) -> None:
-    model, path = exported(peer, name, tmp_path)
-    again = loading.load(path, device=CPU, level="O0")
-    open_ends = {"head_dim": None, "rope_scaling": None}
-    assert replace(cast(Any, again.config), **open_ends) == replace(cast(Any, model.config), **open_ends)
-    wanted, found = dict(model.named_parameters()), dict(again.named_parameters())
-    assert wanted.keys() == found.keys()
-    assert all(torch.equal(found[each], wanted[each]) for each in wanted)
-    assert largest_difference(logits_of(again, tokens()), logits_of(model, tokens())) == 0
-
-
-@pytest.mark.parametrize("name", ["llama", "llama_multi_query", "llama_tied", "llama_head_dim", "qwen2"])
-def test_transformers_reads_the_same_network_out_of_it(name: str, peer: GetPeer, tmp_path: Path) -> None:
-    model, path = exported(peer, name, tmp_path)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name).eval()
-    assert largest_difference(logits_of(model, tokens()), logits_of(theirs, tokens())) < 1e-5
-
-
-@pytest.mark.slow
-def test_transformers_reads_a_qwen3_out_of_it(tmp_path: Path) -> None:
-    sizes = {"dim": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "mlp_dim": 96, "max_length": 64}
-    # Their reader knows no other size of a head.
-    config = LlamaConfig(vocab_size=97, **sizes, head_dim=128, qk_norm=True)
-    model = loading.build(config, device=CPU, level="O0", seed=2)
-    loading.save(model, tmp_path / "a.gguf")
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="a.gguf").eval()
-    assert largest_difference(logits_of(model, tokens()), logits_of(theirs, tokens())) < 1e-5
 
 
 @pytest.mark.slow

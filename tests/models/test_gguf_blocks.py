@@ -23,7 +23,6 @@ from kitforge.models import gguf as module
 from kitforge.models import loading
 from kitforge.models.llama.model import LlamaConfig
 
-pytest.importorskip("numba")
 CPU = torch.device("cpu")
 # Queries and keys of different numbers of heads, whose rows a file of architecture llama has in another order.
 CONFIG = LlamaConfig(vocab_size=97, dim=64, num_layers=2, num_heads=4, num_kv_heads=2, mlp_dim=96, max_length=64)

@@ -6,10 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("transformers")
-pytest.importorskip("gguf")
-
 import torch
 import transformers
 from torch import Tensor

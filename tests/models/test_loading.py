@@ -127,8 +127,10 @@ def test_a_weight_that_float16_cannot_hold_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-@pytest.mark.parametrize("dtype", [None, "float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("published", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(
+    ("dtype", "published"),
+    [(None, torch.bfloat16), ("float32", torch.float64), ("bfloat16", torch.float32), ("float16", torch.bfloat16)],
+)
 def test_an_export_of_a_folder_is_that_of_its_model_byte_for_byte(
     tmp_path: Path, name: str, dtype: Any, published: torch.dtype
 ) -> None:
@@ -180,7 +182,7 @@ def test_whole_numbers_are_no_weights(tmp_path: Path) -> None:
     assert not (tmp_path / "out" / "config.json").exists()
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "glm", "bloom"])
+@pytest.mark.parametrize("name", ["llama", "glm"])
 @pytest.mark.parametrize(
     ("published", "dtype", "wanted"),
     [

@@ -18,12 +18,14 @@ from tests.differential.drawn import WHOLE
 SHAPE = {"model.dim": 32, "model.num_layers": 1, "model.num_heads": 2, "model.mlp_dim": 48}
 LLAMA = SHAPE | {"model": "llama_tiny", "model.num_kv_heads": 2}
 GPT2 = SHAPE | {"model": "gpt2_tiny", "model.embedding_dropout": 0.1, "model.attention_dropout": 0.1}
+BERT = SHAPE | {"model": "bert_tiny", "model.embedding_dropout": 0.1, "model.attention_dropout": 0.1}
 MODELS: dict[str, dict[str, Any]] = {
     "recommendation": {"model.dim": 4, "model.hidden": [8]},
     "sft": GPT2,
-    "text_classification": GPT2,
+    "text_classification": BERT,
     "token_classification": GPT2,
-    "masked_lm": SHAPE | {"model": "bert_tiny"},
+    "question_answering": BERT,
+    "masked_lm": BERT,
     "translation": SHAPE | {"model.dropout": 0.1},
     "summarization": SHAPE,
     "image_classification": SHAPE,

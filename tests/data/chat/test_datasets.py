@@ -162,7 +162,6 @@ def test_what_is_not_read_beside_prompt_and_completion_is_said_once(caplog: pyte
 
 
 def test_a_call_in_sharegpt_is_the_assistants(tmp_path: Path) -> None:
-    pytest.importorskip("tokenizers")
     tokenizer = HuggingFaceTokenizer(save_tokenizer(tmp_path, "bytes", THINKING))
     call = json.dumps(CALL["function"])
     talk = [{"from": "human", "value": "2+2?"}, {"from": "function_call", "value": call}]
@@ -174,7 +173,6 @@ def test_a_call_in_sharegpt_is_the_assistants(tmp_path: Path) -> None:
 
 
 def test_tools_and_what_else_a_template_reads_are_columns(tmp_path: Path) -> None:
-    pytest.importorskip("tokenizers")
     tokenizer = HuggingFaceTokenizer(save_tokenizer(tmp_path, "bytes", THINKING))
     template = template_of(tokenizer)
     chats = ChatDatasetReader(tokenizer, template, {"tools": "functions"})
@@ -301,7 +299,6 @@ def test_a_spelt_dialogue_is_its_messages() -> None:
 
 
 def test_thoughts_and_calls_are_learnt_and_a_null_content_is_none(tmp_path: Path) -> None:
-    pytest.importorskip("tokenizers")
     tokenizer = HuggingFaceTokenizer(save_tokenizer(tmp_path, "bytes", THINKING))
     chats = ChatDatasetReader(tokenizer, template_of(tokenizer))
     call = [*CHAT, {"role": "assistant", "content": None, "tool_calls": [CALL]}]
@@ -314,7 +311,6 @@ def test_thoughts_and_calls_are_learnt_and_a_null_content_is_none(tmp_path: Path
 
 
 def test_a_template_for_texts_is_given_the_text_of_parts(tmp_path: Path) -> None:
-    pytest.importorskip("tokenizers")
     source = THINKING.replace(
         "{{- '<|im_start|>' + m.role", "{{- '' if m.content is not string else '<|im_start|>' + m.role"
     )
@@ -327,7 +323,6 @@ def test_a_template_for_texts_is_given_the_text_of_parts(tmp_path: Path) -> None
 
 
 def test_a_null_content_is_an_empty_one_to_a_template_that_reads_it(tmp_path: Path) -> None:
-    pytest.importorskip("tokenizers")
     source = THINKING.replace("m.content or ''", "m.content + ''")
     tokenizer = HuggingFaceTokenizer(save_tokenizer(tmp_path, "bytes", source))
     found = [
@@ -339,7 +334,6 @@ def test_a_null_content_is_an_empty_one_to_a_template_that_reads_it(tmp_path: Pa
 
 def test_a_response_that_begins_with_white_space_is_learnt_whole(tmp_path: Path) -> None:
     # Its first token may lie across the end of the prompt.
-    pytest.importorskip("tokenizers")
     tokenizer = HuggingFaceTokenizer(save_tokenizer(tmp_path, "bytes", CHATML))
     (pair,) = ChatDatasetReader(tokenizer, template_of(tokenizer)).pairs(
         [{"prompt": CHAT, "chosen": "\n b", "rejected": "c"}]

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
 from kitforge.data.chat.datasets import ChatDatasetReader, TokenizedExample
 from kitforge.data.chat.template import template_of
@@ -91,7 +92,6 @@ PREFILLED = [user("Sky?"), assistant("The answer is")]
 
 @pytest.mark.parametrize("source", [CHATML, LLAMA_2, MISTRAL, None])
 def test_a_message_of_the_assistant_at_the_end_of_a_prompt_is_continued(source: str | None, tmp_path: Path) -> None:
-    pytest.importorskip("tokenizers")
     tokenizer = HuggingFaceTokenizer(save_tokenizer(tmp_path, "bytes", source))
     opened = template_of(tokenizer).tokens(PREFILLED, continue_final_message=True)
     whole = template_of(tokenizer).tokens([user("Sky?"), assistant("The answer is blue.")])
@@ -103,7 +103,6 @@ def test_a_message_of_the_assistant_at_the_end_of_a_prompt_is_continued(source: 
 
 
 def test_the_tokens_of_a_prefilled_prompt_are_those_of_transformers(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
     folder = save_tokenizer(tmp_path, "bytes", CHATML)
     peer, tokenizer = transformers.AutoTokenizer.from_pretrained(folder), HuggingFaceTokenizer(folder)
     (prompt,) = reader(tokenizer).prompts([{"prompt": PREFILLED}])
@@ -112,14 +111,12 @@ def test_the_tokens_of_a_prefilled_prompt_are_those_of_transformers(tmp_path: Pa
 
 
 def test_a_reply_that_begins_within_a_word_has_the_tokens_of_its_prompt(tmp_path: Path) -> None:
-    pytest.importorskip("tokenizers")
     tokenizer = HuggingFaceTokenizer(save_tokenizer(tmp_path, "bytes", CHATML))
     row = {"prompt": [user("Hi"), assistant("Hel")], "completion": "lo", "other": "ium"}
     assert every_kind(row, tokenizer)[0].endswith("assistant\nHel[[lo<|im_end|>\n]]")
 
 
 def test_a_template_that_writes_the_beginning_otherwise_is_refused(tmp_path: Path) -> None:
-    pytest.importorskip("tokenizers")
     tokenizer = HuggingFaceTokenizer(save_tokenizer(tmp_path, "bytes", THINKING))
     row = {"prompt": [user("Hi"), assistant("Well")], "completion": [assistant("", reasoning_content="so")]}
     with pytest.raises(DataError, match="once the reply goes on") as error:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
 from kitforge.cli import main as cli
 from kitforge.data.chat.template import template_of
@@ -59,7 +60,6 @@ def published(model: str) -> Path:
 @pytest.mark.prove
 @pytest.mark.parametrize("model", MODELS if PROVES else MODELS[:1])
 def test_a_published_template_gives_the_tokens_of_transformers(model: str) -> None:
-    transformers = pytest.importorskip("transformers")
     folder = published(model)
     template, num_written = template_of(HuggingFaceTokenizer(folder)), 0
     peer: Any = transformers.AutoTokenizer.from_pretrained(folder)

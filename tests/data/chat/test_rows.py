@@ -230,7 +230,6 @@ def test_results_of_tools_and_systems_have_several_names() -> None:
 
 
 def test_a_role_that_the_template_names_is_known(tmp_path: Path) -> None:
-    pytest.importorskip("tokenizers")
     source = CHATML.replace(
         "{% for m in messages %}", "{% for m in messages %}{% if m.role == 'narrator' %}{% endif %}"
     )
@@ -251,7 +250,6 @@ def test_a_message_that_is_not_to_be_learnt_is_not(flag: dict[str, Any]) -> None
 
 
 def test_an_instruction_is_asked_by_the_chat_template(tmp_path: Path) -> None:
-    pytest.importorskip("tokenizers")
     tokenizer = HuggingFaceTokenizer(save_tokenizer(tmp_path, "bytes", CHATML))
     chats = ChatDatasetReader(tokenizer, template_of(tokenizer))
     (found,) = chats.demonstrations([{"instruction": "Add.", "input": "1 2", "output": "3"}])
@@ -326,7 +324,6 @@ SPELT: dict[str, tuple[str, dict[str, Any]]] = {
 def test_marks_of_the_template_in_a_text_are_warned_of_once(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pytest.importorskip("tokenizers")
     tokenizer = HuggingFaceTokenizer(save_tokenizer(tmp_path, "bytes", CHATML))
     chats, (kind, row) = ChatDatasetReader(tokenizer, template_of(tokenizer)), SPELT[name]
     assert len(list(getattr(chats, kind)([row, row]))) == 2
@@ -393,7 +390,6 @@ MANY: dict[str, tuple[str, list[dict[str, Any]]]] = {
 
 @pytest.mark.parametrize("name", MANY)
 def test_rows_mean_the_same_wherever_they_are(name: str, tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets")
     kind, rows = MANY[name]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "rows.json").write_text(json.dumps(rows))

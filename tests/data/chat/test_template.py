@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
 from kitforge.data.chat.jinja_sandbox import SandboxedTemplate
 from kitforge.data.chat.template import ChatTemplate, TokenizedChat, template_of
@@ -27,7 +28,6 @@ from tests.data.chat.cases import (
     user,
 )
 
-pytest.importorskip("tokenizers")
 KINDS = ["bytes", "spaces"]
 ASKED: list[dict[str, Any]] = [
     {},
@@ -50,7 +50,6 @@ def tokenizers(folders: dict[str, Path]) -> dict[str, HuggingFaceTokenizer]:
 
 @pytest.fixture(scope="module")
 def peers(folders: dict[str, Path]) -> dict[str, Any]:
-    transformers = pytest.importorskip("transformers")
     return {kind: transformers.AutoTokenizer.from_pretrained(folder) for kind, folder in folders.items()}
 
 

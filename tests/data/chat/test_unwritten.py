@@ -11,7 +11,6 @@ from kitforge.data.tokenizers.loading import ByteTokenizer, HuggingFaceTokenizer
 from kitforge.foundation.errors import DataError
 from tests.data.chat.cases import CALL, CHATML, MERGING, THINKING, TOOL, TOOLS, assistant, save_tokenizer, user
 
-pytest.importorskip("tokenizers")
 # Trims contents, writes calls instead of contents, and drops thoughts of earlier turns.
 TRIMMING = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"

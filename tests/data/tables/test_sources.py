@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pandas
 import pyarrow
@@ -49,7 +50,6 @@ def test_parquet_and_rows_in_python_are_the_same_table(path: Path) -> None:
 
 
 def test_a_dataset_is_the_same_table_too(path: Path) -> None:
-    datasets = pytest.importorskip("datasets")
     dataset = datasets.Dataset.from_list(ROWS)
     assert equal(columns_of(dataset, LAYOUT), columns_of(path, LAYOUT))
     chosen = columns_of(dataset.select([7, 2]), LAYOUT)

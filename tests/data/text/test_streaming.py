@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
 import pytest
 import torch
+from pyarrow import parquet
 from torch.utils.data import IterableDataset
 
 from kitforge.data.source import SourceConfig, open_source, open_stream
@@ -32,7 +34,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         file.write("".join(lines[20:35]))
     for number in range(35, 45):
         (place / f"c{number}.txt").write_text(DOCUMENTS[number])
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     parquet.write_table(pyarrow.table({"text": DOCUMENTS[45:]}), place / "d.parquet")
     return place
 

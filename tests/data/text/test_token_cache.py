@@ -104,7 +104,6 @@ def test_another_name_of_a_file_while_it_is_read_is_no_change(tmp_path: Path) ->
 
 
 def test_another_corpus_or_tokenizer_is_another_cache(tmp_path: Path) -> None:
-    pytest.importorskip("sentencepiece")
     source = open_source(TEXTS * 10)
     other = make_tokenizer(TokenizerConfig(name="sentencepiece", vocab_size=280), source, tmp_path)
     caches = [build_token_cache(source, ByteTokenizer(), tmp_path), build_token_cache(source, other, tmp_path)]
@@ -125,7 +124,6 @@ def test_the_bytes_do_not_depend_on_the_number_of_processes(tmp_path: Path) -> N
 
 
 def test_a_trained_tokenizer_works_in_processes(tmp_path: Path) -> None:
-    pytest.importorskip("sentencepiece")
     source = folder_of_files(tmp_path / "corpus", 2)
     config = TokenizerConfig(name="sentencepiece", vocab_size=280)
     tokenizer = make_tokenizer(config, open_source(TEXTS * 10), tmp_path)

@@ -7,10 +7,6 @@ from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("transformers")
-pytest.importorskip("tokenizers")
-
 import sentencepiece
 from transformers import AutoTokenizer
 

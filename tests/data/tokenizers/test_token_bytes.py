@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,7 +18,6 @@ from kitforge.data.tokenizers.loading import (
     make_tokenizer,
 )
 
-tokenizers = pytest.importorskip("tokenizers")
 decoders, models, normalizers = tokenizers.decoders, tokenizers.models, tokenizers.normalizers
 LINES = ["the cat sat on the mat", "für drei Katzen", "a  b\tc\n", "夜の月 🌙"]
 SPECIAL = ["<unk>", "<s>", "</s>"]
@@ -92,7 +92,6 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     if request.param == "byte":
         return ByteTokenizer()
     if request.param == "sentencepiece":
-        pytest.importorskip("sentencepiece")
         return make_tokenizer(TokenizerConfig(name="sentencepiece", vocab_size=300), open_source(LINES * 50), folder)
     return loaded(MADE[request.param](), folder)
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 
 from kitforge.data.tokenizers.loading import HuggingFaceTokenizer
@@ -22,8 +23,6 @@ from tests.trainer import tiny
 from tests.warm.shell import Run
 
 pytestmark = pytest.mark.slow
-tokenizers = pytest.importorskip("tokenizers")
-pytest.importorskip("lm_eval")
 
 CHOICES = [
     {"query": "The cat sat on the", "choices": ["mat", "moon for a while", "sea"], "gold": 0},

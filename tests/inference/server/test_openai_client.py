@@ -108,14 +108,6 @@ def test_a_stop_string_ends_an_answer(client: openai.OpenAI) -> None:
     assert cut.text == whole[: whole.index(stop)] and cut.finish_reason == "stop"
 
 
-def test_log_probabilities_come_with_their_tokens(client: openai.OpenAI, model: Decoder) -> None:
-    answer = client.completions.create(model="tiny", prompt="a", max_tokens=6, logprobs=0).choices[0]
-    assert answer.logprobs and answer.logprobs.token_logprobs and len(answer.logprobs.token_logprobs) == 6
-    assert all(value <= 0 for value in answer.logprobs.token_logprobs)
-    chat = client.chat.completions.create(model="tiny", messages=CHAT, max_tokens=6, logprobs=True).choices[0]
-    assert chat.logprobs and chat.logprobs.content and len(chat.logprobs.content) == 6
-
-
 # A bias towards tokens that are characters.
 LETTERS = {str(byte): 30.0 for byte in range(97, 123)}
 
@@ -185,29 +177,6 @@ def test_unknown_models_are_told(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="gpt-9") as told:
         client.completions.create(model="gpt-9", prompt="a")
     assert told.value.code == "model_not_found"
-
-
-def test_the_likely_tokens_stand_beside_their_own_token_where_a_text_ends_with_its_end_token(
-    client: openai.OpenAI,
-) -> None:
-    """A greedy token is the most likely one, so the two say the same in every place."""
-    end = str(ByteTokenizer().eos_ids[0])
-    for bias in range(1, 100):
-        answer = client.chat.completions.create(
-            model="tiny",
-            messages=CHAT,
-            temperature=0,
-            max_tokens=16,
-            logit_bias={end: bias / 50},
-            logprobs=True,
-            top_logprobs=2,
-        ).choices[0]
-        if answer.finish_reason == "stop":
-            break
-    assert answer.logprobs and answer.logprobs.content
-    told = answer.logprobs.content
-    assert len({token.logprob for token in told}) == len(told) > 1
-    assert [token.top_logprobs[0].logprob for token in told] == [token.logprob for token in told]
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pyarrow import parquet
 
 from kitforge.api import pipeline
 from kitforge.cli import main as cli
@@ -39,7 +40,7 @@ def read(path: Path) -> list[dict[str, Any]]:
             return list(csv.DictReader(file))
     if path.suffix == ".jsonl":
         return [json.loads(line) for line in path.read_text().splitlines()]
-    found: list[dict[str, Any]] = pytest.importorskip("pyarrow.parquet").read_table(path).to_pylist()
+    found: list[dict[str, Any]] = parquet.read_table(path).to_pylist()
     return found
 
 
@@ -88,7 +89,6 @@ def test_a_bad_row_is_named_and_no_file_is_left(runs: dict[str, Path], tmp_path:
 
 @pytest.mark.slow
 def test_items_are_found_for_every_user_of_a_file(runs: dict[str, Path], tmp_path: Path) -> None:
-    pytest.importorskip("faiss")
     users = [{name: row[name] for name in ("c1", "history", "d1")} for row in rows(5)]
     write(tmp_path / "users.csv", users)
     source, target = tmp_path / "users.csv", tmp_path / "items.jsonl"

@@ -7,6 +7,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import onnxruntime
 import pytest
 import torch
 
@@ -147,7 +148,6 @@ def test_a_program_gives_the_probabilities_of_the_run(name: str, folders: dict[s
 
 @pytest.mark.slow
 def test_a_program_with_a_bag_becomes_one_of_onnx(folders: dict[str, Path], tmp_path: Path) -> None:
-    onnxruntime = pytest.importorskip("onnxruntime")
     program = torch.export.load(folders["wide_deep"] / "model.pt2")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -19,7 +19,7 @@ from kitforge.data.tables.source import open_table
 from kitforge.data.tables.split import RowList, RowRange, split_rows
 from kitforge.data.tables.synthetic_clicks import SyntheticClicks, SyntheticClicksConfig
 from kitforge.foundation.errors import ConfigError, DataError
-from kitforge.kits.recommender import feature_fitting, features
+from kitforge.kits.recommender import feature_fitting
 from kitforge.kits.recommender.artifacts import FEATURES, SaveFeatures
 from kitforge.kits.recommender.batch import FeatureBatch
 from kitforge.kits.recommender.dataset import ClickDataset
@@ -66,12 +66,6 @@ def dense(feature: NumericFeature) -> list[list[float]]:
     return encoded(FeatureSchema(numeric={"x": feature})).dense.double().tolist()
 
 
-def test_a_number_is_standardised_by_what_is_there() -> None:
-    there = np.array([value for value in VALUES if value is not None])
-    wanted = [0.0 if value is None else (value - there.mean()) / there.std() for value in VALUES]
-    assert dense(NumericFeature()) == [[pytest.approx(value, rel=1e-6)] for value in wanted]
-
-
 def test_a_missing_number_may_be_zero_and_marked() -> None:
     found = dense(NumericFeature(standardize=False, missing="zero", indicator=True))
     assert found == [[0, 0], [1, 0], [0, 1], [3, 0], [100, 0], [-7, 0]]
@@ -81,11 +75,6 @@ def test_a_logarithm_keeps_the_sign() -> None:
     found = dense(NumericFeature(log=True, standardize=False, missing="zero"))
     assert found[4][0] == pytest.approx(math.log(101), rel=1e-6)
     assert found[5][0] == pytest.approx(-math.log(8), rel=1e-6)
-
-
-def test_a_number_that_is_always_the_same_says_nothing() -> None:
-    rows = [{"x": 5.0}] * 3
-    assert encoded(FeatureSchema(numeric={"x": NumericFeature()}), rows).dense.tolist() == [[0.0]] * 3
 
 
 def test_moments_do_not_depend_on_the_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,11 +137,6 @@ def test_quantiles_of_many_rows_come_from_a_sample(monkeypatch: pytest.MonkeyPat
     exact = fit_features(schema, log, RowRange(0, 20_000)).edges["d1"]
     monkeypatch.setattr(feature_fitting, "_QUANTILE_VALUES", 4000)
     assert fit_features(schema, log, RowRange(0, 20_000)).edges["d1"] == pytest.approx(exact, rel=0.1)
-
-
-def test_a_value_on_an_edge_belongs_above_it() -> None:
-    found = encoded(FeatureSchema(bucketed={"x": BucketFeature(edges=(0.0, 1.0, 50.0))})).ids["x"]
-    assert found.tolist() == [2, 3, 0, 3, 4, 1]
 
 
 def test_a_vocabulary_is_by_frequency_in_training_and_knows_what_it_does_not() -> None:
@@ -269,15 +253,12 @@ def test_a_cross_tells_every_combination_apart() -> None:
     assert not set(found["user_site"].tolist()) & set(found["site_user"].tolist())
 
 
-def test_a_cross_without_the_names_as_salt_would_be_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [{"a": "1", "b": "2"}, {"a": "2", "b": "1"}]
+def test_values_that_trade_places_are_another_combination() -> None:
     schema = FeatureSchema(
         categorical={"a": CategoricalFeature(), "b": CategoricalFeature()},
         crosses={"both": CrossFeature(of=("a", "b"), num_buckets=2**40)},
     )
-    assert len(set(encoded(schema, rows).ids["both"].tolist())) == 2
-    monkeypatch.setattr(features, "hash_array", lambda numbers, _: numbers)
-    assert len(set(encoded(schema, rows).ids["both"].tolist())) == 1
+    assert len(set(encoded(schema, [{"a": "1", "b": "2"}, {"a": "2", "b": "1"}]).ids["both"].tolist())) == 2
 
 
 def test_collisions_of_crosses_are_counted_too() -> None:

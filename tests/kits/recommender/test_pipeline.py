@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import faiss
 import numpy as np
 import pandas as pd
 import pyarrow as pa
@@ -52,15 +53,6 @@ def cell(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-@pytest.mark.slow
-def test_rows_are_scored_in_three_lines(runs: dict[str, Path]) -> None:
-    score = pipeline("recommendation", model=runs["wide_deep"])
-    found = score(rows(5))
-    assert score(rows(5)[2]) == found[2]
-    assert all(0 < each["score"] < 1 for each in found)
-    assert len({each["score"] for each in found}) > 1
-
-
 def test_scores_are_those_that_the_run_was_evaluated_by(runs: dict[str, Path]) -> None:
     model = load_model(runs["wide_deep"], "cpu")
     encoder = load_processor(runs["wide_deep"])
@@ -76,21 +68,8 @@ def test_scores_are_those_that_the_run_was_evaluated_by(runs: dict[str, Path]) -
     assert [each["score"] for each in score(samples)] == expected
 
 
-def test_a_file_of_rows_is_scored(runs: dict[str, Path], tmp_path: Path) -> None:
-    names = list(rows(1)[0])
-    lines = [",".join(names)]
-    lines += [
-        ",".join(" ".join(map(str, v)) if isinstance(v := row[name], list) else str(v) for name in names)
-        for row in rows(6)
-    ]
-    (tmp_path / "rows.csv").write_text("\n".join(lines).replace("nan", "") + "\n")
-    score = pipeline("recommendation", model=runs["wide_deep"], options={"data.cache": str(tmp_path)})
-    assert score(str(tmp_path / "rows.csv")) == score(rows(6))
-
-
 @pytest.mark.parametrize("family", ["two_tower", "sasrec"])
 def test_items_are_found_best_first(runs: dict[str, Path], family: str) -> None:
-    pytest.importorskip("faiss")
     find = pipeline("recommendation", model=runs[family])
     user = rows(1)[0] if family == "two_tower" else {"items": [3, 4, 5]}
     found = find.retrieve(user, k=5)
@@ -105,7 +84,6 @@ def test_items_are_found_best_first(runs: dict[str, Path], family: str) -> None:
 
 @pytest.mark.slow
 def test_users_come_in_every_form_of_a_table(runs: dict[str, Path], tmp_path: Path) -> None:
-    pytest.importorskip("faiss")
     find, score = (pipeline("recommendation", model=runs[family]) for family in ("two_tower", "wide_deep"))
     users = [row | {"history": list(row["history"])} for row in rows(4)]
     frame = pd.DataFrame(users)
@@ -129,7 +107,6 @@ def test_users_come_in_every_form_of_a_table(runs: dict[str, Path], tmp_path: Pa
 
 
 def test_a_found_item_has_the_score_of_its_pair(runs: dict[str, Path]) -> None:
-    pytest.importorskip("faiss")
     find = pipeline("recommendation", model=runs["two_tower"])
     users = rows(3)
     temperature = find.model.config.temperature
@@ -158,7 +135,6 @@ def shop(folder: Path) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["two_tower", "sasrec"])
 def test_items_have_the_names_that_the_data_call_them(tmp_path: Path, family: str) -> None:
-    pytest.importorskip("faiss")
     things = {"kind": "text", "encoding": "vocabulary"}
     schema: dict[str, Any] = {"sequences": {"things": {**things, "separator": "|", "max_length": 6}}}
     options: dict[str, Any] = {}
@@ -226,7 +202,6 @@ def test_the_index_of_a_step_is_made_once(runs: dict[str, Path], monkeypatch: py
 
 @pytest.mark.slow
 def test_an_index_that_faiss_cannot_make_and_numbers_that_mean_nothing_are_refused(runs: dict[str, Path]) -> None:
-    pytest.importorskip("faiss")
     for kind, words in (("Flatt", "could not parse index string Flatt"), ("IVF4096,Flat", "number of clusters")):
         find = pipeline("recommendation", model=runs["sasrec"], options={"retrieval.index": kind})
         with pytest.raises(ConfigError, match=rf"(?s){words}.*retrieval\.index=Flat"):
@@ -239,7 +214,6 @@ def test_an_index_that_faiss_cannot_make_and_numbers_that_mean_nothing_are_refus
 
 
 def test_an_index_is_exported(runs: dict[str, Path], tmp_path: Path) -> None:
-    faiss = pytest.importorskip("faiss")
     find = pipeline("recommendation", model=runs["sasrec"])
     find.save_index(tmp_path / "index")
     index = faiss.read_index(str(tmp_path / "index" / "items.faiss"))
@@ -250,7 +224,6 @@ def test_an_index_is_exported(runs: dict[str, Path], tmp_path: Path) -> None:
 def test_the_command_line_exports_an_index_or_says_who_has_one(
     runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    faiss = pytest.importorskip("faiss")
     target = tmp_path / "index"
     assert cli.run(["export", f"checkpoint={runs['two_tower']}", f"output_dir={target}"]) == 0
     assert "items.faiss, items.safetensors" in capsys.readouterr().out

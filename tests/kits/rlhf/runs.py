@@ -4,11 +4,13 @@ import itertools
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from kitforge.core.nn.context import Context
+from kitforge.core.nn.decoder import Decoder
 from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.data.tokenizers.loading import ByteTokenizer
 from kitforge.foundation.types import Cursor, MicroBatch
@@ -86,6 +88,29 @@ def network(
 ) -> nn.Module:
     config = config_of({**family, "vocab_size": ByteTokenizer.vocab_size + padding})
     return build(config, device=torch.device("cpu"), seed=seed).to(dtype)
+
+
+class Noisy(nn.Module):
+    """Somebody's own network, whose dropout nobody tells when to be silent."""
+
+    def __init__(self, inner: nn.Module | None = None) -> None:
+        super().__init__()
+        self.network = cast(Decoder, inner or network(torch.float64))
+        self.dropout = nn.Dropout(0.3)
+        self.geometry, self.kernels = self.network.geometry, self.network.kernels
+
+    @property
+    def head_weight(self) -> Tensor:
+        return self.network.head_weight
+
+    def hidden(self, tokens: Tensor, context: Context | None = None) -> Tensor:
+        return cast(Tensor, self.dropout(self.network.hidden(tokens, context)))
+
+    def head(self, hidden: Tensor) -> Tensor:
+        return self.network.head(hidden)
+
+    def forward(self, tokens: Tensor, context: Context | None = None) -> Tensor:
+        return self.head(self.hidden(tokens, context))
 
 
 def roles_of(stage: str, dtype: torch.dtype = torch.float32) -> dict[str, Any]:

@@ -43,7 +43,6 @@ def test_learnt_tokens_are_printed(task: str, tmp_path: Path, capsys: pytest.Cap
 
 @pytest.mark.slow
 def test_a_call_is_printed_with_the_tokens_of_its_template(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("tokenizers")
     save_tokenizer(tmp_path, "bytes", THINKING)
     talk = [user("2+2?"), assistant(None, tool_calls=[CALL]), TOOL, assistant("Four")]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for _ in range(9)))

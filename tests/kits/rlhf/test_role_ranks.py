@@ -34,7 +34,6 @@ from tests.distributed.test_command import losses, start_command, wait_for
 from tests.distributed.test_command import ranks_of as process_numbers
 from tests.distributed.training import Losses, TestRendezvous
 from tests.kits.rlhf import runs
-from tests.kits.rlhf.reinforcement.test_environment import Calculator
 from tests.patience import PATIENCE
 from tests.trainer import tiny
 
@@ -168,24 +167,6 @@ def test_a_run_is_the_same_wherever_its_fragments_are(tmp_path: Path) -> None:
         if name not in alone:
             alone[name] = run(stage, name, beside)
         assert_equal(folder, ranks, name, alone[name], is_exact, f"{stage} {placement} {beside}")
-
-
-def unmoved(rank: int, folders: list[Path], cases: list[Case]) -> list[Any]:
-    """The fault: what was drawn with at first is drawn with for ever."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RolloutCollector, "mark_stale", lambda self: None)
-        return played(rank, folders, cases)
-
-
-@pytest.mark.slow
-def test_weights_that_are_not_handed_over_are_noticed(tmp_path: Path) -> None:
-    choices = at(rollout=[1])
-    (ranks,) = together([tmp_path / "stale"], [("grpo", choices)], unmoved)
-    one = run("grpo", tmp_path / "one", {})
-    assert answers(tmp_path / "stale")[0] == answers(tmp_path / "one")[0]
-    assert answers(tmp_path / "stale")[1] != answers(tmp_path / "one")[1]
-    with pytest.raises(AssertionError):
-        assert_equal(tmp_path / "stale", ranks, tmp_path / "one", one, False, "stale")
 
 
 @pytest.mark.prove
@@ -359,11 +340,6 @@ def test_a_rank_with_a_stage_does_not_generate_from_a_copy_of_the_policy() -> No
     TASKS["ppo"].read_options(stages | {"role_ranks": {"rollout": [8, 9]}})
 
 
-def test_what_an_environment_gives_is_not_given_elsewhere() -> None:
-    with pytest.raises(ConfigError, match=r"role_ranks\.reward.*\n.*\n.*the environment computes the rewards"):
-        runs.begin("grpo", None, at(reward=[0]), roles={"environment": Calculator})
-
-
 def test_the_plan_of_a_run_says_who_is_where() -> None:
     options = options_of("ppo", Path("unused"), at([2, 3], [3], [2]) | TWO)
     assert options.num_ranks == 4
@@ -371,11 +347,6 @@ def test_the_plan_of_a_run_says_who_is_where() -> None:
         "; training on ranks 0 1, rollout on ranks 2 3, reference on rank 3, reward on rank 2"
     )
     assert "training on" not in options_of("ppo", Path("unused"), TWO).summary
-
-
-def test_one_process_cannot_be_several_ranks() -> None:
-    with pytest.raises(ConfigError, match=r"no axis split = 1 ranks and 2 beside"):
-        runs.begin("grpo", None, at(rollout=[1, 2]))
 
 
 def test_what_fails_on_a_rank_beside_is_told_there(tmp_path: Path) -> None:

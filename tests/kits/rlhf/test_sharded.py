@@ -10,7 +10,7 @@ from torch import Tensor
 from kitforge.core.checkpoint.safetensors_file import TensorFile
 from kitforge.core.parallel.config import ParallelConfig
 from kitforge.data.tokenizers.loading import ByteTokenizer
-from kitforge.foundation.errors import ConfigError, ModelError
+from kitforge.foundation.errors import ModelError
 from kitforge.kits.rlhf.build import TASKS
 from kitforge.kits.rlhf.roles.model_loading import load_policy
 from kitforge.kits.rlhf.tasks import Inputs
@@ -159,9 +159,3 @@ def test_ranks_with_pieces_equal_one(tmp_path: Path) -> None:
     further = ADAPTERS | {"trainer.max_steps": 3, "resume": "auto", "trainer.allow_config_changes": True}
     longer, same = (run(folder, "sft", further, ALONE) for folder in (cut, whole))
     assert_close(longer["weights"], same["weights"], "resumed")
-
-
-def test_texts_of_any_length_are_not_cut_themselves() -> None:
-    options = TASKS["dpo"].read_options({"task": "dpo", "parallel": {"tensor": 2}})
-    with pytest.raises(ConfigError, match=r"parallel\.sequence"):
-        TASKS["dpo"].check_parallel(options)

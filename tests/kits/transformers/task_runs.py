@@ -1,6 +1,7 @@
 """Short runs of a task over rows in memory, which its tests share."""
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,21 @@ from kitforge.kits.kit import RunInputs
 from tests.distributed.training import TestRendezvous
 from tests.trainer import tiny
 
+# What the runs of every task have.
+SHORT: dict[str, Any] = {
+    "data.eval_fraction": 0.2,
+    "trainer.progress": False,
+    "trainer.log_every": 1,
+    "optimizer.learning_rate": 1e-2,
+    "device": "cpu",
+}
 AXES = ("data", "shard", "context", "tensor", "sequence_parallel")
+
+
+def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
+    """A jsonl file of these rows."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -126,7 +126,6 @@ def test_a_prompt_that_is_too_long_is_named_and_those_before_it_are_kept(texts: 
 
 
 def test_tools_and_what_else_the_template_reads_reach_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("tokenizers")
     kwargs = {"enable_thinking": False}
     rows = [
         {"messages": [user("2+2?")]},
@@ -152,7 +151,6 @@ def test_tools_and_what_else_the_template_reads_reach_it(tmp_path: Path, monkeyp
 
 
 def test_tools_that_the_template_does_not_write_are_refused_with_their_line(tmp_path: Path) -> None:
-    pytest.importorskip("tokenizers")
     path, line = tmp_path / "prompts.jsonl", {"messages": [user("2+2?")], "tools": TOOLS}
     path.write_text(json.dumps(line))
     texts = chat_engine(HuggingFaceTokenizer(save_tokenizer(tmp_path / "chatml", "bytes", CHATML)))

@@ -7,10 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-pytest.importorskip("tokenizers")
-
 import transformers
 
 from kitforge import Trainer, load_model, load_processor, pipeline

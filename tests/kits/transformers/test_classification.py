@@ -1,6 +1,5 @@
 """The task `text_classification`: rows and labels, exact sums, ranks, resumption, and what peers make of it."""
 
-import json
 import random
 from pathlib import Path
 from typing import Any, cast
@@ -10,10 +9,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from torch import Tensor
 
-from kitforge.api import Trainer, evaluate, load_model, load_processor, pipeline, save_model
-from kitforge.cli.main import run as run_command
+from kitforge.api import evaluate, load_model, pipeline, save_model
 from kitforge.core.checkpoint.safetensors_file import TensorFile
 from kitforge.core.parallel.config import ParallelConfig
 from kitforge.data.tokenizers.loading import ByteTokenizer
@@ -23,25 +20,14 @@ from kitforge.kits.registry import kit_of_folder, recorded_task
 from kitforge.kits.transformers.build import TASKS
 from kitforge.kits.transformers.classification import read_data
 from kitforge.kits.transformers.labelling import SequenceClassifier
-from kitforge.kits.transformers.rows import metrics_of
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import TestRendezvous
-from tests.kits.transformers.task_runs import TaskRuns
+from tests.kits.transformers.task_runs import SHORT, TaskRuns
 from tests.kits.transformers.test_adapters import base
 from tests.trainer import tiny
 
 KIT: Any = TASKS["text_classification"]
-OPTIONS: dict[str, Any] = {
-    "model": tiny.LLAMA,
-    "data.batch_size": 5,
-    "data.sequence_length": 48,
-    "data.eval_fraction": 0.2,
-    "trainer.max_steps": 8,
-    "trainer.progress": False,
-    "trainer.log_every": 1,
-    "optimizer.learning_rate": 1e-2,
-    "device": "cpu",
-}
+OPTIONS = SHORT | {"model": tiny.LLAMA, "data.batch_size": 5, "data.sequence_length": 48, "trainer.max_steps": 8}
 LABELS = ("bad", "fair", "good")
 
 
@@ -99,31 +85,6 @@ def test_the_loss_is_that_of_each_row_alone() -> None:
     assert found["eval/accuracy"] == pytest.approx(sum(right) / 13)
 
 
-def test_padding_is_never_read() -> None:
-    assembly = begin(None)
-    model = cast(SequenceClassifier, assembly.loop.model).double().eval()
-    tokens, ends = torch.randint(0, 200, (3, 9)), torch.tensor([2, 8, 5])
-    with torch.no_grad():
-        wanted = model.logits_at(tokens, ends, ends + 1)
-        for row, end in enumerate(ends):
-            tokens[row, end + 1 :] = 257
-        assert torch.equal(model.logits_at(tokens, ends, ends + 1), wanted)
-
-
-def test_f1_is_that_of_scikit_learn() -> None:
-    from sklearn.metrics import f1_score
-
-    draw = random.Random(2)
-    wanted, found = ([draw.randrange(4) for _ in range(50)] for _ in range(2))
-    confusion = torch.zeros(5, 5, dtype=torch.float64)
-    for label, predicted in zip(wanted, found, strict=True):
-        confusion[label, predicted] += 1
-    metrics = metrics_of(torch.tensor(25.0), confusion)
-    # Label 4 neither occurs nor is predicted.
-    assert metrics["f1"] == pytest.approx(f1_score(wanted, found, average="macro"))
-    assert metrics["loss"] == 0.5
-
-
 def test_a_resume_on_other_rows_is_refused(tmp_path: Path) -> None:
     run(tmp_path, {"trainer.checkpoint_every": 2})
     with pytest.raises(ConfigError, match="rows are not those"):
@@ -169,67 +130,6 @@ def test_a_classifier_of_transformers_is_evaluated_and_trained_further(tmp_path:
     assert torch.equal(other.loop.model.backbone.embedding.weight, theirs.model.embed_tokens.weight)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["lora", "dora", "qlora"])
-def test_an_adapter_and_the_head_learn_and_the_run_is_read_back(kind: str, tmp_path: Path) -> None:
-    start = base(tmp_path / "base")
-    choices = {"model": {}, "checkpoint": str(start), "lora.rank": 4, "lora.kind": kind, "trainer.max_steps": 5}
-    model = run(tmp_path / "run", choices, processor=None).loop.model.eval()
-    trained = [name for name, each in model.named_parameters() if each.requires_grad]
-    assert all(".adapters." in name or name == "score.weight" for name in trained) and len(trained) > 1
-    ids = torch.tensor([ByteTokenizer().encode("fair river")])
-    with torch.no_grad():
-        found: Tensor = cast(Any, load_model(tmp_path / "run"))(ids)
-        assert torch.allclose(found, model(ids), atol=2e-5)
-    page = json.loads((tmp_path / "run" / "adapter" / "adapter_config.json").read_text())
-    assert (page["task_type"], page["modules_to_save"]) == ("SEQ_CLS", ["score"])
-
-
-@pytest.mark.slow
-def test_python_trains_evaluates_and_predicts_in_a_few_lines(tmp_path: Path) -> None:
-    start = base(tmp_path / "base")
-    options = {"trainer.max_steps": 2, "trainer.progress": False, "device": "cpu", "data.sequence_length": 48}
-    trainer = Trainer("text_classification", start, rows(), rows(9), output_dir=tmp_path / "run", options=options)
-    assert trainer.options.optimizer.learning_rate == 5e-5
-    first = trainer.train()
-    assert set(trainer.evaluate()) == {"eval/loss", "eval/accuracy", "eval/f1"}
-    (answer,) = trainer.predict("good moon")
-    assert answer["label"] in LABELS
-    assert load_processor(first).vocab_size == 258  # type: ignore[attr-defined]
-    again = Trainer("text_classification", first, rows(), options=options).train()
-    assert again.metrics
-
-
-def test_the_command_line_trains_evaluates_and_labels_a_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = "".join(json.dumps(row) + "\n" for row in rows())
-    (tmp_path / "rows.jsonl").write_text(text)
-    common = ["data.sequence_length=48", "trainer.progress=false", "device=cpu"]
-    data, place = f"data.train={tmp_path / 'rows.jsonl'}", f"output_dir={tmp_path / 'run'}"
-    assert (
-        run_command(
-            ["train", "task=text_classification", "model=llama_tiny", data, place, "trainer.max_steps=2", *common]
-        )
-        == 0
-    )
-    capsys.readouterr()
-    rows_to_label, target = f"data.eval={tmp_path / 'rows.jsonl'}", tmp_path / "labels.jsonl"
-    assert run_command(["evaluate", f"checkpoint={tmp_path / 'run'}", rows_to_label]) == 0
-    assert set(json.loads(capsys.readouterr().out.splitlines()[-1])) == {"loss", "accuracy", "f1"}
-    assert run_command(["predict", f"checkpoint={tmp_path / 'run'}", rows_to_label, f"output={target}"]) == 0
-    lines = [json.loads(line) for line in target.read_text().splitlines()]
-    assert [line["text"] for line in lines] == [row["text"] for row in rows()]
-    classify = pipeline("text_classification", model=tmp_path / "run")
-    assert [line["predicted_label"] for line in lines] == [
-        each["label"] for each in classify([row["text"] for row in rows()])
-    ]
-    with pytest.raises(ConfigError, match="file exists"):
-        run_command(["predict", f"checkpoint={tmp_path / 'run'}", rows_to_label, f"output={target}"])
-    with pytest.raises(ConfigError, match="writes no text"):
-        run_command(["generate", f"checkpoint={tmp_path / 'run'}", "prompt=x"])
-
-
 def test_labels_are_numbers_in_their_order_or_texts_by_the_alphabet() -> None:
     def labels(*values: Any) -> tuple[Any, ...]:
         given = [{"text": f"row {number}", "label": value} for number, value in enumerate(values)]
@@ -245,30 +145,6 @@ def test_a_number_that_is_no_name_is_an_index() -> None:
     given = [{"text": "a", "label": 0}, {"text": "b", "label": 2}]
     data = begin(None, {"data.eval_fraction": 0.0, "labels": list(LABELS)}, train_dataset=given).loop.task._rows
     assert data.train.labels.tolist() == [0, 2]
-
-
-BAD: list[tuple[str, dict[str, Any], list[Any], str]] = [
-    ("no label", {}, [{"text": "a"}], "has no column 'label'"),
-    ("no text", {}, [{"label": 1}], "has no column 'text'"),
-    ("an empty text", {}, [{"text": " ", "label": 1}], "row 61.*not a labelled text"),
-    ("a list as label", {}, [{"text": "a", "label": [1]}], "not a labelled text"),
-    ("an unknown label", {"labels": list(LABELS)}, [{"text": "a", "label": "god"}], "row 61.*(?s:unknown label.*good)"),
-    ("a long text", {}, [{"text": "a" * 49, "label": "bad"}], "row 61.*too long"),
-]
-
-
-@pytest.mark.parametrize(("choices", "extra", "message"), [each[1:] for each in BAD], ids=[each[0] for each in BAD])
-def test_a_row_that_cannot_be_used_is_named(choices: dict[str, Any], extra: list[Any], message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        begin(None, choices, train_dataset=[*rows(), *extra])
-
-
-def test_rows_can_be_skipped_or_cut_instead(caplog: pytest.LogCaptureFixture) -> None:
-    extra = [{"text": "a" * 60, "label": "bad"}, {"text": "no label"}]
-    choices = {"data.on_invalid": "skip", "data.on_too_long": "cut_right", "data.eval_fraction": 0.0}
-    data = begin(None, choices, train_dataset=[*rows(), *extra]).loop.task._rows
-    assert (len(data.train), int(data.train.lengths.max())) == (61, 48)
-    assert "1 more were skipped, 1 were cut" in caplog.text
 
 
 def test_what_is_no_classifier_is_refused(tmp_path: Path) -> None:

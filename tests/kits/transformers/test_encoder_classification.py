@@ -5,23 +5,18 @@ import random
 from pathlib import Path
 from typing import Any, cast
 
+import peft
 import pytest
 import torch
 import transformers
 from torch import Tensor
 
 from kitforge.api import load_model, pipeline, save_model
-from kitforge.cli.main import run as run_command
-from kitforge.core.parallel.config import ParallelConfig
-from kitforge.core.parallel.rendezvous import Rendezvous
-from kitforge.data.tokenizers.loading import ByteTokenizer
 from kitforge.foundation.errors import ConfigError, ModelError
-from kitforge.kits.kit import RunInputs
 from kitforge.kits.registry import recorded_task
 from kitforge.kits.transformers.build import TASKS
-from tests.distributed.ranks import ask_ranks
-from tests.distributed.training import TestRendezvous
 from tests.kits.served import served
+from tests.kits.transformers.task_runs import TaskRuns
 from tests.kits.transformers.test_classification import OPTIONS, rows
 from tests.kits.transformers.test_masked_lm import BERT, byte_pairs, texts, word_pieces
 from tests.trainer import tiny
@@ -35,16 +30,8 @@ PROBLEMS += [("regression", 2), ("multi_label_classification", 5), ("multi_label
 THEIR_NAMES = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 
-def begin(folder: Path | None, choices: dict[str, Any] | None = None, rendezvous: Any = None, **given: Any) -> Any:
-    values = OPTIONS | {"model": BERT, "output_dir": None if folder is None else str(folder)} | (choices or {})
-    options = KIT.read_options(tiny.nested(values))
-    inputs = RunInputs(**({"train_dataset": rows(), "processor": ByteTokenizer()} | given))
-    return KIT.assemble(options, inputs, rendezvous or Rendezvous.open(options.parallel, options.device))
-
-
-def run(folder: Path | None, choices: dict[str, Any] | None = None, rendezvous: Any = None, **given: Any) -> Any:
-    assembly = begin(folder, choices, rendezvous, **given)
-    return assembly, tiny.finish(assembly)
+RUNS = TaskRuns(kit=KIT, options=OPTIONS | {"model": BERT}, rows=rows)
+begin, run = RUNS.begin, RUNS.run
 
 
 def published(folder: Path, kind: str = "Bert", suffix: str = "ForSequenceClassification", **options: Any) -> Any:
@@ -124,33 +111,6 @@ def test_the_loss_of_each_problem_is_that_of_transformers(kind: str, tmp_path: P
         assert found["eval/loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-4), (problem, size)
 
 
-def test_padding_reaches_no_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = begin(None).loop.model.eval()
-    tokens, sizes = torch.randint(0, 200, (3, 9)), torch.tensor([3, 9, 6])
-    with torch.no_grad():
-        wanted = model.logits_at(tokens, sizes - 1, sizes)
-        is_padding = torch.arange(9) >= sizes[:, None]
-        other = torch.where(is_padding, 257, tokens)
-        assert torch.equal(model.logits_at(other, sizes - 1, sizes), wanted)
-        for row, size in enumerate(sizes.tolist()):
-            assert torch.allclose(model(tokens[row : row + 1, :size])[0], wanted[row], atol=1e-6)
-        hidden = model.backbone.hidden
-        filled = lambda *each: hidden(*each).masked_fill(is_padding.unsqueeze(2), torch.nan)  # noqa: E731
-        monkeypatch.setattr(model.backbone, "hidden", filled)
-        assert torch.equal(model.logits_at(other, sizes - 1, sizes), wanted)
-
-
-def test_a_step_is_the_same_in_micro_batches_and_a_run_goes_on_as_if_not_stopped(tmp_path: Path) -> None:
-    choices = {"model": BERT | tiny.DROPOUT, "trainer.max_steps": 4, "trainer.checkpoint_every": 2}
-    run(tmp_path / "whole", choices | {"trainer.micro_batch_size": 2})
-    run(tmp_path / "at once", choices)
-    tiny.copy_up_to(tmp_path / "whole", tmp_path / "half", 2)
-    tiny.finish(begin(tmp_path / "half", choices | {"trainer.micro_batch_size": 2, "resume": "auto"}))
-    tiny.assert_same(tmp_path / "half", tmp_path / "whole")
-    losses = [[line["loss"] for line in tiny.records(tmp_path / name, "train")] for name in ("whole", "at once")]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
-
-
 def test_a_stored_pooler_is_the_first_one_and_another_is_drawn(tmp_path: Path) -> None:
     def started(name: str, **choices: Any) -> Any:
         own = {"model": {}, "checkpoint": str(tmp_path / name), **choices}
@@ -181,39 +141,16 @@ def test_a_run_is_evaluated_and_trained_further_with_its_pooler_also_for_other_l
     other = begin(None, choices | {"labels": ["good", "fair", "bad"]}, processor=None).loop.model
     assert torch.equal(pooler(other), pooler(model)) and not torch.equal(other.score.weight, model.score.weight)
     assert torch.equal(pooler(load_model(tmp_path / "run")), pooler(model))
+    with pytest.raises(ConfigError, match="no program is written of this network"):
+        values = {"checkpoint": str(tmp_path / "run"), "output_dir": str(tmp_path / "out"), "format": "torch_export"}
+        KIT.export_program(KIT.read_options(values))
     initial = begin(None).loop.model
     assert not torch.equal(pooler(initial), pooler(model)) and ended["eval/loss"] > 0
-
-
-def metrics(_rank: int, folder: Path, meshes: list[ParallelConfig]) -> list[tuple[dict[str, float], list[float]]]:
-    torch.set_num_threads(1)
-    found = []
-    for number, degrees in enumerate(meshes):
-        names = ("data", "shard", "context", "tensor", "sequence_parallel")
-        mesh = {f"parallel.{name}": getattr(degrees, name) for name in names}
-        choices = mesh | {"trainer.max_steps": 4, "model": BERT | tiny.DROPOUT}
-        place = folder / f"{number}-{degrees.world_size}"
-        ended = run(place, choices, TestRendezvous(degrees), train_dataset=rows(21), eval_dataset=rows(11))[1]
-        found.append((ended, [line["loss"] for line in tiny.records(place, "train")]))
-    return found
-
-
-def test_ranks_learn_what_one_process_learns(tmp_path: Path) -> None:
-    two = [ParallelConfig(data=2), ParallelConfig(shard=2), ParallelConfig(context=2)]
-    two.append(ParallelConfig(tensor=2, sequence_parallel=False))
-    answers = ask_ranks({1: (1, metrics, tmp_path, [ParallelConfig()]), 2: (2, metrics, tmp_path, two)})
-    alone = answers[1][0][0]
-    for rank, found in enumerate(answers[2]):
-        for mesh, (ended, losses) in zip(two, found, strict=True):
-            assert ended == pytest.approx(alone[0], rel=1e-3, abs=1e-5), mesh
-            if rank == 0:
-                assert losses == pytest.approx(alone[1], rel=1e-3), mesh
 
 
 @THEIR_NAMES
 @pytest.mark.parametrize("kind", ["Bert", "Roberta"])
 def test_an_adapter_and_the_head_are_those_of_peft_both_ways(kind: str, tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
     start, auto = tmp_path / "base", transformers.AutoModelForSequenceClassification
     theirs, fast = published(start, kind, num_labels=3)
     labels = {"labels": ["a", "b", "c"]}
@@ -255,7 +192,6 @@ def _name_base(adapter: Path, base: Path) -> None:
 
 @THEIR_NAMES
 def test_a_pooler_that_peft_does_not_save_is_that_of_the_base_or_the_adapter_is_refused(tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
     tokens, auto = torch.tensor([[2, 7, 9, 11, 3]]), transformers.AutoModelForSequenceClassification
     for suffix in ("ForPreTraining", "ForMaskedLM"):
         base, adapter = tmp_path / suffix, tmp_path / f"{suffix}-adapter"
@@ -300,26 +236,3 @@ def test_the_pipeline_gives_what_that_of_transformers_gives(kind: str, tmp_path:
     for found, each in zip(pipeline("text_classification", model=tmp_path)(given, top_k=None), wanted, strict=True):
         assert [row["label"] for row in found] == [row["label"] for row in each]
         assert [row["score"] for row in found] == pytest.approx([row["score"] for row in each], abs=1e-5)
-
-
-def test_it_learns_and_the_command_line_labels_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    choices = {
-        "trainer.max_steps": 120,
-        "trainer.eval_every": 120,
-        "trainer.epochs": 20,
-        "optimizer.learning_rate": 2e-3,
-    }
-    assert run(tmp_path / "run", choices)[1]["eval/accuracy"] > 0.9
-    path, target = tmp_path / "rows.jsonl", tmp_path / "labels.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows(9)))
-    chosen = [f"checkpoint={tmp_path / 'run'}", f"data.eval={path}", "device=cpu"]
-    assert run_command(["evaluate", *chosen]) == 0
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert run_command(["predict", *chosen, f"output={target}"]) == 0
-    written = [json.loads(line) for line in target.read_text().splitlines()]
-    assert sum(row["label"] == row["predicted_label"] for row in written) / 9 == pytest.approx(found["accuracy"])
-    capsys.readouterr()
-    with pytest.raises(ConfigError, match="no program is written of this network"):
-        values = {"checkpoint": str(tmp_path / "run"), "output_dir": str(tmp_path / "out"), "format": "torch_export"}
-        KIT.export_program(KIT.read_options(values))
-    assert not (tmp_path / "out").exists()

@@ -1,7 +1,6 @@
 """The evaluation loss is a property of model and text: no batch size, no split and no padding changes it."""
 
 import json
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,6 @@ from kitforge.data.tokenizers.loading import ByteTokenizer
 from kitforge.kits.transformers.build import TASKS, Inputs
 from kitforge.models.catalog import config_of
 from kitforge.models.loading import build
-from tests.differential.drawn import WHOLE
-from tests.pairs import pairs
 from tests.trainer import tiny
 
 KIT = TASKS["text_generation"]
@@ -37,27 +34,6 @@ def loss(model: nn.Module, corpus: Path, file: str, **choices: Any) -> float:
     options = KIT.read_options(tiny.nested(values))
     inputs = Inputs(model=model, processor=ByteTokenizer())
     return KIT.evaluate(options, inputs, Rendezvous.open(options.parallel, options.device))["eval/loss"]
-
-
-@pytest.mark.slow
-@pytest.mark.prove
-@pytest.mark.parametrize(
-    ("name", "file", "dtype"),
-    list((product if WHOLE else pairs)(NETWORKS, ["corpus.txt", "documents.jsonl"], [torch.float64, torch.float32])),
-)
-def test_the_loss_does_not_depend_on_the_batch_size(corpus: Path, name: str, file: str, dtype: torch.dtype) -> None:
-    model = network(name, dtype)
-    losses = [loss(model, corpus, file, data__batch_size=size) for size in (1, 2, 7, 1000)]
-    assert max(losses) - min(losses) < (1e-12 if dtype is torch.float64 else 1e-6)
-
-
-def test_the_loss_does_not_depend_on_micro_batches(corpus: Path) -> None:
-    model = network("llama", torch.float64)
-    whole = loss(model, corpus, "documents.jsonl", data__batch_size=5, trainer__eval_batches=3)
-    split = loss(
-        model, corpus, "documents.jsonl", data__batch_size=5, trainer__eval_batches=3, trainer__micro_batch_size=2
-    )
-    assert abs(split - whole) < 1e-12
 
 
 def test_the_loss_is_that_of_every_document_alone(tmp_path: Path) -> None:

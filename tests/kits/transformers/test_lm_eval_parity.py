@@ -10,11 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-pytest.importorskip("tokenizers")
-pytest.importorskip("lm_eval")
-
 import transformers
 from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance

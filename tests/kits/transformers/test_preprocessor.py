@@ -7,9 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
-pytest.importorskip("PIL")
-
 import transformers
 from PIL import Image
 

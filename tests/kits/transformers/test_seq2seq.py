@@ -3,7 +3,7 @@
 import json
 import random
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import peft
 import pytest
@@ -12,23 +12,19 @@ import transformers
 from torch import Tensor
 from torch.nn import functional
 
-from kitforge.api import Trainer, load_model, load_processor, pipeline, save_model
+from kitforge.api import load_model, pipeline, save_model
 from kitforge.cli.main import run as run_command
 from kitforge.core.nn.context import Context, EncoderInput
-from kitforge.core.nn.encoder_decoder import EncoderDecoder
 from kitforge.core.parallel.config import ParallelConfig
 from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.data.tokenizers.loading import ByteTokenizer
 from kitforge.foundation.errors import ConfigError, DataError, ModelError
-from kitforge.inference.seq2seq import Seq2SeqInference, generate_targets
 from kitforge.kits.kit import RunInputs
 from kitforge.kits.transformers.build import TASKS
 from kitforge.kits.transformers.seq2seq import bleu, rouge
 from kitforge.models import loading
 from kitforge.models.catalog import config_of
-from tests.distributed.ranks import run_ranks
-from tests.distributed.training import TestRendezvous
-from tests.kits.transformers.task_runs import TaskRuns
+from tests.kits.transformers.task_runs import SHORT, TaskRuns
 from tests.trainer import tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -44,20 +40,15 @@ T5 = {
     "max_length": 128,
     "activation": "geglu",
 }
-OPTIONS: dict[str, Any] = {
+OPTIONS = SHORT | {
     "model": T5,
     "data.batch_size": 5,
     "data.sequence_length": 48,
     "data.target_length": 40,
-    "data.eval_fraction": 0.2,
     "data.eval_texts": 3,
     "data.prefix": "say: ",
     "inference.max_new_tokens": 6,
     "trainer.max_steps": 6,
-    "trainer.progress": False,
-    "trainer.log_every": 1,
-    "optimizer.learning_rate": 1e-2,
-    "device": "cpu",
 }
 
 
@@ -125,29 +116,7 @@ def test_the_training_loss_is_a_mean_over_target_tokens(tmp_path: Path) -> None:
     assert tiny.records(tmp_path, "train")[0]["loss"] == pytest.approx(float(wanted), rel=1e-5)
 
 
-def test_a_resume_on_other_rows_is_refused(tmp_path: Path) -> None:
-    run(tmp_path, {"trainer.checkpoint_every": 2})
-    with pytest.raises(ConfigError, match="rows are not those"):
-        run(tmp_path, {"resume": "auto"}, train_dataset=rows(30))
-
-
-def test_transformers_writes_the_same_targets_from_a_run(tmp_path: Path) -> None:
-    start = base(tmp_path / "base")
-    run(tmp_path / "run", {"model": {}, "checkpoint": str(start), "trainer.max_steps": 2}, processor=None)
-    save_model(tmp_path / "run", tmp_path / "folder")
-    theirs = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path / "folder").eval()
-    ours = cast(EncoderDecoder, load_model(tmp_path / "run"))
-    sources = [[*ByteTokenizer().encode(text), 256] for text in ("say: sun", "say: a", "say: the old moon over")]
-    for beams in (1, 3):
-        options = Seq2SeqInference(max_new_tokens=9, num_beams=beams, batch_size=2)
-        found = generate_targets(ours, sources, options, start_id=257, eos_ids=[256], pad_id=257)
-        for source, tokens in zip(sources, found, strict=True):
-            found_there = theirs.generate(torch.tensor([source]), max_new_tokens=9, num_beams=beams, do_sample=False)
-            wanted = found_there[0].tolist()[1:]
-            assert wanted[: wanted.index(256) if 256 in wanted else 9] == tokens
-
-
-@pytest.mark.parametrize("kind", ["lora", "dora", "qlora"])
+@pytest.mark.parametrize("kind", ["lora", "dora"])
 def test_an_adapter_learns_and_peft_computes_what_it_computes(kind: str, tmp_path: Path) -> None:
     start = base(tmp_path / "base")
     choices = {"model": {}, "checkpoint": str(start), "lora.rank": 4, "lora.kind": kind, "trainer.max_steps": 4}
@@ -163,82 +132,11 @@ def test_an_adapter_learns_and_peft_computes_what_it_computes(kind: str, tmp_pat
         rounding = 1e-5 * float(wanted.abs().max())
         assert torch.allclose(found, wanted, atol=rounding)
     assert json.loads((tmp_path / "run" / "adapter" / "adapter_config.json").read_text())["task_type"] == "SEQ_2_SEQ_LM"
-    if kind == "qlora":
-        return
     theirs = peft.PeftModel.from_pretrained(
         transformers.T5ForConditionalGeneration.from_pretrained(start), tmp_path / "run" / "adapter"
     ).eval()
     with torch.no_grad():
         assert torch.allclose(theirs(input_ids=source, decoder_input_ids=target).logits, wanted, atol=rounding)
-
-
-def test_frozen_parameters_stay_as_they_are(tmp_path: Path) -> None:
-    start = base(tmp_path / "base")
-    choices = {"model": {}, "checkpoint": str(start), "freeze": ["encoder.*"], "trainer.max_steps": 2}
-    model = run(tmp_path / "run", choices, processor=None).loop.model
-    before = dict(loading.load(start, device=CPU).named_parameters())
-    frozen = {name for name, each in model.named_parameters() if torch.equal(each, before[name])}
-    assert frozen == {name for name in before if name.startswith("encoder.")}
-
-
-@pytest.mark.slow
-def test_python_trains_evaluates_and_predicts_in_a_few_lines(tmp_path: Path) -> None:
-    start = base(tmp_path / "base")
-    short = {"trainer.max_steps": 2, "trainer.progress": False, "device": "cpu", "data.eval_texts": 2}
-    options = short | {"data.sequence_length": 48, "inference.max_new_tokens": 3}
-    trainer = Trainer("summarization", start, rows(), rows(9), output_dir=tmp_path / "run", options=options)
-    assert trainer.options.optimizer.learning_rate == 5e-5
-    first = trainer.train()
-    assert set(trainer.evaluate()) == {"eval/loss", "eval/rouge1", "eval/rouge2", "eval/rougeL"}
-    (answer,) = trainer.predict("moon")
-    assert set(answer) == {"summary_text"}
-    assert load_processor(first).vocab_size == 258  # type: ignore[attr-defined]
-    assert Trainer("summarization", first, rows(), options=options).train().metrics
-
-
-@pytest.mark.slow
-def test_the_command_line_trains_evaluates_and_writes_a_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    lines = [{"en": row["source"], "de": row["target"]} for row in rows()]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    data, folder = f"data.train={tmp_path / 'rows.jsonl'}", tmp_path / "run"
-    columns = ["data.source=en", "data.target=de", "data.prefix=translate:", "data.eval_texts=2"]
-    short = ["trainer.max_steps=2", "trainer.progress=false", "device=cpu", "inference.max_new_tokens=4"]
-    command = ["train", "task=translation", "model=t5_tiny", data, f"output_dir={folder}", *columns, *short]
-    assert run_command(command) == 0
-    capsys.readouterr()
-    held = f"data.eval={tmp_path / 'rows.jsonl'}"
-    assert run_command(["evaluate", f"checkpoint={folder}", held]) == 0
-    assert set(json.loads(capsys.readouterr().out.splitlines()[-1])) == {"loss", "bleu", "chrf"}
-    # Columns, prefix and limits are those of the run.
-    target = tmp_path / "written.jsonl"
-    assert run_command(["predict", f"checkpoint={folder}", held, f"output={target}"]) == 0
-    found = [json.loads(line) for line in target.read_text().splitlines()]
-    assert [line["en"] for line in found] == [row["source"] for row in rows()]
-    translate = pipeline("translation", model=folder)
-    wanted = [each["translation_text"] for each in translate([row["source"] for row in rows()])]
-    assert [line["predicted_de"] for line in found] == wanted
-    other = pipeline("translation", model=folder, options={"data.prefix": ""})
-    assert translate._options.data.prefix == "translate:" and other._options.data.prefix == ""
-    (tmp_path / "other.jsonl").write_text('{"source": "a"}\n')
-    with pytest.raises(DataError, match=r"(?s)lacks a column.*expected: en"):
-        run_command(["predict", f"checkpoint={folder}", f"data.eval={tmp_path / 'other.jsonl'}", "output=o.jsonl"])
-
-
-BAD: list[tuple[str, dict[str, Any], Any, str]] = [
-    ("no target", {}, {"source": "a"}, "has no column 'target'"),
-    ("no source", {}, {"target": "a"}, "has no column 'source'"),
-    ("an empty text", {}, {"source": "a", "target": " "}, "row 41.*not a pair"),
-    ("a long source", {}, {"source": "a" * 49, "target": "b"}, "source of .*row 41.*too long"),
-    ("a long target", {}, {"source": "a", "target": "b" * 40}, "target of .*row 41.*too long"),
-]
-
-
-@pytest.mark.parametrize(("choices", "extra", "message"), [each[1:] for each in BAD], ids=[each[0] for each in BAD])
-def test_a_row_that_cannot_be_used_is_named(choices: dict[str, Any], extra: Any, message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        begin(None, choices, train_dataset=[*rows(), extra])
 
 
 def test_rows_can_be_skipped_or_cut_instead() -> None:
@@ -247,6 +145,16 @@ def test_rows_can_be_skipped_or_cut_instead() -> None:
     pairs = begin(None, choices, train_dataset=[*rows(), *extra]).loop.task._rows.train.pairs
     assert len(pairs) == 41
     assert (len(pairs[40].source), pairs[40].source[-1], len(pairs[40].target)) == (48, 256, 40)
+
+
+def test_the_options_of_a_run_are_those_of_its_pipeline_and_its_predictions(tmp_path: Path) -> None:
+    run(tmp_path / "run", {"data.prefix": "translate:", "trainer.max_steps": 1})
+    found = [pipeline("translation", tmp_path / "run", options=each) for each in ({}, {"data.prefix": ""})]
+    assert [each._options.data.prefix for each in found] == ["translate:", ""]
+    (tmp_path / "other.jsonl").write_text('{"text": "a"}\n')
+    words = [f"checkpoint={tmp_path / 'run'}", f"data.eval={tmp_path / 'other.jsonl'}", "output=o.jsonl"]
+    with pytest.raises(DataError, match=r"(?s)lacks a column.*expected: source"):
+        run_command(["predict", *words])
 
 
 def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
@@ -281,22 +189,3 @@ def test_bleu_and_rouge_are_those_of_their_libraries() -> None:
     # One of two unigrams of "a dog" is among three: precision 1/2, recall 1/3.
     assert rouge(["a dog"], ["the dog runs"])["rouge1"] == pytest.approx(0.4)
     assert rouge(wanted, wanted) == {"rouge1": 1.0, "rouge2": 1.0, "rougeL": 1.0}
-
-
-def on_rank(_rank: int, degrees: ParallelConfig, folder: str) -> dict[str, float]:
-    torch.set_num_threads(1)
-    names = ("data", "shard", "tensor", "sequence_parallel")
-    mesh = {f"parallel.{name}": getattr(degrees, name) for name in names}
-    return finish(begin(Path(folder), mesh, TestRendezvous(degrees)))
-
-
-@pytest.mark.slow
-def test_ranks_that_hold_shards_train_what_one_process_trains(tmp_path: Path) -> None:
-    # The other axes are rows of tests/verify/test_contracts.py.
-    degrees = ParallelConfig(shard=2, sequence_parallel=False)
-    wanted = finish(begin(tmp_path / "alone"))
-    for found in run_ranks(2, on_rank, degrees, str(tmp_path / "ranks")):
-        assert found == pytest.approx(wanted, rel=1e-4)
-    one, two = (cast(Any, load_model(tmp_path / name)) for name in ("alone", "ranks"))
-    for name, parameter in one.named_parameters():
-        assert torch.allclose(parameter, two.get_parameter(name), atol=1e-4), name

@@ -5,41 +5,12 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-
-pytest.importorskip("transformers")
-
 import torch
 import transformers
 
 from kitforge import Trainer, load_model, load_processor, pipeline, save_model
-from kitforge.data.source import open_source
-from kitforge.data.tokenizers.loading import ByteTokenizer, Tokenizer, TokenizerConfig, load_tokenizer, make_tokenizer
-from kitforge.models import loading
-from kitforge.models.catalog import config_of
-from tests.tokenizer_folders import CORPUS, write_kind
-
-SIZES = {"vocab_size": 300, "dim": 32, "num_layers": 2, "num_heads": 2, "mlp_dim": 48, "head_dim": 16}
-
-
-def network() -> Any:
-    model = loading.build(config_of({"family": "t5", **SIZES}), device=torch.device("cpu"), seed=3)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(4.0) if parameter.dim() == 2 else parameter.add_(0.1)
-    return model
-
-
-def tokenizer_of(kind: str, folder: Path) -> Tokenizer:
-    if kind == "json":
-        write_kind("llama3", folder)
-    elif kind == "bytes":
-        folder.mkdir()
-        ByteTokenizer().save(folder)
-    else:
-        folder.mkdir()
-        config = TokenizerConfig(name="sentencepiece", vocab_size=290)
-        make_tokenizer(config, open_source(CORPUS), folder.parent / "cache").save(folder)
-    return load_tokenizer(folder)
+from kitforge.data.tokenizers.loading import ByteTokenizer, load_tokenizer
+from tests.kits.transformers.test_generation_settings import network, tokenizer_of
 
 
 def translated(folder: Path, text: str, **choices: Any) -> str:
@@ -51,12 +22,12 @@ def translated(folder: Path, text: str, **choices: Any) -> str:
 
 @pytest.mark.parametrize("kind", ["json", "model", "bytes"])
 def test_targets_of_an_export_begin_for_transformers_as_they_do_here(tmp_path: Path, kind: str) -> None:
-    tokenizer = tokenizer_of(kind, tmp_path / "source")
+    tokenizer = tokenizer_of(kind, tmp_path / "source", None)
     for settings in (None, {"eos_token_id": [1, tokenizer.eos_id]}):
         if settings is not None:
             (tmp_path / "source" / "generation_config.json").write_text(json.dumps(settings))
         folder = tmp_path / f"folder {settings}"
-        save_model(network(), folder, load_tokenizer(tmp_path / "source"))
+        save_model(network("t5"), folder, load_tokenizer(tmp_path / "source"))
         write = pipeline("translation", str(folder), options={"inference.max_new_tokens": 8})
         assert write("Beautiful")[0]["translation_text"] == translated(folder, "Beautiful")
 
@@ -67,7 +38,7 @@ def test_targets_of_an_export_begin_for_transformers_as_they_do_here(tmp_path: P
 )
 def test_targets_begin_as_the_folder_says(tmp_path: Path, names: tuple[str, ...], start: int) -> None:
     folder = tmp_path / "folder"
-    save_model(network(), folder, ByteTokenizer())
+    save_model(network("t5"), folder, ByteTokenizer())
     config = json.loads((folder / "config.json").read_text())
     del config["decoder_start_token_id"]
     written = {"config.json": config, "generation_config.json": {"eos_token_id": 256, "pad_token_id": 257}}
@@ -85,7 +56,7 @@ def test_targets_begin_as_the_folder_says(tmp_path: Path, names: tuple[str, ...]
 @pytest.mark.parametrize("start", [0, 5])
 def test_training_begins_targets_as_config_json_says(tmp_path: Path, start: int) -> None:
     folder = tmp_path / "folder"
-    save_model(network(), folder, ByteTokenizer())
+    save_model(network("t5"), folder, ByteTokenizer())
     config = json.loads((folder / "config.json").read_text()) | {"decoder_start_token_id": start}
     (folder / "config.json").write_text(json.dumps(config))
     # What decides the generation does not decide the training.

@@ -1,6 +1,5 @@
 """The task `token_classification`: words and tags, entities, ranks, resumption, and what peers make of it."""
 
-import json
 import random
 from pathlib import Path
 from typing import Any, cast
@@ -13,30 +12,18 @@ import transformers
 from seqeval.metrics import f1_score, precision_score, recall_score
 
 from kitforge.api import Trainer, load_model, pipeline, save_model
-from kitforge.cli.main import run as run_command
 from kitforge.data.text.tagged_words import words_of
 from kitforge.data.tokenizers.loading import ByteTokenizer
 from kitforge.foundation.errors import DataError, ModelError
 from kitforge.kits.registry import kit_of_folder, recorded_task
 from kitforge.kits.transformers.build import TASKS
-from kitforge.kits.transformers.entities import entity_counts
 from kitforge.kits.transformers.token_classification import TaggedRows, read_tagged
-from tests.kits.transformers.task_runs import TaskRuns
+from tests.kits.transformers.task_runs import SHORT, TaskRuns
 from tests.kits.transformers.test_adapters import base
 from tests.trainer import tiny
 
 KIT: Any = TASKS["token_classification"]
-OPTIONS: dict[str, Any] = {
-    "model": tiny.LLAMA,
-    "data.batch_size": 5,
-    "data.sequence_length": 64,
-    "data.eval_fraction": 0.2,
-    "trainer.max_steps": 6,
-    "trainer.progress": False,
-    "trainer.log_every": 1,
-    "optimizer.learning_rate": 1e-2,
-    "device": "cpu",
-}
+OPTIONS = SHORT | {"model": tiny.LLAMA, "data.batch_size": 5, "data.sequence_length": 64, "trainer.max_steps": 6}
 LABELS = ("B-LOC", "B-PER", "I-PER", "O")
 
 
@@ -127,24 +114,6 @@ def test_the_metrics_are_those_of_each_row_alone(labels_all: bool) -> None:
     assert found["eval/recall"] == pytest.approx(recall_score(wanted, ours))
 
 
-def test_entities_are_those_of_seqeval_and_do_not_cross_rows() -> None:
-    draw = random.Random(3)
-    wanted, found = ([[draw.choice(LABELS) for _ in range(draw.randint(0, 6))] for _ in range(40)] for _ in range(2))
-    found = [(ours + ["I-PER"] * 6)[: len(theirs)] for theirs, ours in zip(wanted, found, strict=True)]
-    sums = [sum(each) for each in zip(*map(entity_counts, wanted, found), strict=True)]
-    assert sums[0] / sums[1] == pytest.approx(precision_score(wanted, found))
-    assert sums[0] / sums[2] == pytest.approx(recall_score(wanted, found))
-
-
-def test_padding_is_never_read() -> None:
-    model = begin(None).loop.model.double().eval()
-    tokens = torch.randint(0, 200, (3, 9))
-    with torch.no_grad():
-        wanted = model(tokens)[:, :4]
-        tokens[:, 4:] = 257
-        assert torch.equal(model(tokens)[:, :4], wanted)
-
-
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bloom"])
 def test_transformers_gives_the_same_logits_and_its_folder_is_read_back(family: str, tmp_path: Path) -> None:
     bloom = {"family": "bloom", "dim": 32, "num_layers": 2, "num_heads": 2, "max_length": 64}
@@ -220,60 +189,10 @@ def test_the_pipeline_gives_what_that_of_transformers_gives(strategy: Any, tmp_p
     assert ours([text, "Rome"], aggregation_strategy=strategy)[0] == found
 
 
-def test_an_adapter_and_the_head_learn_and_the_run_is_read_back(tmp_path: Path) -> None:
-    start = base(tmp_path / "base")
-    choices = {"model": {}, "checkpoint": str(start), "lora.rank": 4, "trainer.max_steps": 3}
-    model = run(tmp_path / "run", choices, processor=None)[0].loop.model.eval()
-    trained = {name for name, each in model.named_parameters() if each.requires_grad}
-    assert {"score.weight", "score.bias"} < trained
-    assert all(".adapters." in name for name in trained - {"score.weight", "score.bias"})
-    ids = torch.tensor([ByteTokenizer().encode("the Rome")])
-    with torch.no_grad():
-        assert torch.allclose(cast(Any, load_model(tmp_path / "run"))(ids), model(ids), atol=2e-5)
-    page = json.loads((tmp_path / "run" / "adapter" / "adapter_config.json").read_text())
-    assert (page["task_type"], page["modules_to_save"]) == ("TOKEN_CLS", ["score"])
-
-
-def test_the_command_line_trains_evaluates_and_tags_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows()))
-    common = ["trainer.max_steps=2", "trainer.progress=false", "device=cpu"]
-    given = [f"data.train={tmp_path / 'rows.jsonl'}", f"output_dir={tmp_path / 'run'}"]
-    assert run_command(["train", "task=token_classification", "model=llama_tiny", *given, *common]) == 0
-    capsys.readouterr()
-    chosen, target = [f"checkpoint={tmp_path / 'run'}", f"data.eval={tmp_path / 'rows.jsonl'}"], tmp_path / "tags.jsonl"
-    assert run_command(["evaluate", *chosen]) == 0
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert set(found) == {"loss", "accuracy", "precision", "recall", "f1"}
-    assert run_command(["predict", *chosen, f"output={target}"]) == 0
-    lines = [json.loads(line) for line in target.read_text().splitlines()]
-    assert [line["tokens"] for line in lines] == [row["tokens"] for row in rows()]
-    assert all(len(line["predicted_tags"]) == len(line["tokens"]) for line in lines)
-    right = [tag == own for line in lines for tag, own in zip(line["predicted_tags"], line["ner_tags"], strict=True)]
-    assert sum(right) / len(right) == pytest.approx(found["accuracy"])
-
-
 def test_labels_that_are_no_chunk_tags_have_no_entities() -> None:
     given = [{"tokens": ["a", "b"], "ner_tags": [1, 0]}] * 5
     found = begin(None, train_dataset=given).loop.evaluate()
     assert set(found) == {"eval/loss", "eval/accuracy", "eval/f1"}
-
-
-BAD: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
-    ("no tags", {}, {"tokens": ["a"]}, "has no column 'ner_tags'"),
-    ("no words", {}, {"tokens": [], "ner_tags": []}, "row 41.*has no words"),
-    ("a text", {}, {"tokens": "a b", "ner_tags": ["O", "O"]}, "row 41.*has no words"),
-    ("an empty word", {}, {"tokens": [" "], "ner_tags": ["O"]}, "row 41.*has no words"),
-    ("too few tags", {}, {"tokens": ["a", "b"], "ner_tags": ["O"]}, "row 41.*(?s:other tags.*1 tags)"),
-    ("unknown", {"labels": list(LABELS)}, {"tokens": ["a"], "ner_tags": ["B-LOK"]}, "row 41.*(?s:unknown.*B-LOC)"),
-    ("too large", {"labels": list(LABELS)}, {"tokens": ["a"], "ner_tags": [4]}, "row 41.*unknown label"),
-    ("too long", {}, {"tokens": ["a" * 65], "ner_tags": ["O"]}, "row 41.*too long"),
-]
-
-
-@pytest.mark.parametrize(("choices", "row", "message"), [each[1:] for each in BAD], ids=[each[0] for each in BAD])
-def test_a_row_that_cannot_be_used_is_named(choices: dict[str, Any], row: dict[str, Any], message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        begin(None, choices, train_dataset=[*rows(), row])
 
 
 @pytest.mark.parametrize("tags", ["ner_tags", "tags"])
@@ -282,19 +201,6 @@ def test_the_tags_are_found_in_either_column(tags: str) -> None:
     own, other = (begin(None, train_dataset=each).loop.task._rows for each in (rows(), found))
     assert own.labels == other.labels
     assert own.fingerprint == other.fingerprint
-
-
-def test_the_advice_on_a_missing_column_names_its_option() -> None:
-    with pytest.raises(DataError, match=r"(?s)data\.tags=NAME; did you mean 'tag'"):
-        begin(None, train_dataset=[{"tokens": ["Ann"], "tag": ["O"]}])
-
-
-def test_rows_can_be_skipped_or_cut_instead(caplog: pytest.LogCaptureFixture) -> None:
-    extra = [{"tokens": ["a" * 60, "bcdef"], "ner_tags": ["O", "O"]}, {"tokens": ["x"]}]
-    choices = {"data.on_invalid": "skip", "data.on_too_long": "cut_right", "data.eval_fraction": 0.0}
-    data = begin(None, choices, train_dataset=[*rows(), *extra]).loop.task._rows
-    assert (len(data.train), int(data.train.lengths.max())) == (41, 64)
-    assert "1 more were skipped, 1 were cut" in caplog.text
 
 
 def test_another_model_and_a_long_text_are_refused(tmp_path: Path) -> None:

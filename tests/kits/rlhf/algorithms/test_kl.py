@@ -12,7 +12,6 @@ from kitforge.kits.rlhf.algorithms.kl import (
     KlController,
     KlControllerOptions,
     KlEstimator,
-    biased_kl_loss,
     kl_estimate,
     kl_loss,
 )
@@ -42,12 +41,6 @@ def test_the_mean_of_k1_and_k3_is_the_divergence(estimator: KlEstimator) -> None
     assert float(found) == pytest.approx(exact()[0], abs=1e-12)
 
 
-def test_k2_and_k3_are_never_negative() -> None:
-    log_probs = LOGITS.log_softmax(-1)
-    assert all(bool((kl_estimate(log_probs, REFERENCE, each) >= 0).all()) for each in ("k2", "k3"))
-    assert bool((kl_estimate(log_probs, REFERENCE, "k1") < 0).any())
-
-
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_the_gradient_of_the_loss_is_that_of_the_divergence(estimator: KlEstimator) -> None:
     logits = LOGITS.clone().requires_grad_()
@@ -66,32 +59,9 @@ def test_it_stays_so_for_tokens_of_an_older_policy(estimator: KlEstimator) -> No
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_the_value_of_the_loss_is_the_estimate(estimator: KlEstimator) -> None:
-    log_probs = LOGITS.log_softmax(-1)
-    loss = kl_loss(log_probs, REFERENCE, estimator)
-    assert torch.allclose(loss, kl_estimate(log_probs, REFERENCE, estimator), atol=1e-12, rtol=0)
-
-
-@pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_a_policy_that_is_its_reference_is_at_no_distance(estimator: KlEstimator) -> None:
     assert torch.equal(kl_estimate(REFERENCE, REFERENCE, estimator), torch.zeros_like(REFERENCE))
     assert not kl_estimate(LOGITS.clone().requires_grad_(), REFERENCE, estimator).requires_grad
-
-
-def test_k3_as_published_has_the_gradient_of_the_other_divergence() -> None:
-    # Shao et al. (2024), equation 4: ref / pi - log(ref / pi) - 1, differentiated as it stands.
-    logits = LOGITS.clone().requires_grad_()
-    log_probs = logits.log_softmax(-1)
-    loss = biased_kl_loss(log_probs, REFERENCE, "k3")
-    rest = REFERENCE.exp() / log_probs.exp()
-    assert torch.allclose(loss, rest - rest.log() - 1, atol=1e-12, rtol=0)
-    backward = (REFERENCE.exp() * (REFERENCE - LOGITS.log_softmax(-1))).sum()
-    assert backward > 0
-    found = gradient((log_probs.exp().detach() * loss).sum(), logits)
-    again = LOGITS.clone().requires_grad_()
-    wanted = gradient((REFERENCE.exp() * (REFERENCE - again.log_softmax(-1))).sum(), again)
-    assert torch.allclose(found, wanted, atol=1e-12, rtol=0)
-    assert not torch.allclose(found, exact()[1], atol=1e-3)
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
@@ -107,32 +77,11 @@ def test_any_distance_has_a_finite_loss_and_gradient(estimator: KlEstimator, awa
 ADAPTIVE = KlControllerOptions(controller="adaptive", coef=0.1, target=6.0, horizon=1000)
 
 
-@pytest.mark.parametrize(("nats", "factor"), [(0.0, 0.98), (5.7, 0.995), (6.0, 1.0), (6.3, 1.005), (600.0, 1.02)])
-def test_a_step_moves_the_coefficient_by_the_held_relative_error(nats: float, factor: float) -> None:
-    held = KlController(ADAPTIVE)
-    held.update(nats, num_sequences=100)
-    assert held.coef == pytest.approx(0.1 * factor, abs=1e-12)
-
-
 def test_a_fixed_one_never_moves() -> None:
     fixed = KlController(KlControllerOptions(coef=0.1))
     fixed.update(600.0, 100)
     assert fixed.coef == 0.1
     assert fixed.state() == {}
-
-
-def test_it_settles_where_the_divergence_is_the_target() -> None:
-    held = KlController(ADAPTIVE)
-    for _ in range(3000):
-        # A policy that is drawn back the more, the dearer a nat is.
-        held.update(0.9 / held.coef, num_sequences=50)
-    assert 0.9 / held.coef == pytest.approx(6.0, rel=1e-3)
-
-
-def test_a_step_of_more_sequences_than_the_horizon_never_rewards_divergence() -> None:
-    held = KlController(ADAPTIVE)
-    held.update(0.0, num_sequences=10**6)
-    assert held.coef == 0.0
 
 
 def test_it_goes_on_where_its_state_was_saved() -> None:

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from kitforge.foundation.errors import ConfigError
 from kitforge.kits.network_source import copy_model
 from kitforge.kits.rlhf.reinforcement.async_rollouts import AsyncRollouts
 from kitforge.kits.rlhf.reinforcement.ppo import PolicyGradientTask
@@ -110,11 +109,6 @@ def test_a_run_that_draws_ahead_goes_on_bit_for_bit(tmp_path: Path, monkeypatch:
     runs.finish(runs.begin("ppo", folder, choices | {"resume": "auto"}))
     with pytest.raises(AssertionError):
         tiny.assert_same(folder, tmp_path / "whole")
-
-
-def test_a_staleness_that_nothing_makes_up_for_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"max_staleness.*\n.*got: +1"):
-        runs.begin("ppo", None, {"rollout.max_staleness": 1})
 
 
 def test_what_fails_in_a_reward_function_is_told_where_it_is_waited_for() -> None:

@@ -114,9 +114,13 @@ def test_it_adds_the_mean_cross_entropy_of_transformers_on_what_was_told(tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", ["ppo", "grpo", "dr_grpo"])
 @pytest.mark.parametrize(
-    "cut", [{"trainer.micro_batch_size": 1}, {"trainer.micro_batch_size": 3}, {"rl.max_tokens_per_microbatch": 120}]
+    ("stage", "cut"),
+    [
+        ("ppo", {"trainer.micro_batch_size": 1}),
+        ("grpo", {"rl.max_tokens_per_microbatch": 120}),
+        ("dr_grpo", {"trainer.micro_batch_size": 3}),
+    ],
 )
 def test_micro_batches_and_shared_prompts_have_the_gradient_of_the_batch(stage: str, cut: dict[str, Any]) -> None:
     whole, parts = (gradient({"rl.echo_coef": COEF} | each, stage) for each in ({}, cut))
@@ -172,17 +176,6 @@ def test_ranks_equal_one() -> None:
     for found, own in run_ranks(2, trained, ParallelConfig(data=2)):
         torch.testing.assert_close(found, weights, rtol=0, atol=1e-9)
         assert own == pytest.approx(losses, rel=1e-9)
-
-
-@pytest.mark.slow
-def test_what_was_told_becomes_likelier() -> None:
-    def last(coef: float) -> float:
-        torch.manual_seed(0)
-        choices = {"rl.echo_coef": coef, "trainer.max_steps": 12, "trainer.log_every": 1, "trainer.eval_every": 100}
-        metrics = runs.finish(begin(choices, model=talkative()))
-        return metrics["echo_loss"]
-
-    assert last(1.0) < last(1e-9) - 0.3
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -86,7 +87,6 @@ def tools(draw: st.DrawFn) -> Callable[..., Any]:
 @drawn(60)
 @given(st.dictionaries(NAMES, tools(), min_size=1, max_size=3))
 def test_the_tools_of_a_class_are_those_that_transformers_describes(methods: dict[str, Any]) -> None:
-    transformers = pytest.importorskip("transformers")
     for name, each in methods.items():
         each.__name__ = name
     kind = type("Drawn", (), {"reset": lambda self, **row: None, "get_reward": lambda self: 0.0, **methods})

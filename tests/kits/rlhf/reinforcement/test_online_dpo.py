@@ -11,11 +11,9 @@ import torch
 from torch import Tensor
 
 from kitforge.data.tokenizers.loading import ByteTokenizer
-from kitforge.foundation.errors import ConfigError
 from kitforge.kits.rlhf.reinforcement.online_dpo import OnlineDPOTask
 from kitforge.kits.rlhf.reinforcement.rollout_batch import Rollout
 from tests.kits.rlhf import runs
-from tests.trainer import tiny
 
 Choices = Mapping[str, Any]
 
@@ -107,47 +105,3 @@ def test_the_default_reference_is_the_policy_before_training_and_stays(tmp_path:
     assert trained[0]["loss"] == pytest.approx(0.6931, abs=1e-4)
     assert trained[0]["rewards/margins"] == 0 != trained[2]["rewards/margins"]
     assert {"reward", "rewards/accuracy", "frac_ties"} <= trained[0].keys()
-
-
-@pytest.mark.slow
-def test_an_interrupted_run_goes_on_bit_for_bit_with_its_own_reference_only(tmp_path: Path) -> None:
-    choices = {"trainer.checkpoint_every": 1, "trainer.save_total_limit": 9, "rl.num_minibatches": 2, "rl.epochs": 2}
-    runs.finish(begin(choices, tmp_path / "whole", model=runs.network()))
-    for killed in (1, 2, 3):
-        folder = tiny.copy_up_to(tmp_path / "whole", tmp_path / f"killed_{killed}", killed)
-        runs.finish(begin(choices | {"resume": "auto"}, folder, model=runs.network()))
-        tiny.assert_same(folder, tmp_path / "whole")
-    folder = tiny.copy_up_to(tmp_path / "whole", tmp_path / "other", 2)
-    roles = {"reward": runs.letters, "reference": runs.network(seed=4)}
-    with pytest.raises(ConfigError, match="reference model changed"):
-        runs.finish(begin(choices | {"resume": "auto"}, folder, model=runs.network(), roles=roles))
-
-
-@pytest.mark.slow
-def test_it_learns_what_the_reward_prefers() -> None:
-    choices = {
-        "trainer.max_steps": 30,
-        "rl.prompts_per_rollout": 16,
-        "rl.num_generations": 4,
-        "data.eval_fraction": 0.2,
-    }
-    metrics = runs.finish(runs.begin("online_dpo", None, choices, roles={"reward": "lowercase"}))
-    assert metrics["eval/reward"] > 0.5
-
-
-@pytest.mark.parametrize(
-    "choices",
-    [
-        {"preference.loss": "simpo"},
-        {"rl.num_generations": 1},
-        {"rl.advantage": "reinforce"},
-        {"rl.advantage": "gae"},
-        {"kl.coef": 0.1},
-        {"kl.measure": True},
-        {"rl.num_minibatches": 3},
-        {"parallel.context": 2},
-    ],
-)
-def test_choices_that_cannot_be_are_refused(choices: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(choices))):
-        begin(choices)

@@ -81,17 +81,3 @@ def test_while_the_critic_warms_up_the_policy_stays() -> None:
     runs.finish(assembly)
     pairs = zip(policy_of(assembly.loop.model).parameters(), policy.parameters(), strict=True)
     assert all(torch.equal(*pair) for pair in pairs)
-
-
-@pytest.mark.parametrize(
-    ("choices", "roles", "words"),
-    [
-        ({"ptx.coef": 0.1}, {}, "ptx.data"),
-        ({"ptx.data": "x.jsonl"}, {}, "ptx.coef"),
-        ({}, {"ptx": TEXTS}, "ptx.coef"),
-        ({"ptx.coef": -1.0}, {}, "ptx.coef"),
-    ],
-)
-def test_half_of_it_is_refused(choices: dict[str, Any], roles: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        runs.begin("ppo", None, choices, roles={"reward": runs.letters} | roles)

@@ -7,7 +7,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from kitforge.foundation.errors import ConfigError
 from tests.kits.rlhf import runs
 from tests.trainer import tiny
 
@@ -79,8 +78,3 @@ def test_a_run_that_is_resumed_within_a_round_that_has_ended_goes_on_as_if_never
     assert [line.get("reward") for line in tiny.records(tmp_path / "resumed", "train")] == [
         line.get("reward") for line in after
     ]
-
-
-def test_a_target_is_above_zero() -> None:
-    with pytest.raises(ConfigError, match=r"rl\.target_kl.*\n.*got:.*-1"):
-        runs.begin("ppo", None, {"rl.target_kl": -1.0})

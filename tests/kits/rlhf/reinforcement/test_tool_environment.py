@@ -8,6 +8,7 @@ from typing import Any, Literal, cast
 
 import pytest
 import torch
+import transformers
 
 from kitforge.data.chat.template import template_of
 from kitforge.data.chat.tool_calls import HERMES
@@ -32,7 +33,7 @@ from kitforge.kits.rlhf.roles.prompt_completion import PromptCompletion
 from kitforge.kits.rlhf.roles.rewards import scorer_of
 from kitforge.models.catalog import config_of
 from kitforge.models.loading import build
-from tests.data.chat.cases import CHATML, HEADERS, MERGING, THINKING, save_tokenizer
+from tests.data.chat.cases import HEADERS, MERGING, THINKING, save_tokenizer
 from tests.kits.rlhf import runs
 from tests.trainer import tiny
 
@@ -70,7 +71,6 @@ def untold(a: int) -> int:
 
 @pytest.mark.parametrize("function", [add, search])
 def test_the_schema_is_that_of_transformers(function: Any) -> None:
-    transformers = pytest.importorskip("transformers")
     assert function_schema(function) == transformers.utils.get_json_schema(function)
 
 
@@ -448,14 +448,3 @@ def test_a_distillation_with_tools_needs_no_reward(tmp_path: Path) -> None:
     task = begin(tmp_path, THINKING, {"tools": [add], "teacher": teacher}, stage="distill")
     assert task.collected is not None
     assert {each.reward for each in task.collected[1]} == {0.0}
-
-
-def test_tools_need_a_template_that_writes_them_and_something_that_scores(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="does not render tools"):
-        begin(tmp_path, CHATML, {"tools": [add], "reward": runs.letters})
-    with pytest.raises(ConfigError, match="tools need prompts of messages"):
-        begin(tmp_path, THINKING, {"tools": [add], "reward": runs.letters}, [{"prompt": "a"}, {"prompt": "b"}])
-    with pytest.raises(ConfigError, match="has no reward"):
-        begin(tmp_path, THINKING, {"tools": [add]})
-    with pytest.raises(ConfigError, match="roles tools and environment are both given"):
-        begin(tmp_path, THINKING, {"tools": [add], "environment": Scored})

@@ -8,8 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-pytest.importorskip("tokenizers")
-
 from kitforge.data.chat.rows import with_open_end
 from kitforge.data.chat.template import template_of
 from kitforge.data.tokenizers.loading import ByteTokenizer, Tokenizer, load_tokenizer

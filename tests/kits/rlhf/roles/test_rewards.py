@@ -102,11 +102,6 @@ def test_a_reward_that_does_not_apply_is_left_out_of_the_sum_and_of_its_own_scor
             scores(given)
 
 
-def test_several_in_a_list_are_added_up() -> None:
-    assert scores(["exact", "lowercase"]) == [2.0, 1.0]
-    assert scores(["lowercase", "lowercase"]) == [2.0, 2.0]
-
-
 def test_a_function_is_found_by_its_path_in_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own_rewards_of_test.py").write_text(
         "def size(*, completions):\n    return list(map(len, completions))\n"
@@ -309,11 +304,6 @@ def test_a_reward_model_scores_what_was_generated_token_by_token() -> None:
 def test_what_gives_no_rewards_is_refused(given: Any) -> None:
     with pytest.raises(ConfigError, match="invalid reward"):
         scorer_of(given, TOKENIZER)
-
-
-def test_a_run_without_anything_that_scores_is_refused() -> None:
-    with pytest.raises(ConfigError, match="has no reward"):
-        runs.begin("ppo", None, roles={})
 
 
 def named(name: str, value: float) -> Any:

@@ -5,10 +5,8 @@ from typing import Any, cast
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from kitforge.core.nn.context import Context
-from kitforge.core.nn.decoder import Decoder
 from kitforge.data.tokenizers.loading import ByteTokenizer
 from kitforge.foundation.errors import ConfigError
 from kitforge.kits.rlhf.roles.value_head import ActorCritic, ValueHeadModel
@@ -75,30 +73,7 @@ def test_a_network_that_knows_fewer_tokens_is_refused(role: str) -> None:
         runs.begin("ppo", None, roles=given)
 
 
-class Noisy(nn.Module):
-    """Somebody's own network, whose dropout nobody tells when to be silent."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.network = cast(Decoder, runs.network(torch.float64))
-        self.dropout = nn.Dropout(0.3)
-        self.geometry, self.kernels = self.network.geometry, self.network.kernels
-
-    @property
-    def head_weight(self) -> Tensor:
-        return self.network.head_weight
-
-    def hidden(self, tokens: Tensor, context: Context | None = None) -> Tensor:
-        return cast(Tensor, self.dropout(self.network.hidden(tokens, context)))
-
-    def head(self, hidden: Tensor) -> Tensor:
-        return self.network.head(hidden)
-
-    def forward(self, tokens: Tensor, context: Context | None = None) -> Tensor:
-        return self.head(self.hidden(tokens, context))
-
-
-@pytest.mark.parametrize(("model", "rate"), [(Noisy(), 0.3), (runs.network(family=tiny.GPT2 | tiny.DROPOUT), 0.1)])
+@pytest.mark.parametrize(("model", "rate"), [(runs.Noisy(), 0.3), (runs.network(family=tiny.GPT2 | tiny.DROPOUT), 0.1)])
 def test_dropout_is_off_and_the_run_says_so(model: nn.Module, rate: float, tmp_path: Path) -> None:
     choices = {"trainer.max_steps": 1, "trainer.log_every": 1, "kl.coef": 0.0}
     assembly = runs.begin("grpo", tmp_path, choices, model=model)

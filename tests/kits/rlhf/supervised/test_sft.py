@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +13,6 @@ from kitforge.data.tokenizers.loading import ByteTokenizer
 from kitforge.foundation.errors import ConfigError, DataError
 from kitforge.kits.rlhf.batching import input_tokens, pack_examples, pad_examples
 from tests.kits.rlhf import runs
-from tests.trainer import tiny
 
 RESPONSES = [
     TokenizedExample(tokens=tuple(range(size)), loss_mask=tuple(place >= size // 2 for place in range(size)))
@@ -53,16 +52,6 @@ def test_every_stage_over_rows_says_how_many_tokens_it_reads(task: str, tmp_path
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     line = next(each for each in lines if each["kind"] == "train")
     assert line["time/input_tokens_per_second"] > line.get("time/tokens_per_second", 0) >= 0
-
-
-@pytest.mark.parametrize("family", [tiny.LLAMA, tiny.GPT2], ids=["rotary", "learned"])
-def test_packing_changes_nothing(family: dict[str, Any]) -> None:
-    def gradient(is_packed: bool) -> torch.Tensor:
-        choices = {"packing": is_packed, "data.batch_size": 8}
-        return runs.gradient(runs.begin("sft", None, choices, model=runs.network(torch.float64, family)))
-
-    alone = gradient(False)
-    assert float((gradient(True) - alone).norm() / alone.norm()) < 1e-12
 
 
 @pytest.mark.parametrize("pad_id", [0, 3, 257])
@@ -124,35 +113,3 @@ def test_a_run_goes_on_over_the_rows_it_began_with() -> None:
     other = runs.begin("sft", None, train_dataset=runs.DEMONSTRATIONS[1:])
     with pytest.raises(ConfigError, match="training rows"):
         assembly.loop.task.load_state(other.loop.task.state())
-
-
-WRONG = [
-    ({"data.sequence_length": 1024}, "max_length"),
-    ({"data.on_too_long": "cut"}, "on_too_long"),
-    ({"data.eval_fraction": 1.0}, "eval_fraction"),
-]
-
-
-@pytest.mark.parametrize(("choices", "words"), WRONG)
-def test_options_that_cannot_be_are_refused(choices: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        runs.begin("sft", None, choices)
-
-
-@pytest.mark.parametrize(
-    ("stage", "columns"),
-    [("sft", "prompt and completion"), ("dpo", "chosen and rejected"), ("kto", "label"), ("grpo", "prompt")],
-)
-def test_nothing_to_train_on_is_said_with_the_columns_and_a_run_that_needs_none(stage: str, columns: str) -> None:
-    with pytest.raises(ConfigError, match=rf"(?s){stage} has no data to train on.*{columns}.*recipe=rlhf_tiny"):
-        runs.begin(stage, None, train_dataset=None)
-
-
-def test_dropout_noise_depends_on_the_row_alone() -> None:
-    losses = []
-    for size in (None, 1):
-        choices = {"trainer.micro_batch_size": size}
-        assembly = runs.begin("sft", None, choices, model=runs.network(torch.float64, tiny.GPT2 | tiny.DROPOUT))
-        model, task = assembly.loop.model.train(), assembly.loop.task
-        losses.append(sum(task.loss(model, part)["loss"].item() for part in runs.first_step(task, model)))
-    assert cast(float, losses[1]) == pytest.approx(losses[0], abs=1e-10)
