@@ -185,6 +185,15 @@ def test_a_run_tells_where_everything_lies_and_what_to_try_next(capsys: Capture)
     assert Path("runs/latest").resolve() == Path("runs/a").resolve()
 
 
+@pytest.mark.slow
+def test_what_to_try_next_can_be_pasted_into_a_shell(capsys: Capture) -> None:
+    folder = "runs/die Läufe $1"
+    assert train(f"output_dir={folder}") == 0
+    steps = [line for line in capsys.readouterr().out.splitlines() if "checkpoint=" in line]
+    assert steps
+    assert all(f"checkpoint={folder}" in shlex.split(line) for line in steps)
+
+
 def test_a_run_without_a_name_is_called_after_time_task_and_model() -> None:
     small = ["model.dim=32", "model.num_layers=1", *NO_MODEL]
     cli.run(["train", "model=gpt2_tiny", *small, "data.train=corpus.txt", "trainer.max_steps=1"])

@@ -1,6 +1,7 @@
 """`kitforge train` and `kitforge finetune`."""
 
 import dataclasses
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -50,10 +51,12 @@ def train(chosen: Invocation) -> int:
     lines += [f"{'checkpoint':<{width}}  {result.folder / 'checkpoints'}"]
     lines += [f"{'report':<{width}}  {result.folder / 'report.html'}"]
     say("\n".join(lines))
+    plain, quoted = str(result.folder), shlex.quote(str(result.folder))
     if result.was_interrupted:
-        say(f"interrupted; go on with the same command and output_dir={result.folder} resume=auto")
+        say(f"interrupted; go on with the same command and output_dir={quoted} resume=auto")
         return INTERRUPTED
-    say("\n  ".join(["try next:", *chosen.kit.next_steps(result.folder)]))
+    next_steps = [each.replace(plain, quoted) for each in chosen.kit.next_steps(result.folder)]
+    say("\n  ".join(["try next:", *next_steps]))
     return 0
 
 

@@ -128,6 +128,25 @@ def file_lock(folder: Path, log: logging.Logger, work: str) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def held_folder(folder: Path) -> Iterator[None]:
+    """Keep a folder from other runs, of this process too, until the block or the process ends. Raises ConfigError where
+    another run holds it; on a file system without locks nobody does."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        fix = "wait for its end, or choose another output_dir"
+        raise ConfigError("another run is writing to this folder", got=folder, expected="one run", fix=fix) from None
+    except OSError:
+        pass
+    try:
+        yield
+    finally:
+        os.close(handle)
+
+
 def missing_file_error(
     path: Path, words: Iterable[str] = (), *, expected: str = "a file, a folder or a pattern"
 ) -> DataError:

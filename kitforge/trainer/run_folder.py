@@ -18,7 +18,7 @@ from kitforge.core.checkpoint.manifest import steps
 from kitforge.core.parallel.world import World
 from kitforge.foundation.config import check
 from kitforge.foundation.errors import ConfigError, KitforgeError
-from kitforge.foundation.files import check_own, mark_own, write_text
+from kitforge.foundation.files import check_own, held_folder, mark_own, write_text
 from kitforge.foundation.log import console
 from kitforge.report.metrics import read_run
 from kitforge.report.notebook import Rows
@@ -108,17 +108,18 @@ def train(loop: Loop, options: RunOptions, folder: Path, config_text: str) -> di
         return loop.train()
     before, made = _latest_target(folder), [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
-    mark_own(folder, "train")
-    write_text(folder / "config.yaml", config_text)
-    _link_latest(folder, folder.name)
-    try:
-        return loop.train()
-    except KitforgeError:
-        # A run that fails before its first step leaves no folder.
-        if made and loop.state.cursor.step == 0:
-            _link_latest(folder, before)
-            shutil.rmtree(made[-1], ignore_errors=True)
-        raise
+    with held_folder(folder):
+        mark_own(folder, "train")
+        write_text(folder / "config.yaml", config_text)
+        _link_latest(folder, folder.name)
+        try:
+            return loop.train()
+        except KitforgeError:
+            # A run that fails before its first step leaves no folder.
+            if made and loop.state.cursor.step == 0:
+                _link_latest(folder, before)
+                shutil.rmtree(made[-1], ignore_errors=True)
+            raise
 
 
 def _resumed(world: World, options: RunOptions, folder: Path) -> Checkpoint | None:

@@ -18,8 +18,8 @@ SMALL_SHARE = 0.30
 # The lines that each room may have, its deepest name first: a room that outgrows its number is a choice, made in
 # docs/log.md with its reason.
 ROOM_LINES = {
-    "": 990,
-    "cli/": 1520,
+    "": 995,
+    "cli/": 1525,
     "core/": 10,
     "core/checkpoint/": 2720,
     "core/kernels/": 12420,
@@ -33,7 +33,7 @@ ROOM_LINES = {
     "data/text/": 1410,
     "data/tokenizers/": 1985,
     "embedding_cache/": 4730,
-    "foundation/": 1265,
+    "foundation/": 1285,
     "inference/": 3595,
     "inference/server/": 3775,
     "kits/": 1685,
