@@ -52,7 +52,7 @@ class Trainer:
         chosen = dict(options or {}) | ({} if output_dir is None else {"output_dir": str(output_dir)})
         self._datasets = (train_dataset, eval_dataset)
         self._callbacks = list(callbacks)
-        for each in self._callbacks:
+        for each in list[object](callbacks):
             if not isinstance(each, Callback):
                 expected = "an instance of kitforge.trainer.callbacks.callback.Callback, with on_event(event, run)"
                 raise ConfigError("this is not a callback", got=repr(each), expected=expected, fix="inherit from it")
