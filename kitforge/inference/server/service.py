@@ -422,7 +422,7 @@ class RequestHandle:
         if delta.finish_reason == "diverged":
             raise ApiError(500, "the model's outputs are not finite", code="model_diverged")
         if isinstance(delta.error, KitforgeError):
-            raise ApiError(500, str(delta.error), code="grammar_failed")
+            raise ApiError(400, str(delta.error), code="grammar_failed")
         if delta.error is not None:
             _log.error("a sequence could not be decoded to text", exc_info=delta.error)
             raise ApiError(500, "the output could not be decoded to text", code="decoding_failed")

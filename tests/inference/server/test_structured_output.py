@@ -156,14 +156,14 @@ def test_what_cannot_be_done_is_refused_with_the_name_of_its_field(
         assert error["param"] == parameter and words in error["message"]
 
 
-def test_a_text_that_its_grammar_cannot_continue_is_an_error_of_the_server(
+def test_a_text_that_its_grammar_cannot_continue_is_an_error_of_the_request(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing(_self: Grammar, _drafts: object) -> None:
         raise DataError("the grammar of a text cannot be followed", got="no token")
 
     monkeypatch.setattr(Grammar, "masks", failing)
-    error = asked(served, CHAT, 500, structured_outputs={"regex": "a"})
+    error = asked(served, CHAT, 400, structured_outputs={"regex": "a"})
     assert error["code"] == "grammar_failed" and "cannot be followed" in error["message"]
     assert asked(served, CHAT)["choices"]
 
