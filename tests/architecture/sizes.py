@@ -37,7 +37,7 @@ ROOM_LINES = {
     "inference/": 3595,
     "inference/server/": 3775,
     "kits/": 1685,
-    "kits/recommender/": 6585,
+    "kits/recommender/": 6590,
     "kits/rlhf/": 8165,
     "kits/transformers/": 5390,
     "models/": 5015,

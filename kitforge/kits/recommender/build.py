@@ -315,6 +315,9 @@ def _dataset(
     # A run that is resumed over its own rows left some out as too rare, and said so.
     if encoder is not None and not is_evaluation and (resumed is None or options.trainer.allow_data_changes):
         dataset = dataclasses.replace(dataset, unlearned=unlearned_values(dataset.train))
+        unread = [] if dataset.source is None else sorted({*dataset.source.names} - {*encoder.schema.known_columns})
+        if unread:
+            _log.info("the network has no feature for %s; a new run would", ", ".join(map(repr, unread)))
     dataset, is_open = dataclasses.replace(dataset, catalogue=catalogue), catalogue is None or not is_evaluation
     return with_item_catalog(dataset, config, column_cache_root(data), resumed, is_open=is_open)
 

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import logging
 import random
 from pathlib import Path
 from typing import Any
@@ -275,6 +276,20 @@ def test_a_run_over_rows_that_have_grown_keeps_what_its_rows_stand_for(tmp_path:
     words = [event["message"] for event in told.lines if event.get("event") == "unlearned"]
     assert bool(words) == bool(is_new)
     assert all(f"{len(is_new)} values of 'user'" in each for each in words)
+
+
+def test_a_run_from_another_names_the_columns_that_its_network_does_not_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    # Of the first day, a column that tells nothing is left out on purpose.
+    rows = [{**row, "same": 1} for row in day(1, 200)]
+    run(tmp_path / "a", "wide_deep", {"trainer.max_steps": 1}, rows=rows)
+    tuned = {"checkpoint": str(tmp_path / "a"), "trainer.max_steps": 1}
+    run(tmp_path / "b", "wide_deep", tuned, rows=rows)
+    assert "has no feature" not in caplog.text
+    run(tmp_path / "c", "wide_deep", tuned, rows=[{**row, "channel": "tv", "age": 3} for row in rows])
+    assert "the network has no feature for 'age', 'channel'; a new run would" in caplog.text
 
 
 @pytest.mark.slow
