@@ -69,7 +69,9 @@ def predict_rows(
 
 
 def _json_line(line: Mapping[str, Any]) -> bytes:
+    """NaN, which a column of Parquet may hold and JSON has not, is null, as pandas writes it."""
     try:
-        return json.dumps(line, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+        plain = json.loads(json.dumps(line), parse_constant=lambda _: None)
+        return json.dumps(plain, ensure_ascii=False).encode() + b"\n"
     except (TypeError, ValueError) as error:
         raise DataError("a row cannot be written as JSON", got=error) from None

@@ -54,6 +54,7 @@ class QuestionDataOptions(RowOptions):
     question: str = "question"  # column of the question
     context: str = "context"  # column of the passage
     answers: str = "answers"  # column of the answers, with their beginnings; none: the passage does not answer
+    batch_size: int = 16  # windows per step
     sequence_length: int = 384  # tokens of a window: a question and as much of its passage as there is room for
     stride: int = 128  # tokens of the passage that two neighbouring windows share
     max_answer_tokens: int = 30  # of a predicted answer

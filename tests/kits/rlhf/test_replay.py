@@ -11,6 +11,7 @@ from kitforge.api import replay
 from kitforge.cli import main as cli
 from kitforge.core.checkpoint.manifest import steps
 from kitforge.foundation.errors import CheckpointError, ConfigError, DataError
+from kitforge.kits.rlhf.reinforcement.rollout_batch import Rollout
 from kitforge.kits.rlhf.reinforcement.rollout_log import logged_rollouts, rollout_file
 from tests.kits.rlhf import runs
 
@@ -61,6 +62,19 @@ def test_a_change_is_seen(run: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 @pytest.mark.slow
+def test_a_line_that_lacks_what_it_had_is_not_read(run: Path) -> None:
+    line = json.loads(rollout_file(run, 0).read_text().splitlines()[0])
+    rollout = Rollout.from_dict(line)
+    for name in rollout.to_dict():
+        rest = {other: value for other, value in line.items() if other != name}
+        if name in ("turn_lengths", "observations", "is_turn_ended", "num_tool_errors"):
+            # Earlier versions wrote none.
+            assert Rollout.from_dict(rest) == rollout
+        else:
+            with pytest.raises(KeyError, match=name):
+                Rollout.from_dict(rest)
+
+
 def test_what_cannot_be_replayed_is_told(run: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="has no metrics of step 9"):
         replay(run, 9)

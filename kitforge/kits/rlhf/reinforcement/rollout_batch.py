@@ -75,6 +75,8 @@ class StoppingEngine:
 
 # Those of a completion that are kept, besides its prompt.
 _KEPT_FIELDS = ("tokens", "loss_mask", "is_finished", "is_stopped", "is_turn_ended", "turn_lengths", "observations")
+# Fields that earlier files lack.
+_LATER_FIELDS = {"is_turn_ended", "turn_lengths", "observations", "num_tool_errors"}
 # Fields per generated token.
 _TOKEN_FIELDS = ("logprobs", "ref_logprobs", "values", "old_logprobs")
 # The dtypes of token fields in a checkpoint; scores only if they are token rewards.
@@ -130,11 +132,12 @@ class Rollout:
 
     @classmethod
     def from_dict(cls, plain: dict[str, Any]) -> Rollout:
-        """The inverse of `to_dict`; earlier files have no turns."""
+        """The inverse of `to_dict`. Raises KeyError without a field, but for `_LATER_FIELDS`."""
         given: dict[str, Any] = {name: tuple(each) if isinstance(each, list) else each for name, each in plain.items()}
-        of_completion = {name: given[name] for name in _KEPT_FIELDS if name in given}
+        missing = _LATER_FIELDS - given.keys()
+        of_completion = {name: given[name] for name in _KEPT_FIELDS if name not in missing}
         completion = PromptCompletion(prompt=given["prompt_tokens"], columns={}, **of_completion)
-        return cls(completion=completion, **{name: given[name] for name in _own_fields() if name in given})
+        return cls(completion=completion, **{name: given[name] for name in _own_fields() if name not in missing})
 
 
 def _own_fields() -> list[str]:
