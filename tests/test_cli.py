@@ -658,6 +658,33 @@ def test_data_that_may_not_be_read_is_told() -> None:
             ["33", "a multiple of parallel.tensor=2", "sequence_parallel=false"],
         ),
         ("parallel.pipeline=2", ["2 is more stages than model.num_layers=1", "parallel.shard"]),
+        (
+            "model.num_layers=3 parallel.pipeline=2 parallel.schedule=zero_bubble_v",
+            ["2 stages on each rank (zero_bubble_v) is more stages than model.num_layers=3", "parallel.schedule=1f1b"],
+        ),
+        ("parallel.schedule=zero_bubble", ["zero_bubble", "1f1b with parallel.pipeline=1", "parallel.pipeline=2"]),
+        ("parallel.pipeline=2 parallel.schedule=zerobubble", ["did you mean 'zero_bubble'?"]),
+        (
+            "parallel.pipeline=2 parallel.stages_per_rank=3",
+            [
+                "parallel.stages_per_rank",
+                "2, the default, with parallel.schedule=1f1b",
+                "parallel.schedule=interleaved",
+            ],
+        ),
+        (
+            "parallel.pipeline=2 parallel.schedule=interleaved parallel.stages_per_rank=1",
+            ["parallel.stages_per_rank", "2 or more", "parallel.schedule=1f1b"],
+        ),
+        (
+            "parallel.pipeline=2 parallel.shard=2 parallel.schedule=zero_bubble",
+            ["parallel.zero_stage", "1 or 2 with parallel.schedule=zero_bubble", "parallel.zero_stage=2"],
+        ),
+        (
+            "parallel.pipeline=2 parallel.schedule=zero_bubble_v compile_level=O2",
+            ["compile_level", "O0 or O1 with parallel.schedule=zero_bubble_v", "interleaved"],
+        ),
+        ("parallel.pipeline=2 parallel.schedule=zero_bubble precision=fp8", ["precision", "fp32, bf16 or fp16"]),
         ("parallel.data=0", ["parallel.data", "at least 1"]),
         ("trainer.max_steps=1,2", ["1, 2", "-m"]),
         ("tokenizer=nope", ["unknown tokenizer", "sentencepiece"]),

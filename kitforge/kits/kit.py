@@ -29,7 +29,7 @@ from kitforge.report.config_diff import NOTE
 from kitforge.trainer.callbacks.callback import Callback
 from kitforge.trainer.dropped_options import without_dropped
 from kitforge.trainer.loop import Loop
-from kitforge.trainer.options import RunOptions, check_offload
+from kitforge.trainer.options import RunOptions, check_offload, check_schedule
 from kitforge.trainer.precision import autocast, use_precision
 from kitforge.trainer.run_folder import Run, default_folder, make_loop, train
 from kitforge.trainer.step_trace import TracedTask
@@ -126,6 +126,7 @@ class Kit(ABC, Generic[OptionsT, ProcessorT]):
         """The options from a plain dict. Raises ConfigError."""
         options = from_dict(self.OPTIONS, without_dropped(values, option_names(self.OPTIONS)))
         check_offload(options)
+        check_schedule(options)
         return options
 
     def check_parallel(self, options: OptionsT) -> None:

@@ -323,7 +323,7 @@ def _check_whole(network: nn.Module) -> None:
     """Raise ModelError for a network with blocks on other ranks, which has no weights to be copied here."""
     stages = [each for each in network.modules() if isinstance(each, Stack) and each.layers is not None]
     if stages:
-        got = f"layers {stages[0].layers} of {len(stages[0].blocks)}"
+        got = f"layers {', '.join(map(str, stages[0].layers or ()))} of {len(stages[0].blocks)}"
         fix = "pass the folder of the run: checkpoint=RUN"
         raise ModelError("a stage of a pipeline is not the whole network", got=got, fix=fix)
 

@@ -101,6 +101,16 @@ class RunOptions:
         return None
 
 
+def check_schedule(options: RunOptions) -> None:
+    """Raise ConfigError for options under which a backward pass cannot leave the gradients of weights for later; before
+    any rank is started."""
+    if options.parallel.stages.splits_backward:
+        own = f"with parallel.schedule={options.parallel.schedule}, which has passes for gradients of weights alone"
+        fix = "parallel.schedule=interleaved, or 1f1b"
+        check(options.compile_level != "O2", "compile_level", options.compile_level, f"O0 or O1 {own}", fix)
+        check(options.precision != "fp8", "precision", options.precision, f"fp32, bf16 or fp16 {own}", fix)
+
+
 def check_offload(options: RunOptions) -> None:
     """Raise ConfigError for options that the optimizer cannot have on the host; before any rank is started."""
     mode, fix = options.trainer.offload, "trainer.offload=none"

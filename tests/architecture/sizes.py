@@ -25,7 +25,7 @@ ROOM_LINES = {
     "core/kernels/": 12420,
     "core/nn/": 3500,
     "core/optim/": 930,
-    "core/parallel/": 4820,
+    "core/parallel/": 5215,
     "data/": 2300,
     "data/chat/": 3080,
     "data/images/": 200,
@@ -42,7 +42,7 @@ ROOM_LINES = {
     "kits/transformers/": 5390,
     "models/": 5015,
     "report/": 2125,
-    "trainer/": 2360,
+    "trainer/": 2370,
     "verify/": 2060,
 }
 # What opens a branch or a loop. A `with` opens neither, so it does not count.

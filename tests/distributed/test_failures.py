@@ -31,7 +31,7 @@ from kitforge.core.parallel.rank_errors import (
     reserve_error_file,
     write_error_file,
 )
-from kitforge.core.parallel.stage import Stage
+from kitforge.core.parallel.stage import Stages
 from kitforge.core.parallel.world import World
 from kitforge.foundation import device as devices
 from kitforge.foundation.config import from_dict
@@ -165,14 +165,14 @@ def fails_to_sample() -> None:
 
 
 def fails_on_a_stage() -> None:
-    backward = Stage.backward
+    backward = Stages.backward
 
     def broken(*arguments: Any) -> None:
         if is_failing():
             raise RuntimeError("the second stage is out of order")
         backward(*arguments)
 
-    Stage.backward = broken  # type: ignore[method-assign]
+    Stages.backward = broken  # type: ignore[method-assign]
     train_on_texts({"parallel.pipeline": 2, "trainer.micro_batch_size": 2})
 
 

@@ -1,22 +1,28 @@
-"""Networks on stages compute what one process computes: in the order 1F1B, and by relay with any loss.
+"""Networks on stages compute what one process computes: in every order of passes, and by relay with any loss.
 
-One launch of four ranks for the gate; `make prove` draws 200 combinations, and has each family.
+One launch of two ranks and one of four for the gate; `make prove` draws 2,000 combinations, and has each family in each
+order.
 """
 
+import itertools
 import random
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
+from kitforge.core.parallel.config import ParallelConfig
 from kitforge.core.parallel.expert_load import LOAD
+from kitforge.core.parallel.schedules import ScheduleName
 from tests.differential.drawn import WHOLE
 from tests.distributed.ranks import ask_ranks
 from tests.distributed.stages import Case, alone, on_stages
 from tests.distributed.step import FAMILIES, difference
 
 DECODERS = [name for name in FAMILIES if name != "t5"]
+SCHEDULES = get_args(ScheduleName)
 BESIDE: list[dict[str, Any]] = [
+    {},
     {"pipeline": 4},
     {"data": 2},
     *({"shard": 2, "zero_stage": stage} for stage in (1, 2, 3)),
@@ -36,10 +42,32 @@ CASES = [
         family="llama", degrees={"pipeline": 4}, num_layers=6, frozen=("embedding", "blocks.0", "blocks.1", "blocks.2")
     ),
     Case(family="pangu_alpha", degrees={"context": 2}, is_relayed=True, micro_batches=2),
+    # Ends on one rank, of which the first is not trained: it has no backward pass.
+    Case(family="llama", degrees={"schedule": "zero_bubble_v"}, num_layers=6, frozen=("embedding", "blocks.0")),
+    # Each chunk of a rank has its own load of experts, and a recomputation writes it again.
+    Case(family="qwen3_8", degrees={"schedule": "interleaved"}, micro_batches=5, recompute="full"),
+    Case(family="gpt2", degrees={"schedule": "interleaved", "stages_per_rank": 3}, num_layers=7),
+    Case(family="mixtral", degrees={"schedule": "zero_bubble", "shard": 2, "zero_stage": 1}),
 ]
 if WHOLE:
     CASES += [
         *(Case(family=family, degrees=each) for family in DECODERS for each in ({}, {"pipeline": 4})),
+        *(
+            Case(family=family, degrees={"schedule": schedule}, micro_batches=count)
+            for family in DECODERS
+            for schedule in SCHEDULES
+            for count in (1, 2, 3, 5)
+        ),
+        # Copies of shards, whose parts of a gradient are summed when a stage, not the rank, has its last pass.
+        *(
+            Case(family="llama_tied", degrees={"data": 2, "shard": 2, "zero_stage": stage, "schedule": schedule})
+            for schedule, stage in itertools.product(SCHEDULES[1:], (1, 2, 3))
+            if stage < 3 or schedule == "interleaved"
+        ),
+        # Experts whose shards are units of their own, and three axes beside the stages.
+        Case(family="mixtral_4", degrees={"shard": 4, "expert": 2, "zero_stage": 2, "schedule": "zero_bubble_v"}),
+        Case(family="mixtral_4", degrees={"tensor": 2, "data": 2, "expert": 2, "schedule": "zero_bubble_v"}),
+        Case(family="qwen3_8", degrees={"tensor": 2, "context": 2, "schedule": "zero_bubble"}, micro_batches=2),
         *(Case(family="gpt2", degrees=each, micro_batches=count) for each in BESIDE[:-1] for count in (1, 2, 3, 5)),
         *(Case(family="gpt2", degrees=each, is_relayed=True) for each in BESIDE[:-1]),
         *(Case(family="qwen3_8", degrees=BESIDE[-1], is_relayed=is_relayed) for is_relayed in (False, True)),
@@ -47,12 +75,18 @@ if WHOLE:
 
 
 def drawn(seed: int, count: int) -> list[Case]:
-    """Legal combinations."""
+    """Legal combinations, each order in turn."""
     numbers, found = random.Random(seed), list[Case]()
     while len(found) < count:
-        degrees = numbers.choice(BESIDE)
+        schedule = SCHEDULES[len(found) % len(SCHEDULES)]
+        legal = [each for each in BESIDE if each.get("zero_stage", 1) < 3 or not schedule.startswith("zero")]
+        # One in two with two ranks alone, which take a third of the time of four.
+        degrees = numbers.choice([{}, numbers.choice(legal)]) | {"schedule": schedule}
+        if schedule == "interleaved" and "pipeline" not in degrees:
+            degrees["stages_per_rank"] = numbers.choice([2, 3])
         family = numbers.choice(["mixtral_4", "mixtral_12", "qwen3_8"] if "expert" in degrees else DECODERS)
-        num_layers = numbers.randint(4, 6)
+        stages = ParallelConfig(**{"pipeline": 2, **degrees}).stages.num_stages
+        num_layers = numbers.randint(max(4, stages), max(4, stages) + 2)
         low = [f"blocks.{layer}." for layer in range(numbers.randint(1, num_layers - 1))]
         frozen: Any = numbers.choice([(), (), (), ("embedding", "position", *low), ("output", "norm"), ("blocks.1.",)])
         found.append(
@@ -69,7 +103,7 @@ def drawn(seed: int, count: int) -> list[Case]:
     return found
 
 
-ALL_CASES = [*CASES, *drawn(54, 200 if WHOLE else 6)]
+ALL_CASES = [*CASES, *drawn(54, 2000 if WHOLE else 40)]
 
 
 @pytest.fixture(scope="module")

@@ -36,7 +36,7 @@ HALF, LENGTH = 2, BASE["data.sequence_length"]
 GPT2 = {
     "model": "gpt2_tiny",
     "model.dim": 32,
-    "model.num_layers": 2,
+    "model.num_layers": 4,
     "model.num_heads": 4,
     "model.embedding_dropout": 0.1,
     "model.attention_dropout": 0.1,
@@ -69,6 +69,7 @@ def mesh(**degrees: Any) -> dict[str, Any]:
 SQUARE, CUT, STAGES = mesh(shard=2, tensor=2), mesh(shard=2, context=2), mesh(pipeline=2, shard=2)
 # With more micro-batches than stages on some of the ranks.
 STAGED = STAGES | {"trainer.micro_batch_size": 1}
+IN_A_V = STAGED | mesh(zero_stage=2, schedule="zero_bubble_v")
 # The gate has every axis, every pair of them and every kind of run.
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("adamw", mesh(data=2, shard=2)),
@@ -79,6 +80,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("dropout", SQUARE),
     ("dropout", CUT),
     ("dropout", STAGED),
+    ("dropout", IN_A_V),
+    ("dropout", mesh(pipeline=2, tensor=2, schedule="interleaved") | {"trainer.micro_batch_size": 1}),
     ("muon", mesh(pipeline=2)),
     ("fewer rows than ranks", mesh(pipeline=2, data=2)),
     ("experts with a bias", mesh(pipeline=2) | {"trainer.micro_batch_size": 2}),
@@ -106,6 +109,7 @@ GOES_ON = [
     *((SQUARE, later) for later in (SQUARE, {}, mesh(shard=3))),
     (CUT, mesh(context=2, tensor=2)),
     *((STAGED, later) for later in (STAGED, {}, mesh(tensor=2))),
+    *((IN_A_V, later) for later in (IN_A_V, STAGED)),
 ]
 POISONED = [mesh(data=2), mesh(shard=2)]
 
@@ -150,8 +154,8 @@ def continued(folder: Path, runs: dict[Any, list[Any]]) -> dict[Any, list[Any]]:
         copy = copy_up_to(place_of(folder, "dropout", first), folder / f"continued {number}", HALF)
         given = {**KINDS["dropout"], **later, "output_dir": str(copy), "resume": "auto"}
         questions[str((first, later))] = (world_size(later), run_training, folder, given)
-        if first == STAGED:
-            questions["moments", str(later)] = (world_size(later), moments, folder, given)
+        if first in (STAGED, IN_A_V):
+            questions["moments", str((first, later))] = (world_size(later), moments, folder, given)
     return ask_ranks(questions)
 
 
@@ -198,7 +202,7 @@ def test_a_run_goes_on_under_another_mesh(
         assert numbers(lines, "loss") == pytest.approx(wanted, abs=6e-6)
 
 
-@pytest.mark.parametrize("mesh", [SQUARE, STAGED], ids=str)
+@pytest.mark.parametrize("mesh", [SQUARE, STAGED, IN_A_V], ids=str)
 def test_resuming_on_the_same_mesh_is_exact(
     runs: dict[Any, list[Any]], continued: dict[str, list[Any]], mesh: dict[str, Any]
 ) -> None:
@@ -209,9 +213,9 @@ def test_resuming_on_the_same_mesh_is_exact(
         assert all(torch.equal(weight, expected[name]) for name, weight in weights.items())
 
 
-@pytest.mark.parametrize("later", [later for first, later in GOES_ON if first == STAGED], ids=str)
-def test_moments_of_stages_are_loaded_bit_for_bit(continued: dict[Any, list[Any]], later: dict[str, Any]) -> None:
-    for found in continued["moments", str(later)]:
+@pytest.mark.parametrize("which", [each for each in GOES_ON if each[0] in (STAGED, IN_A_V)], ids=str)
+def test_moments_of_stages_are_loaded_bit_for_bit(continued: dict[Any, list[Any]], which: tuple[Any, Any]) -> None:
+    for found in continued["moments", str(which)]:
         assert len(found) > 10
         assert all(found)
 

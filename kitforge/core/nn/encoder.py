@@ -80,7 +80,9 @@ class Encoder(Stack):
         """The embedding [vocab, dim]."""
         return self.embedding.weight
 
-    def stage_pass(self, input: Tensor, context: Context, stream: Tensor | None = None) -> Tensor:
+    def stage_pass(
+        self, input: Tensor, context: Context, stream: Tensor | None = None, layers: range | None = None
+    ) -> Tensor:
         """See `Stack`, with attention in both directions. Raises ModelError for a cache, which knows no later token,
         ConfigError for a text that is too long."""
         if isinstance(context.attend, CausalAttend):
@@ -89,7 +91,7 @@ class Encoder(Stack):
             raise ModelError("an encoder has no cache", fix="generate with a language model, such as llama")
         length, longest = input.shape[1], self.geometry.max_length
         check(length <= longest, "data.sequence_length", length, f"at most the model's max_length={longest}")
-        return super().stage_pass(input, context, stream)
+        return super().stage_pass(input, context, stream, layers)
 
     def embed(self, input: Tensor, context: Context) -> Tensor:
         """The stream [B, T, dim] of tokens [B, T] into the first block: tokens, positions and token types (None: 0),

@@ -37,7 +37,7 @@ class Stack(nn.Module, ABC):
     cut: Callable[[Tensor, Context], tuple[Tensor, Context]] | None = None
     begin: Callable[[int, Context], Context] | None = None
     length: int | None = None  # of every stream; None: of the input [B, T]
-    layers: range | None = None  # of this stage of a pipeline; None: it has all
+    layers: tuple[range, ...] | None = None  # of the stages of a pipeline on this rank; None: it has all
     _compiled: list[Callable[..., Tensor] | None] | None = None
 
     def add_blocks(self, blocks: tuple[BlockConfig, ...], kernels: Kernels, name: str = "") -> None:
@@ -84,9 +84,12 @@ class Stack(nn.Module, ABC):
         """Normalized output [B, T, dim] of the last block for an input such as tokens [B, T]."""
         return self.stage_pass(input, Context() if context is None else context)
 
-    def stage_pass(self, input: Tensor, context: Context, stream: Tensor | None = None) -> Tensor:
-        """The part of `hidden` of this stage: the first embeds the input, others continue the stream of the one before.
-        The last one returns the normalized output of whole rows, others the stream of this rank."""
+    def stage_pass(
+        self, input: Tensor, context: Context, stream: Tensor | None = None, layers: range | None = None
+    ) -> Tensor:
+        """The part of `hidden` of a stage with those layers, by default all: the first embeds the input, others
+        continue the stream of the one before. The last one returns the normalized output of whole rows, others the
+        stream of this rank."""
         if self.cut is not None:
             input, context = self.cut(input, context)
         length = input.shape[1] if self.length is None else self.length
@@ -96,8 +99,8 @@ class Stack(nn.Module, ABC):
         encoding = self.encode_positions(input, context)
         if isinstance(context.attend, RowAttend):
             context.attend.prepare(stream, length, self._windows, self._head_dim)
-        stream = self.run(stream, encoding, context, self.layers)
-        if self.layers is not None and self.layers.stop < len(self.blocks):
+        stream = self.run(stream, encoding, context, layers)
+        if layers is not None and layers.stop < len(self.blocks):
             return stream
         hidden = self.leave(stream, context)
         return hidden if context.shard is None else context.shard.join(hidden)

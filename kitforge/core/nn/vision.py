@@ -98,13 +98,15 @@ class VisionTransformer(Stack):
         self.length = num_patches + 1
         self._rate = shape.dropout
 
-    def stage_pass(self, input: Tensor, context: Context, stream: Tensor | None = None) -> Tensor:
+    def stage_pass(
+        self, input: Tensor, context: Context, stream: Tensor | None = None, layers: range | None = None
+    ) -> Tensor:
         """See `Stack`, for images; the class token comes first. Of a context only the dropout is read. Raises
         ModelError for images of another size."""
         if tuple(input.shape[1:]) != self.input_shape:
             raise ModelError("images of another size", got=list(input.shape[1:]), expected=list(self.input_shape))
         own = Context(attend=DocumentAttend(), dropout=context.dropout)
-        return super().stage_pass(input, own, stream)
+        return super().stage_pass(input, own, stream, layers)
 
     def embed(self, input: Tensor, context: Context) -> Tensor:
         """The stream [B, N, dim] of images into the first block."""

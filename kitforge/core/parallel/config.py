@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from kitforge.core.parallel.schedules import Pipeline, ScheduleName
 from kitforge.foundation.config import check, check_least
 from kitforge.foundation.errors import ConfigError
 
@@ -22,6 +23,8 @@ class ParallelConfig:
     context: int = 1  # context parallel: shards of every row; attention exchanges them for shards of its heads
     pipeline: int = 1  # pipeline parallel: stages of whole blocks, through which micro-batches pass one after another
     expert: int = 1  # expert parallel: the experts of a block, divided among ranks of data x shard x context
+    schedule: ScheduleName = "1f1b"  # with pipeline: the order of passes: 1f1b, interleaved, zero_bubble, zero_bubble_v
+    stages_per_rank: int = 2  # with schedule=interleaved: stages on each rank of pipeline
     sequence_parallel: bool = True  # with tensor: norms, dropout and residuals are sharded along the sequence
     zero_stage: Literal[1, 2, 3] = 3  # with shard: 1 shards optimizer state, 2 also gradients, 3 also weights
     timeout: float = 600.0  # seconds that a rank waits in a collective before the run fails
@@ -40,6 +43,26 @@ class ParallelConfig:
         )
         check(self.timeout > 0, "parallel.timeout", self.timeout, "a number of seconds above 0")
         check_least("parallel", self, 0, "restarts")
+        self._check_schedule()
+
+    def _check_schedule(self) -> None:
+        schedule, chunks = self.schedule, self.stages_per_rank
+        expected = "1f1b with parallel.pipeline=1, which has no stages"
+        check(schedule == "1f1b" or self.pipeline > 1, "parallel.schedule", schedule, expected, "parallel.pipeline=2")
+        if schedule == "interleaved":
+            check(chunks > 1, "parallel.stages_per_rank", chunks, "2 or more", "parallel.schedule=1f1b has one")
+        else:
+            expected = f"2, the default, with parallel.schedule={schedule}, whose number of stages is its own"
+            check(chunks == 2, "parallel.stages_per_rank", chunks, expected, "parallel.schedule=interleaved")
+        if self.stages.splits_backward and self.shard > 1:
+            expected = f"1 or 2 with parallel.schedule={schedule}, as W is computed when 3 has let the weights go"
+            check(self.zero_stage < 3, "parallel.zero_stage", self.zero_stage, expected, "parallel.zero_stage=2")
+
+    @property
+    def stages(self) -> Pipeline:
+        """The stages of `pipeline`."""
+        chunks = {"interleaved": self.stages_per_rank, "zero_bubble_v": 2}.get(self.schedule, 1)
+        return Pipeline(self.pipeline, self.schedule, chunks)
 
     @property
     def world_size(self) -> int:

@@ -44,7 +44,8 @@ class FSDPUnits:
 
         policy, is_half = _policy(compute_dtype), compute_dtype.itemsize == 2
         self._stage = mesh.degrees.zero_stage
-        self._has_copies = mesh.degree("data") > 1
+        # A pass through one of several stages ends before the gradients of others are there.
+        self._sums_late = mesh.degree("data") > 1 and mesh.degrees.schedule == "1f1b"
         grid = mesh.sub_mesh("data", "fsdp")
         layers = _layers(model)
         # torch's norms compute in the dtype of their weights, which is fp32 in one process: units of their own.
@@ -84,17 +85,29 @@ class FSDPUnits:
         for name, ways in roots.items():
             for way in ways:
                 register_fsdp_forward_method(model.get_submodule(name), way)
+        if mesh.degrees.stages.splits_backward:
+            for each in self._roots:
+                each.__dict__["flush"] = torch.clone
+                register_fsdp_forward_method(each, "flush")  # type: ignore[arg-type]
 
     def micro_batch(self, is_last: bool) -> None:
         """Set whether the next backward pass reduces gradients."""
         for root in self._roots:
             if self._stage == 1:
                 root.set_requires_gradient_sync(is_last)
-            elif self._has_copies:
+            elif self._sums_late:
                 root.set_requires_all_reduce(is_last)
             if self._stage < 3:
                 # Weights do not change within a step, so they stay gathered.
                 root.set_reshard_after_backward(is_last)
+
+    def flush(self, device: torch.device) -> None:
+        """Reduce gradients that were added outside of a backward pass, by one of nothing, which torch ends for all
+        units. In half precision the first one adds them to those in fp32, since a reduction is of one dtype."""
+        for is_last in (False, True):
+            self.micro_batch(is_last)
+            for root in self._roots:
+                root.__dict__["flush"](torch.zeros((), device=device, requires_grad=True)).backward()
 
     def reshard(self) -> None:
         """Reshard the parameters that a forward pass without a backward pass left gathered."""

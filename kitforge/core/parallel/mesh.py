@@ -38,8 +38,9 @@ class Mesh:
         self.world: dist.ProcessGroup = world
         self._groups = self._make_groups()
         columns, group = self.grid.groups("pipeline"), self.group("pipeline")
-        has_stages = self.degree("pipeline") > 1
-        self._column = Column(columns, self.rank, group, device_type, degrees.timeout) if has_stages else None
+        self._column = None
+        if self.degree("pipeline") > 1:
+            self._column = Column(columns, self.rank, group, device_type, degrees.timeout, degrees.stages)
 
     def degree(self, axis: str) -> int:
         """Ranks along the axis of a view."""

@@ -14,7 +14,7 @@ from kitforge.core.nn.context import Context
 from kitforge.core.parallel import collectives
 from kitforge.core.parallel.expert_load import LOAD, check_balance, load_of
 from kitforge.core.parallel.parallelize import ParallelModel
-from kitforge.core.parallel.schedules import one_f_one_b
+from kitforge.core.parallel.schedules import Pipeline, idle_fraction
 from kitforge.core.parallel.stage import Flight
 from kitforge.foundation.errors import TrainingError
 from kitforge.foundation.log import logger, warn_once
@@ -89,7 +89,8 @@ def _run_one_by_one(
     """A forward and a backward pass of each micro-batch; those of one stage after those of another."""
     model, composes, own_weight = parallel.model, is_composed(task), weight * parallel.loss_fraction
     if parallel.takes_turns:
-        warn_once(_log, "parallel.pipeline: this task computes its loss on all stages, which take turns in each step")
+        turns = "parallel.pipeline: this task computes its loss on all stages, which take turns in each step"
+        warn_once(_log, f"{turns}; parallel.schedule is of tasks with inputs and loss_of")
     for number, micro_batch in enumerate(step, start=1):
         parallel.micro_batch(is_last=number == len(step))
         with autocast():
@@ -105,28 +106,42 @@ def _run_in_order(
     weight: float,
     autocast: Callable[[], AbstractContextManager[Any]],
 ) -> Iterator[Sums]:
-    """The passes of this stage in the order 1F1B. What the last stage has summed is sent to all at the end."""
-    model, stage = parallel.model, parallel.relays[parallel.model].stage
-    order = one_f_one_b(stage.column.stage, stage.column.num_stages, len(step))
-    flights: dict[int, Flight] = {}
-    found: list[Sums] = []
+    """The passes of the stages of this rank in the order of the schedule. What the last stage has summed is sent to all
+    at the end."""
+    model, stages, queue = parallel.model, parallel.relays[parallel.model].stages, parallel.weight_gradients
+    column, flights, found = stages.column, dict[tuple[int, int], Flight](), list[Sums]()
+    order = column.pipeline.passes(column.index, len(step))
+    _warn_of_waiting(column.pipeline, len(step))
+    last = [number for number, each in enumerate(order) if each.kind == "B" and stages.has_backward(each.stage)][-1:]
     # Weights that are gathered for the first forward pass stay for the others.
     parallel.micro_batch(is_last=False)
     with parallel.scheduled():
-        for number, (kind, each) in enumerate(order, start=1):
+        for number, (kind, stage, each) in enumerate(order):
             if kind == "F":
                 with autocast():
-                    flight = stage.forward(*_given(task, model, step[each], weight))
-                    if stage.column.is_last:
+                    flight = stages.forward(stage, *_given(task, model, step[each], weight))
+                    if stage == stages.last:
                         sums = task.loss_of(model, flight.output, step[each])
                         flight = replace(flight, output=sums["loss"] * (weight * parallel.loss_fraction))
                         found.append({name: value.detach().cpu() for name, value in sums.items()})
-                flights[each] = flight
+                flights[stage, each] = flight
                 # Now, since a recomputation in the backward pass of an earlier micro-batch writes another load.
-                yield load_of(parallel, is_composed=True)
+                yield load_of(parallel, is_composed=True, layers=stages.layers(stage))
+            elif kind == "W":
+                assert queue is not None
+                queue.run(stage, each)
             else:
-                parallel.micro_batch(is_last=number == len(order))
-                stage.backward(flights.pop(each))
-        stage.finish()
-    for sums in collectives.broadcast_object(found, stage.column.group, stage.column.num_stages - 1):
+                parallel.micro_batch(is_last=number in last)
+                if queue is not None:
+                    queue.key = stage, each
+                stages.backward(flights.pop((stage, each)))
+        stages.finish()
+    for sums in collectives.broadcast_object(found, column.group, column.last):
         yield {name: value.to(parallel.device) for name, value in sums.items()}
+
+
+def _warn_of_waiting(pipeline: Pipeline, num_micro_batches: int) -> None:
+    if num_micro_batches < pipeline.num_stages:
+        few = f"a step has fewer micro-batches ({num_micro_batches}) than stages ({pipeline.num_stages})"
+        idle = f"a rank waits {idle_fraction(pipeline, num_micro_batches):.0%} of it"
+        warn_once(_log, f"parallel.pipeline: {few}, so that {idle}; lower trainer.micro_batch_size")

@@ -17,6 +17,7 @@ from kitforge.core.optim.grad_norm import ChunkNorms, global_norm
 from kitforge.core.optim.groups import ParameterGroup, groups_of_kinds
 from kitforge.core.optim.row_optimizers import SparseModule
 from kitforge.core.parallel import collectives
+from kitforge.core.parallel.column import Column
 from kitforge.core.parallel.context import ContextParallelModel
 from kitforge.core.parallel.data import GradientBuckets
 from kitforge.core.parallel.expert import exchange_experts
@@ -31,8 +32,9 @@ from kitforge.core.parallel.relay import Relay
 from kitforge.core.parallel.rendezvous import launch_info
 from kitforge.core.parallel.replicas import broadcast_replicas, check_same_parameters, replica_drift
 from kitforge.core.parallel.sharding import EXPERT, TENSOR, Sharding, check_geometry
-from kitforge.core.parallel.stage import Stage
+from kitforge.core.parallel.stage import Stages
 from kitforge.core.parallel.tensor import TensorParallelModel, shard_parameters
+from kitforge.core.parallel.weight_gradients import WeightGradients
 from kitforge.core.parallel.world import World
 from kitforge.foundation.dtype import DTYPES
 from kitforge.foundation.host_values import host_list
@@ -68,6 +70,7 @@ class ParallelModel:
         self._hooks: list[Any] = []
         self.stage_layers: dict[str, list[StageLayers]] = {}  # of the stages of a pipeline, by the path of each stack
         self.relays: dict[nn.Module, Relay] = {}  # of the stacks with stages
+        self.weight_gradients: WeightGradients | None = None  # where a schedule has passes for them
         if world.mesh is not None:
             self._replicate_init(world.mesh)
             self._distribute(sharding, world.mesh, DTYPES[world.precision])
@@ -189,18 +192,24 @@ class ParallelModel:
     @property
     def takes_turns(self) -> bool:
         """Whether the stages of a pipeline run one after another, so that each has the loss: see `Relay`."""
-        return any(not each.is_paused for each in self.relays.values())
+        return any(not each.is_scheduled for each in self.relays.values())
 
     @contextmanager
     def scheduled(self) -> Iterator[None]:
-        """While a schedule runs the stages: the last one alone has the loss."""
-        for each in self.relays.values():
-            each.is_paused = True
+        """While a schedule runs the stages: the last one alone has the loss. At the end all gradients are there."""
+        queue = self.weight_gradients
+        members: list[Relay | WeightGradients] = [*self.relays.values(), *([queue] if queue else [])]
+        for each in members:
+            each.is_scheduled = True
         try:
             yield
+            if queue is not None:
+                queue.check_empty()
+                if self._fsdp is not None:
+                    self._fsdp.flush(self.device)
         finally:
-            for each in self.relays.values():
-                each.is_paused = False
+            for each in members:
+                each.is_scheduled = False
 
     def micro_batch(self, *, is_last: bool) -> None:
         """Announce the next forward and backward pass."""
@@ -406,15 +415,7 @@ class ParallelModel:
             check_geometry(sharding, each.geometry if isinstance(each, CausalLM) else None, mesh.degrees)
         if mesh.degree(TENSOR) > 1 or mesh.degree(EXPERT) > 1:
             self.layouts = shard_parameters(self.model, sharding, mesh)
-        if mesh.degree("pipeline") > 1:
-            # Of all stages, so before the cut: each rank knows what others have.
-            buffers = {name: each for name, each in self.model.state_dict().items() if name not in self.layouts}
-            self.layouts |= {name: Layout(shape=tuple(each.shape)) for name, each in buffers.items()}
-            shapes = {name: each.shape for name, each in self.layouts.items()}
-            stages, self.stage_layers = cut_stages(
-                self.model, sharding, shapes, mesh.degree("pipeline"), mesh.index["pipeline"]
-            )
-            self.layouts = {name: replace(each, stages=stages.get(name)) for name, each in self.layouts.items()}
+        parts = self._cut(sharding, mesh.column) if mesh.degree("pipeline") > 1 else {}
         if mesh.degree(EXPERT) > 1:
             exchange_experts(self.model, mesh)
         if mesh.degree(TENSOR) > 1:
@@ -432,12 +433,22 @@ class ParallelModel:
             self._fsdp = FSDPUnits(self.model, mesh, roots, compute_dtype, self.layouts)
         for path in self.stage_layers:
             stack, prefix = cast(Stack, self.model.get_submodule(path)), f"{path}.".lstrip(".")
+            own = {name.removeprefix(prefix): each for name, each in parts.items() if name.startswith(prefix)}
             begins = (
-                dtype
-                for name, dtype in self.dtypes.items()
-                if name.startswith(prefix) and 0 in (self.layouts[name].stages or ())
+                dtype for name, dtype in self.dtypes.items() if name.startswith(prefix) and 0 in parts.get(name, ())
             )
-            self.relays[stack] = Relay(Stage(stack, mesh, mesh.column, next(begins)))
+            self.relays[stack] = Relay(Stages(stack, mesh, mesh.column, next(begins), own))
+
+    def _cut(self, sharding: Sharding, column: Column) -> dict[str, tuple[int, ...]]:
+        """Keep the stages of this rank; returns the stages of the tensors that not all have."""
+        # Of all stages, so before the cut: each rank knows what others have.
+        buffers = {name: each for name, each in self.model.state_dict().items() if name not in self.layouts}
+        self.layouts |= {name: Layout(shape=tuple(each.shape)) for name, each in buffers.items()}
+        shapes = {name: each.shape for name, each in self.layouts.items()}
+        parts, ranks, self.stage_layers = cut_stages(self.model, sharding, shapes, column.pipeline, column.index)
+        self.layouts = {name: replace(each, stages=ranks.get(name)) for name, each in self.layouts.items()}
+        self.weight_gradients = WeightGradients(self.model) if column.pipeline.splits_backward else None
+        return parts
 
 
 def parallelize(model: nn.Module, sharding: Sharding, world: World) -> ParallelModel:

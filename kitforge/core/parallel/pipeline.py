@@ -11,6 +11,7 @@ from torch import nn
 
 from kitforge.core.nn.moe import Experts, MoE
 from kitforge.core.nn.stack import Stack
+from kitforge.core.parallel.schedules import Pipeline
 from kitforge.core.parallel.sharding import Sharding, check_stages
 
 
@@ -22,10 +23,11 @@ class StageLayers(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """Of a network that is cut: the indices along `pipeline` of those parameters and buffers that not all stages have,
-    and what each stage has by the path of each stack."""
+    """Of a network that is cut: of those parameters and buffers that not all stages have, the stages and the indices
+    along `pipeline` of their ranks; and what each stage has by the path of each stack."""
 
-    stages: dict[str, tuple[int, ...]]
+    parts: dict[str, tuple[int, ...]]
+    ranks: dict[str, tuple[int, ...]]
     layers: dict[str, list[StageLayers]]
 
 
@@ -55,13 +57,14 @@ def _from_the_top(stages: Sequence[StageLayers]) -> list[int]:
 
 
 def cut_stages(
-    model: nn.Module, sharding: Sharding, shapes: Mapping[str, Sequence[int]], num_stages: int, own: int
+    model: nn.Module, sharding: Sharding, shapes: Mapping[str, Sequence[int]], pipeline: Pipeline, own: int
 ) -> Cut:
-    """Leave a model with the modules of the stage `own`: others are None at their places, so that what stays keeps its
-    name. `shapes` are those of its whole parameters and buffers. Raises ConfigError for fewer blocks than stages."""
-    cut = Cut({}, {})
+    """Leave a model with the modules of the stages of the rank `own`: others are None at their places, so that what
+    stays keeps its name. `shapes` are those of its whole parameters and buffers. Raises ConfigError for fewer blocks
+    than stages."""
+    cut, num_stages = Cut({}, {}, {}), pipeline.num_stages
     for path, stack in [(path, each) for path, each in model.named_modules() if isinstance(each, Stack)]:
-        check_stages(len(stack.blocks), num_stages)
+        check_stages(len(stack.blocks), pipeline)
         prefix = f"{path}.".lstrip(".")
         parts = {name: name.removeprefix(prefix).split(".") for name in shapes if name.startswith(prefix)}
         layer_of = {name: int(part[1]) for name, part in parts.items() if part[0] == "blocks"}
@@ -73,13 +76,16 @@ def cut_stages(
             costs[layer] += _products(model, name, shapes[name])
         before = sum(_products(model, name, shapes[name]) for name in first)
         found = divide_layers(costs, num_stages, before, sum(prod(shapes[name]) for name in last))
-        cut.layers[path], stack.layers = found, found[own].layers
+        cut.layers[path] = found
+        stack.layers = tuple(found[stage].layers for stage in pipeline.stages_of(own))
         for name, part in parts.items():
             if name in layer_of:
-                cut.stages[name] = tuple(stage for stage, each in enumerate(found) if layer_of[name] in each.layers)
+                cut.parts[name] = tuple(stage for stage, each in enumerate(found) if layer_of[name] in each.layers)
             elif name in first or name in last:
-                cut.stages[name] = (0,) * (name in first) + (num_stages - 1,) * (name in last)
-            if own not in cut.stages.get(name, (own,)):
+                cut.parts[name] = (0,) * (name in first) + (num_stages - 1,) * (name in last)
+            if name in cut.parts:
+                cut.ranks[name] = tuple(sorted(set(map(pipeline.rank_of, cut.parts[name]))))
+            if own not in cut.ranks.get(name, (own,)):
                 holder, key = (stack.blocks, part[1]) if name in layer_of else (stack, part[0])
                 held: Any = holder._modules if key in holder._modules else holder._parameters
                 held[key] = None

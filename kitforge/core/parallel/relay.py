@@ -20,7 +20,7 @@ from kitforge.core.kernels.derivatives import by_hand
 from kitforge.core.nn.context import Context
 from kitforge.core.parallel import collectives
 from kitforge.core.parallel.column import Column
-from kitforge.core.parallel.stage import Stage
+from kitforge.core.parallel.stage import Stages
 
 Compute = Callable[[Tensor], tuple[Tensor, ...]]
 
@@ -28,10 +28,10 @@ Compute = Callable[[Tensor], tuple[Tensor, ...]]
 class Relay:
     """Stands in for `hidden`, `head` and the kernels of the head of a stack."""
 
-    def __init__(self, stage: Stage) -> None:
-        self.stage = stage
-        self.is_paused = False  # while a schedule runs the stages, and the last one alone computes the loss
-        stack: Any = stage.stack
+    def __init__(self, stages: Stages) -> None:
+        self.stages = stages
+        self.is_scheduled = False  # while a schedule runs the stages, and the last one alone computes the loss
+        stack: Any = stages.stack
         # Set past nn.Module's own bookkeeping, which takes attributes for modules and parameters.
         stack.__dict__["hidden"] = self.hidden
         self._kernels = stack.kernels
@@ -44,9 +44,9 @@ class Relay:
 
     def hidden(self, input: Tensor, context: Context | None = None) -> Tensor:
         """See `Stack.hidden`."""
-        is_trained = self.stage.first_trained is not None
+        is_trained = self.stages.first_trained is not None
         node: Any = _Passes.apply
-        output: Tensor = node(self._anchor(is_trained), self.stage, input, context or Context())
+        output: Tensor = node(self._anchor(is_trained), self.stages, input, context or Context())
         return output
 
     def _logits(self, hidden: Tensor) -> Tensor:
@@ -62,37 +62,39 @@ class Relay:
 
     def _on_last(self, hidden: Tensor, count: int, compute: Compute) -> tuple[Tensor, ...]:
         """The tensors that the last stage computes of hidden states, on all of them."""
-        if self.is_paused:
+        if self.is_scheduled:
             return compute(hidden)
-        is_trained = hidden.requires_grad or self.stage.first_trained is not None
+        is_trained = hidden.requires_grad or self.stages.first_trained is not None
         node: Any = _OnLast.apply
-        found: tuple[Tensor, ...] = node(self._anchor(is_trained), self.stage.column, hidden, count, compute)
+        found: tuple[Tensor, ...] = node(self._anchor(is_trained), self.stages.column, hidden, count, compute)
         return found
 
     def _anchor(self, is_trained: bool) -> Tensor:
         """An input that asks for a gradient, as the parameters of a stage are not among the inputs of a node."""
-        device = self.stage.column.device
+        device = self.stages.column.device
         return torch.zeros((), device=device, requires_grad=is_trained and torch.is_grad_enabled())
 
 
 class _Passes(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, stage: Stage, input: Tensor, context: Context) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, stages: Stages, input: Tensor, context: Context) -> Tensor:
         with torch.set_grad_enabled(anchor.requires_grad):
-            flight = stage.forward(input, context)
-        ctx.stage, ctx.flight = stage, flight
-        whole = stage.column.from_last(flight.output if stage.column.is_last else None)
-        if flight.sent is not None and not anchor.requires_grad:
-            flight.sent.wait()
+            flights = [stages.forward(stage, input, context) for stage in stages.own]
+        ctx.stages, ctx.flights = stages, flights
+        whole = stages.column.from_last(flights[-1].output if stages.column.is_last else None)
+        for flight in flights:
+            if flight.sent is not None and not anchor.requires_grad:
+                flight.sent.wait()
         return whole
 
     @staticmethod
     @by_hand()
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, None]:
-        stage: Stage = ctx.stage
-        whole = collectives.all_reduce_(gradient.clone(memory_format=torch.contiguous_format), stage.column.group)
-        stage.backward(ctx.flight, whole if stage.column.is_last else None)
-        stage.finish()
+        stages: Stages = ctx.stages
+        whole = collectives.all_reduce_(gradient.clone(memory_format=torch.contiguous_format), stages.column.group)
+        for flight in reversed(ctx.flights):
+            stages.backward(flight, whole if flight.stage == stages.last else None)
+        stages.finish()
         return None, None, None, None
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from kitforge.core.parallel.config import ParallelConfig
+from kitforge.core.parallel.schedules import Pipeline
 from kitforge.foundation.errors import ConfigError
 
 Axis = Literal["tensor", "expert"]
@@ -107,7 +108,7 @@ def check_geometry(sharding: Sharding, geometry: Any, degrees: ParallelConfig) -
             raise ConfigError(what, got=got, expected=f"parallel.{axis}=1, or {others}", fix=fix)
     if geometry is None:
         return
-    check_stages(geometry.num_layers, degrees.pipeline)
+    check_stages(geometry.num_layers, degrees.stages)
     if geometry.num_heads % (degrees.context * degrees.tensor) and degrees.context > 1:
         count, ranks = geometry.num_heads, degrees.context * degrees.tensor
         raise ConfigError(
@@ -130,12 +131,16 @@ def check_geometry(sharding: Sharding, geometry: Any, degrees: ParallelConfig) -
                 )
 
 
-def check_stages(num_layers: int, num_stages: int) -> None:
+def check_stages(num_layers: int, pipeline: Pipeline) -> None:
     """Raise ConfigError for fewer blocks than stages."""
+    num_stages, each = pipeline.num_stages, pipeline.stages_per_rank
     if num_layers < num_stages:
+        several = "" if each == 1 else f" with {each} stages on each rank ({pipeline.schedule})"
+        most = num_layers // each
         raise ConfigError(
-            f"parallel.pipeline={num_stages} is more stages than model.num_layers={num_layers}",
+            f"parallel.pipeline={pipeline.num_ranks}{several} is more stages than model.num_layers={num_layers}",
             got=f"{num_layers} / {num_stages} = {num_layers / num_stages:.2f} blocks a stage",
             expected="a block or more on each stage",
-            fix=f"parallel.pipeline={num_layers} at most; parallel.shard and parallel.tensor have no such limit",
+            fix=f"{'parallel.schedule=1f1b' if most < 2 <= each else f'parallel.pipeline={most} at most'}; "
+            "parallel.shard and parallel.tensor have no such limit",
         )

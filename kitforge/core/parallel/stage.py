@@ -1,5 +1,7 @@
-"""The stage of a stack on this rank: its passes, with what they receive and send."""
+"""The stages of a stack on this rank: their passes, with what they receive and send."""
 
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -19,73 +21,86 @@ from kitforge.foundation.errors import ModelError
 class Flight:
     """A micro-batch between its forward and its backward pass through a stage."""
 
+    stage: int
     stream: Tensor | None  # what came from the stage before
     output: Tensor
     sent: dist.Work | None  # on its way to the next stage
 
 
-class Stage:
-    """A stack of which this rank has some of the blocks. Nothing but the stream [B, T, dim] goes from stage to stage:
-    tokens and contexts are those of the micro-batch, which every stage has."""
+class Stages:
+    """Those of a stack that this rank has. Nothing but the stream [B, T, dim] goes from stage to stage: tokens and
+    contexts are those of the micro-batch, which every stage has."""
 
-    def __init__(self, stack: Stack, mesh: Mesh, column: Column, dtype: torch.dtype) -> None:
-        """`dtype` is that of the stream, in which the embedding begins it."""
+    def __init__(
+        self, stack: Stack, mesh: Mesh, column: Column, dtype: torch.dtype, parts: Mapping[str, Sequence[int]]
+    ) -> None:
+        """`dtype` is that of the stream, in which the embedding begins it; `parts` are the stages of parameters that
+        not all have."""
         self.stack = stack
         self.column = column
+        self.own = column.pipeline.stages_of(column.index)
+        self.last = column.pipeline.num_stages - 1
         self._degrees = mesh.degrees
         self._dtype = dtype
-        self._returning: dist.Work | None = None
+        self._parts = parts
+        self._returning: dict[int, deque[dist.Work]] = {stage: deque() for stage in self.own}
 
     @cached_property
     def first_trained(self) -> int | None:
         """The first stage with a parameter that is trained, before which no gradient goes; None without one. All ranks
         of the column ask for it together, the first time."""
-        is_trained = any(each.requires_grad for each in self.stack.parameters())
-        stages = [
-            stage for stage, each in enumerate(collectives.all_gather_object(is_trained, self.column.group)) if each
-        ]
-        return stages[0] if stages else None
+        trained = [name for name, each in self.stack.named_parameters() if each.requires_grad]
+        own = min((min(self._parts.get(name, (0,))) for name in trained), default=None)
+        stages = [each for each in collectives.all_gather_object(own, self.column.group) if each is not None]
+        return min(stages, default=None)
 
-    @property
-    def has_backward(self) -> bool:
-        """Whether a backward pass reaches this stage."""
-        return self.first_trained is not None and self.column.stage >= self.first_trained
+    def has_backward(self, stage: int) -> bool:
+        """Whether a backward pass reaches a stage."""
+        return self.first_trained is not None and stage >= self.first_trained
 
-    def forward(self, input: Tensor, context: Context) -> Flight:
+    def layers(self, stage: int) -> range:
+        """The layers of one of the stages of this rank."""
+        assert self.stack.layers is not None
+        return self.stack.layers[self.own.index(stage)]
+
+    def forward(self, stage: int, input: Tensor, context: Context) -> Flight:
         """Receive the stream, pass it through the blocks, and start to send it on."""
-        column, first, stream, sent = self.column, self.first_trained, None, None
-        if not column.is_first:
-            stream = column.receive(self._shape(input, context), self._dtype, column.stage - 1)
-            stream.requires_grad_(torch.is_grad_enabled() and first is not None and column.stage > first)
-        output = self.stack.stage_pass(input, context, stream)
-        if not column.is_last:
+        first, stream, sent = self.first_trained, None, None
+        if stage > 0:
+            stream = self.column.receive(self._shape(input, context), self._dtype, stage - 1, stage)
+            stream.requires_grad_(torch.is_grad_enabled() and first is not None and stage > first)
+        output = self.stack.stage_pass(input, context, stream, self.layers(stage))
+        if stage < self.last:
             wanted = (self._shape(input, context), self._dtype)
             if (tuple(output.shape), output.dtype) != wanted:
                 raise ModelError("a stage has another stream than the next one expects", got=output, expected=wanted)
-            sent = column.start_send(output.detach().contiguous(), column.stage + 1)
-        return Flight(stream=stream, output=output, sent=sent)
+            sent = self.column.start_send(output.detach().contiguous(), stage, stage + 1)
+        return Flight(stage=stage, stream=stream, output=output, sent=sent)
 
     def backward(self, flight: Flight, gradient: Tensor | None = None) -> None:
         """Backpropagate the gradient of the output, by default the one that the next stage sends, and start to send
         that of the stream. Nothing but the end of a flight for a stage before all that is trained."""
-        column, output = self.column, flight.output
+        stage, output = flight.stage, flight.output
         if flight.sent is not None:
             flight.sent.wait()
-        if not self.has_backward:
+        if not self.has_backward(stage):
             return
-        if gradient is None and not column.is_last:
-            gradient = column.receive(output.shape, output.dtype, column.stage + 1)
+        if gradient is None and stage < self.last:
+            gradient = self.column.receive(output.shape, output.dtype, stage + 1, stage)
         torch.autograd.backward(output, gradient)
         if flight.stream is not None and flight.stream.requires_grad:
             found = torch.zeros_like(flight.stream) if flight.stream.grad is None else flight.stream.grad
-            self.finish()
-            self._returning = column.start_send(found.contiguous(), column.stage - 1)
+            # To wait for the last one would close a ring where stages are interleaved.
+            if len(returning := self._returning[stage]) == 2:
+                returning.popleft().wait()
+            sent = self.column.start_send(found.contiguous(), stage, stage - 1)
+            returning.extend(() if sent is None else (sent,))
 
     def finish(self) -> None:
-        """Wait until the last gradient has been received."""
-        if self._returning is not None:
-            self._returning.wait()
-        self._returning = None
+        """Wait until all gradients have been received."""
+        for returning in self._returning.values():
+            while returning:
+                returning.popleft().wait()
 
     def _shape(self, input: Tensor, context: Context) -> tuple[int, int, int]:
         """Of this rank's part of the stream of an input."""

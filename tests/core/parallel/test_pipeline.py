@@ -16,10 +16,12 @@ from kitforge.core.nn.decoder import Decoder
 from kitforge.core.nn.init import init_weights
 from kitforge.core.parallel import collectives
 from kitforge.core.parallel.config import ParallelConfig
+from kitforge.core.parallel.expert_load import LOAD, load_of, named_experts
 from kitforge.core.parallel.gather import FullMatrices
 from kitforge.core.parallel.layout import Layout
 from kitforge.core.parallel.mesh import Mesh
 from kitforge.core.parallel.pipeline import cut_stages, divide_layers
+from kitforge.core.parallel.schedules import Pipeline
 from kitforge.core.parallel.sharding import Sharding, check_geometry
 from kitforge.foundation import device as devices
 from kitforge.foundation.errors import ConfigError, ModelError
@@ -36,7 +38,7 @@ DECODERS = [name for name in FAMILIES if name != "t5"]
 
 
 def stage(network: torch.nn.Module, own: int, num_stages: int = 2) -> dict[str, tuple[int, ...]]:
-    return cut_stages(network, sharding_of_network(network), shapes(network), num_stages, own).stages
+    return cut_stages(network, sharding_of_network(network), shapes(network), Pipeline(num_stages), own).ranks
 
 
 def shapes(network: torch.nn.Module) -> dict[str, torch.Size]:
@@ -69,7 +71,7 @@ def test_a_pass_through_three_stages_has_the_bits_of_one_pass(family: str) -> No
     for own in range(3):
         network = copy.deepcopy(whole)
         stage(network, own, num_stages=3)
-        stream = network.stage_pass(input, context, stream)
+        stream = network.stage_pass(input, context, stream, *network.layers)
     assert stream is not None
     assert torch.equal(stream, whole.hidden(input, context))
 
@@ -105,7 +107,7 @@ def test_the_costs_of_a_cut_are_the_products_of_a_token() -> None:
     for family in ("gpt2", "llama", "mixtral_shared"):
         whole: Any = build_on_meta(replace(FAMILIES[family], num_layers=3), "O0").to_empty(device="cpu")
         init_weights(whole.named_parameters(), 3, 0)
-        cut = cut_stages(copy.deepcopy(whole), DECODER, shapes(whole), 2, 0)
+        cut = cut_stages(copy.deepcopy(whole), DECODER, shapes(whole), Pipeline(2), 0)
         with FlopCounterMode(display=False) as counted, torch.no_grad():
             whole.eval()(torch.zeros(1, 1, dtype=torch.int64))
         products = sum(each.products for each in cut.layers[""])
@@ -169,7 +171,7 @@ def test_the_networks_of_a_model_have_ends_of_their_own() -> None:
     model = torch.nn.ModuleDict({**parts, "score": torch.nn.Linear(16, 1, device="meta")})
     sharding = DECODER.with_prefix("policy").merged_with(DECODER.with_prefix("critic"))
     whole = shapes(model)
-    found, layers = cut_stages(model, sharding, whole, 2, 0)
+    _, found, layers = cut_stages(model, sharding, whole, Pipeline(2), 0)
     assert list(layers) == ["policy", "critic"]
     assert found["policy.embedding.weight"] == (0, 1)
     assert found["critic.embedding.weight"] == (0,)
@@ -195,6 +197,27 @@ def test_fewer_blocks_than_stages_are_refused_with_the_arithmetic(options: Any) 
         check_geometry(sharding_of_network(network), network.geometry, ParallelConfig(pipeline=4))
     with pytest.raises(ConfigError, match=wanted.format(num)):
         stage(network, 0, num_stages=4)
+
+
+def test_a_tied_matrix_of_a_v_is_on_one_rank_and_there_once() -> None:
+    for own, layers in enumerate([(range(1), range(3, 4)), (range(1, 2), range(2, 3))]):
+        network = build_on_meta(replace(FAMILIES["gpt2"], num_layers=4))
+        cut = cut_stages(network, DECODER, shapes(network), Pipeline(2, "zero_bubble_v", 2), own)
+        assert (cut.parts["embedding.weight"], cut.ranks["embedding.weight"]) == ((0, 3), (0,))
+        assert (cut.ranks["norm.weight"], cut.ranks["blocks.2.mlp.up.weight"]) == ((0,), (1,))
+        assert network.layers == layers
+        assert [layer for layer, each in enumerate(network.blocks) if each is not None] == [each[0] for each in layers]
+
+
+def test_a_pass_has_the_load_of_the_experts_of_its_stage_alone() -> None:
+    network = Decoder(FAMILIES["mixtral"])
+    for number, each in enumerate(named_experts(network).values(), start=1):
+        each.load = torch.full((4,), float(number))
+    experts = {name: each.config.experts for name, each in named_experts(network).items()}
+    parallel: Any = SimpleNamespace(model=network, experts=experts, device=torch.device("cpu"), mesh=None)
+    found = load_of(parallel, is_composed=True, layers=range(1, 2))[LOAD]
+    assert found.sum(1).tolist() == [0.0, 8.0]
+    assert load_of(parallel, is_composed=True)[LOAD].sum(1).tolist() == [4.0, 8.0]
 
 
 def test_the_names_of_all_stages_are_in_the_order_of_the_network(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from kitforge.core.parallel import collectives, micro_batches, parallelize
 from kitforge.core.parallel.expert_load import LOAD
 from kitforge.core.parallel.micro_batches import Losses, run_micro_batches
 from kitforge.core.parallel.parallelize import ParallelModel
+from kitforge.core.parallel.schedules import Pipeline
 from kitforge.core.parallel.stage import Flight
 from kitforge.foundation.types import Sums
 
@@ -30,12 +31,19 @@ class LastOfTwo:
     """The second of two stages; it notes its passes."""
 
     def __init__(self, weight: torch.nn.Parameter) -> None:
-        self.column = SimpleNamespace(stage=0, num_stages=2, is_last=True, group="column")
+        self.column = SimpleNamespace(index=0, pipeline=Pipeline(2), last=1, group="column")
+        self.last = 0
         self.weight, self.passes = weight, list[str]()
 
-    def forward(self, number: torch.Tensor, _context: Context) -> Flight:
+    def has_backward(self, _stage: int) -> bool:
+        return True
+
+    def layers(self, _stage: int) -> None:
+        return None
+
+    def forward(self, stage: int, number: torch.Tensor, _context: Context) -> Flight:
         self.passes.append("F")
-        return Flight(stream=None, output=self.weight * number, sent=None)
+        return Flight(stage=stage, stream=None, output=self.weight * number, sent=None)
 
     def backward(self, flight: Flight) -> None:
         self.passes.append("B")
@@ -60,7 +68,8 @@ def step_of(monkeypatch: pytest.MonkeyPatch, count: int) -> tuple[LastOfTwo, Sum
         model=model,
         mesh=None,
         experts={},
-        relays={model: SimpleNamespace(stage=stage)},
+        relays={model: SimpleNamespace(stages=stage)},
+        weight_gradients=None,
         device=torch.device("cpu"),
         loss_fraction=0.5,
         scheduled=contextlib.nullcontext,
@@ -78,6 +87,17 @@ def test_every_micro_batch_of_a_stage_has_its_gradient(monkeypatch: pytest.Monke
     # Announced before the first forward pass, and before each backward pass; reduced when all have ended.
     assert [each for each in sent if isinstance(each, bool)] == [False, False, False, True]
     assert sent[-1] == "reduced"
+
+
+def test_a_step_of_few_micro_batches_says_how_long_its_ranks_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = list[str]()
+    monkeypatch.setattr(micro_batches, "warn_once", lambda _log, message: said.append(message))
+    step_of(monkeypatch, 2)
+    assert not said
+    step_of(monkeypatch, 1)
+    (message,) = said
+    assert "fewer micro-batches (1) than stages (2), so that a rank waits 50% of it" in message
+    assert "trainer.micro_batch_size" in message
 
 
 def test_sums_are_those_that_the_last_stage_has_sent(monkeypatch: pytest.MonkeyPatch) -> None:

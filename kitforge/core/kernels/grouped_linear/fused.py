@@ -43,7 +43,7 @@ def _grouped_linear(input: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 @triton_op("kitforge::grouped_linear_backward")
-def _grouped_linear_backward(
+def grouped_linear_backward(
     grad: Tensor, input: Tensor, weight: Tensor, ends: Tensor, wants_input: bool, wants_weight: bool
 ) -> tuple[Tensor, Tensor]:
     """The gradients of input and weight; empty where they are not wanted."""
@@ -107,7 +107,7 @@ def _(input: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return input.new_empty(len(input), weight.shape[1])
 
 
-@_grouped_linear_backward.register_fake
+@grouped_linear_backward.register_fake
 def _(
     grad: Tensor, input: Tensor, weight: Tensor, ends: Tensor, wants_input: bool, wants_weight: bool
 ) -> tuple[Tensor, Tensor]:
@@ -129,7 +129,7 @@ def _again(ctx: Any) -> tuple[tuple[Tensor, ...], Callable[..., Tensor]]:
 @by_hand(_again)
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
     wants_input, wants_weight, _ = ctx.needs_input_grad
-    found = _grouped_linear_backward(grad.contiguous(), *ctx.saved_tensors, wants_input, wants_weight)
+    found = grouped_linear_backward(grad.contiguous(), *ctx.saved_tensors, wants_input, wants_weight)
     return found[0] if wants_input else None, found[1] if wants_weight else None, None
 
 
