@@ -153,8 +153,8 @@ def packed_inputs(
 ) -> tuple[Tensor, Context]:
     """The tokens [rows, length] on the device, and the context of the documents that share a row."""
     counted = micro_batch["targets"] != IGNORED
-    context = Context.packed(micro_batch["positions"], micro_batch.get("documents"), dropout_key, device, counted)
-    return copy_to(micro_batch["tokens"], device), context
+    given = micro_batch["positions"], micro_batch.get("documents"), dropout_key, device, counted
+    return copy_to(micro_batch["tokens"], device), Context.packed(*given, is_tokenwise=True)
 
 
 def token_cross_entropy(model: nn.Module, hidden: Tensor, targets: Tensor) -> Sums:

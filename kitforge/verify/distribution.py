@@ -26,6 +26,7 @@ def layouts(case: Case) -> list[dict[str, Any]]:
     for it. Raises NotOfferedError where none is left."""
     pairs = [[{name: 2}, {name: 2, WHOLE_SEQUENCES: False}] for name in DEGREES]
     wanted: list[list[dict[str, Any]]] = [each if DEGREES[-1] in each[0] else each[:1] for each in pairs]
+    wanted.append([{DEGREES[2]: 2, "parallel.context_by": "keys"}])
     if any(name.startswith("model.experts.") for name in case.values):
         wanted.append([{DEGREES[0]: 2, EXPERT: 2}])
     if case.num_ranks > 1 and dict(case.degrees) not in [each[0] for each in wanted]:

@@ -52,9 +52,8 @@ class TokenLoss(Losses):
     def inputs(self, micro_batch: Any) -> tuple[Tensor, Context]:
         key = DropoutKey(seed=0, step=0, samples=micro_batch["samples"])
         counted = micro_batch["targets"] != IGNORED
-        return micro_batch["tokens"], Context.packed(
-            micro_batch["positions"], micro_batch["documents"], key, counted=counted
-        )
+        context = Context.packed(micro_batch["positions"], micro_batch["documents"], key, counted=counted)
+        return micro_batch["tokens"], replace(context, is_tokenwise=type(self) is TokenLoss)
 
     def loss_of(self, model: Any, hidden: Tensor, micro_batch: Any) -> Sums:
         targets = micro_batch["targets"].flatten()

@@ -176,7 +176,23 @@ EXPERTS: dict[str, Any] = {
         FAMILIES["qwen3_moe"], experts=ExpertsConfig(num_experts=8, top_k=3, balance_weight=0.5)
     ),
 }
-ALL = FAMILIES | GROUPED | EXPERTS
+# Fewer heads than ranks; slopes and windows without dropout, whose attention goes by pieces.
+FEW: dict[str, Any] = {
+    "bloom_2": dataclasses.replace(FAMILIES["bloom"], num_heads=2, attention_dropout=0.0),
+    "llama_2": LlamaConfig(
+        vocab_size=53,
+        dim=16,
+        num_layers=3,
+        num_heads=2,
+        num_kv_heads=1,
+        mlp_dim=22,
+        max_length=6,
+        rope_scaling=RopeScaling(kind="dynamic", factor=2.0),
+        sliding_window=5,
+        window_layers=(0, 2),
+    ),
+}
+ALL = FAMILIES | GROUPED | EXPERTS | FEW
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,6 +205,7 @@ class Case:
     recompute: Recompute = "none"
     level: Any = "O1"
     length: int = LENGTH
+    is_tokenwise: bool = False  # ranks that cut rows do not join them
     has_equal_scores: bool = False  # every token chooses the first experts of a mixture, the others get none
 
 
@@ -321,7 +338,7 @@ def _step(case: Case, world: World, order: Order) -> Outcome:
         key = DropoutKey(seed=0, step=0, samples=tuple(range(BATCH)[part]))
         counted = batch["targets"][part] != -100
         given = Context.packed(batch["positions"][part], batch["documents"][part], key, counted=counted)
-        given = dataclasses.replace(given, loss_weight=1.0 / count.double())
+        given = dataclasses.replace(given, loss_weight=1.0 / count.double(), is_tokenwise=case.is_tokenwise)
         if case.family == "t5":
             source = EncoderInput(tokens=batch["sources"][part], documents=batch["source_documents"][part])
             given = dataclasses.replace(given, source=source)

@@ -4,8 +4,10 @@ One launch for each number of ranks runs all steps of that number.
 """
 
 import dataclasses
+import random
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,14 +15,19 @@ from torch import Tensor
 
 from kitforge.core.nn.context import Context
 from kitforge.core.nn.shared_prefix import hidden_at
+from kitforge.core.parallel import row_cut
 from kitforge.core.parallel.config import ParallelConfig
 from kitforge.core.parallel.mesh import Mesh
 from kitforge.core.parallel.world import World
+from kitforge.models.bert.model import BertConfig
 from kitforge.models.loading import build_on_meta
 from kitforge.models.sharding import sharding_of_network
+from tests.differential.drawn import WHOLE
 from tests.distributed.ranks import run_ranks
 from tests.distributed.step import (
+    ALL,
     FAMILIES,
+    FEW,
     GROUPED,
     Case,
     Outcome,
@@ -59,10 +66,56 @@ PRODUCT = [
         for each in ("llama", "glm", "mixtral")
     ),
     Case(family="gpt2", degrees=WITH_TENSOR, recompute="selective"),
+    Case(family="grouped_4_1", degrees=PAIR, length=11, micro_batches=2, is_tokenwise=True),
+    Case(family="gpt2", degrees=WITH_TENSOR, length=7, is_tokenwise=True),
     Case(family="mixtral_shared", degrees=PAIR, recompute="full", length=7),
 ]
 CASES = covering(PRODUCT)
 LENGTHS = (1, 3, 8, 11)
+BY_KEYS = [ParallelConfig(context=each, context_by="keys") for each in (2, 4)]
+WITH_KEYS = [
+    *BY_KEYS,
+    *BY_KEYS,
+    *(ParallelConfig(context=2, context_by="keys", data=each, shard=2 // each) for each in (1, 2)),
+    *(ParallelConfig(context=2, context_by="keys", tensor=2, sequence_parallel=each) for each in (False, True)),
+    ParallelConfig(context=4, context_by="keys", expert=2),
+    ParallelConfig(context=2, context_by="keys", shard=2, expert=4, zero_stage=2),
+]
+
+
+def drawn_keys(seed: int, count: int) -> list[Case]:
+    """Legal combinations of networks, axes and lengths."""
+    numbers, found = random.Random(seed), list[Case]()
+    while len(found) < count:
+        degrees = numbers.choice(WITH_KEYS)
+        names = ["mixtral_4", "mixtral_12", "qwen3_8"] if degrees.expert > 1 else [*FAMILIES, *GROUPED, *FEW]
+        family = numbers.choice([each for each in names if each != "t5"])
+        if ALL[family].decoder().blocks[0].attention.num_kv_heads % degrees.tensor:
+            continue
+        found.append(
+            Case(
+                family=family,
+                degrees=degrees,
+                micro_batches=numbers.randint(1, 3),
+                recompute=numbers.choice(["none", "none", "selective", "full"]),
+                length=numbers.choice([2, 7, 8, 16, 19, 32, 33]),
+                is_tokenwise=numbers.random() < 0.5,
+            )
+        )
+    return found
+
+
+KEYS = [
+    Case(family="llama_2", degrees=BY_KEYS[1], length=37),
+    Case(family="bloom_2", degrees=BY_KEYS[1], length=32, micro_batches=2),
+    Case(family="mixtral_shared", degrees=BY_KEYS[1], length=40),
+    Case(family="gpt2", degrees=BY_KEYS[0], length=16, recompute="selective"),
+    Case(family="gpt2", degrees=ParallelConfig(context=2, context_by="keys", tensor=2), length=16),
+    *drawn_keys(5, 200 if WHOLE else 10),
+]
+ENCODERS = {"bert": BertConfig(vocab_size=50, dim=16, num_layers=2, num_heads=4, mlp_dim=26, max_length=32)}
+# Pairs that a key is worth: rows are cut by work, and in neighbouring pieces.
+PRICES = (0, 10**9)
 
 
 @cache
@@ -72,7 +125,7 @@ def alone(family: str, length: int) -> Outcome:
 
 
 def network(name: str, world: World) -> Any:
-    model = build_on_meta((FAMILIES | GROUPED)[name], "O1").double()
+    model = build_on_meta((ALL | ENCODERS)[name], "O1").double()
     return init_sharded(model, sharding_of_network(model), world, 0).eval()
 
 
@@ -103,14 +156,29 @@ def neighbours(model: Any) -> list[Tensor]:
     return seconds
 
 
+def encoded(model: Any) -> list[Tensor]:
+    return [*(rows_of(model, length) for length in LENGTHS), *neighbours(model)]
+
+
+def at_price(price: int, rank: int, case: Case) -> Outcome:
+    with mock.patch.object(row_cut, "PAIRS_PER_KEY", price):
+        return run_step(rank, case)
+
+
 def steps(rank: int, cases: list[Case]) -> dict[str, Any]:
     """What this rank has of all steps; for two ranks also networks in evaluation."""
     found: dict[str, Any] = {"steps": [run_step(rank, case) for case in cases]}
-    world = World(device=torch.device("cpu"), mesh=Mesh(PAIR if cases[0].degrees == PAIR else QUARTER, "cpu"))
-    models = {name: network(name, world) for name in ("gpt2", "grouped_4_1")}
-    found["rows"] = {(name, n): rows_of(each, n) for name, each in models.items() for n in LENGTHS}
-    found["answers"] = {name: answers(each) for name, each in models.items()}
-    found["neighbours"] = neighbours(models["gpt2"])
+    size = cases[0].degrees.world_size
+    by_keys = [case for case in KEYS if case.degrees.world_size == size]
+    found["keys"] = {price: [at_price(price, rank, case) for case in by_keys] for price in PRICES}
+    meshes = Mesh(PAIR if size == 2 else QUARTER, "cpu"), Mesh(BY_KEYS[size == 4], "cpu")
+    for by, mesh in zip(("heads", "keys"), meshes, strict=True):
+        world = World(device=torch.device("cpu"), mesh=mesh)
+        models = {name: network(name, world) for name in ("gpt2", "grouped_4_1")}
+        found["rows", by] = {(name, n): rows_of(each, n) for name, each in models.items() for n in LENGTHS}
+        found["answers", by] = {name: answers(each) for name, each in models.items()}
+        found["neighbours", by] = neighbours(models["gpt2"])
+        found["encoder", by] = encoded(network("bert", world))
     return found
 
 
@@ -134,24 +202,48 @@ def test_cut_rows_equal_whole_rows(launched: dict[int, list[dict[str, Any]]], ca
         assert difference(outcome, one) < 1e-9
 
 
-def test_rows_of_any_length_are_padded_and_never_wrong(launched: dict[int, list[dict[str, Any]]]) -> None:
-    for name, length in launched[2][0]["rows"]:
+@pytest.mark.prove
+@pytest.mark.parametrize("price", PRICES)
+@pytest.mark.parametrize("number", range(len(KEYS)), ids=str)
+def test_gathered_keys_are_whole_rows(launched: dict[int, list[dict[str, Any]]], number: int, price: int) -> None:
+    case = KEYS[number]
+    size, one = case.degrees.world_size, alone(case.family, case.length)
+    place = [each for each in KEYS if each.degrees.world_size == size].index(case)
+    outcomes = [rank["keys"][price][place] for rank in launched[size]]
+    assert first_difference([each.order for each in outcomes]) is None
+    for outcome in outcomes:
+        assert difference(outcome, one) < 1e-12
+
+
+@pytest.mark.parametrize("by", ["heads", "keys"])
+def test_rows_of_any_length_are_padded_and_never_wrong(launched: dict[int, list[dict[str, Any]]], by: str) -> None:
+    for name, length in launched[2][0]["rows", by]:
         wanted = rows_of(network(name, World(device=torch.device("cpu"))), length)
         for rank in launched[2]:
-            torch.testing.assert_close(rank["rows"][name, length], wanted, rtol=0, atol=1e-12)
+            torch.testing.assert_close(rank["rows", by][name, length], wanted, rtol=0, atol=1e-12)
 
 
-def test_rows_with_a_common_prefix_are_cut_too(launched: dict[int, list[dict[str, Any]]]) -> None:
-    for name, found in launched[2][0]["answers"].items():
+@pytest.mark.parametrize("by", ["heads", "keys"])
+def test_an_encoder_is_cut_too(launched: dict[int, list[dict[str, Any]]], by: str) -> None:
+    one = network("bert", World(device=torch.device("cpu")))
+    for rank in (*launched[2], *launched[4]):
+        for found, wanted in zip(rank["encoder", by], encoded(one), strict=True):
+            torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("by", ["heads", "keys"])
+def test_rows_with_a_common_prefix_are_cut_too(launched: dict[int, list[dict[str, Any]]], by: str) -> None:
+    for name, found in launched[2][0]["answers", by].items():
         wanted = answers(network(name, World(device=torch.device("cpu"))))
         for rank in (*launched[2], *launched[4]):
-            torch.testing.assert_close(rank["answers"][name], wanted, rtol=0, atol=1e-12)
+            torch.testing.assert_close(rank["answers", by][name], wanted, rtol=0, atol=1e-12)
         assert len(found) == 15
 
 
-def test_a_neighbour_across_the_cut_changes_no_bit(launched: dict[int, list[dict[str, Any]]]) -> None:
+@pytest.mark.parametrize("by", ["heads", "keys"])
+def test_a_neighbour_across_the_cut_changes_no_bit(launched: dict[int, list[dict[str, Any]]], by: str) -> None:
     for rank in (*launched[2], *launched[4]):
-        one, other = rank["neighbours"]
+        one, other = rank["neighbours", by]
         assert torch.equal(one, other)
 
 
@@ -163,6 +255,17 @@ def test_attention_sends_one_message_each_way(launched: dict[int, list[dict[str,
     assert outcome.count("c10d::alltoall_base_") == 2 * 3 * 4
     # The output of `hidden`.
     assert outcome.count("c10d::_allgather_base_") == outcome.count("c10d::_reduce_scatter_base_") == 3
+
+
+def test_keys_are_sent_once_each_way_and_again_for_a_recomputed_block(
+    launched: dict[int, list[dict[str, Any]]],
+) -> None:
+    for case, passes in ((KEYS[0], 2), (KEYS[3], 3)):
+        size = case.degrees.world_size
+        place = [each for each in KEYS if each.degrees.world_size == size].index(case)
+        outcome: Outcome = launched[size][0]["keys"][0][place]
+        assert outcome.count("c10d::alltoall_base_") == ALL[case.family].num_layers * passes
+        assert outcome.count("c10d::_allgather_base_") == outcome.count("c10d::_reduce_scatter_base_") == 1
 
 
 def test_a_case_is_what_its_name_says() -> None:

@@ -29,6 +29,7 @@ BESIDE: list[dict[str, Any]] = [
     {"tensor": 2},
     {"tensor": 2, "sequence_parallel": False},
     {"context": 2},
+    {"context": 2, "context_by": "keys"},
     {"data": 2, "expert": 2},
 ]
 # In the gate every axis, a tied head and one that is not, mixtures, one micro-batch and more than stages.
@@ -48,6 +49,7 @@ CASES = [
     Case(family="qwen3_8", degrees={"schedule": "interleaved"}, micro_batches=5, recompute="full"),
     Case(family="gpt2", degrees={"schedule": "interleaved", "stages_per_rank": 3}, num_layers=7),
     Case(family="mixtral", degrees={"schedule": "zero_bubble", "shard": 2, "zero_stage": 1}),
+    Case(family="bloom", degrees={"context": 2, "context_by": "keys"}, micro_batches=3),
 ]
 if WHOLE:
     CASES += [

@@ -49,6 +49,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "micro-batches": {"trainer.micro_batch_size": 2},
     "dropout": {**GPT2, "trainer.checkpoint_every": HALF},
     "documents and dropout": {**GPT2, "data.separator": ", "},
+    "two heads": {"model.num_heads": 2, "model.num_kv_heads": 1, "data.separator": ", "},
     # Ranks run dry within a step, and the last step of the epoch is smaller.
     "fewer rows than ranks": {"data.batch_size": 3, "trainer.epochs": 0.05, "trainer.max_steps": None},
     "experts": {**MIXTURE, "data.batch_size": 3, "trainer.max_steps": 4},
@@ -91,6 +92,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("experts", mesh(data=2, tensor=2)),
     ("experts", {"trainer.micro_batch_size": 1}),
     ("experts with a bias", mesh(context=2)),
+    ("two heads", mesh(context=4, context_by="keys")),
     ("experts with a bias", mesh(shard=2) | {"trainer.micro_batch_size": 2}),
 ]
 if WHOLE:

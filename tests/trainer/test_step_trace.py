@@ -56,6 +56,7 @@ LAYOUTS: list[dict[str, Any]] = [
     {"parallel.shard": 2, "trainer.activation_checkpointing": "full", "precision": "bf16"},
     {"parallel.shard": 2, "parallel.zero_stage": 2, "trainer.micro_batch_size": 1},
     {"parallel.tensor": 2, "precision": "bf16"},
+    {"parallel.context": 2, "parallel.context_by": "keys"},
 ]
 
 

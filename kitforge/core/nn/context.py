@@ -9,7 +9,7 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -85,7 +85,7 @@ class CausalAttend(RowAttend):
     """
 
     def __init__(self, documents: Tensor | None = None, boundaries: tuple[Tensor, int] | None = None) -> None:
-        self.documents = documents
+        self.documents = self.host_documents = documents  # the latter on the CPU if they were there first
         self._boundaries = boundaries
         self._masks: dict[tuple[int, int | None], Tensor | PackedMask] = {}
 
@@ -120,6 +120,7 @@ class DocumentAttend(RowAttend):
     """Attention in both directions within each document, as in an encoder. `documents` is that of `CausalAttend`."""
 
     def __init__(self, documents: Tensor | None = None) -> None:
+        self.host_documents = documents
         self._mask = None if documents is None else (documents.unsqueeze(2) == documents.unsqueeze(1)).unsqueeze(1)
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
@@ -148,6 +149,8 @@ def causal_mask(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
 class DropoutShard:
     """The shard of a dropout mask on a rank that holds a shard of the masked tensor: (index, parts) of dim 1."""
 
+    # [B, t] on the CPU: the indices in whole rows of the tokens that `sequence` is a shard of; None: all of a row
+    indices: Tensor | None = None
     sequence: tuple[int, int] = (0, 1)  # masks [B, T, dim], sharded along T
     heads: tuple[int, int] = (0, 1)  # masks [B, heads, T, T], sharded along the heads
 
@@ -174,15 +177,19 @@ class DropoutKey:
         alone, not on its padding, and that of a shard is the shard of the whole mask. `name` is a string, or its
         `dropout_name_key`."""
         name = dropout_name_key(name) if isinstance(name, str) else name
-        rows, count = self._rows.to(device), shape[1:].numel()
+        rows, count, indices = self._rows.to(device), shape[1:].numel(), self.shard.indices
         first = self.shard.sequence[0] * count
         if len(shape) == 4:
             # Attention weights: the place of an element in a row of them depends on the number of keys, padding
             # included, so that each query of each head has a row of its own.
             heads = torch.arange(shape[1], device=device) + self.shard.heads[0] * shape[1]
-            queries = torch.arange(shape[2], device=device)
+            queries = torch.arange(shape[2], device=device) if indices is None else indices.to(device).unsqueeze(1)
             rows = ((rows[:, None, None] << 10 | heads[:, None]) << 20 | queries).flatten()
             first, count = 0, shape[3]
+        elif indices is not None:
+            own = indices.chunk(self.shard.sequence[1], dim=1)[self.shard.sequence[0]]
+            spread: Tensor = _keep_mask_at(self._step ^ name, rows, own, count // shape[1], rate)
+            return spread.view(shape)
         # Sharded along the first dim of a row, so a shard is a contiguous range of the row's elements.
         kept: Tensor = _keep_mask(self._step ^ name, rows, first, count, rate)
         return kept.view(shape)
@@ -205,6 +212,23 @@ def _(key: Tensor, rows: Tensor, start: int, count: int, rate: float) -> Tensor:
     return rows.new_empty(len(rows), count, dtype=torch.bool)
 
 
+@torch.library.custom_op("kitforge::keep_mask_at", mutates_args=())
+def _keep_mask_at(key: Tensor, rows: Tensor, indices: Tensor, width: int, rate: float) -> Tensor:
+    """Boolean [B, t, width]: the elements of `width` at each of the indices [B, t], on the CPU, of a row."""
+    keep, found = select("O1", rows.device.type).keep_mask, []
+    for number, own in enumerate(indices):
+        runs = torch.tensor_split(own, (own.diff() != 1).nonzero().flatten() + 1)
+        spans = [(int(run[0]) * width, len(run) * width) for run in runs]
+        found += [keep(int(key), rows[number : number + 1], *span, rate).flatten() for span in spans]
+    return torch.cat(found).view(*indices.shape, width)
+
+
+@_keep_mask_at.register_fake
+def _(key: Tensor, rows: Tensor, indices: Tensor, width: int, rate: float) -> Tensor:
+    del key, rate
+    return rows.new_empty(*indices.shape, width, dtype=torch.bool)
+
+
 @dataclass(slots=True, kw_only=True)
 class EncoderInput:
     """What a decoder with cross-attention reads: tokens [B, S], which the first pass encodes."""
@@ -221,12 +245,14 @@ class EncoderInput:
 class SequenceShard:
     """The place of tokens [B, T] in their rows, of which ranks have a shard each."""
 
-    first: int  # the position of the first token in its row
+    indices: Tensor  # [B or 1, T] in their rows, in rising chunks of one length
+    num_chunks: int
     length: int  # of the rows, without padding at their end
     whole_length: int  # of the rows, with it
     documents: Tensor | None  # [B, whole length]
-    # Of a tensor without a gradient: the tensors of all ranks [ranks, ...], in the order of the shards, and their sum.
-    gather: Callable[[Tensor], Tensor]
+    # Of a tensor without a gradient: of totals of chunks [B, chunks, ...] the sums of those before each in its row, on
+    # any rank; the sum over the ranks.
+    before: Callable[[Tensor], Tensor]
     sum: Callable[[Tensor], Tensor]
     join: Callable[[Tensor], Tensor]  # the outputs [B, T, dim] of all ranks as whole rows, with their gradients
 
@@ -248,6 +274,8 @@ class Context:
     loss_weight: Tensor | None = None
     counted: Tensor | None = None  # boolean [B, T]: the tokens with a loss, over which such layers sum; None: all
     shard: SequenceShard | None = None  # None: the tokens are whole rows
+    # The loss is `linear_cross_entropy` of all tokens and targets, so ranks that cut rows do not join them in `hidden`.
+    is_tokenwise: bool = False
 
     def __post_init__(self) -> None:
         # Plain causal attention does not know the documents, which must be isolated.
@@ -262,20 +290,23 @@ class Context:
         dropout: DropoutKey | None = None,
         device: torch.device | None = None,
         counted: Tensor | None = None,
+        is_tokenwise: bool = False,
     ) -> Context:
         """The context of packed rows on `device`: attention isolates the documents. Documents on the CPU give their
         boundaries without waiting for a device."""
         device = positions.device if device is None else device
         positions, counted = copy_to(positions, device), None if counted is None else copy_to(counted, device)
+        given: dict[str, Any] = {"dropout": dropout, "counted": counted, "is_tokenwise": is_tokenwise}
         if documents is None:
-            return cls(positions=positions, dropout=dropout, counted=counted)
-        known = None
+            return cls(positions=positions, **given)
+        known, host = None, documents
         if documents.is_cpu and device.type != "cpu":
             cu_seqlens, max_length = find_boundaries(documents)
             known = copy_to(cu_seqlens, device), max_length
         documents = copy_to(documents, device)
         attend = CausalAttend(documents, known)
-        return cls(positions=positions, documents=documents, attend=attend, dropout=dropout, counted=counted)
+        attend.host_documents = host
+        return cls(positions=positions, documents=documents, attend=attend, **given)
 
 
 def dropout(input: Tensor, rate: float, name: str | Tensor, key: DropoutKey | None) -> Tensor:

@@ -242,17 +242,15 @@ def _segments(context: Context, choices: Tensor, is_batch: bool) -> tuple[Tensor
         begins[:, 1:] |= documents[:, 1:] != documents[:, :-1]
     numbers = begins.flatten().cumsum(0) - 1
     if shard is not None:
-        numbers = numbers.view(batch, whole_length)[:, shard.first : shard.first + length].flatten()
+        numbers = numbers.view(batch, whole_length).gather(1, shard.indices.expand(batch, length)).flatten()
     return numbers, batch * whole_length
 
 
 def _without_padding(choices: Tensor, num_experts: int, shard: SequenceShard) -> Tensor:
     """The choices [B, T, k] of a shard of rows, E in the place of those of the padding at the end of a row."""
-    length = choices.shape[1]
-    if shard.first + length <= shard.length:
+    if shard.whole_length == shard.length:
         return choices
-    is_padding = torch.arange(shard.first, shard.first + length, device=choices.device) >= shard.length
-    return choices.masked_fill(is_padding.view(1, -1, 1), num_experts)
+    return choices.masked_fill((shard.indices >= shard.length).unsqueeze(2), num_experts)
 
 
 def _within_capacity(choices: Tensor, factor: float, num_experts: int, shard: SequenceShard | None) -> Tensor:
@@ -260,10 +258,13 @@ def _within_capacity(choices: Tensor, factor: float, num_experts: int, shard: Se
     length, top_k = choices.shape[1:]
     capacity = math.ceil(factor * (length if shard is None else shard.length) * top_k / num_experts)
     flat = choices.flatten(1)
-    counts = functional.one_hot(flat, num_experts).cumsum(1)
-    if shard is not None:
-        # The choices of the tokens before this shard.
-        counts += shard.gather(counts[:, -1])[: shard.first // length].sum(0).unsqueeze(1)
+    counts = functional.one_hot(flat, num_experts)
+    if shard is None:
+        counts = counts.cumsum(1)
+    else:
+        # With the choices of the tokens before each chunk.
+        chunks = torch.unflatten(counts, 1, (shard.num_chunks, -1)).cumsum(2)
+        counts = (chunks + shard.before(chunks[:, :, -1]).unsqueeze(2)).flatten(1, 2)
     rank = counts.gather(-1, flat.unsqueeze(-1)).squeeze(-1)
     return flat.masked_fill(rank > capacity, num_experts).view_as(choices)
 

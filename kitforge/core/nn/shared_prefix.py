@@ -73,10 +73,10 @@ def _common_length(one: np.ndarray, other: np.ndarray) -> int:
 
 def shares_prefixes(network: object) -> bool:
     """Whether `hidden_at` can compute common prefixes of a network once. To the compiler each tree would be a shape of
-    its own, and some rotary angles depend on the length of a row."""
+    its own, and some rotary angles depend on the length of a row. Ranks that gather keys know rows of documents."""
     if not (isinstance(network, Stack) and isinstance(network, CausalLM)):
         return False
-    return not (network.is_compiled or network.geometry.depends_on_length)
+    return not (network.is_compiled or network.gathers_keys or network.geometry.depends_on_length)
 
 
 def hidden_at(network: CausalLM, tokens: Tensor, mask: Tensor) -> Tensor:

@@ -35,6 +35,7 @@ class Stack(nn.Module, ABC):
     recompute: Recompute = "none"  # activation checkpointing: what of a block the backward pass computes again
     # Set by `core.parallel` and called first in each pass: this rank's part of the rows, then the length of the stream.
     cut: Callable[[Tensor, Context], tuple[Tensor, Context]] | None = None
+    gathers_keys: bool = False  # so it attends by documents alone
     begin: Callable[[int, Context], Context] | None = None
     length: int | None = None  # of every stream; None: of the input [B, T]
     layers: tuple[range, ...] | None = None  # of the stages of a pipeline on this rank; None: it has all
@@ -48,7 +49,7 @@ class Stack(nn.Module, ABC):
         has_norm = blocks[-1].query_positions is None and not blocks[-1].post_norm
         self.norm = Norm(first.norm, first.attention.dim, first.norm_eps, kernels) if has_norm else nn.Identity()
         self.dim, self._head_dim = first.attention.dim, first.attention.head_dim
-        self._windows = list(dict.fromkeys(each.attention.window for each in blocks))
+        self.windows = list(dict.fromkeys(each.attention.window for each in blocks))
 
     @abstractmethod
     def embed(self, input: Tensor, context: Context) -> Tensor:
@@ -98,7 +99,7 @@ class Stack(nn.Module, ABC):
         stream = self.embed(input, context) if stream is None else stream
         encoding = self.encode_positions(input, context)
         if isinstance(context.attend, RowAttend):
-            context.attend.prepare(stream, length, self._windows, self._head_dim)
+            context.attend.prepare(stream, length, self.windows, self._head_dim)
         stream = self.run(stream, encoding, context, layers)
         if layers is not None and layers.stop < len(self.blocks):
             return stream

@@ -145,9 +145,12 @@ def all_to_all(input: Tensor, received: Sequence[int], sent: Sequence[int], grou
     return output
 
 
-def all_to_all_autograd(input: Tensor, received: Sequence[int], sent: Sequence[int], group: Group) -> Tensor:
-    """`all_to_all`; backward: the rows of the gradient back to where they came from."""
-    return input if group is None else _apply(_AllToAll, input, tuple(received), tuple(sent), group)
+def all_to_all_autograd(
+    input: Tensor, received: Sequence[int], sent: Sequence[int], group: Group, *, keeps: bool = True
+) -> Tensor:
+    """`all_to_all`; backward: the rows of the gradient back to where they came from. Without `keeps` a recomputed block
+    receives them again, as it gathers again."""
+    return input if group is None else _apply(_AllToAll, input, tuple(received), tuple(sent), group, keeps)
 
 
 def exchange(input: Tensor, group: Group, split: int, joined: int) -> Tensor:
@@ -255,15 +258,16 @@ class _Exchange(torch.autograd.Function):
 class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, received: tuple[int, ...], sent: tuple[int, ...], group: dist.ProcessGroup
+        ctx: Any, input: Tensor, received: tuple[int, ...], sent: tuple[int, ...], group: dist.ProcessGroup, keeps: bool
     ) -> Tensor:
         ctx.group, ctx.received, ctx.sent = group, received, sent
-        return kept(all_to_all, input, received, sent, group)
+        given = input, received, sent, group
+        return kept(all_to_all, *given) if keeps else all_to_all(*given)
 
     @staticmethod
     @by_hand()
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return all_to_all(grad, ctx.sent, ctx.received, ctx.group), None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return all_to_all(grad, ctx.sent, ctx.received, ctx.group), None, None, None, None
 
 
 class _AllReduce(torch.autograd.Function):

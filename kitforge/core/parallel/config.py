@@ -1,5 +1,6 @@
 """The parallel degrees of a run."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,6 +12,8 @@ from kitforge.foundation.errors import ConfigError
 AXES = ("pipeline", "data", "shard", "context", "tensor")
 # Axes whose ranks compute every pass of a network together, each with a part of its weights or of the rows.
 MODEL_AXES = ("tensor", "context", "pipeline", "expert")
+# Chunks of each row on a rank of `context_by=keys`.
+CHUNKS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +23,9 @@ class ParallelConfig:
     data: int = 1  # data parallel (DDP): replicas of the model, each with a part of every batch
     shard: int = 1  # fully sharded data parallel (FSDP, ZeRO): shards of the state, each with a part of every batch
     tensor: int = 1  # tensor parallel: shards of every matrix, all with the same batch
-    context: int = 1  # context parallel: shards of every row; attention exchanges them for shards of its heads
+    context: int = 1  # context parallel: shards of every row
+    # heads: attention exchanges shards of rows for shards of its heads; keys: it gathers the keys and values of rows
+    context_by: Literal["heads", "keys"] = "heads"
     pipeline: int = 1  # pipeline parallel: stages of whole blocks, through which micro-batches pass one after another
     expert: int = 1  # expert parallel: the experts of a block, divided among ranks of data x shard x context
     schedule: ScheduleName = "1f1b"  # with pipeline: the order of passes: 1f1b, interleaved, zero_bubble, zero_bubble_v
@@ -73,6 +78,12 @@ class ParallelConfig:
     def num_replicas(self) -> int:
         """Ranks with different samples of a batch."""
         return self.data * self.shard
+
+    def shard_length(self, length: int) -> int:
+        """The tokens of one rank of `context` in rows of that length, which are padded so that the axes cut them."""
+        parts = self.tensor if self.sequence_parallel else 1
+        parts = math.lcm(parts, CHUNKS) if self.context_by == "keys" else parts
+        return -(-length // (self.context * parts)) * parts
 
     def describe(self) -> str:
         """The arithmetic, for messages: `shard=2 x tensor=2 = 4`."""

@@ -1,4 +1,5 @@
-"""Context parallelism by heads: every rank has a shard of each row, and in attention whole rows of a part of the heads.
+"""Context parallelism: every rank has a shard of each row, and in attention whole rows of a part of the heads, or the
+keys that its queries see (`key_gather`).
 
 DeepSpeed-Ulysses (Jacobs et al., 2023): one all-to-all before attention turns shards of rows with all heads into whole
 rows of some heads, one behind it turns them back. Attention itself is that of one process, so documents, windows,
@@ -14,23 +15,41 @@ B batch, T length of rows.
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
 from kitforge.core.nn.causal_lm import Shardable
-from kitforge.core.nn.context import AttentionSpec, Context, DropoutShard, RowAttend, SequenceShard
+from kitforge.core.nn.context import (
+    AttentionSpec,
+    CausalAttend,
+    Context,
+    DocumentAttend,
+    DropoutShard,
+    RowAttend,
+    SequenceShard,
+)
 from kitforge.core.nn.rotary import document_lengths
 from kitforge.core.nn.stack import Stack
 from kitforge.core.parallel import collectives
+from kitforge.core.parallel.config import CHUNKS
+from kitforge.core.parallel.key_gather import KeyGather
 from kitforge.core.parallel.mesh import Mesh
+from kitforge.core.parallel.row_cut import cut_rows
+from kitforge.foundation.errors import ModelError
+from kitforge.foundation.host_values import is_fake
+from kitforge.foundation.log import logger
+
+_log = logger(__name__)
 
 # The document of the tokens that pad a row; those of a batch count from 0.
 PADDING = -1
+IGNORED = -100  # the target without a loss
 
 
 class HeadExchange(RowAttend):
@@ -78,30 +97,41 @@ class ContextParallelModel:
         group = mesh.group("context")
         assert group is not None
         self._group: dist.ProcessGroup = group
+        self._degrees = mesh.degrees
         self._ranks, self._rank = mesh.degree("context"), mesh.index["context"]
-        is_cut_further = mesh.degree("tensor") > 1 and mesh.degrees.sequence_parallel
-        self._multiple = self._ranks * (mesh.degree("tensor") if is_cut_further else 1)
+        self._is_said = self._rank > 0
+        # Of the last pass, where `hidden` is not joined: this rank's shard of targets.
+        self._cut_targets: Callable[[Tensor], Tensor] | None = None
         for module in model.modules():
             if isinstance(module, Stack) and isinstance(module, Shardable):
-                depends_on_length = module.geometry.depends_on_length
-                module.cut = functools.partial(self.local_shard, depends_on_length=depends_on_length)
+                module.cut = functools.partial(self.local_shard, module)
+                module.gathers_keys = mesh.degrees.context_by == "keys"
                 self._cut_tokens_of_head(module)
 
-    def local_shard(self, tokens: Tensor, context: Context, depends_on_length: bool) -> tuple[Tensor, Context]:
+    def local_shard(self, stack: Any, tokens: Tensor, context: Context) -> tuple[Tensor, Context]:
         """This rank's shard of tokens [B, T] and of their context. Rows are padded to shards of equal length; the
         padding is at the end, where no token sees it, and is not counted."""
+        self._cut_targets = None
         # With a cache every rank has the whole network and computes its tokens alone.
         if not isinstance(context.attend, RowAttend) or tokens.numel() == 0:
             return tokens, context
-        length = tokens.shape[1]
-        whole_length = -(-length // self._multiple) * self._multiple
-        size = whole_length // self._ranks
-        first = self._rank * size
+        length, depends_on_length = tokens.shape[1], stack.geometry.depends_on_length
+        size = self._degrees.shard_length(length)
+        whole_length = size * self._ranks
+        keys = self._key_gather(stack, tokens, context) if self._degrees.context_by == "keys" else None
+        indices = torch.arange(whole_length, device=tokens.device).unsqueeze(0)
+        indices = indices.narrow(1, self._rank * size, size) if keys is None else keys.indices
+
+        def own(values: Tensor, padding: float) -> Tensor:
+            if values.shape[-1] == 1 < length:
+                return values
+            values = _padded(values, whole_length, padding)
+            if keys is None:
+                return values.narrow(-1, self._rank * size, size)
+            return values.expand(len(tokens), -1).gather(1, indices)
 
         def cut(values: Tensor | None, padding: float) -> Tensor | None:
-            if values is None or values.shape[-1] == 1 < length:
-                return values
-            return _padded(values, whole_length, padding).narrow(-1, first, size)
+            return None if values is None else own(values, padding)
 
         positions = torch.arange(length, device=tokens.device) if context.positions is None else context.positions
         counted, lengths, documents = context.counted, context.lengths, context.documents
@@ -111,32 +141,64 @@ class ContextParallelModel:
             lengths = document_lengths(positions, documents)
         elif lengths is None and depends_on_length:
             lengths = positions.reshape(-1, length).amax(dim=1, keepdim=True) + 1
-        dropout_shard = DropoutShard(sequence=(self._rank, self._ranks), heads=(self._rank, self._ranks))
+        part = (self._rank, self._ranks)
+        drop = DropoutShard(sequence=part, heads=part) if keys is None else DropoutShard(indices=keys.host_indices)
         shard = SequenceShard(
-            first=first,
+            indices=indices,
+            num_chunks=1 if keys is None else CHUNKS,
             length=length,
             whole_length=whole_length,
             documents=None if documents is None else _padded(documents, whole_length, PADDING),
-            gather=lambda values: collectives.all_gather(values.unsqueeze(0), self._group, 0),
+            before=self._before if keys is None else keys.before,
             sum=lambda values: collectives.all_reduce_fwd(values, self._group),
-            join=functools.partial(self._joined, length=length),
+            join=(lambda output: output) if context.is_tokenwise else functools.partial(self._joined, keys, length),
         )
-        own_tokens = cut(tokens, 0)
-        assert own_tokens is not None
-        return own_tokens, dataclasses.replace(
+        if context.is_tokenwise:
+            self._cut_targets = lambda targets: own(targets.view(tokens.shape), IGNORED).flatten()
+        return own(tokens, 0), dataclasses.replace(
             context,
             positions=cut(positions, 0),
             lengths=cut(lengths, 1),
             documents=cut(documents, PADDING),
             counted=cut(counted, 0),
             token_types=cut(context.token_types, 0),
-            attend=HeadExchange(context.attend, self._group, length),
-            dropout=None if context.dropout is None else dataclasses.replace(context.dropout, shard=dropout_shard),
+            attend=HeadExchange(context.attend, self._group, length) if keys is None else keys,
+            dropout=None if context.dropout is None else dataclasses.replace(context.dropout, shard=drop),
             shard=shard,
         )
 
-    def _joined(self, output: Tensor, length: int) -> Tensor:
-        whole = collectives.all_gather_autograd(output, self._group, 1)
+    def _key_gather(self, stack: Any, tokens: Tensor, context: Context) -> KeyGather:
+        """The cut of a batch and its attention."""
+        attend, degrees = context.attend, self._degrees
+        if not isinstance(attend, CausalAttend | DocumentAttend):
+            fix = "parallel.context_by=heads takes any attention of whole rows"
+            raise ModelError("this attention has no documents", got=attend, expected="CausalAttend", fix=fix)
+        documents, is_causal = attend.host_documents, isinstance(attend, CausalAttend)
+        numbers = np.zeros(tokens.shape, np.int64)
+        if documents is not None and not is_fake(documents):
+            numbers = documents.cpu().long().numpy()
+        missing = degrees.shard_length(tokens.shape[1]) * self._ranks - tokens.shape[1]
+        whole = np.pad(numbers, ((0, 0), (0, missing)), constant_values=PADDING)
+        cut = cut_rows(whole, self._ranks, stack.windows, is_causal=is_causal)
+        if not (self._is_said or is_fake(tokens)):
+            self._is_said, fullest = True, cut.work.max() / cut.work.mean()
+            is_contiguous = bool((cut.owners[:, 1:] >= cut.owners[:, :-1]).all())
+            way = "in neighbouring chunks, which sends fewer keys" if is_contiguous else "by counted work"
+            also = "" if stack.geometry.num_heads % (self._ranks * degrees.tensor) else "; the heads can be cut, too"
+            text = (
+                "parallel.context_by=keys: rows are cut %s; work of the fullest rank, first batch: %.2f of the mean%s"
+            )
+            _log.warning(text, way, fullest, also)
+        drops = any(each is not None and each.attention.config.dropout > 0 for each in stack.blocks)
+        drops = drops and context.dropout is not None
+        return KeyGather(cut, whole, tokens.device, self._group, is_causal=is_causal, drops=drops)
+
+    def _before(self, totals: Tensor) -> Tensor:
+        """See `SequenceShard`; totals [B, 1, ...]."""
+        return collectives.all_gather(totals, self._group, 1)[:, : self._rank].sum(1, keepdim=True)
+
+    def _joined(self, keys: KeyGather | None, length: int, output: Tensor) -> Tensor:
+        whole = collectives.all_gather_autograd(output, self._group, 1) if keys is None else keys.joined(output)
         # No view, of which `fully_shard` would warn.
         return whole if whole.shape[1] == length else whole[:, :length].clone()
 
@@ -146,7 +208,9 @@ class ContextParallelModel:
 
         def loss(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
             own = self._own_tokens(len(hidden))
-            total = kernels.linear_cross_entropy(hidden[own], weight, targets[own], **options)
+            is_joined = self._cut_targets is None
+            targets = targets[own] if self._cut_targets is None else self._cut_targets(targets)
+            total = kernels.linear_cross_entropy(hidden[own] if is_joined else hidden, weight, targets, **options)
             return collectives.all_reduce_autograd(total, self._group)
 
         def log_probs(

@@ -109,14 +109,15 @@ def check_geometry(sharding: Sharding, geometry: Any, degrees: ParallelConfig) -
     if geometry is None:
         return
     check_stages(geometry.num_layers, degrees.stages)
-    if geometry.num_heads % (degrees.context * degrees.tensor) and degrees.context > 1:
+    by_heads = degrees.context > 1 and degrees.context_by == "heads"
+    if by_heads and geometry.num_heads % (degrees.context * degrees.tensor):
         count, ranks = geometry.num_heads, degrees.context * degrees.tensor
         raise ConfigError(
             f"parallel.context={degrees.context} x parallel.tensor={degrees.tensor} does not divide "
             f"model.num_heads={count}",
             got=f"{count} / {ranks} = {count / ranks:.2f}",
             expected="their product to divide the heads, which both axes divide among their ranks",
-            fix="lower parallel.context, or use parallel.shard, which has no such limit",
+            fix="parallel.context_by=keys, or parallel.shard, which have no such limit",
         )
     for axis, names in sharding.divisible.items():
         degree: int = getattr(degrees, axis)

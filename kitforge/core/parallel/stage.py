@@ -108,5 +108,5 @@ class Stages:
         length = input.shape[1] if stack.length is None else stack.length
         tensor = degrees.tensor if degrees.sequence_parallel else 1
         if stack.cut is not None and isinstance(context.attend, RowAttend) and input.numel():
-            length = -(-length // (degrees.context * tensor)) * tensor
+            length = degrees.shard_length(length)
         return input.shape[0], length // tensor if length % tensor == 0 else length, stack.dim

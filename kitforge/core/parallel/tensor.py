@@ -78,7 +78,7 @@ class SequenceLayout:
         tensor axis does, and the heads after it."""
         (first, parts), (head, heads) = outer.sequence, outer.heads
         sequence = (first * self.degree + self.index, parts * self.degree) if self.is_sharded else outer.sequence
-        return DropoutShard(sequence=sequence, heads=(self.index * heads + head, self.degree * heads))
+        return dataclasses.replace(outer, sequence=sequence, heads=(self.index * heads + head, self.degree * heads))
 
 
 class TensorParallelModel:

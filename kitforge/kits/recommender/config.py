@@ -54,6 +54,7 @@ class ReplicaOptions(ParallelConfig):
 
     tensor: int = field(default=1, init=False)
     context: int = field(default=1, init=False)
+    context_by: Literal["heads", "keys"] = field(default="heads", init=False)
     pipeline: int = field(default=1, init=False)
     expert: int = field(default=1, init=False)
     sequence_parallel: bool = field(default=True, init=False)

@@ -85,6 +85,15 @@ def test_context_and_tensor_together_divide_the_heads_but_not_those_of_keys() ->
     check_geometry(DECODER, geometry, ParallelConfig(context=2, tensor=2))
     with pytest.raises(ConfigError, match=r"context=4 x parallel.tensor=2 does not divide model.num_heads=4\n.*0.50"):
         check_geometry(DECODER, geometry, ParallelConfig(context=4, tensor=2))
+    with pytest.raises(ConfigError, match="do: +parallel.context_by=keys"):
+        check_geometry(DECODER, geometry, ParallelConfig(context=8))
+
+
+def test_gathered_keys_divide_no_heads_among_the_ranks_of_context() -> None:
+    geometry = network(CONFIGS[1]).geometry
+    check_geometry(DECODER, geometry, ParallelConfig(context=3, tensor=2, context_by="keys"))
+    with pytest.raises(ConfigError, match=r"tensor=4 does not divide model.num_kv_heads=2"):
+        check_geometry(DECODER, geometry, ParallelConfig(context=2, tensor=4, context_by="keys"))
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.family)
