@@ -7,19 +7,26 @@ from typing import TypeAlias
 
 from torch import nn
 
-from kitforge.composition import check_name, compose_config, compose_predict, dotted, nested, recorded_values
+from kitforge.composition import (
+    check_name,
+    compose_config,
+    compose_predict,
+    dotted,
+    nested,
+    recorded_values,
+    refuse_presets,
+)
 from kitforge.core.parallel.rendezvous import joined
 from kitforge.foundation import device as devices
 from kitforge.foundation.config import check, from_dict
 from kitforge.foundation.dtype import EXPORT_DTYPES, ExportDtype, LoadDtype
 from kitforge.foundation.errors import ConfigError, ModelError, nearest
-from kitforge.foundation.files import check_own, mark_own
+from kitforge.foundation.files import check_own, mark_own, user_path
 from kitforge.foundation.log import noting_warnings
 from kitforge.kits.kit import AnyKit, OwnTaskKit, Pipeline, ReplayResult, RunInputs
 from kitforge.kits.registry import DEFAULT_TASK, kit_of, kit_of_folder
 from kitforge.kits.start import apart_from_run, with_open_model
-from kitforge.models.hub import is_pretrained, resolve
-from kitforge.preset_files import presets
+from kitforge.models.hub import resolve
 from kitforge.report.notebook import Rows
 from kitforge.trainer.callbacks.callback import Callback
 from kitforge.trainer.options import RunOptions
@@ -72,6 +79,8 @@ class Trainer:
         self._kit = kit_of(task)
         for name in self._roles.keys() - set(self._kit.ROLES):
             raise ConfigError(f"this task has no role {name!r}", fix=nearest(name, self._kit.ROLES or ["none"]))
+        for role, given in self._roles.items():
+            refuse_presets(role, given)
         named = {}
         if isinstance(processor, (str, Path)):
             named["tokenizer"], processor = str(processor), None
@@ -182,7 +191,8 @@ def replay(folder: str | Path, step: int, changes: Mapping[str, object] | None =
     kit = kit_of_folder(run_folder)
     for name in changes or {}:
         check_name(name, kit.OPTIONS)
-    return kit.replay(run_folder, step, kit.read_options(recorded_values(run_folder / "config.yaml", changes or {})))
+    values = recorded_values(run_folder / "config.yaml", changes or {}, kit.OPTIONS)
+    return kit.replay(run_folder, step, kit.read_options(values))
 
 
 def load_model(model: Model, device: str = "auto", dtype: LoadDtype = "fp32", task: str | None = None) -> nn.Module:
@@ -219,7 +229,7 @@ def save_model(
     ConfigError for what another program wrote there, without `overwrite`."""
     names = (*EXPORT_DTYPES, "q8_0")
     check(dtype is None or dtype in names, "dtype", dtype, f"one of {', '.join(names)}, or null")
-    path = Path(folder)
+    path = user_path(folder)
     check_own(path, "export", overwrite=overwrite)
     source = model if isinstance(model, (Run, nn.Module)) else _folder(model)
     if processor is None and not isinstance(source, nn.Module):
@@ -231,6 +241,5 @@ def save_model(
 
 
 def _folder(model: str | Path) -> Path:
-    if str(model) in presets("model") and not is_pretrained(model):
-        raise ModelError("a preset is a network without weights", got=model, expected="a run or a Hugging Face folder")
+    refuse_presets("model", str(model))
     return resolve(model)

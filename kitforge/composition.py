@@ -22,9 +22,9 @@ from hydra.initialize import get_gh_backup, restore_gh_from_backup
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from kitforge.foundation.config import option_names
-from kitforge.foundation.errors import ConfigError, nearest
-from kitforge.foundation.files import missing_file_error
+from kitforge.foundation.config import check_groups, option_names
+from kitforge.foundation.errors import ConfigError, ModelError, nearest
+from kitforge.foundation.files import missing_file_error, user_path
 from kitforge.kits.registry import DEFAULT_TASK, kit_of, recorded_config, recorded_task, task_names, task_of_family
 from kitforge.models.hub import NAMED, is_pretrained, resolve
 from kitforge.peer_names import PEER_NAMES
@@ -44,7 +44,7 @@ from kitforge.yaml_options import (
 # Groups whose value may be a folder, and the option that the folder sets.
 FOLDER_OPTIONS = {"model": "checkpoint", "tokenizer": "tokenizer.name"}
 # Further options that name weights.
-WEIGHT_OPTIONS = ("checkpoint", "reference")
+WEIGHT_OPTIONS = ("checkpoint", "reference", "teacher", "reward")
 # Groups without a default preset.
 OPTIONAL_GROUPS = ("data", "recipe")
 # Options with free text: commas and `${` have no special meaning.
@@ -86,19 +86,19 @@ def compose(
     file = _recipe_file(named, single)
     presets_of_all = file.presets | named
     try:
-        option_sections = {each.name for each in dataclasses.fields(options)}
-        values, preset = _composed(task, presets_of_all, single, option_sections, file.values)
+        values, preset = _composed(task, presets_of_all, single, options, file)
         checkpoint = values.get("checkpoint")
         if fine_tuning is not None and (checkpoint is not None or fine_tuning.has_network):
             if "optimizer" not in presets_of_all and not _chooses_optimizer(named.get("recipe")):
                 lora = "_lora" if values.get("lora", {}).get("rank", 0) else ""
                 changed = presets_of_all | {"optimizer": fine_tuning.optimizer + lora}
-                values, _ = _composed(task, changed, single, option_sections, file.values)
+                values, _ = _composed(task, changed, single, options, file)
                 followed = read_yaml(presets("optimizer")[fine_tuning.optimizer + lora])
                 _follow_learning_rate(values, followed, {*dotted(file.plain), *single})
             values["model"] = {}
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError("the configuration cannot be composed", got=_first_line(error)) from None
+        got, fix = " ".join(str(error).split()), "mend the file or the option that is named"
+        raise ConfigError("the configuration cannot be composed", got=got, fix=fix) from None
     refuse_functions(values, CODE_OPTIONS if trusts_file else single)
     if checkpoint is not None:
         _refuse_two_networks(str(checkpoint), named, single)
@@ -108,10 +108,10 @@ def compose(
 
 
 def _composed(
-    task: str, named: Mapping[str, str], single: Mapping[str, Any], option_sections: Collection[str], file: DictConfig
+    task: str, named: Mapping[str, str], single: Mapping[str, Any], options: type[Any], file: RecipeFile
 ) -> tuple[dict[str, Any], str]:
     """The composed options, and the name of the model preset."""
-    has_preset = task in presets("task")
+    has_preset, option_sections = task in presets("task"), {each.name for each in dataclasses.fields(options)}
     config, preset = _compose_presets({"task": task, **named} if has_preset else named)
     if not has_preset:
         # A task of an installed kit: only the groups among its options.
@@ -119,12 +119,15 @@ def _composed(
             raise ConfigError(f"task {task!r} has no option {name!r}", got=f"{name}={named[name]}", fix="leave it out")
         config = OmegaConf.masked_copy(config, [str(each) for each in config if each in option_sections])
         preset = preset if "model" in option_sections else task
-    if "family" in file.get("model", {}):
+    for each in (file.values, config):
+        # Single values would lie over them unseen.
+        check_groups(options, OmegaConf.to_container(each, resolve=False))
+    if "family" in file.values.get("model", {}):
         # A whole network: another family has other options.
-        preset = str(file.model.family)
+        preset = str(file.values.model.family)
         config = OmegaConf.masked_copy(config, [str(each) for each in config if each != "model"])
     # The requested task overrides that of a recipe.
-    return to_plain_dict(OmegaConf.merge(config, file, nested(single), {"task": task})), preset
+    return to_plain_dict(OmegaConf.merge(config, file.values, nested(single), {"task": task})), preset
 
 
 def _recipe_file(named: dict[str, str], typed: Collection[str]) -> RecipeFile:
@@ -147,7 +150,7 @@ def _recipe_path(name: Any) -> Path | None:
     """The file of a recipe by its name or path; None for what is neither. Raises DataError for a file that is not."""
     path = presets("recipe").get(str(name))
     if path is None and str(name).endswith(RECIPE_SUFFIXES):
-        path = Path(str(name)).expanduser()
+        path = user_path(name)
         if not path.is_file():
             raise missing_file_error(path, expected="a recipe, or the config.yaml of a run")
     return path
@@ -195,6 +198,7 @@ def compose_over(
     _refuse_two_networks(checkpoint, named, single)
     chosen = {group: read_yaml(presets(group)[name]) for group, name in named.items()}
     texts = {name: single.pop(name) for name in TEXT_OPTIONS if name in single}
+    check_groups(options, base)
     values = to_plain_dict(OmegaConf.merge(dict(base), chosen, nested(single)))
     return Composition(values=values | texts, model_name=Path(checkpoint).resolve().name)
 
@@ -263,8 +267,9 @@ def compose_predict(
     return compose_eval_config(task, choices, ignored_sections)
 
 
-def recorded_values(path: Path, changes: Mapping[str, Any]) -> dict[str, Any]:
+def recorded_values(path: Path, changes: Mapping[str, Any], options: type[Any]) -> dict[str, Any]:
     """The recorded options of a run, with changes by dotted name."""
+    check_groups(options, OmegaConf.to_container(read_yaml(path), resolve=False))
     return to_plain_dict(OmegaConf.merge(read_yaml(path), nested(changes)))
 
 
@@ -399,7 +404,9 @@ def _split_choices(choices: Mapping[str, Any]) -> tuple[dict[str, str], dict[str
     single: dict[str, Any] = {}
     for name, value in dotted(choices).items():
         if name not in groups():
-            single[name] = _resolved(value) if name in WEIGHT_OPTIONS else value
+            if (section := name.partition(".")[0]) in WEIGHT_OPTIONS:
+                refuse_presets(section, value)
+            single[name] = _resolved(value) if name in ("checkpoint", "reference") else value
         elif name in OPTIONAL_GROUPS and value is None:
             continue
         elif isinstance(value, str) and (value in presets(name) or (name == "recipe" and _recipe_path(value))):
@@ -411,6 +418,18 @@ def _split_choices(choices: Mapping[str, Any]) -> tuple[dict[str, str], dict[str
             expected = known if name in FOLDER_OPTIONS else f"a preset of kitforge/configs/{name} or ./configs/{name}"
             raise ConfigError(f"unknown {name} {value!r}", expected=expected, fix=nearest(str(value), presets(name)))
     return named, single
+
+
+def refuse_presets(role: str, given: object) -> None:
+    """Raise ModelError where the weights of a role, one or several, are named by a preset, which has none."""
+    if isinstance(given, (list, tuple, Mapping)):
+        for each in given.values() if isinstance(given, Mapping) else given:
+            refuse_presets(role, each)
+    elif isinstance(given, str) and given in presets() and not is_pretrained(given):
+        task = "task=reward " if role == "reward" else ""
+        expected, what = "a run, a Hugging Face folder or a .gguf file", "a preset is a network without weights"
+        fix = f"train it first, kitforge train {task}model={given} output_dir=runs/mine, then {role}=runs/mine"
+        raise ModelError(what, got=f"{role}={given}", expected=expected, fix=fix)
 
 
 def _resolved(model: Any) -> Any:
@@ -434,7 +453,3 @@ def _search_path() -> list[str]:
             content = OmegaConf.to_container(read_yaml(path), resolve=False)
             refuse_code(content.get("defaults") if isinstance(content, dict) else None, f"{path} defaults")
     return [f"hydra.searchpath=['file://{OWN_CONFIGS.resolve()}']"] if OWN_CONFIGS.is_dir() else []
-
-
-def _first_line(error: Exception) -> str:
-    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)

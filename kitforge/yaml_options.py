@@ -12,10 +12,10 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from kitforge.foundation.errors import ConfigError
-from kitforge.foundation.untrusted import check_yaml, names_function
+from kitforge.foundation.untrusted import check_yaml, names_function, yaml_error
 
 # Options that may name a function on the command line; a YAML file may not, unless `allow_code=true` is typed.
-CODE_OPTIONS = ("reward",)
+CODE_OPTIONS = ("reward", "environment.name")
 REFERENCE = re.compile(r"\$\{[\w.]+\}")
 # Hydra composes a recipe with this first line.
 _HEADER = re.compile(r"^#\s*@package\b", re.MULTILINE)
@@ -67,7 +67,7 @@ def read_yaml(path: Path) -> Any:
         check_yaml(text)
         content = OmegaConf.load(io.StringIO(text))
     except (YAMLError, ValueError, OmegaConfBaseException) as error:
-        raise ConfigError(f"{path} is not YAML that can be used", got=" ".join(str(error).split())) from None
+        raise yaml_error(path, error) from None
     if not isinstance(content, DictConfig):
         raise ConfigError(f"{path} does not hold options", got="a list", expected="name: value, a line each")
     return content
@@ -85,10 +85,12 @@ def to_plain_dict(config: Any) -> dict[str, Any]:
 def refuse_functions(values: Mapping[str, Any], typed: Collection[str]) -> None:
     """Raise ConfigError for an option of a file that names code, unless the option was `typed` over it."""
     for name in CODE_OPTIONS:
-        if name not in typed and names_function(values.get(name)):
+        section, _, last = name.rpartition(".")
+        value = (values.get(section, {}) if section else values).get(last)
+        if name not in typed and names_function(value):
             raise ConfigError(
                 "configuration cannot name code to run",
-                got=f"{name}: {values[name]} in a YAML file",
+                got=f"{name}: {value} in a YAML file",
                 fix=f"name it on the command line, {name}=package.module:function, or trust the file: allow_code=true",
             )
 

@@ -1,5 +1,6 @@
 """Every command does what its help says, and what is wrong is told in words, with nothing lost."""
 
+import errno
 import io
 import json
 import logging
@@ -340,6 +341,17 @@ def test_an_exported_run_has_the_same_logits_elsewhere(small_run: Path) -> None:
     with torch.no_grad():
         theirs = AutoModelForCausalLM.from_pretrained("out")(tokens).logits
         torch.testing.assert_close(load_model(small_run)(tokens), theirs, rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_an_export_tells_where_weights_are_not_those_of_training(small_run: Path, capsys: Capture) -> None:
+    assert cli.run(["export", f"checkpoint={small_run}", "output_dir=half", "dtype=float16"]) == 0
+    start = [*NO_MODEL, "data.train=corpus.txt", "trainer.max_steps=1", "output_dir=runs/a"]
+    assert cli.run(["finetune", "checkpoint=half", *start]) == 0
+    for dtype, is_told in (([], True), (["dtype=float16"], False), (["dtype=float32"], False)):
+        capsys.readouterr()
+        assert cli.run(["export", "checkpoint=runs/a", "output_dir=out", "overwrite=true", *dtype]) == 0
+        assert ("weights in float16, as they were published" in capsys.readouterr().out) == is_told
 
 
 @pytest.mark.parametrize("words", [["finetune", "checkpoint=out"], ["train", "model=out"]])
@@ -705,6 +717,42 @@ def test_an_option_that_cannot_be_says_what_could(argument: str, words: list[str
     assert not Path("runs").exists()
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train", "data.train=~x"],
+        ["train", "data.train=corpus.txt", "data.eval=~x"],
+        ["train", "data.train=corpus.txt", "output_dir=~x"],
+        ["train", "data.train=corpus.txt", "data.cache=~x"],
+        ["train", "data.train=corpus.txt", "model=~x"],
+        ["train", "data.train=corpus.txt", "resume=~x"],
+        ["train", "recipe=~x.yaml"],
+        ["train", "task=recommendation", "data.train=~x.csv"],
+        ["train", "task=image_classification", "data.train=~x"],
+        ["evaluate", "checkpoint=~x", "data.eval=corpus.txt"],
+        ["inspect", "corpus.txt", "output=~x"],
+    ],
+)
+def test_a_path_of_an_unknown_user_is_told_and_no_run_begins(words: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"(?s)begins with a user.*~x.*expected:.*do:.*/~x"):
+        cli.run(words)
+    assert not Path("runs").exists()
+
+
+def no_room(*_: object, **__: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="there is no file system without folders")
+def test_a_folder_that_cannot_be_made_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in ("/proc/run", "corpus.txt/run", f"runs/{'x' * 300}"):
+        with pytest.raises(ConfigError, match=r"(?s)got:.*expected:.*do:.*output_dir"):
+            train(f"output_dir={folder}")
+    monkeypatch.setattr(Path, "mkdir", no_room)
+    with pytest.raises(ConfigError, match=r"(?s)got:.*No space left.*expected:.*do:.*output_dir"):
+        train("output_dir=runs/a")
+
+
 def test_a_device_that_is_not_here_is_refused() -> None:
     with pytest.raises(DeviceError, match=r"(?s)tpu.*do:.*leave device out.*'cuda'"):
         train("device=tpu")
@@ -762,7 +810,7 @@ def test_a_run_to_resume_from_must_exist() -> None:
 
 
 def test_a_preset_is_no_checkpoint() -> None:
-    with pytest.raises(ModelError, match="no such folder"):
+    with pytest.raises(ModelError, match="without weights"):
         cli.run(["finetune", "checkpoint=llama_tiny", "data.train=corpus.txt"])
 
 

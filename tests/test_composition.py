@@ -1,17 +1,23 @@
 """Presets, overrides and users' own YAML become one plain dict, and nothing in them is ever run."""
 
 import json
+import random
+import re
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+from kitforge.api import Trainer
 from kitforge.composition import compose, compose_config, dotted, nested, parse, task_of
 from kitforge.foundation.config import from_dict, option_help, option_names, to_dict, to_yaml
-from kitforge.foundation.errors import ConfigError, DataError
+from kitforge.foundation.errors import ConfigError, DataError, ModelError
 from kitforge.kits.recommender.data import label_choice
 from kitforge.kits.registry import kit_of, recorded_task, task_names
 from kitforge.kits.transformers.config import TextGenerationOptions
@@ -19,6 +25,7 @@ from kitforge.peer_names import PEER_NAMES
 from kitforge.preset_files import CONFIGS, groups, presets
 from kitforge.trainer.dropped_options import DROPPED, without_dropped
 from kitforge.trainer.resume import check_changes
+from kitforge.yaml_options import read_yaml
 
 
 def values(**choices: Any) -> dict[str, Any]:
@@ -188,9 +195,10 @@ def test_the_name_of_another_library_is_refused_and_ours_is_named(task: str, nam
 
 
 # Each option is a promise. A new one takes the place of another, or comes with the reason for a higher number.
-NUM_OPTIONS = {"ppo": 143, "sft": 77, "recommendation": 131, "text_generation": 130} | {
-    "distill": 147,
-    "online_dpo": 149,
+# The command line names an environment by `environment.name`.
+NUM_OPTIONS = {"ppo": 144, "sft": 77, "recommendation": 131, "text_generation": 130} | {
+    "distill": 148,
+    "online_dpo": 150,
 }
 
 
@@ -296,6 +304,36 @@ def test_a_preset_of_ones_own_may_not_hide_a_shipped_one() -> None:
     write("configs/model/llama_tiny.yaml", "family: gpt2\n")
     with pytest.raises(ConfigError, match=r"configs/model/llama_tiny\.yaml"):
         values(model="llama_tiny")
+
+
+@pytest.mark.parametrize("header", ["", "# @package _global_\n"])
+@pytest.mark.parametrize("task", ["text_generation", "recommendation", "grpo"])
+def test_a_group_of_a_file_that_is_one_value_is_refused_beside_its_options(task: str, header: str) -> None:
+    draws, kit = random.Random(0), kit_of(task)
+    known = option_names(kit.OPTIONS)
+    for option in draws.sample([name for name in known if "." in name], 12):
+        group, value = (
+            option.rpartition(".")[0],
+            draws.choice([3, None, True, "lru", 1.5, *([] if header else [[1, 2]])]),
+        )
+        write("configs/recipe/one.yaml", header + json.dumps(nested({group: value})))
+        with pytest.raises(ConfigError, match=rf"(?s)'{group}'.*got:.*expected:.*group of options.*do:"):
+            compose(task, {"recipe": "one", option: 1}, kit.OPTIONS)
+
+
+@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.integers(0, 5), st.sampled_from(["a: [1", "  b: 2", "x: 'y", "- a", "c: d: e", "@", "a: *b", "\tq: 1"]))
+def test_a_mistake_in_yaml_is_told_with_the_line_and_column_of_its_reader(line: int, mistake: str) -> None:
+    text = "".join(f"{mistake if each == line else f'k{each}: {each}'}\n" for each in range(6))
+    write("mine.yaml", text)
+    try:
+        yaml.safe_load(text)
+    except yaml.MarkedYAMLError as error:
+        assert error.problem_mark is not None
+        with pytest.raises(ConfigError, match=r"(?s)mine\.yaml is not YAML.*got:.*expected:.*do:") as told:
+            read_yaml(Path("mine.yaml"))
+        assert re.search(r"line \d+, column \d+", str(told.value))
+        assert "unicode string" not in str(told.value)
 
 
 @pytest.mark.parametrize("text", ["family: [gpt2\n", "\xff\xfe: \x00", "- a\n- b\n"])
@@ -509,6 +547,14 @@ def test_a_function_of_a_file_is_trusted_on_request_only(here: Path) -> None:
     write("bold.yaml", "allow_code: true\nreward: rewards:shortness\n")
     with pytest.raises(ConfigError, match="cannot name code"):
         rewarded(recipe="bold.yaml")
+    write("game.yaml", "task: grpo\nenvironment: {name: games:Guess}\n")
+    with pytest.raises(ConfigError, match=r"(?s)cannot name code.*environment\.name: games:Guess"):
+        rewarded(recipe="game.yaml")
+    assert rewarded(recipe="game.yaml", environment="own:Guess")["environment"]["name"] == "own:Guess"
+    # A module alone is none of these, and would be imported to look into it.
+    write("module.yaml", "task: grpo\nenvironment: {name: games}\n")
+    with pytest.raises(ConfigError, match=r"package\.module:Class"):
+        kit_of("grpo").read_options(rewarded(recipe="module.yaml"))
 
 
 def test_the_record_of_a_run_leaves_the_folder_of_that_run(here: Path) -> None:
@@ -531,3 +577,28 @@ def test_a_rate_that_is_given_follows_no_other_although_it_is_that_of_the_preset
     write("critic.yaml", to_yaml({"task": "ppo", "checkpoint": "home", **nested(rates)}))
     for choices in ({"recipe": "critic.yaml"}, {"checkpoint": "home", **rates}):
         assert compose_config("ppo", choices).values["critic"]["learning_rate"] == 1e-5
+
+
+@pytest.mark.parametrize("preset", ["gpt2_tiny", "deepfm", "mine"])
+@pytest.mark.parametrize(
+    ("role", "given"),
+    [
+        *((role, "{}") for role in ("checkpoint", "reference", "teacher", "reward")),
+        ("reward", ["exact", "{}"]),
+        ("reward", {"deepfm": [0.5, "{}"]}),
+    ],
+)
+def test_weights_named_by_a_preset_are_refused_in_every_role(role: str, given: Any, preset: str) -> None:
+    write("configs/model/mine.yaml", "family: gpt2\ndim: 48\nnum_layers: 1\nnum_heads: 2\n")
+    given = json.loads(json.dumps(given).replace("{}", preset))
+    words = rf"(?s)without weights.*got: +{role}={preset}\n.*expected:.*do:.*{role}=runs"
+    task = "distill" if role == "teacher" else "ppo"
+    with pytest.raises(ModelError, match=words):
+        compose_config(task, {role: given})
+    if role != "checkpoint":
+        with pytest.raises(ModelError, match=words):
+            Trainer(task, roles={role: given})
+    # A folder of that name has weights.
+    if isinstance(given, str) and preset != "mine":
+        Path(preset).mkdir()
+        compose_config(task, {role: given})

@@ -5,7 +5,9 @@ from pathlib import Path
 from kitforge.api import save_model
 from kitforge.cli.command import Invocation, require
 from kitforge.data.gguf_file import GGUF_SUFFIX
+from kitforge.foundation.files import user_path
 from kitforge.foundation.log import say
+from kitforge.foundation.untrusted import parse_json
 
 
 def export(chosen: Invocation) -> int:
@@ -16,7 +18,7 @@ def export(chosen: Invocation) -> int:
         return 0
     require("export", chosen.options, {"checkpoint": "RUN", "output_dir": "FOLDER"})
     source, target = chosen.values["checkpoint"], chosen.values["output_dir"]
-    path = Path(target)
+    path = user_path(target)
     if chosen.values.get("format") == "gguf" and path.suffix != GGUF_SUFFIX:
         path /= f"model{GGUF_SUFFIX}"
     before = _times(path)
@@ -25,6 +27,9 @@ def export(chosen: Invocation) -> int:
     if path.is_dir():
         written = sorted(name for name, time in _times(path).items() if before.get(name) != time)
     say(f"wrote {path}: {', '.join(written)}")
+    config = parse_json((path / "config.json").read_bytes()) if "config.json" in written else {}
+    if chosen.values.get("dtype") is None and config.get("dtype", "float32") != "float32":
+        say(f"weights in {config['dtype']}, as they were published; dtype=float32 writes them as they were trained")
     return 0
 
 

@@ -19,7 +19,7 @@ from kitforge.composition import parse
 from kitforge.foundation import device as devices
 from kitforge.foundation.config import to_yaml
 from kitforge.foundation.errors import ConfigError, installation
-from kitforge.foundation.files import check_own, mark_own, write_text
+from kitforge.foundation.files import check_own, mark_own, user_path, write_text
 from kitforge.foundation.log import console, sanitize, say
 from kitforge.kits.registry import DEFAULT_TASK, kit_of, task_names
 from kitforge.preset_files import presets
@@ -55,7 +55,7 @@ def profile(arguments: list[str]) -> int:
     if len(folders) != 1 or options.keys() - {"output", "partial", "overwrite"}:
         got, fix = " ".join(arguments) or "nothing", "kitforge profile RUN [output=FILE.html] [partial=true]"
         raise ConfigError("profile needs one run", got=got, fix=fix)
-    target = Path(str(options.get("output", folders[0] / FOLDER / "times.html"))).expanduser()
+    target = user_path(str(options.get("output", folders[0] / FOLDER / "times.html")))
     check_own(target, "profile", overwrite=options.get("overwrite") is True)
     times = step_times(read_traces(folders[0], partial=options.get("partial") is True))
     title = f"milliseconds, medians over steps {times.steps[0]} to {times.steps[-1]}"

@@ -5,7 +5,7 @@ from pathlib import Path
 from kitforge.composition import compose_config, parse, task_of
 from kitforge.data.tables.source import open_table
 from kitforge.foundation.errors import ConfigError
-from kitforge.foundation.files import check_own, mark_own
+from kitforge.foundation.files import check_own, mark_own, user_path
 from kitforge.foundation.log import console, say
 from kitforge.kits.kit import Kit
 from kitforge.kits.registry import kit_of
@@ -20,7 +20,7 @@ def inspect(arguments: list[str]) -> int:
     files = [argument for argument in arguments if "=" not in argument]
     choices = {name: values[0] for name, values in (parse(each) for each in arguments if "=" in each)}
     target, overwrites = choices.pop("output", None), choices.pop("overwrite", False) is True
-    target = None if target is None else Path(str(target)).expanduser()
+    target = None if target is None else user_path(str(target))
     if target is not None:
         check_own(target, "inspect", overwrite=overwrites)
     if choices and not files:

@@ -3,7 +3,8 @@
 import itertools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,12 +18,11 @@ from kitforge.foundation.errors import ConfigError, KitforgeError
 from kitforge.foundation.log import console, say
 from kitforge.kits.registry import kit_of
 from kitforge.models.hub import resolve
-from kitforge.preset_files import presets
 from kitforge.report.metrics import read_run
 from kitforge.report.page import write_report
 from kitforge.report.panels import is_best
 from kitforge.report.summary import best_evaluation
-from kitforge.trainer.run_folder import default_folder
+from kitforge.trainer.run_folder import claim, default_folder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,10 +85,10 @@ def run_sweep(name: str, verb: Command, found: Sequence[SweepRun]) -> int:
         console.print(f"{number} of {len(found)}: {member.words}", style="bold", markup=False, highlight=False)
         try:
             chosen = _invocation(member)
-            folder = str(default_folder(chosen.options, chosen.model_name)) if verb.has_folder else None
-            if folder is not None:
-                chosen = replace(chosen, options=replace(chosen.options, output_dir=folder))
-            status = _run_or_launch(name, verb, member, chosen)
+            with _run_folder(verb, chosen) as folder:
+                if folder is not None:
+                    chosen = replace(chosen, options=replace(chosen.options, output_dir=folder))
+                status = _run_or_launch(name, verb, member, chosen)
             done |= {} if folder is None or status or not Path(folder).is_dir() else {member.words: Path(folder)}
         except KitforgeError as error:
             print_error(type(error), error, None)
@@ -120,13 +120,24 @@ def _run_or_launch(name: str, verb: Command, member: SweepRun, chosen: Invocatio
     """Run in this process, or launch ranks if the options need several and no launcher started them."""
     assert verb.run is not None
     kit, options = chosen.kit, chosen.options
-    # A preset has no weights, which the verb says itself.
-    if (weights := chosen.values.get("checkpoint")) is not None and weights not in presets():
+    if (weights := chosen.values.get("checkpoint")) is not None:
         resolve(weights)
     if not verb.has_ranks or launch_info() is not None or options.num_ranks == 1:
         return int(imported(verb.run)(chosen))
     kit.check_parallel(options)
     devices.of_rank(options.device, 0, options.num_ranks)
     # One name for all ranks: it contains the time.
-    further = [argument("output_dir", str(default_folder(options, chosen.model_name)))] if verb.has_folder else []
-    return launch([name, *member.arguments, *further], options.parallel, options.num_ranks)
+    with _run_folder(verb, chosen) as folder:
+        further = [] if folder is None else [argument("output_dir", folder)]
+        return launch([name, *member.arguments, *further], options.parallel, options.num_ranks)
+
+
+@contextmanager
+def _run_folder(verb: Command, chosen: Invocation) -> Iterator[str | None]:
+    """The folder of a run, made for it unless several ranks do so."""
+    if not verb.has_folder:
+        yield None
+        return
+    folder = default_folder(chosen.options, chosen.model_name, is_claimed=launch_info() is None)
+    with claim(chosen.options, folder):
+        yield str(folder)

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kitforge.foundation.errors import DataError
-from kitforge.foundation.files import file_lock, write_text
+from kitforge.foundation.files import file_lock, user_path, write_text
 from kitforge.foundation.log import logger
 from kitforge.foundation.untrusted import parse_json
 
@@ -24,7 +24,7 @@ _log = logger(__name__)
 
 def default_root() -> Path:
     """The folder that holds all caches: $KITFORGE_CACHE or ~/.cache/kitforge."""
-    return Path(os.environ.get("KITFORGE_CACHE") or Path.home() / ".cache" / "kitforge")
+    return user_path(os.environ.get("KITFORGE_CACHE") or "~/.cache/kitforge")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 from kitforge.foundation.errors import DataError
-from kitforge.foundation.files import missing_file_error
+from kitforge.foundation.files import missing_file_error, user_path
 
 # The folder of rows without a value.
 _NOTHING = "__HIVE_DEFAULT_PARTITION__"
@@ -26,7 +26,7 @@ def resolve_files(
     """The files of a path or a glob pattern, in the order of reading. Of a folder: the files at any depth for which
     `is_known`, without those below names that are hidden, sorted by relative path. `known` lists the suffixes and
     `names` further valid values, for messages. Raises DataError if there is no file."""
-    path = Path(spec).expanduser()
+    path = user_path(spec)
     if path.is_dir():
         below = {each.relative_to(path).as_posix(): each for each in path.rglob("*") if is_known(each)}
         shown = (name for name in sorted(below) if not any(map(is_hidden, name.split("/"))))
@@ -59,6 +59,6 @@ def _fixed(path: Path) -> Path:
 def folder_values(spec: str | os.PathLike[str], file: Path) -> Mapping[str, str | None]:
     """What the folders between a folder, or what a pattern begins with, and one of its files say, as Hive names them
     (`country=de`); None for no value."""
-    base = _fixed(Path(spec).expanduser())
+    base = _fixed(user_path(spec))
     found = (re.fullmatch(r"([^=]+)=(.*)", part) for part in file.relative_to(base).parts[:-1] if file != base)
     return {unquote(each[1]): None if each[2] == _NOTHING else unquote(each[2]) for each in found if each is not None}

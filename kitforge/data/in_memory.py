@@ -14,6 +14,8 @@ from kitforge.foundation.errors import DataError
 
 _DATASET_ROWS = 20_000
 _MEMORY_ROWS = 1_000
+# A mapping with these keys alone has parts of a data set, and no columns.
+_SPLITS = frozenset({"train", "test", "validation", "valid", "val", "dev", "eval"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +120,9 @@ class TableRows:
 
 
 def rows_of_table(spec: object) -> object:
-    """The rows of a table, where it is one; else what was given."""
+    """The rows of a table, or of a mapping from column to list, where it is one; else what was given."""
+    if isinstance(spec, Mapping) and not _SPLITS.issuperset(spec) and all(map(_is_column, spec.values())):
+        return _rows_of_columns(spec)
     # A Series has no columns, and a datasets.Dataset reads its own.
     is_table = hasattr(spec, "columns") or hasattr(spec, "column_names")
     table: Any = spec
@@ -132,6 +136,19 @@ def rows_of_table(spec: object) -> object:
         table = arrow.table(spec)
         return TableRows(items=table.to_pylist(), features=schema_features(table.schema.metadata))
     return spec
+
+
+def _is_column(values: object) -> bool:
+    return isinstance(values, (list, tuple)) or getattr(values, "ndim", 0) > 0
+
+
+def _rows_of_columns(columns: Mapping[str, Any]) -> list[dict[str, Any]]:
+    # Numbers of an array or a tensor as Python has them; an image stays an array.
+    columns = {name: each.tolist() if getattr(each, "ndim", 0) == 1 else each for name, each in columns.items()}
+    if len({len(values) for values in columns.values()}) > 1:
+        got = ", ".join(f"{name}: {len(values)}" for name, values in columns.items())
+        raise DataError("the columns are not equally long", got=got, expected="one length", fix="null is None")
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
 def dataset_shards(dataset: Any, column: str | None = None, errors: EncodingErrors = "strict") -> list[HFDatasetShard]:

@@ -4,10 +4,10 @@ import math
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from kitforge.foundation.errors import ConfigError, DataError, nearest
+from kitforge.foundation.files import user_path
 
 _EXAMPLE = "data.train=[{source:a.jsonl,weight:0.7},{source:b.txt,weight:0.3}]"
 
@@ -37,7 +37,7 @@ def weighted_sources(spec: object, option_names: Collection[str]) -> list[Weight
     first: dict[str, int] = {}
     for number, each in enumerate(chosen):
         is_path = isinstance(each.source, (str, os.PathLike))
-        identity = str(Path(each.source).expanduser().resolve()) if is_path else f"object {id(each.source)}"  # type: ignore[arg-type]
+        identity = str(user_path(each.source).resolve()) if is_path else f"object {id(each.source)}"  # type: ignore[arg-type]
         if isinstance(each.source, (list, tuple)):
             identity = repr(each.source)
         identity += repr(sorted(each.options.items()))

@@ -313,12 +313,14 @@ def _table_rows(shard: FileShard, column: str | None) -> Iterator[tuple[object, 
         opened(shard.path) as stream,
         io.TextIOWrapper(stream, encoding="utf-8-sig", errors=shard.encoding_errors, newline="") as text,
     ):
-        lines = csv.reader(text, delimiter=delimiter, strict=True, quoting=quoting)
+        lines, first = csv.reader(text, delimiter=delimiter, strict=True, quoting=quoting), 1
         try:
             header: list[str] = next(lines, [])
-            at = _column_index(shard, header, column)
-            for cells in filter(None, lines):
-                location = f"{name}:{lines.line_num}"
+            at, first = _column_index(shard, header, column), lines.line_num + 1
+            for cells in lines:
+                location, first = f"{name}:{first}", lines.line_num + 1
+                if not cells:
+                    continue
                 if len(cells) != len(header):
                     raise DataError(
                         f"{location} has the wrong number of cells",
@@ -331,7 +333,11 @@ def _table_rows(shard: FileShard, column: str | None) -> Iterator[tuple[object, 
                 else:
                     yield location, cells[at]
         except csv.Error as error:
-            raise DataError(f"{shard.path}:{lines.line_num} is not a row of a table", got=error) from None
+            expected, fix = (
+                f"cells between {delimiter!r}",
+                'close every quote; one in a quoted cell is written twice: ""',
+            )
+            raise DataError(f"{name}:{first} is not a row of a table", got=error, expected=expected, fix=fix) from None
         except UnicodeDecodeError:
             # The reader decodes block by block without offsets; this raises the error again, with the offset.
             _everything(shard)

@@ -16,6 +16,7 @@ from kitforge.data.readers import file_shards, is_known, row_file_shards
 from kitforge.data.standard_library import standard_library_shards
 from kitforge.foundation.config import check, from_dict
 from kitforge.foundation.errors import ConfigError, DataError
+from kitforge.foundation.files import user_path
 
 STANDARD_LIBRARY = "python_stdlib"
 
@@ -196,7 +197,7 @@ def _path_shards(spec: str | os.PathLike[str], config: SourceConfig) -> list[Doc
         raise DataError(
             "this text is not a path", got=f"{os.fspath(spec)[:60]!r}", fix="pass a document in a list: [text]"
         )
-    path = Path(spec).expanduser()
+    path = user_path(spec)
     shards = [
         shard
         for file in _text_files(spec)

@@ -89,9 +89,19 @@ def convert(hint: Any, value: Any, path: str) -> Any:
         return _convert_plain(hint, value, path)
     if isinstance(value, hint):  # type: ignore[arg-type]
         return value
-    if not isinstance(value, Mapping):
-        raise _wrong(path, value, "a group of options")
+    check_groups(hint, value, path)
     return from_dict(hint, value, path)  # type: ignore[arg-type]
+
+
+def check_groups(hint: Any, values: Any, path: str = "") -> None:
+    """Raise ConfigError for a group of options, or a mapping, that `values` make a single value."""
+    if not isinstance(values, Mapping):
+        fix = "write the options of the group below its name, or leave the name out"
+        kind = "a group of options" if dataclasses.is_dataclass(hint) else "a mapping of names to values"
+        raise _wrong(path, values, kind, fix)
+    for name, inner in _hints(hint).items() if dataclasses.is_dataclass(hint) else ():  # type: ignore[arg-type]
+        if name in values and (dataclasses.is_dataclass(inner) or typing.get_origin(inner) is dict):
+            check_groups(inner, values[name], _join(path, name))
 
 
 def check(condition: bool, path: str, got: object, expected: str, fix: str | None = None) -> None:
@@ -142,8 +152,7 @@ def _convert_literal(args: tuple[Any, ...], value: Any, path: str) -> Any:
 def _convert_container(hint: Any, value: Any, path: str) -> Any:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is dict:
-        if not isinstance(value, Mapping):
-            raise _wrong(path, value, "a mapping of names to values")
+        check_groups(hint, value, path)
         return {str(key): convert(args[1], item, f"{path}.{key}") for key, item in value.items()}
     if not isinstance(value, (list, tuple)):
         raise _wrong(path, value, "a list, for example [1,2]")

@@ -35,6 +35,16 @@ def process_name() -> str:
     return f"{machine_name()}-{os.getpid()}"
 
 
+def user_path(given: str | os.PathLike[str]) -> Path:
+    """A path with `~` and `~user` replaced by those home folders. Raises ConfigError for a user that does not exist,
+    unless a file has that name."""
+    path = os.path.expanduser(given)
+    if path.startswith("~") and not os.path.lexists(path):
+        fix = f"write the whole path: {os.path.join(os.getcwd(), path)}"
+        raise ConfigError("this path begins with a user who is not known", got=given, expected="~/ or ~USER/", fix=fix)
+    return Path(path)
+
+
 @contextmanager
 def atomic_file(path: Path) -> Iterator[IO[bytes]]:
     """A binary file to write to. It appears at `path` when the block succeeds, or not at all."""

@@ -9,6 +9,8 @@ from typing import Any
 
 import yaml
 
+from kitforge.foundation.errors import ConfigError
+
 # Limits of a YAML document: nodes with every alias expanded, and nesting depth.
 MAX_YAML_NODES = 100_000
 MAX_YAML_DEPTH = 100
@@ -52,8 +54,9 @@ def check_yaml(text: str) -> None:
     try:
         for event in yaml.parse(text, Loader=_SafeLoader):
             if isinstance(event, yaml.AliasEvent):
-                # An alias of an open container would contain itself.
-                total += sizes.get(event.anchor, MAX_YAML_NODES)
+                # An alias of an open container would contain itself; the reader tells of one that is not defined.
+                is_open = any(anchor == event.anchor for _, anchor in open_containers)
+                total += sizes.get(event.anchor, MAX_YAML_NODES if is_open else 1)
             elif isinstance(event, yaml.ScalarEvent):
                 total += 1
                 sizes[event.anchor] = 1
@@ -72,8 +75,15 @@ def check_yaml(text: str) -> None:
         raise _not_yaml(error) from None
 
 
-def _not_yaml(error: yaml.YAMLError) -> ValueError:
-    return ValueError(" ".join(str(error).split()))
+def _not_yaml(error: Exception) -> ValueError:
+    return ValueError(" ".join(str(error).split()).replace('in "<unicode string>", ', "at "))
+
+
+def yaml_error(path: object, error: Exception) -> ConfigError:
+    """The error for a file that is not YAML, or not YAML that can be used."""
+    fix = "mend that place; a text with a colon, a quote or a bracket stands in quotes"
+    got = _not_yaml(error)
+    return ConfigError(f"{path} is not YAML that can be used", got=got, expected="name: value, a line each", fix=fix)
 
 
 def names_function(value: object) -> bool:

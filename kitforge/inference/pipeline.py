@@ -13,7 +13,7 @@ from kitforge.data.chat.template import BegunMessage, Message, template_of
 from kitforge.data.tokenizers.loading import Tokenizer
 from kitforge.foundation.config import from_dict
 from kitforge.foundation.errors import ConfigError, ModelError
-from kitforge.foundation.files import missing_file_error
+from kitforge.foundation.files import missing_file_error, user_path
 from kitforge.inference.adapters import Factors
 from kitforge.inference.constraint import Constraint
 from kitforge.inference.engine import Engine
@@ -180,7 +180,7 @@ def compile_structure(grammars: GrammarCompiler, structure: tuple[str, Any] | No
 def _schema(given: Any) -> Any:
     """The JSON schema of a pydantic class, of a file, or as it is."""
     if isinstance(given, (str, Path)):
-        if not (path := Path(given).expanduser()).is_file():
+        if not (path := user_path(given)).is_file():
             raise missing_file_error(path)
         return path.read_text(encoding="utf-8-sig")
     return given.model_json_schema() if hasattr(given, "model_json_schema") else given

@@ -9,7 +9,7 @@ from torch import nn
 
 from kitforge.data.source import open_rows
 from kitforge.foundation.errors import ConfigError, DataError
-from kitforge.foundation.files import atomic_file, check_own
+from kitforge.foundation.files import atomic_file, check_own, user_path
 from kitforge.foundation.progress import show_progress
 from kitforge.kits.kit import LoadModel
 
@@ -28,9 +28,9 @@ def prediction_files(options: Any, example: str) -> tuple[Path, Path]:
             got=f"checkpoint={options.checkpoint} data.eval={spec} output={options.output}",
             fix=f"add checkpoint=RUN {example}",
         )
-    target = Path(options.output).expanduser()
+    target = user_path(options.output)
     check_own(target, "predict", overwrite=options.overwrite)
-    return Path(options.checkpoint).expanduser(), target
+    return user_path(options.checkpoint), target
 
 
 def row_batches(spec: object, column: str, size: int) -> Iterator[list[dict[str, Any]]]:

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar, cast
 
 import torch
 from rich.console import RenderableType
@@ -31,7 +31,7 @@ from kitforge.trainer.dropped_options import without_dropped
 from kitforge.trainer.loop import Loop
 from kitforge.trainer.options import RunOptions, check_offload, check_schedule
 from kitforge.trainer.precision import autocast, use_precision
-from kitforge.trainer.run_folder import Run, default_folder, make_loop, train
+from kitforge.trainer.run_folder import Run, claim, default_folder, make_loop, train
 from kitforge.trainer.step_trace import TracedTask
 from kitforge.trainer.task import Task
 
@@ -78,7 +78,8 @@ class RunAssembly(Generic[OptionsT, ProcessorT]):
         """Train, from the checkpoint that `options.resume` names if it does. The notes are warnings about the inputs,
         which stand in config.yaml and in the report."""
         config_text = self.config_text + "".join(f"{NOTE}{note}\n" for note in notes)
-        metrics = train(self.loop, self.options, self.folder, config_text)
+        with claim(self.options, self.folder):
+            metrics = train(self.loop, self.options, self.folder, config_text)
         model, was_interrupted = self.loop.model, self.loop.was_interrupted
         return Run(
             folder=self.folder, model=model, processor=self.processor, metrics=metrics, was_interrupted=was_interrupted
@@ -143,16 +144,20 @@ class Kit(ABC, Generic[OptionsT, ProcessorT]):
     ) -> RunAssembly[OptionsT, ProcessorT]:
         """A run ready to start. All ranks call it."""
         prepared = self.prepare(options, inputs, rendezvous, is_evaluation=False)
-        world, folder, recorded = self.join(prepared, inputs, rendezvous)
+        world, recorded = self.join(prepared, rendezvous)
+        default_folder(options, inputs.model_name)
         task, callbacks = prepared.task(world)
-        loop = make_loop(
-            task,
-            replace(prepared.options, device=str(world.device)),
-            folder,
-            world=world,
-            config=recorded,
-            callbacks=[*(inputs.callbacks if world.is_training else ()), *callbacks],
-        )
+        claimed = default_folder(options, inputs.model_name, is_claimed=True) if world.rank == 0 else None
+        folder = cast(Path, world.broadcast_object(claimed))
+        with claim(options, folder):
+            loop = make_loop(
+                task,
+                replace(prepared.options, device=str(world.device)),
+                folder,
+                world=world,
+                config=recorded,
+                callbacks=[*(inputs.callbacks if world.is_training else ()), *callbacks],
+            )
         return RunAssembly(
             loop=loop,
             folder=folder,
@@ -161,11 +166,9 @@ class Kit(ABC, Generic[OptionsT, ProcessorT]):
             config_text=to_yaml(recorded),
         )
 
-    def join(
-        self, prepared: Prepared[OptionsT, ProcessorT], inputs: RunInputs[ProcessorT], rendezvous: Rendezvous
-    ) -> tuple[World, Path, OptionValues]:
-        """Join the process group, and check that all ranks have the same options and rows: the world, the run folder,
-        and the recorded options."""
+    def join(self, prepared: Prepared[OptionsT, ProcessorT], rendezvous: Rendezvous) -> tuple[World, OptionValues]:
+        """Join the process group, and check that all ranks have the same options and rows: the world, and the recorded
+        options."""
         options, recorded = prepared.options, prepared.recorded
         world = rendezvous.init_process_group().with_precision(options.precision)
         # A rank that builds no network takes its options from rank 0.
@@ -173,7 +176,7 @@ class Kit(ABC, Generic[OptionsT, ProcessorT]):
         if "model" in recorded and recorded["model"] is None:
             recorded = recorded | {"model": network}
         rendezvous.check_same({"configuration": to_yaml(recorded), **prepared.fingerprints})
-        return world, world.broadcast_object(default_folder(options, inputs.model_name)), recorded
+        return world, recorded
 
     def evaluate(self, options: OptionsT, inputs: RunInputs[ProcessorT], rendezvous: Rendezvous) -> dict[str, float]:
         """Metrics of the evaluation set, for `inputs.model` or the model under `options.checkpoint`."""
@@ -321,6 +324,8 @@ class TaskKit(Kit[OptionsT, ProcessorT]):
     def evaluate(self, options: OptionsT, inputs: RunInputs[ProcessorT], rendezvous: Rendezvous) -> dict[str, float]:
         """Metrics of the task, of the model that was trained last or of a new one."""
         if self._trained is None or self._trained[0] is not inputs.model:
+            # Nothing is written, so no new folder is made.
+            options = replace(options, output_dir=options.output_dir or "runs/latest")
             return self.assemble(options, inputs, rendezvous).loop.evaluate()
         return self._trained[1].evaluate()
 

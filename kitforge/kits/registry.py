@@ -13,7 +13,8 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 from kitforge.foundation.errors import ConfigError, KitforgeError, nearest
-from kitforge.foundation.untrusted import load_yaml
+from kitforge.foundation.files import user_path
+from kitforge.foundation.untrusted import load_yaml, yaml_error
 from kitforge.kits.kit import AnyKit, Kit
 from kitforge.models.catalog import FAMILIES, Kind
 from kitforge.models.classifier_heads import QUESTION_ANSWERING, TOKEN_CLASSIFIER
@@ -83,7 +84,7 @@ def _installed_tasks() -> Mapping[str, AnyKit]:
 
 def recorded_config(folder: str | Path) -> Path | None:
     """config.yaml of a run, or of the run that a step belongs to; None for another folder."""
-    path = Path(folder).expanduser()
+    path = user_path(folder)
     # A step is RUN/checkpoints/step_N.
     parents = (path, path.resolve().parent.parent) if path.is_dir() else ()
     candidates = (parent / "config.yaml" for parent in parents)
@@ -95,7 +96,7 @@ def recorded_task(folder: object) -> str | None:
     if not isinstance(folder, (str, Path)):
         return None
     if (config := recorded_config(folder)) is None:
-        path = Path(folder).expanduser()
+        path = user_path(folder)
         labels = labels_of(path)
         if labels is not None:
             is_reward = len(labels) == 1 and kind_of(path) != "encoder"
@@ -108,7 +109,7 @@ def recorded_task(folder: object) -> str | None:
     try:
         values = load_yaml(config.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ConfigError(f"{config} is not YAML that can be used", got=" ".join(str(error).split())) from None
+        raise yaml_error(config, error) from None
     task = values.get("task") if isinstance(values, Mapping) else None
     return task if isinstance(task, str) and task in task_names() else None
 

@@ -17,7 +17,7 @@ from kitforge.data.cache_folder import default_root
 from kitforge.data.gguf_file import GGUF_SUFFIX, is_gguf
 from kitforge.data.optional_imports import import_optional
 from kitforge.foundation.errors import DependencyError, ModelError
-from kitforge.foundation.files import atomic_file, sha256
+from kitforge.foundation.files import atomic_file, sha256, user_path
 
 _HUB_ID = re.compile(r"(?P<repository>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>[\w./-]+))?")
 # What is fetched of a repository: no pickle, and nothing of other frameworks.
@@ -60,13 +60,13 @@ def is_pretrained(model: object) -> bool:
     """Whether a text names weights: an existing folder or GGUF file, a named checkpoint, or an id of the Hub."""
     if isinstance(model, Path):
         return model.exists()
-    return isinstance(model, str) and (_is_local(Path(model).expanduser()) or model in NAMED or _is_hub_id(model))
+    return isinstance(model, str) and (_is_local(user_path(model)) or model in NAMED or _is_hub_id(model))
 
 
 def resolve(model: str | Path) -> Path:
     """The folder or GGUF file of a pretrained model; one on the Hub is fetched into Hugging Face's cache. Raises
     ModelError for what does not exist, and for a named checkpoint that was not fetched yet."""
-    path = Path(model).expanduser()
+    path = user_path(model)
     if _is_local(path):
         return path
     if (checkpoint := NAMED.get(str(model))) is not None:

@@ -25,7 +25,7 @@ from kitforge.core.nn.lora import LoraConfig, adapter_tensors, attach, merge_fac
 from kitforge.core.nn.score_head import HEAD_BIAS, POOLER
 from kitforge.foundation.config import check
 from kitforge.foundation.errors import ModelError
-from kitforge.foundation.files import write_text
+from kitforge.foundation.files import user_path, write_text
 from kitforge.foundation.known_keys import KnownKeys
 from kitforge.foundation.log import logger
 from kitforge.foundation.types import Region
@@ -360,7 +360,7 @@ def read_scaled_factors(network: nn.Module, folder: Path) -> dict[str, tuple[Ten
 def read_factors(config: FamilyConfig, folder: str | Path, wanted: LoraConfig) -> dict[str, tuple[Tensor, ...]]:
     """The factors of every adapted layer of a folder by the layer's name, as `adapter_tensors` gives them. Raises
     ConfigError for an adapter of another rank, scale, kind or of other layers than `wanted`."""
-    adapter = _AdapterFolder(config, Path(folder).expanduser())
+    adapter = _AdapterFolder(config, user_path(folder))
     check_same(adapter.uniform(), wanted)
     return {path: adapter.factors(path) for path in adapter.paths()}
 

@@ -9,6 +9,7 @@ from kitforge.core.checkpoint.manifest import steps
 from kitforge.core.parallel.world import ALONE, World
 from kitforge.foundation.device import pick
 from kitforge.foundation.errors import CheckpointError, ConfigError
+from kitforge.foundation.files import user_path
 from kitforge.trainer.dropped_options import without_dropped
 
 # Prefixes of options that may change on resume: they affect logging, placement and length, never what a step computes
@@ -90,7 +91,7 @@ def find_resume_checkpoint(
             if root is None
             else newest(root, on_damaged=lambda error: log_event("damaged", str(error)), world=world)
         )
-    found = _open_named(Path(resume), log_event, world)
+    found = _open_named(user_path(resume), log_event, world)
     if root is not None:
         _check_same_history(found, root)
     return found

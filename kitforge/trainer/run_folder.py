@@ -4,7 +4,8 @@ import itertools
 import os
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -18,7 +19,7 @@ from kitforge.core.checkpoint.manifest import steps
 from kitforge.core.parallel.world import World
 from kitforge.foundation.config import check
 from kitforge.foundation.errors import ConfigError, KitforgeError
-from kitforge.foundation.files import check_own, held_folder, mark_own, write_text
+from kitforge.foundation.files import check_own, held_folder, mark_own, user_path, write_text
 from kitforge.foundation.log import console
 from kitforge.report.metrics import read_run
 from kitforge.report.notebook import Rows
@@ -68,18 +69,19 @@ class Run:
         return f"{metrics._repr_html_()}<p><code>{escape(str(self.folder))}</code>{link}</p>"
 
 
-def default_folder(options: RunOptions, model_name: str) -> Path:
-    """`output_dir`, or a new folder below runs/."""
+def default_folder(options: RunOptions, model_name: str, *, is_claimed: bool = False) -> Path:
+    """`output_dir`, or a new folder below runs/, made now if it is claimed: of two runs that start within one second,
+    each has its own."""
     if options.output_dir is None and options.resume == "auto":
         raise ConfigError("resume=auto needs a run folder", got="output_dir=null", fix="add output_dir=runs/latest")
     if options.output_dir is None:
         name = "-".join(dict.fromkeys((time.strftime("%Y%m%d-%H%M%S"), options.task, model_name)))
-        # Two runs may start within one second.
         folders = (Path("runs") / (name if number == 1 else f"{name}-{number}") for number in itertools.count(1))
-        return next(folder for folder in folders if not folder.exists())
-    folder = Path(options.output_dir)
-    for path in (folder, *folder.parents):
-        check(path.is_dir() or not path.exists(), "output_dir", options.output_dir, f"folders; {path} is a file")
+        return next(folder for folder in folders if not folder.exists() and (not is_claimed or _is_made(folder)))
+    folder = user_path(options.output_dir)
+    files = [path for path in (folder, *folder.parents) if path.exists() and not path.is_dir()]
+    fix = f"choose another output_dir: {files[0] if files else folder} is a file"
+    check(not files, "output_dir", options.output_dir, "folders", fix)
     # The target of runs/latest, as the link will point to this run.
     return Path(os.path.relpath(folder.resolve())) if folder.is_symlink() else folder
 
@@ -107,7 +109,7 @@ def train(loop: Loop, options: RunOptions, folder: Path, config_text: str) -> di
     if loop.world.rank > 0:
         return loop.train()
     before, made = _latest_target(folder), [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
+    is_empty = _is_made(folder) or not any(folder.iterdir())
     with held_folder(folder):
         mark_own(folder, "train")
         write_text(folder / "config.yaml", config_text)
@@ -116,10 +118,35 @@ def train(loop: Loop, options: RunOptions, folder: Path, config_text: str) -> di
             return loop.train()
         except KitforgeError:
             # A run that fails before its first step leaves no folder.
-            if made and loop.state.cursor.step == 0:
+            if is_empty and loop.state.cursor.step == 0:
                 _link_latest(folder, before)
-                shutil.rmtree(made[-1], ignore_errors=True)
+                for path in made[-1:] or folder.iterdir():
+                    shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
             raise
+
+
+def _is_made(folder: Path) -> bool:
+    """Make the folder of a run; False if it is there. Raises ConfigError where it cannot be made."""
+    try:
+        folder.mkdir(parents=True)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        fix = "choose another output_dir"
+        raise ConfigError(f"{folder} cannot be made", got=error, expected="a folder to write to", fix=fix) from error
+    return True
+
+
+@contextmanager
+def claim(options: RunOptions, folder: Path) -> Iterator[None]:
+    """If the block fails before anything is in a folder below runs/ that was made for it, neither of both stays."""
+    try:
+        yield
+    except BaseException:
+        for path in (folder, folder.parent) if options.output_dir is None else ():
+            with suppress(OSError):
+                path.rmdir()
+        raise
 
 
 def _resumed(world: World, options: RunOptions, folder: Path) -> Checkpoint | None:

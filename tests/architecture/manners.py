@@ -162,6 +162,15 @@ def vendor_modules(sources: list[Source]) -> Findings:
                 yield f"{source.at(node)} {name}"
 
 
+def home_folders(sources: list[Source]) -> Findings:
+    """`~` is resolved by `foundation.files.user_path`, which tells a person of a user that does not exist."""
+    for source in sources:
+        for name, node in source.calls:
+            is_path = not name.startswith("os.") and name.endswith(".expanduser")
+            if source.module != "kitforge.foundation.files" and (is_path or name == "Path.home"):
+                yield f"{source.at(node)} {name}()"
+
+
 def executed_data(sources: list[Source]) -> Findings:
     """Nothing that comes with data is executed: no pickle in any dress, no unsafe YAML, no eval."""
     for source in sources:

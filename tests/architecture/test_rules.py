@@ -51,6 +51,8 @@ PLANTED: list[Plant] = [
     (manners.vendor_modules, "data/a.py", "import torch\ntorch.cuda.empty_cache()"),
     (manners.vendor_modules, "data/a.py", "from torch import cuda"),
     (manners.vendor_modules, "data/a.py", "def f():\n import torch_npu"),
+    (manners.home_folders, "data/a.py", "def f(x): return Path(x).expanduser()"),
+    (manners.home_folders, "data/a.py", "x = Path.home() / 'a'"),
     (manners.executed_data, "data/a.py", "import pickle"),
     (manners.executed_data, "data/a.py", "def f():\n from dill import loads"),
     (manners.executed_data, "data/a.py", "import torch\ntorch.load('x')"),

@@ -5,14 +5,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pandas
 import pyarrow
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kitforge.data import optional_imports, readers
 from kitforge.data.readers import FileShard, file_shards
+from kitforge.data.tables.columns import ColumnLayout
 from kitforge.foundation.errors import DataError, DependencyError
+from tests.data.tables.reading_rows import columns_of
 
 
 def read(path: Path, column: str = "text", separator: str | None = None, errors: str = "strict") -> list[str]:
@@ -265,3 +268,37 @@ def test_a_shard_of_a_file_knows_its_size(tmp_path: Path) -> None:
         path=tmp_path, column="text", separator=None, encoding_errors="strict", stamp=(10, 0), start=2, stop=7
     )
     assert shard.size == 5
+
+
+_CELLS = st.lists(st.sampled_from(["a", ",", "\t", '"', "\n", "\r\n", "é"]), max_size=5).map("".join)
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.tuples(_CELLS, st.booleans()), min_size=1, max_size=6), st.sampled_from(["\n", "\r\n"]), st.data())
+def test_a_row_is_named_by_the_line_that_it_begins_on(
+    tmp_path: Path, rows: list[tuple[str, bool]], end: str, draws: st.DataObject
+) -> None:
+    lines, text = [], f"id,text{end}"
+    for cell, has_blank in rows:
+        text += end if has_blank else ""
+        lines.append(text.count("\n") + 1)
+        text += f'1,"{cell.replace(chr(34), chr(34) * 2)}"{end}'
+    path = write(tmp_path / "a.csv", text)
+    (shard,) = file_shards(path, "text", None, "strict")
+    assert [str(at) for at, _ in shard.rows()] == [f"{path}:{line}" for line in lines]
+    assert pandas.read_csv(path, keep_default_na=False)["text"].tolist() == [cell for cell, _ in rows]
+    # The same of a table for a recommender, by its one row without a number.
+    chosen = draws.draw(st.sampled_from(range(len(rows))))
+    broken = text.splitlines(keepends=True)
+    broken[lines[chosen] - 1] = "x" + broken[lines[chosen] - 1][1:]
+    write(path, "".join(broken))
+    with pytest.raises(DataError, match=rf"a\.csv:{lines[chosen]} holds no number"):
+        columns_of(path, ColumnLayout(numbers=("id",)))
+    # And a row that is none, by its own first line.
+    write(path, f'{text}1,"two{end}lines"x{end}')
+    with pytest.raises(DataError, match=rf"(?s)a\.csv:{text.count(chr(10)) + 1} is not a row.*expected:.*do:"):
+        list(shard_rows(path))
+
+
+def shard_rows(path: Path) -> Any:
+    return [row for shard in file_shards(path, "text", None, "strict") for row in shard.rows()]

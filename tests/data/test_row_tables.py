@@ -2,14 +2,19 @@
 
 import csv
 import json
+import re
 from pathlib import Path
 from typing import Any
 
+import datasets
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kitforge.data.chat.datasets import ChatDatasetReader
 from kitforge.data.chat.template import template_of
-from kitforge.data.source import open_rows
+from kitforge.data.source import open_rows, open_source
 from kitforge.data.tokenizers.loading import ByteTokenizer
 from kitforge.foundation.errors import DataError
 from tests.kits.transformers import test_classification as texts
@@ -26,7 +31,7 @@ def write(path: Path, rows: list[dict[str, Any]]) -> str:
     return str(path)
 
 
-def rows_of(path: str) -> list[Any]:
+def rows_of(path: object) -> list[Any]:
     return [row for shard in open_rows(path) for _, row in shard.rows()]
 
 
@@ -105,3 +110,55 @@ def test_a_table_of_labelled_texts_trains_a_classifier(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.csv", given)
     model = texts.run(tmp_path / "run", {"trainer.max_steps": 1}, train_dataset=path).loop.model
     assert model.labels == ("bad", "good")
+
+
+@given(st.data(), st.integers(1, 5))
+def test_columns_are_rows(draws: st.DataObject, length: int) -> None:
+    messages = st.lists(st.fixed_dictionaries({"role": st.just("user"), "content": st.text(max_size=3)}), max_size=2)
+    kinds = {"messages": messages, "text": st.text(max_size=3), "label": st.integers(0, 9), "margin": st.none()}
+    columns = {name: draws.draw(st.lists(kind, min_size=length, max_size=length)) for name, kind in kinds.items()}
+    wanted = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    assert [row for shard in open_rows(columns) for _, row in shard.rows()] == wanted
+    assert list(datasets.Dataset.from_dict({**columns})) == wanted
+    as_arrays = {**columns, "label": np.array(columns["label"])}
+    assert [row for shard in open_rows(as_arrays) for _, row in shard.rows()] == wanted
+    if any(columns["text"]):
+        assert list(open_source(columns).documents()) == list(filter(None, columns["text"]))
+
+
+def test_columns_of_different_lengths_are_refused() -> None:
+    with pytest.raises(DataError, match=r"(?s)not equally long.*got:.*a: 2, b: 1.*expected:.*do:"):
+        rows_of({"a": [1, 2], "b": [1]})
+    # What is no column is no corpus, as before: parts of a data set by their names.
+    with pytest.raises(DataError, match="one of its values"):
+        rows_of({"train": object()})
+
+
+ODD = ["dialog", "msgs", "conversation", "turns", "Messages", "content", "promt", "zzz"]
+
+
+@settings(max_examples=60)
+@given(st.sampled_from(ODD), st.sampled_from(["messages", "sharegpt", "json", "text"]), st.booleans())
+@pytest.mark.parametrize("kind", ["demonstrations", "prompts", "pairs"])
+def test_a_missing_column_is_looked_for_by_what_the_others_hold(
+    kind: str, name: str, written: str, has_id: bool
+) -> None:
+    says: dict[str, Any] = {
+        "messages": [HI, YO],
+        "sharegpt": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}],
+        "json": json.dumps([HI, YO]),
+        "text": "hello",
+    }
+    row = {**({"id": 7, "score": 0.5} if has_id else {}), name: says[written]}
+    reader = ChatDatasetReader(TOKENIZER, template_of(TOKENIZER))
+    with pytest.raises(DataError, match=r"(?s)has no column.*got:.*expected:.*do:") as told:
+        list(getattr(reader, kind)([row]))
+    fix = str(told.value).partition("do:")[2]
+    assert name in fix and " id" not in fix and "score" not in fix
+    option = re.search(r"data\.columns\.(\w+)=(\S+)", fix)
+    assert option is not None
+    if written != "text":
+        assert option[2] == name
+        if kind == "demonstrations":
+            # The advice is taken.
+            assert list(ChatDatasetReader(TOKENIZER, template_of(TOKENIZER), {option[1]: name}).demonstrations([row]))

@@ -120,7 +120,7 @@ REFUSED: list[tuple[Callable[[Path], object], str]] = [
     (lambda folder: folder / "d.txt", "is empty"),
     (lambda _: [], "there is no text"),
     (lambda _: ["", ""], "there is no text"),
-    *((lambda _, given=given: given, "this is not a corpus") for given in (None, 3, b"bytes", {"text": ["a"]})),
+    *((lambda _, given=given: given, "this is not a corpus") for given in (None, 3, b"bytes", {"text": "a"}, {})),
     (lambda _: {"train": ["a"], "test": ["b"]}, "train, test"),
     (lambda _: datasets.DatasetDict({"train": SPLIT, "test": SPLIT}), "train, test"),
     (lambda folder: [str(folder / "b.txt"), "corpus of mine"], r"both paths and texts.*b\.txt.*corpus of mine"),

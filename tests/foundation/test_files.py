@@ -5,8 +5,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from kitforge.foundation.files import atomic_file, atomic_folder, sha256, write_text
+from kitforge.foundation.errors import ConfigError
+from kitforge.foundation.files import atomic_file, atomic_folder, sha256, user_path, write_text
 
 
 def test_a_file_appears_whole(tmp_path: Path) -> None:
@@ -52,6 +55,22 @@ def test_a_kill_while_writing_leaves_the_old_file(tmp_path: Path) -> None:
     )
     subprocess.run([sys.executable, "-c", program, str(target)], check=False)
     assert target.read_text() == "old"
+
+
+@given(st.text("~./ab", max_size=6).map(lambda rest: f"~{rest}") | st.text("~./ab", max_size=6))
+def test_a_home_folder_is_that_of_the_shell_or_the_user_is_told(path: str) -> None:
+    found = os.path.expanduser(path)
+    if not found.startswith("~"):
+        assert user_path(path) == Path(found)
+    else:
+        with pytest.raises(ConfigError, match=r"(?s)got:.*~.*expected:.*do:"):
+            user_path(path)
+
+
+def test_a_file_may_begin_with_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("./~t.csv").touch()
+    assert user_path("~t.csv").samefile(tmp_path / "~t.csv")
 
 
 def test_the_checksum_is_that_of_the_bytes(tmp_path: Path) -> None:

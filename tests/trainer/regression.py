@@ -41,7 +41,7 @@ class Regression(Task):
 
 
 def train(
-    folder: Path,
+    folder: Path | None,
     task: Task | None = None,
     resume: str | None = None,
     callbacks: Sequence[Callback] = (),

@@ -2,13 +2,14 @@
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 from torch import nn
 
-from kitforge.foundation.errors import ConfigError
+from kitforge.foundation.errors import ConfigError, TrainingError
 from kitforge.foundation.files import held_folder
 from tests.trainer.regression import Regression, train
 
@@ -34,6 +35,27 @@ def test_a_second_run_leaves_the_first_as_it_would_be_alone(tmp_path: Path, resu
     shared = train(tmp_path / "shared", Twice(tmp_path / "shared", resume), checkpoint_every=100)
     assert [row["loss"] for row in shared.history] == [row["loss"] for row in alone.history]
     train(tmp_path / "shared", resume="auto", max_steps=8, allow_config_changes=True)
+
+
+class Nothing(Regression):
+    """No batches."""
+
+    def steps(self, model: nn.Module, cursor: Any) -> Any:
+        return iter(())
+
+
+def test_runs_that_start_in_one_second_have_folders_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("time.strftime", lambda *_: "now")
+    with ThreadPoolExecutor(3) as pool:
+        runs = list(pool.map(lambda _: train(None), range(3)))
+    assert sorted(run.folder.name for run in runs) == [f"now-custom-Regression{end}" for end in ("", "-2", "-3")]
+    assert all((run.folder / "checkpoints" / "step_6").is_dir() for run in runs)
+    with pytest.raises(TrainingError):
+        train(None, Nothing())
+    assert len([path for path in Path("runs").iterdir() if not path.is_symlink()]) == 3
 
 
 def test_a_folder_is_free_once_its_process_is_gone(tmp_path: Path) -> None:

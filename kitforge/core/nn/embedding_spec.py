@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kitforge.foundation.config import check
+from kitforge.foundation.errors import ConfigError
 
 # each: [B, F, dim], the sum or mean of a bag, the mean of a sequence. sum: [B, dim] over all features.
 # sequence: [B, L, dim] of one feature, in order, padded at the end.
@@ -121,6 +122,18 @@ def deep_lookups(shape: SampleShape, dim: int, features: Sequence[str]) -> tuple
         for width, names in widths.items()
         if names
     )
+
+
+def need(network: str, shape: SampleShape, least: int, *kinds: str) -> None:
+    """Raise ConfigError for data with too few features of these kinds, which are sections of data.schema."""
+    if sum(len(getattr(shape, kind)) for kind in kinds) < least:
+        known = {kind: ", ".join(getattr(shape, kind)) for kind in ("numeric", "categorical", "crosses", "sequences")}
+        got = "; ".join(f"{kind}: {names}" for kind, names in known.items() if names) or "no feature"
+        fix = "name it there (kitforge inspect FILE output=schema.yaml writes what to begin with)"
+        if kinds == ("sequences",):
+            fix += "; rows of events become sequences by `events: {user: COLUMN, item: COLUMN, time: COLUMN}`"
+        what = f"{least} or more features under {' or '.join(kinds)}"
+        raise ConfigError(f"{network} needs {what}", got=got, expected=f"{what} of data.schema", fix=fix)
 
 
 def one_width(shape: SampleShape, features: Sequence[str], dim: int) -> None:

@@ -62,9 +62,9 @@ def describe_error(error: BaseException) -> str:
         return "interrupted"
     if isinstance(error, OSError):
         words = f"{error.filename or 'this machine'}: {error.strerror or error}"
-        if error.errno == errno.ENOSPC:
-            words += "\n  do:       free some space, then go on with resume=auto"
-        return words
+        is_full = error.errno == errno.ENOSPC
+        fix = "free some space, then go on with resume=auto" if is_full else "check the path, and that it may be used"
+        return f"{words}\n  do:       {fix}"
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         fix = "lower trainer.micro_batch_size or data.batch_size, or set trainer.activation_checkpointing=full"
         return f"{type(error).__name__}: {error}\n  do:       {fix}"

@@ -98,14 +98,24 @@ class ChatRow:
             expected = "text, messages or tokens" if name in SAID else "a value"
             raise self.refusal(f"has null in column {name!r}", expected=expected)
         if name not in self.values:
-            own, names = self._columns.get(name, name), list(map(str, self.values))
-            got, expected = (
-                f"columns {', '.join(names)}",
-                f"{own}, as data.columns.{name} says" if own != name else name,
-            )
-            fix = f"data.columns.{name}=NAME; {nearest(own, names)}"
-            raise self.refusal(f"has no column {own!r}", got=got, expected=expected, fix=fix)
+            own, got = self._columns.get(name, name), f"columns {', '.join(map(str, self.values))}"
+            expected = f"{own}, as data.columns.{name} says" if own != name else name
+            if own == "completion" and "prompt" not in self.values:
+                expected = "messages, text, or prompt and completion"
+            raise self.refusal(f"has no column {own!r}", got=got, expected=expected, fix=self._advice(name, own))
         return self.values[name]
+
+    def _advice(self, name: str, own: str) -> str:
+        """How to name the column that is missing: by what the others hold, then by how they are called."""
+        is_alone = own == "completion" and "prompt" not in self.values
+        chats = [str(each) for each, value in self.values.items() if name in SAID and _holds_chat(value)]
+        if chats:
+            return " or ".join(f"data.columns.{'messages' if is_alone else name}={each}" for each in chats)
+        texts = [str(each) for each, value in self.values.items() if isinstance(value, str)]
+        if is_alone and texts:
+            return f"data.columns.text=NAME for text without a prompt; columns of text: {', '.join(texts)}"
+        known = texts if name in SAID and texts else map(str, self.values)
+        return f"data.columns.{name}=NAME; {nearest(own, known)}"
 
     def said(self, name: str, knows_role: Callable[[str], bool]) -> Said:
         """The text, messages or tokens of a column; messages may be spelt as JSON or as a dialogue. `knows_role` tells
@@ -390,6 +400,14 @@ def _messages_in_json(text: str) -> list[Any] | None:
         return None
     items = value if isinstance(value, list) else [value]
     return items if all(isinstance(each, dict) and ("role" in each or "from" in each) for each in items) else None
+
+
+def _holds_chat(value: object) -> bool:
+    """Whether a column holds messages, also as JSON."""
+    items: Any = _messages_in_json(value) if isinstance(value, str) else value
+    if not isinstance(items, (list, tuple, np.ndarray)) or len(items) == 0:
+        return False
+    return all(isinstance(each, Mapping) and ("role" in each or "from" in each) for each in items)
 
 
 def _message(item: Mapping[str, Any], location: object, knows_role: Callable[[str], bool]) -> Message:

@@ -13,6 +13,7 @@ from kitforge.data.features import class_names, named
 from kitforge.data.labels import NO_LABEL, Label
 from kitforge.data.source import open_rows
 from kitforge.foundation.errors import DataError
+from kitforge.foundation.files import user_path
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 Split = Literal["train", "eval"]
@@ -35,7 +36,7 @@ def find_images(spec: object, split: Split = "train", image: str = "image", labe
     first folders are named train and test (or val), those of the split. Raises DataError where there are none."""
     found: list[ImageEntry]
     spec = named_dataset.load_named(spec)
-    path = Path(str(spec)).expanduser() if isinstance(spec, (str, Path)) else None
+    path = user_path(spec) if isinstance(spec, (str, Path)) else None
     if path is not None and path.suffix.lower() == ".zip":
         archive = _open_zip(path)
         # Kept open: its list of names is read once.

@@ -20,7 +20,7 @@ from kitforge.data.tables.source import open_table
 from kitforge.foundation.config import check, to_dict
 from kitforge.foundation.dtype import LoadDtype
 from kitforge.foundation.errors import ConfigError, ModelError
-from kitforge.foundation.files import check_own, mark_own, write_text
+from kitforge.foundation.files import check_own, mark_own, user_path, write_text
 from kitforge.foundation.log import logger
 from kitforge.foundation.progress import show_progress
 from kitforge.kits.batch_predict import prediction_files
@@ -166,7 +166,7 @@ class Recommendation(Kit[RecommendationOptions, FeatureEncoder]):
         found, seconds = _model_of(Inputs(model=model)), options.serve.refresh_seconds
         if found is None or found.checkpoint_folder is None:
             raise ConfigError("serving needs a run", fix="add checkpoint=RUN")
-        folder = Path(options.checkpoint or found.checkpoint_folder).expanduser()
+        folder = user_path(options.checkpoint or found.checkpoint_folder)
         if seconds is not None and (options.tables.serving_dtype is not None or not (folder / "checkpoints").is_dir()):
             raise ConfigError(
                 "newer checkpoints can be taken over from a run folder, by its own rows",
@@ -204,11 +204,11 @@ class Recommendation(Kit[RecommendationOptions, FeatureEncoder]):
                 got=f"checkpoint={options.checkpoint} output={options.output}",
                 fix="add checkpoint=RUN output=model.pt2",
             )
-        target = Path(options.output).expanduser()
+        target = user_path(options.output)
         written = [target, target.with_suffix(".json")]
         for each in written:
             check_own(each, "export", overwrite=options.overwrite)
-        model = open_served(Path(options.checkpoint).expanduser(), torch.device("cpu"), "O1")
+        model = open_served(user_path(options.checkpoint), torch.device("cpu"), "O1")
         assert model.checkpoint_folder is not None
         checkpoint = open_checkpoint(model.checkpoint_folder, verify=False)
         export_program(model, recorded_options(checkpoint).tables.pooling, checkpoint.step, target)

@@ -18,6 +18,7 @@ from kitforge.data.tables.synthetic_clicks import SyntheticClicks, SyntheticClic
 from kitforge.data.tables.times import with_times
 from kitforge.foundation.config import check
 from kitforge.foundation.errors import ConfigError
+from kitforge.foundation.files import user_path
 from kitforge.foundation.log import logger
 from kitforge.foundation.progress import Advance
 from kitforge.kits.recommender.config import RecommendationDataOptions
@@ -244,4 +245,4 @@ def as_sequences(source: TableSource, schema: FeatureSchema, events: EventColumn
 
 def column_cache_root(options: RecommendationDataOptions) -> Path:
     """The folder of column caches."""
-    return default_root() if options.cache is None else Path(options.cache)
+    return default_root() if options.cache is None else user_path(options.cache)

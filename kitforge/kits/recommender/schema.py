@@ -4,13 +4,13 @@ import json
 import os
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
 from kitforge.data.tables.columns import ColumnLayout, KeyColumn, KeyKind, LabelColumn, ListColumn
 from kitforge.data.tables.events import EventColumns
 from kitforge.foundation.config import check, check_least, from_dict, to_yaml
 from kitforge.foundation.errors import ConfigError, nearest
+from kitforge.foundation.files import user_path
 from kitforge.foundation.untrusted import load_yaml
 
 # hash: into num_buckets, collisions are counted; vocabulary: the values seen in training, by frequency;
@@ -199,7 +199,7 @@ def read_schema(spec: object) -> FeatureSchema:
     values = spec
     if isinstance(spec, (str, os.PathLike)):
         try:
-            values = load_yaml(Path(spec).read_text(encoding="utf-8"))
+            values = load_yaml(user_path(spec).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             fix = "kitforge inspect FILE proposes a schema"
             raise ConfigError(f"cannot read the schema {spec}", got=error, expected="a YAML file", fix=fix) from None

@@ -35,13 +35,21 @@ from kitforge.kits.language_model import (
 from kitforge.kits.network_kit import NetworkKit
 from kitforge.kits.network_source import check_splits
 from kitforge.kits.rlhf import tasks
-from kitforge.kits.rlhf.config import KTOOptions, PreferenceOptions, RewardOptions, RLOptions, SFTOptions, StageOptions
+from kitforge.kits.rlhf.config import (
+    EnvironmentOptions,
+    KTOOptions,
+    PreferenceOptions,
+    RewardOptions,
+    RLOptions,
+    SFTOptions,
+    StageOptions,
+)
 from kitforge.kits.rlhf.inspection import loss_mask_lines
 from kitforge.kits.rlhf.on_policy_config import DistillOptions, OnlineDPOOptions
 from kitforge.kits.rlhf.pipeline import BATCH_SIZE, RewardPipeline, Scored, scored_rows
 from kitforge.kits.rlhf.replay import replay
 from kitforge.kits.rlhf.roles.model_loading import load_policy, load_reward_model, open_policy, open_reward_model
-from kitforge.kits.rlhf.roles.rewards import reward_reference
+from kitforge.kits.rlhf.roles.rewards import find_function, reward_reference
 from kitforge.kits.rlhf.roles.role_checks import DisableDropout, check_role_tokenizers
 from kitforge.kits.rlhf.roles.value_head import ValueHeadModel, policy_of
 from kitforge.kits.rlhf.tasks import Inputs, TaskBuilder, TaskInputs, task_inputs_of
@@ -75,6 +83,9 @@ class RlhfKit(NetworkKit[StageOptions, Tokenizer], ABC):
         self, options: StageOptions, inputs: Inputs, rendezvous: Rendezvous, *, is_evaluation: bool
     ) -> Prepared[StageOptions, Tokenizer]:
         """Rows, tokenizer and models. Raises ConfigError for a role whose tokenizer does not fit the policy's."""
+        named = getattr(options, "environment", EnvironmentOptions()).name
+        if named is not None and "environment" not in inputs.roles:
+            inputs = dataclasses.replace(inputs, roles={**inputs.roles, "environment": find_function(named)})
         parts = task_inputs_of(options, inputs, rendezvous.device, rank=rendezvous.rank, is_evaluation=is_evaluation)
         tokenizer = parts.tokenizer
         check_role_tokenizers(options, inputs.roles, tokenizer)
@@ -101,15 +112,16 @@ class RlhfKit(NetworkKit[StageOptions, Tokenizer], ABC):
         check_splits(options)
 
     def evaluation_options(self, recorded: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:
-        """The recorded options of a run that its evaluation takes over. Raises ConfigError for a reward function that
+        """The recorded options of a run that its evaluation takes over. Raises ConfigError for code that
         only config.yaml names: code named by data is not run."""
-        if "reward" not in chosen and names_function(recorded.get("reward")):
-            raise ConfigError(
-                "a file cannot name code to run",
-                got=f"reward={recorded['reward']} in the run's config.yaml",
-                expected="the reward function, named on the command line",
-                fix=f"add {_reward_argument(recorded['reward'])} if you trust it",
-            )
+        for name, argument in _code_arguments(recorded).items():
+            if not {name, f"{name}.name"} & chosen.keys():
+                raise ConfigError(
+                    "a file cannot name code to run",
+                    got=f"{argument} in the run's config.yaml",
+                    expected="the function or the class, named on the command line",
+                    fix=f"add {argument} if you trust it",
+                )
         return {name: value for name, value in recorded.items() if name not in TRAINING_ONLY_OPTIONS}
 
     def inspect_rows(self, options: StageOptions) -> Iterator[str]:
@@ -146,8 +158,8 @@ class RlhfKit(NetworkKit[StageOptions, Tokenizer], ABC):
         return dataclasses.replace(options, checkpoint=str(run.folder))
 
     def next_steps(self, folder: Path) -> list[str]:
-        reward = load_yaml((folder / "config.yaml").read_text()).get("reward")
-        named = f" {_reward_argument(reward)}" if names_function(reward) else ""
+        recorded = load_yaml((folder / "config.yaml").read_text())
+        named = "".join(f" {argument}" for argument in _code_arguments(recorded).values())
         return [f"kitforge evaluate checkpoint={folder} data.eval=FILE{named}", f"kitforge report {folder}"]
 
 
@@ -217,10 +229,16 @@ class RewardKit(RlhfKit):
         raise ModelError("this run holds no language model", got=f"a reward model in {folder}", expected=expected)
 
 
-def _reward_argument(reward: Any) -> str:
-    """The command-line option for a reward or a list of rewards."""
-    several = [each[1] for each in reward.values()] if isinstance(reward, Mapping) else reward
-    return f"reward=[{','.join(map(str, several))}]" if isinstance(several, list) else f"reward={several}"
+def _code_arguments(recorded: Mapping[str, Any]) -> dict[str, str]:
+    """The command-line options that name the code of a run: its rewards and its environment."""
+    reward, environment = recorded.get("reward"), (recorded.get("environment") or {}).get("name")
+    found = {} if environment is None else {"environment": f"environment={environment}"}
+    if names_function(reward):
+        several = [each[1] for each in reward.values()] if isinstance(reward, Mapping) else reward
+        found["reward"] = (
+            f"reward=[{','.join(map(str, several))}]" if isinstance(several, list) else f"reward={several}"
+        )
+    return found
 
 
 def _recorded(options: StageOptions, inputs: Inputs, network: dict[str, Any] | None) -> dict[str, Any]:

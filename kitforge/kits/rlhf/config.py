@@ -8,6 +8,7 @@ from kitforge.data.schedule import OnSourceEnd
 from kitforge.data.tokenizers.loading import TokenizerConfig
 from kitforge.foundation.config import check, check_least
 from kitforge.foundation.types import OnInvalid
+from kitforge.foundation.untrusted import names_function
 from kitforge.inference.options import CacheSizeOptions, EngineOptions
 from kitforge.inference.server.options import HttpOptions
 from kitforge.inference.text_engine import InferenceOptions
@@ -351,6 +352,7 @@ class RolloutOptions:
 class EnvironmentOptions:
     """Execution of environment and tool steps."""
 
+    name: str | None = None  # package.module:Class to play with; null: the role environment, if there is one
     max_workers: int = 16  # threads per rank; an async step takes one too
     timeout: float | None = 60.0  # seconds per step; null: no limit
     max_episodes: int | None = None  # at once per rank, those of whole prompts; null: all of a rollout batch
@@ -360,6 +362,8 @@ class EnvironmentOptions:
     max_consecutive_errors: int = 3
 
     def __post_init__(self) -> None:
+        is_class = self.name is None or names_function(self.name)
+        check(is_class, "environment.name", self.name, "package.module:Class, or file.py:Class of the current folder")
         check_least("environment", self, 1, "max_workers", "max_episodes")
         check_least("environment", self, 0, "max_consecutive_errors")
         check(self.timeout is None or self.timeout > 0, "environment.timeout", self.timeout, "above 0, or null")

@@ -15,6 +15,7 @@ from kitforge.data.chat.template import template_of
 from kitforge.data.tokenizers.loading import Tokenizer
 from kitforge.foundation.config import check
 from kitforge.foundation.errors import ConfigError, ModelError
+from kitforge.foundation.files import user_path
 from kitforge.kits.kit import RunInputs, datasets
 from kitforge.kits.language_model import LoraOptions
 from kitforge.kits.network_source import HeadSource, NetworkSource, Part, build_model, prepare_training
@@ -442,9 +443,9 @@ def _reward_source(parts: TaskInputs[Any], source: Any, base_model: Callable[[],
     if several := reward_members(source):
         weights = {name: weighted_member(name, each) for name, each in several.items()}
         return {name: (weight, _reward_source(parts, each, base_model)) for name, (weight, each) in weights.items()}
-    if not isinstance(source, (str, Path)) or not Path(source).expanduser().is_dir():
+    if not isinstance(source, (str, Path)) or not user_path(source).is_dir():
         return source
-    folder = Path(source).expanduser()
+    folder = user_path(source)
     if is_adapter(folder):
         return adapted_reward_model(base_model(), folder)
     model = load_reward_model(folder, parts.device, parts.options.compile_level)

@@ -17,6 +17,7 @@ from kitforge.data.tokenizers.loading import Tokenizer
 from kitforge.foundation.config import check, to_dict
 from kitforge.foundation.dtype import LoadDtype
 from kitforge.foundation.errors import ConfigError, ModelError
+from kitforge.foundation.files import user_path
 from kitforge.foundation.progress import show_progress
 from kitforge.foundation.types import MicroBatch
 from kitforge.inference.adapters import Factors
@@ -169,7 +170,7 @@ class TextGeneration(NetworkKit[TextGenerationOptions, Tokenizer]):
         if options.checkpoint is None:
             raise ModelError("there is no model to evaluate", fix="add checkpoint=RUN")
         check(options.parallel.world_size == 1, "tasks", f"{options.parallel.world_size} ranks", "one rank")
-        folder = Path(options.checkpoint).expanduser()
+        folder = user_path(options.checkpoint)
         files = {name: find_file(name, options.data.tasks) for name in options.tasks}
         named = [name for name, file in files.items() if file is None]
         sets = [load_task(file, options.limit) for file in files.values() if file is not None]
@@ -194,7 +195,7 @@ class TextGeneration(NetworkKit[TextGenerationOptions, Tokenizer]):
         """Answer the prompts of `data.eval` into `output` by the model under `options.checkpoint`."""
         folder, target = prediction_files(options, "data.eval=prompts.jsonl output=answers.jsonl")
         check(isinstance(options.data.eval, str), "data.eval", options.data.eval, "a file of prompts")
-        prompts = read_prompts(Path(options.data.eval).expanduser())
+        prompts = read_prompts(user_path(options.data.eval))
         tokenizer = stored_tokenizer(folder)
         model = load_model(str(folder), options.device, options.inference.dtype)
         texts = TextEngine(Engine(model, options.inference.engine, stop_ids=tokenizer.eos_ids), tokenizer)
@@ -227,7 +228,7 @@ def _plain_micro_batches(options: TextGenerationOptions, num_replicas: int) -> l
 def _adapters(model: nn.Module, options: TextGenerationOptions) -> dict[str, Factors]:
     """Those of `serve.adapters`, by name."""
     folders = options.serve.adapters.items()
-    return {name: read_scaled_factors(model, Path(folder).expanduser()) for name, folder in folders}
+    return {name: read_scaled_factors(model, user_path(folder)) for name, folder in folders}
 
 
 def _samples(

@@ -14,6 +14,7 @@ from kitforge.data.text.streaming import IterableReader, ShardReader, StreamOpti
 from kitforge.data.text.token_cache import TokenCache, build_token_cache
 from kitforge.data.tokenizers.loading import Tokenizer
 from kitforge.foundation.errors import ConfigError, DataError
+from kitforge.foundation.files import user_path
 from kitforge.kits.transformers.config import DataOptions
 
 Progress = Callable[[int, int], None]
@@ -47,7 +48,7 @@ def _source_config(options: DataOptions) -> SourceConfig:
 
 def cache_root(options: DataOptions) -> Path:
     """The folder of token caches and trained tokenizers."""
-    return default_root() if options.cache is None else Path(options.cache)
+    return default_root() if options.cache is None else user_path(options.cache)
 
 
 def load_corpus(

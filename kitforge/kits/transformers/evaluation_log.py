@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kitforge.foundation.files import atomic_file, check_own
+from kitforge.foundation.files import atomic_file, check_own, user_path
 from kitforge.foundation.log import logger
 
 _log = logger(__name__)
@@ -21,7 +21,7 @@ def log_files(
     Raises ConfigError if `output` exists, without `overwrite`.
     """
     if output is not None:
-        target = Path(output).expanduser()
+        target = user_path(output)
         check_own(target, "evaluate", overwrite=overwrite)
         return dict.fromkeys(tasks, target)
     location = checkpoint.resolve()

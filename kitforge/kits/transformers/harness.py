@@ -16,6 +16,7 @@ from kitforge.data.optional_imports import import_optional
 from kitforge.data.tokenizers.protocol import Tokenizer, document_frame
 from kitforge.foundation.config import check
 from kitforge.foundation.errors import ConfigError
+from kitforge.foundation.files import user_path
 from kitforge.inference.folder_defaults import with_folder_defaults
 from kitforge.inference.text_engine import InferenceOptions
 from kitforge.kits.transformers.evaluation import EvaluationResult, Evaluator, OnTooLong
@@ -88,7 +89,7 @@ class _TemplateReader:
 def find_tasks(names: Sequence[str], folder: str | None) -> Any:
     """A task manager that knows the names, also of YAML files in `folder`; ConfigError if there is none."""
     library = _import("tasks", f"the benchmark {names[0]!r}, which has no file,")
-    path = None if folder is None else str(Path(folder).expanduser())
+    path = None if folder is None else str(user_path(folder))
     manager = library.TaskManager(include_path=path, include_defaults=False)
     if not set(names) <= set(manager.all_tasks):
         # Thousands of files, which take it many seconds to list.

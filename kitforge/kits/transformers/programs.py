@@ -28,7 +28,7 @@ from kitforge.core.nn.vision import VisionTransformer
 from kitforge.data.optional_imports import import_optional
 from kitforge.foundation.dtype import ExportDtype, LoadDtype
 from kitforge.foundation.errors import ConfigError
-from kitforge.foundation.files import check_own, mark_own, process_name, sync_folder, write_text
+from kitforge.foundation.files import check_own, mark_own, process_name, sync_folder, user_path, write_text
 from kitforge.kits.kit import AnyKit
 from kitforge.kits.language_model import token_entries, write_tokenizer
 from kitforge.kits.transformers.labelling import SequenceClassifier
@@ -279,7 +279,7 @@ def export_programs(kit: AnyKit, options: Any, *, use_cache: bool = True, has_to
         raise ConfigError("the programs are not written in this dtype", got=f"dtype={dtype}", expected=expected)
     if options.format == "onnx":
         import_optional("onnxscript", needed_for="format=onnx", extra="onnx")
-    source, folder = resolve(options.checkpoint), Path(options.output_dir).expanduser()
+    source, folder = resolve(options.checkpoint), user_path(options.output_dir)
     check_own(folder, "export", overwrite=options.overwrite)
     stored = kit.open_model(source)
     tokenizer = kit.find_processor(source) if has_tokenizer else None

@@ -16,6 +16,7 @@ from typing import Any
 
 from kitforge.data.file_bytes import opened
 from kitforge.foundation.errors import ConfigError, DataError
+from kitforge.foundation.files import user_path
 
 FORMS: dict[str, dict[str, type]] = {
     "choices": {"query": str, "choices": list, "gold": int},
@@ -55,11 +56,11 @@ def find_file(name: str, folder: str | None) -> Path | None:
     """The benchmark file that a name stands for: itself, or one in `folder`. None for a name without a file; raises
     ConfigError for a file that is not there."""
     if name.endswith(_ENDINGS):
-        path = Path(name).expanduser()
+        path = user_path(name)
         if not path.is_file():
             raise ConfigError("there is no such task", got=name, expected="a jsonl file")
         return path
-    candidates = [] if folder is None else [Path(folder).expanduser() / f"{name}{ending}" for ending in _ENDINGS]
+    candidates = [] if folder is None else [user_path(folder) / f"{name}{ending}" for ending in _ENDINGS]
     return next((path for path in candidates if path.is_file()), None)
 
 

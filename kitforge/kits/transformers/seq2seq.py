@@ -110,6 +110,7 @@ class Pair:
     source: list[int]
     target: list[int]
     texts: tuple[str, str]
+    is_cut: bool = False
 
 
 SIDES = ("source", "target")
@@ -150,6 +151,9 @@ def read_pairs(
     data = options.data
     rows = [_pair(location, texts, tokenizer, data) for location, texts in train]
     held = None if evaluation is None else [_pair(location, texts, tokenizer, data) for location, texts in evaluation]
+    for each in (rows, held or []):
+        if num_cut := sum(pair.is_cut for pair in each):
+            _log.warning("%d pairs: %d were cut", len(each), num_cut)
     own, others = hold_out(rows, held, data.eval_fraction, options.seed)
     return RowSplits(train=PairRows(own, tokenizer.pad_id), eval=PairRows(others, tokenizer.pad_id))
 
@@ -162,7 +166,9 @@ def _pair(location: object, texts: tuple[str, str], tokenizer: Tokenizer, data: 
             fix = f"raise data.{name}, or add data.on_too_long=cut_right"
             got, expected = f"{len(tokens)} tokens", f"at most data.{name}={limit}"
             raise DataError(f"the {side} of {location} is too long", got=got, expected=expected, fix=fix)
-    return Pair(source=cut(source, data.sequence_length), target=cut(target, data.target_length), texts=texts)
+    is_cut = len(source) > data.sequence_length or len(target) > data.target_length
+    source, target = cut(source, data.sequence_length), cut(target, data.target_length)
+    return Pair(source=source, target=target, texts=texts, is_cut=is_cut)
 
 
 def encode_source(tokenizer: Tokenizer, text: str) -> list[int]:

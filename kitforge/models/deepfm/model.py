@@ -8,10 +8,9 @@ from torch import Tensor, nn
 
 from kitforge.core.kernels.dispatch import REFERENCE, Kernels
 from kitforge.core.nn.dropout import SampleDropout
-from kitforge.core.nn.embedding_spec import EmbeddingLookup, SampleShape, concat_features, one_width, width
+from kitforge.core.nn.embedding_spec import EmbeddingLookup, SampleShape, concat_features, need, one_width, width
 from kitforge.core.nn.linear import Linear
 from kitforge.core.nn.mlp_tower import MLPTower, TowerConfig
-from kitforge.foundation.config import check
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +22,7 @@ class DeepFMConfig(TowerConfig):
     def lookups(self, shape: SampleShape) -> tuple[EmbeddingLookup, ...]:
         """The sum of the first-order weights, and the embeddings that both parts share; a sequence is its mean."""
         second = (*shape.categorical, *shape.sequences)
-        check(len(second) >= 2, "features", list(second), "at least two categorical ones or sequences")
+        need("DeepFM", shape, 2, "categorical", "sequences")
         one_width(shape, second, self.dim)
         first = (*shape.categorical, *shape.crosses, *shape.sequences)
         return (

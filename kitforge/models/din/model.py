@@ -13,6 +13,7 @@ from kitforge.core.nn.embedding_spec import (
     EmbeddingLookup,
     SampleShape,
     concat_features,
+    need,
     one_width,
     sequence_lookup,
     width,
@@ -38,7 +39,7 @@ class DINConfig(TowerConfig):
 
     def lookups(self, shape: SampleShape) -> tuple[EmbeddingLookup, ...]:
         """Embeddings of all categorical features and crosses, and of every item of each sequence."""
-        check(len(shape.sequences) > 0, "features", "no sequence", "at least one, for DIN's attention")
+        need("DIN", shape, 1, "sequences")
         for name, target in self.pairs(shape).items():
             fix = (
                 f"name it: model.targets={{{name}: FEATURE}}, or give the two features one table: `table: items` in "

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from kitforge.core.kernels.dispatch import REFERENCE, Kernels
 from kitforge.core.nn.cross_network import CrossNetwork, dot_interaction
 from kitforge.core.nn.dropout import SampleDropout
-from kitforge.core.nn.embedding_spec import EmbeddingLookup, RecommenderConfig, SampleShape, one_width
+from kitforge.core.nn.embedding_spec import EmbeddingLookup, RecommenderConfig, SampleShape, need, one_width
 from kitforge.core.nn.mlp_tower import MLPTower, check_widths
 from kitforge.foundation.config import check
 
@@ -39,7 +39,7 @@ class DLRMConfig(RecommenderConfig):
 
     def lookups(self, shape: SampleShape) -> tuple[EmbeddingLookup, ...]:
         """Embeddings of all categorical features and crosses, and the mean embedding of each sequence."""
-        check(len(shape.numeric) > 0, "features", "no numeric one", "at least one, for DLRM's bottom MLP")
+        need("DLRM", shape, 1, "numeric")
         features = (*shape.categorical, *shape.crosses, *shape.sequences)
         one_width(shape, features, self.dim)
         return (EmbeddingLookup(name="deep", features=features, dim=self.dim),)

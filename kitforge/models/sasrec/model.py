@@ -12,12 +12,11 @@ from kitforge.core.kernels.dispatch import REFERENCE, Kernels
 from kitforge.core.nn.attention import AttentionConfig
 from kitforge.core.nn.block import BlockConfig
 from kitforge.core.nn.context import Context, DropoutKey, dropout
-from kitforge.core.nn.embedding_spec import EmbeddingLookup, RecommenderConfig, SampleShape
+from kitforge.core.nn.embedding_spec import EmbeddingLookup, RecommenderConfig, SampleShape, need
 from kitforge.core.nn.mlp import MLPConfig
 from kitforge.core.nn.stack import Stack
 from kitforge.foundation.config import check
 from kitforge.foundation.device import copy_to
-from kitforge.foundation.errors import ConfigError
 
 NORM_EPS = 1e-8
 # The smallest width that histories are padded to; each further bucket is twice as wide.
@@ -53,15 +52,7 @@ class SASRecConfig(RecommenderConfig):
     def items(self, shape: SampleShape) -> str:
         """The sequence feature of item ids. Raises ConfigError where the data have none, or several."""
         sequence = self.sequence or (shape.sequences[0] if len(shape.sequences) == 1 else None)
-        if not shape.sequences:
-            raise ConfigError(
-                "SASRec needs a sequence feature, and the data have none",
-                got=f"features {', '.join((*shape.numeric, *shape.categorical, *shape.crosses))}",
-                expected="a feature under `sequences` of data.schema: a list column of the items a user took, in order",
-                fix="rows of events (user, item, time) become sequences by data.schema.events: "
-                "`events: {user: COLUMN, item: COLUMN, time: COLUMN}`; a .txt of lines `user item` is grouped as it is "
-                "read",
-            )
+        need("SASRec", shape, 1, "sequences")
         known = ", ".join(shape.sequences)
         check(sequence in shape.sequences, "model.sequence", sequence, f"the name of a sequence of the data: {known}")
         assert sequence is not None

@@ -44,7 +44,8 @@ class TwoTowerConfig(RecommenderConfig):
         known = (*shape.numeric, *shape.categorical, *shape.sequences)
         for side in SIDES:
             names = getattr(self, side)
-            check(len(names) > 0, f"model.{side}", list(names), f"the features of the {side}, of {', '.join(known)}")
+            expected, fix = f"the features of the {side}, of {', '.join(known)}", f"model.{side}=[FEATURE,...]"
+            check(len(names) > 0, f"model.{side}", list(names), expected, fix)
             for name in names:
                 kinds = "features of the data other than crosses" if name in shape.crosses else "features of the data"
                 check(name in known, f"model.{side}", name, f"{kinds}: {', '.join(known)}")

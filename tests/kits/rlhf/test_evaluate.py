@@ -194,6 +194,21 @@ def test_a_file_names_no_code() -> None:
 
 
 @pytest.mark.slow
+def test_an_environment_is_named_on_the_command_line() -> None:
+    Path("own_games.py").write_text(
+        "class Even:\n"
+        "    def reset(self, row):\n        return ''\n"
+        "    def step(self, response):\n        return ' on', float(len(response) % 2 == 0), False\n"
+    )
+    train("grpo", "reward=null", "environment=own_games.py:Even", "rollout.max_turns=2")
+    rows = [json.loads(line) for line in Path("grpo/metrics.jsonl").read_text().splitlines()]
+    assert all(row["environment/turns"] >= 1 for row in rows if row["kind"] == "train")
+    with pytest.raises(ConfigError, match=r"(?s)a file cannot name code.*add environment=own_games\.py:Even"):
+        run(["evaluate", "checkpoint=grpo"])
+    assert run(["evaluate", "checkpoint=grpo", "environment=own_games:Even"]) == 0
+
+
+@pytest.mark.slow
 def test_what_says_where_a_run_ran_is_not_taken_over() -> None:
     train("ppo", "role_ranks.reward=null", "trainer.eval_batches=1")
     chosen = compose_eval_config("ppo", {"checkpoint": "ppo", "reward": "exact", "rl": {"epochs": 2}}).values

@@ -1,6 +1,8 @@
 """Short runs of a task over rows in memory, which its tests share."""
 
+import itertools
 import json
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +25,8 @@ SHORT: dict[str, Any] = {
     "optimizer.learning_rate": 1e-2,
     "device": "cpu",
 }
+# Of runs that nobody looks for.
+_SCRATCH, _NUMBERS = tempfile.TemporaryDirectory(prefix="kitforge-runs-"), itertools.count()
 AXES = ("data", "shard", "context", "tensor", "sequence_parallel")
 
 
@@ -45,7 +49,8 @@ class TaskRuns:
         self, folder: Path | None, choices: dict[str, Any] | None = None, rendezvous: Any = None, **given: Any
     ) -> Any:
         """A run that is ready to start; `given` are inputs of the run."""
-        values = {**self.options, "output_dir": None if folder is None else str(folder), **(choices or {})}
+        folder = Path(_SCRATCH.name, str(next(_NUMBERS))) if folder is None else folder
+        values = {**self.options, "output_dir": str(folder), **(choices or {})}
         options = self.kit.read_options(tiny.nested(values))
         inputs = RunInputs(**{"train_dataset": self.rows(), **self.inputs, **given})
         return self.kit.assemble(options, inputs, rendezvous or Rendezvous.open(options.parallel, options.device))

@@ -9,6 +9,8 @@ import peft
 import pytest
 import torch
 import transformers
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
@@ -21,7 +23,7 @@ from kitforge.data.tokenizers.loading import ByteTokenizer
 from kitforge.foundation.errors import ConfigError, DataError, ModelError
 from kitforge.kits.kit import RunInputs
 from kitforge.kits.transformers.build import TASKS
-from kitforge.kits.transformers.seq2seq import bleu, rouge
+from kitforge.kits.transformers.seq2seq import PairDataOptions, Seq2SeqOptions, bleu, read_pairs, read_texts, rouge
 from kitforge.models import loading
 from kitforge.models.catalog import config_of
 from tests.kits.transformers.task_runs import SHORT, TaskRuns
@@ -189,3 +191,20 @@ def test_bleu_and_rouge_are_those_of_their_libraries() -> None:
     # One of two unigrams of "a dog" is among three: precision 1/2, recall 1/3.
     assert rouge(["a dog"], ["the dog runs"])["rouge1"] == pytest.approx(0.4)
     assert rouge(wanted, wanted) == {"rouge1": 1.0, "rouge2": 1.0, "rougeL": 1.0}
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=9), st.booleans())
+def test_cut_pairs_are_counted_by_the_tokenizer(
+    caplog: pytest.LogCaptureFixture, lengths: list[tuple[int, int]], has_eval: bool
+) -> None:
+    caplog.clear()
+    data = PairDataOptions(sequence_length=20, target_length=12, on_too_long="cut_right", prefix="say: ")
+    given_rows = [{"source": "a" * source, "target": "b" * target} for source, target in lengths]
+    texts = read_texts(given_rows, data)
+    read_pairs(texts, texts[:2] if has_eval else None, ByteTokenizer(), Seq2SeqOptions(data=data))
+    # A byte a token, and the end of the text.
+    cut = [5 + source + 1 > 20 or target + 1 > 12 for source, target in lengths]
+    sets = [cut, cut[:2]] if has_eval else [cut]
+    wanted = [f"{len(each)} pairs: {sum(each)} were cut" for each in sets if any(each)]
+    assert [record.getMessage() for record in caplog.records] == wanted

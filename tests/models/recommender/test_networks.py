@@ -1,6 +1,8 @@
 """Every network is its formula, written out by hand in float64."""
 
 import itertools
+import random
+import re
 from typing import Any
 
 import pytest
@@ -93,6 +95,20 @@ def test_vectors_that_meet_in_products_have_one_width(family: str) -> None:
     shape = SampleShape(**{name: getattr(SHAPE, name) for name in SHAPE.__slots__ if name != "dims"}, dims={"item": 2})
     with pytest.raises(ConfigError, match=r"item.dim.*\n.*2\n.*model.dim=4"):
         config_of(family).lookups(shape)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "sasrec"])
+def test_a_network_takes_the_data_or_says_which_feature_to_give(family: str) -> None:
+    draws, kinds = random.Random(0), ("numeric", "categorical", "sequences")
+    for _ in range(30):
+        drawn = {kind: getattr(SHAPE, kind)[: draws.randint(0, 3)] for kind in kinds}
+        shape, config = SampleShape(**drawn, tables=SHAPE.tables), config_of(family)
+        try:
+            config.lookups(shape)
+        except ConfigError as error:
+            assert re.search(r"(?s)got: .*expected: .*data\.schema|model\.\w+.*got: .*expected: ", str(error))
+        else:
+            build_recommender(config, shape, REFERENCE)
 
 
 def test_deepfm_s_second_order_is_the_sum_over_all_pairs() -> None:

@@ -301,9 +301,8 @@ def with_tools(prompt: PromptExample, template: ChatTemplate, schemas: Sequence[
     """The prompt with the tools' schemas, rendered by the chat template. Raises ConfigError if it ignores them."""
     expected = "a chat template that renders `tools`, as those of Qwen 2.5 and Llama 3.1"
     if prompt.messages is None:
-        raise ConfigError(
-            "tools need prompts of messages", got="a prompt of plain text", expected="messages with role and content"
-        )
+        got, fix = "a prompt of plain text", 'write each prompt as [{"role": "user", "content": ...}]'
+        raise ConfigError("tools need prompts of messages", got=got, expected="a role and content each", fix=fix)
     if prompt.inputs.get("tools"):
         raise ConfigError(
             "a row has a column `tools`, and the role tools is given too",
@@ -313,5 +312,6 @@ def with_tools(prompt: PromptExample, template: ChatTemplate, schemas: Sequence[
     inputs = {**prompt.inputs, "tools": schemas}
     tokens = tuple(template.prompt(prompt.messages, **inputs))
     if tokens == prompt.tokens:
-        raise ConfigError("the chat template does not render tools", expected=expected)
+        fix = "train a model whose tokenizer has one, or put it into chat_template.jinja of tokenizer=FOLDER"
+        raise ConfigError("the chat template does not render tools", expected=expected, fix=fix)
     return replace(prompt, tokens=tokens, inputs=inputs)

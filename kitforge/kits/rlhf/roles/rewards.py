@@ -24,6 +24,7 @@ from kitforge.data.tokenizers.loading import Tokenizer
 from kitforge.foundation.config import check
 from kitforge.foundation.device import copy_to
 from kitforge.foundation.errors import ConfigError, DataError, KitforgeError, TrainingError, nearest
+from kitforge.foundation.files import user_path
 from kitforge.foundation.untrusted import names_function
 from kitforge.kits.rlhf.batching import forward_batches, pad_examples
 from kitforge.kits.rlhf.config import PythonTestsOptions
@@ -348,19 +349,20 @@ def networks_in(given: Any) -> list[torch.nn.Module]:
 
 
 def find_function(path: str) -> Callable[..., Any]:
-    """The function `package.module:function`, of an installed package or of the current folder. Raises ConfigError."""
+    """The function `package.module:function` or `file.py:function`, of an installed package or of the current folder.
+    Raises ConfigError."""
     module_name, _, name = path.partition(":")
     folder = os.getcwd()
     sys.path.insert(0, folder)
     try:
-        found: Any = importlib.import_module(module_name)
+        found: Any = importlib.import_module(module_name.removesuffix(".py"))
         for part in name.split("."):
             found = getattr(found, part)
     except (ImportError, AttributeError) as error:
         raise ConfigError(
-            f"there is no reward function {path!r}",
+            f"there is no function or class {path!r}",
             got=f"{type(error).__name__}: {error}",
-            expected="reward=package.module:function, installed or in the current folder",
+            expected="package.module:function, installed or in the current folder",
         ) from error
     finally:
         sys.path.remove(folder)
@@ -453,7 +455,7 @@ def reward_folders(given: Any) -> list[Path]:
     if several := reward_members(given):
         members = (weighted_member(name, each)[1] for name, each in several.items())
         return [folder for each in members for folder in reward_folders(each)]
-    folder = Path(given).expanduser() if isinstance(given, (str, Path)) else None
+    folder = user_path(given) if isinstance(given, (str, Path)) else None
     return [folder] if folder is not None and folder.is_dir() else []
 
 

@@ -12,6 +12,7 @@ from kitforge.data.chat.template import template_of
 from kitforge.data.tokenizers.loading import Tokenizer
 from kitforge.foundation.config import to_dict
 from kitforge.foundation.errors import ConfigError
+from kitforge.foundation.files import user_path
 from kitforge.kits.rlhf.config import StageOptions
 from kitforge.kits.rlhf.roles.model_loading import find_tokenizer_or_none
 from kitforge.kits.rlhf.roles.rewards import reward_members
@@ -65,7 +66,7 @@ def check_role_tokenizers(options: StageOptions, roles: Mapping[str, Any], token
 def _tokenizer_of(given: Any) -> Tokenizer | None:
     if isinstance(given, Run):
         return cast(Tokenizer, given.processor)
-    folder = Path(given).expanduser() if isinstance(given, (str, Path)) else None
+    folder = user_path(given) if isinstance(given, (str, Path)) else None
     return None if folder is None or not folder.exists() else find_tokenizer_or_none(folder)
 
 

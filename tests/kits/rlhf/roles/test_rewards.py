@@ -113,7 +113,7 @@ def test_a_function_is_found_by_its_path_in_the_current_folder(tmp_path: Path, m
     assert scores("kitforge.kits.rlhf.roles.rewards:lowercase_fraction") == [1.0, 1.0]
     assert sys.path == before
     for wrong in ("own_rewards_of_test:length", "no_such_module_of_test:size"):
-        with pytest.raises(ConfigError, match=rf"(?s)no reward function '{wrong}'.*Error.*current folder"):
+        with pytest.raises(ConfigError, match=rf"(?s)no function or class '{wrong}'.*Error.*current folder"):
             scores(wrong)
 
 
