@@ -154,7 +154,7 @@ def test_each_parameter_of_a_layer_is_computed(case: Case, field: str, level: An
 
 
 def test_every_implementation_has_a_case() -> None:
-    """They are found by the parameters of their call. Ranks are needed for HeadExchange: tests/distributed has it."""
+    """They are found by the parameters of their call. tests/distributed has those that need ranks."""
     root, found = Path(kitforge.__file__).parent, set[str]()
     for path in root.rglob("*.py"):
         classes = (each for each in ast.walk(ast.parse(path.read_text())) if isinstance(each, ast.ClassDef))
@@ -162,4 +162,4 @@ def test_every_implementation_has_a_case() -> None:
             calls = [part for part in each.body if isinstance(part, ast.FunctionDef) and part.name == "__call__"]
             if [arg.arg for call in calls for arg in call.args.args] == ["self", "query", "key", "value", "spec"]:
                 found.add(each.name)
-    assert found - {"Attend", "RowAttend", "HeadExchange"} == {each.name for each in CASES}
+    assert found - {"Attend", "RowAttend", "HeadExchange", "KeyGather"} == {each.name for each in CASES}

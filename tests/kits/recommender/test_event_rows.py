@@ -172,7 +172,7 @@ def test_a_schema_of_events_alone_has_their_items_as_a_sequence() -> None:
 
 
 def test_rows_without_sequences_are_told_about_events(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"needs a sequence feature[^$]*data\.schema\.events"):
+    with pytest.raises(ConfigError, match=r"needs 1 or more features under sequences[^$]*events: \{user"):
         ready(tmp_path, "sasrec", {"data.schema": None}, events(("user", "item", "price")))
     with pytest.raises(ConfigError, match=r"data\.schema\.events[^$]*come once"):
         ready(tmp_path, "sasrec", {"data.schema": TARGETS["data.schema"]}, iter(events()))

@@ -117,5 +117,5 @@ def test_a_feature_that_has_no_place_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"history is a history of: user, item[^$]*model.targets=.history: FEATURE"):
         ready(tmp_path, "din", {"data.schema": apart}, ROWS)
     none = {name: part for name, part in SCHEMA.items() if name not in ("sequences", "crosses")}
-    with pytest.raises(ConfigError, match="the data have none"):
+    with pytest.raises(ConfigError, match="SASRec needs 1 or more features under sequences"):
         ready(tmp_path, "sasrec", {"data.schema": none}, ROWS)
