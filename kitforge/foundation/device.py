@@ -1,6 +1,7 @@
 """Devices: selection, memory, random state, CUDA graphs. The only file that calls torch.cuda or torch.npu."""
 
 import ctypes
+import os
 import platform
 import resource
 import sys
@@ -309,6 +310,19 @@ def keep_malloc_arenas() -> bool:
         return False
     trim_threshold, mmap_max = -1, -4
     return bool(mallopt(mmap_max, 0)) and bool(mallopt(trim_threshold, 2**31 - 1))
+
+
+def _bound_product_caches() -> None:
+    """Let torch and oneDNN keep 64 bf16 products that are compiled for their shapes, 0.5 MB each, instead of 1,024.
+
+    Rows of different lengths are new shapes in every step, and what is kept of them lies in the holes of large freed
+    blocks, so that the next ones need new memory. Both read this at the first product; a user's value stays.
+    """
+    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        os.environ.setdefault(name, "64")
+
+
+_bound_product_caches()
 
 
 def _cpu_name() -> str:

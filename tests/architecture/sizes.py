@@ -33,7 +33,7 @@ ROOM_LINES = {
     "data/text/": 1410,
     "data/tokenizers/": 1985,
     "embedding_cache/": 4730,
-    "foundation/": 1312,
+    "foundation/": 1326,
     "inference/": 3595,
     "inference/server/": 3775,
     "kits/": 1690,

@@ -67,6 +67,33 @@ def test_freed_memory_is_kept_where_the_allocator_allows() -> None:
     assert isinstance(device.keep_malloc_arenas(), bool)
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_memory_stays_bounded_over_bf16_steps_of_different_lengths() -> None:
+    """The most that is live within 16 steps, and within the 32 after them."""
+    program = (
+        "import ctypes, random, resource, torch\n"
+        "from kitforge.core.kernels.linear_cross_entropy.chunked import linear_cross_entropy\n"
+        "from kitforge.foundation import device\n"
+        "trim = getattr(ctypes.CDLL(None), 'malloc_trim', lambda _: None)\n"
+        "draw, weight = random.Random(0), torch.nn.Parameter(torch.randn(32768, 64) * 0.02)\n"
+        "optimizer, seen = torch.optim.AdamW([weight]), []\n"
+        "for rows in draw.sample(range(20, 200), 48):\n"
+        "    hidden, targets = torch.randn(rows, 64, requires_grad=True), torch.randint(0, 32768, (rows,))\n"
+        "    with torch.autocast('cpu', torch.bfloat16):\n"
+        "        loss = linear_cross_entropy(hidden, weight, targets)\n"
+        "    loss.backward(), optimizer.step(), optimizer.zero_grad()\n"
+        "    trim(0), seen.append(int(open('/proc/self/statm').read().split()[1]) * resource.getpagesize() / 2**20)\n"
+        "print(max(seen[16:]) - max(seen[:16]))\n"
+    )
+    # Set for the processes of this one when it imported the package.
+    inherited = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+    own = {name: value for name, value in os.environ.items() if name not in inherited}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, env=own)
+    assert done.returncode == 0, done.stderr
+    assert (grown := float(done.stdout)) < 40, f"{grown:.0f} MiB more are live after 16 steps"
+
+
 def test_determinism_does_not_load_the_compiler_but_tells_one_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[bool] = []
     monkeypatch.setattr(torch, "use_deterministic_algorithms", told.append)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from kitforge.core.kernels.dispatch import select
+from kitforge.core.nn import context as operations
 from kitforge.core.nn.context import AttentionSpec, CausalAttend, Context, DropoutKey, causal_mask, dropout
 from tests.core.nn.networks import VOCAB
 
@@ -96,3 +97,10 @@ def test_another_attend_is_left_as_it_is() -> None:
 
     attend = Own()
     assert Context(documents=torch.zeros(1, VOCAB, dtype=torch.long), attend=attend).attend is attend
+
+
+@pytest.mark.slow
+def test_the_operations_of_dropout_pass_opcheck() -> None:
+    key, rows = torch.tensor(5), torch.arange(3)
+    torch.library.opcheck(operations._keep_mask, (key, rows, 2, 10, 0.5))
+    torch.library.opcheck(operations._keep_mask_at, (key, rows, torch.tensor([[0, 1, 4], [2, 3, 6], [1, 2, 3]]), 4, 0.5))
