@@ -12,7 +12,7 @@ from kitforge.composition import compose_config
 from kitforge.core.parallel.expert_load import LOAD, load_sums
 from kitforge.core.parallel.fsdp import local_tensor
 from kitforge.core.parallel.mesh import Mesh
-from kitforge.core.parallel.micro_batches import run_micro_batches
+from kitforge.core.parallel.micro_batches import composed_loss, run_micro_batches
 from kitforge.core.parallel.parallelize import parallel_model_of
 from kitforge.core.parallel.plan.dry_run import dry_world
 from kitforge.core.parallel.plan.memory import StepMemory
@@ -21,7 +21,7 @@ from kitforge.kits.registry import kit_of
 from kitforge.trainer.loop import Loop
 from kitforge.trainer.optimizer_step import optimizer_step
 from kitforge.trainer.precision import autocast
-from kitforge.trainer.step_trace import trace_step
+from kitforge.trainer.step_trace import DryStep, trace_step
 
 SMALL = {"device": "cpu", "model.vocab_size": 259, "trainer.max_steps": 9, "data.sequence_length": 64}
 
@@ -30,11 +30,19 @@ def options_of(choices: dict[str, Any]) -> Any:
     return kit_of("text_generation").read_options(compose_config("text_generation", SMALL | choices).values)
 
 
-def traced(options: Any, num_blocks: int | None = None) -> StepMemory:
+def traced(options: Any, index: int = 0, *, by_relay: bool = False) -> StepMemory:
+    """Of the first rank with that index along `pipeline`."""
+    with dry_world(options.parallel, options.precision, index) as world:
+        return trace_step(step_of(options, world, by_relay=by_relay), options, world, "cpu")
+
+
+def step_of(options: Any, world: World, *, by_relay: bool) -> DryStep:
+    """The step of text generation, as it is or by a loss that gives no `inputs`."""
     task = kit_of("text_generation").plan(options)
-    with dry_world(options.parallel, options.precision) as world:
-        step = task.step(world, num_blocks or task.num_blocks)
-        return trace_step(step, options, world, "cpu")
+    step = task.step(world, task.num_blocks)
+    if by_relay:
+        step.task.loss = functools.partial(composed_loss, step.task)  # type: ignore[method-assign]
+    return step
 
 
 def training_peak(memory: StepMemory) -> int:
@@ -42,18 +50,17 @@ def training_peak(memory: StepMemory) -> int:
     return max(sum(sizes.values()) for name, sizes in memory.moments.items() if name != "evaluation")
 
 
-def measured(rank: int, options: Any) -> int:
+def measured(rank: int, options: Any, by_relay: bool = False) -> int:
     """Bytes at rest, and above them the most at once in a step, of this rank, where that is the least."""
-    return measured_range(rank, options)[0]
+    return measured_range(rank, options, by_relay=by_relay)[0]
 
 
-def measured_range(_rank: int, options: Any, runs: int = 2) -> tuple[int, int]:
+def measured_range(_rank: int, options: Any, runs: int = 2, by_relay: bool = False) -> tuple[int, int]:
     """Bytes at rest, and above them the most at once in a step, of this rank: the least and the most over 3 x `runs`
     steps after the first. gloo's threads may hold what a block has gathered or reduced until they get a core again."""
     mesh = Mesh(options.parallel, "cpu") if options.parallel.world_size > 1 else None
     world = World(device=torch.device("cpu"), mesh=mesh).with_precision(options.precision)
-    task = kit_of("text_generation").plan(options)
-    step = task.step(world, task.num_blocks)
+    step = step_of(options, world, by_relay=by_relay)
     parallel_model_of(step.network, world).materialize(world.device)
     loop = Loop(step.task, options, world)
     state = loop.state

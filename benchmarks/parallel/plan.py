@@ -23,6 +23,7 @@ TABLE = Path(__file__).with_suffix(".md")
 FULL, SELECTIVE = ({"trainer.activation_checkpointing": each} for each in ("full", "selective"))
 SHORT = {"data.sequence_length": 8}
 TWO, FOUR = {"parallel.shard": 2}, {"parallel.shard": 2, "parallel.tensor": 2}
+STAGES = {"parallel.pipeline": 2, "trainer.micro_batch_size": 1}
 CONFIGURATIONS: tuple[dict[str, Any], ...] = (
     {},
     {"precision": "bf16", **FULL},
@@ -42,6 +43,10 @@ CONFIGURATIONS: tuple[dict[str, Any], ...] = (
     {**TWO, "data.sequence_length": 256},
     {**FOUR, "precision": "bf16"},
     {"parallel.data": 2, **TWO, **FULL},
+    *({**STAGES, "parallel.schedule": each} for each in ("1f1b", "interleaved", "zero_bubble", "zero_bubble_v")),
+    {**STAGES, **FULL, "precision": "bf16"},
+    {**STAGES, "parallel.tensor": 2},
+    {"model": "llama_moe_tiny", **STAGES, "parallel.data": 2, "parallel.schedule": "zero_bubble_v"},
 )
 SMOKE = {"CONFIGURATIONS": CONFIGURATIONS[:1], "runs": 1}
 
@@ -64,7 +69,8 @@ def main() -> None:
     found = []
     for number, (choices, options) in enumerate(zip(CONFIGURATIONS, asked, strict=True)):
         least, most = (max(each) for each in zip(*answers[number], strict=True))
-        found.append((choices, training_peak(traced(options)), least, most))
+        peaks = [training_peak(traced(options, index)) for index in range(options.parallel.pipeline)]
+        found.append((choices, max(peaks), least, most))
     found.sort(key=lambda each: -abs(each[1] / each[2] - 1))
     errors = [abs(foreseen / least - 1) for _, foreseen, least, _ in found]
     lines = [

@@ -36,6 +36,10 @@ def plan(arguments: list[str]) -> int:
     ranks = options.parallel.world_size
     say(f"{task} {composition.model_name} on {ranks} x {cluster.name}, {options.parallel.describe()}")
     say(f"{rows_at_once(options)} rows of {options.data.sequence_length:,} tokens at once on each replica")
+    if len(found.by_index) > 1:
+        peaks = [_gib(size) for size in sorted(each.peak for each in found.by_index.values())]
+        say(f"rank {found.fullest} of parallel.pipeline={options.parallel.pipeline} needs the most")
+        say(f"its ranks {', '.join(map(str, found.by_index))} need {peaks[0]} to {peaks[-1]} GiB")
     console.print(_table(found, cluster))
     for doubt in found.doubts:
         say(f"not exact: {doubt}")

@@ -1,16 +1,18 @@
 """The memory that a run will need: traced from its own step, before a device or a row of data is there."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from kitforge.core.parallel.parallelize import parallel_model_of
 from kitforge.core.parallel.plan.depth import extrapolate, trace_depths
 from kitforge.core.parallel.plan.dry_run import dry_world
 from kitforge.core.parallel.plan.memory import StepMemory
+from kitforge.core.parallel.plan.stages import traced_ranks
 from kitforge.foundation.config import check
 from kitforge.foundation.errors import ConfigError
 from kitforge.kits.kit import AnyKit
-from kitforge.trainer.step_trace import trace_step
+from kitforge.trainer.step_trace import TracedTask, trace_step
 
 GIB = 2**30
 # Steps of a run that names none; its schedule needs a number.
@@ -45,37 +47,69 @@ class MemoryPlan:
     """The memory of a rank under some options, the options that were changed to get there, and what is not exact."""
 
     options: Any
-    memory: StepMemory
+    by_index: Mapping[int, StepMemory]  # of the ranks that were traced, by their index along `pipeline`
     changes: tuple[str, ...] = ()
     doubts: tuple[str, ...] = ()
+
+    @property
+    def fullest(self) -> int:
+        """The index along `pipeline` of the ranks that need the most."""
+        return max(self.by_index, key=lambda index: self.by_index[index].peak)
+
+    @property
+    def memory(self) -> StepMemory:
+        """That of those ranks."""
+        return self.by_index[self.fullest]
 
 
 def plan_memory(kit: AnyKit, options: Any, cluster: ClusterConfig, changes: tuple[str, ...] = ()) -> MemoryPlan:
     """Trace the step of these options. Raises ConfigError for a network that the degrees cannot split, and for a run
     whose step would be traced wrongly."""
     kit.check_parallel(options)
-    pipeline, offload, more = options.parallel.pipeline, options.trainer.offload, "for a plan, which traces neither"
-    check(pipeline == 1, "parallel.pipeline", pipeline, f"1 {more} stages nor their schedule", "plan parallel.tensor")
-    check(offload == "none", "trainer.offload", offload, f"none {more} copies to the host nor its memory")
+    offload, expected = (
+        options.trainer.offload,
+        "none for a plan, which traces neither copies to the host nor its memory",
+    )
+    check(offload == "none", "trainer.offload", offload, expected)
     trainer = replace(options.trainer, max_steps=options.trainer.max_steps or STEPS, epochs=None)
     # Graphs of the compiler are not traced.
     level = "O1" if options.compile_level == "O2" else options.compile_level
     traced = kit.plan(replace(options, trainer=trainer, device=cluster.kind, compile_level=level))
 
-    def trace(depth: int) -> StepMemory:
-        with dry_world(options.parallel, options.precision) as world:
-            return trace_step(traced.step(world, depth), traced.options, world, cluster.kind)
-
-    depths = trace_depths(traced.kinds, traced.num_blocks)
-    found = [trace(depth) for depth in depths]
-    memory = found[0] if len(found) == 1 else extrapolate(dict(zip(depths, found, strict=True)), traced.num_blocks)
     has_experts = any(getattr(block, "num_experts", 0) for block in traced.kinds(traced.num_blocks))
     return MemoryPlan(
         options=options,
-        memory=memory or trace(traced.num_blocks),
+        by_index=_by_index(traced, options, cluster),
         changes=changes,
         doubts=tuple(_doubts(options, cluster, has_experts)),
     )
+
+
+def _by_index(traced: TracedTask, options: Any, cluster: ClusterConfig) -> dict[int, StepMemory]:
+    """The memory of rank 0; of a pipeline that of a rank of each kind, by its index there."""
+    layers, num_micro_batches = list[int](), 1
+
+    def trace(depth: int, index: int = 0) -> StepMemory:
+        nonlocal layers, num_micro_batches
+        with dry_world(options.parallel, options.precision, index) as world:
+            step = traced.step(world, depth)
+            stacks = parallel_model_of(step.network, world).stage_layers.values()
+            layers, num_micro_batches = (
+                [sum(len(own.layers) for own in each) for each in zip(*stacks, strict=True)],
+                len(step.micro_batches),
+            )
+            return trace_step(step, traced.options, world, cluster.kind)
+
+    if options.parallel.pipeline > 1:
+        # Whole: three shallow traces, which have three blocks of a stage at least, would be of more blocks than most.
+        found = {0: trace(traced.num_blocks)}
+        others = traced_ranks(options.parallel.stages, num_micro_batches, layers)[1:]
+        return found | {index: trace(traced.num_blocks, index) for index in others}
+    depths = trace_depths(traced.kinds, traced.num_blocks)
+    shallow = [trace(depth) for depth in depths]
+    if len(shallow) == 1:
+        return {0: shallow[0]}
+    return {0: extrapolate(dict(zip(depths, shallow, strict=True)), traced.num_blocks) or trace(traced.num_blocks)}
 
 
 def _doubts(options: Any, cluster: ClusterConfig, has_experts: bool) -> Iterator[str]:

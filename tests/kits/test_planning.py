@@ -53,13 +53,26 @@ def test_a_task_that_is_not_planned_yet_says_so() -> None:
         plan(["task=recommendation"])
 
 
-@pytest.mark.parametrize(
-    ("choices", "named"),
-    [({"parallel.pipeline": 2}, "parallel.pipeline"), ({"trainer.offload": "optimizer"}, "trainer.offload")],
-)
-def test_a_step_that_would_be_traced_wrongly_is_refused_by_name(choices: dict[str, Any], named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
-        plan_memory(kit_of("text_generation"), options_of({"model.num_layers": 4, **choices}), CPU)
+def test_a_step_that_would_be_traced_wrongly_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="trainer.offload"):
+        plan_memory(kit_of("text_generation"), options_of({"trainer.offload": "optimizer"}), CPU)
+
+
+@pytest.mark.slow
+def test_of_a_pipeline_the_fullest_rank_is_printed_and_the_range_over_ranks(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    # The head and the logits of the last rank are more than all that the other two have.
+    last = {"model.num_layers": 3, "model.vocab_size": 20_000, "parallel.pipeline": 3, "data.batch_size": 3}
+    found = plan_memory(kit_of("text_generation"), options_of({**last, "model.tie_embeddings": False}), CPU)
+    assert found.fullest == 2
+    assert list(found.by_index) == [0, 1, 2]
+    short = ["data.batch_size=4", "trainer.micro_batch_size=1", "data.sequence_length=8", "model.num_layers=4"]
+    assert plan(["model=llama_tiny", "tokenizer=byte", "parallel.pipeline=4", *short]) == 0
+    line = r"rank (\d) of parallel.pipeline=4 needs the most its ranks 0, 1, 3 need (\S+) to (\S+) GiB"
+    fullest, least, most = re.findall(line, capsys.readouterr().out.replace("\n", " "))[0]
+    assert int(fullest) == 0
+    assert float(least) <= float(most)
 
 
 @pytest.mark.slow

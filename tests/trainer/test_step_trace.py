@@ -1,5 +1,6 @@
 """The memory of a traced step is that which torch's profiler measures, and its causes sum to it."""
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -15,7 +16,7 @@ from kitforge.core.parallel.world import World
 from kitforge.foundation.errors import ModelError
 from kitforge.kits.registry import kit_of
 from tests.distributed.ranks import ask_ranks
-from tests.measured_step import measured, options_of, traced, training_peak
+from tests.measured_step import measured, options_of, step_of, traced, training_peak
 
 MODELS = ("llama_tiny", "gpt2_tiny", "llama_moe_tiny")
 PRODUCT = list(itertools.product(MODELS, ("fp32", "bf16"), ("none", "selective", "full"), (12, 4)))
@@ -58,6 +59,12 @@ LAYOUTS: list[dict[str, Any]] = [
     {"parallel.tensor": 2, "precision": "bf16"},
     {"parallel.context": 2, "parallel.context_by": "keys"},
 ]
+# Of as many micro-batches as rows. The last one is trained by a loss that gives no `inputs`, so stages take turns.
+PIPELINES: list[dict[str, Any]] = [
+    {"parallel.schedule": "1f1b"},
+    {"parallel.schedule": "zero_bubble_v", "trainer.activation_checkpointing": "full"},
+    {"parallel.schedule": "1f1b", "model": "gpt2_tiny"},
+]
 
 
 @pytest.mark.slow
@@ -67,6 +74,20 @@ def test_the_peak_of_a_rank_of_two_is_that_of_the_profiler() -> None:
     answers = ask_ranks({number: (2, measured, each) for number, each in enumerate(asked)})
     errors = [training_peak(traced(each)) / min(answers[number]) - 1 for number, each in enumerate(asked)]
     # One rank may hold a buffer longer in all of its steps, where the threads of gloo get no core.
+    assert max(map(abs, errors)) < 0.01, errors
+
+
+@pytest.mark.slow
+def test_the_peak_of_each_rank_of_a_pipeline_is_that_of_the_profiler() -> None:
+    shared = {"model.num_layers": 4, "data.batch_size": 4, "trainer.micro_batch_size": 1, "parallel.pipeline": 2}
+    asked = [options_of(shared | each) for each in PIPELINES]
+    relays = {number: number == len(asked) - 1 for number in range(len(asked))}
+    answers = ask_ranks({number: (2, measured, each, relays[number]) for number, each in enumerate(asked)})
+    errors = [
+        training_peak(traced(each, index, by_relay=relays[number])) / answers[number][index] - 1
+        for number, each in enumerate(asked)
+        for index in range(2)
+    ]
     assert max(map(abs, errors)) < 0.01, errors
 
 
@@ -109,6 +130,16 @@ def test_a_dry_world_leaves_no_process_group_behind() -> None:
     with dry_world(ParallelConfig(data=2, tensor=2), "bf16") as world:
         assert (world.num_replicas, world.rank, world.precision) == (2, 0, "bf16")
     assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("frozen", "first"), [((), 0), (("embedding.weight", "blocks.0.*"), 1)])
+def test_a_later_rank_of_a_pipeline_is_told_where_training_begins(frozen: tuple[str, ...], first: int) -> None:
+    options = options_of({"model.num_layers": 2, "parallel.pipeline": 2, "data.batch_size": 2})
+    options = dataclasses.replace(options, freeze=frozen)
+    with dry_world(options.parallel, "fp32", 1) as world:
+        network = step_of(options, world, by_relay=False).network
+        assert parallel_model_of(network, world).relays[network].stages.first_trained == first
 
 
 def rows_of_embedding(_rank: int, options: Any) -> int:

@@ -56,10 +56,15 @@ def broadcast_(tensors: Sequence[Tensor], group: dist.ProcessGroup, source: int 
     dist._broadcast_coalesced(group, list(tensors), BROADCAST_BYTES, source)
 
 
-def all_gather_object(value: Any, group: Group) -> list[Any]:
-    """The objects of all ranks, in rank order."""
-    if group is None:
-        return [value]
+def is_dry(group: Group) -> bool:
+    """Whether the group is that of a plan, which sends nothing."""
+    return group is not None and dist.get_backend(group) == "fake"
+
+
+def all_gather_object(value: Any, group: Group, others_if_dry: Any = None) -> list[Any]:
+    """The objects of all ranks, in rank order; in a plan the own one, and `others_if_dry` unless None."""
+    if group is None or is_dry(group):
+        return [value] if others_if_dry is None else [value, others_if_dry]
     values: list[Any] = [None] * group_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
@@ -76,7 +81,7 @@ def gather_object(value: Any, group: Group) -> list[Any]:
 
 def broadcast_object(value: Any, group: Group, source: int = 0) -> Any:
     """The object of a rank of the group, by default its first."""
-    if group is None:
+    if group is None or is_dry(group):
         return value
     values = [value]
     dist.broadcast_object_list(values, group=group, group_src=source)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kitforge.core.parallel import collectives
 from kitforge.core.parallel.schedules import Pipeline
+from kitforge.foundation.host_values import host_list
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -108,14 +109,15 @@ class Column:
         low, high = (self.pipeline.rank_of(stage) for stage in sorted((source, target)))
         return None if low == high else self._ways[source < target, (low, high)]
 
-    def from_last(self, input: Tensor | None) -> Tensor:
-        """A tensor of the last stage on all of them, which do not know its shape and its dtype."""
+    def from_last(self, input: Tensor | None, shape_if_fake: Sequence[int], dtype_if_fake: torch.dtype) -> Tensor:
+        """A tensor of the last stage on all of them, which do not know its shape and its dtype, but in a plan."""
         header = torch.zeros(8, dtype=torch.int64, device=self.device)
         if input is not None:
             sizes = [_DTYPES.index(input.dtype), input.dim(), *input.shape]
             header[: len(sizes)] = torch.tensor(sizes, device=self.device)
         collectives.broadcast_([header], self.group, self.last)
-        number, dims, *shape = header.tolist()
+        known = [_DTYPES.index(dtype_if_fake), len(shape_if_fake), *shape_if_fake]
+        number, dims, *shape = host_list(header, known)
         own = torch.empty(shape[:dims], dtype=_DTYPES[number], device=self.device) if input is None else input
         own = own.detach().clone(memory_format=torch.contiguous_format)
         collectives.broadcast_([own], self.group, self.last)

@@ -58,8 +58,7 @@ class ParallelModel:
         self._mesh = world.mesh
         # Of each mixture of experts and of all parameters, with stages of buffers as well: also of those on other
         # stages, in the order of the network and equal on all ranks.
-        mixtures = {name: each for name, each in model.named_modules() if isinstance(each, MoE)}
-        self.experts = {name: each.config.experts for name, each in mixtures.items()}
+        self.experts = {name: each.config.experts for name, each in model.named_modules() if isinstance(each, MoE)}
         self.layouts = {name: Layout(shape=tuple(each.shape)) for name, each in model.named_parameters()}
         self.dtypes = {name: each.dtype for name, each in model.named_parameters()}
         self._num_holders: dict[str, int] = {}
@@ -415,6 +414,7 @@ class ParallelModel:
             check_geometry(sharding, each.geometry if isinstance(each, CausalLM) else None, mesh.degrees)
         if mesh.degree(TENSOR) > 1 or mesh.degree(EXPERT) > 1:
             self.layouts = shard_parameters(self.model, sharding, mesh)
+        trained = [name for name, each in self.model.named_parameters() if each.requires_grad]
         parts = self._cut(sharding, mesh.column) if mesh.degree("pipeline") > 1 else {}
         if mesh.degree(EXPERT) > 1:
             exchange_experts(self.model, mesh)
@@ -434,10 +434,9 @@ class ParallelModel:
         for path in self.stage_layers:
             stack, prefix = cast(Stack, self.model.get_submodule(path)), f"{path}.".lstrip(".")
             own = {name.removeprefix(prefix): each for name, each in parts.items() if name.startswith(prefix)}
-            begins = (
-                dtype for name, dtype in self.dtypes.items() if name.startswith(prefix) and 0 in parts.get(name, ())
-            )
-            self.relays[stack] = Relay(Stages(stack, mesh, mesh.column, next(begins), own))
+            begins = (self.dtypes[name] for name, each in parts.items() if name.startswith(prefix) and 0 in each)
+            first = min((min(parts.get(name, (0,))) for name in trained if name.startswith(prefix)), default=None)
+            self.relays[stack] = Relay(Stages(stack, mesh, mesh.column, next(begins), own, first=first))
 
     def _cut(self, sharding: Sharding, column: Column) -> dict[str, tuple[int, ...]]:
         """Keep the stages of this rank; returns the stages of the tensors that not all have."""

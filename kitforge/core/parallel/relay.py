@@ -10,7 +10,7 @@ Stages take turns, so a pass takes the time of one rank with all blocks: a step 
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -50,23 +50,25 @@ class Relay:
         return output
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        return self._on_last(hidden, 1, lambda own: (self._head(own),))[0]
+        stack: Any = self.stages.stack
+        shape = *hidden.shape[:-1], stack.geometry.vocab_size
+        return self._on_last(hidden, [shape], lambda own: (self._head(own),))[0]
 
     def _cross_entropy(self, hidden: Tensor, *operands: Any, **options: Any) -> Tensor:
         loss = self._kernels.linear_cross_entropy
-        return self._on_last(hidden, 1, lambda own: (loss(own, *operands, **options),))[0]
+        return self._on_last(hidden, [()], lambda own: (loss(own, *operands, **options),))[0]
 
     def _log_probs(self, hidden: Tensor, *operands: Any, **options: Any) -> tuple[Tensor, ...]:
         log_probs = self._kernels.linear_log_probs
-        return self._on_last(hidden, 2, lambda own: log_probs(own, *operands, **options))
+        return self._on_last(hidden, [hidden.shape[:-1]] * 2, lambda own: log_probs(own, *operands, **options))
 
-    def _on_last(self, hidden: Tensor, count: int, compute: Compute) -> tuple[Tensor, ...]:
-        """The tensors that the last stage computes of hidden states, on all of them."""
+    def _on_last(self, hidden: Tensor, shapes: Sequence[Sequence[int]], compute: Compute) -> tuple[Tensor, ...]:
+        """The tensors of these shapes that the last stage computes of hidden states, on all of them."""
         if self.is_scheduled:
             return compute(hidden)
         is_trained = hidden.requires_grad or self.stages.first_trained is not None
         node: Any = _OnLast.apply
-        found: tuple[Tensor, ...] = node(self._anchor(is_trained), self.stages.column, hidden, count, compute)
+        found: tuple[Tensor, ...] = node(self._anchor(is_trained), self.stages.column, hidden, shapes, compute)
         return found
 
     def _anchor(self, is_trained: bool) -> Tensor:
@@ -81,7 +83,7 @@ class _Passes(torch.autograd.Function):
         with torch.set_grad_enabled(anchor.requires_grad):
             flights = [stages.forward(stage, input, context) for stage in stages.own]
         ctx.stages, ctx.flights = stages, flights
-        whole = stages.column.from_last(flights[-1].output if stages.column.is_last else None)
+        whole = stages.from_last(flights[-1].output, input)
         for flight in flights:
             if flight.sent is not None and not anchor.requires_grad:
                 flight.sent.wait()
@@ -101,13 +103,13 @@ class _Passes(torch.autograd.Function):
 class _OnLast(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, anchor: Tensor, column: Column, hidden: Tensor, count: int, compute: Compute
+        ctx: Any, anchor: Tensor, column: Column, hidden: Tensor, shapes: Sequence[Sequence[int]], compute: Compute
     ) -> tuple[Tensor, ...]:
-        ctx.column, ctx.own, ctx.outputs = column, hidden.detach(), (None,) * count
+        ctx.column, ctx.own, ctx.outputs = column, hidden.detach(), (None,) * len(shapes)
         if column.is_last:
             with torch.set_grad_enabled(anchor.requires_grad):
                 ctx.outputs = compute(ctx.own.requires_grad_(anchor.requires_grad))
-        return tuple(column.from_last(each) for each in ctx.outputs)
+        return tuple(column.from_last(*each, torch.float32) for each in zip(ctx.outputs, shapes, strict=True))
 
     @staticmethod
     @by_hand()

@@ -32,10 +32,18 @@ class Stages:
     contexts are those of the micro-batch, which every stage has."""
 
     def __init__(
-        self, stack: Stack, mesh: Mesh, column: Column, dtype: torch.dtype, parts: Mapping[str, Sequence[int]]
+        self,
+        stack: Stack,
+        mesh: Mesh,
+        column: Column,
+        dtype: torch.dtype,
+        parts: Mapping[str, Sequence[int]],
+        *,
+        first: int | None,
     ) -> None:
         """`dtype` is that of the stream, in which the embedding begins it; `parts` are the stages of parameters that
-        not all have."""
+        not all have; `first` is the first stage with a parameter that is trained so far, for a plan, which hears of no
+        other rank."""
         self.stack = stack
         self.column = column
         self.own = column.pipeline.stages_of(column.index)
@@ -43,7 +51,9 @@ class Stages:
         self._degrees = mesh.degrees
         self._dtype = dtype
         self._parts = parts
-        self._returning: dict[int, deque[dist.Work]] = {stage: deque() for stage in self.own}
+        self._first_if_dry = first
+        # On their way, with what is sent, which lives until then.
+        self._returning: dict[int, deque[tuple[dist.Work, Tensor]]] = {stage: deque() for stage in self.own}
 
     @cached_property
     def first_trained(self) -> int | None:
@@ -51,8 +61,8 @@ class Stages:
         of the column ask for it together, the first time."""
         trained = [name for name, each in self.stack.named_parameters() if each.requires_grad]
         own = min((min(self._parts.get(name, (0,))) for name in trained), default=None)
-        stages = [each for each in collectives.all_gather_object(own, self.column.group) if each is not None]
-        return min(stages, default=None)
+        everyones = collectives.all_gather_object(own, self.column.group, self._first_if_dry)
+        return min((each for each in everyones if each is not None), default=None)
 
     def has_backward(self, stage: int) -> bool:
         """Whether a backward pass reaches a stage."""
@@ -92,15 +102,21 @@ class Stages:
             found = torch.zeros_like(flight.stream) if flight.stream.grad is None else flight.stream.grad
             # To wait for the last one would close a ring where stages are interleaved.
             if len(returning := self._returning[stage]) == 2:
-                returning.popleft().wait()
-            sent = self.column.start_send(found.contiguous(), stage, stage - 1)
-            returning.extend(() if sent is None else (sent,))
+                returning.popleft()[0].wait()
+            sent = self.column.start_send(found := found.contiguous(), stage, stage - 1)
+            returning.extend(() if sent is None else ((sent, found),))
 
     def finish(self) -> None:
         """Wait until all gradients have been received."""
         for returning in self._returning.values():
             while returning:
-                returning.popleft().wait()
+                returning.popleft()[0].wait()
+
+    def from_last(self, output: Tensor, input: Tensor) -> Tensor:
+        """The output of the last stage, for an input, on all of them."""
+        length = input.shape[1] if self.stack.length is None else self.stack.length
+        shape = input.shape[0], length, self.stack.dim
+        return self.column.from_last(output if self.column.is_last else None, shape, self._dtype)
 
     def _shape(self, input: Tensor, context: Context) -> tuple[int, int, int]:
         """Of this rank's part of the stream of an input."""

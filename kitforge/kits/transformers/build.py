@@ -11,6 +11,7 @@ from torch import nn
 
 from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.core.nn.decoder import DecoderConfig, FamilyConfig
+from kitforge.core.parallel.plan.stages import num_traced
 from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.core.parallel.world import World
 from kitforge.data.tokenizers.loading import Tokenizer
@@ -216,13 +217,15 @@ class TextGeneration(NetworkKit[TextGenerationOptions, Tokenizer]):
 
 
 def _plain_micro_batches(options: TextGenerationOptions, num_replicas: int) -> list[MicroBatch]:
-    """Micro-batches of zeros of a step, two at most: after the second nothing is new, as gradients are added to. On a
-    CPU, whose attention masks documents, each row holds two."""
+    """Micro-batches of zeros of a step, as many as a trace needs. On a CPU, whose attention masks documents, each row
+    holds two."""
     own, length, rows = -(-options.data.batch_size // num_replicas), options.data.sequence_length, rows_at_once(options)
     columns = {name: torch.zeros(rows, length, dtype=torch.int64) for name in ("tokens", "targets", "positions")}
     if options.device == "cpu":
         columns["documents"] = (torch.arange(length) >= length // 2).long().expand(rows, length).contiguous()
-    return [{**columns, "samples": torch.arange(rows), "step": 0}] * min(-(-own // rows), 2)
+    return [{**columns, "samples": torch.arange(rows), "step": 0}] * num_traced(
+        options.parallel.stages, -(-own // rows)
+    )
 
 
 def _adapters(model: nn.Module, options: TextGenerationOptions) -> dict[str, Factors]:

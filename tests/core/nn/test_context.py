@@ -103,4 +103,5 @@ def test_another_attend_is_left_as_it_is() -> None:
 def test_the_operations_of_dropout_pass_opcheck() -> None:
     key, rows = torch.tensor(5), torch.arange(3)
     torch.library.opcheck(operations._keep_mask, (key, rows, 2, 10, 0.5))
-    torch.library.opcheck(operations._keep_mask_at, (key, rows, torch.tensor([[0, 1, 4], [2, 3, 6], [1, 2, 3]]), 4, 0.5))
+    indices = torch.tensor([[0, 1, 4], [2, 3, 6], [1, 2, 3]])
+    torch.library.opcheck(operations._keep_mask_at, (key, rows, indices, 4, 0.5))

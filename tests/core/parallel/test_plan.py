@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from kitforge.core.parallel.collectives import all_gather
@@ -11,6 +13,8 @@ from kitforge.core.parallel.config import ParallelConfig
 from kitforge.core.parallel.plan.depth import extrapolate, trace_depths
 from kitforge.core.parallel.plan.dry_run import dry_world
 from kitforge.core.parallel.plan.memory import MemoryTrace, StepMemory
+from kitforge.core.parallel.plan.stages import num_traced, traced_ranks
+from kitforge.core.parallel.schedules import Pipeline
 
 
 def alike(count: int) -> Sequence[str]:
@@ -55,6 +59,48 @@ def test_memory_goes_on_along_a_line() -> None:
 
 def test_three_traces_that_lie_on_no_line_are_not_extended() -> None:
     assert extrapolate(of(10_000, 11_000, 12_100), 80) is None
+
+
+def states(pipeline: Pipeline, rank: int, count: int) -> set[tuple[int, ...]]:
+    """Every number of micro-batches that wait for a backward pass, and for one of weights, by stage of a rank."""
+    waiting, seen = {(kind, stage): 0 for stage in pipeline.stages_of(rank) for kind in "BW"}, set()
+    for kind, stage, _ in pipeline.passes(rank, count):
+        if kind != "W":
+            waiting["B", stage] += 1 if kind == "F" else -1
+        if kind in "IW":
+            waiting["W", stage] += 1 if kind == "I" else -1
+        seen.add(tuple(waiting.values()))
+    return seen
+
+
+def pipelines() -> st.SearchStrategy[Pipeline]:
+    plain = st.builds(Pipeline, st.integers(2, 6), st.sampled_from(["1f1b", "zero_bubble"]))
+    several = st.builds(Pipeline, st.integers(2, 6), st.just("interleaved"), st.integers(2, 4))
+    return plain | several | st.builds(Pipeline, st.integers(2, 6), st.just("zero_bubble_v"), st.just(2))
+
+
+@given(pipelines(), st.integers(1, 150))
+def test_the_micro_batches_of_a_trace_are_in_flight_as_all_of_them(pipeline: Pipeline, count: int) -> None:
+    traced = num_traced(pipeline, count)
+    assert traced <= max(pipeline.num_stages + 1, count if pipeline.schedule == "interleaved" else 0)
+    for rank in range(pipeline.num_ranks):
+        assert states(pipeline, rank, traced) == states(pipeline, rank, count)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "layers", "ranks"),
+    [
+        (Pipeline(2), [2, 2], [0, 1]),
+        (Pipeline(4), [4, 4, 4, 3], [0, 1, 3]),
+        (Pipeline(4), [4, 4, 7, 3], [0, 2, 3]),  # two of seven layers are more than three of four
+        (Pipeline(4, "zero_bubble"), [4, 4, 5, 3], [0, 2, 3]),
+        (Pipeline(3, "zero_bubble_v", 2), [2] * 6, [0, 1, 2]),
+    ],
+)
+def test_the_ends_and_the_fullest_rank_between_are_traced(
+    pipeline: Pipeline, layers: list[int], ranks: list[int]
+) -> None:
+    assert traced_ranks(pipeline, 16, layers) == ranks
 
 
 def test_a_storage_counts_until_its_last_view_is_gone() -> None:

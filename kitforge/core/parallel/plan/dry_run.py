@@ -22,14 +22,15 @@ from kitforge.foundation.errors import ModelError
 
 
 @contextmanager
-def dry_world(degrees: ParallelConfig, precision: Precision) -> Iterator[World]:
-    """The world of rank 0 of these degrees, in which the CPU stands in for every device. Raises ModelError, with the
-    line, where a network reads a value of a fake tensor."""
+def dry_world(degrees: ParallelConfig, precision: Precision, index: int = 0) -> Iterator[World]:
+    """The world of the first rank with an index along `pipeline`, in which the CPU stands in for every device. Raises
+    ModelError, with the line, where a network reads a value of a fake tensor."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC0415 (half a second, for plans alone)
 
     size = degrees.world_size
     if size > 1:
-        dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+        rank = index * size // degrees.pipeline
+        dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
     try:
         mesh = Mesh(degrees, "cpu") if size > 1 else None
         world = World(device=torch.device("cpu"), mesh=mesh).with_precision(precision)
@@ -89,12 +90,13 @@ class StepMoments:
     def watch(self) -> None:
         """Follow the blocks and the gradients from now on."""
         outer = [each for each in self.parallel.model.modules() if isinstance(each, nn.ModuleList)]
-        inner = {id(module) for blocks in outer for each in blocks for module in each.modules()}
+        inner = {id(module) for blocks in outer for each in blocks if each for module in each.modules()}
         for blocks in (each for each in outer if id(each) not in inner):
-            for index, block in enumerate(blocks):
+            for index, block in ((index, each) for index, each in enumerate(blocks) if each is not None):
                 names = block_name(index, len(blocks)), block_name(index - 1, len(blocks))
                 block.register_forward_pre_hook(functools.partial(self._before, *names))
-            blocks[-1].register_forward_hook(self._after_last)
+            if blocks[-1] is not None:
+                blocks[-1].register_forward_hook(self._after_last)
 
     def _before(self, name: str, name_before: str, block: nn.Module, inputs: Any) -> None:
         # Of FSDP the gathered weights, which exist from its own hook on.
