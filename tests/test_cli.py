@@ -674,6 +674,7 @@ def test_data_that_may_not_be_read_is_told() -> None:
             "model.num_layers=3 parallel.pipeline=2 parallel.schedule=zero_bubble_v",
             ["2 stages on each rank (zero_bubble_v) is more stages than model.num_layers=3", "parallel.schedule=1f1b"],
         ),
+        ("parallel.context_by=keys", ["heads with parallel.context=1", "parallel.context=2"]),
         ("parallel.schedule=zero_bubble", ["zero_bubble", "1f1b with parallel.pipeline=1", "parallel.pipeline=2"]),
         ("parallel.pipeline=2 parallel.schedule=zerobubble", ["did you mean 'zero_bubble'?"]),
         (

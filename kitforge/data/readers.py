@@ -333,10 +333,7 @@ def _table_rows(shard: FileShard, column: str | None) -> Iterator[tuple[object, 
                 else:
                     yield location, cells[at]
         except csv.Error as error:
-            expected, fix = (
-                f"cells between {delimiter!r}",
-                'close every quote; one in a quoted cell is written twice: ""',
-            )
+            expected, fix = f"cells between {delimiter!r}", 'close every quote; a quoted cell has "" for one'
             raise DataError(f"{name}:{first} is not a row of a table", got=error, expected=expected, fix=fix) from None
         except UnicodeDecodeError:
             # The reader decodes block by block without offsets; this raises the error again, with the offset.

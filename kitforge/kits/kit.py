@@ -145,7 +145,7 @@ class Kit(ABC, Generic[OptionsT, ProcessorT]):
         """A run ready to start. All ranks call it."""
         prepared = self.prepare(options, inputs, rendezvous, is_evaluation=False)
         world, recorded = self.join(prepared, rendezvous)
-        default_folder(options, inputs.model_name)
+        default_folder(options, inputs.model_name)  # refuses one that is a file on every rank, before a task is built
         task, callbacks = prepared.task(world)
         claimed = default_folder(options, inputs.model_name, is_claimed=True) if world.rank == 0 else None
         folder = cast(Path, world.broadcast_object(claimed))

@@ -66,10 +66,7 @@ def plan_memory(kit: AnyKit, options: Any, cluster: ClusterConfig, changes: tupl
     """Trace the step of these options. Raises ConfigError for a network that the degrees cannot split, and for a run
     whose step would be traced wrongly."""
     kit.check_parallel(options)
-    offload, expected = (
-        options.trainer.offload,
-        "none for a plan, which traces neither copies to the host nor its memory",
-    )
+    offload, expected = options.trainer.offload, "none for a plan, which traces no copies to the host"
     check(offload == "none", "trainer.offload", offload, expected)
     trainer = replace(options.trainer, max_steps=options.trainer.max_steps or STEPS, epochs=None)
     # Graphs of the compiler are not traced.
@@ -94,10 +91,8 @@ def _by_index(traced: TracedTask, options: Any, cluster: ClusterConfig) -> dict[
         with dry_world(options.parallel, options.precision, index) as world:
             step = traced.step(world, depth)
             stacks = parallel_model_of(step.network, world).stage_layers.values()
-            layers, num_micro_batches = (
-                [sum(len(own.layers) for own in each) for each in zip(*stacks, strict=True)],
-                len(step.micro_batches),
-            )
+            layers = [sum(len(own.layers) for own in each) for each in zip(*stacks, strict=True)]
+            num_micro_batches = len(step.micro_batches)
             return trace_step(step, traced.options, world, cluster.kind)
 
     if options.parallel.pipeline > 1:

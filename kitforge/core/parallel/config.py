@@ -48,6 +48,8 @@ class ParallelConfig:
         )
         check(self.timeout > 0, "parallel.timeout", self.timeout, "a number of seconds above 0")
         check_least("parallel", self, 0, "restarts")
+        exchange, expected = self.context_by, "heads with parallel.context=1, which has whole rows"
+        check(exchange == "heads" or self.context > 1, "parallel.context_by", exchange, expected, "parallel.context=2")
         self._check_schedule()
 
     def _check_schedule(self) -> None:
@@ -60,7 +62,7 @@ class ParallelConfig:
             expected = f"2, the default, with parallel.schedule={schedule}, whose number of stages is its own"
             check(chunks == 2, "parallel.stages_per_rank", chunks, expected, "parallel.schedule=interleaved")
         if self.stages.splits_backward and self.shard > 1:
-            expected = f"1 or 2 with parallel.schedule={schedule}, as W is computed when 3 has let the weights go"
+            expected = f"1 or 2 with parallel.schedule={schedule}, whose weight gradients come after 3 frees weights"
             check(self.zero_stage < 3, "parallel.zero_stage", self.zero_stage, expected, "parallel.zero_stage=2")
 
     @property

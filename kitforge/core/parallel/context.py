@@ -184,10 +184,9 @@ class ContextParallelModel:
             self._is_said, fullest = True, cut.work.max() / cut.work.mean()
             is_contiguous = bool((cut.owners[:, 1:] >= cut.owners[:, :-1]).all())
             way = "in neighbouring chunks, which sends fewer keys" if is_contiguous else "by counted work"
-            also = "" if stack.geometry.num_heads % (self._ranks * degrees.tensor) else "; the heads can be cut, too"
-            text = (
-                "parallel.context_by=keys: rows are cut %s; work of the fullest rank, first batch: %.2f of the mean%s"
-            )
+            takes_heads = stack.geometry.num_heads % (self._ranks * degrees.tensor) == 0
+            also = "; parallel.context_by=heads would do as well" if takes_heads else ""
+            text = "parallel.context_by=keys: rows are cut %s; work of the fullest rank, first batch: %.2f x the mean%s"
             _log.warning(text, way, fullest, also)
         drops = any(each is not None and each.attention.config.dropout > 0 for each in stack.blocks)
         drops = drops and context.dropout is not None
