@@ -70,7 +70,8 @@ def read_traces(folder: Path, *, partial: bool = False) -> list[RankTrace]:
                 fix = "copy it again, or profile again; partial=true leaves it out"
                 raise DataError(f"{path} is cut off or damaged", got=error, expected="a trace", fix=fix) from error
     if not found:
-        got, fix = f"no {FOLDER}/rank-*.json", "train with trainer.profile=true, beyond trainer.profile_steps"
+        got = f"no {FOLDER}/rank-*.json" if folder.is_dir() else "no such folder; look into runs/, or try runs/latest"
+        fix = "train with trainer.profile=true, beyond trainer.profile_steps"
         raise DataError(f"{folder} was not profiled", got=got, expected="a file of each rank", fix=fix)
     runs = {trace.run: f"rank {trace.rank} of run {trace.run}" for trace in found}
     if len(runs) > 1:

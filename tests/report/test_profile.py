@@ -263,6 +263,8 @@ def test_partial_reads_the_ranks_that_are_there(tmp_path: Path, damage: Callable
 def test_a_run_without_a_profile_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"was not profiled\n.*\n.*\n  do: .*trainer.profile=true"):
         read_traces(tmp_path)
+    with pytest.raises(DataError, match=r"got: +no such folder; look into runs/"):
+        read_traces(tmp_path / "absent")
 
 
 def test_warm_up_alone_is_refused() -> None:

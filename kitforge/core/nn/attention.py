@@ -37,7 +37,7 @@ class AttentionConfig:
         check_counts("model", {"num_heads": self.num_heads})
         check(0 <= self.dropout < 1, "model.attention_dropout", self.dropout, "a probability less than 1")
         grouped = self.num_kv_heads > 0 and self.num_heads % self.num_kv_heads == 0
-        check(grouped, "num_kv_heads", self.num_kv_heads, f"a divisor of num_heads={self.num_heads}")
+        check(grouped, "model.num_kv_heads", self.num_kv_heads, f"a divisor of model.num_heads={self.num_heads}")
 
 
 class Attention(nn.Module):
