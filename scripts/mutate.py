@@ -1,6 +1,6 @@
 """Plant every fault of `tests/mutation` by itself, run the fast tests of its room, or those that it names, for at most
-a minute, and write what they found into docs/proof.md. What was found before is kept in build/mutation.jsonl, so a run
-that was stopped goes on.
+a minute of processor time, and write what they found into docs/proof.md. What was found before is kept in
+build/mutation.jsonl, so a run that was stopped goes on.
 
     python scripts/mutate.py [--workers N] [--again] [ID ...]     plant faults: all, or those named
     python scripts/mutate.py --draw N                              draw N faults from each room (a fixed seed)
@@ -15,6 +15,7 @@ import os
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -29,7 +30,7 @@ from tests.mutation.planting import PACKAGE, Fault, candidates, functions, nodes
 from tests.mutation.table import DRAWN_FILE, ROOMS, faults, room_of  # noqa: E402
 
 RESULTS = ROOT / "build" / "mutation.jsonl"
-SECONDS = 60
+SECONDS = 300  # that a run may wait; tests/mutation/limit.py bounds what it computes
 FAST = ("-m", "not slow and not prove and not gpu")
 SEED = 2026
 BEGIN, END = "<!-- mutation: begin -->", "<!-- mutation: end -->"
@@ -167,7 +168,7 @@ def run_tests(arguments: list[str], copy: Path) -> tuple[int, str] | None:
         os.killpg(process.pid, 9)
         process.communicate()
         return None
-    return process.returncode, output
+    return None if process.returncode == -signal.SIGXCPU else (process.returncode, output)
 
 
 def collect(copy: Path) -> None:

@@ -1,12 +1,15 @@
-"""A plugin for tests with a fault in them: one that hangs ends the process as one that failed does."""
+"""A plugin for tests with a fault in them: one that hangs ends the process as one that failed does, and all together
+end after a minute of processor time, whatever else the machine does."""
 
 import faulthandler
+import resource
 import sys
 from collections.abc import Iterator
 
 import pytest
 
 SECONDS = 30
+resource.setrlimit(resource.RLIMIT_CPU, (60, 90))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -5,6 +5,7 @@ import logging
 import re
 import signal
 import socket
+from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
@@ -14,13 +15,14 @@ from kitforge.core.checkpoint.shard_writer import package_version
 from kitforge.core.nn.decoder import Decoder
 from kitforge.inference.options import EngineOptions
 from kitforge.inference.server import serve as serve_module
-from kitforge.inference.server.metrics import Metrics
+from kitforge.inference.server.metrics import BatchMetrics, Metrics, ServerMetrics
 from kitforge.inference.server.middleware import ACCESS_LOG
 from kitforge.inference.server.options import ServeOptions
 from kitforge.inference.text_engine import InferenceOptions
 from tests.inference.server.conftest import Served, make_service, metric, serving
 from tests.patience import PATIENCE
 
+DOCS = Path(__file__).parents[3] / "docs"
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -225,3 +227,11 @@ def test_a_chat_without_a_limit_goes_on_as_long_as_there_is_room(model: Decoder,
 def test_a_chat_without_a_limit_keeps_to_that_of_the_server(model: Decoder) -> None:
     with serving(make_service(model, ServeOptions(max_new_tokens=5), EngineOptions())) as served:
         assert ask(served, CHAT, messages=HELLO)["usage"]["completion_tokens"] <= 5  # type: ignore[index]
+
+
+@pytest.mark.parametrize(("metrics", "page"), [(Metrics(), "serving.md"), (BatchMetrics(), "recommender.md")])
+def test_every_metric_has_the_name_that_the_docs_give_it(metrics: ServerMetrics, page: str) -> None:
+    exposed = set(re.findall(r"^# TYPE (\w+)", metrics.rendered()[0].decode(), re.MULTILINE))
+    of_every_server = {"kitforge_requests_total", "kitforge_request_seconds", "kitforge_cancelled_total"}
+    named = set(re.findall(r"`(kitforge_(?!engine)[a-z_]*[a-z])[`{]", (DOCS / page).read_text()))
+    assert named | of_every_server == exposed
