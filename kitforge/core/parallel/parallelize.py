@@ -69,7 +69,7 @@ class ParallelModel:
         self._hooks: list[Any] = []
         self.stage_layers: dict[str, list[StageLayers]] = {}  # of the stages of a pipeline, by the path of each stack
         self.relays: dict[nn.Module, Relay] = {}  # of the stacks with stages
-        self.weight_gradients: WeightGradients | None = None  # where a schedule has passes for them
+        self.weight_gradients: WeightGradients | None = None  # of a pipeline
         if world.mesh is not None:
             self._replicate_init(world.mesh)
             self._distribute(sharding, world.mesh, DTYPES[world.precision])
@@ -202,7 +202,7 @@ class ParallelModel:
             each.is_scheduled = True
         try:
             yield
-            if queue is not None:
+            if queue is not None and queue.is_deferred:
                 queue.check_empty()
                 if self._fsdp is not None:
                     self._fsdp.flush(self.device)
@@ -446,7 +446,7 @@ class ParallelModel:
         shapes = {name: each.shape for name, each in self.layouts.items()}
         parts, ranks, self.stage_layers = cut_stages(self.model, sharding, shapes, column.pipeline, column.index)
         self.layouts = {name: replace(each, stages=ranks.get(name)) for name, each in self.layouts.items()}
-        self.weight_gradients = WeightGradients(self.model) if column.pipeline.splits_backward else None
+        self.weight_gradients = WeightGradients(self.model, is_deferred=column.pipeline.splits_backward)
         return parts
 
 

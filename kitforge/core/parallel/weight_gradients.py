@@ -1,4 +1,5 @@
-"""The gradients of weights apart from those of inputs, so that a rank computes them while it would wait.
+"""The gradients of weights apart from those of inputs, so that a rank computes them while it would wait; and linear
+layers that keep no weight in half precision from their forward pass, of which a stage has several under way.
 
 Knows no order of passes. What is not the product of a linear layer or of experts, as a norm, an embedding or the head's
 loss, has its gradient in the pass of the inputs.
@@ -15,7 +16,7 @@ from torch.nn import functional
 
 from kitforge.core.kernels.derivatives import by_hand
 from kitforge.core.kernels.grouped_linear.fused import grouped_linear_backward
-from kitforge.core.kernels.mixed_precision import NATIVE_DTYPES, compute_dtype
+from kitforge.core.kernels.mixed_precision import NATIVE_DTYPES, compute_dtype, storage_dtype
 from kitforge.core.kernels.recomputation import kept
 from kitforge.core.nn.linear import Linear
 from kitforge.core.nn.moe import Experts
@@ -27,9 +28,10 @@ Key = tuple[int, int]  # stage, micro-batch
 class WeightGradients:
     """A queue of products by stage and micro-batch, each with the parameters whose gradients it gives."""
 
-    def __init__(self, model: nn.Module) -> None:
-        """For the linear layers and experts of a model."""
-        self.is_scheduled = False
+    def __init__(self, model: nn.Module, *, is_deferred: bool = True) -> None:
+        """For the linear layers and experts of a model. Without `is_deferred` nothing waits: gradients of weights come
+        in the pass of the inputs."""
+        self.is_deferred, self.is_scheduled = is_deferred, False
         self.key: Key = (0, 0)  # of the backward pass that runs
         self._waiting: dict[Key, list[tuple[Sequence[Tensor], Callable[[], Sequence[Tensor]]]]] = {}
         for module in model.modules():
@@ -58,7 +60,8 @@ class WeightGradients:
     def _product(
         self, function: Any, kernel: Callable[..., Tensor], input: Tensor, weight: Tensor, *more: Any
     ) -> Tensor:
-        if not self.is_scheduled or not weight.requires_grad or not torch.is_grad_enabled():
+        is_kept = self.is_deferred or (function is _Linear and _casts(input, weight))
+        if not (is_kept and self.is_scheduled and weight.requires_grad and torch.is_grad_enabled()):
             return kernel(input, weight, *more)
         product: Tensor = function.apply(self, kernel, input, weight, *more)
         return product
@@ -90,10 +93,12 @@ class _Linear(torch.autograd.Function):
                 found.append(columns.sum(1))
             return [each.to(own.dtype) for each, own in zip(found, trained, strict=True)]
 
-        ctx.queue.put(trained, gradients)
         exact = _exact(grad)
         grad_input = (exact @ weight.to(exact.dtype)).to(ctx.dtype) if ctx.needs_input_grad[2] else None
-        return None, None, grad_input, None, None
+        if ctx.queue.is_deferred:
+            ctx.queue.put(trained, gradients)
+            return None, None, grad_input, None, None
+        return None, None, grad_input, *(*gradients(), None)[:2]
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -124,6 +129,11 @@ def _linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     with torch.autocast(rows.device.type, enabled=False):
         shift = None if bias is None else bias.to(exact.dtype)
         return functional.linear(exact, weight.to(exact.dtype), shift).to(rows.dtype)
+
+
+def _casts(input: Tensor, weight: Tensor) -> bool:
+    """Whether torch's product would keep its own copy of the weight, in the dtype of the product."""
+    return storage_dtype(input) is None and compute_dtype(input) is not weight.dtype
 
 
 def _exact(rows: Tensor) -> Tensor:

@@ -75,11 +75,15 @@ def test_weights_have_the_gradients_of_the_backward_pass_once_their_passes_run(
             torch.testing.assert_close(found, each, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("is_deferred", [True, False])
 @pytest.mark.parametrize("is_native", [True, False])
-def test_half_precision_is_that_of_the_backward_pass(is_native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_precision_is_that_of_the_backward_pass(
+    family: str, is_deferred: bool, is_native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(mixed_precision.NATIVE_DTYPES, torch.bfloat16, is_native)
-    models = [built("llama", dtype=torch.float32) for _ in range(2)]
-    queue = WeightGradients(models[1])
+    models = [built(family, dtype=torch.float32) for _ in range(2)]
+    queue = WeightGradients(models[1], is_deferred=is_deferred)
     queue.is_scheduled = True
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
         passes(models[0])
@@ -92,6 +96,25 @@ def test_half_precision_is_that_of_the_backward_pass(is_native: bool, monkeypatc
         if each is not None and (got := found[name]) is not None:
             assert got.dtype == torch.float32
             assert float((got - each).norm()) <= 2e-2 * float(each.norm()), name
+
+
+def test_a_forward_pass_keeps_no_weight_in_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(mixed_precision.NATIVE_DTYPES, torch.bfloat16, True)
+    model, kept = built("llama", dtype=torch.float32), list[tuple[int, ...]]()
+    queue = WeightGradients(model, is_deferred=False)
+
+    def keep(tensor: Tensor) -> Tensor:
+        if tensor.dtype is torch.bfloat16:
+            kept.append(tuple(sorted(tensor.shape)))  # transposed or not
+        return tensor
+
+    shapes = {tuple(sorted(each.weight.shape)) for each in model.modules() if isinstance(each, Linear)}
+    for queue.is_scheduled in (False, True):
+        kept.clear()
+        hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False), hooks:
+            passes(model, KEYS[:1], queue)
+        assert shapes.isdisjoint(kept) == queue.is_scheduled
 
 
 def test_a_pass_adds_the_gradients_of_its_micro_batch_alone() -> None:
