@@ -24,8 +24,8 @@ import torch
 from rich.table import Table
 from torch.nn import functional
 
+from benchmarks.gpu import decode_step, texts
 from benchmarks.gpu import kernels as speed
-from benchmarks.gpu import texts
 from benchmarks.gpu.kernels import CPU, GPU, LLAMA, Row, Sizes
 from kitforge.core.nn.context import Context
 from kitforge.core.parallel.rendezvous import Rendezvous
@@ -218,6 +218,9 @@ PARTS: dict[str, Callable[[torch.device, Sizes, Path], Iterator[Row] | Row]] = {
     "step": lambda device, *_: check_one_step(device),
     "sampler": lambda device, *_: check_sampler(device),
     "texts": lambda device, *_: texts.check_texts(device),
+    "decode_step": lambda device, sizes, _: (
+        decode_step.check_decode_step(device, sizes) if device.type == "cuda" else iter(())
+    ),
     "half_precision": lambda device, *_: texts.check_half_precision(device),
     "groups": lambda device, _, place: texts.check_groups(device, place),
     "train_fp32": lambda device, sizes, place: check_training(device, sizes, "fp32", place),
@@ -232,6 +235,7 @@ PARTS: dict[str, Callable[[torch.device, Sizes, Path], Iterator[Row] | Row]] = {
     "speed_tables": lambda device, sizes, _: speed.measure_tables(device, sizes),
     "speed_llama": lambda device, sizes, _: speed.measure_llama(device, sizes),
     "speed_texts": lambda device, sizes, _: texts.measure_texts(device, sizes),
+    "speed_decode_step": lambda device, sizes, _: decode_step.measure_decode_step(device, sizes),
     "speed_groups": lambda device, sizes, _: texts.measure_groups(device, sizes),
 }
 

@@ -49,6 +49,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "with drafts": CROWDED | {"prompt_lookup_tokens": 3},
     "with contiguous keys": CROWDED | {"kv_layout": "contiguous"},
     "with room": {},
+    "with the fused step": {"fused_decode": True},
     "with steps one by one": {"num_scheduler_steps": 1},
     "in int8": {"quantization": "int8"},
 }

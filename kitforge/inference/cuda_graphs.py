@@ -13,9 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from kitforge.core.kernels.fast_path import accepts_grouped_mm
+from kitforge.core.kernels.fused_decode_step.reference import Locations
 from kitforge.core.kernels.grouped_linear.reference import grouped_linear
 from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.core.nn.context import Context
+from kitforge.core.nn.decode_step import FusedDecodeStep
 from kitforge.core.nn.moe import Experts
 from kitforge.foundation import device as devices
 from kitforge.inference.paged_attention import KeyValueCache, PagedAttention, PagedBatch
@@ -36,6 +38,7 @@ class RecordedStep:
     replay: Callable[[], Tensor]
     rows: npt.NDArray[np.int64]  # the inputs on the host
     tables: list[list[int]]  # the block table that each row has
+    kernel: object  # a fused step, which must live as long as it is replayed
 
 
 def can_record_steps(model: nn.Module) -> bool:
@@ -52,11 +55,13 @@ def _waits_for_host(experts: Experts) -> bool:
 
 
 class CudaGraphRunner:
-    """Runs steps in which every sequence has one token. Padding rows write to the spare block of the cache."""
+    """Runs steps in which every sequence has one token, with `fuses` in one fused step where the kernels have one.
+    Padding rows write to the spare block of the cache."""
 
-    def __init__(self, model: nn.Module, cache: KeyValueCache) -> None:
+    def __init__(self, model: nn.Module, cache: KeyValueCache, *, fuses: bool = False) -> None:
         self._network = cast(CausalLM, model)
         self._cache = cache
+        self._fused = FusedDecodeStep(model, cache.layer) if fuses else None
         self._graphs: dict[tuple[int, int], RecordedStep] = {}
         self._weight_addresses = self._addresses()
 
@@ -87,25 +92,35 @@ class CudaGraphRunner:
         weights = self._addresses()
         if weights != self._weight_addresses:
             self._weight_addresses, self._graphs = weights, {}
+            if self._fused is not None:
+                self._fused.forget()
 
     def _capture(self, num_texts: int, num_blocks: int) -> RecordedStep:
         device = self._network.head_weight.device
         rows = np.zeros((num_texts, _NUM_COLUMNS + num_blocks), dtype=np.int64)
         rows[:] = self._spare_row(num_blocks)
-        inputs = torch.tensor(rows, device=device)
+        inputs, every = torch.tensor(rows, device=device), torch.arange(num_texts, device=device)
 
         def step() -> Tensor:
             # One transfer fills all inputs; kernels want each in one piece.
             columns = inputs[:, :_NUM_COLUMNS].t().contiguous().unsqueeze(1)
             tokens, positions, max_lengths, slots, lengths = columns
             pages = PagedBatch(first=0, tables=inputs[:, _NUM_COLUMNS:].contiguous(), lengths=lengths[0])
+            if self._fused is not None:
+                context = Context(positions=positions, lengths=max_lengths)
+                where = {"starts": slots[0], "slots": slots[0], "lengths": lengths[0], "tables": pages.tables}
+                locations = Locations(rows=every, block_size=self._cache.block_size, **where)
+                result = self._fused(tokens, context, locations)
+                if result is not None:
+                    return result[1]
             attend = PagedAttention(self._cache, slots[0], [pages], self._network.kernels)
             context = Context(positions=positions, lengths=max_lengths, attend=attend)
             return self._network.head(self._network.hidden(tokens, context)[0])
 
         # The first call outside of a capture allocates the cache.
         step()
-        return RecordedStep(inputs=inputs, replay=devices.recorded(step, device), rows=rows, tables=[[]] * num_texts)
+        replay, kernel = devices.recorded(step, device), None if self._fused is None else self._fused.kernel
+        return RecordedStep(inputs=inputs, replay=replay, rows=rows, tables=[[]] * num_texts, kernel=kernel)
 
     def _fill(self, step: RecordedStep, sequences: list[Sequence]) -> None:
         rows, tables, size = step.rows, step.tables, self._cache.block_size

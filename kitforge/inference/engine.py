@@ -122,7 +122,7 @@ class Engine:
         # Collectives cannot be captured in a graph, so only a single rank uses graphs.
         is_alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
         uses_graphs = self.options.cuda_graphs and is_alone and not is_contiguous and can_record_steps(running)
-        graphs = CudaGraphRunner(running, cache) if uses_graphs else None
+        graphs = CudaGraphRunner(running, cache, fuses=self.options.fused_decode) if uses_graphs else None
         head = self._network.head_weight
         self.adapters = Adapters(running, adapters or {}, self._network.kernels.linear, head.dtype)
         self._runner = ModelRunner(running, cache, self.adapters, is_paged=not is_contiguous, cuda_graphs=graphs)

@@ -32,6 +32,8 @@ class EngineOptions(CacheSizeOptions):
     quantization: Literal["none", "int8", "int4"] = "none"
     prompt_lookup_tokens: int = 0  # draft tokens a step from prompt lookup, verified in one pass; 0: none
     cuda_graphs: bool = field(default=True, metadata=INTERNAL)  # replay captured decoding steps on a GPU
+    # Decode up to 16 texts on a GPU in five launches a block (docs/kernels.md). It has run on no GPU so far.
+    fused_decode: bool = False
     # Decoding steps that a GPU runs without waiting for the host, where they take less than 20 ms; 1: as many tokens as
     # possible are seen as soon as possible.
     num_scheduler_steps: int = field(default=4, metadata=INTERNAL)

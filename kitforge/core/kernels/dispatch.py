@@ -23,7 +23,13 @@ from kitforge.core.kernels.decode_attention.reference import DecodeAttentionKern
 from kitforge.core.kernels.embedding_bag.reference import EmbeddingBagKernel, embedding_bag
 from kitforge.core.kernels.embedding_bag_backward.reference import EmbeddingBagBackwardKernel, embedding_bag_backward
 from kitforge.core.kernels.float8_linear.reference import Float8LinearKernel, float8_linear
-from kitforge.core.kernels.fused_decode_step.reference import DecodeStepFactory, ReferenceDecodeStep
+from kitforge.core.kernels.fused_decode_step.reference import (
+    DecoderWeights,
+    DecodeStepFactory,
+    DecodeStepKernel,
+    ReferenceDecodeStep,
+    Slabs,
+)
 from kitforge.core.kernels.geglu.reference import GeGLUKernel, geglu
 from kitforge.core.kernels.greedy_sample.reference import GreedySampleKernel, greedy_sample
 from kitforge.core.kernels.grouped_linear.reference import GroupedLinearKernel, grouped_linear
@@ -233,7 +239,10 @@ IMPLEMENTATIONS: dict[str, dict[str, Implementation]] = {
         "numba": _numba(path="numba.random_sample", levels=("O1", "O2"), accepts=fast_path.accepts_sampling),
     },
     "keep_mask": {"numba": _numba(path="numba.keep_mask", levels=("O1", "O2"))},
-    "fused_decode_step": {"numba": _numba(path="numba.NumbaDecodeStep")},
+    "fused_decode_step": {
+        "triton": Implementation(path="triton.TritonDecodeStep", devices=("cuda",), package="triton"),
+        "numba": _numba(path="numba.NumbaDecodeStep"),
+    },
     "hash_map": {"triton": _triton(path="triton.DeviceHashMap"), "numba": _numba(path="numba.OpenAddressingHashMap")},
     "unique": {"triton": _triton(path="triton.unique"), "numba": _numba(path="numba.unique")},
     "copy_rows": {"triton": _triton(path="triton.copy_rows"), "numba": _numba(path="numba.copy_rows")},
@@ -275,7 +284,7 @@ def select(level: CompileLevel, device: str = "cpu") -> Kernels:
             if IMPLEMENTATIONS[operation][name].package is None:
                 chosen[operation] = _load(operation, name)
             elif operation == "fused_decode_step":
-                chosen[operation] = functools.partial(_new_decode_step, name)
+                chosen[operation] = DecodeSteps(name, device)
             else:
                 load = functools.partial(_load, operation, name)
                 slower = chosen[operation] or _REFERENCES[operation]
@@ -345,6 +354,21 @@ def implementation(operation: str, name: str, device: str = "cpu") -> Any:
     return function if accepts is None else checked
 
 
+@dataclass(frozen=True, slots=True)
+class DecodeSteps:
+    """A `DecodeStepFactory` of an implementation, for weights on a device. After a failure of a step on a CPU the
+    reference runs it again, which writes the same keys and values; elsewhere no step takes any tokens."""
+
+    name: str
+    device: str
+
+    def __call__(self, weights: DecoderWeights, slabs: Slabs) -> DecodeStepKernel:
+        """A step over the weights."""
+        reference: Any = ReferenceDecodeStep(weights, slabs) if self.device == "cpu" else lambda *_, **_options: None
+        load = functools.partial(_load, "fused_decode_step", self.name)
+        return _WithFallback("fused_decode_step", self.name, lambda: load()(weights, slabs), reference)
+
+
 class _WithFallback:
     """Calls the implementation, loaded by the first call, with the arguments that it accepts, and `otherwise` with
     others. After a failure the reference replaces the implementation."""
@@ -396,12 +420,6 @@ class _WithFallback:
     def __getstate__(self) -> dict[str, Any]:
         """A pickled or copied model loads its compiled loops again."""
         return {**self.__dict__, "_function": None if self._name == "numba" else self._function}
-
-
-def _new_decode_step(name: str, *arguments: Any) -> Callable[..., Any]:
-    """A `DecodeStepKernel`. The reference may run a failed step again: it writes the same keys and values."""
-    load = functools.partial(_load, "fused_decode_step", name)
-    return _WithFallback("fused_decode_step", name, lambda: load()(*arguments), ReferenceDecodeStep(*arguments))
 
 
 def _load(operation: str, name: str) -> Any:

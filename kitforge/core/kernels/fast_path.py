@@ -15,7 +15,8 @@ _TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # The longest row that a Triton program holds at once; an Ascend core has 192 KiB.
 MAX_TRITON_ROW = {"npu": 2**13}
 _GPU_ROW = 2**16
-_GPU_HEAD = 256
+# The features of a head that a tile of `paged_attention` holds.
+PAGED_HEAD = 256
 # With more rows a product with the dequantized weight is faster.
 MAX_QUANTIZED_ROWS = 256
 _GROUPED_MM_CAPABILITIES = (9, 10)  # major, of Hopper and Blackwell
@@ -79,7 +80,7 @@ def accepts_triton_rows(input: Tensor, *_: object) -> bool:
 
 def accepts_triton_pages(query: Tensor, keys: Tensor, values: Tensor, *_: object) -> bool:
     """Whether all are in one dtype that the kernel loads, and a tile of it fits."""
-    return accepts_triton(query) and query.dtype == keys.dtype == values.dtype and query.shape[-1] <= _GPU_HEAD
+    return accepts_triton(query) and query.dtype == keys.dtype == values.dtype and query.shape[-1] <= PAGED_HEAD
 
 
 def accepts_triton_quantized(input: Tensor, quantized: Tensor, scales: Tensor, *_: object) -> bool:

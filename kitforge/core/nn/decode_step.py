@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils.hooks import RemovableHandle
 
+from kitforge.core.kernels.fast_path import PAGED_HEAD
 from kitforge.core.kernels.fused_decode_step.reference import (
     Angles,
     BlockWeights,
@@ -77,6 +78,11 @@ class FusedDecodeStep:
         """At the next step, read weights anew: they may have changed in place, with or without a trace."""
         self._rereads = True
 
+    @property
+    def kernel(self) -> DecodeStepKernel | None:
+        """That of the last step, with what it reads beside the weights."""
+        return self._blocks
+
     def __call__(self, tokens: Tensor, context: Context, locations: Locations) -> tuple[Tensor, Tensor] | None:
         """Normalized output [tokens, dim] and logits [rows, vocab] of tokens [1, tokens] at these locations. None where
         the modules must run one by one."""
@@ -84,8 +90,8 @@ class FusedDecodeStep:
             return None
         if cast(Any, _has_any_global_hook)() or self._is_wrapped():
             return None
-        marks = self._weight_marks()
-        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+        marks, kind = self._weight_marks(), tokens.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         if marks != self._marks or dtype is not self._dtype:
             self._blocks = None  # its memory is free before the next one takes as much
             self._marks, self._dtype, self._blocks = marks, dtype, self._new_blocks(dtype)
@@ -103,10 +109,12 @@ class FusedDecodeStep:
         model, positions = cast(Decoder, self._model), context.positions
         if positions is None or not model.has_fixed_angles:
             return _stacked(model.encode_positions(tokens, context))
-        # Computing them takes a dozen operations, looking them up two.
-        length = int(positions.max()) + 1
+        # Computing them takes a dozen operations, looking them up two. A GPU would wait for a look at positions.
+        length = int(positions.max()) + 1 if positions.is_cpu else model.geometry.max_length
         if self._table is None or self._table[0].shape[1] < length:
-            known = torch.arange(max(length, min(2 * length, model.geometry.max_length))).unsqueeze(0)
+            known = torch.arange(
+                max(length, min(2 * length, model.geometry.max_length)), device=positions.device
+            ).unsqueeze(0)
             self._table = _stacked(model.encode_positions(known, Context(positions=known)))
         cos, sin = cast(Angles, self._table)
         return cos.index_select(1, positions[0]), sin.index_select(1, positions[0])
@@ -136,8 +144,10 @@ class FusedDecodeStep:
             return None
         decoder = cast(Decoder, model)
         own = decoder.head_weight.dtype
-        # Without native products in bfloat16, the modules' products take weights in fp32 under autocast.
-        if autocast not in (None, own) and not (autocast is torch.bfloat16 and NATIVE_DTYPES[autocast]):
+        # Without native products in bfloat16, the modules' products take weights in fp32 under autocast. Elsewhere
+        # copies of the weights would not fit.
+        has_copies = autocast is torch.bfloat16 and NATIVE_DTYPES[autocast] and decoder.head_weight.is_cpu
+        if autocast not in (None, own) and not has_copies:
             return None
         head_dim, blocks = decoder.geometry.head_dim, cast(list[Block], list(decoder.blocks))
         shape = 1, decoder.geometry.num_kv_heads, 1, head_dim
@@ -168,7 +178,8 @@ def _stacked(positions: PositionEncoding) -> Angles | None:
 
 
 def is_fusable(model: nn.Module) -> bool:
-    """Whether the kernel can run the model: a plain decoder, in fp32 or bfloat16 on CPU, with blocks of one shape."""
+    """Whether the kernel can run the model: a plain decoder, in fp32 or bfloat16 on the kernel's device, with blocks of
+    one shape; but on a CPU not quantized, and with heads of at most `PAGED_HEAD` features."""
     if type(model) is not Decoder or model.kernels.fused_decode_step is None or not _is_plain(model):
         return False
     blocks = cast(list[Block], list(model.blocks))
@@ -229,16 +240,21 @@ def _is_plain(model: Decoder) -> bool:
     # A module that a step does not know would be skipped.
     if None in set(model.blocks) or any(type(each) is not known.get(name) for name, each in model.named_modules()):
         return False
-    linears = [each for each in model.modules() if isinstance(each, Linear)]
+    head, linears = model.head_weight, [each for each in model.modules() if isinstance(each, Linear)]
     quantized = [Blocks(each.weight, each.scales) for each in linears if each.scales is not None]
     if any(each.is_float8 for each in linears) or not all(map(_is_steppable, quantized)):
         return False
-    dtype, others = model.head_weight.dtype, {id(each) for blocks in quantized for each in blocks}
+    if getattr(model.kernels.fused_decode_step, "device", "cpu") != head.device.type:
+        return False
+    is_quantized = bool(quantized) or hasattr(model.kernels.linear, "bits")
+    if not head.is_cpu and (is_quantized or model.geometry.head_dim > PAGED_HEAD):
+        return False
+    dtype, others = head.dtype, {id(each) for blocks in quantized for each in blocks}
     norms = [each for norm in model.modules() if isinstance(norm, Norm) for each in norm.parameters()]
     if {each.dtype for each in norms} == {torch.float32}:
         others |= set(map(id, norms))
     return dtype in (torch.float32, torch.bfloat16) and all(
-        (each.dtype is dtype or id(each) in others) and each.is_cpu and each.is_contiguous()
+        (each.dtype is dtype or id(each) in others) and each.device == head.device and each.is_contiguous()
         for each in model.parameters()
     )
 

@@ -2,7 +2,8 @@
 
 `python -m tests.core.kernels.compile_triton CAPABILITY some|all` calls all operations on CPU tensors; instead of a
 launch the kernel is compiled down to machine code. It prints a line of JSON for each variant: kernel, error or None,
-and from the machine code the registers and the bytes of spilled registers of a thread. TRITON_INTERPRET must not be
+and from the machine code the registers and the bytes of spilled registers of a thread, whether it waits for the kernel
+before it, lets the next one begin behind that, and loads anything first. TRITON_INTERPRET must not be
 set.
 """
 
@@ -13,6 +14,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,9 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from kitforge.core.kernels.dispatch import select, select_table
+from kitforge.core.kernels.fused_decode_step import triton as triton_step
+from kitforge.core.kernels.fused_decode_step.reference import BlockWeights, Locations
+from kitforge.core.kernels.fused_decode_step.triton import TritonDecodeStep
 from kitforge.core.kernels.jagged_bags import Bags
 from kitforge.core.kernels.moe_permute.reference import permutation_of
 from kitforge.core.kernels.quantized_linear.reference import quantize
@@ -33,6 +38,7 @@ from kitforge.core.kernels.triton import runtime as triton_runtime
 from kitforge.core.kernels.triton.float8 import round_to_float8
 from kitforge.core.kernels.triton.moe import zero_past
 from kitforge.core.optim.row_optimizers import SparseOptimizerConfig, build_row_optimizer
+from tests.core.kernels.test_fused_decode_step import HEAD_NORMS, has, stack
 from tests.row_records import new_records
 
 # Of an H200, for tiles and grids as they are there.
@@ -76,6 +82,9 @@ class Compiler:
                 value = False
             if name == "PAIRED":  # for the GPU alone
                 value = bound["input"].element_size() == 2
+            if name == "PDL":  # for Hopper and later
+                value = self.target.arch >= 90
+                options["launch_pdl"] = value
             # Triton makes a constant of a whole number that is 1, and of None, and knows what divides by 16.
             if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):
                 signature[name], constants[name] = "constexpr", value
@@ -100,6 +109,8 @@ class Compiler:
             source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
             made = triton.compile(source, target=self.target, options=options)
             line |= {"shared": made.metadata.shared, **resources(made.asm["cubin"])}
+            before, _, behind = made.asm["ptx"].partition("griddepcontrol.wait")
+            line |= {"waits": bool(behind), "releases": "launch_dependents" in behind, "first": "ld.global" in before}
         except Exception as error:  # noqa: BLE001 (whatever the compiler raises)
             line["error"] = f"{error}\n{error.__cause__}"
         sys.stdout.write(json.dumps(line) + "\n")
@@ -177,6 +188,36 @@ def call_networks(*, with_all: bool) -> None:
                 )
 
 
+@torch.no_grad()
+def call_decode_steps(*, with_all: bool) -> None:
+    """Steps of blocks with the parts of every family, at the sizes of a LLaMA of 1.2B."""
+    dim, head_dim, heads = 2048, 64, {"query": 32, "key": 8, "value": 8}
+    dtypes = (torch.bfloat16, torch.float32) if with_all else (torch.bfloat16,)
+    for dtype, kind, rows in itertools.product(dtypes, ("plain", "sandwich", "normed_heads"), (1, 16)):
+
+        def made(name: str, kind: str = kind, dtype: torch.dtype = dtype) -> Tensor | None:
+            owner = name.removesuffix("_bias")
+            if not has(kind, name):
+                return None
+            wide = {"out": (dim, dim), "gate": (8192, dim), "up": (8192, dim), "down": (dim, 8192)}
+            wide |= {each: (head_dim * count, dim) for each, count in heads.items()}
+            shape = wide.get(owner, (head_dim if owner in HEAD_NORMS else dim,))
+            return torch.zeros(shape[:1] if name != owner else shape, dtype=dtype)
+
+        layer = BlockWeights(**{each.name: made(each.name) for each in fields(BlockWeights)})  # type: ignore[arg-type]
+        weights = replace(stack(kind, dtype, (None,)), layers=(layer,), head=torch.zeros(128256, dim, dtype=dtype))
+        weights = replace(weights, head_dim=head_dim, norm=torch.zeros(dim, dtype=dtype))
+        slab, angles = torch.zeros(64, 8, head_dim, dtype=dtype), torch.zeros(1, rows, 32)
+        places = Locations(
+            **dict.fromkeys(("starts", "slots", "rows"), torch.arange(rows)),
+            lengths=torch.ones(rows, dtype=torch.long),
+            tables=torch.zeros(rows, 1, dtype=torch.long),
+            block_size=16,
+        )
+        rotary = None if kind == "plain" else (angles, angles)
+        TritonDecodeStep(weights, [(slab, slab)])(torch.zeros(rows, dim, dtype=dtype), rotary, places)
+
+
 def call_products(*, can_float8: bool, with_all: bool) -> None:
     """What stands around products in FP8 and products of experts."""
     roundings = [(torch.bfloat16, torch.float8_e5m2), (torch.float32, torch.float8_e4m3fn)]
@@ -222,13 +263,14 @@ def call_tables(*, with_all: bool) -> None:
 
 def main() -> None:
     """Compile all of them."""
-    for module in (triton_runtime, triton_float8):
+    for module in (triton_runtime, triton_float8, triton_step):
         module.device_description = lambda _device: DEVICE  # type: ignore[assignment]
     compiler = Compiler(int(sys.argv[1]))
     JITFunction.run = lambda kernel, *arguments, **options: compiler(kernel, *arguments, **options)
     with_all = sys.argv[2] == "all"
     call_samplers(with_all=with_all)
     call_networks(with_all=with_all)
+    call_decode_steps(with_all=with_all)
     call_products(can_float8=int(sys.argv[1]) >= 89, with_all=with_all)
     call_tables(with_all=with_all)
 

@@ -21,6 +21,7 @@ from kitforge.core.kernels.dispatch import (
     REFERENCE,
     TABLE_REFERENCE,
     CompileLevel,
+    DecodeSteps,
     Kernels,
     TableKernels,
     implementation,
@@ -79,7 +80,9 @@ def test_each_device_has_implementations_of_its_own() -> None:
     assert here.linear is not there.linear
     assert there.linear is implementation("linear", "fused")
     assert there.keep_mask is REFERENCE.keep_mask
-    assert there.fused_decode_step is None
+    assert here.fused_decode_step == DecodeSteps("numba", "cpu")
+    assert there.fused_decode_step == DecodeSteps("triton", "cuda")
+    assert preferred("fused_decode_step", "npu") == []
     assert here.add_norm is None
     assert there.add_norm is not None
 

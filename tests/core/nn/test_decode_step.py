@@ -8,14 +8,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from kitforge.core.kernels.dispatch import DecodeSteps
 from kitforge.core.kernels.mixed_precision import NATIVE_DTYPES
 from kitforge.core.nn import lora
 from kitforge.core.nn.context import Context
-from kitforge.core.nn.decode_step import FusedDecodeStep
+from kitforge.core.nn.decode_step import FusedDecodeStep, is_fusable
 from kitforge.core.nn.decoder import Decoder
 from kitforge.core.nn.linear import Linear
 from kitforge.core.nn.mlp import MLP, MLPConfig
-from kitforge.core.nn.quantized import quantized_copy
+from kitforge.core.nn.quantized import WeightOnlyLinear, quantize_linears, quantized_copy
 from kitforge.foundation.errors import ModelError
 from tests.core.kernels.comparison import relative
 from tests.core.kernels.test_fused_decode_step import locations
@@ -221,6 +222,29 @@ def test_others_are_asked_module_by_module_from_the_start() -> None:
     assert step(single(rounded), tokens[:, 0], 0) is None
     model.blocks[1] = build(replace(CONFIGS["llama"], mlp_dim=40), dtype=torch.float32).blocks[1]
     assert step(single(model), tokens[:, 0], 0) is None
+
+
+@torch.no_grad()
+def test_off_a_cpu_the_kernel_of_the_device_takes_weights_that_are_not_quantized() -> None:
+    def model(name: str = "llama", kernel: str = "meta", **sizes: int) -> Decoder:
+        found = build(replace(CONFIGS[name], **sizes), dtype=torch.float32).to("meta")
+        found.kernels = replace(found.kernels, fused_decode_step=DecodeSteps("triton", kernel))
+        return found
+
+    assert all(is_fusable(model(name)) for name in FUSED)
+    assert not any(is_fusable(model(name)) for name in set(CONFIGS) - set(FUSED))
+    assert not is_fusable(model(kernel="cpu"))
+    assert is_fusable(model(dim=512, num_heads=2, num_kv_heads=2))
+    assert not is_fusable(model(dim=516, num_heads=2, num_kv_heads=2))
+    apart, quantized = model(), model()
+    apart.blocks[1].get_submodule("mlp.down").to_empty(device="cpu")
+    quantized.kernels = replace(quantized.kernels, linear=WeightOnlyLinear("int8", quantized.kernels.quantized_linear))
+    assert not is_fusable(apart) and not is_fusable(quantized)
+    stored = build(replace(CONFIGS["llama"], dim=64, mlp_dim=64), dtype=torch.float32)
+    quantize_linears(stored, 8)
+    assert is_fusable(stored)
+    stored.kernels = replace(stored.kernels, fused_decode_step=DecodeSteps("triton", "meta"))
+    assert not is_fusable(stored.to("meta"))
 
 
 @pytest.mark.parametrize("place", ["", "embedding", "blocks", "blocks.0", "blocks.1.attention", "blocks.1.mlp.up"])

@@ -105,8 +105,12 @@ class Locations:
     starts: Tensor  # [tokens], the first slot of each token's text; -1 - n: its slots begin at `slots[n]`
     lengths: Tensor  # [tokens], how many positions it sees: those up to its own
     slots: Tensor  # [..], of all positions of texts whose slots are not consecutive
-    rows: Tensor  # [rows], the tokens whose logits are computed
+    rows: Tensor  # [rows], the tokens whose logits are computed, in order
     adapters: Tensor | None = None  # [tokens], the number of each token's adapter, -1 without one; None: of all
+    # [tokens, blocks], where the positions of each token's text are, in place of `starts`; `slots` [tokens] are then
+    # those that are written. A kernel that has no use for them has none on its device.
+    tables: Tensor | None = None
+    block_size: int = 1
 
 
 class DecodeStepKernel(Protocol):
@@ -114,21 +118,23 @@ class DecodeStepKernel(Protocol):
     tokens, pairs] or None.
 
     Keys and values of the tokens are written to the slots of their positions, before any token attends. Returns the
-    normalized output [tokens, dim] and logits [rows, vocab] in fp32 at least. Weights may have been copied by an
+    normalized output [tokens, dim] and logits [rows, vocab] in fp32 at least, or None where it does not take the
+    tokens. Weights may have been copied by an
     earlier call: one that `rereads` sees those that have changed in place since, unless a step quantizes them.
     """
 
     def __call__(
         self, stream: Tensor, rotary: tuple[Tensor, Tensor] | None, locations: Locations, *, rereads: bool = False
-    ) -> tuple[Tensor, Tensor]: ...
+    ) -> tuple[Tensor, Tensor] | None: ...
 
 
 class DecodeStepFactory(Protocol):
     """Makes a decode step over weights and each layer's keys and values [slots, kv_heads, head_dim].
 
-    All but `has_exact_norms` have one dtype, fp32 or bfloat16, are contiguous and on CPU, and are read at their present
-    addresses. Or the weights have fp32 and the slabs bfloat16, as under autocast: linear layers and the norms of heads
-    and branches compute in bfloat16, by copies of their weights; the stream and its norms stay in fp32.
+    All but `has_exact_norms` have one dtype, fp32 or bfloat16, are contiguous and on the device of the kernel, and are
+    read at their present addresses. Or, on a CPU, the weights have fp32 and the slabs bfloat16, as under autocast:
+    linear layers and the norms of heads and branches compute in bfloat16, by copies of their weights; the stream and
+    its norms stay in fp32.
     """
 
     def __call__(self, weights: DecoderWeights, slabs: list[tuple[Tensor, Tensor]]) -> DecodeStepKernel: ...
@@ -196,6 +202,7 @@ class ReferenceDecodeStep:
             )
         seen = [_slots(locations, token) for token in range(len(query))]
         last = torch.stack([slots[-1] for slots in seen]) if seen else locations.starts
+        last = last if locations.tables is None else locations.slots
         keys[last], values[last] = key, value
         scale, window, start = weights.scales[index], weights.windows[index], torch.zeros(1, dtype=torch.long)
         mixed = torch.empty_like(query)
@@ -257,6 +264,9 @@ def _dequantized(weights: DecoderWeights) -> DecoderWeights:
 def _slots(locations: Locations, token: int) -> Tensor:
     """The slots of the positions that a token sees."""
     start, length = int(locations.starts[token]), int(locations.lengths[token])
+    if locations.tables is not None:
+        positions, size = torch.arange(length), locations.block_size
+        return locations.tables[token, positions // size] * size + positions % size
     return torch.arange(start, start + length) if start >= 0 else locations.slots[-1 - start :][:length]
 
 

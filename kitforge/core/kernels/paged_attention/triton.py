@@ -7,11 +7,14 @@ does not depend on its neighbors; the number of programs follows from shapes alo
 graph.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from kitforge.core.kernels.triton.dependent import await_last
 from kitforge.core.kernels.triton.ops import triton_op
 from kitforge.core.kernels.triton.runtime import device_description, launch_grid, quotient_up, row_block
 
@@ -55,6 +58,22 @@ def _attend(
     window: int,
     scale: float,
 ) -> Tensor:
+    return attend_pages(query, keys, values, tables, lengths, slopes, block_size, window, scale, {"PDL": False})
+
+
+def attend_pages(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    lengths: Tensor,
+    slopes: Tensor | None,
+    block_size: int,
+    window: int,
+    scale: float,
+    launch: dict[str, Any],
+) -> Tensor:
+    """`paged_attention` without its operator; the window may be 0, and the launch is a `dependent_launch`."""
     sequences, heads, dim = query.shape
     kv_heads, group = keys.shape[1], heads // keys.shape[1]
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -72,7 +91,7 @@ def _attend(
     rows, several = sequences * heads, splits if splits > 1 else 0
     partial = torch.empty(rows * several, dim, dtype=exact, device=query.device)
     sums = torch.empty(rows * several, 2, dtype=exact, device=query.device)
-    shared = {"SPAN": span, "MOST": _MOST_SPLITS, "KEYS": block}
+    shared = {"SPAN": span, "MOST": _MOST_SPLITS, "KEYS": block, **launch}
     launch_grid(
         *(_split_kernel, sequences * kv_heads * splits, block),
         *(query, keys, values, tables, lengths, slopes, output, partial, sums, sequences * kv_heads * splits),
@@ -163,7 +182,9 @@ def _split_kernel(
     SPAN: tl.constexpr,
     MOST: tl.constexpr,
     KEYS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    await_last(PDL)
     members, columns, lanes = tl.arange(0, GROUP), tl.arange(0, FEATURES), tl.arange(0, BLOCK)
     for step in range(steps):
         tile = tl.program_id(0) + step * tl.num_programs(0)
@@ -245,7 +266,9 @@ def _merge_kernel(
     SPAN: tl.constexpr,
     MOST: tl.constexpr,
     KEYS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    await_last(PDL)
     columns, lanes = tl.arange(0, BLOCK), tl.arange(0, SPLITS)
     for step in range(steps):
         row = (tl.program_id(0) + step * tl.num_programs(0)).to(tl.int64)

@@ -76,7 +76,7 @@ gated.register_autograd(
 
 
 @triton.jit
-def _sigmoid(x, IS_GELU: tl.constexpr):
+def sigmoid(x, IS_GELU: tl.constexpr):
     """s(z(x))."""
     if IS_GELU:
         x = x * (_LINEAR + _CUBIC * x * x)
@@ -92,7 +92,7 @@ def _forward_kernel(gate, up, output, size, steps, BLOCK: tl.constexpr, EXACT: t
         g = tl.load(gate + offsets, mask=inside, other=0).to(EXACT)
         u = tl.load(up + offsets, mask=inside, other=0).to(EXACT)
         # torch rounds the activation before it multiplies.
-        activated = (g * _sigmoid(g, IS_GELU)).to(gate.dtype.element_ty).to(EXACT)
+        activated = (g * sigmoid(g, IS_GELU)).to(gate.dtype.element_ty).to(EXACT)
         tl.store(output + offsets, (activated * u).to(output.dtype.element_ty), mask=inside)
 
 
@@ -116,7 +116,7 @@ def _backward_kernel(
         d = tl.load(grad + offsets, mask=inside, other=0).to(EXACT)
         g = tl.load(gate + offsets, mask=inside, other=0).to(EXACT)
         u = tl.load(up + offsets, mask=inside, other=0).to(EXACT)
-        s = _sigmoid(g, IS_GELU)
+        s = sigmoid(g, IS_GELU)
         tl.store(grad_up + offsets, (d * g * s).to(grad_up.dtype.element_ty), mask=inside)
         bend = g * s * (1 - s)
         if IS_GELU:

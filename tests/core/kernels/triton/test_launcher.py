@@ -162,7 +162,10 @@ def test_later_launches_run_the_machine_code_that_triton_would_choose(recorded: 
         source = generator.choice(tensors).as_subclass(GPUTensor)
         source.number, recorded.device = generator.randrange(2), generator.randrange(2)
         arguments = source, generator.choice([*tensors, None]), generator.choice([*sizes, 1.0]), generator.choice(sizes)
-        constants = {"BLOCK": generator.choice([64, 128]), **generator.choice([{}, {"num_stages": 3}])}
+        constants = {
+            "BLOCK": generator.choice([64, 128]),
+            **generator.choice([{}, {"num_stages": 3}, {"launch_pdl": True}]),
+        }
         kernel, warps, programs = generator.choice([COPY, OTHER]), generator.choice([4, 8]), generator.choice([1, 7])
         before = len(recorded.own), len(recorded.kept)
         start(*arguments, kernel=kernel, warps=warps, programs=programs, **constants)
