@@ -122,5 +122,7 @@ def check_offload(options: RunOptions) -> None:
     if mode == "optimizer_and_gradients":
         expected = "fp32 or bf16, since gradients leave before the loss scale is known to be good"
         check(precision in ("fp32", "bf16"), "precision", precision, expected, "trainer.offload=optimizer")
-        stages = options.parallel.pipeline
-        check(stages == 1, "parallel.pipeline", stages, "1 with optimizer_and_gradients", "trainer.offload=optimizer")
+        degrees, schedule = options.parallel, options.parallel.schedule
+        expected = "1f1b or interleaved beside data or context, whose sums would miss gradients that come later"
+        are_late = degrees.stages.splits_backward and degrees.shard == 1 and degrees.data * degrees.context > 1
+        check(not are_late, "parallel.schedule", schedule, expected, "trainer.offload=optimizer")

@@ -59,8 +59,14 @@ FIXED = {
 }
 # Where what differs by rounding is compared: the same code, whose mistakes half precision would hide.
 PRECISE = {"precision": "fp32"}
-DEGREES = ("parallel.data", "parallel.shard", "parallel.context", "parallel.tensor")
-EXPERT = "parallel.expert"  # divides their ranks
+DEGREES = ("parallel.data", "parallel.shard", "parallel.context", "parallel.tensor", "parallel.pipeline")
+# What goes with degrees above 1, and is refused without them.
+OF_DEGREES = {
+    "parallel.expert": 1,
+    "parallel.context_by": "heads",
+    "parallel.schedule": "1f1b",
+    "parallel.stages_per_rank": 2,
+}
 LARGE, FEW_LAYERS = 20_000_000, 2
 
 
@@ -72,7 +78,7 @@ class Case:
     values: Mapping[str, Any]  # by dotted name, reduced
     kit: AnyKit
     folder: Path
-    degrees: Mapping[str, int]  # of parallelism, as given
+    degrees: Mapping[str, Any]  # of parallelism, and what goes with them, as given
     reduced: tuple[str, ...] = field(default=())  # what was reduced
 
     @classmethod
@@ -93,7 +99,8 @@ class Case:
             filled["reward"] = REWARD
         whole = dotted(composed.values) | dotted(kit.resolved(options)) | filled
         limits = _reductions(whole, known)
-        fixed = FIXED | dict.fromkeys((*DEGREES, EXPERT), 1) | {"data.cache": str(folder / "cache")}
+        alone = dict.fromkeys(DEGREES, 1) | OF_DEGREES
+        fixed = FIXED | alone | {"data.cache": str(folder / "cache")}
         values = whole | {name: value for name, value in fixed.items() if name in known} | limits
         reduced = [f"trainer.max_steps={STEPS}", *(f"{name}={value}" for name, value in limits.items())]
         if values["device"] != "cpu" and torch.accelerator.is_available():
@@ -109,7 +116,7 @@ class Case:
             values=values,
             kit=kit,
             folder=folder,
-            degrees={name: whole.get(name, 1) for name in (*DEGREES, EXPERT)},
+            degrees={name: whole.get(name, value) for name, value in alone.items()},
             reduced=tuple(reduced),
         )
 

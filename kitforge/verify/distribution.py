@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from kitforge.foundation.errors import ConfigError, KitforgeError
-from kitforge.verify.case import DEGREES, EXPERT, PRECISE, RUN_TIMEOUT, Case
+from kitforge.verify.case import DEGREES, OF_DEGREES, PRECISE, RUN_TIMEOUT, Case
 from kitforge.verify.contract import Contract, Measured, NotOfferedError, furthest
 from kitforge.verify.processes import free_port, launched, run_ranks
 from kitforge.verify.run_equality import distance, run_differences
@@ -17,6 +17,11 @@ from kitforge.verify.run_equality import distance, run_differences
 LAYOUT_BOUND = 2e-4
 # Without it, the sequences of a batch have to be cut, too.
 WHOLE_SEQUENCES = "parallel.sequence_parallel"
+EXPERT = "parallel.expert"
+# Of a pipeline: each rank with two stages, and gradients of weights that wait; and with one. Losses of which stages do
+# not know the inputs take the relay. More micro-batches than one.
+ORDERS: list[dict[str, Any]] = [{"parallel.schedule": "zero_bubble_v"}, {}]
+ORDERS = [each | {"trainer.micro_batch_size": 2} for each in ORDERS]
 # Rows of the device tier, from few to many; the first that holds a batch is taken.
 CACHE_ROWS = (16, 32, 64, 128, 256, 1024, 4096, 16384)
 
@@ -24,13 +29,14 @@ CACHE_ROWS = (16, 32, 64, 128, 256, 1024, 4096, 16384)
 def layouts(case: Case) -> list[dict[str, Any]]:
     """Degrees of two ranks, and those that were given, as far as the task can be cut so and the machine has devices
     for it. Raises NotOfferedError where none is left."""
-    pairs = [[{name: 2}, {name: 2, WHOLE_SEQUENCES: False}] for name in DEGREES]
-    wanted: list[list[dict[str, Any]]] = [each if DEGREES[-1] in each[0] else each[:1] for each in pairs]
-    wanted.append([{DEGREES[2]: 2, "parallel.context_by": "keys"}])
+    data, shard, context, tensor, pipeline = ({name: 2} for name in DEGREES)
+    wanted: list[list[dict[str, Any]]] = [[data], [shard], [context], [tensor, tensor | {WHOLE_SEQUENCES: False}]]
+    wanted += [[context | {"parallel.context_by": "keys"}], [pipeline | each for each in ORDERS]]
     if any(name.startswith("model.experts.") for name in case.values):
-        wanted.append([{DEGREES[0]: 2, EXPERT: 2}])
-    if case.num_ranks > 1 and dict(case.degrees) not in [each[0] for each in wanted]:
-        wanted.append([dict(case.degrees)])
+        wanted.append([data | {EXPERT: 2}])
+    given = {name: value for name, value in case.degrees.items() if value != OF_DEGREES.get(name, 1)}
+    if case.num_ranks > 1 and given not in [each[0] for each in wanted]:
+        wanted.append([given])
     found = [degrees for ways in wanted if (degrees := next((way for way in ways if _can_run(case, way)), None))]
     if not found:
         raise NotOfferedError("this machine, or this network, has no second rank")

@@ -192,7 +192,12 @@ FEW: dict[str, Any] = {
         window_layers=(0, 2),
     ),
 }
-ALL = FAMILIES | GROUPED | EXPERTS | FEW
+# No dropout of attention weights, so that heads are exchanged in groups.
+BY_GROUPS: dict[str, Any] = {
+    f"{name}_by_groups": dataclasses.replace((FAMILIES | GROUPED)[name], attention_dropout=0.0)
+    for name in ("bloom", "gpt2", "pangu_alpha", "llama", *GROUPED)
+}
+ALL = FAMILIES | GROUPED | EXPERTS | FEW | BY_GROUPS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,6 +4,7 @@ One launch for each number of ranks runs all steps of that number.
 """
 
 import dataclasses
+import math
 import random
 from functools import cache
 from typing import Any
@@ -15,17 +16,20 @@ from torch import Tensor
 
 from kitforge.core.nn.context import Context
 from kitforge.core.nn.shared_prefix import hidden_at
+from kitforge.core.parallel import context as context_axis
 from kitforge.core.parallel import row_cut
 from kitforge.core.parallel.config import ParallelConfig
+from kitforge.core.parallel.context import num_head_groups
 from kitforge.core.parallel.mesh import Mesh
 from kitforge.core.parallel.world import World
 from kitforge.models.bert.model import BertConfig
 from kitforge.models.loading import build_on_meta
 from kitforge.models.sharding import sharding_of_network
 from tests.differential.drawn import WHOLE
-from tests.distributed.ranks import run_ranks
+from tests.distributed.ranks import ask_ranks, run_ranks
 from tests.distributed.step import (
     ALL,
+    BY_GROUPS,
     FAMILIES,
     FEW,
     GROUPED,
@@ -113,6 +117,38 @@ KEYS = [
     Case(family="gpt2", degrees=ParallelConfig(context=2, context_by="keys", tensor=2), length=16),
     *drawn_keys(5, 200 if WHOLE else 10),
 ]
+
+
+def drawn_heads(seed: int, count: int) -> list[tuple[Case, int]]:
+    """Legal combinations of networks, axes and lengths, and the bytes of a message, so that heads are in groups."""
+    numbers, found = random.Random(seed), list[tuple[Case, int]]()
+    axes = [{}, {}, {"context": 4}, {"data": 2}, {"shard": 2, "zero_stage": 2}, {"shard": 2}, {"tensor": 2}]
+    names = [*BY_GROUPS, "llama_tied", "mixtral_shared", "qwen3_moe", "glm"]
+    while len(found) < count:
+        degrees, family = ParallelConfig(**{"context": 2, **numbers.choice(axes)}), numbers.choice(names)
+        attention = ALL[family].decoder().blocks[0].attention
+        own_heads, kv_heads = (each // degrees.tensor for each in (attention.num_heads, attention.num_kv_heads))
+        if attention.num_kv_heads % degrees.tensor or own_heads // degrees.context < 2:
+            continue
+        case = Case(
+            family=family,
+            degrees=degrees,
+            micro_batches=numbers.randint(1, 3),
+            recompute=numbers.choice(["none", "selective", "full"]),
+            length=numbers.choice([2, 7, 8, 16, 19, 32, 33]),
+            is_tokenwise=numbers.random() < 0.5,
+        )
+        found.append((case, numbers.choice([1, 2**12])))
+    return found
+
+
+GROUPS = [
+    (Case(family="llama_by_groups", degrees=PAIR, length=16, recompute="selective"), 1),
+    (Case(family="grouped_8_2_by_groups", degrees=PAIR, length=11, micro_batches=2), 1),
+    (Case(family="bloom_by_groups", degrees=PAIR, length=16, recompute="full"), 1),
+    (Case(family="gpt2", degrees=PAIR), 1),
+    *drawn_heads(6, 200 if WHOLE else 8),
+]
 ENCODERS = {"bert": BertConfig(vocab_size=50, dim=16, num_layers=2, num_heads=4, mlp_dim=26, max_length=32)}
 # Pairs that a key is worth: rows are cut by work, and in neighbouring pieces.
 PRICES = (0, 10**9)
@@ -165,6 +201,20 @@ def at_price(price: int, rank: int, case: Case) -> Outcome:
         return run_step(rank, case)
 
 
+def in_groups(rank: int, case: Case, group_bytes: int) -> tuple[Outcome, Outcome]:
+    """With heads in one piece, and in groups."""
+    one = run_step(rank, case)
+    with mock.patch.object(context_axis, "GROUP_BYTES", group_bytes):
+        return one, run_step(rank, case)
+
+
+def shares_keys(case: Case, one: Outcome, found: Outcome) -> bool:
+    """Whether a rank has more groups than heads of keys."""
+    attention, degrees = ALL[case.family].decoder().blocks[0].attention, case.degrees
+    kv_heads = math.lcm(attention.num_kv_heads // degrees.tensor, degrees.context) // degrees.context
+    return found.count("c10d::alltoall_base_") > kv_heads * one.count("c10d::alltoall_base_")
+
+
 def steps(rank: int, cases: list[Case]) -> dict[str, Any]:
     """What this rank has of all steps; for two ranks also networks in evaluation."""
     found: dict[str, Any] = {"steps": [run_step(rank, case) for case in cases]}
@@ -187,6 +237,15 @@ def launched() -> dict[int, list[dict[str, Any]]]:
     torch.set_num_threads(1)
     by_size = {size: [case for case in CASES if case.degrees.world_size == size] for size in (2, 4)}
     return {size: run_ranks(size, steps, cases) for size, cases in by_size.items()}
+
+
+@pytest.fixture(scope="module")
+def grouped() -> dict[int, list[tuple[Outcome, Outcome]]]:
+    """By number in `GROUPS`: on each rank, heads in one piece and in groups. A launch of its own: seconds for
+    the faults that it is to find."""
+    torch.set_num_threads(1)
+    cases = dict(enumerate(GROUPS))
+    return ask_ranks({number: (each[0].degrees.world_size, in_groups, *each) for number, each in cases.items()})
 
 
 @pytest.mark.prove
@@ -213,6 +272,47 @@ def test_gathered_keys_are_whole_rows(launched: dict[int, list[dict[str, Any]]],
     assert first_difference([each.order for each in outcomes]) is None
     for outcome in outcomes:
         assert difference(outcome, one) < 1e-12
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("number", range(len(GROUPS)), ids=str)
+def test_heads_in_groups_are_heads_in_one_piece(grouped: dict[int, list[tuple[Outcome, Outcome]]], number: int) -> None:
+    case, _ = GROUPS[number]
+    whole = alone(case.family, case.length)
+    assert first_difference([found.order for _, found in grouped[number]]) is None
+    for one, found in grouped[number]:
+        assert difference(found, whole) < 1e-12
+        assert found.loss == one.loss
+        # The gradients of keys that several groups see are summed in another order.
+        if not shares_keys(case, one, found):
+            for name, gradient in found.gradients.items():
+                assert torch.equal(gradient, one.gradients[name]), name
+
+
+def test_groups_have_messages_of_their_own_and_dropout_of_weights_has_one_group(
+    grouped: dict[int, list[tuple[Outcome, Outcome]]],
+) -> None:
+    # Groups of: 4 heads, 2 of keys on a rank; 4 and 1; 2 and 2; the last case drops weights.
+    for place, groups in enumerate((4, 4, 2, 1)):
+        one, found = grouped[place][0]
+        names = ("c10d::alltoall_base_",)
+        assert found.count(*names) == groups * one.count(*names) > 0
+        assert shares_keys(GROUPS[place][0], one, found) == (groups == 4)
+
+
+def test_groups_divide_heads_and_leave_each_message_its_bytes() -> None:
+    numbers = random.Random(0)
+    for _ in range(2000):
+        kv_heads, each = numbers.randint(1, 12), numbers.randint(1, 12)
+        heads, num_bytes = kv_heads * each, numbers.randint(0, 100) * context_axis.GROUP_BYTES // 4
+        wanted = []
+        for size in range(1, heads + 1):
+            # The keys of each group: whole heads of them, or a part of the queries of one.
+            seen = [{head // each for head in range(at, at + size)} for at in range(0, heads, size)]
+            if heads % size == 0 and (size % each == 0 or all(len(keys) == 1 for keys in seen)):
+                wanted.append(heads // size)
+        most = max(1, num_bytes // context_axis.GROUP_BYTES)
+        assert num_head_groups(heads, kv_heads, num_bytes) == max(groups for groups in wanted if groups <= most)
 
 
 @pytest.mark.parametrize("by", ["heads", "keys"])

@@ -10,15 +10,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from kitforge.composition import compose_config
 from kitforge.core.kernels import mixed_precision
 from kitforge.core.parallel.config import ParallelConfig
 from kitforge.core.parallel.mesh import Mesh
 from kitforge.core.parallel.parallelize import parallel_model_of
 from kitforge.core.parallel.world import World
+from kitforge.foundation.errors import ConfigError
 from tests.distributed.ranks import ask_ranks, run_ranks
-from tests.distributed.training import MIXTURE, numbers, run_training, world_size, write_text
+from tests.distributed.training import BASE, KIT, LLAMA, MIXTURE, numbers, run_training, world_size, write_text
 
 WHOLE = "KITFORGE_PROVE" in os.environ
+GPT2 = {"model": "gpt2_tiny", "model.dim": 32, "model.num_layers": 4, "model.num_heads": 4}
 MESHES: dict[str, dict[str, Any]] = {
     "data": {"parallel.data": 2},
     "zero1": {"parallel.shard": 2, "parallel.zero_stage": 1},
@@ -30,6 +33,8 @@ MESHES: dict[str, dict[str, Any]] = {
     "experts": MIXTURE | {"parallel.data": 2, "parallel.expert": 2},
     "experts, sharded": MIXTURE | {"parallel.shard": 2, "parallel.expert": 2},
     "stages": {"parallel.pipeline": 2, "trainer.micro_batch_size": 2},
+    "stages, tied": GPT2 | {"parallel.pipeline": 2, "trainer.micro_batch_size": 2},
+    "stages, sharded": GPT2 | {"parallel.pipeline": 2, "parallel.shard": 2, "trainer.micro_batch_size": 1},
     "stages in a V": {
         "parallel.pipeline": 2,
         "parallel.schedule": "zero_bubble_v",
@@ -39,12 +44,7 @@ MESHES: dict[str, dict[str, Any]] = {
 }
 SHORT = {"trainer.max_grad_norm": 0.05, "trainer.max_steps": 3, "trainer.eval_every": 3}
 STREAMED = "optimizer_and_gradients"
-# On stages gradients do not leave in the backward pass.
-PRODUCT = [
-    case
-    for case in itertools.product(MESHES, ("fp32", "bf16"), ("optimizer", STREAMED))
-    if "stages" not in case[0] or case[2] != STREAMED
-]
+PRODUCT = list(itertools.product(MESHES, ("fp32", "bf16"), ("optimizer", STREAMED)))
 # The gate has one run of each kind of mesh, and both modes.
 CASES = [
     ("data", "bf16", STREAMED),
@@ -53,7 +53,9 @@ CASES = [
     ("zero3", "bf16", STREAMED),
     ("tensor", "bf16", STREAMED),
     ("experts, sharded", "bf16", STREAMED),
-    ("stages in a V", "bf16", "optimizer"),
+    ("stages, tied", "fp32", "optimizer"),
+    ("stages, sharded", "bf16", STREAMED),
+    ("stages in a V", "bf16", STREAMED),
 ]
 
 
@@ -100,6 +102,15 @@ def test_data_parallel_ranks_sum_each_micro_batch_in_fp32(tmp_path: Path) -> Non
             torch.testing.assert_close(got[1][name], each, rtol=1e-4, atol=1e-6)
     first, second = found[STREAMED]
     assert all(torch.equal(first[1][name], each) for name, each in second[1].items())
+
+
+def test_gradients_that_wait_do_not_leave_in_sums_over_ranks() -> None:
+    staged = MESHES["stages in a V"] | {"trainer.offload": STREAMED, "parallel.data": 2}
+    with pytest.raises(ConfigError, match=r"(?s)parallel.schedule.*zero_bubble_v.*trainer.offload=optimizer"):
+        KIT.read_options(compose_config("text_generation", {**BASE, **LLAMA, **staged}).values)
+    others = ({"parallel.schedule": "interleaved"}, {"parallel.shard": 2, "parallel.zero_stage": 2})
+    for choices in others:
+        KIT.read_options(compose_config("text_generation", {**BASE, **LLAMA, **staged, **choices}).values)
 
 
 def repaired(rank: int) -> tuple[dict[str, list[int]], Tensor, Tensor]:

@@ -19,22 +19,24 @@ SHAPE = {"model.dim": 32, "model.num_layers": 1, "model.num_heads": 2, "model.ml
 LLAMA = SHAPE | {"model": "llama_tiny", "model.num_kv_heads": 2}
 GPT2 = SHAPE | {"model": "gpt2_tiny", "model.embedding_dropout": 0.1, "model.attention_dropout": 0.1}
 BERT = SHAPE | {"model": "bert_tiny", "model.embedding_dropout": 0.1, "model.attention_dropout": 0.1}
+# Blocks for two stages, and for two on each of two ranks.
+STAGES, IN_A_V = {"model.num_layers": 2}, {"model.num_layers": 4}
 MODELS: dict[str, dict[str, Any]] = {
     "recommendation": {"model.dim": 4, "model.hidden": [8]},
     "sft": GPT2,
     "text_classification": BERT,
     "token_classification": GPT2,
-    "question_answering": BERT,
-    "masked_lm": BERT,
+    "question_answering": BERT | STAGES,
+    "masked_lm": BERT | IN_A_V,
     "translation": SHAPE | {"model.dropout": 0.1},
     "summarization": SHAPE,
-    "image_classification": SHAPE,
+    "image_classification": SHAPE | STAGES,
 }
 # Each task, and what changes the way of a gradient, an evaluation or a state.
 ROWS: dict[str, dict[str, Any]] = {task: {"task": task} | MODELS.get(task, LLAMA) for task in task_names()} | {
-    "sft of an adapter": {"task": "sft", "lora.rank": 2} | LLAMA,
+    "sft of an adapter": {"task": "sft", "lora.rank": 2} | LLAMA | STAGES,
     "experts": {"task": "text_generation"} | LLAMA | {"model": "llama_moe_tiny"},
-    "dropout": {"task": "text_generation"} | GPT2,
+    "dropout": {"task": "text_generation"} | GPT2 | IN_A_V,
     "two tower": {"task": "recommendation", "model": "two_tower", "model.dim": 4, "model.hidden": [8]}
     | {"model.user": ["user"], "model.item": ["item", "category"]},
 }
@@ -103,9 +105,10 @@ def test_a_task_keeps_its_contract(
 ) -> None:
     case = case_of(row)
     if not WHOLE:
-        # One layout a row, by turns.
+        # One layout a row, by turns; stages where there are blocks for them.
         found, turn = distribution.layouts(case), list(ROWS).index(row) // 2
-        monkeypatch.setattr(distribution, "layouts", lambda _case: [found[turn % len(found)]])
+        staged = [degrees for degrees in found if "parallel.pipeline" in degrees]
+        monkeypatch.setattr(distribution, "layouts", lambda _case: staged or [found[turn % len(found)]])
     (contract,) = chosen(CONTRACTS, [name])
     if row in NOT_OFFERED.get(name, ()):
         with pytest.raises(NotOfferedError):

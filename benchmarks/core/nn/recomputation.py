@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.command_line import CommandLine, write_result
@@ -37,7 +37,7 @@ MIB = 2**20
 class Live(TorchDispatchMode):
     """Counts the bytes of the tensors that operations make, from birth to death, beside those of the parameters."""
 
-    def __init__(self, model: Decoder) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.now = self.most = 0
         self._known: dict[int, Any] = {each.untyped_storage()._cdata: None for each in model.parameters()}

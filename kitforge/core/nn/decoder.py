@@ -124,9 +124,7 @@ class Decoder(Stack):
             return head
         if embedding is not None:
             return embedding[:0]
-        # Its first matrix, since vectors may be in fp32 beside matrices in half precision.
-        like = max((each for each in self.parameters() if each.is_floating_point()), key=Tensor.dim)
-        return torch.empty(0, self.geometry.dim, dtype=like.dtype, device=like.device)
+        return self.absent_head()
 
     @property
     def head_name(self) -> str:

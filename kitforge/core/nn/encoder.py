@@ -77,8 +77,9 @@ class Encoder(Stack):
 
     @property
     def head_weight(self) -> Tensor:
-        """The embedding [vocab, dim]."""
-        return self.embedding.weight
+        """The embedding [vocab, dim]; of a stage without it, only device and dtype, an empty matrix."""
+        embedding: Tensor | None = getattr(self.embedding, "weight", None)
+        return self.absent_head() if embedding is None else embedding
 
     def stage_pass(
         self, input: Tensor, context: Context, stream: Tensor | None = None, layers: range | None = None

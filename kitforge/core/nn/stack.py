@@ -81,6 +81,12 @@ class Stack(nn.Module, ABC):
         hidden: Tensor = self.norm(stream)
         return hidden
 
+    def absent_head(self) -> Tensor:
+        """Of a stage without a head: an empty matrix [0, dim] of the device and dtype of the network."""
+        # Its first matrix, since vectors may be in fp32 beside matrices in half precision.
+        like = max((each for each in self.parameters() if each.is_floating_point()), key=Tensor.dim)
+        return torch.empty(0, self.dim, dtype=like.dtype, device=like.device)
+
     def hidden(self, input: Tensor, context: Context | None = None) -> Tensor:
         """Normalized output [B, T, dim] of the last block for an input such as tokens [B, T]."""
         return self.stage_pass(input, Context() if context is None else context)

@@ -163,13 +163,48 @@ def exchange(input: Tensor, group: Group, split: int, joined: int) -> Tensor:
     along dim `joined`. Not differentiable."""
     if group is None:
         return input
-    ranks = group_size(group)
+    sent, received = _parts(input, group_size(group), split)
+    dist.all_to_all_single(received, sent, group=group)
+    return received.movedim(0, joined).flatten(joined, joined + 1)
+
+
+def _parts(input: Tensor, ranks: int, split: int) -> tuple[Tensor, Tensor]:
+    """What is sent to each rank [ranks, ...], and memory for what arrives from each."""
     shape = (*input.shape[:split], ranks, input.shape[split] // ranks, *input.shape[split + 1 :])
     sent = input.reshape(shape).movedim(split, 0).contiguous()
     # gloo writes scrambled values into memory that is not contiguous, as that of `empty_like` may be.
-    received = torch.empty_like(sent, memory_format=torch.contiguous_format)
-    dist.all_to_all_single(received, sent, group=group)
-    return received.movedim(0, joined).flatten(joined, joined + 1)
+    return sent, torch.empty_like(sent, memory_format=torch.contiguous_format)
+
+
+class Exchange:
+    """An `exchange` whose message runs behind what is computed between `start` and `finish`. Backward: the exchange
+    back, whose message runs from the backward pass of `finish` to that of `start`."""
+
+    def __init__(self, group: dist.ProcessGroup, split: int, joined: int) -> None:
+        self._group, self.split, self.joined = group, split, joined
+        self._work: dist.Work | None = None
+
+    def start(self, input: Tensor) -> Tensor:
+        """Send; the result is for `finish` alone, and has no values before."""
+        return _apply(_StartExchange, input, self)
+
+    def finish(self, started: Tensor) -> Tensor:
+        """Wait for the message; returns what `exchange` returns."""
+        return _apply(_FinishExchange, started, self)
+
+    def sent(self, input: Tensor, split: int) -> Tensor:
+        """Without a gradient: memory [ranks, ...] into which the parts arrive."""
+        sent, received = _parts(input, group_size(self._group), split)
+        self._work = dist.all_to_all_single(received, sent, group=self._group, async_op=True)
+        return received
+
+    def arrived(self, received: Tensor, joined: int) -> Tensor:
+        """Without a gradient: the parts, concatenated."""
+        # A recomputation has what was kept, without a message.
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return received.movedim(0, joined).flatten(joined, joined + 1)
 
 
 def exchange_autograd(input: Tensor, group: Group, split: int, joined: int) -> Tensor:
@@ -258,6 +293,30 @@ class _Exchange(torch.autograd.Function):
     @by_hand()
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return exchange(grad, ctx.group, ctx.joined, ctx.split), None, None, None
+
+
+class _StartExchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        return kept(exchange.sent, input, exchange.split)
+
+    @staticmethod
+    @by_hand()
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.exchange.arrived(grad, ctx.exchange.split), None
+
+
+class _FinishExchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, started: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.arrived(started, exchange.joined)
+
+    @staticmethod
+    @by_hand()
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.exchange.sent(grad, ctx.exchange.joined), None
 
 
 class _AllToAll(torch.autograd.Function):

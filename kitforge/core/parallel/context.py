@@ -50,16 +50,19 @@ _log = logger(__name__)
 # The document of the tokens that pad a row; those of a batch count from 0.
 PADDING = -1
 IGNORED = -100  # the target without a loss
+# Of a message that runs behind attention: at 50 GB/s it takes three times as long as it takes to start.
+GROUP_BYTES = 4 * 2**20
 
 
 class HeadExchange(RowAttend):
     """Attention of whole rows for shards of them: query [B, heads, T / ranks, head_dim] and the same of key and value
     become [B, heads / ranks, T, head_dim] for the attention `inner`, and its output becomes a shard again."""
 
-    def __init__(self, inner: RowAttend, group: dist.ProcessGroup, length: int) -> None:
-        """`length` is that of the rows without the padding that makes their shards equal; attention does not see it."""
+    def __init__(self, inner: RowAttend, group: dist.ProcessGroup, length: int, *, drops: bool) -> None:
+        """`length` is that of the rows without the padding that makes their shards equal; attention does not see it.
+        With `drops` heads are in one group, since dropout of the weights counts them."""
         self.inner = inner
-        self._group = group
+        self._group, self._drops = group, drops
         self._ranks, self._rank = collectives.group_size(group), collectives.group_rank(group)
         self._length = length
 
@@ -73,21 +76,85 @@ class HeadExchange(RowAttend):
         # Where there are fewer heads of keys than ranks, or a number that the ranks do not divide, they are repeated.
         repeats = math.lcm(key.shape[1], ranks) // key.shape[1]
         key, value = (each.repeat_interleave(repeats, dim=1) if repeats > 1 else each for each in (key, value))
+        num_bytes = query.nbytes + key.nbytes + value.nbytes
+        groups = num_head_groups(query.shape[1] // ranks, key.shape[1] // ranks, num_bytes)
+        if groups > 1 and not self._drops:
+            # The compiler has no message that is awaited later.
+            if torch.compiler.is_compiling():
+                return torch.compiler.disable(self._by_groups)(groups, query, key, value, spec)  # type: ignore[no-untyped-call, no-any-return]
+            return self._by_groups(groups, query, key, value, spec)
         # One message: of each rank's heads, those of the queries, the keys and the values.
         parts = [torch.unflatten(each, 1, (ranks, each.shape[1] // ranks)) for each in (query, key, value)]
-        sizes = [each.shape[2] for each in parts]
-        sent = torch.cat(parts, dim=2).flatten(1, 2)
-        whole = collectives.exchange_autograd(sent, self._group, 1, 2)[:, :, : self._length]
-        queries, keys, values = torch.split(whole, sizes, dim=1)
-        mixed = self.inner(queries.to(query.dtype), keys.to(key.dtype), values.to(value.dtype), self._own_heads(spec))
-        missing = query.shape[2] * ranks - self._length
-        padded = functional.pad(mixed, (0, 0, 0, missing)) if missing else mixed
-        return collectives.exchange_autograd(padded, self._group, 2, 1)
+        whole = collectives.exchange_autograd(torch.cat(parts, dim=2).flatten(1, 2), self._group, 1, 2)
+        mixed = self._attended(_divided(whole, parts), self._own_heads(spec))
+        return collectives.exchange_autograd(mixed, self._group, 2, 1)
+
+    def _by_groups(self, groups: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
+        """Attention of one group of a rank's heads after the other, while the message of the next one and the output of
+        the last one are on their way. Groups that see the same keys receive them once."""
+        if self._rank == 0:
+            _say_groups(groups)
+        # So many groups see the same keys.
+        sharing = groups // math.gcd(groups, key.shape[1] // self._ranks)
+        counts = (groups, groups // sharing, groups // sharing)
+        queries, keys, values = (
+            torch.unflatten(each, 1, (self._ranks, count, -1)).unbind(2)
+            for each, count in zip((query, key, value), counts, strict=True)
+        )
+
+        def start(number: int) -> tuple[collectives.Exchange, Tensor, list[Tensor]]:
+            parts, first = [queries[number]], number // sharing
+            if number % sharing == 0:
+                parts += [keys[first], values[first]]
+            exchange = collectives.Exchange(self._group, 1, 2)
+            return exchange, exchange.start(torch.cat(parts, dim=2).flatten(1, 2)), parts
+
+        own_heads, seen = self._own_heads(spec), list[Tensor]()
+        coming, leaving = [start(0)], list[tuple[collectives.Exchange, Tensor]]()
+        for number in range(groups):
+            exchange, started, parts = coming.pop()
+            if number + 1 < groups:
+                coming.append(start(number + 1))
+            own = _divided(exchange.finish(started), parts)
+            seen = own[1:] or seen
+            slopes = None if own_heads.slopes is None else own_heads.slopes.chunk(groups)[number]
+            mixed = self._attended([own[0], *seen], dataclasses.replace(own_heads, slopes=slopes))
+            exchange = collectives.Exchange(self._group, 2, 1)
+            leaving.append((exchange, exchange.start(mixed)))
+            del started, own, mixed
+        del seen
+        outputs = [torch.unflatten(exchange.finish(started), 1, (self._ranks, -1)) for exchange, started in leaving]
+        return torch.cat(outputs, dim=2).flatten(1, 2)
+
+    def _attended(self, received: list[Tensor], spec: AttentionSpec) -> Tensor:
+        """The attention output [B, heads, padded T, head_dim] of queries, keys and values of that length."""
+        query, key, value = (each[:, :, : self._length] for each in received)
+        mixed = self.inner(query, key, value, spec)
+        missing = received[0].shape[2] - self._length
+        return functional.pad(mixed, (0, 0, 0, missing)) if missing else mixed
 
     def _own_heads(self, spec: AttentionSpec) -> AttentionSpec:
         if spec.slopes is None:
             return spec
         return dataclasses.replace(spec, slopes=spec.slopes.chunk(self._ranks)[self._rank])
+
+
+def num_head_groups(heads: int, kv_heads: int, num_bytes: int) -> int:
+    """Into how many groups a rank's heads are divided, for messages of so many bytes in all: as many as leave each
+    `GROUP_BYTES`, where a group has whole heads of keys or a part of the queries of one."""
+    legal = (each for each in range(1, heads + 1) if heads % each == 0 and 0 in (kv_heads % each, each % kv_heads))
+    return max(each for each in legal if each == 1 or each * GROUP_BYTES <= num_bytes)
+
+
+@functools.cache
+def _say_groups(groups: int) -> None:
+    _log.info("parallel.context: attention runs by %d groups of heads, beside the messages of others", groups)
+
+
+def _divided(heads: Tensor, parts: list[Tensor]) -> list[Tensor]:
+    """Heads [B, n, T, head_dim], in the numbers and dtypes of `parts` [B, ranks, heads, tokens, head_dim]."""
+    sizes = [each.shape[2] for each in parts]
+    return [own.to(each.dtype) for own, each in zip(torch.split(heads, sizes, 1), parts, strict=True)]
 
 
 class ContextParallelModel:
@@ -162,7 +229,7 @@ class ContextParallelModel:
             documents=cut(documents, PADDING),
             counted=cut(counted, 0),
             token_types=cut(context.token_types, 0),
-            attend=HeadExchange(context.attend, self._group, length) if keys is None else keys,
+            attend=keys or HeadExchange(context.attend, self._group, length, drops=_drops_weights(stack, context)),
             dropout=None if context.dropout is None else dataclasses.replace(context.dropout, shard=drop),
             shard=shard,
         )
@@ -188,8 +255,7 @@ class ContextParallelModel:
             also = "; parallel.context_by=heads would do as well" if takes_heads else ""
             text = "parallel.context_by=keys: rows are cut %s; work of the fullest rank, first batch: %.2f x the mean%s"
             _log.warning(text, way, fullest, also)
-        drops = any(each is not None and each.attention.config.dropout > 0 for each in stack.blocks)
-        drops = drops and context.dropout is not None
+        drops = _drops_weights(stack, context)
         return KeyGather(cut, whole, tokens.device, self._group, is_causal=is_causal, drops=drops)
 
     def _before(self, totals: Tensor) -> Tensor:
@@ -228,6 +294,11 @@ class ContextParallelModel:
     def _own_tokens(self, count: int) -> slice:
         size = -(-count // self._ranks)
         return slice(min(self._rank * size, count), min((self._rank + 1) * size, count))
+
+
+def _drops_weights(stack: Any, context: Context) -> bool:
+    drops = any(each is not None and each.attention.config.dropout > 0 for each in stack.blocks)
+    return drops and context.dropout is not None
 
 
 def _padded(values: Tensor, length: int, padding: float) -> Tensor:

@@ -240,9 +240,8 @@ class ParallelModel:
         """The gradient of a parameter that several stages have is the sum over them, one message for each group."""
         assert self._mesh is not None
         by_stages: dict[tuple[int, ...] | None, list[nn.Parameter]] = {}
-        for name in self.dtypes:
-            if name in self._local:
-                by_stages.setdefault(self.layouts[name].stages, []).append(self._local[name])
+        for name in (each for each in self.dtypes if each in self._held):
+            by_stages.setdefault(self.layouts[name].stages, []).append(self._held[name])
         for stages, members in by_stages.items():
             if (group := self._mesh.column.group_of(stages)) is not None:
                 _all_reduce_partial(members, group)
@@ -291,8 +290,7 @@ class ParallelModel:
         rounds to the `compute_dtype` are rounded at rest."""
         self.onload()
         self.reshard()
-        sizes = {name: self._held[name].nbytes for name in names}
-        blocks = offloaded_blocks(self._blocks(names), sizes, fraction)
+        blocks = offloaded_blocks(self._blocks(names), {name: self._held[name].nbytes for name in names}, fraction)
         chosen = {name: self._held[name] for _, own in blocks for name in own}
         launched = launch_info()
         here = 1 if launched is None else launched.local_world_size
@@ -300,6 +298,9 @@ class ParallelModel:
         self._offload = Offload(chosen, blocks, self.device)
         if gradients:
             later = set() if self._tensor_parallel is None else set(self._tensor_parallel.may_be_partial())
+            if self.relays and self._mesh is not None:
+                column = self._mesh.column
+                later.update(name for name in chosen if column.group_of(self.layouts[name].stages) is not None)
             leaving = [name for name in chosen if name not in later]
             self._set_dtypes({name: compute_dtype for name in self._rounded() if name in leaving})
             self._release_gradients(leaving, self._offload)
@@ -365,9 +366,9 @@ class ParallelModel:
 
         def leave(parameter: nn.Parameter) -> None:
             gradient, parameter.grad = parameter.grad, None
-            assert gradient is not None
-            local = local_tensor(gradient)
-            offload.add(known[parameter], local if unrounded is None or local is gradient else unrounded(local))
+            if gradient is not None:  # else it waits for a pass of its own
+                local = local_tensor(gradient)
+                offload.add(known[parameter], local if unrounded is None or local is gradient else unrounded(local))
 
         bucketed: set[nn.Parameter] = set()
         if self._buckets and self._mesh is not None:

@@ -235,7 +235,7 @@ class ImageClassificationTask(ClassifierTask):
     the step, of which the augmentation of an image is a function."""
 
     def parameter_groups(self, model: nn.Module, weight_decay: float) -> list[ParameterGroup]:
-        tables = [name for name in ("class_token", "position") if hasattr(model, name)]
+        tables = [name for name in ("class_token", "position") if getattr(model, name, None) is not None]
         trained = {name for name, each in model.named_parameters() if each.requires_grad}
         heads = [name for name in trained if name == f"{CLASSIFIER}weight"]
         return decay_groups(model.named_parameters(), weight_decay=weight_decay, no_decay=tables, heads=heads)
@@ -254,7 +254,7 @@ class ImageClassificationTask(ClassifierTask):
         if model.training and self._options.data.augment:
             samples, step = micro_batch["samples"].tolist(), micro_batch["step"]
             images = augmented(images, self._options.data.augment, self._options.seed, step, samples)
-        device = network.position.device
+        device = network.classifier.weight.device
         pixels, labels, weights = (
             copy_to(each, device) for each in (images, micro_batch["labels"], micro_batch["weights"])
         )

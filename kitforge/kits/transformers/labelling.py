@@ -158,7 +158,7 @@ class HeadedModel(ScoreModel, ABC):
         """The context of rows of tokens [B, T] of these sizes [B], whose second texts begin at `firsts` [B] (None:
         there are none): of another type to an encoder that has several."""
         context = padded_context(self.language_model, tokens, sizes, dropout)
-        if firsts is None or not isinstance(self.backbone, Encoder) or self.backbone.token_type.num_embeddings < 2:
+        if firsts is None or not isinstance(self.backbone, Encoder) or self.backbone.config.num_token_types < 2:
             return context
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         return dataclasses.replace(context, token_types=(positions >= firsts.to(tokens.device).unsqueeze(1)).long())

@@ -120,7 +120,7 @@ def test_the_gradient_of_several_stages_is_summed_over_them_once(monkeypatch: py
         _mesh=SimpleNamespace(column=SimpleNamespace(group_of=groups.get)),
         dtypes=dict.fromkeys(stages),
         layouts={name: SimpleNamespace(stages=each) for name, each in stages.items()},
-        _local={name: name for name in stages if name != "other"},
+        _held={name: name for name in stages if name != "other"},
     )
     ParallelModel._sum_over_stages(parallel)
     assert summed == [(["tied"], "ends"), (["score", "bias"], "column")]
