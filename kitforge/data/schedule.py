@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache, partial
+from itertools import pairwise
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -115,6 +116,7 @@ class BatchSchedule:
     max_eval_batches: int | None = None  # None: all evaluation rows
     replica: int = 0
     num_replicas: int = 1
+    copies: int = 1  # slices of each micro-batch, which differ by one row at most
     mixture: Mixture | None = None  # the order of rows of several sources; None: all rows in one order
 
     @property
@@ -153,11 +155,14 @@ class BatchSchedule:
         return slice(size * self.replica // self.num_replicas, size * (self.replica + 1) // self.num_replicas)
 
     def micro_batches(self, size: int) -> list[slice]:
-        """The micro-batches of this replica's part of a batch. All replicas have equally many; some may be empty."""
+        """The micro-batches of this replica's part of a batch, each as its slices. All replicas have equally many; some
+        may be empty."""
         part, largest = self.shard(size), -(-size // self.num_replicas)
-        step = self.micro_batch_size or largest
+        step, copies = self.micro_batch_size or largest, self.copies
         starts = (min(part.start + start, part.stop) for start in range(0, largest, step))
-        return [slice(start, min(start + step, part.stop)) for start in starts]
+        wholes = [range(start, min(start + step, part.stop)) for start in starts]
+        cuts = ([each.start - (-len(each) * copy // copies) for copy in range(copies + 1)] for each in wholes)
+        return [slice(*ends) for each in cuts for ends in pairwise(each)]
 
     def length_buckets(
         self, lengths: Sequence[int], max_tokens: int | None = None, prompts: Sequence[bytes] | None = None
@@ -178,7 +183,8 @@ class BatchSchedule:
             cut = partial(shared_prompt_batches, prompts=prompts)
         parts = [cut(order[start:stop], lengths, max_tokens) for start, stop in zip(bounds, bounds[1:], strict=False)]
         own = parts[self.replica]
-        return own + [np.zeros(0, dtype=np.int64)] * (max(map(len, parts)) - len(own))
+        own += [np.zeros(0, dtype=np.int64)] * (max(map(len, parts)) - len(own))
+        return [part for each in own for part in np.array_split(each, self.copies)]
 
     def eval_batches(self, num_rows: int) -> Iterator[Indices]:
         """The evaluation rows batch by batch, over all replicas."""

@@ -29,7 +29,7 @@ from kitforge.report.config_diff import NOTE
 from kitforge.trainer.callbacks.callback import Callback
 from kitforge.trainer.dropped_options import without_dropped
 from kitforge.trainer.loop import Loop
-from kitforge.trainer.options import RunOptions, check_offload, check_schedule
+from kitforge.trainer.options import RunOptions, check_copies, check_offload, check_schedule
 from kitforge.trainer.precision import autocast, use_precision
 from kitforge.trainer.run_folder import Run, claim, default_folder, make_loop, train
 from kitforge.trainer.step_trace import TracedTask
@@ -128,6 +128,7 @@ class Kit(ABC, Generic[OptionsT, ProcessorT]):
         options = from_dict(self.OPTIONS, without_dropped(values, option_names(self.OPTIONS)))
         check_offload(options)
         check_schedule(options)
+        check_copies(options)
         return options
 
     def check_parallel(self, options: OptionsT) -> None:

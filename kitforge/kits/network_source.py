@@ -373,15 +373,17 @@ def freeze(network: nn.Module, patterns: Sequence[str]) -> None:
 def check_splits(options: NetworkOptions, *kinds: Kind) -> None:
     """Raise ConfigError, with the arithmetic, for a new network that the degrees of `options` cannot split; before any
     rank is started."""
+    replicas, slices = options.parallel.num_replicas, options.parallel.copies
+    rows, expected = -(-options.data.batch_size // replicas), "1 for a batch of one row for each replica"
+    check(rows >= slices, "parallel.copies", slices, expected, f"data.batch_size={2 * replicas}, or parallel.copies=1")
     if options.checkpoint is None and options.model:
         values = dict(options.model)
         if kinds != ("vision",):
             values["vocab_size"] = values.get("vocab_size") or ByteTokenizer.vocab_size
         network = build_on_meta(config_of(values, *(kinds or ("language model",))))
         check_geometry(sharding_of_network(network), network.geometry, options.parallel)
-        replicas, size = options.parallel.num_replicas, options.trainer.micro_batch_size
-        own = -(-options.data.batch_size // replicas)
-        check_balance(experts_of(network), 1 if size is None else -(-own // size), replicas)
+        size = options.trainer.micro_batch_size
+        check_balance(experts_of(network), slices * (1 if size is None else -(-rows // size)), replicas)
         if options.trainer.offload != "none":
             # At least so many are on all ranks together, which are on this host.
             copies = options.parallel.data * options.parallel.context / options.parallel.expert

@@ -71,12 +71,13 @@ def plan_memory(kit: AnyKit, options: Any, cluster: ClusterConfig, changes: tupl
     trainer = replace(options.trainer, max_steps=options.trainer.max_steps or STEPS, epochs=None)
     # Graphs of the compiler are not traced.
     level = "O1" if options.compile_level == "O2" else options.compile_level
-    traced = kit.plan(replace(options, trainer=trainer, device=cluster.kind, compile_level=level))
+    whole = options if options.parallel.copies == 1 else replace(options, parallel=replace(options.parallel, copies=1))
+    traced = kit.plan(replace(whole, trainer=trainer, device=cluster.kind, compile_level=level))
 
     has_experts = any(getattr(block, "num_experts", 0) for block in traced.kinds(traced.num_blocks))
     return MemoryPlan(
         options=options,
-        by_index=_by_index(traced, options, cluster),
+        by_index=_by_index(traced, whole, cluster),
         changes=changes,
         doubts=tuple(_doubts(options, cluster, has_experts)),
     )
@@ -119,6 +120,8 @@ def _doubts(options: Any, cluster: ClusterConfig, has_experts: bool) -> Iterator
         yield f"experts in {options.precision} cast their rows unseen: up to 3 % more was seen"
     if options.compile_level == "O2":
         yield "compile_level=O2 is traced as O1"
+    if options.parallel.copies > 1:
+        yield "parallel.copies=2 is traced as 1: two slices hold what the whole micro-batch does"
 
 
 def fill_cluster(options: Any, cluster: ClusterConfig) -> Any:

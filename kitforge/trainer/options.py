@@ -111,6 +111,20 @@ def check_schedule(options: RunOptions) -> None:
         check(options.precision != "fp8", "precision", options.precision, f"fp32, bf16 or fp16 {own}", fix)
 
 
+def check_copies(options: RunOptions) -> None:
+    """Raise ConfigError for options under which two slices of a micro-batch cannot take turns; before any rank is
+    started."""
+    if options.parallel.copies == 1:
+        return
+    level, offload, size = options.compile_level, options.trainer.offload, options.trainer.micro_batch_size
+    expected = "O0 or O1 with parallel.copies=2: compiled blocks would wait for their messages themselves"
+    check(level != "O2", "compile_level", level, expected, "compile_level=O1")
+    expected = "none or optimizer with parallel.copies=2, whose slices have each gradient only in sum"
+    check(offload != "optimizer_and_gradients", "trainer.offload", offload, expected, "trainer.offload=optimizer")
+    expected = "2 or more with parallel.copies=2, which cuts each micro-batch into two slices"
+    check(size != 1, "trainer.micro_batch_size", size, expected, "trainer.micro_batch_size=2")
+
+
 def check_offload(options: RunOptions) -> None:
     """Raise ConfigError for options that the optimizer cannot have on the host; before any rank is started."""
     mode, fix = options.trainer.offload, "trainer.offload=none"

@@ -30,8 +30,9 @@ def layouts(case: Case) -> list[dict[str, Any]]:
     """Degrees of two ranks, and those that were given, as far as the task can be cut so and the machine has devices
     for it. Raises NotOfferedError where none is left."""
     data, shard, context, tensor, pipeline = ({name: 2} for name in DEGREES)
+    by_keys = context | {"parallel.context_by": "keys"}
     wanted: list[list[dict[str, Any]]] = [[data], [shard], [context], [tensor, tensor | {WHOLE_SEQUENCES: False}]]
-    wanted += [[context | {"parallel.context_by": "keys"}], [pipeline | each for each in ORDERS]]
+    wanted += [[by_keys | {"parallel.copies": 2}, by_keys], [pipeline | each for each in ORDERS]]
     if any(name.startswith("model.experts.") for name in case.values):
         wanted.append([data | {EXPERT: 2}])
     given = {name: value for name, value in case.degrees.items() if value != OF_DEGREES.get(name, 1)}

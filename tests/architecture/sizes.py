@@ -23,10 +23,10 @@ ROOM_LINES = {
     "core/": 10,
     "core/checkpoint/": 2720,
     "core/kernels/": 13005,
-    "core/nn/": 3570,
+    "core/nn/": 3576,
     "core/optim/": 930,
-    "core/parallel/": 5720,
-    "data/": 2315,
+    "core/parallel/": 5970,
+    "data/": 2318,
     "data/chat/": 3093,
     "data/images/": 200,
     "data/tables/": 3380,
@@ -42,8 +42,8 @@ ROOM_LINES = {
     "kits/transformers/": 5400,
     "models/": 5015,
     "report/": 2125,
-    "trainer/": 2397,
-    "verify/": 2070,
+    "trainer/": 2412,
+    "verify/": 2071,
 }
 # What opens a branch or a loop. A `with` opens neither, so it does not count.
 BLOCKS = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.Try, ast.TryStar, ast.Match)

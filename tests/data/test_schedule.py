@@ -122,6 +122,26 @@ def test_micro_batches_of_all_replicas_are_the_batch(options: dict[str, Any], re
         assert max(each.stop - each.start for part in parts for each in part) <= (options["micro_batch_size"] or 99)
 
 
+@given(st.fixed_dictionaries(FUZZ), st.integers(1, 3), st.integers(1, 20))
+def test_slices_of_a_micro_batch_follow_one_another_and_differ_by_a_row_at_most(
+    options: dict[str, Any], replicas: int, size: int
+) -> None:
+    lengths = [1 + row * 7 % 5 for row in range(size)]
+    whole, cut = (schedules(replicas, seed=1, **options, copies=copies) for copies in (1, 2))
+    for one, other in zip(whole, cut, strict=True):
+        for found, slices in (
+            (
+                [range(size)[each] for each in one.micro_batches(size)],
+                [range(size)[each] for each in other.micro_batches(size)],
+            ),
+            (one.length_buckets(lengths, 9), other.length_buckets(lengths, 9)),
+        ):
+            assert len(slices) == 2 * len(found)
+            for each, first, second in zip(found, slices[::2], slices[1::2], strict=True):
+                assert [*first, *second] == [*each]
+                assert len(second) <= len(first) <= len(second) + 1
+
+
 @given(st.fixed_dictionaries(FUZZ), st.integers(1, 5), st.integers(0, 11))
 def test_a_resumed_run_takes_the_batches_that_are_left(options: dict[str, Any], replicas: int, done: int) -> None:
     whole = list(islice(BatchSchedule(seed=1, **options).batches(0), 12))

@@ -87,10 +87,10 @@ def micro_batches(case: Case, replica: int, replicas: int) -> Iterator[dict[str,
         yield columns | {"samples": tuple(rows)}
 
 
-def built(case: Case, world: World) -> tuple[Any, ParallelModel]:
+def built(case: Case, world: World, dtype: torch.dtype = torch.float64) -> tuple[Any, ParallelModel]:
     """The stage of this rank, or the whole network, with the same weights."""
     own = replace(ALL[case.family], num_layers=case.num_layers)
-    model: Any = build_on_meta(own, "O1").double()
+    model: Any = build_on_meta(own, "O1").to(dtype)
     sharding = sharding_of(model)
     if case.is_relayed:
         critic = ValueHeadModel(build_on_meta(own, "O1").double())

@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ from kitforge.cli.console import print_error
 from kitforge.core.checkpoint import save as saving
 from kitforge.core.checkpoint.manifest import steps
 from kitforge.core.parallel import launch as launching
+from kitforge.core.parallel import micro_batches
 from kitforge.core.parallel import rank_errors as failing
 from kitforge.core.parallel.rank_errors import (
     LAUNCHED,
@@ -176,6 +178,18 @@ def fails_on_a_stage() -> None:
     train_on_texts({"parallel.pipeline": 2, "trainer.micro_batch_size": 2})
 
 
+def fails_in_a_slice() -> None:
+    run_one = micro_batches._run_one
+
+    def broken(*arguments: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread() and is_failing():
+            raise RuntimeError("the second slice is out of order")
+        return run_one(*arguments)
+
+    micro_batches._run_one = broken
+    train_on_texts({"parallel.tensor": 2, "parallel.copies": 2})
+
+
 def train_on_texts(choices: dict[str, Any]) -> None:
     from tests.distributed.training import BASE, LLAMA, write_text
 
@@ -277,6 +291,7 @@ CASES: dict[str, tuple[int, str, Callable[[], None], str]] = {
     "a network that cannot be built": (2, "1", lambda: train(NoNetwork()), "ValueError: no such layer"),
     "no room for samples": (2, "1", fails_to_sample, "no room for 17 blocks"),
     "a stage, while the other waits for its gradient": (2, "1", fails_on_a_stage, "the second stage is out of order"),
+    "a slice, while the other waits for its turn": (2, "1", fails_in_a_slice, "the second slice is out of order"),
     "another that waits for something else": (2, "1", lambda: train(HungElsewhere()), "rows 17 of part-00042"),
     "a write that does not end": (2, "1", lambda: train(None, SlowDisk("step")), FULL),
 }

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kitforge.core.kernels.attention.packed_mask import PackedMask, find_boundaries, row_boundaries, takes_packed
 from kitforge.core.kernels.attention.reference import AttentionKernel, Mask
@@ -276,6 +276,8 @@ class Context:
     shard: SequenceShard | None = None  # None: the tokens are whole rows
     # The loss is `linear_cross_entropy` of all tokens and targets, so ranks that cut rows do not join them in `hidden`.
     is_tokenwise: bool = False
+    # Where mixtures of experts write their load; None: into themselves, where a pass that takes turns would lose it.
+    loads: dict[nn.Module, Tensor] | None = None
 
     def __post_init__(self) -> None:
         # Plain causal attention does not know the documents, which must be isolated.

@@ -205,13 +205,17 @@ class MoE(nn.Module):
         return output
 
     def _balanced(self, output: Tensor, routing: Routing, kept: Tensor, context: Context) -> Tensor:
-        """The output, whose backward pass adds the gradient of the balance loss; writes `load`."""
+        """The output, whose backward pass adds the gradient of the balance loss; writes its load."""
         config, num_experts = self.config.experts, self.config.experts.num_experts
         is_counted = torch.ones_like(routing.choices[..., 0], dtype=torch.bool)
         is_counted = is_counted if context.counted is None else context.counted
         chosen = torch.zeros_like(routing.scores).scatter_(-1, routing.choices, 1.0) * is_counted.unsqueeze(-1)
         dropped = ((kept == num_experts).sum(-1) * is_counted).sum()
-        self.load = torch.cat([chosen.flatten(0, -2).sum(0, dtype=torch.float64), dropped.double().view(1)])
+        load = torch.cat([chosen.flatten(0, -2).sum(0, dtype=torch.float64), dropped.double().view(1)])
+        if context.loads is None:
+            self.load = load
+        else:
+            context.loads[self] = load
         if config.balance in ("bias", "none"):
             return output
         segments, num_segments = _segments(context, routing.choices, config.balance == "batch")

@@ -15,6 +15,7 @@ from torch.autograd.profiler import record_function
 
 from kitforge.core.kernels.derivatives import by_hand
 from kitforge.core.kernels.recomputation import kept
+from kitforge.core.parallel.turns import communicate
 
 Group = dist.ProcessGroup | None
 # torch 2.13 gave two collectives new names and warns of the old ones.
@@ -41,7 +42,7 @@ def group_rank(group: Group) -> int:
 def all_reduce_(input: Tensor, group: Group, op: Any = SUM) -> Tensor:
     """Reduce in place over the ranks."""
     if group is not None:
-        dist.all_reduce(input, op=op, group=group)
+        communicate(dist.all_reduce, input, op=op, group=group)
     return input
 
 
@@ -114,14 +115,16 @@ def _message(input: Tensor, sender: int, receiver: int) -> record_function:
     return record_function(f"kitforge message {sender}>{receiver} {input.numel()}")
 
 
-def all_gather(input: Tensor, group: Group, dim: int) -> Tensor:
-    """The tensors of all ranks, of equal shapes, concatenated along `dim`. Not differentiable."""
+def all_gather(input: Tensor, group: Group, dim: int, *, in_turn: bool = True) -> Tensor:
+    """The tensors of all ranks, of equal shapes, concatenated along `dim`. Not differentiable. `in_turn`: see
+    `communicate`."""
     if group is None:
         return input
     ranks = group_size(group)
     input = input.contiguous()
     chunks = input.new_empty((ranks, *input.shape))
-    _all_gather_single(chunks.view(ranks * input.shape[0], *input.shape[1:]), input, group=group)
+    flat = chunks.view(ranks * input.shape[0], *input.shape[1:])
+    communicate(_all_gather_single, flat, input, group=group, in_turn=in_turn)
     joined = chunks.movedim(0, dim).contiguous()
     # Memory of its own to whoever gets it: `fully_shard` warns of a module that returns a view.
     shape = (*input.shape[:dim], ranks * input.shape[dim], *input.shape[dim + 1 :])
@@ -137,7 +140,7 @@ def reduce_scatter(input: Tensor, group: Group, dim: int) -> Tensor:
     shape = (*input.shape[:dim], ranks, input.shape[dim] // ranks, *input.shape[dim + 1 :])
     chunks = input.reshape(shape).movedim(dim, 0).contiguous()
     own = torch.empty_like(chunks[0])
-    _reduce_scatter_single(own, chunks.view(ranks * own.shape[0], *own.shape[1:]), group=group)
+    communicate(_reduce_scatter_single, own, chunks.view(ranks * own.shape[0], *own.shape[1:]), group=group)
     return own
 
 
@@ -146,7 +149,7 @@ def all_to_all(input: Tensor, received: Sequence[int], sent: Sequence[int], grou
     if group is None:
         return input
     output = input.new_empty((sum(received), *input.shape[1:]))
-    dist.all_to_all_single(output, input.contiguous(), list(received), list(sent), group=group)
+    communicate(dist.all_to_all_single, output, input.contiguous(), list(received), list(sent), group=group)
     return output
 
 
@@ -158,13 +161,13 @@ def all_to_all_autograd(
     return input if group is None else _apply(_AllToAll, input, tuple(received), tuple(sent), group, keeps)
 
 
-def exchange(input: Tensor, group: Group, split: int, joined: int) -> Tensor:
+def exchange(input: Tensor, group: Group, split: int, joined: int, *, in_turn: bool = True) -> Tensor:
     """This rank's part along dim `split`, whose size the degree divides, of the tensors of all ranks, concatenated
-    along dim `joined`. Not differentiable."""
+    along dim `joined`. Not differentiable. `in_turn`: see `communicate`."""
     if group is None:
         return input
     sent, received = _parts(input, group_size(group), split)
-    dist.all_to_all_single(received, sent, group=group)
+    communicate(dist.all_to_all_single, received, sent, group=group, in_turn=in_turn)
     return received.movedim(0, joined).flatten(joined, joined + 1)
 
 

@@ -15,6 +15,7 @@ B batch, T length of rows.
 import dataclasses
 import functools
 import math
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -157,6 +158,12 @@ def _divided(heads: Tensor, parts: list[Tensor]) -> list[Tensor]:
     return [own.to(each.dtype) for own, each in zip(torch.split(heads, sizes, 1), parts, strict=True)]
 
 
+class _Pass(threading.local):
+    """Of the last pass of this thread, where `hidden` is not joined: this rank's shard of targets."""
+
+    cut_targets: Callable[[Tensor], Tensor] | None = None
+
+
 class ContextParallelModel:
     """The language models of a network, whose rows are cut along the context axis."""
 
@@ -167,8 +174,7 @@ class ContextParallelModel:
         self._degrees = mesh.degrees
         self._ranks, self._rank = mesh.degree("context"), mesh.index["context"]
         self._is_said = self._rank > 0
-        # Of the last pass, where `hidden` is not joined: this rank's shard of targets.
-        self._cut_targets: Callable[[Tensor], Tensor] | None = None
+        self._pass = _Pass()
         for module in model.modules():
             if isinstance(module, Stack) and isinstance(module, Shardable):
                 module.cut = functools.partial(self.local_shard, module)
@@ -178,7 +184,7 @@ class ContextParallelModel:
     def local_shard(self, stack: Any, tokens: Tensor, context: Context) -> tuple[Tensor, Context]:
         """This rank's shard of tokens [B, T] and of their context. Rows are padded to shards of equal length; the
         padding is at the end, where no token sees it, and is not counted."""
-        self._cut_targets = None
+        self._pass.cut_targets = None
         # With a cache every rank has the whole network and computes its tokens alone.
         if not isinstance(context.attend, RowAttend) or tokens.numel() == 0:
             return tokens, context
@@ -221,7 +227,7 @@ class ContextParallelModel:
             join=(lambda output: output) if context.is_tokenwise else functools.partial(self._joined, keys, length),
         )
         if context.is_tokenwise:
-            self._cut_targets = lambda targets: own(targets.view(tokens.shape), IGNORED).flatten()
+            self._pass.cut_targets = lambda targets: own(targets.view(tokens.shape), IGNORED).flatten()
         return own(tokens, 0), dataclasses.replace(
             context,
             positions=cut(positions, 0),
@@ -273,9 +279,9 @@ class ContextParallelModel:
 
         def loss(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
             own = self._own_tokens(len(hidden))
-            is_joined = self._cut_targets is None
-            targets = targets[own] if self._cut_targets is None else self._cut_targets(targets)
-            total = kernels.linear_cross_entropy(hidden[own] if is_joined else hidden, weight, targets, **options)
+            cut = self._pass.cut_targets
+            hidden, targets = (hidden[own], targets[own]) if cut is None else (hidden, cut(targets))
+            total = kernels.linear_cross_entropy(hidden, weight, targets, **options)
             return collectives.all_reduce_autograd(total, self._group)
 
         def log_probs(

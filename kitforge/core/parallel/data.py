@@ -44,6 +44,7 @@ class GradientBuckets:
         self._group = group
         self._deliver = deliver
         self._is_last = True
+        self._num_passes = 1
         self._is_open = False
         self._num_sent = 0
         self._num_delivered = 0
@@ -62,11 +63,12 @@ class GradientBuckets:
         for hook in self._hooks:
             hook.remove()
 
-    def micro_batch(self, is_last: bool) -> None:
-        """Announce the next backward pass, and whether it is the last of the step."""
+    def micro_batch(self, is_last: bool, num_passes: int = 1) -> None:
+        """Announce the next backward pass, or so many that take turns, and whether it is the last of the step."""
         if self._deliver is not None and self._is_open:
             self.finish()
         self._is_last, self._is_open = is_last or self._deliver is not None, True
+        self._num_passes = num_passes
 
     def finish(self) -> None:
         """Wait until every gradient is the sum over the replicas. A gradient missing on this rank counts as zero; one
@@ -115,9 +117,7 @@ class GradientBuckets:
                 return
             bucket.num_ready += 1
             # All ranks reduce buckets in one order, independent of the order in which they are filled.
-            while self._num_sent < len(self._buckets) and self._next_bucket.num_ready == len(
-                self._next_bucket.parameters
-            ):
+            while self._num_sent < len(self._buckets) and self._is_ready(self._next_bucket):
                 self._start_all_reduce(self._next_bucket)
                 self._num_sent += 1
             # One bucket is reduced while the one before it leaves; it was sent because all of it is used.
@@ -127,6 +127,9 @@ class GradientBuckets:
                 self._num_delivered += 1
 
         return arrived
+
+    def _is_ready(self, bucket: _Bucket) -> bool:
+        return bucket.num_ready == self._num_passes * len(bucket.parameters)
 
     @property
     def _next_bucket(self) -> _Bucket:
@@ -145,6 +148,22 @@ class GradientBuckets:
         # A large parameter has its own bucket and is reduced in place.
         bucket.flat = flats[0] if len(flats) == 1 else torch.cat(flats)
         bucket.work = collectives.start_all_reduce_(bucket.flat, self._group)
+
+
+def all_reduce_partial(parameters: Sequence[nn.Parameter], group: collectives.Group) -> None:
+    """All-reduce small gradients in one message, which also says which ranks have them: a missing gradient counts as
+    zero, one missing on all ranks stays None."""
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    if not trained:
+        return
+    gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in trained]
+    flats = [gradient.reshape(-1) for gradient in gradients]
+    used = flats[0].new_tensor([each.grad is not None for each in trained])
+    flat = collectives.all_reduce_(torch.cat([*flats, used]), group)
+    *sums, answers = torch.split(flat, [*(each.numel() for each in flats), len(trained)])
+    is_used = host_list(answers, [True] * len(trained))
+    for parameter, gradient, has_gradient in zip(trained, sums, is_used, strict=True):
+        parameter.grad = gradient.view_as(parameter) if has_gradient else None
 
 
 def _make_buckets(parameters: Sequence[nn.Parameter]) -> list[_Bucket]:

@@ -72,7 +72,8 @@ class TokenExchange:
 def _exchange_counts(ends: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Of each rank of the group, the rows that it sends to each of this rank's experts: int64 [ranks, E / ranks]."""
     counts = ends.long().diff(prepend=ends.new_zeros(1).long())
-    return collectives.exchange(counts.view(collectives.group_size(group), -1), group, 0, 0)
+    # So small that two slices would rather hide the message of tokens, which follows.
+    return collectives.exchange(counts.view(collectives.group_size(group), -1), group, 0, 0, in_turn=False)
 
 
 def _inverse(order: Permutation) -> Permutation:

@@ -1,6 +1,6 @@
 """The load of the experts of a network over a step: what it says to people, and to the biases that balance it."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -54,23 +54,28 @@ def check_capacity(experts: Iterable[ExpertsConfig], is_composed: bool) -> None:
         )
 
 
-def load_of(parallel: ParallelModel, is_composed: bool, layers: range | None = None) -> Sums:
-    """The load of the last forward pass under its name, over the ranks with shards of its rows: a row for each mixture
-    of the whole network, zero where it is on another stage, or of a stack not in those layers. Empty for a network
-    without experts, and for a task that has `loss` instead of `inputs` and `loss_of`, whose passes know nothing of its
-    weight."""
+def load_of(
+    parallel: ParallelModel,
+    is_composed: bool,
+    layers: range | None = None,
+    loads: Mapping[nn.Module, Tensor] | None = None,
+) -> Sums:
+    """The load of the last forward pass, or what it has written into `loads`, under its name, over the ranks with
+    shards of its rows: a row for each mixture of the whole network, zero where it is on another stage, or of a stack
+    not in those layers. Empty for a network without experts, and for a task that has `loss` instead of `inputs` and
+    `loss_of`, whose passes know nothing of its weight."""
     own, experts = named_experts(parallel.model), parallel.experts
     if not is_composed and any(each.balance != "none" for each in experts.values()):
         warn_once(_log, "this task trains a mixture of experts without balancing its load")
     if not experts or not is_composed:
         return {}
     size = (len(experts), max(each.num_experts for each in experts.values()) + 1)
-    loads = torch.zeros(size, dtype=torch.float64, device=parallel.device)
+    found = torch.zeros(size, dtype=torch.float64, device=parallel.device)
     for number, name in enumerate(experts):
         is_here = name in own and (layers is None or int(name.split(".")[1]) in layers)
-        if is_here and (load := own[name].load) is not None:
-            loads[number] = load
-    return {LOAD: collectives.all_reduce_(loads, None if parallel.mesh is None else parallel.mesh.group("context"))}
+        if is_here and (load := own[name].load if loads is None else loads.get(own[name])) is not None:
+            found[number] = load
+    return {LOAD: collectives.all_reduce_(found, None if parallel.mesh is None else parallel.mesh.group("context"))}
 
 
 def load_sums(load: Tensor) -> Sums:

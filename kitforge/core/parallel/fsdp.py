@@ -8,9 +8,10 @@ used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -85,27 +86,52 @@ class FSDPUnits:
         for name, ways in roots.items():
             for way in ways:
                 register_fsdp_forward_method(model.get_submodule(name), way)
-        if mesh.degrees.stages.splits_backward:
+        if mesh.degrees.stages.splits_backward or mesh.degrees.copies > 1:
             for each in self._roots:
                 each.__dict__["flush"] = torch.clone
                 register_fsdp_forward_method(each, "flush")  # type: ignore[arg-type]
 
-    def micro_batch(self, is_last: bool) -> None:
-        """Set whether the next backward pass reduces gradients."""
+    def micro_batch(self, is_last: bool, *, reduces: bool = True) -> None:
+        """Set whether the next backward pass reduces gradients: with stage 1 the last of a step, else unless told."""
         for root in self._roots:
-            if self._stage == 1:
-                root.set_requires_gradient_sync(is_last)
-            elif self._sums_late:
+            if self._stage > 1 and self._sums_late:
                 root.set_requires_all_reduce(is_last)
             if self._stage < 3:
+                root.set_requires_gradient_sync(is_last if self._stage == 1 else reduces)
                 # Weights do not change within a step, so they stay gathered.
                 root.set_reshard_after_backward(is_last)
 
-    def flush(self, device: torch.device) -> None:
+    @contextmanager
+    def slices(self, device: torch.device, *, is_last: bool) -> Iterator[None]:
+        """Around passes that take turns, of which torch's hooks, made for one at a time, see none: weights stay
+        gathered, and gradients are reduced behind them."""
+        from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+        states, hooks = [unit._get_fsdp_state() for unit in self._units], list[Any]()
+        for root in self._roots:
+            root._get_fsdp_state()._lazy_init()
+        for unit, state in zip(self._units, states, strict=True):
+            unit.unshard()
+            # As within a backward pass, whose recomputations the hooks leave alone.
+            state._training_state = TrainingState.PRE_BACKWARD
+            for each in (each for group in state._fsdp_param_groups for each in group.fsdp_params):
+                weight: Any = each.unsharded_param
+                if weight.requires_grad and each.reduce_dtype is not None:
+                    hooks.append(weight.register_post_accumulate_grad_hook(partial(_add_unrounded, each)))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+            for state in states:
+                state._training_state = TrainingState.IDLE
+        self.flush(device, is_last=is_last)
+
+    def flush(self, device: torch.device, *, is_last: bool = True) -> None:
         """Reduce gradients that were added outside of a backward pass, by one of nothing, which torch ends for all
         units. In half precision the first one adds them to those in fp32, since a reduction is of one dtype."""
-        for is_last in (False, True):
-            self.micro_batch(is_last)
+        for reduces in (False, True):
+            self.micro_batch(is_last and reduces, reduces=reduces)
             for root in self._roots:
                 root.__dict__["flush"](torch.zeros((), device=device, requires_grad=True)).backward()
 
@@ -146,6 +172,12 @@ def _policy(compute_dtype: torch.dtype) -> MixedPrecisionPolicy:
     if compute_dtype.itemsize != 2:
         return MixedPrecisionPolicy()
     return MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+
+
+def _add_unrounded(parameter: Any, _unsharded: Tensor) -> None:
+    """Add a gradient to those of other passes in the dtype of its reduction."""
+    parameter.accumulate_unsharded_grad_if_needed()
+    parameter.to_accumulated_grad_if_needed()
 
 
 def _restore_dtype(_module: nn.Module, _inputs: object, output: Tensor, dtype: torch.dtype) -> Tensor:

@@ -4,6 +4,7 @@ from abc import ABC
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -16,10 +17,15 @@ from kitforge.core.parallel.expert_load import LOAD, check_balance, load_of
 from kitforge.core.parallel.parallelize import ParallelModel
 from kitforge.core.parallel.schedules import Pipeline, idle_fraction
 from kitforge.core.parallel.stage import Flight
+from kitforge.core.parallel.turns import Turns
 from kitforge.foundation.errors import TrainingError
 from kitforge.foundation.log import logger, warn_once
 from kitforge.foundation.types import MicroBatch, Sums
 
+# By mixture of experts what its pass has written, see `MoE.load`.
+Loads = dict[nn.Module, Tensor]
+# Bytes of a message below which the turns of two slices take longer than they hide: benchmarks/parallel/copies.md.
+SLICE_BYTES = 2**16
 _log = logger(__name__)
 
 
@@ -46,17 +52,21 @@ def is_composed(task: Losses) -> bool:
     return getattr(task.loss, "__func__", None) is Losses.loss
 
 
-def composed_loss(task: Losses, model: nn.Module, micro_batch: MicroBatch, weight: float | None = None) -> Sums:
-    """`loss_of` the hidden states of `inputs`; layers see the weight of the loss in their context."""
-    hidden = cast(CausalLM, model).hidden(*_given(task, model, micro_batch, weight))
+def composed_loss(
+    task: Losses, model: nn.Module, micro_batch: MicroBatch, weight: float | None = None, loads: Loads | None = None
+) -> Sums:
+    """`loss_of` the hidden states of `inputs`; layers see the weight of the loss in their context, and `loads`."""
+    hidden = cast(CausalLM, model).hidden(*_given(task, model, micro_batch, weight, loads))
     return task.loss_of(model, hidden, micro_batch)
 
 
-def _given(task: Losses, model: nn.Module, micro_batch: MicroBatch, weight: float | None) -> tuple[Tensor, Context]:
+def _given(
+    task: Losses, model: nn.Module, micro_batch: MicroBatch, weight: float | None, loads: Loads | None = None
+) -> tuple[Tensor, Context]:
     tokens, context = task.inputs(micro_batch)
     dropout_key = context.dropout if model.training else None
     factor = None if weight is None else torch.tensor(weight, dtype=torch.float64)
-    return tokens, replace(context, dropout=dropout_key, loss_weight=factor)
+    return tokens, replace(context, dropout=dropout_key, loss_weight=factor, loads=loads)
 
 
 def run_micro_batches(
@@ -69,7 +79,8 @@ def run_micro_batches(
     """Gradients of loss * weight, summed over the micro-batches and the ranks; returns this rank's sums by name."""
     totals, mesh, composes = Sums(), parallel.mesh, is_composed(task)
     check_balance(parallel.experts.values(), len(step), 1 if mesh is None else mesh.num_replicas)
-    run = _run_in_order if composes and parallel.model in parallel.relays else _run_one_by_one
+    is_scheduled = composes and parallel.model in parallel.relays
+    run = _run_in_order if is_scheduled else _run_one_by_one if parallel.slices_pay is False else _run_in_slices
     for sums in run(parallel, task, step, weight, autocast):
         for name, value in sums.items():
             totals[name] = totals[name] + value.detach() if name in totals else value.detach()
@@ -87,16 +98,64 @@ def _run_one_by_one(
     autocast: Callable[[], AbstractContextManager[Any]],
 ) -> Iterator[Sums]:
     """A forward and a backward pass of each micro-batch; those of one stage after those of another."""
-    model, composes, own_weight = parallel.model, is_composed(task), weight * parallel.loss_fraction
     if parallel.takes_turns:
         turns = "parallel.pipeline: this task computes its loss on all stages, which take turns in each step"
         warn_once(_log, f"{turns}; parallel.schedule is of tasks with inputs and loss_of")
+    copies = 1 if parallel.mesh is None else parallel.mesh.degrees.copies
     for number, micro_batch in enumerate(step, start=1):
-        parallel.micro_batch(is_last=number == len(step))
-        with autocast():
-            sums = composed_loss(task, model, micro_batch, weight) if composes else task.loss(model, micro_batch)
-        torch.autograd.backward(sums["loss"] * own_weight)
-        yield {**sums, **load_of(parallel, composes)}
+        is_last = number == len(step)
+        # ZeRO 2 sums the slices of a micro-batch before ranks do, as in turns.
+        parallel.micro_batch(is_last=is_last, reduces=is_last or number % copies == 0)
+        yield _run_one(parallel, task, micro_batch, weight, autocast)
+
+
+def _run_one(
+    parallel: ParallelModel,
+    task: Losses,
+    micro_batch: MicroBatch,
+    weight: float,
+    autocast: Callable[[], AbstractContextManager[Any]],
+    loads: Loads | None = None,
+) -> Sums:
+    model, composes = parallel.model, is_composed(task)
+    with autocast():
+        sums = composed_loss(task, model, micro_batch, weight, loads) if composes else task.loss(model, micro_batch)
+    torch.autograd.backward(sums["loss"] * (weight * parallel.loss_fraction))
+    return {**sums, **load_of(parallel, composes, loads=loads)}
+
+
+def _run_in_slices(
+    parallel: ParallelModel,
+    task: Losses,
+    step: Sequence[MicroBatch],
+    weight: float,
+    autocast: Callable[[], AbstractContextManager[Any]],
+) -> Iterator[Sums]:
+    """Each two micro-batches as two threads that take turns; the first step says whether the next ones do."""
+    mesh, num_bytes = parallel.mesh, 0
+    assert mesh is not None
+    for start in range(0, len(step), 2):
+        pair, is_last = step[start : start + 2], start + 2 >= len(step)
+        if len(pair) == 1:
+            parallel.micro_batch(is_last=is_last)
+            yield _run_one(parallel, task, pair[0], weight, autocast)
+            continue
+        one, other = (partial(_run_one, parallel, task, each, weight, autocast, {}) for each in pair)
+        turns = Turns(free=(mesh.group("tensor"), mesh.group("context")))
+        with parallel.slices(is_last=is_last):
+            sums = turns.run((one, other), parallel.device)
+        yield from sums
+        num_bytes = max(num_bytes, turns.num_bytes)
+    if parallel.slices_pay is None and len(step) > 1:
+        # The same on all ranks, whose messages differ with their rows.
+        largest = torch.tensor(num_bytes, device=parallel.device)
+        num_bytes = int(collectives.all_reduce_(largest, mesh.world, collectives.MAX))
+        parallel.slices_pay = num_bytes >= SLICE_BYTES
+        if parallel.rank > 0:
+            return
+        way = "take turns" if parallel.slices_pay else "run one after another: turns would take longer than they hide"
+        text = "parallel.copies=2: the largest message has %s bytes; from %s on slices pay, and here they %s"
+        _log.warning(text, f"{num_bytes:,}", f"{SLICE_BYTES:,}", way)
 
 
 def _run_in_order(

@@ -1,7 +1,7 @@
 """Applies a sharding declaration: distributes the parameters of a model over the axes of a mesh."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, cast
 
@@ -19,7 +19,7 @@ from kitforge.core.optim.row_optimizers import SparseModule
 from kitforge.core.parallel import collectives
 from kitforge.core.parallel.column import Column
 from kitforge.core.parallel.context import ContextParallelModel
-from kitforge.core.parallel.data import GradientBuckets
+from kitforge.core.parallel.data import GradientBuckets, all_reduce_partial
 from kitforge.core.parallel.expert import exchange_experts
 from kitforge.core.parallel.fsdp import NORMS, FSDPUnits, fsdp_layout, local_tensor, set_dtype
 from kitforge.core.parallel.gather import FullMatrices, gather_full_tensor
@@ -37,7 +37,6 @@ from kitforge.core.parallel.tensor import TensorParallelModel, shard_parameters
 from kitforge.core.parallel.weight_gradients import WeightGradients
 from kitforge.core.parallel.world import World
 from kitforge.foundation.dtype import DTYPES
-from kitforge.foundation.host_values import host_list
 from kitforge.foundation.types import Region
 
 _ATTRIBUTE = "parallel_model"
@@ -70,6 +69,8 @@ class ParallelModel:
         self.stage_layers: dict[str, list[StageLayers]] = {}  # of the stages of a pipeline, by the path of each stack
         self.relays: dict[nn.Module, Relay] = {}  # of the stacks with stages
         self.weight_gradients: WeightGradients | None = None  # of a pipeline
+        # Whether two slices of a micro-batch take turns; None: the first step says.
+        self.slices_pay: bool | None = None if world.mesh is not None and world.mesh.degrees.copies > 1 else False
         if world.mesh is not None:
             self._replicate_init(world.mesh)
             self._distribute(sharding, world.mesh, DTYPES[world.precision])
@@ -210,10 +211,18 @@ class ParallelModel:
             for each in members:
                 each.is_scheduled = False
 
-    def micro_batch(self, *, is_last: bool) -> None:
-        """Announce the next forward and backward pass."""
+    @contextmanager
+    def slices(self, *, is_last: bool) -> Iterator[None]:
+        """Around two forward and backward passes that take turns."""
+        for buckets in self._buckets:
+            buckets.micro_batch(is_last, num_passes=2)
+        with nullcontext() if self._fsdp is None else self._fsdp.slices(self.device, is_last=is_last):
+            yield
+
+    def micro_batch(self, *, is_last: bool, reduces: bool = True) -> None:
+        """Announce the next forward and backward pass, and whether ZeRO 2 reduces its gradients."""
         if self._fsdp is not None:
-            self._fsdp.micro_batch(is_last)
+            self._fsdp.micro_batch(is_last, reduces=reduces)
         for buckets in self._buckets:
             # The relay of each pass is a backward pass of its own, of which none is known to be the last.
             buckets.micro_batch(is_last and not self.takes_turns)
@@ -230,7 +239,7 @@ class ParallelModel:
                 gradient = None if parameter.grad is None else local_tensor(parameter.grad)
                 shards[name].grad, parameter.grad = gradient, None
         if self._tensor_parallel is not None:
-            _all_reduce_partial(
+            all_reduce_partial(
                 [shards[name] for name in self._tensor_parallel.partial_gradients()], self._mesh.group(TENSOR)
             )
         if self.relays:
@@ -244,7 +253,7 @@ class ParallelModel:
             by_stages.setdefault(self.layouts[name].stages, []).append(self._held[name])
         for stages, members in by_stages.items():
             if (group := self._mesh.column.group_of(stages)) is not None:
-                _all_reduce_partial(members, group)
+                all_reduce_partial(members, group)
 
     def grad_norm(self, names: Collection[str] | None = None) -> Tensor:
         """The norm over all ranks of all gradients, or of those of the named parameters."""
@@ -470,22 +479,6 @@ def _stack_blocks(model: nn.Module) -> list[nn.Module]:
     """The blocks of all stacks that are on this rank."""
     stacks = [module for module in model.modules() if isinstance(module, Stack)]
     return [block for stack in stacks for block in stack.blocks if block is not None]
-
-
-def _all_reduce_partial(parameters: list[nn.Parameter], group: collectives.Group) -> None:
-    """All-reduce small gradients in one message, which also says which ranks have them: a missing gradient counts as
-    zero, one missing on all ranks stays None."""
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    if not trained:
-        return
-    gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in trained]
-    flats = [gradient.reshape(-1) for gradient in gradients]
-    used = flats[0].new_tensor([each.grad is not None for each in trained])
-    flat = collectives.all_reduce_(torch.cat([*flats, used]), group)
-    *sums, answers = torch.split(flat, [*(each.numel() for each in flats), len(trained)])
-    is_used = host_list(answers, [True] * len(trained))
-    for parameter, gradient, has_gradient in zip(trained, sums, is_used, strict=True):
-        parameter.grad = gradient.view_as(parameter) if has_gradient else None
 
 
 def state_layouts(layouts: Mapping[str, Layout], states: Mapping[str, Tensor]) -> dict[str, Layout]:

@@ -205,7 +205,8 @@ def _wrap_language_model(model: Shardable, split: TensorParallelModel, prefix: s
     vocab = VocabularyShard(
         first=region.offset[0],
         max_rows=widest,
-        gather=lambda values: collectives.all_gather(values.unsqueeze(0), stream.group, 0),
+        # Once for each chunk of tokens, of which two slices may have different numbers.
+        gather=lambda values: collectives.all_gather(values.unsqueeze(0), stream.group, 0, in_turn=False),
     )
     head = model.head
 

@@ -59,6 +59,7 @@ class ReplicaOptions(ParallelConfig):
     expert: int = field(default=1, init=False)
     sequence_parallel: bool = field(default=True, init=False)
     zero_stage: Literal[1, 2, 3] = field(default=3, init=False)
+    copies: Literal[1, 2] = field(default=1, init=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from kitforge.core.kernels.dispatch import CompileLevel, select
@@ -203,6 +203,16 @@ def test_recomputation_reuses_choices_and_counts_once() -> None:
         found.append([*gradients, load_of(parallelize(model, Sharding(), ALONE), is_composed=True)[LOAD]])
     assert all(map(torch.equal, *found))
     assert found[0][-1][:, :-1].sum(1).tolist() == [24.0] * 3
+
+
+def test_a_pass_with_a_place_for_its_load_leaves_that_of_the_module_alone() -> None:
+    module, loads = layer(), dict[nn.Module, Tensor]()
+    module(stream(2, 12), Context(loss_weight=WEIGHT))
+    assert module.load is not None
+    before = module.load.clone()
+    module(stream(1, 5), Context(loss_weight=WEIGHT, loads=loads))
+    assert torch.equal(module.load, before)
+    assert loads[module][:-1].sum() == 5 * module.config.experts.top_k
 
 
 def test_an_expert_takes_its_first_tokens_of_a_row_and_the_dropped_are_counted() -> None:

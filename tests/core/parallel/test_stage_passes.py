@@ -113,7 +113,7 @@ def test_the_load_of_experts_is_read_right_after_its_forward_pass(monkeypatch: p
 
 def test_the_gradient_of_several_stages_is_summed_over_them_once(monkeypatch: pytest.MonkeyPatch) -> None:
     summed: list[Any] = []
-    monkeypatch.setattr(parallelize, "_all_reduce_partial", lambda members, group: summed.append((members, group)))
+    monkeypatch.setattr(parallelize, "all_reduce_partial", lambda members, group: summed.append((members, group)))
     stages = {"tied": (0, 2), "block": (2,), "score": None, "other": (1,), "bias": None}
     groups = {(0, 2): "ends", None: "column", (2,): None}
     parallel: Any = SimpleNamespace(
