@@ -425,10 +425,6 @@ class RLOptions(StageOptions):
         got = self.role_ranks.describe(self.parallel.world_size)
         expected = f"a role for {rank_list(idle)} too, or fewer ranks in parallel.* ({self.parallel.describe()})"
         check(not idle, "role_ranks", got, expected)
-        stages, count = self.parallel.pipeline, self.parallel.world_size
-        overlaps = stages > 1 and min(self.role_ranks.ranks("rollout", count)) < count
-        needs = f"1: a rank that also generates would hold 1/{stages} + 1 of the policy, its stage and a whole copy"
-        check(not overlaps, "parallel.pipeline", stages, needs, "set role_ranks.rollout to further ranks")
         corrects = self.importance_sampling.mode != "none"
         needs = "none, or rl.old_logprobs=recompute, whose log-probs give the importance ratio"
         check(

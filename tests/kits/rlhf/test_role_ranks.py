@@ -78,10 +78,11 @@ PLACED: list[tuple[Choices, Choices, bool]] = [
     (at([2, 3], [3], [2]) | CUT, {}, False),
     (at([1, 2], [0], [2]) | CUT, AHEAD, False),
     (at(rollout=[2]) | STAGES, {}, False),
+    (at() | STAGES, {}, False),
 ]
 PRODUCT = list(itertools.product(("ppo", "grpo"), range(len(PLACED))))
 # Otherwise those that others are within, beside one of the two; the eighth is killed and goes on below.
-SAMPLE = [(("ppo", "grpo")[place % 2], place) for place in (5, 6, 8, 10, 12, 13)]
+SAMPLE = [(("ppo", "grpo")[place % 2], place) for place in (5, 6, 8, 10, 12, 13, 16)]
 CASES = PRODUCT if WHOLE else SAMPLE
 Case = tuple[str, Choices]
 
@@ -330,14 +331,6 @@ def test_a_rank_holds_what_it_has_a_part_in(tmp_path: Path) -> None:
 def test_a_placement_that_cannot_be_is_refused_in_words(choices: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         TASKS["ppo"].read_options({"task": "ppo"} | choices)
-
-
-def test_a_rank_with_a_stage_does_not_generate_from_a_copy_of_the_policy() -> None:
-    stages = {"task": "ppo", "parallel": {"pipeline": 4, "tensor": 2}}
-    for roles in ({}, {"rollout": [7, 8]}):
-        with pytest.raises(ConfigError, match=r"(?s)parallel\.pipeline.*1/4 \+ 1 of the policy.*role_ranks\.rollout"):
-            TASKS["ppo"].read_options(stages | {"role_ranks": roles})
-    TASKS["ppo"].read_options(stages | {"role_ranks": {"rollout": [8, 9]}})
 
 
 def test_the_plan_of_a_run_says_who_is_where() -> None:
