@@ -42,8 +42,9 @@ FAULTS = (
     Fault(
         breaks="micro_batches",
         file="core/parallel/micro_batches.py",
-        line='torch.autograd.backward(sums["loss"] * own_weight)',
-        planted='torch.autograd.backward(sums["loss"] / float(task.count([micro_batch])["loss"]) / len(step))',
+        line="yield _run_one(parallel, task, micro_batch, weight, autocast)",
+        planted="yield _run_one(parallel, task, micro_batch, 1 / len(step) / task.count([micro_batch])['loss'], "
+        "autocast)",
         leaves=("packing",),
         # What is right is held in half precision too, and what is wrong is found.
         arguments=(*TEXT, "precision=bf16"),
