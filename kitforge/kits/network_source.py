@@ -373,7 +373,7 @@ def freeze(network: nn.Module, patterns: Sequence[str]) -> None:
 def check_splits(options: NetworkOptions, *kinds: Kind) -> None:
     """Raise ConfigError, with the arithmetic, for a new network that the degrees of `options` cannot split; before any
     rank is started."""
-    replicas, slices = options.parallel.num_replicas, options.parallel.copies
+    replicas, slices = options.parallel.num_replicas, options.parallel.slices
     rows, expected = -(-options.data.batch_size // replicas), "1 for a batch of one row for each replica"
     check(rows >= slices, "parallel.copies", slices, expected, f"data.batch_size={2 * replicas}, or parallel.copies=1")
     if options.checkpoint is None and options.model:

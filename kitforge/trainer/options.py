@@ -112,13 +112,14 @@ def check_schedule(options: RunOptions) -> None:
 
 
 def check_copies(options: RunOptions) -> None:
-    """Raise ConfigError for options under which two slices of a micro-batch cannot take turns; before any rank is
-    started."""
+    """Raise ConfigError for options under which slices or passes cannot take turns; before any rank is started."""
     if options.parallel.copies == 1:
         return
     level, offload, size = options.compile_level, options.trainer.offload, options.trainer.micro_batch_size
     expected = "O0 or O1 with parallel.copies=2: compiled blocks would wait for their messages themselves"
     check(level != "O2", "compile_level", level, expected, "compile_level=O1")
+    if options.parallel.slices == 1:
+        return
     expected = "none or optimizer with parallel.copies=2, whose slices have each gradient only in sum"
     check(offload != "optimizer_and_gradients", "trainer.offload", offload, expected, "trainer.offload=optimizer")
     expected = "2 or more with parallel.copies=2, which cuts each micro-batch into two slices"

@@ -139,5 +139,5 @@ def batch_schedule(
         max_eval_batches=trainer.eval_batches,
         replica=world.replica,
         num_replicas=world.num_replicas,
-        copies=options.parallel.copies,
+        copies=options.parallel.slices,
     )

@@ -25,7 +25,7 @@ ROOM_LINES = {
     "core/kernels/": 13005,
     "core/nn/": 3576,
     "core/optim/": 930,
-    "core/parallel/": 5970,
+    "core/parallel/": 6047,
     "data/": 2318,
     "data/chat/": 3093,
     "data/images/": 200,
@@ -42,7 +42,7 @@ ROOM_LINES = {
     "kits/transformers/": 5400,
     "models/": 5015,
     "report/": 2125,
-    "trainer/": 2412,
+    "trainer/": 2413,
     "verify/": 2071,
 }
 # What opens a branch or a loop. A `with` opens neither, so it does not count.

@@ -32,7 +32,8 @@ class ParallelConfig:
     stages_per_rank: int = 2  # with schedule=interleaved: stages on each rank of pipeline
     sequence_parallel: bool = True  # with tensor: norms, dropout and residuals are sharded along the sequence
     zero_stage: Literal[1, 2, 3] = 3  # with shard: 1 shards optimizer state, 2 also gradients, 3 also weights
-    # 2: micro-batches are cut into two slices that take turns, so that one computes while the other communicates
+    # 2: micro-batches are cut into two slices, or with pipeline a backward pass runs beside a forward pass of another
+    # one: both take turns, so that one computes while the other communicates
     copies: Literal[1, 2] = 1
     timeout: float = 600.0  # seconds that a rank waits in a collective before the run fails
     restarts: int = 0  # restarts of local ranks that died, with resume=auto
@@ -61,9 +62,7 @@ class ParallelConfig:
         name, talks = "parallel.copies", max(self.tensor, self.context, self.expert)
         expected = "1 without parallel.tensor, context or expert above 1: without their messages there is none to hide"
         check(talks > 1, name, self.copies, expected, "parallel.tensor=2 beside it, or parallel.copies=1")
-        expected = "1 with parallel.pipeline, which has an order of its own"
-        check(self.pipeline == 1, name, self.copies, expected, "parallel.copies=1")
-        expected = "1 or 2 with parallel.copies=2, as 3 frees weights that the other slice reads"
+        expected = "1 or 2 with parallel.copies=2, as 3 frees weights that the other pass reads"
         keeps = self.shard == 1 or self.zero_stage < 3
         check(keeps, "parallel.zero_stage", self.zero_stage, expected, "parallel.zero_stage=2")
 
@@ -79,6 +78,11 @@ class ParallelConfig:
         if self.stages.splits_backward and self.shard > 1:
             expected = f"1 or 2 with parallel.schedule={schedule}, whose weight gradients come after 3 frees weights"
             check(self.zero_stage < 3, "parallel.zero_stage", self.zero_stage, expected, "parallel.zero_stage=2")
+
+    @property
+    def slices(self) -> int:
+        """Into how many slices `copies` cuts a micro-batch: none with pipeline, whose micro-batches take turns."""
+        return self.copies if self.pipeline == 1 else 1
 
     @property
     def stages(self) -> Pipeline:

@@ -103,8 +103,8 @@ class FSDPUnits:
 
     @contextmanager
     def slices(self, device: torch.device, *, is_last: bool) -> Iterator[None]:
-        """Around passes that take turns, of which torch's hooks, made for one at a time, see none: weights stay
-        gathered, and gradients are reduced behind them."""
+        """Around passes that take turns or have gradients of weights alone, of which torch's hooks, made for whole ones
+        one at a time, see none: weights stay gathered, and gradients are reduced behind them."""
         from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
         states, hooks = [unit._get_fsdp_state() for unit in self._units], list[Any]()
@@ -127,7 +127,7 @@ class FSDPUnits:
                 state._training_state = TrainingState.IDLE
         self.flush(device, is_last=is_last)
 
-    def flush(self, device: torch.device, *, is_last: bool = True) -> None:
+    def flush(self, device: torch.device, *, is_last: bool) -> None:
         """Reduce gradients that were added outside of a backward pass, by one of nothing, which torch ends for all
         units. In half precision the first one adds them to those in fp32, since a reduction is of one dtype."""
         for reduces in (False, True):

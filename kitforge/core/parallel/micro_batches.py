@@ -15,7 +15,7 @@ from kitforge.core.nn.context import Context
 from kitforge.core.parallel import collectives
 from kitforge.core.parallel.expert_load import LOAD, check_balance, load_of
 from kitforge.core.parallel.parallelize import ParallelModel
-from kitforge.core.parallel.schedules import Pipeline, idle_fraction
+from kitforge.core.parallel.schedules import Pass, Pipeline, idle_fraction, in_pairs
 from kitforge.core.parallel.stage import Flight
 from kitforge.core.parallel.turns import Turns
 from kitforge.foundation.errors import TrainingError
@@ -80,7 +80,8 @@ def run_micro_batches(
     totals, mesh, composes = Sums(), parallel.mesh, is_composed(task)
     check_balance(parallel.experts.values(), len(step), 1 if mesh is None else mesh.num_replicas)
     is_scheduled = composes and parallel.model in parallel.relays
-    run = _run_in_order if is_scheduled else _run_one_by_one if parallel.slices_pay is False else _run_in_slices
+    in_slices = parallel.slices_pay is not False and mesh is not None and mesh.degrees.slices > 1
+    run = _run_in_order if is_scheduled else _run_in_slices if in_slices else _run_one_by_one
     for sums in run(parallel, task, step, weight, autocast):
         for name, value in sums.items():
             totals[name] = totals[name] + value.detach() if name in totals else value.detach()
@@ -101,11 +102,11 @@ def _run_one_by_one(
     if parallel.takes_turns:
         turns = "parallel.pipeline: this task computes its loss on all stages, which take turns in each step"
         warn_once(_log, f"{turns}; parallel.schedule is of tasks with inputs and loss_of")
-    copies = 1 if parallel.mesh is None else parallel.mesh.degrees.copies
+    slices = 1 if parallel.mesh is None else parallel.mesh.degrees.slices
     for number, micro_batch in enumerate(step, start=1):
         is_last = number == len(step)
         # ZeRO 2 sums the slices of a micro-batch before ranks do, as in turns.
-        parallel.micro_batch(is_last=is_last, reduces=is_last or number % copies == 0)
+        parallel.micro_batch(is_last=is_last, reduces=is_last or number % slices == 0)
         yield _run_one(parallel, task, micro_batch, weight, autocast)
 
 
@@ -132,8 +133,7 @@ def _run_in_slices(
     autocast: Callable[[], AbstractContextManager[Any]],
 ) -> Iterator[Sums]:
     """Each two micro-batches as two threads that take turns; the first step says whether the next ones do."""
-    mesh, num_bytes = parallel.mesh, 0
-    assert mesh is not None
+    num_bytes = 0
     for start in range(0, len(step), 2):
         pair, is_last = step[start : start + 2], start + 2 >= len(step)
         if len(pair) == 1:
@@ -141,21 +141,33 @@ def _run_in_slices(
             yield _run_one(parallel, task, pair[0], weight, autocast)
             continue
         one, other = (partial(_run_one, parallel, task, each, weight, autocast, {}) for each in pair)
-        turns = Turns(free=(mesh.group("tensor"), mesh.group("context")))
+        turns = _turns_of(parallel)
         with parallel.slices(is_last=is_last):
             sums = turns.run((one, other), parallel.device)
         yield from sums
         num_bytes = max(num_bytes, turns.num_bytes)
     if parallel.slices_pay is None and len(step) > 1:
-        # The same on all ranks, whose messages differ with their rows.
-        largest = torch.tensor(num_bytes, device=parallel.device)
-        num_bytes = int(collectives.all_reduce_(largest, mesh.world, collectives.MAX))
-        parallel.slices_pay = num_bytes >= SLICE_BYTES
-        if parallel.rank > 0:
-            return
-        way = "take turns" if parallel.slices_pay else "run one after another: turns would take longer than they hide"
-        text = "parallel.copies=2: the largest message has %s bytes; from %s on slices pay, and here they %s"
-        _log.warning(text, f"{num_bytes:,}", f"{SLICE_BYTES:,}", way)
+        _choose_turns(parallel, num_bytes)
+
+
+def _turns_of(parallel: ParallelModel) -> Turns:
+    assert parallel.mesh is not None
+    return Turns(free=(parallel.mesh.group("tensor"), parallel.mesh.group("context")))
+
+
+def _choose_turns(parallel: ParallelModel, num_bytes: int) -> None:
+    """Choose by the bytes of this rank's largest message whether passes take turns from the next step on."""
+    assert parallel.mesh is not None
+    # The same on all ranks, whose messages differ with their rows.
+    largest = torch.tensor(num_bytes, device=parallel.device)
+    num_bytes = int(collectives.all_reduce_(largest, parallel.mesh.world, collectives.MAX))
+    parallel.slices_pay = num_bytes >= SLICE_BYTES
+    if parallel.rank > 0:
+        return
+    way = "take turns" if parallel.slices_pay else "run one after another: turns would take longer than they hide"
+    text = "parallel.copies=2: the largest message has %s bytes; from %s on %s pay, and here they %s"
+    what = "slices" if parallel.mesh.degrees.slices > 1 else "pairs of passes"
+    _log.warning(text, f"{num_bytes:,}", f"{SLICE_BYTES:,}", what, way)
 
 
 def _run_in_order(
@@ -165,38 +177,77 @@ def _run_in_order(
     weight: float,
     autocast: Callable[[], AbstractContextManager[Any]],
 ) -> Iterator[Sums]:
-    """The passes of the stages of this rank in the order of the schedule. What the last stage has summed is sent to all
-    at the end."""
-    model, stages, queue = parallel.model, parallel.relays[parallel.model].stages, parallel.weight_gradients
-    column, flights, found = stages.column, dict[tuple[int, int], Flight](), list[Sums]()
+    """The passes of the stages of this rank in the order of the schedule, with copies=2 in pairs that take turns. What
+    the last stage has summed is sent to all at the end."""
+    stages, num_bytes = parallel.relays[parallel.model].stages, 0
+    column = stages.column
     order = column.pipeline.passes(column.index, len(step))
     _warn_of_waiting(column.pipeline, len(step))
-    last = [number for number, each in enumerate(order) if each.kind == "B" and stages.has_backward(each.stage)][-1:]
+    own = _StagePasses(parallel, task, step, weight, autocast)
+    own.last = [each for each in order if each.kind == "B" and stages.has_backward(each.stage)][-1:]
     # Weights that are gathered for the first forward pass stay for the others.
     parallel.micro_batch(is_last=False)
     with parallel.scheduled():
-        for number, (kind, stage, each) in enumerate(order):
-            if kind == "F":
-                with autocast():
-                    flight = stages.forward(stage, *_given(task, model, step[each], weight))
-                    if stage == stages.last:
-                        sums = task.loss_of(model, flight.output, step[each])
-                        flight = replace(flight, output=sums["loss"] * (weight * parallel.loss_fraction))
-                        found.append({name: value.detach().cpu() for name, value in sums.items()})
-                flights[stage, each] = flight
-                # Now, since a recomputation in the backward pass of an earlier micro-batch writes another load.
-                yield load_of(parallel, is_composed=True, layers=stages.layers(stage))
-            elif kind == "W":
-                assert queue is not None
-                queue.run(stage, each)
+        for passes, other in in_pairs(order, are_apart=parallel.slices_pay is False):
+            loads = None if other is None else Loads()
+            if other is None:
+                own.run(passes)
             else:
-                parallel.micro_batch(is_last=number in last)
-                if queue is not None:
-                    queue.key = stage, each
-                stages.backward(flights.pop((stage, each)))
+                turns = _turns_of(parallel)
+                turns.run((partial(own.run, passes), partial(own.run, [other], loads)), parallel.device)
+                num_bytes = max(num_bytes, turns.num_bytes)
+            for each in (each for each in (*passes, other) if each is not None and each.kind == "F"):
+                # Now, since a recomputation in the backward pass of an earlier micro-batch writes another load.
+                yield load_of(parallel, is_composed=True, layers=stages.layers(each.stage), loads=loads)
         stages.finish()
-    for sums in collectives.broadcast_object(found, column.group, column.last):
+    if parallel.slices_pay is None and len(step) > 1:
+        _choose_turns(parallel, num_bytes)
+    for sums in collectives.broadcast_object(own.found, column.group, column.last):
         yield {name: value.to(parallel.device) for name, value in sums.items()}
+
+
+class _StagePasses:
+    """The passes of a step through the stages of this rank, and what the last stage has summed."""
+
+    def __init__(
+        self,
+        parallel: ParallelModel,
+        task: Losses,
+        step: Sequence[MicroBatch],
+        weight: float,
+        autocast: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        self.found: list[Sums] = []
+        self.last: list[Pass] = []  # the backward pass behind which no other comes, if there is any
+        self._parallel, self._task, self._step, self._weight, self._autocast = parallel, task, step, weight, autocast
+        self._flights: dict[tuple[int, int], Flight] = {}
+        self._stages = parallel.relays[parallel.model].stages
+
+    def run(self, passes: Sequence[Pass], loads: Loads | None = None) -> None:
+        """One after another."""
+        queue = self._parallel.weight_gradients
+        for one in passes:
+            key = (one.stage, one.micro_batch)
+            if one.kind == "F":
+                self._flights[key] = self._forward(*key, loads)
+            elif one.kind == "W":
+                assert queue is not None
+                queue.run(*key)
+            else:
+                self._parallel.micro_batch(is_last=one in self.last)
+                if queue is not None:
+                    queue.key = key
+                self._stages.backward(self._flights.pop(key))
+
+    def _forward(self, stage: int, number: int, loads: Loads | None) -> Flight:
+        stages, micro_batch, model = self._stages, self._step[number], self._parallel.model
+        with self._autocast():
+            flight = stages.forward(stage, *_given(self._task, model, micro_batch, self._weight, loads))
+            if stage < stages.last:
+                return flight
+            sums = self._task.loss_of(model, flight.output, micro_batch)
+            self.found.append({name: value.detach().cpu() for name, value in sums.items()})
+            return replace(flight, output=sums["loss"] * (self._weight * self._parallel.loss_fraction))
 
 
 def _warn_of_waiting(pipeline: Pipeline, num_micro_batches: int) -> None:

@@ -197,16 +197,18 @@ class ParallelModel:
     @contextmanager
     def scheduled(self) -> Iterator[None]:
         """While a schedule runs the stages: the last one alone has the loss. At the end all gradients are there."""
-        queue = self.weight_gradients
+        queue, mesh = self.weight_gradients, self._mesh
         members: list[Relay | WeightGradients] = [*self.relays.values(), *([queue] if queue else [])]
         for each in members:
             each.is_scheduled = True
+        is_deferred = queue is not None and queue.is_deferred
+        # FSDP sees neither gradients of weights that come alone nor passes that take turns.
+        fsdp = self._fsdp if is_deferred or (mesh is not None and mesh.degrees.copies > 1) else None
         try:
-            yield
-            if queue is not None and queue.is_deferred:
-                queue.check_empty()
-                if self._fsdp is not None:
-                    self._fsdp.flush(self.device)
+            with nullcontext() if fsdp is None else fsdp.slices(self.device, is_last=True):
+                yield
+                if queue is not None and is_deferred:
+                    queue.check_empty()
         finally:
             for each in members:
                 each.is_scheduled = False

@@ -1,6 +1,6 @@
 """The orders of the passes of a pipeline: plain lists, which every rank computes alike and without communication."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -124,6 +124,27 @@ def _numbered(kinds: Iterable[tuple[PassKind, int]]) -> list[Pass]:
         order.append(Pass(*key, counts.get(key, 0)))
         counts[key] = counts.get(key, 0) + 1
     return order
+
+
+def in_pairs(order: Iterable[Pass], *, are_apart: bool = False) -> Iterator[tuple[list[Pass], Pass | None]]:
+    """The same order in pairs: a backward pass, with the gradients of weights behind it, beside the forward pass that
+    comes next and needs nothing of them. Passes without another, and all that `are_apart`, have None beside them.
+
+    No pair waits for itself over other ranks: what its forward pass receives they send before they need what its
+    backward pass sends.
+    """
+    before = list[Pass]()
+    for each in order:
+        if each.kind == "W":
+            before.append(each)
+        elif each.kind == "F" and before and before[0].kind != "F" and not are_apart:
+            yield before, each
+            before = []
+        else:
+            if before:
+                yield before, None
+            before = [each]
+    yield before, None
 
 
 def idle_fraction(pipeline: Pipeline, num_micro_batches: int) -> float:

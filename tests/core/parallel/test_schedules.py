@@ -11,7 +11,7 @@ from torch.distributed.pipelining import schedules as torchs
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
 from kitforge.core.parallel.column import _apart
-from kitforge.core.parallel.schedules import Pass, Pipeline, ScheduleName, idle_fraction
+from kitforge.core.parallel.schedules import Pass, Pipeline, ScheduleName, idle_fraction, in_pairs
 from tests.differential.drawn import WHOLE
 
 KINDS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
@@ -165,6 +165,25 @@ def test_passes_end_whoever_runs_first(seed: int) -> None:
             ready = [rank for rank, order in enumerate(waiting) if order and is_ready(order[0], pipeline, done)]
             assert ready, (pipeline, count)
             done.append(waiting[numbers.choice(ready)].pop(0))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_pairs_that_wait_for_the_messages_of_both_passes_end(seed: int) -> None:
+    """Each pass once, kinds in their order; and a pair needs what others have sent before it, neither in it."""
+    for pipeline, count in drawn(seed + 30):
+        for order in orders(pipeline, count):
+            units = list(in_pairs(order))
+            assert all(after is None or before[0].kind != "F" == after.kind for before, after in units)
+            assert [each for unit in units for each in _members(unit)] == order
+        waiting, done = [[*map(_members, in_pairs(order))] for order in orders(pipeline, count)], list[Pass]()
+        while any(waiting):
+            ready = [own for own in waiting if own and all(is_ready(each, pipeline, done) for each in own[0])]
+            assert ready, (pipeline, count)
+            done += ready[0].pop(0)
+
+
+def _members(unit: tuple[list[Pass], Pass | None]) -> list[Pass]:
+    return [*unit[0], *([unit[1]] if unit[1] else [])]
 
 
 def is_ready(one: Pass, pipeline: Pipeline, done: list[Pass]) -> bool:

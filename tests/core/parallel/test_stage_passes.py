@@ -68,6 +68,7 @@ def step_of(monkeypatch: pytest.MonkeyPatch, count: int) -> tuple[LastOfTwo, Sum
         model=model,
         mesh=None,
         experts={},
+        slices_pay=False,
         relays={model: SimpleNamespace(stages=stage)},
         weight_gradients=None,
         device=torch.device("cpu"),
