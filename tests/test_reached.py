@@ -12,15 +12,32 @@ from scripts.reached import ROOT, TABLES, closure, parsed, reached
 SAMPLE = ("tests/core/optim/test_schedules.py", "tests/models/test_vit.py", "tests/kits/recommender/test_features.py")
 
 
+# Prints what each of its arguments imports, in a copy of a process that has imported torch.
+IMPORTED = """
+import importlib, os, sys, torch
+
+for module in sys.argv[1:]:
+    if process := os.fork():
+        assert os.waitpid(process, 0)[1] == 0
+        continue
+    importlib.import_module(module)
+    print(*(each.__file__ for each in sys.modules.values() if getattr(each, "__file__", 0)), flush=True)
+    os._exit(0)
+"""
+
+
+@pytest.fixture(scope="module")
+def imported() -> dict[str, str]:
+    command = [sys.executable, "-c", IMPORTED, *(test.removesuffix(".py").replace("/", ".") for test in SAMPLE)]
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return dict(zip(SAMPLE, printed.splitlines(), strict=True))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("test", SAMPLE)
-def test_what_a_test_imports_is_reached_unless_a_table_imports_it_by_name(test: str) -> None:
-    module = test.removesuffix(".py").replace("/", ".")
-    files = "(each.__file__ for each in sys.modules.values() if getattr(each, '__file__', 0))"
-    command = f"import sys, {module}; print(*{files})"
-    printed = subprocess.run(
-        [sys.executable, "-c", command], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout
-    here = [Path(each) for each in printed.split() if Path(each).is_relative_to(ROOT) and ".venv" not in each]
+def test_what_a_test_imports_is_reached_unless_a_table_imports_it_by_name(test: str, imported: dict[str, str]) -> None:
+    files = imported[test].split()
+    here = [Path(each) for each in files if Path(each).is_relative_to(ROOT) and ".venv" not in each]
     loaded = {str(each.relative_to(ROOT)) for each in here if each.name != "__init__.py"}
     lost = loaded - closure(ROOT, test)
     entries = {each for each in lost if str(Path(each).parents[1]) in {folder for folder, _ in TABLES.values()}}

@@ -284,7 +284,7 @@ def test_the_next_token_has_the_distribution_of_transformers(
     torch.testing.assert_close(torch.tensor(logprobs, dtype=torch.float64), chosen, rtol=1e-6, atol=1e-7)
 
 
-@drawn(40)
+@drawn(16)
 @given(st.sampled_from([4, 3, 2, 1]), st.floats(-1.5, 3.0), st.integers(1, 16), st.data())
 def test_targets_are_those_of_transformers(beams: int, penalty: float, longest: int, data: st.DataObject) -> None:
     peer, model = _targets()

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from kitforge.composition import compose_config
 from kitforge.verify import processes
 from tests.patience import PATIENCE
 
@@ -30,8 +31,9 @@ def import_for_ranks() -> None:
     """Import once what each rank that is forked would import in seconds of its own, and start numba."""
     for module in OF_RANKS:
         importlib.import_module(module)
-    # The first compiled loop of a process takes longer than the steps of a test.
+    # The first compiled loop of a process takes longer than the steps of a test, and so do the first presets.
     importlib.import_module("kitforge.core.kernels.linear.numba").linear(torch.ones(1, 1), torch.ones(1, 1))
+    compose_config("text_generation", {"model": "llama_tiny"})
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:

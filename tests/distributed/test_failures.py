@@ -24,7 +24,7 @@ from kitforge.cli.console import print_error
 from kitforge.core.checkpoint import save as saving
 from kitforge.core.checkpoint.manifest import steps
 from kitforge.core.parallel import launch as launching
-from kitforge.core.parallel import micro_batches
+from kitforge.core.parallel import micro_batches, rendezvous
 from kitforge.core.parallel import rank_errors as failing
 from kitforge.core.parallel.rank_errors import (
     LAUNCHED,
@@ -250,7 +250,11 @@ class Outcome:
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty folder, for ranks that look more often at each other and wait less."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(failing, "LOOK", 0.05)
+    monkeypatch.setattr(failing, "GRACE", 1.5)
+    monkeypatch.setattr(rendezvous, "LOOK", 0.05)
 
 
 def run_failing(size: int, failing: str, does: Callable[[], None], launcher: str = "ours") -> Outcome:

@@ -29,6 +29,9 @@ VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "
 def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "FATAL")
+    # Ranks look more often at each other.
+    for module in (rank_errors, rendezvous):
+        monkeypatch.setattr(module, "LOOK", 0.05)
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
 
@@ -336,7 +339,7 @@ def test_a_rank_that_fails_ends_the_others_which_name_it(
 @pytest.mark.parametrize("store", ["kept by rank 0"], indirect=True)
 def test_a_rank_that_hangs_is_named_and_ended_by_its_watch(store: None) -> None:
     """As it would sleep on; with a store of a launcher in test_launch."""
-    first, second = meet(hangs, timeout=5)
+    first, second = meet(hangs, timeout=3)
     assert first.startswith("PeerError: rank 1 died or hung\n")
     assert second == "nothing"
 

@@ -1,9 +1,6 @@
 """The site of `make docs` and the workflows of the forge."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,16 +8,17 @@ import yaml
 
 from kitforge.foundation.config import option_names
 from kitforge.kits.registry import kit_of, task_names
+from tests.warm.shell import Run
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
-def test_every_page_and_every_docstring_of_the_reference_is_built(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
-    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_every_page_and_every_docstring_of_the_reference_is_built(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NO_MKDOCS_2_WARNING", "1")
+    run(["python", "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)], ROOT)
     assert "Trainer.train" in (tmp_path / "api" / "entry" / "index.html").read_text(encoding="utf-8")
     options = (tmp_path / "api" / "options" / "index.html").read_text(encoding="utf-8")
     sections = dict(re.findall(r'<h2 id="(\w+)">(.*?)(?=<h2|$)', options, re.DOTALL))

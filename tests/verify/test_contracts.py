@@ -62,6 +62,8 @@ NOT_OFFERED = {
 }
 
 
+# Tasks that differ from another in their loss or their advantages alone, and have no state of their own.
+LOSSES = {"dapo", "dr_grpo", "rloo", "reinforce_pp", "ipo", "simpo", "orpo"}
 # Contracts of a network rather than of a task, which the tasks share.
 SERVING = {"sampler", "batching", "scores"}
 SERVED = {"text_generation", "grpo", "recommendation", "sft of an adapter", "experts", "dropout"}
@@ -69,8 +71,8 @@ SERVED = {"text_generation", "grpo", "recommendation", "sft of an adapter", "exp
 
 def is_sampled(row: str, name: str) -> bool:
     """Whether the gate checks this pair, and not `make prove` alone: what is offered; of the two contracts of ranks one
-    a row, by turns; of the serving ones those of a network each."""
-    if row in NOT_OFFERED.get(name, ()):
+    a row, by turns; of the serving ones those of a network each; kills of tasks with a state of their own."""
+    if row in NOT_OFFERED.get(name, ()) or (name in ("resume", "damage") and row in LOSSES):
         return False
     if name in ("ranks", "layouts"):
         return (name == "ranks") == (list(ROWS).index(row) % 2 == 0)

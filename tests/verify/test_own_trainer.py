@@ -46,7 +46,7 @@ def test_a_wrong_trainer_breaks_all_contracts(tmp_path: Path, capsys: pytest.Cap
 def test_one_that_hangs_or_says_nonsense_is_broken_and_the_rest_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert statuses("Odd", tmp_path, capsys, "--timeout=2") == (1, dict.fromkeys(NAMES, "broken"))
+    assert statuses("Odd", tmp_path, capsys, "--timeout=1") == (1, dict.fromkeys(NAMES, "broken"))
 
 
 @pytest.mark.slow

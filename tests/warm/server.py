@@ -42,6 +42,7 @@ from kitforge.data import standard_library
 from kitforge.data.tables.synthetic_clicks import SyntheticClicks, SyntheticClicksConfig
 from kitforge.inference.engine import Engine
 from kitforge.inference.sampling import SamplingOptions
+from kitforge.kits.transformers.generation_samples import GenerationSamples
 from kitforge.models.catalog import config_of
 from kitforge.models.loading import build
 from kitforge.trainer import loop
@@ -50,7 +51,7 @@ __all__ = ["kitforge", "shorten"]
 for verb in COMMANDS.values():
     for function in filter(None, (verb.compose, verb.run, verb.run_plain)):
         imported(function)
-SHORT_STEPS, MOST_STEPS = 5, 20
+SHORT_STEPS, MOST_STEPS, SHORT_TEXT = 3, 20, 8
 # Of so many a page says what is in the folder afterwards.
 COUNTED_STEPS = 8
 # Set in the environment of what may end before its last step; elsewhere a long run is an error.
@@ -84,8 +85,11 @@ def shorten() -> None:
     def evaluated_at_its_end(run: loop.Loop, task: Any, options: Any, *given: Any, **named: Any) -> None:
         begin(run, task, options, *given, **named)
         if MAY_SHORTEN in os.environ:
-            # Ten evaluations, each with texts, take as long as the steps.
+            # Ten evaluations, each with texts, take as long as the steps, and a text as long as three of them.
             run._eval_every = run.options.eval_every
+            for each in (each for each in run.callbacks if isinstance(each, GenerationSamples)):
+                few = min(each._options.max_new_tokens, SHORT_TEXT)
+                each._options = replace(each._options, max_new_tokens=few)
 
     setattr(loop.Loop, "__init__", evaluated_at_its_end)  # noqa: B010
     make_log = SyntheticClicks.__init__

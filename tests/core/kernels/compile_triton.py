@@ -192,8 +192,9 @@ def call_networks(*, with_all: bool) -> None:
 def call_decode_steps(*, with_all: bool) -> None:
     """Steps of blocks with the parts of every family, at the sizes of a LLaMA of 1.2B."""
     dim, head_dim, heads = 2048, 64, {"query": 32, "key": 8, "value": 8}
-    dtypes = (torch.bfloat16, torch.float32) if with_all else (torch.bfloat16,)
-    for dtype, kind, rows in itertools.product(dtypes, ("plain", "sandwich", "normed_heads"), (1, 16)):
+    some = [(torch.bfloat16, "plain", 1), (torch.bfloat16, "sandwich", 16), (torch.bfloat16, "normed_heads", 16)]
+    every = itertools.product((torch.bfloat16, torch.float32), ("plain", "sandwich", "normed_heads"), (1, 16))
+    for dtype, kind, rows in every if with_all else some:
 
         def made(name: str, kind: str = kind, dtype: torch.dtype = dtype) -> Tensor | None:
             owner = name.removesuffix("_bias")

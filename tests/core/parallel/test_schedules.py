@@ -3,6 +3,8 @@ waiting that the papers count."""
 
 import itertools
 import random
+from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -160,11 +162,12 @@ def test_passes_end_whoever_runs_first(seed: int) -> None:
     in drawn turns."""
     numbers = random.Random(seed)
     for pipeline, count in drawn(seed + 20):
-        waiting, done = orders(pipeline, count), list[Pass]()
+        waiting, done = orders(pipeline, count), defaultdict[Any, list[Pass]](list)
         while any(waiting):
             ready = [rank for rank, order in enumerate(waiting) if order and is_ready(order[0], pipeline, done)]
             assert ready, (pipeline, count)
-            done.append(waiting[numbers.choice(ready)].pop(0))
+            one = waiting[numbers.choice(ready)].pop(0)
+            done[one[:2]].append(one)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -175,26 +178,32 @@ def test_pairs_that_wait_for_the_messages_of_both_passes_end(seed: int) -> None:
             units = list(in_pairs(order))
             assert all(after is None or before[0].kind != "F" == after.kind for before, after in units)
             assert [each for unit in units for each in _members(unit)] == order
-        waiting, done = [[*map(_members, in_pairs(order))] for order in orders(pipeline, count)], list[Pass]()
+        waiting, done = (
+            [[*map(_members, in_pairs(order))] for order in orders(pipeline, count)],
+            defaultdict[Any, list[Pass]](list),
+        )
         while any(waiting):
             ready = [own for own in waiting if own and all(is_ready(each, pipeline, done) for each in own[0])]
             assert ready, (pipeline, count)
-            done += ready[0].pop(0)
+            for each in ready[0].pop(0):
+                done[each[:2]].append(each)
 
 
 def _members(unit: tuple[list[Pass], Pass | None]) -> list[Pass]:
     return [*unit[0], *([unit[1]] if unit[1] else [])]
 
 
-def is_ready(one: Pass, pipeline: Pipeline, done: list[Pass]) -> bool:
+def is_ready(one: Pass, pipeline: Pipeline, done: Mapping[Any, list[Pass]]) -> bool:
+    """`done` by kind and stage."""
     if one.kind == "W":
         return True
     source = one.stage + (-1 if one.kind == "F" else 1)
-    if 0 <= source < pipeline.num_stages and one._replace(stage=source) not in done:
+    if 0 <= source < pipeline.num_stages and one._replace(stage=source) not in done[one.kind, source]:
         return False
-    sent = [each for each in done if each[:2] == one[:2]]
+    sent, before = done[one[:2]], one.stage - 1
     is_remote = one.stage > 0 and pipeline.rank_of(one.stage - 1) != pipeline.rank_of(one.stage)
-    return one.kind == "F" or len(sent) < 2 or not is_remote or sent[-2]._replace(stage=one.stage - 1) in done
+    is_free = one.kind == "F" or len(sent) < 2 or not is_remote
+    return is_free or sent[-2]._replace(stage=before) in done[one.kind, before]
 
 
 def test_the_idle_fraction_is_the_formula() -> None:

@@ -1,6 +1,7 @@
 """What agent libraries do with a server, in a process of the environment that has them; no module of ours is imported.
 
-Reads a JSON object of the server's address and the page's blocks, and writes one of each client's error, null without.
+Reads a JSON object of the server's address, the page's blocks and the clients that are asked for, and writes one of
+each client's error, null without.
 """
 
 import asyncio
@@ -252,6 +253,8 @@ def main() -> None:
     shared, *blocks = given["blocks"]
     errors: dict[str, str | None] = {}
     for (name, act), block in zip(CLIENTS.items(), blocks, strict=True):
+        if name not in given["clients"]:
+            continue
         said: list[Any] = []
         try:
             exec(shared + block, {"print": said.append, "__name__": "__main__"})

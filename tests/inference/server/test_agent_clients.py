@@ -11,12 +11,14 @@ import pytest
 
 from kitforge.inference.pooling import TextPooling
 from tests.data.chat.cases import THINKING
+from tests.differential.drawn import WHOLE
 from tests.documentation.markdown import ROOT
 from tests.inference.server.conftest import serving
 from tests.inference.server.scripted import chat_service, saying
 
 CLIENTS_ENV = ROOT / ".venv-clients"
-CLIENTS = ["openai", "responses", "langchain", "pydantic_ai", "litellm", "agents"]
+# The import of one that stands on OpenAI's client takes as long as those of all others together.
+CLIENTS = ["openai", "responses", "langchain", "pydantic_ai", "agents", *(["litellm"] if WHOLE else [])]
 ANSWER = '{"city": "Oslo", "celsius": 7}'
 # Nothing is asked of the network but this machine, and nothing is sent to their makers.
 OFFLINE = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "OPENAI_AGENTS_DISABLE_TRACING": "1", "LANGSMITH_TRACING": "false"}
@@ -65,7 +67,7 @@ def errors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
         shown = [block.replace("http://127.0.0.1:8000/v1", url).replace("my-run", "tiny") for block in page_blocks()]
         done = subprocess.run(
             [CLIENTS_ENV / "bin" / "python", Path(__file__).with_name("agent_clients.py")],
-            input=json.dumps({"url": url, "blocks": shown}),
+            input=json.dumps({"url": url, "blocks": shown, "clients": CLIENTS}),
             env={name: value for name, value in os.environ.items() if "proxy" not in name.lower()} | OFFLINE,
             capture_output=True,
             text=True,
@@ -76,6 +78,7 @@ def errors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
 
 
 @pytest.mark.slow
+@pytest.mark.prove
 @pytest.mark.parametrize("client", CLIENTS)
 def test_the_client_calls_tools_and_gets_answers_of_a_schema(errors: dict[str, str | None], client: str) -> None:
     assert errors[client] is None, errors[client]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from kitforge.core.nn.decoder import Decoder
 from kitforge.inference.options import EngineOptions
 from kitforge.inference.server.options import ServeOptions
+from tests.differential.drawn import WHOLE
 from tests.inference.server.conftest import Served, make_service, serving
 from tests.patience import PATIENCE
 
@@ -70,6 +71,7 @@ def check(client: httpx.Client, path: str, body: Any, documented: set[str]) -> i
 
 
 @pytest.mark.slow
+@pytest.mark.prove
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
 def test_every_body_gets_an_answer_of_the_described_kind(model: Decoder, path: str) -> None:
     service = make_service(model, ServeOptions(max_new_tokens=3), EngineOptions())
@@ -83,9 +85,7 @@ def test_every_body_gets_an_answer_of_the_described_kind(model: Decoder, path: s
             del kind["properties"]["model"]
         documented = set(described["responses"])
 
-        @settings(
-            max_examples=30, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck)
-        )
+        @settings(max_examples=400 if WHOLE else 15, suppress_health_check=list(HealthCheck))
         @given(made(schema), st.none() | st.tuples(st.sampled_from(sorted(kinds[0]["properties"])), JUNK))
         def ask(body: dict[str, Any], spoilt: tuple[str, Any] | None) -> None:
             found.add(check(client, path, body if spoilt is None else body | dict([spoilt]), documented))

@@ -126,7 +126,8 @@ def test_errors_that_end_a_session_are_refused_in_words(
 
 
 @pytest.mark.slow
-def test_a_server_that_hangs_is_not_waited_for(session: OpenEnv, mode: Path) -> None:
+def test_a_server_that_hangs_is_not_waited_for(session: OpenEnv, mode: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openenv, "CLOSE_SECONDS", 0.2)
     hasty = OpenEnv(session.url, timeout=0.2)
     hasty.reset()
     with pytest.raises(OpenEnvError, match="no answer to step within 0.2 seconds"):
@@ -172,6 +173,7 @@ def told(text: str, **data: Any) -> dict[str, Any]:
 @pytest.mark.slow
 def test_an_answer_that_comes_late_is_not_that_of_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("no_proxy", "*")
+    monkeypatch.setattr(openenv, "CLOSE_SECONDS", 0.2)
     with scripted([told("begun"), None, told("next")]) as (url, released):
         session = OpenEnv(url, timeout=0.2)
         assert session.reset().observation == {"said": "begun"}
