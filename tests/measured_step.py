@@ -1,5 +1,6 @@
 """The bytes of a real training step by torch's own profiler, which shares no code with the trace of `plan`."""
 
+import dataclasses
 import functools
 import gc
 from collections.abc import Callable
@@ -9,19 +10,18 @@ import torch
 import torch.distributed as dist
 
 from kitforge.composition import compose_config
-from kitforge.core.parallel.expert_load import LOAD, load_sums
+from kitforge.core.kernels.dispatch import watching_kernels
 from kitforge.core.parallel.fsdp import local_tensor
 from kitforge.core.parallel.mesh import Mesh
-from kitforge.core.parallel.micro_batches import composed_loss, run_micro_batches
-from kitforge.core.parallel.parallelize import parallel_model_of
+from kitforge.core.parallel.micro_batches import composed_loss
 from kitforge.core.parallel.plan.dry_run import dry_world
 from kitforge.core.parallel.plan.memory import StepMemory
+from kitforge.core.parallel.plan.work import StepWork, WorkTrace
 from kitforge.core.parallel.world import World
+from kitforge.kits.planning import rows_at_once
 from kitforge.kits.registry import kit_of
 from kitforge.trainer.loop import Loop
-from kitforge.trainer.optimizer_step import optimizer_step
-from kitforge.trainer.precision import autocast
-from kitforge.trainer.step_trace import DryStep, trace_step
+from kitforge.trainer.step_trace import DryStep, step_runner, trace_step
 
 SMALL = {"device": "cpu", "model.vocab_size": 259, "trainer.max_steps": 9, "data.sequence_length": 64}
 
@@ -45,6 +45,17 @@ def step_of(options: Any, world: World, *, by_relay: bool) -> DryStep:
     return step
 
 
+def work_of(options: Any, index: int = 0, depth: int | None = None, device_type: str = "cpu") -> StepWork:
+    """What the first rank with that index along `pipeline` does, whose network may have fewer blocks."""
+    with dry_world(options.parallel, options.precision, index) as world:
+        work = WorkTrace(device_type, options.precision, world.mesh)
+        with watching_kernels(work.counted):
+            task = kit_of("text_generation").plan(dataclasses.replace(options, device=device_type))
+            step = task.step(world, depth or task.num_blocks)
+        trace_step(step, options, world, device_type, work)
+    return work.passes
+
+
 def training_peak(memory: StepMemory) -> int:
     """The peak of the step without the evaluation after it."""
     return max(sum(sizes.values()) for name, sizes in memory.moments.items() if name != "evaluation")
@@ -55,31 +66,23 @@ def measured(rank: int, options: Any, by_relay: bool = False) -> int:
     return measured_range(rank, options, by_relay=by_relay)[0]
 
 
-def measured_range(_rank: int, options: Any, runs: int = 2, by_relay: bool = False) -> tuple[int, int]:
-    """Bytes at rest, and above them the most at once in a step, of this rank: the least and the most over 3 x `runs`
-    steps after the first. gloo's threads may hold what a block has gathered or reduced until they get a core again."""
+def real_step(options: Any, by_relay: bool = False) -> tuple[Loop, Callable[[], None]]:
+    """The loop of a network with weights and moments, and a function that takes a whole step."""
     mesh = Mesh(options.parallel, "cpu") if options.parallel.world_size > 1 else None
     world = World(device=torch.device("cpu"), mesh=mesh).with_precision(options.precision)
     step = step_of(options, world, by_relay=by_relay)
-    parallel_model_of(step.network, world).materialize(world.device)
-    loop = Loop(step.task, options, world)
-    state = loop.state
-    with torch.no_grad():
-        for shard in state.parallel.parameters().values():
-            shard.normal_(0, 0.02)
-    state.optimizer.init_state()
-    loop.model.train()
+    own, rows = -(-options.data.batch_size // options.parallel.num_replicas), rows_at_once(options)
+    micro_batches = [step.micro_batches[0]] * -(-own // rows)
+    return step_runner(dataclasses.replace(step, micro_batches=micro_batches), options, world)
+
+
+def measured_range(_rank: int, options: Any, runs: int = 2, by_relay: bool = False) -> tuple[int, int]:
+    """Bytes at rest, and above them the most at once in a step, of this rank: the least and the most over 3 x `runs`
+    steps after the first. gloo's threads may hold what a block has gathered or reduced until they get a core again."""
+    loop, run = real_step(options, by_relay=by_relay)
     held = [local_tensor(each.detach()) for each in loop.model.parameters()]
-    held += [*loop.model.buffers(), *(each for _, each in state.optimizer.tensors())]
+    held += [*loop.model.buffers(), *(each for _, each in loop.state.optimizer.tensors())]
     at_rest = sum({each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in held}.values())
-
-    def run() -> None:
-        precision = functools.partial(autocast, world.device, options.precision)
-        sums = run_micro_batches(state.parallel, step.task, step.micro_batches, 1e-3, precision)
-        load = sums.pop(LOAD, None)
-        sums |= {} if load is None else load_sums(load)
-        optimizer_step(state, 1.0, 1e-4, 1e-9, sums=sums)
-
     run()
     gc.collect()
     peaks = [profiled_peak(run) for _ in range(3 * runs)]

@@ -131,7 +131,7 @@ COMMANDS = {
         run_plain="cli.verify:verify",
     ),
     "plan": Command(
-        purpose="the memory that a run needs, without its devices or data",
+        purpose="memory and time that a run needs, without its devices or data",
         example="kitforge plan model=llama3_8b cluster=h100 cluster.devices=8 parallel.shard=8 precision=bf16",
         arguments=(
             "option=value             a configuration that train takes",
@@ -139,6 +139,8 @@ COMMANDS = {
             "cluster.devices=N        how many; what the degrees leave over goes to parallel.data",
             "cluster.memory_gb=N      of one device, for another kind",
             "cluster.reserve=SHARE    of it that is not for tensors, 0.06 by default",
+            "cluster.price_per_hour=N of a device, with cluster.currency=EUR",
+            "calibrate [ranks=N]      instead: measure this machine, and print its file of cluster=NAME",
         ),
         run_plain="cli.plan:plan",
     ),

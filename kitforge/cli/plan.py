@@ -5,8 +5,10 @@ from typing import Any
 
 from rich.table import Table
 
+from kitforge.cli.calibrate import calibrate
 from kitforge.composition import compose_config, nested, parse, task_of
 from kitforge.core.parallel.plan.memory import CAUSES
+from kitforge.core.parallel.plan.step_time import StepTime
 from kitforge.foundation.config import from_dict
 from kitforge.foundation.errors import ConfigError, nearest
 from kitforge.foundation.log import console, say
@@ -25,8 +27,10 @@ from kitforge.yaml_options import read_yaml, to_plain_dict
 
 
 def plan(arguments: list[str]) -> int:
-    """Print the memory that a rank of a run will need, by cause, and what to change if a device has less. Returns 1 if
-    it has less."""
+    """Print the memory that a rank of a run will need and the time of a step, by cause, and what to change if a device
+    has less memory. Returns 1 if it has less. `calibrate` measures this machine instead."""
+    if arguments[:1] == ["calibrate"]:
+        return calibrate(_choices(arguments[1:]))
     choices = _choices(arguments)
     cluster = _cluster({name: choices.pop(name) for name in list(choices) if name.partition(".")[0] == "cluster"})
     task = task_of(choices)
@@ -41,6 +45,13 @@ def plan(arguments: list[str]) -> int:
         say(f"rank {found.fullest} of parallel.pipeline={options.parallel.pipeline} needs the most")
         say(f"its ranks {', '.join(map(str, found.by_index))} need {peaks[0]} to {peaks[-1]} GiB")
     console.print(_table(found, cluster))
+    time = found.time(cluster)
+    if time is None:
+        what = f"cluster.speed with {options.precision}"
+        say(f"no time: {cluster.name} has no {what}; on a machine with it `kitforge plan calibrate` measures one")
+    else:
+        console.print(_time_table(time))
+        say(_throughput(time, options, cluster))
     for doubt in found.doubts:
         say(f"not exact: {doubt}")
     fits = _verdict(found, cluster)
@@ -100,11 +111,46 @@ def _say_what_would_fit(found: MemoryPlan, further: Iterator[MemoryPlan], cluste
     say("changes that save memory, one after the other:")
     for each in further:
         fits = "fits" if each.memory.peak <= cluster.usable else f"{_gib(each.memory.peak - cluster.usable)} too many"
-        say(f"  {each.changes[-1]:<46} {_gib(each.memory.peak):>9} GiB  {fits}")
+        saved = f"{_gib(found.memory.peak - each.memory.peak)} GiB less{_slowdown(found, each, cluster)}"
+        say(f"  {each.changes[-1]:<46} {_gib(each.memory.peak):>9} GiB  {saved}  {fits}")
         found = each
     if found.memory.peak > cluster.usable:
         times = -(-found.memory.peak // cluster.usable)
         say(f"  then about {times} times as many devices, with parallel.shard or parallel.tensor")
+
+
+def _time_table(time: StepTime) -> Table:
+    """Seconds of a step by cause, the longest first."""
+    table = Table(title="time of a step", title_justify="left")
+    for name in ("cause", "ms", "of it"):
+        table.add_column(name, justify="left" if name == "cause" else "right")
+    for cause, seconds in sorted(time.by_cause.items(), key=lambda each: -each[1]):
+        if seconds > 0:
+            table.add_row(cause, f"{1e3 * seconds:,.2f}", f"{seconds / time.seconds:.1%}")
+    table.add_row("all", f"{1e3 * time.seconds:,.2f}", "100.0%", style="bold")
+    return table
+
+
+def _throughput(time: StepTime, options: Any, cluster: ClusterConfig) -> str:
+    """Tokens a second, MFU against the peak of the precision, and the price of a million tokens."""
+    assert cluster.speed is not None
+    ranks, peaks = options.parallel.world_size, cluster.speed.peak_tflops
+    # A CPU without products in half precision multiplies in fp32.
+    precision = options.precision if options.precision in peaks else "fp32"
+    peak = peaks[precision]
+    rate = options.data.batch_size * options.data.sequence_length / time.seconds
+    words = f"{rate:,.0f} tokens/s, {rate / ranks:,.0f} a device, MFU {time.flops / time.seconds / peak / 1e12:.1%} of "
+    words += f"{peak:g} TFLOP/s in {precision}"
+    if cluster.price_per_hour is None:
+        return words
+    price = cluster.price_per_hour * ranks / 3600 / rate * 1e6
+    return f"{words}, {price:.4g} {cluster.currency} for a million tokens"
+
+
+def _slowdown(before: MemoryPlan, after: MemoryPlan, cluster: ClusterConfig) -> str:
+    """What a change costs in time."""
+    one, two = before.time(cluster), after.time(cluster)
+    return "" if one is None or two is None else f" for {two.seconds / one.seconds - 1:+.0%} time"
 
 
 def _gib(size: int) -> str:

@@ -1,14 +1,18 @@
 """The memory that a run will need: traced from its own step, before a device or a row of data is there."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from kitforge.core.kernels.dispatch import watching_kernels
 from kitforge.core.parallel.parallelize import parallel_model_of
 from kitforge.core.parallel.plan.depth import extrapolate, trace_depths
 from kitforge.core.parallel.plan.dry_run import dry_world
 from kitforge.core.parallel.plan.memory import StepMemory
 from kitforge.core.parallel.plan.stages import traced_ranks
+from kitforge.core.parallel.plan.step_time import Speed, StepTime, step_time
+from kitforge.core.parallel.plan.work import UPDATE, StepWork, Work, WorkTrace, continued
+from kitforge.core.parallel.schedules import Pass
 from kitforge.foundation.config import check
 from kitforge.foundation.errors import ConfigError
 from kitforge.kits.kit import AnyKit
@@ -30,11 +34,17 @@ class ClusterConfig:
     # allocator holds in pieces too small for the next tensor.
     reserve: float = 0.06
     devices: int | None = None  # None: as many as the degrees of parallelism multiply to
+    speed: Speed | None = None  # None: a plan has no times
+    price_per_hour: float | None = None  # of a device
+    currency: str | None = None  # of the price: EUR
 
     def __post_init__(self) -> None:
         check(self.memory_gb > 0, "cluster.memory_gb", self.memory_gb, "a number above 0")
         check(0 <= self.reserve < 1, "cluster.reserve", self.reserve, "from 0 to below 1")
         check(self.devices is None or self.devices > 0, "cluster.devices", self.devices, "a whole number of at least 1")
+        has_both, price = (self.price_per_hour is None) == (self.currency is None), self.price_per_hour
+        check(has_both, "cluster.currency", self.currency, "one with a price, none without", "cluster.currency=EUR")
+        check(price is None or price > 0, "cluster.price_per_hour", price, "a number above 0")
 
     @property
     def usable(self) -> int:
@@ -48,8 +58,19 @@ class MemoryPlan:
 
     options: Any
     by_index: Mapping[int, StepMemory]  # of the ranks that were traced, by their index along `pipeline`
+    work: StepWork  # of all of them
+    layers: Sequence[int]  # of the stages
     changes: tuple[str, ...] = ()
     doubts: tuple[str, ...] = ()
+
+    def time(self, cluster: ClusterConfig) -> StepTime | None:
+        """The time of a step; None for a device without figures of its speed in a precision that is multiplied."""
+        kinds = {each.kind.split()[-1] for part in self.work.values() for each in part.operations if each.is_product}
+        if cluster.speed is None or kinds - cluster.speed.peak_tflops.keys():
+            return None
+        own = -(-self.options.data.batch_size // self.options.parallel.num_replicas)
+        count = -(-own // rows_at_once(self.options))
+        return step_time(self.work, cluster.speed, self.options.parallel, count, self.layers)
 
     @property
     def fullest(self) -> int:
@@ -74,38 +95,56 @@ def plan_memory(kit: AnyKit, options: Any, cluster: ClusterConfig, changes: tupl
     whole = options if options.parallel.copies == 1 else replace(options, parallel=replace(options.parallel, copies=1))
     traced = kit.plan(replace(whole, trainer=trainer, device=cluster.kind, compile_level=level))
 
+    by_index, work, layers = _traces(traced, whole, cluster)
     has_experts = any(getattr(block, "num_experts", 0) for block in traced.kinds(traced.num_blocks))
     return MemoryPlan(
         options=options,
-        by_index=_by_index(traced, whole, cluster),
+        by_index=by_index,
+        work=work,
+        layers=layers,
         changes=changes,
         doubts=tuple(_doubts(options, cluster, has_experts)),
     )
 
 
-def _by_index(traced: TracedTask, options: Any, cluster: ClusterConfig) -> dict[int, StepMemory]:
-    """The memory of rank 0; of a pipeline that of a rank of each kind, by its index there."""
+def _traces(
+    traced: TracedTask, options: Any, cluster: ClusterConfig
+) -> tuple[dict[int, StepMemory], StepWork, Sequence[int]]:
+    """The memory and the work of rank 0; of a pipeline those of a rank of each kind, the memory by its index there; and
+    the layers of the stages."""
     layers, num_micro_batches = list[int](), 1
 
-    def trace(depth: int, index: int = 0) -> StepMemory:
+    def trace(depth: int, index: int = 0) -> tuple[StepMemory, StepWork]:
         nonlocal layers, num_micro_batches
         with dry_world(options.parallel, options.precision, index) as world:
-            step = traced.step(world, depth)
+            work = WorkTrace(cluster.kind, options.precision, world.mesh)
+            with watching_kernels(work.counted):
+                step = traced.step(world, depth)
             stacks = parallel_model_of(step.network, world).stage_layers.values()
             layers = [sum(len(own.layers) for own in each) for each in zip(*stacks, strict=True)]
             num_micro_batches = len(step.micro_batches)
-            return trace_step(step, traced.options, world, cluster.kind)
+            return trace_step(step, traced.options, world, cluster.kind, work), work.passes
 
     if options.parallel.pipeline > 1:
         # Whole: three shallow traces, which have three blocks of a stage at least, would be of more blocks than most.
         found = {0: trace(traced.num_blocks)}
         others = traced_ranks(options.parallel.stages, num_micro_batches, layers)[1:]
-        return found | {index: trace(traced.num_blocks, index) for index in others}
+        found |= {index: trace(traced.num_blocks, index) for index in others}
+        # The longest update of a rank is that of all.
+        merged: dict[Pass, Work] = {}
+        for _, work in sorted(found.values(), key=lambda each: each[1][UPDATE].counts["launches"]):
+            merged |= work
+        return {index: memory for index, (memory, _) in found.items()}, merged, layers
     depths = trace_depths(traced.kinds, traced.num_blocks)
     shallow = [trace(depth) for depth in depths]
     if len(shallow) == 1:
-        return {0: shallow[0]}
-    return {0: extrapolate(dict(zip(depths, shallow, strict=True)), traced.num_blocks) or trace(traced.num_blocks)}
+        return {0: shallow[0][0]}, shallow[0][1], layers
+    memory = extrapolate({depth: each[0] for depth, each in zip(depths, shallow, strict=True)}, traced.num_blocks)
+    further = (traced.num_blocks - depths[-1]) // (depths[1] - depths[0])
+    found_work = continued(shallow[0][1], shallow[1][1], shallow[2][1], further)
+    if memory is None or found_work is None:
+        memory, found_work = trace(traced.num_blocks)
+    return {0: memory}, found_work, layers
 
 
 def _doubts(options: Any, cluster: ClusterConfig, has_experts: bool) -> Iterator[str]:

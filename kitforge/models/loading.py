@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from kitforge.core.checkpoint.hugging_face import CONFIG, read_folder, write_folder
 from kitforge.core.checkpoint.load import Checkpoint, check_shapes, find_checkpoint, load_tensors
-from kitforge.core.kernels.dispatch import CompileLevel, select
+from kitforge.core.kernels.dispatch import CompileLevel, kernels_of_network
 from kitforge.core.kernels.mixed_precision import NATIVE_DTYPES
 from kitforge.core.kernels.quantized_linear.reference import Blocks, dequantize
 from kitforge.core.nn.decode_step import is_fusable
@@ -84,7 +84,7 @@ def build(
 def build_on_meta(config: FamilyConfig, level: CompileLevel = "O1", device: str = "cpu") -> Decoder:
     """A language model on the meta device: shapes without memory. `device`: the type of the one that it will run on."""
     with torch.device("meta"):
-        return cast(Decoder, FAMILIES[config.family].build(config, select(level, device)))
+        return cast(Decoder, FAMILIES[config.family].build(config, kernels_of_network(level, device)))
 
 
 class WeightFiles(Protocol):

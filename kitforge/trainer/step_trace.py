@@ -14,6 +14,7 @@ from kitforge.core.parallel.micro_batches import run_micro_batches
 from kitforge.core.parallel.parallelize import parallel_model_of
 from kitforge.core.parallel.plan.dry_run import StepMoments
 from kitforge.core.parallel.plan.memory import MemoryTrace, StepMemory
+from kitforge.core.parallel.plan.work import WorkTrace
 from kitforge.core.parallel.world import World
 from kitforge.foundation.types import MicroBatch
 from kitforge.trainer.loop import Loop
@@ -43,8 +44,11 @@ class TracedTask:
     step: Callable[[World, int], DryStep]  # in a world, with so many blocks
 
 
-def trace_step(step: DryStep, options: RunOptions, world: World, device_type: str) -> StepMemory:
+def trace_step(
+    step: DryStep, options: RunOptions, world: World, device_type: str, work: WorkTrace | None = None
+) -> StepMemory:
     """The memory of rank 0 in a step and an evaluation, in a `dry_world`; `device_type` is that of the planned device.
+    `work` counts what the step does.
 
     The passes, reductions, norm, clipping and update are those of the loop.
     """
@@ -59,7 +63,27 @@ def trace_step(step: DryStep, options: RunOptions, world: World, device_type: st
         evaluation = None if step.eval_micro_batch is None else without_values(step.eval_micro_batch)
         batches = [without_values(each) for each in step.micro_batches]
         step = replace(step, micro_batches=batches, eval_micro_batch=evaluation)
-        return _traced(step, Loop(step.task, options, world), options, MemoryTrace(device_type))
+        return _traced(step, Loop(step.task, options, world), options, MemoryTrace(device_type, work))
+
+
+def step_runner(step: DryStep, options: RunOptions, world: World) -> tuple[Loop, Callable[[], None]]:
+    """The loop of a network with random weights on the device of a world, and a function that takes a step of it."""
+    parallel_model_of(step.network, world).materialize(world.device)
+    loop = Loop(step.task, options, world)
+    state, precision = loop.state, partial(autocast, world.device, options.precision)
+    with torch.no_grad():
+        for shard in state.parallel.parameters().values():
+            shard.normal_(0, 0.02)
+    state.optimizer.init_state()
+    loop.model.train()
+
+    def run() -> None:
+        sums = run_micro_batches(state.parallel, step.task, step.micro_batches, 1e-3, precision)
+        load = sums.pop(LOAD, None)
+        sums |= {} if load is None else load_sums(load)
+        optimizer_step(state, 1.0, 1e-4, 1e-9, sums=sums)
+
+    return loop, run
 
 
 def _traced(step: DryStep, loop: Loop, options: RunOptions, trace: MemoryTrace) -> StepMemory:
@@ -73,6 +97,7 @@ def _traced(step: DryStep, loop: Loop, options: RunOptions, trace: MemoryTrace) 
     moments = StepMoments(trace=trace, parallel=parallel)
     moments.watch_gradients(loop.model)
     moments.watch()
+    moments.watch_passes()
     precision = partial(autocast, loop.world.device, options.precision)
     with trace, trace.following_resizes():
         sums = run_micro_batches(parallel, step.task, step.micro_batches, 1e-3, moments.forward(precision))
@@ -85,6 +110,8 @@ def _traced(step: DryStep, loop: Loop, options: RunOptions, trace: MemoryTrace) 
         optimizer_step(state, 1.0, options.optimizer.learning_rate, options.trainer.max_grad_norm, sums=sums)
         if step.eval_micro_batch is not None:
             trace.enter("evaluation")
+            if trace.work is not None:
+                trace.work.enter(None)
             loop.model.eval()
             with torch.no_grad(), precision():
                 step.task.loss(loop.model, step.eval_micro_batch)

@@ -19,13 +19,13 @@ SMALL_SHARE = 0.30
 # docs/log.md with its reason.
 ROOM_LINES = {
     "": 1019,
-    "cli/": 1545,
+    "cli/": 1700,
     "core/": 10,
     "core/checkpoint/": 2720,
-    "core/kernels/": 13005,
+    "core/kernels/": 13030,
     "core/nn/": 3576,
     "core/optim/": 930,
-    "core/parallel/": 6047,
+    "core/parallel/": 6737,
     "data/": 2318,
     "data/chat/": 3093,
     "data/images/": 200,
@@ -36,13 +36,13 @@ ROOM_LINES = {
     "foundation/": 1326,
     "inference/": 3609,
     "inference/server/": 3775,
-    "kits/": 1730,
+    "kits/": 1765,
     "kits/recommender/": 6590,
     "kits/rlhf/": 8189,
     "kits/transformers/": 5400,
     "models/": 5015,
     "report/": 2125,
-    "trainer/": 2413,
+    "trainer/": 2440,
     "verify/": 2071,
 }
 # What opens a branch or a loop. A `with` opens neither, so it does not count.

@@ -244,6 +244,8 @@ class Messages:
 
     def __init__(self) -> None:
         self.order: Order = {}
+        # By the name of the collective and the ranks of the group: how many there were, and their bytes.
+        self.sizes: dict[tuple[str, tuple[int, ...]], tuple[int, int]] = {}
 
     def __enter__(self) -> Self:
         self._kernels = torch.library.Library("c10d", "IMPL")  # noqa: TOR901 (ends with the `with`)
@@ -263,6 +265,9 @@ class Messages:
         is_uneven = operation.name() == "c10d::alltoall_base_" and len(args[3]) > 0
         shapes = tuple(tuple(each.shape)[is_uneven:] for each in tree_leaves(args) if isinstance(each, Tensor))
         self.order.setdefault(ranks, []).append((operation.name(), shapes))
+        count, size = self.sizes.get((operation.name(), ranks), (0, 0))
+        largest = max((each.nbytes for each in tree_leaves(args) if isinstance(each, Tensor)), default=0)
+        self.sizes[operation.name(), ranks] = count + 1, size + largest
         return operation.redispatch(keys & torch._C._after_autograd_keyset, *args)
 
 

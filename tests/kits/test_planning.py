@@ -109,3 +109,29 @@ def test_only_changes_that_save_memory_are_made_before_more_devices(capsys: pyte
     assert "\n4 rows of 8 tokens" in printed
     assert not re.findall(r"^  \S+=\S+ ", printed, re.MULTILINE)
     assert re.search(r"about \d+ times as many devices", printed)
+
+
+@pytest.mark.slow
+def test_a_plan_has_the_time_by_cause_the_rate_and_the_price(capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["model=llama_tiny", "tokenizer=byte", "data.batch_size=2", "data.sequence_length=64", "precision=bf16"]
+    assert plan([*small, "cluster=h100", "cluster.price_per_hour=3", "cluster.currency=EUR", "parallel.tensor=2"]) == 0
+    printed = capsys.readouterr().out
+    shares = [float(each) for each in re.findall(r"│ [\d.,]+ │ +([\d.]+)% │", printed.partition("time of a step")[2])]
+    assert sum(shares[:-1]) == pytest.approx(shares[-1], abs=0.5)
+    assert "communication over tensor" in printed
+    words = " ".join(printed.split())
+    rate, price = re.findall(r"([\d,]+) tokens/s, .* TFLOP/s in bf16, (\S+) EUR for a million tokens", words)[0]
+    assert float(price) == pytest.approx(2 * 3 / 3600 / float(rate.replace(",", "")) * 1e6, rel=1e-2)
+    assert plan([*small, "cluster=ascend_910b"]) == 0
+    assert "no time: Ascend 910B has no cluster.speed with bf16" in capsys.readouterr().out
+    assert plan([*small, "cluster=v100_32g"]) == 0
+    assert "no time: V100-32G has no cluster.speed with bf16" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_what_saves_memory_says_what_it_costs(capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["model=llama_tiny", "tokenizer=byte", "data.batch_size=8", "data.sequence_length=64"]
+    assert plan([*small, "cluster=h100", "precision=bf16", "cluster.memory_gb=0.02"]) == 1
+    found = re.findall(r"GiB less for ([+-]\d+)% time", capsys.readouterr().out)
+    assert found
+    assert all(int(each) >= 0 for each in found)

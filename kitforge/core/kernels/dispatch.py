@@ -8,8 +8,10 @@ set of their own, `TableKernels`. The signature of an operation is the protocol 
 import functools
 import importlib
 import importlib.util
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import torch
@@ -264,8 +266,26 @@ _REFERENCES: dict[str, Any] = {
     "fused_decode_step": ReferenceDecodeStep,
 }
 _failed: set[tuple[str, str]] = set()
+_watch: ContextVar[Callable[[str, Any], Any] | None] = ContextVar("watch", default=None)
 # The extra that brings a package; None: every installation does.
 _EXTRA = {"numba": None, "triton": "gpu"}
+
+
+@contextmanager
+def watching_kernels(watch: Callable[[str, Any], Any]) -> Iterator[None]:
+    """Within it networks are built with what `watch` makes of the name and the implementation of each operation."""
+    token = _watch.set(watch)
+    try:
+        yield
+    finally:
+        _watch.reset(token)
+
+
+def kernels_of_network(level: CompileLevel, device: str) -> Kernels:
+    """Those of `select`, which a plan may watch."""
+    found, watch = select(level, device), _watch.get()
+    names = () if watch is None else fields(found)
+    return replace(found, **{each.name: watch(each.name, getattr(found, each.name)) for each in names if watch})
 
 
 @functools.cache

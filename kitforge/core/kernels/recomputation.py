@@ -83,6 +83,12 @@ def is_recomputed() -> bool:
     return not torch.compiler.is_compiling() and _local.current is not None
 
 
+def is_computed_again(*, keeps: bool = False) -> bool:
+    """Whether a recomputation runs; with `keeps`, one that takes results that were kept."""
+    current = _local.current
+    return current is not None and not current.is_first and (current.keeps or not keeps)
+
+
 def passes(*, keeps: bool) -> tuple[_Pass, _Pass]:
     """The context of a block's forward pass and that of its recomputations, which may be several. With `keeps` False
     no result is kept. Is the `context_fn` of `torch.utils.checkpoint.checkpoint`."""

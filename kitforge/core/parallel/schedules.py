@@ -1,10 +1,10 @@
 """The orders of the passes of a pipeline: plain lists, which every rank computes alike and without communication."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-PassKind = Literal["F", "B", "I", "W"]
+PassKind = Literal["F", "B", "I", "W", "U"]
 ScheduleName = Literal["1f1b", "interleaved", "zero_bubble", "zero_bubble_v"]
 # Times of a pass through all stages of a rank: the forward pass, each half of the backward pass, and both together.
 _TIMES = {"F": 1.0, "I": 1.0, "W": 1.0, "B": 2.0}
@@ -12,7 +12,7 @@ _TIMES = {"F": 1.0, "I": 1.0, "W": 1.0, "B": 2.0}
 
 class Pass(NamedTuple):
     """A pass of a micro-batch through a stage: forward (F), backward (B), or of the latter the gradients of inputs (I)
-    and those of weights (W) by themselves."""
+    and those of weights (W) by themselves. No schedule has the update after all passes (U)."""
 
     kind: PassKind
     stage: int
@@ -150,20 +150,31 @@ def in_pairs(order: Iterable[Pass], *, are_apart: bool = False) -> Iterator[tupl
 def idle_fraction(pipeline: Pipeline, num_micro_batches: int) -> float:
     """The part of a step in which a rank waits, by the order of its passes: if all stages take the same time, a
     backward pass twice that of a forward pass, and messages none."""
+    busy, end = simulated(pipeline, num_micro_batches, lambda each: _TIMES[each.kind])
+    return 1 - sum(busy) / (pipeline.num_ranks * end)
+
+
+def simulated(
+    pipeline: Pipeline, num_micro_batches: int, times: Callable[[Pass], float], message: float = 0.0
+) -> tuple[list[float], float]:
+    """How long each rank computes, and when the last one ends, by the order of their passes: if passes take `times`,
+    and a message between two ranks `message`."""
     left = [pipeline.passes(rank, num_micro_batches)[::-1] for rank in range(pipeline.num_ranks)]
-    work = sum(_TIMES[each.kind] for order in left for each in order)
+    busy = [sum(map(times, order)) for order in left]
     clocks, ends = [0.0] * pipeline.num_ranks, dict[Pass, float]()
     while any(left):
         for rank, order in enumerate(left):
-            while order and (received := _received(order[-1], pipeline, ends)) is not None:
-                clocks[rank] = max(clocks[rank], received) + _TIMES[order[-1].kind]
+            while order and (received := _received(order[-1], pipeline, ends, message)) is not None:
+                clocks[rank] = max(clocks[rank], received) + times(order[-1])
                 ends[order.pop()] = clocks[rank]
-    return 1 - work / (pipeline.num_ranks * max(clocks))
+    return busy, max(clocks)
 
 
-def _received(one: Pass, pipeline: Pipeline, ends: Mapping[Pass, float]) -> float | None:
+def _received(one: Pass, pipeline: Pipeline, ends: Mapping[Pass, float], message: float) -> float | None:
     """When there is what a pass waits for; None: not yet."""
     source = one.stage + (-1 if one.kind == "F" else 1)
     if one.kind == "W" or not 0 <= source < pipeline.num_stages:
         return 0.0
-    return ends.get(one._replace(stage=source))
+    end = ends.get(one._replace(stage=source))
+    is_here = pipeline.rank_of(source) == pipeline.rank_of(one.stage)
+    return end if end is None or is_here else end + message

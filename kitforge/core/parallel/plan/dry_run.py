@@ -1,6 +1,8 @@
 """A rank of any world in one process, without memory: a process group that sends nothing, tensors without values."""
 
 import functools
+import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -16,6 +18,9 @@ from kitforge.core.parallel.fsdp import local_tensor
 from kitforge.core.parallel.mesh import Mesh
 from kitforge.core.parallel.parallelize import ParallelModel
 from kitforge.core.parallel.plan.memory import MemoryTrace
+from kitforge.core.parallel.plan.work import UPDATE
+from kitforge.core.parallel.schedules import Pass, PassKind
+from kitforge.core.parallel.stage import Flight
 from kitforge.core.parallel.world import World
 from kitforge.foundation.dtype import Precision
 from kitforge.foundation.errors import ModelError
@@ -78,14 +83,54 @@ class StepMoments:
     def forward(self, autocast: Callable[[], AbstractContextManager[Any]]) -> Callable[[], AbstractContextManager[Any]]:
         """`autocast`, which encloses the forward pass of a micro-batch, with that pass as a moment."""
 
+        numbers = itertools.count()
+
         @contextmanager
         def forward_pass() -> Iterator[None]:
+            number = next(numbers)
+            self._enter_pass(None if self.parallel.relays else Pass("F", 0, number))
             self.trace.enter("forward pass")
             with autocast():
                 yield
             self.trace.enter("backward pass")
+            self._enter_pass(None if self.parallel.relays else Pass("B", 0, number))
 
         return forward_pass
+
+    def _enter_pass(self, at: Pass | None) -> None:
+        # Stages say themselves which pass is theirs.
+        if (work := self.trace.work) is not None and (at is not None or not self.parallel.relays):
+            work.enter(at)
+
+    def watch_passes(self) -> None:
+        """Tell the work of each stage of a pipeline apart, and the reductions at the end of a step from the passes."""
+        parallel, counts = self.parallel, Counter[tuple[PassKind, int]]()
+
+        def begun(owner: Any, name: str, kind: PassKind) -> None:
+            function = getattr(owner, name)
+
+            @functools.wraps(function)
+            def run(*args: Any, **options: Any) -> Any:
+                stage = args[0].stage if isinstance(args[0], Flight) else args[0]
+                self._enter_pass(Pass(kind, stage, counts[kind, stage]))
+                counts[kind, stage] += 1
+                return function(*args, **options)
+
+            setattr(owner, name, run)
+
+        if relay := parallel.relays.get(parallel.model):
+            begun(relay.stages, "forward", "F")
+            queue = parallel.weight_gradients
+            begun(relay.stages, "backward", "I" if queue is not None and queue.is_deferred else "B")
+            if queue is not None:
+                begun(queue, "run", "W")
+        reduce = parallel.reduce_gradients
+
+        def reduce_gradients() -> None:
+            self._enter_pass(UPDATE)
+            reduce()
+
+        parallel.reduce_gradients = reduce_gradients  # type: ignore[method-assign]
 
     def watch(self) -> None:
         """Follow the blocks and the gradients from now on."""

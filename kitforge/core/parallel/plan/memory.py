@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
+from kitforge.core.parallel.plan.work import WorkTrace
+
 # What a storage holds, as reports name it. Gathered weights are those of FSDP in use; temporaries were made in the
 # backward pass or the update and are neither gradients nor sent.
 CAUSES = (
@@ -67,10 +69,12 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # Otherwise torch imports its compiler, which is not used, and asks it before each operation.
         return False
 
-    def __init__(self, device_type: str) -> None:
-        """`device_type`: that of the tensors, whose own copies within operations are counted on a CPU."""
+    def __init__(self, device_type: str, work: WorkTrace | None = None) -> None:
+        """`device_type`: that of the tensors, whose own copies within operations are counted on a CPU. `work` counts
+        each operation beside."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._is_cpu = device_type == "cpu"
+        self.work = work
         self._live: dict[int, _Storage] = {}
         self._now = 0
         self._moment = "forward pass"
@@ -127,6 +131,8 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call the operation, and count the storages that it made."""
         output = function(*args, **(kwargs or {}))
+        if self.work is not None:
+            self.work.count(function, args, output)
         name, is_sent = function.name(), function.namespace in ("c10d", "_c10d_functional")
         cause = "logits" if self._moment == "head" else "activations" if self.is_forward else "temporaries"
         for tensor in tree_leaves(output):

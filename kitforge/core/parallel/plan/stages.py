@@ -8,7 +8,7 @@ from kitforge.core.parallel.schedules import Pipeline
 def num_traced(pipeline: Pipeline, num_micro_batches: int) -> int:
     """As many micro-batches as a trace needs to see every number of them that is in flight in a step of so many."""
     if pipeline.num_ranks == 1:
-        return min(num_micro_batches, 2)  # gradients are added to from the second one on
+        return min(num_micro_batches, 3)  # gradients are added to from the second one on, and reduced in the last
     if pipeline.schedule != "interleaved":
         return min(num_micro_batches, pipeline.num_stages + 1)
     # Rounds of as many micro-batches as there are ranks, of which two may have one more. A few longer ones are all.
