@@ -19,17 +19,29 @@ from kitforge.foundation.device import describe, pick
 from tests.distributed.ranks import ask_ranks
 from tests.measured_step import measured_range, options_of, traced, training_peak
 
-TABLE = Path(__file__).with_suffix(".md")
+PAGE = Path(__file__).with_suffix(".md")
 FULL, SELECTIVE = ({"trainer.activation_checkpointing": each} for each in ("full", "selective"))
 SHORT = {"data.sequence_length": 8}
 TWO, FOUR = {"parallel.shard": 2}, {"parallel.shard": 2, "parallel.tensor": 2}
 STAGES = {"parallel.pipeline": 2, "trainer.micro_batch_size": 1}
+ROLLOUTS = {"rl.prompts_per_rollout": 4, "rollout.max_new_tokens": 32}
+TABLE = {"num_buckets": 50_000, "kind": "integer"}
+SCHEMA = {"label": {"name": "y"}, "numeric": {"I1": {}}, "categorical": {"C1": TABLE, "C2": TABLE}}
+CLICKS = {"task": "recommendation", "model": "wide_deep", "data.schema": SCHEMA, "data.batch_size": 1024}
 CONFIGURATIONS: tuple[dict[str, Any], ...] = (
     {},
     {"precision": "bf16", **FULL},
     {"model": "gpt2_tiny", **SELECTIVE},
     {"model": "llama_moe_tiny", "precision": "bf16", **SELECTIVE},
     {"lora.rank": 4},
+    {"trainer.offload": "optimizer"},
+    {"trainer.offload": "optimizer_and_gradients"},
+    {"task": "text_classification"},
+    {"task": "dpo", "precision": "bf16"},
+    {"task": "ppo", **ROLLOUTS},
+    {"task": "distill", **ROLLOUTS},
+    CLICKS,
+    {**CLICKS, "cache.device_rows": 4_000},
     {"parallel.data": 2, "trainer.micro_batch_size": 1},
     {"parallel.tensor": 2, "precision": "bf16"},
     {"parallel.tensor": 2, "parallel.sequence_parallel": False},
@@ -52,17 +64,24 @@ SMOKE = {"CONFIGURATIONS": CONFIGURATIONS[:1], "runs": 1}
 
 
 def row(choices: dict[str, Any], foreseen: int, least: int, most: int) -> str:
-    words = " ".join(f"{name}={value}" for name, value in choices.items()) or "the defaults"
+    shown = {name: value for name, value in choices.items() if name not in ("data.schema", *ROLLOUTS)}
+    words = " ".join(f"{name}={value}" for name, value in shown.items()) or "the defaults"
     figures = [f"{size / 2**20:.3f}" for size in (foreseen, least, most)]
     return f"| {words} | {' | '.join(figures)} | {foreseen / least - 1:+.2%} |"
+
+
+def asked_for(choices: dict[str, Any]) -> Any:
+    """The options of a row, whose task is text_generation unless it names another."""
+    task = choices.get("task", "text_generation")
+    shared = {} if task == "recommendation" else {"model": "llama_tiny", "model.num_layers": 4, "data.batch_size": 4}
+    return options_of(shared | {name: value for name, value in choices.items() if name != "task"}, task)
 
 
 def main() -> None:
     parser = CommandLine(__doc__)
     parser.add_argument("--runs", type=int, default=3)
     runs = parser.parse(SMOKE, globals()).runs
-    shared = {"model.num_layers": 4, "data.batch_size": 4}
-    asked = [options_of(shared | each) for each in CONFIGURATIONS]
+    asked = [asked_for(each) for each in CONFIGURATIONS]
     answers = ask_ranks(
         {number: (each.parallel.world_size, measured_range, each, runs) for number, each in enumerate(asked)}
     )
@@ -85,7 +104,7 @@ def main() -> None:
         "|---|---:|---:|---:|---:|",
         *(row(*each) for each in found),
     ]
-    write_result(TABLE, "\n".join(lines) + "\n")
+    write_result(PAGE, "\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -85,7 +85,7 @@ def _in_steps(speed: dict[str, Any], device: torch.device) -> dict[str, Any]:
         options = kit.read_options(compose_config("text_generation", common | choices).values)
         traced, cluster = kit.plan(options), ClusterConfig(kind=device.type)
         work = plan_memory(kit, options, cluster).work
-        _, run = step_runner(traced.step(world, traced.num_blocks), options, world)
+        run = step_runner(traced.step(world, traced.num_blocks), options)
         seconds = seconds_of(run, device, BUDGET)
         known = step_time(work, from_dict(Speed, free), options.parallel, 1).seconds
         moved = sum(each.bytes * n for part in work.values() for each, n in part.operations.items() if not each.kind)

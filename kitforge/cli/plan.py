@@ -39,12 +39,16 @@ def plan(arguments: list[str]) -> int:
     found = plan_memory(kit, options, cluster)
     ranks = options.parallel.world_size
     say(f"{task} {composition.model_name} on {ranks} x {cluster.name}, {options.parallel.describe()}")
-    say(f"{rows_at_once(options)} rows of {options.data.sequence_length:,} tokens at once on each replica")
+    length = getattr(options.data, "sequence_length", None)
+    of_tokens = "" if length is None else f" of {length:,} tokens"
+    say(f"{rows_at_once(options)} rows{of_tokens} at once on each replica")
     if len(found.by_index) > 1:
         peaks = [_gib(size) for size in sorted(each.peak for each in found.by_index.values())]
         say(f"rank {found.fullest} of parallel.pipeline={options.parallel.pipeline} needs the most")
         say(f"its ranks {', '.join(map(str, found.by_index))} need {peaks[0]} to {peaks[-1]} GiB")
     console.print(_table(found, cluster))
+    if found.memory.host:
+        say(f"and {_gib(found.memory.host)} GiB in the memory of the host (trainer.offload={options.trainer.offload})")
     time = found.time(cluster)
     if time is None:
         what = f"cluster.speed with {options.precision}"
@@ -132,19 +136,21 @@ def _time_table(time: StepTime) -> Table:
 
 
 def _throughput(time: StepTime, options: Any, cluster: ClusterConfig) -> str:
-    """Tokens a second, MFU against the peak of the precision, and the price of a million tokens."""
+    """MFU against the peak of the precision, tokens of packed rows or rows a second, and the price of a million; of a
+    task with rollouts the MFU of an update alone."""
     assert cluster.speed is not None
-    ranks, peaks = options.parallel.world_size, cluster.speed.peak_tflops
-    # A CPU without products in half precision multiplies in fp32.
-    precision = options.precision if options.precision in peaks else "fp32"
-    peak = peaks[precision]
-    rate = options.data.batch_size * options.data.sequence_length / time.seconds
-    words = f"{rate:,.0f} tokens/s, {rate / ranks:,.0f} a device, MFU {time.flops / time.seconds / peak / 1e12:.1%} of "
-    words += f"{peak:g} TFLOP/s in {precision}"
+    ranks, peak = options.parallel.world_size, cluster.speed.peak_tflops[options.precision]
+    words = f"MFU {time.flops / time.seconds / peak / 1e12:.1%} of {peak:g} TFLOP/s in {options.precision}"
+    if hasattr(options, "rollout"):
+        return f"{words}, of an update without its rollouts"
+    data, is_packed = options.data, options.task == "text_generation"
+    unit, length = ("tokens", data.sequence_length) if is_packed else ("rows", 1)
+    rate = getattr(data, "step_size", data.batch_size) * length / time.seconds
+    words = f"{rate:,.0f} {unit}/s, {rate / ranks:,.0f} a device, {words}"
     if cluster.price_per_hour is None:
         return words
     price = cluster.price_per_hour * ranks / 3600 / rate * 1e6
-    return f"{words}, {price:.4g} {cluster.currency} for a million tokens"
+    return f"{words}, {price:.4g} {cluster.currency} for a million {unit}"
 
 
 def _slowdown(before: MemoryPlan, after: MemoryPlan, cluster: ClusterConfig) -> str:

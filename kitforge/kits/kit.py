@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeAlias, TypeVar, cast
 
 import torch
 from rich.console import RenderableType
-from torch import nn
+from torch import Tensor, nn
 
 from kitforge.core.checkpoint.load import find_checkpoint
 from kitforge.core.kernels.dispatch import CompileLevel
@@ -22,6 +22,7 @@ from kitforge.core.parallel.world import World
 from kitforge.foundation.config import from_dict, option_names, to_dict, to_yaml
 from kitforge.foundation.dtype import ExportDtype, LoadDtype, Precision
 from kitforge.foundation.errors import ConfigError, ModelError
+from kitforge.foundation.types import Cursor, MicroBatch
 from kitforge.inference.server.app import create_score_app
 from kitforge.inference.server.application import HttpService
 from kitforge.models.loading import OpenCheckpoint, StoredModel
@@ -261,7 +262,15 @@ class Kit(ABC, Generic[OptionsT, ProcessorT]):
     def plan(self, options: OptionsT) -> TracedTask:
         """What a plan traces, without data; `options.device` is the type of the planned device, which need not be
         here."""
-        raise self._unsupported("is not planned yet", "kitforge plan task=text_generation plans its network")
+        raise self._unsupported("is not planned", "kitforge plan task=text_generation plans its network")
+
+    def dry_micro_batches(self, task: Task, model: nn.Module) -> Sequence[MicroBatch]:
+        """Those of a step that is planned, of rows that stand in for data. Default: of the task's first step."""
+        return next(task.steps(model, Cursor()))
+
+    def dry_generation(self, task: Task, model: nn.Module) -> Sequence[Tensor]:
+        """The keys and values that the task holds while it generates what it trains on. Default: it does not."""
+        return ()
 
     def describe_data(self, spec: object, schema_file: Path | None = None) -> RenderableType:
         """What a file of rows holds, for a terminal; its proposed schema goes to `schema_file`."""

@@ -2,11 +2,12 @@
 
 import functools
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from kitforge.core.checkpoint.load import find_checkpoint
 from kitforge.core.kernels.dispatch import CompileLevel
@@ -14,6 +15,8 @@ from kitforge.data.tokenizers.loading import ByteTokenizer
 from kitforge.foundation.config import to_dict
 from kitforge.foundation.dtype import ExportDtype, LoadDtype
 from kitforge.foundation.errors import ConfigError
+from kitforge.foundation.types import Region
+from kitforge.kits.dry_task import traced_task
 from kitforge.kits.kit import Kit, ProcessorT, RunInputs, datasets
 from kitforge.kits.language_model import (
     NetworkOptions,
@@ -23,10 +26,13 @@ from kitforge.kits.language_model import (
     stored_tokenizer,
 )
 from kitforge.kits.network_source import check_splits
+from kitforge.kits.planning import rows_at_once
 from kitforge.models import loading as model_folder
 from kitforge.models.catalog import Kind, config_of, families_of
+from kitforge.models.hub import resolve
 from kitforge.models.loading import OpenCheckpoint, StoredModel
 from kitforge.trainer.run_folder import Run
+from kitforge.trainer.step_trace import TracedTask
 
 NetworkOptionsT = TypeVar("NetworkOptionsT", bound=NetworkOptions)
 
@@ -98,6 +104,31 @@ class NetworkKit(Kit[NetworkOptionsT, ProcessorT]):
         config = config_of(network)
         return values | {"model": {"family": config.family, **to_dict(config)}}
 
+    def plan(self, options: NetworkOptionsT) -> TracedTask:
+        """The step of rows that stand in for data, which are as long as the options allow."""
+        home = options.checkpoint
+        stored = None if home is None else self.open_model(resolve(home))
+        config: Any = self.new_config(options) if stored is None else stored.config
+        if stored is None and options.lora.is_on:
+            stored, home = StoredModel(config=config, names=(), read=_zeros), "planned"
+        planned = replace(options, checkpoint=home, trainer=replace(options.trainer, progress=False))
+        planned = replace(planned, data=replace(options.data, train=None, eval=None))
+        return traced_task(self, planned, config, self.dry_inputs(options, config), stored)
+
+    def new_config(self, options: NetworkOptionsT) -> Any:
+        """That of a new network."""
+        return config_of(self.resolved(options)["model"], self.KIND, *self.FURTHER_KINDS)
+
+    def dry_inputs(self, options: NetworkOptionsT, config: Any) -> RunInputs[Any]:
+        """Rows that stand in for data, and what reads them."""
+        rows = self.dry_rows(options)
+        held_out = rows * -(-rows_at_once(options) * options.parallel.num_replicas // len(rows))
+        return RunInputs(train_dataset=rows, eval_dataset=held_out, processor=cast(Any, ByteTokenizer()))
+
+    def dry_rows(self, options: NetworkOptionsT) -> list[Any]:
+        """As many rows as a batch cannot do without, as long as they may be."""
+        raise self._unsupported("is not planned")
+
     def describe_presets(self, presets: Mapping[str, Mapping[str, Any]]) -> list[dict[str, str]]:
         """A row for every preset of a family of ours."""
         rows = []
@@ -112,6 +143,10 @@ class NetworkKit(Kit[NetworkOptionsT, ProcessorT]):
                 unit, size = ("image", config.image_size) if self.KIND == "vision" else ("length", config.max_length)
                 rows.append(row | {unit: f"{size:,}"})
         return rows
+
+
+def _zeros(_name: str, region: Region | None) -> Tensor:
+    return torch.zeros(() if region is None else region.shape)
 
 
 @functools.cache

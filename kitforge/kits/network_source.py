@@ -40,6 +40,7 @@ from kitforge.data.source import Source
 from kitforge.data.tokenizers.loading import ByteTokenizer, Tokenizer, TokenizerConfig, make_tokenizer
 from kitforge.foundation.config import check, to_dict
 from kitforge.foundation.errors import ConfigError, DataError, ModelError, nearest
+from kitforge.foundation.host_values import is_fake
 from kitforge.foundation.types import Region
 from kitforge.kits.kit import RunInputs
 from kitforge.kits.language_model import (
@@ -209,6 +210,8 @@ class NetworkSource:
         layers are, and an adapter with the factors of `lora.path`, or with initial ones. One tensor at a time is in
         memory, besides what is memory-mapped."""
         held = parallel.parameters().items()
+        if any(is_fake(each) for _, each in held):
+            return
         shards = {name.removeprefix(prefix): each for name, each in held if name.startswith(prefix)}
         read = self.initial if stored is None else stored.read
         lora = self.adapter

@@ -1,6 +1,6 @@
 """The contracts of a configuration, in the order in which they are checked."""
 
-from kitforge.verify import distribution, kernels, learning, resuming, serving
+from kitforge.verify import distribution, foreseen, kernels, learning, resuming, serving
 from kitforge.verify.case import Case
 from kitforge.verify.contract import Contract
 
@@ -9,5 +9,6 @@ CONTRACTS: tuple[Contract[Case], ...] = (
     *resuming.CONTRACTS,
     *distribution.CONTRACTS,
     *serving.CONTRACTS,
+    *foreseen.CONTRACTS,
     *kernels.CONTRACTS,
 )

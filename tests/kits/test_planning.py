@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from kitforge.cli.plan import plan
-from kitforge.foundation.errors import ConfigError
+from kitforge.foundation.errors import ConfigError, KitforgeError
 from kitforge.kits.planning import ClusterConfig, fill_cluster, plan_memory
 from kitforge.kits.registry import kit_of
 from kitforge.preset_files import presets
@@ -48,14 +48,30 @@ def test_an_unknown_device_names_the_nearest() -> None:
         plan(["model=llama_tiny", "cluster=h1000"])
 
 
-def test_a_task_that_is_not_planned_yet_says_so() -> None:
-    with pytest.raises(ConfigError, match=r"not planned yet[\s\S]*task=recommendation"):
-        plan(["task=recommendation"])
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", sorted(presets("recipe")))
+def test_every_recipe_is_planned_or_refused_in_words(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    less = ["data.batch_size=4"] if recipe in ("multi30k_retrieval", "squad", "dlrm_dcnv2_mlperf") else []
+    try:
+        assert plan([f"recipe={recipe}", *less]) in (0, 1)
+    except KitforgeError as error:
+        assert "do:" in str(error)
+    else:
+        assert "memory of a rank" in capsys.readouterr().out
 
 
-def test_a_step_that_would_be_traced_wrongly_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="trainer.offload"):
-        plan_memory(kit_of("text_generation"), options_of({"trainer.offload": "optimizer"}), CPU)
+def test_a_table_that_nothing_bounds_is_refused_with_what_to_do() -> None:
+    with pytest.raises(ConfigError, match=r"nothing bounds the rows[\s\S]*cache\.device_rows=N"):
+        plan(["recipe=dlrm_dcnv2_mlperf", "data.batch_size=16"])
+
+
+@pytest.mark.slow
+def test_bytes_on_the_host_are_said_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["model=llama_tiny", "model.num_layers=1", "data.batch_size=2", "data.sequence_length=8", "cluster=h100"]
+    assert plan([*small, "trainer.offload=optimizer"]) == 0
+    found = capsys.readouterr().out
+    assert re.search(r"and 0\.\d+ GiB in the memory of the host \(trainer.offload=optimizer\)", found)
+    assert "moments" not in found
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ from kitforge.core.kernels.attention.reference import AttentionKernel, attention
 from kitforge.core.kernels.copy_rows.reference import CopyRowsKernel, copy_rows
 from kitforge.core.kernels.custom_ops import CUSTOM_OPS, is_traced
 from kitforge.core.kernels.decode_attention.reference import DecodeAttentionKernel, decode_attention
+from kitforge.core.kernels.dry_tables import WITHOUT_VALUES
 from kitforge.core.kernels.embedding_bag.reference import EmbeddingBagKernel, embedding_bag
 from kitforge.core.kernels.embedding_bag_backward.reference import EmbeddingBagBackwardKernel, embedding_bag_backward
 from kitforge.core.kernels.float8_linear.reference import Float8LinearKernel, float8_linear
@@ -314,13 +315,20 @@ def select(level: CompileLevel, device: str = "cpu") -> Kernels:
     return Kernels(**chosen)
 
 
-@functools.cache
 def select_table(device: str = "cpu") -> TableKernels:
-    """The fastest installed loops over rows of tables, for slabs of a device type.
+    """The fastest installed loops over rows of tables, for slabs of a device type; within a plan, in which ids have
+    values and rows have none, those that write no row.
 
     The reference replaces one that fails to load, which is logged once; not one that fails later, since it may have
     written half of its rows.
     """
+    found = _select_table(device)
+    is_planned = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+    return replace(found, **WITHOUT_VALUES) if is_planned else found
+
+
+@functools.cache
+def _select_table(device: str) -> TableKernels:
     chosen = {each.name: _REFERENCES[each.name] for each in fields(TableKernels)}
     for operation in chosen:
         for name in reversed(preferred(operation, device)):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from kitforge.foundation import seed as seeds
+from kitforge.foundation.host_values import is_fake
 from kitforge.foundation.types import Region
 
 INIT_STD = 0.02
@@ -44,6 +45,8 @@ def init_weights(
     """Fill a language model's parameters in place, or the shards of them in `regions`. `deviations` are standard
     deviations of a family's own, by the end of a parameter's name."""
     for name, parameter in parameters:
+        if is_fake(parameter):
+            continue
         if parameter.dim() < 2:
             parameter.fill_(0.0 if name.endswith("bias") else 1.0)
             continue

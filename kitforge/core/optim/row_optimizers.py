@@ -25,6 +25,7 @@ from kitforge.core.kernels.sparse_update.reference import (
 )
 from kitforge.foundation.config import INTERNAL, check, check_choice
 from kitforge.foundation.errors import ModelError
+from kitforge.foundation.host_values import host_list
 
 SparseOptimizerName = Literal["sgd", "adagrad", "rowwise_adagrad", "adam", "lazy_adam", "ftrl"]
 
@@ -167,7 +168,7 @@ class RowOptimizer:
         kernels = (self._kernels or select_table(slab.device.type)).sparse_update
         check_indices(slots, len(slab), "slots of the slab")
         if self.moves_untouched_rows:
-            num_behind = int((integer_view(slab)[slots, LAST_STEP] != step - 1).sum())
+            num_behind = host_list((integer_view(slab)[slots, LAST_STEP] != step - 1).sum(), 0)
             if num_behind:
                 raise ModelError(
                     "rows are not at the previous step",

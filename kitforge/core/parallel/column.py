@@ -11,7 +11,6 @@ from torch import Tensor
 
 from kitforge.core.parallel import collectives
 from kitforge.core.parallel.schedules import Pipeline
-from kitforge.foundation.host_values import host_list
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -117,7 +116,7 @@ class Column:
             header[: len(sizes)] = torch.tensor(sizes, device=self.device)
         collectives.broadcast_([header], self.group, self.last)
         known = [_DTYPES.index(dtype_if_fake), len(shape_if_fake), *shape_if_fake]
-        number, dims, *shape = host_list(header, known)
+        number, dims, *shape = known if dist.get_backend(self.group) == "fake" else header.tolist()
         own = torch.empty(shape[:dims], dtype=_DTYPES[number], device=self.device) if input is None else input
         own = own.detach().clone(memory_format=torch.contiguous_format)
         collectives.broadcast_([own], self.group, self.last)

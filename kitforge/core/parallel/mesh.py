@@ -73,7 +73,7 @@ class Mesh:
         """
         group: dist.ProcessGroup = dist.new_group(
             list(range(self.size)),
-            backend="gloo",
+            backend="fake" if dist.get_backend() == "fake" else "gloo",
             timeout=datetime.timedelta(seconds=self.degrees.timeout),
             use_local_synchronization=self.size < dist.get_world_size(),
         )

@@ -22,6 +22,7 @@ from kitforge.core.optim.grad_norm import ChunkNorms, chunk_norms
 from kitforge.core.optim.groups import ParameterGroup
 from kitforge.foundation import device as devices
 from kitforge.foundation.errors import ConfigError
+from kitforge.foundation.host_values import is_fake
 
 # One buffer's gradients arrive, one's are used for an update, one's weights return.
 NUM_SLOTS = 3
@@ -64,7 +65,8 @@ class Offload:
         self._leave: list[Callable[[], object]] = [_at_once] * NUM_SLOTS  # waits until a slot may be used again
         self._next_slot = 0
         self._stream = devices.CopyStream(device)
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="offload")
+        is_planned = any(map(is_fake, self.masters.values()))
+        self._worker: Any = _AtOnce() if is_planned else ThreadPoolExecutor(1, thread_name_prefix="offload")
         self._pending: dict[int, Future[Any]] = {}
         self._hooks: list[Any] = []
 
@@ -90,6 +92,13 @@ class Offload:
 
         # The worker holds the gradient until it has been copied.
         self._leave[slot] = self._worker.submit(arrive, gradient).result
+
+    def host_tensors(self, *, gradients: bool) -> dict[str, list[Tensor]]:
+        """What lies on the host of a step, by what it holds."""
+        if gradients:
+            self._sums |= {name: torch.empty_like(each, requires_grad=False) for name, each in self.masters.items()}
+        masters = [each.detach() for each in self.masters.values()]
+        return {"weights": masters, "gradients": list(self._sums.values()), "communication": self._slots}
 
     def norms(self) -> dict[str, ChunkNorms]:
         """Of the gradients on the host, by the name of their parameter."""
@@ -222,6 +231,17 @@ class Offload:
         return views
 
 
+class _AtOnce:
+    """Runs what a worker would run, in the thread whose operations a plan counts."""
+
+    @staticmethod
+    def submit(run: Callable[..., Any], *inputs: Any) -> Future[Any]:
+        """A future that is done."""
+        done: Future[Any] = Future()
+        done.set_result(run(*inputs))
+        return done
+
+
 class HostOptimizer:
     """An `Optimizer` over parameters of which some are updated on the host. Names, states and results are those of one
     on the device."""
@@ -252,6 +272,11 @@ class HostOptimizer:
         """See `Optimizer.init_state`."""
         for part in self._parts:
             part.init_state()
+
+    def host_tensors(self, *, gradients: bool) -> dict[str, list[Tensor]]:
+        """See `Offload.host_tensors`; and the moments."""
+        moments = [each for part in self._parts[1:] for _, each in part.tensors()]
+        return {"moments": moments, **self._offload.host_tensors(gradients=gradients)}
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """See `Optimizer.tensors`, in the same order."""

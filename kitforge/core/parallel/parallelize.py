@@ -37,6 +37,7 @@ from kitforge.core.parallel.tensor import TensorParallelModel, shard_parameters
 from kitforge.core.parallel.weight_gradients import WeightGradients
 from kitforge.core.parallel.world import World
 from kitforge.foundation.dtype import DTYPES
+from kitforge.foundation.host_values import is_fake
 from kitforge.foundation.types import Region
 
 _ATTRIBUTE = "parallel_model"
@@ -305,7 +306,8 @@ class ParallelModel:
         chosen = {name: self._held[name] for _, own in blocks for name in own}
         launched = launch_info()
         here = 1 if launched is None else launched.local_world_size
-        check_host_memory(here * sum(each.numel() for each in chosen.values()), gradients=gradients)
+        if not any(map(is_fake, chosen.values())):
+            check_host_memory(here * sum(each.numel() for each in chosen.values()), gradients=gradients)
         self._offload = Offload(chosen, blocks, self.device)
         if gradients:
             later = set() if self._tensor_parallel is None else set(self._tensor_parallel.may_be_partial())

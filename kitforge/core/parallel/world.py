@@ -38,6 +38,7 @@ class World:
     inference_ranks: InferenceRanks | None = None
     failure_monitor: FailureMonitor | None = None
     precision: Precision = "fp32"  # in which `shard` gathers weights
+    planned_type: str | None = None  # of the device that the CPU stands in for
 
     @classmethod
     def of_process_group(
@@ -57,6 +58,11 @@ class World:
     def with_precision(self, precision: Precision) -> World:
         """The same world with another precision."""
         return replace(self, precision=precision)
+
+    @property
+    def device_type(self) -> str:
+        """The type of the device of the run, which a plan has not."""
+        return self.planned_type or self.device.type
 
     @property
     def rank(self) -> int:

@@ -31,6 +31,11 @@ class HostStore(SlabStore):
         self._slab = devices.host_memory(self._device, room, width)
         self._dirty = torch.zeros(room, dtype=torch.bool)
 
+    @property
+    def slab(self) -> Tensor:
+        """Rows in their slots [room, width]."""
+        return self._slab
+
     def read(self, keys: Tensor, out: Tensor) -> Tensor:
         with self._lock:
             slots = self._index.lookup(keys)
@@ -44,7 +49,7 @@ class HostStore(SlabStore):
         with self._lock:
             short = len(keys) - self._index.num_free
             if short > 0:
-                self._grow(max(2 * self._index.room, self._index.room + short))
+                self.grow(max(2 * self._index.room, self._index.room + short))
             slots = self._index.add(keys)
             self._copy_rows(rows, self._slab, to=slots)
             put(self._dirty, slots, dirty)
@@ -87,7 +92,8 @@ class HostStore(SlabStore):
         else:
             self._copy_rows(self._slab, out, at=at(slots, positions), to=positions)
 
-    def _grow(self, room: int) -> None:
+    def grow(self, room: int) -> None:
+        """Have room for so many rows in all."""
         slab = devices.host_memory(self._device, room, self.width)
         slab[: len(self._slab)] = self._slab
         self._slab, self._dirty = slab, grow_rows(self._dirty, room)

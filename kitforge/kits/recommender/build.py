@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from rich.console import RenderableType
@@ -13,6 +13,7 @@ from kitforge.core.checkpoint.load import Checkpoint, open_checkpoint
 from kitforge.core.kernels.dispatch import CompileLevel
 from kitforge.core.nn.embedding_spec import RecommenderConfig, used_features
 from kitforge.core.parallel.parallelize import parallel_model_of, parallelize
+from kitforge.core.parallel.plan.dry_run import data_values
 from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.core.parallel.sharding import Sharding
 from kitforge.core.parallel.world import World
@@ -24,6 +25,7 @@ from kitforge.foundation.files import check_own, mark_own, user_path, write_text
 from kitforge.foundation.log import logger
 from kitforge.foundation.progress import show_progress
 from kitforge.kits.batch_predict import prediction_files
+from kitforge.kits.dry_task import cache_of_its_own, dry_step
 from kitforge.kits.kit import AnyKit, Kit, LoadModel, Prepared, RunInputs, expect_network
 from kitforge.kits.recommender.artifacts import SaveFeatures, find_features, find_item_catalog, resumed_checkpoint
 from kitforge.kits.recommender.batch_inference import check_target, write_predictions
@@ -38,6 +40,7 @@ from kitforge.kits.recommender.data import (
 )
 from kitforge.kits.recommender.dataset import ClickDataset
 from kitforge.kits.recommender.describe import describe_table, render_description
+from kitforge.kits.recommender.dry_rows import dry_rows, fill_table
 from kitforge.kits.recommender.export import export_program
 from kitforge.kits.recommender.factory import (
     OBJECTIVES,
@@ -63,6 +66,7 @@ from kitforge.kits.recommender.unknown_values import unlearned_values
 from kitforge.models.catalog import families_of, recommender_of
 from kitforge.trainer.callbacks.callback import Callback
 from kitforge.trainer.run_folder import Run
+from kitforge.trainer.step_trace import DryStep, TracedTask
 from kitforge.trainer.task import Task
 
 _log = logger(__name__)
@@ -117,7 +121,7 @@ class Recommendation(Kit[RecommendationOptions, FeatureEncoder]):
             known = (dataset.encoder, options, world, distinct)
             model = new_recommender(config, *known) if start is None else restore_recommender(start, *known)
             model.item_catalog = dataset.catalogue
-            parallelize(model.to(world.device), Sharding(), world)
+            parallelize(model, Sharding(), world)
             return model
 
         def task(world: World) -> tuple[Task, list[Callback]]:
@@ -135,6 +139,37 @@ class Recommendation(Kit[RecommendationOptions, FeatureEncoder]):
             processor=dataset.encoder,
             task=task,
         )
+
+    def plan(self, options: RecommendationOptions) -> TracedTask:
+        """The step of the rows of the options, or of rows that stand in for them, over tables that are full."""
+        data, trainer = options.data, dataclasses.replace(options.trainer, progress=False)
+        cache = dataclasses.replace(options.cache, prefetch_batches=0)
+        options = dataclasses.replace(options, trainer=trainer, cache=cache)
+        rows = (
+            None
+            if data.train is not None or data.schema is None
+            else dry_rows(read_schema(data.schema), data.step_size)
+        )
+        inputs: Inputs = Inputs(train_dataset=rows)
+
+        def step(world: World, _num_blocks: int) -> DryStep:
+            with cache_of_its_own():
+                rendezvous = Rendezvous(options.parallel, world.device, None, None)
+                with data_values():
+                    prepared = self.prepare(options, inputs, rendezvous, is_evaluation=False)
+                made = dry_step(self, prepared.task(world)[0], prepared.options, world)
+            growing = [fill_table(each) for each in cast(Any, made.loop.state.parallel.tables)]
+            with torch.no_grad():
+                for micro_batch in made.micro_batches:
+                    for requests in micro_batch["calls"]:
+                        cast(Recommender, made.loop.model).tables(requests)
+            # The rows of a table are copied when it grows for the last time.
+            slab, room, _ = max(growing, key=lambda each: each[1] * each[0].shape[1])
+            below = [each for _, _, slabs in growing for each in slabs]
+            copied = lambda: [slab.new_empty(room, slab.shape[1])]  # noqa: E731
+            return dataclasses.replace(made, further={"growth of a table": ("table rows", copied)}, on_host=below)
+
+        return TracedTask(options=options, num_blocks=1, kinds=range, step=step)
 
     def load(
         self, folder: Path, device: torch.device, level: CompileLevel = "O1", dtype: LoadDtype = "fp32"

@@ -64,7 +64,7 @@ def new_recommender(
         if num_negatives := options.data.negatives.num_negatives:
             statistics = dataclasses.replace(statistics, positive_rate=1 / (1 + num_negatives))
         init_output_bias(model.network, config.logit, statistics)
-    return model.to(world.device)
+    return model if world.device.type == "cpu" else model.to(world.device)
 
 
 def restore_recommender(

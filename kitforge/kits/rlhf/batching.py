@@ -29,7 +29,7 @@ def row_schedule(num_rows: int, options: StageOptions, world: World) -> BatchSch
         num_rows=num_rows,
         batch_size=options.data.batch_size,
         shuffle=options.data.shuffle,
-        max_tokens=CPU_TOKENS if world.device.type == "cpu" else None,
+        max_tokens=CPU_TOKENS if world.device_type == "cpu" else None,
     )
 
 

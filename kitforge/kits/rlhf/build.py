@@ -2,7 +2,7 @@
 
 import dataclasses
 from abc import ABC
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, cast
@@ -16,14 +16,16 @@ from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.core.parallel.world import World
 from kitforge.data.chat.datasets import ChatDatasetReader
 from kitforge.data.mixture import weighted_sources
-from kitforge.data.tokenizers.loading import Tokenizer, find_tokenizer
+from kitforge.data.tokenizers.loading import ByteTokenizer, Tokenizer, find_tokenizer
 from kitforge.foundation.config import check, to_dict
 from kitforge.foundation.dtype import ExportDtype, LoadDtype
 from kitforge.foundation.errors import ConfigError, ModelError
 from kitforge.foundation.files import mark_own
+from kitforge.foundation.types import MicroBatch
 from kitforge.foundation.untrusted import load_yaml, names_function
 from kitforge.inference.server.scores import ScoreService
 from kitforge.kits.batch_predict import Predict, predict_rows, prediction_files
+from kitforge.kits.dry_task import traced_task
 from kitforge.kits.kit import LoadModel, Prepared, ReplayResult
 from kitforge.kits.language_model import (
     TRAINING_ONLY_OPTIONS,
@@ -34,6 +36,7 @@ from kitforge.kits.language_model import (
 )
 from kitforge.kits.network_kit import NetworkKit
 from kitforge.kits.network_source import check_splits
+from kitforge.kits.planning import rows_at_once
 from kitforge.kits.rlhf import tasks
 from kitforge.kits.rlhf.config import (
     EnvironmentOptions,
@@ -47,15 +50,18 @@ from kitforge.kits.rlhf.config import (
 from kitforge.kits.rlhf.inspection import loss_mask_lines
 from kitforge.kits.rlhf.on_policy_config import DistillOptions, OnlineDPOOptions
 from kitforge.kits.rlhf.pipeline import BATCH_SIZE, RewardPipeline, Scored, scored_rows
+from kitforge.kits.rlhf.reinforcement.ppo import RolloutTask
 from kitforge.kits.rlhf.replay import replay
 from kitforge.kits.rlhf.roles.model_loading import load_policy, load_reward_model, open_policy, open_reward_model
 from kitforge.kits.rlhf.roles.rewards import find_function, reward_reference
 from kitforge.kits.rlhf.roles.role_checks import DisableDropout, check_role_tokenizers
 from kitforge.kits.rlhf.roles.value_head import ValueHeadModel, policy_of
 from kitforge.kits.rlhf.tasks import Inputs, TaskBuilder, TaskInputs, task_inputs_of
+from kitforge.models.hub import resolve
 from kitforge.models.loading import OpenCheckpoint, StoredModel
 from kitforge.trainer.callbacks.callback import Callback
 from kitforge.trainer.run_folder import Run
+from kitforge.trainer.step_trace import TracedTask
 from kitforge.trainer.task import Task
 
 
@@ -110,6 +116,41 @@ class RlhfKit(NetworkKit[StageOptions, Tokenizer], ABC):
         options.lora.check_parallel(options.parallel)
         check_whole_rows(options.parallel)
         check_splits(options)
+
+    def plan(self, options: StageOptions) -> TracedTask:
+        """The step of rows that stand in for data; a policy that lies in a folder is planned as a new one."""
+        home = options.checkpoint
+        config = self.new_config(options) if home is None else open_policy(resolve(home)).config
+        data = dataclasses.replace(options.data, train=None, eval=None, columns={}, num_workers=1)
+        trainer = dataclasses.replace(options.trainer, progress=False)
+        planned = dataclasses.replace(options, data=data, trainer=trainer, checkpoint=None)
+        return traced_task(self, planned, config, self.dry_inputs(options, config))
+
+    def dry_micro_batches(self, task: Task, model: nn.Module) -> Sequence[MicroBatch]:
+        if isinstance(task, RolloutTask):
+            task.recorded = task.dry_rollouts
+        return super().dry_micro_batches(task, model)
+
+    def dry_generation(self, task: Task, model: nn.Module) -> Sequence[Tensor]:
+        return task.dry_cache(model) if isinstance(task, RolloutTask) else ()
+
+    def dry_inputs(self, options: StageOptions, config: Any) -> Inputs:
+        """Rows of which all but a token is an answer, or prompts that leave room for completions."""
+        tokenizer = ByteTokenizer()
+        tokenizer.vocab_size = config.vocab_size
+        roles: dict[str, Any] = {}
+        if isinstance(options, RLOptions):
+            room = options.data.sequence_length - options.rollout.max_new_tokens
+            rows: list[dict[str, Any]] = [{"prompt": "a" * room, "teacher_prompt": "b" * room}]
+            roles = {"reward": "exact"} if options.reward is None else {}
+        else:
+            # An answer ends with a token of its own.
+            good, bad = (letter * (options.data.sequence_length - 2) for letter in "bc")
+            columns = {"chosen": good, "rejected": bad}
+            columns = {"completion": good} if isinstance(options, (SFTOptions, KTOOptions)) else columns
+            rows = [{"prompt": "a", "label": is_good, **columns} for is_good in (True, False)]
+        held_out = rows * rows_at_once(options) * options.parallel.num_replicas
+        return Inputs(train_dataset=rows, eval_dataset=held_out, processor=tokenizer, roles=roles)
 
     def evaluation_options(self, recorded: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:
         """The recorded options of a run that its evaluation takes over. Raises ConfigError for code that

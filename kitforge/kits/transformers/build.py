@@ -1,17 +1,14 @@
 """The wiring of the language-model kit: from options and objects to a run, and from a folder to a pipeline."""
 
 import dataclasses
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
-import torch
 from torch import nn
 
 from kitforge.core.nn.causal_lm import CausalLM
-from kitforge.core.nn.decoder import DecoderConfig, FamilyConfig
-from kitforge.core.parallel.plan.stages import num_traced
+from kitforge.core.nn.decoder import FamilyConfig
 from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.core.parallel.world import World
 from kitforge.data.tokenizers.loading import Tokenizer
@@ -20,7 +17,6 @@ from kitforge.foundation.dtype import LoadDtype
 from kitforge.foundation.errors import ConfigError, ModelError
 from kitforge.foundation.files import user_path
 from kitforge.foundation.progress import show_progress
-from kitforge.foundation.types import MicroBatch
 from kitforge.inference.adapters import Factors
 from kitforge.inference.engine import Engine
 from kitforge.inference.folder_defaults import served_defaults, with_folder_defaults
@@ -33,8 +29,7 @@ from kitforge.kits.batch_predict import prediction_files
 from kitforge.kits.kit import AnyKit, LoadModel, Prepared, RunInputs, datasets
 from kitforge.kits.language_model import ADAPTER, SaveAdapter, SaveTokenizer, stored_tokenizer
 from kitforge.kits.network_kit import NetworkKit
-from kitforge.kits.network_source import NetworkSource, Part, find_run_tokenizer, prepare_training, shard_model
-from kitforge.kits.planning import rows_at_once
+from kitforge.kits.network_source import NetworkSource, find_run_tokenizer
 from kitforge.kits.transformers.batch_inference import read_prompts, run_batch_inference
 from kitforge.kits.transformers.classification import TextClassification
 from kitforge.kits.transformers.config import TextGenerationOptions
@@ -52,11 +47,9 @@ from kitforge.kits.transformers.questions import find_file, load_task
 from kitforge.kits.transformers.seq2seq import SUMMARIZATION, TRANSLATION
 from kitforge.kits.transformers.task import TextGenerationTask
 from kitforge.kits.transformers.token_classification import TokenClassification
-from kitforge.models.catalog import config_of
 from kitforge.models.hub import resolve
 from kitforge.models.peft import read_scaled_factors
 from kitforge.trainer.callbacks.callback import Callback
-from kitforge.trainer.step_trace import DryStep, TracedTask
 from kitforge.trainer.task import Task
 
 Inputs: TypeAlias = RunInputs[Tokenizer]
@@ -120,26 +113,11 @@ class TextGeneration(NetworkKit[TextGenerationOptions, Tokenizer]):
             "or parallel.sequence_parallel=false, which splits no sequence",
         )
 
-    def plan(self, options: TextGenerationOptions) -> TracedTask:
-        """The step of packed rows."""
-        checkpoint = options.checkpoint
-        stored = None if checkpoint is None else self.open_model(resolve(checkpoint)).config
-        config: Any = config_of(self.resolved(options)["model"]) if stored is None else stored
-
-        def step(world: World, num_blocks: int) -> DryStep:
-            shallow = dataclasses.replace(config, num_layers=num_blocks)
-            source = NetworkSource(options=options, config=shallow, adapter=options.lora, freeze=options.freeze)
-            network = prepare_training(shard_model([Part(source=source)], world)[0], options)
-            corpus = Corpus(train=None, eval=None, fingerprint="")
-            task = TextGenerationTask(options, corpus, lambda _: network, world)
-            batches = _plain_micro_batches(options, world.num_replicas)
-            return DryStep(task=task, network=network, micro_batches=batches, eval_micro_batch=batches[0])
-
-        def kinds(num_blocks: int) -> Sequence[object]:
-            decoder: DecoderConfig = dataclasses.replace(config, num_layers=num_blocks).decoder()
-            return decoder.blocks
-
-        return TracedTask(options=options, num_blocks=config.num_layers, kinds=kinds, step=step)
+    def dry_rows(self, options: TextGenerationOptions) -> list[Any]:
+        """A text; on a CPU, whose attention masks documents, two that share a row. A token ends each, and the row after
+        them has the last target."""
+        length, parts = options.data.sequence_length, 1 + (options.device == "cpu")
+        return ["a" * max(-(-length // parts) - 1, 1)] * (parts + 1)
 
     def load_dtype(self, options: TextGenerationOptions) -> LoadDtype:
         return options.inference.dtype
@@ -214,18 +192,6 @@ class TextGeneration(NetworkKit[TextGenerationOptions, Tokenizer]):
             f"kitforge evaluate checkpoint={folder} data.eval=FILE",
             "kitforge train data.train=FILE",
         ]
-
-
-def _plain_micro_batches(options: TextGenerationOptions, num_replicas: int) -> list[MicroBatch]:
-    """Micro-batches of zeros of a step, as many as a trace needs. On a CPU, whose attention masks documents, each row
-    holds two."""
-    own, length, rows = -(-options.data.batch_size // num_replicas), options.data.sequence_length, rows_at_once(options)
-    columns = {name: torch.zeros(rows, length, dtype=torch.int64) for name in ("tokens", "targets", "positions")}
-    if options.device == "cpu":
-        columns["documents"] = (torch.arange(length) >= length // 2).long().expand(rows, length).contiguous()
-    return [{**columns, "samples": torch.arange(rows), "step": 0}] * num_traced(
-        options.parallel.stages, -(-own // rows)
-    )
 
 
 def _adapters(model: nn.Module, options: TextGenerationOptions) -> dict[str, Factors]:

@@ -270,6 +270,10 @@ class TextClassification(LabellingKit[TextClassificationOptions]):
     READ, COLUMN, LABELLED, OUTPUT = staticmethod(read_data), "text", "texts", "LABELS.jsonl"
     IS_SERVED = True
 
+    def dry_rows(self, options: TextClassificationOptions) -> list[Any]:
+        data = options.data
+        return [{data.text: "a" * data.sequence_length, data.label: each} for each in self.dry_labels(options)]
+
     def open_service(
         self, model: nn.Module, processor: Tokenizer, name: str, options: TextClassificationOptions
     ) -> ScoreService:

@@ -210,7 +210,7 @@ class EmbeddingTask(RowTask):
     def _pooled(self, network: CausalLM, tokens: Tensor, lengths: Tensor, dropout: DropoutKey | None) -> Tensor:
         """See `text_vectors`. On a CPU texts of like lengths share a pass, unless ranks must make equally many."""
         mode, degrees = self._options.pooling or "last", self._options.parallel
-        if self._world.device.type != "cpu" or degrees.shard * degrees.expert > 1:
+        if self._world.device_type != "cpu" or degrees.shard * degrees.expert > 1:
             return text_vectors(network, tokens, lengths, mode, dropout)
         sizes, found = lengths.tolist(), list[Tensor]()
         parts = [torch.from_numpy(each) for each in token_budget_batches(range(len(sizes)), sizes, PASS_TOKENS)]
@@ -334,6 +334,13 @@ class Embedding(TextKit[EmbeddingOptions]):
     def open_model(self, folder: Path, open_run: OpenCheckpoint = find_checkpoint) -> StoredModel:
         """See `NetworkKit`; the head of a language model is not read, and many published folders have none."""
         return model_folder.open_model(folder, open_run, reads_head=False)
+
+    def dry_rows(self, options: EmbeddingOptions) -> list[Any]:
+        """A batch of them: equal texts would be computed once."""
+        data, names = options.data, [options.data.anchor, options.data.positive]
+        names += [] if data.negative is None else [data.negative]
+        length = data.sequence_length
+        return [{name: f"{row} {name}".ljust(length)[:length] for name in names} for row in range(data.batch_size)]
 
     def open_pipeline(self, model: nn.Module, processor: Tokenizer, options: EmbeddingOptions) -> EmbeddingPipeline:
         return EmbeddingPipeline(model, processor, options, _pooling_of(options))

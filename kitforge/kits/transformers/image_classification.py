@@ -323,6 +323,14 @@ class ImageClassification(NetworkKit[ImageClassificationOptions, ImageProcessor]
             task=lambda world: (ImageClassificationTask(options, data, source.build, world), ()),
         )
 
+    def new_config(self, options: ImageClassificationOptions) -> Any:
+        return config_of({"family": "vit", **options.model, "labels": options.labels or ("0", "1")}, self.KIND)
+
+    def dry_rows(self, options: ImageClassificationOptions) -> list[Any]:
+        """An image for each label."""
+        data, image = options.data, b"P6 64 64 255\n" + bytes(64 * 64 * 3)
+        return [{data.image: image, data.label: each} for each in options.labels or ("0", "1")]
+
     def open_model(self, folder: Path, open_run: OpenCheckpoint = find_checkpoint) -> StoredModel:
         return open_vision(folder, open_run)
 

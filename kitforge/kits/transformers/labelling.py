@@ -277,6 +277,13 @@ class LabellingKit(TextKit[HeadedOptionsT]):
         prepared = self.prepared(options, source, tokenizer, data.fingerprint, task)
         return dataclasses.replace(prepared, recorded=prepared.recorded | labels)
 
+    def dry_labels(self, options: HeadedOptionsT) -> list[Any]:
+        """The labels of rows that stand in for data: those of the options, else two."""
+        labels: list[Any] = list(options.labels) or ["0", "1"]
+        if options.problem_type == "regression":
+            return [[0.5] * len(labels) if options.labels else 0.5]
+        return [[each] for each in labels] if options.problem_type == "multi_label_classification" else labels
+
     def adapted(self, model: nn.Module) -> tuple[nn.Module, str, Mapping[str, Tensor] | None]:
         network = cast(HeadedModel, model)
         return network.backbone, ADAPTER, {name: network.get_parameter(name) for name in _names_of_head(network)}

@@ -240,5 +240,8 @@ class MaskedLM(TextKit[MaskedLMOptions]):
         task = partial(MaskedLMTask, options, data, tokenizer, source.build)
         return self.prepared(options, source, tokenizer, data.fingerprint, task)
 
+    def dry_rows(self, options: MaskedLMOptions) -> list[Any]:
+        return ["a" * options.data.sequence_length]
+
     def open_pipeline(self, model: nn.Module, processor: Tokenizer, options: MaskedLMOptions) -> FillMaskPipeline:
         return FillMaskPipeline(model, processor, options)

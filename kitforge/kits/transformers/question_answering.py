@@ -327,6 +327,12 @@ class QuestionAnswering(LabellingKit[QuestionAnsweringOptions]):
     READ, COLUMN, LABELLED, OUTPUT = staticmethod(read_questions), "context", "passages", "ANSWERS.jsonl"
     TEXTS, PREDICTS_ROWS = ("question", "context"), True
 
+    def dry_rows(self, options: QuestionAnsweringOptions) -> list[Any]:
+        """A question of an eighth of a window, and a passage that fills the rest."""
+        data = options.data
+        passage, answer = "a" * data.sequence_length, {"text": ["a"], "answer_start": [0]}
+        return [{data.question: "b" * (data.sequence_length // 8), data.context: passage, data.answers: answer}]
+
     def open_model(self, folder: Path, open_run: OpenCheckpoint = find_checkpoint) -> StoredModel:
         """See `LabellingKit`; published folders give both outputs other names."""
         stored = super().open_model(folder, open_run)

@@ -136,7 +136,7 @@ class RowTask(DatasetTask, ABC):
             num_rows=len(data.train),
             batch_size=options.data.batch_size,
             shuffle=options.data.shuffle,
-            max_tokens=self.MAX_TOKENS if world.device.type == "cpu" else None,
+            max_tokens=self.MAX_TOKENS if world.device_type == "cpu" else None,
         )
         super().__init__(options, build, world, schedule, {"rows": data.fingerprint}, len(data.eval))
 

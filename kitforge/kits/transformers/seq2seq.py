@@ -325,6 +325,11 @@ class Seq2Seq(TextKit[Seq2SeqOptions]):
         task = partial(Seq2SeqTask, options, data, tokenizer, source.build)
         return self.prepared(options, source, tokenizer, data.fingerprint, task)
 
+    def dry_rows(self, options: Seq2SeqOptions) -> list[Any]:
+        """A pair without the prefix, and without the token that ends each text."""
+        data, given = options.data, len(options.data.prefix.encode()) + 1
+        return [{data.source: "a" * (data.sequence_length - given), data.target: "a" * (data.target_length - 1)}]
+
     def export_program(self, options: Seq2SeqOptions) -> list[Path]:
         return export_programs(self, options)
 

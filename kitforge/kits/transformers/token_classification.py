@@ -188,3 +188,11 @@ class TokenClassification(LabellingKit[TokenClassificationOptions]):
     FURTHER_KINDS = ("encoder",)
     MODEL, TASK, SUFFIX = TokenClassifier, TokenClassificationTask, TOKEN_CLASSIFIER
     READ, COLUMN, LABELLED, OUTPUT = staticmethod(read_tagged), "words", "tokens", "TAGS.jsonl"
+
+    def dry_rows(self, options: TokenClassificationOptions) -> list[Any]:
+        """A row of words of a letter, with a space before each but the first."""
+        data, labels = options.data, self.dry_labels(options)
+        first = "a" if data.sequence_length % 2 else "aa"
+        words = [first, *["a"] * ((data.sequence_length - len(first)) // 2)]
+        tags = (labels * len(words))[: len(words)]
+        return [{data.words: words, data.tags or TAG_COLUMNS[0]: tags}]

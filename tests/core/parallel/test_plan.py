@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from kitforge.core.kernels.dispatch import select_table
 from kitforge.core.parallel.collectives import all_gather
 from kitforge.core.parallel.config import ParallelConfig
 from kitforge.core.parallel.plan.depth import extrapolate, trace_depths
@@ -153,3 +154,11 @@ def test_gloo_alone_gathers_into_memory_of_its_own(device_type: str, size: int) 
         assert world.mesh is not None
         all_gather(torch.empty(100), world.mesh.world, 0)
     assert trace.result().peak == size
+
+
+def test_a_plan_between_two_runs_changes_no_loop_over_rows_of_tables() -> None:
+    before = select_table()
+    with dry_world(ParallelConfig(), "fp32"):
+        assert select_table().copy_rows is not before.copy_rows
+        assert select_table().unique is before.unique
+    assert select_table() is before

@@ -44,4 +44,4 @@ def extrapolate(traced: dict[int, StepMemory], num_blocks: int) -> StepMemory | 
             return None
         before = second.moments[moment]
         found[moment] = {cause: size + further * (size - before[cause]) for cause, size in sizes.items()}
-    return StepMemory(moments=found)
+    return StepMemory(moments=found, host=third.host + further * (third.host - second.host))

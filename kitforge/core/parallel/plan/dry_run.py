@@ -4,14 +4,17 @@ import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_leaves
 
 from kitforge.core.parallel.config import ParallelConfig
 from kitforge.core.parallel.fsdp import local_tensor
@@ -24,12 +27,91 @@ from kitforge.core.parallel.stage import Flight
 from kitforge.core.parallel.world import World
 from kitforge.foundation.dtype import Precision
 from kitforge.foundation.errors import ModelError
+from kitforge.foundation.host_values import is_fake
+
+# Elements up to which what follows from known values is computed; larger masks are known by their shapes.
+MOST_KNOWN = 2**24
+# Operations that make whole numbers, unless they are told otherwise.
+_WHOLE = (torch.ops.aten.arange, torch.ops.aten.randint, torch.ops.aten.randperm)
+_META = torch.device("meta")
+_HERE = str(Path(__file__).parent)
+
+
+class KnownData(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """Tensors have no values, except those of the data of a step: tokens, masks, positions, lengths. What follows from
+    these alone has values too, so that a step may select by its masks and read its lengths."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # As `MemoryTrace`.
+        return False
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.makes_data = False  # whether new tensors have values
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call the operation, for its values or for its shapes."""
+        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        if any(map(is_fake, given)):
+            if function is torch.ops.aten.index.Tensor:
+                args = (args[0], [part for each in args[1] for part in _positions(each)])
+            return super().__torch_dispatch__(function, types, args, kwargs)
+        kwargs = kwargs or {}
+        device, dtype = kwargs.get("device"), kwargs.get("dtype")
+        if any(each.is_meta for each in given) or (device == _META and not given):
+            is_kept = device in (None, _META)
+            return function(*args, **kwargs) if is_kept else super().__torch_dispatch__(function, types, args, kwargs)
+        if function.namespace == "c10d":
+            return _as_if_equal(function, args, kwargs)
+        is_whole = dtype is not None and not dtype.is_floating_point
+        is_whole |= dtype is None and function.overloadpacket is torch.ops.aten.full and isinstance(args[1], int)
+        if self.makes_data:
+            return function(*args, **kwargs)
+        if not given and not is_whole and function.overloadpacket not in _WHOLE:
+            return super().__torch_dispatch__(function, types, args, kwargs)
+        with suppress(DataDependentOutputException, DynamicOutputShapeException):
+            shaped = super().__torch_dispatch__(function, types, args, kwargs)
+            if any(isinstance(each, Tensor) and each.numel() > MOST_KNOWN for each in tree_leaves(shaped)):
+                return shaped
+        return function(*args, **kwargs)
+
+
+def _as_if_equal(function: Any, args: Any, kwargs: Any) -> Any:
+    """A collective of values that other ranks have as well: numbers of rows and ids of tables."""
+    result = function(*args, **kwargs)
+    if function.name() == "c10d::alltoall_base_":
+        args[0].copy_(args[1])
+    elif function.name() == "c10d::_allgather_base_":
+        args[0].view(-1, args[1].numel()).copy_(args[1].view(1, -1))
+    return result
 
 
 @contextmanager
-def dry_world(degrees: ParallelConfig, precision: Precision, index: int = 0) -> Iterator[World]:
-    """The world of the first rank with an index along `pipeline`, in which the CPU stands in for every device. Raises
-    ModelError, with the line, where a network reads a value of a fake tensor."""
+def data_values() -> Iterator[None]:
+    """What is made within has values, unless it follows from what has none: data, in a `dry_world`."""
+    modes = [each for each in _get_current_dispatch_mode_stack() if isinstance(each, KnownData)]
+    for each in modes:
+        each.makes_data = True
+    try:
+        yield
+    finally:
+        for each in modes:
+            each.makes_data = False
+
+
+def _positions(index: Tensor | None) -> tuple[Tensor | None, ...]:
+    """An index of a tensor without values; of a mask that is known the positions in it."""
+    is_mask = index is not None and index.dtype is torch.bool and not is_fake(index)
+    return index.nonzero().unbind(1) if index is not None and is_mask else (index,)
+
+
+@contextmanager
+def dry_world(
+    degrees: ParallelConfig, precision: Precision, index: int = 0, device_type: str = "cpu"
+) -> Iterator[World]:
+    """The world of the first rank with an index along `pipeline`, in which the CPU stands in for a device of that type
+    and tensors have no values, see `KnownData`. Raises ModelError, with the line, where a network reads one."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC0415 (half a second, for plans alone)
 
     size = degrees.world_size
@@ -38,8 +120,9 @@ def dry_world(degrees: ParallelConfig, precision: Precision, index: int = 0) -> 
         dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
     try:
         mesh = Mesh(degrees, "cpu") if size > 1 else None
-        world = World(device=torch.device("cpu"), mesh=mesh).with_precision(precision)
-        yield world
+        world = World(device=torch.device("cpu"), mesh=mesh, precision=precision, planned_type=device_type)
+        with KnownData():
+            yield world
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise _value_read(error) from None
     finally:
@@ -63,7 +146,8 @@ def _value_read(error: Exception) -> ModelError:
     while traced is not None:
         lines.append((traced.tb_frame.f_code.co_filename, traced.tb_lineno))
         traced = traced.tb_next
-    file, number = next((each for each in reversed(lines) if "/torch/" not in each[0]), lines[-1])
+    own = (each for each in reversed(lines) if "/torch/" not in each[0] and not each[0].startswith(_HERE))
+    file, number = next(own, lines[-1])
     return ModelError(
         "a step without values cannot be traced through a network that reads one",
         got=f"{file}:{number} calls {error.args[0]}",
@@ -134,7 +218,7 @@ class StepMoments:
 
     def watch(self) -> None:
         """Follow the blocks and the gradients from now on."""
-        outer = [each for each in self.parallel.model.modules() if isinstance(each, nn.ModuleList)]
+        outer = [each for each in self.parallel.model.modules() if isinstance(each, nn.ModuleList) and len(each)]
         inner = {id(module) for blocks in outer for each in blocks if each for module in each.modules()}
         for blocks in (each for each in outer if id(each) not in inner):
             for index, block in ((index, each) for index, each in enumerate(blocks) if each is not None):

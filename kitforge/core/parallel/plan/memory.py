@@ -16,12 +16,14 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 from kitforge.core.parallel.plan.work import WorkTrace
+from kitforge.foundation.host_values import is_fake
 
-# What a storage holds, as reports name it. Gathered weights are those of FSDP in use; temporaries were made in the
-# backward pass or the update and are neither gradients nor sent.
+# What a storage holds, as reports name it. Frozen weights are those that the optimizer has no part of, of other roles
+# too; gathered weights are those of FSDP in use; table rows are embeddings with their moments; temporaries were made in
+# the backward pass or the update and are neither gradients nor sent; keys and values are those of rollouts.
 CAUSES = (
-    *("weights", "gathered weights", "gradients", "moments"),
-    *("activations", "logits", "communication", "temporaries"),
+    *("weights", "frozen weights", "gathered weights", "table rows", "gradients", "moments"),
+    *("activations", "logits", "communication", "temporaries", "keys and values"),
 )
 # In-place operations whose operand a CPU casts to the dtype of the target, in memory of its own.
 _CASTS = ("aten::add_.Tensor", "aten::mul_.Tensor")
@@ -38,6 +40,7 @@ class StepMemory:
     """The bytes of a rank by moment of the step and by cause, at the peak within each moment."""
 
     moments: Mapping[str, Mapping[str, int]]
+    host: int = 0  # bytes beside them in the memory of the host, of a device with memory of its own
 
     @property
     def moment(self) -> str:
@@ -59,6 +62,7 @@ class StepMemory:
 class _Storage:
     size: int
     cause: str
+    is_elsewhere: bool = False
 
 
 class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -69,11 +73,12 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # Otherwise torch imports its compiler, which is not used, and asks it before each operation.
         return False
 
-    def __init__(self, device_type: str, work: WorkTrace | None = None) -> None:
+    def __init__(self, device_type: str, work: WorkTrace | None = None, *, is_building: bool = False) -> None:
         """`device_type`: that of the tensors, whose own copies within operations are counted on a CPU. `work` counts
-        each operation beside."""
+        each operation beside. `is_building`: what is made before `begin` are weights without values, beside data, which
+        are not counted."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self._is_cpu = device_type == "cpu"
+        self._is_cpu, self._is_building = device_type == "cpu", is_building
         self.work = work
         self._live: dict[int, _Storage] = {}
         self._now = 0
@@ -81,12 +86,25 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._peaks: dict[str, int] = {}
         self._at: dict[str, list[tuple[_Storage, int]]] = {}
         self._is_rising = False
+        self._host = 0
 
     def enter(self, moment: str) -> None:
         """What follows belongs to that moment."""
         self._keep_peak()
         self._moment = moment
         self._note_peak()
+
+    def begin(self, cause: str) -> None:
+        """A step begins: what was built so far and lives has that cause, unless it gets another one."""
+        for each in self._live.values():
+            each.cause = cause
+        self._is_building = False
+
+    def forget_peaks(self) -> None:
+        """Those so far do not count."""
+        self._is_rising = False
+        self._peaks.clear()
+        self._at.clear()
 
     @property
     def is_forward(self) -> bool:
@@ -99,6 +117,14 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._follow(tensor, cause)
             self._live[tensor.untyped_storage()._cdata].cause = cause
 
+    def leave_on_host(self, tensors: Iterable[Tensor]) -> None:
+        """These lie in the memory of the host, which on a CPU is that of the device."""
+        for tensor in () if self._is_cpu else tensors:
+            found = self._live[tensor.untyped_storage()._cdata]
+            self._host += found.size
+            self._resize(found, 0)
+            found.is_elsewhere = True
+
     def result(self) -> StepMemory:
         """The peaks so far."""
         self._keep_peak()
@@ -108,7 +134,7 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for storage, size in storages:
                 sizes[storage.cause] += size
             found[moment] = dict(sizes)
-        return StepMemory(moments=found)
+        return StepMemory(moments=found, host=self._host)
 
     @contextmanager
     def following_resizes(self) -> Iterator[None]:
@@ -136,13 +162,21 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name, is_sent = function.name(), function.namespace in ("c10d", "_c10d_functional")
         cause = "logits" if self._moment == "head" else "activations" if self.is_forward else "temporaries"
         for tensor in tree_leaves(output):
-            if type(tensor) is not torch.nn.Parameter and isinstance(tensor, Tensor):
+            if type(tensor) is torch.nn.Parameter or not isinstance(tensor, Tensor):
+                continue
+            if is_fake(tensor) or not (self._is_building or self._is_data(tensor, args)):
                 self._follow(tensor, cause)
         if is_sent:
             self._mark_sent([each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)])
         if self._is_cpu:
             self._count_copies(name, [each for each in tree_leaves(args) if isinstance(each, Tensor)])
         return output
+
+    def _is_data(self, tensor: Tensor, inputs: Any) -> bool:
+        """Whether it is a view of an input that was there before the step."""
+        key = tensor.untyped_storage()._cdata
+        given = (each for each in tree_leaves(inputs) if isinstance(each, Tensor) and not is_fake(each))
+        return key not in self._live and any(key == each.untyped_storage()._cdata for each in given)
 
     def _follow(self, tensor: Tensor, cause: str) -> None:
         is_wrapper: bool = is_traceable_wrapper_subclass(tensor)
@@ -154,7 +188,8 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._live[key] = _Storage(0, cause)
             weakref.finalize(storage, self._die, key)
         # An operation may have resized its output.
-        self._resize(self._live[key], storage.nbytes())
+        if not self._live[key].is_elsewhere:
+            self._resize(self._live[key], storage.nbytes())
 
     def _die(self, key: int) -> None:
         self._resize(self._live[key], 0)

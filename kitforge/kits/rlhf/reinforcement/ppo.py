@@ -70,6 +70,7 @@ from kitforge.kits.rlhf.reinforcement.rollout_batch import (
 )
 from kitforge.kits.rlhf.reinforcement.rollout_collector import Roles, RolloutCollector
 from kitforge.kits.rlhf.roles.model_copy import actor_critic_groups
+from kitforge.kits.rlhf.roles.prompt_completion import PromptCompletion
 from kitforge.kits.rlhf.roles.reference_model import check_frozen_weights
 from kitforge.kits.rlhf.roles.value_head import critic_of, policy_of
 from kitforge.trainer.dataset_task import check_same_rows
@@ -165,6 +166,28 @@ class RolloutTask(Task, ABC):
             self._controller.update(batch.metrics["kl"], len(batch.tokens))
         stops = {} if rl.target_kl is None else {"num_target_kl_stops": float(self._num_stops)}
         return replace(batch, metrics=batch.metrics | {"kl_coef": kl_coef} | stops)
+
+    def dry_cache(self, model: nn.Module) -> list[Tensor]:
+        """The keys and values of the engine that would generate now."""
+        return self._collector.dry_cache(model)
+
+    def dry_rollouts(self, number: int) -> list[Rollout]:
+        """Rollouts that stand in for a rollout batch: completions as long as they may be, with all estimates."""
+        size = self._options.rollout.max_new_tokens
+        zeros = (0.0,) * size
+        return [
+            Rollout(
+                completion=PromptCompletion(prompt=each.tokens, tokens=(sample,) * size, is_finished=True, columns={}),
+                prompt_index=index,
+                score=float(sample % 2),
+                logprobs=zeros,
+                ref_logprobs=zeros,
+                values=zeros,
+                old_logprobs=zeros,
+            )
+            for index, each in enumerate(self._collector.prompts(number))
+            for sample in range(self._options.rl.num_generations)
+        ]
 
     def _micro_batches(self, batch: RolloutBatch, number: int, update: int) -> list[MicroBatch]:
         """This rank's part of one minibatch. Every epoch shuffles the rollout batch anew."""

@@ -4,11 +4,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from threading import current_thread, main_thread
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.core.nn.shared_prefix import shares_prefixes
 from kitforge.core.parallel.world import World
 from kitforge.data.chat.datasets import PromptExample
@@ -16,7 +17,9 @@ from kitforge.data.schedule import shuffled_indices
 from kitforge.data.text.packing import IGNORED
 from kitforge.data.tokenizers.loading import Tokenizer
 from kitforge.foundation.progress import show_progress
+from kitforge.inference.capacity import num_cache_blocks
 from kitforge.inference.engine import Engine
+from kitforge.inference.paged_attention import KeyValueCache
 from kitforge.kits.network_source import copy_model
 from kitforge.kits.rlhf.batching import forward_batches
 from kitforge.kits.rlhf.config import RLOptions
@@ -90,6 +93,18 @@ class RolloutCollector:
         built = [model] if self._rollout_model is None else [model, self._rollout_model]
         self._roles.reference_model.hold_in(self._options.precision, nn.ModuleList(built))
         return model
+
+    def dry_cache(self, model: nn.Module) -> list[Tensor]:
+        """The keys and values of an engine, for plans. None without rollout.engine.kv_cache_bytes on an accelerator,
+        where they take half of what is free."""
+        options, policy = self._options.rollout.engine_options, policy_of(self._rollout_model or model)
+        if not self._placement.has("rollout") or (options.kv_cache_bytes is None and self._world.device_type != "cpu"):
+            return []
+        network = cast(CausalLM, policy)
+        geometry, size = network.geometry, options.block_size
+        cache = KeyValueCache(num_cache_blocks(network, options), size)
+        key = network.head_weight.new_empty(1, geometry.num_kv_heads, 1, geometry.head_dim)
+        return [each for layer in range(geometry.num_layers) for each in cache.layer(layer, key)]
 
     def mark_stale(self) -> None:
         """The trained weights change: sync them before the next generation."""

@@ -11,6 +11,7 @@ from kitforge.core.kernels.mixed_precision import NATIVE_DTYPES
 from kitforge.core.nn.linear import Linear
 from kitforge.core.optim.groups import ParameterGroup, network_groups
 from kitforge.core.parallel.fsdp import local_tensor
+from kitforge.foundation.host_values import is_fake
 from kitforge.kits.rlhf.config import CriticOptions
 from kitforge.kits.rlhf.roles.value_head import critic_of
 
@@ -43,21 +44,27 @@ def to_half(networks: Iterable[nn.Module], keep: Iterable[nn.Module], dtype: tor
 
     A CPU without arithmetic in `dtype` multiplies in fp32; there a matrix that would lose precision keeps its dtype.
     """
-    kept = {each.data_ptr() for network in keep for each in network.parameters()}
+    kept = {_memory_of(each) for network in keep for each in network.parameters()}
     # Models may share memory: all holders of a matrix get the same new one.
-    holders: dict[int, list[nn.Parameter]] = {}
+    holders: dict[tuple[int, int], list[nn.Parameter]] = {}
     for layer in (each for network in networks for each in network.modules() if isinstance(each, Linear)):
         weight = layer.weight
-        if weight.dtype is torch.float32 and local_tensor(weight) is weight and weight.data_ptr() not in kept:
-            holders.setdefault(weight.data_ptr(), []).append(weight)
+        if weight.dtype is torch.float32 and local_tensor(weight) is weight and _memory_of(weight) not in kept:
+            holders.setdefault(_memory_of(weight), []).append(weight)
     for weights in holders.values():
         first = weights[0]
         rounded = first.to(dtype)
-        if (first.is_cpu and not NATIVE_DTYPES[dtype]) and not torch.equal(rounded.float(), first):
+        is_exact = is_fake(first) or not first.is_cpu or NATIVE_DTYPES[dtype] or torch.equal(rounded.float(), first)
+        if not is_exact:
             continue
         for each in weights:
             each.requires_grad_(False)
             each.data = rounded
+
+
+def _memory_of(weight: Tensor) -> tuple[int, int]:
+    local = local_tensor(weight)
+    return local.untyped_storage()._cdata, int(local.storage_offset())
 
 
 @torch.no_grad()
@@ -77,6 +84,8 @@ def model_fingerprint(digests: Mapping[str, str]) -> str:
 def weight_digest(weight: Tensor, dtype: torch.dtype | None = None) -> str:
     """A hash of a weight in `dtype`, by default its own, independent of its memory layout."""
     found = hashlib.blake2b(digest_size=16)
+    if is_fake(weight):
+        return f"{list(weight.shape)}"
     for chunk in torch.split(weight.detach(), max(1, DIGEST_CHUNK * len(weight) // weight.numel())):
         found.update(chunk.to(dtype or weight.dtype).cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return found.hexdigest()
