@@ -16,6 +16,7 @@ from kitforge.core.parallel.plan.dry_run import dry_world
 from kitforge.core.parallel.plan.memory import MemoryTrace, StepMemory
 from kitforge.core.parallel.plan.stages import num_traced, traced_ranks
 from kitforge.core.parallel.schedules import Pipeline
+from kitforge.foundation.host_values import is_fake
 
 
 def alike(count: int) -> Sequence[str]:
@@ -162,3 +163,13 @@ def test_a_plan_between_two_runs_changes_no_loop_over_rows_of_tables() -> None:
         assert select_table().copy_rows is not before.copy_rows
         assert select_table().unique is before.unique
     assert select_table() is before
+
+
+def test_what_follows_from_a_tensor_without_values_has_none() -> None:
+    with dry_world(ParallelConfig(), "fp32"):
+        unknown, known = torch.ones(3), torch.arange(3)
+        assert not is_fake(known)
+        assert is_fake(unknown)
+        assert is_fake((unknown.argsort() + known).to(torch.int32))
+        assert (known + 1).to(torch.int32).tolist() == [1, 2, 3]
+        assert unknown[known > 0].shape == (2,)

@@ -49,19 +49,22 @@ class KnownData(FakeTensorMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.makes_data = False  # whether new tensors have values
+        self._is_within = False  # an operation of which shapes are found
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call the operation, for its values or for its shapes."""
+        if self._is_within:
+            return super().__torch_dispatch__(function, types, args, kwargs)
         given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         if any(map(is_fake, given)):
             if function is torch.ops.aten.index.Tensor:
                 args = (args[0], [part for each in args[1] for part in _positions(each)])
-            return super().__torch_dispatch__(function, types, args, kwargs)
+            return self._shapes(function, types, args, kwargs)
         kwargs = kwargs or {}
         device, dtype = kwargs.get("device"), kwargs.get("dtype")
         if any(each.is_meta for each in given) or (device == _META and not given):
             is_kept = device in (None, _META)
-            return function(*args, **kwargs) if is_kept else super().__torch_dispatch__(function, types, args, kwargs)
+            return function(*args, **kwargs) if is_kept else self._shapes(function, types, args, kwargs)
         if function.namespace == "c10d":
             return _as_if_equal(function, args, kwargs)
         is_whole = dtype is not None and not dtype.is_floating_point
@@ -69,12 +72,20 @@ class KnownData(FakeTensorMode):  # type: ignore[no-untyped-call]
         if self.makes_data:
             return function(*args, **kwargs)
         if not given and not is_whole and function.overloadpacket not in _WHOLE:
-            return super().__torch_dispatch__(function, types, args, kwargs)
+            return self._shapes(function, types, args, kwargs)
         with suppress(DataDependentOutputException, DynamicOutputShapeException):
-            shaped = super().__torch_dispatch__(function, types, args, kwargs)
+            shaped = self._shapes(function, types, args, kwargs)
             if any(isinstance(each, Tensor) and each.numel() > MOST_KNOWN for each in tree_leaves(shaped)):
                 return shaped
         return function(*args, **kwargs)
+
+    def _shapes(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """The output without values, and so whatever is made on the way to it."""
+        self._is_within = True
+        try:
+            return super().__torch_dispatch__(function, types, args, kwargs)
+        finally:
+            self._is_within = False
 
 
 def _as_if_equal(function: Any, args: Any, kwargs: Any) -> Any:
