@@ -157,7 +157,7 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call the operation, and count the storages that it made."""
         output = function(*args, **(kwargs or {}))
-        if self.work is not None:
+        if self.work is not None and not self._is_building:
             self.work.count(function, args, output)
         name, is_sent = function.name(), function.namespace in ("c10d", "_c10d_functional")
         cause = "logits" if self._moment == "head" else "activations" if self.is_forward else "temporaries"
