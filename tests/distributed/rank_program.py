@@ -12,7 +12,7 @@ from kitforge.core.parallel.rank_errors import report_error
 from kitforge.core.parallel.rendezvous import Rendezvous, launch_info
 from kitforge.foundation.errors import DataError
 
-TIMEOUT = 3.0
+TIMEOUT = 5.0
 
 
 def main(deed: str) -> int:

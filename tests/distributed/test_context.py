@@ -115,7 +115,7 @@ KEYS = [
     Case(family="mixtral_shared", degrees=BY_KEYS[1], length=40),
     Case(family="gpt2", degrees=BY_KEYS[0], length=16, recompute="selective"),
     Case(family="gpt2", degrees=ParallelConfig(context=2, context_by="keys", tensor=2), length=16),
-    *drawn_keys(5, 200 if WHOLE else 10),
+    *drawn_keys(5, 200 if WHOLE else 5),
 ]
 
 
@@ -147,7 +147,7 @@ GROUPS = [
     (Case(family="grouped_8_2_by_groups", degrees=PAIR, length=11, micro_batches=2), 1),
     (Case(family="bloom_by_groups", degrees=PAIR, length=16, recompute="full"), 1),
     (Case(family="gpt2", degrees=PAIR), 1),
-    *drawn_heads(6, 200 if WHOLE else 8),
+    *drawn_heads(6, 200 if WHOLE else 4),
 ]
 ENCODERS = {"bert": BertConfig(vocab_size=50, dim=16, num_layers=2, num_heads=4, mlp_dim=26, max_length=32)}
 # Pairs that a key is worth: rows are cut by work, and in neighbouring pieces.

@@ -250,10 +250,9 @@ class Outcome:
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An empty folder, for ranks that look more often at each other and wait less."""
+    """An empty folder, for ranks that look more often at each other."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(failing, "LOOK", 0.05)
-    monkeypatch.setattr(failing, "GRACE", 1.5)
     monkeypatch.setattr(rendezvous, "LOOK", 0.05)
 
 

@@ -339,7 +339,7 @@ def test_a_rank_that_fails_ends_the_others_which_name_it(
 @pytest.mark.parametrize("store", ["kept by rank 0"], indirect=True)
 def test_a_rank_that_hangs_is_named_and_ended_by_its_watch(store: None) -> None:
     """As it would sleep on; with a store of a launcher in test_launch."""
-    first, second = meet(hangs, timeout=3)
+    first, second = meet(hangs, timeout=5)
     assert first.startswith("PeerError: rank 1 died or hung\n")
     assert second == "nothing"
 

@@ -22,10 +22,10 @@ DOCUMENTS = {"data.train": "documents.jsonl", "data.eval_fraction": 0.2}
 
 
 class Doubled(Task):
-    """A task in float64 some of whose samples are masked. `is_faulty` divides each micro-batch by its own count."""
+    """A task in float64 some of whose samples are masked."""
 
-    def __init__(self, task: Task, masked: Collection[int], is_faulty: bool) -> None:
-        self.task, self.masked, self.is_faulty = task, masked, is_faulty
+    def __init__(self, task: Task, masked: Collection[int]) -> None:
+        self.task, self.masked = task, masked
 
     def build(self, world: World) -> nn.Module:
         return self.task.build(world).double()
@@ -43,33 +43,28 @@ class Doubled(Task):
         return {**micro_batch, "targets": targets}
 
     def count(self, step: Sequence[MicroBatch]) -> Sums:
-        counts = self.task.count(step)
-        return counts | {"loss": torch.tensor(len(step))} if self.is_faulty else counts
+        return self.task.count(step)
 
     def loss(self, model: nn.Module, micro_batch: MicroBatch) -> Sums:
-        sums = self.task.loss(model, micro_batch)
-        own = self.task.count([micro_batch])["loss"].clamp(min=1)
-        return {"loss": sums["loss"] / own} if self.is_faulty else sums
+        return self.task.loss(model, micro_batch)
 
 
-def weights(
-    folder: Path, corpus: Path, choices: dict[str, Any], *, masked: Collection[int] = (), fault: bool = False
-) -> Tensor:
+def weights(folder: Path, corpus: Path, choices: dict[str, Any], masked: Collection[int] = ()) -> Tensor:
     """All weights after a run, laid end to end."""
     assembly = tiny.begin(folder, corpus, PLAIN | choices)
     options = dataclasses.replace(assembly.options, output_dir=None)
-    loop = Loop(Doubled(assembly.loop.task, masked, fault), options, World(device=torch.device("cpu")))
+    loop = Loop(Doubled(assembly.loop.task, masked), options, World(device=torch.device("cpu")))
     loop.train()
     return torch.cat([parameter.detach().flatten() for parameter in loop.model.parameters()])
 
 
-def distance(folder: Path, corpus: Path, choices: dict[str, Any], *sizes: int, **how: Any) -> float:
+def distance(folder: Path, corpus: Path, choices: dict[str, Any], *sizes: int, masked: Collection[int] = ()) -> float:
     """How far micro-batches of one of the sizes lead from the whole batch at most, relative to the way."""
     started = weights(folder, corpus, choices | {"trainer.max_steps": 1, "optimizer.learning_rate": 1e-30})
-    whole = weights(folder, corpus, choices, **(how | {"fault": False}))
+    whole = weights(folder, corpus, choices, masked)
     way = float((whole - started).norm())
     assert way > 0.01
-    split = [weights(folder, corpus, choices | {"trainer.micro_batch_size": size}, **how) for size in sizes]
+    split = [weights(folder, corpus, choices | {"trainer.micro_batch_size": size}, masked) for size in sizes]
     return max(float((each - whole).norm()) for each in split) / way
 
 
@@ -100,7 +95,3 @@ def test_the_last_smaller_batch_of_an_epoch_is_divided_by_what_it_holds(tmp_path
     assert sizes[:-1] == [16] * (len(sizes) - 1)
     assert 0 < sizes[-1] < 16
     assert distance(tmp_path, corpus, choices, 3) < 1e-12
-
-
-def test_a_division_by_the_micro_batchs_own_count_is_noticed(tmp_path: Path, corpus: Path) -> None:
-    assert distance(tmp_path, corpus, DOCUMENTS | {"trainer.max_steps": 2}, 1, fault=True) > 1e-6

@@ -33,8 +33,8 @@ STAGES_TRIED: tuple[str, ...] = (*runs.ROWS, *runs.RL, *runs.ON_POLICY)
 # Of which some ranks have no row at all.
 FOUR: tuple[str, ...] = ("sft", "orpo", "kto", "ppo", "dapo")
 if not WHOLE:
-    # Ranks of every task are in tests/verify; here one of each loss and what stands beside it.
-    STAGES_TRIED = ("sft", "kto", "dpo", "ppo", "grpo", "dapo", "rloo", "distill", "online_dpo")
+    # Ranks of every task are in tests/verify; here what is counted over ranks or stands beside a loss.
+    STAGES_TRIED = ("kto", "ppo", "grpo", "dapo", "rloo", "distill")
     FOUR = ("kto", "dapo")
 
 
