@@ -54,7 +54,14 @@ FAULTS = (
         file="trainer/metric_means.py",
         line="totals[name] = totals.get(name, 0.0) + float(value)",
         planted='totals[name] = totals.get(name, 0.0) + float(value) / float(counts(batch)["loss"])',
-        leaves=("sampler",),
+        leaves=("sampler", "foreseen"),
+    ),
+    Fault(
+        breaks="foreseen",
+        file="core/parallel/plan/memory.py",
+        line="self._resize(self._live[key], 0)",
+        planted="self._keep_peak()",
+        leaves=("evaluation",),
     ),
     Fault(
         breaks="packing",
