@@ -3,7 +3,7 @@
 from typing import Any
 
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 
 
 def is_fake(tensor: Tensor) -> bool:

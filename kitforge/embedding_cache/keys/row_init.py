@@ -11,7 +11,7 @@ from kitforge.core.optim.row_optimizers import RowLayout, RowOptimizer
 from kitforge.core.parallel.table import GAMMA, logical_shift_right, splitmix64
 from kitforge.foundation import seed as seeds
 from kitforge.foundation.config import check, check_least
-from kitforge.foundation.host_values import is_fake
+from kitforge.foundation.host_values import FakeTensor
 
 # The mean and the deviation of the sum of eight uniform 16-bit numbers.
 SUM_MEAN = 8 * (2**16 - 1) // 2
@@ -70,7 +70,7 @@ class RowInitializer:
     @torch.no_grad()
     def fill(self, keys: Tensor, out: Tensor) -> None:
         """Write the records of `keys` [n] to `out` [n, width]; none to rows without values."""
-        if is_fake(out):
+        if isinstance(out, FakeTensor):
             return
         for start in range(0, len(keys), CHUNK_ROWS):
             part = slice(start, start + CHUNK_ROWS)
