@@ -24,6 +24,7 @@ from kitforge.core.kernels.dispatch import (
     DecodeSteps,
     Kernels,
     TableKernels,
+    _select_table,
     implementation,
     preferred,
     select,
@@ -100,7 +101,7 @@ def test_loops_over_tables_are_compiled_where_numba_is() -> None:
 def test_loops_over_tables_are_the_references_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     assert select_table("mps") == TABLE_REFERENCE
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert select_table.__wrapped__() == TABLE_REFERENCE
+    assert _select_table.__wrapped__("cpu") == TABLE_REFERENCE
 
 
 def test_an_absent_fast_path_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -290,7 +291,7 @@ def test_a_table_loop_that_does_not_load_is_replaced_by_the_reference_and_logged
 ) -> None:
     monkeypatch.setitem(IMPLEMENTATIONS["unique"], "numba", broken("unique", "numba"))
     for _ in range(2):
-        chosen = select_table.__wrapped__()
+        chosen = _select_table.__wrapped__("cpu")
         assert chosen.unique is TABLE_REFERENCE.unique
         assert chosen.copy_rows is not TABLE_REFERENCE.copy_rows
     assert len(failures(caplog)) == 1
