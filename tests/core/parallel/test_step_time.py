@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kitforge.core.kernels.dispatch import kernels_of_network, watching_kernels
 from kitforge.core.nn.decoder import Decoder
-from kitforge.core.parallel.config import ParallelConfig
+from kitforge.core.parallel.config import AXES, ParallelConfig
+from kitforge.core.parallel.grid import Grid
 from kitforge.core.parallel.plan.memory import MemoryTrace
 from kitforge.core.parallel.plan.step_time import Speed, pass_seconds, step_time
 from kitforge.core.parallel.plan.work import UPDATE, Message, Operation, Work, WorkTrace
@@ -120,6 +121,19 @@ def test_messages_take_a_latency_for_each_turn_and_their_bytes_once_around(ranks
     far = ParallelConfig(data=2, tensor=ranks)
     message = Message("all_reduce", "data", 2, False)
     assert near.message_seconds(message, 1, size, far) == pytest.approx(2 * 50e-6 + size / 1e9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.tuples(*[st.sampled_from([1, 2, 4])] * 5), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4, 8, 16]))
+def test_messages_leave_a_node_where_a_group_does(axes: tuple[int, ...], expert: int, per_node: int) -> None:
+    chosen = dict(zip(AXES, axes, strict=True))
+    assume(chosen["data"] * chosen["shard"] * chosen["context"] % expert == 0)
+    degrees = ParallelConfig(**chosen, expert=expert)
+    grid, speed = Grid.of(degrees), dataclasses.replace(PLAIN, devices_per_node=per_node)
+    for axis in (each for each, degree in grid.degrees.items() if degree > 1):
+        stays = all(len({rank // per_node for rank in group}) == 1 for group in grid.groups(axis))
+        seconds = speed.message_seconds(Message("send", axis, 2, False), 1, 0, degrees)
+        assert seconds == pytest.approx(5e-6 if stays else 50e-6), (axis, degrees)
 
 
 def test_messages_behind_a_pass_show_what_it_does_not_hide() -> None:

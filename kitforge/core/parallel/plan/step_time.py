@@ -194,10 +194,11 @@ def _cause(message: Message) -> str:
 
 
 def _span(axis: str, degrees: ParallelConfig) -> int:
-    """The ranks from the first to the last of a group along an axis; all of them of a group along several axes."""
-    if axis not in AXES:
-        return degrees.world_size
-    return math.prod(getattr(degrees, each) for each in AXES[AXES.index(axis) :])
+    """The ranks that a group along an axis of any view spans; all of them where it is along several."""
+    if axis == "expert":
+        return degrees.expert * degrees.tensor
+    outer = {"fsdp": "shard", "batch": "data", "replicas": "data", "expert_data": "data"}.get(axis, axis)
+    return math.prod(getattr(degrees, each) for each in AXES[AXES.index(outer) if outer in AXES else 0 :])
 
 
 def _fraction(fractions: Fractions, size: float) -> float:
