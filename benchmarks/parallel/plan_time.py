@@ -104,9 +104,10 @@ def main() -> None:
         "|---|---:|---:|---:|---|",
         *(row(*each) for each in found),
         "",
-        "Over 15 % off are two ranks that exchange in every block, and steps with more of the host than a plain one, by",
-        "which launches are counted: selective recomputation takes each operation through a dispatch mode of Python, and",
-        "weight gradients of their own are a queue of closures. These causes were not measured apart.",
+        "Over 15 % off are two ranks that exchange in every block, and steps with more of the host than a plain",
+        "one, by which launches are counted: selective recomputation takes each operation through a dispatch mode",
+        "of Python, and weight gradients of their own are a queue of closures. These causes were not measured",
+        "apart.",
     ]
     write_result(TABLE, "\n".join(lines) + "\n")
 
