@@ -1,7 +1,5 @@
 """Kitforge: training kits for PyTorch. One Trainer trains, one pipeline infers, one command line configures."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:

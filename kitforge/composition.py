@@ -175,7 +175,6 @@ def _chooses_optimizer(recipe: str | None) -> bool:
 
 
 def _full_names(typed: Mapping[str, Any], options: type[Any], ignored_sections: Sequence[str]) -> dict[str, Any]:
-    """Single values by full option name."""
     single: dict[str, Any] = {}
     for short, value in typed.items():
         name = full_name(short, value, options, ignored_sections)

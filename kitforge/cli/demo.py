@@ -18,14 +18,12 @@ from kitforge.trainer.run_folder import Run
 
 PREFERRED, REJECTED = ("nice", "fine"), ("grim", "dull")
 QUESTIONS = [f"How is the {topic}? " for topic in ("sea", "hill", "town", "wood")]
-DEMONSTRATIONS = [{"prompt": question, "completion": word} for question in QUESTIONS for word in PREFERRED + REJECTED]
 PAIRS = [
     {"prompt": question, "chosen": kind, "rejected": unkind}
     for question in QUESTIONS
     for kind in PREFERRED
     for unkind in REJECTED
 ]
-PROMPTS = [{"prompt": question} for question in QUESTIONS] * 8
 RLHF_OPTIONS = {"trainer.max_steps": 60, "optimizer.learning_rate": 0.002}
 
 
@@ -69,7 +67,7 @@ PARTS = (
         metric="eval/loss",
         task="sft",
         base="llama_tiny",
-        rows=DEMONSTRATIONS,
+        rows=[{"prompt": question, "completion": word} for question in QUESTIONS for word in PREFERRED + REJECTED],
         options=RLHF_OPTIONS,
     ),
     DemoStep(
@@ -89,7 +87,7 @@ PARTS = (
         metric="eval/reward",
         task="ppo",
         base="demonstrations",
-        rows=PROMPTS,
+        rows=[{"prompt": question} for question in QUESTIONS] * 8,
         reward_model="preferences",
         options={
             "rl.prompts_per_rollout": 32,
@@ -104,21 +102,16 @@ PARTS = (
 
 
 def demo(arguments: list[str]) -> int:
-    """Train all steps in order, each in its own folder."""
+    """Train all steps in order, each in its own folder, and print a summary."""
     if len(arguments) > 1 or any("=" in argument or argument.startswith("-") for argument in arguments):
         raise ConfigError("kitforge demo takes no options", got=" ".join(arguments), expected="at most a new folder")
     folder = Path(arguments[0] if arguments else f"runs/{time.strftime('%Y%m%d-%H%M%S')}-demo")
     if folder.exists():
         raise ConfigError("the demo makes a folder of its own", got=f"{folder}, which exists", fix="name a new one")
-    return run_demo(folder)
-
-
-def run_demo(folder: Path, overrides: Mapping[str, Any] | None = None) -> int:
-    """Train all steps below `folder`, with `overrides` over their options, and print a summary."""
     done: dict[str, Run] = {}
     for position, step in enumerate(PARTS, start=1):
         console.print(f"\n{position} of {len(PARTS)}: {step.title}", style="bold", highlight=False)
-        done[step.name] = run = _trainer(step, done, folder / step.name, overrides or {}).train()
+        done[step.name] = run = _trainer(step, done, folder / step.name).train()
         if run.was_interrupted:
             raise KeyboardInterrupt
     chapters = [
@@ -130,7 +123,7 @@ def run_demo(folder: Path, overrides: Mapping[str, Any] | None = None) -> int:
     return 0
 
 
-def _trainer(part: DemoStep, done: Mapping[str, Run], folder: Path, shorter: Mapping[str, Any]) -> Trainer:
+def _trainer(part: DemoStep, done: Mapping[str, Run], folder: Path) -> Trainer:
     return Trainer(
         part.task,
         None if part.base is None else done.get(part.base, part.base),
@@ -138,7 +131,7 @@ def _trainer(part: DemoStep, done: Mapping[str, Run], folder: Path, shorter: Map
         part.rows,
         roles=None if part.reward_model is None else {"reward": done[part.reward_model]},
         output_dir=folder,
-        options={"trainer.eval_first": True, **part.options, **shorter},
+        options={"trainer.eval_first": True, **part.options},
     )
 
 

@@ -182,7 +182,15 @@ def run(arguments: Sequence[str]) -> int:
     """Run one command and return the exit status. Raises KitforgeError."""
     name, rest = (arguments[0], list(arguments[1:])) if arguments else ("help", [])
     if name in ("--help", "-h", "help"):
-        _help()
+        lines = ["kitforge VERB [option=value ...] [-m] [--help] [--traceback]", ""]
+        lines += [f"  {name:<9} {verb.purpose}" for name, verb in COMMANDS.items()]
+        lines += [
+            "",
+            "kitforge VERB --help shows its arguments and an example.",
+            "kitforge train FILE.yaml takes a configuration, as config.yaml of a run.",
+            "kitforge train --help lists every option, of another task with task=NAME.",
+        ]
+        say("\n".join(lines))
         return 0
     if name in ("--version", "-v", "-V"):
         say(version("kitforge"))
@@ -224,20 +232,7 @@ def _files_as_recipes(arguments: Sequence[str]) -> list[str]:
     return found
 
 
-def _help() -> None:
-    lines = ["kitforge VERB [option=value ...] [-m] [--help] [--traceback]", ""]
-    lines += [f"  {name:<9} {verb.purpose}" for name, verb in COMMANDS.items()]
-    lines += [
-        "",
-        "kitforge VERB --help shows its arguments and an example.",
-        "kitforge train FILE.yaml takes a configuration, as config.yaml of a run.",
-        "kitforge train --help lists every option, of another task with task=NAME.",
-    ]
-    say("\n".join(lines))
-
-
 def _usage(name: str) -> list[str]:
-    """Lines of help of a verb: usage, purpose, arguments, example."""
     verb = COMMANDS[name]
     takes = "[option=value ...]" if verb.run_plain is None else "[ARGUMENT ...]" if verb.arguments else ""
     lines = [f"kitforge {name} {takes}".rstrip(), f"  {verb.purpose}", "", "Example:", f"  {verb.example}"]

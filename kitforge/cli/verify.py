@@ -125,7 +125,6 @@ def _check_trainer(name: str, only: Sequence[str], folder: Path, timeout: float)
 def _verdicts(
     contracts: Iterable[Contract[SubjectT]], subject: SubjectT, name: str, log: Path, timeout: float
 ) -> list[Verdict]:
-    """The verdicts, each shown as it is reached."""
     verdicts = []
     for verdict in run_contracts(contracts, subject, name, log, timeout=timeout, started=_show_progress):
         say(line(verdict))

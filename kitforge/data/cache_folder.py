@@ -44,12 +44,12 @@ class CacheFolder:
         the disk, and whatever `fill` raises.
         """
         try:
-            if self._is_finished:
+            if (self.path / self.manifest_name).exists():
                 return
             self.path.mkdir(parents=True, exist_ok=True)
             with file_lock(self.path, _log, f"building the {self.what}"):
                 # The previous owner of the lock may have built it.
-                if not self._is_finished:
+                if not (self.path / self.manifest_name).exists():
                     for draft in self.path.rglob(".*.draft"):
                         draft.unlink(missing_ok=True)
                     manifest = {"format": self.format, **fill()}
@@ -60,10 +60,6 @@ class CacheFolder:
                 got=error.strerror or error,
                 fix=f"free some room, or choose another place{self.elsewhere}",
             ) from None
-
-    @property
-    def _is_finished(self) -> bool:
-        return (self.path / self.manifest_name).exists()
 
     def manifest(self) -> dict[str, Any]:
         """What `fill` gave. Raises DataError when the cache is missing, damaged or of another format."""

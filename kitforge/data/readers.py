@@ -30,7 +30,6 @@ from kitforge.data.optional_imports import import_optional
 from kitforge.foundation.errors import DataError
 
 _BLOCK_BYTES = 2**20
-_FIELD_CHARACTERS = 2**31 - 1
 _PART = re.compile(r"\d+[-.]\d+")
 # The tag of an entity, and not of a chunk of CoNLL-2000, of whose entities the tags are in the next column.
 _ENTITY = re.compile(r"O|[BI]-(?!(?:NP|VP|PP|AD[JV]P|SBAR|PRT|CONJP|INTJ|LST|UCP)$).+")
@@ -306,7 +305,7 @@ def _not_json(location: object, error: Exception) -> DataError:
 def _table_rows(shard: FileShard, column: str | None) -> Iterator[tuple[object, Any]]:
     """The rows of a table, cells as texts, an empty one of which is not a value; or the cells of one column."""
     # The limit belongs to the process, and a document may well be longer than its 128 KiB.
-    csv.field_size_limit(_FIELD_CHARACTERS)
+    csv.field_size_limit(2**31 - 1)
     name, delimiter = str(shard.path), "\t" if format_of(shard.path) == ".tsv" else ","
     quoting = _quoting(shard) if delimiter == "\t" else csv.QUOTE_MINIMAL
     with (

@@ -143,7 +143,6 @@ class CacheManager:
         return slots
 
     def _update_counts(self, slots: Tensor) -> Tensor:
-        """The number of updates of each of these rows, on the CPU."""
         counts = self.device.slab.view(torch.int32)[:, self._row_initializer.layout.updates]
         return counts.index_select(0, slots.to(self.device.device)).cpu()
 

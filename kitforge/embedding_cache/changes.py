@@ -12,7 +12,6 @@ from kitforge.foundation.errors import CheckpointError
 FIRST_KEYS = 2**16
 # Positions [k] among the keys, to copies of their rows [k, width].
 RowsAt = Callable[[Tensor], Tensor]
-WriteObserver = Callable[[Tensor, RowsAt], None]
 
 
 class ChangeTracker:
@@ -23,7 +22,7 @@ class ChangeTracker:
     """
 
     def __init__(self) -> None:
-        self.observers: list[WriteObserver] = []
+        self.observers: list[Callable[[Tensor, RowsAt], None]] = []
         self.restart(None)
 
     def restart(self, since: int | None) -> None:

@@ -82,7 +82,9 @@ def convert(hint: Any, value: Any, path: str) -> Any:
     if origin in (Union, types.UnionType):
         return _convert_union(args, value, path)
     if origin is Literal:
-        return _convert_literal(args, value, path)
+        if any(value == arg and type(value) is type(arg) for arg in args):
+            return value
+        raise _wrong(path, value, f"one of {', '.join(map(str, args))}", nearest(str(value), map(str, args)))
     if origin in (tuple, list, dict):
         return _convert_container(hint, value, path)
     if not dataclasses.is_dataclass(hint):
@@ -141,12 +143,6 @@ def _convert_union(args: tuple[Any, ...], value: Any, path: str) -> Any:
             if len(members) == 1:
                 raise
     raise _wrong(path, value, " or ".join(_type_text(member) for member in members))
-
-
-def _convert_literal(args: tuple[Any, ...], value: Any, path: str) -> Any:
-    if any(value == arg and type(value) is type(arg) for arg in args):
-        return value
-    raise _wrong(path, value, f"one of {', '.join(map(str, args))}", nearest(str(value), map(str, args)))
 
 
 def _convert_container(hint: Any, value: Any, path: str) -> Any:

@@ -167,7 +167,8 @@ class BlockManager:
                 self.copies[home] = block
             return
         for block in blocks:
-            self._add_reference(block)
+            self._evictable.pop(block, None)
+            self._ref_counts[block] += 1
             self._append(sequence, block)
 
     def _append(self, sequence: Sequence, block: int) -> None:
@@ -190,10 +191,6 @@ class BlockManager:
             self._block_hashes[preferred] = None
         self._ref_counts[preferred] = 1
         return preferred
-
-    def _add_reference(self, block: int) -> None:
-        self._evictable.pop(block, None)
-        self._ref_counts[block] += 1
 
     def _remove_reference(self, block: int) -> None:
         self._ref_counts[block] -= 1

@@ -88,7 +88,11 @@ class Engine:
         self.version = 0
         self.lock = FairLock()  # reentrant; hold it to make several calls atomic
         self._network = cast(CausalLM, model)
-        _warn_if_emulated(self._network.head_weight)
+        if self._network.head_weight.is_cpu and not NATIVE_DTYPES.get(self._network.head_weight.dtype, True):
+            name = str(self._network.head_weight.dtype).removeprefix("torch.")
+            warn_once(
+                _log, f"this processor has no {name} units: weights are kept in it, products are computed in fp32"
+            )
         self._geometry = self._network.geometry
         if not self._geometry.is_causal:
             fix = "pipeline('fill_mask', ...) or pipeline('embedding', ...) reads it"
@@ -281,7 +285,6 @@ class Engine:
 
     @torch.no_grad()
     def _run_step(self) -> None:
-        """Run the model once, sample, and update the sequences."""
         with self.lock:
             works = decodes_first(self._scheduler.schedule())
             if not works:
@@ -476,10 +479,3 @@ class Engine:
                     expected=expected,
                     fix="shorten the prompt or lower max_new_tokens",
                 )
-
-
-def _warn_if_emulated(weight: Tensor) -> None:
-    """Say once that a processor computes in another dtype than the weights have."""
-    if weight.is_cpu and not NATIVE_DTYPES.get(weight.dtype, True):
-        name = str(weight.dtype).removeprefix("torch.")
-        warn_once(_log, f"this processor has no {name} units: weights are kept in it, products are computed in fp32")

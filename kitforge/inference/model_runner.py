@@ -210,7 +210,9 @@ class ModelRunner:
         for count, own in zip(counts, torch.split(slots, lengths), strict=True):
             spans.append(PrefillSpan(first=first, num_tokens=count, length=len(own), start=None, slots=own))
             first += count
-        queries, keys = (_boundaries(sizes, device) for sizes in (counts, lengths))
+        queries, keys = (
+            copy_to(torch.tensor([0, *accumulate(sizes)], dtype=torch.int32), device) for sizes in (counts, lengths)
+        )
         return PrefillBatch(spans=spans, slots=slots, queries=(queries, max(counts)), keys=(keys, max(lengths)))
 
     def _prefill_span(self, sequence: Sequence, first: int, num_tokens: int, device: torch.device) -> PrefillSpan:
@@ -252,11 +254,6 @@ def _adapters_of(works: list[ScheduledTokens]) -> Tensor | None:
         return None
     counts = torch.tensor([work.num_tokens + len(work.draft_tokens) for work in works])
     return torch.tensor([work.sequence.adapter for work in works]).repeat_interleave(counts)
-
-
-def _boundaries(lengths: list[int], device: torch.device) -> Tensor:
-    """Where parts of these lengths begin and end, int32 [parts + 1]."""
-    return copy_to(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), device)
 
 
 def diverged_works(works: list[ScheduledTokens], hidden: Tensor) -> set[int]:

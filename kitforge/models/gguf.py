@@ -137,7 +137,6 @@ class GgufWeights:
         return found | {"model_type": "qwen3_moe", "num_experts": count}
 
     def _config(self) -> dict[str, Any]:
-        """The values of config.json."""
         embedding, dim = self._file.tensors.get("token_embd.weight"), self._value("embedding_length")
         heads, rope = self._value("attention.head_count"), self._value("rope.freq_base", 10000.0)
         config = {
@@ -336,7 +335,6 @@ def _to_halves(rows: Tensor, num_heads: int) -> Tensor:
 
 
 def _to_pairs(rows: Tensor, num_heads: int) -> Tensor:
-    """The inverse of `_to_halves`."""
     halves = rows.reshape(num_heads, 2, -1, *rows.shape[1:])
     return halves.transpose(1, 2).reshape(rows.shape).contiguous()
 

@@ -430,7 +430,6 @@ def config_values(stored: StoredModel, dtype: ExportDtype, extra: Mapping[str, A
 
 
 def _head_values(stored: StoredModel) -> dict[str, Any]:
-    """What config.json says of a classifier or of a reward model."""
     written = converter_of(stored.config).write_config(stored.config)
     others = stored.head.keys() - head_names(written["model_type"], stored.suffix)
     numbers = {name: stored.head[f"score.{name}"] for name in SCORE_KEYS if f"score.{name}" in others}

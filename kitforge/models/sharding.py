@@ -56,7 +56,6 @@ DECODER = Sharding(
 
 
 def _stack(name: str) -> list[ShardingRule]:
-    """The rules of a stack of an encoder-decoder."""
     rules = DECODER.with_prefix(name).rules
     layers = [rule for rule in rules if rule.module.startswith((f"{name}.blocks", f"{name}.norm"))]
     cross = f"{name}.blocks.*.cross"

@@ -23,7 +23,6 @@ def _all(section: str, instead: str, defaults: Mapping[str, Any], matters: bool 
 _ROLLOUT = "leave it out: rollouts are drawn from the distribution that is trained, which only the temperature shapes"
 _ENGINE = "leave it out: it changes no text; kitforge.inference.options.EngineOptions has it"
 _SKIPS = "leave it out: a run fails after 25 steps in a row without finite gradients; resume=auto takes it up"
-_NO_AXIS = "parallel.data: a recommender's network is small, and its rows are sharded over all ranks anyway"
 _STEPS = {"block_size": 16, "prefix_cache": True, "kv_layout": "auto", "cuda_graphs": True, "num_scheduler_steps": 4}
 # By full name, for the tasks that do not have it. A section stands for all options in it.
 DROPPED: dict[str, Dropped] = {
@@ -56,7 +55,7 @@ DROPPED: dict[str, Dropped] = {
     **_all("schedule", "schedule.plateau_patience", {"plateau_factor": 0.5, "plateau_threshold": 0.001}),
     **_all(
         "parallel",
-        _NO_AXIS,
+        "parallel.data: a recommender's network is small, and its rows are sharded over all ranks anyway",
         {"tensor": 1, "context": 1, "pipeline": 1, "expert": 1, "sequence_parallel": True, "zero_stage": 3},
     ),
     "data.on_bad_row": Dropped("data.on_invalid=refuse or skip", "error"),

@@ -237,12 +237,12 @@ class Loop:
                 self._handle_skip(record["grad_norm"])
             elif record["skip"] is not None:
                 self.log_event("skip", f"{record['skip']} in step {number}: weights unchanged")
-            if _is_due(self._eval_every, number):
+            if self._eval_every is not None and number % self._eval_every == 0:
                 metrics |= self._evaluate()
             self._follow_rank_zero()
             if last or self.stop_reason is not None:
                 break
-            self._checkpoint(_is_due(self.options.checkpoint_every, number))
+            self._checkpoint(self.options.checkpoint_every is not None and number % self.options.checkpoint_every == 0)
             started = time.perf_counter()
         if self.state.cursor.step == 0:
             raise TrainingError("the task yielded no step", expected="at least one", fix="check its data and cursor")
@@ -340,7 +340,6 @@ class Loop:
             window[f"last/{name}"] = value
 
     def _log(self) -> dict[str, float]:
-        """Log the means over the current interval and start a new one."""
         state, window = self.state, self.state.log_accumulator
         # A metric without a count in this interval has no mean.
         names = [name.removesuffix("/count") for name, value in window.items() if name.endswith("/count") and value]
@@ -458,7 +457,3 @@ def _max_steps(task: Task, options: RunOptions) -> int:
         )
     limit = DEFAULT_MAX_STEPS if epochs is None and given is None else None
     return min(value for value in (steps, given, limit) if value is not None)
-
-
-def _is_due(interval: int | None, step: int) -> bool:
-    return interval is not None and step % interval == 0

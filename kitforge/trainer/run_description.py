@@ -11,9 +11,12 @@ def describe_run(run: RunContext, task: Task, options: RunOptions) -> str:
     """One line for each, such as "data  1,200 rows, 300 evaluation rows"."""
     sizes = task.data_sizes()
     batch = sizes.pop("batch", None)
+    steps, per_epoch = run.max_steps, task.num_steps(1.0)
+    epochs = f", {steps / per_epoch:.3g} epochs of {per_epoch:,}" if per_epoch else ""
+    is_default = options.trainer.max_steps is None and options.trainer.epochs is None
     lines = {
         "data": ", ".join(f"{count:,} {name}" for name, count in sizes.items() if count),
-        "length": _length(run, task, options),
+        "length": f"{steps:,} steps{epochs}" + ("; trainer.epochs=1 is one pass over the data" if is_default else ""),
         "batch": "" if batch is None else _batch(run, batch),
         "parameters": _parameters(run),
         "stages": _stages(run),
@@ -22,13 +25,6 @@ def describe_run(run: RunContext, task: Task, options: RunOptions) -> str:
         "folder": str(run.folder or ""),
     }
     return "\n".join(f"{name:<12}{line}" for name, line in lines.items() if line)
-
-
-def _length(run: RunContext, task: Task, options: RunOptions) -> str:
-    steps, per_epoch = run.max_steps, task.num_steps(1.0)
-    epochs = f", {steps / per_epoch:.3g} epochs of {per_epoch:,}" if per_epoch else ""
-    is_default = options.trainer.max_steps is None and options.trainer.epochs is None
-    return f"{steps:,} steps{epochs}" + ("; trainer.epochs=1 is one pass over the data" if is_default else "")
 
 
 def _batch(run: RunContext, size: int) -> str:

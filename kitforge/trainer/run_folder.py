@@ -197,7 +197,6 @@ def _default_callbacks(options: RunOptions, folder: Path, config: dict[str, Any]
 
 
 def _latest_target(folder: Path) -> str | None:
-    """The target of the link `latest` next to the run."""
     try:
         return os.readlink(folder.parent / "latest")
     except OSError:

@@ -27,7 +27,6 @@ from kitforge.verify.sample_data import REWARD, REWARDED_TASKS, write_sample
 STEPS, CHECKPOINT_EVERY = 8, 2
 # Seconds that one run may take.
 RUN_TIMEOUT = 600.0
-CUT_LENGTH = "data.sequence_length"
 # What a run is reduced to: the most that an option may be.
 LIMITS = {
     "data.batch_size": 6,
@@ -214,7 +213,7 @@ def _reductions(values: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str
     """Options that exceed what a run of seconds can have."""
     found = {}
     # Texts are cut into rows; rows that are too long would be refused.
-    limits = LIMITS | ({CUT_LENGTH: 64} if values["task"] == DEFAULT_TASK else {})
+    limits = LIMITS | ({"data.sequence_length": 64} if values["task"] == DEFAULT_TASK else {})
     for name, most in limits.items():
         given = values.get(name)
         if name in known and (given is None or (isinstance(given, int) and given > most)):

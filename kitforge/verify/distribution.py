@@ -17,7 +17,6 @@ from kitforge.verify.run_equality import distance, run_differences
 LAYOUT_BOUND = 2e-4
 # Without it, the sequences of a batch have to be cut, too.
 WHOLE_SEQUENCES = "parallel.sequence_parallel"
-EXPERT = "parallel.expert"
 # Of a pipeline: each rank with two stages, and gradients of weights that wait; and with one. Losses of which stages do
 # not know the inputs take the relay. More micro-batches than one.
 ORDERS: list[dict[str, Any]] = [{"parallel.schedule": "zero_bubble_v"}, {}]
@@ -34,7 +33,7 @@ def layouts(case: Case) -> list[dict[str, Any]]:
     wanted: list[list[dict[str, Any]]] = [[data], [shard], [context], [tensor, tensor | {WHOLE_SEQUENCES: False}]]
     wanted += [[by_keys | {"parallel.copies": 2}, by_keys], [pipeline | each for each in ORDERS]]
     if any(name.startswith("model.experts.") for name in case.values):
-        wanted.append([data | {EXPERT: 2}])
+        wanted.append([data | {"parallel.expert": 2}])
     given = {name: value for name, value in case.degrees.items() if value != OF_DEGREES.get(name, 1)}
     if case.num_ranks > 1 and given not in [each[0] for each in wanted]:
         wanted.append([given])

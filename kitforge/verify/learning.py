@@ -33,7 +33,6 @@ GRADIENT_STEP: dict[str, Any] = {
 }
 # Some metrics are rounded to float32, whatever the network is.
 METRIC_BOUND = 1e-6
-SIZES = (1, 3)
 
 
 def check_micro_batches(case: Case) -> Measured:
@@ -59,7 +58,7 @@ def check_micro_batches(case: Case) -> Measured:
     whole, metrics = trained(None)
     way = distance_of(whole, before)
     figures = [0.0 if way > 0 else math.inf]
-    for size in SIZES:
+    for size in (1, 3):
         split, found = trained(size)
         loss = _furthest(found, metrics)
         figures += [distance_of(split, whole) / (way or math.inf), loss if loss > METRIC_BOUND else 0.0]
@@ -86,7 +85,11 @@ def check_packing(case: Case) -> Measured:
     if case.values["task"] == DEFAULT_TASK:
         return _check_packed_documents(case)
     if case.values["task"] == "sft":
-        return _check_packed_rows(case)
+        model, is_double = case.network()
+        together = _first_gradients(case, PRECISE, model)
+        alone = _first_gradients(case, {**PRECISE, "trainer.micro_batch_size": 1}, model)
+        figure = distance_of(together, alone) / norm_of(alone)
+        return Measured(figure=figure, **ROUNDING[is_double])
     raise NotOfferedError("rows of this task are not packed")
 
 
@@ -123,17 +126,7 @@ def _check_packed_documents(case: Case) -> Measured:
     return Measured(figure=furthest(figures), **ROUNDING[is_double])
 
 
-def _check_packed_rows(case: Case) -> Measured:
-    """The gradient of a batch of rows, which share sequences, against the sum over micro-batches of one row each."""
-    model, is_double = case.network()
-    together = _first_gradients(case, PRECISE, model)
-    alone = _first_gradients(case, {**PRECISE, "trainer.micro_batch_size": 1}, model)
-    figure = distance_of(together, alone) / norm_of(alone)
-    return Measured(figure=figure, **ROUNDING[is_double])
-
-
 def _first_gradients(case: Case, changes: Mapping[str, Any], model: nn.Module) -> dict[str, Tensor]:
-    """The gradients of the first step, without dropout."""
     with case.run("gradients", changes, model) as assembly:
         task = assembly.loop.task
         model.eval()

@@ -114,7 +114,6 @@ def _check_texts(case: Case) -> Measured:
 
 
 def _predict(kit: AnyKit, case: Case, task: str, spec: object) -> list[dict[str, Any]]:
-    """The lines of `kitforge predict`."""
     output = case.folder / "predictions.jsonl"
     length = {"inference.max_new_tokens": NEW_TOKENS} if case.kit.TEXT_TASK is not None else {}
     choices = {"checkpoint": str(case.base), "data.eval": spec, "output": str(output), "trainer.progress": False}

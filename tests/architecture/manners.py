@@ -62,10 +62,12 @@ def comments(sources: list[Source]) -> Findings:
 
 
 def docstrings(sources: list[Source]) -> Findings:
-    """Modules, what is public in them and its methods; a method inherits that of the one which it overrides."""
+    """Modules, what is public in them and its methods; a method inherits that of the one which it overrides, and the
+    function of an operation that of the operation's protocol."""
     classes: dict[str, list[ast.ClassDef]] = {}
     for node in (node for source in sources for node in source.nodes if isinstance(node, ast.ClassDef)):
         classes.setdefault(node.name, []).append(node)
+    protocols = {name.lower() for name in classes if name.endswith("Kernel")}
     for source in sources:
         if not ast.get_docstring(source.tree):
             yield f"{source.path} says nothing of its borders"
@@ -75,7 +77,9 @@ def docstrings(sources: list[Source]) -> Findings:
             named = [node, *(public(node.body) if is_open else ())]
             for each in named:
                 is_setter = any(dotted(item).endswith(".setter") for item in each.decorator_list)
-                if not (ast.get_docstring(each) or is_setter or (each is not node and says(node, each.name, classes))):
+                is_operation = source.is_kernel and f"{each.name.replace('_', '')}kernel" in protocols
+                is_said = is_setter or is_operation or (each is not node and says(node, each.name, classes))
+                if not (is_said or ast.get_docstring(each)):
                     yield f"{source.at(each)} {each.name} has no docstring"
 
 

@@ -45,7 +45,7 @@ def calls_of_one_step(**tiers: Any) -> Counter[str]:
 
 @pytest.mark.parametrize(
     ("tiers", "own", "whole"),
-    [({"device_rows": 600}, (103, 13), (309, 34)), ({}, (69, 11), (194, 29))],
+    [({"device_rows": 600}, (103, 13), (286, 34)), ({}, (69, 11), (179, 29))],
     ids=["with_tiers", "without"],
 )
 def test_a_cached_lookup_its_backward_and_a_step_keep_to_their_budget(

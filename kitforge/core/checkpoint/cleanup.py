@@ -65,7 +65,6 @@ def set_aside(folder: Path) -> Path:
 
 
 def _stale_paths(root: Path, what: str) -> Iterator[tuple[Path, re.Match[str]]]:
-    """The leftovers of one kind with their parsed names."""
     for path in sorted(root.iterdir()) if root.is_dir() else ():
         match = _NAME.fullmatch(path.name)
         if match and match["what"] == what and path.is_dir():

@@ -24,7 +24,6 @@ CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-_PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 
 
 class HuggingFaceFolder:
@@ -135,7 +134,7 @@ def _read_shards(folder: Path) -> list[TensorFile]:
 
 def _no_weights(folder: Path) -> ModelError:
     present = sorted(path.name for path in folder.iterdir())
-    pickled = [name for name in present if name.endswith(_PICKLE_SUFFIXES)]
+    pickled = [name for name in present if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
     if not pickled:
         return ModelError(f"{folder} holds no weights", got=", ".join(present), expected=f"{WEIGHTS} or {INDEX}")
     return ModelError(

@@ -42,7 +42,7 @@ class CheckpointWriter:
     """Writes the steps of one run below `root`; one write at a time, in one background thread.
 
     `keep_last` newest steps are kept, and those that are protected. `asynchronous=False` returns from `save` when the
-    step is published. A shard larger than `shard_bytes` holds a single tensor. `kind` is noted in the manifest.
+    step is published. A shard larger than `shard_bytes` holds a single tensor.
 
     In a `world` of many ranks, all of them make the writer and call its methods, in the same order. What fails on one
     is raised on all, at their next call.
@@ -55,7 +55,6 @@ class CheckpointWriter:
         keep_last: int = 3,
         asynchronous: bool = True,
         shard_bytes: int = 2 * 2**30,
-        kind: str = "training",
         world: World = ALONE,
     ) -> None:
         check(keep_last >= 1, "keep_last", keep_last, "at least 1")
@@ -64,7 +63,6 @@ class CheckpointWriter:
         self._keep_last = keep_last
         self._asynchronous = asynchronous
         self._shard_bytes = shard_bytes
-        self._kind = kind
         self._rank = world.rank
         group = None if world.mesh is None else world.mesh.new_cpu_group()
         self._agree: Callable[[Any], list[Any]] = partial(collectives.all_gather_object, group=group)
@@ -183,15 +181,12 @@ class CheckpointWriter:
         # Whatever fails, on whichever rank, the draft vanishes on the way out, and the tables are let go.
         with ExitStack() as stack:
             stack.callback(self._tables.close)
-            draft = self._collective(partial(self._begin, stack, refusal))[0]
+            draft = collective_try(self._reporting(partial(self._begin, stack, refusal)), self._agree)[0]
             write = local_try(self._reporting(partial(self._write_files, self._root / draft)), self._agree)
             # The entries of many ranks are large, so only the first rank publishes them.
             written = all_gather_or_explain(write, self._gather)
-            self._collective(partial(self._publish, stack, self._root / draft, written))
+            collective_try(self._reporting(partial(self._publish, stack, self._root / draft, written)), self._agree)
         self._tables.published(self._root, self._snapshot.step)
-
-    def _collective(self, work: Callable[[], T]) -> list[T]:
-        return collective_try(self._reporting(work), self._agree)
 
     def _reporting(self, work: Callable[[], T]) -> Callable[[], T]:
         def reporting() -> T:
@@ -226,7 +221,7 @@ class CheckpointWriter:
             return
         if self._snapshot.step in self._protected:
             (draft / KEEP).touch()
-        write_manifest_of(draft, self._snapshot, written, self._kind, self._tables.base)
+        write_manifest_of(draft, self._snapshot, written, self._tables.base)
         stack.close()
         self._bases[self._snapshot.step] = None if self._tables.base is None else self._tables.base.step
         self._delete_old(step_folder(self._root, self._snapshot.step))

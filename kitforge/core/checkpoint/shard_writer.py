@@ -73,7 +73,7 @@ def write_state(draft: Path, state: bytes) -> FileEntry:
 
 
 def write_manifest_of(
-    draft: Path, snapshot: Snapshot, written: Sequence[Written], kind: str, base: ParentStep | None = None
+    draft: Path, snapshot: Snapshot, written: Sequence[Written], base: ParentStep | None = None
 ) -> None:
     """Write the manifest of all ranks' files. `base` is the parent of an incremental step.
 
@@ -90,7 +90,7 @@ def write_manifest_of(
     publishable = Manifest(
         format_version=FORMAT_VERSION,
         package_version=package_version(),
-        kind=kind,
+        kind="training",
         step=snapshot.step,
         model=entries["model"],
         optimizer=entries["optimizer"],

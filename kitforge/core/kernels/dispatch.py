@@ -391,7 +391,6 @@ class DecodeSteps:
     device: str
 
     def __call__(self, weights: DecoderWeights, slabs: Slabs) -> DecodeStepKernel:
-        """A step over the weights."""
         reference: Any = ReferenceDecodeStep(weights, slabs) if self.device == "cpu" else lambda *_, **_options: None
         load = functools.partial(_load, "fused_decode_step", self.name)
         return _WithFallback("fused_decode_step", self.name, lambda: load()(weights, slabs), reference)

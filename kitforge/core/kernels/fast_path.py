@@ -11,7 +11,6 @@ from kitforge.foundation import device as devices
 MAX_SMALL_ELEMENTS = 2**15
 # With more rows the vendor's product is faster; with native bfloat16 that begins sooner.
 FEW_ROWS, FEW_NATIVE_ROWS = 32, 8
-_TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # The longest row that a Triton program holds at once; an Ascend core has 192 KiB.
 MAX_TRITON_ROW = {"npu": 2**13}
 _GPU_ROW = 2**16
@@ -70,7 +69,7 @@ def accepts_decode_attention(_query: Tensor, keys: Tensor, values: Tensor, *_: o
 
 def accepts_triton(input: Tensor, *_: object) -> bool:
     """Whether the input has a dtype that the kernels load."""
-    return input.dtype in _TRITON_DTYPES
+    return input.dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def accepts_triton_rows(input: Tensor, *_: object) -> bool:

@@ -66,7 +66,7 @@ class Attention(nn.Module):
         """[B, T, dim] -> [B, T, dim]. `queries` [B, T, dim] are read in place of `input` where queries are made."""
         head_dim = self.config.head_dim
         query = split_heads(self.query(input if queries is None else queries), head_dim)
-        key, value = (split_heads(layer(input), head_dim) for layer in (self.key, self.value))
+        key, value = [split_heads(layer(input), head_dim) for layer in (self.key, self.value)]
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
         if positions.rotary and self.config.rotary is not None:

@@ -76,7 +76,9 @@ class Block(nn.Module):
     def forward(self, hidden: Tensor, positions: PositionEncoding, context: Context) -> Tensor:
         """[B, T, dim] -> [B, T, dim]."""
         if self._is_post_norm:
-            return self._post_norm(hidden, positions, context)
+            branch = self.attention(hidden, positions, context)
+            hidden = self.attention_norm.unrounded(hidden + self._finish(branch, None, self._attention_noise, context))
+            return self.mlp_norm.unrounded(hidden + self._finish(self.mlp(hidden), None, self._mlp_noise, context))
         queries = None
         if self.input_norm is not None and self.query_position is not None:
             hidden = self.input_norm.unrounded(hidden)
@@ -90,11 +92,6 @@ class Block(nn.Module):
         branch = self.mlp(normal, context) if isinstance(self.mlp, MoE) else self.mlp(normal)
         # Only the sum goes on, and its gradient does not read what is added.
         return hidden + unread(self._finish(branch, self.mlp_out_norm, self._mlp_noise, context))
-
-    def _post_norm(self, hidden: Tensor, positions: PositionEncoding, context: Context) -> Tensor:
-        branch = self.attention(hidden, positions, context)
-        hidden = self.attention_norm.unrounded(hidden + self._finish(branch, None, self._attention_noise, context))
-        return self.mlp_norm.unrounded(hidden + self._finish(self.mlp(hidden), None, self._mlp_noise, context))
 
     def _finish(self, branch: Tensor, norm: Norm | None, name: Tensor, context: Context) -> Tensor:
         branch = branch if norm is None else norm(branch)

@@ -221,7 +221,6 @@ def _layer(block: Block) -> BlockWeights:
 
 
 def _weight(part: nn.Module | None) -> Tensor | Blocks | None:
-    """The weight of a linear layer or a norm."""
     scales = part.scales if isinstance(part, Linear) else None
     weight = cast(Tensor, getattr(part, "weight", None))
     return weight if scales is None else Blocks(weight, scales)
@@ -260,7 +259,6 @@ def _is_plain(model: Decoder) -> bool:
 
 
 def _is_steppable(blocks: Blocks) -> bool:
-    """Whether a step can run a quantized weight."""
     features, groups = blocks.shape[1], blocks.scales.shape[1]
     is_whole = features % GROUP == 0 and groups in (1, features // GROUP)
     return is_whole and blocks.scales.dtype in (torch.float32, torch.float16)

@@ -127,7 +127,6 @@ class Router(nn.Module):
 
 
 def _by_score(scores: Tensor) -> Tensor:
-    """The numbers of scores along the last dim, by falling score."""
     # Stable: `topk` may order equal scores in any way, and another one when a block is recomputed. ONNX has one sort,
     # which is stable.
     options: dict[str, Any] = {} if is_exporting() else {"stable": True}
@@ -195,8 +194,10 @@ class MoE(nn.Module):
         choices = routing.choices
         if factor is not None and self.training:
             choices = _within_capacity(choices, factor, self.config.experts.num_experts, context.shard)
-        if context.shard is not None:
-            choices = _without_padding(choices, self.config.experts.num_experts, context.shard)
+        if context.shard is not None and context.shard.whole_length != context.shard.length:
+            # Padding at the end of a row goes to no expert.
+            is_padding = (context.shard.indices >= context.shard.length).unsqueeze(2)
+            choices = choices.masked_fill(is_padding, self.config.experts.num_experts)
         output: Tensor = self.experts(input, choices, routing.weights)
         if self.shared is not None:
             output = output + self.shared(input)
@@ -248,13 +249,6 @@ def _segments(context: Context, choices: Tensor, is_batch: bool) -> tuple[Tensor
     if shard is not None:
         numbers = numbers.view(batch, whole_length).gather(1, shard.indices.expand(batch, length)).flatten()
     return numbers, batch * whole_length
-
-
-def _without_padding(choices: Tensor, num_experts: int, shard: SequenceShard) -> Tensor:
-    """The choices [B, T, k] of a shard of rows, E in the place of those of the padding at the end of a row."""
-    if shard.whole_length == shard.length:
-        return choices
-    return choices.masked_fill((shard.indices >= shard.length).unsqueeze(2), num_experts)
 
 
 def _within_capacity(choices: Tensor, factor: float, num_experts: int, shard: SequenceShard | None) -> Tensor:

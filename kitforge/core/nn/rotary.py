@@ -127,7 +127,10 @@ class RotaryAngles:
         if self.depends_on_length:
             lengths = (positions.amax(dim=1, keepdim=True) + 1 if lengths is None else lengths).unsqueeze(-1)
             if scaling.kind == "dynamic":
-                return self._dynamic(exponents, lengths)
+                factor, trained = self._factor, self.config.max_length
+                stretched = factor * lengths.clamp(min=trained).float() / trained - (factor - 1)
+                base = self.config.theta * stretched ** (self.config.dim / (self.config.dim - 2))
+                return 1.0 / base**exponents
             # longrope: one set of factors within the original length, another beyond it.
             short, long = (1.0 / (factors * wavelengths) for factors in self._factors_on(lengths.device))
             return torch.where(lengths > self._original, long, short)
@@ -148,13 +151,6 @@ class RotaryAngles:
                 return made
             self._factors[device] = made
         return self._factors[device]
-
-    def _dynamic(self, exponents: Tensor, lengths: Tensor) -> Tensor:
-        """The base grows once a sequence is longer than those of training."""
-        factor, trained = self._factor, self.config.max_length
-        stretched = factor * lengths.clamp(min=trained).float() / trained - (factor - 1)
-        base = self.config.theta * stretched ** (self.config.dim / (self.config.dim - 2))
-        return 1.0 / base**exponents
 
     def _llama3(self, plain: Tensor, scaling: RopeScaling) -> Tensor:
         """Low frequencies are interpolated, high ones kept, those between blended."""

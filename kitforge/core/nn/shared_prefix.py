@@ -65,7 +65,6 @@ def prefix_tree(tokens: Tensor, lengths: Sequence[int]) -> PrefixTree:
 
 
 def _common_length(one: np.ndarray, other: np.ndarray) -> int:
-    """The number of first elements that are equal."""
     shorter = min(len(one), len(other))
     differs = one[:shorter] != other[:shorter]
     return int(differs.argmax()) if differs.any() else shorter

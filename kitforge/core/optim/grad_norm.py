@@ -39,7 +39,7 @@ def global_norm(gradients: Sequence[Tensor | ChunkNorms]) -> Tensor:
 @torch.no_grad()
 def chunk_norms(gradients: Sequence[Tensor]) -> Tensor:
     """The norms [chunks] of the chunks of gradients, in at least fp32 also where these are in half precision."""
-    dtype = torch.float64 if any(gradient.dtype == torch.float64 for gradient in gradients) else torch.float32
+    dtype = torch.float64 if torch.float64 in {gradient.dtype for gradient in gradients} else torch.float32
     chunks = list(gradients)
     # Of a traced step, whose norm has no value, the chunks would be most of the time.
     if chunks[0].device.type == "cpu" and not is_fake(chunks[0]):

@@ -20,7 +20,6 @@ from kitforge.foundation.errors import ModelError
 # values into about [0.7, 1.2], not to 1, which training does not notice.
 A, B, C = 3.4445, -4.7750, 2.0315
 NUM_STEPS = 5
-EPS = 1e-7
 # Elements in one stack of equal shapes: enough to fill the machine, few enough to keep temporaries small.
 STACK_ELEMENTS = 2**22
 
@@ -112,7 +111,7 @@ def orthogonalize(stack: Tensor) -> Tensor:
     if dtype != torch.float64:
         dtype = torch.bfloat16 if has_native_matmul(torch.bfloat16, stack.device.type) else torch.float32
     stack = stack.to(dtype)
-    stack = stack / torch.linalg.matrix_norm(stack, keepdim=True).clamp_min(EPS)
+    stack = stack / torch.linalg.matrix_norm(stack, keepdim=True).clamp_min(1e-7)
     # Below about 2/3 the smaller products win; bf16 rounds so coarsely that the Gram matrix would turn indefinite.
     if dtype != torch.bfloat16 and stack.shape[1] * 3 < stack.shape[2] * 2:
         return _newton_schulz_gram(stack)

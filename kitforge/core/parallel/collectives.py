@@ -5,7 +5,8 @@ keeps what they reduce or exchange, which is a shard or joins the stream; it gat
 the memory of all shards.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,6 @@ _all_gather_single = dist.all_gather_single if hasattr(dist, "all_gather_single"
 _reduce_scatter_single = (
     dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
 )
-SUM = dist.ReduceOp.SUM
 MAX = dist.ReduceOp.MAX
 # Bytes of one message of a broadcast, and of memory that it takes.
 BROADCAST_BYTES = 64 * 2**20
@@ -39,7 +39,7 @@ def group_rank(group: Group) -> int:
     return 0 if group is None else dist.get_rank(group)
 
 
-def all_reduce_(input: Tensor, group: Group, op: Any = SUM) -> Tensor:
+def all_reduce_(input: Tensor, group: Group, op: Any = dist.ReduceOp.SUM) -> Tensor:
     """Reduce in place over the ranks."""
     if group is not None:
         communicate(dist.all_reduce, input, op=op, group=group)
@@ -158,7 +158,11 @@ def all_to_all_autograd(
 ) -> Tensor:
     """`all_to_all`; backward: the rows of the gradient back to where they came from. Without `keeps` a recomputed block
     receives them again, as it gathers again."""
-    return input if group is None else _apply(_AllToAll, input, tuple(received), tuple(sent), group, keeps)
+    if group is None:
+        return input
+    rows = tuple(received), tuple(sent)
+    run = partial(kept, all_to_all) if keeps else all_to_all
+    return _apply(input, lambda own: run(own, *rows, group), lambda grad: all_to_all(grad, *rows[::-1], group))
 
 
 def exchange(input: Tensor, group: Group, split: int, joined: int, *, in_turn: bool = True) -> Tensor:
@@ -184,24 +188,28 @@ class Exchange:
     back, whose message runs from the backward pass of `finish` to that of `start`."""
 
     def __init__(self, group: dist.ProcessGroup, split: int, joined: int) -> None:
-        self._group, self.split, self.joined = group, split, joined
+        self._group, self._split, self._joined = group, split, joined
         self._work: dist.Work | None = None
 
     def start(self, input: Tensor) -> Tensor:
         """Send; the result is for `finish` alone, and has no values before."""
-        return _apply(_StartExchange, input, self)
+        return _apply(
+            input, lambda own: kept(self._sent, own, self._split), lambda grad: self._arrived(grad, self._split)
+        )
 
     def finish(self, started: Tensor) -> Tensor:
         """Wait for the message; returns what `exchange` returns."""
-        return _apply(_FinishExchange, started, self)
+        return _apply(
+            started, lambda own: self._arrived(own, self._joined), lambda grad: self._sent(grad, self._joined)
+        )
 
-    def sent(self, input: Tensor, split: int) -> Tensor:
+    def _sent(self, input: Tensor, split: int) -> Tensor:
         """Without a gradient: memory [ranks, ...] into which the parts arrive."""
         sent, received = _parts(input, group_size(self._group), split)
         self._work = dist.all_to_all_single(received, sent, group=self._group, async_op=True)
         return received
 
-    def arrived(self, received: Tensor, joined: int) -> Tensor:
+    def _arrived(self, received: Tensor, joined: int) -> Tensor:
         """Without a gradient: the parts, concatenated."""
         # A recomputation has what was kept, without a message.
         if self._work is not None:
@@ -212,163 +220,72 @@ class Exchange:
 
 def exchange_autograd(input: Tensor, group: Group, split: int, joined: int) -> Tensor:
     """`exchange`; backward: the exchange back."""
-    return input if group is None else _apply(_Exchange, input, group, split, joined)
+    if group is None:
+        return input
+    return _apply(
+        input, lambda own: kept(exchange, own, group, split, joined), lambda grad: exchange(grad, group, joined, split)
+    )
 
 
 def all_reduce_autograd(input: Tensor, group: Group) -> Tensor:
     """The sum over ranks on all of them; backward: the sum over ranks, each of which has a part of the gradient."""
-    return input if group is None else _apply(_AllReduce, input, group)
+    return input if group is None else _apply(input, lambda own: _sum(own, group), lambda grad: _sum(grad, group))
 
 
 def all_gather_autograd(input: Tensor, group: Group, dim: int) -> Tensor:
     """`all_gather`; backward: `reduce_scatter`, as each rank computes a partial gradient of the whole."""
-    return input if group is None else _apply(_AllGather, input, group, dim)
+    if group is None:
+        return input
+    return _apply(input, lambda own: all_gather(own, group, dim), lambda grad: reduce_scatter(grad, group, dim))
 
 
 def all_gather_replicated(input: Tensor, group: Group, dim: int) -> Tensor:
     """`all_gather`; backward: this rank's shard of the gradient, as all ranks compute the same from the whole."""
-    return input if group is None else _apply(_AllGatherReplicated, input, group, dim)
+    if group is None:
+        return input
+    first, length = group_rank(group) * input.shape[dim], input.shape[dim]
+    return _apply(input, lambda own: all_gather(own, group, dim), lambda grad: grad.narrow(dim, first, length))
 
 
 def reduce_scatter_autograd(input: Tensor, group: Group, dim: int) -> Tensor:
     """`reduce_scatter` of partial sums; backward: `all_gather`."""
-    return input if group is None else _apply(_ReduceScatter, input, group, dim)
+    if group is None:
+        return input
+    return _apply(input, lambda own: kept(reduce_scatter, own, group, dim), lambda grad: all_gather(grad, group, dim))
 
 
 def all_reduce_fwd(input: Tensor, group: Group) -> Tensor:
     """The sum over ranks on all of them; backward: the identity, as all ranks use it alike."""
-    return input if group is None else _apply(_AllReduceForward, input, group)
+    return input if group is None else _apply(input, lambda own: kept(_sum, own, group), lambda grad: grad)
 
 
 def copy_to_group(input: Tensor, group: Group) -> Tensor:
     """The identity; backward: the sum over ranks, as each computes something else from it."""
-    return input if group is None else _apply(_CopyToGroup, input, group)
+    if group is None:
+        return input
+    # No view, of which `fully_shard` would warn; nobody writes into what is shared.
+    copy = torch.ops.aten._unsafe_view
+    return _apply(input, lambda own: copy(own, own.shape), lambda grad: _sum(grad, group))
 
 
-def _apply(function: Any, *arguments: Any) -> Tensor:
-    result: Tensor = function.apply(*arguments)
+def _sum(input: Tensor, group: Group) -> Tensor:
+    return all_reduce_(input.clone(memory_format=torch.contiguous_format), group)
+
+
+def _apply(input: Tensor, run: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+    result: Tensor = _Differentiable.apply(input, run, back)  # type: ignore[no-untyped-call]
     return result
 
 
-class _AllGather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, input: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return all_gather(input, group, dim)
+class _Differentiable(torch.autograd.Function):
+    """A collective, with what its backward pass makes of the gradient."""
 
     @staticmethod
-    @by_hand()
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return reduce_scatter(grad, ctx.group, ctx.dim), None, None
-
-
-class _AllGatherReplicated(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, input: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim, ctx.length = group, dim, input.shape[dim]
-        return all_gather(input, group, dim)
+    def forward(ctx: Any, input: Tensor, run: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.back = back
+        return run(input)
 
     @staticmethod
     @by_hand()
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad.narrow(ctx.dim, group_rank(ctx.group) * ctx.length, ctx.length), None, None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, input: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return kept(reduce_scatter, input, group, dim)
-
-    @staticmethod
-    @by_hand()
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return all_gather(grad, ctx.group, ctx.dim), None, None
-
-
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, input: Tensor, group: dist.ProcessGroup, split: int, joined: int) -> Tensor:
-        ctx.group, ctx.split, ctx.joined = group, split, joined
-        return kept(exchange, input, group, split, joined)
-
-    @staticmethod
-    @by_hand()
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return exchange(grad, ctx.group, ctx.joined, ctx.split), None, None, None
-
-
-class _StartExchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, input: Tensor, exchange: Exchange) -> Tensor:
-        ctx.exchange = exchange
-        return kept(exchange.sent, input, exchange.split)
-
-    @staticmethod
-    @by_hand()
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.exchange.arrived(grad, ctx.exchange.split), None
-
-
-class _FinishExchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, started: Tensor, exchange: Exchange) -> Tensor:
-        ctx.exchange = exchange
-        return exchange.arrived(started, exchange.joined)
-
-    @staticmethod
-    @by_hand()
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.exchange.sent(grad, ctx.exchange.joined), None
-
-
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, input: Tensor, received: tuple[int, ...], sent: tuple[int, ...], group: dist.ProcessGroup, keeps: bool
-    ) -> Tensor:
-        ctx.group, ctx.received, ctx.sent = group, received, sent
-        given = input, received, sent, group
-        return kept(all_to_all, *given) if keeps else all_to_all(*given)
-
-    @staticmethod
-    @by_hand()
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return all_to_all(grad, ctx.sent, ctx.received, ctx.group), None, None, None, None
-
-
-class _AllReduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, input: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return all_reduce_(input.clone(memory_format=torch.contiguous_format), group)
-
-    @staticmethod
-    @by_hand()
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return all_reduce_(grad.clone(memory_format=torch.contiguous_format), ctx.group), None
-
-
-class _AllReduceForward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, input: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return kept(all_reduce_, input.clone(memory_format=torch.contiguous_format), group)
-
-    @staticmethod
-    @by_hand()
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
-class _CopyToGroup(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, input: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        # No view, of which `fully_shard` would warn; nobody writes into what is shared.
-        whole: Tensor = torch.ops.aten._unsafe_view(input, input.shape)
-        return whole
-
-    @staticmethod
-    @by_hand()
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return all_reduce_(grad.clone(memory_format=torch.contiguous_format), ctx.group), None
+        return ctx.back(grad), None, None

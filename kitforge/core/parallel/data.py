@@ -117,8 +117,8 @@ class GradientBuckets:
                 return
             bucket.num_ready += 1
             # All ranks reduce buckets in one order, independent of the order in which they are filled.
-            while self._num_sent < len(self._buckets) and self._is_ready(self._next_bucket):
-                self._start_all_reduce(self._next_bucket)
+            while self._num_sent < len(self._buckets) and self._is_ready(self._buckets[self._num_sent]):
+                self._start_all_reduce(self._buckets[self._num_sent])
                 self._num_sent += 1
             # One bucket is reduced while the one before it leaves; it was sent because all of it is used.
             while self._deliver is not None and self._num_delivered < self._num_sent - 1:
@@ -130,10 +130,6 @@ class GradientBuckets:
 
     def _is_ready(self, bucket: _Bucket) -> bool:
         return bucket.num_ready == self._num_passes * len(bucket.parameters)
-
-    @property
-    def _next_bucket(self) -> _Bucket:
-        return self._buckets[self._num_sent]
 
     def _start_all_reduce(self, bucket: _Bucket) -> None:
         gradients = [

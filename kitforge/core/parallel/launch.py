@@ -26,7 +26,6 @@ from kitforge.foundation.errors import KitforgeError, TrainingError
 PROGRAM = ("-m", "kitforge")
 # Signals that torch's launcher handles and does not restore.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-MONITOR_SECONDS = 0.1
 # A rank that died this many seconds after the first error was ended by the launcher.
 DRAIN_SECONDS = 3.0
 LAST_LINES = 20
@@ -85,7 +84,7 @@ def _config(degrees: ParallelConfig, num_ranks: int, folder: str) -> LaunchConfi
         rdzv_endpoint="localhost:0",
         local_addr="localhost",
         max_restarts=degrees.restarts,
-        monitor_interval=MONITOR_SECONDS,
+        monitor_interval=0.1,
         shutdown_timeout=math.ceil(degrees.timeout),
     )
 
@@ -120,7 +119,6 @@ def _exit_code(failures: Mapping[int, ProcessFailure], folder: Path) -> int:
 
 
 def _death(rank: int, failure: ProcessFailure, folder: Path) -> KitforgeError:
-    """The error of a rank that ended without a report."""
     if failure.exitcode >= 0:
         problem, fix = f"rank {rank} exited with status {failure.exitcode} and wrote no error report", RESUME
     else:
@@ -130,14 +128,9 @@ def _death(rank: int, failure: ProcessFailure, folder: Path) -> KitforgeError:
         fix = f"the watchdog of NCCL does so when another rank hangs; its lines tell which collective; {fix}"
     if failure.exitcode == -signal.SIGKILL:
         fix = f"it often means that the machine ran out of memory; {fix}"
-    return TrainingError(problem, got=_last_lines(rank, folder), fix=fix)
-
-
-def _last_lines(rank: int, folder: Path) -> str | None:
-    """The last lines of stderr of the rank in its last attempt; those of rank 0 are already on the terminal."""
     files = sorted(folder.glob(f"*/attempt_*/{rank}/stderr.log"), key=lambda path: int(path.parts[-3].split("_")[1]))
     lines = files[-1].read_text(errors="replace").splitlines() if files else []
-    return "\n            ".join(lines[-LAST_LINES:]) or None
+    return TrainingError(problem, got="\n            ".join(lines[-LAST_LINES:]) or None, fix=fix)
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from kitforge.foundation.types import MicroBatch, Sums
 
 # By mixture of experts what its pass has written, see `MoE.load`.
 Loads = dict[nn.Module, Tensor]
+Autocast = Callable[[], AbstractContextManager[Any]]
 # Bytes of a message below which the turns of two slices take longer than they hide: benchmarks/parallel/copies.md.
 SLICE_BYTES = 2**16
 _log = logger(__name__)
@@ -70,11 +71,7 @@ def _given(
 
 
 def run_micro_batches(
-    parallel: ParallelModel,
-    task: Losses,
-    step: Sequence[MicroBatch],
-    weight: float,
-    autocast: Callable[[], AbstractContextManager[Any]],
+    parallel: ParallelModel, task: Losses, step: Sequence[MicroBatch], weight: float, autocast: Autocast
 ) -> Sums:
     """Gradients of loss * weight, summed over the micro-batches and the ranks; returns this rank's sums by name."""
     totals, mesh, composes = Sums(), parallel.mesh, is_composed(task)
@@ -92,11 +89,7 @@ def run_micro_batches(
 
 
 def _run_one_by_one(
-    parallel: ParallelModel,
-    task: Losses,
-    step: Sequence[MicroBatch],
-    weight: float,
-    autocast: Callable[[], AbstractContextManager[Any]],
+    parallel: ParallelModel, task: Losses, step: Sequence[MicroBatch], weight: float, autocast: Autocast
 ) -> Iterator[Sums]:
     """A forward and a backward pass of each micro-batch; those of one stage after those of another."""
     if parallel.takes_turns:
@@ -115,7 +108,7 @@ def _run_one(
     task: Losses,
     micro_batch: MicroBatch,
     weight: float,
-    autocast: Callable[[], AbstractContextManager[Any]],
+    autocast: Autocast,
     loads: Loads | None = None,
 ) -> Sums:
     model, composes = parallel.model, is_composed(task)
@@ -126,11 +119,7 @@ def _run_one(
 
 
 def _run_in_slices(
-    parallel: ParallelModel,
-    task: Losses,
-    step: Sequence[MicroBatch],
-    weight: float,
-    autocast: Callable[[], AbstractContextManager[Any]],
+    parallel: ParallelModel, task: Losses, step: Sequence[MicroBatch], weight: float, autocast: Autocast
 ) -> Iterator[Sums]:
     """Each two micro-batches as two threads that take turns; the first step says whether the next ones do."""
     num_bytes = 0
@@ -171,11 +160,7 @@ def _choose_turns(parallel: ParallelModel, num_bytes: int) -> None:
 
 
 def _run_in_order(
-    parallel: ParallelModel,
-    task: Losses,
-    step: Sequence[MicroBatch],
-    weight: float,
-    autocast: Callable[[], AbstractContextManager[Any]],
+    parallel: ParallelModel, task: Losses, step: Sequence[MicroBatch], weight: float, autocast: Autocast
 ) -> Iterator[Sums]:
     """The passes of the stages of this rank in the order of the schedule, with copies=2 in pairs that take turns. What
     the last stage has summed is sent to all at the end."""
@@ -210,12 +195,7 @@ class _StagePasses:
     """The passes of a step through the stages of this rank, and what the last stage has summed."""
 
     def __init__(
-        self,
-        parallel: ParallelModel,
-        task: Losses,
-        step: Sequence[MicroBatch],
-        weight: float,
-        autocast: Callable[[], AbstractContextManager[Any]],
+        self, parallel: ParallelModel, task: Losses, step: Sequence[MicroBatch], weight: float, autocast: Autocast
     ) -> None:
         self.found: list[Sums] = []
         self.last: list[Pass] = []  # the backward pass behind which no other comes, if there is any

@@ -7,8 +7,6 @@ a block of parameters at a time on the host, in the order of the forward pass, i
 weights. All copies take the way through a few buffers of pinned memory and one stream.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace

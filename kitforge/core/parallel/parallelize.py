@@ -73,7 +73,10 @@ class ParallelModel:
         # Whether two slices of a micro-batch take turns; None: the first step says.
         self.slices_pay: bool | None = None if world.mesh is not None and world.mesh.degrees.copies > 1 else False
         if world.mesh is not None:
-            self._replicate_init(world.mesh)
+            tensors = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+            real = {name: each for name, each in tensors.items() if not each.is_meta}
+            check_same_parameters(real, world.mesh)
+            broadcast_replicas(real, {}, world.mesh)
             self._distribute(sharding, world.mesh, DTYPES[world.precision])
         self._bind()
 
@@ -415,13 +418,6 @@ class ParallelModel:
             if group is not None
         ]
 
-    def _replicate_init(self, mesh: Mesh) -> None:
-        """Broadcast the values of rank 0, before each rank keeps its shard."""
-        tensors = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
-        real = {name: each for name, each in tensors.items() if not each.is_meta}
-        check_same_parameters(real, mesh)
-        broadcast_replicas(real, {}, mesh)
-
     def _distribute(self, sharding: Sharding, mesh: Mesh, compute_dtype: torch.dtype) -> None:
         language_models: list[nn.Module] = [each for each in self.model.modules() if isinstance(each, Shardable)]
         for each in language_models or [self.model]:
@@ -480,7 +476,6 @@ def parallel_model_of(model: nn.Module, world: World, sharding: Sharding | None 
 
 
 def _stack_blocks(model: nn.Module) -> list[nn.Module]:
-    """The blocks of all stacks that are on this rank."""
     stacks = [module for module in model.modules() if isinstance(module, Stack)]
     return [block for stack in stacks for block in stack.blocks if block is not None]
 

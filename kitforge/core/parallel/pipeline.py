@@ -47,13 +47,9 @@ def divide_layers(costs: Sequence[int], num_stages: int, first: int = 0, last: i
                 for begin, before in best.items()
                 if begin < end
             )
-            found[end] = min(cuts, key=_from_the_top)
+            found[end] = min(cuts, key=lambda stages: sorted((each.products for each in stages), reverse=True))
         best = found
     return best[len(costs)]
-
-
-def _from_the_top(stages: Sequence[StageLayers]) -> list[int]:
-    return sorted((each.products for each in stages), reverse=True)
 
 
 def cut_stages(

@@ -19,7 +19,6 @@ from kitforge.foundation.types import Region
 CHECKSUM_WORDS = 2**20
 # Odd numbers far from powers of two (Steele and Vigna, 2021): weights of words, and of groups of them.
 WEIGHT, NEXT = 0x27BB2EE687B0B0FD, 0x369DEA0F31A53F85
-INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def check_same_parameters(tensors: Mapping[str, Tensor], mesh: Mesh) -> None:
@@ -122,7 +121,7 @@ def _differing_ranks(held: list[tuple[Region, int] | None]) -> list[int]:
 def _checksum(tensor: Tensor) -> Tensor:
     """A checksum: a weighted sum of words modulo 2**64. Different bit patterns collide with probability 2**-63."""
     flat = tensor.detach().contiguous().reshape(-1)
-    words = flat.view(INTEGERS[min(flat.element_size(), 8)])
+    words = flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[min(flat.element_size(), 8)])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     weights = (torch.arange(min(len(words), CHECKSUM_WORDS), device=tensor.device) * WEIGHT) | 1
     for part in torch.split(words, CHECKSUM_WORDS):

@@ -90,7 +90,7 @@ class EmbeddingExchange:
         if ids.dtype != torch.int64 or ids.dim() != 1:
             got = f"{str(ids.dtype).removeprefix('torch.')} {list(ids.shape)}"
             raise DataError("these cannot be ids of rows", got=got, expected="int64 [num_ids]")
-        unique, inverse = _unique(ids)
+        unique, inverse = select_table(ids.device.type).unique(ids)
         if self._group is None:
             return ExchangePlan(
                 inverse=inverse, sent=(len(unique),), received=(len(unique),), ids=unique, positions=None
@@ -102,7 +102,7 @@ class EmbeddingExchange:
         sent, received = counts.tolist(), collectives.all_to_all(counts, ones, ones, self._group).tolist()
         asked = collectives.all_to_all(unique[order], received, sent, self._group)
         # Several ranks may ask for one row, so what comes from distinct ids need not be distinct.
-        own, positions = _unique(asked)
+        own, positions = select_table(asked.device.type).unique(asked)
         return ExchangePlan(
             inverse=torch.argsort(order)[inverse],
             sent=tuple(sent),
@@ -150,11 +150,6 @@ class _FetchRows(torch.autograd.Function):
             summed = _segment_sum(summed, route.positions, len(route.ids))
         ctx.sink.add(route.ids, summed)
         return None, None, None, None, None
-
-
-def _unique(ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Distinct ids in the order in which they first occur, and the place of each id among them."""
-    return select_table(ids.device.type).unique(ids)
 
 
 def _segment_sum(parts: Tensor, positions: Tensor, num_rows: int) -> Tensor:

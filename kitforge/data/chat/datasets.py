@@ -47,7 +47,6 @@ _FORMAT = 5  # changes with what a row becomes, so that no older cache is read
 _log = logger(__name__)
 Row = TypeVar("Row")
 ExampleKind = Literal["demonstrations", "pairs", "unpaired"]
-_VERDICTS = {"true": True, "false": False, "1": True, "0": False}
 # What data.columns may name for examples.
 _COLUMNS = (
     *SAID,
@@ -259,7 +258,7 @@ class ChatDatasetReader:
         label = row.required("label")
         if isinstance(label, str):
             # As tables spell it.
-            label = _VERDICTS.get(label.strip().lower(), label)
+            label = {"true": True, "false": False, "1": True, "0": False}.get(label.strip().lower(), label)
         if label not in (True, False):
             raise row.refusal("has no verdict", got=f"label {label!r}", expected="true or false")
         return UnpairedExample(response=self._responses(row, "completion")[0], is_desirable=bool(label))

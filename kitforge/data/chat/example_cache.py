@@ -33,7 +33,6 @@ from kitforge.data.tokenizers.protocol import Tokenizer
 from kitforge.foundation.files import atomic_file
 
 FORMAT = 2
-_PARTS = "parts"
 # The arrays beside tokens and masks, each in a file of its own.
 _ARRAYS = ("offsets", "values", "sources")
 Row = TypeVar("Row", TokenizedExample, PreferencePair, UnpairedExample)
@@ -149,7 +148,7 @@ def build_example_cache(
     folder = root / key
 
     def fill() -> dict[str, Any]:
-        parts = folder / _PARTS
+        parts = folder / "parts"
         parts.mkdir(exist_ok=True)
         jobs = [
             ExampleJob(

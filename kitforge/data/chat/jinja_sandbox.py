@@ -196,7 +196,6 @@ def _meter(tree: nodes.Template, environment: _Environment) -> None:
 
 
 def _size(body: nodes.Node) -> int:
-    """The cost of a run of a body that is spelt so."""
     calls = 0 if isinstance(body, nodes.For) else 2 * _CALL
     return 1 + calls + sum(1 for _ in body.find_all(nodes.Node)) // 16 + sum(map(len, _spelt(body))) // _CHARS
 

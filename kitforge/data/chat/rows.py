@@ -403,7 +403,6 @@ def _messages_in_json(text: str) -> list[Any] | None:
 
 
 def _holds_chat(value: object) -> bool:
-    """Whether a column holds messages, also as JSON."""
     items: Any = _messages_in_json(value) if isinstance(value, str) else value
     if not isinstance(items, (list, tuple, np.ndarray)) or len(items) == 0:
         return False

@@ -116,7 +116,9 @@ class ChatTemplate:
                 expected="messages, and one of the two",
             )
         if not self._languages:
-            return _plain_prompt(self._tokenizer, messages, opens_reply, continue_final_message)
+            chat = list(_plain_chat(self._tokenizer, messages, opens_reply=opens_reply).tokens)
+            is_closed = continue_final_message and messages[-1]["role"] == "assistant"
+            return chat[:-1] if is_closed else chat
         inputs = {"tools": tools, "documents": documents, **_checked(chat_template_kwargs)}
         language, render = self._render(messages, inputs)
         again = render.continued if continue_final_message else partial(render.text, opens_reply=opens_reply)
@@ -414,16 +416,7 @@ def _plain_chat(
 
 
 def _opening(role: str) -> str:
-    """What stands before a message of the role."""
     return f"\n\n{_SPEAKERS.get(role, role.capitalize())}: "
-
-
-def _plain_prompt(
-    tokenizer: Tokenizer, messages: Sequence[Message], opens_reply: bool, continue_final_message: bool
-) -> list[int]:
-    tokens = list(_plain_chat(tokenizer, messages, opens_reply=opens_reply).tokens)
-    is_closed = continue_final_message and messages[-1]["role"] == "assistant"
-    return tokens[:-1] if is_closed else tokens
 
 
 def _plain_content(message: Message) -> str:

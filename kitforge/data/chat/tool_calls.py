@@ -17,7 +17,6 @@ from kitforge.data.text.continuation import ReplyMarks, num_open
 # A part of the reader: it yields where it needs more text, and returns whether it found what it looks for.
 _Reading = Generator[None, None, bool]
 _SPACE = " \t\r\n"
-_NO_CALL = 'the call is not of the form {"name": ..., "arguments": {...}}'
 # What begins and what ends a thought.
 _THOUGHTS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 # The beginning of a call up to its arguments, as JSON and as Mistral's later models write it.
@@ -211,7 +210,7 @@ class ReplyReader:
             problem = f"the call is not JSON: {error}"
         key = next((each for each in ("arguments", "parameters") if call.get(each) is not None), "")
         if problem is None and not (isinstance(call.get("name"), str) and isinstance(call.get(key, {}), dict)):
-            problem = _NO_CALL
+            problem = 'the call is not of the form {"name": ..., "arguments": {...}}'
         if problem is None and (has_arguments or not calls.is_bare or call["name"] in self._tools):
             self._begin(call["name"], stop, calls)
             self._emit("arguments", _member(body, key) if key else "{}")
@@ -442,7 +441,6 @@ def _quoted(text: str) -> str:
 
 
 def _without(mark: str) -> str:
-    """Any text in which a mark is not spelt."""
     return r"/(.|\n)*/ & ~/(.|\n)*MARK(.|\n)*/".replace("MARK", re.escape(mark).replace("/", r"\/"))
 
 

@@ -42,7 +42,6 @@ UNNAMED = "Unnamed: "
 _ROW_NUMBERS = re.compile(r"__index_level_\d+__")
 # What a number with a decimal comma alone in its cell looks like, in a file that ; delimits.
 _COMMA_CELL = re.compile(rb"(?:^|[;\n\"])[ ]*[+-]?(?:\d*|\d{1,3}(?:\.\d{3})+),\d+[ ]*(?=[;\r\n\"]|$)")
-_DELIMITERS = (",", ";", "\t", "|")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,7 +249,7 @@ def _open_file(
         ).part
     delimiter = config.delimiter or ("\t" if form == "tsv" else "")
     if not delimiter:  # the one that splits the first line into the most cells; a comma if all are equal
-        delimiter = max(_DELIMITERS, key=lambda each: len(_cells(path, line, each)))
+        delimiter = max((",", ";", "\t", "|"), key=lambda each: len(_cells(path, line, each)))
     # Blanks around a name are no part of it, as around any other cell.
     names = tuple(cell.strip() for cell in _cells(path, line, delimiter)) if config.columns is None else config.columns
     if config.columns is None and names[0] == "" and len(names) > 1:

@@ -176,7 +176,13 @@ class Lane:
         filled = number = 0
         while filled < self._length:
             if self._offset == len(self._tokens):
-                self._next_document()
+                self._index, self._offset = self._index + 1, 0
+                if self._index >= len(self._texts):
+                    is_first = not self._texts and self._start is None
+                    self._block, self._index = (0 if is_first else self._block + 1), 0
+                    self._start = None if is_first else self._reader.position()
+                    self._read_block()
+                self._tokens = self._encode(self._texts[self._index])
             count = min(len(self._tokens) - self._offset, self._length - filled)
             part, end = slice(filled, filled + count), self._offset + count
             row["tokens"][part] = self._tokens[self._offset : end]
@@ -185,15 +191,6 @@ class Lane:
             row["positions"][part], row["documents"][part] = np.arange(count), number
             self._offset, filled, number = end, filled + count, number + 1
         return row
-
-    def _next_document(self) -> None:
-        self._index, self._offset = self._index + 1, 0
-        if self._index >= len(self._texts):
-            is_first = not self._texts and self._start is None
-            self._block, self._index = (0 if is_first else self._block + 1), 0
-            self._start = None if is_first else self._reader.position()
-            self._read_block()
-        self._tokens = self._encode(self._texts[self._index])
 
     def _read_block(self) -> None:
         # The last block is dropped before the next is read, so that no more than `buffer` documents are held.

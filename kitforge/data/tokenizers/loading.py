@@ -129,7 +129,13 @@ def make_tokenizer(config: TokenizerConfig, source: Source | None, cache_folder:
     if config.name == "byte":
         return ByteTokenizer()
     if config.name == "sentencepiece":
-        return trained(_required(source), config.vocab_size, cache_folder)
+        if source is None:
+            raise ConfigError(
+                "a sentencepiece vocabulary can only be trained on a corpus",
+                got="no training data",
+                fix="tokenizer.name=FOLDER, or name a corpus: data.train=FILE",
+            )
+        return trained(source, config.vocab_size, cache_folder)
     path = Path(config.name)
     if path.is_dir() or is_gguf(path):
         return load_tokenizer(path)
@@ -170,13 +176,3 @@ def find_tokenizer(folder: Path) -> Tokenizer:
     """The tokenizer of a run, a step, a Hugging Face folder or a GGUF file."""
     candidates = [folder / TOKENIZER_FOLDER, folder.parent.parent / TOKENIZER_FOLDER, folder]
     return load_tokenizer(next((path for path in candidates[:2] if path.is_dir()), folder))
-
-
-def _required(source: Source | None) -> Source:
-    if source is None:
-        raise ConfigError(
-            "a sentencepiece vocabulary can only be trained on a corpus",
-            got="no training data",
-            fix="tokenizer.name=FOLDER, or name a corpus: data.train=FILE",
-        )
-    return source

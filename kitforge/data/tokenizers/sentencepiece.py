@@ -31,7 +31,6 @@ _WITHOUT_PREFIX = b"\x1a\x02\x18\x00"
 _CHATGLM = "ChatGLMTokenizer"
 _CHATGLM_ROLES = tuple(f"<|{role}|>" for role in ("system", "user", "assistant", "observation"))
 _CHATGLM_TOKENS = ("[MASK]", "[gMASK]", "[sMASK]", "sop", "eop", *_CHATGLM_ROLES)
-_CHATGLM_PREFIX = ("[gMASK]", "sop")
 # Training takes about a third of a second for a million characters and learns little from more text than this.
 _TRAINING_CHARACTERS = 20_000_000
 _LINE_CHARACTERS = 4000
@@ -269,7 +268,7 @@ class SentencePieceTokenizer(FolderTokenizer):
     def _frame(self, role: str, number: int | None) -> list[int]:
         """The tokens that the role puts around every text."""
         if self._is_chatglm and role == "bos":
-            return [each for text in _CHATGLM_PREFIX if (each := self._token_id(text)) is not None]
+            return [each for text in ("[gMASK]", "sop") if (each := self._token_id(text)) is not None]
         if self._folder.config.get(f"add_{role}_token") is not True:
             return []
         if number is None or self._folder.token_of(role, self._token_id) is None:

@@ -71,5 +71,4 @@ class LowestScoreQueue:
 
 
 def _by_score(scores: Tensor, slots: Tensor) -> Tensor:
-    """Ascending slots sorted by score."""
     return slots[scores[slots].argsort(stable=True)]

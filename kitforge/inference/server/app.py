@@ -69,7 +69,6 @@ def _module(name: str) -> Any:
 
 
 def _add_info_routes(app: Any, service: HttpService) -> None:
-    """Models, and the web UI."""
     from fastapi import FastAPI
     from fastapi.responses import HTMLResponse, JSONResponse
 
@@ -151,7 +150,6 @@ def _add_completion_routes(app: Any, service: Service, bodies: Any, items: Any) 
 
 
 def _add_embedding_route(app: Any, service: Service) -> None:
-    """Embeddings as in OpenAI's API."""
     from fastapi import FastAPI, Request
     from fastapi.responses import Response
 

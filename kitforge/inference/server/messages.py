@@ -47,13 +47,9 @@ class MessageToolCall(RequestBody):
     function: FunctionCall
 
 
-def _text_or_parts(value: Any) -> str | None:
-    return "text" if isinstance(value, str) else "parts" if isinstance(value, (dict, list, BaseModel)) else None
-
-
 _UNREAD: Any = {"index": True, "function": {"parsed_arguments"}}  # by templates
 TEXT_OR_PARTS = Discriminator(
-    _text_or_parts,
+    lambda value: "text" if isinstance(value, str) else "parts" if isinstance(value, (dict, list, BaseModel)) else None,
     custom_error_type="content",
     custom_error_message='text, or a list of objects with a type, as {"type": "text", "text": ...}',
 )

@@ -51,7 +51,6 @@ class AuthMiddleware:
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one request."""
         if scope["type"] != "http":
             await self._application(scope, receive, send)
             return

@@ -82,5 +82,4 @@ class RerankRequest(RequestBody):
 
 
 def _prompts(given: Any) -> list[str | list[int]]:
-    """The texts and lists of tokens of a `Prompt`."""
     return [given] if isinstance(given, str) or isinstance(given[0], int) else list(given)

@@ -468,7 +468,6 @@ def _enforced(request: ChatRequest) -> dict[str, dict[str, Any]]:
 
 
 def _option_overrides(request: CompletionRequest | ChatRequest) -> dict[str, Any]:
-    """The sampling options that a request sets."""
     changes: dict[str, Any] = {"num_top_logprobs": request.num_top_logprobs or 0} | {
         ours: value for theirs, ours in _SAMPLING_FIELDS.items() if (value := getattr(request, theirs)) is not None
     }

@@ -11,8 +11,6 @@ from typing import Any
 
 from kitforge.data.optional_imports import import_optional
 
-_FOLDER = Path(__file__).parent
-
 
 def page(name: str, *, needs_token: bool, is_chat: bool, context: int, most: int, sampling: Mapping[str, Any]) -> str:
     """The HTML document for a model of that name, which `is_chat` where it has a chat template, and generates at most
@@ -87,4 +85,4 @@ def content_security_policy() -> str:
 
 @cache
 def _read(name: str) -> str:
-    return (_FOLDER / name).read_text("utf-8")
+    return (Path(__file__).parent / name).read_text("utf-8")

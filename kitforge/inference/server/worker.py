@@ -128,7 +128,11 @@ class Worker(LoopThread):
             if job is None:
                 continue
             job.first_at = job.first_at or now
-            self._observe_latency(job, delta, now)
+            last = job.last_at.get(delta.sample)
+            job.last_at[delta.sample] = now
+            if last is not None:
+                for _ in delta.tokens:
+                    self._metrics.inter_token.observe((now - last) / len(delta.tokens))
             job.pending.append(delta)
             job.num_open -= delta.finish_reason is not None
             if job.num_open == 0:
@@ -140,14 +144,6 @@ class Worker(LoopThread):
         if batch:
             # Once for all deltas of a step, since waking the event loop is expensive.
             self._call_soon(_deliver, batch)
-
-    def _observe_latency(self, job: PromptJob, delta: TextDelta, now: float) -> None:
-        """Record the latency of its tokens, evenly where a step yielded several."""
-        last = job.last_at.get(delta.sample)
-        job.last_at[delta.sample] = now
-        if last is not None:
-            for _ in delta.tokens:
-                self._metrics.inter_token.observe((now - last) / len(delta.tokens))
 
     def _fail(self, error: Exception) -> None:
         """The engine has failed: fail all current and later requests."""

@@ -76,7 +76,8 @@ def _step_of(path: Path) -> int:
 
 def find_features(folder: Path) -> FeatureEncoder:
     """The features of a run folder or a step folder."""
-    path = _find_artifact(folder, FEATURES)
+    candidates = (folder / FEATURES, folder.resolve().parent.parent / FEATURES)
+    path = next((path for path in candidates if path.is_file()), None)
     if path is None:
         raise DataError("there are no features", got=folder, expected=f"a run of the recommender, with its {FEATURES}")
     return FeatureEncoder(*load_features(path))
@@ -98,9 +99,3 @@ def find_item_catalog(checkpoint: Checkpoint) -> ItemCatalog | None:
     if not path.is_file():
         path = _items_before(checkpoint.folder.resolve().parent.parent, checkpoint.step)
     return load_item_catalog(path) if path.is_file() else None
-
-
-def _find_artifact(folder: Path, name: str) -> Path | None:
-    """A file of the run; a step folder is RUN/checkpoints/STEP."""
-    candidates = (folder / name, folder.resolve().parent.parent / name)
-    return next((path for path in candidates if path.is_file()), None)

@@ -243,7 +243,6 @@ def _behave_as_ids(numbers: NDArray[np.float64]) -> bool:
 
 
 def _cell(value: object) -> str:
-    """A value as short text."""
     if value is None:
         return ""
     text = " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)

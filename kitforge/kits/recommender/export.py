@@ -25,8 +25,6 @@ from kitforge.kits.recommender.model import MISSING_SUFFIX, ReadOnlyTables, Reco
 from kitforge.kits.recommender.schema import FeatureSchema
 from kitforge.models.catalog import build_recommender
 
-FORMAT_VERSION = 1
-
 
 class ScoringProgram(nn.Module):
     """Named inputs, as in the description of the program -> probabilities [B]; for two towers, user vectors [B, dim].
@@ -167,7 +165,7 @@ def _dynamic_shapes(inputs: Mapping[str, Tensor]) -> dict[str, Any]:
 def _description(model: Recommender, program: ScoringProgram, example: Mapping[str, Tensor], step: int) -> Any:
     statistics = model.encoder.statistics
     return {
-        "format_version": FORMAT_VERSION,
+        "format_version": 1,
         "family": model.config.family,
         "step": step,
         "output": "user vectors [batch, dim]" if program._is_user else "probabilities [batch]",

@@ -128,7 +128,6 @@ class EmbeddingRequestPlan:
         return torch.cat(shaped, dim=1)[:, [order.index(feature) for feature in lookup.features]]
 
     def _stack_tables(self, kind: TableKind, dim: int) -> list[StackedTable]:
-        """The tables of one kind and width."""
         wanted = [each for each in self.lookups if (each.kind, each.dim) == (kind, dim)]
         names = dict.fromkeys(self._shape.table_of(feature) for lookup in wanted for feature in lookup.features)
         specs = [self._specs[name] for name in names]

@@ -172,7 +172,8 @@ def infer_schema(
         elif view.type == "list":
             bags[view.name] = BagFeature(**_ids(view))
         elif _is_quantity(view, view.name in ids):
-            numeric[view.name] = NumericFeature(log=_is_skewed(view))
+            assert view.median is not None and view.largest is not None and view.smallest is not None
+            numeric[view.name] = NumericFeature(log=view.largest > 20 * max(view.median, 1.0) and view.smallest > -10)
             bucketed[_unused(f"{view.name}_range", names)] = BucketFeature(column=view.name, num_buckets=_RANGES)
         else:
             categorical[view.name] = CategoricalFeature(**_categories(view, is_complete=is_complete))
@@ -277,12 +278,6 @@ def _is_quantity(view: ColumnView, is_id: bool) -> bool:
     if view.type != "integer" or (view.num_values <= FEW_VALUES and not view.name.endswith(":float")):
         return False
     return kind == "quantity" or (kind is None and not is_id and not view.behaves_as_ids)
-
-
-def _is_skewed(view: ColumnView) -> bool:
-    """Whether to take the logarithm: values over several magnitudes, hardly any negative."""
-    assert view.median is not None and view.largest is not None and view.smallest is not None
-    return view.largest > 20 * max(view.median, 1.0) and view.smallest > -10
 
 
 def _categories(view: ColumnView, *, is_complete: bool) -> dict[str, Any]:

@@ -30,7 +30,6 @@ from kitforge.kits.recommender.schema import FeatureSchema, with_length, with_ow
 from kitforge.kits.recommender.two_tower_objective import ITEM_BATCH
 from kitforge.models.sasrec.model import SASRecConfig
 
-LOOKUP = "items"
 # Dropout keys: the window number stands above the bits of the sample number.
 _WINDOW_BITS = 40
 # The last item of every sequence is held out for evaluation.
@@ -179,7 +178,7 @@ class SampledSoftmax(RetrievalObjective[SequenceBatch]):
         """The lookup of item ids [n], or of sequences [B, L] without their padding."""
         if lengths is not None:
             ids = ids[torch.arange(ids.shape[1]) < lengths.unsqueeze(1)]
-        return self._plan.request_of(LOOKUP, self._feature, ids)
+        return self._plan.request_of("items", self._feature, ids)
 
 
 def training_windows(sequences: IdSequence, window: int, cuts: NDArray[np.int64]) -> tuple[IdSequence, Tensor]:

@@ -135,7 +135,6 @@ class TableStatsCallback(Callback):
             file.write(json.dumps(line) + "\n")
 
     def _since(self, name: str, table: CachedEmbedding) -> dict[str, dict[str, int]]:
-        """Counts since the last call."""
         stats = table.stats()
         now = {"hits": Counter(stats.hits), "moved": Counter(stats.moved)}
         before = self._before.get(name, {"hits": Counter(), "moved": Counter()})

@@ -112,7 +112,6 @@ class RecommendationTask(DatasetTask):
             stream.close()
 
     def _batches(self, cursor: Cursor) -> Iterator[list[MicroBatch]]:
-        """Steps from the cursor on."""
         if isinstance(self._dataset.train, StreamingDataset):
             yield from self._stream_batches(self._dataset.train, cursor)
             return

@@ -46,7 +46,6 @@ def visible_text(tokens: Sequence[int], tokenizer: Tokenizer, before: Sequence[i
 
 
 def _responses(row: TokenizedExample | PreferencePair | UnpairedExample | PromptExample) -> dict[str, TokenizedExample]:
-    """The token sequences of a row by their role in it."""
     if isinstance(row, PreferencePair):
         return {", chosen": row.chosen, ", rejected": row.rejected}
     if isinstance(row, UnpairedExample):

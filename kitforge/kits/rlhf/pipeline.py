@@ -32,7 +32,6 @@ class RewardPipeline:
         self._reader = ChatDatasetReader(tokenizer, template_of(tokenizer))
 
     def __call__(self, texts: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]]) -> list[Any]:
-        """The scores, in order."""
         if isinstance(texts, (str, Mapping)):
             result: list[Any] = self([texts])[0]
             return result

@@ -136,7 +136,6 @@ def _recorded(folder: Path, step: int) -> dict[str, float]:
 
 
 def _numeric_metrics(line: Mapping[str, Any]) -> dict[str, float]:
-    """The numeric metrics without timings."""
     return {
         name: float(value)
         for name, value in line.items()

@@ -393,7 +393,6 @@ def _full_reference(parts: TaskInputs[RLOptions], base_model: Callable[[], Netwo
 
 
 def _ptx_rows(parts: TaskInputs[RLOptions]) -> DatasetSplits[TokenizedExample] | None:
-    """Pretraining rows (ptx); None for ptx.coef=0."""
     options = parts.options
     source = parts.inputs.roles.get("ptx", options.ptx.data)
     check(source is None or options.ptx.coef > 0, "ptx.coef", options.ptx.coef, "above 0 with the role ptx")

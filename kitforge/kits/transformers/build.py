@@ -195,7 +195,6 @@ class TextGeneration(NetworkKit[TextGenerationOptions, Tokenizer]):
 
 
 def _adapters(model: nn.Module, options: TextGenerationOptions) -> dict[str, Factors]:
-    """Those of `serve.adapters`, by name."""
     folders = options.serve.adapters.items()
     return {name: read_scaled_factors(model, user_path(folder)) for name, folder in folders}
 

@@ -74,7 +74,6 @@ class MaskedAttend:
         self._is_own = torch.arange(mask.shape[1], device=mask.device) == columns.unsqueeze(1)
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-        """See `Attend`."""
         if self._past:
             past_key, past_value = self._past[2 * spec.layer : 2 * spec.layer + 2]
             key, value = torch.cat([past_key, key], dim=2), torch.cat([past_value, value], dim=2)

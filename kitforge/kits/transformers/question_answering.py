@@ -27,12 +27,7 @@ from kitforge.foundation.dtype import ExportDtype
 from kitforge.foundation.errors import DataError, ModelError
 from kitforge.foundation.log import logger
 from kitforge.foundation.types import MicroBatch, OnInvalid, Sums
-from kitforge.kits.transformers.labelling import (
-    HeadedModel,
-    LabellingKit,
-    LabellingOptions,
-    LabellingPipeline,
-)
+from kitforge.kits.transformers.labelling import HeadedModel, LabellingKit, LabellingOptions, LabellingPipeline
 from kitforge.kits.transformers.rows import ClassifierTask, RaggedTokens, RowOptions, RowSplits, hold_out
 from kitforge.kits.transformers.text_kit import PIPELINE_ROWS
 from kitforge.models.catalog import FAMILIES

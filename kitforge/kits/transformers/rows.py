@@ -206,7 +206,6 @@ class ClassifierTask(RowTask, ABC):
         return {f"eval/{name}": value for name, value in found.items()}
 
     def _evaluate_numbers(self, model: nn.Module) -> dict[str, float]:
-        """See `evaluate`."""
         sums = torch.zeros(7, len(self._rows.labels), dtype=torch.float64)
         with self.shown(self.eval_micro_batches(model)) as batches:
             for micro_batch in batches:

@@ -232,18 +232,14 @@ class Seq2SeqTask(RowTask):
         start = start_tokens(self._tokenizer, network.config).trained
         inputs = torch.cat([torch.full_like(targets[:, :1], start), targets[:, :-1]], dim=1)
         inputs = inputs.masked_fill(inputs == IGNORED, self._tokenizer.pad_id)
+        positions = torch.arange(sources.shape[1], device=sources.device)
         context = Context(
-            source=EncoderInput(tokens=sources, documents=source_documents(sources, lengths)), dropout=dropout_key
+            source=EncoderInput(tokens=sources, documents=torch.where(positions < lengths.unsqueeze(1), 0, -1)),
+            dropout=dropout_key,
         )
         hidden = network.hidden(inputs, context).flatten(0, 1)
         loss: Tensor = network.kernels.linear_cross_entropy(hidden, network.head_weight, targets.flatten())
         return loss
-
-
-def source_documents(sources: Tensor, lengths: Tensor) -> Tensor:
-    """[B, S]: 0 for the tokens of a source, -1 for padding."""
-    positions = torch.arange(sources.shape[1], device=sources.device)
-    return torch.where(positions < lengths.unsqueeze(1), 0, -1)
 
 
 def write_targets(

@@ -18,7 +18,6 @@ from kitforge.core.nn.stack import Stack
 from kitforge.foundation.config import check
 from kitforge.foundation.device import copy_to
 
-NORM_EPS = 1e-8
 # The smallest width that histories are padded to; each further bucket is twice as wide.
 MIN_WIDTH = 8
 
@@ -74,7 +73,7 @@ class SASRecConfig(RecommenderConfig):
             dropout=self.dropout,
         )
         mlp = MLPConfig(dim=self.dim, hidden_dim=self.mlp_dim or self.dim, kind="gelu_tanh", bias=True)
-        return BlockConfig(attention=attention, mlp=mlp, norm="layer", norm_eps=NORM_EPS, dropout=self.dropout)
+        return BlockConfig(attention=attention, mlp=mlp, norm="layer", norm_eps=1e-8, dropout=self.dropout)
 
 
 class SASRec(Stack):

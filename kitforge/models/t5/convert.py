@@ -7,7 +7,7 @@ from kitforge.core.nn.decoder import MAX_LAYERS
 from kitforge.foundation.errors import ModelError
 from kitforge.models.config_keys import CONFIG_KEYS
 from kitforge.models.t5.model import T5Config
-from kitforge.models.weight_mapping import ConfigFile, Converter, TensorMapping, checked
+from kitforge.models.weight_mapping import Converter, TensorMapping, checked
 
 _KEYS = CONFIG_KEYS.with_keys(
     refusal="a T5 of another architecture",
@@ -35,6 +35,9 @@ def read_config(config: Mapping[str, Any]) -> T5Config:
     own = "gelu_new" if gated else "relu"
     config.check(config.given("dense_act_fn", own) == own, "dense_act_fn", f"{own}, as feed_forward_proj has it")
     is_tied = config.flag("tie_word_embeddings", not is_mt5)
+    start: int | None = config.get("decoder_start_token_id")
+    is_token = isinstance(start, int) and not isinstance(start, bool) and 0 <= start < config.count("vocab_size")
+    config.check(start is None or is_token, "decoder_start_token_id", "a token of the vocabulary")
     return T5Config(
         vocab_size=config.count("vocab_size"),
         dim=config.count("d_model"),
@@ -52,15 +55,8 @@ def read_config(config: Mapping[str, Any]) -> T5Config:
         # transformers 5 always writes the embeddings as tied, and whether they were under a key of its own.
         scale_output=config.flag("scale_decoder_outputs", is_tied),
         dropout=config.number("dropout_rate", 0.1, below=1.0),
-        decoder_start_id=_start_token(config),
+        decoder_start_id=start,
     )
-
-
-def _start_token(config: ConfigFile) -> int | None:
-    start: int | None = config.get("decoder_start_token_id")
-    is_token = isinstance(start, int) and not isinstance(start, bool) and 0 <= start < config.count("vocab_size")
-    config.check(start is None or is_token, "decoder_start_token_id", "a token of the vocabulary")
-    return start
 
 
 def write_config(config: T5Config) -> dict[str, Any]:

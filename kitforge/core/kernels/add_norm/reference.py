@@ -17,6 +17,5 @@ class AddNormKernel(Protocol):
 
 
 def add_norm(input: Tensor, branch: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    """See `AddNormKernel`."""
     total = input + branch
     return total, rms_norm(total, weight, eps) if bias is None else layer_norm(total, weight, bias, eps)

@@ -6,6 +6,5 @@ from kitforge.core.kernels.triton.norm import norm_of_sum
 
 
 def add_norm(input: Tensor, branch: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    """See `AddNormKernel`."""
     normal, total, _ = norm_of_sum(input, branch, weight, bias, eps)
     return total, normal

@@ -29,7 +29,6 @@ def attention(
     slopes: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """See `AttentionKernel`."""
     if bias is not None:
         terms = _bias_and_mask(query, bias, mask, causal, slopes)
         if query.is_cpu and bias.dim() == 3:
@@ -95,7 +94,6 @@ def _bias_and_mask(
 
 
 def _ungrouped(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values of as many heads as the queries."""
     group = query.shape[1] // key.shape[1]
     if group > 1:
         key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
@@ -103,7 +101,6 @@ def _ungrouped(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tenso
 
 
 def _under_bias(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, seen: Tensor | None, scale: float) -> Tensor:
-    """torch's attention under a bias, as an additive mask."""
     dtype = compute_dtype(query)
     added = bias if bias.dim() == 4 else bias.unsqueeze(0)
     added = added if seen is None else added.masked_fill(~seen, float("-inf"))
@@ -129,6 +126,5 @@ def _stored(half: torch.dtype) -> torch.autograd.graph.saved_tensors_hooks:
     """Saves queries, keys, values and output [batch, heads, length, features] in `half` for the backward pass, all but
     the output without loss; the softmax's logsumexp [batch, heads, length] keeps its dtype."""
     return torch.autograd.graph.saved_tensors_hooks(
-        lambda saved: saved.to(half) if saved.dim() == 4 else saved,
-        lambda packed: packed.float(),
+        lambda saved: saved.to(half) if saved.dim() == 4 else saved, lambda packed: packed.float()
     )

@@ -84,6 +84,5 @@ def attention(
     slopes: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """See `AttentionKernel`."""
     weights = probabilities(query, key, mask=mask, causal=causal, scale=scale, slopes=slopes, bias=bias)
     return weights @ value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)

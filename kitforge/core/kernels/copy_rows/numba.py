@@ -20,7 +20,6 @@ NO_INDICES = np.empty(0, np.int64)
 
 
 def copy_rows(source: Tensor, target: Tensor, *, at: Tensor | None = None, to: Tensor | None = None) -> None:
-    """See `CopyRowsKernel`."""
     require_rows(source, target, at, to)
     rows = (source.numpy(), target.numpy())
     sources = (NO_INDICES if at is None else at.numpy(), at is None)

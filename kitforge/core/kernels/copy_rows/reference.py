@@ -20,7 +20,6 @@ class CopyRowsKernel(Protocol):
 
 
 def copy_rows(source: Tensor, target: Tensor, *, at: Tensor | None = None, to: Tensor | None = None) -> None:
-    """See `CopyRowsKernel`."""
     require_rows(source, target, at, to)
     rows = source if at is None else source.index_select(0, at)
     if to is None:

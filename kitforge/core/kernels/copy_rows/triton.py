@@ -16,7 +16,6 @@ from kitforge.foundation.errors import ModelError
 
 
 def copy_rows(source: Tensor, target: Tensor, *, at: Tensor | None = None, to: Tensor | None = None) -> None:
-    """See `CopyRowsKernel`."""
     num_rows, num_targets = len(source if at is None else at), len(target if to is None else to)
     if num_rows != num_targets:
         reference.require_rows(source, target, None if at is None else at[:0], None if to is None else to[:0])

@@ -109,14 +109,7 @@ def generate_tiles(
 
 def _tiles(num_tiles: int) -> Any:
     def typed(
-        _context: Any,
-        _rows: Any,
-        _row_bytes: Any,
-        _panel: Any,
-        _num_words: Any,
-        _sums: Any,
-        _adds: Any,
-        _ahead: Any,
+        _context: Any, _rows: Any, _row_bytes: Any, _panel: Any, _num_words: Any, _sums: Any, _adds: Any, _ahead: Any
     ) -> Any:
         def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
             generate_tiles(num_tiles, builder, arguments)

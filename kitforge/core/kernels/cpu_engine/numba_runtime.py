@@ -329,8 +329,8 @@ def parallel_for(work: Callable[[int, int], Any], count: int, grain: int) -> lis
     on the chunks. numba's own thread pool is not used: its portable layer crashes under concurrent callers, which a
     prefetcher makes.
     """
-    num_chunks = max(1, min(num_threads(), count // max(grain, 1)))
-    if num_chunks == 1:
+    num_chunks = count // max(grain, 1)
+    if num_chunks < 2 or (num_chunks := min(num_threads(), num_chunks)) == 1:
         return [work(0, count)]
     bounds = [count * chunk // num_chunks for chunk in range(num_chunks + 1)]
     # A forked process has none of the threads of its parent.

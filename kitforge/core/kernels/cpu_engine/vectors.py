@@ -183,7 +183,6 @@ def vector_at(_context: Any, _address: Any, like: Any) -> Any:
 
 @intrinsic
 def _masked_at(_context: Any, _address: Any, like: Any, _count: Any) -> Any:
-
     def generate(_context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         address, _, count = arguments
         mask, size = _is_between(builder, count.type(0), count), 4 if _is_float(signature.args[1]) else 2
@@ -211,7 +210,6 @@ def write_vector(_context: Any, _values: Any, _address: Any, like: Any) -> Any:
 
 @intrinsic
 def _write_masked(_context: Any, _values: Any, _address: Any, like: Any, _count: Any) -> Any:
-
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         values, address, _, count = arguments
         size = 4 if _is_float(signature.args[2]) else 2

@@ -44,7 +44,6 @@ def decode_attention(
     slopes: Tensor | None = None,
     attention: Callable[..., Tensor] = reference.attention,
 ) -> Tensor:
-    """See `DecodeAttentionKernel`."""
     output = torch.empty_like(query)
     for sequence, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
         first = start if window is None else start + max(0, length - window)

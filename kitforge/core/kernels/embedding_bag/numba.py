@@ -36,7 +36,6 @@ def embedding_bag(
     out: Tensor | None = None,
     scratch: Workspace | None = None,
 ) -> Tensor:
-    """See `EmbeddingBagKernel`."""
     num_ids = len(slots if inverse is None else inverse)
     check_indices(slots, len(slab), "slots of the slab")
     if inverse is not None:
@@ -69,14 +68,7 @@ def embedding_bag(
 
 @compiled
 def _gather(
-    slab: Floats,
-    slots: Indices,
-    inverse: Indices,
-    is_direct: bool,
-    dim: int,
-    out: Floats,
-    start: int,
-    stop: int,
+    slab: Floats, slots: Indices, inverse: Indices, is_direct: bool, dim: int, out: Floats, start: int, stop: int
 ) -> None:
     for number in range(start, stop):
         later = number + AHEAD

@@ -41,7 +41,6 @@ def embedding_bag(
     out: Tensor | None = None,
     scratch: Workspace | None = None,
 ) -> Tensor:
-    """See `EmbeddingBagKernel`."""
     check_indices(slots, len(slab), "slots of the slab")
     if inverse is not None:
         check_indices(inverse, len(slots), "indices of the slots")

@@ -25,7 +25,6 @@ def embedding_bag(
     out: Tensor | None = None,
     scratch: Workspace | None = None,
 ) -> Tensor:
-    """See `EmbeddingBagKernel`."""
     del scratch
     num_ids = len(slots if inverse is None else inverse)
     if out is None:

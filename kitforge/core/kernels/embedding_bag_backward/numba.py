@@ -21,14 +21,8 @@ Indices = NDArray[np.int64]
 
 
 def embedding_bag_backward(
-    gradients: Tensor,
-    inverse: Tensor,
-    num_rows: int,
-    *,
-    bags: Bags | None = None,
-    out: Tensor | None = None,
+    gradients: Tensor, inverse: Tensor, num_rows: int, *, bags: Bags | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """See `EmbeddingBagBackwardKernel`."""
     check_indices(inverse, num_rows, "indices of the rows")
     if out is None:
         out = gradients.new_empty(num_rows, gradients.shape[1])

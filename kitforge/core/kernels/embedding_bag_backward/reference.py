@@ -17,25 +17,13 @@ class EmbeddingBagBackwardKernel(Protocol):
     """
 
     def __call__(
-        self,
-        gradients: Tensor,
-        inverse: Tensor,
-        num_rows: int,
-        *,
-        bags: Bags | None = None,
-        out: Tensor | None = None,
+        self, gradients: Tensor, inverse: Tensor, num_rows: int, *, bags: Bags | None = None, out: Tensor | None = None
     ) -> Tensor: ...
 
 
 def embedding_bag_backward(
-    gradients: Tensor,
-    inverse: Tensor,
-    num_rows: int,
-    *,
-    bags: Bags | None = None,
-    out: Tensor | None = None,
+    gradients: Tensor, inverse: Tensor, num_rows: int, *, bags: Bags | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """See `EmbeddingBagBackwardKernel`."""
     check_indices(inverse, num_rows, "indices of the rows")
     parts = gradients if bags is None else _id_gradients(gradients, bags, len(inverse))
     if out is None:

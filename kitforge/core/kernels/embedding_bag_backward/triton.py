@@ -21,14 +21,8 @@ SEGMENT = 32
 
 
 def embedding_bag_backward(
-    gradients: Tensor,
-    inverse: Tensor,
-    num_rows: int,
-    *,
-    bags: Bags | None = None,
-    out: Tensor | None = None,
+    gradients: Tensor, inverse: Tensor, num_rows: int, *, bags: Bags | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """See `EmbeddingBagBackwardKernel`."""
     if out is None:
         out = gradients.new_empty(num_rows, gradients.shape[1])
     if bags is None:
@@ -40,12 +34,7 @@ def embedding_bag_backward(
 
 @triton_op("kitforge::embedding_bag_backward", mutates_args=("out",))
 def _sum(
-    out: Tensor,
-    gradients: Tensor,
-    inverse: Tensor,
-    offsets: Tensor | None,
-    weights: Tensor | None,
-    is_mean: bool,
+    out: Tensor, gradients: Tensor, inverse: Tensor, offsets: Tensor | None, weights: Tensor | None, is_mean: bool
 ) -> None:
     num_rows, dim = out.shape
     if not out.numel():

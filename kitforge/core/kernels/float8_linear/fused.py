@@ -11,7 +11,6 @@ BLOCK = 16
 
 
 def float8_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """See `Float8LinearKernel`."""
     return apply_float8(rows_and_columns, _scaled_product, input, weight, bias)
 
 

@@ -45,7 +45,6 @@ def rows_and_columns(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor
 
 
 def float8_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """See `Float8LinearKernel`."""
     return apply_float8(rows_and_columns, _exact_product, input, weight, bias)
 
 

@@ -12,7 +12,6 @@ ADDS_FAST = True
 
 
 def float8_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """See `Float8LinearKernel`."""
     return apply_float8(round_to_float8, _scaled_product, input, weight, bias)
 
 

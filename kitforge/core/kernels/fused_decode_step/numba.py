@@ -139,7 +139,6 @@ class NumbaDecodeStep:
     def __call__(
         self, stream: Tensor, rotary: tuple[Tensor, Tensor] | None, locations: Locations, *, rereads: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """See `DecodeStepKernel`."""
         if rereads:
             for rounded, weight in self._copies:
                 rounded.copy_(weight)
@@ -306,11 +305,7 @@ def _run(step: Any, table: Any, ends: Any, scales: Any, windows: Any, rotations:
     for layer in range(len(table)):
         row = table[layer]
         outputs = (step.query, width), (step.key, kv_width), (step.value, kv_width)
-        weights = (
-            _linear(row, _QUERY, _KEPT_QUERY),
-            _linear(row, _KEY, _KEPT_KEY),
-            _linear(row, _VALUE, _KEPT_VALUE),
-        )
+        weights = (_linear(row, _QUERY, _KEPT_QUERY), _linear(row, _KEY, _KEPT_KEY), _linear(row, _VALUE, _KEPT_VALUE))
         phase = reduce_runs(step, (step.normal, step.dim), weights, scratch, phase)
         phase = _products(step, (step.normal, step.dim), weights, outputs, scratch, phase)
         phase = _attend(step, row, windows[layer], rotations[layer], scales[layer], scratch, phase)

@@ -151,7 +151,6 @@ class ReferenceDecodeStep:
     def __call__(
         self, stream: Tensor, rotary: Angles | None, locations: Locations, *, rereads: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """See `DecodeStepKernel`."""
         weights = self._weights
         for index, layer in enumerate(weights.layers):
             normal = self._stream_norm(stream, layer.attention_norm, layer.attention_norm_bias)

@@ -43,7 +43,6 @@ class TritonDecodeStep:
     def __call__(
         self, stream: Tensor, rotary: Angles | None, locations: Locations, *, rereads: bool = False
     ) -> tuple[Tensor, Tensor] | None:
-        """See `DecodeStepKernel`."""
         del rereads  # weights are read in place
         weights, num_rows = self._weights, len(stream)
         if locations.tables is None or locations.adapters is not None or num_rows > _LANES.value:
@@ -242,15 +241,7 @@ def _write_moments(x, targets, parts, is_written, count, PARTS: tl.constexpr, HA
 
 
 @triton.jit
-def _moments_of(
-    moments,
-    num_rows,
-    count,
-    eps,
-    ROWS: tl.constexpr,
-    PARTS: tl.constexpr,
-    HAS_MEAN: tl.constexpr,
-):
+def _moments_of(moments, num_rows, count, eps, ROWS: tl.constexpr, PARTS: tl.constexpr, HAS_MEAN: tl.constexpr):
     """The mean of each row, 0 for RMSNorm, and the reciprocal of its deviation, by moments of parts (Chan et al.)."""
     lanes, parts = tl.arange(0, _LANES), tl.arange(0, PARTS)
     rows = lanes // (_LANES // ROWS)

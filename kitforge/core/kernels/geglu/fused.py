@@ -8,7 +8,6 @@ from kitforge.core.kernels.swiglu.fused import Gated
 
 
 def geglu(gate: Tensor, up: Tensor) -> Tensor:
-    """See `GeGLUKernel`."""
     if not torch.is_grad_enabled():
         return _gelu(gate).mul_(up)
     result: Tensor = Gated.apply(gate, up, _gelu, _gelu_backward)  # type: ignore[no-untyped-call]

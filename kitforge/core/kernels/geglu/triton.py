@@ -6,6 +6,5 @@ from kitforge.core.kernels.triton.gated import gated
 
 
 def geglu(gate: Tensor, up: Tensor) -> Tensor:
-    """See `GeGLUKernel`."""
     result: Tensor = gated(gate, up, True)
     return result

@@ -14,6 +14,5 @@ class GreedySampleKernel(Protocol):
 
 
 def greedy_sample(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """See `GreedySampleKernel`."""
     chosen = logits.argmax(-1, keepdim=True)
     return chosen[:, 0], torch.log_softmax(logits, dim=-1).gather(-1, chosen)[:, 0]

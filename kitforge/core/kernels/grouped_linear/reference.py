@@ -18,7 +18,6 @@ class GroupedLinearKernel(Protocol):
 
 
 def grouped_linear(input: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """See `GroupedLinearKernel`."""
     input, start = input.to(compute_dtype(input)), 0
     products = []
     for matrix, end in zip(weight.to(input.dtype), ends.tolist(), strict=True):

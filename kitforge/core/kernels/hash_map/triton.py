@@ -198,17 +198,7 @@ def _find_distinct_kernel(
 
 @triton.jit
 def _claim_kernel(
-    wanted,
-    known,
-    given,
-    keys,
-    cells,
-    num_keys,
-    size,
-    spare,
-    steps,
-    BLOCK: tl.constexpr,
-    EXACT: tl.constexpr,
+    wanted, known, given, keys, cells, num_keys, size, spare, steps, BLOCK: tl.constexpr, EXACT: tl.constexpr
 ):
     for step in range(steps):
         position = (tl.program_id(0) + step * tl.num_programs(0)).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

@@ -20,7 +20,6 @@ NEAR = 256
 
 
 def keep_mask(key: int, rows: Tensor, start: int, count: int, rate: float) -> Tensor:
-    """See `KeepMaskKernel`."""
     first, last = start // 4, -(-(start + count) // 4)
     size = last - first
     kept = torch.empty(len(rows), 4 * size, dtype=torch.bool)

@@ -32,7 +32,6 @@ class KeepMaskKernel(Protocol):
 
 
 def keep_mask(key: int, rows: Tensor, start: int, count: int, rate: float) -> Tensor:
-    """See `KeepMaskKernel`."""
     device = rows.device
     first, last = start // 4, -(-(start + count) // 4)
     kept = torch.empty(len(rows), 4 * (last - first), dtype=torch.bool, device=device)

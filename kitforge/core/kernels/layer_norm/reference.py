@@ -15,7 +15,6 @@ class LayerNormKernel(Protocol):
 
 
 def layer_norm(input: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """See `LayerNormKernel`."""
     # Entering the autocast context costs more than the norm of a single token.
     if not torch.is_autocast_enabled(input.device.type):
         return functional.layer_norm(input, weight.shape, weight, bias, eps)

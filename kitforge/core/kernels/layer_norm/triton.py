@@ -6,6 +6,5 @@ from kitforge.core.kernels.triton.norm import norm
 
 
 def layer_norm(input: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """See `LayerNormKernel`."""
     result: Tensor = norm(input, weight, bias, eps)[0]
     return result

@@ -20,7 +20,6 @@ ROWS = 512
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """See `LinearKernel`."""
     half = storage_dtype(input)
     if half is None:
         return kept_operations(functional.linear, input, *match_dtype(input, weight, bias))

@@ -22,7 +22,6 @@ from kitforge.core.kernels.vocabulary import VocabularyShard, add_product, chunk
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, shard: VocabularyShard | None = None
 ) -> Tensor:
-    """See `LinearCrossEntropyKernel`."""
     result: Tensor = _Chunked.apply(hidden, weight, targets, torch.is_grad_enabled(), shard)  # type: ignore[no-untyped-call]
     return result
 
@@ -38,12 +37,7 @@ def again(ctx: Any) -> tuple[tuple[Tensor, ...], Callable[..., Tensor]] | None:
 class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        with_gradients: bool,
-        shard: VocabularyShard | None,
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, with_gradients: bool, shard: VocabularyShard | None
     ) -> Tensor:
         rounded, matrix = product_operands(hidden, weight)
         exact = torch.promote_types(rounded.dtype, torch.float32)

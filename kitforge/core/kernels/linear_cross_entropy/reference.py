@@ -24,6 +24,5 @@ class LinearCrossEntropyKernel(Protocol):
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, shard: VocabularyShard | None = None
 ) -> Tensor:
-    """See `LinearCrossEntropyKernel`."""
     logits = exact_logits(hidden, weight, shard)
     return functional.cross_entropy(logits, targets, ignore_index=-100, reduction="none").sum()

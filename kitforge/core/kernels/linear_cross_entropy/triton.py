@@ -20,7 +20,6 @@ from kitforge.core.kernels.vocabulary import VocabularyShard, add_product, chunk
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, shard: VocabularyShard | None = None
 ) -> Tensor:
-    """See `LinearCrossEntropyKernel`."""
     result: Tensor = _Chunked.apply(hidden, weight, targets, torch.is_grad_enabled(), shard)  # type: ignore[no-untyped-call]
     return result
 
@@ -28,12 +27,7 @@ def linear_cross_entropy(
 class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        with_gradients: bool,
-        shard: VocabularyShard | None,
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, with_gradients: bool, shard: VocabularyShard | None
     ) -> Tensor:
         wants_hidden, wants_weight = (with_gradients and wanted for wanted in ctx.needs_input_grad[:2])
         rounded, matrix = product_operands(hidden, weight)

@@ -17,14 +17,8 @@ KEPT_BYTES = 256 * 2**20
 
 
 def linear_log_probs(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    temperature: float = 1.0,
-    *,
-    shard: VocabularyShard | None = None,
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0, *, shard: VocabularyShard | None = None
 ) -> tuple[Tensor, Tensor]:
-    """See `LinearLogProbsKernel`."""
     result: tuple[Tensor, Tensor]
     if shard is None:
         result = _Chunked.apply(hidden, weight, targets, temperature, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
@@ -88,12 +82,7 @@ class _VocabularyParallel(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        temperature: float,
-        shard: VocabularyShard,
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, shard: VocabularyShard
     ) -> tuple[Tensor, Tensor]:
         rounded, matrix = product_operands(hidden, weight)
         exact = torch.promote_types(rounded.dtype, torch.float32)

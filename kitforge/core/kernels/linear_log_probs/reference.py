@@ -26,14 +26,8 @@ class LinearLogProbsKernel(Protocol):
 
 
 def linear_log_probs(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    temperature: float = 1.0,
-    *,
-    shard: VocabularyShard | None = None,
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0, *, shard: VocabularyShard | None = None
 ) -> tuple[Tensor, Tensor]:
-    """See `LinearLogProbsKernel`."""
     log_probs = (exact_logits(hidden, weight, shard) / temperature).log_softmax(-1)
     entropies = -(log_probs.exp() * log_probs).sum(-1)
     return log_probs.gather(-1, targets.unsqueeze(-1)).squeeze(-1), entropies

@@ -15,14 +15,8 @@ from kitforge.core.kernels.vocabulary import VocabularyShard, add_product, chunk
 
 
 def linear_log_probs(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    temperature: float = 1.0,
-    *,
-    shard: VocabularyShard | None = None,
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0, *, shard: VocabularyShard | None = None
 ) -> tuple[Tensor, Tensor]:
-    """See `LinearLogProbsKernel`."""
     result: tuple[Tensor, Tensor] = _Chunked.apply(hidden, weight, targets, temperature, shard)  # type: ignore[no-untyped-call]
     return result
 
@@ -30,12 +24,7 @@ def linear_log_probs(
 class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        temperature: float,
-        shard: VocabularyShard | None,
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, shard: VocabularyShard | None
     ) -> tuple[Tensor, Tensor]:
         ctx.dtypes = hidden.dtype, weight.dtype
         hidden, weight = product_operands(hidden, weight)

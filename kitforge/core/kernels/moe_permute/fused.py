@@ -9,7 +9,6 @@ from kitforge.core.kernels.moe_permute.reference import Permutation
 
 
 def moe_permute(input: Tensor, permutation: Permutation) -> Tensor:
-    """See `MoEPermuteKernel`."""
     rows: Tensor = _Permute.apply(input, permutation.positions, permutation.tokens)  # type: ignore[no-untyped-call]
     return rows
 

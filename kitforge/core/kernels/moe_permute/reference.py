@@ -33,5 +33,4 @@ def permutation_of(experts: Tensor, num_experts: int) -> Permutation:
 
 
 def moe_permute(input: Tensor, permutation: Permutation) -> Tensor:
-    """See `MoEPermuteKernel`."""
     return input[permutation.tokens]

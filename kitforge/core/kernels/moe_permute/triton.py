@@ -7,6 +7,5 @@ from kitforge.core.kernels.triton.moe import spread
 
 
 def moe_permute(input: Tensor, permutation: Permutation) -> Tensor:
-    """See `MoEPermuteKernel`."""
     rows: Tensor = spread(input, permutation.positions, None)
     return rows

@@ -9,7 +9,6 @@ from kitforge.core.kernels.moe_permute.reference import Permutation
 
 
 def moe_unpermute(rows: Tensor, weights: Tensor, permutation: Permutation) -> Tensor:
-    """See `MoEUnpermuteKernel`."""
     tokens: Tensor = _Unpermute.apply(rows, weights, permutation.positions, permutation.tokens)  # type: ignore[no-untyped-call]
     return tokens
 

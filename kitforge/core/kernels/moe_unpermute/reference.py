@@ -16,6 +16,5 @@ class MoEUnpermuteKernel(Protocol):
 
 
 def moe_unpermute(rows: Tensor, weights: Tensor, permutation: Permutation) -> Tensor:
-    """See `MoEUnpermuteKernel`."""
     exact = torch.promote_types(rows.dtype, torch.float32)
     return (rows[permutation.positions].to(exact) * weights.to(exact).unsqueeze(-1)).sum(1).to(rows.dtype)

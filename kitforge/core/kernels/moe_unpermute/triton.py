@@ -7,6 +7,5 @@ from kitforge.core.kernels.triton.moe import combine
 
 
 def moe_unpermute(rows: Tensor, weights: Tensor, permutation: Permutation) -> Tensor:
-    """See `MoEUnpermuteKernel`."""
     tokens: Tensor = combine(rows, permutation.positions, weights)
     return tokens

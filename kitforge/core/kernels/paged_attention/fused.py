@@ -18,7 +18,6 @@ def paged_attention(
     scale: float,
     slopes: Tensor | None = None,
 ) -> Tensor:
-    """See `PagedAttentionKernel`."""
     key, value = (gather_pages(slab, tables, block_size) for slab in (keys, values))
     mask = attended(lengths, key.shape[2], window)
     # The bias of a sequence shorter than its pages differs from the definition by the same number for all its keys.

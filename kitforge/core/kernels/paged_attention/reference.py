@@ -46,7 +46,6 @@ def paged_attention(
     scale: float,
     slopes: Tensor | None = None,
 ) -> Tensor:
-    """See `PagedAttentionKernel`."""
     key, value = gather_pages(keys, tables, block_size), gather_pages(values, tables, block_size)
     tokens, seen = query.unsqueeze(2), attended(lengths, key.shape[2], window)
     if slopes is None:

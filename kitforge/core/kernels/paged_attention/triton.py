@@ -25,8 +25,6 @@ _TILES = {2: 2, 4: 0.25, 8: 0.125}
 # A split has a device's tile elements over this many positions, or more where a sequence would have too many splits.
 _SPANS = 8
 _MOST_SPLITS = 64
-_STAGES = 3
-_WARPS = 4
 
 
 def paged_attention(
@@ -41,7 +39,6 @@ def paged_attention(
     scale: float,
     slopes: Tensor | None = None,
 ) -> Tensor:
-    """See `PagedAttentionKernel`."""
     result: Tensor = _attend(query, keys, values, tables, lengths, slopes, block_size, window or 0, scale)
     return result
 
@@ -97,8 +94,8 @@ def attend_pages(
         *(query, keys, values, tables, lengths, slopes, output, partial, sums, sequences * kv_heads * splits),
         *(kv_heads, group, dim, splits, window, scale),
         *(*query.stride(), *keys.stride(), *values.stride(), *tables.stride(), lengths.stride(0)),
-        num_warps=_WARPS,
-        num_stages=_STAGES,
+        num_warps=4,
+        num_stages=3,
         is_queued=True,
         GROUP=row_block(group) if is_double else max(row_block(group), _LEAST),
         FEATURES=features,

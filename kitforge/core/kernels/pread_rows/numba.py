@@ -18,7 +18,6 @@ _pread: Any = _external("pread", types.intp(types.intc, types.intp, types.uintp,
 
 
 def pread_rows(file: int, out: Tensor, at: Tensor, to: Tensor) -> int:
-    """See `PreadRowsKernel`."""
     check_indices(to, len(out), "rows of the target")
     return int(_read(file, out.data_ptr(), out.shape[1] * out.element_size(), at.numpy(), to.numpy()))
 

@@ -19,7 +19,6 @@ class PreadRowsKernel(Protocol):
 
 
 def pread_rows(file: int, out: Tensor, at: Tensor, to: Tensor) -> int:
-    """See `PreadRowsKernel`."""
     check_indices(to, len(out), "rows of the target")
     rows, size = out.numpy(), out.shape[1] * out.element_size()
     num_read = 0

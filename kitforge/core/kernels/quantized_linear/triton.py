@@ -24,7 +24,6 @@ _WARPS, _STAGES = 4, 3
 
 
 def quantized_linear(input: Tensor, quantized: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
-    """See `QuantizedLinearKernel`."""
     result: Tensor = _multiply(input, quantized, scales, bias)
     return result
 

@@ -16,7 +16,6 @@ class RandomSampleKernel(Protocol):
 
 
 def random_sample(logits: Tensor, points: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """See `RandomSampleKernel`."""
     # The largest score is 0, which stays finite for any temperature.
     scores = (logits - logits.amax(-1, keepdim=True)) / max(temperature, torch.finfo(logits.dtype).tiny)
     # In double precision the cumulative sums are exact enough for any vocabulary.

@@ -13,7 +13,6 @@ from kitforge.core.kernels.rms_norm import reference
 
 
 def rms_norm(input: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See `RMSNormKernel`."""
     # Without gradients, the overhead of autograd.Function would exceed the norm of a token.
     if not torch.is_grad_enabled():
         return _normalized(input, weight, eps)[0]

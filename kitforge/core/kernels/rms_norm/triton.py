@@ -6,6 +6,5 @@ from kitforge.core.kernels.triton.norm import norm
 
 
 def rms_norm(input: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See `RMSNormKernel`."""
     result: Tensor = norm(input, weight, None, eps)[0]
     return result

@@ -9,7 +9,6 @@ from kitforge.core.kernels.rotary import reference
 
 
 def rotary(input: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """See `RotaryKernel`."""
     if not torch.is_grad_enabled():
         return _rotate(input, cos, sin, interleaved)
     result: Tensor = _Rotary.apply(input, cos, sin, interleaved)  # type: ignore[no-untyped-call]

@@ -28,7 +28,6 @@ _PER_THREAD = 8
 
 
 def rotary(input: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """See `RotaryKernel`."""
     result: Tensor = _rotate(input, cos, sin, interleaved, False)
     return result
 

@@ -70,12 +70,11 @@ def catch_up(slab: Tensor, slots: Tensor, dim: int, step: int, rates: Tensor, *,
 
 def _numbers(slab: Tensor, *values: float) -> tuple[Any, ...]:
     """Numbers rounded to the slab's dtype, as torch rounds scalars in operations with a tensor."""
-    return tuple(slab.numpy().dtype.type(value) for value in values)
+    return tuple(map(slab.numpy().dtype.type, values))
 
 
 @compiled
 def _prefetch_row(slab: Floats, slots: Indices, number: int, stop: int) -> None:
-    """Prefetch a later row."""
     if number < stop:
         prefetch_row(slab, slots[number], slab.shape[1])
 

@@ -19,7 +19,6 @@ Indices = NDArray[np.int64]
 
 
 def swap_rows(one: Tensor, other: Tensor, at: Tensor, to: Tensor) -> None:
-    """See `SwapRowsKernel`."""
     require_pairs(one, other, at, to)
     pairs = (one.numpy(), other.numpy(), at.numpy(), to.numpy())
     parallel_for(lambda start, stop: _swap(*pairs, start, stop), len(at), GRAIN // max(one.shape[1], 1))

@@ -17,7 +17,6 @@ class SwapRowsKernel(Protocol):
 
 
 def swap_rows(one: Tensor, other: Tensor, at: Tensor, to: Tensor) -> None:
-    """See `SwapRowsKernel`."""
     require_pairs(one, other, at, to)
     rows = one.index_select(0, at).to(other.device)
     one.index_copy_(0, at, other.index_select(0, to).to(one.device))

@@ -14,7 +14,6 @@ from kitforge.core.kernels.derivatives import by_hand
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """See `SwiGLUKernel`."""
     if not torch.is_grad_enabled():
         return functional.silu(gate).mul_(up)
     result: Tensor = Gated.apply(gate, up, functional.silu, torch.ops.aten.silu_backward)  # type: ignore[no-untyped-call]

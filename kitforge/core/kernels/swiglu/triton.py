@@ -6,6 +6,5 @@ from kitforge.core.kernels.triton.gated import gated
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """See `SwiGLUKernel`."""
     result: Tensor = gated(gate, up, False)
     return result

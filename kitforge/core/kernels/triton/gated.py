@@ -37,7 +37,6 @@ def gated(gate: Tensor, up: Tensor, is_gelu: bool) -> Tensor:
 
 @triton_op("kitforge::gated_backward")
 def _backward(grad: Tensor, gate: Tensor, up: Tensor, is_gelu: bool) -> tuple[Tensor, Tensor]:
-    """The gradients of gate and up."""
     grad_gate, grad_up = gate.new_empty(gate.shape), up.new_empty(up.shape)
     size = grad_gate.numel()
     if size:
@@ -66,9 +65,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.is_gelu = inputs[2]
 
 
-gated.register_fake(
-    lambda gate, up, _: gate.new_empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype)),
-)
+gated.register_fake(lambda gate, up, _: gate.new_empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype)))
 _backward.register_fake(lambda _, gate, up, _gelu: (gate.new_empty(gate.shape), up.new_empty(up.shape)))
 gated.register_autograd(
     by_hand()(lambda ctx, grad: (*_backward(grad, *ctx.saved_tensors, ctx.is_gelu), None)), setup_context=_save
@@ -98,16 +95,7 @@ def _forward_kernel(gate, up, output, size, steps, BLOCK: tl.constexpr, EXACT: t
 
 @triton.jit
 def _backward_kernel(
-    grad,
-    gate,
-    up,
-    grad_gate,
-    grad_up,
-    size,
-    steps,
-    BLOCK: tl.constexpr,
-    EXACT: tl.constexpr,
-    IS_GELU: tl.constexpr,
+    grad, gate, up, grad_gate, grad_up, size, steps, BLOCK: tl.constexpr, EXACT: tl.constexpr, IS_GELU: tl.constexpr
 ):
     for step in range(steps):
         tile = tl.program_id(0).to(tl.int64) + step * tl.num_programs(0)

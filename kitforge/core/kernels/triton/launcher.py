@@ -80,7 +80,6 @@ class RepeatedLaunch:
         self._trailing: tuple[Any, ...] = ()
 
     def __call__(self, *tensors: Tensor) -> None:
-        """Launch it."""
         addresses = [each.data_ptr() for each in tensors]
         is_aligned = not any([each & 15 for each in addresses])
         if self._kept is not None and is_aligned and _is_plain(self._kernel):

@@ -31,7 +31,6 @@ class DeviceDescription:
 
 # An Ascend core has 192 KiB for all the buffers of a program. Never run on that hardware.
 _NPU = DeviceDescription(num_programs=40, tile_elements=2048, row_elements=512)
-_INTERPRETED = DeviceDescription(num_programs=3, tile_elements=64, row_elements=64)
 
 
 @functools.cache
@@ -40,17 +39,14 @@ def device_description(device: torch.device) -> DeviceDescription:
     if device.type == "npu":
         return _NPU
     if device.type != "cuda":
-        return _INTERPRETED
+        return DeviceDescription(num_programs=3, tile_elements=64, row_elements=64)
     return cuda_description(devices.num_multiprocessors(device))
 
 
 def cuda_description(multiprocessors: int) -> DeviceDescription:
     """That of a GPU with so many multiprocessors."""
     return DeviceDescription(
-        num_programs=8 * multiprocessors,
-        num_multiprocessors=multiprocessors,
-        tile_elements=4096,
-        row_elements=1024,
+        num_programs=8 * multiprocessors, num_multiprocessors=multiprocessors, tile_elements=4096, row_elements=1024
     )
 
 

@@ -29,7 +29,6 @@ Numbers = NDArray[np.int32]
 
 
 def unique(ids: Tensor, out: Tensor | None = None, scratch: Workspace | None = None) -> tuple[Tensor, Tensor]:
-    """See `UniqueKernel`."""
     if len(ids) >= 2**31:
         return reference.unique(ids, out, scratch)
     inverse = torch.empty(len(ids), dtype=torch.int64) if out is None else out

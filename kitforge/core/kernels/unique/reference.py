@@ -20,7 +20,6 @@ class UniqueKernel(Protocol):
 
 
 def unique(ids: Tensor, out: Tensor | None = None, scratch: Workspace | None = None) -> tuple[Tensor, Tensor]:
-    """See `UniqueKernel`."""
     ascending, sorted_inverse = torch.unique(ids, return_inverse=True)
     first = torch.full_like(ascending, len(ids))
     first.scatter_reduce_(0, sorted_inverse, torch.arange(len(ids), device=ids.device), "amin")

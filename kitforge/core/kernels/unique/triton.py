@@ -19,7 +19,6 @@ _EMPTY = tl.constexpr(2**31 - 1)
 
 
 def unique(ids: Tensor, out: Tensor | None = None, scratch: Workspace | None = None) -> tuple[Tensor, Tensor]:
-    """See `UniqueKernel`."""
     if not can_number(ids):
         return reference.unique(ids, out, scratch)
     ids = ids.contiguous()

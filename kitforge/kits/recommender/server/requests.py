@@ -14,8 +14,6 @@ from kitforge.inference.server.request_body import MAX_SHOWN_CHARACTERS, invalid
 from kitforge.kits.recommender.batch import FeatureBatch
 from kitforge.kits.recommender.features import FeatureEncoder
 
-_TYPES = {"integer": ["integer", "null"], "text": ["string", "integer", "null"]}
-
 
 class RowReader:
     """Converts the rows of a body to features. Rows need the columns `wanted`; other columns of the schema are empty.
@@ -134,7 +132,7 @@ class RowReader:
                 items = {"type": "integer"} if column.kind == "integer" else {"type": "string"}
                 return {"type": ["array", "null"], "items": items}
         column_of = {column.name: column for column in self._layout.keys}
-        types = _TYPES[column_of[name].kind]
+        types = {"integer": ["integer", "null"], "text": ["string", "integer", "null"]}[column_of[name].kind]
         return {"type": types[:-1] if column_of[name].is_required else types}
 
 

@@ -115,7 +115,11 @@ class RolloutCollector:
         ranks. Those that `select_groups` filters out have a reward only."""
         model_here, rl = self._synced(model), self._options.rl
         if not rl.filter_zero_variance_groups:
-            rollouts = self._sampled(model_here, number)
+            own: list[Rollout] = []
+            if model_here is not None:
+                sample = self._sample_batch if self._async is None else self._async.collect
+                own = sample(policy_of(model_here), number)
+            rollouts = self._all_gather(own)
             return self._annotate(rollouts, self._unscored(rollouts, self.prompts(first)) | self._estimates(model_here))
         # Dynamic sampling (DAPO): generate for further prompts until enough groups have different rewards.
         rollouts = []
@@ -194,15 +198,6 @@ class RolloutCollector:
         size, shuffle = self._options.rl.prompts_per_rollout, self._options.data.shuffle
         indices = shuffled_indices(self._options.seed, len(self._rows.train), first, size, shuffle=shuffle)
         return [self._rows.train[index] for index in indices]
-
-    def _sampled(self, model: nn.Module | None, number: int) -> list[Rollout]:
-        """The rollouts of a rollout batch without group filtering, on all ranks; prefetched with
-        rollout.max_staleness."""
-        own: list[Rollout] = []
-        if model is not None:
-            sample = self._sample_batch if self._async is None else self._async.collect
-            own = sample(policy_of(model), number)
-        return self._all_gather(own)
 
     def _sample_batch(self, policy: nn.Module, number: int) -> list[Rollout]:
         """This rank's rollouts of a rollout batch whose prompts follow from its number, as no group is filtered."""

@@ -48,7 +48,6 @@ class RolloutLog(Callback):
                 rollout_file(run.folder, kept).unlink()
 
     def _show(self, rollouts: Sequence[Rollout], run: RunContext) -> None:
-        """Log the first completions as a table."""
         shown = list(zip(rollouts[:MOST_SHOWN], self._task.completion_outcomes, strict=False))
         named = list(dict.fromkeys(name for each, _ in shown for name in each.rewards))
         others = list(shown[0][1])
