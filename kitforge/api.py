@@ -155,6 +155,10 @@ class Trainer:
 def train_task(options: RunOptions, inputs: RunInputs[object], kit: AnyKit | None = None) -> Run:
     """Train a task by its options and the objects handed over."""
     kit = kit_of(options.task) if kit is None else kit
+    if options.trainer.foresee:
+        from kitforge.foresight import foreseeing
+
+        inputs = foreseeing(kit, options, inputs)
     with joined(options.parallel, options.device, options.num_ranks) as rendezvous:
         with noting_warnings() as notes:
             inputs = with_open_model(options, inputs)

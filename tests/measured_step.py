@@ -16,7 +16,7 @@ from kitforge.core.parallel.plan.dry_run import dry_world
 from kitforge.core.parallel.plan.memory import MemoryTrace, StepMemory
 from kitforge.core.parallel.plan.work import StepWork, WorkTrace
 from kitforge.core.parallel.world import World
-from kitforge.kits.planning import rows_at_once
+from kitforge.kits.dry_task import rows_at_once
 from kitforge.kits.registry import kit_of
 from kitforge.trainer.loop import Loop
 from kitforge.trainer.step_trace import DryStep, step_runner, trace_step

@@ -197,9 +197,9 @@ def test_the_name_of_another_library_is_refused_and_ours_is_named(task: str, nam
 # Each option is a promise. A new one takes the place of another, or comes with the reason for a higher number.
 # The command line names an environment by `environment.name`. A step that has run on no GPU is turned on by hand, by
 # `inference.engine.fused_decode`.
-NUM_OPTIONS = {"ppo": 148, "sft": 81, "recommendation": 133, "text_generation": 135} | {
-    "distill": 152,
-    "online_dpo": 154,
+NUM_OPTIONS = {"ppo": 149, "sft": 82, "recommendation": 134, "text_generation": 136} | {
+    "distill": 153,
+    "online_dpo": 155,
 }
 
 

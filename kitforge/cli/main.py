@@ -135,11 +135,12 @@ COMMANDS = {
         example="kitforge plan model=llama3_8b cluster=h100 cluster.devices=8 parallel.shard=8 precision=bf16",
         arguments=(
             "option=value             a configuration that train takes",
-            "cluster=NAME             the device of each rank: a100_80g, ascend_910b, b200, cpu, h100, h200, v100_32g",
+            "cluster=NAME             the device of each rank: a100_80g, ascend_910b, b200, cpu, h100, ...",
             "cluster.devices=N        how many; what the degrees leave over goes to parallel.data",
             "cluster.memory_gb=N      of one device, for another kind",
             "cluster.reserve=SHARE    of it that is not for tensors, 0.06 by default",
             "cluster.price_per_hour=N of a device, with cluster.currency=EUR",
+            "output=FILE.html         the page: memory over a step, its passes, time by cause",
             "calibrate [ranks=N]      instead: measure this machine, and print its file of cluster=NAME",
         ),
         run_plain="cli.plan:plan",

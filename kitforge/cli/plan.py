@@ -1,17 +1,19 @@
 """`kitforge plan`."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
 from kitforge.cli.calibrate import calibrate
 from kitforge.composition import compose_config, nested, parse, task_of
-from kitforge.core.parallel.plan.memory import CAUSES
 from kitforge.core.parallel.plan.step_time import StepTime
-from kitforge.foundation.config import from_dict
-from kitforge.foundation.errors import ConfigError, nearest
+from kitforge.foresight import named_cluster
+from kitforge.foundation.errors import ConfigError
+from kitforge.foundation.files import check_own, mark_own, user_path, write_text
 from kitforge.foundation.log import console, say
+from kitforge.kits.dry_task import rows_at_once
 from kitforge.kits.planning import (
     GIB,
     ClusterConfig,
@@ -19,11 +21,9 @@ from kitforge.kits.planning import (
     fill_cluster,
     plan_memory,
     plans_that_save,
-    rows_at_once,
 )
 from kitforge.kits.registry import kit_of
-from kitforge.preset_files import presets
-from kitforge.yaml_options import read_yaml, to_plain_dict
+from kitforge.report.plan_page import DrawnPass, plan_page
 
 
 def plan(arguments: list[str]) -> int:
@@ -32,11 +32,15 @@ def plan(arguments: list[str]) -> int:
     if arguments[:1] == ["calibrate"]:
         return calibrate(_choices(arguments[1:]))
     choices = _choices(arguments)
-    cluster = _cluster({name: choices.pop(name) for name in list(choices) if name.partition(".")[0] == "cluster"})
+    values = {name: choices.pop(name) for name in list(choices) if name.startswith("cluster.")}
+    cluster = named_cluster(str(choices.pop("cluster", "cpu")), nested(values).get("cluster"))
+    output = user_path(str(choices.pop("output"))) if "output" in choices else None
     task = task_of(choices)
     kit, composition = kit_of(task), compose_config(task, choices)
     options = fill_cluster(kit.read_options(composition.values), cluster)
-    found = plan_memory(kit, options, cluster)
+    if output is not None:
+        check_own(output, "plan", overwrite=options.overwrite)
+    found = plan_memory(kit, options, cluster, keeps_course=output is not None)
     ranks = options.parallel.world_size
     say(f"{task} {composition.model_name} on {ranks} x {cluster.name}, {options.parallel.describe()}")
     length = getattr(options.data, "sequence_length", None)
@@ -46,7 +50,8 @@ def plan(arguments: list[str]) -> int:
         peaks = [_gib(size) for size in sorted(each.peak for each in found.by_index.values())]
         say(f"rank {found.fullest} of parallel.pipeline={options.parallel.pipeline} needs the most")
         say(f"its ranks {', '.join(map(str, found.by_index))} need {peaks[0]} to {peaks[-1]} GiB")
-    console.print(_table(found, cluster))
+    title, columns = f"memory of a rank, at its peak in the {found.memory.moment}", ("GiB", f"of {cluster.name}")
+    console.print(_table(title, columns, found.memory.by_cause, _gib, cluster.memory_gb * GIB))
     if found.memory.host:
         say(f"and {_gib(found.memory.host)} GiB in the memory of the host (trainer.offload={options.trainer.offload})")
     time = found.time(cluster)
@@ -54,14 +59,31 @@ def plan(arguments: list[str]) -> int:
         what = f"cluster.speed with {options.precision}"
         say(f"no time: {cluster.name} has no {what}; on a machine with it `kitforge plan calibrate` measures one")
     else:
-        console.print(_time_table(time))
+        seconds = time.by_cause, lambda each: f"{1e3 * each:,.2f}", time.seconds
+        console.print(_table("time of a step", ("ms", "of it"), *seconds))
         say(_throughput(time, options, cluster))
     for doubt in found.doubts:
         say(f"not exact: {doubt}")
     fits = _verdict(found, cluster)
+    if output is not None:
+        _write_page(output, f"{composition.model_name} on {ranks} x {cluster.name}", found, cluster)
     if not fits:
         _say_what_would_fit(found, plans_that_save(kit, found, cluster), cluster)
     return int(not fits)
+
+
+def _write_page(path: Path, heading: str, found: MemoryPlan, cluster: ClusterConfig) -> None:
+    """The page of a plan, without a network."""
+    left, time = cluster.usable - found.memory.peak, found.time(cluster)
+    room = "are left of" if left >= 0 else "are missing beside"
+    words = [found.options.parallel.describe(), f"{_gib(abs(left))} GiB {room} {_gib(cluster.usable)} for tensors"]
+    words += [] if time is None else [_throughput(time, found.options, cluster)]
+    words += [f"not exact: {each}" for each in found.doubts]
+    passes = [] if time is None else [[DrawnPass(*each, *ends) for each, *ends in rank] for rank in time.passes]
+    course = found.memory.course
+    write_text(path, plan_page(heading, words, course, passes, None if time is None else time.by_cause))
+    mark_own(path, "plan")
+    say(f"wrote {path}")
 
 
 def _choices(arguments: list[str]) -> dict[str, Any]:
@@ -76,26 +98,18 @@ def _choices(arguments: list[str]) -> dict[str, Any]:
     return found
 
 
-def _cluster(choices: dict[str, Any]) -> ClusterConfig:
-    """The devices that `cluster` names, with single values over them."""
-    name, known = str(choices.pop("cluster", "cpu")), presets("cluster")
-    if name not in known:
-        raise ConfigError(f"unknown device {name!r}", expected=", ".join(known), fix=nearest(name, known))
-    values = to_plain_dict(read_yaml(known[name]))
-    return from_dict(ClusterConfig, values | nested(choices).get("cluster", {}), "cluster")
-
-
-def _table(found: MemoryPlan, cluster: ClusterConfig) -> Table:
-    """Bytes by cause at the peak, the largest first."""
-    table = Table(title=f"memory of a rank, at its peak in the {found.memory.moment}", title_justify="left")
-    table.add_column("cause")
-    table.add_column("GiB", justify="right")
-    table.add_column(f"of {cluster.name}", justify="right")
-    sizes = found.memory.by_cause
-    for cause in sorted(CAUSES, key=lambda name: -sizes[name]):
-        if sizes[cause]:
-            table.add_row(cause, _gib(sizes[cause]), f"{sizes[cause] / GIB / cluster.memory_gb:.1%}")
-    table.add_row("all", _gib(found.memory.peak), f"{found.memory.peak / GIB / cluster.memory_gb:.1%}", style="bold")
+def _table(
+    title: str, columns: Sequence[str], figures: Mapping[str, float], text: Callable[[float], str], whole: float
+) -> Table:
+    """The figures by cause that are above zero, the largest first, and their sum, each with its part of the whole."""
+    table = Table("cause", title=title, title_justify="left")
+    for name in columns:
+        table.add_column(name, justify="right")
+    for cause, each in sorted(figures.items(), key=lambda pair: -pair[1]):
+        if each > 0:
+            table.add_row(cause, text(each), f"{each / whole:.1%}")
+    last = sum(figures.values())
+    table.add_row("all", text(last), f"{last / whole:.1%}", style="bold")
     return table
 
 
@@ -115,24 +129,14 @@ def _say_what_would_fit(found: MemoryPlan, further: Iterator[MemoryPlan], cluste
     say("changes that save memory, one after the other:")
     for each in further:
         fits = "fits" if each.memory.peak <= cluster.usable else f"{_gib(each.memory.peak - cluster.usable)} too many"
-        saved = f"{_gib(found.memory.peak - each.memory.peak)} GiB less{_slowdown(found, each, cluster)}"
+        one, two = found.time(cluster), each.time(cluster)
+        slowdown = "" if one is None or two is None else f" for {two.seconds / one.seconds - 1:+.0%} time"
+        saved = f"{_gib(found.memory.peak - each.memory.peak)} GiB less{slowdown}"
         say(f"  {each.changes[-1]:<46} {_gib(each.memory.peak):>9} GiB  {saved}  {fits}")
         found = each
     if found.memory.peak > cluster.usable:
         times = -(-found.memory.peak // cluster.usable)
         say(f"  then about {times} times as many devices, with parallel.shard or parallel.tensor")
-
-
-def _time_table(time: StepTime) -> Table:
-    """Seconds of a step by cause, the longest first."""
-    table = Table(title="time of a step", title_justify="left")
-    for name in ("cause", "ms", "of it"):
-        table.add_column(name, justify="left" if name == "cause" else "right")
-    for cause, seconds in sorted(time.by_cause.items(), key=lambda each: -each[1]):
-        if seconds > 0:
-            table.add_row(cause, f"{1e3 * seconds:,.2f}", f"{seconds / time.seconds:.1%}")
-    table.add_row("all", f"{1e3 * time.seconds:,.2f}", "100.0%", style="bold")
-    return table
 
 
 def _throughput(time: StepTime, options: Any, cluster: ClusterConfig) -> str:
@@ -153,11 +157,5 @@ def _throughput(time: StepTime, options: Any, cluster: ClusterConfig) -> str:
     return f"{words}, {price:.4g} {cluster.currency} for a million {unit}"
 
 
-def _slowdown(before: MemoryPlan, after: MemoryPlan, cluster: ClusterConfig) -> str:
-    """What a change costs in time."""
-    one, two = before.time(cluster), after.time(cluster)
-    return "" if one is None or two is None else f" for {two.seconds / one.seconds - 1:+.0%} time"
-
-
-def _gib(size: int) -> str:
+def _gib(size: float) -> str:
     return f"{size / GIB:,.2f}"

@@ -69,6 +69,12 @@ def dry_step(kit: AnyKit, task: Task, options: Any, world: World) -> DryStep:
     )
 
 
+def rows_at_once(options: Any) -> int:
+    """The rows of a micro-batch."""
+    own: int = -(-(options.data.batch_size or options.data.step_size) // options.parallel.num_replicas)
+    return min(options.trainer.micro_batch_size or own, own)
+
+
 @contextmanager
 def cache_of_its_own() -> Iterator[None]:
     """Rows that stand in for data are cached in a folder that goes away."""

@@ -16,7 +16,7 @@ from kitforge.foundation.config import to_dict
 from kitforge.foundation.dtype import ExportDtype, LoadDtype
 from kitforge.foundation.errors import ConfigError
 from kitforge.foundation.types import Region
-from kitforge.kits.dry_task import traced_task
+from kitforge.kits.dry_task import rows_at_once, traced_task
 from kitforge.kits.kit import Kit, ProcessorT, RunInputs, datasets
 from kitforge.kits.language_model import (
     NetworkOptions,
@@ -26,7 +26,6 @@ from kitforge.kits.language_model import (
     stored_tokenizer,
 )
 from kitforge.kits.network_source import check_splits
-from kitforge.kits.planning import rows_at_once
 from kitforge.models import loading as model_folder
 from kitforge.models.catalog import Kind, config_of, families_of
 from kitforge.models.hub import resolve

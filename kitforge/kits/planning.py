@@ -14,6 +14,7 @@ from kitforge.core.parallel.plan.work import UPDATE, StepWork, Work, WorkTrace, 
 from kitforge.core.parallel.schedules import Pass
 from kitforge.foundation.config import check
 from kitforge.foundation.errors import ConfigError
+from kitforge.kits.dry_task import rows_at_once
 from kitforge.kits.kit import AnyKit
 from kitforge.trainer.step_trace import TracedTask, trace_step
 
@@ -81,9 +82,11 @@ class MemoryPlan:
         return self.by_index[self.fullest]
 
 
-def plan_memory(kit: AnyKit, options: Any, cluster: ClusterConfig, changes: tuple[str, ...] = ()) -> MemoryPlan:
-    """Trace the step of these options. Raises ConfigError for a network that the degrees cannot split, and for a run
-    whose step would be traced wrongly."""
+def plan_memory(
+    kit: AnyKit, options: Any, cluster: ClusterConfig, changes: tuple[str, ...] = (), *, keeps_course: bool = False
+) -> MemoryPlan:
+    """Trace the step of these options; with `keeps_course` through all blocks, and memory over the step. Raises
+    ConfigError for a network that the degrees cannot split, and for a run whose step would be traced wrongly."""
     # The memory of this host is not that of the run's.
     kit.check_parallel(replace(options, trainer=replace(options.trainer, offload="none")))
     trainer = replace(options.trainer, max_steps=options.trainer.max_steps or STEPS, epochs=None)
@@ -92,7 +95,7 @@ def plan_memory(kit: AnyKit, options: Any, cluster: ClusterConfig, changes: tupl
     whole = options if options.parallel.copies == 1 else replace(options, parallel=replace(options.parallel, copies=1))
     traced = kit.plan(replace(whole, trainer=trainer, device=cluster.kind, compile_level=level))
 
-    by_index, work, layers, num_micro_batches = _traces(traced, whole, cluster)
+    by_index, work, layers, num_micro_batches = _traces(traced, whole, cluster, keeps_course)
     has_experts = any(getattr(block, "num_experts", 0) for block in traced.kinds(traced.num_blocks))
     return MemoryPlan(
         options=options,
@@ -106,7 +109,7 @@ def plan_memory(kit: AnyKit, options: Any, cluster: ClusterConfig, changes: tupl
 
 
 def _traces(
-    traced: TracedTask, options: Any, cluster: ClusterConfig
+    traced: TracedTask, options: Any, cluster: ClusterConfig, keeps_course: bool
 ) -> tuple[dict[int, StepMemory], StepWork, Sequence[int], int]:
     """The memory and the work of rank 0; of a pipeline those of a rank of each kind, the memory by its index there; the
     layers of the stages, and the micro-batches of a step."""
@@ -116,7 +119,7 @@ def _traces(
         nonlocal layers, num_traced, num_micro_batches
         with dry_world(options.parallel, options.precision, index, cluster.kind) as world:
             work = WorkTrace(cluster.kind, options.precision, world.mesh)
-            memory = MemoryTrace(cluster.kind, work, is_building=True)
+            memory = MemoryTrace(cluster.kind, work, is_building=True, keeps_course=keeps_course)
             with watching_kernels(work.counted), memory:
                 step = traced.step(world, depth)
                 stacks = step.loop.state.parallel.stage_layers.values()
@@ -134,7 +137,7 @@ def _traces(
         for _, work in sorted(found.values(), key=lambda each: each[1][UPDATE].counts["launches"]):
             merged |= work
         return {index: memory for index, (memory, _) in found.items()}, merged, layers, num_micro_batches
-    depths = trace_depths(traced.kinds, traced.num_blocks)
+    depths = (traced.num_blocks,) if keeps_course else trace_depths(traced.kinds, traced.num_blocks)
     shallow = [trace(depth) for depth in depths]
     if len(shallow) == 1:
         return {0: shallow[0][0]}, shallow[0][1], layers, num_micro_batches
@@ -199,12 +202,6 @@ def plans_that_save(kit: AnyKit, plan: MemoryPlan, cluster: ClusterConfig) -> It
         yield plan
         if plan.memory.peak <= cluster.usable:
             return
-
-
-def rows_at_once(options: Any) -> int:
-    """The rows of a micro-batch."""
-    own: int = -(-(options.data.batch_size or options.data.step_size) // options.parallel.num_replicas)
-    return min(options.trainer.micro_batch_size or own, own)
 
 
 def _changes(options: Any) -> Iterator[tuple[str, Any]]:

@@ -15,6 +15,7 @@ from kitforge.report.chart_specs import chart_groups
 from kitforge.report.completions import completions
 from kitforge.report.config_diff import distinguishing
 from kitforge.report.contracts import contracts
+from kitforge.report.foreseen import foreseen
 from kitforge.report.metrics import RunRecord, read_run
 from kitforge.report.panels import Panel, comparison, configuration, events, numbers, problems, tiles, unknown_values
 from kitforge.report.samples import samples
@@ -37,7 +38,7 @@ def write_report(folders: Sequence[Path], *, is_live: bool = False) -> Path:
     target = folders[0] / ("report.html" if len(runs) == 1 else "comparison.html")
     try:
         check_own(target, "report", overwrite=target.is_file() and _KIND in target.read_text("utf-8", "replace"))
-        further = (show(runs, run_labels(runs)) for show in (tables, completions, contracts))
+        further = (show(runs, run_labels(runs)) for show in (foreseen, tables, completions, contracts))
         page = render(runs, [panel for panel in further if panel is not None])
         write_text(target, page.replace("<html", f'<html data-live="{time.time():.0f}"', 1) if is_live else page)
     except OSError as error:

@@ -46,6 +46,9 @@ class TrainerOptions:
     progress: bool = True
     profile: bool = False  # profile some steps with torch.profiler into profile/, for `kitforge profile`
     profile_steps: tuple[int, ...] = (3, 5)  # the first, which is warm-up, and the last
+    # Say before the first step what memory a rank and what time a step will take, which the report compares: true, or a
+    # cluster with a speed by its name; true takes configs/cluster/here.yaml if it is there.
+    foresee: bool | str = False
     tensorboard: bool = False  # metrics for TensorBoard, into tensorboard/
     wandb: str | None = None  # Weights & Biases project; WANDB_MODE=offline works
 

@@ -45,6 +45,7 @@ RESUMABLE_OPTIONS = (
     "trainer.progress",
     "trainer.profile",
     "trainer.profile_steps",
+    "trainer.foresee",
     "trainer.tensorboard",
     "trainer.wandb",
     "rollout.keep_rollout_files",

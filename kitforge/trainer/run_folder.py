@@ -21,6 +21,7 @@ from kitforge.foundation.config import check
 from kitforge.foundation.errors import ConfigError, KitforgeError
 from kitforge.foundation.files import check_own, held_folder, mark_own, user_path, write_text
 from kitforge.foundation.log import console
+from kitforge.report.foreseen import FORESEEN
 from kitforge.report.metrics import read_run
 from kitforge.report.notebook import Rows
 from kitforge.report.rank_trace import FOLDER
@@ -40,7 +41,7 @@ from kitforge.trainer.resume import find_resume_checkpoint
 from kitforge.trainer.task import Task
 
 # What a run writes into its folder: of others it may hold anything else, such as a log.
-RUN_NAMES = ("config.yaml", "metrics.jsonl", "report.html", "checkpoints", "tokenizer", "samples", FOLDER)
+RUN_NAMES = ("config.yaml", "metrics.jsonl", "report.html", "checkpoints", "tokenizer", "samples", FOLDER, FORESEEN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,7 @@
 """Plans: networks from shallow traces, devices by name, and what is said of a run that does not fit."""
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -139,7 +140,7 @@ def test_a_plan_has_the_time_by_cause_the_rate_and_the_price(capsys: pytest.Capt
     rate, price = re.findall(r"([\d,]+) tokens/s, .* TFLOP/s in bf16, (\S+) EUR for a million tokens", words)[0]
     assert float(price) == pytest.approx(2 * 3 / 3600 / float(rate.replace(",", "")) * 1e6, rel=1e-2)
     assert plan([*small, "cluster=ascend_910b"]) == 0
-    assert "no time: Ascend 910B has no cluster.speed with bf16" in capsys.readouterr().out
+    assert "of 280 TFLOP/s in bf16" in capsys.readouterr().out
     assert plan([*small, "cluster=v100_32g"]) == 0
     assert "no time: V100-32G has no cluster.speed with bf16" in capsys.readouterr().out
 
@@ -151,3 +152,24 @@ def test_what_saves_memory_says_what_it_costs(capsys: pytest.CaptureFixture[str]
     found = re.findall(r"GiB less for ([+-]\d+)% time", capsys.readouterr().out)
     assert found
     assert all(int(each) >= 0 for each in found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", [1, 2])
+def test_the_page_of_a_plan_has_the_printed_peak_and_the_time(
+    stages: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = ["model=llama_tiny", "model.num_layers=6", "data.batch_size=4", "data.sequence_length=8", "cluster=h100"]
+    more = [f"parallel.pipeline={stages}", "trainer.micro_batch_size=1", f"output={tmp_path / 'plan.html'}"]
+    assert plan([*small, *more]) == 0
+    said, page = capsys.readouterr().out, (tmp_path / "plan.html").read_text()
+    options = options_of({"model.num_layers": 6}, "text_generation")
+    assert "wrote " in said and page.count("<rect") == stages + 8 * stages
+    found = plan_memory(kit_of("text_generation"), options, CPU, keeps_course=True).memory
+    assert found.moments == plan_memory(kit_of("text_generation"), options, CPU).memory.moments
+    assert max(sum(sizes.values()) for _, sizes in found.course) == found.peak
+    with pytest.raises(ConfigError, match="unknown|no such|option"):
+        plan([*small, "outptu=x"])
+    (tmp_path / "own.html").write_text("mine")
+    with pytest.raises(ConfigError, match="was not written by plan"):
+        plan([*small, f"output={tmp_path / 'own.html'}"])

@@ -84,3 +84,32 @@ def test_counts_of_a_deep_network_are_those_of_its_trace(seed: int) -> None:
     found = continued(*(work_of(options, depth=depth) for depth in (3, 4, 5)), deep - 5)
     # The buckets of gradients have no line: their sizes depend on all parameters.
     assert found == work_of(options) if options.parallel.data == 1 else found in (None, work_of(options))
+
+
+# The axes of messages by their kind: what FSDP sends, tokens to experts, heads of a context, sums.
+AXES_OF = {
+    "all_gather": {"shard", "fsdp", "expert_data", "tensor"},
+    "reduce_scatter": {"shard", "fsdp", "expert_data", "tensor"},
+    "all_to_all": {"expert", "context"},
+    "send": {"pipeline"},
+    "all_reduce": {"data", "shard", "batch", "replicas", "expert_data", "tensor", "context", "pipeline", "all ranks"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(200 if WHOLE else 6))
+def test_every_message_has_its_axis_and_behind_a_pass_are_those_of_fsdp_and_sums_of_gradients(seed: int) -> None:
+    numbers = random.Random(seed)
+    axes = numbers.sample(["data", "shard", "context", "tensor", "pipeline"], numbers.randint(1, 3))
+    choices = {**SHORT, "data.batch_size": 16, **{f"parallel.{axis}": 2 for axis in axes}}
+    # Experts often coincide with another axis.
+    batch = 2 ** len({"data", "shard", "context"} & {*axes})
+    if batch > 1 and "tensor" not in axes:
+        choices |= {"model": "llama_moe_tiny", "parallel.expert": numbers.choice([2, batch])}
+    found = [message for work in work_of(options_of(choices), device_type="cuda").values() for message in work.messages]
+    assert all(each.axis in AXES_OF[each.kind] for each in found), {each[:4] for each in found}
+    sent_by_fsdp = {("all_gather", axis) for axis in ("shard", "fsdp", "expert_data")}
+    sent_by_fsdp |= {("reduce_scatter", axis) for _, axis in sent_by_fsdp}
+    assert all(each[:2] in sent_by_fsdp or each.kind == "all_reduce" for each in found if each.is_hidden)
+    assert all(each.is_hidden for each in found if each[:2] in sent_by_fsdp)
+    assert ("parallel.expert" in choices) == any(each[:2] == ("all_to_all", "expert") for each in found)

@@ -33,7 +33,10 @@ class Mesh:
         self.shape = {axis: self.degree(axis) for axis in AXES if self.degree(axis) > 1}
         grid = torch.arange(self.size).view(tuple(self.shape.values()))
         self.device_mesh = DeviceMesh(device_type, grid, mesh_dim_names=tuple(self.shape))
-        world = dist.new_group(list(range(self.size))) if num_inference_ranks else dist.group.WORLD
+        self._is_dry = dist.get_backend() == "fake"
+        # Of a plan every axis has a group of its own, which names it.
+        is_apart = num_inference_ranks or self._is_dry
+        world = dist.new_group(list(range(self.size))) if is_apart else dist.group.WORLD
         assert world is not None  # exists once torch.distributed is initialized
         self.world: dist.ProcessGroup = world
         self._groups = self._make_groups()
@@ -73,7 +76,7 @@ class Mesh:
         """
         group: dist.ProcessGroup = dist.new_group(
             list(range(self.size)),
-            backend="fake" if dist.get_backend() == "fake" else "gloo",
+            backend="fake" if self._is_dry else "gloo",
             timeout=datetime.timedelta(seconds=self.degrees.timeout),
             use_local_synchronization=self.size < dist.get_world_size(),
         )
@@ -126,7 +129,7 @@ class Mesh:
             rows, group = self.grid.groups(axis), None
             if axis in self.shape:
                 group = self.device_mesh.get_group(axis) if is_on_grid else None
-            elif any(rows == each for each, _ in made):
+            elif not self._is_dry and any(rows == each for each, _ in made):
                 group = next(group for each, group in made if rows == each)
             else:
                 group = dist.new_subgroups_by_enumeration(rows)[0]  # type: ignore[no-untyped-call]

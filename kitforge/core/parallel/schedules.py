@@ -150,15 +150,16 @@ def in_pairs(order: Iterable[Pass], *, are_apart: bool = False) -> Iterator[tupl
 def idle_fraction(pipeline: Pipeline, num_micro_batches: int) -> float:
     """The part of a step in which a rank waits, by the order of its passes: if all stages take the same time, a
     backward pass twice that of a forward pass, and messages none."""
-    busy, end = simulated(pipeline, num_micro_batches, lambda each: _TIMES[each.kind])
+    busy, ends = simulated(pipeline, num_micro_batches, lambda each: _TIMES[each.kind])
+    end = max(ends.values())
     return 1 - sum(busy) / (pipeline.num_ranks * end)
 
 
 def simulated(
     pipeline: Pipeline, num_micro_batches: int, times: Callable[[Pass], float], message: float = 0.0
-) -> tuple[list[float], float]:
-    """How long each rank computes, and when the last one ends, by the order of their passes: if passes take `times`,
-    and a message between two ranks `message`."""
+) -> tuple[list[float], dict[Pass, float]]:
+    """How long each rank computes, and when each pass ends, by the order of their passes: if passes take `times`, and
+    a message between two ranks `message`."""
     left = [pipeline.passes(rank, num_micro_batches)[::-1] for rank in range(pipeline.num_ranks)]
     busy = [sum(map(times, order)) for order in left]
     clocks, ends = [0.0] * pipeline.num_ranks, dict[Pass, float]()
@@ -167,7 +168,7 @@ def simulated(
             while order and (received := _received(order[-1], pipeline, ends, message)) is not None:
                 clocks[rank] = max(clocks[rank], received) + times(order[-1])
                 ends[order.pop()] = clocks[rank]
-    return busy, max(clocks)
+    return busy, ends
 
 
 def _received(one: Pass, pipeline: Pipeline, ends: Mapping[Pass, float], message: float) -> float | None:

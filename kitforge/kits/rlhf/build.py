@@ -25,7 +25,7 @@ from kitforge.foundation.types import MicroBatch
 from kitforge.foundation.untrusted import load_yaml, names_function
 from kitforge.inference.server.scores import ScoreService
 from kitforge.kits.batch_predict import Predict, predict_rows, prediction_files
-from kitforge.kits.dry_task import traced_task
+from kitforge.kits.dry_task import rows_at_once, traced_task
 from kitforge.kits.kit import LoadModel, Prepared, ReplayResult
 from kitforge.kits.language_model import (
     TRAINING_ONLY_OPTIONS,
@@ -36,7 +36,6 @@ from kitforge.kits.language_model import (
 )
 from kitforge.kits.network_kit import NetworkKit
 from kitforge.kits.network_source import check_splits
-from kitforge.kits.planning import rows_at_once
 from kitforge.kits.rlhf import tasks
 from kitforge.kits.rlhf.config import (
     EnvironmentOptions,

@@ -11,6 +11,7 @@ from torch import nn
 from kitforge.core.kernels.dispatch import select_table
 from kitforge.core.parallel.collectives import all_gather
 from kitforge.core.parallel.config import ParallelConfig
+from kitforge.core.parallel.plan import memory
 from kitforge.core.parallel.plan.depth import extrapolate, trace_depths
 from kitforge.core.parallel.plan.dry_run import dry_world
 from kitforge.core.parallel.plan.memory import MemoryTrace, StepMemory
@@ -146,6 +147,33 @@ def test_tensors_have_the_cause_that_they_are_given() -> None:
         torch.empty(4, 4)
     found = trace.result().moments["update"]
     assert (found["weights"], found["gradients"], found["temporaries"]) == (64, 64, 64)
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 50)), min_size=1, max_size=60), st.integers(1, 80))
+def test_the_course_of_memory_has_the_peak_and_its_causes_at_every_point(
+    orders: list[tuple[int, int]], most: int
+) -> None:
+    trace, held, totals = MemoryTrace("cuda", keeps_course=True), dict[int, torch.Tensor](), list[int]()
+    with pytest.MonkeyPatch.context() as patch, trace:
+        patch.setattr(memory, "POINTS", most)
+        before = torch.empty(30)
+        trace.forget_peaks()
+        totals.append(before.nbytes)
+        for number, (place, size) in enumerate(orders):
+            if number == len(orders) // 2:
+                trace.enter("update")
+            held.pop(place, None)
+            totals.append(before.nbytes + sum(each.nbytes for each in held.values()))
+            held[place] = torch.empty(size)
+            if place == 0:
+                trace.attribute([held[place]], "gradients")
+            totals.append(before.nbytes + sum(each.nbytes for each in held.values()))
+        found = trace.result()
+    points = [sum(sizes.values()) for _, sizes in found.course]
+    assert max(points) == found.peak == max(totals)
+    assert len(points) <= most + 1 and {*points} <= {*totals}
+    assert dict(found.by_cause) in [sizes for _, sizes in found.course]
+    assert [moment for moment, _ in found.course] == sorted(moment for moment, _ in found.course)
 
 
 @pytest.mark.parametrize(("device_type", "size"), [("cpu", 2000), ("cuda", 1200)])

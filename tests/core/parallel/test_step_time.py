@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections import Counter
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -90,10 +91,19 @@ def test_the_causes_sum_to_the_whole(ranks: int, count: int, one: int, two: int,
         return product + 7e-6 + 3 * (2 * 5e-6 + sent / 10e9)
 
     message = 0.0 if ranks == 1 else 5e-6 + sent / 10e9
-    _, end = simulated(degrees.stages, count, seconds, message)
+    _, ends = simulated(degrees.stages, count, seconds, message)
+    end = max(ends.values())
     update_seconds = update * 1e-3 + 7e-6 + 3 * (2 * 5e-6 + sent / 10e9)
     assert found.seconds == pytest.approx(end + update_seconds, rel=1e-9)
     assert found.by_cause["update"] == pytest.approx(update * 1e-3 + 7e-6, rel=1e-9)
+    # What is drawn: passes in their order without overlap, ended by the update; the fullest rank waits for the bubble.
+    for rank, drawn in enumerate(found.passes):
+        assert [each for each, *_ in drawn] == [*degrees.stages.passes(rank, count), UPDATE]
+        assert all(end <= begin + 1e-12 for (*_, end), (_, begin, _) in pairwise(drawn))
+        assert drawn[-1][2] == pytest.approx(found.seconds, rel=1e-9)
+    waits = min(found.seconds - sum(end - begin for _, begin, end in drawn) for drawn in found.passes)
+    known = found.by_cause.get("bubble", 0.0) + found.by_cause.get("communication over pipeline", 0.0)
+    assert waits == pytest.approx(known, abs=1e-9)
 
 
 def test_stages_that_were_not_traced_are_as_long_as_their_layers() -> None:

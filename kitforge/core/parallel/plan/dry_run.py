@@ -138,17 +138,13 @@ def dry_world(
         raise _value_read(error) from None
     finally:
         if size > 1:
-            _forget_shards()
+            from torch.distributed.tensor import DTensor  # noqa: PLC0415 (half a second, for shards alone)
+
+            # torch's memory of the shapes of rank 0, which ranks that are forked later would take for theirs, as
+            # torch.distributed.tensor.debug clears it, which imports the compiler for it.
+            DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()  # type: ignore[no-untyped-call]
+            torch._C._clear_DTensor_sharding_propagator_cache()
             dist.destroy_process_group()
-
-
-def _forget_shards() -> None:
-    """Clear torch's memory of the shapes of rank 0, which ranks that are forked later would take for theirs."""
-    from torch.distributed.tensor import DTensor  # noqa: PLC0415 (half a second, for shards alone)
-
-    # As torch.distributed.tensor.debug does, which imports the compiler for it.
-    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()  # type: ignore[no-untyped-call]
-    torch._C._clear_DTensor_sharding_propagator_cache()
 
 
 def _value_read(error: Exception) -> ModelError:
@@ -232,8 +228,9 @@ class StepMoments:
         outer = [each for each in self.parallel.model.modules() if isinstance(each, nn.ModuleList) and len(each)]
         inner = {id(module) for blocks in outer for each in blocks if each for module in each.modules()}
         for blocks in (each for each in outer if id(each) not in inner):
+            ends = {-1: "embedding", len(blocks) - 1: "last block", 0: "first block"}
             for index, block in ((index, each) for index, each in enumerate(blocks) if each is not None):
-                names = block_name(index, len(blocks)), block_name(index - 1, len(blocks))
+                names = ends.get(index, "inner blocks"), ends.get(index - 1, "inner blocks")
                 block.register_forward_pre_hook(functools.partial(self._before, *names))
             if blocks[-1] is not None:
                 blocks[-1].register_forward_hook(self._after_last)
@@ -245,16 +242,13 @@ class StepMoments:
             return  # the pass is computed again
         self.trace.enter(f"forward pass, {name}")
         if inputs[0].requires_grad:
-            inputs[0].register_hook(functools.partial(self._at_gradient, f"backward pass, {name_before}"))
+            inputs[0].register_hook(lambda _: self.trace.enter(f"backward pass, {name_before}"))
 
     def _after_last(self, _block: nn.Module, _inputs: Any, output: Tensor) -> None:
         if self.trace.is_forward:
             self.trace.enter("head")
             if output.requires_grad:
-                output.register_hook(functools.partial(self._at_gradient, "backward pass, last block"))  # type: ignore[no-untyped-call]
-
-    def _at_gradient(self, moment: str, _gradient: Tensor) -> None:
-        self.trace.enter(moment)
+                output.register_hook(lambda _: self.trace.enter("backward pass, last block"))  # type: ignore[no-untyped-call]
 
     def watch_gradients(self, module: nn.Module) -> None:
         """Note which storages are gradients of the parameters of a module when these arrive."""
@@ -266,9 +260,3 @@ class StepMoments:
     def _arrived(self, parameter: Tensor) -> None:
         if parameter.grad is not None:
             self.trace.attribute([local_tensor(parameter.grad)], "gradients")
-
-
-def block_name(index: int, num_blocks: int) -> str:
-    """The first block, the last, one between, or what comes before them all."""
-    ends = {-1: "embedding", num_blocks - 1: "last block", 0: "first block"}
-    return ends.get(index, "inner blocks")

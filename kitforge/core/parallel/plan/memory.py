@@ -3,9 +3,10 @@
 Bytes are those that the allocator hands out; what it keeps in reserve beside them is not counted.
 """
 
+import itertools
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,8 @@ CAUSES = (
     *("weights", "frozen weights", "gathered weights", "table rows", "gradients", "moments"),
     *("activations", "logits", "communication", "temporaries", "keys and values"),
 )
+# Of the course of memory, at most.
+POINTS = 480
 # In-place operations whose operand a CPU casts to the dtype of the target, in memory of its own.
 _CASTS = ("aten::add_.Tensor", "aten::mul_.Tensor")
 # Collectives for which gloo takes memory of its own, as much as this one of its tensors: the input or the output.
@@ -41,6 +44,7 @@ class StepMemory:
 
     moments: Mapping[str, Mapping[str, int]]
     host: int = 0  # bytes beside them in the memory of the host, of a device with memory of its own
+    course: Sequence[tuple[str, Mapping[str, int]]] = ()  # the moment and the bytes by cause, at points of the step
 
     @property
     def moment(self) -> str:
@@ -73,10 +77,17 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # Otherwise torch imports its compiler, which is not used, and asks it before each operation.
         return False
 
-    def __init__(self, device_type: str, work: WorkTrace | None = None, *, is_building: bool = False) -> None:
+    def __init__(
+        self,
+        device_type: str,
+        work: WorkTrace | None = None,
+        *,
+        is_building: bool = False,
+        keeps_course: bool = False,
+    ) -> None:
         """`device_type`: that of the tensors, whose own copies within operations are counted on a CPU. `work` counts
         each operation beside. `is_building`: what is made before `begin` are weights without values, beside data, which
-        are not counted."""
+        are not counted. `keeps_course`: memory is followed over the step, beside its peaks."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._is_cpu, self._is_building = device_type == "cpu", is_building
         self.work = work
@@ -87,6 +98,8 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._at: dict[str, list[tuple[_Storage, int]]] = {}
         self._is_rising = False
         self._host = 0
+        self._num_before = 0  # of them, what was there when the step began
+        self._changes: list[tuple[_Storage, int, str]] | None = [] if keeps_course else None
 
     def enter(self, moment: str) -> None:
         """What follows belongs to that moment."""
@@ -105,6 +118,9 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._is_rising = False
         self._peaks.clear()
         self._at.clear()
+        if self._changes is not None:
+            self._changes = [(each, each.size, self._moment) for each in self._live.values()]
+            self._num_before = len(self._changes)
 
     @property
     def is_forward(self) -> bool:
@@ -134,7 +150,21 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for storage, size in storages:
                 sizes[storage.cause] += size
             found[moment] = dict(sizes)
-        return StepMemory(moments=found, host=self._host)
+        return StepMemory(moments=found, host=self._host, course=self._course())
+
+    def _course(self) -> list[tuple[str, dict[str, int]]]:
+        """The highest of each of at most POINTS chunks of the step."""
+        changes, first = self._changes or [], self._num_before
+        totals = list(itertools.accumulate(change for _, change, _ in changes))
+        size = max(1, -(-(len(totals) - first) // POINTS))
+        chunks = (range(at, min(at + size, len(totals))) for at in range(max(first - 1, 0), len(totals), size))
+        kept = {max(chunk, key=totals.__getitem__) for chunk in chunks}
+        found, sizes = list[tuple[str, dict[str, int]]](), dict.fromkeys(CAUSES, 0)
+        for number, (storage, change, moment) in enumerate(changes):
+            sizes[storage.cause] += change
+            if number in kept:
+                found.append((moment, dict(sizes)))
+        return found
 
     @contextmanager
     def following_resizes(self) -> Iterator[None]:
@@ -199,6 +229,8 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if size < storage.size:
             self._keep_peak()
         self._now += size - storage.size
+        if self._changes is not None:
+            self._changes.append((storage, size - storage.size, self._moment))
         storage.size = size
         self._note_peak()
 

@@ -86,6 +86,8 @@ class StepTime:
 
     by_cause: Mapping[str, float]
     flops: float
+    # By rank of the pipeline its passes, and the update after them, with their begin and end.
+    passes: Sequence[Sequence[tuple[Pass, float, float]]] = ()
 
     @property
     def seconds(self) -> float:
@@ -101,19 +103,23 @@ def step_time(
     passes = _Passes(work, speed, degrees, num_micro_batches, layers)
     pipeline, causes = degrees.stages, defaultdict[str, float](float)
     ranks = [pipeline.passes(rank, num_micro_batches) for rank in range(pipeline.num_ranks)]
-    busy, end = simulated(pipeline, num_micro_batches, lambda each: sum(passes.causes(each).values()))
+    busy, ends = simulated(pipeline, num_micro_batches, passes.seconds)
+    end = max(ends.values())
     fullest = max(range(len(ranks)), key=lambda rank: busy[rank])
     for each in ranks[fullest]:
         _add(causes, passes.causes(each))
     if pipeline.num_ranks > 1:
-        waits = simulated(pipeline, num_micro_batches, lambda each: sum(passes.causes(each).values()), passes.send)[1]
-        causes |= {"bubble": end - busy[fullest], "communication over pipeline": waits - end}
+        ends = simulated(pipeline, num_micro_batches, passes.seconds, passes.send)[1]
+        causes |= {"bubble": end - busy[fullest], "communication over pipeline": max(ends.values()) - end}
     update = pass_seconds(work[UPDATE], speed, degrees)
     sent = {name: seconds for name, seconds in update.items() if name.startswith("communication")}
     _add(causes, sent)
     causes["update"] = sum(update.values()) - sum(sent.values())
     flops = sum(passes.work(each).flops - passes.work(each).counts["recomputed"] for rank in ranks for each in rank)
-    return StepTime(by_cause=dict(causes), flops=flops / len(ranks))
+    last = max(ends.values())
+    drawn = [[(each, ends[each] - passes.seconds(each), ends[each]) for each in rank] for rank in ranks]
+    drawn = [[*rank, (UPDATE, last, last + sum(update.values()))] for rank in drawn]
+    return StepTime(by_cause=dict(causes), flops=flops / len(ranks), passes=drawn)
 
 
 def pass_seconds(work: Work, speed: Speed, degrees: ParallelConfig, times: float = 1.0) -> dict[str, float]:
@@ -130,7 +136,8 @@ def pass_seconds(work: Work, speed: Speed, degrees: ParallelConfig, times: float
     for message, count in work.messages.items():
         if message.kind == "send":
             continue
-        seconds, name = speed.message_seconds(message, count, work.sent[message], degrees), _cause(message)
+        seconds = speed.message_seconds(message, count, work.sent[message], degrees)
+        name = f"communication over {message.axis}"
         if speed.is_asynchronous and (message.is_hidden or degrees.copies > 1):
             hidden[name] += seconds
             last[name] = max(last.get(name, 0.0), seconds / count)
@@ -173,6 +180,10 @@ class _Passes:
         """Of a pass."""
         return self._work.get(self._like(each), Work())
 
+    def seconds(self, each: Pass) -> float:
+        """Of a pass."""
+        return sum(self.causes(each).values())
+
     def causes(self, each: Pass) -> dict[str, float]:
         """Its seconds."""
         like = self._like(each)
@@ -187,10 +198,6 @@ class _Passes:
 def _add(causes: dict[str, float], further: Mapping[str, float]) -> None:
     for name, seconds in further.items():
         causes[name] = causes.get(name, 0.0) + seconds
-
-
-def _cause(message: Message) -> str:
-    return f"communication over {message.axis}"
 
 
 def _span(axis: str, degrees: ParallelConfig) -> int:

@@ -46,8 +46,6 @@ MESSAGE_KINDS = {
     "broadcast_": "broadcast",
     "send": "send",
 }
-
-
 FUNCTION = "function"
 
 
@@ -124,10 +122,8 @@ class WorkTrace:
     def __init__(self, device_type: str, precision: Precision, mesh: Mesh | None) -> None:
         self.passes: dict[Pass, Work] = {}
         self._is_cpu, self._precision = device_type == "cpu", precision
-        self._axes: dict[tuple[int, ...], str] = {}
-        for axis in () if mesh is None else (*mesh.shape, *mesh.grid.degrees):
-            if mesh is not None and (group := mesh.group(axis)) is not None:
-                self._axes.setdefault(tuple(dist.get_process_group_ranks(group)), axis)
+        groups = {} if mesh is None else {axis: mesh.group(axis) for axis in mesh.grid.degrees}
+        self._mesh, self._axes = mesh, {each.group_name: axis for axis, each in groups.items() if each is not None}
         self._within = 0  # calls that are counted as a whole
         self._now: Work | None = None
         self._is_closed = False
@@ -180,15 +176,29 @@ class WorkTrace:
         if self._now is None or (kind := MESSAGE_KINDS.get(name)) is None:
             return
         group = next(each for each in args if isinstance(each, torch.ScriptObject) and "ProcessGroup" in str(each))
-        ranks = tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(group)))
+        axis, ranks = self._axis(dist.ProcessGroup.unbox(group))
         size = max((each.nbytes for each in tree_leaves(args) if isinstance(each, Tensor)), default=0)
         # torch's FSDP starts its messages on a stream of their own where a device has streams.
-        axis = self._axes.get(ranks, "pipeline")
         is_started = name == "allreduce_" and (len(args) < 5 or args[4])
-        is_hidden = is_started or (axis in ("shard", "fsdp", "expert_data") and not self._is_cpu)
-        key = Message(kind, axis, len(ranks), is_hidden, size if is_hidden and size >= SMALL else 0)
+        is_hidden = is_started or (axis in ("fsdp", "expert_data") and not self._is_cpu)
+        key = Message(kind, self._shown(axis), ranks, is_hidden, size if is_hidden and size >= SMALL else 0)
         self._now.messages[key] += 1
         self._now.sent[key] += size
+
+    def _axis(self, group: dist.ProcessGroup) -> tuple[str, int]:
+        """The axis of a view that a group is along, and its ranks; stages have groups of their own beside."""
+        assert self._mesh is not None
+        ranks, grid = dist.get_process_group_ranks(group), self._mesh.grid
+        is_of_stages = any({*ranks} <= {*row} for row in grid.groups("pipeline"))
+        axis = "pipeline" if is_of_stages else "all ranks" if len(ranks) == grid.size else "other"
+        return self._axes.get(group.group_name, axis), len(ranks)
+
+    def _shown(self, axis: str) -> str:
+        """`data` or `shard`, which a user has typed, for axes of other views that these are alone."""
+        assert self._mesh is not None
+        parts = {"fsdp": ("shard", "context"), "replicas": ("data", "shard"), "batch": ("data", "shard", "context")}
+        found = [each for each in parts.get(axis, ()) if self._mesh.degree(each) > 1]
+        return found[0] if found in (["data"], ["shard"]) else axis
 
     def counted(self, operation: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
         """A kernel that is counted at its calls, unless a CPU runs it as the trace does."""
