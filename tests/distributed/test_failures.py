@@ -372,12 +372,14 @@ class OneFailure:
         return json.dumps({"rank": 3, "words": "no room"}).encode()
 
 
-def blocked_in_a_kernel(folder: Path, aborts: bool) -> None:
+def blocked_in_a_kernel(folder: Path, aborts: bool, words: str | None) -> None:
     """The host waits in `.cpu()` for a kernel that waits for a rank which has failed."""
     path = folder / "error.json"
     os.environ |= {"TORCHELASTIC_ERROR_FILE": str(path), LAUNCHED: "1"}
     failing.GRACE = 0.5
-    FailureMonitor(OneFailure(), rank=0)  # type: ignore[arg-type]
+    watch = FailureMonitor(OneFailure(), rank=0)  # type: ignore[arg-type]
+    if words is not None:
+        watch.report(words)
     while aborts and not path.exists():
         time.sleep(0.01)
     if aborts:
@@ -388,16 +390,23 @@ def blocked_in_a_kernel(folder: Path, aborts: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("aborts", "code"), [(True, -signal.SIGABRT), (False, 1)])
+@pytest.mark.parametrize(
+    ("aborts", "code", "words"),
+    [
+        (True, -signal.SIGABRT, None),
+        (False, 1, None),
+        (False, 1, "rank 1 died or hung\n  got:      no word: waited 5 s"),
+    ],
+)
 def test_the_watch_says_who_failed_before_a_watchdog_may_abort_and_ends_the_rank_without_one(
-    aborts: bool, code: int, tmp_path: Path
+    aborts: bool, code: int, words: str | None, tmp_path: Path
 ) -> None:
-    process = multiprocessing.get_context("fork").Process(target=blocked_in_a_kernel, args=(tmp_path, aborts))
+    process = multiprocessing.get_context("fork").Process(target=blocked_in_a_kernel, args=(tmp_path, aborts, words))
     process.start()
     process.join(LIMIT)
     assert process.exitcode == code
     said = json.loads((tmp_path / "error.json").read_text())["kitforge"]
-    assert (said["words"], said["is_cause"]) == ("rank 3 failed: no room", False)
+    assert (said["words"], said["is_cause"]) == (words or "rank 3 failed: no room", False)
     # This rank itself has no error, and none is made up.
     assert "NoneType" not in (tmp_path / "error.json").read_text()
 

@@ -141,6 +141,7 @@ class FailureMonitor:
         self._store, self._rank = store, rank
         self._left = threading.Event()
         self._own: BaseException | None = None
+        self._words: str | None = None  # of this rank's failure by another
         self.first: dict[str, Any] | None = None  # the first failure of any rank, once it is known
         reserve_error_file()
         threading.Thread(target=self._poll, name="kitforge-watch", daemon=True).start()
@@ -155,6 +156,11 @@ class FailureMonitor:
             write_error_file(words, _trace(error), is_cause=True)
         with suppress(dist.DistError):
             publish_failure(self._store, self._rank, words)
+
+    def report(self, words: str) -> None:
+        """Report to the launcher in full how another rank made this one fail, before others repeat its first line."""
+        self._words = words
+        write_error_file(words, "", is_cause=False)
 
     def end(self, *, failed: bool = False) -> None:
         """Stop monitoring. A failing process still has a time limit: Python would wait for threads that write to disk,
@@ -173,11 +179,10 @@ class FailureMonitor:
                 words = None if self.first is None else f"rank {self.first['rank']} failed: {self.first['words']}"
             except dist.DistError:
                 words, grace = "the process that the ranks meet at is gone", STORE_GRACE
-        write_error_file(words, "", is_cause=False)
+        write_error_file(self._words or words, "", is_cause=False)
         if self._left.wait(grace):
             return
-        if self._own is not None:
-            words = describe_error(self._own)
+        words = (self._words or words) if self._own is None else describe_error(self._own)
         if write_rank_report(words, "" if self._own is None else _trace(self._own), is_cause=self._own is not None):
             sys.stderr.write(f"error: rank {self._rank}: {words}\n")
             sys.stderr.flush()

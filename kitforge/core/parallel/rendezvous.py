@@ -233,6 +233,8 @@ class Rendezvous:
         if self._launch is None or self._store is None:
             return
         if failed:
+            if self._watch is not None:
+                self._watch.report(words)
             with suppress(dist.DistError):
                 publish_failure(self._store, self._launch.rank, words)
         if self._has_joined and dist.is_initialized():
