@@ -65,7 +65,8 @@ def _held_storages(data: set[int]) -> dict[int, int]:
     tensors = (each for each in gc.get_objects() if issubclass(type(each), torch.Tensor) and id(each) not in data)
     whole = (torch.int64, torch.int32, torch.bool)
     held = (local_tensor(each.detach()) for each in tensors if not is_fake(each) and each.dtype not in whole)
-    found = (each.untyped_storage() for each in held if each.device.type == "cpu")
+    # Of a trace that is still held a shard may be fake.
+    found = (each.untyped_storage() for each in held if each.device.type == "cpu" and not is_fake(each))
     return {each.data_ptr(): each.nbytes() for each in found if each.nbytes()}
 
 

@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
 
 from kitforge.core.parallel.config import ParallelConfig
 from kitforge.core.parallel.mesh import Mesh
 from kitforge.core.parallel.plan.dry_run import dry_world
 from kitforge.core.parallel.world import World
 from kitforge.foundation.errors import ModelError
+from kitforge.verify import foreseen
 from tests.differential.drawn import WHOLE
 from tests.distributed.ranks import ask_ranks
 from tests.measured_step import measured, options_of, step_of, traced, training_peak
@@ -255,3 +257,10 @@ def test_ranks_that_are_forked_after_a_trace_have_shards_of_their_own() -> None:
     options = options_of({"parallel.shard": 2, "model.num_layers": 1, "data.batch_size": 2})
     traced(options)
     assert ask_ranks({"rows": (2, rows_of_embedding, options)})["rows"] == [130, 129]
+
+
+def test_a_shard_of_a_trace_that_is_still_held_is_not_measured() -> None:
+    with dry_world(ParallelConfig(shard=2), "fp32") as world:
+        assert world.mesh is not None
+        _held = DTensor.from_local(torch.empty(3), world.mesh.device_mesh["shard"])
+        foreseen._held_storages(set())
