@@ -65,8 +65,12 @@ def foreseeing(kit: AnyKit, options: RunOptions, inputs: RunInputs[object]) -> R
         say(f"not foreseen: {error}")
         return inputs
     time = found.time(cluster)
-    speed = f"{1e3 * time.seconds:,.1f} ms a step ({name})" if time is not None else "no time without a cluster's speed"
-    say(f"foreseen: {found.memory.peak / GIB:,.3f} GiB a rank at its peak in the {found.memory.moment}, {speed}")
+    speed = "no time of a step: `kitforge plan calibrate` measures the speed of this machine"
+    if time is not None:
+        speed = f"{1e3 * time.seconds:,.1f} ms a step ({name})"
+    elif name is not None:
+        speed = f"no time of a step: {name} has no speed in {options.precision}"
+    say(f"foreseen: {found.memory.peak / GIB:,.3f} GiB of memory a rank at its peak ({found.memory.moment}); {speed}")
     figures = {
         "device": device.type,
         "peak_bytes": found.by_index[0].peak,

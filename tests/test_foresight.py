@@ -57,13 +57,14 @@ def test_the_report_has_what_was_foreseen_beside_what_was_measured(
 
 
 @pytest.mark.slow
-def test_a_run_that_is_foreseen_trains_the_same_weights(tmp_path: Path) -> None:
+def test_a_run_that_is_foreseen_trains_the_same_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = []
     for number, asked in enumerate((False, True)):
         (folder := tmp_path / str(number)).mkdir()
         found.append(trained("text_generation", folder, **{"trainer.foresee": asked}))
     plain, planned = (sorted((each / "checkpoints").rglob("*.safetensors")) for each in found)
     assert plain and [each.read_bytes() for each in plain] == [each.read_bytes() for each in planned]
+    assert "no time of a step: `kitforge plan calibrate`" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.slow
