@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -230,6 +231,18 @@ def in_turn(opened: Rendezvous, rank: int) -> float:
 def test_the_first_rank_of_a_machine_goes_first_and_the_others_after_it(store: None) -> None:
     first, *others = map(float, meet(in_turn, 3))
     assert all(other >= first + 0.4 for other in others)
+
+
+def looks_seldom(opened: Rendezvous, rank: int) -> str:
+    if rank > 0:
+        rendezvous.time = SimpleNamespace(sleep=lambda _seconds: time.sleep(0.5 + 0.2 * rank))
+    with opened.local_rank_zero_first():
+        return "left"
+
+
+@pytest.mark.slow
+def test_the_store_of_the_first_rank_outlives_those_who_look_for_the_end_of_a_turn_later(store: None) -> None:
+    assert meet(looks_seldom, 3) == ["left"] * 3
 
 
 def fails_in_turn(opened: Rendezvous, rank: int) -> None:

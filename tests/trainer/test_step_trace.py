@@ -13,6 +13,7 @@ from kitforge.core.parallel.config import ParallelConfig
 from kitforge.core.parallel.mesh import Mesh
 from kitforge.core.parallel.plan.dry_run import dry_world
 from kitforge.core.parallel.world import World
+from kitforge.foundation.device import has_native_matmul
 from kitforge.foundation.errors import ModelError
 from kitforge.verify import foreseen
 from tests.differential.drawn import WHOLE
@@ -37,9 +38,10 @@ def choices(model: str, precision: str, recompute: str, rows: int) -> dict[str, 
 def test_the_peak_of_one_rank_is_that_of_the_profiler(model: str, precision: str, recompute: str, rows: int) -> None:
     options = options_of(choices(model, precision, recompute, rows))
     # A mixture's rows in bf16 are cast within an operation that the trace does not see into, of which plans warn.
-    # Nor does it see into products in bf16 on AMX, which copy their operands.
-    is_hidden = precision == "bf16" and (model == "llama_moe_tiny" or torch.cpu._is_amx_tile_supported())
-    bound = 3e-2 if is_hidden else 5e-3
+    # Nor does it see into products in bf16, which copy their operands on processors with AMX and work in up to half a
+    # megabyte on those with AVX-512 for bf16.
+    is_hidden = precision == "bf16" and (model == "llama_moe_tiny" or has_native_matmul(torch.bfloat16))
+    bound = 4e-2 if is_hidden else 5e-3
     assert training_peak(traced(options)) == pytest.approx(measured(0, options), rel=bound)
 
 

@@ -242,12 +242,24 @@ class Rendezvous:
                 with suppress(RuntimeError):
                     group.abort()
             dist.destroy_process_group()
-        if failed and self._launch.rank == 0 and not _launcher_keeps_store():
-            # The store ends with this process: leave the others time to read it.
-            time.sleep(2 * LOOK)
+        if not _launcher_keeps_store():
+            # The store ends with the process of rank 0: leave the others time to read it.
+            if failed and self._launch.rank == 0:
+                time.sleep(2 * LOOK)
+            elif not failed and not self._has_joined:
+                self._leave_last()
         # It ends this process if one of the calls above does not return.
         if self._watch is not None:
             self._watch.end(failed=failed)
+
+    def _leave_last(self) -> None:
+        """Rank 0 waits until all others have come here, or one has failed: no process group ends with them together."""
+        assert self._launch is not None and self._store is not None
+        with suppress(dist.DistError, PeerError):
+            if self._store.add("left", 1) == self._launch.world_size:
+                self._store.set("left/all", "done")
+            if self._launch.rank == 0:
+                self._wait("left/all")
 
     def _wait(self, name: str) -> None:
         """Wait without time-out until a rank has set `name`. Raises PeerError as soon as a rank has failed."""
