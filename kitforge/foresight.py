@@ -35,21 +35,30 @@ class Foresight(Callback):
 
 
 def named_cluster(name: str, values: dict[str, Any] | None = None) -> ClusterConfig:
-    """The devices of a file, with single values over them. Raises ConfigError, with the nearest name."""
+    """The devices of a file, with single values over them; v100 is v100_32g, as no other file begins so. Raises
+    ConfigError, with the nearest name."""
     known = presets("cluster")
+    longer = [each for each in known if each.startswith(f"{name}_")]
+    name = longer[0] if len(longer) == 1 else name
     if name not in known:
         raise ConfigError(f"unknown device {name!r}", expected=", ".join(known), fix=nearest(name, known))
     return from_dict(ClusterConfig, to_plain_dict(read_yaml(known[name])) | (values or {}), "cluster")
 
 
-def foreseeing(kit: AnyKit, options: RunOptions, inputs: RunInputs[object]) -> RunInputs[object]:
-    """The inputs of a run that says what it will need: rank 0 traces a step before its network is built, in some
-    seconds. What cannot be planned is said, and trains all the same."""
+def own_cluster(options: RunOptions) -> tuple[str | None, ClusterConfig]:
+    """The devices of a run and the name of their file: the one that `trainer.foresee` names, or here.yaml."""
     device, asked = devices.pick(options.device), options.trainer.foresee
     # The one that `kitforge plan calibrate` measures, as its page names it.
     name = asked if isinstance(asked, str) else "here" if "here" in presets("cluster") else None
     cluster = ClusterConfig(name=device.type, kind=device.type) if name is None else named_cluster(name)
     check(cluster.kind == device.type, "trainer.foresee", asked, f"a cluster of the kind {device.type}")
+    return name, cluster
+
+
+def foreseeing(kit: AnyKit, options: RunOptions, inputs: RunInputs[object]) -> RunInputs[object]:
+    """The inputs of a run that says what it will need: rank 0 traces a step before its network is built, in some
+    seconds. What cannot be planned is said, and trains all the same."""
+    name, cluster = own_cluster(options)
     if (where := launch_info()) is not None and where.rank > 0:
         return inputs
     has_rows = inputs.train_dataset is not None and not hasattr(getattr(options, "data", None), "sequence_length")
@@ -72,7 +81,7 @@ def foreseeing(kit: AnyKit, options: RunOptions, inputs: RunInputs[object]) -> R
         speed = f"no time of a step: {name} has no speed in {options.precision}"
     say(f"foreseen: {found.memory.peak / GIB:,.3f} GiB of memory a rank at its peak ({found.memory.moment}); {speed}")
     figures = {
-        "device": device.type,
+        "device": cluster.kind,
         "peak_bytes": found.by_index[0].peak,
         "step_seconds": None if time is None else time.seconds,
         "doubts": found.doubts,

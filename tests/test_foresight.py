@@ -72,7 +72,8 @@ def test_a_run_that_is_not_asked_loads_no_planner(tmp_path: Path) -> None:
     code = (
         "import sys, pathlib; from tests.small_run import write_run; "
         f"write_run(pathlib.Path({str(tmp_path)!r})); "
-        "print([name for name in ('kitforge.foresight', 'kitforge.kits.planning') if name in sys.modules])"
+        "planners = 'kitforge.foresight', 'kitforge.kits.planning', 'kitforge.kits.auto_layout', 'kitforge.cli.auto'; "
+        "print([name for name in planners if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
@@ -101,6 +102,8 @@ def test_what_cannot_be_planned_is_said_and_trains_all_the_same(
 def test_an_unknown_cluster_and_one_of_another_kind_are_refused() -> None:
     with pytest.raises(ConfigError, match="h100"):
         named_cluster("h1000")
+    # No other begins so.
+    assert named_cluster("v100") == named_cluster("v100_32g")
     options = {**OPTIONS, "trainer.foresee": "h100"}
     with pytest.raises(ConfigError, match=r"trainer\.foresee[\s\S]*kind cpu"):
         Trainer("text_generation", "llama_tiny", ["a"], options=options).train()

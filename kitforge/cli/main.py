@@ -140,6 +140,7 @@ COMMANDS = {
             "cluster.memory_gb=N      of one device, for another kind",
             "cluster.reserve=SHARE    of it that is not for tensors, 0.06 by default",
             "cluster.price_per_hour=N of a device, with cluster.currency=EUR",
+            "parallel=auto            the ten fastest layouts that fit; degrees beside it are kept",
             "output=FILE.html         the page: memory over a step, its passes, time by cause",
             "calibrate [ranks=N]      instead: measure this machine, and print its file of cluster=NAME",
         ),

@@ -6,10 +6,12 @@ from typing import Any
 
 from rich.table import Table
 
+from kitforge.cli.auto import plan_auto
 from kitforge.cli.calibrate import calibrate
 from kitforge.composition import compose_config, nested, parse, task_of
 from kitforge.core.parallel.plan.step_time import StepTime
 from kitforge.foresight import named_cluster
+from kitforge.foundation.config import check
 from kitforge.foundation.errors import ConfigError
 from kitforge.foundation.files import check_own, mark_own, user_path, write_text
 from kitforge.foundation.log import console, say
@@ -36,6 +38,9 @@ def plan(arguments: list[str]) -> int:
     cluster = named_cluster(str(choices.pop("cluster", "cpu")), nested(values).get("cluster"))
     output = user_path(str(choices.pop("output"))) if "output" in choices else None
     task = task_of(choices)
+    if choices.get("parallel") == "auto":
+        check(output is None, "output", output, "none with parallel=auto: it is the page of one layout")
+        return plan_auto(task, choices, cluster, arguments)
     kit, composition = kit_of(task), compose_config(task, choices)
     options = fill_cluster(kit.read_options(composition.values), cluster)
     if output is not None:
@@ -158,4 +163,4 @@ def _throughput(time: StepTime, options: Any, cluster: ClusterConfig) -> str:
 
 
 def _gib(size: float) -> str:
-    return f"{size / GIB:,.2f}"
+    return f"{size / GIB:,.2f}" if size > GIB / 10 else f"{size / GIB:.2g}"

@@ -56,6 +56,11 @@ def sweep_runs(verb: Command, overrides: Sequence[str], *, is_sweep: bool = Fals
         task = task_of(choices)
         choices.pop("task", None)
         words = " ".join(each for each, (_, _, values) in zip(arguments, axes, strict=True) if len(values) > 1)
+        if verb.has_folder and choices.get("parallel") == "auto":
+            # Launched ranks are given the layout; those of another launcher each find the same one.
+            choices, replaced = imported("cli.auto:found_layout")(imported(verb.compose), task, choices)
+            arguments = [each for each in arguments if parse(each)[0] not in replaced]
+            arguments += [argument(name, choices[name]) for name in replaced if name in choices]
         chosen = imported(verb.compose)(task, choices)
         found.append(SweepRun(chosen=chosen, arguments=tuple(arguments), words=words))
     folders = [folder for member in found if (folder := member.chosen.values.get("output_dir")) is not None]

@@ -144,6 +144,11 @@ def free_memory(device: torch.device) -> int | None:
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
 
 
+def total_memory(device: torch.device) -> int | None:
+    """Bytes of a device's own memory; None if this is not known."""
+    return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else None
+
+
 def free_host_memory() -> int:
     """Bytes that processes may still take on the host, within the limit of this control group; 0 if unknown."""
     try:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 from kitforge.core.kernels.dispatch import watching_kernels
@@ -82,19 +83,24 @@ class MemoryPlan:
         return self.by_index[self.fullest]
 
 
-def plan_memory(
-    kit: AnyKit, options: Any, cluster: ClusterConfig, changes: tuple[str, ...] = (), *, keeps_course: bool = False
-) -> MemoryPlan:
-    """Trace the step of these options; with `keeps_course` through all blocks, and memory over the step. Raises
-    ConfigError for a network that the degrees cannot split, and for a run whose step would be traced wrongly."""
+def planned_task(kit: AnyKit, options: Any, cluster: ClusterConfig) -> tuple[TracedTask, Any]:
+    """What is traced of these options, and the options of its world. Raises ConfigError for a network that the degrees
+    cannot split."""
     # The memory of this host is not that of the run's.
     kit.check_parallel(replace(options, trainer=replace(options.trainer, offload="none")))
     trainer = replace(options.trainer, max_steps=options.trainer.max_steps or STEPS, epochs=None)
     # Graphs of the compiler are not traced.
     level = "O1" if options.compile_level == "O2" else options.compile_level
     whole = options if options.parallel.copies == 1 else replace(options, parallel=replace(options.parallel, copies=1))
-    traced = kit.plan(replace(whole, trainer=trainer, device=cluster.kind, compile_level=level))
+    return kit.plan(replace(whole, trainer=trainer, device=cluster.kind, compile_level=level)), whole
 
+
+def plan_memory(
+    kit: AnyKit, options: Any, cluster: ClusterConfig, changes: tuple[str, ...] = (), *, keeps_course: bool = False
+) -> MemoryPlan:
+    """Trace the step of these options; with `keeps_course` through all blocks, and memory over the step. Raises
+    ConfigError for a network that the degrees cannot split, and for a run whose step would be traced wrongly."""
+    traced, whole = planned_task(kit, options, cluster)
     by_index, work, layers, num_micro_batches = _traces(traced, whole, cluster, keeps_course)
     has_experts = any(getattr(block, "num_experts", 0) for block in traced.kinds(traced.num_blocks))
     return MemoryPlan(
@@ -108,45 +114,66 @@ def plan_memory(
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedRank:
+    """The traced step of a rank: its memory and work, the layers of all stages, and its micro-batches."""
+
+    memory: StepMemory
+    work: StepWork
+    layers: Sequence[int]
+    num_traced: int  # micro-batches
+    num_micro_batches: int  # of the whole step
+
+
+def trace_rank(
+    traced: TracedTask, options: Any, cluster: ClusterConfig, depth: int, index: int = 0, *, keeps_course: bool = False
+) -> TracedRank:
+    """Trace the first rank with an index along `pipeline`, of a network with so many blocks."""
+    with dry_world(options.parallel, options.precision, index, cluster.kind) as world:
+        work = WorkTrace(cluster.kind, options.precision, world.mesh)
+        memory = MemoryTrace(cluster.kind, work, is_building=True, keeps_course=keeps_course)
+        with watching_kernels(work.counted), memory:
+            step = traced.step(world, depth)
+            stacks = step.loop.state.parallel.stage_layers.values()
+            return TracedRank(
+                layers=[sum(len(own.layers) for own in each) for each in zip(*stacks, strict=True)],
+                num_traced=len(step.micro_batches),
+                num_micro_batches=step.num_micro_batches,
+                memory=trace_step(step, traced.options, memory),
+                work=work.passes,
+            )
+
+
 def _traces(
     traced: TracedTask, options: Any, cluster: ClusterConfig, keeps_course: bool
 ) -> tuple[dict[int, StepMemory], StepWork, Sequence[int], int]:
     """The memory and the work of rank 0; of a pipeline those of a rank of each kind, the memory by its index there; the
     layers of the stages, and the micro-batches of a step."""
-    layers, num_traced, num_micro_batches = list[int](), 1, 1
-
-    def trace(depth: int, index: int = 0) -> tuple[StepMemory, StepWork]:
-        nonlocal layers, num_traced, num_micro_batches
-        with dry_world(options.parallel, options.precision, index, cluster.kind) as world:
-            work = WorkTrace(cluster.kind, options.precision, world.mesh)
-            memory = MemoryTrace(cluster.kind, work, is_building=True, keeps_course=keeps_course)
-            with watching_kernels(work.counted), memory:
-                step = traced.step(world, depth)
-                stacks = step.loop.state.parallel.stage_layers.values()
-                layers = [sum(len(own.layers) for own in each) for each in zip(*stacks, strict=True)]
-                num_traced, num_micro_batches = len(step.micro_batches), step.num_micro_batches
-                return trace_step(step, traced.options, memory), work.passes
-
+    trace = partial(trace_rank, traced, options, cluster, keeps_course=keeps_course)
     if options.parallel.pipeline > 1:
         # Whole: three shallow traces, which have three blocks of a stage at least, would be of more blocks than most.
-        found = {0: trace(traced.num_blocks)}
-        others = traced_ranks(options.parallel.stages, num_traced, layers)[1:]
-        found |= {index: trace(traced.num_blocks, index) for index in others}
+        first = trace(traced.num_blocks)
+        others = traced_ranks(options.parallel.stages, first.num_traced, first.layers)[1:]
+        found = {0: first} | {index: trace(traced.num_blocks, index) for index in others}
         # The longest update of a rank is that of all.
         merged: dict[Pass, Work] = {}
-        for _, work in sorted(found.values(), key=lambda each: each[1][UPDATE].counts["launches"]):
-            merged |= work
-        return {index: memory for index, (memory, _) in found.items()}, merged, layers, num_micro_batches
+        for each in sorted(found.values(), key=lambda each: each.work[UPDATE].counts["launches"]):
+            merged |= each.work
+        memories = {index: each.memory for index, each in found.items()}
+        return memories, merged, first.layers, first.num_micro_batches
     depths = (traced.num_blocks,) if keeps_course else trace_depths(traced.kinds, traced.num_blocks)
     shallow = [trace(depth) for depth in depths]
+    last = shallow[-1]
     if len(shallow) == 1:
-        return {0: shallow[0][0]}, shallow[0][1], layers, num_micro_batches
-    memory = extrapolate({depth: each[0] for depth, each in zip(depths, shallow, strict=True)}, traced.num_blocks)
+        return {0: last.memory}, last.work, last.layers, last.num_micro_batches
+    memories = {depth: each.memory for depth, each in zip(depths, shallow, strict=True)}
+    memory = extrapolate(memories, traced.num_blocks)
     further = (traced.num_blocks - depths[-1]) // (depths[1] - depths[0])
-    found_work = continued(shallow[0][1], shallow[1][1], shallow[2][1], further)
-    if memory is None or found_work is None:
-        memory, found_work = trace(traced.num_blocks)
-    return {0: memory}, found_work, layers, num_micro_batches
+    work = continued(shallow[0].work, shallow[1].work, shallow[2].work, further)
+    if memory is None or work is None:
+        last = trace(traced.num_blocks)
+        memory, work = last.memory, last.work
+    return {0: memory}, work, last.layers, last.num_micro_batches
 
 
 def _doubts(options: Any, cluster: ClusterConfig, has_experts: bool) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -65,6 +66,21 @@ def alone(folder: Path) -> list[float]:
     """The losses of one process."""
     assert cli.run(["train", *command(folder, "alone")]) == 0
     return losses(folder, "alone")
+
+
+def test_ranks_that_find_a_layout_train_as_those_that_are_given_it(folder: Path) -> None:
+    fixed = (
+        "trainer.micro_batch_size=1",
+        "trainer.activation_checkpointing=none",
+        "parallel.data=1",
+        "parallel.context=1",
+    )
+    said = on_forked_ranks(folder, 2, "train", *command(folder, "auto", "parallel=auto", *fixed))
+    layout = re.findall(r"parallel=auto: (.*?); found in", " ".join(said.split()))[0].split()
+    assert layout and all(re.match(r"parallel\.\w+=\w+$", each) for each in layout)
+    on_forked_ranks(folder, 2, "train", *command(folder, "given", *fixed, *layout))
+    auto, given = (sorted((folder / each / "checkpoints").rglob("model*")) for each in ("auto", "given"))
+    assert auto and [each.read_bytes() for each in auto] == [each.read_bytes() for each in given]
 
 
 def test_it_starts_its_own_ranks_and_one_of_them_speaks(

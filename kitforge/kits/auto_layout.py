@@ -1,0 +1,245 @@
+"""`parallel=auto`: the layout with the fastest step of those that fit the devices."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from kitforge.core.parallel.config import AXES, ParallelConfig
+from kitforge.core.parallel.plan.depth import trace_depths
+from kitforge.core.parallel.plan.search import RECOMPUTE, SCHEDULES, Columns, Estimate, Probe, legal_layouts, quantities
+from kitforge.core.parallel.plan.step_time import Speed
+from kitforge.foundation.config import check, from_dict
+from kitforge.foundation.errors import ConfigError
+from kitforge.kits.kit import AnyKit
+from kitforge.kits.planning import ClusterConfig, MemoryPlan, plan_memory, planned_task, trace_rank
+
+# Of a device whose speed is not known: a core of a CPU. It orders layouts.
+PEAKS = dict.fromkeys(("fp32", "bf16", "fp16", "fp8"), 0.1)
+ASSUMED = Speed(peak_tflops=PEAKS, memory_gb_per_s=10.0, launch_us=5.0, is_asynchronous=False)
+# Layouts that are traced: of those that fit, and of all; and those that are found.
+NUM_TRACED, MOST_TRACED, NUM_FOUND = 3, 6, 10
+# Layouts that are estimated at once, which bounds the memory of the search.
+CHUNK = 2**17
+# The degrees that multiply to the ranks, and all options that are searched.
+DEGREES = tuple(f"parallel.{axis}" for axis in AXES)
+FURTHER = ("parallel.expert", "parallel.zero_stage", "parallel.schedule")
+SEARCHED = (*DEGREES, *FURTHER, "trainer.micro_batch_size", "trainer.activation_checkpointing")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankedLayout:
+    """A layout with the memory of its fullest rank and its seconds by cause, of the trace `plan` or else estimated."""
+
+    options: Any
+    bytes: float
+    by_cause: Mapping[str, float]
+    plan: MemoryPlan | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        return sum(self.by_cause.values())
+
+    def changes(self, base: Any) -> dict[str, Any]:
+        """The options by their dotted names in which it is not what the base is."""
+        found = dict[str, Any]()
+        for section, last in (name.split(".") for name in SEARCHED):
+            own, other = (getattr(getattr(options, section), last) for options in (self.options, base))
+            found |= {} if own == other else {f"{section}.{last}": own}
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundLayouts:
+    """The best layouts, the best first; of those that do not fit the one that needs least."""
+
+    best: Sequence[RankedLayout]
+    fits: bool
+    words: str
+
+
+class LayoutSearch:
+    """The search over the layouts of the options on so many ranks. `given` are the options that a user has set by their
+    dotted names, those of `parallel` among them, which `options` leaves at their defaults."""
+
+    def __init__(
+        self, kit: AnyKit, options: Any, cluster: ClusterConfig, given: Mapping[str, Any], num_ranks: int
+    ) -> None:
+        self._kit, self._options, self._given, self._num_ranks = kit, options, given, num_ranks
+        self._speed = cluster.speed or ASSUMED
+        self._cluster = replace(cluster, speed=self._speed)
+        kept = {name.partition(".")[2]: each for name, each in given.items() if name not in SEARCHED}
+        self._kept = {name: each for name, each in kept.items() if f"parallel.{name}" in given}
+        self._batch = options.data.batch_size or options.data.step_size
+        self._length = getattr(options.data, "sequence_length", 0)
+        self._rows = 1 if self._length else max(1, self._batch // 64)
+        self._refused: dict[str, ConfigError] = {}
+        self._recomputes = any(each.init for each in fields(options.trainer) if each.name == "activation_checkpointing")
+        self._layers = 1
+
+    def run(self) -> FoundLayouts:
+        """Search. Raises ConfigError for options that no layout can have, before the first trace."""
+        allowed = self._allowed()
+        if max(allowed["pipeline"]) > 1:
+            self._layers = planned_task(self._kit, self._options, self._cluster)[0].num_blocks
+        columns = legal_layouts(self._num_ranks, allowed, self._batch, self._rows, self._layers)
+        if not len(columns["data"]):
+            raise ConfigError(
+                "parallel=auto has no layout with these options",
+                got=f"{self._given} on {self._num_ranks} ranks, data.batch_size={self._batch}",
+                expected="degrees that multiply to the ranks, and data x shard that divides data.batch_size",
+                fix="leave out a degree, or change the number of ranks or data.batch_size",
+            )
+        estimate = self._estimate(allowed)
+        chunks = [slice(at, at + CHUNK) for at in range(0, len(columns["data"]), CHUNK)]
+        parts = [estimate.of({name: each[chunk] for name, each in columns.items()}) for chunk in chunks]
+        sizes = np.concatenate([size for size, _ in parts])
+        return self._ordered(columns, estimate, sizes, np.concatenate([sum(each.values()) for _, each in parts]))
+
+    def _options_of(self, layout: Mapping[str, Any]) -> Any:
+        """The options of a layout: those of ParallelConfig, and `rows`, `recompute` and `batch` if they are changed."""
+        degrees = {name: each for name, each in layout.items() if name not in ("rows", "recompute", "batch")}
+        kept = self._kept if degrees.get("context", 1) > 1 else self._kept | {"context_by": "heads"}
+        names = {"rows": "micro_batch_size", "recompute": "activation_checkpointing"}
+        trainer = {names[name]: layout[name] for name in names if name in layout}
+        data = {"data": replace(self._options.data, batch_size=layout["batch"])} if "batch" in layout else {}
+        parallel = from_dict(ParallelConfig, kept | degrees, "parallel")
+        return replace(self._options, parallel=parallel, trainer=replace(self._options.trainer, **trainer), **data)
+
+    def _allows(self, layout: Mapping[str, Any], name: str = "") -> bool:
+        """Whether a real run takes these options; what it says of the first that it does not is kept under the name."""
+        try:
+            options = self._options_of(layout)
+            self._kit.check_parallel(replace(options, trainer=replace(options.trainer, offload="none")))
+        except ConfigError as error:
+            self._refused.setdefault(name, error)
+            return False
+        return True
+
+    def _allowed(self) -> dict[str, list[int]]:
+        """The values that each column may have, each tried by itself."""
+        peaks, given = self._speed.peak_tflops, self._given
+        if self._options.precision not in peaks:
+            raise ConfigError(
+                "parallel=auto orders layouts by time, for which the cluster has no peak speed in this precision",
+                got=f"precision={self._options.precision}; {self._cluster.name} has peak_tflops of {', '.join(peaks)}",
+                fix=f"precision={next(iter(peaks))}, or peak_tflops in a file of your own, configs/cluster/NAME.yaml",
+            )
+        for name in ("copies", "stages_per_rank"):
+            check(name not in self._kept, f"parallel.{name}", self._kept.get(name), "no value beside parallel=auto")
+        found, divisors = {}, [each for each in range(1, self._num_ranks + 1) if self._num_ranks % each == 0]
+
+        def tried(name: str, values: Sequence[Any], further: Mapping[str, Any]) -> list[Any]:
+            values = [given[f"parallel.{name}"]] if f"parallel.{name}" in given else values
+            legal = [each for each in values if self._allows({**further, name: each}, name)]
+            if not legal:
+                raise self._refused[name]
+            return legal
+
+        for axis in AXES:
+            found[axis] = tried(axis, divisors, {})
+        found["context"] = [each for each in found["context"] if not self._length % each] or found["context"]
+        fixed = given.get("parallel.expert")
+        experts = [each for each in divisors if self._allows({"data": each, "expert": each}, "expert")]
+        found["expert"] = experts if fixed is None else tried("expert", [fixed], {"data": fixed})
+        least = {axis: min((each for each in found[axis] if each > 1), default=1) for axis in AXES}
+        found["zero"] = tried("zero_stage", (1, 2, 3) if least["shard"] > 1 else (3,), {"shard": least["shard"]})
+        names = tried("schedule", SCHEDULES if least["pipeline"] > 1 else ("1f1b",), {"pipeline": least["pipeline"]})
+        found["schedule"] = [SCHEDULES.index(each) for each in names]
+        mode = self._options.trainer.activation_checkpointing
+        is_free = self._recomputes and "trainer.activation_checkpointing" not in given
+        found["recompute"] = [0, 1, 2] if is_free else [RECOMPUTE.index(mode)]
+        self._cuts = self._allows({"rows": self._rows})
+        if "trainer.micro_batch_size" in given or not self._cuts:
+            found["rows"] = [self._options.trainer.micro_batch_size or self._batch]
+        return found
+
+    def _probe(self, layout: Mapping[str, Any]) -> Probe:
+        """Two micro-batches on each replica, at two depths of the network."""
+        rows = layout.get("rows", self._rows)
+        batch = (1 + self._cuts) * rows * layout.get("data", 1) * layout.get("shard", 1)
+        options = self._options_of({**layout, **({"rows": rows} if self._cuts else {}), "batch": batch})
+        traced, options = planned_task(self._kit, options, self._cluster)
+        self._layers, depths = traced.num_blocks, trace_depths(traced.kinds, traced.num_blocks)[:2]
+        depths = (max(depths[0] - 1, 1), depths[0]) if len(depths) == 1 else depths
+        traces = [trace_rank(traced, options, self._cluster, depth) for depth in depths]
+        one, two = (quantities(each.memory, each.work, self._speed) for each in traces)
+        found, more = {}, max(depths[1] - depths[0], 1)
+        for key in one.keys() | two.keys():
+            block = max(two.get(key, 0) - one.get(key, 0), 0) / more
+            found[key] = np.array([max(two.get(key, 0) - depths[1] * block, 0), block])
+        return found
+
+    def _estimate(self, allowed: Mapping[str, Sequence[int]]) -> Estimate:
+        """From probes with shards, if there may be some: FSDP casts weights otherwise than one rank does."""
+        least = {axis: min((each for each in allowed[axis] if each > 1), default=1) for axis in (*AXES, "expert")}
+        modes = [{"recompute": RECOMPUTE[each]} for each in allowed["recompute"]] if self._recomputes else [{}]
+        sharded = {"shard": least["shard"], "zero_stage": max(allowed["zero"])} if least["shard"] > 1 else {}
+        first = {**modes[0], **sharded}
+        base = self._probe(first)
+        by_stage = [base if not sharded else self._probe(modes[0])] + [base] * 3
+        for stage in allowed["zero"][:-1] if sharded else ():
+            by_stage[stage] = self._probe({**first, "zero_stage": stage})
+        # By the index of `RECOMPUTE`; of one that is not searched it is not asked.
+        by_mode = [base] * 3
+        for at, mode in list(zip(allowed["recompute"], modes, strict=False))[1:]:
+            by_mode[at] = self._probe({**first, **mode})
+        by_axis = {"rows": (base, self._probe({**first, "rows": 2 * self._rows}), 2)} if self._cuts else {}
+        for axis in ("data", "tensor", "context", "expert"):
+            if (degree := least[axis]) > 1:
+                replicas = {"data": degree} if axis == "expert" else {}
+                before = self._probe({**first, **replicas}) if replicas else base
+                by_axis[axis] = before, self._probe({**first, **replicas, axis: degree}), degree
+        return Estimate(by_mode, by_stage, by_axis, self._speed, (least["shard"], self._rows, self._layers))
+
+    def _layout(self, columns: Columns, at: int) -> dict[str, Any]:
+        """The options of a layout, as `_options_of` takes them."""
+        one = {name: int(column[at]) for name, column in columns.items()}
+        found: dict[str, Any] = {name: one[name] for name in (*AXES, "expert")} | {"zero_stage": one["zero"]}
+        found |= {"schedule": SCHEDULES[one["schedule"]]}
+        if self._cuts and "trainer.micro_batch_size" not in self._given:
+            found["rows"] = one["rows"] if one["count"] > 1 else None
+        return found | ({"recompute": RECOMPUTE[one["recompute"]]} if self._recomputes else {})
+
+    def _ordered(self, columns: Columns, estimate: Estimate, sizes: Any, seconds: Any) -> FoundLayouts:
+        """Trace the fastest by the estimate, correct that of its kind, and so on."""
+        usable, traced, estimated = self._cluster.usable, list[RankedLayout](), list[RankedLayout]()
+        kind = sum((columns[axis] > 1).astype(np.int32) << bit for bit, axis in enumerate((*AXES, "expert")))
+        ratios, is_open, has_least = dict[int, tuple[float, float]](), np.ones(len(sizes), dtype=bool), False
+        degrees = [name for name in columns if name not in ("rows", "count", "recompute")]
+        fitting = list[RankedLayout]()
+        while len(fitting) + len(estimated) < NUM_FOUND and is_open.any():
+            known = [median(each) for each in zip(*ratios.values(), strict=True)] or [1.0, 1.0]
+            table = np.array([ratios.get(each, known) for each in range(64)], np.float32)
+            time, size = seconds * table[kind, 0], sizes * table[kind, 1]
+            fitting = [each for each in traced if each.bytes <= usable]
+            can_fit = is_open & (size <= usable)
+            if not can_fit.any():
+                if fitting or has_least:
+                    break
+                can_fit, time = is_open, size
+            at = int(np.argmin(np.where(can_fit, time, np.inf)))
+            if not self._allows(layout := self._layout(columns, at)):
+                is_open &= ~np.logical_and.reduce([columns[name] == columns[name][at] for name in degrees])
+                continue
+            is_open[at], has_least = False, time is size
+            options = self._options_of(layout)
+            if len(fitting) < (NUM_TRACED if len(traced) < MOST_TRACED else 1):
+                plan = plan_memory(self._kit, options, self._cluster)
+                by_cause = getattr(plan.time(self._cluster), "by_cause", {})
+                ratios[int(kind[at])] = sum(by_cause.values()) / float(seconds[at]), plan.memory.peak / float(sizes[at])
+                traced.append(RankedLayout(options=options, bytes=plan.memory.peak, by_cause=by_cause, plan=plan))
+            else:
+                causes = estimate.of({name: each[at : at + 1] for name, each in columns.items()})[1]
+                by_cause = {name: float(table[kind[at], 0] * np.ravel(each)[0]) for name, each in causes.items()}
+                estimated.append(RankedLayout(options=options, bytes=float(size[at]), by_cause=by_cause))
+        fitting = sorted((each for each in traced if each.bytes <= usable), key=lambda each: each.seconds)
+        words = (
+            f"{len(sizes):,} layouts, {int((size <= usable).sum()):,} fit; {len(traced)} traced, others estimated (~)"
+        )
+        words += "; times by an assumed speed" if self._speed is ASSUMED else ""
+        best = (fitting + estimated)[:NUM_FOUND] if fitting else [min(traced, key=lambda each: each.bytes)]
+        return FoundLayouts(best=best, fits=bool(fitting), words=words)
