@@ -36,7 +36,14 @@ LONG = {"test_planted.py", "test_gpu_check.py", "test_demo.py", "test_real_weigh
 FORKING = {"distributed", "test_killed.py", "test_kill_resume.py", "test_role_ranks.py", "test_sharded.py", "verify"}
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def _is_left_for_prove(item: pytest.Item) -> bool:
+    return any(mark.kwargs.get("only") for mark in item.iter_markers("prove"))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "KITFORGE_PROVE" not in os.environ:
+        config.hook.pytest_deselected(items=[item for item in items if _is_left_for_prove(item)])
+        items[:] = [item for item in items if not _is_left_for_prove(item)]
     items.sort(key=lambda item: (FORKING.isdisjoint(item.path.parts), item.path.name not in LONG))
     for item in items:
         if isinstance(item, pytest.Function) and _is_to_run_alone(item):
@@ -67,6 +74,9 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     """What the tests of a file have freed goes back: kept, a real model of one file is 1.6 GB of page tables for every
     process that is forked afterwards."""
     if nextitem is None or nextitem.path != item.path:
+        # What a file leaves stays, mostly modules; later looks for garbage pass over it, those of `gc.get_objects` too.
+        gc.collect()
+        gc.freeze()
         TRIM(0)
 
 

@@ -38,10 +38,10 @@ FORMATS, TASKS = ("torch_export", "onnx"), ("cache", "no cache", "classifier")
 # The first format and task of each family are those of the gate, whose one example has the first value of every draw;
 # the families that it leaves out have no operation of their own.
 FAMILIES = {
-    "gpt2": ("torch_export", "no cache"),
-    "llama": ("onnx", "cache"),
+    "gpt2": ("onnx", "cache"),
+    "llama": ("torch_export", "cache"),
     "bloom": ("torch_export", "classifier"),
-    "mixtral": ("torch_export", "cache"),
+    "mixtral": ("torch_export", "no cache"),
 } | ({name: ("torch_export", "cache") for name in ("pangu_alpha", "glm", "qwen3_moe")} if WHOLE else {})
 BATCHES = 5  # of each program: an export takes seconds, a batch milliseconds
 ROTARY = {"linear": {"factor": 2.0}, "llama3": {"factor": 4.0, "original_length": 20}, "yarn": {"factor": 2.0}}

@@ -33,7 +33,8 @@ def import_for_ranks() -> None:
         importlib.import_module(module)
     # The first compiled loop of a process takes longer than the steps of a test, and so do the first presets.
     importlib.import_module("kitforge.core.kernels.linear.numba").linear(torch.ones(1, 1), torch.ones(1, 1))
-    compose_config("text_generation", {"model": "llama_tiny"})
+    for model in ("llama_tiny", "llama_moe_tiny", "gpt2_tiny"):
+        compose_config("text_generation", {"model": model})
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:

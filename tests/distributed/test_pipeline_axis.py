@@ -109,7 +109,7 @@ def drawn(seed: int, count: int) -> list[Case]:
     return found
 
 
-ALL_CASES = [*CASES, *drawn(54, 2000 if WHOLE else 16)]
+ALL_CASES = [*CASES, *drawn(54, 2000 if WHOLE else 8)]
 PIECE = 100
 NUMBERS = range(len(ALL_CASES))
 if WHOLE and (part := os.environ.get("KITFORGE_PROVE_CASES")):

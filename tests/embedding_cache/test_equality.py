@@ -27,7 +27,7 @@ PRODUCT = [
     Case(optimizer=optimizer, policy=policy, depth=depth, tiers=tiers, spare=spare, sleeps=sleeps, is_mixed=is_mixed)
     for (optimizer, policy, depth, tiers, spare, sleeps), is_mixed in zip(AXES, MIXED.tolist(), strict=True)
 ]
-CASES = PRODUCT if os.environ.get("KITFORGE_PROVE") else sampled(PRODUCT, 24, seed=0)
+CASES = PRODUCT if os.environ.get("KITFORGE_PROVE") else sampled(PRODUCT, 12, seed=0)
 
 
 @pytest.mark.slow

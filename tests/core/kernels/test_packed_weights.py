@@ -158,16 +158,16 @@ sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-m", "not slow", *s
 
 
 @pytest.mark.slow
-@pytest.mark.prove
+@pytest.mark.prove(only=True)
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="the other processors are of x86")
-@pytest.mark.parametrize("name", list(PROCESSORS)[: None if WHOLE else 1])
+@pytest.mark.parametrize("name", PROCESSORS)
 def test_other_processors_multiply_alike(name: str) -> None:
     """What no other test sees: the code that is compiled for a processor that this one is not, of weights as they are
-    and of quantized ones. The second time it is loaded from the cache."""
+    and of quantized ones; for this one the other tests see it. The second time it is loaded from the cache."""
     features = PROCESSORS[name]
     environment = os.environ | {"NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": features}
     linear_tests = str(Path(__file__).with_name("test_linear.py"))
     chosen = "vectors and ((70 and 45) or (int8 or int4) and (exact or 70 or bits))"
     command = [sys.executable, "-c", TESTED, features, __file__, linear_tests, "-k", chosen]
-    for _ in range(2 if WHOLE else 1):
+    for _ in range(2):
         subprocess.run(command, env=environment, check=True)

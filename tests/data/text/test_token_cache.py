@@ -21,6 +21,7 @@ from kitforge.data.text.tokenize_documents import TokenizeJob, token_dtype
 from kitforge.data.tokenizers.loading import ByteTokenizer, SentencePieceTokenizer, TokenizerConfig, make_tokenizer
 from kitforge.foundation import files
 from kitforge.foundation.errors import ConfigError, DataError
+from tests.differential.drawn import WHOLE
 
 TEXTS = ["one", "два", "three " * 50, "四"]
 
@@ -209,7 +210,8 @@ def start_build(folder: Path, root: Path, num_workers: int) -> subprocess.Popen[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.prove
+@pytest.mark.parametrize("num_workers", [1, 2] if WHOLE else [2])
 def test_a_build_that_is_killed_again_and_again_ends_with_the_same_bytes(tmp_path: Path, num_workers: int) -> None:
     source = folder_of_files(tmp_path / "corpus", 10)
     wanted = contents(build_token_cache(source, ByteTokenizer(), tmp_path / "wanted"))
