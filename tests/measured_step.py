@@ -63,7 +63,7 @@ def work_of(options: Any, index: int = 0, depth: int | None = None, device_type:
 
 def measured(rank: int, options: Any, by_relay: bool = False) -> int:
     """Bytes at rest, and above them the most at once in a step, of this rank, where that is the least."""
-    return measured_range(rank, options, by_relay=by_relay)[0]
+    return measured_range(rank, options, runs=1 + dist.is_initialized(), by_relay=by_relay)[0]
 
 
 def world_of(options: Any) -> World:
