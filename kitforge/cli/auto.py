@@ -17,9 +17,12 @@ from kitforge.foundation import device as devices
 from kitforge.foundation.errors import ConfigError
 from kitforge.foundation.log import console, say
 from kitforge.kits.auto_layout import DEGREES, SEARCHED, FoundLayouts, LayoutSearch
-from kitforge.kits.planning import GIB, ClusterConfig, plan_memory
+from kitforge.kits.planning import GIB, ClusterConfig, MemoryPlan, plan_memory
 from kitforge.kits.registry import kit_of
 from kitforge.preset_files import presets
+
+# The column of the cause in which a layout is slower.
+WHY = "than the best"
 
 
 def _given(choices: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], int]:
@@ -29,19 +32,34 @@ def _given(choices: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], 
     return given, others, math.prod(int(given.get(name, 1)) for name in DEGREES)
 
 
-def plan_auto(task: str, choices: Mapping[str, Any], cluster: ClusterConfig, arguments: Sequence[str]) -> int:
-    """Print the ten best layouts, why each is slower than the best, and the command of the best; if none fits, the one
-    that needs least and what would. Returns 1 then."""
+def plan_auto(
+    task: str,
+    choices: Mapping[str, Any],
+    cluster: ClusterConfig,
+    arguments: Sequence[str],
+    write_page: Callable[[str, MemoryPlan, Sequence[Mapping[str, object]]], None] | None,
+) -> int:
+    """Print the ten best layouts, why each is slower than the best, and the command of the best; `write_page` gets a
+    heading, its plan and the rows of all. If none fits, print the one that needs least, and what would; returns 1."""
     given, others, num_given = _given(choices)
     kit, composition = kit_of(task), compose_config(task, others)
     options, ranks = kit.read_options(composition.values), cluster.devices or num_given
     found = LayoutSearch(kit, options, cluster, given, ranks).run()
     best = found.best[0]
-    say(f"{task} {composition.model_name} on {ranks} x {cluster.name}: {found.words}")
+    heading = f"{task} {composition.model_name} on {ranks} x {cluster.name}"
+    say(f"{heading}: {found.words}")
     if found.fits:
-        console.print(_table(found, options, ranks))
+        rows = _rows(found, options, ranks)
+        if write_page is not None:
+            write_page(heading, plan_memory(kit, best.options, cluster, keeps_course=True), rows)
+        table = Table(Column("layout", overflow="fold"), title="the fastest layouts that fit", title_justify="left")
+        for name in list(rows[0])[1:]:
+            table.add_column(name, justify="left" if name == WHY else "right")
+        for row in rows:
+            table.add_row(*row.values())
+        console.print(table)
         changes = best.changes(options)
-        left_out = {"parallel", "cluster", *given, *changes}
+        left_out = {"parallel", "cluster", "output", *given, *changes}
         kept = [each for each in arguments if not {name := each.partition("=")[0], name.partition(".")[0]} & left_out]
         chosen = (f"{name}={each}" for name, each in (given | changes).items())
         say(f"kitforge train {shlex.join([*kept, *chosen])}")
@@ -62,21 +80,21 @@ def _over(size: float, cluster: ClusterConfig) -> str:
     return f"{size / GIB:,.2f} GiB, {f'{over:,.2f} GiB too many' if over > 0 else 'which fits'}"
 
 
-def _table(found: FoundLayouts, base: Any, ranks: int) -> Table:
-    best, layout = found.best[0], Column("layout", overflow="fold")
-    table = Table(layout, title="the fastest layouts that fit", title_justify="left")
+def _rows(found: FoundLayouts, base: Any, ranks: int) -> list[dict[str, str]]:
+    """The cells of each layout by column."""
+    best, rows = found.best[0], list[dict[str, str]]()
     length = base.data.sequence_length if base.task == "text_generation" else 1
-    for name in ("GiB", "s a step", f"{'rows' if length == 1 else 'tokens'}/s a device", "than the best"):
-        table.add_column(name, justify="right" if name != "than the best" else "left")
+    names = ("GiB", "s a step", f"{'rows' if length == 1 else 'tokens'}/s a device")
     for each in found.best:
         words = " ".join(f"{name.partition('.')[2]}={value}" for name, value in each.changes(base).items())
         rate = (base.data.batch_size or base.data.step_size) * length / ranks / each.seconds
-        figures = f"{each.bytes / GIB:,.2f}", f"{each.seconds:,.4g}", f"{rate:,.0f}"
+        figures = f"{each.bytes / GIB:,.3g}", f"{each.seconds:,.4g}", f"{rate:,.0f}"
         more = {name: seconds - best.by_cause.get(name, 0.0) for name, seconds in each.by_cause.items()}
         cause = max(more, key=lambda name: more[name])
         why = "" if each is best else f"{more[cause]:.2g} s more of {cause}"
-        table.add_row(words or "one rank", *(("" if each.plan else "~") + figure for figure in figures), why)
-    return table
+        cells = {name: ("" if each.plan else "~") + cell for name, cell in zip(names, figures, strict=True)}
+        rows.append({"layout": words or "one rank", **cells, WHY: why})
+    return rows
 
 
 def found_layout(

@@ -1,6 +1,7 @@
 """`kitforge plan`."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ from kitforge.cli.calibrate import calibrate
 from kitforge.composition import compose_config, nested, parse, task_of
 from kitforge.core.parallel.plan.step_time import StepTime
 from kitforge.foresight import named_cluster
-from kitforge.foundation.config import check
 from kitforge.foundation.errors import ConfigError
 from kitforge.foundation.files import check_own, mark_own, user_path, write_text
 from kitforge.foundation.log import console, say
@@ -37,14 +37,14 @@ def plan(arguments: list[str]) -> int:
     values = {name: choices.pop(name) for name in list(choices) if name.startswith("cluster.")}
     cluster = named_cluster(str(choices.pop("cluster", "cpu")), nested(values).get("cluster"))
     output = user_path(str(choices.pop("output"))) if "output" in choices else None
+    if output is not None:
+        check_own(output, "plan", overwrite=bool(choices.get("overwrite")))
     task = task_of(choices)
     if choices.get("parallel") == "auto":
-        check(output is None, "output", output, "none with parallel=auto: it is the page of one layout")
-        return plan_auto(task, choices, cluster, arguments)
+        write = None if output is None else partial(_write_page, output, cluster)
+        return plan_auto(task, choices, cluster, arguments, write)
     kit, composition = kit_of(task), compose_config(task, choices)
     options = fill_cluster(kit.read_options(composition.values), cluster)
-    if output is not None:
-        check_own(output, "plan", overwrite=options.overwrite)
     found = plan_memory(kit, options, cluster, keeps_course=output is not None)
     ranks = options.parallel.world_size
     say(f"{task} {composition.model_name} on {ranks} x {cluster.name}, {options.parallel.describe()}")
@@ -71,13 +71,15 @@ def plan(arguments: list[str]) -> int:
         say(f"not exact: {doubt}")
     fits = _verdict(found, cluster)
     if output is not None:
-        _write_page(output, f"{composition.model_name} on {ranks} x {cluster.name}", found, cluster)
+        _write_page(output, cluster, f"{composition.model_name} on {ranks} x {cluster.name}", found)
     if not fits:
         _say_what_would_fit(found, plans_that_save(kit, found, cluster), cluster)
     return int(not fits)
 
 
-def _write_page(path: Path, heading: str, found: MemoryPlan, cluster: ClusterConfig) -> None:
+def _write_page(
+    path: Path, cluster: ClusterConfig, heading: str, found: MemoryPlan, layouts: Sequence[Mapping[str, object]] = ()
+) -> None:
     """The page of a plan, without a network."""
     left, time = cluster.usable - found.memory.peak, found.time(cluster)
     room = "are left of" if left >= 0 else "are missing beside"
@@ -85,8 +87,8 @@ def _write_page(path: Path, heading: str, found: MemoryPlan, cluster: ClusterCon
     words += [] if time is None else [_throughput(time, found.options, cluster)]
     words += [f"not exact: {each}" for each in found.doubts]
     passes = [] if time is None else [[DrawnPass(*each, *ends) for each, *ends in rank] for rank in time.passes]
-    course = found.memory.course
-    write_text(path, plan_page(heading, words, course, passes, None if time is None else time.by_cause))
+    seconds = None if time is None else time.by_cause
+    write_text(path, plan_page(heading, words, found.memory.course, passes, seconds, layouts))
     mark_own(path, "plan")
     say(f"wrote {path}")
 
