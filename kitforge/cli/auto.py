@@ -22,7 +22,7 @@ from kitforge.kits.registry import kit_of
 from kitforge.preset_files import presets
 
 # The column of the cause in which a layout is slower.
-WHY = "than the best"
+WHY = "beside the best"
 
 
 def _given(choices: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], int]:
@@ -91,7 +91,7 @@ def _rows(found: FoundLayouts, base: Any, ranks: int) -> list[dict[str, str]]:
         figures = f"{each.bytes / GIB:,.3g}", f"{each.seconds:,.4g}", f"{rate:,.0f}"
         more = {name: seconds - best.by_cause.get(name, 0.0) for name, seconds in each.by_cause.items()}
         cause = max(more, key=lambda name: more[name])
-        why = "" if each is best else f"{more[cause]:.2g} s more of {cause}"
+        why = f"{more[cause]:.2g} s more of {cause}" if each.seconds > best.seconds else "as fast" * (each is not best)
         cells = {name: ("" if each.plan else "~") + cell for name, cell in zip(names, figures, strict=True)}
         rows.append({"layout": words or "one rank", **cells, WHY: why})
     return rows

@@ -142,7 +142,7 @@ def test_the_page_of_the_best_layout_has_all_that_are_printed(
     }
     [[name, degree]] = re.findall(r"parallel\.(data|shard)=(2)", command)
     text = page.read_text()
-    assert "Layouts, the fastest first" in text and f"{name}={degree}" in text and text.count("than the best") == 1
+    assert "Layouts, the fastest first" in text and f"{name}={degree}" in text and text.count("beside the best") == 1
     # Of those that were not traced the figures are estimates, as the words before the table say.
     assert text.count("~") == said.count("~") - 1 > 0
 
