@@ -56,11 +56,11 @@ DEGREES: list[dict[str, Any]] = [
 PAIRED: list[dict[str, Any]] = [
     {"pipeline": 2, "tensor": 2},
     {"pipeline": 2, "context": 2, "schedule": "zero_bubble_v"},
-    {"pipeline": 2, "shard": 2, "expert": 2, "zero_stage": 1, "schedule": "zero_bubble"},
+    {"pipeline": 2, "shard": 2, "expert": 2, "zero_stage": 1},
     {"pipeline": 2, "data": 2, "expert": 2, "schedule": "interleaved"},
     {"pipeline": 2, "tensor": 2, "schedule": "zero_bubble_v"},
     {"pipeline": 2, "context": 2, "context_by": "keys"},
-    {"pipeline": 2, "shard": 2, "expert": 2, "zero_stage": 1},
+    {"pipeline": 2, "shard": 2, "expert": 2, "zero_stage": 1, "schedule": "zero_bubble"},
     {"pipeline": 2, "tensor": 2, "sequence_parallel": False, "schedule": "zero_bubble"},
 ]
 NUM_IN_GATE, NUM_PAIRED_IN_GATE = 9, 4
