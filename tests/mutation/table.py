@@ -10,12 +10,7 @@ BY_HAND_FILE = Path(__file__).with_name("by_hand.json")
 
 # The rooms of the package, and where their tests are. A room within a room comes first.
 ROOMS: dict[str, list[str]] = {
-    "core/checkpoint": [
-        "tests/core/checkpoint",
-        "tests/distributed/test_reshard.py",
-        "tests/distributed/test_checkpoint.py",
-        "tests/trainer",
-    ],
+    "core/checkpoint": ["tests/core/checkpoint", "tests/distributed/test_checkpoint.py", "tests/trainer"],
     "core/kernels": ["tests/core/kernels", "tests/embedding_cache/test_equality.py"],
     "core/nn": ["tests/core/nn", "tests/models", "tests/inference"],
     "core/optim": ["tests/core/optim", "tests/trainer", "tests/embedding_cache"],

@@ -48,6 +48,8 @@ def test_a_fault_written_by_hand_names_what_there_is() -> None:
 def test_faults_are_told_apart_and_are_drawn_from_every_room() -> None:
     names = [fault.id for fault in faults()]
     assert len(names) == len(set(names))
+    root = Path(__file__).parents[2]
+    assert all((root / place).exists() for places in ROOMS.values() for place in places)
     drawn = [fault for fault in faults() if not fault.why]
     assert len(drawn) >= 100
     assert {room_of(fault.file) for fault in drawn} == set(ROOMS)
