@@ -1,6 +1,6 @@
 """What every text should be: chosen token by token, each from a plain forward pass over all tokens before it."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kitforge.core.nn.context import Context
 from kitforge.core.nn.decoder import Decoder
-from kitforge.inference.engine import Completion
+from kitforge.inference.engine import Completion, Engine, Output
 from kitforge.inference.sampling import SampleRequest, SamplingOptions, sample_tokens
 from tests.core.nn.networks import CONFIGS, build
 
@@ -30,26 +30,40 @@ def logits_of(model: Decoder, tokens: Sequence[int], final_length: int) -> Tenso
     return logits
 
 
+def until_end(engine: Engine) -> Iterator[Output]:
+    """What an engine tells until it has nothing left to do."""
+    while engine.has_work:
+        yield from engine.step()
+
+
+def by_sample(engine: Engine) -> dict[tuple[int, int], list[Output]]:
+    """The same by request and sample."""
+    found: dict[tuple[int, int], list[Output]] = {}
+    for output in until_end(engine):
+        found.setdefault((output.request, output.sample), []).append(output)
+    return found
+
+
+def alone(engine: Engine, prompt: list[int], options: SamplingOptions, key: int | str = 0) -> Completion:
+    """The text of the only request of an engine."""
+    engine.submit(prompt, options, key=key)
+    found = Completion(tokens=[], logprobs=[])
+    for output in until_end(engine):
+        found.tokens += output.tokens
+        found.logprobs += output.logprobs
+    return found
+
+
 def recomputed(
-    model: Decoder,
-    prompt: Sequence[int],
-    options: SamplingOptions,
-    key: str | int = 0,
-    stop_ids: Collection[int] = (),
+    model: Decoder, prompt: Sequence[int], options: SamplingOptions, key: str | int = 0, stop_ids: Collection[int] = ()
 ) -> Completion:
     """The continuation of a prompt without a cache, an engine or batch mates."""
     completion = Completion(tokens=[], logprobs=[])
     final_length = len(prompt) + options.max_new_tokens
     while completion.finish_reason is None:
         text = [*prompt, *completion.tokens]
-        draw = SampleRequest(
-            options=options,
-            signature=(),
-            history=text,
-            prompt_length=len(prompt),
-            position=len(completion.tokens),
-            key=key,
-        )
+        place = {"prompt_length": len(prompt), "position": len(completion.tokens), "key": key}
+        draw = SampleRequest(options=options, signature=(), history=text, **place)  # type: ignore[arg-type]
         tokens, logprobs, _ = sample_tokens(logits_of(model, text, final_length)[-1:], [draw])
         completion.tokens += tokens
         completion.logprobs += logprobs

@@ -23,6 +23,7 @@ from kitforge.inference.sampling import SamplingOptions
 from tests.core.nn.networks import BLOOM, GLM, GPT2, LLAMA, MIXTRAL, PANGU_ALPHA, QWEN3_MOE, VOCAB, build
 from tests.differential.drawn import WHOLE
 from tests.inference import workload
+from tests.inference.recomputation import alone, until_end
 
 Factors = dict[str, tuple[Tensor, ...]]
 DENSE: dict[str, FamilyConfig] = {"llama": LLAMA, "gpt2": GPT2, "bloom": BLOOM, "glm": GLM}
@@ -68,16 +69,6 @@ def merged(model: Decoder, own: Mapping[str, tuple[Tensor, ...]]) -> Decoder:
     return found
 
 
-def alone(engine: Engine, prompt: list[int], options: SamplingOptions, key: int | str = 0) -> Completion:
-    engine.submit(prompt, options, key=key)
-    found = Completion(tokens=[], logprobs=[])
-    while engine.has_work:
-        for output in engine.step():
-            found.tokens += output.tokens
-            found.logprobs += output.logprobs
-    return found
-
-
 def prompts(number: int) -> list[list[int]]:
     chance = random.Random(number)
     return [[chance.randrange(VOCAB) for _ in range(chance.randint(1, 30))] for _ in range(number)]
@@ -119,13 +110,12 @@ def test_a_text_is_that_of_the_merged_network(family: str) -> None:
         options = SamplingOptions(max_new_tokens=8, adapter=names[place % 4], prompt_logprobs=0)
         found[engine.submit(text, options)] = place, Completion(tokens=[], logprobs=[])
     firsts: dict[int, list[float]] = {}
-    while engine.has_work:
-        for output in engine.step():
-            place, own = found[output.request]
-            own.tokens += output.tokens
-            own.logprobs += output.logprobs
-            if output.prompt_logprobs is not None:
-                firsts[place] = [each.logprob for each in output.prompt_logprobs]
+    for output in until_end(engine):
+        place, own = found[output.request]
+        own.tokens += output.tokens
+        own.logprobs += output.logprobs
+        if output.prompt_logprobs is not None:
+            firsts[place] = [each.logprob for each in output.prompt_logprobs]
     networks = [merged(model, known[name]) if name else model for name in names]
     for place, own in found.values():
         (score,) = Engine(networks[place % 4]).score([texts[place] + own.tokens])

@@ -16,18 +16,12 @@ from torch import Tensor
 import kitforge
 from kitforge.core.kernels.attention.reference import attention
 from kitforge.core.kernels.dispatch import REFERENCE, select
-from kitforge.core.nn.context import Attend, AttentionSpec, CausalAttend, DocumentAttend
+from kitforge.core.nn.context import AttentionSpec, CausalAttend, DocumentAttend
 from kitforge.core.nn.encoder_decoder import DecoderCache
 from kitforge.core.nn.shared_prefix import SharedPrefixAttend, prefix_tree
 from kitforge.foundation.errors import ModelError
 from kitforge.inference.choice_scoring import TreeAttention
-from kitforge.inference.paged_attention import (
-    DecodeBatch,
-    KeyValueCache,
-    PagedAttention,
-    PagedBatch,
-    PrefillSpan,
-)
+from kitforge.inference.paged_attention import DecodeBatch, KeyValueCache, PagedAttention, PagedBatch, PrefillSpan
 from kitforge.kits.transformers.programs import MaskedAttend
 
 T, H, D = 6, 2, 4
@@ -43,10 +37,6 @@ class Case:
     seen: Tensor  # [T, T]
     positions: Tensor = LINE
     refuses: tuple[str, ...] = ()
-
-
-def whole(attend: Attend) -> Callable[..., Tensor]:
-    return attend
 
 
 def one_by_one(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
@@ -95,22 +85,22 @@ OPEN = CAUSAL & ((BRANCHES == 0) | (BRANCHES.unsqueeze(1) == BRANCHES))
 PADDING = torch.tensor([[0, 1, 1, 0, 1, 1]])
 UNPADDED = CAUSAL & (PADDING == 1) | torch.eye(T, dtype=torch.bool)
 CASES = [
-    Case(name="CausalAttend", run=whole(CausalAttend()), seen=CAUSAL),
-    Case(name="CausalAttend", run=whole(CausalAttend(DOCUMENTS)), seen=CAUSAL & SAME),
-    Case(name="DocumentAttend", run=whole(DocumentAttend()), seen=torch.ones(T, T).bool(), refuses=("window",)),
-    Case(name="DocumentAttend", run=whole(DocumentAttend(DOCUMENTS)), seen=SAME, refuses=("window",)),
+    Case(name="CausalAttend", run=CausalAttend(), seen=CAUSAL),
+    Case(name="CausalAttend", run=CausalAttend(DOCUMENTS), seen=CAUSAL & SAME),
+    Case(name="DocumentAttend", run=DocumentAttend(), seen=torch.ones(T, T).bool(), refuses=("window",)),
+    Case(name="DocumentAttend", run=DocumentAttend(DOCUMENTS), seen=SAME, refuses=("window",)),
     Case(name="DecoderCache", run=one_by_one, seen=CAUSAL),
-    Case(name="MaskedAttend", run=whole(MaskedAttend(torch.ones(1, T).long(), T)), seen=CAUSAL),
-    Case(name="MaskedAttend", run=whole(MaskedAttend(PADDING, T)), seen=UNPADDED, positions=PADDING[0].cumsum(0) - 1),
+    Case(name="MaskedAttend", run=MaskedAttend(torch.ones(1, T).long(), T), seen=CAUSAL),
+    Case(name="MaskedAttend", run=MaskedAttend(PADDING, T), seen=UNPADDED, positions=PADDING[0].cumsum(0) - 1),
     Case(
         name="TreeAttention",
-        run=whole(TreeAttention(torch.zeros(T), BRANCHES, BRANCHED)),
+        run=TreeAttention(torch.zeros(T), BRANCHES, BRANCHED),
         seen=OPEN,
         positions=BRANCHED,
     ),
     Case(
         name="SharedPrefixAttend",
-        run=whole(SharedPrefixAttend(prefix_tree(torch.tensor([[0, 1, 2, 3], [0, 1, 4, 5]]), [4, 4]))),
+        run=SharedPrefixAttend(prefix_tree(torch.tensor([[0, 1, 2, 3], [0, 1, 4, 5]]), [4, 4])),
         seen=OPEN,
         positions=BRANCHED,
         refuses=("bias",),

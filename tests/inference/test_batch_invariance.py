@@ -12,12 +12,13 @@ import torch
 from kitforge.core.kernels.mixed_precision import NATIVE_DTYPES
 from kitforge.core.nn.decoder import Decoder, FamilyConfig
 from kitforge.foundation.errors import ModelError
-from kitforge.inference.engine import Completion, Engine
+from kitforge.inference.engine import Engine
 from kitforge.inference.options import EngineOptions
 from kitforge.inference.sampling import SamplingOptions
 from tests.core.nn.networks import BLOOM, GLM, GPT2, LLAMA, VOCAB, build
 from tests.differential.drawn import WHOLE
 from tests.inference import workload
+from tests.inference.recomputation import alone
 
 # Longer than a block of keys that attention reads at once.
 LENGTH = 72
@@ -46,17 +47,6 @@ def autocast(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def alone(model: Decoder, prompt: list[int], options: SamplingOptions, key: int | str, stop: int) -> Completion:
-    engine = Engine(model, EngineOptions(max_num_seqs=1, prefix_cache=False), stop_ids=[stop])
-    engine.submit(prompt, options, key=key)
-    found = Completion(tokens=[], logprobs=[])
-    while engine.has_work:
-        for output in engine.step():
-            found.tokens += output.tokens
-            found.logprobs += output.logprobs
-    return found
-
-
 @pytest.mark.prove
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
@@ -81,7 +71,8 @@ def have_their_own_bits(model: Decoder, seeds: Iterable[int] = range(NUM_SEEDS))
         for place, request in enumerate(wanted):
             for sample, got in enumerate(result.completions[place]):
                 key = place if sample == 0 else f"{place}/{sample}"
-                own = alone(model, request.prompt, request.options, key, workload.STOP)
+                sizes = EngineOptions(max_num_seqs=1, prefix_cache=False)
+                own = alone(Engine(model, sizes, stop_ids=[workload.STOP]), request.prompt, request.options, key)
                 size = len(got.tokens)
                 assert (got.tokens, got.logprobs) == (own.tokens[:size], own.logprobs[:size])
                 assert got.finish_reason == "cancelled" or size == len(own.tokens)

@@ -9,26 +9,18 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kitforge.inference.block_manager import BlockManager
 from kitforge.inference.sampling import SamplingOptions
+from kitforge.inference.scheduler import ScheduledTokens, Scheduler
 from kitforge.inference.sequence import Sequence
 
 NUM_BLOCKS, NUM_REGIONS = 12, 4
 Chance = Any
 
 
-def sequence(tokens: list[int], arrival: int = 0) -> Sequence:
-    options = SamplingOptions()
-    return Sequence(
-        request=0,
-        sample=0,
-        prompt_length=len(tokens),
-        options=options,
-        signature=(),
-        stop_ids=frozenset(),
-        key=0,
-        priority=0,
-        arrival=arrival,
-        tokens=list(tokens),
-    )
+def sequence(tokens: list[int], number: int = 0) -> Sequence:
+    """That comes later and is more urgent with its number."""
+    own: dict[str, Any] = {"options": SamplingOptions(), "signature": (), "stop_ids": frozenset(), "key": 0}
+    place = {"request": number, "priority": number, "arrival": number, "prompt_length": len(tokens)}
+    return Sequence(tokens=list(tokens), sample=0, **own, **place)
 
 
 class Blocks(RuleBasedStateMachine):
@@ -198,3 +190,29 @@ def test_without_neighbours_a_text_takes_over_the_place_of_its_beginning() -> No
     second = sequence([1, 2, 3, 4, 6])
     blocks.admit(second)
     assert (second.block_table, blocks.copies, second.cache_region) == ([0, 1], {}, 0)
+
+
+def carry_out(works: list[ScheduledTokens], blocks: BlockManager) -> None:
+    for work in works:
+        if work.needs_logits:
+            work.sequence.append(1)
+        blocks.advance(work.sequence, work.num_tokens)
+
+
+def test_the_room_of_a_text_that_is_pushed_out_is_given_to_others_in_the_same_step() -> None:
+    blocks = BlockManager(5, 4, 2, is_contiguous=False, has_prefix_cache=False)
+    scheduler = Scheduler(blocks, 2, 4)
+    common, urgent = sequence([1] * 9), sequence([1] * 18, 1)
+    scheduler.add(common)
+    for _ in range(3):
+        carry_out(scheduler.schedule(), blocks)
+    scheduler.add(urgent)
+    for _ in range(2):
+        works = scheduler.schedule()
+        assert {work.sequence.request: work.num_tokens for work in works} == {0: 1, 1: 3}
+        carry_out(works, blocks)
+    # The common text is planned first, since it goes on, and then makes way for a block of the urgent one. The token
+    # that it would have read is free again, and enough blocks for it to begin anew.
+    works = scheduler.schedule()
+    assert scheduler.num_preemptions == 1
+    assert {work.sequence.request: work.num_tokens for work in works} == {1: 3, 0: 1}

@@ -2,12 +2,11 @@
 
 import json
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import openai
 import pytest
-import torch
 
 from kitforge.core.nn.decoder import Decoder
 from kitforge.data.tokenizers.huggingface import HuggingFaceTokenizer
@@ -18,9 +17,8 @@ from kitforge.inference.sampling import SamplingOptions
 from kitforge.inference.server.options import ServeOptions
 from kitforge.inference.server.service import Service
 from kitforge.inference.text_engine import InferenceOptions, TextEngine
-from kitforge.models.catalog import config_of
-from kitforge.models.loading import build
 from tests.inference.server.conftest import serving
+from tests.tiny import built
 from tests.tokenizer_kinds import MAKERS, PREFIXING, tokenizer_of
 from tests.trainer import tiny
 
@@ -29,8 +27,7 @@ PROMPT = "He went to"
 
 @cache
 def model_of(kind: str) -> Decoder:
-    config = config_of(tiny.LLAMA | {"vocab_size": tokenizer_of(kind).vocab_size})
-    return build(config, device=torch.device("cpu"), seed=3).eval()
+    return cast(Decoder, built(tiny.LLAMA, tokenizer_of(kind).vocab_size))
 
 
 def pipeline_of(kind: str) -> TextGenerationPipeline:

@@ -5,6 +5,7 @@ import copy
 import dataclasses
 import random
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -27,8 +28,9 @@ from kitforge.inference.scheduler import ScheduledTokens
 from kitforge.inference.sequence import FinishReason, Sequence
 from tests.core.nn.networks import CONFIGS, MIXTRAL, MIXTURES, build
 from tests.inference import workload
-from tests.inference.recomputation import network, recomputed
+from tests.inference.recomputation import network, recomputed, until_end
 
+PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9, 10], [11]]
 PAGED = EngineOptions(kv_layout="paged", block_size=4, max_num_seqs=5, max_num_batched_tokens=16)
 
 
@@ -65,17 +67,21 @@ def as_texts(found: list[list[Completion]]) -> list[tuple[list[int], FinishReaso
     return [(each.tokens, each.finish_reason) for samples in found for each in samples]
 
 
-def test_a_text_ends_at_its_stop_token_and_length_within_steps_that_run_together(steps: Counter[object]) -> None:
-    model = network("llama")
-    prompts, options = [[1, 2, 3], [4, 5], [6, 7, 8, 9, 10], [11]], SamplingOptions(max_new_tokens=11, seed=5)
-    alone = [Engine(model, PAGED).generate([prompt], replace(options), num_samples=2)[0] for prompt in prompts]
-    assert steps["together"] > 0
-    for stop in {token for samples in alone for each in samples for token in each.tokens}:
+def assert_together_as_apart(model: Decoder, stops: Iterable[int], options: SamplingOptions) -> None:
+    """With any of the stop tokens."""
+    for stop in stops:
         one, other = (
-            Engine(model, replace(PAGED, num_scheduler_steps=count), stop_ids=[stop]).generate(prompts, options)
+            Engine(model, replace(PAGED, num_scheduler_steps=count), stop_ids=[stop]).generate(PROMPTS, options)
             for count in (1, 7)
         )
         assert as_texts(one) == as_texts(other)
+
+
+def test_a_text_ends_at_its_stop_token_and_length_within_steps_that_run_together(steps: Counter[object]) -> None:
+    model, options = network("llama"), SamplingOptions(max_new_tokens=11, seed=5)
+    alone = [Engine(model, PAGED).generate([prompt], options, num_samples=2)[0] for prompt in PROMPTS]
+    assert steps["together"] > 0
+    assert_together_as_apart(model, {token for samples in alone for each in samples for token in each.tokens}, options)
 
 
 # Of each field of the options, what a text is generated with.
@@ -106,17 +112,11 @@ FIELDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("field", sorted({each.name for each in dataclasses.fields(SamplingOptions)} - {"adapter"}))
 def test_steps_that_run_together_take_every_option_as_single_ones(field: str, steps: Counter[object]) -> None:
-    model, prompts = network("llama"), [[1, 2, 3], [4, 5], [11]]
-    options = SamplingOptions(**{"max_new_tokens": 11, **FIELDS[field]})
+    model, options = network("llama"), SamplingOptions(**{"max_new_tokens": 11, **FIELDS[field]})
     # The fifth token of a text stops it, which is the first that may with `min_new_tokens`.
-    free = Engine(model, PAGED).generate(prompts, replace(options, ignore_eos=True, min_new_tokens=0))
+    free = Engine(model, PAGED).generate(PROMPTS, replace(options, ignore_eos=True, min_new_tokens=0))
     before = steps["together"]
-    for stop in {samples[0].tokens[4] for samples in free}:
-        one, other = (
-            Engine(model, replace(PAGED, num_scheduler_steps=count), stop_ids=[stop]).generate(prompts, options)
-            for count in (1, 7)
-        )
-        assert as_texts(one) == as_texts(other)
+    assert_together_as_apart(model, {samples[0].tokens[4] for samples in free}, options)
     # Penalties and words read the text so far, and alternatives the logits, so that their steps never run together.
     reads = options.needs_history or options.bad_words or options.num_top_logprobs
     assert (steps["together"] > before) == (not reads)
@@ -127,23 +127,19 @@ def test_a_prompt_of_one_token_is_embedded_in_no_recorded_step(steps: Counter[ob
     engine.submit([7], SamplingOptions(max_new_tokens=3, pooling="last"))
     first, before = engine.step()[0], sum(steps.values())
     assert first.embedding is not None and first.embedding.isfinite().all() and before == 0
-    while engine.has_work:
-        assert all(output.embedding is None for output in engine.step())
+    assert all(output.embedding is None for output in until_end(engine))
     assert sum(steps.values()) > 0
 
 
 def test_a_step_of_a_text_with_an_adapter_is_not_recorded(steps: Counter[object]) -> None:
     model = network("llama")
-    noise = {path: (torch.ones(1, each.shape[1]), torch.ones(each.shape[0], 1)) for path, each in adaptable(model)}
+    layers = {path: each.shape for path, each in model.named_modules() if isinstance(each, Linear)}
+    noise = {path: (torch.ones(1, columns), torch.ones(rows, 1)) for path, (rows, columns) in layers.items()}
     engine = Engine(model, PAGED, adapters={"a": noise})
     options = SamplingOptions(max_new_tokens=5, adapter="a")
     base = engine.generate([[1, 2, 3]], replace(options, adapter=None))
     before = sum(steps.values())
     assert engine.generate([[1, 2, 3]], options) != base and before == sum(steps.values()) > 0
-
-
-def adaptable(model: Decoder) -> list[tuple[str, Linear]]:
-    return [(path, each) for path, each in model.named_modules() if isinstance(each, Linear)]
 
 
 def test_steps_that_run_together_need_no_room_behind_a_text(steps: Counter[object]) -> None:
@@ -153,9 +149,8 @@ def test_steps_that_run_together_need_no_room_behind_a_text(steps: Counter[objec
     for count in (7, 11):
         crowded.submit([1], SamplingOptions(max_new_tokens=count, ignore_eos=True))
     found = [0, 0]
-    while crowded.has_work:
-        for output in crowded.step():
-            found[output.request] += len(output.tokens)
+    for output in until_end(crowded):
+        found[output.request] += len(output.tokens)
     # After the step that reads the prompts: four, four and two.
     assert found == [7, 11] and steps["together"] == 3 and crowded.stats()["preemptions"] == 0
 
@@ -166,8 +161,7 @@ def test_a_text_without_new_tokens_takes_none_between_others(steps: Counter[obje
     outputs = asked.step()
     asked.submit([1], SamplingOptions(max_new_tokens=0, prompt_logprobs=0))
     asked.submit([8], options)
-    while asked.has_work:
-        outputs += asked.step()
+    outputs += until_end(asked)
     texts: list[list[int]] = [[], [], []]
     for output in outputs:
         texts[output.request] += output.tokens
@@ -178,10 +172,7 @@ def test_a_text_without_new_tokens_takes_none_between_others(steps: Counter[obje
 def test_alternatives_of_each_token_are_read_step_by_step(steps: Counter[object]) -> None:
     asked = Engine(network("llama"), PAGED)
     asked.submit([1, 2, 3], SamplingOptions(max_new_tokens=6, ignore_eos=True, num_top_logprobs=2))
-    outputs = []
-    while asked.has_work:
-        outputs += asked.step()
-    assert [len(top) for output in outputs for top in output.top_logprobs] == [2] * 6
+    assert [len(top) for output in until_end(asked) for top in output.top_logprobs] == [2] * 6
     assert steps["together"] == 0
 
 
@@ -191,9 +182,7 @@ def test_a_text_that_has_ended_writes_no_keys_in_the_steps_of_others(steps: Coun
     # Its last token would be the first of a block that it does not have.
     kept.submit([1], short, key="short")
     kept.submit([2], long, key="long")
-    tokens = [1]
-    while kept.has_work:
-        tokens += [token for output in kept.step() if output.request == 0 for token in output.tokens]
+    tokens = [1, *(token for output in until_end(kept) if output.request == 0 for token in output.tokens)]
     (again,) = kept.generate([tokens], SamplingOptions(max_new_tokens=3))[0]
     alone = recomputed(model, tokens, SamplingOptions(max_new_tokens=3), 0, [])
     assert steps["together"] > 0 and kept.stats()["prefix_cache_hits"] == 8

@@ -8,13 +8,13 @@ import torch
 from kitforge.core.nn.decoder import Decoder
 from kitforge.data.tokenizers.loading import ByteTokenizer
 from kitforge.foundation.errors import ModelError
-from kitforge.inference.engine import Engine, Output
+from kitforge.inference.engine import Engine
 from kitforge.inference.options import EngineOptions
 from kitforge.inference.paged_attention import KeyValueCache
 from kitforge.inference.pipeline import TextGenerationPipeline
 from kitforge.inference.sampling import SamplingOptions
 from kitforge.inference.text_engine import InferenceOptions
-from tests.inference.recomputation import network
+from tests.inference.recomputation import alone, by_sample, network, until_end
 
 BAD = 11  # a token whose embedding is no number
 POISONED = [BAD, *range(1, 10)]
@@ -33,14 +33,6 @@ def model() -> Decoder:
     return model
 
 
-def by_request(engine: Engine) -> dict[int, list[Output]]:
-    found: dict[int, list[Output]] = {}
-    while engine.has_work:
-        for output in engine.step():
-            found.setdefault(output.request, []).append(output)
-    return found
-
-
 @pytest.mark.parametrize("layout", ["contiguous", "paged"])
 @pytest.mark.parametrize("chunk", [4, 64])
 @pytest.mark.parametrize("options", [SamplingOptions(max_new_tokens=6), SAMPLED], ids=["greedy", "sampled"])
@@ -52,16 +44,14 @@ def test_a_text_of_no_numbers_ends_and_its_mates_do_not_notice(
     # Twice, so that texts come into the blocks that the poisoned one had.
     for _ in range(2):
         requests = [engine.submit(prompt, options, key=place) for place, prompt in enumerate(PROMPTS)]
-        found = by_request(engine)
+        found = by_sample(engine)
         for place, (request, prompt) in enumerate(zip(requests, PROMPTS, strict=True)):
-            tokens = [token for output in found[request] for token in output.tokens]
+            tokens = [token for output in found[request, 0] for token in output.tokens]
             if prompt is POISONED:
                 assert tokens == []
-                assert found[request][-1].finish_reason == "diverged"
+                assert found[request, 0][-1].finish_reason == "diverged"
                 continue
-            alone = Engine(model, size)
-            request = alone.submit(prompt, options, key=place)
-            assert tokens == [token for output in by_request(alone)[request] for token in output.tokens]
+            assert tokens == alone(Engine(model, size), prompt, options, place).tokens
     assert engine.stats()["blocks_used"] == 0
 
 
@@ -71,17 +61,17 @@ def test_blocks_that_are_not_cleared_reach_the_next_text(model: Decoder, monkeyp
     options = SamplingOptions(max_new_tokens=6)
     engine = Engine(model, EngineOptions(max_num_seqs=2, block_size=4, kv_layout="paged", kv_cache_bytes=None))
     engine.submit(POISONED, options)
-    by_request(engine)
+    by_sample(engine)
     for prompt in ([3, 1], [9, 2, 6]):
         engine.submit(prompt, options)
-    reasons = {outputs[-1].finish_reason for outputs in by_request(engine).values()}
+    reasons = {outputs[-1].finish_reason for outputs in by_sample(engine).values()}
     assert "diverged" in reasons
 
 
 def test_samples_of_a_text_of_no_numbers_all_end(model: Decoder) -> None:
     engine = Engine(model)
-    request = engine.submit(POISONED, SAMPLED, num_samples=3)
-    assert [output.finish_reason for output in by_request(engine)[request]] == ["diverged"] * 3
+    engine.submit(POISONED, SAMPLED, num_samples=3)
+    assert [output.finish_reason for output in until_end(engine)] == ["diverged"] * 3
 
 
 def test_a_pipeline_says_so() -> None:

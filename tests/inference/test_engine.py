@@ -3,7 +3,6 @@
 import copy
 import itertools
 import resource
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,13 +17,13 @@ from kitforge.foundation.errors import ConfigError, DataError
 from kitforge.foundation.log import noting_warnings
 from kitforge.inference.block_manager import BlockManager
 from kitforge.inference.capacity import kv_bytes_per_token
-from kitforge.inference.engine import Completion, Engine, Output
+from kitforge.inference.engine import Completion, Engine
 from kitforge.inference.logprobs import eval_mode
 from kitforge.inference.model_runner import ModelRunner
 from kitforge.inference.options import EngineOptions
 from kitforge.inference.sampling import SamplingOptions
 from kitforge.inference.scheduler import prompt_lookup
-from tests.inference.recomputation import LENGTH, logits_of, network, recomputed
+from tests.inference.recomputation import LENGTH, logits_of, network, recomputed, until_end
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3]]
 EIGHT = SamplingOptions(max_new_tokens=8)
@@ -32,11 +31,6 @@ EIGHT = SamplingOptions(max_new_tokens=8)
 
 def tokens_of(completions: list[list[Completion]]) -> list[list[int]]:
     return [sample.tokens for samples in completions for sample in samples]
-
-
-def until_end(engine: Engine) -> Iterator[Output]:
-    while engine.has_work:
-        yield from engine.step()
 
 
 def test_each_text_ends_with_any_of_the_stop_tokens_of_engine_or_request() -> None:
@@ -49,16 +43,6 @@ def test_each_text_ends_with_any_of_the_stop_tokens_of_engine_or_request() -> No
         assert samples[0].content == whole[:place]
         assert samples[0].tokens == whole[: place + 1]
         assert samples[0].finish_reason == ("length" if place == len(whole) else "stop")
-
-
-def test_sampled_text_depends_on_seed_and_key_alone() -> None:
-    engine = Engine(network("llama"))
-    options = SamplingOptions(max_new_tokens=8, temperature=1.0, seed=4)
-    together = tokens_of(engine.generate(PROMPTS, options))
-    assert together == tokens_of(engine.generate(PROMPTS, options))
-    engine.submit(PROMPTS[2], options, key=2)
-    assert together[2] == [token for output in until_end(engine) for token in output.tokens]
-    assert together != tokens_of(engine.generate(PROMPTS, SamplingOptions(max_new_tokens=8, temperature=1.0, seed=5)))
 
 
 def test_samples_of_one_prompt_differ_and_read_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,11 +71,9 @@ def test_samples_that_are_cancelled_before_their_prompt_is_read_leave_the_others
         engine.cancel(request, sample)
     found: dict[int, list[int]] = {sample: [] for sample in range(3)}
     ends: dict[int, str | None] = {}
-    for _ in range(20):
-        for output in engine.step():
-            found[output.sample] += output.tokens
-            ends[output.sample] = output.finish_reason
-    assert not engine.has_work
+    for output in until_end(engine):
+        found[output.sample] += output.tokens
+        ends[output.sample] = output.finish_reason
     left = next(sample for sample in range(3) if sample not in order)
     assert found == {sample: alone[sample] if sample == left else [] for sample in range(3)}
     assert ends == {sample: "length" if sample == left else "cancelled" for sample in range(3)}
@@ -139,21 +121,10 @@ def test_samples_outlive_the_one_that_reads_their_prompt() -> None:
     assert texts == {0: []} | {sample: recomputed(model, prompt, options, f"0/{sample}").tokens for sample in (1, 2)}
 
 
-@pytest.mark.slow
-def test_many_requests_at_once_are_neither_lost_nor_mixed_up() -> None:
-    engine = Engine(network("llama", torch.float32), EngineOptions(max_num_seqs=64))
-    options = SamplingOptions(max_new_tokens=1)
-    alone = [tokens_of(engine.generate([[token]], options))[0] for token in range(31)]
-    requests = {engine.submit([place % 31], options): place for place in range(2000)}
-    outputs = list(until_end(engine))
-    assert sorted(output.request for output in outputs) == sorted(requests)
-    assert all(output.tokens == alone[requests[output.request] % 31] for output in outputs)
-
-
 def changed(model: Decoder) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(0.8)
+            parameter.mul_(-0.8)
 
 
 def test_new_weights_leave_nothing_of_the_old_ones() -> None:
@@ -171,9 +142,7 @@ def test_int8_copies_of_old_weights_are_made_anew() -> None:
     model = copy.deepcopy(network("llama")).float()
     engine = Engine(model, EngineOptions(quantization="int8"))
     engine.generate(PROMPTS, EIGHT)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(-1.5)
+    changed(model)
     engine.update_weights(1)
     assert engine.generate(PROMPTS, EIGHT) == Engine(model, EngineOptions(quantization="int8")).generate(PROMPTS, EIGHT)
 
@@ -251,20 +220,15 @@ def test_generating_leaves_others_their_outputs() -> None:
     engine = Engine(network("llama"))
     request = engine.submit(PROMPTS[0], EIGHT)
     engine.generate(PROMPTS[1:], EIGHT)
-    outputs = [output for output in until_end(engine) if output.request == request]
-    assert [token for output in outputs for token in output.tokens] == recomputed(
-        network("llama"), PROMPTS[0], EIGHT
-    ).tokens
+    tokens = [token for output in until_end(engine) if output.request == request for token in output.tokens]
+    assert tokens == recomputed(network("llama"), PROMPTS[0], EIGHT).tokens
 
 
 def test_bad_prompts_are_refused_and_harm_no_other() -> None:
     engine = Engine(network("llama"))
     request = engine.submit(PROMPTS[0], EIGHT)
-    for prompt, words in (
-        ([], "a prompt is empty"),
-        ([0, 99], "unknown token(.|\n)*99"),
-        ([-1], "unknown token(.|\n)*-1"),
-    ):
+    unknown = "unknown token(.|\n)*"
+    for prompt, words in (([], "a prompt is empty"), ([0, 99], f"{unknown}99"), ([-1], f"{unknown}-1")):
         with pytest.raises(DataError, match=words):
             engine.submit(prompt, EIGHT)
     with pytest.raises(ConfigError, match=rf"5 prompt tokens \+ 36 new ones = 41(.|\n)*max_length={LENGTH}"):

@@ -12,6 +12,7 @@ from kitforge.inference.options import EngineOptions
 from kitforge.inference.sampling import SamplingOptions, sample_tokens
 from tests.core.nn import networks
 from tests.device_reads import counted
+from tests.inference.recomputation import until_end
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [8, 9]]
 KINDS: dict[str, list[dict[str, Any]]] = {
@@ -30,8 +31,7 @@ def reads_and_steps(model: Decoder, kind: str, **options: Any) -> tuple[list[str
             reads.mark(parameter)
         for prompt, sampling in zip(PROMPTS, KINDS[kind], strict=True):
             engine.submit(prompt, SamplingOptions(max_new_tokens=6, ignore_eos=True, **sampling))
-        while engine.has_work:
-            engine.step()
+        list(until_end(engine))
     return reads.found, engine._num_steps
 
 

@@ -1,7 +1,6 @@
 """Texts in, Hugging Face's shapes out; a stream never cuts a character."""
 
 import copy
-import dataclasses
 import itertools
 import json
 import re
@@ -13,11 +12,9 @@ import torch
 
 from kitforge.data.tokenizers.loading import ByteTokenizer
 from kitforge.foundation.errors import ConfigError, DataError
-from kitforge.inference.options import EngineOptions
 from kitforge.inference.pipeline import TextGenerationPipeline
 from kitforge.inference.text_engine import InferenceOptions
-from kitforge.models.catalog import config_of
-from kitforge.models.loading import build
+from tests.tiny import built
 from tests.trainer import tiny
 
 TEXTS = ["the sun", "a", "old café"]
@@ -25,27 +22,17 @@ TEXTS = ["the sun", "a", "old café"]
 
 @pytest.fixture(scope="module")
 def pipeline() -> TextGenerationPipeline:
-    config = config_of(tiny.LLAMA | {"vocab_size": ByteTokenizer.vocab_size})
-    model = build(config, device=torch.device("cpu"), seed=3)
+    model = built(tiny.LLAMA, ByteTokenizer.vocab_size)
     return TextGenerationPipeline(model, ByteTokenizer(), InferenceOptions(max_new_tokens=6, temperature=1.0))
 
 
-def test_a_text_gives_a_list_of_one_answer(pipeline: TextGenerationPipeline) -> None:
+def test_a_text_gives_a_list_of_one_answer_and_texts_one_for_each(pipeline: TextGenerationPipeline) -> None:
     answers = pipeline("the sun")
     assert [list(answer) for answer in answers] == [["generated_text"]]
-    assert answers[0]["generated_text"].startswith("the sun")
-
-
-def test_texts_give_a_list_for_each(pipeline: TextGenerationPipeline) -> None:
-    answers = pipeline(TEXTS)
-    assert all(answer[0]["generated_text"].startswith(text) for answer, text in zip(answers, TEXTS, strict=True))
+    every = pipeline(TEXTS)
+    assert every[0] == answers and len(every) == len(TEXTS)
+    assert all(answer[0]["generated_text"].startswith(text) for answer, text in zip(every, TEXTS, strict=True))
     assert pipeline([]) == []
-
-
-def test_how_many_texts_run_at_once_changes_no_text(pipeline: TextGenerationPipeline) -> None:
-    options = dataclasses.replace(pipeline.options, engine=EngineOptions(max_num_seqs=2, max_num_batched_tokens=9))
-    small = TextGenerationPipeline(pipeline.model, pipeline.tokenizer, options)
-    assert small(TEXTS * 5) == pipeline(TEXTS * 5)
 
 
 def test_samples_of_a_text_differ_and_the_first_is_the_only_one_asked_for_alone(
@@ -135,12 +122,8 @@ def test_an_engine_is_not_for_one_call(pipeline: TextGenerationPipeline) -> None
 
 
 def test_a_continuation_is_what_its_call_asks_for(pipeline: TextGenerationPipeline, tmp_path: Path) -> None:
-    schema = {
-        "type": "object",
-        "properties": {"a": {"enum": [1, 22]}},
-        "required": ["a"],
-        "additionalProperties": False,
-    }
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 22]}}, "required": ["a"]}
+    schema |= {"additionalProperties": False}
     (tmp_path / "schema.json").write_text(json.dumps(schema))
 
     class Model:

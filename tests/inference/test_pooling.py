@@ -12,8 +12,8 @@ from kitforge.inference.engine import Engine
 from kitforge.inference.options import EngineOptions
 from kitforge.inference.pooling import PoolingMode, TextPooling, find_pooling
 from kitforge.inference.sampling import SamplingOptions
-from tests.inference.recomputation import network
-from tests.inference.test_prompt_logprobs import ENGINES, PROMPTS, run
+from tests.inference.recomputation import by_sample, network
+from tests.inference.test_prompt_logprobs import ENGINES, PROMPTS
 
 MODES: list[PoolingMode] = ["last", "mean", "cls"]
 
@@ -21,7 +21,7 @@ MODES: list[PoolingMode] = ["last", "mean", "cls"]
 def embeddings(engine: Engine, prompts: list[list[int]], mode: PoolingMode) -> list[torch.Tensor]:
     options = SamplingOptions(max_new_tokens=0, pooling=mode)
     numbers = [engine.submit(prompt, options) for prompt in prompts]
-    found = run(engine)
+    found = by_sample(engine)
     assert engine.stats()["blocks_used"] == 0
     last = [found[number, 0][-1] for number in numbers]
     assert all(each.finish_reason == "length" and each.tokens == [] for each in last)
@@ -50,7 +50,7 @@ def test_a_text_cut_into_steps_and_begun_again_has_the_bits_that_it_has_alone(mo
     numbers = [engine.submit(prompt, SamplingOptions(max_new_tokens=0, pooling=mode)) for prompt in PROMPTS]
     engine.step()
     engine.update_weights(1)
-    found = run(engine)
+    found = by_sample(engine)
     assert engine.stats()["preemptions"] > 0
     assert all(torch.equal(found[number, 0][-1].embedding, one) for number, one in zip(numbers, alone, strict=True))
 

@@ -6,12 +6,11 @@ import pytest
 import torch
 
 from kitforge.foundation.errors import ConfigError
-from kitforge.inference.choice_scoring import ChoiceBatch, choice_logprobs
-from kitforge.inference.engine import Engine, Output
+from kitforge.inference.engine import Engine
 from kitforge.inference.logprobs import PromptLogprob
 from kitforge.inference.options import EngineOptions
 from kitforge.inference.sampling import SamplingOptions
-from tests.inference.recomputation import LENGTH, logits_of, network, recomputed
+from tests.inference.recomputation import LENGTH, by_sample, logits_of, network, recomputed
 
 STEM = [5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3]
 PROMPTS = [[*STEM, 2, 3, 8], [*STEM, 4], STEM, [7], [7, 1]]
@@ -35,14 +34,6 @@ def expected(name: str, prompt: list[int], options: SamplingOptions) -> list[Pro
     return found
 
 
-def run(engine: Engine) -> dict[tuple[int, int], list[Output]]:
-    found: dict[tuple[int, int], list[Output]] = {}
-    while engine.has_work:
-        for output in engine.step():
-            found.setdefault((output.request, output.sample), []).append(output)
-    return found
-
-
 def assert_equal(found: list[PromptLogprob] | None, wanted: list[PromptLogprob]) -> None:
     assert found is not None and len(found) == len(wanted)
     for one, other in zip(found, wanted, strict=True):
@@ -62,7 +53,7 @@ def test_they_are_those_of_a_plain_pass_and_change_no_text(name: str, kind: str)
     for _ in range(2):
         asked = {engine.submit(prompt, TOLD, num_samples=2, key=0): prompt for prompt in PROMPTS}
         others = [engine.submit(prompt, replace(TOLD, prompt_logprobs=None)) for prompt in PROMPTS]
-        found = run(engine)
+        found = by_sample(engine)
         for request, prompt in asked.items():
             first, *rest = found[request, 0]
             assert_equal(first.prompt_logprobs, expected(name, prompt, TOLD))
@@ -78,7 +69,7 @@ def test_a_prompt_that_is_given_up_half_way_is_told_once() -> None:
     engine.step()
     engine.step()
     engine.update_weights(1)
-    found = run(engine)[request, 0]
+    found = by_sample(engine)[request, 0]
     assert engine.stats()["preemptions"] == 1
     assert_equal(found[0].prompt_logprobs, expected("llama", PROMPTS[0], TOLD))
 
@@ -88,27 +79,12 @@ def test_a_prompt_as_long_as_the_model_can_be_told_without_a_token_more(name: st
     prompt, only = [token % 29 for token in range(LENGTH)], SamplingOptions(max_new_tokens=0, prompt_logprobs=0)
     engine = Engine(network(name), EngineOptions(max_num_batched_tokens=16))
     request = engine.submit(prompt, only, num_samples=2)
-    found = run(engine)
+    found = by_sample(engine)
     assert_equal(found[request, 0][0].prompt_logprobs, expected(name, prompt, only))
-    assert [(each.tokens, each.finish_reason) for each in (found[request, 0][0], found[request, 1][0])] == [
-        ([], "length")
-    ] * 2
+    assert all((each[0].tokens, each[0].finish_reason) == ([], "length") for each in found.values()) and len(found) == 2
     assert engine.stats()["blocks_used"] == 0
     with pytest.raises(ConfigError, match="max_new_tokens"):
         SamplingOptions(max_new_tokens=0)
-
-
-def test_they_are_those_that_choices_are_scored_with() -> None:
-    model, choices = network("llama"), [[4, 1], [8, 8, 3]]
-    (wanted,) = choice_logprobs(model, [ChoiceBatch(prefix=STEM, continuations=choices)], 512)
-    engine = Engine(model, EngineOptions(max_num_batched_tokens=5, max_num_seqs=2))
-    only = SamplingOptions(max_new_tokens=1, prompt_logprobs=1)
-    requests = [engine.submit([*STEM, *choice], only) for choice in choices]
-    found = run(engine)
-    for request, score in zip(requests, wanted, strict=True):
-        told = found[request, 0][0].prompt_logprobs
-        assert told is not None
-        assert sum(each.logprob for each in told[len(STEM) - 1 :]) == pytest.approx(score.logprob, abs=1e-9)
 
 
 def test_others_go_on_while_a_long_prompt_is_told() -> None:
@@ -188,6 +164,6 @@ def test_the_way_options_are_told_apart_costs_the_same_for_every_token() -> None
 def test_a_row_of_few_logits_is_enough_for_any_number_of_alternatives() -> None:
     engine = Engine(network("llama"))
     request = engine.submit([1, 2], SamplingOptions(max_new_tokens=0, prompt_logprobs=10**6))
-    told = run(engine)[request, 0][0].prompt_logprobs
+    told = by_sample(engine)[request, 0][0].prompt_logprobs
     assert told is not None and len(told[0].top_logprobs) == network("llama").geometry.vocab_size
     assert torch.tensor([value for _, value in told[0].top_logprobs]).exp().sum() == pytest.approx(1)

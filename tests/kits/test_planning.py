@@ -78,9 +78,7 @@ def test_bytes_on_the_host_are_said_apart(capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.slow
-def test_of_a_pipeline_the_fullest_rank_is_printed_and_the_range_over_ranks(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_of_a_pipeline_the_fullest_rank_is_printed_and_the_range_over_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     # The head and the logits of the last rank are more than all that the other two have.
     last = {"model.num_layers": 3, "model.vocab_size": 20_000, "parallel.pipeline": 3, "data.batch_size": 3}
     found = plan_memory(kit_of("text_generation"), options_of({**last, "model.tie_embeddings": False}), CPU)

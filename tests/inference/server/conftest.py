@@ -6,11 +6,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import httpx
+import openai
 import pytest
-import torch
 import uvicorn
 
 from kitforge.core.nn.decoder import Decoder
@@ -22,9 +22,8 @@ from kitforge.inference.server.options import ServeOptions
 from kitforge.inference.server.serve import build_server
 from kitforge.inference.server.service import Service
 from kitforge.inference.text_engine import InferenceOptions, TextEngine
-from kitforge.models.catalog import config_of
-from kitforge.models.loading import build
 from tests.patience import PATIENCE
+from tests.tiny import built
 from tests.trainer import tiny
 
 
@@ -39,10 +38,18 @@ class Served:
         host, port = self.url.removeprefix("http://").split(":")
         return host, int(port)
 
+    def post(self, path: str, body: Any) -> httpx.Response:
+        return httpx.post(self.url + path, json=body, timeout=PATIENCE)
+
+    def ask(self, path: str, **body: Any) -> Any:
+        """The answer to a body, which there is."""
+        answer = self.post(path, body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
 
 def small_model() -> Decoder:
-    config = config_of(tiny.LLAMA | {"vocab_size": ByteTokenizer.vocab_size})
-    return build(config, device=torch.device("cpu"), seed=3).eval()
+    return cast(Decoder, built(tiny.LLAMA, ByteTokenizer.vocab_size))
 
 
 def make_service(model: Decoder, limits: ServeOptions, engine: EngineOptions) -> Service:
@@ -92,4 +99,10 @@ def model() -> Decoder:
 def served(model: Decoder) -> Iterator[Served]:
     """A server with the limits that it has by default."""
     with serving(make_service(model, ServeOptions(), EngineOptions())) as found:
+        yield found
+
+
+@pytest.fixture(scope="package")
+def client(served: Served) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="unused", max_retries=0) as found:
         yield found

@@ -14,9 +14,8 @@ from kitforge.inference.options import EngineOptions
 from kitforge.inference.server.options import ServeOptions
 from kitforge.inference.server.service import Service
 from kitforge.inference.text_engine import InferenceOptions, TextEngine
-from kitforge.models.catalog import config_of
-from kitforge.models.loading import build
 from tests.data.chat.cases import save_tokenizer
+from tests.tiny import built
 from tests.trainer import tiny
 
 
@@ -51,8 +50,7 @@ def chat_service(folder: Path, template: str, special: list[str] | None = None, 
         known.add_special_tokens(special)
         known.save(str(folder / "tokenizer.json"))
     tokenizer = HuggingFaceTokenizer(folder)
-    config = config_of(tiny.LLAMA | {"vocab_size": tokenizer.vocab_size, "max_length": max_length})
-    model = build(config, device=torch.device("cpu"), seed=3).eval()
+    model = built(tiny.LLAMA, tokenizer.vocab_size, max_length=max_length)
     texts = TextEngine(Engine(model, EngineOptions(), stop_ids=tokenizer.eos_ids), tokenizer)
     return Service(texts, "tiny", InferenceOptions(max_new_tokens=16), ServeOptions())
 

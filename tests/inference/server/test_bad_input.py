@@ -1,7 +1,10 @@
-"""What is wrong is refused in OpenAI's shape, with words that help, and nothing is left behind."""
+"""What cannot be read is refused in OpenAI's shape, nothing is left behind, and nobody else is kept waiting."""
 
 import json
 import socket
+import threading
+import time
+from collections.abc import Callable
 
 import httpx
 import pytest
@@ -13,60 +16,7 @@ from kitforge.inference.server.options import ServeOptions
 from tests.inference.server.conftest import Served, make_service, metric, serving, until
 from tests.patience import PATIENCE
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-A = {"role": "user", "content": "a"}
-# What is asked, the status, and words of the answer.
-WRONG: dict[str, tuple[str, object, int, str]] = {
-    "a prompt longer than the model": (COMPLETIONS, {"prompt": "x" * 500}, 400, "500 prompt tokens"),
-    "a prompt and an answer longer than the model": (COMPLETIONS, {"prompt": "a", "max_tokens": 128}, 400, "128"),
-    "an empty prompt": (COMPLETIONS, {"prompt": ""}, 400, "empty"),
-    "an empty prompt among others": (COMPLETIONS, {"prompt": ["a", ""]}, 400, "empty"),
-    "no prompts": (COMPLETIONS, {"prompt": []}, 400, "a length of at least 1"),
-    "a prompt that is none": (COMPLETIONS, {"prompt": {"a": 1}}, 400, "text, [text, ...], [token, ...] or"),
-    "no prompt at all": (COMPLETIONS, {}, 400, "prompt"),
-    "max_tokens 0": (COMPLETIONS, {"prompt": "a", "max_tokens": 0}, 400, "max_tokens"),
-    "an unknown parameter": (COMPLETIONS, {"prompt": "a", "temperatur": 1}, 400, "did you mean 'temperature'"),
-    "tools that the template leaves out": (
-        CHAT,
-        {"messages": [A], "tools": [{"type": "function", "function": {"name": "f"}}]},
-        400,
-        "ignores tools",
-    ),
-    "a choice of tools that are not there": (
-        CHAT,
-        {
-            "messages": [A],
-            "tools": [{"type": "function", "function": {"name": "f"}}],
-            "tool_choice": {
-                "type": "allowed_tools",
-                "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": {"name": "g"}}]},
-            },
-        },
-        400,
-        "there is no tool 'g' to call",
-    ),
-    "a choice of no tools": (
-        CHAT,
-        {"messages": [A], "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}},
-        400,
-        "'tool_choice.allowed_tools.tools' has an invalid value",
-    ),
-    "a number as text": (COMPLETIONS, {"prompt": "a", "temperature": "1"}, 400, "a number"),
-    "a number out of range": (COMPLETIONS, {"prompt": "a", "top_p": 1.5}, 400, "at most 1"),
-    "an unknown token": (COMPLETIONS, {"prompt": [1, 99999]}, 400, "unknown token"),
-    "a bias on an unknown token": (
-        COMPLETIONS,
-        {"prompt": "a", "logit_bias": {"99999": 1}},
-        400,
-        "logit_bias has an unknown token",
-    ),
-    "too many answers": (COMPLETIONS, {"prompt": ["a"] * 20, "n": 20}, 400, "choices"),
-    "an unknown model": (COMPLETIONS, {"prompt": "a", "model": "gpt-9"}, 404, "gpt-9"),
-    "no messages": (CHAT, {"messages": []}, 400, "a length of at least 1"),
-    "an unknown speaker": (CHAT, {"messages": [{"role": "king", "content": "a"}]}, 400, "role"),
-    "an empty stop string": (COMPLETIONS, {"prompt": "a", "stop": ""}, 400, "stop"),
-    "a list in the place of a body": (COMPLETIONS, [1], 400, "object"),
-}
+COMPLETIONS = "/v1/completions"
 # The bytes of a body, the status, and words of the answer.
 BROKEN: dict[str, tuple[bytes, int, str]] = {
     "no JSON": (b'{"prompt": "a"', 400, "not JSON"),
@@ -86,28 +36,12 @@ def post(served: Served, path: str, content: bytes, **headers: str) -> httpx.Res
     return httpx.post(served.url + path, content=content, headers=given, timeout=PATIENCE)
 
 
-def refusal(response: httpx.Response) -> str:
-    assert response.headers["content-type"] == "application/json"
-    error = response.json()["error"]
-    assert set(error) == {"message", "type", "param", "code"}
-    return str(error["message"])
-
-
-@pytest.mark.parametrize("name", WRONG)
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_what_cannot_be_is_refused(served: Served, name: str, stream: bool) -> None:
-    path, body, status, words = WRONG[name]
-    asked = {**body, "stream": True} if stream and isinstance(body, dict) else body
-    response = post(served, path, json.dumps(asked).encode())
-    assert (response.status_code, words in refusal(response)) == (status, True), response.text
-    until(lambda: served.service.num_active == 0)
-
-
 @pytest.mark.parametrize("name", BROKEN)
 def test_what_cannot_be_read_is_refused(served: Served, name: str) -> None:
     content, status, words = BROKEN[name]
     response = post(served, COMPLETIONS, content)
-    assert (response.status_code, words in refusal(response)) == (status, True), response.text
+    assert response.headers["content-type"] == "application/json"
+    assert (response.status_code, words in response.json()["error"]["message"]) == (status, True), response.text
 
 
 def test_bodies_are_json_and_routes_are_known(served: Served) -> None:
@@ -217,3 +151,77 @@ def test_what_is_under_way_is_finished_when_the_server_stops(model: Decoder) -> 
             received += chunk
         assert b"data: [DONE]" in received
         client.close()
+
+
+def seconds(act: Callable[[], object]) -> float:
+    since = time.perf_counter()
+    act()
+    return time.perf_counter() - since
+
+
+@pytest.mark.slow
+def test_the_largest_bias_of_one_costs_the_others_little(model: Decoder) -> None:
+    """Six thousand spellings of a few tokens used to be added one by one for every token, in everybody's step."""
+    service = make_service(model, ServeOptions(), EngineOptions())
+    zeros = {f"{token:0{width}d}": 0.01 for token in range(1000) for width in range(4, 10)}
+    victim = json.dumps({"prompt": "a", "max_tokens": 30}).encode()
+    bias = {str(token): 0.01 for token in range(258)}
+    asked = {"prompt": "a", "max_tokens": 120, "temperature": 1, "logit_bias": bias, "stream": True}
+    heavy = json.dumps(asked).encode()
+    with serving(service) as served:
+        assert served.post(COMPLETIONS, {"prompt": "a", "logit_bias": zeros}).status_code == 400
+        post(served, COMPLETIONS, victim)
+        alone = seconds(lambda: post(served, COMPLETIONS, victim))
+        is_over = threading.Event()
+        thread = threading.Thread(target=lambda: [post(served, COMPLETIONS, heavy) for _ in iter(is_over.is_set, True)])
+        thread.start()
+        until(lambda: service.num_active)
+        took = seconds(lambda: post(served, COMPLETIONS, victim))
+        is_over.set()
+        thread.join()
+    assert took < 5 * alone + 1
+
+
+LARGE = {
+    "tokens": b'{"prompt": [' + b"1," * 500_000 + b'"a"]}',
+    "prompts": b'{"prompt": [' + b"[1]," * 250_000 + b'["a"]]}',
+    "messages": json.dumps({"messages": [{"role": "user", "content": ""}] * 30_000}).encode(),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LARGE)
+def test_a_large_body_is_understood_beside_the_loop(served: Served, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Told by the thread that does it, as a clock depends on who else is there."""
+    from kitforge.inference.server import requests
+
+    threads: list[str] = []
+    fields_of = requests.fields_of
+    monkeypatch.setattr(
+        requests, "fields_of", lambda body: (threads.append(threading.current_thread().name), fields_of(body))[1]
+    )
+    path = "/v1/chat/completions" if name == "messages" else "/v1/completions"
+    answer = post(served, path, LARGE[name])
+    assert answer.status_code == 400 and len(answer.content) < 500
+    assert threads and all(thread.startswith("asyncio_") for thread in threads)
+
+
+def test_mistakes_are_not_sent_back_whole(served: Served) -> None:
+    for body in (
+        {"prompt": "a", "x" * 900_000: 1},
+        {"prompt": "a", "model": "x" * 900_000},
+        {"prompt": "a", "stop": {"x" * 900_000: 1}},
+        {"prompt": "a", "seed": "x" * 900_000},
+        {"prompt": {"x": ["y"] * 200_000}},
+    ):
+        answer = served.post(COMPLETIONS, body)
+        assert 400 <= answer.status_code < 500 and len(answer.content) < 1000, answer.text[:300]
+
+
+def test_tokens_that_were_guessed_are_counted_one_by_one(model: Decoder) -> None:
+    service = make_service(model, ServeOptions(), EngineOptions(prompt_lookup_tokens=4))
+    with serving(service) as served:
+        body = {"prompt": "ababababab", "max_tokens": 40, "logit_bias": {"97": 100, "98": 99.9}}
+        answer = served.post(COMPLETIONS, body).json()
+        assert answer["usage"]["completion_tokens"] == 40 == len(answer["choices"][0]["text"])
+    assert service.worker._text_engine.engine.stats()["steps"] < 40

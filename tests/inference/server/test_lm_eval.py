@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import tokenizers
-import torch
 
 from kitforge.data.tokenizers.loading import HuggingFaceTokenizer
 from kitforge.inference.choice_scoring import ChoiceBatch, choice_logprobs
@@ -16,9 +15,8 @@ from kitforge.inference.server.service import Service
 from kitforge.inference.text_engine import InferenceOptions, TextEngine
 from kitforge.kits.transformers.evaluation import Evaluator
 from kitforge.kits.transformers.questions import load_task
-from kitforge.models.catalog import config_of
-from kitforge.models.loading import build
 from tests.inference.server.conftest import serving
+from tests.tiny import built
 from tests.trainer import tiny
 from tests.warm.shell import Run
 
@@ -103,9 +101,7 @@ def harness(folder: Path, url: str, further: str, run: Run) -> dict[str, list[di
 def test_it_finds_what_our_evaluation_finds(tmp_path: Path, run: Run) -> None:
     tokenizer = make_tokenizer(tmp_path / "tokenizer")
     write_tasks(tmp_path)
-    model = build(
-        config_of(tiny.LLAMA | {"vocab_size": tokenizer.vocab_size}), device=torch.device("cpu"), seed=3
-    ).eval()
+    model = built(tiny.LLAMA, tokenizer.vocab_size)
     texts = TextEngine(Engine(model, stop_ids=tokenizer.eos_ids), tokenizer)
     service = Service(texts, "tiny", InferenceOptions(max_new_tokens=8), ServeOptions())
     tasks = [load_task(tmp_path / f"{name}.jsonl") for name in TASKS]

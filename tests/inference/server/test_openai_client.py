@@ -1,24 +1,16 @@
 """OpenAI's own client understands every answer, and answers are what the pipeline gives."""
 
-import httpx
 import openai
 import pytest
 import torch
 
 from kitforge.core.nn.decoder import Decoder
 from kitforge.data.tokenizers.loading import ByteTokenizer
-from kitforge.inference.options import EngineOptions
 from kitforge.inference.pipeline import TextGenerationPipeline
-from kitforge.inference.server.options import ServeOptions
 from kitforge.inference.text_engine import InferenceOptions
-from tests.inference.server.conftest import Served, make_service, serving
+from tests.inference.server.conftest import Served
 
 CHAT = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Wér are you?"}]
-
-
-@pytest.fixture(scope="module")
-def client(served: Served) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{served.url}/v1", api_key="unused", max_retries=0)
 
 
 @pytest.fixture(scope="module")
@@ -148,44 +140,6 @@ def test_the_most_likely_tokens_come_in_both_of_openais_shapes(
         assert each.top_logprobs[0].bytes == list(each.token.encode())
 
 
-def test_as_many_log_probabilities_as_openai_allows(client: openai.OpenAI) -> None:
-    for wishes, name in (({"logprobs": 6}, "logprobs"), ({"logprobs": -1}, "logprobs")):
-        with pytest.raises(openai.BadRequestError, match=name):
-            client.completions.create(model="tiny", prompt="a", **wishes)
-    for wishes in ({"logprobs": True, "top_logprobs": 21}, {"top_logprobs": 3}):
-        with pytest.raises(openai.BadRequestError, match="top_logprobs"):
-            client.chat.completions.create(model="tiny", messages=CHAT, **wishes)
-
-
 def test_a_bias_changes_what_is_said(client: openai.OpenAI) -> None:
     answer = client.completions.create(model="tiny", prompt="a", max_tokens=4, logit_bias={"120": 100})
     assert answer.choices[0].text == "xxxx"
-
-
-@pytest.mark.slow
-def test_what_it_is_and_how_it_fares(client: openai.OpenAI, served: Served) -> None:
-    assert [model.id for model in client.models.list()] == ["tiny"]
-    assert httpx.get(f"{served.url}/health").json() == {"status": "ok"}
-    client.completions.create(model="tiny", prompt="a", max_tokens=1)
-    text = httpx.get(f"{served.url}/metrics").text
-    assert 'kitforge_requests_total{path="/v1/completions",status="200"}' in text
-    assert "kitforge_engine_blocks_used 0.0\n" in text
-    assert "kitforge_first_token_seconds_bucket" in text
-
-
-def test_unknown_models_are_told(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError, match="gpt-9") as told:
-        client.completions.create(model="gpt-9", prompt="a")
-    assert told.value.code == "model_not_found"
-
-
-@pytest.mark.slow
-def test_tokens_that_come_several_at_once_are_all_counted(model: Decoder) -> None:
-    service = make_service(model, ServeOptions(), EngineOptions(prompt_lookup_tokens=4))
-    with serving(service) as served:
-        client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="unused", max_retries=0)
-        wishes = {"model": "tiny", "prompt": "abcabcabcabc", "max_tokens": 30, "temperature": 0}
-        answer = client.completions.create(**wishes, extra_body={"repetition_penalty": 0.2})
-    steps = service.worker._text_engine.engine.stats()["steps"]
-    assert answer.choices[0].finish_reason == "length"
-    assert answer.usage and answer.usage.completion_tokens == 30 > steps

@@ -27,13 +27,6 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hello"}]
 
 
-def ask(served: Served, path: str, **body: object) -> dict[str, object]:
-    answer = httpx.post(served.url + path, json=body, timeout=PATIENCE)
-    assert answer.status_code == 200, answer.text
-    found: dict[str, object] = answer.json()
-    return found
-
-
 @pytest.mark.parametrize("given", ["a-1.b_2:3", "x" * 128])
 def test_a_request_keeps_the_id_that_its_client_gave_it(served: Served, given: str) -> None:
     assert httpx.get(f"{served.url}/health", headers={"X-Request-Id": given}).headers["x-request-id"] == given
@@ -86,7 +79,7 @@ def test_a_line_of_the_access_log_says_who_asked_what_and_for_how_much(
 
 def test_nothing_is_logged_of_requests_unless_wanted(served: Served, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, ACCESS_LOG)
-    ask(served, COMPLETIONS, prompt="a", max_tokens=1)
+    served.ask(COMPLETIONS, prompt="a", max_tokens=1)
     assert [record for record in caplog.records if record.name == ACCESS_LOG] == []
 
 
@@ -95,10 +88,10 @@ def test_nothing_is_logged_of_requests_unless_wanted(served: Served, caplog: pyt
 def test_metrics_count_tokens_and_the_time_between_them(model: Decoder, speculation: int) -> None:
     service = make_service(model, ServeOptions(), EngineOptions(prompt_lookup_tokens=speculation))
     with serving(service) as served:
-        answer = ask(served, COMPLETIONS, prompt=["abab" * 8, "b"], max_tokens=24, logprobs=0, temperature=0)
-        made = sum(len(choice["logprobs"]["tokens"]) for choice in answer["choices"])  # type: ignore[attr-defined]
+        answer = served.ask(COMPLETIONS, prompt=["abab" * 8, "b"], max_tokens=24, logprobs=0, temperature=0)
+        made = sum(len(choice["logprobs"]["tokens"]) for choice in answer["choices"])
         # A step that gives several tokens counts each of them.
-        assert answer["usage"]["completion_tokens"] == made  # type: ignore[index]
+        assert answer["usage"]["completion_tokens"] == made
         assert metric(served.url, "kitforge_generated_tokens_total") == made
         assert metric(served.url, "kitforge_prompt_tokens_total") == 33
         num_between = metric(served.url, "kitforge_inter_token_latency_seconds_count")
@@ -121,7 +114,7 @@ def test_the_use_of_the_cache_is_a_share_of_its_blocks() -> None:
 def test_metrics_count_what_the_prefix_cache_saves(model: Decoder) -> None:
     with serving(make_service(model, ServeOptions(), EngineOptions(block_size=4))) as served:
         for expected in (0, 20):
-            ask(served, COMPLETIONS, prompt="x" * 22, max_tokens=1)
+            served.ask(COMPLETIONS, prompt="x" * 22, max_tokens=1)
             assert metric(served.url, "kitforge_prefix_cache_hits_total") == expected
         assert metric(served.url, "kitforge_prefix_cache_queries_total") == 44
 
@@ -132,8 +125,8 @@ def test_requests_without_a_seed_differ_between_servers_and_those_with_one_do_no
     found: dict[str, list[object]] = {"seeded": [], "unseeded": []}
     for _ in range(2):
         with serving(make_service(model, ServeOptions(), EngineOptions())) as served:
-            found["unseeded"].append(ask(served, COMPLETIONS, **asked)["choices"])
-            found["seeded"].append(ask(served, COMPLETIONS, **asked, seed=0)["choices"])
+            found["unseeded"].append(served.ask(COMPLETIONS, **asked)["choices"])
+            found["seeded"].append(served.ask(COMPLETIONS, **asked, seed=0)["choices"])
     assert found["seeded"][0] == found["seeded"][1]
     assert found["unseeded"][0] != found["unseeded"][1]
 
@@ -169,8 +162,8 @@ def test_the_routes_are_listed_without_a_script_and_the_version_is_told(model: D
 def test_usage_tells_which_tokens_the_prefix_cache_had(model: Decoder) -> None:
     with serving(make_service(model, ServeOptions(), EngineOptions(block_size=4))) as served:
         for expected in (0, 40):
-            usage = ask(served, COMPLETIONS, prompt=["x" * 22, "y" * 22], max_tokens=1)["usage"]
-            assert usage["prompt_tokens_details"] == {"cached_tokens": expected}  # type: ignore[index]
+            usage = served.ask(COMPLETIONS, prompt=["x" * 22, "y" * 22], max_tokens=1)["usage"]
+            assert usage["prompt_tokens_details"] == {"cached_tokens": expected}
 
 
 def test_a_server_is_ready_once_it_is_warm(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,13 +213,13 @@ def test_a_chat_without_a_limit_goes_on_as_long_as_there_is_room(model: Decoder,
     with serving(service) as served:
         # The model is kept from ending it.
         ends = {str(token): -100 for token in service.tokenizer.eos_ids}
-        assert length_of(ask(served, CHAT, messages=HELLO, logit_bias=ends)) == (room, False)
-        assert ask(served, COMPLETIONS, prompt="a", logit_bias=ends)["usage"]["completion_tokens"] == 16  # type: ignore[index]
+        assert length_of(served.ask(CHAT, messages=HELLO, logit_bias=ends)) == (room, False)
+        assert served.ask(COMPLETIONS, prompt="a", logit_bias=ends)["usage"]["completion_tokens"] == 16
 
 
 def test_a_chat_without_a_limit_keeps_to_that_of_the_server(model: Decoder) -> None:
     with serving(make_service(model, ServeOptions(max_new_tokens=5), EngineOptions())) as served:
-        assert ask(served, CHAT, messages=HELLO)["usage"]["completion_tokens"] <= 5  # type: ignore[index]
+        assert served.ask(CHAT, messages=HELLO)["usage"]["completion_tokens"] <= 5
 
 
 @pytest.mark.parametrize(("metrics", "page"), [(Metrics(), "serving.md"), (BatchMetrics(), "recommender.md")])

@@ -1,7 +1,6 @@
 """What clients send: their own answers back, fields that say nothing, and fields that ask for what is not done."""
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -15,12 +14,6 @@ from tests.inference.server.conftest import Served
 USER = {"role": "user", "content": "Hi"}
 TOOL = {"type": "function", "function": {"name": "f"}}
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
-
-
-@pytest.fixture(scope="module")
-def client(served: Served) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="unused", max_retries=0) as found:
-        yield found
 
 
 def refusal(kind: type[Any], body: dict[str, Any] | bytes) -> ApiError:
@@ -221,6 +214,7 @@ def test_what_is_not_done_is_refused_with_words_that_help(further: dict[str, Any
         ({"reasoning_effort": "low"}, "nothing else is supported"),
         ({"echo": True}, "nothing else is supported"),
         ({"top_logprobs": 2}, "logprobs=true"),
+        ({"logprobs": True, "top_logprobs": 21}, "'top_logprobs'"),
         ({"continue_final_message": True}, "last message of the assistant"),
         ({"max_tokens": 0}, "at least 1"),
         ({"messages": [{"role": "user"}]}, "'messages[0].content' is missing"),
@@ -237,9 +231,10 @@ def test_what_chats_cannot_have_is_refused(further: dict[str, Any], words: str) 
     assert words in str(told) and len(str(told)) < 400
 
 
-@pytest.mark.parametrize(
-    "further", [{"suffix": "x"}, {"max_tokens": 0}, {"echo": 1}, {"logprobs": 6}, {"logprobs": True}], ids=str
-)
+LOGPROBS = [{"logprobs": each} for each in (6, -1, True)]
+
+
+@pytest.mark.parametrize("further", [{"suffix": "x"}, {"max_tokens": 0}, {"echo": 1}, *LOGPROBS], ids=str)
 def test_what_completions_cannot_have_is_refused(further: dict[str, Any]) -> None:
     assert refusal(CompletionRequest, {"prompt": "a"} | further).parameter == next(iter(further))
 

@@ -2,7 +2,6 @@
 
 import inspect
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -13,19 +12,12 @@ import torch
 from kitforge.core.nn.decoder import Decoder
 from kitforge.data.chat.template import ChatTemplate
 from kitforge.data.tokenizers.loading import ByteTokenizer
-from kitforge.inference.choice_scoring import ChoiceBatch, choice_logprobs
 from kitforge.inference.options import EngineOptions
 from kitforge.inference.server.options import ServeOptions
 from tests.inference.server.conftest import Served, make_service, serving
 from tests.patience import PATIENCE
 
 PROMPT = "Once é a"
-
-
-@pytest.fixture(scope="module")
-def client(served: Served) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="unused", max_retries=0) as found:
-        yield found
 
 
 @torch.no_grad()
@@ -62,21 +54,6 @@ def test_an_echo_is_the_prompt_with_its_log_probabilities(
             assert told.token_logprobs[len(tokens) :] == pytest.approx(plain.logprobs.token_logprobs, abs=1e-4)
             assert told.text_offset[len(tokens)] == len(PROMPT)
     assert answer.usage.completion_tokens == 2 * max_tokens
-
-
-def test_a_continuation_has_the_score_that_an_evaluation_gives_it(client: openai.OpenAI, model: Decoder) -> None:
-    stem, choices = [*b"The cat sat on the"], [[*b" mat"], [*b" moon again"]]
-    (wanted,) = choice_logprobs(model, [ChoiceBatch(prefix=stem, continuations=choices)], 512)
-    found = client.completions.create(
-        model="tiny",
-        prompt=[[*stem, *choice] for choice in choices],
-        echo=True,
-        logprobs=1,
-        max_tokens=1,
-        temperature=0,
-    )
-    for choice, score in zip(found.choices, wanted, strict=True):
-        assert sum(choice.logprobs.token_logprobs[len(stem) : -1]) == pytest.approx(score.logprob, abs=1e-4)
 
 
 def test_a_prompt_as_long_as_the_model_can_be_scored(client: openai.OpenAI) -> None:

@@ -35,7 +35,7 @@ PERSON = {
 
 def asked(served: Served, path: str, status: int = 200, **fields: Any) -> dict[str, Any]:
     body = {"temperature": 1.5, "max_tokens": 90, "seed": 5, **PROMPTS[path], **fields}
-    answer = httpx.post(served.url + path, json=body, timeout=PATIENCE)
+    answer = served.post(path, body)
     assert answer.status_code == status, answer.text
     found: dict[str, Any] = answer.json()
     return found if status == 200 else found["error"]
@@ -124,38 +124,6 @@ def test_a_structure_comes_before_other_wishes(served: Served, fields: dict[str,
     assert text in ("yes", "no") and end == "stop"
 
 
-WRONG: list[tuple[dict[str, Any], str, str]] = [
-    (by_schema({"type": "object", "not": {}}), "response_format.json_schema", "not"),
-    (by_schema({"type": "object", "not": {}}, strict=False), "response_format.json_schema", "not"),
-    (by_schema({"type": "integer", "minimum": 5, "maximum": 2}), "response_format.json_schema", "Unsatisfiable"),
-    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "schema"),
-    (
-        {"response_format": {"type": "json_object", "json_schema": {"schema": {}}}},
-        "structured_outputs",
-        "one structure",
-    ),
-    ({"response_format": {"type": "json_object", "schema": {}}}, "response_format.schema", "unknown parameter"),
-    ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex", "unclosed"),
-    ({"structured_outputs": {"regex": "[^\\x00-\\x{10FFFF}]"}}, "structured_outputs.regex", "cannot be enforced"),
-    ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "one structure"),
-    ({"structured_outputs": {"whitespace_pattern": " "}}, "structured_outputs", "one structure"),
-    ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "at least 1"),
-    ({"structured_outputs": {"json": "{}"}}, "structured_outputs.json", "an object"),
-    ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag", "unknown parameter"),
-    ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "structured_outputs", "one"),
-    ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos", "contradicts"),
-]
-
-
-@pytest.mark.parametrize(("fields", "parameter", "words"), WRONG, ids=lambda value: str(value)[:50])
-def test_what_cannot_be_done_is_refused_with_the_name_of_its_field(
-    served: Served, fields: dict[str, Any], parameter: str, words: str
-) -> None:
-    for path in PROMPTS:
-        error = asked(served, path, 400, **fields)
-        assert error["param"] == parameter and words in error["message"]
-
-
 def test_a_text_that_its_grammar_cannot_continue_is_an_error_of_the_request(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -232,7 +200,7 @@ HOSTILE: dict[str, dict[str, Any]] = {
 def test_a_hostile_structure_is_refused_or_obeyed_and_hurts_no_other(served: Served, name: str) -> None:
     wanted = texts(asked(served, CHAT))
     body = {**PROMPTS[CHAT], "max_tokens": 8, **HOSTILE[name]}
-    answer = httpx.post(served.url + CHAT, json=body, timeout=PATIENCE)
+    answer = served.post(CHAT, body)
     assert answer.status_code in (200, 400, 413, 500) and answer.json()
     assert texts(asked(served, CHAT)) == wanted
 

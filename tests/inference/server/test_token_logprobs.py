@@ -4,7 +4,6 @@ import json
 from dataclasses import replace
 from typing import Any
 
-import httpx
 import pytest
 
 from kitforge.data.tokenizers.loading import ByteTokenizer
@@ -12,30 +11,22 @@ from kitforge.inference.server.responses import ChoiceReader, CompletionFormat, 
 from kitforge.inference.server.service import EncodedPrompt, TokenTexts
 from kitforge.inference.text_engine import Detokenizer, TextDelta
 from tests.inference.server.conftest import Served
-from tests.patience import PATIENCE
 
 # Towards the two bytes of é and nothing else.
 HALVES = {"195": 100.0, "169": 100.0}
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
-def ask(served: Served, path: str, **body: Any) -> dict[str, Any]:
-    answer = httpx.post(served.url + path, json=body, timeout=PATIENCE)
-    assert answer.status_code == 200, answer.text
-    found: dict[str, Any] = answer.json()
-    return found
-
-
 def streamed(served: Served, **body: Any) -> list[dict[str, Any]]:
-    answer = httpx.post(served.url + COMPLETIONS, json=body | {"stream": True}, timeout=PATIENCE)
-    events = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
+    lines = served.post(COMPLETIONS, body | {"stream": True}).text.split("\n\n")
+    events = [line.removeprefix("data: ") for line in lines if line]
     assert events.pop() == "[DONE]"
     return [json.loads(event)["choices"][0] for event in events]
 
 
 def test_bytes_join_to_the_text_though_no_token_is_a_character(served: Served) -> None:
     wishes = {"max_tokens": 12, "temperature": 1, "seed": 1, "logit_bias": HALVES}
-    chat = ask(served, CHAT, messages=[{"role": "user", "content": "é"}], logprobs=True, top_logprobs=2, **wishes)
+    chat = served.ask(CHAT, messages=[{"role": "user", "content": "é"}], logprobs=True, top_logprobs=2, **wishes)
     told = chat["choices"][0]["logprobs"]["content"]
     assert len(told) == 12
     assert (
@@ -45,7 +36,7 @@ def test_bytes_join_to_the_text_though_no_token_is_a_character(served: Served) -
     assert {each["token"] for each in told} == {"bytes:\\xc3", "bytes:\\xa9"}
     for each in told:
         assert [other["bytes"] for other in each["top_logprobs"]] in ([[195], [169]], [[169], [195]])
-    found = ask(served, COMPLETIONS, prompt="é", logprobs=2, **wishes)["choices"][0]
+    found = served.ask(COMPLETIONS, prompt="é", logprobs=2, **wishes)["choices"][0]
     for token, logprob, top in zip(
         *(found["logprobs"][name] for name in ("tokens", "token_logprobs", "top_logprobs")), strict=True
     ):
@@ -57,7 +48,7 @@ def test_offsets_are_places_in_the_text_and_go_on_over_a_stream(served: Served, 
     """Of a text of letters, of one of halves of letters, and of both."""
     for bias in (HALVES, {str(byte): 50.0 for byte in range(97, 103)}, HALVES | {"97": 99.0, "101": 99.5}):
         wishes = {"prompt": "a", "max_tokens": 30, "temperature": 1, "seed": 3, "logit_bias": bias, "stop": stops}
-        whole = ask(served, COMPLETIONS, logprobs=1, **wishes)["choices"][0]
+        whole = served.ask(COMPLETIONS, logprobs=1, **wishes)["choices"][0]
         told = whole["logprobs"]
         parts = streamed(served, logprobs=1, **wishes)
         assert "".join(part["text"] for part in parts) == whole["text"]
@@ -78,10 +69,10 @@ def test_offsets_are_places_in_the_text_and_go_on_over_a_stream(served: Served, 
 def test_the_end_token_is_told_in_completions_and_not_in_chats(served: Served) -> None:
     """Clients that ask for one token after an echo take the last one for it."""
     bias = {"256": 100.0}
-    found = ask(served, COMPLETIONS, prompt="a", max_tokens=5, logprobs=1, logit_bias=bias)["choices"][0]
+    found = served.ask(COMPLETIONS, prompt="a", max_tokens=5, logprobs=1, logit_bias=bias)["choices"][0]
     assert (found["text"], found["finish_reason"], found["logprobs"]["text_offset"]) == ("", "stop", [0])
     messages = [{"role": "user", "content": "a"}]
-    chat = ask(served, CHAT, messages=messages, max_tokens=5, logprobs=True, logit_bias=bias)["choices"][0]
+    chat = served.ask(CHAT, messages=messages, max_tokens=5, logprobs=True, logit_bias=bias)["choices"][0]
     assert chat["logprobs"]["content"] == [] and chat["finish_reason"] == "stop"
 
 
@@ -89,7 +80,7 @@ def test_alternatives_stay_with_their_tokens_where_a_text_ends(served: Served) -
     bias = {"97": 20.0, "256": 19.0}
     wishes = {"prompt": "a", "max_tokens": 40, "temperature": 1, "logit_bias": bias}
     for seed in range(20):
-        told = ask(served, COMPLETIONS, seed=seed, logprobs=5, **wishes)["choices"][0]
+        told = served.ask(COMPLETIONS, seed=seed, logprobs=5, **wishes)["choices"][0]
         if told["finish_reason"] == "stop" and len(told["text"]) > 1:
             break
     tokens, logprobs, top, _ = told["logprobs"].values()
@@ -98,21 +89,15 @@ def test_alternatives_stay_with_their_tokens_where_a_text_ends(served: Served) -
         assert others[token] == logprob and list(others.values()) == sorted(others.values(), reverse=True)
 
 
+def delta(tokens: list[int], logprobs: list[float], top: list[list[tuple[int, float]]], **more: Any) -> TextDelta:
+    where: dict[str, Any] = {"request": 0, "sample": 0, "hit_stop_string": False, "prompt_logprobs": None}
+    return TextDelta(tokens=tokens, logprobs=logprobs, top_logprobs=top, **where, **more)
+
+
 def test_alternatives_stay_with_their_tokens_where_the_end_comes_with_others() -> None:
     """As they do where guessed tokens come true."""
     likely = [[(97, -1.0)], [(98, -2.0)], [(256, -3.0)]]
-    piece = TextDelta(
-        request=0,
-        sample=0,
-        text="ab",
-        tokens=[97, 98, 256],
-        logprobs=[-1.0, -2.0, -3.0],
-        top_logprobs=likely,
-        offsets=[0, 1],
-        hit_stop_string=False,
-        finish_reason="stop",
-        prompt_logprobs=None,
-    )
+    piece = delta([97, 98, 256], [-1.0, -2.0, -3.0], likely, text="ab", offsets=[0, 1], finish_reason="stop")
     reader = ChoiceReader(EncodedPrompt(tokens=[97]), ResponseOptions(num_top_logprobs=1, has_stop_token=True))
     assert [(each.token, each.top_logprobs) for each in reader.read(piece, None).tokens] == [
         (97, likely[0]),
@@ -160,18 +145,7 @@ def test_sixteen_thousand_tokens_are_told_in_time_that_grows_with_them() -> None
     reader, total, offsets = ChoiceReader(EncodedPrompt(tokens=[1]), ResponseOptions(num_top_logprobs=0)), 0, []
     for token in tokens:
         text = detokeniser.push([token])
-        piece = TextDelta(
-            request=0,
-            sample=0,
-            text=text,
-            tokens=[token],
-            logprobs=[-1.0],
-            top_logprobs=[[]],
-            offsets=detokeniser.offsets[-1:],
-            hit_stop_string=False,
-            finish_reason=None,
-            prompt_logprobs=None,
-        )
+        piece = delta([token], [-1.0], [[]], text=text, offsets=detokeniser.offsets[-1:], finish_reason=None)
         choice = reader.read(piece, None)
         total += len(choice.text)
         offsets += [each.offset for each in choice.tokens]

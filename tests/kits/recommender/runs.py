@@ -95,6 +95,16 @@ def run(
         assembly.loop.model.tables.close()
 
 
+def by_default(folder: Path, family: str, rows: list[dict[str, Any]], num_trained: int) -> dict[str, float]:
+    """The metrics of a run with nothing said of how it learns, held to the rows behind those that it is trained on."""
+    torch.set_num_threads(1)
+    chosen = {"model": family, "output_dir": str(folder), "device": "cpu", "trainer.progress": False}
+    inputs = Inputs(train_dataset=rows[:num_trained], eval_dataset=rows[num_trained:])
+    options = KIT.read_options(compose_config("recommendation", chosen).values)
+    assembly = KIT.assemble(options, inputs, TestRendezvous(ParallelConfig()))
+    return train(assembly.loop, assembly.options, assembly.folder, assembly.config_text)
+
+
 def state_of(assembly: RunAssembly[Any, Any]) -> dict[str, torch.Tensor]:
     """Weights by name, and of every table the ids and whole records in the order of the ids."""
     model: Any = assembly.loop.model

@@ -15,16 +15,8 @@ from kitforge.foundation.errors import ConfigError, DataError
 from kitforge.kits.recommender import batch_inference
 from kitforge.kits.recommender import pipeline as pipelines
 from kitforge.trainer.run_folder import train
-from tests.kits.recommender.runs import ready, run
+from tests.kits.recommender.runs import ready
 from tests.kits.recommender.test_pipeline import cell, rows
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("runs")
-    for family in ("wide_deep", "two_tower"):
-        run(folder / family, family)
-    return {family: folder / family for family in ("wide_deep", "two_tower")}
 
 
 def write(path: Path, given: list[dict[str, Any]]) -> None:

@@ -5,15 +5,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from kitforge.composition import compose_config
-from kitforge.core.parallel.config import ParallelConfig
-from kitforge.kits.recommender.build import TASKS, Inputs
+from kitforge.kits.recommender.build import TASKS
 from kitforge.kits.recommender.config import with_size_defaults
-from kitforge.trainer.run_folder import train
 from tests.differential.drawn import WHOLE
-from tests.distributed.training import TestRendezvous
+from tests.kits.recommender.runs import by_default
 
 KIT = TASKS["recommendation"]
 NUM_TRAINED, NUM_HELD_OUT = 4000, 1000
@@ -35,13 +31,8 @@ def many_ids() -> list[dict[str, Any]]:
 @pytest.mark.prove
 @pytest.mark.parametrize("family", ["dcn_v2", "deepfm", "dlrm"][: None if WHOLE else 1])
 def test_a_family_by_default_is_at_least_as_good_as_the_base_rate(tmp_path: Path, family: str) -> None:
-    torch.set_num_threads(1)
-    chosen = {"model": family, "output_dir": str(tmp_path), "device": "cpu", "trainer.progress": False}
     rows = many_ids()
-    inputs = Inputs(train_dataset=rows[:NUM_TRAINED], eval_dataset=rows[NUM_TRAINED:])
-    options = KIT.read_options(compose_config("recommendation", chosen).values)
-    assembly = KIT.assemble(options, inputs, TestRendezvous(ParallelConfig()))
-    found = train(assembly.loop, assembly.options, assembly.folder, assembly.config_text)
+    found = by_default(tmp_path, family, rows, NUM_TRAINED)
     rate = np.mean([row["click"] for row in rows[:NUM_TRAINED]])
     clicks = np.array([row["click"] for row in rows[NUM_TRAINED:]])
     constant = -np.mean(clicks * np.log(rate) + (1 - clicks) * np.log(1 - rate))

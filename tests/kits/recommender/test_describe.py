@@ -25,6 +25,12 @@ from tests.kits.recommender.runs import ready
 DATA = Path(__file__).parents[4] / "shared/data"
 
 
+def shown(description: TableDescription) -> str:
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(render_description(description))
+    return console.export_text()
+
+
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> TableDescription:
     lines = ["row_id,click,age,income,site_id,color,constant,empty"]
@@ -69,9 +75,7 @@ def test_the_schema_uses_what_may_say_something(found: TableDescription) -> None
 
 
 def test_the_page_shows_all_of_it(found: TableDescription) -> None:
-    console = Console(width=160, record=True, file=io.StringIO())
-    console.print(render_description(found))
-    text = console.export_text()
+    text = shown(found)
     for part in ("100 rows, 8 columns", "25.00% positive", "bad rows: 1", "row_id, a different value in every row",
                  "c0 (34)", "10.0%", "schema:", "  categorical:"):  # fmt: skip
         assert part in text, part
@@ -79,9 +83,7 @@ def test_the_page_shows_all_of_it(found: TableDescription) -> None:
 
 def test_cells_are_no_markup(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("click,[red]x\n1,[/bold]\n0,[b]\n")
-    console = Console(width=100, record=True, file=io.StringIO())
-    console.print(render_description(describe_table(tmp_path / "a.csv")))
-    text = console.export_text()
+    text = shown(describe_table(tmp_path / "a.csv"))
     assert "[/bold]" in text and "[red]x" in text
 
 
@@ -178,9 +180,7 @@ def test_a_cell_that_is_no_number_does_not_make_a_number_a_text(tmp_path: Path, 
     found = describe_table(tmp_path / "a.csv")
     assert list(found.schema.numeric) == ["price"] and list(found.schema.categorical) == ["color"]
     assert found.missing_values == (odd,)
-    console = Console(width=160, record=True, file=io.StringIO())
-    console.print(render_description(found))
-    text = console.export_text()
+    text = shown(found)
     assert f"price is a number but for {odd} (4)" in text and f"data.missing_values='[\"{odd}\"]'" in text
     told = describe_table(tmp_path / "a.csv", TableSourceConfig(missing_values=(odd,)))
     assert told.missing_values == () and {view.name: view.num_missing for view in told.columns}["price"] == 4

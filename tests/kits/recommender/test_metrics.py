@@ -7,13 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kitforge.kits.recommender.metrics import (
-    ClickMetrics,
-    RankingMetrics,
-    auc,
-    grouped_auc,
-    histogram_auc,
-)
+from kitforge.kits.recommender.metrics import ClickMetrics, RankingMetrics, auc, grouped_auc, histogram_auc
 
 ROWS = st.lists(st.tuples(st.integers(-3, 3), st.booleans(), st.integers(0, 2)), min_size=1, max_size=40)
 
@@ -26,12 +20,6 @@ def arrays(rows: list[tuple[int, bool, int]]) -> tuple[np.ndarray, np.ndarray, n
 def brute_auc(scores: np.ndarray, labels: np.ndarray) -> float:
     pairs = [(p > n) + (p == n) / 2 for p in scores[labels == 1] for n in scores[labels == 0]]
     return float(np.mean(pairs)) if pairs else math.nan
-
-
-@given(ROWS)
-def test_the_auc_counts_pairs_with_ties_half(rows: list[tuple[int, bool, int]]) -> None:
-    scores, labels, _ = arrays(rows)
-    assert auc(scores, labels) == pytest.approx(brute_auc(scores, labels), abs=1e-12, nan_ok=True)
 
 
 @given(ROWS)

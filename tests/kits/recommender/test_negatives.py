@@ -30,7 +30,6 @@ SCHEMA: dict[str, Any] = {
     "crosses": {"user_x_item": {"of": ["user", "item"], "num_buckets": 100_000}},
     "sequences": {"before": {**ITEM, "table": "items"}},
 }
-NUM_ITEMS = 14
 
 
 def events(users: int = 80) -> list[dict[str, Any]]:

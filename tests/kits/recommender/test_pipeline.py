@@ -1,6 +1,7 @@
 """What a run answers: chances of rows, items for users, and the metrics of other rows."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +25,6 @@ from tests.kits.recommender.runs import LOG, ready, rows_of, run
 from tests.text_keys import hash_text
 
 KIT = TASKS["recommendation"]
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("runs")
-    for family in ("wide_deep", "two_tower", "sasrec"):
-        run(folder / family, family)
-    return {family: folder / family for family in ("wide_deep", "two_tower", "sasrec")}
 
 
 def rows(num_rows: int) -> list[dict[str, Any]]:
@@ -184,19 +177,21 @@ def test_a_model_that_is_trained_has_no_smaller_tables(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_index_of_a_step_is_made_once(runs: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    user = rows(1)[0]
-    found = pipeline("recommendation", model=runs["two_tower"]).retrieve(user, k=5)
-    (kept,) = (runs["two_tower"] / "serving").glob("*/items-*.faiss")
-    again = pipeline("recommendation", model=runs["two_tower"])
-    assert again.retrieve(user, k=5) == found
+def test_the_index_of_a_step_is_made_once(
+    runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    user, own = rows(1)[0], tmp_path / "run"
+    shutil.copytree(runs["two_tower"], own, ignore=shutil.ignore_patterns("serving"))
+    found = pipeline("recommendation", model=own).retrieve(user, k=5)
+    (kept,) = (own / "serving").glob("*/items-*.faiss")
+    again = pipeline("recommendation", model=own)
     monkeypatch.setattr("kitforge.kits.recommender.pipeline.build_index", None)
-    assert pipeline("recommendation", model=runs["two_tower"]).retrieve(user, k=5) == found
+    assert again.retrieve(user, k=5) == found
     # Another step has another manifest, so nothing of this one is taken for its own.
     manifest = again.model.checkpoint_folder / "manifest.json"
     manifest.write_text(manifest.read_text() + " ")
     with pytest.raises(TypeError):
-        pipeline("recommendation", model=runs["two_tower"]).retrieve(user, k=5)
+        pipeline("recommendation", model=own).retrieve(user, k=5)
     assert kept.exists()
 
 

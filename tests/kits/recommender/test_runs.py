@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from kitforge.api import evaluate, pipeline
-from kitforge.composition import compose_config, compose_eval_config
-from kitforge.core.parallel.config import ParallelConfig
+from kitforge.composition import compose_eval_config
 from kitforge.foundation.errors import ConfigError
 from kitforge.kits.recommender.build import TASKS, Inputs
 from kitforge.kits.recommender.config import with_size_defaults
@@ -21,10 +20,8 @@ from kitforge.kits.recommender.features import FeatureEncoder, FeatureStatistics
 from kitforge.kits.recommender.model import Recommender, build_request_plan
 from kitforge.kits.recommender.schema import read_schema
 from kitforge.models.catalog import recommender_of
-from kitforge.trainer.run_folder import train
 from tests.differential.drawn import WHOLE
-from tests.distributed.training import TestRendezvous
-from tests.kits.recommender.runs import FAMILIES, numbers, ready, rows_of, run, same
+from tests.kits.recommender.runs import FAMILIES, by_default, numbers, ready, rows_of, run, same
 
 KIT = TASKS["recommendation"]
 
@@ -97,20 +94,6 @@ def test_evaluation_does_not_depend_on_the_batch_size(tmp_path: Path) -> None:
         names = {name for line in told[7].lines for name in line if name.startswith("eval/")}
         for name in names:
             assert numbers(told[7], name) == pytest.approx(numbers(told[100], name), abs=1e-5)
-
-
-@pytest.mark.slow
-def test_a_run_stops_early_at_the_best_auc(tmp_path: Path) -> None:
-    choices = {
-        "trainer.eval_every": 1,
-        "trainer.early_stopping": 2,
-        "trainer.max_steps": 40,
-        "tables.wide.learning_rate": 2.0,
-    }
-    told, _ = run(tmp_path / "run", "wide_deep", choices)
-    values = numbers(told, "eval/auc")
-    assert len(values) < 40
-    assert max(values) == values[-3]
 
 
 def test_grouped_auc_comes_with_a_group_key(tmp_path: Path) -> None:
@@ -220,14 +203,8 @@ def test_a_small_table_is_learned_without_a_word_about_how(tmp_path: Path) -> No
     numbers = np.random.default_rng(0).normal(size=(4000, 2))
     clicks = np.random.default_rng(1).random(4000) < np.where(np.abs(numbers[:, 0]) > 1, 0.8, 0.1)
     rows = [{"a": a, "b": b, "click": int(click)} for (a, b), click in zip(numbers, clicks, strict=True)]
-    values = compose_config(
-        "recommendation", {"model": "wide_deep", "output_dir": str(tmp_path), "device": "cpu"}
-    ).values
-    inputs = Inputs(train_dataset=rows[:3000], eval_dataset=rows[3000:])
-    assembly = KIT.assemble(KIT.read_options(values), inputs, TestRendezvous(ParallelConfig()))
-    found = train(assembly.loop, assembly.options, assembly.folder, assembly.config_text)
     # A line through the numbers has 0.5, the truth about 0.84.
-    assert found["eval/auc"] > 0.8
+    assert by_default(tmp_path, "wide_deep", rows, 3000)["eval/auc"] > 0.8
 
 
 def day(number: int, num_rows: int = 900) -> list[dict[str, Any]]:

@@ -1,6 +1,5 @@
 """Guesses of label, ids, categories and quantities by names and values; what is decided is said."""
 
-import io
 import json
 from collections.abc import Callable
 from datetime import date, datetime, time, timedelta
@@ -11,15 +10,15 @@ from typing import Any
 import numpy as np
 import pandas
 import pytest
-from rich.console import Console
 
 from kitforge.cli.inspect import inspect
 from kitforge.data.tables.columns import LabelColumn
 from kitforge.foundation.errors import ConfigError, DataError
 from kitforge.kits.recommender.column_names import id_kind_of, name_words, positive_of
-from kitforge.kits.recommender.describe import describe_table, render_description
+from kitforge.kits.recommender.describe import describe_table
 from kitforge.kits.recommender.schema import schema_summary
 from tests.kits.recommender.runs import ready, run
+from tests.kits.recommender.test_describe import shown
 
 DRAW = np.random.default_rng(3)
 NUM_ROWS = 600
@@ -58,10 +57,6 @@ def test_words_of_names_are_found_in_camel_case_and_between_separators() -> None
              "quantity", "group_size": "quantity", "score_user": "id", "code": "category"}  # fmt: skip
     assert {name: id_kind_of(name) for name in edges} == edges
     assert [id_kind_of(name) for name in ("grid", "paid", "x", "valid", "I1")] == [None, "quantity", None, None, None]
-
-
-def ranked(counts: Any) -> Any:
-    return DRAW.permutation(np.repeat(np.arange(1, len(counts) + 1), counts))
 
 
 @pytest.mark.parametrize(
@@ -190,9 +185,8 @@ def test_whole_numbers_beyond_int64_are_texts() -> None:
     "write", [str, json.dumps, lambda items: str(np.array(items)), lambda items: str(list(map(str, items)))]
 )
 def test_lists_that_went_through_csv_are_lists(write: Callable[[Any], str], tmp_path: Path) -> None:
-    frame = pandas.DataFrame(
-        clicks(tags=[write([n % 5, n % 3]) for n in range(NUM_ROWS)], x=DRAW.normal(size=NUM_ROWS))
-    )
+    tags = [write([n % 5, n % 3]) for n in range(NUM_ROWS)]
+    frame = pandas.DataFrame(clicks(tags=tags, x=DRAW.normal(size=NUM_ROWS)))
     frame["vector"] = [str([n / 3, 0.5]) for n in range(NUM_ROWS)]
     frame.to_csv(tmp_path / "a.csv", index=False)
     found = describe_table(tmp_path / "a.csv")
@@ -263,9 +257,7 @@ def test_what_was_decided_is_said() -> None:
         "numbers: price",
         "left out: same (always the same)",
     ]
-    console = Console(width=160, record=True, file=io.StringIO())
-    console.print(render_description(found))
-    text = console.export_text()
+    text = shown(found)
     assert all(line in text for line in lines[:3]) and "left out of the schema: same, always the same" in text
 
 
@@ -279,10 +271,8 @@ def test_a_run_says_what_it_takes_columns_for(tmp_path: Path) -> None:
 
 def test_positive_of_leaves_open_what_words_do_not_say() -> None:
     assert positive_of("phone", "tablet") is None and positive_of("yes", "true") is None
-    assert positive_of("no", "maybe") == ("maybe", "no") and positive_of("not_clicked", "clicked") == (
-        "clicked",
-        "not_clicked",
-    )
+    assert positive_of("no", "maybe") == ("maybe", "no")
+    assert positive_of("not_clicked", "clicked") == ("clicked", "not_clicked")
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.jsonl", "a.csv", "a.inter"])

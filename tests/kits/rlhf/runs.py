@@ -16,6 +16,8 @@ from kitforge.data.tokenizers.loading import ByteTokenizer
 from kitforge.foundation.types import Cursor, MicroBatch
 from kitforge.kits.kit import RunAssembly
 from kitforge.kits.rlhf.build import TASKS
+from kitforge.kits.rlhf.reinforcement.ppo import PolicyGradientTask
+from kitforge.kits.rlhf.reinforcement.rollout_batch import Rollout
 from kitforge.kits.rlhf.tasks import Inputs
 from kitforge.models.catalog import config_of
 from kitforge.models.loading import build
@@ -154,10 +156,20 @@ def first_step(task: Task, model: nn.Module) -> list[MicroBatch]:
     return next(iter(task.steps(model, Cursor())))
 
 
+def opened(assembly: RunAssembly[Any, Any]) -> tuple[Any, Any, list[MicroBatch]]:
+    """Task and network of a run, and the micro-batches of its first step."""
+    task, model = assembly.loop.task, assembly.loop.model
+    return task, model, first_step(task, model)
+
+
+def collected(task: Any) -> list[Rollout]:
+    """The completions of the latest round, in the order in which they were drawn."""
+    return cast(PolicyGradientTask, task).collected[1]  # type: ignore[index]
+
+
 def gradient(assembly: RunAssembly[Any, Any]) -> Tensor:
     """Of the first step, all parameters laid end to end, as the loop would have it."""
-    task, model = assembly.loop.task, assembly.loop.model
-    step = first_step(task, model)
+    task, model, step = opened(assembly)
     weight = 1 / max(float(task.count(step)["loss"]), 1.0)
     for micro_batch in step:
         (task.loss(model, micro_batch)["loss"] * weight).backward()

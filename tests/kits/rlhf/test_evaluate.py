@@ -18,10 +18,8 @@ from kitforge.foundation.errors import ConfigError, KitforgeError
 from kitforge.kits.registry import RLHF_TASKS
 from tests.differential.drawn import WHOLE
 from tests.kits.rlhf import runs
-from tests.trainer import tiny
+from tests.kits.transformers.test_evaluate import NETWORK, Capture, evaluated, recorded
 
-Capture = pytest.CaptureFixture[str]
-NETWORK = [f"model.{name}={value}" for name, value in tiny.LLAMA.items() if name != "family"] + ["model.num_kv_heads=2"]
 SHORT = ["trainer.max_steps=2", "trainer.progress=false", "device=cpu", "optimizer.learning_rate=0.01"]
 SHORT += ["data.sequence_length=40", "data.batch_size=4"]
 ROUNDS = ["rl.prompts_per_rollout=4", "rollout.max_new_tokens=5", "kl.coef=0.0", "kl.measure=true"]
@@ -47,19 +45,6 @@ def train(stage: str, *further: str) -> int:
     given = [f"data.train={stage}.jsonl", f"data.eval={stage}.jsonl", f"output_dir={stage}"]
     start = [] if any(each.startswith("checkpoint=") for each in further) else NETWORK
     return run(["train", f"task={stage}", *start, *SHORT, *rounds, *given, *further])
-
-
-def evaluated(capsys: Capture, *arguments: str) -> dict[str, Any]:
-    capsys.readouterr()
-    assert run(["evaluate", *arguments]) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
-    return found
-
-
-def recorded(stage: str) -> dict[str, float]:
-    """The last evaluation that a run wrote down."""
-    line = tiny.records(Path(stage), "eval")[-1]
-    return {name.removeprefix("eval/"): value for name, value in line.items() if name.startswith("eval/")}
 
 
 def close(values: Mapping[str, float]) -> Any:

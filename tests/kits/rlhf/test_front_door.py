@@ -16,6 +16,7 @@ from kitforge.kits.registry import RLHF_TASKS
 from kitforge.kits.rlhf.build import TASKS
 from kitforge.kits.rlhf.roles.value_head import ValueHeadModel
 from tests.kits.rlhf import runs
+from tests.kits.transformers.task_runs import write_rows
 from tests.trainer import tiny
 
 NETWORK = {
@@ -26,17 +27,12 @@ SHORT: dict[str, Any] = {"trainer.max_steps": 2, "trainer.progress": False, "dat
 ROUNDS = SHORT | {"rl.prompts_per_rollout": 4, "rollout.max_new_tokens": 4}
 
 
-def written(path: Path, rows: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 @pytest.mark.slow
 def test_three_stages_from_files_each_from_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    demos = written(tmp_path / "demos.jsonl", runs.DEMONSTRATIONS)
-    pairs = written(tmp_path / "pairs.jsonl", runs.PAIRS)
-    prompts = written(tmp_path / "prompts.jsonl", runs.PROMPTS)
+    demos = write_rows(tmp_path / "demos.jsonl", runs.DEMONSTRATIONS)
+    pairs = write_rows(tmp_path / "pairs.jsonl", runs.PAIRS)
+    prompts = write_rows(tmp_path / "prompts.jsonl", runs.PROMPTS)
     policy = Trainer("sft", "llama_tiny", demos, options=NETWORK | SHORT).train()
     reward = Trainer("reward", policy, pairs, options=SHORT).train()
     trainer = Trainer("ppo", policy, prompts, roles={"reward": reward}, options=ROUNDS)

@@ -68,16 +68,21 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def options_of(stage: str, degrees: ParallelConfig, **more: Any) -> Any:
+    values = runs.OPTIONS | runs.SHAPED.get(stage, {}) | (runs.ROUNDS if stage in runs.RL else {}) | {"task": stage}
+    values |= {f"parallel.{name}": getattr(degrees, name) for name in ("shard", "tensor", "sequence_parallel")}
+    return TASKS[stage].read_options(tiny.nested(values | more))
+
+
 def run(_rank: int, folder: Path, target: Path, case: tuple[str, str, ParallelConfig]) -> dict[str, Any]:
     """The largest storage that is made until a run may start; its weights then, and its metrics afterwards."""
     torch.set_num_threads(1)
     stage, source, degrees = case
-    values = runs.OPTIONS | runs.SHAPED.get(stage, {}) | {"task": stage, "trainer.max_steps": 2}
-    values |= {"checkpoint": str(folder / source), "output_dir": str(target / f"{degrees.world_size}")}
-    values |= {f"parallel.{name}": getattr(degrees, name) for name in ("shard", "tensor", "sequence_parallel")}
+    values: dict[str, Any] = {"checkpoint": str(folder / source), "trainer.max_steps": 2}
+    values["output_dir"] = str(target / f"{degrees.world_size}")
     # Few tokens at once, beside which the weights are large.
     values |= {"trainer.micro_batch_size": 1, "trainer.checkpoint_every": 1, "optimizer.name": "sgd"}
-    options = TASKS[stage].read_options(tiny.nested(values))
+    options = options_of(stage, degrees, **values)
     with Allocations() as made:
         inputs = Inputs(train_dataset=runs.ROWS[stage])
         begun: Any = TASKS[stage].assemble(options, inputs, TestRendezvous(degrees))  # type: ignore[arg-type]
@@ -125,25 +130,20 @@ def play(rank: int, folder: Path, target: Path, case: tuple[str, str, ParallelCo
     """A run of rewards whose ranks that train hold what they train, and nothing else; rank 2 has all the rest."""
     torch.set_num_threads(1)
     stage, judge, degrees = case
-    values = runs.OPTIONS | runs.SHAPED[stage] | runs.ROUNDS | {"task": stage, "trainer.max_steps": 2}
+    values: dict[str, Any] = {"trainer.max_steps": 2, "optimizer.name": "sgd", "data.eval_fraction": 0.0}
     values |= {"checkpoint": str(folder / "exported"), "output_dir": str(target / f"{degrees.world_size}")}
     values |= {"reward": str(folder / judge) if judge == "judge" else judge, "trainer.micro_batch_size": 1}
-    values |= {"optimizer.name": "sgd", "data.eval_fraction": 0.0}
     if degrees.world_size > 1:
-        values |= {f"parallel.{name}": getattr(degrees, name) for name in ("shard", "tensor", "sequence_parallel")}
         values |= {f"role_ranks.{name}": [2] for name in ("rollout", "reference", "reward")}
-    options = TASKS[stage].read_options(tiny.nested(values))
+    options = options_of(stage, degrees, **values)
     inputs, lobby = Inputs(train_dataset=runs.PROMPTS), cast(Any, TestRendezvous(degrees))
     with Allocations() as made:
         begun: Any = TASKS[stage].assemble(options, inputs, lobby)
     parallel = begun.loop.state.parallel
     pieces = parallel.parameters()
     limit = max((each.nbytes for each in pieces.values()), default=0) + 4 * cast(int, WIDE["dim"])
-    found = {
-        "largest": made.largest,
-        "limit": limit,
-        "weights": {name: parallel.full_tensor(name).clone() for name in pieces},
-    }
+    weights = {name: parallel.full_tensor(name).clone() for name in pieces}
+    found = {"largest": made.largest, "limit": limit, "weights": weights}
     found["metrics"] = train(begun.loop, begun.options, begun.folder, begun.config_text)
     return found
 
@@ -167,10 +167,8 @@ def test_policy_and_critic_are_read_by_pieces(
 def measured(_rank: int, folder: Path, case: tuple[str, Path, ParallelConfig]) -> dict[str, float]:
     torch.set_num_threads(1)
     stage, source, degrees = case
-    values = runs.OPTIONS | runs.SHAPED.get(stage, {}) | (runs.ROUNDS if stage in runs.RL else {}) | {"task": stage}
-    values |= {"checkpoint": str(source), "reward": "lowercase"} if stage in runs.RL else {"checkpoint": str(source)}
-    values |= {f"parallel.{name}": getattr(degrees, name) for name in ("shard", "tensor", "sequence_parallel")}
-    options = TASKS[stage].read_options(tiny.nested(values))
+    reward = {"reward": "lowercase"} if stage in runs.RL else {}
+    options = options_of(stage, degrees, checkpoint=str(source), **reward)
     rows = runs.ROWS.get(stage, runs.PROMPTS)
     inputs = Inputs(eval_dataset=rows[:4], processor=ByteTokenizer())
     return TASKS[stage].evaluate(options, inputs, TestRendezvous(degrees))  # type: ignore[arg-type]

@@ -11,6 +11,7 @@ from kitforge.cli import main as cli
 from kitforge.foundation.errors import ConfigError, DataError
 from tests.kits.rlhf import runs
 from tests.kits.served import served
+from tests.kits.transformers.task_runs import write_rows
 
 ROWS: list[dict[str, Any]] = [{"prompt": f"Q{n}: ", "completion": "yes" * (n % 3 + 1), "id": n} for n in range(20)]
 
@@ -22,11 +23,6 @@ def scorer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def write(path: Path, rows: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 def predict(folder: Path, source: Path, target: Path, *more: str) -> list[dict[str, Any]]:
     given = [f"checkpoint={folder}", f"data.eval={source}", f"output={target}", "device=cpu", *more]
     assert cli.run(["predict", *given]) == 0
@@ -35,7 +31,7 @@ def predict(folder: Path, source: Path, target: Path, *more: str) -> list[dict[s
 
 @pytest.mark.slow
 def test_rows_are_scored_as_by_the_pipeline(scorer: Path, tmp_path: Path) -> None:
-    found = predict(scorer, write(tmp_path / "rows.jsonl", ROWS), tmp_path / "scores.jsonl")
+    found = predict(scorer, write_rows(tmp_path / "rows.jsonl", ROWS), tmp_path / "scores.jsonl")
     expected = [answer[0]["score"] for answer in pipeline("reward", model=scorer)(ROWS)]
     assert found == [{**row, "score": score} for row, score in zip(ROWS, expected, strict=True)]
 
@@ -84,7 +80,7 @@ def test_a_server_of_scores_has_their_routes_alone_and_refuses_what_has_no_score
 @pytest.mark.slow
 def test_a_bad_row_is_named_or_dropped(scorer: Path, tmp_path: Path) -> None:
     bad = [*ROWS[:2], {"prompt": "Q", "id": 99}, *ROWS[2:4]]
-    source, target = write(tmp_path / "rows.jsonl", bad), tmp_path / "scores.jsonl"
+    source, target = write_rows(tmp_path / "rows.jsonl", bad), tmp_path / "scores.jsonl"
     with pytest.raises(DataError, match=r"rows\.jsonl:3"):
         predict(scorer, source, target)
     assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
@@ -96,7 +92,7 @@ def test_a_bad_row_is_named_or_dropped(scorer: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_what_cannot_be_written_is_refused(scorer: Path, tmp_path: Path) -> None:
-    source = write(tmp_path / "rows.jsonl", [ROWS[0] | {"score": 1}])
+    source = write_rows(tmp_path / "rows.jsonl", [ROWS[0] | {"score": 1}])
     with pytest.raises(DataError, match="has a column `score` already"):
         predict(scorer, source, tmp_path / "scores.jsonl")
     with pytest.raises(ConfigError, match="'output'"):
@@ -107,6 +103,6 @@ def test_what_cannot_be_written_is_refused(scorer: Path, tmp_path: Path) -> None
 
 def test_a_policy_answers_prompts(tmp_path: Path) -> None:
     runs.finish(runs.begin("sft", tmp_path / "sft", {"trainer.max_steps": 1}))
-    source = write(tmp_path / "prompts.jsonl", [{"prompt": "Q1: "}, {"prompt": "Q2: "}])
+    source = write_rows(tmp_path / "prompts.jsonl", [{"prompt": "Q1: "}, {"prompt": "Q2: "}])
     found = predict(tmp_path / "sft", source, tmp_path / "answers.jsonl", "inference.max_new_tokens=2")
     assert [set(row) for row in found] == [{"prompt", "generated_text", "finish_reason"}] * 2

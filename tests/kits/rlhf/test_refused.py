@@ -6,7 +6,10 @@ from typing import Any
 import pytest
 
 from kitforge.foundation.errors import ConfigError, DataError
+from kitforge.kits.rlhf.algorithms.kl import KlControllerOptions
+from kitforge.kits.rlhf.algorithms.losses import ClipOptions, ImportanceSamplingOptions
 from kitforge.kits.rlhf.build import TASKS
+from kitforge.kits.rlhf.config import PythonTestsOptions
 from tests.kits.rlhf import runs
 from tests.kits.rlhf.reinforcement.test_environment import Calculator
 
@@ -97,3 +100,19 @@ def test_texts_of_any_length_are_not_cut_themselves(stage: str) -> None:
     options = TASKS[stage].read_options({"task": stage, "parallel": {"tensor": 2}})
     with pytest.raises(ConfigError, match=r"parallel\.sequence"):
         TASKS[stage].check_parallel(options)
+
+
+ALONE: list[tuple[Any, Choices, str]] = [
+    *((ClipOptions, each, "clip") for each in ({"low": 1.1}, {"low": -0.1}, {"high": -1.0}, {"dual": 1.0})),
+    *((ImportanceSamplingOptions, each, "importance_sampling") for each in ({"min": 1.5}, {"max": 0.9})),
+    *((KlControllerOptions, each, "kl") for each in ({"coef": -1.0}, {"target": 0.0}, {"horizon": 0})),
+    (PythonTestsOptions, {"timeout": 0.0}, "python_tests.timeout"),
+    (PythonTestsOptions, {"timeout": float("inf")}, "python_tests.timeout"),
+    (PythonTestsOptions, {"memory_bytes": 1000}, "python_tests.memory_bytes"),
+]
+
+
+@pytest.mark.parametrize(("options", "choices", "words"), ALONE)
+def test_numbers_out_of_range_are_refused(options: Any, choices: Choices, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        options(**choices)

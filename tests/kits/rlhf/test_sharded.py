@@ -43,11 +43,7 @@ LESS = [ParallelConfig(shard=2, zero_stage=zero, sequence_parallel=False) for ze
 # Stages whose rows are cut along the sequence.
 CUT_ROWS = ("sft", "reward", "dpo", "kto", "ppo", "grpo")
 # Every expert gets tokens of both ranks; the penalty of a sequence is equal on any number of them.
-MIXTURE = {
-    **tiny.LLAMA,
-    "family": "mixtral",
-    "experts": {"num_experts": 4, "top_k": 2, "balance": "sequence"},
-}
+MIXTURE = {**tiny.LLAMA, "family": "mixtral", "experts": {"num_experts": 4, "top_k": 2, "balance": "sequence"}}
 # Stages, what they are told beside, and how networks are cut; with experts where the axis of experts is.
 SPLIT: list[tuple[str, dict[str, Any], ParallelConfig]] = [
     *(("sft", ADAPTERS, degrees) for degrees in (SHARD, *LESS, TENSOR)),

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from kitforge.data.chat.template import template_of
 from kitforge.data.tokenizers.loading import ByteTokenizer, HuggingFaceTokenizer
@@ -14,9 +13,8 @@ from kitforge.inference.engine import Engine
 from kitforge.inference.options import EngineOptions
 from kitforge.inference.text_engine import InferenceOptions, TextEngine
 from kitforge.kits.transformers.batch_inference import read_prompts, run_batch_inference
-from kitforge.models.catalog import config_of
-from kitforge.models.loading import build
 from tests.data.chat.cases import CHATML, THINKING, TOOLS, save_tokenizer, user
+from tests.tiny import built
 from tests.trainer import tiny
 
 OPTIONS = InferenceOptions(max_new_tokens=8, temperature=1.0)
@@ -24,14 +22,12 @@ OPTIONS = InferenceOptions(max_new_tokens=8, temperature=1.0)
 
 @pytest.fixture
 def texts() -> TextEngine:
-    config = config_of(tiny.LLAMA | {"vocab_size": ByteTokenizer.vocab_size})
-    model = build(config, device=torch.device("cpu"), seed=3).eval()
+    model = built(tiny.LLAMA, ByteTokenizer.vocab_size)
     return TextEngine(Engine(model, EngineOptions(max_num_seqs=2), stop_ids=(256,)), ByteTokenizer())
 
 
 def chat_engine(tokenizer: HuggingFaceTokenizer) -> TextEngine:
-    config = config_of(tiny.LLAMA | {"vocab_size": tokenizer.vocab_size, "max_length": 512})
-    model = build(config, device=torch.device("cpu"), seed=3).eval()
+    model = built(tiny.LLAMA, tokenizer.vocab_size, max_length=512)
     return TextEngine(Engine(model, EngineOptions(max_num_seqs=2), stop_ids=tokenizer.eos_ids), tokenizer)
 
 

@@ -14,6 +14,7 @@ from kitforge.cli import main as cli
 from kitforge.data.chat.template import template_of
 from kitforge.inference.logprobs import token_logprobs
 from tests.small_run import WITHOUT_MODEL
+from tests.tiny import published
 from tests.tokenizer_folders import CORPUS, KINDS, write_kind
 
 PROMPTS = ["Beautiful is", "x", "Explicit is better than"]
@@ -26,22 +27,9 @@ Capture = pytest.CaptureFixture[str]
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Random weights beside a tokenizer that begins every text; without the begin other texts come of it."""
     folder = write_kind(request.param, tmp_path_factory.mktemp(request.param))
-    config = transformers.LlamaConfig(
-        vocab_size=300,
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=96,
-        max_position_embeddings=64,
-        bos_token_id=KINDS[request.param][4][0],
-        eos_token_id=None,
-    )
-    torch.manual_seed(0)
-    network = transformers.LlamaForCausalLM(config)
-    with torch.no_grad():
-        for parameter in network.parameters():
-            parameter += torch.randn_like(parameter) * 0.1
-    network.save_pretrained(folder)
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96, "max_position_embeddings": 64}
+    ends = {"bos_token_id": KINDS[request.param][4][0], "eos_token_id": None}
+    published(folder, "LlamaForCausalLM", vocab_size=300, **sizes, **ends)
     return folder
 
 
@@ -55,15 +43,8 @@ def peer(folder: Path) -> tuple[Any, Any]:
 def theirs(folder: Path, prompt: str, **how: Any) -> str:
     tokenizer, network = peer(folder)
     tokens = tokenizer(prompt, return_tensors="pt", **how)["input_ids"]
-    mask = torch.ones_like(tokens)
-    found = network.generate(
-        tokens,
-        attention_mask=mask,
-        max_new_tokens=NEW_TOKENS,
-        do_sample=False,
-        eos_token_id=list(load_processor(folder).eos_ids),
-        pad_token_id=0,
-    )
+    chosen = {"attention_mask": torch.ones_like(tokens), "max_new_tokens": NEW_TOKENS, "do_sample": False}
+    found = network.generate(tokens, **chosen, eos_token_id=list(load_processor(folder).eos_ids), pad_token_id=0)
     return str(tokenizer.decode(found[0, tokens.shape[1] :], skip_special_tokens=True))
 
 

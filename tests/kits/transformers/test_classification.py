@@ -8,18 +8,15 @@ import datasets
 import numpy as np
 import pytest
 import torch
-import transformers
 
-from kitforge.api import evaluate, load_model, pipeline, save_model
+from kitforge.api import evaluate, load_model, pipeline
 from kitforge.core.checkpoint.safetensors_file import TensorFile
 from kitforge.core.parallel.config import ParallelConfig
 from kitforge.data.tokenizers.loading import ByteTokenizer
 from kitforge.foundation.errors import ConfigError, DataError, ModelError
 from kitforge.kits.kit import RunInputs
-from kitforge.kits.registry import kit_of_folder, recorded_task
 from kitforge.kits.transformers.build import TASKS
 from kitforge.kits.transformers.classification import read_data
-from kitforge.kits.transformers.labelling import SequenceClassifier
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import TestRendezvous
 from tests.kits.transformers.task_runs import SHORT, TaskRuns
@@ -47,87 +44,10 @@ RUNS = TaskRuns(kit=KIT, options=OPTIONS, rows=rows)
 begin, finish, run = RUNS.begin, tiny.finish, RUNS.ended
 
 
-@pytest.mark.slow
-def test_it_learns_which_word_decides(tmp_path: Path) -> None:
-    assembly = begin(
-        tmp_path,
-        {"trainer.max_steps": 160, "trainer.eval_every": 160, "trainer.epochs": 20, "optimizer.learning_rate": 4e-3},
-    )
-    found = finish(assembly)
-    assert found["eval/accuracy"] > 0.9
-    assert found["eval/f1"] > 0.9
-    classify = pipeline("text_classification", model=tmp_path)
-    assert [each["label"] for each in classify(["moon good", "the river is bad", "fair sun"])] == [
-        "good",
-        "bad",
-        "fair",
-    ]
-    (single,) = classify("good stone")
-    assert single["label"] == "good" and 0.5 < single["score"] <= 1
-    ranked = classify(["good stone", "bad"], top_k=None)
-    assert [len(each) for each in ranked] == [3, 3]
-    assert sum(each["score"] for each in ranked[0]) == pytest.approx(1, abs=1e-6)
-    assert [each["label"] for each in classify(["good stone"], top_k=2)[0]][0] == "good"
-
-
-def test_the_loss_is_that_of_each_row_alone() -> None:
-    assembly = begin(None, {"data.eval_fraction": 0.0, "trainer.micro_batch_size": 7}, eval_dataset=rows(13))
-    model, tokenizer = cast(SequenceClassifier, assembly.loop.model), ByteTokenizer()
-    found = assembly.loop.evaluate()
-    losses, right = [], []
-    for row in rows(13):
-        with torch.no_grad():
-            logits = model(torch.tensor([tokenizer.encode(row["text"])])).double()
-        label = LABELS.index(row["label"])
-        losses.append(-logits.log_softmax(-1)[0, label].detach())
-        right.append(int(logits.argmax()) == label)
-    assert found["eval/loss"] == pytest.approx(float(torch.stack(losses).mean()), rel=1e-6)
-    assert found["eval/accuracy"] == pytest.approx(sum(right) / 13)
-
-
 def test_a_resume_on_other_rows_is_refused(tmp_path: Path) -> None:
     run(tmp_path, {"trainer.checkpoint_every": 2})
     with pytest.raises(ConfigError, match="rows are not those"):
         run(tmp_path, {"resume": "auto"}, train_dataset=rows(50))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_transformers_gives_the_same_logits_and_its_folder_is_read_back(family: str, tmp_path: Path) -> None:
-    run(tmp_path / "run", {"model": {"llama": tiny.LLAMA, "gpt2": tiny.GPT2}[family]})
-    save_model(tmp_path / "run", tmp_path / "folder")
-    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "folder").eval()
-    assert theirs.config.id2label == dict(enumerate(LABELS))
-    ours = cast(Any, load_model(tmp_path / "run"))
-    ids = torch.tensor([ByteTokenizer().encode("the moon is good")])
-    with torch.no_grad():
-        assert torch.allclose(theirs(ids).logits, ours(ids), atol=1e-5)
-        again = cast(Any, load_model(tmp_path / "folder"))
-        assert torch.equal(again(ids), ours(ids))
-    assert again.labels == LABELS
-    assert recorded_task(tmp_path / "folder") == "text_classification"
-    assert kit_of_folder(tmp_path / "folder") is KIT
-
-
-def test_a_classifier_of_transformers_is_evaluated_and_trained_further(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
-    config = transformers.LlamaConfig(
-        vocab_size=258, **sizes, num_labels=3, id2label=dict(enumerate(LABELS)), label2id={}, pad_token_id=257
-    )
-    theirs = transformers.LlamaForSequenceClassification(config).eval()
-    theirs.save_pretrained(tmp_path)
-    ByteTokenizer().save(tmp_path)
-    ids = torch.tensor([ByteTokenizer().encode("bad moon")])
-    with torch.no_grad():
-        wanted = theirs(ids).logits
-        assert torch.allclose(cast(Any, load_model(tmp_path))(ids), wanted, atol=1e-5)
-    # The head goes on where the labels are the same; other labels begin with a new one.
-    same = begin(None, {"model": {}, "checkpoint": str(tmp_path)}, processor=None).loop.model
-    assert torch.equal(same.score.weight, theirs.score.weight)
-    other = begin(None, {"model": {}, "checkpoint": str(tmp_path), "labels": ["good", "fair", "bad"]}, processor=None)
-    assert not torch.equal(other.loop.model.score.weight, theirs.score.weight)
-    assert torch.equal(other.loop.model.backbone.embedding.weight, theirs.model.embed_tokens.weight)
 
 
 def test_labels_are_numbers_in_their_order_or_texts_by_the_alphabet() -> None:
@@ -139,9 +59,7 @@ def test_labels_are_numbers_in_their_order_or_texts_by_the_alphabet() -> None:
     assert labels(10, 9, 2) == (2, 9, 10)
     assert labels("b", "a", "b") == ("a", "b")
     assert labels(1.0, 0.0) == (0, 1)
-
-
-def test_a_number_that_is_no_name_is_an_index() -> None:
+    # A number that is no name is an index.
     given = [{"text": "a", "label": 0}, {"text": "b", "label": 2}]
     data = begin(None, {"data.eval_fraction": 0.0, "labels": list(LABELS)}, train_dataset=given).loop.task._rows
     assert data.train.labels.tolist() == [0, 2]
@@ -156,12 +74,6 @@ def test_what_is_no_classifier_is_refused(tmp_path: Path) -> None:
         evaluate(options, RunInputs(eval_dataset=rows(9)), KIT)
     with pytest.raises(ModelError, match="does not label texts"):
         pipeline("text_classification", model=cast(Any, load_model(start)), processor=ByteTokenizer())
-    with pytest.raises(DataError, match="one label only"):
-        begin(None, train_dataset=[{"text": "a", "label": 1}])
-    with pytest.raises(ConfigError, match="two or more"):
-        KIT.read_options({"labels": ["one"]})
-    with pytest.raises(ConfigError, match="nothing|no labelled rows"):
-        begin(None, train_dataset=None)
 
 
 def sharded_adapter(_rank: int, folder: Path) -> None:

@@ -6,25 +6,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from kitforge.data.tokenizers.protocol import Tokenizer
 from kitforge.inference.text_engine import InferenceOptions
 from kitforge.kits.transformers.evaluation import Evaluator
 from kitforge.kits.transformers.generation_samples import GenerationSamples
 from kitforge.kits.transformers.questions import load_task
-from kitforge.models.catalog import config_of
-from kitforge.models.loading import build
 from kitforge.trainer.callbacks.callback import Event
+from tests.tiny import built
 from tests.tokenizer_kinds import tokenizer_of
 from tests.trainer import tiny
 
 KINDS = ["prepend and strip", "metaspace always", "sentencepiece"]
-
-
-def model_of(tokenizer: Tokenizer) -> Any:
-    config = config_of(tiny.LLAMA | {"vocab_size": tokenizer.vocab_size, "max_length": 128})
-    return build(config, device=torch.device("cpu"), seed=3).eval()
 
 
 def saying(tokenizer: Tokenizer, **options: Any) -> InferenceOptions:
@@ -43,7 +36,7 @@ def test_rows_of_benchmarks_show_what_follows_the_context(kind: str, tmp_path: P
     for name, row in files.items():
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(row))
     sets = [load_task(tmp_path / f"{name}.jsonl") for name in files]
-    found = Evaluator(model_of(tokenizer), tokenizer, saying(tokenizer)).evaluate(sets)
+    found = Evaluator(built(tiny.LLAMA, tokenizer.vocab_size), tokenizer, saying(tokenizer)).evaluate(sets)
     assert found.rows["continuation"][0]["gold"] == " the school"
     assert found.rows["number"][0]["generated_text"] == " the the"
 
@@ -53,7 +46,7 @@ def test_samples_of_a_run_are_what_the_model_adds_to_their_prompts(kind: str, tm
     tokenizer = tokenizer_of(kind)
     state = SimpleNamespace(parallel=SimpleNamespace(reshard=lambda: None), cursor=SimpleNamespace(step=1))
     world = SimpleNamespace(rank=0, mesh=None)
-    run: Any = SimpleNamespace(model=model_of(tokenizer), world=world, state=state, folder=tmp_path)
+    run: Any = SimpleNamespace(model=built(tiny.LLAMA, tokenizer.vocab_size), world=world, state=state, folder=tmp_path)
     GenerationSamples(["He went to"], tokenizer, saying(tokenizer)).on_event(Event(kind="evaluate"), run)
     (sample,) = json.loads((tmp_path / "samples" / "step_1.json").read_text())["samples"]
     assert sample == {"prompt": "He went to", "text": " the the"}

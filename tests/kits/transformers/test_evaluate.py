@@ -41,11 +41,10 @@ def here(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.chdir(tmp_path)
 
 
-def recorded(name: str) -> Any:
+def recorded(name: str) -> dict[str, float]:
     """The last evaluation that a run wrote down."""
     line = tiny.records(Path(name), "eval")[-1]
-    found = {name.removeprefix("eval/"): value for name, value in line.items() if name.startswith("eval/")}
-    return pytest.approx(found, rel=1e-5)
+    return {name.removeprefix("eval/"): value for name, value in line.items() if name.startswith("eval/")}
 
 
 def evaluated(capsys: Capture, *arguments: str) -> dict[str, Any]:
@@ -57,10 +56,10 @@ def evaluated(capsys: Capture, *arguments: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", ["first", "second"])
 def test_the_figures_are_those_of_the_run(capsys: Capture, name: str) -> None:
-    assert evaluated(capsys, f"checkpoint={name}") == recorded(name)
-    assert evaluated(capsys, f"checkpoint={name}/checkpoints/step_2") == recorded(name)
+    assert evaluated(capsys, f"checkpoint={name}") == pytest.approx(recorded(name), rel=1e-5)
+    assert evaluated(capsys, f"checkpoint={name}/checkpoints/step_2") == pytest.approx(recorded(name), rel=1e-5)
     # What is typed comes first.
-    assert evaluated(capsys, f"checkpoint={name}", "data.sequence_length=12") != recorded(name)
+    assert evaluated(capsys, f"checkpoint={name}", "data.sequence_length=12") != pytest.approx(recorded(name), rel=1e-5)
 
 
 def test_another_file_is_cut_as_the_run_cut_its_own(capsys: Capture, trained: Path) -> None:
@@ -82,4 +81,4 @@ def test_another_text_to_part_is_not_passed_over_for_the_one_of_the_run(capsys: 
     asked = ["checkpoint=second", "data.train=others.jsonl"]
     other = evaluated(capsys, *asked)
     assert other == evaluated(capsys, *asked, "data.eval=null")
-    assert other != recorded("second")
+    assert other != pytest.approx(recorded("second"), rel=1e-5)

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,8 +12,8 @@ from torch.nn import functional
 from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.data.tokenizers.loading import ByteTokenizer
 from kitforge.kits.transformers.build import TASKS, Inputs
-from kitforge.models.catalog import config_of
-from kitforge.models.loading import build
+from kitforge.kits.transformers.task import TextGenerationTask
+from tests.tiny import built
 from tests.trainer import tiny
 
 KIT = TASKS["text_generation"]
@@ -22,8 +22,7 @@ NETWORKS = {"llama": tiny.LLAMA, "gpt2": tiny.GPT2 | tiny.DROPOUT}
 
 
 def network(name: str, dtype: torch.dtype) -> nn.Module:
-    config = config_of(NETWORKS[name] | {"vocab_size": ByteTokenizer.vocab_size})
-    return build(config, device=torch.device("cpu"), seed=3).to(dtype)
+    return cast(nn.Module, built(NETWORKS[name], ByteTokenizer.vocab_size).to(dtype))
 
 
 def loss(model: nn.Module, corpus: Path, file: str, **choices: Any) -> float:
@@ -56,3 +55,18 @@ def test_dropout_is_off_and_the_mode_is_put_back(corpus: Path) -> None:
     while_training = loss(model, corpus, "corpus.txt")
     assert model.training
     assert while_training == loss(model.eval(), corpus, "corpus.txt")
+
+
+def test_the_folder_of_a_run_that_stopped_early_gives_the_best_weights(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses = iter([3.0, 2.0, 4.0, 5.0])
+    monkeypatch.setattr(TextGenerationTask, "evaluate", lambda *_: {"eval/loss": next(losses)})
+    options = {"trainer.eval_every": 1, "trainer.early_stopping": 2, "inference.max_new_tokens": 1}
+    assembly = tiny.run(tmp_path / "run", corpus, options)
+    found = KIT.load(tmp_path / "run", torch.device("cpu")).state_dict()
+    best = KIT.load(tmp_path / "run" / "checkpoints" / "step_2", torch.device("cpu")).state_dict()
+    last = KIT.load(tmp_path / "run" / "checkpoints" / "step_4", torch.device("cpu")).state_dict()
+    assert all(torch.equal(found[name], best[name]) for name in best)
+    assert any(not torch.equal(found[name], last[name]) for name in last)
+    assert all(torch.equal(found[name], value) for name, value in assembly.loop.model.state_dict().items())

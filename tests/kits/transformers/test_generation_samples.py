@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from kitforge.data.tokenizers.loading import ByteTokenizer
 from kitforge.inference.engine import Engine
@@ -14,9 +13,8 @@ from kitforge.inference.options import EngineOptions
 from kitforge.inference.text_engine import InferenceOptions
 from kitforge.kits.transformers import generation_samples
 from kitforge.kits.transformers.generation_samples import GenerationSamples, engine_options
-from kitforge.models.catalog import config_of
-from kitforge.models.loading import build
 from kitforge.trainer.callbacks.callback import Event
+from tests.tiny import built
 from tests.trainer import tiny
 
 PROMPTS = ["the sun", "a", "old cafe"]
@@ -35,8 +33,7 @@ def run_of(model: Any, folder: Path, degree: int = 1, zero: int = 3) -> tuple[An
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    config = config_of(tiny.LLAMA | {"vocab_size": ByteTokenizer.vocab_size, "max_length": 4096})
-    return build(config, device=torch.device("cpu"), seed=3)
+    return built(tiny.LLAMA, ByteTokenizer.vocab_size, max_length=4096)
 
 
 @pytest.mark.parametrize("size", [1, 4, 16])

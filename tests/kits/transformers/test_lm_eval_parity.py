@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.api.metrics import mean_stderr
@@ -22,6 +21,7 @@ from kitforge.kits.transformers.evaluation import EvaluationResult, Evaluator
 from kitforge.kits.transformers.harness import HarnessModel, find_tasks, run_tasks
 from kitforge.kits.transformers.questions import load_task
 from tests.differential.drawn import WHOLE
+from tests.tiny import published
 from tests.tokenizer_folders import write_kind
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -48,18 +48,10 @@ HARNESS_RUNS = list(itertools.product(KINDS, [False, True])) if WHOLE else [("gp
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     is_bloom = request.param == "bloom"
     folder = write_kind("gpt2" if is_bloom else request.param, tmp_path_factory.mktemp(request.param))
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
-    network: Any
+    options: dict[str, Any] = {"max_position_embeddings": LENGTH, "bos_token_id": None}
     if is_bloom:
-        shape = {"hidden_size": 64, "n_layer": 2, "n_head": 4, "pad_token_id": None}
-        network = transformers.BloomForCausalLM(transformers.BloomConfig(vocab_size=300, seq_length=LENGTH, **shape))
-    else:
-        config = transformers.LlamaConfig(vocab_size=300, max_position_embeddings=LENGTH, bos_token_id=None, **sizes)
-        network = transformers.LlamaForCausalLM(config)
-    with torch.no_grad():
-        for parameter in network.parameters():
-            parameter += torch.randn_like(parameter) * 0.1
+        options = {"seq_length": LENGTH, "pad_token_id": None, "sizes": {"hidden_size": 32, "n_layer": 2, "n_head": 4}}
+    network = published(folder, f"{'Bloom' if is_bloom else 'Llama'}ForCausalLM", vocab_size=300, **options)
     network.generation_config.bos_token_id = 0 if request.param == "qwen" else None
     network.save_pretrained(folder)
     return folder

@@ -13,6 +13,7 @@ from PIL import Image
 from kitforge import pipeline
 from kitforge.api import save_model
 from kitforge.foundation.errors import DataError, ModelError
+from tests.tiny import published
 
 SIZE = 24
 FACTOR = {"do_rescale": True, "rescale_factor": 1 / 127.5}
@@ -55,16 +56,8 @@ REFUSED: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def network(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
-    labels = {0: "a", 1: "b", 2: "c"}
-    config = transformers.ViTConfig(**sizes, image_size=SIZE, patch_size=8, id2label=labels)
-    model = transformers.ViTForImageClassification(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    folder = tmp_path_factory.mktemp("vit")
-    model.save_pretrained(folder)
+    folder, labels = tmp_path_factory.mktemp("vit"), {0: "a", 1: "b", 2: "c"}
+    published(folder, "ViTForImageClassification", image_size=SIZE, patch_size=8, id2label=labels)
     return folder
 
 

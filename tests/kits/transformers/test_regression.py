@@ -19,24 +19,17 @@ from kitforge.kits.transformers.rows import label_probabilities
 from tests.kits.served import served
 from tests.kits.transformers import test_classification as texts
 from tests.kits.transformers import test_image_classification as images
+from tests.tiny import published
 
 ONE = [{"text": f"text {number} {'x' * (number % 5)}", "label": number % 5 / 2 - 0.3} for number in range(18)]
 TWO = [{**row, "label": [row["label"], number % 3]} for number, row in enumerate(ONE)]
-SIZES = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
 
 
-def published(folder: Path, num_labels: int, kind: str | None) -> Any:
+def classifier(folder: Path, num_labels: int, kind: str | None) -> Any:
     """A classifier of texts as transformers writes it, over bytes."""
-    torch.manual_seed(0)
     options = {"vocab_size": 258, "num_labels": num_labels, "max_position_embeddings": 64, "pad_token_id": 257}
-    theirs = transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**SIZES, **options)).eval()
-    theirs.config.problem_type = kind
-    with torch.no_grad():
-        for parameter in theirs.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    theirs.save_pretrained(folder)
     ByteTokenizer().save(folder)
-    return theirs
+    return published(folder, "LlamaForSequenceClassification", problem_type=kind, **options)
 
 
 def their_loss(theirs: Any, rows: list[dict[str, Any]]) -> torch.Tensor:
@@ -54,7 +47,7 @@ def their_loss(theirs: Any, rows: list[dict[str, Any]]) -> torch.Tensor:
 def test_the_loss_and_the_first_step_are_those_of_transformers(
     rows: list[dict[str, Any]], kind: str | None, tmp_path: Path
 ) -> None:
-    theirs = published(tmp_path / "folder", 2 if rows is TWO else 1, kind)
+    theirs = classifier(tmp_path / "folder", 2 if rows is TWO else 1, kind)
     choices = {
         "checkpoint": str(tmp_path / "folder"),
         "model": {},
@@ -146,24 +139,18 @@ def image_rows() -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("kind", ["regression", None])
 def test_images_learn_the_numbers_of_a_published_folder(kind: str | None, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    config = transformers.ViTConfig(**SIZES, image_size=16, patch_size=8, num_labels=1, problem_type=kind)
-    theirs = transformers.ViTForImageClassification(config).eval()
-    theirs.save_pretrained(tmp_path / "folder")
+    options = {"image_size": 16, "patch_size": 8, "num_labels": 1, "problem_type": kind}
+    theirs = published(tmp_path / "folder", "ViTForImageClassification", **options)
     rows = image_rows()
     choices = {"checkpoint": str(tmp_path / "folder"), "model": {}, "data.eval_fraction": 0.0}
     assembly = images.begin(tmp_path / "run", choices, train_dataset=rows, eval_dataset=rows[:4])
     found = assembly.loop.evaluate()
     losses = []
     for row in rows[:4]:
-        entry = assembly.processor([images_entry(row)])
+        entry = assembly.processor([ImageEntry(location="row", label=None, read=lambda image=row["image"]: image)])
         with torch.no_grad():
             losses.append(float((theirs(entry).logits[0, 0] - row["label"]) ** 2))
     assert found["eval/mse"] == pytest.approx(sum(losses) / 4, rel=1e-3)
-
-
-def images_entry(row: dict[str, Any]) -> Any:
-    return ImageEntry(location="row", label=None, read=lambda: row["image"])
 
 
 def test_images_learn_numbers_from_the_start(tmp_path: Path) -> None:
@@ -194,7 +181,7 @@ def pair_tokenizer(folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("has_template", [False, True])
 def test_a_cross_encoder_scores_pairs_as_in_transformers(has_template: bool, tmp_path: Path) -> None:
-    theirs = published(tmp_path, 1, None)
+    theirs = classifier(tmp_path, 1, None)
     if has_template:
         pair_tokenizer(tmp_path)
     read = transformers.AutoTokenizer.from_pretrained(tmp_path)
@@ -216,6 +203,6 @@ def test_a_cross_encoder_scores_pairs_as_in_transformers(has_template: bool, tmp
 
 
 def test_a_classifier_of_several_labels_is_not_served(tmp_path: Path) -> None:
-    published(tmp_path, 2, "regression")
+    classifier(tmp_path, 2, "regression")
     with pytest.raises(ConfigError, match="one label"), served(tmp_path):
         pass

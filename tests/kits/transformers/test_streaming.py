@@ -9,9 +9,7 @@ import pytest
 
 from kitforge.foundation.errors import ConfigError
 from tests.data.text.test_streaming import Plain, Stateful
-from tests.distributed.ranks import run_ranks
-from tests.distributed.training import run_training
-from tests.kits.transformers.test_mixture import begin, finish, losses
+from tests.kits.transformers.test_mixture import begin, check_ranks, finish
 from tests.trainer import tiny
 
 STREAM = {"data.streaming": True, "data.eval_fraction": 0.0, "data.shuffle_buffer": 12}
@@ -41,18 +39,7 @@ def test_resuming_from_a_step_changes_nothing(tmp_path: Path, corpus: Path, shar
 
 @pytest.mark.slow
 def test_ranks_change_nothing_and_another_number_of_them_goes_on(tmp_path: Path, corpus: Path, shards: str) -> None:
-    choices = STREAM | {"data.train": shards, "trainer.checkpoint_every": 2, "data.batch_size": 5}
-    one, _ = run_training(0, corpus, {**choices, "output_dir": str(tmp_path / "one")})
-    two = {**choices, "parallel.data": 2, "output_dir": str(tmp_path / "two")}
-    for lines, _ in run_ranks(2, run_training, corpus, two):
-        assert losses(lines) == pytest.approx(losses(one), abs=2e-6)
-    for name, ranks in (("back", 1), ("three", 3)):
-        folder = tiny.copy_up_to(tmp_path / "two", tmp_path / name, 2)
-        later = {**choices, "output_dir": str(folder), "resume": "auto", "parallel.data": ranks}
-        runs = [run_training(0, corpus, later)] if ranks == 1 else run_ranks(ranks, run_training, corpus, later)
-        for lines, _ in runs:
-            assert len(losses(lines)) > 0
-            assert losses(lines) == pytest.approx(losses(one)[-len(losses(lines)) :], abs=2e-6)
+    check_ranks(tmp_path, corpus, STREAM | {"data.train": shards})
 
 
 def test_evaluation_text_is_read_as_always(tmp_path: Path, corpus: Path, shards: str) -> None:

@@ -2,6 +2,7 @@
 is never read, and rows that cannot be used are named. Contracts of training are rows of tests/verify."""
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from kitforge.api import load_model, pipeline, save_model
 from kitforge.cli.main import run as run_command
 from kitforge.data.text.answers import answer_scores
 from kitforge.data.tokenizers.loading import ByteTokenizer
-from kitforge.foundation.errors import ConfigError, DataError
+from kitforge.foundation.errors import ConfigError, DataError, KitforgeError
 from kitforge.foundation.types import Cursor
 from kitforge.models import loading
 from kitforge.models.catalog import config_of
@@ -321,11 +322,51 @@ def test_a_row_that_cannot_be_used_is_named(task: str, choices: dict[str, Any], 
         RUNS[task].begin(None, choices, train_dataset=[*RUNS[task].rows(), row])
 
 
+RED, OTHER = {"image": images.picture("red", 0), "label": "red"}, {"model": torch.nn.Linear(2, 2)}
+# What a task is not begun with, options or inputs, and what is said of it: the name of the option, where nothing else.
+REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str | None]] = [
+    ("text_classification", {}, {"train_dataset": None}, "nothing|no labelled rows"),
+    ("text_classification", {}, {"train_dataset": [{"text": "a", "label": 1}]}, "one label only"),
+    ("text_classification", {"labels": ["one"]}, {}, "two or more"),
+    ("image_classification", {}, {"train_dataset": None}, "there are no images"),
+    ("image_classification", {}, {"train_dataset": [RED]}, "one label only"),
+    ("image_classification", {"labels": ["red", "blue"]}, {"train_dataset": [RED | {"label": "rod"}]}, "mean 'red'"),
+    ("image_classification", {"model": tiny.LLAMA}, {}, "task=text_generation"),
+    ("image_classification", {}, OTHER, "reads no images"),
+    ("translation", {"model": tiny.LLAMA}, {}, "task=text_generation"),
+    ("translation", {}, {"train_dataset": None}, "there are no pairs"),
+    ("translation", {"parallel.tensor": 2}, {}, "sequence_parallel"),
+    ("masked_lm", {"data.mask_fraction": 1.0}, {}, None),
+    ("masked_lm", {"data.sequence_length": 2}, {}, None),
+    ("masked_lm", {"model": masks.BERT | {"vocab_size": 258}}, {}, "vocab_size"),
+    ("masked_lm", {"model": tiny.LLAMA}, {}, "(?s)another kind.*text_generation"),
+    ("masked_lm", {}, OTHER, "learns no masked tokens"),
+    ("question_answering", {"labels": ["a", "b"]}, {}, None),
+    ("question_answering", {"problem_type": "regression"}, {}, None),
+    ("question_answering", {"data.stride": 0}, {}, None),
+    ("question_answering", {"data.stride": 40}, {}, "does not fit into a window"),
+    ("embedding", {"temperature": 0.0}, {}, None),
+    ("embedding", {"sizes": [0]}, {}, None),
+    ("embedding", {"sizes": [64]}, {}, None),
+    ("embedding", {"pooling": "max"}, {}, None),
+    ("embedding", {}, OTHER, "embeds no texts"),
+]
+
+
+@pytest.mark.parametrize(("task", "choices", "given", "words"), REFUSED)
+def test_what_a_task_cannot_begin_with_is_refused(
+    task: str, choices: dict[str, Any], given: dict[str, Any], words: str | None
+) -> None:
+    with pytest.raises(KitforgeError, match=words or next(iter(choices))):
+        RUNS[task].begin(None, choices, **given)
+
+
 # A row that is too long and one that cannot be used, and the length of the longest row that is left.
 LEFT: dict[str, tuple[list[Row], int]] = {
     "text_classification": ([{"text": "a" * 60, "label": "bad"}, {"text": "no label"}], 48),
     "token_classification": ([{"tokens": ["a" * 60, "bcdef"], "ner_tags": ["O", "O"]}, {"tokens": ["x"]}], 64),
     "embedding": ([{"anchor": "a", "positive": "b" * 65}, {"anchor": "x"}], 2 * 64),
+    "translation": ([{"source": "a" * 60, "target": "b" * 60}, {"source": "no target"}], 48),
     "question_answering": ([BAD["question_answering"][1][1]], 40),
 }
 
@@ -337,7 +378,7 @@ def test_rows_can_be_skipped_or_cut_instead(task: str, caplog: pytest.LogCapture
     choices |= {"data.on_too_long": "cut_right"} if len(extra) > 1 else {}
     rows = RUNS[task].rows()
     data = RUNS[task].begin(None, choices, train_dataset=[*rows, *extra]).loop.task._rows
-    assert "1 more were skipped" in caplog.text and ("1 were cut" in caplog.text) == (len(extra) > 1)
+    assert re.search("1 more (rows )?were skipped", caplog.text) and ("1 were cut" in caplog.text) == (len(extra) > 1)
     assert int(data.train.lengths.max()) == longest
     if len(extra) == 1:
         assert data.fingerprint == RUNS[task].begin(None, choices).loop.task._rows.fingerprint

@@ -137,16 +137,6 @@ def test_transformers_gives_the_same_logits_and_its_folder_is_read_back(family: 
     assert torch.equal(same.score.bias, ours.score.bias)
 
 
-@pytest.mark.slow
-def test_it_learns_the_names_and_the_pipeline_finds_them(tmp_path: Path) -> None:
-    _, found = run(tmp_path, {"trainer.max_steps": 80, "trainer.epochs": 20, "optimizer.learning_rate": 4e-3})
-    assert found["eval/f1"] > 0.9
-    find = pipeline("token_classification", model=tmp_path)
-    entities = find("the Ann Zoë Rome", aggregation_strategy="first")
-    kept = [(each["entity_group"], each["word"], each["start"], each["end"]) for each in entities]
-    assert kept == [("PER", "Ann Zoë", 4, 11), ("LOC", "Rome", 12, 16)]
-
-
 def bpe_folder(folder: Path) -> Any:
     """A classifier of transformers with initial weights, and a byte-level tokenizer trained on these rows."""
     import tokenizers

@@ -3,8 +3,6 @@
 import contextlib
 import dataclasses
 import shutil
-import socket
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -17,31 +15,20 @@ import pytest
 
 from kitforge.api import load_model, load_processor, pipeline
 from kitforge.foundation.errors import ConfigError
-from kitforge.inference.server.serve import build_server
 from kitforge.kits.recommender.build import TASKS
 from kitforge.kits.recommender.server.service import RecommenderService, Refresher
-from tests.inference.server.conftest import metric, until
-from tests.kits.recommender.runs import run
+from tests.inference.server.conftest import metric
+from tests.inference.server.conftest import serving as serving_app
 from tests.kits.recommender.test_pipeline import rows as rows_of_log
 from tests.patience import PATIENCE
 
 KIT = TASKS["recommendation"]
-
-DELTAS = {"trainer.checkpoint_every": 2, "trainer.incremental_checkpoints": 9, "trainer.save_total_limit": 9}
 
 
 def rows(num_rows: int) -> list[dict[str, Any]]:
     """Rows as JSON has them: null where there is no number."""
     found = rows_of_log(num_rows)
     return [{name: None if str(value) == "nan" else value for name, value in row.items()} for row in found]
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("runs")
-    for family in ("wide_deep", "two_tower", "sasrec"):
-        run(folder / family, family, DELTAS)
-    return {family: folder / family for family in ("wide_deep", "two_tower", "sasrec")}
 
 
 def opened(folder: Path, **serve: Any) -> RecommenderService:
@@ -51,17 +38,8 @@ def opened(folder: Path, **serve: Any) -> RecommenderService:
 
 @contextlib.contextmanager
 def serving(service: RecommenderService) -> Iterator[str]:
-    listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
-    server = build_server(service, KIT.new_app(service))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-    thread.start()
-    try:
-        until(lambda: server.started)
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join()
-        listener.close()
+    with serving_app(service, KIT.new_app(service)) as found:
+        yield found.url
 
 
 @pytest.fixture(scope="module")

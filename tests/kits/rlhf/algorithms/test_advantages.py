@@ -1,3 +1,5 @@
+import itertools
+import statistics
 from typing import get_args
 
 import pytest
@@ -14,6 +16,7 @@ from kitforge.kits.rlhf.algorithms.advantages import (
     overlong_penalty,
     token_rewards,
 )
+from kitforge.kits.rlhf.algorithms.pass_at_k import measured_k, pass_at_k
 
 
 def test_a_response_without_a_token_earns_nothing() -> None:
@@ -78,3 +81,16 @@ def test_scores_that_differ_by_rounding_are_no_signal_at_any_size(size: float, b
 def test_groups_of_one_are_refused(baseline: Baseline) -> None:
     with pytest.raises(ConfigError, match="groups of 1"):
         group_advantages(torch.zeros(3, 1), baseline)
+
+
+@pytest.mark.parametrize("num_samples", [1, 2, 5])
+def test_pass_at_k_is_the_share_of_choices_that_hold_a_correct_one(num_samples: int) -> None:
+    for num_correct in range(num_samples + 1):
+        correct = [place < num_correct for place in range(num_samples)]
+        for k in range(1, num_samples + 1):
+            wanted = statistics.fmean(any(chosen) for chosen in itertools.combinations(correct, k))
+            assert pass_at_k(num_samples, num_correct, k) == pytest.approx(wanted)
+
+
+def test_powers_of_two_are_measured_and_all_samples() -> None:
+    assert [measured_k(each) for each in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]

@@ -1,6 +1,7 @@
 """Divergences of a student from its teacher, against plain loops over the vocabulary, in float64."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -35,6 +36,9 @@ class Pair:
         self.row_weights = random(ROWS, seed=seed + 4).abs()
         self.sizes: list[int] = []
 
+    def heads(self, student: Callable[[Tensor], Tensor]) -> Heads:
+        return Heads(student=student, teacher=lambda rows: rows @ self.other_weight.t(), teacher_hidden=self.others)
+
     def found(self, what: Divergence) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Loss, statistics, and the gradients of hidden states and head."""
         sources = [each.clone().requires_grad_() for each in (self.hidden, self.weight)]
@@ -43,8 +47,7 @@ class Pair:
             self.sizes.append(len(rows))
             return rows @ sources[1].t()
 
-        heads = Heads(student=student, teacher=lambda rows: rows @ self.other_weight.t(), teacher_hidden=self.others)
-        loss, statistics = linear_divergence(sources[0], sources[1], self.row_weights, heads, what)
+        loss, statistics = linear_divergence(sources[0], sources[1], self.row_weights, self.heads(student), what)
         return loss.detach(), statistics, list(torch.autograd.grad(loss * 3, sources))
 
 
@@ -110,38 +113,6 @@ def test_padding_of_both_vocabularies_is_outside_of_both_softmaxes(beta: float) 
     assert changed[1][IDS:].abs().sum() == 0
 
 
-def test_the_sampled_form_has_this_gradient_on_average() -> None:
-    pair, what = Pair(), divergence()
-    logits = (pair.hidden @ pair.weight.t())[:, :IDS].requires_grad_()
-    log_q = (logits / what.temperature).log_softmax(-1)
-    log_p = ((pair.others @ pair.other_weight.t())[:, :IDS] / what.temperature).log_softmax(-1)
-    # Every token of the vocabulary, as often as it is drawn, with the reward log p - log q.
-    surrogate = -(log_q.exp().detach() * (log_p - log_q).detach() * log_q).sum()
-    (sampled,) = torch.autograd.grad(surrogate, logits)
-    _, exact, _ = what.of(logits.detach(), pair.others @ pair.other_weight.t())
-    assert float((sampled - exact).abs().max()) < 1e-12
-
-
-def test_truncated_reverse_kl_loses_mass() -> None:
-    """Why distill.top_k is refused: over the teacher's k likeliest tokens alone, the best student is p / e there."""
-    p = random(1, IDS, seed=5).softmax(-1)
-    top = p.topk(4).indices
-
-    def end_of(has_tail: bool) -> Tensor:
-        logits = torch.zeros_like(p).requires_grad_()
-        for _ in range(4000):
-            q = logits.softmax(-1)
-            terms = q * (q / p).log()
-            (gradient,) = torch.autograd.grad((terms if has_tail else terms.gather(1, top)).sum(), logits)
-            logits = (logits - 2 * gradient).detach().requires_grad_()
-        return logits.softmax(-1)
-
-    assert_close([end_of(False).gather(1, top)], [p.gather(1, top) / math.e], atol=1e-6)
-    assert_close([end_of(True)], [p], atol=1e-6)
-    # So the gradient of the whole divergence, and not of the truncated one, is 0 at q = p.
-    assert float(divergence(1.0, 1.0).of(p.log(), p.log())[1].abs().max()) < 1e-12
-
-
 @pytest.mark.parametrize("rows", [1, 4, ROWS])
 def test_chunks_change_nothing_and_hold_so_many_rows(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = Pair().found(divergence())
@@ -155,11 +126,7 @@ def test_chunks_change_nothing_and_hold_so_many_rows(rows: int, monkeypatch: pyt
 
 def test_only_what_is_trained_gets_a_gradient_and_no_graph_makes_none() -> None:
     pair = Pair()
-    heads = Heads(
-        student=lambda rows: rows @ pair.weight.t(),
-        teacher=lambda rows: rows @ pair.other_weight.t(),
-        teacher_hidden=pair.others,
-    )
+    heads = pair.heads(lambda rows: rows @ pair.weight.t())
     hidden = pair.hidden.clone().requires_grad_()
     loss, statistics = linear_divergence(hidden, pair.weight, pair.row_weights, heads, divergence())
     (gradient,) = torch.autograd.grad(loss, hidden)
@@ -174,8 +141,7 @@ def test_only_what_is_trained_gets_a_gradient_and_no_graph_makes_none() -> None:
 def test_a_second_derivative_is_refused() -> None:
     pair = Pair()
     hidden = pair.hidden.clone().requires_grad_()
-    heads = Heads(student=lambda rows: rows @ pair.weight.t(), teacher=lambda rows: rows @ pair.other_weight.t(),
-                  teacher_hidden=pair.others)  # fmt: skip
+    heads = pair.heads(lambda rows: rows @ pair.weight.t())
     loss, _ = linear_divergence(hidden, pair.weight, pair.row_weights, heads, divergence())
     with pytest.raises(ModelError, match="no second derivative"):
         torch.autograd.grad(loss, hidden, create_graph=True)

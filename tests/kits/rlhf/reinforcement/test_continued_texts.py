@@ -4,22 +4,19 @@ beginning of a text."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 import pytest
-import torch
 
 from kitforge.data.text.continuation import encode_continuation
 from kitforge.data.tokenizers.protocol import Tokenizer
 from kitforge.inference.engine import Engine
 from kitforge.kits.rlhf.event_loop import EventLoop
-from kitforge.kits.rlhf.reinforcement.ppo import PolicyGradientTask
 from kitforge.kits.rlhf.reinforcement.rollout_batch import Rollout
 from kitforge.kits.rlhf.roles.prompt_completion import PromptCompletion
 from kitforge.kits.rlhf.roles.rewards import FunctionScorer
-from kitforge.models.catalog import config_of
-from kitforge.models.loading import build
 from tests.kits.rlhf import runs
+from tests.tiny import built
 from tests.tokenizer_kinds import tokenizer_of
 from tests.trainer import tiny
 
@@ -56,17 +53,13 @@ def rollouts(
         return submit(self, prompt, options, **more)
 
     monkeypatch.setattr(Engine, "submit", forced)
-    config = config_of(tiny.LLAMA | {"vocab_size": tokenizer.vocab_size, "max_length": 128})
-    model = build(config, device=torch.device("cpu"), seed=3)
+    model = built(tiny.LLAMA, tokenizer.vocab_size)
     given = {"rollout.stop": (" the the",), "rollout.max_turns": 3, "data.sequence_length": 64, "kl.coef": 0.0}
     rows = [{"prompt": PROMPT}] * 8
     assembly = runs.begin(
         "grpo", None, given | choices, model=model, train_dataset=rows, roles=roles, processor=tokenizer
     )
-    task = cast(PolicyGradientTask, assembly.loop.task)
-    runs.first_step(task, assembly.loop.model)
-    assert task.collected is not None
-    return task.collected[1]
+    return runs.collected(runs.opened(assembly)[0])
 
 
 @pytest.mark.parametrize("kind", KINDS[:3])

@@ -31,9 +31,7 @@ def begin(choices: Mapping[str, Any] | None = None, folder: Path | None = None, 
 
 def first(choices: Mapping[str, Any] | None = None, **inputs: Any) -> tuple[DistillTask, nn.Module, list[MicroBatch]]:
     """Task, network and the micro-batches of the first step, in float64."""
-    assembly = begin(choices, **inputs)
-    task = cast(DistillTask, assembly.loop.task)
-    return task, assembly.loop.model, runs.first_step(task, assembly.loop.model)
+    return runs.opened(begin(choices, **inputs))
 
 
 def teacher(seed: int = 4, padding: int = 0) -> nn.Module:
@@ -84,7 +82,7 @@ def test_the_denominator_counts_the_generated_tokens_of_all_micro_batches(size: 
     # TRL counted labels of the dataset, of which prompts have none (#6478), and before by micro-batch (#6006).
     task, model, step = first({"trainer.micro_batch_size": size})
     assert len(step) == -(-16 // size)
-    assert float(task.count(step)["loss"]) == sum(len(each.logprobs) for each in (task.collected or (0, []))[1])
+    assert float(task.count(step)["loss"]) == sum(len(each.logprobs) for each in runs.collected(task))
     wanted = runs.gradient(begin({"trainer.micro_batch_size": 16}))
     found = runs.gradient(begin({"trainer.micro_batch_size": size}))
     assert float((found - wanted).norm() / wanted.norm()) < 1e-12
@@ -185,7 +183,7 @@ def test_a_teacher_may_read_another_prompt_before_the_same_completions() -> None
     prompts = {row["prompt"]: row["teacher_prompt"] for row in rows}
     tokenizer, wanted = ByteTokenizer(), torch.zeros((), dtype=torch.float64)
     with torch.no_grad():
-        for rollout in (task.collected or (0, []))[1]:
+        for rollout in runs.collected(task):
             prompt, said = rollout.completion.prompt, list(rollout.completion.tokens)
             hinted = tokenizer.encode(prompts[tokenizer.decode(prompt)])
             q, p = (

@@ -53,8 +53,8 @@ def test_a_round_is_filled_with_groups_that_differ_and_the_next_begins_behind_th
     task = cast(PolicyGradientTask, assembly.loop.task)
     rounds = []
     for _ in zip(range(2), task.steps(assembly.loop.model, Cursor()), strict=False):
-        assert task.collected is not None and task._batch is not None
-        drawn = task.collected[1]
+        assert task._batch is not None
+        drawn = runs.collected(task)
         places = select_groups(drawn, assembly.options).indices
         rounds.append([drawn[place].prompt_index for place in places][::3])
         figures = task._batch.metrics
@@ -69,8 +69,7 @@ def test_a_round_is_filled_with_groups_that_differ_and_the_next_begins_behind_th
 def test_the_filter_looks_at_the_reward_before_penalties() -> None:
     # Lengths differ, and so do the penalties; that no answer is right tells nothing all the same.
     assembly = begin({"rl.overlong_buffer": 5, "rl.missing_eos_penalty": 1.0}, reward=nothing)
-    task = cast(PolicyGradientTask, assembly.loop.task)
-    step = runs.first_step(task, assembly.loop.model)
+    task, _, step = runs.opened(assembly)
     assert float(task.count(step)["loss"]) == 0
     assert task._batch is not None and task._batch.metrics["num_gen_batches"] == 4
     assert task._batch.metrics["reward_shaped"] < 0

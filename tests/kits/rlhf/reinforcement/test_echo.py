@@ -73,8 +73,7 @@ def gradient(choices: Mapping[str, Any], stage: str = "grpo") -> Tensor:
 def heard(task: PolicyGradientTask) -> list[tuple[list[int], list[int]]]:
     """Tokens of each row of a rollout batch, and the positions of what was told between two turns, by its record."""
     found = []
-    assert task.collected is not None
-    for rollout in task.collected[1]:
+    for rollout in runs.collected(task):
         said, prompt = rollout.completion, rollout.completion.prompt
         first, last = said.loss_mask.index(True), len(said.loss_mask) - 1 - said.loss_mask[::-1].index(True)
         positions = [len(prompt) + at for at in range(first, last) if not said.loss_mask[at]]
@@ -87,8 +86,7 @@ def test_it_adds_the_mean_cross_entropy_of_transformers_on_what_was_told(tmp_pat
     network = talkative()
     whole = {"rl.num_minibatches": 1, "trainer.micro_batch_size": 3}
     assembly = begin({"rl.echo_coef": COEF} | whole, model=network)
-    task = cast(PolicyGradientTask, assembly.loop.task)
-    step = runs.first_step(task, assembly.loop.model)
+    task, _, step = runs.opened(assembly)
     save(network, tmp_path)
     peer = exact(transformers.AutoModelForCausalLM.from_pretrained(tmp_path))
     total, count = torch.zeros((), dtype=torch.float64), 0

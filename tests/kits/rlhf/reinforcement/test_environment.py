@@ -20,7 +20,6 @@ from kitforge.foundation.errors import ConfigError, TrainingError
 from kitforge.foundation.types import MicroBatch
 from kitforge.inference.engine import Engine
 from kitforge.kits.rlhf.reinforcement.experience import environment_metrics
-from kitforge.kits.rlhf.reinforcement.ppo import PolicyGradientTask
 from kitforge.kits.rlhf.reinforcement.rollout_batch import Rollout, target_logprobs
 from kitforge.kits.rlhf.reinforcement.rollout_log import read_rollouts
 from kitforge.kits.rlhf.roles.value_head import policy_of
@@ -76,10 +75,8 @@ def first(
     Calculator.played = []
     roles = {"environment": environment}
     assembly = runs.begin(stage, None, CHOICES | choices, model=talkative(), train_dataset=ROWS, roles=roles)
-    task = cast(PolicyGradientTask, assembly.loop.task)
-    batch = runs.first_step(task, assembly.loop.model)[0]
-    assert task.collected is not None
-    return assembly.loop.model, batch, task.collected[1]
+    task, model, (batch, *_) = runs.opened(assembly)
+    return model, batch, runs.collected(task)
 
 
 def test_what_the_environment_said_is_in_the_text_and_not_in_the_loss() -> None:
@@ -147,7 +144,7 @@ def test_an_interrupted_run_of_episodes_goes_on_bit_for_bit_and_keeps_them(tmp_p
 
     whole = begin(tmp_path / "whole")
     runs.finish(whole)
-    assert read_rollouts(tmp_path / "whole", 1) == cast(PolicyGradientTask, whole.loop.task).collected[1]  # type: ignore[index]
+    assert read_rollouts(tmp_path / "whole", 1) == runs.collected(whole.loop.task)
     folder = tiny.copy_up_to(tmp_path / "whole", tmp_path / "killed", 1)
     runs.finish(begin(folder, resume="auto"))
     tiny.assert_same(folder, tmp_path / "whole")
@@ -200,19 +197,10 @@ class Chat:
 
 def chat(environment: Any = Chat, rows: list[dict[str, Any]] = CHATS, **choices: Any) -> list[Rollout]:
     """The answers of the first round."""
-    return first_answers("grpo", environment, rows, **(TALKING | choices))
-
-
-def first_answers(stage: str, environment: Any, rows: list[dict[str, Any]], **choices: Any) -> list[Rollout]:
     Chat.played = []
-    roles = {"environment": environment}
-    assembly = runs.begin(
-        stage, None, CHOICES | choices, model=talkative(strength=STRENGTH), train_dataset=rows, roles=roles
-    )
-    task = cast(PolicyGradientTask, assembly.loop.task)
-    runs.first_step(task, assembly.loop.model)
-    assert task.collected is not None
-    return task.collected[1]
+    given: dict[str, Any] = {"train_dataset": rows, "roles": {"environment": environment}}
+    assembly = runs.begin("grpo", None, CHOICES | TALKING | choices, model=talkative(strength=STRENGTH), **given)
+    return runs.collected(runs.opened(assembly)[0])
 
 
 def test_messages_of_an_environment_are_what_the_template_writes_after_the_reply() -> None:
@@ -341,19 +329,13 @@ def test_a_step_that_fails_has_the_reward_of_on_error_and_is_counted(
 
 def test_failures_stand_in_metrics_and_rollouts(tmp_path: Path) -> None:
     choices = CHOICES | TALKING | {"trainer.max_steps": 1, "trainer.eval_first": True}
-    run = runs.begin(
-        "grpo",
-        tmp_path / "run",
-        choices,
-        model=talkative(strength=STRENGTH),
-        train_dataset=CHATS,
-        roles={"environment": Failing},
-    )
+    given: dict[str, Any] = {"train_dataset": CHATS, "roles": {"environment": Failing}}
+    run = runs.begin("grpo", tmp_path / "run", choices, model=talkative(strength=STRENGTH), **given)
     metrics = runs.finish(run)
     answers = read_rollouts(tmp_path / "run", 0)
     assert metrics["environment/errors"] == sum(each.failure is not None for each in answers) > 0
     assert metrics["eval/environment/timeouts"] == 0
-    assert answers == cast(PolicyGradientTask, run.loop.task).collected[1]  # type: ignore[index]
+    assert answers == runs.collected(run.loop.task)
 
 
 def test_a_failing_step_may_end_the_run() -> None:
@@ -394,10 +376,8 @@ def test_a_stop_string_ends_an_answer_that_keeps_it_and_its_probabilities(enviro
     def drawn(**choices: Any) -> tuple[nn.Module, MicroBatch, list[Rollout]]:
         given = CHOICES | TALKING | choices | {"rl.num_generations": 4}
         assembly = runs.begin("grpo", None, given, model=runs.network(torch.float64), train_dataset=CHATS, roles=roles)
-        task = cast(PolicyGradientTask, assembly.loop.task)
-        batch = runs.first_step(task, assembly.loop.model)[0]
-        assert task.collected is not None
-        return assembly.loop.model, batch, task.collected[1]
+        task, model, (batch, *_) = runs.opened(assembly)
+        return model, batch, runs.collected(task)
 
     byte, (_, _, plain) = ByteTokenizer(), drawn()
     # One of two tokens, of which the first alone stops nothing.

@@ -34,7 +34,6 @@ from kitforge.kits.rlhf.reinforcement.environment_classes import (
 )
 from kitforge.kits.rlhf.reinforcement.experience import environment_metrics
 from kitforge.kits.rlhf.reinforcement.online_dpo import OnlineDPOTask
-from kitforge.kits.rlhf.reinforcement.rollout_batch import Rollout
 from kitforge.kits.rlhf.reinforcement.tool_environment import FunctionTools, ToolCall, function_schema
 from kitforge.kits.rlhf.tasks import Inputs, task_inputs_of
 from kitforge.trainer.loop import Loop
@@ -43,7 +42,7 @@ from tests.differential.drawn import drawn
 from tests.distributed.ranks import run_ranks
 from tests.kits.rlhf import runs
 from tests.kits.rlhf.reinforcement.test_environment import Calculator
-from tests.kits.rlhf.reinforcement.test_tool_environment import CHOICES, add, assembled, begin
+from tests.kits.rlhf.reinforcement.test_tool_environment import CHOICES, PARSER, add, assembled, begin
 from tests.trainer import tiny
 
 HINTS = [
@@ -140,9 +139,6 @@ def parse(text: str, *_: Any) -> list[ToolCall]:
     return [ToolCall(name="take", arguments={"count": len(text) % 7})] if len(text) % 4 else []
 
 
-PARSER = "kitforge.kits.rlhf.reinforcement.tool_environment.parse_tool_calls"
-
-
 @pytest.fixture(autouse=True)
 def calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PARSER, parse)
@@ -164,15 +160,11 @@ def opening(prompt: list[dict[str, Any]]) -> str:
     return f" There are {count}." if count % 2 else ""
 
 
-def answers(task: Any) -> list[Rollout]:
-    return cast(list[Rollout], task.collected[1])
-
-
 @pytest.mark.slow
 def test_each_completion_plays_with_an_instance_that_its_reward_reads(tmp_path: Path) -> None:
-    task = begin(tmp_path, THINKING, {"environment": Cellar, "reward": left}, ROWS, **{"rl.num_generations": 6})
+    found = begin(tmp_path, THINKING, {"environment": Cellar, "reward": left}, ROWS, **{"rl.num_generations": 6})
     # The first instance is asked for its tools.
-    games, found = Cellar.played[1:], answers(task)
+    games = Cellar.played[1:]
     assert len({id(each) for each in games}) == len(found) == 12
     assert [each.reward for each in found] == [len(game.bottles) + 0.1 * len(game.told) for game in games]
     assert [each["bottles"] for each in ROWS] == [[0] * n for n in range(8)]
@@ -254,8 +246,8 @@ def test_episodes_in_waves_are_those_that_run_at_once(tmp_path: Path) -> None:
     for most in (None, 5, 2):
         Cellar.played, asked[:] = [], []
         roles = {"environment": Cellar, "reward": reward}
-        task = begin(tmp_path / f"{most}", THINKING, roles, ROWS, **choices, **{"environment.max_episodes": most})
-        found.append((list(asked), answers(task)))
+        drawn = begin(tmp_path / f"{most}", THINKING, roles, ROWS, **choices, **{"environment.max_episodes": most})
+        found.append((list(asked), drawn))
     assert [calls for calls, _ in found] == [[6], [4, 2], [2, 2, 2]]
     for _, each in found:
         assert [one.completion for one in each] == [one.completion for one in found[0][1]]
@@ -279,7 +271,7 @@ class ScoredLater(Cellar):
 @pytest.mark.parametrize("reward", [None, left, {"left": (0.5, left)}, [left, lambda *, prompts: [1.0] * len(prompts)]])
 def test_a_class_may_give_a_reward_beside_others(tmp_path: Path, kind: Any, reward: Any) -> None:
     roles = {"environment": kind} if reward is None else {"environment": kind, "reward": reward}
-    found = answers(begin(tmp_path, THINKING, roles, ROWS))
+    found = begin(tmp_path, THINKING, roles, ROWS)
     weight = 0.5 if isinstance(reward, dict) else 1.0
     for each, game in zip(found, Cellar.played[1:], strict=True):
         named = {kind.__name__: float(len(game.told))}
@@ -304,8 +296,8 @@ def of_all(completions: list[str], **columns: Any) -> list[float]:
 
 
 def test_a_reward_with_keywords_gets_the_instances_and_one_without_a_class_is_told(tmp_path: Path) -> None:
-    task = begin(tmp_path, THINKING, {"environment": Cellar, "reward": of_all}, ROWS)
-    assert [each.reward for each in answers(task)] == [len(each.told) for each in Cellar.played[1:]]
+    found = begin(tmp_path, THINKING, {"environment": Cellar, "reward": of_all}, ROWS)
+    assert [each.reward for each in found] == [len(each.told) for each in Cellar.played[1:]]
     with pytest.raises(DataError, match=r"(?s)'left' needs a column.*environments"):
         begin(tmp_path, THINKING, {"tools": [add], "reward": left}, ROWS)
 
@@ -329,7 +321,7 @@ def test_online_pairs_are_completions_of_one_prompt(tmp_path: Path, num_generati
     assembly = assembled(tmp_path, THINKING, roles, ROWS, stage="online_dpo", **choices)
     task = cast(OnlineDPOTask, assembly.loop.task)
     step = runs.first_step(task, assembly.loop.model)
-    found = answers(task)
+    found = runs.collected(task)
     wanted = set()
     for start in range(0, len(found), num_generations):
         group = found[start : start + num_generations]
@@ -350,35 +342,12 @@ def test_online_pairs_are_completions_of_one_prompt(tmp_path: Path, num_generati
         assert any(one[: len(best)] == best and other[: len(worst)] == worst for best, worst in wanted)
 
 
-class Untold(Cellar):
-    def pour(self, count: int) -> str:
-        return ""
-
-
-class Untyped(Cellar):
-    def pour(self, count) -> str:  # type: ignore[no-untyped-def]
-        """Pour.
-
-        Args:
-            count: How much.
-        """
-        return ""
-
-
-class Undescribed(Cellar):
-    def pour(self, count: int) -> str:
-        """Pour."""
-        return ""
-
-
-class Starred(Cellar):
-    def pour(self, *counts: int) -> str:
-        """Pour.
-
-        Args:
-            counts: How much.
-        """
-        return ""
+def pouring(signature: str, told: str = "Pour.\n\nArgs:\n    count: How much.\n") -> Any:
+    """A cellar with one more tool."""
+    space: dict[str, Any] = {}
+    exec(f"def pour(self, {signature}): return ''", space)
+    space["pour"].__doc__ = told or None
+    return type("Pouring", (Cellar,), {"pour": space["pour"]})
 
 
 class Needy(Cellar):
@@ -408,10 +377,10 @@ class Picky(Cellar):
 @pytest.mark.parametrize(
     ("kind", "problem"),
     [
-        (Untold, "the tool 'pour' has no docstring"),
-        (Untyped, r"argument 'count' of the tool 'pour' is not documented\n.*no type hint"),
-        (Undescribed, r"argument 'count' of the tool 'pour' is not documented\n.*no description"),
-        (Starred, "cannot be passed by name"),
+        (pouring("count: int", ""), "the tool 'pour' has no docstring"),
+        (pouring("count"), r"argument 'count' of the tool 'pour' is not documented\n.*no type hint"),
+        (pouring("count: int", "Pour."), r"argument 'count' of the tool 'pour' is not documented\n.*no description"),
+        (pouring("*count: int"), "cannot be passed by name"),
         (Needy, r"Needy cannot be made\n.*missing 1 required positional argument: 'url'"),
         (Mute, "Mute is not an environment"),
         (Unstarted, "Unstarted is not an environment"),
@@ -482,8 +451,8 @@ def test_classes_are_told_from_environments_of_the_other_protocol() -> None:
 
 def test_a_first_observation_ends_the_last_message_whatever_it_is(tmp_path: Path) -> None:
     begun = [{**row, "prompt": [*row["prompt"], {"role": "assistant", "content": "I"}]} for row in ROWS]
-    task = begin(tmp_path, THINKING, {"environment": Scored}, begun)
+    found = begin(tmp_path, THINKING, {"environment": Scored}, begun)
     tokenizer = HuggingFaceTokenizer(tmp_path / "tokenizer")
-    texts = [tokenizer.decode(each.completion.prompt) for each in answers(task)]
+    texts = [tokenizer.decode(each.completion.prompt) for each in found]
     odd = [len(game.columns["prompt"]) == 2 and opening(game.columns["prompt"]) for game in Cellar.played[1:]]
     assert any(odd) and all(text.endswith(f"I{said}") for text, said in zip(texts, odd, strict=True))

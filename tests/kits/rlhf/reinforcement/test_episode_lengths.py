@@ -70,8 +70,8 @@ def test_a_constant_denominator_is_the_longest_completion_allowed(is_episode: bo
     choices = {"rollout.max_turns": 5, "rollout.max_new_tokens": 6, "data.sequence_length": 64}
     roles: dict[str, Any] = {"roles": {"environment": Ends}} if is_episode else {}
     assembly = runs.begin("dr_grpo", tmp_path, choices, **roles)
-    step = runs.first_step(assembly.loop.task, assembly.loop.model)
-    counts = assembly.loop.task.count(step)
+    task, _, step = runs.opened(assembly)
+    counts = task.count(step)
     assert float(counts["loss"]) == float(counts["samples"]) * 6 * (5 if is_episode else 1)
 
 
@@ -82,7 +82,6 @@ def test_a_masked_completion_has_no_advantage() -> None:
     with torch.no_grad():
         model.output[ByteTokenizer.eos_id] += 0.3 * model.norm.weight
     runs.first_step(task, assembly.loop.model)
-    assert task.collected is not None
-    is_cut = [not each.completion.is_finished for each in task.collected[1]]
+    is_cut = [not each.completion.is_finished for each in runs.collected(task)]
     assert 0 < sum(is_cut) < len(is_cut)
     assert [each["advantage"] is None for each in task.completion_outcomes] == is_cut

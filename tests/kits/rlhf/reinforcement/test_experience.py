@@ -57,13 +57,7 @@ TEXTS = [(f"Q{number}: ", "yes " * (number % 3 + 1)) for number in range(5)]
 PTX: Choices = {"ptx.coef": 0.7, "ptx.batch_size": 2}
 # Each is small, and turns red for other faults than its neighbours.
 FEW: dict[str, Choices] = {
-    "ppo": PPO
-    | {
-        "rl.gae_lambda": 0.8,
-        "rl.gamma": 0.97,
-        "rl.whiten_advantages": True,
-        "rl.num_minibatches": 2,
-    },
+    "ppo": PPO | {"rl.gae_lambda": 0.8, "rl.gamma": 0.97, "rl.whiten_advantages": True, "rl.num_minibatches": 2},
     "critic beside sums over sequences": PPO
     | {"rl.loss_aggregation": "seq-mean-token-sum", "rl.value_clip_range": 0.01},
     "the critic first": PPO | {"rl.gae_lambda": 1.0, "rl.critic_warmup": 1},

@@ -4,7 +4,7 @@ import copy
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -25,14 +25,12 @@ def begin(choices: Choices | None = None, folder: Path | None = None, **inputs: 
 
 def first(choices: Choices | None = None, **inputs: Any) -> tuple[OnlineDPOTask, Any, list[Any]]:
     """Task, network and the micro-batches of the first step, in float64."""
-    assembly = begin(choices, **inputs)
-    task = cast(OnlineDPOTask, assembly.loop.task)
-    return task, assembly.loop.model, runs.first_step(task, assembly.loop.model)
+    return runs.opened(begin(choices, **inputs))
 
 
 def groups(task: OnlineDPOTask, size: int = 3) -> list[list[Rollout]]:
     """The completions of each prompt."""
-    rollouts = (task.collected or (0, []))[1]
+    rollouts = runs.collected(task)
     return [rollouts[start : start + size] for start in range(0, len(rollouts), size)]
 
 

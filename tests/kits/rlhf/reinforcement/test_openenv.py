@@ -19,12 +19,11 @@ from websockets.sync.server import serve
 from kitforge.foundation.errors import TrainingError
 from kitforge.kits.rlhf.reinforcement import openenv
 from kitforge.kits.rlhf.reinforcement.openenv import OpenEnv, OpenEnvError
-from kitforge.kits.rlhf.reinforcement.rollout_batch import Rollout
 from kitforge.kits.rlhf.reinforcement.tool_environment import ToolCall
 from tests.data.chat.cases import THINKING
 from tests.documentation.markdown import ROOT
 from tests.inference.server.conftest import until
-from tests.kits.rlhf.reinforcement.test_tool_environment import begin
+from tests.kits.rlhf.reinforcement.test_tool_environment import PARSER, begin
 from tests.patience import PATIENCE
 
 SERVER_ENV = ROOT / ".venv-openenv"
@@ -246,14 +245,12 @@ CHOICES: dict[str, Any] = {"rl.prompts_per_rollout": 4, "environment.on_error": 
 def test_a_run_opens_as_many_sessions_as_it_may(
     session: OpenEnv, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place = "kitforge.kits.rlhf.reinforcement.tool_environment.parse_tool_calls"
-    monkeypatch.setattr(
-        place, lambda text, *_: [ToolCall(name="add", arguments={"amount": len(text) % 6})] if len(text) % 4 else []
-    )
+    said = [ToolCall(name="add", arguments={"amount": amount}) for amount in range(6)]
+    monkeypatch.setattr(PARSER, lambda text, *_: [said[len(text) % 6]] if len(text) % 4 else [])
     Counting.url, Counting.played = url, []
     roles = {"environment": Counting}
     choices = CHOICES | {"environment.max_episodes": MOST_SESSIONS}
-    found: list[Rollout] = begin(tmp_path, THINKING, roles, ROWS, **choices).collected[1]  # type: ignore[index]
+    found = begin(tmp_path, THINKING, roles, ROWS, **choices)
     games = Counting.played[1:]
     assert len(games) == len(found) == 8 > MOST_SESSIONS
     assert [each.reward for each in found] == [float(game.number) for game in games]

@@ -29,11 +29,7 @@ def test_it_adds_its_weight_times_the_mean_over_its_tokens(stage: str) -> None:
     assembly = runs.begin(stage, None, SHORT, model=runs.network(torch.float64))
     network = policy_of(assembly.loop.model)
     mixed = runs.begin(
-        stage,
-        None,
-        SHORT | MIXED,
-        model=runs.network(torch.float64),
-        roles={"reward": runs.letters, "ptx": TEXTS},
+        stage, None, SHORT | MIXED, model=runs.network(torch.float64), roles={"reward": runs.letters, "ptx": TEXTS}
     )
     step = runs.first_step(mixed.loop.task, mixed.loop.model)
     rows = [each for each in step if "ptx_weight" in each]

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from kitforge.core.nn.decoder import Decoder
 from kitforge.core.nn.linear import Linear
-from kitforge.data.tokenizers.loading import ByteTokenizer
 from kitforge.foundation.errors import TrainingError
 from kitforge.foundation.types import Cursor
 from kitforge.kits.rlhf.reinforcement.ppo import PolicyGradientTask
@@ -70,7 +69,7 @@ def test_every_round_and_every_place_of_it_draws_anew() -> None:
     answers = []
     for _, number in zip(task.steps(assembly.loop.model, Cursor()), range(2), strict=False):
         assert task.collected is not None and task.collected[0] == number
-        answers += [each.completion.tokens for each in task.collected[1]]
+        answers += [each.completion.tokens for each in runs.collected(task)]
     assert len(set(answers)) == len(answers) == 8
 
 
@@ -83,37 +82,6 @@ def test_ratios_are_one_though_the_network_has_dropout() -> None:
         assert abs(assembly.loop.task.loss(model, batch)["approx_kl"].item()) < 1e-10
         found, _ = target_logprobs(policy_of(model), batch["tokens"], batch["targets"], 1.0)
         assert float((found.detach() - batch["old_logprobs"]).abs().max()) < 1e-10
-
-
-TOKENS = {"rl.loss_aggregation": "token-mean"}
-TALKATIVE = 1.0
-PLAIN = {"rl.whiten_advantages": False, "kl.coef": 0.0, "rl.gae_lambda": 1.0}
-
-
-def first(stage: str, choices: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The first micro-batch, and the sums of its losses, of a network that ends every other answer."""
-    network = runs.network(torch.float64)
-    cast(Any, network).output.data[ByteTokenizer.eos_id] += TALKATIVE * cast(Any, network).norm.weight.data
-    assembly = runs.begin(stage, None, PLAIN | choices, model=network)
-    batch = runs.first_step(assembly.loop.task, assembly.loop.model)[0]
-    with torch.no_grad():
-        return batch, assembly.loop.task.loss(assembly.loop.model, batch)
-
-
-def test_an_answer_without_an_end_pays_for_it() -> None:
-    (plain, _), (paid, _) = (first("rloo", {"rl.missing_eos_penalty": each}) for each in (0.0, 3.0))
-    figures = plain["metrics"]
-    assert 0 < figures["completion/eos_rate"] < 1
-    assert paid["metrics"]["reward"] == figures["reward"]
-    assert "reward_shaped" not in figures
-    assert paid["metrics"]["reward_shaped"] == pytest.approx(
-        figures["reward"] - 3.0 * (1 - figures["completion/eos_rate"])
-    )
-
-
-def test_keeping_options_open_is_worth_its_weight() -> None:
-    (_, plain), (_, open_) = (first("grpo", {"rl.entropy_coef": each, **TOKENS}) for each in (0.0, 0.25))
-    assert float(plain["loss"] - open_["loss"]) == pytest.approx(0.25 * float(plain["entropy"]), abs=1e-9)
 
 
 class Silence:

@@ -59,7 +59,7 @@ def test_the_answers_of_a_round_are_a_table_in_the_tracker(
     (step, table), *others = [(step, values["completions"]) for step, values in logged if "completions" in values]
     assert step == 1 and not others
     assert table.columns == ["prompt", "completion", "reward", "rewards/letters", "rewards/exact", "advantage"]
-    _, answers = cast(PolicyGradientTask, assembly.loop.task).collected or (0, [])
+    answers = runs.collected(assembly.loop.task)
     assert [row[2] for row in table.data] == [each.reward for each in answers]
     assert [row[3] + 2 * row[4] for row in table.data] == pytest.approx([row[2] for row in table.data])
     assert all(row[0].startswith("Q") for row in table.data)

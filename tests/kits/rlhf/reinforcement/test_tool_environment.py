@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import pytest
-import torch
 import transformers
 
 from kitforge.data.chat.template import template_of
@@ -20,7 +19,6 @@ from kitforge.kits.rlhf.config import RLOptions
 from kitforge.kits.rlhf.event_loop import EventLoop
 from kitforge.kits.rlhf.reinforcement.environment_classes import environment_runner_of
 from kitforge.kits.rlhf.reinforcement.experience import environment_metrics
-from kitforge.kits.rlhf.reinforcement.ppo import PolicyGradientTask
 from kitforge.kits.rlhf.reinforcement.rollout_batch import Rollout
 from kitforge.kits.rlhf.reinforcement.tool_environment import (
     FunctionTools,
@@ -31,10 +29,9 @@ from kitforge.kits.rlhf.reinforcement.tool_environment import (
 )
 from kitforge.kits.rlhf.roles.prompt_completion import PromptCompletion
 from kitforge.kits.rlhf.roles.rewards import scorer_of
-from kitforge.models.catalog import config_of
-from kitforge.models.loading import build
 from tests.data.chat.cases import HEADERS, MERGING, THINKING, save_tokenizer
 from tests.kits.rlhf import runs
+from tests.tiny import built
 from tests.trainer import tiny
 
 
@@ -248,20 +245,19 @@ def assembled(
     tokenizer = HuggingFaceTokenizer(save_tokenizer(tmp_path / "tokenizer", "bytes", template))
     tokenizer.eos_id = tokenizer.special_tokens["<|im_end|>"]
     tokenizer.eos_ids = (tokenizer.eos_id,)
-    family = {**tiny.LLAMA, "vocab_size": tokenizer.vocab_size, "max_length": 1024}
-    model = build(config_of(family), device=torch.device("cpu"), seed=3)
+    model = built(tiny.LLAMA, tokenizer.vocab_size, max_length=1024)
     # It often ends a turn.
-    cast(Any, model).output.data[tokenizer.eos_id] += 2 * cast(Any, model).norm.weight.data
+    model.output.data[tokenizer.eos_id] += 2 * model.norm.weight.data
     inputs = {"model": model, "processor": tokenizer, "train_dataset": rows or PROMPTS, "roles": roles}
     return runs.begin(stage, tmp_path / "run", CHOICES | choices, **inputs)
 
 
-def begin(*of_a_run: Any, **choices: Any) -> PolicyGradientTask:
-    """A run of which the first step has begun."""
-    assembly = assembled(*of_a_run, **choices)
-    task = cast(PolicyGradientTask, assembly.loop.task)
-    runs.first_step(task, assembly.loop.model)
-    return task
+PARSER = "kitforge.kits.rlhf.reinforcement.tool_environment.parse_tool_calls"
+
+
+def begin(*of_a_run: Any, **choices: Any) -> list[Rollout]:
+    """The completions of the first round of a run."""
+    return runs.collected(runs.opened(assembled(*of_a_run, **choices))[0])
 
 
 def of_tokens(*, completion_tokens: list[list[int]]) -> list[list[float]]:
@@ -273,24 +269,20 @@ def test_a_policy_that_calls_a_tool_is_told_its_result(
     tmp_path: Path, is_environment: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # An untrained policy says anything, which is taken for a call.
-    monkeypatch.setattr(
-        "kitforge.kits.rlhf.reinforcement.tool_environment.parse_tool_calls",
-        lambda text, *_: [ToolCall(name="add", arguments={"a": 1})],
-    )
+    monkeypatch.setattr(PARSER, lambda *_: [ToolCall(name="add", arguments={"a": 1})])
     roles = {"environment": Scored} if is_environment else {"tools": [add, search], "reward": of_tokens}
     # The template is given the tools with every message too.
-    task = begin(
+    answers = begin(
         tmp_path, THINKING.replace("</tool_response><", "</tool_response>' ~ (tools or [])|length ~ '<"), roles
     )
-    assert task.collected is not None
     tokenizer, schemas = HuggingFaceTokenizer(tmp_path / "tokenizer"), [function_schema(add), function_schema(search)]
     wanted = "<|im_start|>user\n<tool_response>3.0</tool_response>2<|im_end|>\n<|im_start|>assistant\n"
     heard = []
     # Every turn makes a call.
-    figures = environment_metrics(task.collected[1])
+    figures = environment_metrics(answers)
     assert figures["tools/call_frequency"] == figures["environment/turns"] > 1
     assert figures["tools/failure_frequency"] == 0
-    for each in task.collected[1]:
+    for each in answers:
         prompts = [template_of(tokenizer).tokens(row["prompt"], opens_reply=True, tools=schemas) for row in PROMPTS]
         assert list(each.completion.prompt) in prompts
         heard += [
@@ -308,33 +300,23 @@ def test_a_policy_that_calls_a_tool_is_told_its_result(
 
 
 def broken(a: int) -> int:
-    """Raises.
-
-    Args:
-        a: Nothing.
-    """
     raise ConnectionError("gone")
 
 
 async def later_broken(a: int) -> int:
-    """Raises later.
-
-    Args:
-        a: Nothing.
-    """
     await asyncio.sleep(0)
     raise ConnectionError("gone")
 
 
 def endless(a: int) -> list[Any]:
-    """Returns what no JSON holds.
-
-    Args:
-        a: Nothing.
-    """
+    """Returns what no JSON holds."""
     found: list[Any] = []
     found.append(found)
     return found
+
+
+for tool in (broken, later_broken, endless):
+    tool.__doc__ = "Fails.\n\nArgs:\n    a: Nothing.\n"
 
 
 def told(result: Any) -> Any:
@@ -367,12 +349,9 @@ def test_errors_of_tools_are_counted_and_end_an_episode_after_some_in_a_row(
 ) -> None:
     # A call that no tool takes and one that raises in each turn; or an answer.
     failing = [ToolCall(name="ad"), ToolCall(name="broken", arguments={"a": 1})]
-    place = "kitforge.kits.rlhf.reinforcement.tool_environment.parse_tool_calls"
-    monkeypatch.setattr(place, lambda text, *_: failing if len(text) % 5 else [])
+    monkeypatch.setattr(PARSER, lambda text, *_: failing if len(text) % 5 else [])
     roles = {"tools": [add, broken], "reward": of_tokens}
-    task = begin(tmp_path, THINKING, roles, **{"environment.max_consecutive_errors": most})
-    assert task.collected is not None
-    answers = task.collected[1]
+    answers = begin(tmp_path, THINKING, roles, **{"environment.max_consecutive_errors": most})
     assert any(each.failure is not None for each in answers) == (num_told < 3)
     for each in answers:
         has_failed = each.failure is not None
@@ -399,13 +378,11 @@ def test_rewards_get_the_last_reply_the_turns_and_the_conversation(
         seen.extend(zip(completions, turns, messages, strict=True))
         return [float(len(each) % 7) for each in completions]
 
-    place = "kitforge.kits.rlhf.reinforcement.tool_environment.parse_tool_calls"
-    monkeypatch.setattr(
-        place, lambda text, *_: [ToolCall(name="add", arguments={"a": len(text)})] if len(text) % 4 else []
-    )
-    task = begin(tmp_path, THINKING, {"tools": [add], "reward": reward})
-    assert task.collected is not None
-    answers = task.collected[1]
+    def parsed(text: str, *_: Any) -> list[ToolCall]:
+        return [ToolCall(name="add", arguments={"a": len(text)})] if len(text) % 4 else []
+
+    monkeypatch.setattr(PARSER, parsed)
+    answers = begin(tmp_path, THINKING, {"tools": [add], "reward": reward})
     assert {len(turns) for _, turns, _ in seen} >= {1, 3} and len(seen) == len(answers)
     for (last, turns, messages), each in zip(seen, answers, strict=True):
         assert each.reward == len(last) % 7 and turns[-1] == last
@@ -445,6 +422,5 @@ def test_a_check_of_the_answer_is_not_met_by_what_a_tool_said() -> None:
 
 def test_a_distillation_with_tools_needs_no_reward(tmp_path: Path) -> None:
     teacher = runs.network(family={**tiny.LLAMA, "max_length": 1024}, padding=600)
-    task = begin(tmp_path, THINKING, {"tools": [add], "teacher": teacher}, stage="distill")
-    assert task.collected is not None
-    assert {each.reward for each in task.collected[1]} == {0.0}
+    answers = begin(tmp_path, THINKING, {"tools": [add], "teacher": teacher}, stage="distill")
+    assert {each.reward for each in answers} == {0.0}

@@ -29,11 +29,7 @@ SYSTEM = {"role": "system", "content": "Be kind."}
 BEGUN = [user("What is it?"), assistant("It is")]
 ROWS: dict[str, tuple[dict[str, Any], list[Any], dict[str, Any]]] = {
     "system": ({"system": "Be kind.", "prompt": "Hello"}, [SYSTEM, user("Hello")], {}),
-    "history": (
-        {"history": [["Hi", "Yes"]], "prompt": "Hello"},
-        [user("Hi"), assistant("Yes"), user("Hello")],
-        {},
-    ),
+    "history": ({"history": [["Hi", "Yes"]], "prompt": "Hello"}, [user("Hi"), assistant("Yes"), user("Hello")], {}),
     "both": (
         {"system": "Be kind.", "history": [["Hi", "Yes"]], "prompt": [user("Hello")]},
         [SYSTEM, user("Hi"), assistant("Yes"), user("Hello")],

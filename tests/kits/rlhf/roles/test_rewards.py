@@ -60,11 +60,12 @@ def test_a_function_sees_texts_tokens_and_columns_and_only_what_it_names() -> No
     assert scores(lambda *, level: level) == [1.0, 2.0]
 
 
-def test_an_async_function_a_mapping_and_tensors_serve_as_well() -> None:
-    async def later(*, completions: list[str]) -> list[dict[str, float]]:
-        await asyncio.sleep(0)
-        return [{"score": len(text)} for text in completions]
+async def later(*, completions: list[str]) -> list[dict[str, float]]:
+    await asyncio.sleep(0)
+    return [{"score": len(text)} for text in completions]
 
+
+def test_an_async_function_a_mapping_and_tensors_serve_as_well() -> None:
     assert scores(later) == [3.0, 1.0]
     assert scores(lambda *, completions: torch.tensor([0.5, 1.5])) == [0.5, 1.5]
 
@@ -78,10 +79,6 @@ def test_arrays_of_numpy_serve_as_lists_do() -> None:
 
 
 def test_an_async_function_serves_within_a_loop_that_runs_as_in_a_notebook() -> None:
-    async def later(*, completions: list[str]) -> list[float]:
-        await asyncio.sleep(0)
-        return [float(len(text)) for text in completions]
-
     async def cell() -> list[float | list[float]]:
         return scores(later)
 

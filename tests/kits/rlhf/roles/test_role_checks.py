@@ -7,13 +7,15 @@ import pytest
 import torch
 from torch import nn
 
+from kitforge.core.parallel.world import World
 from kitforge.data.tokenizers.loading import ByteTokenizer
 from kitforge.foundation.errors import ConfigError
+from kitforge.kits.rlhf.role_ranks import RoleRanksOptions
+from kitforge.kits.rlhf.roles.placement import RolePlacement
 from kitforge.kits.rlhf.roles.value_head import ActorCritic, ValueHeadModel
-from kitforge.models.catalog import config_of
-from kitforge.models.loading import build
 from kitforge.trainer.run_folder import Run
 from tests.kits.rlhf import runs
+from tests.tiny import built
 from tests.trainer import tiny
 
 WIDER = tiny.LLAMA | {"dim": 64}
@@ -26,9 +28,7 @@ class OtherTokenizer(ByteTokenizer):
 
 
 def judge(vocab_size: int = ByteTokenizer.vocab_size) -> ValueHeadModel:
-    model = ValueHeadModel(
-        build(config_of(tiny.LLAMA | {"vocab_size": vocab_size}), device=torch.device("cpu"), seed=3)
-    )
+    model = ValueHeadModel(built(tiny.LLAMA, vocab_size))
     model.reset_head(0)
     return model
 
@@ -81,3 +81,21 @@ def test_dropout_is_off_and_the_run_says_so(model: nn.Module, rate: float, tmp_p
     assert tiny.events(tmp_path, "dropout") == [f"dropout {rate} of the model is disabled for this task"]
     (record,) = tiny.records(tmp_path, "train")
     assert record["approx_kl"] == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("draws", [True, False])
+def test_ranks_that_train_or_draw_take_part_and_no_others(
+    trains: bool, draws: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[Any, ...]] = []
+    monkeypatch.setattr("kitforge.kits.rlhf.roles.placement.sync_weights", lambda *given: calls.append(given))
+    world = World(device=torch.device("cpu"))
+    fragments = RolePlacement(RoleRanksOptions(rollout=(0, 3)), world)
+    model, whole = (nn.Linear(2, 1) if each else None for each in (trains, draws))
+    fragments.sync_weights(model, whole)
+    assert len(calls) == (trains or draws)
+    for parallel, target, ranks, _ in calls:
+        assert (parallel is not None) == trains
+        assert target is not None and target["weight"] is whole.weight if whole is not None else target is None
+        assert ranks == (0, 3)
