@@ -19,6 +19,7 @@ from tests.kits.transformers import test_classification as texts
 from tests.kits.transformers import test_image_classification as images
 from tests.tiny import published
 from tests.tokenizer_folders import write_kind
+from tests.trainer import tiny
 
 KINDS = {
     None: lambda logits: logits.softmax(-1),
@@ -84,21 +85,26 @@ def test_the_token_that_classifies_a_text_is_that_of_transformers(pad_id: int | 
         assert [scores[f"LABEL_{number}"] for number in range(3)] == pytest.approx(wanted.tolist(), abs=1e-5)
 
 
-def test_the_loss_of_several_labels_is_that_of_transformers(text_folder: Path, tmp_path: Path) -> None:
-    choices = {"checkpoint": str(text_folder), "model": {}, "data.eval_fraction": 0.0, "output_dir": str(tmp_path)}
-    choices["trainer.micro_batch_size"] = 4
-    assembly = texts.begin(None, choices, train_dataset=ROWS, eval_dataset=ROWS[:6])
-    found = assembly.loop.evaluate()
+def test_the_loss_and_accuracy_of_several_labels_are_those_of_transformers(text_folder: Path, tmp_path: Path) -> None:
     theirs = transformers.AutoModelForSequenceClassification.from_pretrained(text_folder).eval()
-    losses, right = [], []
-    for row in ROWS[:6]:
-        labels = torch.tensor([[float(name in row["label"]) for name in ("bad", "fair", "good")]])
+    names, rows, losses, right = ("bad", "fair", "good"), [], [], []
+    for number, row in enumerate(ROWS[:6]):
+        tokens = torch.tensor([ByteTokenizer().encode_prompt(row["text"])])
         with torch.no_grad():
-            output = theirs(torch.tensor([ByteTokenizer().encode_prompt(row["text"])]), labels=labels)
-        losses.append(float(output.loss))
-        right.append(float(((output.logits > 0) == (labels > 0.5)).all()))
+            predicted = theirs(tokens).logits[0] > 0
+            # Two of the rows have the labels that are predicted, the others one more or one fewer.
+            labels = predicted.logical_xor(torch.arange(3) == (number % 3 or 3))
+            losses.append(float(theirs(tokens, labels=labels[None].float()).loss))
+        right.append(bool((labels == predicted).all()))
+        rows.append(row | {"label": [name for name, has in zip(names, labels, strict=True) if has]})
+    choices = {"checkpoint": str(text_folder), "model": {}, "data.eval_fraction": 0.0, "labels": list(names)}
+    choices |= {"trainer.micro_batch_size": 4, "data.batch_size": 6, "trainer.max_steps": 1}
+    found = texts.begin(None, choices, train_dataset=rows, eval_dataset=rows).loop.evaluate()
     assert found["eval/loss"] == pytest.approx(sum(losses) / 6, rel=1e-4)
     assert found["eval/accuracy"] == pytest.approx(sum(right) / 6)
+    texts.run(tmp_path, choices, train_dataset=rows)
+    (step,) = tiny.records(tmp_path, "train")
+    assert (step["loss"], step["accuracy"]) == pytest.approx((sum(losses) / 6, sum(right) / 6), rel=1e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)

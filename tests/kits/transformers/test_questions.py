@@ -17,6 +17,7 @@ from kitforge.foundation.errors import ConfigError, DataError, DependencyError
 from kitforge.inference.choice_scoring import ChoiceBatch, ChoiceScore
 from kitforge.inference.logprobs import token_logprobs
 from kitforge.kits.transformers import evaluation, harness
+from kitforge.kits.transformers.evaluation import Evaluator
 from kitforge.kits.transformers.questions import final_number, load_task
 from tests.kits.transformers.task_runs import write_rows
 from tests.small_run import TEXT, write_run
@@ -253,6 +254,16 @@ def test_the_number_of_an_answer() -> None:
     assert final_number("3 and 4 are 7\n#### 1,234.5 euros, not 9") == 1234.5
     assert final_number("first 3, then -7.") == -7
     assert final_number("none") is None
+
+
+def test_a_number_is_right_where_it_is_the_gold_one(
+    run: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = ["It is 4.", "3 or 5", "a play of lines", "#### 4 of 5"]
+    monkeypatch.setattr(Evaluator, "generate", lambda evaluation, prompts: said)
+    write_rows(tmp_path / "sum.jsonl", NUMBERS * 4)
+    assert command("evaluate", run, "tasks=[sum]", f"data.tasks={tmp_path}") == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["sum/accuracy"] == 0.5
 
 
 @pytest.mark.slow
