@@ -17,7 +17,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 INSTALL := $(PIP) install --no-compile -c constraints.txt
 RECIPES := pyproject.toml constraints.txt
 SOURCES := kitforge tests $(wildcard benchmarks examples scripts)
-# Two test processes share the cores, so each gets one thread.
+# Test processes share the cores, so each gets one thread.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
@@ -95,6 +95,7 @@ $(VENV)/bin/python:
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
 	  echo "$(PYTHON) cannot make virtual environments; on Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
+	$(INSTALL) pip
 
 # torch comes first and alone, pinned, so that nothing later can pull in another one.
 $(VENV)/.torch: $(RECIPES) | $(VENV)/bin/python
@@ -108,6 +109,7 @@ $(VENV)/.env: $(VENV)/.torch
 # Away from the package, whose own pins their many dependencies would change; torch is not among them.
 $(CLIENTS)/.done: constraints.txt
 	$(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip --disable-pip-version-check --quiet install --no-compile -c constraints.txt pip
 	$(CLIENTS)/bin/python -m pip --disable-pip-version-check --quiet install --no-compile -c constraints.txt \
 	  langchain-openai litellm openai openai-agents 'pydantic-ai-slim[openai]'
 	@touch $@
@@ -115,6 +117,7 @@ $(CLIENTS)/.done: constraints.txt
 # With our pins and those libraries pip finds no OpenEnv newer than 0.2.
 $(OPENENV)/.done: constraints.txt
 	$(PYTHON) -m venv $(OPENENV)
+	$(OPENENV)/bin/python -m pip --disable-pip-version-check --quiet install --no-compile -c constraints.txt pip
 	$(OPENENV)/bin/python -m pip --disable-pip-version-check --quiet install --no-compile $$(grep ^openenv constraints.txt)
 	@touch $@
 

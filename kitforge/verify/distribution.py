@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from kitforge.core.parallel.rendezvous import code_version
 from kitforge.foundation.errors import ConfigError, KitforgeError
 from kitforge.verify.case import DEGREES, OF_DEGREES, PRECISE, RUN_TIMEOUT, Case
 from kitforge.verify.contract import Contract, Measured, NotOfferedError, furthest
@@ -54,7 +55,8 @@ def _can_run(case: Case, degrees: Mapping[str, Any]) -> bool:
 
 
 def import_sharding() -> None:
-    """Import what sharded parameters need, which takes seconds: once in a process whose forks become ranks."""
+    """Import what sharded parameters need, which takes seconds, and hash the code, before forks become ranks."""
+    code_version()
     for module in ("torch.distributed.fsdp", "torch.fx.experimental.symbolic_shapes", "torch._dynamo"):
         importlib.import_module(module)
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from kitforge.composition import compose_config
+from kitforge.core.parallel.rendezvous import code_version
 from kitforge.verify import processes
 from tests.patience import PATIENCE
 
@@ -28,7 +29,8 @@ OF_RANKS = (
 
 @functools.cache
 def import_for_ranks() -> None:
-    """Import once what each rank that is forked would import in seconds of its own, and start numba."""
+    """Import once what each rank that is forked would import in seconds of its own, hash the code, and start numba."""
+    code_version()
     for module in OF_RANKS:
         importlib.import_module(module)
     # The first compiled loop of a process takes longer than the steps of a test, and so do the first presets.

@@ -295,13 +295,12 @@ def test_ranks_that_differ_are_refused_on_every_rank(
     assert is_alike not in answers[0]
 
 
-def test_the_version_of_the_code_changes_with_any_source_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "PACKAGE", tmp_path)
-    (tmp_path / "a.py").write_text("x = 1")
-    before = rendezvous.code_version()
-    assert rendezvous.code_version() == before
-    (tmp_path / "a.py").write_text("x = 2")
-    assert rendezvous.code_version() != before
+def test_the_version_of_the_code_changes_with_any_source_file(tmp_path: Path) -> None:
+    for name, line in (("one", "x = 1"), ("alike", "x = 1"), ("other", "x = 2")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.py").write_text(line)
+    one, alike, other = (rendezvous.code_version(tmp_path / name) for name in ("one", "alike", "other"))
+    assert one == alike != other
 
 
 # Failure

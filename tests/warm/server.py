@@ -38,6 +38,7 @@ from kitforge.cli.command import imported
 from kitforge.cli.main import COMMANDS
 from kitforge.composition import compose_config
 from kitforge.core.kernels.linear.numba import linear
+from kitforge.core.parallel.rendezvous import code_version
 from kitforge.data import standard_library
 from kitforge.data.tables.synthetic_clicks import SyntheticClicks, SyntheticClicksConfig
 from kitforge.inference.engine import Engine
@@ -192,6 +193,8 @@ if __name__ == "__main__":
     # So does the first configuration that Hydra composes.
     for task in ("text_generation", "recommendation"):
         compose_config(task, {})
+    # And so does the hash of the code, which ranks compare.
+    code_version()
     # The first compiled loop of a process takes longer than all the steps of a page together.
     linear(torch.ones(1, 1), torch.ones(1, 1))
     Engine(build(config_of(NETWORK), device=torch.device("cpu"), seed=0)).generate(
@@ -201,6 +204,7 @@ if __name__ == "__main__":
         importlib.import_module(module)
     # A copy that looks for garbage would make all of this memory its own.
     gc.freeze()
+    gc.set_threshold(20_000)
     try:
         carry_out(serve(Path(sys.argv[1])))
         end(0)

@@ -302,16 +302,16 @@ def _opened(degrees: ParallelConfig, device: str, num_ranks: int) -> Rendezvous:
     return rendezvous
 
 
-def code_version() -> str:
-    """The version of the package and of torch, and a hash of the package's source files."""
-    digest = hashlib.sha256()
-    for path in sorted(PACKAGE.rglob("*.py")):
-        digest.update(str(path.relative_to(PACKAGE)).encode() + b"\0" + path.read_bytes() + b"\0")
+@cache
+def code_version(package: Path = PACKAGE) -> str:
+    """The version of the package and of torch, and a hash of the package's source files: 0.1 s, once a process."""
+    paths = sorted(package.rglob("*.py"))
+    code = b"".join(str(path.relative_to(package)).encode() + b"\0" + path.read_bytes() + b"\0" for path in paths)
     try:
         version = importlib.metadata.version("kitforge")
     except importlib.metadata.PackageNotFoundError:
         version = "not installed"
-    return f"{version} on torch {torch.__version__}, {digest.hexdigest()}"
+    return f"{version} on torch {torch.__version__}, {hashlib.sha256(code).hexdigest()}"
 
 
 def _connect_store(degrees: ParallelConfig) -> Store:
