@@ -312,7 +312,10 @@ def full_name(name: str, value: Any, options: type[Any], ignored_sections: Seque
     if isinstance(value, str) and f"{name}.name" in known:
         return f"{name}.name"
     if below := [option for option in known if option.startswith(f"{name}.")]:
-        raise ConfigError(f"{name!r} is a group of options", expected=", ".join(below))
+        searched = "auto, for which `kitforge plan` and `kitforge train` search a layout; or " * (name == "parallel")
+        fix = "give the degrees that `kitforge plan ... parallel=auto` prints" if value == "auto" else None
+        got = None if value is None else f"{name}={value}"
+        raise ConfigError(f"{name!r} is a group of options", got=got, expected=searched + ", ".join(below), fix=fix)
     read = [option for option in known if option.split(".")[0] not in ignored_sections]
     meant = _ending_in(name, read)
     if name in SHORT_NAMES and len(meant) == 1 and meant[0].count(".") < 2:

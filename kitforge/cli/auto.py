@@ -1,5 +1,6 @@
 """`parallel=auto` of `kitforge plan` and `kitforge train`."""
 
+import json
 import math
 import os
 import shlex
@@ -8,10 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from rich.table import Column, Table
 
 from kitforge.composition import Composition, compose_config
-from kitforge.core.parallel.rendezvous import launch_info
+from kitforge.core.parallel.config import ParallelConfig
+from kitforge.core.parallel.rendezvous import joined, launch_info
 from kitforge.foresight import named_cluster, own_cluster
 from kitforge.foundation import device as devices
 from kitforge.foundation.errors import ConfigError
@@ -101,32 +104,51 @@ def found_layout(
     compose: Callable[..., Composition], task: str, choices: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
     """The choices of a training with the layout found, and the names that these replace. The ranks are those that a
-    launcher started, each of which finds the same layout; else a rank for each accelerator of this machine, on a CPU as
+    launcher started, for all of which rank 0 finds it; else a rank for each accelerator of this machine, on a CPU as
     many as the given degrees multiply to. Raises ConfigError if no layout fits."""
     given, others, num_given = _given(choices)
-    kit, begun, where = kit_of(task), time.monotonic(), launch_info()
+    kit, where = kit_of(task), launch_info()
     options = kit.read_options(compose(task, others).values)
     device = devices.pick(options.device)
     local = num_given if device.type == "cpu" else devices.count(device.type)
     local, ranks = (local, local) if where is None else (where.local_world_size, where.world_size)
+
+    def find() -> str:
+        return json.dumps(_best_changes(LayoutSearch(kit, options, _cluster_of(options, device, local), given, ranks)))
+
+    if where is None:
+        changes = json.loads(find())
+    else:
+        with joined(ParallelConfig(), options.device, ranks) as rendezvous:
+            changes = json.loads(rendezvous.found_by_rank_zero(find))
+    return others | given | changes, ["parallel", *given, *changes]
+
+
+def _cluster_of(options: Any, device: torch.device, local: int) -> ClusterConfig:
+    """The devices of a training, of which this machine has so many."""
     name, cluster = own_cluster(options)
-    if name is None:
-        # The speed of the data sheet of the accelerator, if there is one, and the memory that this machine has.
-        known = [each for each in presets("cluster") if each.partition("_")[0] in devices.describe(device).lower()]
-        whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / local
-        sheet = cluster if device.type == "cpu" else named_cluster((known or ["h100"])[0])
-        memory = whole if device.type == "cpu" else devices.total_memory(device) or sheet.memory_gb * GIB
-        cluster = replace(sheet, name=device.type, kind=device.type, memory_gb=memory / GIB)
-    found = LayoutSearch(kit, options, cluster, given, ranks).run()
+    if name is not None:
+        return cluster
+    # The speed of the data sheet of the accelerator, if there is one, and the memory that this machine has.
+    known = [each for each in presets("cluster") if each.partition("_")[0] in devices.describe(device).lower()]
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / local
+    sheet = cluster if device.type == "cpu" else named_cluster((known or ["h100"])[0])
+    memory = whole if device.type == "cpu" else devices.total_memory(device) or sheet.memory_gb * GIB
+    return replace(sheet, name=device.type, kind=device.type, memory_gb=memory / GIB)
+
+
+def _best_changes(search: LayoutSearch) -> dict[str, Any]:
+    """The options of the best layout. Raises ConfigError if none fits."""
+    begun, found = time.monotonic(), search.run()
     best = found.best[0]
     if not found.fits:
         raise ConfigError(
             "no layout of parallel=auto fits the devices",
             got=f"{best.bytes / GIB:,.2f} GiB a rank with {best.options.parallel.describe()}, which needs least",
-            expected=f"at most {cluster.usable / GIB:,.2f} GiB on each of {ranks} ranks",
+            expected=f"at most {search.cluster.usable / GIB:,.2f} GiB on each of {search.num_ranks} ranks",
             fix="trainer.offload=optimizer, or more ranks; `kitforge plan ... parallel=auto` says what needs them",
         )
-    changes = best.changes(options)
+    changes = best.changes(search.options)
     words = " ".join(f"{name}={each}" for name, each in changes.items()) or "one rank"
     say(f"parallel=auto: {words}; found in {time.monotonic() - begun:.0f} s: {found.words}")
-    return others | given | changes, ["parallel", *given, *changes]
+    return changes

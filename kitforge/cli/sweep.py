@@ -57,7 +57,7 @@ def sweep_runs(verb: Command, overrides: Sequence[str], *, is_sweep: bool = Fals
         choices.pop("task", None)
         words = " ".join(each for each, (_, _, values) in zip(arguments, axes, strict=True) if len(values) > 1)
         if verb.has_folder and choices.get("parallel") == "auto":
-            # Launched ranks are given the layout; those of another launcher each find the same one.
+            # Ranks that this process launches are given the layout; to those of another launcher rank 0 tells it.
             choices, replaced = imported("cli.auto:found_layout")(imported(verb.compose), task, choices)
             arguments = [each for each in arguments if parse(each)[0] not in replaced]
             arguments += [argument(name, choices[name]) for name in replaced if name in choices]

@@ -19,8 +19,10 @@ from kitforge.kits.planning import ClusterConfig, MemoryPlan, plan_memory, plann
 # Of a device whose speed is not known: a core of a CPU. It orders layouts.
 PEAKS = dict.fromkeys(("fp32", "bf16", "fp16", "fp8"), 0.1)
 ASSUMED = Speed(peak_tflops=PEAKS, memory_gb_per_s=10.0, launch_us=5.0, is_asynchronous=False)
-# Layouts that are traced: of those that fit, and of all; and those that are found.
-NUM_TRACED, MOST_TRACED, NUM_FOUND = 3, 6, 10
+# Layouts that are traced: at least of those that fit, and at most of all; and those that are found.
+NUM_TRACED, MOST_TRACED, NUM_FOUND = 3, 12, 10
+# What a layout of a kind of which none was traced may take of its estimate.
+HOPE = 0.85
 # Layouts that are estimated at once, which bounds the memory of the search.
 CHUNK = 2**17
 # The degrees that multiply to the ranks, and all options that are searched.
@@ -68,9 +70,9 @@ class LayoutSearch:
     def __init__(
         self, kit: AnyKit, options: Any, cluster: ClusterConfig, given: Mapping[str, Any], num_ranks: int
     ) -> None:
-        self._kit, self._options, self._given, self._num_ranks = kit, options, given, num_ranks
+        self._kit, self.options, self._given, self.num_ranks = kit, options, given, num_ranks
         self._speed = cluster.speed or ASSUMED
-        self._cluster = replace(cluster, speed=self._speed)
+        self.cluster = replace(cluster, speed=self._speed)
         kept = {name.partition(".")[2]: each for name, each in given.items() if name not in SEARCHED}
         self._kept = {name: each for name, each in kept.items() if f"parallel.{name}" in given}
         self._batch = options.data.batch_size or options.data.step_size
@@ -78,18 +80,22 @@ class LayoutSearch:
         self._rows = 1 if self._length else max(1, self._batch // 64)
         self._refused: dict[str, ConfigError] = {}
         self._recomputes = any(each.init for each in fields(options.trainer) if each.name == "activation_checkpointing")
-        self._layers = 1
+        self._cuts, self._layers = self._allows({"rows": self._rows}), 1
 
     def run(self) -> FoundLayouts:
         """Search. Raises ConfigError for options that no layout can have, before the first trace."""
+        return self.ordered(*self.estimated())
+
+    def estimated(self) -> tuple[Columns, Estimate, Any, Any]:
+        """All layouts, and the bytes of the fullest rank and the seconds of each as estimated."""
         allowed = self._allowed()
         if max(allowed["pipeline"]) > 1:
-            self._layers = planned_task(self._kit, self._options, self._cluster)[0].num_blocks
-        columns = legal_layouts(self._num_ranks, allowed, self._batch, self._rows, self._layers)
+            self._layers = planned_task(self._kit, self.options, self.cluster)[0].num_blocks
+        columns = legal_layouts(self.num_ranks, allowed, self._batch, self._rows, self._layers)
         if not len(columns["data"]):
             raise ConfigError(
                 "parallel=auto has no layout with these options",
-                got=f"{self._given} on {self._num_ranks} ranks, data.batch_size={self._batch}",
+                got=f"{self._given} on {self.num_ranks} ranks, data.batch_size={self._batch}",
                 expected="degrees that multiply to the ranks, and data x shard that divides data.batch_size",
                 fix="leave out a degree, or change the number of ranks or data.batch_size",
             )
@@ -97,7 +103,11 @@ class LayoutSearch:
         chunks = [slice(at, at + CHUNK) for at in range(0, len(columns["data"]), CHUNK)]
         parts = [estimate.of({name: each[chunk] for name, each in columns.items()}) for chunk in chunks]
         sizes = np.concatenate([size for size, _ in parts])
-        return self._ordered(columns, estimate, sizes, np.concatenate([sum(each.values()) for _, each in parts]))
+        return columns, estimate, sizes, np.concatenate([sum(each.values()) for _, each in parts])
+
+    def options_at(self, columns: Columns, at: int) -> Any:
+        """The options of a layout."""
+        return self._options_of(self._layout(columns, at))
 
     def _options_of(self, layout: Mapping[str, Any]) -> Any:
         """The options of a layout: those of ParallelConfig, and `rows`, `recompute` and `batch` if they are changed."""
@@ -105,9 +115,9 @@ class LayoutSearch:
         kept = self._kept if degrees.get("context", 1) > 1 else self._kept | {"context_by": "heads"}
         names = {"rows": "micro_batch_size", "recompute": "activation_checkpointing"}
         trainer = {names[name]: layout[name] for name in names if name in layout}
-        data = {"data": replace(self._options.data, batch_size=layout["batch"])} if "batch" in layout else {}
+        data = {"data": replace(self.options.data, batch_size=layout["batch"])} if "batch" in layout else {}
         parallel = from_dict(ParallelConfig, kept | degrees, "parallel")
-        return replace(self._options, parallel=parallel, trainer=replace(self._options.trainer, **trainer), **data)
+        return replace(self.options, parallel=parallel, trainer=replace(self.options.trainer, **trainer), **data)
 
     def _allows(self, layout: Mapping[str, Any], name: str = "") -> bool:
         """Whether a real run takes these options; what it says of the first that it does not is kept under the name."""
@@ -122,15 +132,15 @@ class LayoutSearch:
     def _allowed(self) -> dict[str, list[int]]:
         """The values that each column may have, each tried by itself."""
         peaks, given = self._speed.peak_tflops, self._given
-        if self._options.precision not in peaks:
+        if self.options.precision not in peaks:
             raise ConfigError(
                 "parallel=auto orders layouts by time, for which the cluster has no peak speed in this precision",
-                got=f"precision={self._options.precision}; {self._cluster.name} has peak_tflops of {', '.join(peaks)}",
+                got=f"precision={self.options.precision}; {self.cluster.name} has peak_tflops of {', '.join(peaks)}",
                 fix=f"precision={next(iter(peaks))}, or peak_tflops in a file of your own, configs/cluster/NAME.yaml",
             )
         for name in ("copies", "stages_per_rank"):
             check(name not in self._kept, f"parallel.{name}", self._kept.get(name), "no value beside parallel=auto")
-        found, divisors = {}, [each for each in range(1, self._num_ranks + 1) if self._num_ranks % each == 0]
+        found, divisors = {}, [each for each in range(1, self.num_ranks + 1) if self.num_ranks % each == 0]
 
         def tried(name: str, values: Sequence[Any], further: Mapping[str, Any]) -> list[Any]:
             values = [given[f"parallel.{name}"]] if f"parallel.{name}" in given else values
@@ -149,28 +159,30 @@ class LayoutSearch:
         found["zero"] = tried("zero_stage", (1, 2, 3) if least["shard"] > 1 else (3,), {"shard": least["shard"]})
         names = tried("schedule", SCHEDULES if least["pipeline"] > 1 else ("1f1b",), {"pipeline": least["pipeline"]})
         found["schedule"] = [SCHEDULES.index(each) for each in names]
-        mode = self._options.trainer.activation_checkpointing
+        mode = self.options.trainer.activation_checkpointing
         is_free = self._recomputes and "trainer.activation_checkpointing" not in given
         found["recompute"] = [0, 1, 2] if is_free else [RECOMPUTE.index(mode)]
-        self._cuts = self._allows({"rows": self._rows})
         if "trainer.micro_batch_size" in given or not self._cuts:
-            found["rows"] = [self._options.trainer.micro_batch_size or self._batch]
+            found["rows"] = [self.options.trainer.micro_batch_size or self._batch]
         return found
 
     def _probe(self, layout: Mapping[str, Any]) -> Probe:
-        """Two micro-batches on each replica, at two depths of the network."""
-        rows = layout.get("rows", self._rows)
-        batch = (1 + self._cuts) * rows * layout.get("data", 1) * layout.get("shard", 1)
+        """Two micro-batches on each replica, or as many as `count`, at two depths of the network."""
+        layout = {**layout}
+        rows, count = layout.get("rows", self._rows), layout.pop("count", 1 + self._cuts)
+        batch = count * rows * layout.get("data", 1) * layout.get("shard", 1)
         options = self._options_of({**layout, **({"rows": rows} if self._cuts else {}), "batch": batch})
-        traced, options = planned_task(self._kit, options, self._cluster)
+        traced, options = planned_task(self._kit, options, self.cluster)
         self._layers, depths = traced.num_blocks, trace_depths(traced.kinds, traced.num_blocks)[:2]
         depths = (max(depths[0] - 1, 1), depths[0]) if len(depths) == 1 else depths
-        traces = [trace_rank(traced, options, self._cluster, depth) for depth in depths]
+        traces = [trace_rank(traced, options, self.cluster, depth) for depth in depths]
         one, two = (quantities(each.memory, each.work, self._speed) for each in traces)
         found, more = {}, max(depths[1] - depths[0], 1)
         for key in one.keys() | two.keys():
-            block = max(two.get(key, 0) - one.get(key, 0), 0) / more
-            found[key] = np.array([max(two.get(key, 0) - depths[1] * block, 0), block])
+            # At most its part of all: the peak of a moment may lie elsewhere in the deeper network.
+            last = two.get(key, 0)
+            block = min(max(last - one.get(key, 0), 0) / more, last / depths[1])
+            found[key] = np.array([last - depths[1] * block, block])
         return found
 
     def _estimate(self, allowed: Mapping[str, Sequence[int]]) -> Estimate:
@@ -180,19 +192,29 @@ class LayoutSearch:
         sharded = {"shard": least["shard"], "zero_stage": max(allowed["zero"])} if least["shard"] > 1 else {}
         first = {**modes[0], **sharded}
         base = self._probe(first)
-        by_stage = [base if not sharded else self._probe(modes[0])] + [base] * 3
-        for stage in allowed["zero"][:-1] if sharded else ():
-            by_stage[stage] = self._probe({**first, "zero_stage": stage})
+        stages = {each: {**first, "zero_stage": each} for each in allowed["zero"] if sharded} | {0: modes[0]}
+        several = {each: base if layout == first else self._probe(layout) for each, layout in stages.items()}
+        single = {each: self._probe(layout | {"count": 1}) if self._cuts else base for each, layout in stages.items()}
+        by_stage = [(several.get(each, base), single.get(each, base)) for each in range(4)]
         # By the index of `RECOMPUTE`; of one that is not searched it is not asked.
         by_mode = [base] * 3
         for at, mode in list(zip(allowed["recompute"], modes, strict=False))[1:]:
             by_mode[at] = self._probe({**first, **mode})
-        by_axis = {"rows": (base, self._probe({**first, "rows": 2 * self._rows}), 2)} if self._cuts else {}
+        by_axis = {"rows": [(base, self._probe({**first, "rows": 2 * self._rows}), 2)]} if self._cuts else {}
         for axis in ("data", "tensor", "context", "expert"):
-            if (degree := least[axis]) > 1:
+            if (degree := least[axis]) == 1:
+                continue
+            by_axis[axis], in_buckets = [], axis in ("data", "context")
+            if sharded or not in_buckets:
                 replicas = {"data": degree} if axis == "expert" else {}
                 before = self._probe({**first, **replicas}) if replicas else base
-                by_axis[axis] = before, self._probe({**first, **replicas, axis: degree}), degree
+                by_axis[axis].append((before, self._probe({**first, **replicas, axis: degree}), degree))
+            if in_buckets:
+                # Without shards gradients are reduced in buckets, over both axes together.
+                has_both = axis == "context" and "data" in by_axis
+                alone = modes[0] | ({"data": least["data"]} if has_both else {})
+                before = by_axis["data"][-1][1] if has_both else several[0]
+                by_axis[axis].append((before, self._probe({**alone, axis: degree}), degree))
         return Estimate(by_mode, by_stage, by_axis, self._speed, (least["shard"], self._rows, self._layers))
 
     def _layout(self, columns: Columns, at: int) -> dict[str, Any]:
@@ -204,42 +226,81 @@ class LayoutSearch:
             found["rows"] = one["rows"] if one["count"] > 1 else None
         return found | ({"recompute": RECOMPUTE[one["recompute"]]} if self._recomputes else {})
 
-    def _ordered(self, columns: Columns, estimate: Estimate, sizes: Any, seconds: Any) -> FoundLayouts:
-        """Trace the fastest by the estimate, correct that of its kind, and so on."""
-        usable, traced, estimated = self._cluster.usable, list[RankedLayout](), list[RankedLayout]()
-        kind = sum((columns[axis] > 1).astype(np.int32) << bit for bit, axis in enumerate((*AXES, "expert")))
-        ratios, is_open, has_least = dict[int, tuple[float, float]](), np.ones(len(sizes), dtype=bool), False
-        degrees = [name for name in columns if name not in ("rows", "count", "recompute")]
-        fitting = list[RankedLayout]()
-        while len(fitting) + len(estimated) < NUM_FOUND and is_open.any():
-            known = [median(each) for each in zip(*ratios.values(), strict=True)] or [1.0, 1.0]
-            table = np.array([ratios.get(each, known) for each in range(64)], np.float32)
-            time, size = seconds * table[kind, 0], sizes * table[kind, 1]
-            fitting = [each for each in traced if each.bytes <= usable]
-            can_fit = is_open & (size <= usable)
-            if not can_fit.any():
-                if fitting or has_least:
-                    break
-                can_fit, time = is_open, size
+    def _trace(self, layouts: "_Candidates") -> list[RankedLayout]:
+        """Trace the fastest by the estimate, correct that of its kind, and so on; if none fits the one that needs
+        least."""
+        usable, traced = self.cluster.usable, list[RankedLayout]()
+        while len(traced) < MOST_TRACED and layouts.is_open.any():
+            time, size = layouts.corrected(HOPE)
+            known = sorted(each.seconds for each in traced if each.bytes <= usable)
+            can_fit = layouts.is_open & (size <= usable)
+            if is_last := not can_fit.any():
+                can_fit, time = layouts.is_open, size
             at = int(np.argmin(np.where(can_fit, time, np.inf)))
-            if not self._allows(layout := self._layout(columns, at)):
-                is_open &= ~np.logical_and.reduce([columns[name] == columns[name][at] for name in degrees])
+            if (is_last and known) or (len(known) >= NUM_TRACED and time[at] > known[NUM_TRACED - 1]):
+                break
+            if (options := self._taken(layouts, at)) is None:
                 continue
-            is_open[at], has_least = False, time is size
-            options = self._options_of(layout)
-            if len(fitting) < (NUM_TRACED if len(traced) < MOST_TRACED else 1):
-                plan = plan_memory(self._kit, options, self._cluster)
-                by_cause = getattr(plan.time(self._cluster), "by_cause", {})
-                ratios[int(kind[at])] = sum(by_cause.values()) / float(seconds[at]), plan.memory.peak / float(sizes[at])
-                traced.append(RankedLayout(options=options, bytes=plan.memory.peak, by_cause=by_cause, plan=plan))
-            else:
-                causes = estimate.of({name: each[at : at + 1] for name, each in columns.items()})[1]
-                by_cause = {name: float(table[kind[at], 0] * np.ravel(each)[0]) for name, each in causes.items()}
-                estimated.append(RankedLayout(options=options, bytes=float(size[at]), by_cause=by_cause))
+            plan = plan_memory(self._kit, options, self.cluster)
+            by_cause = getattr(plan.time(self.cluster), "by_cause", {})
+            traced.append(RankedLayout(options=options, bytes=plan.memory.peak, by_cause=by_cause, plan=plan))
+            layouts.correct(at, traced[-1])
+            if is_last:
+                break
+        return traced
+
+    def _taken(self, layouts: "_Candidates", at: int) -> Any:
+        """The options of a layout, which is open no more; None if a real run does not take them."""
+        if self._allows(self._layout(layouts.columns, at)):
+            layouts.is_open[at] = False
+            return self.options_at(layouts.columns, at)
+        # Nor any with the same degrees.
+        names = [name for name in layouts.columns if name not in ("rows", "count", "recompute")]
+        same = [layouts.columns[name] == layouts.columns[name][at] for name in names]
+        layouts.is_open &= ~np.logical_and.reduce(same)
+        return None
+
+    def ordered(self, columns: Columns, estimate: Estimate, sizes: Any, seconds: Any) -> FoundLayouts:
+        """The best of those traced and estimated."""
+        layouts = _Candidates(columns, sizes, seconds)
+        traced, usable = self._trace(layouts), self.cluster.usable
         fitting = sorted((each for each in traced if each.bytes <= usable), key=lambda each: each.seconds)
+        estimated, (time, size) = list[RankedLayout](), layouts.corrected(1.0)
+        while fitting and len(estimated) < NUM_FOUND and (can_fit := layouts.is_open & (size <= usable)).any():
+            at = int(np.argmin(np.where(can_fit, time, np.inf)))
+            if (options := self._taken(layouts, at)) is not None:
+                causes = estimate.of({name: each[at : at + 1] for name, each in columns.items()})[1]
+                by_cause = {name: float(time[at] / seconds[at] * np.ravel(each)[0]) for name, each in causes.items()}
+                estimated.append(RankedLayout(options=options, bytes=float(size[at]), by_cause=by_cause))
         words = (
             f"{len(sizes):,} layouts, {int((size <= usable).sum()):,} fit; {len(traced)} traced, others estimated (~)"
         )
         words += "; times by an assumed speed" if self._speed is ASSUMED else ""
-        best = (fitting + estimated)[:NUM_FOUND] if fitting else [min(traced, key=lambda each: each.bytes)]
+        # The best was traced, so that it is known to fit.
+        others = sorted([*fitting[1:], *estimated], key=lambda each: each.seconds)
+        best = [fitting[0], *others][:NUM_FOUND] if fitting else [min(traced, key=lambda each: each.bytes)]
         return FoundLayouts(best=best, fits=bool(fitting), words=words)
+
+
+class _Candidates:
+    """The layouts that are still open, and how far the estimate is off by their kind: axes that are split, and
+    schedule."""
+
+    def __init__(self, columns: Columns, sizes: Any, seconds: Any) -> None:
+        self.columns, self._sizes, self._seconds = columns, sizes, seconds
+        self.is_open = np.ones(len(sizes), dtype=bool)
+        split = [(columns[axis] > 1).astype(np.int32) << bit for bit, axis in enumerate((*AXES, "expert"))]
+        self._kind = sum(split) + (columns["schedule"] << len(split))
+        self._ratios: dict[int, tuple[float, float]] = {}
+
+    def corrected(self, hope: float) -> tuple[Any, Any]:
+        """The seconds and the bytes of each. `hope`: what one of a kind that was not traced may take of its time."""
+        known = [median(each) for each in zip(*self._ratios.values(), strict=True)] or [1.0, 1.0]
+        unknown = min(known[0], 1.0) * hope if hope < 1 else known[0], known[1]
+        table = np.array([self._ratios.get(each, unknown) for each in range(256)], np.float32)
+        return self._seconds * table[self._kind, 0], self._sizes * table[self._kind, 1]
+
+    def correct(self, at: int, true: RankedLayout) -> None:
+        """Those of a kind by one that was traced."""
+        ratio = true.seconds / float(self._seconds[at]), true.bytes / float(self._sizes[at])
+        self._ratios[int(self._kind[at])] = ratio

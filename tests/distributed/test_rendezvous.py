@@ -259,6 +259,25 @@ def test_a_first_rank_that_fails_in_its_turn_ends_the_waiting(store: None) -> No
     assert second.startswith("PeerError: rank 0 failed: the corpus is empty")
 
 
+def finds(opened: Rendezvous, rank: int) -> str:
+    return opened.found_by_rank_zero(lambda: f"found by {rank}")
+
+
+def fails_to_find(opened: Rendezvous, rank: int) -> str:
+    def find() -> str:
+        raise DataError(f"rank {rank} finds nothing")
+
+    return opened.found_by_rank_zero(find)
+
+
+@pytest.mark.slow
+def test_what_the_first_rank_finds_all_have_and_its_failure_too(store: None) -> None:
+    assert meet(finds) == ["found by 0"] * 2
+    first, second = meet(fails_to_find, timeout=4 * PATIENCE)
+    assert first == "DataError: rank 0 finds nothing"
+    assert second.startswith("PeerError: rank 0 failed: rank 0 finds nothing")
+
+
 # Agreement
 
 

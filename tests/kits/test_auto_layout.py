@@ -5,18 +5,20 @@ import itertools
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from kitforge.cli.plan import plan
+from kitforge.composition import compose_config
 from kitforge.core.parallel.config import ParallelConfig
 from kitforge.core.parallel.plan.search import Estimate, legal_layouts
 from kitforge.foundation.errors import ConfigError
 from kitforge.kits import auto_layout
 from kitforge.kits.auto_layout import ASSUMED, FoundLayouts, LayoutSearch
-from kitforge.kits.planning import ClusterConfig, plan_memory
+from kitforge.kits.planning import ClusterConfig, MemoryPlan, plan_memory
 from kitforge.kits.registry import kit_of
 from tests.measured_step import options_of
 
@@ -33,9 +35,10 @@ def found(given: dict[str, Any], cluster: ClusterConfig = CLUSTER, num_ranks: in
 
 
 @pytest.mark.slow
-def test_the_best_of_the_search_are_the_best_of_all_traces() -> None:
+def test_the_best_of_the_search_are_the_best_of_all_traces(monkeypatch: pytest.MonkeyPatch) -> None:
     given = FIXED | {"trainer.micro_batch_size": 2}
     options, traced = options_of(TINY | {"trainer.micro_batch_size": 2}), dict[str, tuple[float, float]]()
+    plans = dict[str, MemoryPlan]()
     for data, shard, tensor, context in itertools.product((1, 2, 4), repeat=4):
         if data * shard * tensor * context == 4:
             degrees = ParallelConfig(data=data, shard=shard, tensor=tensor, context=context)
@@ -46,6 +49,9 @@ def test_the_best_of_the_search_are_the_best_of_all_traces() -> None:
             time = one.time(CLUSTER)
             assert time is not None
             traced[degrees.describe()] = time.seconds, one.memory.peak
+            plans[degrees.describe()] = one
+    # Each layout is traced once.
+    monkeypatch.setattr(auto_layout, "plan_memory", lambda _, options, __: plans[options.parallel.describe()])
     result = found(given)
     assert len(traced) == len(result.best) == 10
     by_time = sorted(traced, key=lambda each: traced[each][0])
@@ -60,6 +66,23 @@ def test_the_best_of_the_search_are_the_best_of_all_traces() -> None:
         (each.options.trainer.micro_batch_size, each.options.trainer.activation_checkpointing) for each in result.best
     }
     assert kept == {(2, "none")}
+
+
+@pytest.mark.slow
+def test_the_estimate_of_a_layout_that_was_probed_is_its_trace() -> None:
+    given = FIXED | {"parallel.tensor": 1, "parallel.context": 1, "parallel.zero_stage": 2}
+    search = LayoutSearch(KIT, options_of(TINY | {"data.batch_size": 4}), CLUSTER, given, 2)
+    columns, _, sizes, seconds = search.estimated()
+    # With shards and without, one row at once; buckets free temporaries that the estimate leaves half of.
+    probed = np.flatnonzero((columns["count"] == 2) & (columns["rows"] == 1))
+    kinds = {(int(columns["shard"][at]), int(columns["zero"][at])) for at in probed}
+    assert kinds == {(1, 2), (2, 2)}
+    for at in probed:
+        near = 1e-3 if columns["shard"][at] > 1 else 1e-2
+        plan = plan_memory(KIT, search.options_at(columns, int(at)), CLUSTER)
+        time = plan.time(CLUSTER)
+        assert time is not None
+        assert (sizes[at], seconds[at]) == pytest.approx((plan.memory.peak, time.seconds), rel=near)
 
 
 def test_every_layout_multiplies_to_the_ranks_and_keeps_what_is_fixed() -> None:
@@ -92,7 +115,7 @@ def test_an_axis_divides_in_the_estimate_what_its_probe_shows() -> None:
         return {name: np.array([0.0, each]) for name, each in (sizes | seconds).items()}
 
     one, cut = probe(8.0, 4.0, 2.0), probe(4.0, 4.0, 1.0)
-    estimate = Estimate([one] * 3, [one] * 4, {"tensor": (one, cut, 2)}, ASSUMED, (1, 1, 10))
+    estimate = Estimate([one] * 3, [(one, one)] * 4, {"tensor": [(one, cut, 2)]}, ASSUMED, (1, 1, 10))
     axes = dict.fromkeys(("data", "shard", "context", "expert", "zero", "rows"), 1)
     values = axes | {"tensor": 4, "pipeline": 2, "schedule": 0, "recompute": 0, "count": 8}
     size, seconds = estimate.of({name: np.array([each], dtype=np.int32) for name, each in values.items()})
@@ -101,6 +124,38 @@ def test_an_axis_divides_in_the_estimate_what_its_probe_shows() -> None:
     assert seconds["products"] == pytest.approx(8 * 10 / 2 * 2 / 4)
     # One of two stages waits for one micro-batch.
     assert seconds["bubble"] == pytest.approx(10 / 2 * 2 / 4)
+
+
+def test_a_kind_of_layout_is_traced_while_it_may_be_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
+    allowed = {"data": [1, 4], "tensor": [1, 4], "shard": [1, 4], "context": [1], "pipeline": [1], "expert": [1]}
+    columns = legal_layouts(4, allowed | {"zero": [3], "schedule": [0], "recompute": [0]}, 32, 1, 2)
+    # By the estimate tensor is a tenth slower than data, in truth as much faster; shard is twice as slow.
+    estimated = np.where(columns["tensor"] > 1, 1.1, np.where(columns["shard"] > 1, 2.0, 1.0)) + columns["count"] / 100
+    asked = list[str]()
+
+    class Traced:
+        memory = SimpleNamespace(peak=1)
+
+        def __init__(self, _kit: object, options: Any, _cluster: object) -> None:
+            self.degrees = options.parallel
+            asked.append(self.degrees.describe())
+
+        def time(self, _cluster: object) -> Any:
+            return SimpleNamespace(by_cause={"products": 0.9 if self.degrees.tensor > 1 else 1.0})
+
+    monkeypatch.setattr(auto_layout, "plan_memory", Traced)
+    search = LayoutSearch(KIT, options_of(TINY | {"data.batch_size": 32}), CLUSTER, {}, 4)
+    estimate: Any = SimpleNamespace(of=lambda _columns: (None, {"products": 1.0}))
+    result = search.ordered(columns, estimate, np.ones(len(estimated)), estimated)
+    assert result.best[0].options.parallel.tensor == 4
+    assert "shard=4 = 4" not in asked and len(asked) < len(estimated)
+
+
+@pytest.mark.parametrize("value", ["autom", "auto", 2])
+def test_a_value_of_parallel_that_is_none_is_told_of_auto(value: object) -> None:
+    with pytest.raises(ConfigError, match=f"got: +parallel={value}\n.*auto, for which `kitforge plan`") as caught:
+        compose_config("text_generation", {"parallel": value})
+    assert ("`kitforge plan ... parallel=auto` prints" in str(caught.value)) == (value == "auto")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -161,6 +161,17 @@ class Rendezvous:
         if self._store.add(f"{done}/count", 1) == self._launch.world_size:
             self._store.set(f"{done}/all", "done")
         self._wait(f"{done}/all")
+
+    def found_by_rank_zero(self, find: Callable[[], str]) -> str:
+        """What rank 0 finds, on all ranks, which may take minutes. Its failure is one of all ranks."""
+        if self._launch is None or self._store is None:
+            return find()
+        self._num_turns += 1
+        name = f"found/{self._num_turns}"
+        if self.rank == 0:
+            self._store.set(name, find())
+        self._wait(name)
+        return self._store.get(name).decode()
 
     def init_process_group(self) -> World:
         """Create the process groups and return the world. A second call returns the same one."""

@@ -14,14 +14,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-from torch.utils._pytree import tree_leaves
 
 from kitforge.core.parallel.config import ParallelConfig
 from kitforge.core.parallel.fsdp import local_tensor
 from kitforge.core.parallel.mesh import Mesh
 from kitforge.core.parallel.parallelize import ParallelModel
 from kitforge.core.parallel.plan.memory import MemoryTrace
-from kitforge.core.parallel.plan.work import UPDATE
+from kitforge.core.parallel.plan.work import UPDATE, tensors_in
 from kitforge.core.parallel.schedules import Pass, PassKind
 from kitforge.core.parallel.stage import Flight
 from kitforge.core.parallel.world import World
@@ -55,7 +54,7 @@ class KnownData(FakeTensorMode):  # type: ignore[no-untyped-call]
         """Call the operation, for its values or for its shapes."""
         if self._is_within:
             return super().__torch_dispatch__(function, types, args, kwargs)
-        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        given = tensors_in((args, kwargs))
         if any(map(is_fake, given)):
             if function is torch.ops.aten.index.Tensor:
                 args = (args[0], [part for each in args[1] for part in _positions(each)])
@@ -75,7 +74,7 @@ class KnownData(FakeTensorMode):  # type: ignore[no-untyped-call]
             return self._shapes(function, types, args, kwargs)
         with suppress(DataDependentOutputException, DynamicOutputShapeException):
             shaped = self._shapes(function, types, args, kwargs)
-            if any(isinstance(each, Tensor) and each.numel() > MOST_KNOWN for each in tree_leaves(shaped)):
+            if any(each.numel() > MOST_KNOWN for each in tensors_in(shaped)):
                 return shaped
         return function(*args, **kwargs)
 

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
 
-from kitforge.core.parallel.plan.work import WorkTrace
+from kitforge.core.parallel.plan.work import WorkTrace, tensors_in
 from kitforge.foundation.host_values import is_fake
 
 # What a storage holds, as reports name it. Frozen weights are those that the optimizer has no part of, of other roles
@@ -191,21 +190,21 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.work.count(function, args, output)
         name, is_sent = function.name(), function.namespace in ("c10d", "_c10d_functional")
         cause = "logits" if self._moment == "head" else "activations" if self.is_forward else "temporaries"
-        for tensor in tree_leaves(output):
-            if type(tensor) is torch.nn.Parameter or not isinstance(tensor, Tensor):
+        for tensor in tensors_in(output):
+            if type(tensor) is torch.nn.Parameter:
                 continue
             if is_fake(tensor) or not (self._is_building or self._is_data(tensor, args)):
                 self._follow(tensor, cause)
         if is_sent:
-            self._mark_sent([each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)])
-        if self._is_cpu:
-            self._count_copies(name, [each for each in tree_leaves(args) if isinstance(each, Tensor)])
+            self._mark_sent(tensors_in((args, kwargs)))
+        if self._is_cpu and (name in _CASTS or name in _GLOO_COPIES):
+            self._count_copies(name, tensors_in(args))
         return output
 
     def _is_data(self, tensor: Tensor, inputs: Any) -> bool:
         """Whether it is a view of an input that was there before the step."""
         key = tensor.untyped_storage()._cdata
-        given = (each for each in tree_leaves(inputs) if isinstance(each, Tensor) and not is_fake(each))
+        given = (each for each in tensors_in(inputs) if not is_fake(each))
         return key not in self._live and any(key == each.untyped_storage()._cdata for each in given)
 
     def _follow(self, tensor: Tensor, cause: str) -> None:

@@ -5,6 +5,7 @@ block. Probes with one axis split say which part of a quantity this axis divides
 """
 
 import functools
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -88,8 +89,9 @@ def quantities(memory: StepMemory, work: StepWork, speed: Speed) -> dict[tuple[A
             found[group, "launches"] += (part.counts["launches"] + VIEW * part.counts["views"]) * speed.launch_us * 1e-6
             longest = defaultdict[tuple[Any, ...], float](float)
             for message, count in part.messages.items():
-                # FSDP's group is shard x context, whichever of them is split.
-                key = message.kind, "shard" if message.axis == "fsdp" else message.axis, message.is_hidden
+                # FSDP's group is shard x context, and that of buckets data x context, whichever of them is split.
+                axis = {"fsdp": "shard", "data": "batch"}.get(message.axis, message.axis)
+                key = message.kind, axis, message.is_hidden
                 found[group, *key, "count"] += count
                 found[group, *key, "bytes"] += part.sent[message]
                 longest[key] = max(longest[key], part.sent[message] / count)
@@ -100,54 +102,73 @@ def quantities(memory: StepMemory, work: StepWork, speed: Speed) -> dict[tuple[A
 
 
 class _Term(NamedTuple):
-    """A quantity, by stage of ZeRO (0 without shards) and recomputation; by stage the part of it that FSDP divides, the
-    part that each axis divides, its growth with each further row, and the axis that brings it."""
+    """A quantity, by stage of ZeRO (0 without shards), recomputation and whether there is a single micro-batch, beside
+    the blocks and for a block; the parts of it that FSDP and each axis divide, its growth with each further row, and
+    the axis that brings it."""
 
-    values: Any  # [4, 3, 2]
-    sharded: Any  # [4]
-    divided: dict[str, float]
-    growth: float = 0.0
+    values: Any  # [4, 3, 2, 2]
+    sharded: Any  # [4, 2]
+    divided: dict[str, Any]  # [4, 2] each
+    growth: Any = 0.0  # [2]
     axis: str | None = None
 
 
 class Estimate:
     """The memory and the time of layouts, from probes: `by_mode` of recomputation, `by_stage` of ZeRO with so many
-    `shards` (0 is one rank), and `by_axis` (and `rows`) with the probe it is compared with and their ratio."""
+    `shards` (0 is one rank) the probe of several micro-batches and of a single one, and `by_axis` (and `rows`), with
+    shards and without, the probe it is compared with, itself and their ratio."""
 
     def __init__(
         self,
         by_mode: Sequence[Probe],
-        by_stage: Sequence[Probe],
-        by_axis: Mapping[str, tuple[Probe, Probe, int]],
+        by_stage: Sequence[tuple[Probe, Probe]],
+        by_axis: Mapping[str, Sequence[tuple[Probe, Probe, int]]],
         speed: Speed,
         sizes: tuple[int, int, int],
     ) -> None:
         """`sizes`: the shards, the rows of a micro-batch, and the blocks of the network."""
         self._by_mode, self._by_stage, self._by_axis, self._speed = by_mode, by_stage, by_axis, speed
         self._shards, self._rows, self._layers = sizes
-        every = [*by_mode, *by_stage, *(probe for _, probe, _ in by_axis.values())]
+        self._whole = np.array([1, self._layers])
+        launches = np.array([self._sum(each, [("each", "launches")]) @ self._whole for each in by_mode])
+        self._again = np.where(launches[0] > 0, launches / max(launches[0], 1e-30), 1.0)
+        every = [*by_mode, *itertools.chain(*by_stage)]
+        every += [probe for pairs in by_axis.values() for _, probe, _ in pairs]
         self._terms = {key: self._brought(key) for key in {key: None for probe in every for key in probe}}
 
     def _sum(self, probe: Probe, keys: Sequence[tuple[Any, ...]]) -> Any:
         return np.sum([probe.get(key, np.zeros(2)) for key in keys], axis=0)
 
+    def _of_pairs(self, axis: str, keys: Sequence[tuple[Any, ...]]) -> Any:
+        """The sum of quantities without an axis and with it, by stage."""
+        pairs = [self._by_axis[axis][-1][:2], *[self._by_axis[axis][0][:2]] * 3]
+        return np.array([[self._sum(each, keys) for each in probes] for probes in zip(*pairs, strict=True)])
+
     def _like(self, keys: Sequence[tuple[Any, ...]]) -> _Term:
         """How the sum of quantities depends on the layout."""
-        by_stage, by_mode = ([self._sum(each, keys) for each in probes] for probes in (self._by_stage, self._by_mode))
-        values = np.array([[stage + mode - by_mode[0] for mode in by_mode] for stage in by_stage])
+        by_stage = np.array([[self._sum(each, keys) for each in pair] for pair in self._by_stage])
+        by_mode = np.array([self._sum(each, keys) for each in self._by_mode])
+        values = by_stage[:, None] + (by_mode - by_mode[0])[None, :, None]
         # What FSDP shards it divides; of the rest there may be another amount, the same with any number of shards.
-        is_state, whole = keys[0][0] == "update" or keys[0][-1] in STATE, np.array([1, self._layers])
-        alone = by_stage[0] @ whole
-        sharded = [_divided_part(each @ whole, alone, self._shards) if is_state else 0.0 for each in by_stage]
-        divided, growth = dict[str, float](), 0.0
-        for axis, (before, probe, degree) in self._by_axis.items():
-            one, two = (self._sum(each, keys) @ whole for each in (before, probe))
-            if axis == "rows" and one:
+        is_state = keys[0][0] == "update" or keys[0][-1] in STATE
+        sharded = _divided_part(by_stage[:, 0], by_stage[0, 0], self._shards) * is_state
+        divided, growth = dict[str, Any](), np.zeros(2)
+        for axis in self._by_axis:
+            one, two = self._of_pairs(axis, keys)
+            if axis == "rows":
                 # No quantity grows by more than the rows do.
-                growth = min(max(two / one - 1, 0.0), 1.0) / self._rows
-            elif not (axis == "context" and is_state and self._shards > 1):
-                divided[axis] = _divided_part(two, one, degree)
-        return _Term(np.maximum(values, 0.0), np.array(sharded), divided, growth)
+                growth = np.clip(two[1] / np.maximum(one[1], 1e-30) - 1, 0.0, 1.0) * (one[1] > 0) / self._rows
+            else:
+                if not is_state:
+                    # The peak of a moment lies elsewhere in a deeper network: its sum alone is that of a trace.
+                    one, two = (each @ self._whole[:, None] * np.ones(2) for each in (one, two))
+                divided[axis] = _divided_part(two, one, self._by_axis[axis][0][2])
+                if axis == "context" and is_state and self._shards > 1:
+                    divided[axis][1:] = 0.0  # as part of FSDP's group
+        if keys[0][0] == "memory" and keys[0][2] in ("gathered weights", "communication"):
+            # In the probes they are those of weights that FSDP gathers, but for what an axis brings.
+            divided |= self._cause("weights").divided
+        return _Term(np.maximum(values, 0.0), sharded, divided, growth)
 
     @functools.cache  # noqa: B019 (an estimate lives as long as its search)
     def _cause(self, cause: str) -> _Term:
@@ -158,39 +179,57 @@ class Estimate:
         a cause do."""
         own, is_count = self._like([key]), key[-1] == "count"
         terms = [own._replace(divided={}, growth=0.0) if is_count else own]
-        for axis, (before, probe, _) in self._by_axis.items():
-            more = np.maximum(self._sum(probe, [key]) - self._sum(before, [key]), 0.0)
-            if not more.any() or axis == "rows":
+        for axis in self._by_axis:
+            if axis == "rows":
+                continue
+            degree = self._by_axis[axis][0][2]
+            kept = 1 - own.divided[axis] * (1 - 1 / degree)
+            one, two = self._of_pairs(axis, [key])
+            more = np.maximum(two - one * kept, 0.0)
+            most = np.maximum((two - one * kept) @ self._whole, 0.0)
+            more *= (most / np.maximum(more @ self._whole, 1e-30))[:, None]
+            if not more.any():
                 continue
             like = self._cause("gradients" if axis == "data" else "activations")
             # What is gathered or reduced is whole on each rank of its axis; what is exchanged is its own part.
             is_exchanged = axis == "context" and key[1] == "all_to_all" and not is_count
-            divided = {**({} if is_count else like.divided), axis: 0.0}
+            divided = {**({} if is_count else like.divided), axis: np.zeros((4, 2))}
             if is_exchanged:
-                divided[axis], more = 1.0, more * self._by_axis[axis][2]
-            sharded = like.sharded if axis == "data" and not is_count else np.zeros(4)
-            terms.append(_Term(np.tile(more, (4, 3, 1)), sharded, divided, 0.0 if is_count else like.growth, axis))
+                divided[axis], more = np.ones((4, 2)), more * degree
+            sharded = like.sharded if axis == "data" and not is_count else np.zeros((4, 2))
+            # What it brings to a pass it brings to one that is computed again.
+            again = self._again if axis != "data" and key[0] in ("each", "last") else np.ones(3)
+            values = more[:, None, None] * again[None, :, None, None] * np.ones((1, 1, 2, 1))
+            terms.append(_Term(values, sharded, divided, 0.0 if is_count else like.growth, axis))
         return terms
 
     def of(self, columns: Columns) -> tuple[Any, dict[str, Any]]:
         """The bytes of the fullest rank of each layout, and its seconds by cause."""
-        cut = {axis: (1 - 1 / columns[axis]).astype(np.float32) for axis in ("data", "tensor", "context", "expert")}
+        axes = ("data", "tensor", "context", "expert")
+        cut = {axis: (1 - 1 / columns[axis]).astype(np.float32)[:, None] for axis in axes}
+        more_rows = (columns["rows"] - self._rows).astype(np.float32)[:, None]
         stage = np.where(columns["shard"] > 1, columns["zero"], 0)
-        of_shards = (1 - 1 / _product(columns, ("shard", "context"))).astype(np.float32)
+        is_single = (columns["count"] == 1).astype(np.int8)
+        is_split = {axis: columns[axis] > 1 for axis in axes}
+        is_split["data"] = is_split["data"] | (is_split["context"] & (stage == 0))
+        of_shards = (1 - 1 / _product(columns, ("shard", "context"))).astype(np.float32)[:, None]
         blocks = (self._layers / columns["pipeline"]).astype(np.float32)
 
         def value(key: tuple[Any, ...], blocks: Any = blocks) -> Any:
             total = np.zeros(len(stage), np.float32)
             for term in self._terms.get(key, ()):
-                table = term.values.astype(np.float32)[stage, columns["recompute"]]
-                found = table[:, 0] + table[:, 1] * blocks
+                found = term.values.astype(np.float32)[stage, columns["recompute"], is_single]
                 if term.sharded.any():
                     part = term.sharded.astype(np.float32)[stage]
-                    found *= np.where(stage > 0, (1 - part * of_shards) / (1 - part * (1 - 1 / self._shards)), 1)
+                    whole = (1 - part * of_shards) / (1 - part * (1 - 1 / self._shards))
+                    found *= np.where(stage[:, None] > 0, whole, 1)
                 for axis, part in term.divided.items():
-                    found = found * (1 - np.float32(part) * cut[axis]) if part > 1e-4 else found
-                found *= 1 + np.float32(term.growth) * (columns["rows"] - self._rows)
-                total += found if term.axis is None else np.where(columns[term.axis] > 1, found, 0)
+                    if part.max() > 1e-4:
+                        found *= 1 - part.astype(np.float32)[stage] * cut[axis]
+                if np.any(term.growth):
+                    found *= 1 + np.float32(term.growth) * more_rows
+                found = found[:, 0] + found[:, 1] * blocks
+                total += found if term.axis is None else np.where(is_split[term.axis], found, 0)
             return total
 
         waits, first, last = _pipelined(columns)
@@ -237,9 +276,10 @@ class Estimate:
         return found | {"update": sum(update.values()), "bubble": bubble}
 
 
-def _divided_part(two: float, one: float, degree: int) -> float:
-    """The part of a quantity that an axis divides, whose degree makes one out of it the other."""
-    return min(max(1 - two / one, 0.0) / (1 - 1 / degree), 1.0) if one > 0 and degree > 1 else 0.0
+def _divided_part(two: Any, one: Any, degree: int) -> Any:
+    """The parts of quantities that an axis divides, whose degree makes one out of them the other."""
+    cut = np.where(one > 0, 1 - two / np.maximum(one, 1e-30), 0.0)
+    return np.clip(cut / (1 - 1 / max(degree, 2)), 0.0, 1.0)
 
 
 def _group(axis: str, columns: Columns) -> tuple[Any, Any]:
