@@ -108,6 +108,9 @@ def test_continuations_score_alike(folder: Path, theirs: HFLM, tmp_path: Path) -
     assert found.metrics["a/accuracy"] == sum(is_greedy for _, is_greedy in wanted) / len(wanted)
     mean = sum(score for score, _ in wanted) / len(wanted)
     assert math.log(found.metrics["a/perplexity"]) == pytest.approx(-mean, rel=1e-5)
+    # That of the mean of the logarithms, carried to the perplexity by its derivative.
+    error = mean_stderr([score for score, _ in wanted]) * math.exp(-mean)
+    assert found.metrics["a/perplexity_stderr"] == pytest.approx(error, rel=1e-4)
 
 
 def test_rolling_perplexity_is_theirs(folder: Path, theirs: HFLM, tmp_path: Path) -> None:

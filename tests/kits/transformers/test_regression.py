@@ -84,6 +84,8 @@ def test_a_run_of_numbers_is_exported_and_read_by_transformers(rows: list[dict[s
         (found,) = pipeline("text_classification", model=source)(["text 3"], top_k=None)
         scores = {each["label"]: each["score"] for each in found}
         assert [scores[name] for name in names] == pytest.approx(wanted, abs=1e-5)
+        (row,) = pipeline("text_classification", model=source).predictions(["text 3"])
+        assert row == ({"scores": scores} if rows is TWO else {"score": scores["LABEL_0"]})
     found = texts.begin(None, {"checkpoint": str(tmp_path / "folder"), "model": {}}, train_dataset=rows)
     assert set(found.loop.evaluate()) == {"eval/loss", "eval/mse", "eval/pearson"}
 
