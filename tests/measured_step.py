@@ -33,10 +33,12 @@ def options_of(choices: dict[str, Any], task: str = "text_generation") -> Any:
     return kit_of(task).read_options(compose_config(task, shared | choices).values)
 
 
-def traced(options: Any, index: int = 0, *, by_relay: bool = False, device_type: str = "cpu") -> StepMemory:
+def traced(
+    options: Any, index: int = 0, *, by_relay: bool = False, device_type: str = "cpu", expert_skew: float = 1.0
+) -> StepMemory:
     """Of the first rank with that index along `pipeline`."""
     trace = MemoryTrace(device_type, is_building=True)
-    with dry_world(options.parallel, options.precision, index, device_type) as world, trace:
+    with dry_world(options.parallel, options.precision, index, device_type, expert_skew) as world, trace:
         return trace_step(step_of(options, world, by_relay=by_relay), options, trace)
 
 

@@ -38,11 +38,13 @@ class ClusterConfig:
     speed: Speed | None = None  # None: a plan has no times
     price_per_hour: float | None = None  # of a device
     currency: str | None = None  # of the price: EUR
+    expert_skew: float = 1.0  # with parallel.expert, the rows of the rank whose experts get most by the mean
 
     def __post_init__(self) -> None:
         check(self.memory_gb > 0, "cluster.memory_gb", self.memory_gb, "a number above 0")
         check(0 <= self.reserve < 1, "cluster.reserve", self.reserve, "from 0 to below 1")
         check(self.devices is None or self.devices > 0, "cluster.devices", self.devices, "a whole number of at least 1")
+        check(self.expert_skew >= 1, "cluster.expert_skew", self.expert_skew, "the fullest by the mean: at least 1")
         has_both, price = (self.price_per_hour is None) == (self.currency is None), self.price_per_hour
         check(has_both, "cluster.currency", self.currency, "one with a price, none without", "cluster.currency=EUR")
         check(price is None or price > 0, "cluster.price_per_hour", price, "a number above 0")
@@ -129,7 +131,7 @@ def trace_rank(
     traced: TracedTask, options: Any, cluster: ClusterConfig, depth: int, index: int = 0, *, keeps_course: bool = False
 ) -> TracedRank:
     """Trace the first rank with an index along `pipeline`, of a network with so many blocks."""
-    with dry_world(options.parallel, options.precision, index, cluster.kind) as world:
+    with dry_world(options.parallel, options.precision, index, cluster.kind, cluster.expert_skew) as world:
         work = WorkTrace(cluster.kind, options.precision, world.mesh)
         memory = MemoryTrace(cluster.kind, work, is_building=True, keeps_course=keeps_course)
         with watching_kernels(work.counted), memory:
@@ -186,6 +188,8 @@ def _doubts(options: Any, cluster: ClusterConfig, has_experts: bool) -> Iterator
         yield f"with AMX, products in {options.precision} copy their operands: up to 2 % more was seen"
     if has_experts and options.precision != "fp32":
         yield f"experts in {options.precision} cast their rows unseen: up to 3 % more was seen"
+    if options.parallel.expert > 1 and cluster.expert_skew == 1:
+        yield "experts of all ranks get as many rows: cluster.expert_skew=1.5 plans the fullest with half as many more"
     if options.trainer.offload == "optimizer_and_gradients":
         yield "gradients that wait for the host stay on the device a while: up to 15 % more was seen"
     rollout = getattr(options, "rollout", None)

@@ -24,7 +24,7 @@ from kitforge.core.nn.moe import Experts
 from kitforge.core.parallel import collectives
 from kitforge.core.parallel.mesh import Mesh
 from kitforge.core.parallel.sharding import EXPERT
-from kitforge.foundation.host_values import host_list
+from kitforge.foundation.host_values import EXPERT_SKEW, host_list
 
 
 def exchange_experts(model: nn.Module, mesh: Mesh) -> None:
@@ -55,7 +55,9 @@ class TokenExchange:
         last = ends.view(self._ranks, -1)[:, -1].long()
         # The rows sent to each rank, and received from each, in one wait for the device.
         counts = torch.stack([last.diff(prepend=last.new_zeros(1)), arriving.sum(1)])
-        sent, received = host_list(counts, [[len(rows) // self._ranks] * self._ranks] * 2)
+        usual = len(rows) // self._ranks
+        arrive = int(usual * min(EXPERT_SKEW.get(), self._ranks))
+        sent, received = host_list(counts, [[usual] * self._ranks, [arrive] * self._ranks])
         own = len(ends) // self._ranks
         # What arrives is in the order of the ranks that sent it, and of each in the order of the experts.
         expert_of_row = torch.arange(own, device=rows.device).repeat(self._ranks)

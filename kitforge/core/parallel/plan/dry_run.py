@@ -26,7 +26,7 @@ from kitforge.core.parallel.stage import Flight
 from kitforge.core.parallel.world import World
 from kitforge.foundation.dtype import Precision
 from kitforge.foundation.errors import ModelError
-from kitforge.foundation.host_values import is_fake
+from kitforge.foundation.host_values import EXPERT_SKEW, is_fake
 
 # Elements up to which what follows from known values is computed; larger masks are known by their shapes.
 MOST_KNOWN = 2**24
@@ -118,13 +118,18 @@ def _positions(index: Tensor | None) -> tuple[Tensor | None, ...]:
 
 @contextmanager
 def dry_world(
-    degrees: ParallelConfig, precision: Precision, index: int = 0, device_type: str = "cpu"
+    degrees: ParallelConfig,
+    precision: Precision,
+    index: int = 0,
+    device_type: str = "cpu",
+    expert_skew: float = 1.0,
 ) -> Iterator[World]:
     """The world of the first rank with an index along `pipeline`, in which the CPU stands in for a device of that type
-    and tensors have no values, see `KnownData`. Raises ModelError, with the line, where a network reads one."""
+    and tensors have no values, see `KnownData`; its experts get `expert_skew` times the rows of a usual rank. Raises
+    ModelError, with the line, where a network reads a value."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC0415 (half a second, for plans alone)
 
-    size = degrees.world_size
+    size, before = degrees.world_size, EXPERT_SKEW.set(expert_skew)
     if size > 1:
         rank = index * size // degrees.pipeline
         dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
@@ -136,6 +141,7 @@ def dry_world(
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise _value_read(error) from None
     finally:
+        EXPERT_SKEW.reset(before)
         if size > 1:
             from torch.distributed.tensor import DTensor  # noqa: PLC0415 (half a second, for shards alone)
 
