@@ -20,9 +20,9 @@ from kitforge.kits.planning import ClusterConfig, MemoryPlan, plan_memory, plann
 PEAKS = dict.fromkeys(("fp32", "bf16", "fp16", "fp8"), 0.1)
 ASSUMED = Speed(peak_tflops=PEAKS, memory_gb_per_s=10.0, launch_us=5.0, is_asynchronous=False)
 # Layouts that are traced: at least of those that fit, and at most of all; and those that are found.
-NUM_TRACED, MOST_TRACED, NUM_FOUND = 3, 12, 10
+NUM_TRACED, MOST_TRACED, NUM_FOUND = 3, 6, 10
 # What a layout of a kind of which none was traced may take of its estimate.
-HOPE = 0.85
+HOPE = 0.9
 # Layouts that are estimated at once, which bounds the memory of the search.
 CHUNK = 2**17
 # The degrees that multiply to the ranks, and all options that are searched.
@@ -270,7 +270,10 @@ class LayoutSearch:
             at = int(np.argmin(np.where(can_fit, time, np.inf)))
             if (options := self._taken(layouts, at)) is not None:
                 causes = estimate.of({name: each[at : at + 1] for name, each in columns.items()})[1]
-                by_cause = {name: float(time[at] / seconds[at] * np.ravel(each)[0]) for name, each in causes.items()}
+                # As a trace names the group, which is one of fewer axes without context.
+                axis, own = ("batch", "data") if columns["context"][at] == 1 else ("shard", "fsdp")
+                named = {name.replace(f"over {axis}", f"over {own}"): each for name, each in causes.items()}
+                by_cause = {name: float(time[at] / seconds[at] * np.ravel(each)[0]) for name, each in named.items()}
                 estimated.append(RankedLayout(options=options, bytes=float(size[at]), by_cause=by_cause))
         words = (
             f"{len(sizes):,} layouts, {int((size <= usable).sum()):,} fit; {len(traced)} traced, others estimated (~)"
@@ -283,21 +286,19 @@ class LayoutSearch:
 
 
 class _Candidates:
-    """The layouts that are still open, and how far the estimate is off by their kind: axes that are split, and
-    schedule."""
+    """The layouts that are still open, and how far the estimate is off by their kind, the axes that are split."""
 
     def __init__(self, columns: Columns, sizes: Any, seconds: Any) -> None:
         self.columns, self._sizes, self._seconds = columns, sizes, seconds
         self.is_open = np.ones(len(sizes), dtype=bool)
-        split = [(columns[axis] > 1).astype(np.int32) << bit for bit, axis in enumerate((*AXES, "expert"))]
-        self._kind = sum(split) + (columns["schedule"] << len(split))
+        self._kind = sum((columns[axis] > 1).astype(np.int32) << bit for bit, axis in enumerate((*AXES, "expert")))
         self._ratios: dict[int, tuple[float, float]] = {}
 
     def corrected(self, hope: float) -> tuple[Any, Any]:
         """The seconds and the bytes of each. `hope`: what one of a kind that was not traced may take of its time."""
         known = [median(each) for each in zip(*self._ratios.values(), strict=True)] or [1.0, 1.0]
         unknown = min(known[0], 1.0) * hope if hope < 1 else known[0], known[1]
-        table = np.array([self._ratios.get(each, unknown) for each in range(256)], np.float32)
+        table = np.array([self._ratios.get(each, unknown) for each in range(2 * 2 ** len(AXES))], np.float32)
         return self._seconds * table[self._kind, 0], self._sizes * table[self._kind, 1]
 
     def correct(self, at: int, true: RankedLayout) -> None:
