@@ -1,7 +1,8 @@
 # Every verb of the project; `make` alone lists them. Written for GNU make 3.81, which macOS still ships.
 
 PYTHON ?= python3
-WORKERS ?= 2
+# On two cores a third computes while others wait: for ranks, for processes, for what must not come.
+WORKERS ?= 3
 # The address of an index for torch alone; on Linux without a GPU, PyTorch's index of CPU builds saves gigabytes.
 TORCH_INDEX ?=
 
