@@ -31,20 +31,19 @@ class ClusterConfig:
     name: str = "CPU"
     kind: str = "cpu"  # the device type
     memory_gb: float = 16.0  # of a device, in units of 2**30 bytes, as the names of devices count
-    # Part of the memory that is not for tensors: the context of the device, buffers of its communication, and what the
-    # allocator holds in pieces too small for the next tensor.
+    # Part of the memory that is not for tensors: the device's context, buffers of communication, pieces too small.
     reserve: float = 0.06
     devices: int | None = None  # None: as many as the degrees of parallelism multiply to
     speed: Speed | None = None  # None: a plan has no times
     price_per_hour: float | None = None  # of a device
     currency: str | None = None  # of the price: EUR
-    expert_skew: float = 1.0  # with parallel.expert, the rows of the rank whose experts get most by the mean
+    expert_skew: float = 1.0  # with parallel.expert, the rows of the fullest rank by the mean of the ranks
 
     def __post_init__(self) -> None:
         check(self.memory_gb > 0, "cluster.memory_gb", self.memory_gb, "a number above 0")
         check(0 <= self.reserve < 1, "cluster.reserve", self.reserve, "from 0 to below 1")
         check(self.devices is None or self.devices > 0, "cluster.devices", self.devices, "a whole number of at least 1")
-        check(self.expert_skew >= 1, "cluster.expert_skew", self.expert_skew, "the fullest by the mean: at least 1")
+        check(self.expert_skew >= 1, "cluster.expert_skew", self.expert_skew, "at least 1: the fullest by the mean")
         has_both, price = (self.price_per_hour is None) == (self.currency is None), self.price_per_hour
         check(has_both, "cluster.currency", self.currency, "one with a price, none without", "cluster.currency=EUR")
         check(price is None or price > 0, "cluster.price_per_hour", price, "a number above 0")
@@ -188,8 +187,11 @@ def _doubts(options: Any, cluster: ClusterConfig, has_experts: bool) -> Iterator
         yield f"with AMX, products in {options.precision} copy their operands: up to 2 % more was seen"
     if has_experts and options.precision != "fp32":
         yield f"experts in {options.precision} cast their rows unseen: up to 3 % more was seen"
-    if options.parallel.expert > 1 and cluster.expert_skew == 1:
-        yield "experts of all ranks get as many rows: cluster.expert_skew=1.5 plans the fullest with half as many more"
+    if (most := options.parallel.expert) > 1:
+        skew = (
+            f"{min(cluster.expert_skew, most):g} times the mean: cluster.expert_skew, from 1 to parallel.expert={most}"
+        )
+        yield f"the rank whose experts get the most rows gets {skew}"
     if options.trainer.offload == "optimizer_and_gradients":
         yield "gradients that wait for the host stay on the device a while: up to 15 % more was seen"
     rollout = getattr(options, "rollout", None)

@@ -271,7 +271,7 @@ def test_gathered_keys_are_whole_rows(launched: dict[int, list[dict[str, Any]]],
     outcomes = [rank["keys"][price][place] for rank in launched[size]]
     assert first_difference([each.order for each in outcomes]) is None
     for outcome in outcomes:
-        assert difference(outcome, one) < 1e-12
+        assert difference(outcome, one) < 1e-9
 
 
 @pytest.mark.prove

@@ -99,6 +99,10 @@ def test_what_is_not_exact_is_said_by_name(capsys: pytest.CaptureFixture[str]) -
     assert re.findall(r"not exact: (\S+ \S+)", capsys.readouterr().out) == [
         *("threads of", "with AMX,", "experts in", "compile_level=O2 is")
     ]
+    assert plan([*small, "parallel.data=2", "parallel.expert=2", "cluster.expert_skew=9"]) == 0
+    assert "gets 2 times the mean: cluster.expert_skew, from 1 to parallel.expert=2" in " ".join(
+        capsys.readouterr().out.split()
+    )
     assert plan([*small, "cluster=h100"]) == 0
     assert re.findall(r"not exact: (.*)", capsys.readouterr().out) == [
         "traced by the operations of a CPU: no step on a H100 has been compared yet"

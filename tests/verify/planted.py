@@ -59,8 +59,8 @@ FAULTS = (
     Fault(
         breaks="foreseen",
         file="core/parallel/plan/memory.py",
-        line="self._resize(self._live[key], 0)",
-        planted="self._keep_peak()",
+        line="weakref.finalize(storage, self._die, key)",
+        planted="weakref.finalize(storage, self._keep_peak)",
         leaves=("evaluation",),
     ),
     Fault(
