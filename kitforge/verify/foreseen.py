@@ -56,21 +56,22 @@ def measured_range(step_of: Callable[[], DryStep], options: Any, runs: int = 2) 
     gc.collect()
     data = {id(each) for batch in (*step.micro_batches, step.eval_micro_batch or {}) for each in batch.values()}
     at_rest = sum(size for key, size in _held_storages(data).items() if key not in before)
-    peaks = [_profiled_peak(run) for _ in range(3 * runs)]
+    peaks = [profiled_peak(run) for _ in range(3 * runs)]
     return at_rest + min(peaks), at_rest + max(peaks)
 
 
 def _held_storages(data: set[int]) -> dict[int, int]:
-    """Bytes by address of all tensors that Python holds, but of data and other whole numbers."""
+    """Bytes by address of all tensors that Python holds, but of data: whole numbers, and figures of rows in float64."""
     tensors = (each for each in gc.get_objects() if issubclass(type(each), torch.Tensor) and id(each) not in data)
-    whole = (torch.int64, torch.int32, torch.bool)
-    held = (local_tensor(each.detach()) for each in tensors if not is_fake(each) and each.dtype not in whole)
+    of_data = (torch.int64, torch.int32, torch.bool, torch.float64)
+    held = (local_tensor(each.detach()) for each in tensors if not is_fake(each) and each.dtype not in of_data)
     # Of a trace that is still held a shard may be fake.
     found = (each.untyped_storage() for each in held if each.device.type == "cpu" and not is_fake(each))
     return {each.data_ptr(): each.nbytes() for each in found if each.nbytes()}
 
 
-def _profiled_peak(run: Callable[[], None]) -> int:
+def profiled_peak(run: Callable[[], None]) -> int:
+    """The most bytes at once that the CPU's allocator gave `run`."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         run()
     events: Any = profile.profiler.kineto_results.events()

@@ -49,6 +49,9 @@ TABLES = {row for row, choices in ROWS.items() if choices["task"] == "recommenda
 LABELS = {
     "text_classification",
     "token_classification",
+    "question_answering",
+    "masked_lm",
+    "embedding",
     "image_classification",
     "translation",
     "summarization",

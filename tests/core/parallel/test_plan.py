@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn import functional
 
 from kitforge.core.kernels.dispatch import select_table
 from kitforge.core.parallel.collectives import all_gather
@@ -18,6 +19,7 @@ from kitforge.core.parallel.plan.memory import MemoryTrace, StepMemory
 from kitforge.core.parallel.plan.stages import num_traced, traced_ranks
 from kitforge.core.parallel.schedules import Pipeline
 from kitforge.foundation.host_values import is_fake
+from kitforge.verify.foreseen import profiled_peak
 
 
 def alike(count: int) -> Sequence[str]:
@@ -183,6 +185,25 @@ def test_gloo_alone_gathers_into_memory_of_its_own(device_type: str, size: int) 
         assert world.mesh is not None
         all_gather(torch.empty(100), world.mesh.world, 0)
     assert trace.result().peak == size
+
+
+@pytest.mark.parametrize("has_gradient", [False, True])
+@pytest.mark.parametrize(("queries", "keys"), [(40, 700), (200, 200), (900, 300)])
+def test_the_scores_that_threads_of_a_cpu_hold_are_those_of_the_profiler(
+    queries: int, keys: int, has_gradient: bool
+) -> None:
+    def attend() -> None:
+        lengths = (queries, keys, keys)
+        rows = [torch.ones(2, length, 3, 8, requires_grad=has_gradient).transpose(1, 2) for length in lengths]
+        attended = functional.scaled_dot_product_attention(rows[0], rows[1], rows[2]).transpose(1, 2)
+        if has_gradient:
+            torch.autograd.backward(attended, torch.ones_like(attended))
+
+    trace = MemoryTrace("cpu")
+    with dry_world(ParallelConfig(), "fp32"), trace:
+        attend()
+    # Sums of rows of scores are left out.
+    assert trace.result().peak == pytest.approx(profiled_peak(attend), rel=0.02)
 
 
 def test_a_plan_between_two_runs_changes_no_loop_over_rows_of_tables() -> None:

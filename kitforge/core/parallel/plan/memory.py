@@ -35,6 +35,11 @@ _GLOO_COPIES = {
     "c10d::reduce_scatter_tensor_coalesced_": -1,
     "c10d::_allgather_base_": 0,
 }
+# Attention in which each thread of a CPU holds blocks of scores: the place of the queries, and how many blocks.
+_SCORES = {
+    "aten::_scaled_dot_product_flash_attention_for_cpu": (0, 1),
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": (1, 2),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,8 +202,8 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._follow(tensor, cause)
         if is_sent:
             self._mark_sent(tensors_in((args, kwargs)))
-        if self._is_cpu and (name in _CASTS or name in _GLOO_COPIES):
-            self._count_copies(name, tensors_in(args))
+        if self._is_cpu and (name in _CASTS or name in _GLOO_COPIES or name in _SCORES):
+            self._count_inner(name, tensors_in(args))
         return output
 
     def _is_data(self, tensor: Tensor, inputs: Any) -> bool:
@@ -250,13 +255,18 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if found is not None and found.cause in ("activations", "temporaries"):
                 found.cause = "communication"
 
-    def _count_copies(self, name: str, inputs: list[Tensor]) -> None:
-        """Copies that a CPU makes and frees within an operation."""
+    def _count_inner(self, name: str, inputs: list[Tensor]) -> None:
+        """What a CPU takes and frees within an operation."""
         size, cause = 0, "temporaries"
         if name in _CASTS and len(inputs) > 1 and inputs[1].dtype != inputs[0].dtype and inputs[1].numel() > 1:
             size = inputs[1].numel() * inputs[0].element_size()
         elif name in _GLOO_COPIES:
             size, cause = inputs[_GLOO_COPIES[name]].nbytes, "communication"
+        elif name in _SCORES:
+            place, num_blocks = _SCORES[name]
+            queries, keys = (each.shape[2] for each in inputs[place : place + 2])
+            rows = min(queries, 256 if queries >= 768 else 64 if queries >= 192 else 32)
+            size = torch.get_num_threads() * num_blocks * rows * min(keys, 512) * torch.float32.itemsize
         if size:
             copy = self._live[-1] = _Storage(0, cause)
             self._resize(copy, size)
