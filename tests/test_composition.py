@@ -429,6 +429,7 @@ def test_every_task_has_words_for_the_options_that_need_them() -> None:
         groups_of_options = {name.rsplit(".", depth)[0] for name in known for depth in (1, 2)}
         assert words.keys() <= known.keys() | groups_of_options
         assert "optimizer steps" in words["trainer.max_steps"]
+        assert "the whole batch of a replica" in words["trainer.micro_batch_size"]
         assert "tokenizer.name" not in known or "folder with a tokenizer" in words["tokenizer.name"]
 
 

@@ -13,9 +13,9 @@ from benchmarks.gpu.kernels import Row, Sizes, build_llama, seconds
 from kitforge.core.nn.context import Context
 from kitforge.core.nn.shared_prefix import hidden_at
 from kitforge.core.parallel.rendezvous import Rendezvous
-from kitforge.data.text.packing import IGNORED
 from kitforge.data.tokenizers.loading import ByteTokenizer
 from kitforge.foundation import device as devices
+from kitforge.foundation.types import IGNORED
 from kitforge.inference.engine import Engine
 from kitforge.inference.options import EngineOptions
 from kitforge.inference.sampling import SamplingOptions

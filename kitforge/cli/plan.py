@@ -16,14 +16,7 @@ from kitforge.foundation.errors import ConfigError
 from kitforge.foundation.files import check_own, mark_own, user_path, write_text
 from kitforge.foundation.log import console, say
 from kitforge.kits.dry_task import rows_at_once
-from kitforge.kits.planning import (
-    GIB,
-    ClusterConfig,
-    MemoryPlan,
-    fill_cluster,
-    plan_memory,
-    plans_that_save,
-)
+from kitforge.kits.planning import GIB, ClusterConfig, MemoryPlan, fill_cluster, plan_memory, plans_that_save
 from kitforge.kits.registry import kit_of
 from kitforge.report.plan_page import DrawnPass, plan_page
 

@@ -13,31 +13,27 @@ EncodingErrors = Literal["strict", "replace", "ignore"]
 SHARD_BYTES = 2 * 2**20
 
 
-class DocumentShard(Protocol):
-    """A part of a corpus that one process can read alone. Implementations can be sent to another process."""
+class DataShard(Protocol):
+    """A part of a data set that one process can read alone. Implementations can be sent to another process."""
 
     @property
     def fingerprint(self) -> str:
-        """Changes whenever the documents may have changed."""
+        """Changes whenever the contents may have changed."""
 
     @property
     def size(self) -> int:
         """Roughly how many bytes are read; measures progress and decides whether processes pay."""
 
+
+class DocumentShard(DataShard, Protocol):
+    """A part of a corpus."""
+
     def documents(self) -> Iterable[str]:
         """The documents in a fixed order, without the empty ones."""
 
 
-class RecordShard(Protocol):
-    """A part of the rows of a data set that one process can read alone. Can be sent to another process."""
-
-    @property
-    def fingerprint(self) -> str:
-        """Changes whenever the rows may have changed."""
-
-    @property
-    def size(self) -> int:
-        """Roughly how many bytes are read."""
+class RecordShard(DataShard, Protocol):
+    """A part of the rows of a data set."""
 
     @property
     def features(self) -> Features:

@@ -13,7 +13,6 @@ ProblemType = Literal["single_label_classification", "multi_label_classification
 # The label of a row; a list of labels, or of zeros and ones for all of them, where it may have several.
 # A number or a list of them, in a regression.
 Label: TypeAlias = str | int | float | Sequence[Any]
-NO_LABEL = -100  # as torch's cross entropy and transformers leave a label out
 _NUMBER = re.compile(r"[-+]?\d+(\.\d*)?")
 _log = logger(__name__)
 _WHOLE = re.compile(r"0|-?[1-9]\d*")  # as str(int) writes it

@@ -62,9 +62,8 @@ class ExpiryOptions:
 
     every: int = 0  # steps; 0: never
     max_age: int | None = None  # steps since the last update of the row, above which it expires
-    min_updates: int | None = field(
-        default=None, metadata=INTERNAL
-    )  # steps in which the row had a gradient, below which it expires
+    # steps in which the row had a gradient, below which it expires
+    min_updates: int | None = field(default=None, metadata=INTERNAL)
     min_norm: float | None = None  # Euclidean norm of the embedding, below which it expires
 
     def __post_init__(self) -> None:

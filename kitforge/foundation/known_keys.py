@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -55,13 +55,10 @@ class KnownKeys:
     ) -> KnownKeys:
         """These keys and more, as names with spaces between them. `accepted` has one value of a key or a tuple."""
         own = {key: each if isinstance(each, tuple) else (each,) for key, each in accepted.items()}
-        return KnownKeys(
-            file=self.file,
+        return replace(
+            self,
             refusal=refusal or self.refusal,
             obeyed=self.obeyed | set(obeyed.split()),
             accepted={**self.accepted, **own},
             unused=self.unused | set(unused.split()),
-            unused_names=self.unused_names,
-            fixes=self.fixes,
-            fix=self.fix,
         )

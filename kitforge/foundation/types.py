@@ -14,6 +14,7 @@ MicroBatch = Mapping[str, Any]
 Sums = dict[str, Tensor]
 # What happens to rows that cannot be used: an error that names the first, or left out and counted.
 OnInvalid = Literal["refuse", "skip"]
+IGNORED = -100  # the target or label without a loss, as torch's cross entropy and transformers have it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,7 +42,7 @@ class Constraint(Protocol):
 
 
 @dataclass(slots=True, kw_only=True)
-class Bans:
+class Bans(Constraint):
     """Tokens that are never generated, or not yet, and words of several tokens, within what another constraint
     allows."""
 
@@ -55,11 +55,9 @@ class Bans:
 
     @property
     def reads_tokens(self) -> bool:
-        """See `Constraint`."""
         return bool(self.words) or self.other is not None
 
     def masks(self, drafts: Sequence[int]) -> Masks | None:
-        """See `Constraint`."""
         rows = np.tile(self.lasting, (1 + len(drafts), 1))
         for word in self.words:
             for count, row in enumerate(rows.view(np.uint8)):
@@ -78,18 +76,16 @@ class Bans:
         return None if (rows == -1).all() else rows
 
     def drafts(self, guesses: list[int]) -> list[int]:
-        """See `Constraint`. None within a grammar, which may have no token left after a draft that is excluded here."""
+        """None within a grammar, which may have no token left after a draft that is excluded here."""
         return guesses if self.other is None else []
 
     def advance(self, token: int) -> None:
-        """See `Constraint`."""
         self.num_early = max(0, self.num_early - 1)
         self.tail = [*self.tail, token][-max(map(len, self.words), default=1) :]
         if self.other is not None:
             self.other.advance(token)
 
     def copy(self) -> Bans:
-        """See `Constraint`."""
         return replace(self, other=None if self.other is None else self.other.copy())
 
 

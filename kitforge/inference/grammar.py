@@ -19,7 +19,7 @@ from kitforge.data.tokenizers.loading import Tokenizer
 from kitforge.data.tokenizers.protocol import NO_TOKEN
 from kitforge.foundation.errors import ConfigError, DataError
 from kitforge.foundation.untrusted import parse_json
-from kitforge.inference.constraint import Masks
+from kitforge.inference.constraint import Constraint, Masks
 
 GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "grammar"]
 
@@ -36,7 +36,7 @@ MAX_CHARACTERS = 2**20
 NUM_KEPT = 64  # compiled grammars
 
 
-class Grammar:
+class Grammar(Constraint):
     """A constraint by a matcher of llguidance, which never raises: it goes into a state of error, and then allows the
     end alone."""
 
@@ -47,7 +47,6 @@ class Grammar:
         self._compiler = compiler
 
     def masks(self, drafts: Sequence[int]) -> Masks:
-        """See `Constraint`."""
         # Of llguidance 1.9.1, a matcher that went back over draft tokens may refuse a token that its mask allows.
         matcher = self._matcher.deep_copy() if drafts else self._matcher
         rows = self._compiler.masks(matcher, list(drafts))
@@ -60,16 +59,14 @@ class Grammar:
         return rows
 
     def drafts(self, guesses: list[int]) -> list[int]:
-        """See `Constraint`."""
         found = self._matcher.compute_ff_tokens() or guesses
         return found[: self._matcher.validate_tokens(found)]
 
     def advance(self, token: int) -> None:
-        """See `Constraint`. The next mask tells of an error."""
+        """The next mask tells of an error."""
         self._matcher.consume_token(token)
 
     def copy(self) -> Grammar:
-        """See `Constraint`."""
         return Grammar(self._matcher.deep_copy(), self._compiler)
 
 

@@ -61,11 +61,7 @@ def dry_step(kit: AnyKit, task: Task, options: Any, world: World) -> DryStep:
         kept += [each] if seen[tuple(each)] <= most else []
     further = {"rollout": ("keys and values", partial(kit.dry_generation, task, loop.model))}
     return DryStep(
-        loop=loop,
-        micro_batches=kept,
-        num_micro_batches=len(step),
-        eval_micro_batch=held_out,
-        further=further,
+        loop=loop, micro_batches=kept, num_micro_batches=len(step), eval_micro_batch=held_out, further=further
     )
 
 

@@ -23,7 +23,6 @@ from kitforge.core.parallel.config import ParallelConfig
 from kitforge.core.parallel.parallelize import ParallelModel, parallel_model_of
 from kitforge.core.parallel.world import ALONE
 from kitforge.data.gguf_file import GGUF_SUFFIX
-from kitforge.data.text.packing import IGNORED
 from kitforge.data.tokenizers.generation_config import GENERATION_CONFIG, start_token
 from kitforge.data.tokenizers.gguf import tokenizer_metadata
 from kitforge.data.tokenizers.loading import TOKENIZER_FOLDER, Tokenizer, TokenizerConfig, find_tokenizer
@@ -32,7 +31,7 @@ from kitforge.foundation.device import copy_to
 from kitforge.foundation.dtype import ExportDtype, export_dtype
 from kitforge.foundation.errors import DataError, KitforgeError, ModelError
 from kitforge.foundation.files import write_text
-from kitforge.foundation.types import MicroBatch, Sums
+from kitforge.foundation.types import IGNORED, MicroBatch, Sums
 from kitforge.models import loading
 from kitforge.models.catalog import config_of_network, exportable_config
 from kitforge.models.hub import resolve

@@ -29,7 +29,6 @@ from kitforge.core.nn.lora import active_lora_config as config_of_adapter
 from kitforge.core.nn.quantized import quantize_linears, quantized_bits
 from kitforge.core.nn.score_head import BACKBONE, ScoreModel
 from kitforge.core.nn.stack import Stack
-from kitforge.core.nn.vision import VisionTransformer
 from kitforge.core.parallel.expert_load import check_balance, experts_of
 from kitforge.core.parallel.offload import check_host_memory
 from kitforge.core.parallel.parallelize import ParallelModel, parallel_model_of
@@ -201,8 +200,8 @@ class NetworkSource:
             copy_factors(shared, network)
         if shared is None and lora.quantized_bits is not None:
             quantize_linears(network, lora.quantized_bits)
-        if isinstance(network, VisionTransformer):
-            network.classifier.requires_grad_(True)
+        if (classifier := getattr(network, "classifier", None)) is not None:
+            classifier.requires_grad_(True)
 
     @torch.no_grad()
     def fill(self, parallel: ParallelModel, stored: StoredModel | None, prefix: str = "") -> None:
@@ -353,7 +352,7 @@ def sharding_of(model: nn.Module) -> Sharding:
 def prepare_training(model: nn.Module, options: NetworkOptions) -> nn.Module:
     """Apply the options of training to the networks of a model, and return it."""
     for network in model.modules():
-        if isinstance(network, (Trainable, VisionTransformer)):
+        if isinstance(network, (Trainable, Stack)):
             network.recompute = cast(Recompute, options.trainer.activation_checkpointing)
             if options.compile_level == "O2":
                 network.compile_blocks()

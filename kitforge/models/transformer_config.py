@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from kitforge.core.nn.attention import AttentionConfig
 from kitforge.core.nn.block import BlockConfig
 from kitforge.core.nn.decoder import MAX_LAYERS, DecoderConfig
+from kitforge.core.nn.mlp import MLPConfig, MLPKind
 from kitforge.core.nn.rotary import RopeScaling, RotaryConfig
 from kitforge.foundation.config import check, check_counts
 from kitforge.foundation.dtype import WeightDtype
@@ -24,6 +25,31 @@ class TransformerConfig:
     def __post_init__(self) -> None:
         check_counts("model", {"num_layers": self.num_layers}, MAX_LAYERS)
         check(self._heads_fit(), "model.num_heads", self.num_heads, f"a divisor of model.dim={self.dim}")
+
+    def gpt_block(
+        self,
+        kind: MLPKind,
+        dropout: tuple[float, float],
+        mlp_dim: int | None = None,
+        *,
+        scale: float | None = None,
+        qkv_bias: bool = True,
+    ) -> BlockConfig:
+        """A layer with LayerNorm, biases, and as many heads of keys as of queries, as GPT-2, BLOOM, BERT and ViT have
+        it. `dropout` is that of the attention weights and that of each branch's output; `mlp_dim` None: 4 * dim;
+        `scale` is that of `AttentionConfig`."""
+        attention = AttentionConfig(
+            dim=self.dim,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_heads,
+            head_dim=self.dim // self.num_heads,
+            qkv_bias=qkv_bias,
+            out_bias=True,
+            scale=scale,
+            dropout=dropout[0],
+        )
+        mlp = MLPConfig(dim=self.dim, hidden_dim=mlp_dim or 4 * self.dim, kind=kind, bias=True)
+        return BlockConfig(attention=attention, mlp=mlp, norm="layer", norm_eps=self.norm_eps, dropout=dropout[1])
 
     def _heads_fit(self) -> bool:
         return self.num_heads > 0 and self.dim % self.num_heads == 0

@@ -395,27 +395,30 @@ def write_shared_keys(config: Any, rotary_fraction: float | None = None) -> dict
     }
 
 
-# The keys that BLOOM, GPT-2 and PanGu-alpha store alike, by our options.
-GPT_NAMES = {"vocab_size": "vocab_size", "norm_eps": "layer_norm_epsilon", "tie_embeddings": "tie_word_embeddings"}
+class GptKeys(dict[str, str]):
+    """The keys of config.json of BLOOM, GPT-2 and PanGu-alpha by the options that they hold; three are the same."""
 
+    def __init__(self, **names: str) -> None:
+        super().__init__(
+            vocab_size="vocab_size", norm_eps="layer_norm_epsilon", tie_embeddings="tie_word_embeddings", **names
+        )
 
-def read_gpt_keys(config: ConfigFile, names: Mapping[str, str], max_length: int, dropout: float) -> dict[str, Any]:
-    """The options of `names`, by their keys; `max_length` and `dropout` are the defaults of the architecture."""
-    rate = partial(config.number, default=dropout, below=1.0)
-    readers: dict[str, Callable[[str], Any]] = {
-        "num_layers": partial(config.count, largest=MAX_LAYERS),
-        "max_length": partial(config.count, default=max_length),
-        "mlp_dim": config.optional_count,
-        "norm_eps": partial(config.number, default=1e-5, below=1.0),
-        "tie_embeddings": partial(config.flag, default=True),
-        **dict.fromkeys(("embedding_dropout", "attention_dropout", "residual_dropout"), rate),
-    }
-    return {option: readers.get(option, config.count)(key) for option, key in names.items()}
+    def read(self, config: ConfigFile, max_length: int, dropout: float) -> dict[str, Any]:
+        """The options; `max_length` and `dropout` are the defaults of the architecture."""
+        rate = partial(config.number, default=dropout, below=1.0)
+        readers: dict[str, Callable[[str], Any]] = {
+            "num_layers": partial(config.count, largest=MAX_LAYERS),
+            "max_length": partial(config.count, default=max_length),
+            "mlp_dim": config.optional_count,
+            "norm_eps": partial(config.number, default=1e-5, below=1.0),
+            "tie_embeddings": partial(config.flag, default=True),
+            **dict.fromkeys(("embedding_dropout", "attention_dropout", "residual_dropout"), rate),
+        }
+        return {option: readers.get(option, config.count)(key) for option, key in self.items()}
 
-
-def write_gpt_keys(config: Any, names: Mapping[str, str]) -> dict[str, Any]:
-    """The keys of `names`, with the values of their options."""
-    return {key: getattr(config, option) for option, key in names.items()}
+    def write(self, config: Any) -> dict[str, Any]:
+        """The keys with the values of their options."""
+        return {key: getattr(config, option) for option, key in self.items()}
 
 
 def read_experts(config: ConfigFile, count: str, default: tuple[int, int], normalize: bool = True) -> ExpertsConfig:

@@ -18,9 +18,8 @@ class TrainerOptions:
 
     max_steps: int | None = None  # optimizer steps, including skipped ones; None: by epochs
     epochs: float | None = None  # passes over the data; None: by max_steps
-    micro_batch_size: int | None = (
-        None  # samples of a forward pass (gradient accumulation); None: the whole batch of a replica
-    )
+    # samples of a forward pass (gradient accumulation); None: the whole batch of a replica
+    micro_batch_size: int | None = None
     max_grad_norm: float = 1.0  # gradient clipping by global norm (a critic has its own); 0: no clipping
     # What of each block the backward pass computes again: selective keeps the results of linear layers, fused attention
     # and reductions over ranks; full keeps nothing. true and false are the former names of full and none.

@@ -34,10 +34,10 @@ WHOLE_TEXTS = {
     "kitforge.kits.transformers.seq2seq": 1,
     "kitforge.verify.learning": 1,
 }
-NETWORKS = {"Decoder", "EncoderDecoder", "VisionTransformer"}
+NETWORKS = {"Decoder", "Encoder", "EncoderDecoder", "VisionTransformer"}
 # The places that ask for the class of a network or of its configuration.
 ASKED = {
-    "kitforge.kits.network_source": {"VisionTransformer"},
+    "kitforge.kits.transformers.labelling": {"Encoder"},
     "kitforge.kits.transformers.programs": {"EncoderDecoder", "VisionTransformer"},
 }
 # What runs code of completions, and its tests, in processes apart from all else.

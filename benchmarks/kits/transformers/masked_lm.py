@@ -21,8 +21,8 @@ import torch
 from benchmarks.command_line import CommandLine, is_smoke, write_result
 from kitforge import Trainer
 from kitforge.data.text.masking import MaskToken, framed_rows, masked
-from kitforge.data.text.packing import IGNORED
 from kitforge.foundation.device import describe
+from kitforge.foundation.types import IGNORED
 
 OPTIONS: dict[str, Any] = {
     "optimizer": "muon",

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from kitforge.core.checkpoint.manifest import MANIFEST, REMOVED, Manifest, TableEntry, plain, read_manifest, step_folder
 from kitforge.core.checkpoint.safetensors_file import TensorFile
 from kitforge.core.optim.row_optimizers import SparseModule
-from kitforge.core.optim.table_protocols import ROWS, Chunk, RowShard, RowTable, is_row_data
+from kitforge.core.optim.table_protocols import ROWS, Chunk, RowShard, RowSource, RowTable, is_row_data
 from kitforge.foundation.errors import CheckpointError
 from kitforge.foundation.files import sha256
 
@@ -59,8 +59,8 @@ def parent_of(root: Path, step: int) -> int | None:
     return None if base is None else base.step
 
 
-class StoredTable:
-    """The rows of a table in a chain of steps, newest first: a `RowSource` of all rows."""
+class StoredTable(RowSource):
+    """The rows of a table in a chain of steps, newest first."""
 
     def __init__(self, name: str, links: Iterable[Increment], shard: RowShard = ALL) -> None:
         self.name = name
@@ -76,12 +76,10 @@ class StoredTable:
 
     @property
     def schema(self) -> Mapping[str, Any]:
-        """See `RowSource`."""
         return self._newest.schema
 
     @property
     def version(self) -> int:
-        """See `RowSource`."""
         return self._newest.version
 
     @property
@@ -96,7 +94,6 @@ class StoredTable:
 
     @property
     def state(self) -> dict[str, Tensor]:
-        """See `RowSource`."""
         folder, entry = self._increments[0]
         if not entry.state:
             return {}

@@ -45,12 +45,12 @@ from kitforge.core.parallel.row_cut import cut_rows
 from kitforge.foundation.errors import ModelError
 from kitforge.foundation.host_values import is_fake
 from kitforge.foundation.log import logger
+from kitforge.foundation.types import IGNORED
 
 _log = logger(__name__)
 
 # The document of the tokens that pad a row; those of a batch count from 0.
 PADDING = -1
-IGNORED = -100  # the target without a loss
 # Of a message that runs behind attention: at 50 GB/s it takes three times as long as it takes to start.
 GROUP_BYTES = 4 * 2**20
 

@@ -28,7 +28,7 @@ from kitforge.data.chat.datasets import (
 from kitforge.data.chat.template import template_of
 from kitforge.data.document_shard import RecordShard, fingerprint_of
 from kitforge.data.source import open_rows
-from kitforge.data.text.tokenize_documents import run_tokenize_jobs, token_dtype
+from kitforge.data.text.tokenize_documents import ShardJob, run_tokenize_jobs, token_dtype
 from kitforge.data.tokenizers.protocol import Tokenizer
 from kitforge.foundation.files import atomic_file
 
@@ -39,22 +39,15 @@ Row = TypeVar("Row", TokenizedExample, PreferencePair, UnpairedExample)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExampleJob:
+class ExampleJob(ShardJob):
     """A shard of rows and the file that will hold its responses: an npz of arrays, without pickle."""
 
     shard: RecordShard
-    path: Path
     kind: ExampleKind
     columns: dict[str, str]
     unusable: str
 
-    @property
-    def size(self) -> int:
-        """Roughly the bytes of the rows."""
-        return self.shard.size
-
     def write(self, tokenizer: Tokenizer) -> None:
-        """Read and tokenise the rows."""
         reader = ChatDatasetReader(tokenizer, template_of(tokenizer), self.columns, cast(Any, self.unusable))
         report, dtype = ReadReport(), token_dtype(tokenizer.vocab_size)
         names: dict[str, int] = {}

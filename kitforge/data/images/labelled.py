@@ -10,10 +10,11 @@ from typing import Any, Literal
 from kitforge.data import named_dataset
 from kitforge.data.document_shard import python_value
 from kitforge.data.features import class_names, named
-from kitforge.data.labels import NO_LABEL, Label
+from kitforge.data.labels import Label
 from kitforge.data.source import open_rows
 from kitforge.foundation.errors import DataError
 from kitforge.foundation.files import user_path
+from kitforge.foundation.types import IGNORED
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 Split = Literal["train", "eval"]
@@ -95,7 +96,7 @@ def _of_row(
     if isinstance(name, float) and name.is_integer():
         name = int(name)
     is_list = isinstance(name, list) and all(isinstance(each, (str, int, float)) for each in name)
-    if name is not None and (not (is_list or isinstance(name, (str, int, float))) or name in ("", NO_LABEL)):
+    if name is not None and (not (is_list or isinstance(name, (str, int, float))) or name in ("", IGNORED)):
         expected = "a text, a number, or a list of them"
         raise DataError(f"{location} has no label", got=f"{label}={name!r}", expected=expected)
     if isinstance(value, str) and home is not None:

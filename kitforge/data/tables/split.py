@@ -1,8 +1,9 @@
 """Which rows are trained on and which are kept for evaluation: a pure function of the rule, never of ranks."""
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,18 +21,17 @@ SplitRule = Literal["random", "last", "group", "time"]
 _CHUNK_ROWS = 65_536
 
 
-class RowSet(Protocol):
+class RowSet(ABC):
     """Some rows of a table, numbered anew from 0."""
 
-    @property
-    def num_rows(self) -> int:
-        """How many there are."""
+    num_rows: int
 
+    @abstractmethod
     def rows(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """The table's numbers of these rows [n]."""
 
 
-class RowRange:
+class RowRange(RowSet):
     """Rows start .. stop - 1."""
 
     def __init__(self, start: int, stop: int) -> None:
@@ -39,11 +39,10 @@ class RowRange:
         self._start = start
 
     def rows(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The table's numbers of these rows [n]."""
         return indices + self._start
 
 
-class RowList:
+class RowList(RowSet):
     """Rows by their numbers, 8 bytes each."""
 
     def __init__(self, rows: NDArray[np.int64]) -> None:
@@ -51,11 +50,10 @@ class RowList:
         self._rows = rows
 
     def rows(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The table's numbers of these rows [n]."""
         return self._rows[indices]
 
 
-class HashedSplit:
+class HashedSplit(RowSet):
     """One row out of each group of `period` neighbours, by the hash of the group's number; or all the others.
 
     A row's number is computed, so nothing is kept, however many rows there are.
@@ -68,7 +66,6 @@ class HashedSplit:
         self.num_rows = picked if is_validation else num_rows - picked
 
     def rows(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The table's numbers of these rows [n]."""
         if self._is_validation:
             return indices * self._period + self._positions(indices)
         groups, positions = np.divmod(indices, self._period - 1)

@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kitforge.data.splitmix64 import hash_array
-from kitforge.data.text.packing import IGNORED
 from kitforge.data.tokenizers.loading import Tokenizer
 from kitforge.foundation.seed import key
+from kitforge.foundation.types import IGNORED
 
 Row: TypeAlias = NDArray[np.int64]
 # A vocabulary without a token for masks gets one behind its last.

@@ -13,14 +13,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kitforge.data.labels import NO_LABEL
 from kitforge.data.splitmix64 import hash_array
 from kitforge.data.text.token_cache import TokenCache
 from kitforge.foundation.config import check
 from kitforge.foundation.errors import DataError
 from kitforge.foundation.seed import key
+from kitforge.foundation.types import IGNORED
 
-IGNORED = NO_LABEL  # a target that the loss skips
 # With fewer documents every document is split instead.
 _ENOUGH_DOCUMENTS = 20
 # Documents per entry of the index in memory. A row reads the offsets of a whole block.

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from kitforge.data.document_shard import DocumentShard, EncodingErrors, document_of
 from kitforge.data.schedule import shuffled_indices
-from kitforge.data.text.packing import IGNORED
 from kitforge.data.tokenizers.protocol import Tokenizer, document_frame
 from kitforge.foundation.errors import DataError
 from kitforge.foundation.seed import key
+from kitforge.foundation.types import IGNORED
 
 # Of a lane or of its documents: JSON values, and tensors of a user's `state_dict`.
 Position: TypeAlias = list[Any]

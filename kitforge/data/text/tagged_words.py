@@ -5,9 +5,10 @@ from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 from kitforge.data.document_shard import column_value
-from kitforge.data.labels import NO_LABEL, label_index
+from kitforge.data.labels import label_index
 from kitforge.data.tokenizers.loading import Tokenizer
 from kitforge.foundation.errors import DataError
+from kitforge.foundation.types import IGNORED
 
 TAG_COLUMNS = ("ner_tags", "tags")  # as the datasets of the Hugging Face Hub call them
 # The tag of the word of a token, or None, and whether it is the first token of its word.
@@ -45,7 +46,7 @@ def tagged_tokens(
     if not is_list or len(tags) != len(words):
         got = f"{len(tags)} tags" if is_list else repr(tags)[:80]
         raise DataError(f"{location} has other tags than words", got=got, expected=f"{len(words)}, texts or numbers")
-    tags = [None if str(each) == str(NO_LABEL) else each for each in tags]
+    tags = [None if str(each) == str(IGNORED) else each for each in tags]
     tokens, owners = words_of(tokenizer, words)
     if missing := set(range(len(words))) - set(owners):
         got = repr(words[min(missing)])

@@ -6,18 +6,18 @@ import signal
 import sys
 import threading
 import types
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kitforge.data.document_shard import DocumentShard
+from kitforge.data.document_shard import DataShard, DocumentShard
 from kitforge.data.tokenizers.protocol import Tokenizer, document_frame
 from kitforge.foundation.config import check
 from kitforge.foundation.errors import DataError, KitforgeError
@@ -27,23 +27,20 @@ from kitforge.foundation.files import atomic_file
 _WORTH_PROCESSES = 6 * 2**20
 
 
-class TokenizeJobProtocol(Protocol):
-    """A file of tokens to write. Can be sent to another process."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardJob(ABC):
+    """A shard, and the file that is written of it. Can be sent to another process."""
 
-    @property
-    def path(self) -> Path:
-        """The file, which appears when it is complete."""
+    shard: DataShard
+    path: Path  # appears when the file is complete
 
-    @property
-    def size(self) -> int:
-        """Roughly how many bytes are read for it."""
-
+    @abstractmethod
     def write(self, tokenizer: Tokenizer) -> None:
-        """Read and tokenise, and write the file."""
+        """Read and tokenise the shard, and write the file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TokenizeJob:
+class TokenizeJob(ShardJob):
     """A shard and the file that will hold its tokens.
 
     The file is int64 num_documents, int64 tokens of each document, then all tokens. A document begins as the tokenizer
@@ -51,15 +48,8 @@ class TokenizeJob:
     """
 
     shard: DocumentShard
-    path: Path
-
-    @property
-    def size(self) -> int:
-        """Bytes of the shard."""
-        return self.shard.size
 
     def write(self, tokenizer: Tokenizer) -> None:
-        """Tokenise document by document."""
         dtype = token_dtype(tokenizer.vocab_size)
         before, after = (np.array(tokens, dtype) for tokens in document_frame(tokenizer))
         parts: list[NDArray[np.unsignedinteger]] = []
@@ -80,21 +70,21 @@ def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger]:
 
 
 def run_tokenize_jobs(
-    jobs: Sequence[TokenizeJobProtocol], tokenizer: Tokenizer, num_workers: int | None, done: Callable[[int], None]
+    jobs: Sequence[ShardJob], tokenizer: Tokenizer, num_workers: int | None, done: Callable[[int], None]
 ) -> None:
     """Write the token file of every job; `done` gets the bytes of each shard that is ready.
 
     With `num_workers` None there are as many processes as cores, or none where the text is too little to pay for them.
     """
     check(num_workers is None or num_workers >= 1, "data.num_workers", num_workers, "at least 1, or null to decide")
-    is_little = sum(job.size for job in jobs) < _WORTH_PROCESSES
+    is_little = sum(job.shard.size for job in jobs) < _WORTH_PROCESSES
     num_cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     count = min(len(jobs), num_workers or (1 if is_little else num_cores))
     # A class of the user's script cannot reach another process, because the script is not run again there.
     if count <= 1 or multiprocessing.current_process().daemon or type(tokenizer).__module__ == "__main__":
         for job in jobs:
             job.write(tokenizer)
-            done(job.size)
+            done(job.shard.size)
         return
     _run_in_processes(jobs, tokenizer, count, done)
 
@@ -109,11 +99,9 @@ def read_job(path: Path, dtype: np.dtype[np.unsignedinteger]) -> tuple[NDArray[n
     return lengths, np.memmap(path, dtype=dtype, mode="r", offset=8 * (1 + num_documents), shape=(total,))
 
 
-def _run_in_processes(
-    jobs: Sequence[TokenizeJobProtocol], tokenizer: Tokenizer, count: int, done: Callable[[int], None]
-) -> None:
+def _run_in_processes(jobs: Sequence[ShardJob], tokenizer: Tokenizer, count: int, done: Callable[[int], None]) -> None:
     # The largest first and in turn, so that all workers have about as much to do.
-    by_size = sorted(jobs, key=lambda job: -job.size)
+    by_size = sorted(jobs, key=lambda job: -job.shard.size)
     workers = [_start(by_size[first::count], tokenizer) for first in range(count)]
     try:
         _follow(dict(workers), done)
@@ -150,7 +138,7 @@ def _check_ended_well(process: BaseProcess) -> None:
         )
 
 
-def _start(jobs: Sequence[TokenizeJobProtocol], tokenizer: Tokenizer) -> tuple[Connection, BaseProcess]:
+def _start(jobs: Sequence[ShardJob], tokenizer: Tokenizer) -> tuple[Connection, BaseProcess]:
     context = multiprocessing.get_context("spawn")
     reader, writer = context.Pipe(duplex=False)
     process = context.Process(target=_work, args=(jobs, tokenizer, writer), daemon=True)
@@ -171,14 +159,14 @@ def _script_hidden() -> Iterator[None]:
         sys.modules["__main__"] = script
 
 
-def _work(jobs: Sequence[TokenizeJobProtocol], tokenizer: Tokenizer, reports: Connection) -> None:
+def _work(jobs: Sequence[ShardJob], tokenizer: Tokenizer, reports: Connection) -> None:
     # The terminal's Ctrl-C reaches every process, and the parent ends this one itself.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         for job in jobs:
             job.write(tokenizer)
-            reports.send(job.size)
+            reports.send(job.shard.size)
     except KitforgeError as error:
         reports.send(error)
 

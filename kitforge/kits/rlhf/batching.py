@@ -9,8 +9,7 @@ from torch import Tensor
 from kitforge.core.parallel.world import World
 from kitforge.data.chat.datasets import PreferencePair, TokenizedExample
 from kitforge.data.schedule import BatchSchedule, Indices, shared_prompt_batches, token_budget_batches
-from kitforge.data.text.packing import IGNORED
-from kitforge.foundation.types import MicroBatch
+from kitforge.foundation.types import IGNORED, MicroBatch
 from kitforge.kits.rlhf.config import StageOptions
 from kitforge.trainer.task import batch_schedule
 
@@ -45,18 +44,18 @@ def forward_batches(
     return shared_prompt_batches(range(len(lengths)), lengths, max_tokens, prompts)
 
 
-def pad_examples(responses: Sequence[TokenizedExample], pad_id: int) -> dict[str, Tensor]:
-    """One row per response, padded on the right, which causal attention never reads.
+def pad_examples(examples: Sequence[TokenizedExample], pad_id: int) -> dict[str, Tensor]:
+    """One row per example, padded on the right, which causal attention never reads.
 
     `tokens` [B, T]; `targets` [B, T], the next token where it is trained on, -100 elsewhere; `ends` [B], the position
-    of the last token; `lengths` [B], the tokens without padding. Without responses, one padding row.
+    of the last token; `lengths` [B], the tokens without padding. Without examples, one padding row.
     """
-    longest = max((len(each.tokens) for each in responses), default=1)
-    tokens = torch.full((max(len(responses), 1), longest), pad_id)
+    longest = max((len(each.tokens) for each in examples), default=1)
+    tokens = torch.full((max(len(examples), 1), longest), pad_id)
     targets = torch.full_like(tokens, IGNORED)
-    for row, response in enumerate(responses):
-        _write_row(tokens[row], targets[row], response, 0)
-    lengths = torch.tensor([len(each.tokens) for each in responses] or [0])
+    for row, example in enumerate(examples):
+        _write_row(tokens[row], targets[row], example, 0)
+    lengths = torch.tensor([len(each.tokens) for each in examples] or [0])
     return {"tokens": tokens, "targets": targets, "ends": (lengths - 1).clamp(min=0), "lengths": lengths}
 
 
@@ -65,14 +64,14 @@ def input_tokens(step: Sequence[MicroBatch]) -> Tensor:
     return torch.stack([micro_batch["lengths"].sum() for micro_batch in step]).sum()
 
 
-def pack_examples(responses: Sequence[TokenizedExample], pad_id: int, *, packing: bool = True) -> dict[str, Tensor]:
-    """Responses packed into rows as long as the longest of them; without `packing`, one row per response.
+def pack_examples(examples: Sequence[TokenizedExample], pad_id: int, *, packing: bool = True) -> dict[str, Tensor]:
+    """Examples packed into rows as long as the longest of them; without `packing`, one row per example.
 
-    `tokens` and `targets` [B, T] as in `pad_examples`; `positions` from 0 in each response; `documents` from 0 in each
-    row; `members` and `lengths` [B], the number of responses in a row and of their tokens.
+    `tokens` and `targets` [B, T] as in `pad_examples`; `positions` from 0 in each example; `documents` from 0 in each
+    row; `members` and `lengths` [B], the number of examples in a row and of their tokens.
     """
-    longest = max(len(each.tokens) for each in responses)
-    lengths = [len(each.tokens) for each in responses]
+    longest = max(len(each.tokens) for each in examples)
+    lengths = [len(each.tokens) for each in examples]
     rows = _best_fit(lengths, longest) if packing else [[member] for member in range(len(lengths))]
     tokens = torch.full((len(rows), longest), pad_id)
     targets, documents = torch.full_like(tokens, IGNORED), torch.zeros_like(tokens)
@@ -80,11 +79,11 @@ def pack_examples(responses: Sequence[TokenizedExample], pad_id: int, *, packing
     for row, members in enumerate(rows):
         start = 0
         for document, member in enumerate(members):
-            stop = start + len(responses[member].tokens)
-            _write_row(tokens[row], targets[row], responses[member], start)
+            stop = start + len(examples[member].tokens)
+            _write_row(tokens[row], targets[row], examples[member], start)
             positions[row, start:stop], documents[row, start:stop] = torch.arange(stop - start), document
             start = stop
-        # Nothing attends to padding behind a single response, so it needs no document number of its own.
+        # Nothing attends to padding behind a single example, so it needs no document number of its own.
         positions[row, start:] = torch.arange(longest - start)
         documents[row, start:] = len(members) if len(members) > 1 else 0
     return {
@@ -97,12 +96,12 @@ def pack_examples(responses: Sequence[TokenizedExample], pad_id: int, *, packing
     }
 
 
-def _write_row(tokens: Tensor, targets: Tensor, response: TokenizedExample, start: int) -> None:
-    """Write a response to a row [T]. The token at i is predicted at i - 1."""
-    size = len(response.tokens)
-    written = np.asarray(response.tokens, dtype=np.int64)
+def _write_row(tokens: Tensor, targets: Tensor, example: TokenizedExample, start: int) -> None:
+    """Write an example to a row [T]. The token at i is predicted at i - 1."""
+    size = len(example.tokens)
+    written = np.asarray(example.tokens, dtype=np.int64)
     tokens[start : start + size] = torch.from_numpy(written)
-    targets[start : start + size - 1] = torch.from_numpy(np.where(response.loss_mask[1:], written[1:], IGNORED))
+    targets[start : start + size - 1] = torch.from_numpy(np.where(example.loss_mask[1:], written[1:], IGNORED))
 
 
 def _best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
@@ -135,8 +134,8 @@ def split_pairs(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _pair_batch(pairs: Sequence[PreferencePair], pad_id: int) -> MicroBatch:
-    responses = [pair.chosen for pair in pairs] + [pair.rejected for pair in pairs]
-    whole = pad_examples(responses, pad_id)
+    examples = [pair.chosen for pair in pairs] + [pair.rejected for pair in pairs]
+    whole = pad_examples(examples, pad_id)
     if not pairs:
         # A rank without pairs computes a padding pair of weight 0.
         whole = {name: torch.cat([column, column]) for name, column in whole.items()}

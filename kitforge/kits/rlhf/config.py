@@ -191,9 +191,8 @@ class PolicyGradientOptions:
     # Old log-probs in the PPO ratio: of the rollout engine, or recomputed by the trainer before the first update.
     old_logprobs: Literal["rollout", "recompute"] = "rollout"
     advantage: Literal["gae", "grpo", "dr_grpo", "rloo", "reinforce"] = "gae"  # gae trains a critic
-    loss_aggregation: LossAggregation = (
-        "token-mean"  # mean of the token losses; constant: divided by the longest completion allowed
-    )
+    # mean of the token losses; constant: divided by the longest completion allowed
+    loss_aggregation: LossAggregation = "token-mean"
     # ppo: clipped surrogate per token. gspo: with the length-normalized ratio of the sequence. cispo: the clipped ratio
     # weights REINFORCE, so that no token loses its gradient.
     loss_mode: LossMode = "ppo"

@@ -156,7 +156,7 @@ def read_examples(
 
 
 def truncated_row(row: Any, room: int, side: str) -> Any:
-    """The row with each response, or its prompt, truncated to `room` tokens: at the start ("left") or end ("right")."""
+    """The row with each example, or its prompt, truncated to `room` tokens: at the start ("left") or end ("right")."""
     if isinstance(row, PreferencePair):
         chosen, rejected = (truncated_row(each, room, side) for each in (row.chosen, row.rejected))
         return replace(row, chosen=chosen, rejected=rejected)
@@ -230,6 +230,6 @@ def _is_valid(row: Any) -> bool:
     if isinstance(row, PreferencePair):
         is_same = np.array_equal(row.chosen.tokens, row.rejected.tokens)
         return _is_valid(row.chosen) and _is_valid(row.rejected) and not is_same
-    response = row.response if isinstance(row, UnpairedExample) else row
+    example = row.response if isinstance(row, UnpairedExample) else row
     # The first token of a row is never predicted.
-    return bool(np.any(response.loss_mask[1:])) if isinstance(response, TokenizedExample) else len(row.tokens) > 0
+    return bool(np.any(example.loss_mask[1:])) if isinstance(example, TokenizedExample) else len(row.tokens) > 0

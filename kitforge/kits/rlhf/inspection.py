@@ -16,9 +16,9 @@ def loss_mask_lines(
     """The first rows as lines: spans inside and outside of the loss mask, with visible special tokens and line
     breaks."""
     for number, row in enumerate(islice(rows, INSPECTED_ROWS), start=1):
-        for name, response in _responses(row).items():
-            yield f"row {number}{name}: {len(response.tokens)} tokens, {sum(response.loss_mask)} trained"
-            runs = groupby(zip(response.loss_mask, response.tokens, strict=True), key=lambda each: each[0])
+        for name, example in _examples(row).items():
+            yield f"row {number}{name}: {len(example.tokens)} tokens, {sum(example.loss_mask)} trained"
+            runs = groupby(zip(example.loss_mask, example.tokens, strict=True), key=lambda each: each[0])
             before: list[int] = []
             for is_trained, run in runs:
                 tokens = [token for _, token in run]
@@ -45,7 +45,7 @@ def visible_text(tokens: Sequence[int], tokenizer: Tokenizer, before: Sequence[i
     return text
 
 
-def _responses(row: TokenizedExample | PreferencePair | UnpairedExample | PromptExample) -> dict[str, TokenizedExample]:
+def _examples(row: TokenizedExample | PreferencePair | UnpairedExample | PromptExample) -> dict[str, TokenizedExample]:
     if isinstance(row, PreferencePair):
         return {", chosen": row.chosen, ", rejected": row.rejected}
     if isinstance(row, UnpairedExample):

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from kitforge.core.nn.context import DropoutKey
 from kitforge.data.document_shard import column_value, document_of, fingerprint_of
 from kitforge.data.labels import (
-    NO_LABEL,
     Label,
     ProblemType,
     head_labels,
@@ -29,7 +28,7 @@ from kitforge.data.labels import (
 from kitforge.data.tokenizers.loading import Tokenizer
 from kitforge.foundation.device import copy_to
 from kitforge.foundation.errors import ConfigError, DataError
-from kitforge.foundation.types import MicroBatch, Sums
+from kitforge.foundation.types import IGNORED, MicroBatch, Sums
 from kitforge.inference.server.options import HttpOptions
 from kitforge.inference.server.scores import ScoreService
 from kitforge.kits.transformers.labelling import (
@@ -45,6 +44,7 @@ from kitforge.kits.transformers.rows import (
     ClassifierTask,
     RaggedTokens,
     RowSplits,
+    SplitRows,
     hold_out,
     label_probabilities,
     last_token,
@@ -72,7 +72,7 @@ class TextClassificationOptions(LabellingOptions):
     serve: HttpOptions = field(default_factory=HttpOptions)
 
 
-class LabelledRows:
+class LabelledRows(SplitRows):
     """Tokenized rows in memory, and a label for each."""
 
     def __init__(self, rows: Sequence[tuple[Sequence[int], Any]], pad_id: int, problem_type: ProblemType) -> None:
@@ -83,9 +83,6 @@ class LabelledRows:
         is_single = problem_type == "single_label_classification"
         self.labels = np.array([label for _, label in rows], np.int64 if is_single else np.float32)
         self.fingerprint = fingerprint_of(*self._tokens.identity(), self.labels.tobytes())
-
-    def __len__(self) -> int:
-        return len(self.labels)
 
     def batch(self, rows: NDArray[np.int64]) -> dict[str, Tensor]:
         """Rows padded on the right, which causal attention never reads: tokens [B, T], the position of the token
@@ -165,7 +162,7 @@ def _columns(row: object, options: TextClassificationOptions, location: object) 
     if isinstance(label, float) and label.is_integer():
         label = int(label)
     is_list = isinstance(label, list) and all(isinstance(each, (str, int, float)) for each in label)
-    if not text.strip() or not (is_list or isinstance(label, (str, int))) or label in ("", NO_LABEL):
+    if not text.strip() or not (is_list or isinstance(label, (str, int))) or label in ("", IGNORED):
         got = "an empty text" if not text.strip() else f"{data.label}={label!r}"
         fix = "add problem_type=regression to learn numbers" if isinstance(label, float) else None
         expected = "a text, and a label or a list of them"

@@ -35,7 +35,7 @@ from kitforge.kits.language_model import TokenizedOptions, check_whole_rows
 from kitforge.kits.network_source import NetworkSource, find_run_tokenizer
 from kitforge.kits.transformers.contrastive import TextGroups, contrastive_losses, retrieval_metrics, spans
 from kitforge.kits.transformers.labelling import TextRowOptions, read_text_rows
-from kitforge.kits.transformers.rows import RaggedTokens, RowSplits, RowTask, fitting_tokens, hold_out
+from kitforge.kits.transformers.rows import RaggedTokens, RowSplits, RowTask, SplitRows, fitting_tokens, hold_out
 from kitforge.kits.transformers.text_kit import PIPELINE_ROWS, TextKit, row_corpus
 from kitforge.models import loading as model_folder
 from kitforge.models.catalog import TEXT_KINDS, without_head
@@ -71,9 +71,8 @@ class EmbeddingOptions(TokenizedOptions):
     # has it, else true.
     normalize: bool | None = None
     temperature: float = 0.05  # of the cosines in the loss
-    sizes: tuple[
-        int, ...
-    ] = ()  # numbers at the start of a vector that are vectors too (Matryoshka); the whole is added
+    # numbers at the start of a vector that are vectors too (Matryoshka); the whole is added
+    sizes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         TokenizedOptions.__post_init__(self)
@@ -82,7 +81,7 @@ class EmbeddingOptions(TokenizedOptions):
         check_whole_rows(self.parallel)
 
 
-class EmbeddingRows:
+class EmbeddingRows(SplitRows):
     """Tokenized rows of texts in memory."""
 
     def __init__(self, rows: Sequence[Sequence[Sequence[int]]], pad_id: int) -> None:
@@ -92,9 +91,6 @@ class EmbeddingRows:
         # The tokens of a row in a micro-batch, whose texts are padded to its longest.
         self.lengths = np.array([len(row) * max(map(len, row)) for row in rows], np.int64)
         self.fingerprint = fingerprint_of(*self._tokens.identity(), self.groups.counts.tobytes())
-
-    def __len__(self) -> int:
-        return len(self.lengths)
 
     def batch(self, rows: NDArray[np.int64]) -> dict[str, Tensor]:
         """The texts of the rows, padded on the right: tokens [N, T] and their lengths [N], and the `rows` [B]. Without

@@ -56,7 +56,7 @@ from kitforge.kits.transformers.preprocessor import (
     write_preprocessor,
 )
 from kitforge.kits.transformers.programs import export_programs
-from kitforge.kits.transformers.rows import ClassifierTask, RowSplits, hold_out, label_probabilities
+from kitforge.kits.transformers.rows import ClassifierTask, RowSplits, SplitRows, hold_out, label_probabilities
 from kitforge.models import loading as model_folder
 from kitforge.models.catalog import config_of, config_of_network, families_of
 from kitforge.models.hub import resolve
@@ -99,9 +99,8 @@ class ImageClassificationOptions(FineTuningOptions):
 
     task: str = "image_classification"
     data: ImageDataOptions = field(default_factory=ImageDataOptions)
-    labels: tuple[
-        str | int | bool, ...
-    ] = ()  # in the order of the logits; null: those of the checkpoint, else of the training rows
+    # in the order of the logits; null: those of the checkpoint, else of the training rows
+    labels: tuple[str | int | bool, ...] = ()
     format: Literal["huggingface", "onnx", "torch_export"] = "huggingface"  # of `export`
 
     def __post_init__(self) -> None:
@@ -110,7 +109,7 @@ class ImageClassificationOptions(FineTuningOptions):
         check_whole_rows(self.parallel)
 
 
-class ImageRows:
+class ImageRows(SplitRows):
     """Labelled images of one size, decoded once where memory allows."""
 
     def __init__(self, entries: Sequence[ImageEntry], labels: Sequence[Any], config: ViTConfig) -> None:
@@ -123,9 +122,6 @@ class ImageRows:
         self.fingerprint = fingerprint_of(*(each.location for each in entries), self.labels.tobytes())
         num_bytes = len(entries) * config.num_channels * config.image_size**2
         self._kept = self._decode(range(len(entries))) if num_bytes <= _KEPT_BYTES else None
-
-    def __len__(self) -> int:
-        return len(self._entries)
 
     def batch(self, rows: NDArray[np.int64]) -> dict[str, Tensor]:
         """Bytes `images` [B, C, S, S], labels [B], or zeros and ones or numbers [B, labels], and weights [B].

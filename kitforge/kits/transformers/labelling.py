@@ -62,9 +62,8 @@ class LabellingOptions(TokenizedOptions, ABC):
 
     # null: that of the checkpoint; else of several labels a row where all labels are lists. regression: numbers.
     problem_type: ProblemType | None = None
-    labels: tuple[
-        str | int | bool, ...
-    ] = ()  # in the order of the logits; null: those of the checkpoint, else of the training rows
+    # in the order of the logits; null: those of the checkpoint, else of the training rows
+    labels: tuple[str | int | bool, ...] = ()
     format: Literal["huggingface", "onnx", "torch_export"] = "huggingface"  # of `export`
 
     def __post_init__(self) -> None:

@@ -21,17 +21,16 @@ from kitforge.core.parallel.world import World
 from kitforge.data.document_shard import fingerprint_of
 from kitforge.data.source import SourceConfig, open_source
 from kitforge.data.text.masking import MaskToken, frame_of, framed_rows, masked
-from kitforge.data.text.packing import IGNORED
 from kitforge.data.tokenizers.huggingface import HuggingFaceTokenizer
 from kitforge.data.tokenizers.loading import Tokenizer
 from kitforge.foundation.config import check
 from kitforge.foundation.device import copy_to
 from kitforge.foundation.errors import DataError
-from kitforge.foundation.types import MicroBatch, Sums
+from kitforge.foundation.types import IGNORED, MicroBatch, Sums
 from kitforge.kits.kit import Prepared, RunInputs, expect_network
 from kitforge.kits.language_model import TokenizedOptions, check_whole_rows
 from kitforge.kits.network_source import NetworkSource, find_run_tokenizer
-from kitforge.kits.transformers.rows import RaggedTokens, RowOptions, RowSplits, RowTask, hold_out
+from kitforge.kits.transformers.rows import RaggedTokens, RowOptions, RowSplits, RowTask, SplitRows, hold_out
 from kitforge.kits.transformers.text_kit import TextKit
 from kitforge.report.notebook import Rows
 
@@ -66,7 +65,7 @@ class MaskedLMOptions(TokenizedOptions):
         check_whole_rows(self.parallel)
 
 
-class MaskedRows:
+class MaskedRows(SplitRows):
     """Tokenized rows in memory, and the word of each token."""
 
     def __init__(self, encoded: Sequence[tuple[Sequence[int], Sequence[int]]], pad_id: int) -> None:
@@ -74,9 +73,6 @@ class MaskedRows:
         self.tokens, self.words = (RaggedTokens(each[side] for each in encoded) for side in (0, 1))
         self.lengths = self.tokens.lengths
         self.fingerprint = fingerprint_of(*self.tokens.identity(), *self.words.identity())
-
-    def __len__(self) -> int:
-        return len(self.lengths)
 
     def batch(self, rows: NDArray[np.int64]) -> dict[str, Tensor]:
         """Rows padded on the right: tokens [B, T], their numbers of tokens `lengths` [B], and the `rows` [B]. Without

@@ -28,7 +28,7 @@ from kitforge.foundation.errors import DataError, ModelError
 from kitforge.foundation.log import logger
 from kitforge.foundation.types import MicroBatch, OnInvalid, Sums
 from kitforge.kits.transformers.labelling import HeadedModel, LabellingKit, LabellingOptions, LabellingPipeline
-from kitforge.kits.transformers.rows import ClassifierTask, RaggedTokens, RowOptions, RowSplits, hold_out
+from kitforge.kits.transformers.rows import ClassifierTask, RaggedTokens, RowOptions, RowSplits, SplitRows, hold_out
 from kitforge.kits.transformers.text_kit import PIPELINE_ROWS
 from kitforge.models.catalog import FAMILIES
 from kitforge.models.classifier_heads import QUESTION_ANSWERING
@@ -79,7 +79,7 @@ class QuestionAnsweringOptions(LabellingOptions):
         check(is_span, "labels", list(self.labels), "none, and problem_type=null: answers are spans")
 
 
-class QuestionRows:
+class QuestionRows(SplitRows):
     """The windows of questions in memory."""
 
     def __init__(self, questions: Sequence[tuple[PassageQuestion, Sequence[Window]]], pad_id: int) -> None:
@@ -89,9 +89,6 @@ class QuestionRows:
         self.lengths = self._tokens.lengths
         self._bounds = np.array([[*each.passage, *each.target] for each in self.windows], np.int64).reshape(-1, 4)
         self.fingerprint = fingerprint_of(*self._tokens.identity(), self._bounds.tobytes())
-
-    def __len__(self) -> int:
-        return len(self.windows)
 
     def batch(self, rows: NDArray[np.int64]) -> dict[str, Tensor]:
         """Windows padded on the right: tokens [B, T], their numbers of tokens `sizes` [B], first and end of the passage

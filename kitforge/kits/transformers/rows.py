@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -72,19 +72,16 @@ class RaggedTokens:
         return self._tokens.tobytes(), self.lengths.tobytes()
 
 
-class SplitRows(Protocol):
+class SplitRows(ABC):
     """Rows of a split."""
 
-    @property
-    def fingerprint(self) -> str:
-        """Of the rows and their labels."""
+    fingerprint: str  # of the rows and their labels
+    lengths: NDArray[np.int64]  # tokens of each row, by which rows of like lengths share a micro-batch
 
-    @property
-    def lengths(self) -> NDArray[np.int64]:
-        """Tokens of each row, by which rows of like lengths share a micro-batch."""
+    def __len__(self) -> int:
+        return len(self.lengths)
 
-    def __len__(self) -> int: ...
-
+    @abstractmethod
     def batch(self, rows: NDArray[np.int64]) -> dict[str, Tensor]:
         """The tensors of some rows; without rows, those of one that does not count."""
 

@@ -23,13 +23,12 @@ from kitforge.core.parallel.world import World
 from kitforge.data.document_shard import document_of, fingerprint_of
 from kitforge.data.optional_imports import import_optional
 from kitforge.data.source import Source, open_rows, open_source
-from kitforge.data.text.packing import IGNORED
 from kitforge.data.tokenizers.loading import Tokenizer
 from kitforge.foundation.config import check, check_least
 from kitforge.foundation.device import copy_to
 from kitforge.foundation.errors import DataError
 from kitforge.foundation.log import logger
-from kitforge.foundation.types import MicroBatch, Sums
+from kitforge.foundation.types import IGNORED, MicroBatch, Sums
 from kitforge.inference.folder_defaults import with_folder_search
 from kitforge.inference.seq2seq import Seq2SeqInference, generate_targets
 from kitforge.kits.kit import Prepared, RunInputs, expect_network
@@ -37,7 +36,7 @@ from kitforge.kits.language_model import TokenizedOptions, check_whole_rows, sta
 from kitforge.kits.network_source import NetworkSource, find_run_tokenizer
 from kitforge.kits.transformers.labelling import TextRowOptions
 from kitforge.kits.transformers.programs import export_programs
-from kitforge.kits.transformers.rows import RaggedTokens, RowSplits, RowTask, hold_out
+from kitforge.kits.transformers.rows import RaggedTokens, RowSplits, RowTask, SplitRows, hold_out
 from kitforge.kits.transformers.text_kit import TextKit
 from kitforge.report.notebook import Rows
 
@@ -83,7 +82,7 @@ class SummarizationOptions(Seq2SeqOptions):
     task: str = "summarization"
 
 
-class PairRows:
+class PairRows(SplitRows):
     """Tokenized pairs in memory."""
 
     def __init__(self, pairs: Sequence[Pair], pad_id: int) -> None:
@@ -91,9 +90,6 @@ class PairRows:
         self._sources, self._targets = (RaggedTokens(getattr(each, side) for each in pairs) for side in SIDES)
         self.lengths = np.maximum(self._sources.lengths, self._targets.lengths)
         self.fingerprint = fingerprint_of(*self._sources.identity(), *self._targets.identity())
-
-    def __len__(self) -> int:
-        return len(self.pairs)
 
     def batch(self, rows: NDArray[np.int64]) -> dict[str, Tensor]:
         """Pairs padded on the right: sources [B, S], targets [B, T] with IGNORED for padding, and `lengths` [B] of the

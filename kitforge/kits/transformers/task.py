@@ -14,10 +14,10 @@ from kitforge.core.nn.context import Context
 from kitforge.core.parallel.world import World
 from kitforge.data.collate import drop_trivial_columns
 from kitforge.data.prefetch import BackgroundPrefetcher
-from kitforge.data.text.packing import IGNORED, ConcatenatedRows, PackedRows
+from kitforge.data.text.packing import ConcatenatedRows, PackedRows
 from kitforge.data.text.streaming import Position, TextStream
 from kitforge.foundation.errors import ConfigError
-from kitforge.foundation.types import Cursor, MicroBatch, Sums
+from kitforge.foundation.types import IGNORED, Cursor, MicroBatch, Sums
 from kitforge.kits.language_model import packed_inputs, token_cross_entropy
 from kitforge.kits.transformers.config import TextGenerationOptions
 from kitforge.kits.transformers.data import Corpus

@@ -30,7 +30,7 @@ from kitforge.kits.transformers.labelling import (
     TokenClassifier,
     read_labelled_rows,
 )
-from kitforge.kits.transformers.rows import ClassifierTask, RaggedTokens, RowSplits, hold_out
+from kitforge.kits.transformers.rows import ClassifierTask, RaggedTokens, RowSplits, SplitRows, hold_out
 from kitforge.models.classifier_heads import TOKEN_CLASSIFIER
 from kitforge.report.notebook import Rows
 
@@ -52,7 +52,7 @@ class TokenClassificationOptions(LabellingOptions):
     data: TokenDataOptions = field(default_factory=TokenDataOptions)
 
 
-class TaggedRows:
+class TaggedRows(SplitRows):
     """Tokenized rows in memory, and the label of each token."""
 
     def __init__(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]], pad_id: int) -> None:
@@ -60,9 +60,6 @@ class TaggedRows:
         self._tokens, self._codes = (RaggedTokens(row[side] for row in rows) for side in (0, 1))
         self.lengths = self._tokens.lengths
         self.fingerprint = fingerprint_of(*self._tokens.identity(), *self._codes.identity())
-
-    def __len__(self) -> int:
-        return len(self.lengths)
 
     def batch(self, rows: NDArray[np.int64]) -> dict[str, Tensor]:
         """Rows padded on the right, which causal attention never reads: tokens [B, T], labels [B, T] (-1: none),

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from kitforge.core.nn.decoder import DecoderConfig
-from kitforge.core.nn.gpt_block import gpt_block
 from kitforge.core.nn.positions import Learned
 from kitforge.foundation.config import check, check_counts
 from kitforge.models.transformer_config import GPTConfig
@@ -42,7 +41,10 @@ class BertConfig(GPTConfig):
 
     def decoder(self) -> DecoderConfig:
         """The stack of these options, layer by layer."""
-        block = dataclasses.replace(gpt_block(self, self.activation, self.mlp_dim), post_norm=True)
+        block = dataclasses.replace(
+            self.gpt_block(self.activation, (self.attention_dropout, self.residual_dropout), self.mlp_dim),
+            post_norm=True,
+        )
         return DecoderConfig(
             vocab_size=self.vocab_size,
             max_length=self.max_length,

@@ -6,15 +6,7 @@ from typing import Any
 
 from kitforge.models.bloom.model import BloomConfig
 from kitforge.models.config_keys import CONFIG_KEYS
-from kitforge.models.weight_mapping import (
-    GPT_NAMES,
-    Converter,
-    TensorMapping,
-    checked,
-    decoder_mappings,
-    read_gpt_keys,
-    write_gpt_keys,
-)
+from kitforge.models.weight_mapping import Converter, GptKeys, TensorMapping, checked, decoder_mappings
 
 _KEYS = CONFIG_KEYS.with_keys(
     refusal="a BLOOM of another architecture",
@@ -23,14 +15,14 @@ _KEYS = CONFIG_KEYS.with_keys(
     unused="""attention_softmax_in_fp32 bias_dropout_fusion masked_softmax_fusion n_embed n_inner offset_alibi
     skip_bias_add skip_bias_add_qkv""",
 )
-_NAMES = GPT_NAMES | {
-    "dim": "hidden_size",
-    "num_layers": "n_layer",
-    "num_heads": "n_head",
-    "max_length": "seq_length",
-    "attention_dropout": "attention_dropout",
-    "residual_dropout": "hidden_dropout",
-}
+_NAMES = GptKeys(
+    dim="hidden_size",
+    num_layers="n_layer",
+    num_heads="n_head",
+    max_length="seq_length",
+    attention_dropout="attention_dropout",
+    residual_dropout="hidden_dropout",
+)
 # The first checkpoints of BLOOM name the width and the counts otherwise.
 _ALIASES = {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
 
@@ -39,13 +31,13 @@ def read_config(config: Mapping[str, Any]) -> BloomConfig:
     """Our options from config.json. Raises ModelError."""
     old = {"hidden_size": config["n_embed"]} if "n_embed" in config else {}
     config = checked(old | dict(config), _KEYS, _ALIASES)
-    return BloomConfig(**read_gpt_keys(config, _NAMES, max_length=2048, dropout=0.0))
+    return BloomConfig(**_NAMES.read(config, max_length=2048, dropout=0.0))
 
 
 def write_config(config: BloomConfig) -> dict[str, Any]:
     """The values of config.json."""
     kind = {"architectures": ["BloomForCausalLM"], "model_type": "bloom"}
-    return kind | write_gpt_keys(config, _NAMES) | {"apply_residual_connection_post_layernorm": False}
+    return kind | _NAMES.write(config) | {"apply_residual_connection_post_layernorm": False}
 
 
 def tensor_mappings(config: BloomConfig, _model_type: str) -> list[TensorMapping]:

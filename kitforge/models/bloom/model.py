@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kitforge.core.nn.decoder import DecoderConfig
-from kitforge.core.nn.gpt_block import gpt_block
 from kitforge.core.nn.positions import ALiBi
 from kitforge.models.transformer_config import GPTConfig
 
@@ -17,7 +16,7 @@ class BloomConfig(GPTConfig):
 
     def decoder(self) -> DecoderConfig:
         """The decoder of these options, layer by layer."""
-        block = gpt_block(self, "gelu_tanh")
+        block = self.gpt_block("gelu_tanh", (self.attention_dropout, self.residual_dropout))
         return DecoderConfig(
             vocab_size=self.vocab_size,
             max_length=self.max_length,

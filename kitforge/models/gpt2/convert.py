@@ -7,15 +7,7 @@ from typing import Any
 from kitforge.foundation.errors import ModelError
 from kitforge.models.config_keys import CONFIG_KEYS
 from kitforge.models.gpt2.model import GPT2Config
-from kitforge.models.weight_mapping import (
-    GPT_NAMES,
-    Converter,
-    TensorMapping,
-    checked,
-    decoder_mappings,
-    read_gpt_keys,
-    write_gpt_keys,
-)
+from kitforge.models.weight_mapping import Converter, GptKeys, TensorMapping, checked, decoder_mappings
 
 _KEYS = CONFIG_KEYS.with_keys(
     refusal="a GPT-2 of another architecture",
@@ -23,16 +15,16 @@ _KEYS = CONFIG_KEYS.with_keys(
     resid_pdrop scale_attn_by_inverse_layer_idx""",
     accepted={"scale_attn_weights": True},
 )
-_NAMES = GPT_NAMES | {
-    "dim": "n_embd",
-    "num_layers": "n_layer",
-    "num_heads": "n_head",
-    "max_length": "n_positions",
-    "mlp_dim": "n_inner",
-    "embedding_dropout": "embd_pdrop",
-    "attention_dropout": "attn_pdrop",
-    "residual_dropout": "resid_pdrop",
-}
+_NAMES = GptKeys(
+    dim="n_embd",
+    num_layers="n_layer",
+    num_heads="n_head",
+    max_length="n_positions",
+    mlp_dim="n_inner",
+    embedding_dropout="embd_pdrop",
+    attention_dropout="attn_pdrop",
+    residual_dropout="resid_pdrop",
+)
 _ALIASES = {
     "hidden_size": "n_embd",
     "max_position_embeddings": "n_positions",
@@ -47,14 +39,14 @@ def read_config(config: Mapping[str, Any]) -> GPT2Config:
     activation = config.get("activation_function", "gelu_new")
     if activation not in ("gelu_new", "gelu_pytorch_tanh"):
         raise ModelError("GPT-2 with another activation", got=activation, expected="gelu_new")
-    values = read_gpt_keys(config, _NAMES, max_length=1024, dropout=0.1)
+    values = _NAMES.read(config, max_length=1024, dropout=0.1)
     return GPT2Config(**values, scale_by_layer=config.flag("scale_attn_by_inverse_layer_idx", False))
 
 
 def write_config(config: GPT2Config) -> dict[str, Any]:
     """The values of config.json."""
     own = {"activation_function": "gelu_new", "scale_attn_by_inverse_layer_idx": config.scale_by_layer}
-    return {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"} | write_gpt_keys(config, _NAMES) | own
+    return {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"} | _NAMES.write(config) | own
 
 
 def tensor_mappings(config: GPT2Config, _model_type: str) -> list[TensorMapping]:

@@ -5,7 +5,6 @@ from typing import ClassVar
 
 from kitforge.core.nn.block import BlockConfig
 from kitforge.core.nn.decoder import DecoderConfig
-from kitforge.core.nn.gpt_block import gpt_block
 from kitforge.core.nn.positions import Learned
 from kitforge.models.transformer_config import GPTConfig
 
@@ -33,4 +32,4 @@ class GPT2Config(GPTConfig):
 
     def _block(self, layer: int) -> BlockConfig:
         scale = (self.dim // self.num_heads) ** -0.5 / (layer + 1) if self.scale_by_layer else None
-        return gpt_block(self, "gelu_tanh", self.mlp_dim, scale=scale)
+        return self.gpt_block("gelu_tanh", (self.attention_dropout, self.residual_dropout), self.mlp_dim, scale=scale)

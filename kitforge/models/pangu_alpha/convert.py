@@ -5,15 +5,7 @@ from typing import Any
 
 from kitforge.models.config_keys import CONFIG_KEYS
 from kitforge.models.pangu_alpha.model import PanguAlphaConfig
-from kitforge.models.weight_mapping import (
-    GPT_NAMES,
-    Converter,
-    TensorMapping,
-    checked,
-    decoder_mappings,
-    read_gpt_keys,
-    write_gpt_keys,
-)
+from kitforge.models.weight_mapping import Converter, GptKeys, TensorMapping, checked, decoder_mappings
 
 _KEYS = CONFIG_KEYS.with_keys(
     refusal="a PanGu-alpha of another architecture",
@@ -21,16 +13,16 @@ _KEYS = CONFIG_KEYS.with_keys(
     max_position_embeddings num_heads num_layers resid_pdrop""",
     accepted={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": (False, None)},
 )
-_NAMES = GPT_NAMES | {
-    "dim": "hidden_size",
-    "num_layers": "num_layers",
-    "num_heads": "num_heads",
-    "max_length": "max_position_embeddings",
-    "mlp_dim": "intermediate_size",
-    "embedding_dropout": "embd_pdrop",
-    "attention_dropout": "attn_pdrop",
-    "residual_dropout": "resid_pdrop",
-}
+_NAMES = GptKeys(
+    dim="hidden_size",
+    num_layers="num_layers",
+    num_heads="num_heads",
+    max_length="max_position_embeddings",
+    mlp_dim="intermediate_size",
+    embedding_dropout="embd_pdrop",
+    attention_dropout="attn_pdrop",
+    residual_dropout="resid_pdrop",
+)
 # MindSpore calls the activation of the published training fast_gelu; `gelu_fast` of Hugging Face is another one.
 _ACTIVATIONS = {"quick_gelu": "quick_gelu", "fast_gelu": "quick_gelu", "gelu": "gelu", "gelu_new": "gelu_tanh"}
 
@@ -40,7 +32,7 @@ def read_config(config: Mapping[str, Any]) -> PanguAlphaConfig:
     config = checked(config, _KEYS, {"num_hidden_layers": "num_layers", "num_attention_heads": "num_heads"})
     activation = config.get("activation_function", "gelu")
     config.check(activation in _ACTIVATIONS, "activation_function", ", ".join(_ACTIVATIONS))
-    values = read_gpt_keys(config, _NAMES, max_length=1024, dropout=0.1)
+    values = _NAMES.read(config, max_length=1024, dropout=0.1)
     return PanguAlphaConfig(**values, activation=_ACTIVATIONS[activation])  # type: ignore[arg-type]
 
 
@@ -48,7 +40,7 @@ def write_config(config: PanguAlphaConfig) -> dict[str, Any]:
     """The values of config.json."""
     names = {ours: theirs for theirs, ours in _ACTIVATIONS.items() if theirs != "fast_gelu"}
     own = {"activation_function": names[config.activation]}
-    return {"architectures": ["GPTPanguForCausalLM"], "model_type": "gpt_pangu"} | write_gpt_keys(config, _NAMES) | own
+    return {"architectures": ["GPTPanguForCausalLM"], "model_type": "gpt_pangu"} | _NAMES.write(config) | own
 
 
 def tensor_mappings(config: PanguAlphaConfig, _model_type: str) -> list[TensorMapping]:

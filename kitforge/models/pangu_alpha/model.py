@@ -4,7 +4,6 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from kitforge.core.nn.decoder import DecoderConfig
-from kitforge.core.nn.gpt_block import gpt_block
 from kitforge.core.nn.positions import Learned
 from kitforge.models.transformer_config import GPTConfig
 
@@ -22,7 +21,7 @@ class PanguAlphaConfig(GPTConfig):
 
     def decoder(self) -> DecoderConfig:
         """The decoder of these options, layer by layer."""
-        block = gpt_block(self, self.activation, self.mlp_dim)
+        block = self.gpt_block(self.activation, (self.attention_dropout, self.residual_dropout), self.mlp_dim)
         return DecoderConfig(
             vocab_size=self.vocab_size,
             max_length=self.max_length,

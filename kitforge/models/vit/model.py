@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from kitforge.core.nn.gpt_block import gpt_block
 from kitforge.core.nn.vision import VisionConfig
 from kitforge.foundation.config import check
 from kitforge.models.transformer_config import TransformerConfig
@@ -45,7 +44,8 @@ class ViTConfig(TransformerConfig):
 
     def vision(self) -> VisionConfig:
         """The network of these options."""
-        block = gpt_block(self, self.activation, self.mlp_dim, qkv_bias=self.qkv_bias)
+        dropout = self.attention_dropout, self.residual_dropout
+        block = self.gpt_block(self.activation, dropout, self.mlp_dim, qkv_bias=self.qkv_bias)
         return VisionConfig(
             image_size=self.image_size,
             patch_size=self.patch_size,

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kitforge.data.schedule import shuffled_indices
-from kitforge.data.text.packing import IGNORED, DocumentSplit, PackedRows, split_documents
+from kitforge.data.text.packing import DocumentSplit, PackedRows, split_documents
 from kitforge.data.text.token_cache import TokenCache
 from kitforge.foundation.errors import ConfigError, DataError
 from kitforge.foundation.seed import key
+from kitforge.foundation.types import IGNORED
 
 PAD = 65535
 

@@ -15,9 +15,9 @@ from torch.nn import functional
 from kitforge.api import load_model, pipeline, save_model
 from kitforge.cli.main import run as run_command
 from kitforge.data.text.masking import MaskToken, framed_rows, masked
-from kitforge.data.text.packing import IGNORED
 from kitforge.data.tokenizers.loading import ByteTokenizer, load_tokenizer
 from kitforge.foundation.errors import DataError
+from kitforge.foundation.types import IGNORED
 from kitforge.kits.registry import recorded_task
 from kitforge.kits.transformers.build import TASKS
 from tests.kits.transformers.task_runs import SHORT, TaskRuns

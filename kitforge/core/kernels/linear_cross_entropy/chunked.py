@@ -17,6 +17,7 @@ from kitforge.core.kernels.derivatives import by_hand
 from kitforge.core.kernels.linear_cross_entropy import reference
 from kitforge.core.kernels.mixed_precision import product_operands
 from kitforge.core.kernels.vocabulary import VocabularyShard, add_product, chunks
+from kitforge.foundation.types import IGNORED
 
 
 def linear_cross_entropy(
@@ -48,7 +49,7 @@ class _Chunked(torch.autograd.Function):
         grad_weight = torch.zeros(weight.shape, dtype=exact, device=weight.device) if wants_weight else None
         total = torch.zeros((), dtype=exact, device=hidden.device)
         # 1 in the rows that count, 0 in the others.
-        counts = (targets != -100).to(exact)
+        counts = (targets != IGNORED).to(exact)
         # The logsumexp of each row.
         normalizers = torch.empty(hidden.shape[0], dtype=exact, device=hidden.device)
         with torch.autocast(hidden.device.type, enabled=False):
@@ -111,8 +112,8 @@ def _loss_into_gradient(
 ) -> tuple[Tensor, Tensor]:
     """The sum of the losses of logits [rows, vocab], and the logsumexp [rows]. The logits become their gradient in
     place, zero in ignored rows."""
-    is_counted = targets != -100
-    # Only -100 is ignored: any other target outside the vocabulary must fail in `gather`.
+    is_counted = targets != IGNORED
+    # Nothing else is ignored: any other target outside the vocabulary must fail in `gather`.
     index = torch.where(is_counted, targets, 0).unsqueeze(1)
     if shard is not None:
         return _sharded_loss(logits, counts, index - shard.first, shard)

@@ -6,11 +6,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from kitforge.core.kernels.vocabulary import VocabularyShard, exact_logits
+from kitforge.foundation.types import IGNORED
 
 
 class LinearCrossEntropyKernel(Protocol):
     """Cross entropy of `hidden [rows, dim] @ weight [vocab, dim].T` against targets [rows], in fp32, summed over the
-    rows whose target is not -100. Returns a 0-dim sum.
+    rows whose target is not IGNORED, -100. Returns a 0-dim sum.
 
     With a `shard` of the vocabulary, which the reference does not take, the loss is global on every rank, and the
     gradient of `hidden` is the partial sum of this shard.
@@ -25,4 +26,4 @@ def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, shard: VocabularyShard | None = None
 ) -> Tensor:
     logits = exact_logits(hidden, weight, shard)
-    return functional.cross_entropy(logits, targets, ignore_index=-100, reduction="none").sum()
+    return functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none").sum()

@@ -15,6 +15,7 @@ from kitforge.core.kernels.linear_cross_entropy.chunked import again
 from kitforge.core.kernels.mixed_precision import product_operands
 from kitforge.core.kernels.triton.logits import gradient_, statistics
 from kitforge.core.kernels.vocabulary import VocabularyShard, add_product, chunks, merge_statistics
+from kitforge.foundation.types import IGNORED
 
 
 def linear_cross_entropy(
@@ -33,7 +34,7 @@ class _Chunked(torch.autograd.Function):
         rounded, matrix = product_operands(hidden, weight)
         exact = torch.promote_types(rounded.dtype, torch.float32)
         # 1 in the rows that count, 0 in the others.
-        counts = (targets != -100).to(exact)
+        counts = (targets != IGNORED).to(exact)
         columns, width = (targets, len(weight)) if shard is None else (targets - shard.first, shard.max_rows)
         losses = torch.zeros_like(counts)
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None

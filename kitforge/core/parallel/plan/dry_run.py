@@ -118,11 +118,7 @@ def _positions(index: Tensor | None) -> tuple[Tensor | None, ...]:
 
 @contextmanager
 def dry_world(
-    degrees: ParallelConfig,
-    precision: Precision,
-    index: int = 0,
-    device_type: str = "cpu",
-    expert_skew: float = 1.0,
+    degrees: ParallelConfig, precision: Precision, index: int = 0, device_type: str = "cpu", expert_skew: float = 1.0
 ) -> Iterator[World]:
     """The world of the first rank with an index along `pipeline`, in which the CPU stands in for a device of that type
     and tensors have no values, see `KnownData`; its experts get `expert_skew` times the rows of a usual rank. Raises

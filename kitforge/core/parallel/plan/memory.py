@@ -82,12 +82,7 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False
 
     def __init__(
-        self,
-        device_type: str,
-        work: WorkTrace | None = None,
-        *,
-        is_building: bool = False,
-        keeps_course: bool = False,
+        self, device_type: str, work: WorkTrace | None = None, *, is_building: bool = False, keeps_course: bool = False
     ) -> None:
         """`device_type`: that of the tensors, whose own copies within operations are counted on a CPU. `work` counts
         each operation beside. `is_building`: what is made before `begin` are weights without values, beside data, which

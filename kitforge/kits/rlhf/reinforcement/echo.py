@@ -8,9 +8,8 @@ from torch import Tensor, nn
 
 from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.core.nn.shared_prefix import hidden_at
-from kitforge.data.text.packing import IGNORED
 from kitforge.foundation.device import copy_to
-from kitforge.foundation.types import MicroBatch, Sums
+from kitforge.foundation.types import IGNORED, MicroBatch, Sums
 
 
 def echo_targets(rows: MicroBatch) -> Tensor:

@@ -27,10 +27,10 @@ from kitforge.foundation import seed as seeds
 from kitforge.foundation.errors import DataError, TrainingError
 from kitforge.foundation.log import logger
 from kitforge.inference.engine import Engine, Output
-from kitforge.inference.text_engine import InferenceOptions
+from kitforge.inference.text_engine import InferenceOptions, TextDelta, TextEngine
 from kitforge.kits.rlhf.config import EnvironmentOptions
 from kitforge.kits.rlhf.event_loop import EventLoop
-from kitforge.kits.rlhf.reinforcement.rollout_batch import Rollout, StoppingEngine
+from kitforge.kits.rlhf.reinforcement.rollout_batch import Rollout
 from kitforge.kits.rlhf.roles.prompt_completion import Observation, PromptCompletion
 
 
@@ -201,7 +201,7 @@ class Episode:
         self.tokens += tokens
         self.loss_mask += [False] * len(tokens)
 
-    def append_action(self, output: Output) -> None:
+    def append_action(self, output: Output | TextDelta) -> None:
         """Append tokens of the policy."""
         self.tokens += output.tokens
         self.loss_mask += [True] * len(output.tokens)
@@ -321,23 +321,23 @@ class EnvironmentRunner:
         the steps, and whether the turn ended with an EOS token or stop string. An episode is missing if the policy
         generated no token because it diverged."""
         live: dict[int, Episode] = {}
-        opened: dict[int, list[int]] = {}
+        texts = TextEngine(engine, self.tokenizer) if options.stop else engine
         for episode in episodes:
             key = seeds.key(name, episode.number, episode.sample, number)
             chosen = replace(options, max_new_tokens=min(options.max_new_tokens, self._tokens_left(episode)))
             prompt = [*episode.prompt.tokens, *episode.tokens]
-            request = engine.submit(prompt, chosen, key=key)
-            live[request], opened[request] = episode, prompt
-        stopping = StoppingEngine(engine, self.tokenizer, options.stop, opened)
+            live[texts.submit(prompt, chosen, key=key)] = episode
         jobs: dict[Episode, tuple[Job, bool]] = {}
         while engine.has_work:
-            for output in stopping.step():
+            for output in texts.step():
+                if output.error is not None:
+                    raise output.error
                 episode = live[output.request]
                 episode.append_action(output)
                 if output.finish_reason is None or not episode.turn_tokens:
                     continue
                 is_whole = output.finish_reason == "stop"
-                episode.is_stopped = stopping.is_stopped(output)
+                episode.is_stopped = isinstance(output, TextDelta) and output.hit_stop_string
                 has_end = is_whole and not episode.is_stopped
                 text = self._turn_text(episode, episode.turn_tokens, has_end=has_end)
                 jobs[episode] = pool.submit(partial(episode.environment.step, text)), is_whole

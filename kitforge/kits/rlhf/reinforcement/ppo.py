@@ -21,9 +21,8 @@ from kitforge.core.nn.shared_prefix import shares_prefixes
 from kitforge.core.optim.groups import ParameterGroup
 from kitforge.core.parallel.world import World
 from kitforge.data.chat.datasets import PromptExample, TokenizedExample
-from kitforge.data.text.packing import IGNORED
 from kitforge.foundation import seed as seeds
-from kitforge.foundation.types import Cursor, MicroBatch, Sums
+from kitforge.foundation.types import IGNORED, Cursor, MicroBatch, Sums
 from kitforge.kits.rlhf.algorithms.advantages import (
     discounted_returns,
     gae_advantages,

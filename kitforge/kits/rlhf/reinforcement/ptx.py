@@ -11,9 +11,8 @@ from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.core.parallel.world import World
 from kitforge.data.chat.datasets import TokenizedExample
 from kitforge.data.schedule import shuffled_indices
-from kitforge.data.text.packing import IGNORED
 from kitforge.foundation.device import copy_to
-from kitforge.foundation.types import MicroBatch, Sums
+from kitforge.foundation.types import IGNORED, MicroBatch, Sums
 from kitforge.kits.rlhf.batching import pad_examples, row_schedule
 from kitforge.kits.rlhf.config import RLOptions
 from kitforge.kits.rlhf.dataset import DatasetSplits

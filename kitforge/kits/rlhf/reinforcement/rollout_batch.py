@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import numpy as np
@@ -18,60 +18,15 @@ from torch import Tensor, nn
 from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.core.nn.shared_prefix import hidden_at
 from kitforge.data.chat.datasets import PromptExample, TokenizedExample
-from kitforge.data.text.continuation import Detokenizer
-from kitforge.data.text.packing import IGNORED
 from kitforge.data.tokenizers.loading import Tokenizer
 from kitforge.foundation import seed as seeds
 from kitforge.foundation.device import copy_to
-from kitforge.foundation.types import MicroBatch
-from kitforge.inference.engine import Engine, Output
-from kitforge.inference.text_engine import InferenceOptions
+from kitforge.foundation.types import IGNORED, MicroBatch
+from kitforge.inference.engine import Engine
+from kitforge.inference.text_engine import InferenceOptions, TextDelta, TextEngine
 from kitforge.kits.rlhf.batching import pad_examples
 from kitforge.kits.rlhf.roles.prompt_completion import PromptCompletion
 from kitforge.kits.rlhf.roles.value_head import ValueHeadModel
-
-
-class StoppingEngine:
-    """Steps an engine and ends each sample at the token that completes a stop string. Stop strings change neither the
-    tokens before it nor their log-probs. `prompts` are the tokens before the samples of each request."""
-
-    def __init__(
-        self, engine: Engine, tokenizer: Tokenizer, stop: Sequence[str], prompts: Mapping[int, Sequence[int]]
-    ) -> None:
-        self._engine = engine
-        self._tokenizer = tokenizer
-        self._stop = stop
-        self._prompts = prompts
-        self._texts: dict[tuple[int, int], Detokenizer] = {}
-        self._stopped: set[tuple[int, int]] = set()
-
-    def step(self) -> list[Output]:
-        """The outputs of a step; `finish_reason` is "stop" for a stop string too, see `is_stopped`."""
-        if not self._stop:
-            return self._engine.step()
-        outputs = (each for each in self._engine.step() if not self.is_stopped(each))
-        return [self._until_stop(each) for each in outputs]
-
-    def is_stopped(self, output: Output) -> bool:
-        """Whether a stop string, not an EOS token, ended this sample."""
-        return (output.request, output.sample) in self._stopped
-
-    def _until_stop(self, output: Output) -> Output:
-        name = output.request, output.sample
-        if name not in self._texts:
-            self._texts[name] = Detokenizer(self._tokenizer, self._stop, self._prompts[output.request])
-        text = self._texts[name]
-        num_kept = len(output.tokens) - (output.finish_reason == "stop")
-        for count, token in enumerate(output.tokens[:num_kept], start=1):
-            text.push([token])
-            if text.is_stopped:
-                self._stopped.add(name)
-                if output.finish_reason is None:
-                    self._engine.cancel(*name)
-                tokens, logprobs = output.tokens[:count], output.logprobs[:count]
-                return replace(output, tokens=tokens, logprobs=logprobs, finish_reason="stop")
-        return output
-
 
 # Those of a completion that are kept, besides its prompt.
 _KEPT_FIELDS = ("tokens", "loss_mask", "is_finished", "is_stopped", "is_turn_ended", "turn_lengths", "observations")
@@ -95,9 +50,8 @@ class Rollout:
     completion: PromptCompletion
     prompt_index: int  # index of the prompt in the rollout batch
     logprobs: tuple[float, ...]  # per generated token, under the sampling distribution
-    score: float | tuple[float, ...] | None = (
-        None  # reward of the completion or of each generated token; None: not scored
-    )
+    # Reward of the completion or of each generated token; None: not scored.
+    score: float | tuple[float, ...] | None = None
     ref_logprobs: tuple[float, ...] = ()
     values: tuple[float, ...] = ()
     old_logprobs: tuple[float, ...] = ()  # log-probs of the trainer, if they are recomputed
@@ -220,23 +174,25 @@ def generate_rollouts(
     """`num_samples` completions of each numbered prompt. Sampling noise is keyed by `name` and the number of the
     prompt, so that completions depend neither on ranks nor on other prompts."""
     requests: dict[int, tuple[int, PromptExample]] = {}
+    # Stop strings need the text; they change neither the tokens before their end nor the log-probs.
+    texts = TextEngine(engine, tokenizer) if options.stop else engine
     for number, prompt in prompts:
         key = seeds.key(name, number)
-        request = engine.submit(prompt.tokens, options, num_samples=num_samples, key=key)
+        request = texts.submit(prompt.tokens, options, num_samples=num_samples, key=key)
         requests[request] = (number, prompt)
     tokens: dict[tuple[int, int], list[int]] = {}
     log_probs: dict[tuple[int, int], list[float]] = {}
     ended: dict[tuple[int, int], bool] = {}
-    opened = {request: prompt.tokens for request, (_, prompt) in requests.items()}
-    stopping = StoppingEngine(engine, tokenizer, options.stop, opened)
     stopped: set[tuple[int, int]] = set()
     while engine.has_work:
-        for output in stopping.step():
+        for output in texts.step():
+            if output.error is not None:
+                raise output.error
             sample_key = (output.request, output.sample)
             tokens.setdefault(sample_key, []).extend(output.tokens)
             log_probs.setdefault(sample_key, []).extend(output.logprobs)
             ended[sample_key] = output.finish_reason == "stop"
-            if stopping.is_stopped(output):
+            if isinstance(output, TextDelta) and output.hit_stop_string:
                 stopped.add(sample_key)
     return [
         Rollout(
@@ -257,7 +213,7 @@ def generate_rollouts(
 
 def pad_rollouts(rollouts: Sequence[Rollout], pad_id: int) -> dict[str, Tensor]:
     """`tokens` and `targets` [S, T], see `pad_examples`; all generated tokens are targets, EOS included."""
-    responses = [
+    examples = [
         TokenizedExample(
             tokens=(*each.completion.prompt, *each.completion.tokens),
             loss_mask=(False,) * len(each.completion.prompt)
@@ -265,7 +221,7 @@ def pad_rollouts(rollouts: Sequence[Rollout], pad_id: int) -> dict[str, Tensor]:
         )
         for each in rollouts
     ]
-    return pad_examples(responses, pad_id)
+    return pad_examples(examples, pad_id)
 
 
 def to_token_grid(rows: Sequence[Sequence[float]], mask: Tensor) -> Tensor:

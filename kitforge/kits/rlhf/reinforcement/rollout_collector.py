@@ -14,9 +14,9 @@ from kitforge.core.nn.shared_prefix import shares_prefixes
 from kitforge.core.parallel.world import World
 from kitforge.data.chat.datasets import PromptExample
 from kitforge.data.schedule import shuffled_indices
-from kitforge.data.text.packing import IGNORED
 from kitforge.data.tokenizers.loading import Tokenizer
 from kitforge.foundation.progress import show_progress
+from kitforge.foundation.types import IGNORED
 from kitforge.inference.capacity import num_cache_blocks
 from kitforge.inference.engine import Engine
 from kitforge.inference.paged_attention import KeyValueCache

@@ -7,9 +7,8 @@ from torch import Tensor, nn
 
 from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.core.nn.shared_prefix import hidden_at
-from kitforge.data.text.packing import IGNORED
 from kitforge.foundation.device import copy_to
-from kitforge.foundation.types import MicroBatch, Sums
+from kitforge.foundation.types import IGNORED, MicroBatch, Sums
 from kitforge.kits.rlhf.algorithms.preference_losses import (
     dpo_loss,
     ipo_loss,

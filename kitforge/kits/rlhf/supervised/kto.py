@@ -29,8 +29,8 @@ class KTOTask(ExampleTask[KTOOptions, UnpairedExample]):
     def micro_batches(self, model: nn.Module, rows: Sequence[UnpairedExample], step: int) -> list[MicroBatch]:
         """Micro-batches with the KL baseline of the whole batch."""
         parts = [range(part.start, part.stop) for part in self._schedule.micro_batches(len(rows))]
-        responses = [row.response for row in rows]
-        mismatched = self._mismatched_sum(model, responses, mismatched_completions(responses)) if len(rows) > 1 else 0.0
+        examples = [row.response for row in rows]
+        mismatched = self._mismatched_sum(model, examples, mismatched_completions(examples)) if len(rows) > 1 else 0.0
         baseline = self._kl_baseline(mismatched, len(rows))
         return [{**self._padded_batch([rows[index] for index in part]), "kl_baseline": baseline} for part in parts]
 

@@ -46,7 +46,7 @@ class RewardTask(PairTask[RewardOptions]):
         return self.count([micro_batch]) | self._sums_by_source(micro_batch, micro_batch["weights"])
 
     def normalize(self, model: nn.Module) -> None:
-        """Set mean and deviation of the model to those of its scores of training responses, over all ranks."""
+        """Set mean and deviation of the model to those of its scores of training completions, over all ranks."""
         network, scores, counted = cast(ValueHeadModel, model), [], []
         rows, mixture = self._rows.train, self._rows.mixture
         chosen = range(min(NORMALIZATION_PAIRS, len(rows))) if mixture is None else mixture.rows(0, NORMALIZATION_PAIRS)
@@ -84,7 +84,7 @@ class NormalizeRewards(Callback):
 
 
 def _scores(model: nn.Module, batch: MicroBatch) -> Tensor:
-    """Scores [2P] of both responses of each pair, at their last tokens."""
+    """Scores [2P] of both completions of each pair, at their last tokens."""
     network = cast(ValueHeadModel, model)
     device = network.score.weight.device
     return network.scores_at(copy_to(batch["tokens"], device), copy_to(batch["ends"], device))

@@ -10,8 +10,7 @@ from kitforge.core.nn.context import Context, DropoutKey
 from kitforge.data.chat.datasets import TokenizedExample
 from kitforge.data.collate import drop_trivial_columns
 from kitforge.data.schedule import Indices
-from kitforge.data.text.packing import IGNORED
-from kitforge.foundation.types import MicroBatch, Sums
+from kitforge.foundation.types import IGNORED, MicroBatch, Sums
 from kitforge.kits.language_model import packed_inputs, token_cross_entropy
 from kitforge.kits.rlhf.batching import input_tokens, pack_examples
 from kitforge.kits.rlhf.config import SFTOptions
@@ -19,8 +18,8 @@ from kitforge.kits.rlhf.supervised.example_task import ExampleTask
 
 
 class SFTTask(ExampleTask[SFTOptions, TokenizedExample]):
-    """A micro-batch holds tokens, targets and positions [rows, length], documents if a row packs several responses,
-    members [rows], the number of responses in a row, places [rows], the index of a row in the batch, and the step.
+    """A micro-batch holds tokens, targets and positions [rows, length], documents if a row packs several examples,
+    members [rows], the number of examples in a row, places [rows], the index of a row in the batch, and the step.
 
     The whole batch is packed before it is split, so that rows depend neither on ranks nor on micro-batches.
     """
@@ -38,7 +37,7 @@ class SFTTask(ExampleTask[SFTOptions, TokenizedExample]):
         return {"loss": num_trained, "samples": samples, "tokens": num_trained, "input_tokens": input_tokens(step)}
 
     def inputs(self, micro_batch: MicroBatch) -> tuple[Tensor, Context]:
-        """The tokens, and the responses that share a row."""
+        """The tokens, and the examples that share a row."""
         indices = tuple(micro_batch["places"].tolist())
         dropout_key = DropoutKey(seed=self._options.seed, step=micro_batch["step"], samples=indices)
         return packed_inputs(micro_batch, dropout_key, self._world.device)

@@ -13,9 +13,9 @@ from torch.nn import functional
 from kitforge.core.parallel.config import ParallelConfig
 from kitforge.core.parallel.mesh import Mesh
 from kitforge.core.parallel.world import World
-from kitforge.data.text.packing import IGNORED
 from kitforge.data.tokenizers.loading import ByteTokenizer
 from kitforge.foundation.errors import ConfigError
+from kitforge.foundation.types import IGNORED
 from kitforge.kits.rlhf.build import TASKS
 from kitforge.kits.rlhf.reinforcement.echo import echo_targets
 from kitforge.kits.rlhf.reinforcement.ppo import PolicyGradientTask
