@@ -20,6 +20,20 @@ def schema_features(metadata: Mapping[bytes, bytes] | None) -> Mapping[str, Any]
     return found if isinstance(found, dict) else {}
 
 
+def python_values(array: Any) -> list[Any]:
+    """The values of an Arrow array; times outside the years 1 to 9999, which Python lacks, as Arrow writes them."""
+    try:
+        return list(array.to_pylist())
+    except (OverflowError, ValueError):
+        return list(array.cast("string").to_pylist())
+
+
+def python_rows(table: Any) -> list[dict[str, Any]]:
+    """The rows of an Arrow table or batch."""
+    columns = map(python_values, table.columns)
+    return [dict(zip(table.schema.names, row, strict=True)) for row in zip(*columns, strict=True)]
+
+
 def class_names(features: Features, columns: Sequence[str]) -> tuple[str, tuple[str, ...]]:
     """The first of the columns that there is, and the names of its numbers: those of a ClassLabel or of lists of it."""
     column = next((name for name in columns if name in (features or {})), "")

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any
 
 from kitforge.data.document_shard import SHARD_BYTES, EncodingErrors, documents_of, fingerprint_of, missing_column
-from kitforge.data.features import Features, schema_features
+from kitforge.data.features import Features, python_rows, schema_features
 from kitforge.data.optional_imports import import_optional
 from kitforge.foundation.errors import DataError
 
@@ -134,7 +134,7 @@ def rows_of_table(spec: object) -> object:
     if hasattr(spec, "__arrow_c_stream__"):
         arrow = import_optional("pyarrow", needed_for="reading tables", extra="transformers")
         table = arrow.table(spec)
-        return TableRows(items=table.to_pylist(), features=schema_features(table.schema.metadata))
+        return TableRows(items=python_rows(table), features=schema_features(table.schema.metadata))
     return spec
 
 

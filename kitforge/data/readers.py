@@ -14,7 +14,7 @@ from types import NoneType
 from typing import Any, Literal
 
 from kitforge.data.document_shard import SHARD_BYTES, EncodingErrors, documents_of, fingerprint_of, missing_column
-from kitforge.data.features import Features, schema_features, with_json
+from kitforge.data.features import Features, python_rows, schema_features, with_json
 from kitforge.data.file_bytes import (
     BYTE_ORDER_MARK,
     FileStamp,
@@ -372,7 +372,7 @@ def _parquet_rows(shard: FileShard, column: str | None) -> Iterator[tuple[object
         if column is not None and column not in file.schema_arrow.names:
             raise missing_column(column, file.schema_arrow.names, str(shard.path))
         batches = file.iter_batches(batch_size=1024, columns=None if column is None else [column])
-        rows = (row for batch in batches for row in batch.to_pylist())
+        rows = (row for batch in batches for row in python_rows(batch))
         features = {} if column else schema_features(file.schema_arrow.metadata)
         name, is_json = str(shard.path), "Json" in str(features)
         for number, row in enumerate(rows, start=1):

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from kitforge.data.features import class_names, named, schema_features, with_json, without_fills
+from kitforge.data.features import class_names, named, python_rows, schema_features, with_json, without_fills
 from kitforge.data.source import open_rows
 from kitforge.foundation.errors import DataError
 
@@ -61,3 +61,14 @@ def test_nulls_that_arrow_fills_in_are_left_out_at_every_depth_but_in_json() -> 
     feature = datasets.Features({"x": [{"j": datasets.Json()}]}).to_dict()["x"]
     assert without_fills(given, feature) == [{"b": {"d": [None, {}]}, "j": {"k": None}}]
     assert pa.array(given).to_pylist() == given
+
+
+def test_a_day_that_python_lacks_leaves_a_row_its_other_columns(tmp_path: Path) -> None:
+    days = pa.array([0, -719163, 2932897], pa.int32()).cast(pa.date32())
+    table = pa.table({"text": ["a", "b", "c"], "day": days})
+    wanted = [("a", "1970-01-01"), ("b", "0000-12-31"), ("c", "10000-01-01")]
+    assert [(row["text"], str(row["day"])) for row in python_rows(table)] == wanted
+    parquet.write_table(table, tmp_path / "rows.parquet")
+    for spec in (table, str(tmp_path / "rows.parquet")):
+        (shard,) = open_rows(spec)
+        assert [row["text"] for _, row in shard.rows()] == ["a", "b", "c"]

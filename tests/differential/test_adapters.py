@@ -230,7 +230,7 @@ def check_theirs(case: Theirs, home: Path) -> str | None:
     found = _logits(network, ids)
     # A drawn adapter may make a network of which rounding makes another one, in either library by as much.
     rounding = (found - _logits(network.double(), ids)).abs().max()
-    assert (found - wanted).abs().max() <= 3e-5 * max(1.0, wanted.abs().max().item()) + 4 * rounding, "other logits"
+    assert (found - wanted).abs().max() <= 3e-5 * max(1.0, wanted.abs().max().item()) + 16 * rounding, "other logits"
     return None
 
 

@@ -11,6 +11,7 @@ from typing import IO, Any
 
 import numpy as np
 
+from kitforge.data.features import python_rows
 from kitforge.data.tables.arrow_to_columns import to_columns
 from kitforge.data.tables.bad_rows import BadRows
 from kitforge.data.tables.cells import join_tables, pyarrow, text_of
@@ -179,7 +180,7 @@ class _TextWriter:
     def write_table(self, table: Any) -> None:
         """Raises DataError for a value that JSON cannot express."""
         if not self._is_csv:
-            self._file.writelines(_json(row).encode() + b"\n" for row in table.to_pylist())
+            self._file.writelines(_json(row).encode() + b"\n" for row in python_rows(table))
             return
         arrow, reader = pyarrow(), pyarrow("pyarrow.csv")
         types = arrow.types

@@ -11,6 +11,7 @@ from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
+from kitforge.data.features import python_values
 from kitforge.data.tables.bad_rows import BadRows, DecimalMark
 from kitforge.data.tables.cells import (
     is_text,
@@ -115,7 +116,7 @@ def describe_table(
     columns = tuple(_view(name, table.column(name), decimal) for name in table.column_names)
     label = infer_label(columns, choice, is_complete=is_complete)
     schema = infer_schema(columns, label, table.num_rows, is_complete=is_complete, ids=ids)
-    texts = [[_cell(value) for value in column.to_pylist()] for column in table.slice(0, _HEAD_ROWS).columns]
+    texts = [[_cell(value) for value in python_values(column)] for column in table.slice(0, _HEAD_ROWS).columns]
     return TableDescription(
         name=source.name,
         num_rows=table.num_rows,

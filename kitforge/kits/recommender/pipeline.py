@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kitforge.data.cache_folder import default_root
 from kitforge.data.document_shard import fingerprint_of
+from kitforge.data.features import python_rows
 from kitforge.data.tables.arrow_to_columns import keys_of
 from kitforge.data.tables.bad_rows import BadRows
 from kitforge.data.tables.column_cache import load_table
@@ -92,7 +93,7 @@ class RecommendationPipeline:
         if not isinstance(users, Sequence) or not all(isinstance(user, Mapping) for user in users):
             source = open_table(users, table_config(self.options.data))
             columns = [name for name in source.names if name in wanted]
-            users = [row for job in source.jobs(columns) for row in job().table.to_pylist()]
+            users = [row for job in source.jobs(columns) for row in python_rows(job().table)]
         others = dict.fromkeys(name for name in encoder.schema.layout(with_label=False).names if name not in wanted)
         # Names that the schema lacks stay, by which a misspelled one is told.
         rows = [{**user, **others} for user in users]
