@@ -11,6 +11,6 @@ def key(*parts: str | int) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
-def generator(*parts: str | int, device: torch.device | str = "cpu") -> torch.Generator:
+def generator(*parts: str | int) -> torch.Generator:
     """A generator seeded by `key(*parts)`."""
-    return torch.Generator(device).manual_seed(key(*parts))
+    return torch.Generator().manual_seed(key(*parts))

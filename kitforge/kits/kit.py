@@ -240,8 +240,7 @@ class Kit(ABC, Generic[OptionsT, ProcessorT]):
 
     def predict_file(self, options: OptionsT, load_model: LoadModel) -> Path:
         """Write a prediction for each row of `options.data.eval` to `options.output`."""
-        fix = f'score rows with pipeline("{options.task}", model=RUN)'
-        raise self._unsupported("predicts no files", fix)
+        raise self._unsupported("predicts no files", f'score rows with pipeline("{options.task}", model=RUN)')
 
     def open_service(self, model: nn.Module, processor: ProcessorT, name: str, options: OptionsT) -> HttpService:
         """The HTTP service of a model in memory."""

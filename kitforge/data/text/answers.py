@@ -68,11 +68,11 @@ def question_of(row: object, columns: tuple[str, str, str], location: object) ->
 class Window:
     """A question with a part of its passage: special tokens, the question, a separator, the part, special tokens."""
 
-    question: int  # its number
     tokens: list[int]
     passage: tuple[int, int]  # the tokens [first, stop) of the part
     spans: list[tuple[int, int]]  # the characters of these
     target: tuple[int, int]  # first and last token of the answer; (-1, -1) where the part does not hold all of it
+    question: int = 0  # its number among those read together
 
 
 class Windows:
@@ -91,7 +91,7 @@ class Windows:
         self._middle = self._middle or tokenizer.encode("\n")
         self._tail = self._tail or [tokenizer.eos_id]
 
-    def of(self, number: int, question: PassageQuestion, location: object) -> list[Window]:
+    def of(self, question: PassageQuestion, location: object) -> list[Window]:
         """The windows of a question. Raises DataError for one that leaves no room for a passage."""
         tokens, spans = self._tokenizer.encode_offsets(question.context)
         before, behind = self._around
@@ -111,7 +111,6 @@ class Windows:
             target = (-1, -1) if not question.answers else _target(own_spans, *question.answers[0])
             found.append(
                 Window(
-                    question=number,
                     tokens=[*begin, *part, *self._tail],
                     passage=(first, first + len(part)),
                     spans=list(own_spans),

@@ -113,7 +113,7 @@ def read_questions(
         for location, values in (each for at, row in rows for each in questions_of(row, data.columns, at)):
             try:
                 question = question_of(values, data.columns, location)
-                found.append((question, windows.of(0, question, location)))
+                found.append((question, windows.of(question, location)))
             except DataError:
                 if data.on_invalid == "refuse":
                     raise
@@ -294,7 +294,7 @@ class QuestionAnsweringPipeline(LabellingPipeline[QuestionAnswerer]):
     @torch.no_grad()
     def _answer(self, question: str, context: str, top_k: int, *, may_be_none: bool) -> Any:
         asked = PassageQuestion(question=question, context=context, answers=())
-        windows, answers = self._windows.of(0, asked, f"{question!r:.60}"), list[Answers]()
+        windows, answers = self._windows.of(asked, f"{question!r:.60}"), list[Answers]()
         rows = QuestionRows([(asked, windows)], self._tokenizer.pad_id)
         for start in range(0, len(windows), PIPELINE_ROWS):
             numbers = np.arange(start, min(start + PIPELINE_ROWS, len(windows)))

@@ -93,7 +93,7 @@ def test_windows_cover_a_passage_and_an_answer_lies_where_its_text_does(make: An
     for row in rows(30, longest=25):
         answers = tuple((each["text"], each["answer_start"]) for each in row["answers"])
         question = PassageQuestion(question=row["question"], context=row["context"], answers=answers)
-        found = Windows(tokenizer, 36, 8).of(0, question, "here")
+        found = Windows(tokenizer, 36, 8).of(question, "here")
         assert all(len(each.tokens) <= 36 for each in found)
         read = [each.spans for each in found]
         whole = [span for span in read[0]]
@@ -116,7 +116,7 @@ def brute_force(model: Any, tokenizer: Any, question: str, context: str, data: A
     asked = PassageQuestion(question=question, context=context, answers=())
     best: dict[tuple[int, int], float] = {}
     nulls = []
-    for window in Windows(tokenizer, data.sequence_length, data.stride).of(0, asked, "here"):
+    for window in Windows(tokenizer, data.sequence_length, data.stride).of(asked, "here"):
         tokens, (first, stop) = torch.tensor([window.tokens]), window.passage
         with torch.no_grad():
             logits = model.logits_at(tokens, torch.tensor([len(window.tokens)]), torch.tensor([first])).double()
@@ -178,7 +178,7 @@ def test_folders_of_transformers_are_read_and_written_with_equal_logits(kind: st
     ours = cast(Any, load_model(tmp_path / "theirs"))
     tokenizer, row = load_tokenizer(tmp_path / "theirs"), rows()[0]
     asked = PassageQuestion(question=row["question"], context=row["context"], answers=())
-    (window,) = Windows(tokenizer, 64, 8).of(0, asked, "here")
+    (window,) = Windows(tokenizer, 64, 8).of(asked, "here")
     given = fast(row["question"], row["context"], return_tensors="pt", return_token_type_ids=kind == "Bert")
     assert given["input_ids"].tolist() == [window.tokens]
     assert kind == "Roberta" or given["token_type_ids"].unique().tolist() == [0, 1]

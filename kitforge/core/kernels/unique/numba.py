@@ -66,11 +66,11 @@ def _try(ids: Ids, distinct: Ids, inverse: Ids, size: int, scratch: Workspace) -
 
 
 @compiled
-def _probe(table: Numbers, distinct: Ids, offset: int, key: Any) -> Any:
+def _probe(table: Numbers, distinct: Ids, key: Any) -> Any:
     """The position of an id in the table, which holds its number from 1 on, or of the 0 of a new id."""
     mask = len(table) - 1
     position = np.int64(hash_bits(key) & np.uint64(mask))
-    while table[position] != 0 and distinct[offset + table[position] - 1] != key:
+    while table[position] != 0 and distinct[table[position] - 1] != key:
         position = (position + 1) & mask
     return position
 
@@ -105,7 +105,7 @@ def _merge(table: Numbers, distinct: Ids, count: int, new_numbers: Numbers, star
     room = len(table) // 4 * 3
     for other in range(start, start + num_others):
         key = distinct[other]
-        entry = _probe(table, distinct, 0, key)
+        entry = _probe(table, distinct, key)
         if table[entry] == 0:
             if count == room:
                 return FULL

@@ -35,7 +35,7 @@ _GLOO_COPIES = {
     "c10d::reduce_scatter_tensor_coalesced_": -1,
     "c10d::_allgather_base_": 0,
 }
-# Attention in which each thread of a CPU holds blocks of scores: the place of the queries, and how many blocks.
+# Attention in which each thread of a CPU holds blocks of scores: which tensor has the queries, and how many blocks.
 _SCORES = {
     "aten::_scaled_dot_product_flash_attention_for_cpu": (0, 1),
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": (1, 2),
@@ -258,8 +258,8 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif name in _GLOO_COPIES:
             size, cause = inputs[_GLOO_COPIES[name]].nbytes, "communication"
         elif name in _SCORES:
-            place, num_blocks = _SCORES[name]
-            queries, keys = (each.shape[2] for each in inputs[place : place + 2])
+            first, num_blocks = _SCORES[name]
+            queries, keys = (each.shape[2] for each in inputs[first : first + 2])
             rows = min(queries, 256 if queries >= 768 else 64 if queries >= 192 else 32)
             size = torch.get_num_threads() * num_blocks * rows * min(keys, 512) * torch.float32.itemsize
         if size:

@@ -72,14 +72,14 @@ def masked_sequence_mean(differences: Tensor, mask: Tensor) -> Tensor:
     return (total / mask.sum(-1, keepdim=True).clamp(min=1)).expand_as(differences)
 
 
-def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip_range: float | None) -> tuple[Tensor, Tensor]:
-    """Half the squared error for every token, and where the clip was active, both [B, T]. With `clip_range`
-    the larger of the unclipped and the clipped error counts, as in PPO."""
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip_range: float | None) -> Tensor:
+    """Half the squared error for every token [B, T]. With `clip_range` the larger of the unclipped and the clipped
+    error counts, as in PPO."""
     free = (values - returns).square()
     if clip_range is None:
-        return free / 2, torch.zeros_like(free, dtype=torch.bool)
+        return free / 2
     held = (old_values + (values - old_values).clamp(-clip_range, clip_range) - returns).square()
-    return torch.maximum(free, held) / 2, held > free
+    return torch.maximum(free, held) / 2
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:

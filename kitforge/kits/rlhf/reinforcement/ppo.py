@@ -367,8 +367,7 @@ class PolicyGradientTask(RolloutTask):
         if (critic := critic_of(model)) is not None:
             grids = [micro_batch[name].to(logprobs) for name in ("values", "returns")]
             values, old_values, returns = mask_fill(mask, token_values(critic, tokens, mask), *grids)
-            errors, _ = value_loss(values, old_values, returns, rl.value_clip_range)
-            sums["value_loss"] = errors.sum()
+            sums["value_loss"] = value_loss(values, old_values, returns, rl.value_clip_range).sum()
             weighted_value_loss = rl.vf_coef * micro_batch["value_scale"] * sums["value_loss"]
             # During critic warm-up the policy loss has weight 0, and its zero gradients are dropped.
             total = weighted_value_loss + total * (0.0 if micro_batch["warms_up"] else 1.0)

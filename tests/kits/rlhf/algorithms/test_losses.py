@@ -38,7 +38,7 @@ def test_rubbish_outside_of_the_mask_changes_neither_loss_nor_gradient(rubbish: 
         log_probs, old, gains, values = (numbers(seed, outside=outside) for seed in range(4))
         leaves = [log_probs.requires_grad_(), values.requires_grad_()]
         kept = mask_fill(MASK, log_probs, old, gains, values)
-        loss = policy_loss(kept[0], kept[1], kept[2], PLAIN)[0] + value_loss(kept[3], kept[1], kept[2], 0.2)[0]
+        loss = policy_loss(kept[0], kept[1], kept[2], PLAIN)[0] + value_loss(kept[3], kept[1], kept[2], 0.2)
         total = aggregate(loss, MASK, "token-mean", 17.0)
         return total.item(), torch.stack(torch.autograd.grad(total, leaves))
 

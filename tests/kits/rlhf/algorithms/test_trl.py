@@ -64,7 +64,7 @@ def groups(mode: LossAggregation) -> Tensor:
 
 def critic() -> Tensor:
     values, before, wanted = (numbers(each, *MASK.shape) for each in (7, 8, 6))
-    return aggregate(value_loss(values, before, wanted, 0.2)[0], MASK, "token-mean", MASK.sum())
+    return aggregate(value_loss(values, before, wanted, 0.2), MASK, "token-mean", MASK.sum())
 
 
 def actor() -> Tensor:
