@@ -123,7 +123,7 @@ def assert_classifies(run: Any, model: SequenceClassifier, dice: random.Random, 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@drawn(1, whole=300)
+@drawn(1, whole=60)
 @given(st.data())
 def test_a_program_computes_each_text_of_a_batch_as_the_network_does_alone(family: str, data: st.DataObject) -> None:
     config = data.draw(configurations(family))
