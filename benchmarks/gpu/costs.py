@@ -16,10 +16,10 @@ from torch.utils.flop_counter import register_flop_formula
 
 from kitforge.core.kernels.attention.packed_mask import dense_mask
 from kitforge.core.kernels.attention.reference import Mask
-from kitforge.core.kernels.custom_ops import is_traced
-from kitforge.core.kernels.jagged_bags import Bags
+from kitforge.core.kernels.cpu_engine.custom_ops import is_traced
+from kitforge.core.kernels.linear_cross_entropy.vocabulary import VocabularyShard
 from kitforge.core.kernels.moe_permute.reference import Permutation
-from kitforge.core.kernels.vocabulary import VocabularyShard
+from kitforge.core.kernels.tables.bags import Bags
 
 
 @dataclass(frozen=True, slots=True)

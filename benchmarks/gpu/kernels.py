@@ -16,9 +16,9 @@ from torch.nn import functional
 from benchmarks.gpu.costs import cost
 from kitforge.core.kernels.attention.packed_mask import PackedMask, find_boundaries
 from kitforge.core.kernels.dispatch import implementation, select, select_table
-from kitforge.core.kernels.jagged_bags import Bags
 from kitforge.core.kernels.moe_permute.reference import permutation_of
 from kitforge.core.kernels.quantized_linear.reference import quantize
+from kitforge.core.kernels.tables.bags import Bags
 from kitforge.core.nn.context import Context, causal_mask
 from kitforge.core.nn.decoder import Decoder
 from kitforge.core.nn.init import init_weights

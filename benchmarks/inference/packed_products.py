@@ -15,6 +15,7 @@ from kitforge.core.kernels.cpu_engine.gemm_microkernel import PANEL
 from kitforge.core.kernels.cpu_engine.matrix_microkernel import release
 from kitforge.core.kernels.cpu_engine.numba_runtime import FLOAT, HALF, compiled_fastmath, run_on_threads
 from kitforge.core.kernels.cpu_engine.spin_barrier import BYTES_PER_PHASE, barrier, finish, next_chunk
+from kitforge.core.kernels.cpu_engine.threads import num_threads
 from kitforge.core.kernels.linear.numba import (
     LINE,
     aligned,
@@ -24,7 +25,6 @@ from kitforge.core.kernels.linear.numba import (
     prefers_matrix_unit,
     scratch_size,
 )
-from kitforge.core.kernels.threads import num_threads
 
 
 def packed_seconds(weights: list[Tensor], rows: int, calls: int = 15) -> float:

@@ -7,11 +7,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from kitforge.core.kernels.cpu_engine.threads import reserve_threads
 from kitforge.core.kernels.dispatch import select_table
 from kitforge.core.kernels.hash_map.reference import DictHashMap
-from kitforge.core.kernels.indexing import put
-from kitforge.core.kernels.threads import reserve_threads
-from kitforge.core.kernels.workspace import Workspace
+from kitforge.core.kernels.tables.indexing import put
+from kitforge.core.kernels.tables.workspace import Workspace
 from kitforge.core.optim.row_optimizers import RowOptimizer
 from kitforge.embedding_cache.cache_manager import CacheManager
 from kitforge.embedding_cache.changes import ChangeTracker

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from kitforge.core.kernels.dispatch import select_table
-from kitforge.core.kernels.indexing import at, put, where
-from kitforge.core.kernels.workspace import Workspace
+from kitforge.core.kernels.tables.indexing import at, put, where
+from kitforge.core.kernels.tables.workspace import Workspace
 from kitforge.embedding_cache.eviction.policy import build_policy
 from kitforge.embedding_cache.keys.row_init import RowInitializer
 from kitforge.embedding_cache.keys.slot_map import NEVER_USED, flip_location

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kitforge.core.kernels.derivatives import by_hand
+from kitforge.core.kernels.autograd.derivatives import by_hand
 from kitforge.core.kernels.dispatch import select_table
-from kitforge.core.kernels.jagged_bags import Bags
-from kitforge.core.kernels.workspace import Workspace
+from kitforge.core.kernels.tables.bags import Bags
+from kitforge.core.kernels.tables.workspace import Workspace
 from kitforge.core.optim.grad_norm import global_norm
 from kitforge.embedding_cache.options import CachedEmbeddingOptions
 from kitforge.embedding_cache.pins import LookupHandle, PinRegistry

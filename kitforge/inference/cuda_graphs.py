@@ -12,8 +12,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from kitforge.core.kernels.fast_path import accepts_grouped_mm
 from kitforge.core.kernels.fused_decode_step.reference import Locations
+from kitforge.core.kernels.grouped_linear.fused import accepts_grouped_mm
 from kitforge.core.kernels.grouped_linear.reference import grouped_linear
 from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.core.nn.context import Context

@@ -14,7 +14,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from kitforge.core.kernels.mixed_precision import NATIVE_DTYPES
+from kitforge.core.kernels.autograd.mixed_precision import NATIVE_DTYPES
 from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.core.nn.quantized import Int8Linear, WeightOnlyLinear, quantized_copy
 from kitforge.foundation.config import check

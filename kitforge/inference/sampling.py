@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import embedding
 
+from kitforge.core.kernels.cpu_engine.threads import single_thread
 from kitforge.core.kernels.dispatch import REFERENCE, Kernels
-from kitforge.core.kernels.threads import single_thread
 from kitforge.foundation import seed as seeds
 from kitforge.foundation.config import INTERNAL, check
 from kitforge.foundation.device import copy_to

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from kitforge.core.checkpoint.load import find_checkpoint
+from kitforge.core.kernels.autograd.recomputation import Recompute
 from kitforge.core.kernels.dispatch import CompileLevel, select
-from kitforge.core.kernels.recomputation import Recompute
 from kitforge.core.nn.causal_lm import CausalLM, Trainable
 from kitforge.core.nn.decoder import FamilyConfig
 from kitforge.core.nn.init import init_weights

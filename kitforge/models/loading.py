@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from kitforge.core.checkpoint.hugging_face import CONFIG, read_folder, write_folder
 from kitforge.core.checkpoint.load import Checkpoint, check_shapes, find_checkpoint, load_tensors
+from kitforge.core.kernels.autograd.mixed_precision import NATIVE_DTYPES
 from kitforge.core.kernels.dispatch import CompileLevel, kernels_of_network
-from kitforge.core.kernels.mixed_precision import NATIVE_DTYPES
 from kitforge.core.kernels.quantized_linear.reference import Blocks, dequantize
 from kitforge.core.nn.decode_step import is_fusable
 from kitforge.core.nn.decoder import Decoder, FamilyConfig

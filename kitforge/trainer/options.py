@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from kitforge.core.kernels.autograd.recomputation import Recompute
 from kitforge.core.kernels.dispatch import CompileLevel
-from kitforge.core.kernels.recomputation import Recompute
 from kitforge.core.optim.build import OptimizerConfig
 from kitforge.core.optim.schedules import ScheduleConfig
 from kitforge.core.parallel.config import ParallelConfig

@@ -21,9 +21,9 @@ from kitforge.core.kernels.dispatch import (
     select,
     select_table,
 )
-from kitforge.core.kernels.jagged_bags import Bags
 from kitforge.core.kernels.moe_permute.reference import permutation_of
 from kitforge.core.kernels.quantized_linear.reference import quantize
+from kitforge.core.kernels.tables.bags import Bags
 from kitforge.core.optim.row_optimizers import SparseOptimizerConfig, build_row_optimizer
 from kitforge.foundation.errors import ModelError
 from kitforge.verify.contract import furthest

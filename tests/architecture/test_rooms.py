@@ -82,6 +82,10 @@ def test_an_empty_room_and_one_without_a_door_are_found(tmp_path: Path) -> None:
     assert room_problems(tmp_path) == ["data has no door", "kits is empty", "models is empty", "gpt2 is empty"]
 
 
+def test_no_file_lies_loose_beside_the_operations() -> None:
+    assert {path.name for path in (PACKAGE / "core" / "kernels").glob("*.py")} == {"__init__.py", "dispatch.py"}
+
+
 def test_the_tree_in_the_readme_is_the_tree_that_stands() -> None:
     drawn = readme_tree((ROOT / "README.md").read_text(encoding="utf-8"))
     assert set(drawn) == rooms(PACKAGE) | {yard for yard in YARDS if (ROOT / yard).is_dir()}

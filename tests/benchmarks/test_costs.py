@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.gpu.costs import COSTS, cost
 from kitforge.core.kernels import dispatch
 from kitforge.core.kernels.dispatch import REFERENCE, TABLE_REFERENCE, Kernels, TableKernels, select
-from kitforge.core.kernels.jagged_bags import Bags
+from kitforge.core.kernels.tables.bags import Bags
 
 N, DIM, VOCAB = 6, 16, 40
 QUERY, KEY = torch.randn(2, 4, 5, 8), torch.randn(2, 4, 9, 8)

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from kitforge.core.kernels.dispatch import CompileLevel, Kernels, select
 from kitforge.core.kernels.float8_linear.reference import float8_linear
+from kitforge.core.kernels.linear_cross_entropy.vocabulary import VocabularyShard
 from kitforge.core.kernels.moe_permute.reference import Permutation
-from kitforge.core.kernels.vocabulary import VocabularyShard
 from kitforge.core.nn.context import Context
 from kitforge.foundation.errors import KitforgeError
 from kitforge.models.catalog import FAMILIES, config_of

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kitforge.core.kernels.recomputation import Recompute
+from kitforge.core.kernels.autograd.recomputation import Recompute
 from kitforge.core.nn.context import Context, DropoutKey
 from kitforge.core.nn.init import init_weights
 from kitforge.core.parallel.config import ParallelConfig

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from kitforge.core.kernels.recomputation import Recompute
+from kitforge.core.kernels.autograd.recomputation import Recompute
 from kitforge.core.nn.context import Context, DropoutKey, EncoderInput
 from kitforge.core.nn.init import init_weights
 from kitforge.core.nn.moe import ExpertsConfig

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from kitforge.composition import compose_config
-from kitforge.core.kernels import vocabulary
-from kitforge.core.kernels.recomputation import Recompute
+from kitforge.core.kernels.autograd.recomputation import Recompute
+from kitforge.core.kernels.linear_cross_entropy import vocabulary
 from kitforge.core.nn.context import Context, DropoutKey, EncoderInput
 from kitforge.core.parallel.config import ParallelConfig
 from kitforge.core.parallel.micro_batches import run_micro_batches

@@ -12,7 +12,7 @@ from typing import get_args
 import pytest
 import torch
 
-from kitforge.core.kernels.recomputation import Recompute
+from kitforge.core.kernels.autograd.recomputation import Recompute
 from kitforge.core.parallel.config import ParallelConfig
 from tests.distributed.ranks import run_ranks
 from tests.distributed.step import FAMILIES, Case, Order, Outcome, covering, difference, first_difference, run_step

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kitforge.core.kernels import mixed_precision
-from kitforge.core.kernels.recomputation import Recompute
+from kitforge.core.kernels.autograd import mixed_precision
+from kitforge.core.kernels.autograd.recomputation import Recompute
 from kitforge.core.nn.init import init_weights
 from kitforge.core.nn.norm import Norm
 from kitforge.core.parallel.config import ParallelConfig

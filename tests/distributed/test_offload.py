@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from kitforge.composition import compose_config
-from kitforge.core.kernels import mixed_precision
+from kitforge.core.kernels.autograd import mixed_precision
 from kitforge.core.parallel.config import ParallelConfig
 from kitforge.core.parallel.mesh import Mesh
 from kitforge.core.parallel.parallelize import parallel_model_of

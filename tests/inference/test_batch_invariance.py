@@ -9,7 +9,7 @@ from typing import Literal
 import pytest
 import torch
 
-from kitforge.core.kernels.mixed_precision import NATIVE_DTYPES
+from kitforge.core.kernels.autograd.mixed_precision import NATIVE_DTYPES
 from kitforge.core.nn.decoder import Decoder, FamilyConfig
 from kitforge.foundation.errors import ModelError
 from kitforge.inference.engine import Engine

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from kitforge.core.kernels.autograd.mixed_precision import NATIVE_DTYPES
 from kitforge.core.kernels.fused_decode_step.numba import NumbaDecodeStep
-from kitforge.core.kernels.mixed_precision import NATIVE_DTYPES
 from kitforge.core.nn.decoder import Decoder
 from kitforge.foundation import device as devices
 from kitforge.inference.engine import Completion, Engine

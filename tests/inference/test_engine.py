@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from kitforge.core.kernels.mixed_precision import NATIVE_DTYPES
+from kitforge.core.kernels.autograd.mixed_precision import NATIVE_DTYPES
 from kitforge.core.nn.decoder import Decoder
 from kitforge.foundation.errors import ConfigError, DataError
 from kitforge.foundation.log import noting_warnings

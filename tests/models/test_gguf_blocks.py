@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from kitforge import load_model
+from kitforge.core.kernels.autograd.mixed_precision import NATIVE_DTYPES
 from kitforge.core.kernels.linear.numba import prefers_matrix_unit
-from kitforge.core.kernels.mixed_precision import NATIVE_DTYPES
 from kitforge.core.kernels.quantized_linear.reference import dequantize
 from kitforge.core.nn.decoder import Decoder
 from kitforge.core.nn.linear import Linear

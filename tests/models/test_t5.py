@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.models.t5.modeling_t5 import T5Attention
 
+from kitforge.core.kernels.autograd.recomputation import Recompute
 from kitforge.core.kernels.dispatch import CompileLevel, select
-from kitforge.core.kernels.recomputation import Recompute
 from kitforge.core.nn.context import Context, DropoutKey, EncoderInput
 from kitforge.core.nn.encoder_decoder import DecoderCache, EncoderDecoder
 from kitforge.core.nn.init import init_weights

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from kitforge.api import load_model, save_model
+from kitforge.core.kernels.autograd.recomputation import Recompute
 from kitforge.core.kernels.dispatch import CompileLevel, select
-from kitforge.core.kernels.recomputation import Recompute
 from kitforge.core.nn.context import Context, DropoutKey
 from kitforge.core.nn.init import init_weights
 from kitforge.core.nn.vision import VisionTransformer

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kitforge.core.kernels import mixed_precision
+from kitforge.core.kernels.autograd import mixed_precision
 from kitforge.core.nn.linear import Linear
 from kitforge.core.parallel.offload import Offload
 from kitforge.foundation import device as devices

@@ -69,7 +69,7 @@ def batches() -> list[Tensor]:
 def ours(name: str, dim: int, ids: list[Tensor], gradient: Tensor, parts: dict[str, list[float]]) -> Step:
     """A step through our kernels, which says what each part took."""
     from kitforge.core.kernels.dispatch import select_table
-    from kitforge.core.kernels.workspace import Workspace
+    from kitforge.core.kernels.tables.workspace import Workspace
     from kitforge.core.optim.row_optimizers import SparseOptimizerConfig, build_row_optimizer
 
     kernels, scratch = select_table(), Workspace()

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.command_line import CommandLine, write_result
+from kitforge.core.kernels.autograd.recomputation import Recompute
 from kitforge.core.kernels.dispatch import select
-from kitforge.core.kernels.recomputation import Recompute
 from kitforge.core.nn.context import Context
 from kitforge.core.nn.decoder import Decoder
 from kitforge.core.nn.init import init_weights

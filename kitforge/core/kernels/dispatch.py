@@ -15,14 +15,14 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
-from kitforge.core.kernels import fast_path
 from kitforge.core.kernels.add_norm.reference import AddNormKernel, add_norm
 from kitforge.core.kernels.attention.reference import AttentionKernel, attention
 from kitforge.core.kernels.copy_rows.reference import CopyRowsKernel, copy_rows
-from kitforge.core.kernels.custom_ops import CUSTOM_OPS, is_traced
+from kitforge.core.kernels.cpu_engine import accepts as cpu
+from kitforge.core.kernels.cpu_engine.custom_ops import custom_op_of, is_traced
 from kitforge.core.kernels.decode_attention.reference import DecodeAttentionKernel, decode_attention
-from kitforge.core.kernels.dry_tables import WITHOUT_VALUES
 from kitforge.core.kernels.embedding_bag.reference import EmbeddingBagKernel, embedding_bag
 from kitforge.core.kernels.embedding_bag_backward.reference import EmbeddingBagBackwardKernel, embedding_bag_backward
 from kitforge.core.kernels.float8_linear.reference import Float8LinearKernel, float8_linear
@@ -53,6 +53,8 @@ from kitforge.core.kernels.rotary.reference import RotaryKernel, rotary
 from kitforge.core.kernels.sparse_update.reference import SPARSE_UPDATE, SparseUpdate
 from kitforge.core.kernels.swap_rows.reference import SwapRowsKernel, swap_rows
 from kitforge.core.kernels.swiglu.reference import SwiGLUKernel, swiglu
+from kitforge.core.kernels.tables.without_values import WITHOUT_VALUES
+from kitforge.core.kernels.triton import accepts as gpu
 from kitforge.core.kernels.unique.reference import UniqueKernel, unique
 from kitforge.foundation.errors import (
     ConfigError,
@@ -163,14 +165,12 @@ _triton = functools.partial(Implementation, devices=("cuda", "npu"), package="tr
 # By operation and name, in order of preference. The reference takes the calls that none of them accepts.
 IMPLEMENTATIONS: dict[str, dict[str, Implementation]] = {
     "linear": {
-        "numba": _numba(path="numba.linear", accepts=fast_path.accepts_linear),
+        "numba": _numba(path="numba.linear", accepts=cpu.accepts_linear),
         "fused": Implementation(path="fused.linear"),
         "traceable": Implementation(path="fused.traceable_linear", levels=("O2",)),
     },
     "quantized_linear": {
-        "triton": _triton(
-            path="triton.quantized_linear", levels=("O1", "O2"), accepts=fast_path.accepts_triton_quantized
-        )
+        "triton": _triton(path="triton.quantized_linear", levels=("O1", "O2"), accepts=gpu.accepts_triton_quantized)
     },
     "float8_linear": {
         "triton": Implementation(
@@ -178,7 +178,7 @@ IMPLEMENTATIONS: dict[str, dict[str, Implementation]] = {
             levels=("O1", "O2"),
             devices=("cuda",),
             package="triton",
-            accepts=fast_path.accepts_triton,
+            accepts=gpu.accepts_triton,
         ),
         "fused": Implementation(path="fused.float8_linear", levels=("O1", "O2")),
     },
@@ -187,59 +187,57 @@ IMPLEMENTATIONS: dict[str, dict[str, Implementation]] = {
         "traceable": Implementation(path="fused.traceable_attention", levels=("O2",)),
     },
     "decode_attention": {
-        "numba": _numba(path="numba.decode_attention", levels=("O1", "O2"), accepts=fast_path.accepts_decode_attention),
+        "numba": _numba(path="numba.decode_attention", levels=("O1", "O2"), accepts=cpu.accepts_decode_attention),
         "fused": Implementation(path="fused.decode_attention", levels=("O1", "O2")),
     },
     "paged_attention": {
-        "triton": _triton(path="triton.paged_attention", levels=("O1", "O2"), accepts=fast_path.accepts_triton_pages),
+        "triton": _triton(path="triton.paged_attention", levels=("O1", "O2"), accepts=gpu.accepts_triton_pages),
         "fused": Implementation(path="fused.paged_attention", levels=("O1", "O2")),
     },
     "rms_norm": {
-        "triton": _triton(path="triton.rms_norm", accepts=fast_path.accepts_triton_rows),
-        "numba": _numba(path="numba.rms_norm", accepts=fast_path.accepts_rms_norm),
+        "triton": _triton(path="triton.rms_norm", accepts=gpu.accepts_triton_rows),
+        "numba": _numba(path="numba.rms_norm", accepts=cpu.accepts_rms_norm),
         "fused": Implementation(path="fused.rms_norm"),
     },
-    "layer_norm": {"triton": _triton(path="triton.layer_norm", accepts=fast_path.accepts_triton_rows)},
-    "add_norm": {"triton": _triton(path="triton.add_norm", accepts=fast_path.accepts_triton_rows)},
+    "layer_norm": {"triton": _triton(path="triton.layer_norm", accepts=gpu.accepts_triton_rows)},
+    "add_norm": {"triton": _triton(path="triton.add_norm", accepts=gpu.accepts_triton_rows)},
     "rotary": {
-        "triton": _triton(path="triton.rotary", accepts=fast_path.accepts_triton),
-        "numba": _numba(path="numba.rotary", accepts=fast_path.accepts_rotary),
+        "triton": _triton(path="triton.rotary", accepts=gpu.accepts_triton),
+        "numba": _numba(path="numba.rotary", accepts=cpu.accepts_rotary),
         "fused": Implementation(path="fused.rotary"),
     },
     "swiglu": {
-        "triton": _triton(path="triton.swiglu", accepts=fast_path.accepts_triton),
+        "triton": _triton(path="triton.swiglu", accepts=gpu.accepts_triton),
         "fused": Implementation(path="fused.swiglu"),
     },
     "geglu": {
-        "triton": _triton(path="triton.geglu", accepts=fast_path.accepts_triton),
+        "triton": _triton(path="triton.geglu", accepts=gpu.accepts_triton),
         "fused": Implementation(path="fused.geglu"),
     },
     "linear_cross_entropy": {
-        "triton": _triton(
-            path="triton.linear_cross_entropy", levels=("O1", "O2"), accepts=fast_path.accepts_triton_logits
-        ),
+        "triton": _triton(path="triton.linear_cross_entropy", levels=("O1", "O2"), accepts=gpu.accepts_triton_logits),
         "chunked": Implementation(path="chunked.linear_cross_entropy", levels=("O1", "O2")),
     },
     "linear_log_probs": {
-        "triton": _triton(path="triton.linear_log_probs", levels=("O1", "O2"), accepts=fast_path.accepts_triton_logits),
+        "triton": _triton(path="triton.linear_log_probs", levels=("O1", "O2"), accepts=gpu.accepts_triton_logits),
         "chunked": Implementation(path="chunked.linear_log_probs", levels=("O1", "O2")),
     },
     "grouped_linear": {"fused": Implementation(path="fused.grouped_linear", levels=("O1", "O2"))},
     "moe_permute": {
-        "triton": _triton(path="triton.moe_permute", levels=("O1", "O2"), accepts=fast_path.accepts_triton),
+        "triton": _triton(path="triton.moe_permute", levels=("O1", "O2"), accepts=gpu.accepts_triton),
         "fused": Implementation(path="fused.moe_permute", levels=("O1", "O2")),
     },
     "moe_unpermute": {
-        "triton": _triton(path="triton.moe_unpermute", levels=("O1", "O2"), accepts=fast_path.accepts_triton),
+        "triton": _triton(path="triton.moe_unpermute", levels=("O1", "O2"), accepts=gpu.accepts_triton),
         "fused": Implementation(path="fused.moe_unpermute", levels=("O1", "O2")),
     },
     "greedy_sample": {
-        "triton": _triton(path="triton.greedy_sample", levels=("O1", "O2"), accepts=fast_path.accepts_triton_sampling),
-        "numba": _numba(path="numba.greedy_sample", levels=("O1", "O2"), accepts=fast_path.accepts_sampling),
+        "triton": _triton(path="triton.greedy_sample", levels=("O1", "O2"), accepts=gpu.accepts_triton_sampling),
+        "numba": _numba(path="numba.greedy_sample", levels=("O1", "O2"), accepts=cpu.accepts_sampling),
     },
     "random_sample": {
-        "triton": _triton(path="triton.random_sample", levels=("O1", "O2"), accepts=fast_path.accepts_triton_sampling),
-        "numba": _numba(path="numba.random_sample", levels=("O1", "O2"), accepts=fast_path.accepts_sampling),
+        "triton": _triton(path="triton.random_sample", levels=("O1", "O2"), accepts=gpu.accepts_triton_sampling),
+        "numba": _numba(path="numba.random_sample", levels=("O1", "O2"), accepts=cpu.accepts_sampling),
     },
     "keep_mask": {"numba": _numba(path="numba.keep_mask", levels=("O1", "O2"))},
     "fused_decode_step": {
@@ -259,6 +257,31 @@ IMPLEMENTATIONS: dict[str, dict[str, Implementation]] = {
     "sparse_update": {"triton": _triton(path="triton.SPARSE_UPDATE"), "numba": _numba(path="numba.SPARSE_UPDATE")},
 }
 
+
+def _like_rotary(input: Tensor, *_: object) -> Tensor:
+    """[batch, heads, length, head_dim] in the memory layout of a linear layer's output."""
+    batch, heads, length, head_dim = input.shape
+    return input.new_empty(batch, length, heads, head_dim).transpose(1, 2)
+
+
+# What traced and fake tensors get in the place of an operation's compiled loop.
+CUSTOM_OPS: dict[str, Callable[..., Tensor]] = {
+    "linear": custom_op_of(
+        linear,
+        "(Tensor input, Tensor weight, Tensor? bias=None) -> Tensor",
+        lambda input, weight, _bias=None: input.new_empty(*input.shape[:-1], weight.shape[0]),
+    ),
+    "rms_norm": custom_op_of(
+        rms_norm, "(Tensor input, Tensor weight, float eps) -> Tensor", lambda input, *_: input.new_empty(input.shape)
+    ),
+    "rotary": custom_op_of(rotary, "(Tensor input, Tensor cos, Tensor sin, bool interleaved) -> Tensor", _like_rotary),
+    "decode_attention": custom_op_of(
+        decode_attention,
+        "(Tensor query, Tensor keys, Tensor values, Tensor starts, Tensor lengths, *, int? window, float scale)"
+        " -> Tensor",
+        lambda query, *_, **__: query.new_empty(query.shape),
+    ),
+}
 
 _REFERENCES: dict[str, Any] = {
     **{each.name: getattr(REFERENCE, each.name) for each in fields(Kernels)},

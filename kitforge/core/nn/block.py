@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from kitforge.core.kernels.autograd.recomputation import unread
 from kitforge.core.kernels.dispatch import Kernels
-from kitforge.core.kernels.recomputation import unread
 from kitforge.core.nn.attention import Attention, AttentionConfig
 from kitforge.core.nn.context import Context, dropout, dropout_name_key
 from kitforge.core.nn.cross_attention import CrossAttention

@@ -9,8 +9,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from kitforge.core.kernels.autograd.recomputation import Recompute
 from kitforge.core.kernels.dispatch import Kernels
-from kitforge.core.kernels.recomputation import Recompute
 from kitforge.core.nn.block import BlockConfig
 from kitforge.core.nn.context import Context, DropoutKey
 

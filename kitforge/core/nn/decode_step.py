@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils.hooks import RemovableHandle
 
-from kitforge.core.kernels.fast_path import PAGED_HEAD
+from kitforge.core.kernels.autograd.mixed_precision import NATIVE_DTYPES
+from kitforge.core.kernels.cpu_engine.threads import single_thread
 from kitforge.core.kernels.fused_decode_step.reference import (
     Angles,
     BlockWeights,
@@ -20,9 +21,8 @@ from kitforge.core.kernels.fused_decode_step.reference import (
     Locations,
     Update,
 )
-from kitforge.core.kernels.mixed_precision import NATIVE_DTYPES
 from kitforge.core.kernels.quantized_linear.reference import GROUP, Blocks
-from kitforge.core.kernels.threads import single_thread
+from kitforge.core.kernels.triton.accepts import PAGED_HEAD
 from kitforge.core.nn.attention import Attention
 from kitforge.core.nn.block import Block
 from kitforge.core.nn.context import Context

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from kitforge.core.kernels.custom_ops import is_traced
+from kitforge.core.kernels.cpu_engine.custom_ops import is_traced
 from kitforge.core.kernels.dispatch import REFERENCE, Kernels
 from kitforge.core.kernels.quantized_linear.reference import Blocks
 from kitforge.core.nn.block import DROPOUT, BlockConfig

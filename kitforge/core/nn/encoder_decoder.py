@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from kitforge.core.kernels.autograd.recomputation import Recompute
 from kitforge.core.kernels.dispatch import REFERENCE, Kernels
-from kitforge.core.kernels.recomputation import Recompute
 from kitforge.core.nn.block import BlockConfig
 from kitforge.core.nn.causal_lm import Geometry
 from kitforge.core.nn.context import AttentionSpec, Context, DocumentAttend, EncoderInput, causal_mask, dropout

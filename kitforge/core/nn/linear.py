@@ -5,8 +5,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from kitforge.core.kernels.autograd.mixed_precision import compute_dtype
 from kitforge.core.kernels.dispatch import Kernels
-from kitforge.core.kernels.mixed_precision import compute_dtype
 from kitforge.core.kernels.quantized_linear.frozen import frozen_quantized_linear
 from kitforge.core.kernels.quantized_linear.reference import Blocks, dequantize, quantize
 from kitforge.foundation.errors import ModelError

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.compiler import is_exporting
 from torch.nn import functional
 
+from kitforge.core.kernels.autograd.mixed_precision import compute_dtype
 from kitforge.core.kernels.dispatch import Kernels
-from kitforge.core.kernels.mixed_precision import compute_dtype
 from kitforge.core.kernels.moe_permute.reference import permutation_of
 from kitforge.core.nn.context import Context, SequenceShard
 from kitforge.core.nn.mlp import MLP, MLPConfig

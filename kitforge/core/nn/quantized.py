@@ -18,7 +18,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from kitforge.core.kernels.mixed_precision import compute_dtype
+from kitforge.core.kernels.autograd.mixed_precision import compute_dtype
 from kitforge.core.kernels.quantized_linear.reference import GROUP as STEP_GROUP
 from kitforge.core.kernels.quantized_linear.reference import Blocks, QuantizedLinearKernel, quantize
 from kitforge.core.nn.causal_lm import Quantizable

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from kitforge.core.kernels.autograd.recomputation import KEPT_OPERATIONS, Recompute, passes
 from kitforge.core.kernels.dispatch import Kernels
-from kitforge.core.kernels.recomputation import KEPT_OPERATIONS, Recompute, passes
 from kitforge.core.nn.block import Block, BlockConfig
 from kitforge.core.nn.context import Context, RowAttend
 from kitforge.core.nn.norm import Norm

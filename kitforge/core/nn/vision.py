@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from kitforge.core.kernels.autograd.mixed_precision import product_operands
 from kitforge.core.kernels.dispatch import REFERENCE, Kernels
-from kitforge.core.kernels.mixed_precision import product_operands
 from kitforge.core.nn.block import BlockConfig
 from kitforge.core.nn.context import Context, DocumentAttend, dropout
 from kitforge.core.nn.stack import Stack

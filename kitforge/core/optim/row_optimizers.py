@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from kitforge.core.kernels.dispatch import TableKernels, select_table
-from kitforge.core.kernels.indexing import check_indices
 from kitforge.core.kernels.sparse_update.reference import (
     LAST_STEP,
     NUM_COUNTERS,
@@ -23,6 +22,7 @@ from kitforge.core.kernels.sparse_update.reference import (
     UpdateRule,
     integer_view,
 )
+from kitforge.core.kernels.tables.indexing import check_indices
 from kitforge.foundation.config import INTERNAL, check, check_choice
 from kitforge.foundation.errors import ModelError
 from kitforge.foundation.host_values import host_list

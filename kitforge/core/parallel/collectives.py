@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.profiler import record_function
 
-from kitforge.core.kernels.derivatives import by_hand
-from kitforge.core.kernels.recomputation import kept
+from kitforge.core.kernels.autograd.derivatives import by_hand
+from kitforge.core.kernels.autograd.recomputation import kept
 from kitforge.core.parallel.turns import communicate
 
 Group = dist.ProcessGroup | None

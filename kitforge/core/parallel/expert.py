@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from kitforge.core.kernels.autograd.recomputation import kept
 from kitforge.core.kernels.moe_permute.reference import Permutation, permutation_of
-from kitforge.core.kernels.recomputation import kept
 from kitforge.core.nn.moe import Experts
 from kitforge.core.parallel import collectives
 from kitforge.core.parallel.mesh import Mesh

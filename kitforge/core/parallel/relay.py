@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kitforge.core.kernels.derivatives import by_hand
+from kitforge.core.kernels.autograd.derivatives import by_hand
 from kitforge.core.nn.context import Context
 from kitforge.core.parallel import collectives
 from kitforge.core.parallel.column import Column

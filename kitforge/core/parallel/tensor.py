@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from kitforge.core.kernels.autograd.recomputation import unread
 from kitforge.core.kernels.dispatch import select
-from kitforge.core.kernels.recomputation import unread
-from kitforge.core.kernels.vocabulary import VocabularyShard
+from kitforge.core.kernels.linear_cross_entropy.vocabulary import VocabularyShard
 from kitforge.core.nn.attention import Attention
 from kitforge.core.nn.causal_lm import Shardable
 from kitforge.core.nn.context import Context, DropoutShard

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from kitforge.core.kernels.derivatives import by_hand
+from kitforge.core.kernels.autograd.derivatives import by_hand
+from kitforge.core.kernels.autograd.mixed_precision import NATIVE_DTYPES, compute_dtype, storage_dtype
+from kitforge.core.kernels.autograd.recomputation import kept
 from kitforge.core.kernels.grouped_linear.fused import grouped_linear_backward
-from kitforge.core.kernels.mixed_precision import NATIVE_DTYPES, compute_dtype, storage_dtype
-from kitforge.core.kernels.recomputation import kept
 from kitforge.core.nn.linear import Linear
 from kitforge.core.nn.moe import Experts
 from kitforge.foundation.errors import TrainingError

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kitforge.core.kernels.indexing import at, put
+from kitforge.core.kernels.tables.indexing import at, put
 from kitforge.embedding_cache.eviction.score_queue import EvictableMask, LowestScoreQueue
 from kitforge.embedding_cache.keys.slot_map import SlotMap, grow_rows
 from kitforge.embedding_cache.options import PolicyOptions

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kitforge.core.kernels.hash_map.reference import HashMapFactory
-from kitforge.core.kernels.indexing import where
+from kitforge.core.kernels.tables.indexing import where
 from kitforge.core.parallel.table import GAMMA, logical_shift_right, splitmix64
 from kitforge.embedding_cache.options import MAX_COUNT, AdmissionOptions
 from kitforge.foundation import seed as seeds

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from kitforge.core.kernels.dispatch import TableKernels, select_table
 from kitforge.core.kernels.hash_map.reference import HashMapKernel
-from kitforge.core.kernels.indexing import at, put
-from kitforge.core.kernels.workspace import Workspace
+from kitforge.core.kernels.tables.indexing import at, put
+from kitforge.core.kernels.tables.workspace import Workspace
 from kitforge.embedding_cache.keys.slot_map import INITIAL_ROOM, SlotMap, grow_rows
 from kitforge.foundation.device import CopyStream, copy_to, host_memory
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kitforge.core.kernels.dispatch import TableKernels
-from kitforge.core.kernels.indexing import at, put, where
+from kitforge.core.kernels.tables.indexing import at, put, where
 from kitforge.embedding_cache.keys.slot_map import INITIAL_ROOM, SlotMap, grow_rows
 from kitforge.embedding_cache.tiers.device import DeviceTier
 from kitforge.embedding_cache.tiers.slab_store import SlabStore

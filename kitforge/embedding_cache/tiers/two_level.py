@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kitforge.core.kernels.dispatch import select_table
-from kitforge.core.kernels.indexing import at, where
+from kitforge.core.kernels.tables.indexing import at, where
 from kitforge.embedding_cache.options import CachedEmbeddingOptions
 from kitforge.embedding_cache.stats import TableCounters
 from kitforge.embedding_cache.store import RowStore

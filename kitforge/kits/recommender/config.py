@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from kitforge.core.kernels.recomputation import Recompute
+from kitforge.core.kernels.autograd.recomputation import Recompute
 from kitforge.core.nn.embedding_spec import TableKind
 from kitforge.core.optim.build import OptimizerConfig
 from kitforge.core.optim.row_optimizers import SparseOptimizerConfig, SparseOptimizerName

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from kitforge.core.kernels.vocabulary import VocabularyShard
+from kitforge.core.kernels.linear_cross_entropy.vocabulary import VocabularyShard
 from tests.patience import PATIENCE
 
 Call = Callable[..., Tensor]

@@ -29,10 +29,10 @@ from kitforge.core.kernels.dispatch import select, select_table
 from kitforge.core.kernels.fused_decode_step import triton as triton_step
 from kitforge.core.kernels.fused_decode_step.reference import BlockWeights, Locations
 from kitforge.core.kernels.fused_decode_step.triton import TritonDecodeStep
-from kitforge.core.kernels.jagged_bags import Bags
 from kitforge.core.kernels.moe_permute.reference import permutation_of
 from kitforge.core.kernels.quantized_linear.reference import quantize
 from kitforge.core.kernels.sparse_update.reference import integer_view
+from kitforge.core.kernels.tables.bags import Bags
 from kitforge.core.kernels.triton import float8 as triton_float8
 from kitforge.core.kernels.triton import runtime as triton_runtime
 from kitforge.core.kernels.triton.float8 import round_to_float8

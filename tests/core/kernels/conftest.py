@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from kitforge.core.kernels import mixed_precision
+from kitforge.core.kernels.autograd import mixed_precision
 
 
 @pytest.fixture(scope="package", autouse=True)

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
-from kitforge.core.kernels.custom_ops import CUSTOM_OPS
-from kitforge.core.kernels.dispatch import IMPLEMENTATIONS, REFERENCE, implementation, select
+from kitforge.core.kernels.dispatch import CUSTOM_OPS, IMPLEMENTATIONS, REFERENCE, implementation, select
 from tests.core.nn import networks
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")

@@ -11,7 +11,7 @@ from kitforge.core.kernels.cpu_engine import numba_runtime as compiling
 from kitforge.core.kernels.dispatch import TABLE_REFERENCE, TableKernels
 from kitforge.core.kernels.embedding_bag import numba as fast_gather
 from kitforge.core.kernels.embedding_bag_backward import numba as fast_sum
-from kitforge.core.kernels.jagged_bags import Bags
+from kitforge.core.kernels.tables.bags import Bags
 from kitforge.foundation.errors import DataError, ModelError
 from tests.core.kernels.comparison import poison
 from tests.core.kernels.records import FAST, KERNELS, have_same_bits, normal, poisoned, seeded, threads

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from kitforge.core.kernels import fast_path
+from kitforge.core.kernels.cpu_engine import accepts
 from kitforge.core.kernels.dispatch import select
 from kitforge.core.kernels.linear import fused
 from kitforge.core.kernels.linear.fused import linear, traceable_linear
@@ -50,9 +50,9 @@ def test_what_is_not_finite_shows_in_a_few_rows(special: str, dtype: torch.dtype
 
 @torch.no_grad()
 def test_processors_that_multiply_bfloat16_themselves_take_fewer_rows_for_few(native: bool) -> None:
-    input, weight = torch.ones(fast_path.FEW_NATIVE_ROWS + 1, 7).bfloat16(), torch.ones(3, 7).bfloat16()
-    assert fast_path.accepts_linear(input, weight) != native
-    assert fast_path.accepts_linear(input[1:], weight)
+    input, weight = torch.ones(accepts.FEW_NATIVE_ROWS + 1, 7).bfloat16(), torch.ones(3, 7).bfloat16()
+    assert accepts.accepts_linear(input, weight) != native
+    assert accepts.accepts_linear(input[1:], weight)
 
 
 @torch.no_grad()
@@ -66,12 +66,12 @@ def test_models_take_the_product_of_few_rows_where_it_can_be_had(monkeypatch: py
 
 def test_what_a_gradient_or_another_format_needs_is_left_to_torch() -> None:
     input, weight = torch.randn(1, 2, 4), torch.randn(3, 4)
-    assert not fast_path.accepts_linear(input, weight)
+    assert not accepts.accepts_linear(input, weight)
     with torch.no_grad():
-        assert not fast_path.accepts_linear(input.double(), weight.double())
-        assert not fast_path.accepts_linear(input, torch.randn(4, 3).t())
+        assert not accepts.accepts_linear(input.double(), weight.double())
+        assert not accepts.accepts_linear(input, torch.randn(4, 3).t())
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            assert not fast_path.accepts_linear(input, weight)
+            assert not accepts.accepts_linear(input, weight)
 
 
 @torch.no_grad()

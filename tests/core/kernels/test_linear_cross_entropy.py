@@ -5,10 +5,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kitforge.core.kernels import mixed_precision
+from kitforge.core.kernels.autograd import mixed_precision
 from kitforge.core.kernels.linear_cross_entropy.chunked import linear_cross_entropy
 from kitforge.core.kernels.linear_cross_entropy.reference import linear_cross_entropy as reference
-from kitforge.core.kernels.vocabulary import VocabularyShard
+from kitforge.core.kernels.linear_cross_entropy.vocabulary import VocabularyShard
 from tests.core.kernels.comparison import (
     Call,
     distance,

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from kitforge.core.kernels.dispatch import REFERENCE, implementation
-from kitforge.core.kernels.fast_path import accepts_triton_pages
 from kitforge.core.kernels.paged_attention import triton as module
+from kitforge.core.kernels.triton.accepts import accepts_triton_pages
 from tests.core.kernels.comparison import poison, random
 from tests.differential.drawn import WHOLE
 from tests.pairs import pairs

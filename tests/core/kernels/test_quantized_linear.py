@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from kitforge.core.kernels.dispatch import implementation, select
-from kitforge.core.kernels.fast_path import accepts_triton_quantized
 from kitforge.core.kernels.quantized_linear import triton as module
 from kitforge.core.kernels.quantized_linear.reference import dequantize, quantize, quantized_linear
+from kitforge.core.kernels.triton.accepts import accepts_triton_quantized
 from kitforge.foundation.errors import ModelError
 from tests.core.kernels.comparison import random
 

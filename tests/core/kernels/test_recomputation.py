@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from kitforge.core.kernels.recomputation import is_recomputed, kept, kept_operations, passes, unread
+from kitforge.core.kernels.autograd.recomputation import is_recomputed, kept, kept_operations, passes, unread
 from kitforge.foundation.errors import ModelError
 
 CALLS: Counter[str] = Counter()

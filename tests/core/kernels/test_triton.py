@@ -16,8 +16,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from kitforge.core.kernels import dispatch, mixed_precision, vocabulary
+from kitforge.core.kernels import dispatch
+from kitforge.core.kernels.autograd import mixed_precision
 from kitforge.core.kernels.dispatch import IMPLEMENTATIONS, REFERENCE, implementation
+from kitforge.core.kernels.linear_cross_entropy import vocabulary
+from kitforge.core.kernels.triton import accepts
 from kitforge.core.kernels.triton import gated as triton_gated
 from kitforge.core.kernels.triton import logits as triton_logits
 from kitforge.core.kernels.triton import norm as triton_norm
@@ -331,6 +334,6 @@ def module_of(source: str, name: str, folder: Path) -> ModuleType:
 def test_an_ascend_core_gets_smaller_tiles_and_as_many_programs_as_it_has_cores() -> None:
     npu = triton_runtime._NPU
     assert npu.tile_elements < 4096
-    assert dispatch.fast_path.MAX_TRITON_ROW["npu"] * 4 * 3 < 192 * 1024
+    assert accepts.MAX_TRITON_ROW["npu"] * 4 * 3 < 192 * 1024
     assert triton_runtime.grid(torch.device("cpu"), 100) == (3,)
     assert triton_runtime.grid(torch.device("cpu"), 0) == (1,)

@@ -9,8 +9,8 @@ from torch import Tensor
 from kitforge.core.kernels.dispatch import TABLE_REFERENCE, TableKernels, implementation, select_table
 from kitforge.core.kernels.embedding_bag_backward import triton as bag_backward
 from kitforge.core.kernels.hash_map.triton import DeviceHashMap
-from kitforge.core.kernels.jagged_bags import Bags
 from kitforge.core.kernels.sparse_update.reference import Powers, UpdateRule, integer_view
+from kitforge.core.kernels.tables.bags import Bags
 from kitforge.embedding_cache.tiers.device import DeviceTier
 from kitforge.foundation.errors import ModelError
 from tests.core.kernels import test_embedding_bag as bag_tests

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kitforge.core.kernels.cpu_engine import numba_runtime as compiling
+from kitforge.core.kernels.tables.workspace import Workspace
 from kitforge.core.kernels.unique import numba as fast
-from kitforge.core.kernels.workspace import Workspace
 from tests.core.kernels.records import EXTREME, FAST, KERNELS, poisoned, seeded, skewed, threads
 
 

@@ -9,10 +9,10 @@ import torch
 
 from kitforge.core.kernels.cpu_engine import numba_runtime as compiling
 from kitforge.core.kernels.cpu_engine.numba_runtime import parallel_for
-from kitforge.core.kernels.indexing import check_indices
-from kitforge.core.kernels.jagged_bags import Bags
-from kitforge.core.kernels.threads import num_threads, reserve_threads
-from kitforge.core.kernels.workspace import Workspace
+from kitforge.core.kernels.cpu_engine.threads import num_threads, reserve_threads
+from kitforge.core.kernels.tables.bags import Bags
+from kitforge.core.kernels.tables.indexing import check_indices
+from kitforge.core.kernels.tables.workspace import Workspace
 from kitforge.foundation.errors import DataError, ModelError
 from tests.core.kernels.records import threads
 

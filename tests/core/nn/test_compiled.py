@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch._inductor import config as inductor
 
-from kitforge.core.kernels.recomputation import Recompute
+from kitforge.core.kernels.autograd.recomputation import Recompute
 from kitforge.core.nn.context import Context, DropoutKey
 from kitforge.core.nn.decoder import Decoder, FamilyConfig
 from tests.core.nn.networks import (

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from kitforge.core.kernels.autograd.mixed_precision import NATIVE_DTYPES
 from kitforge.core.kernels.dispatch import DecodeSteps
-from kitforge.core.kernels.mixed_precision import NATIVE_DTYPES
 from kitforge.core.nn import lora
 from kitforge.core.nn.context import Context
 from kitforge.core.nn.decode_step import FusedDecodeStep, is_fusable

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kitforge.core.kernels import mixed_precision, recomputation
+from kitforge.core.kernels.autograd import mixed_precision, recomputation
+from kitforge.core.kernels.autograd.recomputation import Recompute
 from kitforge.core.kernels.dispatch import CompileLevel
-from kitforge.core.kernels.recomputation import Recompute
 from kitforge.core.nn.context import Context, DropoutKey
 from kitforge.core.nn.decoder import Decoder, FamilyConfig
 from kitforge.core.nn.linear import Linear

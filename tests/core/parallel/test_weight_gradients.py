@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kitforge.core.kernels import mixed_precision
-from kitforge.core.kernels.recomputation import Recompute
+from kitforge.core.kernels.autograd import mixed_precision
+from kitforge.core.kernels.autograd.recomputation import Recompute
 from kitforge.core.nn.context import Context
 from kitforge.core.nn.init import init_weights
 from kitforge.core.nn.linear import Linear

@@ -132,7 +132,7 @@ def test_the_cost_of_a_kernel_is_that_of_the_benchmarks(operation: str, one: int
 def test_what_is_computed_again_is_counted_apart() -> None:
     from torch.utils.checkpoint import checkpoint
 
-    from kitforge.core.kernels.recomputation import passes
+    from kitforge.core.kernels.autograd.recomputation import passes
 
     weight = torch.ones(8, 8, requires_grad=True)
 

@@ -9,7 +9,7 @@ attention without a bias. A position is a multiple of 256 and a rest, each exact
 import torch
 from torch import Tensor
 
-from kitforge.core.kernels.mixed_precision import compute_dtype
+from kitforge.core.kernels.autograd.mixed_precision import compute_dtype
 
 FEATURES = 8
 _COARSE = 256

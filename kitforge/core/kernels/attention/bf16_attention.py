@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kitforge.core.kernels.derivatives import by_hand
-from kitforge.core.kernels.mixed_precision import compute_dtype
+from kitforge.core.kernels.autograd.derivatives import by_hand
+from kitforge.core.kernels.autograd.mixed_precision import compute_dtype
 
 # Queries in a block.
 BLOCK = 64

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from kitforge.core.kernels.attention import reference
-from kitforge.core.kernels.derivatives import by_hand
-from kitforge.core.kernels.mixed_precision import NATIVE_DTYPES, compute_dtype
+from kitforge.core.kernels.autograd.derivatives import by_hand
+from kitforge.core.kernels.autograd.mixed_precision import NATIVE_DTYPES, compute_dtype
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, mask: Tensor | None, scale: float) -> Tensor:

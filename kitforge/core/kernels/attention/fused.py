@@ -14,8 +14,8 @@ from kitforge.core.kernels.attention import bf16_attention, biased_attention
 from kitforge.core.kernels.attention.alibi import FEATURES, with_alibi
 from kitforge.core.kernels.attention.packed_mask import PackedMask, dense_mask, packed_attention, takes_packed
 from kitforge.core.kernels.attention.reference import Mask, alibi_bias, causal_rows
-from kitforge.core.kernels.mixed_precision import compute_dtype, storage_dtype
-from kitforge.core.kernels.recomputation import Intercept, is_recomputed, kept_operations
+from kitforge.core.kernels.autograd.mixed_precision import compute_dtype, storage_dtype
+from kitforge.core.kernels.autograd.recomputation import Intercept, is_recomputed, kept_operations
 
 
 def attention(

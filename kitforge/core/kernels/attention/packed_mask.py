@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kitforge.core.kernels.mixed_precision import compute_dtype
-from kitforge.core.kernels.recomputation import kept_operations
+from kitforge.core.kernels.autograd.mixed_precision import compute_dtype
+from kitforge.core.kernels.autograd.recomputation import kept_operations
 
 # What torch's flash attention computes.
 _DTYPES = (torch.bfloat16, torch.float16)

@@ -4,7 +4,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from kitforge.core.kernels.indexing import check_indices
+from kitforge.core.kernels.tables.indexing import check_indices
 from kitforge.foundation.errors import ModelError
 
 

@@ -1,7 +1,7 @@
 """Microkernel of attention: sums of rows that lie anywhere in memory, weighted by several queries, in vector registers.
 
 Rows are read where they are, so nothing is packed. Every sum runs over the rows in order, in fp32, so a query has the
-same bits whatever queries are beside it. Written in LLVM instructions, as `linear.gemm_microkernel`.
+same bits whatever queries are beside it. Written in LLVM instructions, as `gemm_microkernel`.
 """
 
 from typing import Any

@@ -25,7 +25,7 @@ from numba.core.compiler import Compiler, compile_result
 from numba.core.compiler_lock import global_compiler_lock
 from numba.np.numpy_support import carray
 
-from kitforge.core.kernels.threads import num_threads
+from kitforge.core.kernels.cpu_engine.threads import num_threads
 from kitforge.foundation.log import errors
 
 # LLVM may write a function as it is for one constant argument in place of the general one. The process that compiles it

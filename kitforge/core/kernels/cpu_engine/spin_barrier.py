@@ -15,7 +15,7 @@ from llvmlite import ir
 from numba import types
 
 from kitforge.core.kernels.cpu_engine.numba_runtime import compiled, intrinsic, lowering, run_on_threads
-from kitforge.core.kernels.threads import num_threads
+from kitforge.core.kernels.cpu_engine.threads import num_threads
 
 BYTES_PER_PHASE = 128
 # Polls of a counter before the thread yields the processor; some hundred microseconds.

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kitforge.core.kernels.cpu_engine.numba_runtime import compiled, parallel_for, prefetch_row
-from kitforge.core.kernels.indexing import check_indices
-from kitforge.core.kernels.jagged_bags import Bags
-from kitforge.core.kernels.workspace import Workspace
+from kitforge.core.kernels.tables.bags import Bags
+from kitforge.core.kernels.tables.indexing import check_indices
+from kitforge.core.kernels.tables.workspace import Workspace
 
 # Elements per thread, at least.
 GRAIN = 2**16

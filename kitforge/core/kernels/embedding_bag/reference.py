@@ -5,9 +5,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kitforge.core.kernels.indexing import check_indices
-from kitforge.core.kernels.jagged_bags import Bags
-from kitforge.core.kernels.workspace import Workspace
+from kitforge.core.kernels.tables.bags import Bags
+from kitforge.core.kernels.tables.indexing import check_indices
+from kitforge.core.kernels.tables.workspace import Workspace
 
 
 class EmbeddingBagKernel(Protocol):

@@ -8,11 +8,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kitforge.core.kernels.jagged_bags import Bags
+from kitforge.core.kernels.tables.bags import Bags
+from kitforge.core.kernels.tables.workspace import Workspace
 from kitforge.core.kernels.triton.math import divide
 from kitforge.core.kernels.triton.ops import triton_op
 from kitforge.core.kernels.triton.rows import launch_rows, tile_of_rows, unroll_of
-from kitforge.core.kernels.workspace import Workspace
 
 
 def embedding_bag(

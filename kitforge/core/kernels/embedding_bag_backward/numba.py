@@ -7,9 +7,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kitforge.core.kernels.cpu_engine.numba_runtime import compiled, parallel_for, prefetch
-from kitforge.core.kernels.indexing import check_indices
-from kitforge.core.kernels.jagged_bags import Bags
-from kitforge.core.kernels.threads import num_threads
+from kitforge.core.kernels.cpu_engine.threads import num_threads
+from kitforge.core.kernels.tables.bags import Bags
+from kitforge.core.kernels.tables.indexing import check_indices
 
 # Elements per thread, at least.
 GRAIN = 2**17

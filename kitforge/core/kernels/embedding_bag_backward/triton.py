@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kitforge.core.kernels.jagged_bags import Bags
+from kitforge.core.kernels.tables.bags import Bags
 from kitforge.core.kernels.triton.math import divide
 from kitforge.core.kernels.triton.ops import triton_op
 from kitforge.core.kernels.triton.rows import TILE_ELEMENTS, launch_rows, tile_of_rows, unroll_of

@@ -10,9 +10,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from kitforge.core.kernels.derivatives import by_hand
-from kitforge.core.kernels.mixed_precision import compute_dtype
-from kitforge.core.kernels.recomputation import kept
+from kitforge.core.kernels.autograd.derivatives import by_hand
+from kitforge.core.kernels.autograd.mixed_precision import compute_dtype
+from kitforge.core.kernels.autograd.recomputation import kept
 
 # Of a tensor [m, n] and a dtype: its rows [m, n] and its columns [n, m] in FP8, and their scale. The lengths n of rows
 # and m of columns may be padded with zeros.

@@ -25,6 +25,7 @@ from kitforge.core.kernels.cpu_engine.numba_runtime import (
     run_on_threads,
 )
 from kitforge.core.kernels.cpu_engine.spin_barrier import BYTES_PER_PHASE, ThreadAutotuner, barrier, finish, next_chunk
+from kitforge.core.kernels.cpu_engine.threads import num_threads, single_thread
 from kitforge.core.kernels.decode_attention.numba import Slabs, attend, attention_scratch, slot_of
 from kitforge.core.kernels.fused_decode_step.low_rank import RUN_ROWS, add_updates, reduce_runs, runs_of, table_of
 from kitforge.core.kernels.fused_decode_step.reference import (
@@ -47,7 +48,6 @@ from kitforge.core.kernels.linear.numba import (
 )
 from kitforge.core.kernels.quantized_linear.numba import layout_of, multiply_quantized, pack_blocks
 from kitforge.core.kernels.quantized_linear.reference import Blocks
-from kitforge.core.kernels.threads import num_threads, single_thread
 from kitforge.foundation import device as devices
 
 # Multiplications of a step that are worth a second thread.

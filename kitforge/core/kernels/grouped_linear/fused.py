@@ -16,12 +16,24 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kitforge.core.kernels.derivatives import by_hand
-from kitforge.core.kernels.fast_path import accepts_grouped_mm
+from kitforge.core.kernels.autograd.derivatives import by_hand
+from kitforge.core.kernels.autograd.mixed_precision import NATIVE_DTYPES, compute_dtype
+from kitforge.core.kernels.autograd.recomputation import kept_operations
 from kitforge.core.kernels.grouped_linear import reference
-from kitforge.core.kernels.mixed_precision import NATIVE_DTYPES, compute_dtype
-from kitforge.core.kernels.recomputation import kept_operations
 from kitforge.core.kernels.triton.ops import triton_op
+from kitforge.foundation import device as devices
+
+_GROUPED_MM_CAPABILITIES = (9, 10)  # major, of Hopper and Blackwell
+
+
+def accepts_grouped_mm(input: Tensor, weight: Tensor) -> bool:
+    """Whether `F.grouped_mm` multiplies rows [R, in] and weight [E, out, in] in one kernel of the device. Elsewhere it
+    is a loop that waits for the host, or refuses them."""
+    if not input.is_cuda or input.dtype is not torch.bfloat16:
+        return False
+    widths = (input.shape[1] * input.element_size(), weight.shape[1] * input.element_size())
+    is_aligned = all(each and each % 16 == 0 for each in widths)
+    return is_aligned and devices.compute_capability(input.device)[0] in _GROUPED_MM_CAPABILITIES
 
 
 def grouped_linear(input: Tensor, weight: Tensor, ends: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kitforge.core.kernels.mixed_precision import compute_dtype
+from kitforge.core.kernels.autograd.mixed_precision import compute_dtype
 
 
 class GroupedLinearKernel(Protocol):

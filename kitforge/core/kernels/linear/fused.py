@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kitforge.core.kernels.derivatives import by_hand
-from kitforge.core.kernels.mixed_precision import match_dtype, storage_dtype
-from kitforge.core.kernels.recomputation import kept, kept_operations
+from kitforge.core.kernels.autograd.derivatives import by_hand
+from kitforge.core.kernels.autograd.mixed_precision import match_dtype, storage_dtype
+from kitforge.core.kernels.autograd.recomputation import kept, kept_operations
 
 # Rows copied to fp32 at once: enough for full speed of the products, few enough for the CPU caches.
 ROWS = 512

@@ -5,8 +5,8 @@ from typing import Protocol
 from torch import Tensor
 from torch.nn import functional
 
-from kitforge.core.kernels.mixed_precision import match_dtype
-from kitforge.core.kernels.recomputation import kept_operations
+from kitforge.core.kernels.autograd.mixed_precision import match_dtype
+from kitforge.core.kernels.autograd.recomputation import kept_operations
 
 
 class LinearKernel(Protocol):

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kitforge.core.kernels.derivatives import by_hand
+from kitforge.core.kernels.autograd.derivatives import by_hand
+from kitforge.core.kernels.autograd.mixed_precision import product_operands
 from kitforge.core.kernels.linear_cross_entropy import reference
-from kitforge.core.kernels.mixed_precision import product_operands
-from kitforge.core.kernels.vocabulary import VocabularyShard, add_product, chunks
+from kitforge.core.kernels.linear_cross_entropy.vocabulary import VocabularyShard, add_product, chunks
 from kitforge.foundation.types import IGNORED
 
 

@@ -5,7 +5,7 @@ from typing import Protocol
 from torch import Tensor
 from torch.nn import functional
 
-from kitforge.core.kernels.vocabulary import VocabularyShard, exact_logits
+from kitforge.core.kernels.linear_cross_entropy.vocabulary import VocabularyShard, exact_logits
 from kitforge.foundation.types import IGNORED
 
 

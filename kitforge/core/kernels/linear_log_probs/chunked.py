@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kitforge.core.kernels.derivatives import by_hand
+from kitforge.core.kernels.autograd.derivatives import by_hand
+from kitforge.core.kernels.autograd.mixed_precision import product_operands
+from kitforge.core.kernels.linear_cross_entropy.vocabulary import VocabularyShard, chunks, merge_statistics
 from kitforge.core.kernels.linear_log_probs import reference
-from kitforge.core.kernels.mixed_precision import product_operands
-from kitforge.core.kernels.vocabulary import VocabularyShard, chunks, merge_statistics
 
 # Bytes of log-probs that are saved for the backward pass.
 KEPT_BYTES = 256 * 2**20

@@ -4,7 +4,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from kitforge.core.kernels.vocabulary import VocabularyShard, exact_logits
+from kitforge.core.kernels.linear_cross_entropy.vocabulary import VocabularyShard, exact_logits
 
 
 class LinearLogProbsKernel(Protocol):

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kitforge.core.kernels.derivatives import by_hand
-from kitforge.core.kernels.mixed_precision import product_operands
+from kitforge.core.kernels.autograd.derivatives import by_hand
+from kitforge.core.kernels.autograd.mixed_precision import product_operands
+from kitforge.core.kernels.linear_cross_entropy.vocabulary import VocabularyShard, add_product, chunks, merge_statistics
 from kitforge.core.kernels.triton.logits import gradient_, statistics
-from kitforge.core.kernels.vocabulary import VocabularyShard, add_product, chunks, merge_statistics
 
 
 def linear_log_probs(

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kitforge.core.kernels.cpu_engine.numba_runtime import compiled
-from kitforge.core.kernels.indexing import check_indices
+from kitforge.core.kernels.tables.indexing import check_indices
 
 Indices = NDArray[np.int64]
 

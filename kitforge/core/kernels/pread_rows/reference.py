@@ -5,7 +5,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from kitforge.core.kernels.indexing import check_indices
+from kitforge.core.kernels.tables.indexing import check_indices
 
 
 class PreadRowsKernel(Protocol):

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kitforge.core.kernels.autograd.recomputation import kept
 from kitforge.core.kernels.quantized_linear.reference import QuantizedLinearKernel, dequantize
-from kitforge.core.kernels.recomputation import kept
 
 
 def frozen_quantized_linear(

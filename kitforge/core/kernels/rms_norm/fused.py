@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kitforge.core.kernels.derivatives import by_hand
+from kitforge.core.kernels.autograd.derivatives import by_hand
 from kitforge.core.kernels.rms_norm import reference
 
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kitforge.core.kernels.derivatives import by_hand
+from kitforge.core.kernels.autograd.derivatives import by_hand
 from kitforge.core.kernels.triton.launcher import RepeatedLaunch
 from kitforge.core.kernels.triton.ops import triton_op
 from kitforge.core.kernels.triton.runtime import Kinds, device_description, kinds_of, quotient_up, repeated_launch

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kitforge.core.kernels.cpu_engine.numba_runtime import compiled, hash_bits, parallel_for, prefetch
-from kitforge.core.kernels.threads import num_threads
+from kitforge.core.kernels.cpu_engine.threads import num_threads
+from kitforge.core.kernels.tables.workspace import Workspace
 from kitforge.core.kernels.unique import reference
-from kitforge.core.kernels.workspace import Workspace
 
 SMALLEST_TABLE = 64
 # Ids per thread, at least.

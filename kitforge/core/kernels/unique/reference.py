@@ -5,7 +5,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kitforge.core.kernels.workspace import Workspace
+from kitforge.core.kernels.tables.workspace import Workspace
 
 
 class UniqueKernel(Protocol):

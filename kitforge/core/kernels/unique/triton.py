@@ -9,10 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kitforge.core.kernels.tables.workspace import Workspace
 from kitforge.core.kernels.triton.hash import KEY_WARPS, SPARE_CELLS, first_cell, key_tiles, table_size
 from kitforge.core.kernels.triton.rows import launch_rows
 from kitforge.core.kernels.unique import reference
-from kitforge.core.kernels.workspace import Workspace
 
 # Of a cell without an id.
 _EMPTY = tl.constexpr(2**31 - 1)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kitforge.core.kernels.recomputation import is_computed_again
+from kitforge.core.kernels.autograd.recomputation import is_computed_again
 from kitforge.core.parallel.mesh import Mesh
 from kitforge.core.parallel.schedules import Pass
 from kitforge.foundation.dtype import Precision

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kitforge.core.kernels.derivatives import by_hand
-from kitforge.core.kernels.mixed_precision import compute_dtype
-from kitforge.core.kernels.vocabulary import CHUNK_BYTES
+from kitforge.core.kernels.autograd.derivatives import by_hand
+from kitforge.core.kernels.autograd.mixed_precision import compute_dtype
+from kitforge.core.kernels.linear_cross_entropy.vocabulary import CHUNK_BYTES
 
 # Fewer rows make a product slow, and each chunk adds up the gradient of the whole head.
 LEAST_ROWS = 256

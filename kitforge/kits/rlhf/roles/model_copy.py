@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from kitforge.core.kernels.mixed_precision import NATIVE_DTYPES
+from kitforge.core.kernels.autograd.mixed_precision import NATIVE_DTYPES
 from kitforge.core.nn.linear import Linear
 from kitforge.core.optim.groups import ParameterGroup, network_groups
 from kitforge.core.parallel.fsdp import local_tensor

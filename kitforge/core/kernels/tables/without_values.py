@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kitforge.core.kernels.jagged_bags import Bags
+from kitforge.core.kernels.tables.bags import Bags
 
 
 def _pooled(

@@ -14,24 +14,13 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from kitforge.core.kernels.decode_attention.reference import decode_attention
-from kitforge.core.kernels.linear.reference import linear
-from kitforge.core.kernels.rms_norm.reference import rms_norm
-from kitforge.core.kernels.rotary.reference import rotary
-
 
 def is_traced(inputs: tuple[object, ...]) -> bool:
     """Whether torch.compile traces the caller, or an input is a tensor without memory."""
     return torch.compiler.is_compiling() or FakeTensor in map(type, inputs)
 
 
-def _like_rotary(input: Tensor, *_: object) -> Tensor:
-    """[batch, heads, length, head_dim] in the memory layout of a linear layer's output."""
-    batch, heads, length, head_dim = input.shape
-    return input.new_empty(batch, length, heads, head_dim).transpose(1, 2)
-
-
-def _new_op(reference: Callable[..., Tensor], schema: str, like: Callable[..., Tensor]) -> Any:
+def custom_op_of(reference: Callable[..., Tensor], schema: str, like: Callable[..., Tensor]) -> Any:
     """The custom op of an operation's loop, which the first call imports; `like` gives an empty output."""
     operation = reference.__name__
 
@@ -61,23 +50,3 @@ def _new_op(reference: Callable[..., Tensor], schema: str, like: Callable[..., T
     op.register_fake(like)
     op.register_autograd(backward, setup_context=save)
     return op
-
-
-# By operation, as in `dispatch.IMPLEMENTATIONS`.
-CUSTOM_OPS: dict[str, Callable[..., Tensor]] = {
-    "linear": _new_op(
-        linear,
-        "(Tensor input, Tensor weight, Tensor? bias=None) -> Tensor",
-        lambda input, weight, _bias=None: input.new_empty(*input.shape[:-1], weight.shape[0]),
-    ),
-    "rms_norm": _new_op(
-        rms_norm, "(Tensor input, Tensor weight, float eps) -> Tensor", lambda input, *_: input.new_empty(input.shape)
-    ),
-    "rotary": _new_op(rotary, "(Tensor input, Tensor cos, Tensor sin, bool interleaved) -> Tensor", _like_rotary),
-    "decode_attention": _new_op(
-        decode_attention,
-        "(Tensor query, Tensor keys, Tensor values, Tensor starts, Tensor lengths, *, int? window, float scale)"
-        " -> Tensor",
-        lambda query, *_, **__: query.new_empty(query.shape),
-    ),
-}

@@ -1,0 +1,1 @@
+"""What the loops over rows of embedding tables share."""
