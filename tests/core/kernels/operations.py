@@ -134,7 +134,9 @@ def logits(draw: Draw, chance: Random, *, ignored: bool) -> tuple[list[Tensor], 
         targets[:: chance.choice([1, 2, 3, 9])] = -100
     sizes = [1.0] if draw.autocast else {F64: [1.0, 1e4], F32: [1.0, 1.0, 30.0]}.get(draw.dtype, [1.0])
     inputs = [random(draw.rows, 6) * chance.choice(sizes), random(draw.width, 6, seed=1)]
-    patches = {f"{KERNELS}.linear_cross_entropy.vocabulary.CHUNK_BYTES": chance.choice([0, 1, 2, 3, 100]) * draw.width * 8}
+    patches = {
+        f"{KERNELS}.linear_cross_entropy.vocabulary.CHUNK_BYTES": chance.choice([0, 1, 2, 3, 100]) * draw.width * 8
+    }
     return inputs, targets, patches
 
 
