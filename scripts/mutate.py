@@ -144,7 +144,8 @@ def plant(fault: Fault, copy: Path) -> dict[str, object]:
     # A fault that stops a module from being imported is found, too: the sound copy was collected whole.
     verdict = {0: "survived", 4: "no tests", 5: "no tests"}.get(status, "caught")
     names = re.findall(r"^(?:FAILED|ERROR) (\S+)|^Timeout \S+ in (\S+)", output, re.MULTILINE)
-    test = next((a or b for a, b in names), "hangs" if "Timeout (" in output else "")
+    hangs = "Timeout (" in output or status == -signal.SIGPROF
+    test = next((a or b for a, b in names), "hangs" if hangs else "")
     return {"verdict": verdict, "seconds": seconds, "test": test}
 
 

@@ -103,13 +103,15 @@ def nodes(definition: Definition) -> list[ast.AST]:
 
 
 def locate(fault: Fault) -> Place | None:
-    """The function that the fault lies in; None where none has its shape any more."""
+    """The function that the fault lies in; None where none has its shape any more, or several others have
+    it, as functions of one line do."""
     own = PACKAGE / fault.file
     # Mostly it lies where it was, and the other files need not be read.
     places = _places(own).get(fault.shape) if own.exists() else None
     if not places:
         places = [place for path in sorted(PACKAGE.rglob("*.py")) for place in _places(path).get(fault.shape, [])]
-    return min(places, key=lambda place: place.function != fault.function, default=None)
+    named = [place for place in places if place.function == fault.function]
+    return next(iter(named or (places if len(places) == 1 else [])), None)
 
 
 def planted(fault: Fault) -> tuple[Path, str] | None:

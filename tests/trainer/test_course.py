@@ -87,8 +87,7 @@ def test_frozen_parameters_are_counted_apart(tmp_path: Path) -> None:
 
 def test_a_plateau_lowers_the_learning_rate(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(schedules, "IMPROVEMENT", 0.5)
-    choices = tiny.KINDS["a plateau"] | {"trainer.eval_every": 1, "schedule.warmup_steps": 0}
-    tiny.run(tmp_path, corpus, choices)
+    tiny.run(tmp_path, corpus, tiny.KINDS["a plateau"] | {"optimizer.learning_rate": 1e-2})
     rates = [record["learning_rate"] for record in tiny.records(tmp_path, "train")]
     # A fall by half is asked for, so every evaluation but the first disappoints; a tenth is the least.
     assert rates == pytest.approx([1e-2, 1e-2, 5e-3, 2.5e-3, 1.25e-3, 1e-3])

@@ -43,7 +43,14 @@ KINDS: dict[str, dict[str, Any]] = {
     "gpt2 with dropout and micro-batches": {"model": GPT2 | DROPOUT, "trainer.micro_batch_size": 3},
     "packed documents": {"data.train": "documents.jsonl", "optimizer.name": "sgd", "data.eval_fraction": 0.2},
     "a loss scale that falls": {"precision": "fp16"},
-    "a plateau": {"schedule.name": "plateau", "schedule.plateau_patience": 1},
+    # At this rate every other evaluation disappoints.
+    "a plateau": {
+        "schedule.name": "plateau",
+        "schedule.plateau_patience": 1,
+        "schedule.warmup_steps": 0,
+        "optimizer.learning_rate": 0.3,
+        "trainer.eval_every": 1,
+    },
 }
 
 

@@ -11,6 +11,7 @@ from kitforge.core.kernels.embedding_bag_backward import triton as bag_backward
 from kitforge.core.kernels.hash_map.triton import DeviceHashMap
 from kitforge.core.kernels.sparse_update.reference import Powers, UpdateRule, integer_view
 from kitforge.core.kernels.tables.bags import Bags
+from kitforge.core.optim.row_optimizers import SparseOptimizerConfig
 from kitforge.embedding_cache.tiers.device import DeviceTier
 from kitforge.foundation.errors import ModelError
 from tests.core.kernels import test_embedding_bag as bag_tests
@@ -127,6 +128,15 @@ def test_a_slot_out_of_range_is_left_out() -> None:
         TRITON.sparse_update.update(slab, torch.tensor([-1, 4, 2]), torch.ones(3, 3), 0.1, 1, constants)
         changed = (integer_view(around) != integer_view(before)).any(1)
         assert changed.tolist() == [False, False, False, True, False, False], name
+
+
+def test_a_first_gradient_of_zero_divides_by_no_sum() -> None:
+    config = SparseOptimizerConfig(name="ftrl", initial_sum=0.0, beta=0.0)
+    for kernels in (TABLE_REFERENCE, TRITON, select_table()):
+        rule = update_tests.build_row_optimizer(config, kernels)
+        slab = new_records(rule, torch.zeros(3, 2))
+        rule.update(slab, torch.tensor([1]), torch.zeros(1, 2), 0.1, 1)
+        assert not slab[1, :2].any()
 
 
 def test_a_gradient_of_nan_stays_visible() -> None:

@@ -118,7 +118,10 @@ def test_stacks_of_any_size_give_the_same_weights(monkeypatch: pytest.MonkeyPatc
     together, apart = parameters(torch.float64), parameters(torch.float64)
     take_steps(together, optimizer_of(together), 2)
     monkeypatch.setattr(muon, "STACK_ELEMENTS", 1)
+    move, sizes = Muon._move, set[int]()
+    monkeypatch.setattr(Muon, "_move", lambda *given: (sizes.add(len(given[1])), move(*given)))
     take_steps(apart, optimizer_of(apart), 2)
+    assert sizes == {1}
     for first, second in zip(together, apart, strict=True):
         torch.testing.assert_close(first, second, rtol=1e-12, atol=1e-12)
 

@@ -3,11 +3,14 @@
 import dataclasses
 
 import pytest
+import torch
+from torch import nn
 
 from kitforge.core.nn.decoder import Decoder
 from kitforge.core.nn.moe import ExpertsConfig
 from kitforge.core.parallel.config import ParallelConfig
 from kitforge.core.parallel.sharding import Sharding, ShardingRule, check_geometry
+from kitforge.core.parallel.tensor import _lookup
 from kitforge.foundation.errors import ConfigError
 from kitforge.models.glm.model import GLMConfig
 from kitforge.models.gpt2.model import GPT2Config
@@ -21,6 +24,14 @@ CONFIGS = [
     LlamaConfig(vocab_size=50, dim=16, num_layers=2, num_heads=4, num_kv_heads=2, mlp_dim=24, qk_norm=True),
     GLMConfig(vocab_size=50, dim=16, num_layers=2, num_heads=4, num_kv_heads=2, mlp_dim=24, sandwich_norms=True),
 ]
+
+
+def test_the_rows_of_a_vocabulary_add_up_though_a_rank_has_none() -> None:
+    table, tokens, sum_of_parts = nn.Embedding(5, 3), torch.tensor([[4, 0, 2], [1, 1, 3]]), torch.zeros(2, 3, 3)
+    for first, last in [(0, 2), (2, 4), (4, 5), (5, 5)]:
+        part = nn.Embedding(last - first, 3, _weight=table.weight[first:last].detach())
+        sum_of_parts += _lookup(part, first)(tokens)
+    assert torch.equal(sum_of_parts, table(tokens))
 
 
 def network(config: object) -> Decoder:
