@@ -159,12 +159,10 @@ def _recipe_path(name: Any) -> Path | None:
 def _follow_learning_rate(values: dict[str, Any], preset: Mapping[str, Any], given: Collection[str]) -> None:
     """If the learning rate differs from the preset's, drop the preset's further rates (such as the critic's), which
     belong to it, unless they are `given`."""
-    further = [name for name in preset if name != "optimizer" and "optimizer" in preset]
-    for name in further:
-        if f"{name}.learning_rate" in given:
-            continue
+    is_moved = "optimizer" in preset and values["optimizer"]["learning_rate"] != preset["optimizer"]["learning_rate"]
+    for name in preset if is_moved else ():
         is_own = values[name]["learning_rate"] == preset[name]["learning_rate"]
-        if is_own and values["optimizer"]["learning_rate"] != preset["optimizer"]["learning_rate"]:
+        if is_own and f"{name}.learning_rate" not in given:
             values[name]["learning_rate"] = None
 
 
@@ -418,6 +416,7 @@ def _split_choices(choices: Mapping[str, Any]) -> tuple[dict[str, str], dict[str
         else:
             known = f"a preset, a folder, a .gguf file, {', '.join(NAMED)}, or an id of the Hugging Face Hub"
             expected = known if name in FOLDER_OPTIONS else f"a preset of kitforge/configs/{name} or ./configs/{name}"
+            expected += ", or data.train=FILE to train on a file, data.eval=FILE to score it" if name == "data" else ""
             raise ConfigError(f"unknown {name} {value!r}", expected=expected, fix=nearest(str(value), presets(name)))
     return named, single
 

@@ -87,6 +87,11 @@ def test_a_value_in_the_place_of_a_preset_is_refused(name: str) -> None:
             composed({name: value})
 
 
+def test_a_file_in_the_place_of_a_data_preset_is_led_to_the_options_of_files() -> None:
+    with pytest.raises(ConfigError, match=r"unknown data 'rows\.csv'(?s:.*)data\.train=FILE.*data\.eval=FILE"):
+        composed({"data": "rows.csv"})
+
+
 def test_yaml_that_grows_without_bounds_is_refused(here: Path) -> None:
     levels = "".join(f"{name}: &{name} [{', '.join(['*' + before] * 9)}]\n" for before, name in pairwise("abcdefghi"))
     write("configs/model/bomb.yaml", f"a: &a [x, x]\n{levels}")
