@@ -139,7 +139,7 @@ def open_rows(spec: object) -> Iterator[RecordShard]:
         raise ConfigError(
             "a mixture of sources cannot be read here",
             got="a list of {source, weight}",
-            expected="files or rows; data.train of text_generation, sft, reward, kto, dpo, ipo, orpo and simpo may mix",
+            expected="files or rows; data.train of text_generation, sft, reward, kto and preference losses may mix",
             fix="name the files in a list: [a.jsonl,b.jsonl]",
         )
     if isinstance(spec, (str, os.PathLike)):
