@@ -64,12 +64,12 @@ def load_of(
     shards of its rows: a row for each mixture of the whole network, zero where it is on another stage, or of a stack
     not in those layers. Empty for a network without experts, and for a task that has `loss` instead of `inputs` and
     `loss_of`, whose passes know nothing of its weight."""
-    own, experts = named_experts(parallel.model), parallel.experts
+    experts = parallel.experts
     if not is_composed and any(each.balance != "none" for each in experts.values()):
         warn_once(_log, "this task trains a mixture of experts without balancing its load")
     if not experts or not is_composed:
         return {}
-    size = (len(experts), max(each.num_experts for each in experts.values()) + 1)
+    own, size = named_experts(parallel.model), (len(experts), max(each.num_experts for each in experts.values()) + 1)
     found = torch.zeros(size, dtype=torch.float64, device=parallel.device)
     for number, name in enumerate(experts):
         is_here = name in own and (layers is None or int(name.split(".")[1]) in layers)
