@@ -6,10 +6,10 @@ _MULTIPLES = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 
 
 def number(value: float) -> str:
-    """Four significant digits: 3.214, 12,345, 0.0003, 1.5e-5; from a million on 1.234 M."""
+    """Four significant digits: 3.214, 12,345, 0.0003, 1.5e-5; from a million on three: 1.23 M."""
     if not math.isfinite(value):
         return "not finite"
-    if abs(value) >= 1e15:
+    if abs(value) >= 0.9995e15:
         return _scientific(f"{value:.3e}")
     if abs(value) >= 1e6:
         return short_count(value)
@@ -42,9 +42,9 @@ def duration(seconds: float) -> str:
 
 
 def memory_unit(largest: float) -> tuple[float, str]:
-    """The size in bytes and the name of the unit for values up to `largest` bytes."""
+    """The size in bytes and the name of the unit for values up to `largest` bytes, of which it has less than 1000."""
     units = ((2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"))
-    return next(((size, name) for size, name in units if largest >= size), (1.0, "B"))
+    return next(((size, name) for size, name in units if largest >= size * 999.5 / 1024), (1.0, "B"))
 
 
 def memory(size: float) -> str:

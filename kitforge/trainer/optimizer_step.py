@@ -33,15 +33,11 @@ def optimizer_step(
         state.parallel.scale_gradients(1.0 / state.scaler.scale)
     parts = _parts(state)
     norm_tensors = {part: state.parallel.grad_norm(names) for part, (names, _) in parts.items()}
-    if not parts:
-        norm_tensors = {"": state.parallel.grad_norm()}
     values = _to_floats([*norm_tensors.values(), *sums.values()])
     norms = dict(zip(norm_tensors, values, strict=False))
     norm = math.hypot(*norms.values())
     is_finite = math.isfinite(norm)
     if is_finite and not is_skipped:
-        if not parts and 0 < max_grad_norm < norm:
-            state.parallel.scale_gradients(max_grad_norm / norm)
         for part, (names, own) in parts.items():
             bound = max_grad_norm if own is None else own
             if 0 < bound < norms[part]:
@@ -59,8 +55,8 @@ def optimizer_step(
         state.consecutive_skips += not is_finite
     state.optimizer.zero_grad()
     state.scaler.update(is_finite)
-    found = {"grad_norm": norm} | {f"grad_norm/{part}": norms[part] for part in parts}
-    return found, dict(zip(sums, values[len(norms) :], strict=True))
+    by_part = {f"grad_norm/{part}": each for part, each in norms.items()} if len(parts) > 1 else {}
+    return {"grad_norm": norm} | by_part, dict(zip(sums, values[len(norms) :], strict=True))
 
 
 def _to_floats(scalars: Sequence[Tensor]) -> list[float]:
@@ -85,10 +81,13 @@ def drop_gradients(state: TrainingState, parts: Collection[str]) -> None:
             state.parallel.drop_gradients(group.names)
 
 
-def _parts(state: TrainingState) -> dict[str, tuple[set[str], float | None]]:
-    """Parameter names and maximal gradient norm of each part; empty if there is one part only."""
+def _parts(state: TrainingState) -> dict[str, tuple[set[str] | None, float | None]]:
+    """Parameter names and maximal gradient norm of each part; of one part alone no names: all gradients, also those of
+    table rows."""
     found: dict[str, tuple[set[str], float | None]] = {}
     for group in state.groups:
         names, _ = found.setdefault(group.part, (set(), group.max_grad_norm))
         names.update(group.names)
-    return found if len(found) > 1 else {}
+    if len(found) > 1:
+        return {**found}
+    return {part: (None, own) for part, (_, own) in found.items()} or {"": (None, None)}

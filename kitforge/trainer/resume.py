@@ -12,26 +12,15 @@ from kitforge.foundation.errors import CheckpointError, ConfigError
 from kitforge.foundation.files import user_path
 from kitforge.trainer.dropped_options import without_dropped
 
-# Prefixes of options that may change on resume: they affect logging, placement and length, never what a step computes
-# beyond rounding.
+# Options, and sections of them, that may change on resume: they affect logging, placement and length, never what a step
+# computes beyond rounding.
 RESUMABLE_OPTIONS = (
-    "output",
-    "overwrite",
-    "resume",
-    "recipe",
-    "checkpoint",
-    "inference.",
-    "prompt",
-    "tasks",
-    "port",
-    "format",
-    "serve.",
-    "dtype",
-    "compile_level",
-    "deterministic",
+    *("output", "output_dir", "overwrite", "resume", "recipe", "checkpoint", "prompt", "tasks", "port", "format"),
+    *("inference", "serve", "dtype", "compile_level", "deterministic"),
     "trainer.micro_batch_size",
     "trainer.activation_checkpointing",
     "trainer.offload",
+    "trainer.offload_fraction",
     "trainer.log_every",
     "trainer.eval_every",
     "trainer.eval_first",
@@ -49,9 +38,10 @@ RESUMABLE_OPTIONS = (
     "trainer.tensorboard",
     "trainer.wandb",
     "rollout.keep_rollout_files",
-    # Data paths; contents are compared by fingerprint.
+    # Data paths; contents are compared by fingerprint. `data.eval_fraction` moves rows from one to the other.
     "data.train",
     "data.eval",
+    "data.eval_texts",
     "data.cache",
     "data.tasks",
     "data.prefetch",
@@ -61,13 +51,15 @@ RESUMABLE_OPTIONS = (
     "cache.host_rows",
     "cache.path",
     "cache.remote",
+    "cache.remote_ca_file",
+    "cache.remote_prefix",
     "cache.placement",
     "cache.prefetch_batches",
-    "cache.policy.",
+    "cache.policy",
     "cache.fail_on_overflow",
     # Another layout changes rounding, but neither data position, random streams nor order.
-    "parallel.",
-    "role_ranks.",
+    "parallel",
+    "role_ranks",
 )
 
 
@@ -129,8 +121,8 @@ def check_changes(before: Mapping[str, Any], now: Mapping[str, Any], *, allowed:
     changed = [name for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name)]
     lines = [f"{name}: {old.get(name)!r} -> {new.get(name)!r}" for name in changed]
     same_kind = device_type_of(old.get("device")) == device_type_of(new.get("device"))
-    harmless = (*RESUMABLE_OPTIONS, "device") if same_kind else RESUMABLE_OPTIONS
-    breaking = [line for name, line in zip(changed, lines, strict=True) if not name.startswith(harmless)]
+    harmless = tuple(f"{name}." for name in (*RESUMABLE_OPTIONS, *["device"] * same_kind))
+    breaking = [line for name, line in zip(changed, lines, strict=True) if not f"{name}.".startswith(harmless)]
     if breaking and not allowed:
         raise ConfigError(
             "the options differ from those of the run, so that it cannot continue exactly",

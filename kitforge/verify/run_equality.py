@@ -3,7 +3,7 @@
 import json
 import shutil
 from collections.abc import Iterable, Mapping
-from math import inf, isnan
+from math import inf, isnan, nan
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -108,16 +108,16 @@ def _is_same(one: object, other: object) -> bool:
 
 
 def distance(got: Path, wanted: Path, names: Iterable[str] = ("loss", "eval/loss", "grad_norm")) -> float:
-    """The largest relative difference of these metrics in lines of the same step and kind that both runs wrote;
-    infinite if there is none to compare, and for values that are not finite."""
-    lines = {(line["kind"], line["step"]): line for line in records(wanted)}
-    pairs = [(line, lines[key]) for line in records(got) if (key := (line["kind"], line["step"])) in lines]
-    values = [(line[name], other[name]) for line, other in pairs for name in names if name in line and name in other]
+    """The largest relative difference of these metrics in lines of the same step and kind; infinite if there is none to
+    compare, for values that are not finite, and for what one of the runs alone wrote."""
+    lines, others = ({(each["kind"], each["step"]): each for each in records(run)} for run in (got, wanted))
+    pairs = [(lines.get(key, {}), others.get(key, {})) for key in lines.keys() | others.keys()]
+    values = [(one.get(name), other.get(name)) for one, other in pairs for name in {*names} & {*one, *other}]
     # A policy's loss is zero but for rounding where its ratios are one.
     return furthest(relative(one, other, floor=1e-2) for one, other in values)
 
 
-def relative(got: float, wanted: float, floor: float) -> float:
-    """|got - wanted| / max(|wanted|, floor); infinite where that is NaN."""
-    found = abs(got - wanted) / max(abs(wanted), floor)
+def relative(got: float | None, wanted: float | None, floor: float) -> float:
+    """|got - wanted| / max(|wanted|, floor); infinite where that is NaN, or where one of both is absent."""
+    found = nan if got is None or wanted is None else abs(got - wanted) / max(abs(wanted), floor)
     return inf if isnan(found) else found

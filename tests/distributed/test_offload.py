@@ -106,7 +106,8 @@ def test_gradients_that_wait_do_not_leave_in_sums_over_ranks() -> None:
     staged = MESHES["stages in a V"] | {"trainer.offload": STREAMED, "parallel.data": 2}
     with pytest.raises(ConfigError, match=r"(?s)parallel.schedule.*zero_bubble_v.*trainer.offload=optimizer"):
         KIT.read_options(compose_config("text_generation", {**BASE, **LLAMA, **staged}).values)
-    others = ({"parallel.schedule": "interleaved"}, {"parallel.shard": 2, "parallel.zero_stage": 2})
+    sharded = {"parallel.shard": 2, "parallel.zero_stage": 2}
+    others = ({"parallel.schedule": "interleaved"}, sharded, {"parallel.data": 1})
     for choices in others:
         KIT.read_options(compose_config("text_generation", {**BASE, **LLAMA, **staged, **choices}).values)
 

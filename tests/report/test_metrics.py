@@ -127,6 +127,9 @@ def test_an_absent_folder_is_an_error_that_says_what_to_do(tmp_path) -> None:
 
 
 def test_a_folder_that_is_no_run_is_an_error_that_lists_what_it_holds(tmp_path) -> None:
-    (tmp_path / "notes.txt").touch()
-    with pytest.raises(DataError, match=r"holds no run\n  got:      notes.txt\n  expected: config.yaml and metrics"):
+    for number in range(8):
+        (tmp_path / f"{number}.txt").touch()
+    with pytest.raises(
+        DataError, match=r"holds no run\n  got:      0.txt, .*, 5.txt\n  expected: config.yaml and metrics"
+    ):
         read_run(tmp_path)

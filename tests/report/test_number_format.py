@@ -1,6 +1,8 @@
 """How numbers are written."""
 
 import math
+import random
+import re
 
 import pytest
 
@@ -49,6 +51,16 @@ def test_duration(seconds, text) -> None:
     assert duration(seconds) == text
 
 
-@pytest.mark.parametrize(("size", "text"), [(12, "12 B"), (1536, "1.5 KiB"), (1.3e9, "1.21 GiB"), (2**41, "2 TiB")])
-def test_memory(size, text) -> None:
-    assert memory(size) == text
+@pytest.mark.parametrize(
+    ("write", "base", "names"),
+    [(memory, 1024, ["B", "KiB", "MiB", "GiB", "TiB"]), (number, 1000, ["", "", "M", "B", "T"])],
+)
+def test_a_text_gives_its_value_in_three_digits_and_without_an_exponent(write, base, names) -> None:
+    chance = random.Random(0)
+    edges = [edge * base**power for power in range(5) for edge in (1, 999.4, 999.6, 1000, 1023.9)]
+    for value in [*edges, *(10 ** chance.uniform(0, 15) for _ in range(2000))]:
+        if value >= 999 * base**4:
+            continue
+        figure, name = re.fullmatch(r"([0-9.,]+)\s?(\w*)", write(value)).groups()
+        factor = base ** names.index(name)
+        assert float(figure.replace(",", "")) * factor == pytest.approx(value, rel=6e-3), value

@@ -67,6 +67,14 @@ def test_every_element_is_closed(write_run) -> None:
     assert _Elements(render(runs[:1])).open == []
 
 
+@pytest.mark.parametrize("num_runs", [1, 2])
+def test_every_row_of_a_table_has_as_many_cells_as_its_head(num_runs: int, write_run) -> None:
+    runs = [read_run(write_run(f"run {number}", num_steps=60, seed=number)) for number in range(num_runs)]
+    for table in re.findall("<table>(.*?)</table>", render(runs), re.DOTALL):
+        head, *rows = (len(re.findall("<t[hd][ >]", row)) for row in re.findall("<tr>(.*?)</tr>", table, re.DOTALL))
+        assert set(rows) == {head}
+
+
 def test_the_sections_of_one_run_and_of_two(write_run) -> None:
     runs = [read_run(write_run("one", num_steps=60)), read_run(write_run("two", num_steps=60, seed=2))]
     assert re.findall("<h2>(.*?)</h2>", render(runs[:1])) == ["Curves", "Samples", "Events", "Configuration"]

@@ -37,6 +37,11 @@ def test_areas_stand_on_one_another_and_reach_the_total(course: list[list[int]])
     assert max(below) > 999.9
 
 
+def test_twice_as_many_causes_as_tones_are_told_apart() -> None:
+    page = plan_page("plan", [], [("step", {str(cause): 1 for cause in range(16)})], [], {}, [])
+    assert len(set(re.findall('style="(fill:[^"]*)"><title>', page))) == 16
+
+
 def test_passes_are_drawn_where_they_run_with_waiting_between_them() -> None:
     found = re.findall(r'<rect x="([\d.]+)" width="([\d.]+)"', page_of([[1, 1, 1]], ranks=3))
     starts = [float(start) for start, _ in found]

@@ -140,11 +140,8 @@ def test_the_slow_link_is_named() -> None:
     pairs = [(0, 1), (2, 3), (4, 5), (6, 7)]
     times = step_times(planned(8, groups=pairs, transfer={2: 12}))
     assert times.links[0][:4] == (10 * MS, [4, 5], "allreduce", 1000)
-    assert any(
-        each.startswith("the link of ranks 4, 5 is slow: allreduce of 1 k numbers takes 12.0 ms there and 2.0 ms")
-        or "ranks 4, 5 is slow" in each
-        for each in findings(times)
-    )
+    words = "the link of ranks 4, 5 is slow: allreduce of 1\N{NO-BREAK SPACE}k numbers takes 12.0 ms there and 2.0 ms"
+    assert f"{words} in the median group" in findings(times)
     assert not any("slow" in each for each in findings(step_times(planned(8, groups=pairs))))
 
 
@@ -218,6 +215,19 @@ def test_collectives_that_a_rank_lacks_are_left_out_and_counted() -> None:
     times = step_times([traces[0], short, traces[2]])
     assert times.num_unmatched == 2
     assert any(each.startswith("2 collectives lack a rank") for each in findings(times))
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+def test_a_collective_without_a_group_or_before_the_first_step_meets_nobody(is_named: bool) -> None:
+    traces = planned(3)
+    known = step_times(traces)
+    name, begin = traces[0].collectives[-1][:4], traces[0].steps[0][1]
+    alone = Collective(*name, begin - 9, begin - 5) if is_named else Collective("", 0, "allreduce", 1, 1, 2)
+    found = step_times(
+        [each._replace(collectives=sorted([alone, *each.collectives], key=lambda one: one.start)) for each in traces]
+    )
+    assert found.num_unmatched == known.num_unmatched + 3
+    assert found.links == known.links
 
 
 def test_a_trace_is_read_as_it_was_written(tmp_path: Path) -> None:

@@ -17,19 +17,23 @@ def write_run(folder: Path, lines: list[str]) -> Path:
     return folder
 
 
-def line(step: int, name: str = "deep_16") -> str:
-    return json.dumps({"kind": "tables", "step": step, "tables": {name: COUNTS}})
+def line(step: int, name: str = "deep_16", counts: dict[str, dict[str, int]] = COUNTS) -> str:
+    return json.dumps({"kind": "tables", "step": step, "tables": {name: counts}})
 
 
 def test_hits_moves_and_the_curve_are_drawn(tmp_path: Path) -> None:
     curve = json.dumps({"kind": "curve", "table": "deep_16", "points": [[10, 0.2], [100, 0.9]]})
-    panel = tables([read_run(write_run(tmp_path / "run", [curve, line(1), line(2)]))], ["run"])
+    later = line(2, counts={"hits": {"device": 3, "new": 1}, "moved": {"device": 4}})
+    panel = tables([read_run(write_run(tmp_path / "run", [curve, line(1), later]))], ["run"])
     assert panel is not None
     for words in ("lookups by tier", "rows written", "hit rate by device tier size", "host", "new"):
         assert words in panel.html
     assert panel.html.count('class="x" aria-hidden="true" data-axis="step"') == 2
     assert 'data-axis="rows"' in panel.html and "[[10,0.2],[100,0.9]]" in panel.html
     assert ">file<" not in panel.html
+    # A tier that a line does not name was neither asked nor written.
+    for points in ("[[1,0.08],[2,0.0]]", "[[1,0.02],[2,0.25]]", "[[1,7.0],[2,0.0]]"):
+        assert points in panel.html
 
 
 def test_several_runs_stand_under_their_names(tmp_path: Path) -> None:

@@ -43,6 +43,13 @@ def test_smoothing_keeps_a_straight_line_as_it_is() -> None:
     assert smooth(values, range(100)) == pytest.approx(values)
 
 
+def test_smoothing_is_the_mean_of_as_many_neighbours_on_both_sides() -> None:
+    chance = random.Random(0)
+    values = [chance.gauss(0, 1) for _ in range(400)]
+    means = [sum(values[place - 8 : place + 9]) / 17 for place in range(8, 392)]
+    assert smooth(values, range(8, 392)) == pytest.approx(means)
+
+
 def test_smoothing_leaves_out_what_is_not_finite() -> None:
     values = [2.0] * 40 + [math.nan, math.inf] + [2.0] * 40
     assert smooth(values, range(82)) == pytest.approx([2.0] * 82)
@@ -57,9 +64,10 @@ def test_smoothing_never_leaves_the_range_of_the_values(values) -> None:
     assert all(min(values) <= mean <= max(values) for mean in smooth(values, range(len(values))))
 
 
-def test_a_schedule_is_no_noise_but_a_loss_is() -> None:
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
+def test_a_schedule_is_no_noise_but_a_loss_is(scale: float) -> None:
     chance = random.Random(0)
-    schedule = [min(1.0, place / 20) * math.cos(place / 130) for place in range(200)]
-    loss = [3 * math.exp(-place / 50) + chance.gauss(0, 0.1) for place in range(200)]
+    schedule = [scale * min(1.0, place / 20) * math.cos(place / 130) for place in range(200)]
+    loss = [scale * (3 * math.exp(-place / 50) + chance.gauss(0, 0.1)) for place in range(200)]
     assert not is_noisy(series_of(schedule))
     assert is_noisy(series_of(loss))

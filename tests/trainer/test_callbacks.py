@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, cast
+from unittest.mock import MagicMock
 
 import pytest
 from rich.console import Console
@@ -165,6 +166,18 @@ def test_tracking_without_its_package_names_the_extra(tmp_path: Path, monkeypatc
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(DependencyError, match=r"pip install 'kitforge\[tracking\]'"):
         train(tmp_path, wandb="project")
+
+
+def test_a_run_that_fails_is_no_finished_one_where_it_is_tracked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codes: list[int] = []
+    fake = SimpleNamespace(init=MagicMock(), log=MagicMock(), finish=lambda exit_code=None: codes.append(exit_code))
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    train(tmp_path / "well", Scripted(0.5), max_steps=1, wandb="project")
+    with pytest.raises(ConfigError, match="metric_for_best"):
+        train(tmp_path / "ill", Scripted(0.5), max_steps=1, wandb="project", metric_for_best="eval/other")
+    assert codes == [0, 1]
 
 
 def test_tensorboard_gets_every_number_under_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

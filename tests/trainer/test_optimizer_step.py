@@ -1,6 +1,7 @@
 """One update of the weights: the bound of the norm, its edge, and what a bad norm leaves alone."""
 
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -30,15 +31,16 @@ class Net(nn.Module):
         self.linear = nn.Linear(3, 1)
 
 
-def state_of(model: nn.Module, precision: str = "fp32") -> TrainingState:
+def state_of(model: nn.Module, precision: str = "fp32", groups: Sequence[ParameterGroup] = ()) -> TrainingState:
     config = OptimizerConfig(name="sgd", learning_rate=RATE, momentum=0.0)
     return TrainingState(
         model=model,
         parallel=parallel_model_of(model, ALONE),
-        optimizer=build_optimizer(decay_groups(model.named_parameters(), weight_decay=0.0), config),
+        optimizer=build_optimizer(groups or decay_groups(model.named_parameters(), weight_decay=0.0), config),
         scaler=GradScaler(precision),  # type: ignore[arg-type]
         plateau=Plateau(ScheduleConfig()),
         world=ALONE,
+        groups=groups,
     )
 
 
@@ -110,10 +112,12 @@ class Twins(nn.Module):
         self.policy, self.critic = nn.Linear(3, 1), nn.Linear(3, 1)
 
 
+@pytest.mark.parametrize("is_alone", [False, True])
 @pytest.mark.parametrize("own", [None, 0.0, 0.25])
-def test_each_part_is_clipped_by_its_own_norm_and_moves_at_its_own_rate(own: float | None) -> None:
+def test_each_part_is_clipped_by_its_own_norm_and_moves_at_its_own_rate(own: float | None, is_alone: bool) -> None:
     torch.manual_seed(0)
     model = Twins()
+    model.policy.requires_grad_(not is_alone)
     groups = [
         ParameterGroup(
             names=tuple(name for name, _ in model.named_parameters() if name.startswith(part)),
@@ -124,18 +128,9 @@ def test_each_part_is_clipped_by_its_own_norm_and_moves_at_its_own_rate(own: flo
             learning_rate=rate,
             max_grad_norm=bound,
         )
-        for part, rate, bound in (("policy", None, None), ("critic", 2.0, own))
+        for part, rate, bound in (("policy", None, None), ("critic", 2.0, own))[is_alone:]
     ]
-    config = OptimizerConfig(name="sgd", learning_rate=RATE, momentum=0.0)
-    state = TrainingState(
-        model=model,
-        parallel=parallel_model_of(model, ALONE),
-        optimizer=build_optimizer(groups, config),
-        scaler=GradScaler("fp32"),
-        plateau=Plateau(ScheduleConfig()),
-        world=ALONE,
-        groups=groups,
-    )
+    state = state_of(model, groups=groups)
     before = {part: nn.utils.parameters_to_vector(getattr(model, part).parameters()).detach() for part in PARTS}
     (model.policy(torch.ones(3)).sum() * 30 + model.critic(torch.ones(3)).sum() * 2).backward()  # norms of 60 and 4
     norms, _ = optimizer_step(state, 1.0, RATE, 5.0)
@@ -144,9 +139,10 @@ def test_each_part_is_clipped_by_its_own_norm_and_moves_at_its_own_rate(own: flo
         for part in PARTS
     }
     expected = {"grad_norm/policy": 60.0, "grad_norm/critic": 4.0, "grad_norm": math.hypot(60, 4)}
-    assert norms == pytest.approx(expected, rel=1e-5)
+    assert norms == pytest.approx({"grad_norm": 4.0} if is_alone else expected, rel=1e-5)
     # Without a bound of its own a part has the run's, 5; 0 is none.
-    assert moved == pytest.approx({"policy": RATE * 5, "critic": 2.0 * (4 if own in (None, 0.0) else 0.25)}, rel=1e-4)
+    wanted = {"policy": 0.0 if is_alone else RATE * 5, "critic": 2.0 * (4 if own in (None, 0.0) else 0.25)}
+    assert moved == pytest.approx(wanted, rel=1e-4)
 
 
 PARTS = ("policy", "critic")
@@ -159,15 +155,7 @@ def test_one_part_that_is_not_finite_holds_back_all() -> None:
         ParameterGroup(names=(name,), parameters=(each,), weight_decay=0.0, matrix=False, part=name.split(".")[0])
         for name, each in model.named_parameters()
     ]
-    state = TrainingState(
-        model=model,
-        parallel=parallel_model_of(model, ALONE),
-        optimizer=build_optimizer(groups, OptimizerConfig(name="sgd", learning_rate=RATE)),
-        scaler=GradScaler("fp32"),
-        plateau=Plateau(ScheduleConfig()),
-        world=ALONE,
-        groups=groups,
-    )
+    state = state_of(model, groups=groups)
     before = nn.utils.parameters_to_vector(model.parameters()).detach()
     (model.policy(torch.ones(3)).sum() + model.critic(torch.ones(3)).sum() * math.inf).backward()
     norms, _ = optimizer_step(state, 1.0, RATE, 1.0)

@@ -181,6 +181,7 @@ HARMLESS: dict[str, tuple[Any, Any]] = {
         {"micro_batch_size": 1, "activation_checkpointing": "selective"},
     ),
     "parallel": ({"data": 4}, {"data": 1, "tensor": 2}),
+    "cache": ({"policy": {"name": "lru"}}, {"policy": {"name": "lfu"}}),
 }
 
 
@@ -194,7 +195,12 @@ def test_what_changes_nothing_computed_may_change(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "before", "now"),
-    [("device", "cpu", "cuda"), ("task", "a", "b"), ("tokenizer", {"name": "byte"}, {"name": "folder"})],
+    [
+        ("device", "cpu", "cuda"),
+        ("task", "a", "b"),
+        ("tokenizer", {"name": "byte"}, {"name": "folder"}),
+        ("data", {"eval_fraction": 0.05}, {"eval_fraction": 0.5}),
+    ],
 )
 def test_what_changes_what_is_computed_may_not(name: str, before: Any, now: Any) -> None:
     with pytest.raises(ConfigError, match=f"{name}.*: "):

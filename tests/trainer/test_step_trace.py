@@ -236,6 +236,9 @@ def test_bytes_at_rest_have_their_causes_and_gradients_are_counted_once() -> Non
     # Two moments of each weight, and a step of four bytes of each parameter.
     assert update["moments"] == 2 * network + 4 * len(build(options))
     assert sum(memory.by_cause.values()) == memory.peak
+    assert memory.moments["evaluation"]["gradients"] == 0
+    places = [name.removeprefix("backward pass, ") for name in memory.moments if name.startswith("backward pass, ")]
+    assert places == ["last block", "inner blocks", "first block", "embedding"]
 
 
 @pytest.mark.slow

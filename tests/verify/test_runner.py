@@ -1,5 +1,6 @@
 """What a check comes to: held within its bound, broken beyond it, by an error, by death and by silence."""
 
+import json
 import math
 import os
 import signal
@@ -16,6 +17,7 @@ from kitforge.foundation.errors import ConfigError, TrainingError
 from kitforge.verify.contract import Contract, Measured, NotOfferedError, Verdict, furthest
 from kitforge.verify.kernel_cases import run_kernel
 from kitforge.verify.processes import Process, run_ranks
+from kitforge.verify.run_equality import distance
 from kitforge.verify.runner import chosen, run_contracts, summary
 from tests.patience import PATIENCE
 
@@ -79,6 +81,34 @@ def test_the_furthest_figure_is_nan_wherever_it_stands(figures: list[float]) -> 
 
 def test_the_furthest_figure_of_none_is_infinite() -> None:
     assert furthest([]) == math.inf and furthest([], default=0.0) == 0.0 and furthest([1.0, 3.0, 2.0]) == 3.0
+
+
+LINES: list[dict[str, Any]] = [
+    {"kind": "train", "step": 1, "loss": 1.0, "grad_norm": 2.0},
+    {"kind": "train", "step": 2, "loss": 1.0, "grad_norm": 2.0},
+    {"kind": "eval", "step": 2, "eval/loss": 3.0},
+]
+APART: dict[str, tuple[list[dict[str, Any]], float]] = {
+    "nothing": (LINES, 0.0),
+    "time alone": ([LINES[0] | {"time/seconds": 9.0}, *LINES[1:]], 0.0),
+    "a value": ([*LINES[:2], LINES[2] | {"eval/loss": 3.03}], 0.01),
+    "a step that did not come": ([LINES[0], LINES[2]], math.inf),
+    "an evaluation that did not come": (LINES[:2], math.inf),
+    "a value that is absent": ([{"kind": "train", "step": 1, "loss": 1.0}, *LINES[1:]], math.inf),
+    "a value that is not finite": ([LINES[0] | {"grad_norm": None}, *LINES[1:]], math.inf),
+}
+
+
+@pytest.mark.parametrize("words", APART)
+def test_two_runs_are_apart_by_their_values_and_by_what_one_of_them_lacks(words: str, tmp_path: Path) -> None:
+    other, far = APART[words]
+    folders = []
+    for name, lines in (("got", other), ("wanted", LINES)):
+        folders.append(tmp_path / name)
+        folders[-1].mkdir()
+        (folders[-1] / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert distance(*folders) == pytest.approx(far, rel=0.02)
+    assert distance(*reversed(folders)) == pytest.approx(far, rel=0.02)
 
 
 def test_a_check_that_hangs_is_broken_and_killed_with_its_children(tmp_path: Path) -> None:
@@ -176,9 +206,6 @@ class _Constant(torch.autograd.Function):
 
 
 def test_a_second_gradient_that_is_missing_is_zero_and_not_left_out() -> None:
-    square, constant = (
-        run_kernel(torch.square, [torch.tensor([3.0])]),
-        run_kernel(_Constant.apply, [torch.tensor([3.0])]),
-    )
+    square, constant = (run_kernel(each, [torch.tensor([3.0])]) for each in (torch.square, _Constant.apply))
     assert [float(each) for each in square] == [9, 6, 2]
     assert [float(each) for each in constant] == [9, 6, 0]

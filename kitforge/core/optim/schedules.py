@@ -81,8 +81,8 @@ class Plateau:
     """Reduce on plateau: lowers a factor when an observed value, of which less is better, stops improving.
 
     A value improves if it is below the best by more than `IMPROVEMENT` times the best's magnitude (values may be
-    negative); NaN never does. After `plateau_patience` observations in a row without improvement the factor is halved,
-    but stays at least `final_fraction`.
+    negative); one that is not finite never does. After `plateau_patience` observations in a row without improvement the
+    factor is halved, but stays at least `final_fraction`.
     """
 
     def __init__(self, config: ScheduleConfig) -> None:
@@ -98,7 +98,7 @@ class Plateau:
 
     def observe(self, value: float) -> float:
         """Take one observation. Returns the factor from now on."""
-        if not math.isnan(value) if self._best is None else value < self._best - IMPROVEMENT * abs(self._best):
+        if math.isfinite(value) and (self._best is None or value < self._best - IMPROVEMENT * abs(self._best)):
             self._best, self._num_stale = value, 0
             return self._factor
         self._num_stale += 1

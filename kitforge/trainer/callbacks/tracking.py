@@ -31,7 +31,7 @@ class WandbCallback(Callback):
             table = self._wandb.Table(columns=event.record["columns"], data=event.record["rows"])
             self._wandb.log({event.record["name"]: table}, step=run.state.cursor.step)
         elif event.kind == "end":
-            self._wandb.finish()
+            self._wandb.finish(exit_code=int(not event.is_clean))
 
 
 class TensorBoardCallback(Callback):

@@ -107,7 +107,7 @@ BAD: dict[str, list[Slice]] = {
 
 @pytest.mark.parametrize("words", BAD)
 def test_slices_that_are_no_tensor_are_refused_when_they_are_written(words: str) -> None:
-    with pytest.raises(CheckpointError, match=f"do not make up the tensor(.|\n)*{words}"):
+    with pytest.raises(CheckpointError, match=f"tensor 'weight' in here do not make up the tensor(.|\n)*{words}"):
         entry_of(Path("here"), BAD[words])
 
 

@@ -120,6 +120,9 @@ def test_a_slot_outside_is_refused_before_any_row_moves(name: str, kernels: str)
     for slot in (-1, 4):
         with pytest.raises(ModelError, match="slots of the slab"):
             rule.update(slab, torch.tensor([1, slot]), torch.ones(2, 5), 0.1, 1)
+        if rule.moves_untouched_rows:
+            with pytest.raises(ModelError, match="slots of the slab"):
+                rule.catch_up(slab, torch.tensor([1, slot]), 3, rates_of(9))
     assert have_same_bits(slab, before)
 
 

@@ -128,9 +128,10 @@ def test_plateau_knows_that_a_negative_value_falls() -> None:
     assert [schedule.observe(value) for value in [-1.0, -1.1, -1.1]] == [1.0, 1.0, 0.5]
 
 
-def test_plateau_takes_what_is_not_a_number_for_stale() -> None:
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_plateau_takes_what_is_not_finite_for_stale(value: float) -> None:
     schedule = plateau(plateau_patience=1)
-    assert [schedule.observe(value) for value in [math.nan, 5.0, math.nan, 4.0]] == [0.5, 0.5, 0.25, 0.25]
+    assert [schedule.observe(each) for each in [value, 5.0, value, 4.0]] == [0.5, 0.5, 0.25, 0.25]
 
 
 def test_plateau_never_falls_below_the_final_fraction() -> None:

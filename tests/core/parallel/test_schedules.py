@@ -13,6 +13,7 @@ from torch.distributed.pipelining import schedules as torchs
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
 from kitforge.core.parallel.column import _apart
+from kitforge.core.parallel.plan import stages
 from kitforge.core.parallel.schedules import Pass, Pipeline, ScheduleName, idle_fraction, in_pairs
 from tests.differential.drawn import WHOLE
 
@@ -71,7 +72,11 @@ def test_activations_are_bounded_whatever_the_number_of_micro_batches() -> None:
                 "zero_bubble": p,
                 "zero_bubble_v": 2 * p,
             }[pipeline.schedule]
-            assert most_in_flight(order, "W" if pipeline.splits_backward else "B") <= bound, (pipeline, count, rank)
+            most = most_in_flight(order, "W" if pipeline.splits_backward else "B")
+            assert most <= bound, (pipeline, count, rank)
+            # As a plan counts them, by the layers of each stage.
+            threes = dict.fromkeys(range(pipeline.num_stages), 3)
+            assert stages.most_in_flight(pipeline, rank, count, threes) == 3 * most
 
 
 def of_torch(name: str, pipeline: Pipeline, count: int) -> list[list[tuple[Any, ...]]]:

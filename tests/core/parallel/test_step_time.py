@@ -18,7 +18,7 @@ from kitforge.core.parallel.config import AXES, ParallelConfig
 from kitforge.core.parallel.grid import Grid
 from kitforge.core.parallel.plan.memory import MemoryTrace
 from kitforge.core.parallel.plan.step_time import Speed, pass_seconds, step_time
-from kitforge.core.parallel.plan.work import UPDATE, Message, Operation, Work, WorkTrace
+from kitforge.core.parallel.plan.work import FUNCTION, UPDATE, Message, Operation, Work, WorkTrace
 from kitforge.core.parallel.schedules import Pass, PassKind, simulated
 from kitforge.foundation.config import from_dict
 from kitforge.foundation.errors import ConfigError
@@ -70,6 +70,17 @@ def test_the_bubble_is_that_of_the_formulas(ranks: int, schedule: Any, more: int
     )
 
 
+@given(st.integers(0, 10**9), st.integers(1, 10**9))
+def test_an_operation_takes_as_long_as_what_bounds_it(flops: int, size: int) -> None:
+    moved, computed = size / 1e9, flops / 1e12
+    assert PLAIN.seconds("fp32", flops, size) == pytest.approx(computed)
+    beside = dataclasses.replace(PLAIN, is_asynchronous=True, functions_g_per_s=2.0)
+    assert beside.seconds("fp32", flops, size) == pytest.approx(max(computed, moved))
+    for kind in ("", FUNCTION):
+        assert PLAIN.seconds(kind, flops, size) == pytest.approx(moved)
+        assert beside.seconds(kind, flops, size) == pytest.approx(max(flops / 2e9, moved))
+
+
 TIMES = st.integers(1, 50)
 
 
@@ -79,7 +90,7 @@ def test_the_causes_sum_to_the_whole(ranks: int, count: int, one: int, two: int,
     work = stages(degrees, {"F": one, "B": two})
     stream, sums = Message("send", "pipeline", 2, False), Message("all_reduce", "tensor", 2, False)
     for at, each in work.items():
-        each.counts["launches"] = 7
+        each.counts["launches"], each.counts["views"] = 4, 10  # as long as 7 launches
         each.messages[sums], each.sent[sums] = 3, 3 * sent
         if at.kind == "F" and at.stage < ranks - 1:
             each.messages[stream], each.sent[stream] = 1, sent
@@ -171,6 +182,8 @@ def test_speeds_between_those_that_were_measured_lie_between() -> None:
     speed = dataclasses.replace(PLAIN, product_fraction={"fp32": ((1.0, 0.2), (100.0, 0.8))})
     for flops, reached in ((10**8, 0.2), (10**10, 0.5), (10**12, 0.8)):
         assert speed.seconds("fp32", flops, 0) == pytest.approx(flops / 1e12 / reached)
+    with pytest.raises(ConfigError, match=r"cluster\.speed\.functions_g_per_s"):
+        dataclasses.replace(PLAIN, functions_g_per_s=0.0)
     with pytest.raises(ConfigError, match="no peak of a precision"):
         speed.seconds("bf16", 1, 0)
 

@@ -40,10 +40,10 @@ class Speed:
 
     def __post_init__(self) -> None:
         positive = ("memory_gb_per_s", "launch_us", "devices_per_node", "link_gb_per_s", "network_gb_per_s")
-        figures = {name: getattr(self, name) for name in positive}
+        figures = {name: getattr(self, name) for name in positive} | {"functions_g_per_s": self.functions_g_per_s}
         figures |= {f"peak_tflops.{name}": peak for name, peak in self.peak_tflops.items()}
         for name, value in figures.items():
-            check(value > 0, f"cluster.speed.{name}", value, "a number above 0")
+            check(value is None or value > 0, f"cluster.speed.{name}", value, "a number above 0")
 
     def seconds(self, kind: str, flops: int, size: int) -> float:
         """Of an operation, behind its launch."""
