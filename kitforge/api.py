@@ -8,10 +8,10 @@ from typing import TypeAlias
 from torch import nn
 
 from kitforge.composition import (
-    check_name,
     compose_config,
     compose_predict,
     dotted,
+    full_name,
     nested,
     recorded_values,
     refuse_presets,
@@ -194,7 +194,7 @@ def replay(folder: str | Path, step: int, changes: Mapping[str, object] | None =
         raise ModelError("there is no run in this folder", got=run_folder, expected="a run folder with a config.yaml")
     kit = kit_of_folder(run_folder)
     for name in changes or {}:
-        check_name(name, kit.OPTIONS)
+        full_name(name, None, kit.OPTIONS)
     values = recorded_values(run_folder / "config.yaml", changes or {}, kit.OPTIONS)
     return kit.replay(run_folder, step, kit.read_options(values))
 

@@ -112,7 +112,10 @@ def _composed(
 ) -> tuple[dict[str, Any], str]:
     """The composed options, and the name of the model preset."""
     has_preset, option_sections = task in presets("task"), {each.name for each in dataclasses.fields(options)}
-    config, preset = _compose_presets({"task": task, **named} if has_preset else named)
+    of_task = {"task": task, **named} if has_preset else named
+    overrides, own = [f"{group}={name}" for group, name in of_task.items()], _search_path()
+    # Shipped presets compose once; what they give is not to be changed.
+    config, preset = _hydra_config(*overrides, *own) if own else _shipped_config(*overrides)
     if not has_preset:
         # A task of an installed kit: only the groups among its options.
         for name in named.keys() - option_sections - {"recipe"}:
@@ -200,16 +203,11 @@ def compose_over(
     return Composition(values=values | texts, model_name=Path(checkpoint).resolve().name)
 
 
-def recipe_task(name: Any) -> str | None:
-    """The task of a recipe; None if it names none or does not exist."""
-    path = _recipe_path(name)
-    return None if path is None else read_yaml(path).get("task")
-
-
 def task_of(choices: Mapping[str, Any]) -> str:
     """The task: by name, else of the recipe, else of the checkpoint, else the only one of the model's family, else the
     default."""
-    named = choices.get("task") or recipe_task(choices.get("recipe"))
+    recipe = None if choices.get("task") else _recipe_path(choices.get("recipe"))
+    named = choices.get("task") or (None if recipe is None else read_yaml(recipe).get("task"))
     named = named or recorded_task(_resolved(choices.get("checkpoint")))
     preset = presets().get(str(choices.get("model")))
     family = None if named or preset is None else read_yaml(preset).get("family")
@@ -291,11 +289,6 @@ def parse(argument: str) -> tuple[str, list[Any]]:
         return name, [text]
 
 
-def check_name(name: str, options: type[Any]) -> None:
-    """Raise ConfigError unless the dotted name is an option or lies below a free-form one."""
-    full_name(name, None, options)
-
-
 def full_name(name: str, value: Any, options: type[Any], ignored_sections: Sequence[str] = ()) -> str:
     """The full name of an option. `SHORT_NAMES` are resolved if exactly one option outside `ignored_sections` ends so;
     `cache.policy=TEXT` means `cache.policy.name`. Raises ConfigError with suggestions for unknown names."""
@@ -371,12 +364,6 @@ def dotted(choices: Mapping[str, Any], path: str = "") -> dict[str, Any]:
         else:
             result[path + name] = str(value) if isinstance(value, Path) else value
     return result
-
-
-def _compose_presets(named: Mapping[str, str]) -> tuple[DictConfig, str]:
-    """The presets as one configuration, not to be changed, and the model preset's name. Shipped ones compose once."""
-    overrides, own = [f"{group}={name}" for group, name in named.items()], _search_path()
-    return _hydra_config(*overrides, *own) if own else _shipped_config(*overrides)
 
 
 def _hydra_config(*overrides: str) -> tuple[DictConfig, str]:

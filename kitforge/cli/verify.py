@@ -51,7 +51,11 @@ def verify(arguments: list[str]) -> int:
         if options:
             fix = "leave the options out"
             raise ConfigError("a trainer of your own takes no options", got=", ".join(options), fix=fix)
-        verdicts = _check_trainer(flags["--callable"], only, folder, timeout)
+        name, contracts = flags["--callable"], chosen(own_trainer.CONTRACTS, only)
+        own = own_trainer.OwnTrainer(trainer=own_trainer.load_trainer(name), folder=folder.resolve())
+        folder.mkdir(parents=True)
+        say(f"{name}  {folder}")
+        verdicts = _verdicts(contracts, own, name, folder / "verify.log", timeout)
     else:
         verdicts = _check_configurations([options] if options else DEFAULTS, only, folder, timeout)
     sys.stdout.write(json.dumps(summary(verdicts)) + "\n")
@@ -112,14 +116,6 @@ def _check_configurations(
         write_verdicts(case.base, found)
         say(f"  report  {write_report([case.base])}")
     return verdicts
-
-
-def _check_trainer(name: str, only: Sequence[str], folder: Path, timeout: float) -> list[Verdict]:
-    contracts = chosen(own_trainer.CONTRACTS, only)
-    own = own_trainer.OwnTrainer(trainer=own_trainer.load_trainer(name), folder=folder.resolve())
-    folder.mkdir(parents=True)
-    say(f"{name}  {folder}")
-    return _verdicts(contracts, own, name, folder / "verify.log", timeout)
 
 
 def _verdicts(

@@ -127,7 +127,12 @@ class _Header:
         for _ in range(num_values):
             name = self._string()
             metadata[name] = self._value(self._scalar("I"), _MAX_NESTING)
-        table = [self._tensor() for _ in range(num_tensors)]
+        table = []
+        for _ in range(num_tensors):
+            name, dimensions = self._string(), self._scalar("I")
+            self._require(1 <= dimensions <= _MAX_DIMENSIONS, f"{name!r} of {dimensions} dimensions")
+            shape = tuple(self._scalar("Q") for _ in range(dimensions))
+            table.append((name, shape[::-1], self._scalar("I"), self._scalar("Q")))
         alignment = metadata.get("general.alignment", 32)
         self._require(isinstance(alignment, int) and 0 < alignment <= 1 << 20, f"general.alignment={alignment!r}")
         data = -(-self._at // alignment) * alignment
@@ -150,12 +155,6 @@ class _Header:
                 fix="fetch the file again",
             )
         return GgufTensor(shape=shape, kind=kind, number=number, start=start, num_bytes=num_bytes)
-
-    def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:
-        name, dimensions = self._string(), self._scalar("I")
-        self._require(1 <= dimensions <= _MAX_DIMENSIONS, f"{name!r} of {dimensions} dimensions")
-        shape = tuple(self._scalar("Q") for _ in range(dimensions))
-        return name, shape[::-1], self._scalar("I"), self._scalar("Q")
 
     def _value(self, kind: int, depth: int) -> Any:
         if kind in self._readers:

@@ -122,7 +122,12 @@ class TableRows:
 def rows_of_table(spec: object) -> object:
     """The rows of a table, or of a mapping from column to list, where it is one; else what was given."""
     if isinstance(spec, Mapping) and not _SPLITS.issuperset(spec) and all(map(_is_column, spec.values())):
-        return _rows_of_columns(spec)
+        # Numbers of an array or a tensor as Python has them; an image stays an array.
+        columns = {name: each.tolist() if getattr(each, "ndim", 0) == 1 else each for name, each in spec.items()}
+        if len({len(values) for values in columns.values()}) > 1:
+            got = ", ".join(f"{name}: {len(values)}" for name, values in columns.items())
+            raise DataError("the columns are not equally long", got=got, expected="one length", fix="null is None")
+        return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     # A Series has no columns, and a datasets.Dataset reads its own.
     is_table = hasattr(spec, "columns") or hasattr(spec, "column_names")
     table: Any = spec
@@ -140,15 +145,6 @@ def rows_of_table(spec: object) -> object:
 
 def _is_column(values: object) -> bool:
     return isinstance(values, (list, tuple)) or getattr(values, "ndim", 0) > 0
-
-
-def _rows_of_columns(columns: Mapping[str, Any]) -> list[dict[str, Any]]:
-    # Numbers of an array or a tensor as Python has them; an image stays an array.
-    columns = {name: each.tolist() if getattr(each, "ndim", 0) == 1 else each for name, each in columns.items()}
-    if len({len(values) for values in columns.values()}) > 1:
-        got = ", ".join(f"{name}: {len(values)}" for name, values in columns.items())
-        raise DataError("the columns are not equally long", got=got, expected="one length", fix="null is None")
-    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
 def dataset_shards(dataset: Any, column: str | None = None, errors: EncodingErrors = "strict") -> list[HFDatasetShard]:

@@ -36,7 +36,9 @@ def load_named(spec: object, *, streaming: bool = False) -> object:
     if any(os.path.isfile(os.path.join(folder, each)) for each in ("dataset_dict.json", "state.json")):
         return _of_folder(folder, whole["split"])
     found = _HUB.fullmatch(name)
-    if found is None or not (found["scheme"] or _can_be_of_the_hub(name)):
+    # Without a scheme it is OWNER/NAME, and no path into a folder that is there, nor what looks like a file.
+    is_path = name.count("/") != 1 or os.path.exists(name.split("/")[0]) or _FILE.fullmatch(name) is not None
+    if found is None or (is_path and not found["scheme"]):
         return spec
     datasets = import_optional("datasets", needed_for="data sets by name", extra="transformers")
     try:
@@ -62,8 +64,3 @@ def _of_folder(folder: str, split: str | None) -> object:
     if (split or "train") not in loaded:
         raise DataError(f"{folder} has no split {split or 'train'}", expected=f"{folder}:SPLIT of {', '.join(loaded)}")
     return loaded[split or "train"]
-
-
-def _can_be_of_the_hub(name: str) -> bool:
-    # OWNER/NAME, and not a path into a folder that is there, nor one that looks like a file.
-    return name.count("/") == 1 and not os.path.exists(name.split("/")[0]) and not _FILE.fullmatch(name)

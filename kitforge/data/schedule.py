@@ -142,13 +142,12 @@ class BatchSchedule:
         limit = None if self.is_endless else self.num_samples(self.epochs or 1.0)
         while limit is None or sample < limit:
             size = self.batch_size if limit is None else min(self.batch_size, limit - sample)
-            yield Batch(sample, self._rows(sample, size))
+            if self.mixture is not None:
+                indices = self.mixture.rows(sample, size)
+            else:
+                indices = shuffled_indices(self.seed, self.num_rows, sample, size, shuffle=self.shuffle)
+            yield Batch(sample, indices)
             sample += size
-
-    def _rows(self, start: int, count: int) -> Indices:
-        if self.mixture is not None:
-            return self.mixture.rows(start, count)
-        return shuffled_indices(self.seed, self.num_rows, start, count, shuffle=self.shuffle)
 
     def shard(self, size: int) -> slice:
         """This replica's part of a batch of that many samples; parts differ by one sample at most."""

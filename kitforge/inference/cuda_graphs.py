@@ -45,13 +45,11 @@ def can_record_steps(model: nn.Module) -> bool:
     """Whether the device supports CUDA graphs, and neither a product of experts nor a stage waits for the host."""
     if not devices.can_record(cast(CausalLM, model).head_weight.device) or getattr(model, "layers", None) is not None:
         return False
-    return not any(isinstance(each, Experts) and _waits_for_host(each) for each in model.modules())
-
-
-def _waits_for_host(experts: Experts) -> bool:
-    if experts.kernels.grouped_linear is grouped_linear:
-        return True
-    return not all(accepts_grouped_mm(each.flatten(0, 1), each) for each in (experts.gate, experts.up, experts.down))
+    experts = [each for each in model.modules() if isinstance(each, Experts)]
+    if any(each.kernels.grouped_linear is grouped_linear for each in experts):
+        return False
+    matrices = (matrix for each in experts for matrix in (each.gate, each.up, each.down))
+    return all(accepts_grouped_mm(each.flatten(0, 1), each) for each in matrices)
 
 
 class CudaGraphRunner:

@@ -27,7 +27,7 @@ from kitforge.inference.constraint import Constraint, constraint_of
 from kitforge.inference.cuda_graphs import CudaGraphRunner, can_record_steps
 from kitforge.inference.fair_lock import FairLock
 from kitforge.inference.logprobs import PromptLogprob, eval_mode, token_logprobs
-from kitforge.inference.model_runner import ModelRunner, decodes_first, diverged_works
+from kitforge.inference.model_runner import ModelRunner, decodes_first
 from kitforge.inference.options import EngineOptions
 from kitforge.inference.paged_attention import KeyValueCache
 from kitforge.inference.pooling import pooled
@@ -346,7 +346,10 @@ class Engine:
         ready = [work for work in works if work.needs_logits]
         draws = [draw for work in ready for draw in work.sequence.sample_requests(work.draft_tokens)]
         tokens, logprobs, is_finite = sample_tokens(logits, draws, hidden, self._network.kernels)
-        diverged = set() if is_finite or hidden is None else diverged_works(works, hidden)
+        diverged: set[int] = set()
+        if hidden is not None and not is_finite:
+            of_works = torch.split(hidden, [work.num_tokens + len(work.draft_tokens) for work in works])
+            diverged = {index for index, rows in enumerate(of_works) if not rows.isfinite().all()}
         self._update(works, tokens, logprobs, top_logprobs(logits, draws, self._network.kernels), diverged)
 
     def _update(

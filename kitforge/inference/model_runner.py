@@ -69,7 +69,10 @@ class ModelRunner:
         where the logits of all tokens show whether they are finite."""
         if self.can_replay(works):
             return self.replay([work.sequence for work in works]), None
-        numbers = _adapters_of(works)
+        numbers = None
+        if any(work.sequence.adapter >= 0 for work in works):
+            counts = torch.tensor([work.num_tokens + len(work.draft_tokens) for work in works])
+            numbers = torch.tensor([work.sequence.adapter for work in works]).repeat_interleave(counts)
         device = cast(CausalLM, self.model).head_weight.device
         if device.type == "cpu":
             result = self._run_fused(works, numbers)
@@ -186,7 +189,11 @@ class ModelRunner:
             num_decodes += 1
         segments: list[AttentionSegment] = []
         if self._is_paged and num_decodes:
-            segments.append(self._paged_batch([work.sequence for work in works[:num_decodes]], device))
+            sequences = [work.sequence for work in works[:num_decodes]]
+            lengths = [each.num_cached + 1 for each in sequences]
+            blocks = [pad_block_table(each.block_table, -(-max(lengths) // self._size)) for each in sequences]
+            tables = torch.tensor(blocks, device=device)
+            segments.append(PagedBatch(first=0, tables=tables, lengths=torch.tensor(lengths, device=device)))
         elif num_decodes:
             segments += self._decode_batches([work.sequence for work in works[:num_decodes]], device)
         network, prefills = cast(CausalLM, self.model), works[num_decodes:]
@@ -224,14 +231,6 @@ class ModelRunner:
             first=first, num_tokens=num_tokens, length=length, start=start if slots is None else None, slots=slots
         )
 
-    def _paged_batch(self, sequences: list[Sequence], device: torch.device) -> PagedBatch:
-        lengths = [sequence.num_cached + 1 for sequence in sequences]
-        num_blocks = -(-max(lengths) // self._size)
-        tables = [pad_block_table(sequence.block_table, num_blocks) for sequence in sequences]
-        return PagedBatch(
-            first=0, tables=torch.tensor(tables, device=device), lengths=torch.tensor(lengths, device=device)
-        )
-
     def _decode_batches(self, sequences: list[Sequence], device: torch.device) -> list[AttentionSegment]:
         """The decoding tokens; runs of sequences with consecutive blocks form one batch."""
         segments: list[AttentionSegment] = []
@@ -246,20 +245,6 @@ class ModelRunner:
                 segments += [self._prefill_span(text, first + index, 1, device) for index, text in enumerate(texts)]
             first += len(texts)
         return segments
-
-
-def _adapters_of(works: list[ScheduledTokens]) -> Tensor | None:
-    """The number of each token's adapter; None where none has one."""
-    if all(work.sequence.adapter < 0 for work in works):
-        return None
-    counts = torch.tensor([work.num_tokens + len(work.draft_tokens) for work in works])
-    return torch.tensor([work.sequence.adapter for work in works]).repeat_interleave(counts)
-
-
-def diverged_works(works: list[ScheduledTokens], hidden: Tensor) -> set[int]:
-    """The indices of works whose hidden states [N, dim] are not finite."""
-    sizes = [work.num_tokens + len(work.draft_tokens) for work in works]
-    return {index for index, rows in enumerate(torch.split(hidden, sizes)) if not rows.isfinite().all()}
 
 
 def decodes_first(works: list[ScheduledTokens]) -> list[ScheduledTokens]:

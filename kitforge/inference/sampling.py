@@ -230,7 +230,10 @@ def process_logits(logits: Tensor, options: SamplingOptions, draws: Sequence[Sam
         weights = torch.softmax(scores, dim=-1)
         scores = scores.masked_fill(weights < options.min_p * weights.amax(-1, keepdim=True), float("-inf"))
     if options.top_p is not None and options.top_p < 1:
-        scores = _top_p_filter(scores, options.top_p)
+        ordered, index = torch.softmax(scores, dim=-1).sort(descending=True, stable=True)
+        # A token stays while those before it sum to less than top_p, so the most likely one always stays.
+        dropped = ordered.cumsum(-1) - ordered >= options.top_p
+        scores = scores.masked_fill(torch.zeros_like(dropped).scatter(-1, index, dropped), float("-inf"))
     return scores
 
 
@@ -288,10 +291,3 @@ def _apply_penalties(scores: Tensor, options: SamplingOptions, draws: Sequence[S
     if bias is not None:
         tokens, values = bias
         scores.index_add_(1, tokens, values.to(scores.dtype).expand(len(scores), -1))
-
-
-def _top_p_filter(scores: Tensor, top_p: float) -> Tensor:
-    ordered, index = torch.softmax(scores, dim=-1).sort(descending=True, stable=True)
-    # A token stays while those before it sum to less than top_p, so the most likely one always stays.
-    dropped = ordered.cumsum(-1) - ordered >= top_p
-    return scores.masked_fill(torch.zeros_like(dropped).scatter(-1, index, dropped), float("-inf"))

@@ -288,10 +288,7 @@ class Kit(ABC, Generic[OptionsT, ProcessorT]):
         return [f"kitforge report {folder}"]
 
     def _unsupported(self, what: str, fix: str | None = None) -> ConfigError:
-        return ConfigError(f"this task {what}", got=self._name(), fix=fix)
-
-    def _name(self) -> str:
-        return f"task={self.OPTIONS().task}"
+        return ConfigError(f"this task {what}", got=f"task={self.OPTIONS().task}", fix=fix)
 
 
 # A kit of any options and any processor.

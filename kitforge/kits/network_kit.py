@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from kitforge.core.checkpoint.load import find_checkpoint
 from kitforge.core.kernels.dispatch import CompileLevel
@@ -15,7 +15,6 @@ from kitforge.data.tokenizers.loading import ByteTokenizer
 from kitforge.foundation.config import to_dict
 from kitforge.foundation.dtype import ExportDtype, LoadDtype
 from kitforge.foundation.errors import ConfigError
-from kitforge.foundation.types import Region
 from kitforge.kits.dry_task import rows_at_once, traced_task
 from kitforge.kits.kit import Kit, ProcessorT, RunInputs, datasets
 from kitforge.kits.language_model import (
@@ -109,7 +108,8 @@ class NetworkKit(Kit[NetworkOptionsT, ProcessorT]):
         stored = None if home is None else self.open_model(resolve(home))
         config: Any = self.new_config(options) if stored is None else stored.config
         if stored is None and options.lora.is_on:
-            stored, home = StoredModel(config=config, names=(), read=_zeros), "planned"
+            stored = StoredModel(config=config, names=(), read=lambda _, part: torch.zeros(part.shape if part else ()))
+            home = "planned"
         planned = replace(options, checkpoint=home, trainer=replace(options.trainer, progress=False))
         planned = replace(planned, data=replace(options.data, train=None, eval=None))
         return traced_task(self, planned, config, self.dry_inputs(options, config), stored)
@@ -142,10 +142,6 @@ class NetworkKit(Kit[NetworkOptionsT, ProcessorT]):
                 unit, size = ("image", config.image_size) if self.KIND == "vision" else ("length", config.max_length)
                 rows.append(row | {unit: f"{size:,}"})
         return rows
-
-
-def _zeros(_name: str, region: Region | None) -> Tensor:
-    return torch.zeros(() if region is None else region.shape)
 
 
 @functools.cache

@@ -122,7 +122,12 @@ class NetworkSource:
         elif config is not None:
             config_of({"family": config.family, **to_dict(config)}, *kinds)
         if config is not None:
-            check_fit(config, self.options, tokenizer)
+            size, expected = config.vocab_size, f"at least the tokenizer's {tokenizer.vocab_size}"
+            fix = "use the tokenizer that the model was trained with; for a new one, "
+            fix += "model.vocab_size=null takes the tokenizer's"
+            check(size >= tokenizer.vocab_size, "model.vocab_size", size, expected, fix)
+            length, expected = self.options.data.sequence_length, f"at most the model's max_length={config.max_length}"
+            check(length <= config.max_length, "data.sequence_length", length, expected)
         return replace(self, config=config)
 
     def recorded(self) -> dict[str, Any]:
@@ -393,19 +398,6 @@ def check_splits(options: NetworkOptions, *kinds: Kind) -> None:
             check_host_memory(
                 number * options.trainer.offload_fraction, gradients=options.trainer.offload != "optimizer"
             )
-
-
-def check_fit(config: FamilyConfig, options: NetworkOptions, tokenizer: Tokenizer) -> None:
-    """Raise ConfigError for a network that is too small for the tokenizer or the rows."""
-    check(
-        config.vocab_size >= tokenizer.vocab_size,
-        "model.vocab_size",
-        config.vocab_size,
-        f"at least the tokenizer's {tokenizer.vocab_size}",
-        "use the tokenizer that the model was trained with; for a new one, model.vocab_size=null takes the tokenizer's",
-    )
-    length, expected = options.data.sequence_length, f"at most the model's max_length={config.max_length}"
-    check(length <= config.max_length, "data.sequence_length", length, expected)
 
 
 def given_tokenizer(options: Any, given: Tokenizer | None, find: Callable[[Path], Tokenizer]) -> Tokenizer | None:

@@ -1,7 +1,5 @@
 """The names of classifiers and of the tensors of their heads in transformers and PEFT."""
 
-from collections.abc import Mapping
-
 from kitforge.core.nn.score_head import HEAD, HEAD_BIAS, POOLER, POOLER_BIAS
 
 # The suffixes of classifiers in transformers: of whole texts, of each token, and of the spans of answers.
@@ -31,11 +29,6 @@ def head_names(model_type: str, suffix: str) -> dict[str, str]:
 def own_name(theirs: str) -> str | None:
     """Our name of the tensor of a head in an adapter; None for another tensor."""
     return theirs if theirs.startswith("score.") else _OURS.get(theirs)
-
-
-def saved_modules(names: Mapping[str, str], model_type: str) -> list[str]:
-    """The modules that hold these tensors, as PEFT's `modules_to_save` names them."""
-    return sorted({each.removeprefix(f"{model_type}.").partition(".")[0] for each in names.values()})
 
 
 _OURS = {

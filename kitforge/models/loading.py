@@ -168,8 +168,7 @@ def open_model(folder: Path, open_run: OpenCheckpoint = find_checkpoint, *, read
     Raises ModelError where names or shapes of the tensors do not match the configuration."""
     if is_gguf(folder):
         source = GgufWeights(folder)
-        stored = _open_weights(source)
-        return replace(stored, blocks=source.blocks())
+        return replace(_open_weights(source), blocks=source.blocks())
     if not folder.is_dir():
         expected = "a run, a step or a Hugging Face folder, or a .gguf file"
         raise ModelError("there is no such folder", got=folder, expected=expected)
@@ -241,12 +240,6 @@ def open_scored(checkpoint: Checkpoint) -> StoredModel:
     return replace(open_decoder(checkpoint, BACKBONE), head=head)
 
 
-def is_reward_folder(folder: Path) -> bool:
-    """Whether the folder is a Hugging Face folder of a `*ForSequenceClassification` model with one label."""
-    labels = labels_of(folder)
-    return labels is not None and len(labels) == 1
-
-
 def kind_of(folder: Path) -> Kind | None:
     """The kind of network that a Hugging Face folder holds; None for another folder, or an unknown architecture."""
     try:
@@ -284,16 +277,10 @@ def open_classifier(folder: Path, suffix: str = SEQUENCE_CLASSIFIER) -> StoredMo
     if shape is None or shape[0] != len(labels):
         got = f"no {names[HEAD]}" if shape is None else f"a head of {shape[0]}"
         raise ModelError(f"{folder} does not hold its classifier", got=got, expected=f"{len(labels)} labels")
-    kind = problem_type_of(source.config)
-    return replace(_open_headed(source, names), labels=labels, suffix=suffix, problem_type=kind)
-
-
-def problem_type_of(config: Mapping[str, Any]) -> ProblemType:
-    """The `problem_type` of config.json. Raises ModelError for an unknown one."""
-    found, known = config.get("problem_type"), get_args(ProblemType)
-    if found is not None and found not in known:
-        raise ModelError("config.json has an unknown problem_type", got=found, expected=" or ".join(known))
-    return cast(ProblemType, found or known[0])
+    kind, known = source.config.get("problem_type"), get_args(ProblemType)
+    if kind is not None and kind not in known:
+        raise ModelError("config.json has an unknown problem_type", got=kind, expected=" or ".join(known))
+    return replace(_open_headed(source, names), labels=labels, suffix=suffix, problem_type=kind or known[0])
 
 
 def pooler_of(folder: Path) -> dict[str, Tensor]:
@@ -434,22 +421,17 @@ def _head_values(stored: StoredModel) -> dict[str, Any]:
     others = stored.head.keys() - head_names(written["model_type"], stored.suffix)
     numbers = {name: stored.head[f"score.{name}"] for name in SCORE_KEYS if f"score.{name}" in others}
     values: dict[str, Any] = {f"score_{name}": float(number) for name, number in numbers.items()}
-    values |= {"architectures": [_classifier_architecture(written["architectures"][0], stored.suffix)]}
+    name, ends = written["architectures"][0], ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "Model")
+    base_name = next((name.removesuffix(end) for end in ends if name.endswith(end)), None)
+    if base_name is None:
+        raise ModelError("Hugging Face has no classifier of this architecture", got=name, expected="a *ForCausalLM")
+    values |= {"architectures": [f"{base_name}{stored.suffix}"]}
     values |= {"id2label": {str(number): str(label) for number, label in enumerate(stored.labels)}}
     values |= {"label2id": {str(label): number for number, label in enumerate(stored.labels)}}
     if stored.problem_type != "single_label_classification":
         values |= {"problem_type": stored.problem_type}
     # The token by which a published classifier finds the end of a text may be another than the tokenizer's.
     return values | ({} if stored.pad_id is None else {"pad_token_id": stored.pad_id})
-
-
-def _classifier_architecture(name: str, suffix: str) -> str:
-    """The classifier of the family of a language model in transformers. Raises ModelError where it has none."""
-    ends = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "Model")
-    base_name = next((name.removesuffix(end) for end in ends if name.endswith(end)), None)
-    if base_name is None:
-        raise ModelError("Hugging Face has no classifier of this architecture", got=name, expected="a *ForCausalLM")
-    return f"{base_name}{suffix}"
 
 
 def _write(

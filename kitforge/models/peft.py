@@ -31,7 +31,7 @@ from kitforge.foundation.log import logger
 from kitforge.foundation.types import Region
 from kitforge.foundation.untrusted import parse_json
 from kitforge.models.catalog import FAMILIES, converter_of, exportable_config
-from kitforge.models.classifier_heads import SEQUENCE_CLASSIFIER, TOKEN_CLASSIFIER, head_names, own_name, saved_modules
+from kitforge.models.classifier_heads import SEQUENCE_CLASSIFIER, TOKEN_CLASSIFIER, head_names, own_name
 from kitforge.models.weight_mapping import HEADS, ConfigFile, TensorMapping, by_theirs, join
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -121,6 +121,7 @@ def save_adapter(
     model_type = str(converter_of(own_config).write_config(own_config)["model_type"])
     names = head_names(model_type, TOKEN_CLASSIFIER if task == "TOKEN_CLS" else SEQUENCE_CLASSIFIER)
     names = {own: names.get(own, own) for own in head or {}}
+    head_modules = {each.removeprefix(f"{model_type}.").partition(".")[0] for each in names.values()}
     tensors += [(f"{_PREFIX}{names[own]}", each.detach().contiguous()) for own, each in (head or {}).items()]
     folder.mkdir(parents=True, exist_ok=True)
     write(folder / WEIGHTS, tensors)
@@ -135,7 +136,7 @@ def save_adapter(
         "rank_pattern": wider,
         "alpha_pattern": {name: config.scale * rank for name, rank in wider.items()},
         "target_modules": sorted(set(targets.values())),
-        "modules_to_save": saved_modules(names, model_type) or None,
+        "modules_to_save": sorted(head_modules) or None,
         "use_dora": config.kind == "dora",
         "lora_dropout": 0.0,
         "bias": "none",

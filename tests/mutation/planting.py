@@ -36,7 +36,7 @@ SIGNS: dict[type[ast.operator], type[ast.operator]] = {
     ast.FloorDiv: ast.Mult,
 }
 # Calls that only refuse or report: dropping one is another kind of fault.
-_MESSAGES = {"check", "check_counts", "check_least", "check_choice", "check_name", "warning", "info", "debug"}
+_MESSAGES = {"check", "check_counts", "check_least", "check_choice", "warning", "info", "debug"}
 # What a shape leaves out: names and texts may change while the arithmetic stays.
 _UNNAMED = {"id", "arg", "attr", "name", "annotation", "returns", "decorator_list", "type_comment", "kind", "ctx"}
 Definition = ast.FunctionDef | ast.AsyncFunctionDef

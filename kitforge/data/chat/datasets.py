@@ -27,8 +27,7 @@ from kitforge.data.chat.rows import (
     chat_rows,
     common_prompt,
     is_chat,
-    is_conversation,
-    is_untrained,
+    is_dialogue,
     iter_said,
     messages_of,
     with_open_end,
@@ -241,7 +240,14 @@ class ChatDatasetReader:
         said = row.with_context(said) if others[0] == "messages" else said
         if not said:
             raise row.refusal(f"has an empty {others[0]}", expected="at least one token")
-        example = self._full_sequence(said, row)
+        if is_chat(said):
+            example = self._chat(said, row, 0, ())
+        else:
+            # Every token of a plain text is trained on.
+            before, after = document_frame(self._tokenizer) if isinstance(said, str) else ([], [self._tokenizer.eos_id])
+            text = self._tokenizer.encode(said) if isinstance(said, str) else cast(Sequence[int], said)
+            tokens = (*before, *map(int, text), *after)
+            example = TokenizedExample(tokens=tokens, loss_mask=(True,) * len(tokens))
         row.note_unread(MEANT)
         return example
 
@@ -282,7 +288,8 @@ class ChatDatasetReader:
             prompt, others = row.with_context(said[:-1]), [self._said(row, "rejected_response")] if is_pair else []
             return prompt, [said[-1:], *(_as_reply(each) if isinstance(each, str) else each for each in others)]
         whole = [self._said(row, name) for name in names]
-        is_whole = all(map(is_conversation, whole))
+        # Whether the responses are messages that hold the prompt too, and not what follows one.
+        is_whole = all(is_chat(each) and each[0]["role"] in ("system", "developer", "user") for each in whole)
         prompt = [] if is_pair and not row.has("prompt") else self._prompt(row)
         if not is_whole and (row.has("prompt") or not is_pair):
             return row.with_context(prompt), [self._continued(row, name) for name in names]
@@ -319,10 +326,12 @@ class ChatDatasetReader:
             opening = self._prompt(row) if row.has("chosen") else row.with_context(self._prompt(row))
         inputs = row.inputs()
         messages = tuple(opening) if is_chat(opening) else None
-        if messages is not None:
+        if messages is None:
+            tokens, _ = encode_completion(self._tokenizer, cast(str | Sequence[int], opening), ())
+        else:
             with_contents(partial(self._template.check_written, trained={}, inputs=inputs), messages)
             row.note_keys(self._template.unread_keys(messages, inputs))
-        tokens = self._prompt_tokens(opening, inputs)
+            tokens = with_contents(partial(self._template.prompt, **inputs), messages)
         if not opening or not tokens:
             raise row.refusal("has an empty prompt", expected="at least one token")
         row.note_unread(CONTEXT)
@@ -353,21 +362,12 @@ class ChatDatasetReader:
     def _continued(self, row: ChatRow, name: str) -> Said:
         """The response of a column. A text behind a dialogue with an open end is the rest of that dialogue."""
         said = self._said(row, name)
-        opened = messages_of(row.values["prompt"])[-1] if row.spells_dialogue("prompt") else None
-        if not isinstance(said, str) or opened is None or opened["role"] != "assistant":
+        prompt: Any = row.values.get("prompt")
+        asked = messages_of(prompt) if isinstance(prompt, str) and is_dialogue(prompt) else []
+        if not isinstance(said, str) or not asked or asked[-1]["role"] != "assistant":
             return said
-        number = len(messages_of(row.values["prompt"])) - 1
-        first, *others = messages_of(row.values["prompt"] + said)[number:]
-        return [{**first, "content": first["content"].removeprefix(opened["content"])}, *others]
-
-    def _full_sequence(self, said: Said, row: ChatRow) -> TokenizedExample:
-        """Mark every token of a plain text as trained, and in a conversation the assistant's replies."""
-        if not is_chat(said):
-            before, after = document_frame(self._tokenizer) if isinstance(said, str) else ([], [self._tokenizer.eos_id])
-            text = self._tokenizer.encode(said) if isinstance(said, str) else cast(Sequence[int], said)
-            tokens = (*before, *map(int, text), *after)
-            return TokenizedExample(tokens=tokens, loss_mask=(True,) * len(tokens))
-        return self._chat(said, row, 0, ())
+        first, *others = messages_of(prompt + said)[len(asked) - 1 :]
+        return [{**first, "content": first["content"].removeprefix(asked[-1]["content"])}, *others]
 
     def _response(self, prompt: Said, completion: Said, row: ChatRow) -> TokenizedExample:
         if not completion:
@@ -400,7 +400,7 @@ class ChatDatasetReader:
     ) -> TokenizedExample:
         """A conversation of which the replies from that message on are trained on; the first of them may go on with the
         last message of the prompt. Raises DataError where the template loses a part of it."""
-        inputs, untrained = row.inputs(), {number for number, each in enumerate(messages) if is_untrained(each)}
+        inputs, untrained = row.inputs(), {number for number, each in enumerate(messages) if each.get("train") is False}
         replies = [number for number, each in enumerate(messages) if number >= first and each["role"] == "assistant"]
         trained = {number: "" for number in replies if number not in untrained}
         if first < len(prompt) and first in trained:
@@ -418,11 +418,6 @@ class ChatDatasetReader:
                 "the model does not learn to stop; put the end token before {% endgeneration %}"
             )
         return TokenizedExample(tokens=chat.tokens, loss_mask=loss_mask)
-
-    def _prompt_tokens(self, prompt: Said, inputs: Mapping[str, Any]) -> list[int]:
-        if is_chat(prompt):
-            return with_contents(partial(self._template.prompt, **inputs), prompt)
-        return encode_completion(self._tokenizer, cast(str | Sequence[int], prompt), ())[0]
 
 
 def iter_texts(spec: object, columns: Mapping[str, str] | None = None) -> Iterator[str]:

@@ -57,8 +57,9 @@ class ExampleJob(ShardJob):
         for row in reader.shard(self.kind, self.shard, report):
             tokens += [np.array(each.tokens, dtype) for each in _responses(row)]
             masks += [np.array(each.loss_mask, np.bool_) for each in _responses(row)]
-            values.append(_value(row))
-            sources.append(names.setdefault(row.source if isinstance(row, PreferencePair) else "", len(names)))
+            margin, source = (row.margin, row.source) if isinstance(row, PreferencePair) else (0.0, "")
+            values.append(float(row.is_desirable) if isinstance(row, UnpairedExample) else margin)
+            sources.append(names.setdefault(source, len(names)))
         metadata = json.dumps({"report": asdict(report), "names": list(names)}).encode()
         with atomic_file(self.path) as file:
             np.savez(
@@ -110,7 +111,10 @@ class ExampleCache(Sequence[Row], Generic[Row]):
         if isinstance(row, slice):
             return [self[number] for number in range(*row.indices(len(self)))]
         number = range(len(self))[row]
-        responses = [self._response(number * self._per_row + each) for each in range(self._per_row)]
+        responses = []
+        for each in range(number * self._per_row, (number + 1) * self._per_row):
+            part = slice(int(self._offsets[each]), int(self._offsets[each + 1]))
+            responses.append(TokenizedExample(tokens=self._tokens[part], loss_mask=self._loss_mask[part]))
         value, source = float(self._values[number]), self._names[self._sources[number]]
         if self._kind == "pairs":
             return PreferencePair(chosen=responses[0], rejected=responses[1], margin=value, source=source)
@@ -119,10 +123,6 @@ class ExampleCache(Sequence[Row], Generic[Row]):
             if self._kind == "unpaired"
             else responses[0]
         )
-
-    def _response(self, number: int) -> TokenizedExample:
-        part = slice(int(self._offsets[number]), int(self._offsets[number + 1]))
-        return TokenizedExample(tokens=self._tokens[part], loss_mask=self._loss_mask[part])
 
 
 def build_example_cache(
@@ -220,10 +220,3 @@ def _responses(row: TokenizedExample | PreferencePair | UnpairedExample) -> tupl
     if isinstance(row, PreferencePair):
         return row.chosen, row.rejected
     return (row.response,) if isinstance(row, UnpairedExample) else (row,)
-
-
-def _value(row: TokenizedExample | PreferencePair | UnpairedExample) -> float:
-    """The number that a row holds beside its responses."""
-    if isinstance(row, PreferencePair):
-        return row.margin
-    return float(row.is_desirable) if isinstance(row, UnpairedExample) else 0.0

@@ -115,7 +115,13 @@ class ChatRender:
         # The moment stays the same over all renders.
         self._named = {**named_tokens, "strftime_now": datetime.now().strftime}
         self._inputs = {name: _plain(value) for name, value in inputs.items()}
-        self.messages: list[dict[str, Any]] = [_message(message) for message in messages]
+        self.messages: list[dict[str, Any]] = []
+        for message in messages:
+            # As Hugging Face passes it: without null values, with the reasoning under the usual keys.
+            said = {name: value for name, value in _plain(dict(message)).items() if value is not None}
+            thought = next((said[name] for name in REASONING if name in said), None)
+            said = said if thought is None else {"thinking": thought, **said, "reasoning_content": thought}
+            self.messages.append(said)
         # The indices of the assistant's messages.
         self.replies = [number for number, each in enumerate(self.messages) if each.get("role") == "assistant"]
         num_renders = 4 + (4 * len(self.replies) if is_training else 0)
@@ -257,13 +263,6 @@ def origin_of(message: int, key: str = "content") -> int:
 def message_numbers(origins: NDArray[np.int64]) -> NDArray[np.int64]:
     """The messages that characters come from, -1 for none, [characters]."""
     return origins // 4 - 1
-
-
-def _message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as Hugging Face passes it: without null values, with the reasoning under the usual keys."""
-    content = {name: value for name, value in _plain(dict(message)).items() if value is not None}
-    thought = next((content[name] for name in REASONING if name in content), None)
-    return content if thought is None else {"thinking": thought, **content, "reasoning_content": thought}
 
 
 def _plain(value: Any) -> Any:

@@ -81,9 +81,13 @@ class _Finder:
             raise DataError("the chat template marks its replies in a way that cannot be followed")
         stops = [int(stop) for stop in np.cumsum([len(part) for part in parts[::2]])]
         blocks = list(zip(stops[::2], stops[1::2], strict=False))
-        candidates = [self._owners(start, stop) for start, stop in blocks]
+        replies, candidates = self._render.replies, list[list[int]]()
+        for block in blocks:
+            # A block between the contents of two replies is of the first if it follows directly, else of the second.
+            before, inside, behind = (part[part >= 0].tolist() for part in np.split(self._messages, block))
+            first, last = [-1, *before][-1], [*inside, *behind, len(self._render.messages)][0]
+            candidates.append([each for each in [*inside, *range(first, last + 1)] if each in replies])
         owners: list[int | None] = [next(iter(each), None) for each in candidates]
-        replies = self._render.replies
         if len(replies) == len(blocks) and all(map(operator.contains, candidates, replies)):
             owners = [*replies]
         # A reply of several blocks ends within one of them.
@@ -97,13 +101,6 @@ class _Finder:
         within = [each for each in self._own if start <= each.start and each.stop <= stop]
         return any(each.token in self._ends or not self._text[each.stop : stop].strip() for each in within)
 
-    def _owners(self, start: int, stop: int) -> list[int]:
-        """The replies to which a marked block may belong: one between the contents of two replies is of the first if it
-        follows that directly, and else of the second."""
-        before, inside, behind = (part[part >= 0].tolist() for part in np.split(self._messages, [start, stop]))
-        first, last = [-1, *before][-1], [*inside, *behind, len(self._render.messages)][0]
-        return [each for each in [*inside, *range(first, last + 1)] if each in self._render.replies]
-
     def reply(self, message: int, after: int) -> ReplySpan:
         """The reply of a message behind that character."""
         start = self._start(message, after)
@@ -111,7 +108,9 @@ class _Finder:
         last = int(said[-1]) + 1 if len(said) else start
         stop = self._following(message, self._closing)
         if stop is None and self._closing:
-            at = self._text.find(self._closing, last, self._first(message + 1, start))
+            # Up to the first character that comes from a message after it.
+            later = np.flatnonzero(self._messages[start:] > message)
+            at = self._text.find(self._closing, last, start + int(later[0]) if len(later) else len(self._text))
             stop = None if at < 0 else at + len(self._closing)
         return self._until_token(message, start, last) if stop is None else self._span(message, start, max(stop, start))
 
@@ -170,11 +169,6 @@ class _Finder:
         # Templates may trim contents.
         found = (each for each in (signs, signs.rstrip(), "") if self._text.startswith(each + text, last))
         return next((last + len(each) + len(text) for each in found), None)
-
-    def _first(self, message: int, after: int) -> int:
-        """The first character behind that one that comes from a message or from one after it."""
-        said = np.flatnonzero(self._messages[after:] >= message)
-        return after + int(said[0]) if len(said) else len(self._text)
 
     def _behind_header(self, header: str, after: int, limit: int) -> int | None:
         """The end of the last reply header before `limit`, or of the part of it that is there."""

@@ -140,10 +140,6 @@ class ChatRow:
         expected = "text, a list of messages with role and content, or a list of tokens"
         raise self._unreadable(name, f"{type(value).__name__} {str(value)[:60]!r}", expected)
 
-    def spells_dialogue(self, name: str) -> bool:
-        """Whether the column is a dialogue in the form of a text."""
-        return isinstance(self.values.get(name), str) and is_dialogue(self.values[name])
-
     def inputs(self) -> dict[str, Any]:
         """What the chat template is given beside the messages: the columns tools and chat_template_kwargs, each of
         which may be spelt as JSON."""
@@ -337,19 +333,9 @@ def with_open_end(prompt: Said) -> Said:
     return [*prompt[:-1], BegunMessage(last)]
 
 
-def is_untrained(message: Message) -> bool:
-    """Whether the row says that a reply is not to be trained on."""
-    return message.get("train") is False
-
-
 def is_chat(said: Said) -> TypeGuard[Sequence[Message]]:
     """Whether it is messages."""
     return not isinstance(said, str) and bool(said) and isinstance(said[0], Mapping)
-
-
-def is_conversation(completion: Said) -> TypeGuard[Sequence[Message]]:
-    """Whether it is messages that hold the prompt too, and not what follows one."""
-    return is_chat(completion) and completion[0]["role"] in ("system", "developer", "user")
 
 
 def common_prompt(chosen: Said, rejected: Said, refusal: Callable[..., DataError]) -> tuple[Said, Said, Said]:

@@ -232,8 +232,16 @@ class ChatTemplate:
         spans = find_replies(render, text, origins, own, self._tokenizer.eos_ids)
         border = None
         if begun is not None:
-            border = _border(text, self._render(prompt, inputs)[1].continued())
-            spans = _behind(spans, len(prompt) - 1, border)
+            opened = self._render(prompt, inputs)[1].continued()
+            if not text.startswith(opened):
+                raise DataError(
+                    "the chat template writes the beginning of a reply otherwise once the reply goes on",
+                    got=f"{opened[-40:]!r} at the end of the prompt",
+                    expected="a conversation that begins with its prompt",
+                )
+            border, last = len(opened), len(prompt) - 1
+            spans = [each for each in spans if each.message != last or each.stop > border]
+            spans = [replace(each, start=max(each.start, border)) if each.message == last else each for each in spans]
         tokens, offsets = self._encode(text, own, foreign, spans)
         if border is not None and any(start < border < stop for start, stop in offsets):
             # The prompt has the same tokens alone.
@@ -366,23 +374,6 @@ def _replies(spans: Sequence[ReplySpan], offsets: Sequence[tuple[int, int]]) -> 
         last = max(bisect_left(starts, span.stop), first)
         replies.append(Reply(message=span.message, start=first, stop=last))
     return replies
-
-
-def _border(text: str, opened: str) -> int:
-    """Where what is begun ends in the whole conversation."""
-    if not text.startswith(opened):
-        raise DataError(
-            "the chat template writes the beginning of a reply otherwise once the reply goes on",
-            got=f"{opened[-40:]!r} at the end of the prompt",
-            expected="a conversation that begins with its prompt",
-        )
-    return len(opened)
-
-
-def _behind(spans: Sequence[ReplySpan], message: int, border: int) -> list[ReplySpan]:
-    """The replies, without what is before the border of that message."""
-    kept = [each for each in spans if each.message != message or each.stop > border]
-    return [replace(each, start=max(each.start, border)) if each.message == message else each for each in kept]
 
 
 def _plain_chat(

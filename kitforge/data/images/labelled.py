@@ -39,7 +39,10 @@ def find_images(spec: object, split: Split = "train", image: str = "image", labe
     spec = named_dataset.load_named(spec)
     path = user_path(spec) if isinstance(spec, (str, Path)) else None
     if path is not None and path.suffix.lower() == ".zip":
-        archive = _open_zip(path)
+        try:
+            archive = zipfile.ZipFile(path)
+        except (OSError, zipfile.BadZipFile) as error:
+            raise DataError(f"{path} cannot be read as a zip", got=error) from None
         # Kept open: its list of names is read once.
         names = sorted(name for name in archive.namelist() if not name.endswith("/"))
         found = _of_names(names, split, lambda name: partial(archive.read, name), str(path))
@@ -57,13 +60,6 @@ def find_images(spec: object, split: Split = "train", image: str = "image", labe
         expected = f"folders of images named by their labels ({', '.join(SUFFIXES[:3])}, ...), or rows"
         raise DataError("there are no images", got=str(spec)[:200], expected=expected)
     return found
-
-
-def _open_zip(path: Path) -> zipfile.ZipFile:
-    try:
-        return zipfile.ZipFile(path)
-    except (OSError, zipfile.BadZipFile) as error:
-        raise DataError(f"{path} cannot be read as a zip", got=error) from None
 
 
 def _of_names(

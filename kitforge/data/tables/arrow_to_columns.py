@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 from kitforge.data.tables.bad_rows import ArrowChunk, BadRow, DecimalMark, Problem
 from kitforge.data.tables.cells import (
+    UNSURE,
     array_of,
     byte_range,
     decoded,
     is_text,
-    is_unsure,
     lists_of,
     one_array,
     plain_cells,
@@ -220,7 +220,9 @@ def _one_by_one(
 def _number_fix(text: str) -> str:
     if re.match(_DATE, text):
         return "a date is read as ISO 8601 has it (2024-12-31, 2024-12-31T23:59:59Z): rewrite the column"
-    return "say what the comma is: data.decimal=',' or data.decimal='.'" if is_unsure(text) else _missing_fix(text)
+    return (
+        "say what the comma is: data.decimal=',' or data.decimal='.'" if re.match(UNSURE, text) else _missing_fix(text)
+    )
 
 
 def _missing_fix(text: str) -> str:

@@ -43,7 +43,8 @@ _GROUPED_COMMA = r"^[+-]?[1-9]\d{0,2}(\.\d{3})+,\d+$"
 _GROUPED_POINTS = r"^[+-]?[1-9]\d{0,2}(\.\d{3})+(,\d+)?$"
 _GROUPS = r"^[+-]?[1-9]\d{0,2}(,\d{3})+(\.\d+)?$"
 _SURE_GROUPS = r"^[+-]?[1-9]\d{0,2}((,\d{3}){2,}(\.\d+)?|,\d{3}\.\d+)$"
-_UNSURE = r"^[+-]?[1-9]\d{0,2},\d{3}$"
+# The comma of such a number may separate decimals or thousands.
+UNSURE = r"^[+-]?[1-9]\d{0,2},\d{3}$"
 
 
 def pyarrow(module: str = "pyarrow") -> Any:
@@ -93,7 +94,11 @@ def array_of(values: Sequence[Any]) -> Any:
     types = set(map(type, values)) - {type(None)} if is_sequence else set()
     is_plain = len(types) > 0 and (types <= {int, float} or (len(types) == 1 and types <= _PLAIN))
     if not is_plain and is_sequence:
-        values = _of_one_width([contents(value) for value in values])
+        values = [contents(value) for value in values]
+        narrow = {type(value) for value in values if isinstance(value, (np.float32, np.float16))}
+        if narrow and {type(value) for value in values if isinstance(value, (float, np.floating))} != narrow:
+            # Floats of several widths are written in the shortest digits of their own: 0.1 is one value.
+            values = [_widened(value) if type(value) in narrow else value for value in values]
     kinds = {_kind(value) for value in values} - {None} if is_sequence and not is_plain else set()
     if kinds == {Decimal}:
         # Arrow would give all of them the most places of any.
@@ -133,14 +138,6 @@ def contents(value: Any) -> Any:
         # A type that numpy lacks, such as bfloat16.
         return value.tolist()
     return array[()] if array.ndim == 0 else array
-
-
-def _of_one_width(values: list[Any]) -> list[Any]:
-    """Values whose floats, if of several widths, are written in the shortest digits of their own: 0.1 is one value."""
-    narrow = {type(value) for value in values if isinstance(value, (np.float32, np.float16))}
-    if not narrow or {type(value) for value in values if isinstance(value, (float, np.floating))} == narrow:
-        return values
-    return [_widened(value) if type(value) in narrow else value for value in values]
 
 
 def _widened(value: Any) -> float:
@@ -260,7 +257,11 @@ def decoded(array: Any) -> Any:
         array = pyarrow("pyarrow.compute").run_end_decode(array)
     is_bytes = types.is_binary(array.type) or types.is_large_binary(array.type) or types.is_binary_view(array.type)
     if types.is_string_view(array.type) or is_bytes:
-        array = _texts_of_bytes(array)
+        try:
+            array = array.cast(arrow.large_string())
+        except arrow.ArrowInvalid:
+            # Bytes that are no UTF-8.
+            array = arrow.array(map(text_of, array.to_pylist()), arrow.large_string())
     if types.is_fixed_size_list(array.type):
         array = array.cast(arrow.list_(array.type.value_type))
     if types.is_list_view(array.type) or types.is_large_list_view(array.type):
@@ -269,15 +270,6 @@ def decoded(array: Any) -> Any:
         offsets = arrow.array(np.append(0, np.cumsum(lengths, dtype=np.int64)))
         array = arrow.LargeListArray.from_arrays(offsets, array.flatten(), mask=array.is_null())
     return array.cast(arrow.float32()) if types.is_float16(array.type) else array
-
-
-def _texts_of_bytes(array: Any) -> Any:
-    kind = pyarrow().large_string()
-    try:
-        return array.cast(kind)
-    except pyarrow().ArrowInvalid:
-        # Bytes that are no UTF-8.
-        return pyarrow().array(map(text_of, array.to_pylist()), kind)
 
 
 def _trimmed(texts: Any) -> Any:
@@ -447,9 +439,4 @@ def with_points(texts: Any, decimal: DecimalMark) -> Any:
     grouped = compute.replace_substring(compute.replace_substring(texts, ".", ""), ",", ".")
     decimals = compute.if_else(compute.match_substring_regex(texts, _GROUPED_COMMA), grouped, decimals)
     decimals = compute.if_else(compute.match_substring_regex(texts, _SURE_GROUPS), no_groups, decimals)
-    return compute.if_else(compute.match_substring_regex(texts, _UNSURE), texts, decimals)
-
-
-def is_unsure(text: str) -> bool:
-    """Whether the comma of a number may separate decimals or thousands."""
-    return re.match(_UNSURE, text) is not None
+    return compute.if_else(compute.match_substring_regex(texts, UNSURE), texts, decimals)

@@ -191,15 +191,11 @@ def _cuts(offsets: Ints) -> Iterator[tuple[int, int]]:
 
 def _joined(tables: Sequence[Any]) -> Any:
     """One table. Texts have 64-bit offsets, since there may be more of them than a chunk holds."""
-    return _large(join_tables(tables)).combine_chunks()
-
-
-def _large(table: Any) -> Any:
-    arrow = pyarrow()
+    arrow, whole = pyarrow(), join_tables(tables)
     fields = [
-        field.with_type(arrow.large_string()) if arrow.types.is_string(field.type) else field for field in table.schema
+        field.with_type(arrow.large_string()) if arrow.types.is_string(field.type) else field for field in whole.schema
     ]
-    return table.cast(arrow.schema(fields))
+    return whole.cast(arrow.schema(fields)).combine_chunks()
 
 
 def _lists(offsets: Ints, values: Any) -> Any:

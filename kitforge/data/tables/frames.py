@@ -13,11 +13,6 @@ from kitforge.foundation.errors import DataError
 _CHUNK_ROWS = 65_536
 
 
-def is_frame(spec: object) -> bool:
-    """Whether it gives its columns as Arrow arrays (the Arrow PyCapsule interface): pandas, polars and others do."""
-    return hasattr(spec, "__arrow_c_stream__")
-
-
 def open_frame(spec: Any) -> TablePart:
     """The table of a DataFrame, or of arrays by column. Raises DataError for other objects."""
     arrow, columns = pyarrow(), None

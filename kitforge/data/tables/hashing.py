@@ -20,7 +20,12 @@ _MASKS = np.array([(1 << (8 * count)) - 1 for count in range(_WORD)] + [2**64 - 
 
 def hash_texts(texts: Any) -> NDArray[np.int64]:
     """A key for each value of a pyarrow array of texts [n]; undefined for nulls."""
-    offsets, data = _buffers(texts)
+    offsets, content = text_views(texts)
+    # With a word of zeros behind the last byte.
+    data = np.empty(int(offsets[-1] - offsets[0]) + _WORD, np.uint8)
+    data[-_WORD:] = 0
+    data[:-_WORD] = content[offsets[0] : offsets[-1]]
+    offsets = (offsets - offsets[0]).astype(np.int64)
     starts, left = offsets[:-1], np.diff(offsets)
     state = left.astype(np.uint64) * np.uint64(_FOLD)
     # Every byte begins a word, so that a text may begin anywhere.
@@ -45,12 +50,3 @@ def text_views(texts: Any) -> tuple[NDArray[Any], NDArray[np.uint8]]:
         return np.zeros(1, np.int64), np.zeros(1, np.uint8)
     begins = np.frombuffer(offsets, dtype=width, offset=texts.offset * np.dtype(width).itemsize, count=len(texts) + 1)
     return begins, np.frombuffer(data, dtype=np.uint8) if data is not None and data.size else np.zeros(1, np.uint8)
-
-
-def _buffers(texts: Any) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
-    """Offsets [n + 1] into bytes, with a word of zeros behind the last."""
-    offsets, data = text_views(texts)
-    used = np.empty(int(offsets[-1] - offsets[0]) + _WORD, np.uint8)
-    used[-_WORD:] = 0
-    used[:-_WORD] = data[offsets[0] : offsets[-1]]
-    return (offsets - offsets[0]).astype(np.int64), used

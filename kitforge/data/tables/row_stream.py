@@ -92,9 +92,15 @@ class RowStream:
         with self._lock:
             waiting = [*self._untrained, *self._unread]
             position = self._position
-        kept = [row for source_state, row in waiting if source_state is None]
+        kept: list[object] = [
+            {name: _plain(row[name]) for name in self._layout.names if name in row}
+            if isinstance(row, Mapping)
+            else str(row)
+            for source_state, row in waiting
+            if source_state is None
+        ]
         position = next((index for index, _ in waiting if index is not None), position)
-        return {"rows": json.dumps([self._plain_row(row) for row in kept]), "position": position}
+        return {"rows": json.dumps(kept), "position": position}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore `state`. A source without seek continues with its next row after the rows of the state."""
@@ -141,11 +147,6 @@ class RowStream:
                     expected=f"a column {name!r}",
                     fix=nearest(name, map(str, row)),
                 )
-
-    def _plain_row(self, row: object) -> object:
-        if not isinstance(row, Mapping):
-            return str(row)
-        return {name: _plain(row[name]) for name in self._layout.names if name in row}
 
 
 def _plain(value: object) -> object:

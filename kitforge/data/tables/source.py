@@ -20,7 +20,7 @@ from kitforge.data.in_memory import is_dataset
 from kitforge.data.tables.bad_rows import ArrowChunk, DecimalMark
 from kitforge.data.tables.cells import CellRules, pyarrow
 from kitforge.data.tables.csv_files import CRITEO_COLUMNS, RECORD_BYTES, TextFile, first_line
-from kitforge.data.tables.frames import is_frame, open_frame
+from kitforge.data.tables.frames import open_frame
 from kitforge.data.tables.interactions import open_interactions
 from kitforge.data.tables.json_files import open_json_lines
 from kitforge.data.tables.parquet_files import open_parquet
@@ -134,7 +134,8 @@ def open_table(spec: object, config: TableSourceConfig = _DEFAULT) -> TableSourc
         mark = fingerprint_of("dataset", spec._fingerprint)  # type: ignore[attr-defined]
         mark = fingerprint_of(mark, config.cells)
         return TableSource(name="the dataset", parts=(open_dataset(spec),), fingerprint=mark, cells=config.cells)
-    if is_frame(spec) or isinstance(spec, Mapping):
+    # The Arrow PyCapsule interface: pandas, polars and others give their columns by it.
+    if hasattr(spec, "__arrow_c_stream__") or isinstance(spec, Mapping):
         return TableSource(name="the data", parts=(open_frame(spec),), fingerprint=None, cells=config.cells)
     if isinstance(spec, (list, tuple)) and spec and all(isinstance(item, (str, os.PathLike)) for item in spec):
         files = [(file, item) for item in spec for file in _table_files(item)]

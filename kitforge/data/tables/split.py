@@ -103,7 +103,12 @@ def split_rows(
         raise ConfigError(
             "a split by group needs a group key", got="data.split=group", fix="name a column as data.schema.group"
         )
-    is_held_out = np.concatenate(list(_held_out(table, fraction, seed, group)))
+    parts = [np.zeros(0, bool)]
+    for columns in _chunks(table):
+        keys, _ = columns.keys(group)
+        mixed = hash_array(keys.view(np.uint64), key(seed, "validation"))
+        parts.append((mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53 < fraction)
+    is_held_out = np.concatenate(parts)
     return RowList(np.flatnonzero(~is_held_out)), RowList(np.flatnonzero(is_held_out))
 
 
@@ -123,11 +128,12 @@ def _by_time(table: ColumnTable, fraction: float, time: str | None) -> tuple[Row
         )
     boundary = min(max(len(times) - round(len(times) * fraction), 0), len(times) - 1)
     cut = int(np.lexsort((times.fraction, times.whole))[boundary])
-    is_held_out = times.is_from(cut)
+    whole, rest = times.whole[cut], times.fraction[cut]
+    is_held_out = (times.whole > whole) | ((times.whole == whole) & (times.fraction >= rest))
     if is_held_out.all():
         raise DataError(
             f"all rows of training would be held out by {time!r}",
-            got=f"the time {times.whole[cut]} in the {1 - fraction:.0%} oldest of {len(times):,} rows",
+            got=f"the time {whole} in the {1 - fraction:.0%} oldest of {len(times):,} rows",
             expected="older rows to train on",
             fix="lower data.eval_fraction, or take another data.split",
         )
@@ -138,12 +144,3 @@ def _chunks(table: ColumnTable) -> Iterator[NamedColumns]:
     for start in range(0, table.num_rows, _CHUNK_ROWS):
         rows = np.arange(start, min(start + _CHUNK_ROWS, table.num_rows))
         yield NamedColumns(table.rows(rows), table.layout)
-
-
-def _held_out(table: ColumnTable, fraction: float, seed: int, group: str) -> Iterator[NDArray[np.bool_]]:
-    """For each row whether its group is kept for evaluation."""
-    yield np.zeros(0, bool)
-    for columns in _chunks(table):
-        keys, _ = columns.keys(group)
-        mixed = hash_array(keys.view(np.uint64), key(seed, "validation"))
-        yield (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53 < fraction

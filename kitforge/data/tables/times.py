@@ -61,12 +61,6 @@ class Times:
         """These rows, by their numbers or a mask."""
         return Times(whole=self.whole[rows], fraction=self.fraction[rows])
 
-    def is_from(self, row: int) -> NDArray[np.bool_]:
-        """Which rows [n] are as late as row `row` or later."""
-        whole, fraction = self.whole[row], self.fraction[row]
-        is_later: NDArray[np.bool_] = (self.whole > whole) | ((self.whole == whole) & (self.fraction >= fraction))
-        return is_later
-
 
 def with_times(layout: ColumnLayout, name: str) -> ColumnLayout:
     """The layout with the seconds of a column of times, and their order."""
@@ -116,7 +110,10 @@ def _seconds(column: Any) -> tuple[Any, Any, Any]:
     if types.is_integer(column.type) and not types.is_uint64(column.type):
         return column, column.cast(arrow.int64()), arrow.array(np.zeros(len(column)))
     if types.is_floating(column.type):
-        return (column, *_parts_of_floats(column.cast(arrow.float64()).to_numpy(zero_copy_only=False)))
+        floats = column.cast(arrow.float64()).to_numpy(zero_copy_only=False)
+        absent = np.isnan(floats)
+        whole, rest = _split(np.where(absent, 0, floats))
+        return column, arrow.array(whole, mask=absent), arrow.array(rest, mask=absent)
     texts = column.cast(arrow.string()) if types.is_uint64(column.type) or types.is_decimal(column.type) else None
     nothing = arrow.nulls(len(column), arrow.string())
     return (column, *_parts_of_texts(nothing if texts is None else texts))
@@ -166,12 +163,6 @@ def _part_of_text(text: str | None) -> tuple[int, float] | None:
         return None
     whole, fraction = _split(np.array([value]))
     return int(whole[0]), float(fraction[0])
-
-
-def _parts_of_floats(values: NDArray[np.float64]) -> tuple[Any, Any]:
-    arrow, absent = pyarrow(), np.isnan(values)
-    whole, fraction = _split(np.where(absent, 0, values))
-    return arrow.array(whole, mask=absent), arrow.array(fraction, mask=absent)
 
 
 def _split(values: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:

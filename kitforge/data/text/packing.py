@@ -125,7 +125,14 @@ class PackedRows:
         self._tokens, self._offsets = np.asarray(cache.tokens), np.asarray(cache.offsets)
         self._part = part or DocumentSplit(rule="all")
         self._pad_id = pad_id
-        num_tokens, num_documents = self._count()
+        # The part's tokens in each block of the cache, [blocks], and how many of its documents hold a token.
+        num_blocks = -(-(len(self._offsets) - 1) // _BLOCK_DOCUMENTS)
+        num_tokens, num_documents = np.zeros(num_blocks, dtype=np.int64), 0
+        for first in range(0, num_blocks, _DOCUMENT_BATCH // _BLOCK_DOCUMENTS):
+            some = np.arange(first, min(first + _DOCUMENT_BATCH // _BLOCK_DOCUMENTS, num_blocks))
+            lengths = self._documents(some)[1]
+            num_tokens[some] = lengths.sum(axis=1)
+            num_documents += int(np.count_nonzero(lengths))
         self.num_targets = int(num_tokens.sum()) - num_documents
         if self.num_targets < 1:
             raise DataError(
@@ -142,17 +149,6 @@ class PackedRows:
         # overwritten.
         self._blocks = np.append(self._blocks, 0)
 
-    def _count(self) -> tuple[Integers, int]:
-        """The part's tokens in each block of the cache, [blocks], and how many of its documents hold a token."""
-        num_blocks = -(-(len(self._offsets) - 1) // _BLOCK_DOCUMENTS)
-        num_tokens, num_documents = np.zeros(num_blocks, dtype=np.int64), 0
-        for first in range(0, num_blocks, _DOCUMENT_BATCH // _BLOCK_DOCUMENTS):
-            some = np.arange(first, min(first + _DOCUMENT_BATCH // _BLOCK_DOCUMENTS, num_blocks))
-            lengths = self._documents(some)[1]
-            num_tokens[some] = lengths.sum(axis=1)
-            num_documents += int(np.count_nonzero(lengths))
-        return num_tokens, num_documents
-
     def _documents(self, blocks: Integers) -> tuple[Integers, Integers]:
         """The first token, and how many there are, of what each document of these blocks adds, [blocks, 128]."""
         numbers = blocks[:, None] * _BLOCK_DOCUMENTS + np.arange(_BLOCK_DOCUMENTS + 1)
@@ -166,8 +162,10 @@ class PackedRows:
 
         `tokens` int64; `targets` int64, -100 if the next token belongs to another document or is padding;
         `positions` int64, from 0 at each document's first token in the row; `documents` int32, from 0 in each row.
+        Raises IndexError for invalid numbers.
         """
-        self._check_rows(indices)
+        if len(indices) and (indices.min() < 0 or indices.max() >= self.num_rows):
+            raise IndexError(f"rows are numbered 0 to {self.num_rows - 1}, got {indices.min()} to {indices.max()}")
         runs = self._runs(indices.astype(np.int64) * self.length)
         positions = np.arange(len(indices) * self.length)
         positions -= (runs.after - runs.lengths).repeat(runs.lengths)
@@ -220,14 +218,6 @@ class PackedRows:
             after=run_lengths.cumsum(),
             go_on=run_ends < ends,
         )
-
-    def _check_rows(self, indices: NDArray[np.integer]) -> None:
-        """Raise IndexError for invalid row numbers."""
-        if len(indices) == 0:
-            return
-        lowest, highest = indices.min(), indices.max()
-        if lowest < 0 or highest >= self.num_rows:
-            raise IndexError(f"rows are numbered 0 to {self.num_rows - 1}, got {lowest} to {highest}")
 
 
 class ConcatenatedRows:

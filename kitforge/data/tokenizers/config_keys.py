@@ -40,7 +40,7 @@ is_local load_in_4bit load_in_8bit local_files_only max_seq_length merges_file m
 processor_class proxies resume_download revision special_tokens_map_file subfolder tokenizer_file tokenizer_type
 torch_dtype truncation_strategy trust_remote_code use_auth_token use_fast vocab_file
 """
-_KEYS = KnownKeys(
+CONFIG_KEYS = KnownKeys(
     file=TOKENIZER_CONFIG,
     refusal="texts would be cut in another way",
     obeyed=frozenset(_OBEYED.split()),
@@ -62,11 +62,6 @@ _PLAIN = re.compile(
     r"(PreTrained)?(Tokenizer(Fast)?)?"
 )
 _CUTTING = re.compile(r"(GPTPangu|CPM|CpmAnt|CPMBee)Tokenizer(Fast)?")
-
-
-def check_keys(config: Mapping[str, Any]) -> None:
-    """Raise DataError for a key that is not known, naming file, key and value."""
-    _KEYS.check(config, DataError)
 
 
 def check_cutting(config: Mapping[str, Any], written: Callable[[str], str], file: str) -> None:

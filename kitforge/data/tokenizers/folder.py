@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from kitforge.data.tokenizers.added_tokens import AddedTokenFinder
-from kitforge.data.tokenizers.config_keys import TOKENIZER_CONFIG, check_keys
+from kitforge.data.tokenizers.config_keys import CONFIG_KEYS, TOKENIZER_CONFIG
 from kitforge.data.tokenizers.generation_config import GENERATION_CONFIG, end_tokens, find_generation_config
 from kitforge.data.tokenizers.protocol import AddedTokenSpan, Tokens, decode_known, parse_object, read_tokenizer_file
 from kitforge.foundation.errors import DataError
@@ -48,8 +48,12 @@ class TokenizerFolder:
         self.generation: dict[str, Any] = self._object(GENERATION_CONFIG)
         if "added_tokens_decoder" not in self.config:
             self.config |= self._object(_TOKENS_MAP)
-        self._implied_class = "" if isinstance(folder, Mapping) else _class_by_model(folder)
-        check_keys(self.config)
+        # The class that `transformers` chooses by config.json where tokenizer_config.json names none.
+        self._implied_class = ""
+        if not isinstance(folder, Mapping) and (path := folder / "config.json").is_file():
+            model = parse_object(path, read_tokenizer_file(path))
+            self._implied_class = str(model.get("tokenizer_class") or _CLASSES.get(str(model.get("model_type")), ""))
+        CONFIG_KEYS.check(self.config, DataError)
 
     @cached_property
     def named_tokens(self) -> dict[str, str]:
@@ -214,13 +218,6 @@ def _read(folder: Path) -> Iterator[tuple[str, bytes]]:
     generation = find_generation_config(folder)
     if generation is not None:
         yield GENERATION_CONFIG, generation
-
-
-def _class_by_model(folder: Path) -> str:
-    """The class that `transformers` chooses by config.json where tokenizer_config.json names none."""
-    path = folder / "config.json"
-    config = parse_object(path, read_tokenizer_file(path)) if path.is_file() else {}
-    return str(config.get("tokenizer_class") or _CLASSES.get(str(config.get("model_type")), ""))
 
 
 def _content(token: object) -> str | None:

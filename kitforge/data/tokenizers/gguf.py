@@ -172,7 +172,13 @@ def _byte_level(read: _Metadata) -> dict[str, Any]:
         raise ModelError("a GGUF file has a merge that is not a pair", expected="two tokens with a space between them")
     vocab = {text: number for number, text in enumerate(read.tokens)}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-    steps = [_split_step(split) for split in _SPLITS[read.pre] if split != _GPT2]
+    steps: list[dict[str, Any]] = [
+        {"type": "Digits", "individual_digits": True}
+        if split == _DIGITS
+        else {"type": "Split", "pattern": {"Regex": split}, "behavior": "Isolated", "invert": False}
+        for split in _SPLITS[read.pre]
+        if split != _GPT2
+    ]
     steps.append({**byte_level, "use_regex": _GPT2 in _SPLITS[read.pre]})
     return {
         "version": "1.0",
@@ -189,12 +195,6 @@ def _byte_level(read: _Metadata) -> dict[str, Any]:
             "merges": [pair for pair in merges if "".join(pair) in vocab],
         },
     }
-
-
-def _split_step(split: str) -> dict[str, Any]:
-    if split == _DIGITS:
-        return {"type": "Digits", "individual_digits": True}
-    return {"type": "Split", "pattern": {"Regex": split}, "behavior": "Isolated", "invert": False}
 
 
 def _sentencepiece(read: _Metadata) -> dict[str, Any]:
@@ -364,18 +364,14 @@ def _splits_of(step: Mapping[str, Any]) -> Iterator[str]:
         yield str(step.get("type"))
 
 
-def byte_level_json(tokenizer: Tokenizer) -> dict[str, Any]:
-    """tokenizer.json of a tokenizer whose tokens are single bytes, of which no merge is made."""
+def byte_level_files(tokenizer: Tokenizer) -> dict[str, dict[str, Any]]:
+    """tokenizer.json and tokenizer_config.json where the tokens are single bytes, of which no merge is made."""
     entries = _entries_of_bytes(tokenizer) | {"merges": []}
-    metadata = {_PREFIX + name: value for name, value in entries.items()}
-    read = _Metadata(metadata | {f"{_PREFIX}merges": []})
-    return _byte_level(read)
-
-
-def byte_level_names(tokenizer: Tokenizer) -> dict[str, str]:
-    """The special tokens of such a tokenizer by their names in tokenizer_config.json."""
-    tokens = _entries_of_bytes(tokenizer)["tokens"]
-    return {"eos_token": tokens[tokenizer.eos_id], "pad_token": tokens[tokenizer.pad_id]}
+    special = {"eos_token": entries["tokens"][tokenizer.eos_id], "pad_token": entries["tokens"][tokenizer.pad_id]}
+    return {
+        HUGGINGFACE_FILE: _byte_level(_Metadata({_PREFIX + name: value for name, value in entries.items()})),
+        TOKENIZER_CONFIG: {"tokenizer_class": "PreTrainedTokenizerFast", **special},
+    }
 
 
 def _entries_of_bytes(tokenizer: Tokenizer) -> dict[str, Any]:

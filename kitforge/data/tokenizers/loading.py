@@ -10,10 +10,9 @@ import numpy as np
 
 from kitforge.data.gguf_file import GGUF_SUFFIX, GgufFile, is_gguf
 from kitforge.data.source import Source
-from kitforge.data.tokenizers.config_keys import TOKENIZER_CONFIG
 from kitforge.data.tokenizers.folder import TokenizerFolder
 from kitforge.data.tokenizers.generation_config import GENERATION_CONFIG
-from kitforge.data.tokenizers.gguf import byte_level_json, byte_level_names, tokenizer_files
+from kitforge.data.tokenizers.gguf import byte_level_files, tokenizer_files
 from kitforge.data.tokenizers.huggingface import HUGGINGFACE_FILE, HuggingFaceTokenizer
 from kitforge.data.tokenizers.protocol import (
     NO_TOKEN,
@@ -97,9 +96,7 @@ class ByteTokenizer:
     def save(self, folder: Path) -> None:
         """Write the marker file, and the files by which `transformers` reads the same tokens."""
         write_text(folder / _MARKER, json.dumps({"kind": "byte"}))
-        files = {HUGGINGFACE_FILE: byte_level_json(self)}
-        files |= {TOKENIZER_CONFIG: {"tokenizer_class": "PreTrainedTokenizerFast", **byte_level_names(self)}}
-        for name, content in files.items():
+        for name, content in byte_level_files(self).items():
             write_text(folder / name, json.dumps(content, ensure_ascii=False))
         if self._written is not None:
             write_text(folder / GENERATION_CONFIG, self._written.decode())

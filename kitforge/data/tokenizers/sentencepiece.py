@@ -78,7 +78,9 @@ class SentencePieceTokenizer(FolderTokenizer):
             self._processor, has_prefix = self._inner, False
         self._prefixes_parts = has_prefix and bool(self._folder.config.get("legacy"))
         reader = {"tokenizer_class": "LlamaTokenizer", "add_prefix_space": has_prefix}
-        self._folder.complete(reader, self._own_tokens(), self._id_of)
+        roles = {role: getattr(self._processor, f"{role}_id")() for role in ("bos", "eos", "unk", "pad")}
+        own = {f"{role}_token": str(self._processor.id_to_piece(each)) for role, each in roles.items() if each >= 0}
+        self._folder.complete(reader, own, self._id_of)
         self._is_chatglm = self._folder.config.get("tokenizer_class") == _CHATGLM
         self._added = self._added_tokens()
         self._silent = {number for number, token in self._added.items() if token["special"]}
@@ -93,7 +95,11 @@ class SentencePieceTokenizer(FolderTokenizer):
         self.pad_id = self.eos_id if pad_id is None else pad_id
         self._before, self._after = self._frame("bos", self.bos_id), self._frame("eos", self.eos_id)
         self.fingerprint = hashlib.sha256(self._model + self._rule()).hexdigest()
-        self._space_letter = self._spelled_space_letter()
+        # The byte pieces of the letter, or none where the model has none or puts a space before every text.
+        spelled = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in _SPACE_LETTER.encode()]
+        has_bytes = all(self._processor.is_byte(token) for token in spelled)
+        begins_with_space = self._processor.id_to_piece(self._processor.encode("a")[0]).startswith(_SPACE_LETTER)
+        self._space_letter = spelled if has_bytes and not begins_with_space else []
 
     def __reduce__(self) -> tuple[type[SentencePieceTokenizer], tuple[bytes, dict[str, bytes]]]:
         return SentencePieceTokenizer, (self._model, self._folder.files)
@@ -177,13 +183,6 @@ class SentencePieceTokenizer(FolderTokenizer):
         self._folder.save(folder)
         with atomic_file(folder / SENTENCEPIECE_FILE) as file:
             file.write(self._model)
-
-    def _own_tokens(self) -> dict[str, str]:
-        """The special tokens of the model by their names in tokenizer_config.json."""
-        processor = self._processor
-        numbers = {"bos": processor.bos_id(), "eos": processor.eos_id(), "unk": processor.unk_id()}
-        numbers |= {"pad": processor.pad_id()}
-        return {f"{role}_token": str(processor.id_to_piece(each)) for role, each in numbers.items() if each >= 0}
 
     def _id_of(self, text: str) -> int | None:
         number = int(self._processor.piece_to_id(text))
@@ -291,13 +290,6 @@ class SentencePieceTokenizer(FolderTokenizer):
             text += (self._inner if text else self._processor).decode(list(run))
         return text
 
-    def _spelled_space_letter(self) -> list[int]:
-        """The byte pieces of the letter, or none where the model has none or puts a space before every text."""
-        spelled = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in _SPACE_LETTER.encode()]
-        has_bytes = all(self._processor.is_byte(token) for token in spelled)
-        begins_with_space = self._processor.id_to_piece(self._processor.encode("a")[0]).startswith(_SPACE_LETTER)
-        return spelled if has_bytes and not begins_with_space else []
-
 
 def _processor(model: bytes, name: object) -> Any:
     """The library's reader of a model."""
@@ -347,14 +339,9 @@ def _sample(source: Source) -> Iterator[str]:
     total = max(_TRAINING_CHARACTERS, sum(shard.size for shard in source.shards()))
     due = 0
     for text in source.documents():
-        for line in _lines(text):
+        lines, size = text.splitlines(keepends=True), _LINE_CHARACTERS
+        for line in (each[start : start + size] for each in lines for start in range(0, len(each), size)):
             due += _TRAINING_CHARACTERS
             if due >= total:
                 due -= total
                 yield line
-
-
-def _lines(text: str) -> Iterator[str]:
-    for line in text.splitlines(keepends=True):
-        for start in range(0, len(line), _LINE_CHARACTERS):
-            yield line[start : start + _LINE_CHARACTERS]

@@ -258,7 +258,14 @@ class Service(HttpService):
                 message = f"{name!r} is set by a field of the request, or is not supported"
                 raise refused(name, message)
         opens_reply = not request.continue_final_message and request.add_generation_prompt is not False
-        messages = _with_names([message.to_template_message() for message in request.messages])
+        messages = [message.to_template_message() for message in request.messages]
+        # Results of tools have the names of their calls, which some templates write.
+        calls = [call for message in messages for call in message.get("tool_calls", ())]
+        names = {call["id"]: call["function"]["name"] for call in calls if "id" in call}
+        messages = [
+            {"name": names[each["tool_call_id"]], **each} if each.get("tool_call_id") in names else each
+            for each in messages
+        ]
         tools = [] if getattr(request, "tool_choice", None) == "none" else request.tools or []
         try:
             if tools:
@@ -448,16 +455,6 @@ class RequestHandle:
             "total_tokens": self.prompt_tokens + made,
             "prompt_tokens_details": {"cached_tokens": sum(job.num_cached for job in self._jobs)},
         }
-
-
-def _with_names(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages, in which results of tools have the names of their calls, which some templates write."""
-    calls = [call for message in messages for call in message.get("tool_calls", ())]
-    names = {call["id"]: call["function"]["name"] for call in calls if "id" in call}
-    return [
-        {"name": names[each["tool_call_id"]], **each} if each.get("tool_call_id") in names else each
-        for each in messages
-    ]
 
 
 def _enforced(request: ChatRequest) -> dict[str, dict[str, Any]]:

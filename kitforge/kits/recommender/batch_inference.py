@@ -18,20 +18,12 @@ from kitforge.data.tables.cells import join_tables, pyarrow, text_of
 from kitforge.data.tables.columns import ColumnLayout, Columns, KeyColumn, NamedColumns
 from kitforge.data.tables.reader import blocks
 from kitforge.data.tables.source import TableSource
-from kitforge.foundation.errors import ConfigError, DataError
+from kitforge.foundation.errors import DataError
 from kitforge.foundation.files import atomic_file
 from kitforge.foundation.progress import Advance
 from kitforge.kits.recommender.pipeline import ROWS_AT_ONCE, RecommendationPipeline
 
 SUFFIXES = (".csv", ".jsonl", ".parquet")
-
-
-def check_target(target: Path, source: TableSource) -> None:
-    """Raise ConfigError for an unknown format, and for an output that is also an input."""
-    if target.suffix.lower() not in SUFFIXES:
-        raise ConfigError("invalid value for option 'output'", got=target, expected=f"a file {', '.join(SUFFIXES)}")
-    if target.exists() and any(path.exists() and path.samefile(target) for path, _ in source.stamps):
-        raise ConfigError("the predictions would overwrite their input", got=f"output={target}", fix="name another")
 
 
 def write_predictions(pipeline: RecommendationPipeline, source: TableSource, target: Path, progress: Advance) -> None:

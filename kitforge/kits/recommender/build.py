@@ -28,7 +28,7 @@ from kitforge.kits.batch_predict import prediction_files
 from kitforge.kits.dry_task import cache_of_its_own, dry_step
 from kitforge.kits.kit import AnyKit, Kit, LoadModel, Prepared, RunInputs, expect_network
 from kitforge.kits.recommender.artifacts import SaveFeatures, find_features, find_item_catalog, resumed_checkpoint
-from kitforge.kits.recommender.batch_inference import check_target, write_predictions
+from kitforge.kits.recommender.batch_inference import SUFFIXES, write_predictions
 from kitforge.kits.recommender.config import TASK, RecommendationDataOptions, RecommendationOptions, with_size_defaults
 from kitforge.kits.recommender.data import (
     RecommendationDataset,
@@ -107,9 +107,16 @@ class Recommendation(Kit[RecommendationOptions, FeatureEncoder]):
         if is_evaluation and (dataset.eval is None or dataset.eval.num_rows == 0):
             raise ConfigError("there is nothing to evaluate on", got="data.eval=null", fix="add data.eval=FILE")
         if not is_evaluation:
+            # Defaults depend on the training rows that a run began with, however many there are now.
             has_begun = resumed is not None and given is None and start is None
-            options = with_size_defaults(options, _num_rows(dataset, has_begun=has_begun), config.family)
+            begun, now = dataset.encoder.statistics.num_rows, dataset.train
+            num_rows = (begun if has_begun else now.num_rows) if isinstance(now, ClickDataset) else None
+            options = with_size_defaults(options, num_rows, config.family)
         objective = build_objective(config, options, dataset)
+        recorded = to_dict(options) | {"model": {"family": config.family, **to_dict(config)}}
+        # A server without its credentials.
+        server = options.cache.server()
+        recorded["cache"] |= {} if server is None else {"remote": server.endpoint}
 
         def build(world: World) -> nn.Module:
             if given is not None:
@@ -134,7 +141,7 @@ class Recommendation(Kit[RecommendationOptions, FeatureEncoder]):
 
         return Prepared(
             options=options,
-            recorded=_recorded(options, config),
+            recorded=recorded,
             fingerprints={"training rows": dataset.fingerprint},
             processor=dataset.encoder,
             task=task,
@@ -220,7 +227,11 @@ class Recommendation(Kit[RecommendationOptions, FeatureEncoder]):
         options = with_run_options(options, open_run_checkpoint(folder))
         schema = (encoder := self.find_processor(folder)).schema
         source = open_table(options.data.eval, table_config(options.data)).with_known(schema.known_columns)
-        check_target(target, source)
+        if target.suffix.lower() not in SUFFIXES:
+            raise ConfigError("invalid value for option 'output'", got=target, expected=f"a file {', '.join(SUFFIXES)}")
+        if target.exists() and any(path.exists() and path.samefile(target) for path, _ in source.stamps):
+            fix = "name another"
+            raise ConfigError("the predictions would overwrite their input", got=f"output={target}", fix=fix)
         events = schema.events
         if events is not None and {events.user, events.item, events.time} <= set(source.names):
             # Events as the run was trained on, and not yet the sequences that they become.
@@ -374,21 +385,6 @@ def _compare_schemas(data: RecommendationDataOptions, known: FeatureSchema, *, i
         if is_resumed:
             raise error
         _log.warning("%s", error)
-
-
-def _num_rows(dataset: RecommendationDataset, *, has_begun: bool) -> int | None:
-    """The training rows that defaults depend on: those that a run began with, however many there are now."""
-    if not isinstance(dataset.train, ClickDataset):
-        return None
-    return dataset.encoder.statistics.num_rows if has_begun else dataset.train.num_rows
-
-
-def _recorded(options: RecommendationOptions, config: RecommenderConfig) -> dict[str, Any]:
-    """The options that the run records: without server credentials."""
-    values = to_dict(options) | {"model": {"family": config.family, **to_dict(config)}}
-    if (server := options.cache.server()) is not None:
-        values["cache"]["remote"] = server.endpoint
-    return values
 
 
 TASKS: dict[str, AnyKit] = {"recommendation": Recommendation()}

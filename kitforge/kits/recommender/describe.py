@@ -23,7 +23,6 @@ from kitforge.data.tables.cells import (
     texts_of,
     with_points,
 )
-from kitforge.data.tables.columns import LabelColumn
 from kitforge.data.tables.python_rows import FIRST_ROWS
 from kitforge.data.tables.source import TableSource, TableSourceConfig, open_table
 from kitforge.foundation.errors import DataError
@@ -116,6 +115,11 @@ def describe_table(
     columns = tuple(_view(name, table.column(name), decimal) for name in table.column_names)
     label = infer_label(columns, choice, is_complete=is_complete)
     schema = infer_schema(columns, label, table.num_rows, is_complete=is_complete, ids=ids)
+    label_rate = None
+    if label is not None:
+        labels: Any = texts_of(plain_cells(one_array(table.column(label.name))))
+        positive = ("1", "true") if label.positive is None else (label.positive,)
+        label_rate = sum(value in positive for value in labels.to_pylist()) / len(labels)
     texts = [[_cell(value) for value in python_values(column)] for column in table.slice(0, _HEAD_ROWS).columns]
     return TableDescription(
         name=source.name,
@@ -124,7 +128,7 @@ def describe_table(
         columns=columns,
         head=tuple(zip(*texts, strict=True)),
         schema=schema,
-        label_rate=None if label is None else _label_rate(table, label),
+        label_rate=label_rate,
         bad_rows=dict(bad.counts),
         no_label=why_no_label(columns, table.num_rows, choice, is_complete=is_complete) if label is None else None,
         sequences=infer_event_schema(columns),
@@ -250,12 +254,6 @@ def _cell(value: object) -> str:
     return text if len(text) <= 32 else text[:31] + "…"
 
 
-def _label_rate(table: Any, label: LabelColumn) -> float:
-    texts: Any = texts_of(plain_cells(one_array(table.column(label.name))))
-    positive = ("1", "true") if label.positive is None else (label.positive,)
-    return sum(value in positive for value in texts.to_pylist()) / len(texts)
-
-
 def render_description(inspection: TableDescription) -> RenderableType:
     """The output of `kitforge inspect`."""
     parts: list[RenderableType] = [_summary(inspection), _columns(inspection), _head(inspection)]
@@ -294,15 +292,12 @@ def _columns(inspection: TableDescription) -> Table:
         table.add_column(title, justify="right")
     table.add_column("most frequent")
     for view in inspection.columns:
-        table.add_row(*(Text(cell) for cell in _row(view, inspection.num_rows)))
+        numbers = ["" if value is None else f"{value:g}" for value in (view.smallest, view.median, view.largest)]
+        missing = f"{view.num_missing / inspection.num_rows:.1%}" if view.num_missing else ""
+        common = ", ".join(f"{_cell(value)} ({count:,})" for value, count in view.common)
+        cells = (view.name, view.type, f"{view.num_values:,}", missing, *numbers, common)
+        table.add_row(*map(Text, cells))
     return table
-
-
-def _row(view: ColumnView, num_rows: int) -> list[str]:
-    numbers = ["" if value is None else f"{value:g}" for value in (view.smallest, view.median, view.largest)]
-    missing = f"{view.num_missing / num_rows:.1%}" if view.num_missing else ""
-    common = ", ".join(f"{_cell(value)} ({count:,})" for value, count in view.common)
-    return [view.name, view.type, f"{view.num_values:,}", missing, *numbers, common]
 
 
 def _head(inspection: TableDescription) -> Table:

@@ -99,12 +99,13 @@ def export_program(model: Recommender, pooling: str, step: int, target: Path) ->
     for a network that cannot be exported, and ConfigError for an unbounded table."""
     check(target.suffix == ".pt2", "output", target, "a file .pt2")
     exported_part(model)
-    schema = model.encoder.schema
-    lengths = {name: feature.max_length for name, feature in schema.sequences.items()}
+    lengths = {name: feature.max_length for name, feature in model.encoder.schema.sequences.items()}
     program = ScoringProgram(model, pooling, lengths).eval().requires_grad_(False)
-    features = program.features
-    example = _example(model, features)
-    shapes = _dynamic_shapes(example)
+    example = _example(model, program.features)
+    batch, shapes = torch.export.Dim("batch", min=1), dict[str, Any]()
+    for number, name in enumerate(example):
+        is_ragged = name.startswith("bags.") and name.endswith(".ids")
+        shapes[name] = {0: torch.export.Dim(f"values_{number}", min=0) if is_ragged else batch}
     with torch.no_grad():
         exported = torch.export.export(program, (example,), dynamic_shapes=(shapes,))
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -151,15 +152,6 @@ def _example(model: Recommender, features: list[str]) -> dict[str, Tensor]:
         else:
             inputs[f"ids.{name}"] = torch.zeros(rows, dtype=torch.int64)
     return inputs
-
-
-def _dynamic_shapes(inputs: Mapping[str, Tensor]) -> dict[str, Any]:
-    batch = torch.export.Dim("batch", min=1)
-    shapes: dict[str, Any] = {}
-    for number, name in enumerate(inputs):
-        is_ragged = name.startswith("bags.") and name.endswith(".ids")
-        shapes[name] = {0: torch.export.Dim(f"values_{number}", min=0) if is_ragged else batch}
-    return shapes
 
 
 def _description(model: Recommender, program: ScoringProgram, example: Mapping[str, Tensor], step: int) -> Any:

@@ -13,7 +13,7 @@ from kitforge.data.tables.id_names import load_id_names
 from kitforge.foundation.config import check, from_dict, option_names
 from kitforge.foundation.errors import ConfigError, DataError, ModelError
 from kitforge.kits.recommender.artifacts import find_item_catalog
-from kitforge.kits.recommender.config import TASK, RecommendationDataOptions, RecommendationOptions
+from kitforge.kits.recommender.config import TASK, RecommendationOptions
 from kitforge.kits.recommender.data import RecommendationDataset, label_choice
 from kitforge.kits.recommender.dataset import ClickDataset
 from kitforge.kits.recommender.describe import describe_table
@@ -179,18 +179,11 @@ def with_run_options(options: RecommendationOptions, checkpoint: Checkpoint) -> 
     sections = {
         name: merge_options(getattr(options, name), getattr(recorded, name)) for name in ("retrieval", "predict")
     }
-    data = merge_data_options(options.data, recorded.data)
+    data = merge_options(options.data, recorded.data)
+    if options.data.train is not None or options.data.eval is not None:
+        # Rows that are named replace all of the run's own.
+        data = dataclasses.replace(data, train=options.data.train, eval=options.data.eval)
     return dataclasses.replace(options, seed=options.seed or recorded.seed, data=data, inherits_run=True, **sections)
-
-
-def merge_data_options(
-    given: RecommendationDataOptions, recorded: RecommendationDataOptions
-) -> RecommendationDataOptions:
-    """The data options of a run with the given changes; the run's own rows if no others are named."""
-    merged = merge_options(given, recorded)
-    if given.train is None and given.eval is None:
-        return merged
-    return dataclasses.replace(merged, train=given.train, eval=given.eval)
 
 
 def merge_options(given: Options, recorded: Options) -> Options:

@@ -137,13 +137,16 @@ class NegativeSampler:
         users = None if self._user is None else own.keys(self._user)[0]
         known = [pool.taken] if self._options.exclude_seen else []
         if self._histories and self._options.exclude_seen:
-            known.append(self._history_pairs(own))
+            assert users is not None
+            lists = [own.lists(name) for name in self._histories]
+            pairs = [_pair(np.repeat(users, each.lengths), each.values) for each in lists]
+            known.append(np.sort(np.concatenate(pairs)))
 
         def may_not(rows: Ints, keys: Ints) -> NDArray[np.bool_]:
             found: NDArray[np.bool_] = items[sample[rows]] == keys
-            for pairs in known:
+            for taken in known:
                 assert users is not None
-                found |= _contains(pairs, _pair(users[sample[rows]], keys))
+                found |= _contains(taken, _pair(users[sample[rows]], keys))
             return found
 
         by_popularity = self._options.negative_sampling == "popularity"
@@ -194,14 +197,6 @@ class NegativeSampler:
         if self._user is None:
             return np.zeros(0, np.int64)
         return _pair(columns.keys(self._user)[0], columns.keys(self._item)[0])
-
-    def _history_pairs(self, columns: NamedColumns) -> Ints:
-        assert self._user is not None
-        users, found = columns.keys(self._user)[0], []
-        for name in self._histories:
-            lists = columns.lists(name)
-            found.append(_pair(np.repeat(users, lists.lengths), lists.values))
-        return np.sort(np.concatenate(found))
 
 
 def with_user(schema: FeatureSchema) -> FeatureSchema:

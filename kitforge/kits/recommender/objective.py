@@ -112,7 +112,8 @@ class RetrievalObjective(Objective[Batch]):
         items = model(lambda: self.item_vectors(model))
         cuts = sorted({*CUTS, self._top})
         metrics, popular, total = RankingMetrics(cuts), RankingMetrics(cuts), 0.0
-        popularity, unknown = self._catalogue.popularity_ranks(), UnknownValues(rows.encoder)
+        unknown, popularity = UnknownValues(rows.encoder), np.empty(len(self._catalogue), np.int64)
+        popularity[np.argsort(-self._catalogue.counts, kind="stable")] = np.arange(len(popularity))
         for indices in batches:
             batch = rows.batch(indices)
             unknown.add(batch)

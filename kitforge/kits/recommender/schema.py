@@ -207,15 +207,11 @@ def read_schema(spec: object) -> FeatureSchema:
         values = values["schema"]
     check(isinstance(values, Mapping), "data.schema", values, "features by their names, or a YAML file")
     assert isinstance(values, Mapping)
-    return from_dict(FeatureSchema, _with_items(values), "data.schema")
-
-
-def _with_items(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """With a sequence of the event items, if the schema names no features."""
     events, features = values.get("events"), [name for name in values if name not in ("events", "label", "group")]
-    if not isinstance(events, Mapping) or features or events.get("history") is not None or "item" not in events:
-        return values
-    return {**values, "sequences": {events["item"]: {"encoding": "vocabulary"}}}
+    if isinstance(events, Mapping) and not features and events.get("history") is None and "item" in events:
+        # A schema without features has a sequence of the event items.
+        values = {**values, "sequences": {events["item"]: {"encoding": "vocabulary"}}}
+    return from_dict(FeatureSchema, values, "data.schema")
 
 
 def schema_yaml(schema: FeatureSchema, *, has_left_out: bool = False) -> str:
@@ -247,13 +243,6 @@ def _add(keys: dict[str, KeyColumn], column: str, kind: KeyKind, is_required: bo
     present = keys.get(column, KeyColumn(name=column, kind=kind))
     check(present.kind == kind, f"data.schema {column}", f"{present.kind} and {kind}", "one kind")
     keys[column] = KeyColumn(name=column, kind=kind, is_required=present.is_required or is_required)
-
-
-def with_length(schema: FeatureSchema, length: int) -> FeatureSchema:
-    """The schema with another `max_length` of all sequences."""
-    return replace(
-        schema, sequences={name: replace(each, max_length=length) for name, each in schema.sequences.items()}
-    )
 
 
 def with_rare_values(schema: FeatureSchema) -> FeatureSchema:

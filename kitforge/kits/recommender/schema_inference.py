@@ -175,8 +175,12 @@ def infer_schema(
             assert view.median is not None and view.largest is not None and view.smallest is not None
             numeric[view.name] = NumericFeature(log=view.largest > 20 * max(view.median, 1.0) and view.smallest > -10)
             bucketed[_unused(f"{view.name}_range", names)] = BucketFeature(column=view.name, num_buckets=_RANGES)
+        elif id_kind_of(view.name) == "id" or not (is_complete or view.num_values <= _VOCABULARY):
+            categorical[view.name] = CategoricalFeature(**_ids(view))
         else:
-            categorical[view.name] = CategoricalFeature(**_categories(view, is_complete=is_complete))
+            # Rare values of a column that holds no ids share the unknown id, since they are mostly noise.
+            kind = _kind(view)
+            categorical[view.name] = CategoricalFeature(kind=kind, encoding="vocabulary", min_count=_MIN_COUNT)
     if label is not None:
         del left_out[label.name]
     if not (numeric or categorical or bags or sequences):
@@ -278,13 +282,6 @@ def _is_quantity(view: ColumnView, is_id: bool) -> bool:
     if view.type != "integer" or (view.num_values <= FEW_VALUES and not view.name.endswith(":float")):
         return False
     return kind == "quantity" or (kind is None and not is_id and not view.behaves_as_ids)
-
-
-def _categories(view: ColumnView, *, is_complete: bool) -> dict[str, Any]:
-    """The encoding of a category. Rare values of non-id columns share the unknown id, since they are mostly noise."""
-    if id_kind_of(view.name) == "id" or not (is_complete or view.num_values <= _VOCABULARY):
-        return _ids(view)
-    return {"kind": _kind(view), "encoding": "vocabulary", "min_count": _MIN_COUNT}
 
 
 def _kind(view: ColumnView) -> KeyKind:

@@ -5,7 +5,7 @@ The negatives are drawn once per step, so the loss does not depend on micro-batc
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from kitforge.kits.recommender.dataset import ClickDataset
 from kitforge.kits.recommender.item_catalog import ItemCatalog
 from kitforge.kits.recommender.model import EmbeddingRequestPlan, Recommender, pad_sequences
 from kitforge.kits.recommender.objective import RetrievalObjective
-from kitforge.kits.recommender.schema import FeatureSchema, with_length, with_own_items, with_rare_values
+from kitforge.kits.recommender.schema import FeatureSchema, with_own_items, with_rare_values
 from kitforge.kits.recommender.two_tower_objective import ITEM_BATCH
 from kitforge.models.sasrec.model import SASRecConfig
 
@@ -61,7 +61,9 @@ class SampledSoftmax(RetrievalObjective[SequenceBatch]):
         """See `Objective`. Events become sequences, and every item is to be found, however rare."""
         guessed = schema_of(rows, data, is_scored=False, has_sequences=True)
         if guessed.events is not None:
-            guessed = with_length(guessed, max(LONGEST, config.max_length + NUM_HELD_OUT))
+            length = max(LONGEST, config.max_length + NUM_HELD_OUT)
+            longer = {name: replace(each, max_length=length) for name, each in guessed.sequences.items()}
+            guessed = replace(guessed, sequences=longer)
         return with_own_items(with_rare_values(guessed), tuple(guessed.sequences))
 
     def __init__(

@@ -3,7 +3,6 @@
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -56,6 +55,11 @@ def shard_tables(
         return {}
     # Default: each sample needs one row of the table.
     default = float(options.data.step_size)
+    ways: tuple[ShardingType, ...] = ("row",)
+    if options.cache.remote is None and world.device.type == "cpu":
+        # Other ways than by rows need local tiers, and columns no norms of rows.
+        needs_norm = options.cache.expiry.every and options.cache.expiry.min_norm is not None
+        ways = tuple(way for way in SHARDING_TYPES if not (needs_norm and way == "column"))
     loads = {
         name: TableLoad(
             num_rows=table.num_rows or _UNBOUNDED,
@@ -63,7 +67,7 @@ def shard_tables(
             width=build_row_optimizer(options.tables.optimizer_of(table.kind)).layout(table.dim).width,
             distinct=distinct.get(name, default),
             optimizer=options.tables.optimizer_of(table.kind).name,
-            sharding_types=_sharding_types(options.cache, world),
+            sharding_types=ways,
         )
         for name, table in plan.tables.items()
     }
@@ -105,14 +109,6 @@ def describe_placements(placements: Mapping[str, TablePlacement], loads: Mapping
     return ", ".join(words)
 
 
-def _sharding_types(cache: CacheOptions, world: World) -> tuple[ShardingType, ...]:
-    """The possible shardings: row-wise always; others need local tiers, and column-wise no row norms."""
-    if cache.remote is not None or world.device.type != "cpu":
-        return ("row",)
-    needs_norm = cache.expiry.every and cache.expiry.min_norm is not None
-    return tuple(way for way in SHARDING_TYPES if not (needs_norm and way == "column"))
-
-
 class TableStatsCallback(Callback):
     """Writes tables.jsonl: hit-rate curves when the run starts, then the counts of each table since the last line."""
 
@@ -121,12 +117,17 @@ class TableStatsCallback(Callback):
         self._before: dict[str, dict[str, Counter[str]]] = {}
 
     def on_event(self, event: Event, run: RunContext) -> None:
-        """Write a line at the start and at each log. A resumed run restarts its counts."""
+        """Write the curves at the start, a line at each log. A resumed run keeps the lines up to its step."""
         if run.folder is None or run.world.rank > 0 or event.kind not in ("start", "log"):
             return
         path = run.folder / TABLES_FILE
         if event.kind == "start":
-            _begin(path, run.state.cursor.step, self._curves)
+            if run.state.cursor.step and path.exists():
+                lines = path.read_text(encoding="utf-8").splitlines()
+                lines = [each for each in lines if _is_before(each, run.state.cursor.step)]
+            else:
+                lines = [json.dumps(record) for record in self._curves()]
+            write_text(path, "".join(each + "\n" for each in lines))
             return
         tables = {each.options.name: each for each in run.model.modules() if isinstance(each, CachedEmbedding)}
         line = {"kind": "tables", "step": run.state.cursor.step, "tables": {}}
@@ -194,15 +195,6 @@ def distinct_rows(
     return {
         name: float(len(torch.unique(torch.cat([ids.flatten() for ids in each])))) for name, each in lookups.items()
     }
-
-
-def _begin(path: Path, step: int, curves: Callable[[], list[dict[str, Any]]]) -> None:
-    """Truncate the file to `step` for a resumed run; a new run writes the curves."""
-    if step and path.exists():
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if _is_before(line, step)]
-    else:
-        lines = [json.dumps(record) for record in curves()]
-    write_text(path, "".join(line + "\n" for line in lines))
 
 
 def _is_before(line: str, step: int) -> bool:

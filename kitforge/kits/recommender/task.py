@@ -112,21 +112,17 @@ class RecommendationTask(DatasetTask):
             stream.close()
 
     def _batches(self, cursor: Cursor) -> Iterator[list[MicroBatch]]:
-        if isinstance(self._dataset.train, StreamingDataset):
-            yield from self._stream_batches(self._dataset.train, cursor)
+        stream, sample, last = self._dataset.train, cursor.samples, self._options.trainer.max_steps
+        if not isinstance(stream, StreamingDataset):
+            rows = self._dataset.train_rows()
+            for step, batch in enumerate(self._schedule.batches(sample), start=cursor.step):
+                yield self._micro_batches(rows, batch, step)
             return
-        rows = self._dataset.train_rows()
-        for step, batch in enumerate(self._schedule.batches(cursor.samples), start=cursor.step):
-            yield self._micro_batches(rows, batch, step)
-
-    def _stream_batches(self, stream: StreamingDataset, cursor: Cursor) -> Iterator[list[MicroBatch]]:
-        sample, step, last = cursor.samples, cursor.step, self._options.trainer.max_steps
         # Rows behind the last step are not read: another run may take them.
-        left = None if last is None else max(last - step, 0)
-        for rows in islice(stream.batches(self._options.data.step_size), left):
-            yield self._micro_batches(rows, Batch(sample, np.arange(rows.num_rows)), step)
-            sample += rows.num_rows
-            step += 1
+        left = None if last is None else max(last - cursor.step, 0)
+        for step, read in enumerate(islice(stream.batches(self._options.data.step_size), left), start=cursor.step):
+            yield self._micro_batches(read, Batch(sample, np.arange(read.num_rows)), step)
+            sample += read.num_rows
 
     def _micro_batches(self, rows: ClickDataset, batch: Batch, step: int) -> list[MicroBatch]:
         """This replica's part of a batch."""

@@ -134,8 +134,7 @@ def split_pairs(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _pair_batch(pairs: Sequence[PreferencePair], pad_id: int) -> MicroBatch:
-    examples = [pair.chosen for pair in pairs] + [pair.rejected for pair in pairs]
-    whole = pad_examples(examples, pad_id)
+    whole = pad_examples([pair.chosen for pair in pairs] + [pair.rejected for pair in pairs], pad_id)
     if not pairs:
         # A rank without pairs computes a padding pair of weight 0.
         whole = {name: torch.cat([column, column]) for name, column in whole.items()}

@@ -95,6 +95,12 @@ class RlhfKit(NetworkKit[StageOptions, Tokenizer], ABC):
         tokenizer = parts.tokenizer
         check_role_tokenizers(options, inputs.roles, tokenizer)
         builder = self.build_task(parts)
+        recorded = to_dict(options) | {"model": builder.network}
+        if inputs.model_folder is not None:
+            recorded["checkpoint"] = str(inputs.model_folder)
+        # By their folder or the name of their function, if they have one.
+        given = {role: inputs.roles.get(role) for role in ("reward", "reference", "teacher") if role in recorded}
+        recorded |= {role: reward_reference(each) for role, each in given.items() if each is not None}
 
         def task(world: World) -> tuple[Task, list[Callback]]:
             made, task_callbacks = builder.task(world)
@@ -104,7 +110,7 @@ class RlhfKit(NetworkKit[StageOptions, Tokenizer], ABC):
 
         return Prepared(
             options=options,
-            recorded=_recorded(options, inputs, builder.network),
+            recorded=recorded,
             fingerprints={"training rows": builder.fingerprint},
             processor=tokenizer,
             task=task,
@@ -279,17 +285,6 @@ def _code_arguments(recorded: Mapping[str, Any]) -> dict[str, str]:
             f"reward=[{','.join(map(str, several))}]" if isinstance(several, list) else f"reward={several}"
         )
     return found
-
-
-def _recorded(options: StageOptions, inputs: Inputs, network: dict[str, Any] | None) -> dict[str, Any]:
-    """The options as config.yaml records them; roles by their folder or function name, if they have one."""
-    recorded = to_dict(options) | {"model": network}
-    if inputs.model_folder is not None:
-        recorded["checkpoint"] = str(inputs.model_folder)
-    for role in ("reward", "reference", "teacher"):
-        if inputs.roles.get(role) is not None and role in recorded:
-            recorded[role] = reward_reference(inputs.roles[role])
-    return recorded
 
 
 def _adapted(model: nn.Module) -> tuple[nn.Module, str, Mapping[str, Tensor] | None]:

@@ -75,8 +75,14 @@ def _check_replayable(folder: Path, step: int, options: RLOptions) -> None:
     needed = range(first_rollout(before[-1], per_batch) if before else 0, (step - 1) // per_batch + 1)
     if before and kept.issuperset(needed):
         return
-    reachable = [reached for start in steps(root) for reached in _replayable_steps(start, per_batch, kept)]
-    expected = f"a step such as {', '.join(map(str, sorted(set(reachable))[-5:]))}" if reachable else None
+    reachable = set[int]()
+    for start in steps(root):
+        # From a checkpoint up to the first rollout batch that was not kept.
+        number = first_rollout(start, per_batch)
+        while number in kept:
+            number += 1
+        reachable |= set(range(start + 1, number * per_batch + 1))
+    expected = f"a step such as {', '.join(map(str, sorted(reachable)[-5:]))}" if reachable else None
     if before:
         raise DataError(
             f"the rollouts between checkpoint {before[-1]} and step {step} were not kept",
@@ -96,14 +102,6 @@ def _check_replayable(folder: Path, step: int, options: RLOptions) -> None:
         expected=expected,
         fix=fix,
     )
-
-
-def _replayable_steps(start: int, per_batch: int, kept: set[int]) -> range:
-    """The steps that can be replayed from a checkpoint: up to the first rollout batch that was not kept."""
-    number = first_rollout(start, per_batch)
-    while number in kept:
-        number += 1
-    return range(start + 1, max(number * per_batch, start) + 1)
 
 
 class _StopAfterStep(Callback):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from kitforge.data.chat.rows import template_inputs, with_open_end
-from kitforge.data.chat.template import ChatTemplate, Message, template_of
+from kitforge.data.chat.template import Message, template_of
 from kitforge.foundation.errors import ConfigError, DataError, KitforgeError
 from kitforge.foundation.files import atomic_file
 from kitforge.inference.constraint import Constraint
@@ -109,7 +109,9 @@ def _output_lines(
                 submitted += 1
             finished |= {found.index: found for found in _step(texts, pending)}
             while written in finished:
-                yield _line(prompts[written], finished.pop(written))
+                reply = finished.pop(written)
+                answer = dict(zip(_OUTPUT_COLUMNS, (reply.text, reply.finish_reason), strict=True))
+                yield json.dumps({**prompts[written].values, **answer}, ensure_ascii=False).encode() + b"\n"
                 written += 1
     finally:
         for request in pending:
@@ -134,26 +136,16 @@ def _submit(
 ) -> int:
     values = prompt.values
     try:
-        tokens = (
-            texts.tokenizer.encode_prompt(values["prompt"])
-            if "prompt" in values
-            else _chat_tokens(template_of(texts.tokenizer), values, prompt.where)
-        )
+        if "prompt" in values:
+            tokens = texts.tokenizer.encode_prompt(values["prompt"])
+        else:
+            # The chat with what else the template reads of its line, but no tools that it does not write.
+            template, inputs = template_of(texts.tokenizer), template_inputs(values, prompt.where)
+            template.check_written(values["messages"], {}, inputs)
+            tokens = template.prompt(cast(Sequence[Message], with_open_end(values["messages"])), **inputs)
         return texts.submit(tokens, options, key=index, constraint=constraint)
     except KitforgeError as error:
         raise DataError(f"{prompt.where}: {error}") from None
-
-
-def _chat_tokens(template: ChatTemplate, values: Mapping[str, Any], where: str) -> list[int]:
-    """The chat with what else the template reads of its line. Raises DataError for tools that it does not write."""
-    inputs = template_inputs(values, where)
-    template.check_written(values["messages"], {}, inputs)
-    return template.prompt(cast(Sequence[Message], with_open_end(values["messages"])), **inputs)
-
-
-def _line(prompt: BatchPrompt, found: _Pending) -> bytes:
-    answer = dict(zip(_OUTPUT_COLUMNS, (found.text, found.finish_reason), strict=True))
-    return json.dumps({**prompt.values, **answer}, ensure_ascii=False).encode() + b"\n"
 
 
 def _settings(prompts: Sequence[BatchPrompt], options: InferenceOptions, about: Mapping[str, Any]) -> bytes:

@@ -208,7 +208,9 @@ class TextClassificationPipeline(LabellingPipeline[SequenceClassifier]):
         order = sorted(range(len(rows)), key=lambda row: -len(tokens[row]))
         for start in range(0, len(order), PIPELINE_ROWS):
             part = order[start : start + PIPELINE_ROWS]
-            for row, scores in zip(part, self._probabilities([tokens[row] for row in part]), strict=True):
+            logits = self._logits([tokens[row] for row in part])
+            probabilities = label_probabilities(logits, self._model.problem_type).cpu()
+            for row, scores in zip(part, probabilities, strict=True):
                 chosen = scores.topk(min(top_k or len(scores), len(scores)))
                 labels = [self._model.labels[index] for index in chosen.indices.tolist()]
                 ranked = [
@@ -244,10 +246,6 @@ class TextClassificationPipeline(LabellingPipeline[SequenceClassifier]):
         parts = (slice(start, start + PIPELINE_ROWS) for start in range(0, len(rows), PIPELINE_ROWS))
         scores = torch.cat([self._logits(rows[part], firsts[part])[:, 0] for part in parts]).sigmoid()
         return list(zip(scores.tolist(), map(len, rows), strict=True))
-
-    def _probabilities(self, rows: Sequence[Sequence[int]]) -> Tensor:
-        """[B, C] on the CPU."""
-        return label_probabilities(self._logits(rows), self._model.problem_type).cpu()
 
     def _logits(self, rows: Sequence[Sequence[int]], firsts: Tensor | None = None) -> Tensor:
         device = self._model.score.weight.device

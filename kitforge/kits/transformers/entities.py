@@ -64,7 +64,12 @@ def entities(
         for token in found:
             is_inside = words and token["start"] > 0 and not text[token["start"] - 1].isspace()
             words[-1].append(token) if is_inside else words.append([token])
-        found = [_word(each, strategy) for each in words]
+        found = []
+        for tokens in words:
+            # The tokens of a word become one, with scores by the strategy.
+            rows = torch.stack([each["scores"] for each in tokens])
+            chosen = {"first": rows[0], "average": rows.mean(0), "max": rows[int(rows.max(-1).values.argmax())]}
+            found.append({**tokens[0], "scores": chosen[strategy], "end": tokens[-1]["end"]})
     labelled = []
     for each in found:
         best = int(each["scores"].argmax())
@@ -73,13 +78,6 @@ def entities(
         labelled.append({"entity": labels[best], "score": score, "index": each["index"], **where})
     named = labelled if strategy == "none" else _groups(labelled, text)
     return [each for each in named if each.get("entity", each.get("entity_group")) not in ignored]
-
-
-def _word(tokens: list[dict[str, Any]], strategy: Aggregation) -> dict[str, Any]:
-    """The tokens of a word as one, with scores by the strategy."""
-    scores = torch.stack([each["scores"] for each in tokens])
-    chosen = {"first": scores[0], "average": scores.mean(0), "max": scores[int(scores.max(-1).values.argmax())]}
-    return {**tokens[0], "scores": chosen[strategy], "end": tokens[-1]["end"]}
 
 
 def _groups(labelled: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:

@@ -258,7 +258,9 @@ def means(results: Sequence[QuestionResult]) -> dict[str, float]:
     metrics: dict[str, float] = {}
     for name in results[0].values:
         values = [result.values[name] for result in results]
-        mean, error = sum(values) / len(values), standard_error(values)
+        mean, error = sum(values) / len(values), None
+        if len(values) > 1:
+            error = math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1) / len(values))
         if name == "logprob":
             mean = math.exp(min(-mean, 700.0))
             name, error = "perplexity", None if error is None else mean * error
@@ -266,14 +268,6 @@ def means(results: Sequence[QuestionResult]) -> dict[str, float]:
         if error is not None:
             metrics[f"{name}_stderr"] = error
     return metrics
-
-
-def standard_error(values: Sequence[float]) -> float | None:
-    """The standard error of the mean; None for a single value."""
-    if len(values) < 2:
-        return None
-    mean = sum(values) / len(values)
-    return math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1) / len(values))
 
 
 def perplexities(results: Sequence[QuestionResult]) -> dict[str, float]:

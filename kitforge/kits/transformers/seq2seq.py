@@ -206,19 +206,15 @@ class Seq2SeqTask(RowTask):
         return {"loss": self._loss(model, micro_batch, self.dropout_key(micro_batch) if model.training else None)}
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """eval/loss, a mean over all target tokens, and BLEU or ROUGE of generated targets."""
-        found = super().evaluate(model)
-        return found | self._text_metrics(model) if found else {}
-
-    def _text_metrics(self, model: nn.Module) -> dict[str, float]:
-        """Of the first evaluation rows. All ranks generate the same texts, since they share each forward pass."""
-        pairs = self._rows.eval.pairs[: self._options.data.eval_texts]
-        if not pairs:
-            return {}
+        """eval/loss, a mean over all target tokens, and BLEU or ROUGE of generated targets of the first rows."""
+        found, pairs = super().evaluate(model), self._rows.eval.pairs[: self._options.data.eval_texts]
+        if not found or not pairs:
+            return found
+        # All ranks generate the same texts, since they share each forward pass.
         sources = [each.source for each in pairs]
         texts = write_targets(model, sources, self._tokenizer, self._options.inference, in_training=True)
-        measure = bleu if self._options.task == "translation" else rouge
-        return {f"eval/{name}": value for name, value in measure(texts, [each.texts[1] for each in pairs]).items()}
+        measured = (bleu if self._options.task == "translation" else rouge)(texts, [each.texts[1] for each in pairs])
+        return found | {f"eval/{name}": value for name, value in measured.items()}
 
     def _loss(self, model: nn.Module, micro_batch: MicroBatch, dropout_key: DropoutKey | None) -> Tensor:
         network = cast(EncoderDecoder, model)

@@ -89,7 +89,11 @@ class TowerSide(nn.Module):
         parts = [dense[:, self._numeric]]
         if self._num_categorical:
             parts.append(vectors[self._side].flatten(1))
-        parts += [mean_of(vectors[name], vectors[f"{name}.lengths"]) for name in self._sequences]
+        for name in self._sequences:
+            # The mean of the vectors [B, L, dim] that are not padding; zero for an empty sequence.
+            sequence, lengths = vectors[name], vectors[f"{name}.lengths"].unsqueeze(1)
+            padding = torch.arange(sequence.shape[1], device=sequence.device) >= lengths
+            parts.append(sequence.masked_fill(padding.unsqueeze(2), 0.0).sum(1) / lengths.clamp(min=1))
         output: Tensor = self.tower(torch.cat(parts, dim=1), dropout_key)
         return functional.normalize(output.float(), dim=1)
 
@@ -113,9 +117,3 @@ class TwoTower(nn.Module):
     def scores(self, users: Tensor, items: Tensor) -> Tensor:
         """Logits [B, K] of user vectors [B, output_dim] with item vectors [K, output_dim]."""
         return users @ items.t() / self.config.temperature
-
-
-def mean_of(sequence: Tensor, lengths: Tensor) -> Tensor:
-    """The mean [B, dim] of the first `lengths` [B] vectors of sequence [B, L, dim]; zero for an empty one."""
-    padding = torch.arange(sequence.shape[1], device=sequence.device) >= lengths.unsqueeze(1)
-    return sequence.masked_fill(padding.unsqueeze(2), 0.0).sum(1) / lengths.clamp(min=1).unsqueeze(1)

@@ -77,7 +77,13 @@ class DistillTask(ComparedTask):
         total, sums = self._divergence_sums(student, hidden, micro_batch)
         if not coef:
             return {"loss": total, **sums, **batch_means(micro_batch)}
-        gradient, further = self._policy_gradient(student, hidden, micro_batch)
+        # The policy loss is of the same hidden states; its log-probs are over the tokenizer's ids.
+        mask, targets = (copy_to(each, hidden.device) for each in (loss_mask(micro_batch), micro_batch["targets"]))
+        # A vocabulary-parallel shard has fewer rows.
+        weight = student.head_weight[: self._divergence.num_ids]
+        found = student.kernels.linear_log_probs(hidden, weight, targets[mask], self._divergence.temperature)
+        grids = [torch.zeros_like(targets, dtype=each.dtype).masked_scatter(mask, each) for each in found]
+        gradient, further = self.surrogate(micro_batch, grids[0], grids[1], mask)
         return {"loss": total + coef * gradient, **further, **sums}
 
     def _divergence_sums(self, student: CausalLM, hidden: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Sums]:
@@ -95,15 +101,6 @@ class DistillTask(ComparedTask):
         self._frozen.reshard()
         sums = {"distill/loss": total.detach(), **dict(zip(METRICS, statistics.sum(-1), strict=True))}
         return total, sums | _by_part(positions, statistics[0])
-
-    def _policy_gradient(self, student: CausalLM, hidden: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Sums]:
-        """The policy loss and its metrics, over the same hidden states; log-probs are over the tokenizer's ids."""
-        mask, targets = (copy_to(each, hidden.device) for each in (loss_mask(micro_batch), micro_batch["targets"]))
-        # A vocabulary-parallel shard has fewer rows.
-        weight = student.head_weight[: self._divergence.num_ids]
-        found = student.kernels.linear_log_probs(hidden, weight, targets[mask], self._divergence.temperature)
-        grids = [torch.zeros_like(targets, dtype=each.dtype).masked_scatter(mask, each) for each in found]
-        return self.surrogate(micro_batch, grids[0], grids[1], mask)
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """See `RolloutTask`; and eval/distill/NAME, eval/entropy of the same completions."""

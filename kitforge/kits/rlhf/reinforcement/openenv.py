@@ -109,7 +109,9 @@ class OpenEnv:
             raise self._refused(f"the session ended at {kind}", repr(error), _FIXES["SESSION_ERROR"]) from error
         if answer.get("type") != "error":
             return dict(data)
-        said = "; ".join([str(data.get("message")), *(_problem(each) for each in data.get("errors", ()))])
+        # Errors of pydantic, as `field: message`.
+        fields = [f"{'.'.join(map(str, each.get('loc', ())))}: {each.get('msg')}" for each in data.get("errors", ())]
+        said = "; ".join([str(data.get("message")), *fields])
         if code in _ANSWERED and kind == "step":
             raise OpenEnvError(said)
         raise self._refused(f"{kind} is refused", f"{code}: {said}", _FIXES.get(code, _OTHER))
@@ -117,11 +119,6 @@ class OpenEnv:
     def _refused(self, what: str, got: str, fix: str) -> TrainingError:
         self.close()
         return TrainingError(f"the OpenEnv server at {self.url}: {what}", got=got, fix=fix)
-
-
-def _problem(error: Mapping[str, Any]) -> str:
-    """An error of pydantic, as `field: message`."""
-    return f"{'.'.join(map(str, error.get('loc', ())))}: {error.get('msg')}"
 
 
 def _end(socket: Any) -> None:

@@ -1,7 +1,6 @@
 """The reward `math`: whether a completion ends with the right answer, by math-verify in a process of its own."""
 
 import atexit
-import importlib.util
 import json
 import selectors
 import subprocess
@@ -11,7 +10,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-from kitforge.foundation.errors import DataError, DependencyError, TrainingError
+from kitforge.foundation.errors import DataError, TrainingError
 
 # Seconds for one completion: some texts take the library hours. Those for its start, which imports sympy.
 TIMEOUT, START_TIMEOUT = 10.0, 120.0
@@ -66,12 +65,6 @@ def _worker() -> MathWorker:
     found = MathWorker()
     atexit.register(found.close)
     return found
-
-
-def check_installed() -> None:
-    """Raise DependencyError without math-verify."""
-    if importlib.util.find_spec("math_verify") is None:
-        raise DependencyError("math-verify", needed_for="reward=math", extra="math")
 
 
 def math_match(

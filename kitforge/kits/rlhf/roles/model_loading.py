@@ -179,7 +179,8 @@ def open_policy(folder: Path, open_run: OpenCheckpoint = find_checkpoint) -> Sto
 def is_reward_model(folder: Path) -> bool:
     """Whether a run, step or Hugging Face folder holds a reward model."""
     checkpoint = find_checkpoint(folder, verify=False)
-    return model_folder.is_reward_folder(folder) if checkpoint is None else _has(checkpoint, BACKBONE)
+    # A Hugging Face folder does if its `*ForSequenceClassification` model has one label.
+    return len(model_folder.labels_of(folder) or ()) == 1 if checkpoint is None else _has(checkpoint, BACKBONE)
 
 
 def open_reward_model(folder: Path, open_run: OpenCheckpoint = find_checkpoint) -> StoredModel:

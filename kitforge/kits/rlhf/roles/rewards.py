@@ -1,6 +1,6 @@
 """Rewards: reward models, reward functions, verifiers, and weighted sums of them."""
 
-import importlib
+import importlib.util
 import inspect
 import math
 import os
@@ -23,14 +23,14 @@ from kitforge.data.text.continuation import encode_completion
 from kitforge.data.tokenizers.loading import Tokenizer
 from kitforge.foundation.config import check
 from kitforge.foundation.device import copy_to
-from kitforge.foundation.errors import ConfigError, DataError, KitforgeError, TrainingError, nearest
+from kitforge.foundation.errors import ConfigError, DataError, DependencyError, KitforgeError, TrainingError, nearest
 from kitforge.foundation.files import user_path
 from kitforge.foundation.untrusted import names_function
 from kitforge.kits.rlhf.batching import forward_batches, pad_examples
 from kitforge.kits.rlhf.config import PythonTestsOptions
 from kitforge.kits.rlhf.event_loop import EventLoop
 from kitforge.kits.rlhf.roles.code_reward import python_tests, runner_of
-from kitforge.kits.rlhf.roles.math_reward import check_installed, math_match
+from kitforge.kits.rlhf.roles.math_reward import math_match
 from kitforge.kits.rlhf.roles.numbers import last_number
 from kitforge.kits.rlhf.roles.prompt_completion import PromptCompletion
 from kitforge.kits.rlhf.roles.value_head import ValueHeadModel
@@ -151,7 +151,10 @@ class FunctionScorer(Scorer):
         parameters = inspect.signature(function).parameters.values()
         self._wants_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
         self._wanted = {each.name for each in parameters}
-        self._bound = _bound_names(function)
+        # The arguments that a partial binds, by name or by position.
+        self._bound: set[str] = set()
+        if isinstance(function, partial):
+            self._bound = {*function.keywords, *list(inspect.signature(function.func).parameters)[: len(function.args)]}
         variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         self._needed = [each.name for each in parameters if each.default is each.empty and each.kind not in variable]
 
@@ -315,13 +318,6 @@ VERIFIERS: dict[str, Callable[..., Any]] = {
 }
 
 
-def _bound_names(function: Callable[..., Any]) -> set[str]:
-    """The arguments that a `functools.partial` binds, by name or by position."""
-    if not isinstance(function, partial):
-        return set()
-    return {*function.keywords, *list(inspect.signature(function.func).parameters)[: len(function.args)]}
-
-
 def _to_python(value: Any) -> Any:
     """Tensors, arrays and iterables as lists, NumPy scalars as Python numbers. A set has no order: it stays one."""
     if isinstance(value, (torch.Tensor, np.ndarray, np.generic)):
@@ -404,14 +400,13 @@ def scorer_of(
     if several := reward_members(given):
         parts = {name: weighted_member(name, each) for name, each in several.items()}
         build = partial(scorer_of, tokenizer=tokenizer, most_tokens=most_tokens, loop=loop, tests=tests)
-        found = {name: (weight, build(each)) for name, (weight, each) in parts.items()}
-        return WeightedScorer(found)
+        return WeightedScorer({name: (weight, build(each)) for name, (weight, each) in parts.items()})
     own = reward_tokenizer(given)
     given = given.model if isinstance(given, (Run, RewardModel)) else given
     if isinstance(given, ValueHeadModel):
         return ModelScorer(given, tokenizer, own, most_tokens)
-    if given == "math":
-        check_installed()
+    if given == "math" and importlib.util.find_spec("math_verify") is None:
+        raise DependencyError("math-verify", needed_for="reward=math", extra="math")
     if given == "python_tests":
         return FunctionScorer(partial(python_tests, runner=runner_of(tests or PythonTestsOptions())), tokenizer, loop)
     if isinstance(given, str) and given in VERIFIERS:
@@ -435,8 +430,11 @@ def reward_members(given: Any) -> dict[str, Any]:
         return dict(given)
     if not isinstance(given, list):
         return {}
-    names = [_reward_name(each) for each in given]
-    found: dict[str, Any] = {}
+    names, found = list[str](), dict[str, Any]()
+    for each in given:
+        one = each[-1] if isinstance(each, (tuple, list)) and each else each
+        own: str = one if isinstance(one, str) else getattr(one, "__name__", type(one).__name__)
+        names.append(own.rpartition(":")[2])
     for index, (name, each) in enumerate(zip(names, given, strict=True)):
         numbered = (f"{name}_{number}" for number in count(index))
         # A made-up name is nobody's own.
@@ -457,13 +455,6 @@ def reward_folders(given: Any) -> list[Path]:
         return [folder for each in members for folder in reward_folders(each)]
     folder = user_path(given) if isinstance(given, (str, Path)) else None
     return [folder] if folder is not None and folder.is_dir() else []
-
-
-def _reward_name(given: Any) -> str:
-    """The name of a member of a list of rewards."""
-    one = given[-1] if isinstance(given, (tuple, list)) and given else given
-    name: str = one if isinstance(one, str) else getattr(one, "__name__", type(one).__name__)
-    return name.rpartition(":")[2]
 
 
 def reward_reference(given: Any) -> Any:

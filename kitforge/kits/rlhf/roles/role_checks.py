@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from kitforge.core.nn.causal_lm import CausalLM
@@ -83,17 +82,12 @@ class DisableDropout(Callback):
 
     def on_event(self, event: Event, run: Running) -> None:
         if event.kind == "start":
-            self._rates = _dropout_rates(run.model)
-            for layer in run.model.modules():
-                if isinstance(layer, _DropoutNd):
-                    layer.p = 0.0
+            configs = [config for each in run.model.modules() if (config := config_of_network(each)) is not None]
+            layers = [each for each in run.model.modules() if isinstance(each, _DropoutNd)]
+            asked = {value for each in configs for name, value in to_dict(each).items() if name.endswith("dropout")}
+            self._rates = {rate for rate in asked | {layer.p for layer in layers} if rate}
+            for layer in layers:
+                layer.p = 0.0
         elif event.kind == "step" and self._rates:
             rates, self._rates = ", ".join(map(str, sorted(self._rates))), set()
             run.log_event("dropout", f"dropout {rates} of the model is disabled for this task")
-
-
-def _dropout_rates(model: nn.Module) -> set[float]:
-    configs = [config for each in model.modules() if (config := config_of_network(each)) is not None]
-    asked = {value for config in configs for name, value in to_dict(config).items() if name.endswith("dropout")}
-    asked |= {layer.p for layer in model.modules() if isinstance(layer, _DropoutNd)}
-    return {rate for rate in asked if rate}

@@ -93,8 +93,13 @@ class KTOTask(ExampleTask[KTOOptions, UnpairedExample]):
         total, longest = 0.0, self._options.data.sequence_length
         with autocast(self._world.device, self._options.precision):
             for part in self._schedule.micro_batches(len(prompts)):
-                pairs = zip(prompts[part], completions[part], strict=True)
-                crossed = [_mismatched_example(prompt, completion, longest) for prompt, completion in pairs]
+                crossed = []
+                for prompt, completion in zip(prompts[part], completions[part], strict=True):
+                    # The prompt of one row with the completion of another, which is not trained on.
+                    start, begin = int(np.argmax(prompt.loss_mask)), int(np.argmax(completion.loss_mask))
+                    tokens = np.concatenate([prompt.tokens[:start], completion.tokens[begin:]])[:longest]
+                    mask = np.concatenate([prompt.loss_mask[:start], completion.loss_mask[begin:]])[:longest]
+                    crossed.append(TokenizedExample(tokens=tokens, loss_mask=mask))
                 # A rank without rows computes a padding row: with a sharded model the forward pass is a collective.
                 total += float(self._log_ratios(model, pad_examples(crossed, self._rows.pad_id)).double().sum())
         return total
@@ -119,13 +124,3 @@ def _digest(example: TokenizedExample) -> bytes:
     """A hash of the tokens of an example, and of which are trained on."""
     content = np.asarray([example.tokens, example.loss_mask], dtype=np.int64)
     return hashlib.blake2b(content.tobytes(), digest_size=16).digest()
-
-
-def _mismatched_example(
-    prompt_example: TokenizedExample, completion_example: TokenizedExample, longest: int
-) -> TokenizedExample:
-    """The prompt of one row with the completion of another, truncated to `longest` tokens. It is not trained on."""
-    start, begin = int(np.argmax(prompt_example.loss_mask)), int(np.argmax(completion_example.loss_mask))
-    tokens = np.concatenate([prompt_example.tokens[:start], completion_example.tokens[begin:]])[:longest]
-    loss_mask = np.concatenate([prompt_example.loss_mask[:start], completion_example.loss_mask[begin:]])[:longest]
-    return TokenizedExample(tokens=tokens, loss_mask=loss_mask)

@@ -95,7 +95,7 @@ def test_a_worker_that_does_not_start_is_an_error() -> None:
 
 
 def test_without_the_package_the_reward_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(math_reward.importlib.util, "find_spec", lambda _name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
     with pytest.raises(DependencyError, match=r"kitforge\[math\]"):
         runs.begin("grpo", roles={}, choices={"reward": "math"})
 
