@@ -133,11 +133,6 @@ class RowCache:
         """Plan the next lookup of this very tensor; only the prefetch thread calls it."""
         self.plan(flat_ids(ids), ahead=True, keep=partial(self.prefetched.add, ids))
 
-    def cancel_prefetch(self) -> None:
-        """Drop the lookups that were planned or announced and not made."""
-        self.prefetched.cancel_all()
-        self.manager.policy.future.clear()
-
     def admit(self, handle: LookupHandle, *, is_counted: bool) -> None:
         """Decide which rows of a lookup take gradients, when it is computed. `is_counted`: it is a training lookup."""
         if self.admission.admits_all:

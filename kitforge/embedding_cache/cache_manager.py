@@ -55,10 +55,15 @@ class CacheManager:
         """Move the rows of distinct `keys` to the device tier until lookup `number` is closed; their slots [u]."""
         with self.lock:
             self.counts.events["lookups"] += 1
-            capacity = self.device.capacity
-            return (
-                self._resident_unbounded(keys) if capacity is None else self._resident_bounded(number, keys, capacity)
-            )
+            if self.device.capacity is not None:
+                return self._resident_bounded(number, keys, self.device.capacity)
+            slots = self.device.index.lookup(keys)
+            missing = where(slots < 0)
+            if len(missing):
+                self._drop_fresh(slots)
+                put(slots, missing, self._fetch(at(keys, missing)))
+            self.counts.hits["device"] += len(keys) - len(missing)
+            return slots
 
     def find_ids(self, handle: LookupHandle, ids: Tensor, bound: int | None) -> int:
         """As `ensure_resident`, for a device that has a key map: plan the lookup of ids [N], which are there, so that
@@ -106,15 +111,6 @@ class CacheManager:
         """Forget the fresh rows, when the tiers are empty."""
         self.device.mark_fresh(torch.cat([*self.fresh, torch.empty(0, dtype=torch.int64)]), False)
         self.fresh = []
-
-    def _resident_unbounded(self, keys: Tensor) -> Tensor:
-        slots = self.device.index.lookup(keys)
-        missing = where(slots < 0)
-        if len(missing):
-            self._drop_fresh(slots)
-            put(slots, missing, self._fetch(at(keys, missing)))
-        self.counts.hits["device"] += len(keys) - len(missing)
-        return slots
 
     def _resident_bounded(self, number: int, keys: Tensor, capacity: int) -> Tensor:
         device = self.device

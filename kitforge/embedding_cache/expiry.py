@@ -56,7 +56,15 @@ class RowExpiry:
         slots = self._device.index.lookup(expired)
         slots = slots[slots >= 0]
         is_needed = self._manager.is_pinned(slots, slots[:0])
-        self._reinitialize(slots[is_needed])
+        # A lookup reads these slots, which get their initial rows.
+        needed = slots[is_needed]
+        initial = torch.empty(len(needed), layout.width)
+        self._row_initializer.fill(self._device.index.keys_at(needed), initial)
+        with self._device.slab_lock:
+            slab = self._device.slab
+            slab[needed.to(slab.device)] = initial.to(slab.device)
+            self._device.is_dirty[needed] = False
+        self._manager.mark_fresh(needed)
         self._device.index.remove(slots[~is_needed])
         if len(expired):
             self._tiers.delete(expired)
@@ -92,15 +100,6 @@ class RowExpiry:
             # Rows below that the device tier also has are old copies.
             own = self._device.index.lookup(keys) < 0
             yield keys[own], rows[own]
-
-    def _reinitialize(self, slots: Tensor) -> None:
-        rows = torch.empty(len(slots), self._row_initializer.layout.width)
-        self._row_initializer.fill(self._device.index.keys_at(slots), rows)
-        with self._device.slab_lock:
-            slab = self._device.slab
-            slab[slots.to(slab.device)] = rows.to(slab.device)
-            self._device.is_dirty[slots] = False
-        self._manager.mark_fresh(slots)
 
 
 def is_expired(options: ExpiryOptions, layout: RowLayout, rows: Tensor, num_steps: int) -> Tensor:

@@ -6,7 +6,7 @@ Legend: N ids, u distinct rows among them, B bags.
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -95,14 +95,6 @@ def check_range(ids: Tensor, num_embeddings: int | None, table: str) -> None:
             expected=f"0 to {num_embeddings - 1}",
             fix="give the table a larger num_embeddings, or None to take any id",
         )
-
-
-def bags_on(device: torch.device, bags: Bags | None) -> Bags | None:
-    """Bags on the CPU, copied to a device."""
-    if bags is None or device.type == "cpu":
-        return bags
-    weights = None if bags.weights is None else copy_to(bags.weights, device)
-    return replace(bags, offsets=copy_to(bags.offsets, device), weights=weights)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

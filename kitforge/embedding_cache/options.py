@@ -150,9 +150,6 @@ class CachedEmbeddingOptions:
         check(self.mode in ("sum", "mean", None), "table.mode", self.mode, "sum, mean or None")
         check_least("cache", self, 1, "num_embeddings", "device_rows", "file_rows")
         check_least("cache", self, 0, "host_rows")
-        self._check_tiers()
-
-    def _check_tiers(self) -> None:
         below = {"host_rows": self.host_rows, "path": self.path, "remote": self.remote}
         if self.device_rows is None:
             given = [name for name, value in below.items() if value is not None]

@@ -83,14 +83,21 @@ class EmbeddingPrefetcher(Generic[Batch]):
                 waiting.enter_context(cache.pins.trainer_waiting())
             self._thread.join()
         self._ready.clear()
+        # The lookups that were planned or announced and not made.
         for cache in self._caches:
-            cache.cancel_prefetch()
+            cache.prefetched.cancel_all()
+            cache.manager.policy.future.clear()
 
     def _run(self) -> None:
         try:
             with ThreadPoolExecutor(len(self._caches) or 1, thread_name_prefix="table plan") as pool:
                 for batch in self._with_lookahead():
-                    if not self._may_plan():
+                    with self._changed:
+                        self._changed.wait_for(lambda: self._is_closed or len(self._ready) < self._depth)
+                        may_plan = len(self._ready) < self._depth if self._is_collective else not self._is_closed
+                    # Where planning is a collective, the batches that were allowed when the loop was left are still
+                    # planned: all ranks left after the same batch, so all plan the same number.
+                    if not may_plan:
                         break
                     self._plan(batch, pool)
                     with self._changed:
@@ -120,16 +127,6 @@ class EmbeddingPrefetcher(Generic[Batch]):
 
         for each in [pool.submit(plan_all, *lookups) for lookups in by_cache.items()]:
             each.result()
-
-    def _may_plan(self) -> bool:
-        """Wait until fewer than `depth` batches are ready; False when the loop was left.
-
-        Where planning is a collective, the batches allowed at that moment are still planned: all ranks left after the
-        same batch, so all plan the same number.
-        """
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_closed or len(self._ready) < self._depth)
-            return len(self._ready) < self._depth if self._is_collective else not self._is_closed
 
     def _with_lookahead(self) -> Iterator[Batch]:
         """The batches, each after the `window` next ones were announced."""

@@ -26,7 +26,6 @@ from kitforge.embedding_cache.lookup import (
     Pooling,
     RowGradients,
     SlotGradients,
-    bags_on,
     parse_lookup_input,
 )
 from kitforge.embedding_cache.miss_ratio_curve import CacheEstimate, estimate
@@ -40,6 +39,7 @@ from kitforge.embedding_cache.stats import TableStats
 from kitforge.embedding_cache.store import RowStore
 from kitforge.embedding_cache.tiers.redis import RedisStore
 from kitforge.foundation.config import check, to_dict
+from kitforge.foundation.device import copy_to
 from kitforge.foundation.errors import DataError, ModelError
 from kitforge.foundation.log import logger, warn_once
 
@@ -217,7 +217,10 @@ class CachedEmbedding(nn.Module):
         device, dim = self.rows.device, self.options.dim
         deliver = GradientHandle(handle, self._gradients, device, self.rows.pins)
         output: Tensor
-        bags = bags_on(device.device, query.bags)
+        bags = query.bags
+        if bags is not None and device.device.type != "cpu":
+            weights = None if bags.weights is None else copy_to(bags.weights, device.device)
+            bags = replace(bags, offsets=copy_to(bags.offsets, device.device), weights=weights)
         new_pooling = partial(Pooling, tier=device, dim=dim, inverse=handle.inverse, bags=query.bags, device_bags=bags)
         if handle.exchange is None:
             pooling = new_pooling(slots=handle.device_slots)

@@ -58,9 +58,12 @@ def render(runs: Sequence[RunRecord], panels: Sequence[Panel | tuple[str, str]] 
 def document(heading: str, kind: str, main: str) -> str:
     """A whole page around the HTML `main`, which is trusted; `heading` is escaped."""
     style, script = (_FOLDER / "page.css").read_text("utf-8"), (_FOLDER / "page.js").read_text("utf-8")
+    # Nothing is fetched, and only our own script runs.
+    digest = base64.b64encode(hashlib.sha256(script.encode("utf-8")).digest()).decode("ascii")
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{digest}'"
     page = (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{_policy(script)}">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n<link rel="icon" href="data:,">\n'
         f"<title>{escape(heading)} \N{MIDDLE DOT} {kind}</title>\n<style>\n{style}</style>\n</head>\n<body>\n"
@@ -136,9 +139,3 @@ def _chips(labels: Sequence[str]) -> str:
         for run, label in enumerate(labels)
     )
     return f'<ul class="chips" aria-label="Runs">{chips}</ul>'
-
-
-def _policy(script: str) -> str:
-    """The content security policy: nothing is fetched, and only our own script runs."""
-    digest = base64.b64encode(hashlib.sha256(script.encode("utf-8")).digest()).decode("ascii")
-    return f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{digest}'"

@@ -92,9 +92,16 @@ def events(run: RunRecord) -> str:
     """The events of one run, in order."""
     shown = run.events[-_MOST_EVENTS:]
     items = []
-    for (name, _), group in groupby(shown, key=lambda event: (event.name, is_bad(event))):
+    for (name, has_bad), group in groupby(shown, key=lambda event: (event.name, is_bad(event))):
         found = list(group)
-        items.append(_folded(name, found) if len(found) >= _FOLDED_EVENTS else "".join(map(_event, found)))
+        item = "".join(map(_event, found))
+        if len(found) >= _FOLDED_EVENTS:
+            mood = ' class="bad"' if has_bad else ""
+            item = (
+                f"<li{mood}><span>steps {found[0].step:,} to {found[-1].step:,}</span> <details><summary>"
+                f'<b>{escape(name)}</b> {len(found):,} times</summary><ol class="events">{item}</ol></details></li>'
+            )
+        items.append(item)
     left = len(run.events) - len(shown)
     note = f'<p class="note">{left:,} earlier events are not shown here; metrics.jsonl holds all of them.</p>'
     return (note if left else "") + f'<ol class="events">{"".join(items)}</ol>'
@@ -169,12 +176,3 @@ def _event(event: LoggedEvent) -> str:
     mood = ' class="bad"' if is_bad(event) else ""
     name = f"<b>{escape(event.name)}</b>"
     return f"<li{mood}><span>step {event.step:,}</span> {name} <span>{escape(event.message)}</span></li>"
-
-
-def _folded(name: str, group: Sequence[LoggedEvent]) -> str:
-    mood = ' class="bad"' if is_bad(group[0]) else ""
-    items = "".join(map(_event, group))
-    return (
-        f"<li{mood}><span>steps {group[0].step:,} to {group[-1].step:,}</span> <details><summary><b>{escape(name)}</b> "
-        f'{len(group):,} times</summary><ol class="events">{items}</ol></details></li>'
-    )

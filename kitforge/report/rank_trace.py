@@ -110,9 +110,15 @@ def reduce_trace(trace: Mapping[str, Any], flights: Sequence[Mapping[str, Any]],
         for each in trace.get("distributedInfo", {}).get("pg_config", ())
     }
     device = [event for event in events if event["cat"] in ("kernel", "gpu_memcpy", "gpu_memset")]
-    of_nccl = [event for event in device if event["name"].startswith("nccl")]
+
     work = [event for event in device if not event["name"].startswith("nccl")] if device else _host_work(events, data)
-    found = [_of_nccl(event, groups) for event in of_nccl] + _of_gloo(host, flights, groups)
+    found = []
+    for event in (event for event in device if event["name"].startswith("nccl")):
+        noted = event.get("args", {})
+        group, kind = noted.get("Process Group Name", ""), _kind(noted.get("Collective name", event["name"]))
+        size = int(noted.get("In msg nelems", 0))
+        found.append(Collective(*groups.get(group, ("", 0)), kind, size, event["start"], event["end"]))
+    found += _of_gloo(host, flights, groups)
     return RankTrace(
         steps=[(number, start, end) for (_, start), (number, end) in zip(ends, ends[1:], strict=False)],
         compute=union(_spans(work)),
@@ -124,13 +130,6 @@ def reduce_trace(trace: Mapping[str, Any], flights: Sequence[Mapping[str, Any]],
 
 def _spans(events: Iterable[Mapping[str, Any]]) -> Spans:
     return np.array([(event["start"], event["end"]) for event in events], dtype=np.int64).reshape(-1, 2)
-
-
-def _of_nccl(event: Mapping[str, Any], groups: Mapping[str, tuple[str, int]]) -> Collective:
-    found = event.get("args", {})
-    group = groups.get(found.get("Process Group Name", ""), ("", 0))
-    kind = _kind(found.get("Collective name", event["name"]))
-    return Collective(*group, kind, int(found.get("In msg nelems", 0)), event["start"], event["end"])
 
 
 def _of_gloo(

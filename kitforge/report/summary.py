@@ -116,16 +116,24 @@ def metric_words(metrics: Mapping[str, float], leading: str | None = None) -> li
 
 def headline(run: RunRecord) -> list[Figure]:
     """Best evaluation, reward, loss, steps, data, time, throughput and peak memory, as far as the run logged them."""
-    figures = (
-        best_evaluation(run),
-        _now("reward", run),
-        _now("loss", run),
-        _steps(run),
-        _seen(run),
-        _time(run),
-        _throughput(run),
-        _memory(run),
-    )
+    skipped, spent = num_skipped(run), seconds(run)
+    steps = Figure(label="Steps", text=f"{num_steps(run):,}", detail=f"{skipped:,} skipped" if skipped else "")
+    figures = [best_evaluation(run), _now("reward", run), _now("loss", run), steps]
+    seen = "tokens" if "tokens" in run.train else "samples"
+    if amounts := [value for _, value in _finite(run, seen)]:
+        epochs = _finite(run, "epoch")
+        detail = f"{number(round(epochs[-1][1], 2))} epochs" if epochs else ""
+        figures.append(Figure(label=title(seen), text=short_count(max(amounts)), detail=detail))
+    if spent > 0:
+        figures.append(Figure(label="Time", text=duration(spent), value=spent, goal="lower"))
+    for name, unit in _THROUGHPUTS:
+        if rates := [value for _, value in _finite(run, name)]:
+            median, detail = statistics.median(rates), f"{unit}, median"
+            text = short_count(median)
+            figures.append(Figure(label="Throughput", text=text, detail=detail, value=median, goal="higher"))
+            break
+    if peaks := [value for _, value in _finite(run, "time/memory_bytes")]:
+        figures.append(Figure(label="Peak memory", text=memory(max(peaks)), value=max(peaks), goal="lower"))
     return [figure for figure in figures if figure is not None]
 
 
@@ -213,40 +221,3 @@ def _now(name: str, run: RunRecord) -> Figure | None:
         return None
     first, last = series.values[0], series.values[-1]
     return Figure(label=title(name), text=number(last), detail=f"from {number(first)}", value=last, goal=goal(name))
-
-
-def _steps(run: RunRecord) -> Figure:
-    skipped = num_skipped(run)
-    return Figure(label="Steps", text=f"{num_steps(run):,}", detail=f"{skipped:,} skipped" if skipped else "")
-
-
-def _seen(run: RunRecord) -> Figure | None:
-    name = "tokens" if "tokens" in run.train else "samples"
-    points, epochs = _finite(run, name), _finite(run, "epoch")
-    if not points:
-        return None
-    detail = f"{number(round(epochs[-1][1], 2))} epochs" if epochs else ""
-    return Figure(label=title(name), text=short_count(max(value for _, value in points)), detail=detail)
-
-
-def _time(run: RunRecord) -> Figure | None:
-    spent = seconds(run)
-    return Figure(label="Time", text=duration(spent), value=spent, goal="lower") if spent > 0 else None
-
-
-def _throughput(run: RunRecord) -> Figure | None:
-    for name, unit in _THROUGHPUTS:
-        values = [value for _, value in _finite(run, name)]
-        if values:
-            median = statistics.median(values)
-            return Figure(
-                label="Throughput", text=short_count(median), detail=f"{unit}, median", value=median, goal="higher"
-            )
-    return None
-
-
-def _memory(run: RunRecord) -> Figure | None:
-    values = [value for _, value in _finite(run, "time/memory_bytes")]
-    if not values:
-        return None
-    return Figure(label="Peak memory", text=memory(max(values)), value=max(values), goal="lower")

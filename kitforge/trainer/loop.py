@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -79,7 +79,7 @@ class Loop:
         self._run_options = options
         self.world = world
         self._config = dict(config or {})
-        self._interrupted = False
+        self.was_interrupted = False  # by a signal
         self._stop_requested = False
         self._resumed_from: Path | None = None
         self._config_changes: list[str] = []
@@ -128,11 +128,6 @@ class Loop:
         self._parallel.wait()
         return self._model
 
-    @property
-    def was_interrupted(self) -> bool:
-        """Whether a signal ended the run."""
-        return self._interrupted
-
     def resume(self, checkpoint: Checkpoint) -> None:
         """Continue from a checkpoint in `train`. Raises ConfigError for changed options that make an exact continuation
         impossible."""
@@ -167,7 +162,12 @@ class Loop:
             except BaseException as error:
                 # First, as the other ranks wait for this one.
                 self.world.publish_failure(error)
-                self._notify_failure(still_here)
+                for callback in still_here:
+                    try:
+                        callback.on_event(Event(kind="end", is_clean=False), self)
+                    # The error that ended the run is the one to raise.
+                    except Exception as further:  # noqa: BLE001 (every callback gets its end event)
+                        _log.error("%s, when the run failed: %s", type(callback).__name__, describe_error(further))
                 raise
         metrics = self._restore_best(metrics)
         self._parallel.onload()
@@ -230,7 +230,7 @@ class Loop:
             self._emit("step")
             number = self.state.cursor.step
             # A log interval that is interrupted is logged by the resumed run.
-            last = number >= self.max_steps or (self.stop_reason is not None and not self._interrupted)
+            last = number >= self.max_steps or (self.stop_reason is not None and not self.was_interrupted)
             if number % self.options.log_every == 0 or last:
                 metrics |= self._log()
             if not math.isfinite(record["grad_norm"]):
@@ -246,7 +246,7 @@ class Loop:
             started = time.perf_counter()
         if self.state.cursor.step == 0:
             raise TrainingError("the task yielded no step", expected="at least one", fix="check its data and cursor")
-        if self.state.log_accumulator and not self._interrupted:
+        if self.state.log_accumulator and not self.was_interrupted:
             metrics |= self._log()
         return metrics | self._finish(has_ended)
 
@@ -257,14 +257,14 @@ class Loop:
     def _finish(self, has_ended: bool) -> dict[str, float]:
         """The last evaluation, unless this step has one, and the event that says why the run ends."""
         metrics: dict[str, float] = {}
-        if self._interrupted:
+        if self.was_interrupted:
             self.log_event("interrupt", f"stopped after step {self.state.cursor.step}; resume=auto continues from here")
         elif self.state.last_eval_step != self.state.cursor.step:
             metrics = self._evaluate()
         elif has_ended:
             # A resumed run that was already finished adds nothing to its files.
             metrics = self.evaluate()
-        if self.stop_reason is not None and not self._interrupted:
+        if self.stop_reason is not None and not self.was_interrupted:
             self.log_event("stop", self.stop_reason)
         if (best := self._step_to_restore()) is not None:
             self.log_event("restore", f"weights of step {best}, and their metrics", {"weights_of_step": best})
@@ -392,7 +392,7 @@ class Loop:
     def _step_to_restore(self) -> int | None:
         """The step of the best evaluation after early stopping; None if the last weights are the result."""
         best = self.state.result_step
-        return None if best == self.state.cursor.step or self.folder is None or self._interrupted else best
+        return None if best == self.state.cursor.step or self.folder is None or self.was_interrupted else best
 
     def _restore_best(self, metrics: dict[str, float]) -> dict[str, float]:
         """Load the weights of the best evaluation after early stopping; the metrics with those of that evaluation."""
@@ -410,15 +410,6 @@ class Loop:
         for callback in self.callbacks:
             callback.on_event(event, self)
 
-    def _notify_failure(self, callbacks: Iterator[Callback]) -> None:
-        """Send the end event to the callbacks that have not received it. Their own errors are logged, as the error that
-        ended the run is the one to raise."""
-        for callback in callbacks:
-            try:
-                callback.on_event(Event(kind="end", is_clean=False), self)
-            except Exception as error:  # noqa: BLE001 (every callback gets its end event)
-                _log.error("%s, when the run failed: %s", type(callback).__name__, describe_error(error))
-
     def _interrupt(self) -> None:
         self._stop_requested = True
         if self.world.all_ranks is None:
@@ -427,7 +418,7 @@ class Loop:
     def _agree_to_stop(self) -> None:
         """Signals reach ranks at different times; all ranks end after the same step."""
         if self.world.any(self._stop_requested):
-            self._interrupted = True
+            self.was_interrupted = True
             self.stop("interrupted")
 
     def _follow_rank_zero(self) -> None:

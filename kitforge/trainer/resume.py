@@ -1,6 +1,7 @@
 """Resume: the checkpoint to continue from, and the check that options have not changed."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,38 +79,25 @@ def find_resume_checkpoint(
                 fix="add resume=auto to go on with that run, or choose another output_dir",
             )
         return None
+    newest_valid = partial(newest, on_damaged=lambda error: log_event("damaged", str(error)), world=world)
     if resume == "auto":
-        return (
-            None
-            if root is None
-            else newest(root, on_damaged=lambda error: log_event("damaged", str(error)), world=world)
-        )
-    found = _open_named(user_path(resume), log_event, world)
-    if root is not None:
-        _check_same_history(found, root)
-    return found
-
-
-def _check_same_history(found: Checkpoint, root: Path) -> None:
-    """Refuse checkpoints in `root` that are not ancestors of this one: the next resume=auto would continue from
-    them."""
-    is_own = found.folder.resolve().parent == root.resolve()
-    strangers = [step for step in steps(root) if not is_own or step > found.step]
-    if strangers:
-        raise ConfigError(
-            "the output folder holds checkpoints that are not from before this one",
-            got=f"{root} with steps {', '.join(map(str, strangers[:5]))}",
-            expected=f"none but those up to step {found.step} of the same run",
-            fix="choose another output_dir, or remove them",
-        )
-
-
-def _open_named(path: Path, log_event: Callable[[str, str], None], world: World) -> Checkpoint:
-    if (path / "manifest.json").exists():
-        return open_checkpoint(path, world=world)
-    found = newest(path / "checkpoints", on_damaged=lambda error: log_event("damaged", str(error)), world=world)
+        return None if root is None else newest_valid(root)
+    path = user_path(resume)
+    is_step = (path / "manifest.json").exists()
+    found = open_checkpoint(path, world=world) if is_step else newest_valid(path / "checkpoints")
     if found is None:
         raise CheckpointError("no checkpoint to resume from", got=path, expected="a run folder or a step folder")
+    if root is not None:
+        # The next resume=auto would go on from steps that are not from before this one.
+        is_own = found.folder.resolve().parent == root.resolve()
+        strangers = [step for step in steps(root) if not is_own or step > found.step]
+        if strangers:
+            raise ConfigError(
+                "the output folder holds checkpoints that are not from before this one",
+                got=f"{root} with steps {', '.join(map(str, strangers[:5]))}",
+                expected=f"none but those up to step {found.step} of the same run",
+                fix="choose another output_dir, or remove them",
+            )
     return found
 
 

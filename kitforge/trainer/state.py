@@ -1,12 +1,12 @@
 """The training state: what changes during a run, and how it is saved to and loaded from checkpoints."""
 
 import base64
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from kitforge.core.checkpoint.load import Checkpoint, load_tensors
 from kitforge.core.checkpoint.table_reader import tables_of
@@ -16,7 +16,7 @@ from kitforge.core.optim.schedules import Plateau
 from kitforge.core.optim.table_protocols import RowTable
 from kitforge.core.parallel.layout import Layout
 from kitforge.core.parallel.offload import HostOptimizer
-from kitforge.core.parallel.parallelize import ParallelModel, state_layouts
+from kitforge.core.parallel.parallelize import ParallelModel
 from kitforge.core.parallel.world import World
 from kitforge.foundation import device as devices
 from kitforge.foundation import seed as seeds
@@ -61,17 +61,21 @@ class TrainingState:
     seconds: float = 0.0  # of training, over all sessions
     log_accumulator: dict[str, float] = field(default_factory=dict)  # sums and counts since the last log line
 
-    def model_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """This rank's shards of the parameters, and persistent buffers, by name."""
-        return self.parallel.tensors()
-
     def tables(self) -> dict[str, RowTable]:
         """The embedding tables, by name."""
         return tables_of(self.parallel.tables)
 
     def layouts(self) -> dict[str, Layout]:
-        """Layouts of the sharded tensors of model and optimizer."""
-        return state_layouts(self.parallel.layouts, dict(self.optimizer.tensors()))
+        """The layouts of parameters and, by their own names, of the optimizer states sharded like them."""
+        layouts = self.parallel.layouts
+        found = dict(layouts)
+        for name, state in self.optimizer.tensors():
+            owner = layouts.get(name.rpartition(".")[0])
+            if owner is not None and state.dim() == len(owner.shape):
+                found[name] = owner
+            elif owner is not None:
+                found[name] = Layout(shape=tuple(state.shape), stages=owner.stages)
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but tensors, ready for JSON."""
@@ -121,7 +125,7 @@ class TrainingState:
         has none of them."""
         if not self.world.is_training:
             return
-        weights, states = dict(self.model_tensors()), dict(self.optimizer.tensors())
+        weights, states = dict(self.parallel.tensors()), dict(self.optimizer.tensors())
         regions = self.parallel.regions(self.layouts())
         # What other ranks hold is read by them; what no rank holds is unexpected.
         elsewhere = set(self.parallel.union([*weights, *states])) - weights.keys() - states.keys()

@@ -174,13 +174,6 @@ class Case:
         else:
             self.start("base", {}).result(RUN_TIMEOUT)
 
-    def exact_base(self) -> Path:
-        """The undisturbed run in fp32, which is another one where the run is in half precision."""
-        folder = self.base if self.values["precision"] == "fp32" else self.folder / "fp32"
-        if not folder.exists():
-            self.start(folder.name, PRECISE).result(RUN_TIMEOUT)
-        return folder
-
     def network(self) -> tuple[nn.Module, bool]:
         """The trained network on this process, and whether it is in float64. One with tables of rows stays as it is."""
         try:

@@ -69,7 +69,11 @@ def on_layouts(
 ) -> Measured:
     """Losses and gradient norms under every layout against those of the undisturbed run, from which `prepare` may fill
     the folder that each is trained in."""
-    base, changes, figures, names = case.exact_base(), {**changes, **PRECISE}, list[float](), list[str]()
+    # The undisturbed run in fp32, which is another one where the run is in half precision.
+    base = case.base if case.values["precision"] == "fp32" else case.folder / "fp32"
+    if not base.exists():
+        case.start(base.name, PRECISE).result(RUN_TIMEOUT)
+    changes, figures, names = {**changes, **PRECISE}, list[float](), list[str]()
     for degrees in layouts(case):
         words = " x ".join(f"{axis.removeprefix('parallel.')}={degree}" for axis, degree in degrees.items())
         folder = f"{name}/{words.replace(' ', '')}"

@@ -52,19 +52,6 @@ def die_before_backward(number: int) -> None:
         setattr(torch.autograd, name, partial(counted, getattr(torch.autograd, name)))
 
 
-def kill_at_line(process: Process, metrics: Path, number: int, delay: float, timeout: float) -> bool:
-    """Kill a run `delay` seconds after it wrote `number` lines of metrics; whether it was alive then."""
-    fewest, until = _num_lines(metrics), time.monotonic() + timeout
-    while process.is_alive and time.monotonic() < until and _num_lines(metrics) < fewest + number:
-        # A run that goes on drops the lines after its checkpoint.
-        fewest = min(fewest, _num_lines(metrics))
-        time.sleep(LOOK)
-    time.sleep(delay)
-    was_alive = process.is_alive
-    process.kill()
-    return was_alive
-
-
 def kill_again_and_again(
     start: Callable[[Callable[[], None]], Process],
     folder: Path,
@@ -86,8 +73,16 @@ def kill_again_and_again(
         prepare = partial(die_at_operation, number, folder / "checkpoints", published=1)
         kills += not start(prepare).ended(timeout)
     for _ in range(instants):
-        process, line = start(lambda: None), draw.randint(1, 2)
-        kills += kill_at_line(process, folder / "metrics.jsonl", line, draw.uniform(0, 0.05), timeout)
+        process, line, delay = start(lambda: None), draw.randint(1, 2), draw.uniform(0, 0.05)
+        metrics = folder / "metrics.jsonl"
+        fewest, until = _num_lines(metrics), time.monotonic() + timeout
+        while process.is_alive and time.monotonic() < until and _num_lines(metrics) < fewest + line:
+            # A run that goes on drops the lines after its checkpoint.
+            fewest = min(fewest, _num_lines(metrics))
+            time.sleep(LOOK)
+        time.sleep(delay)
+        kills += process.is_alive
+        process.kill()
     start(lambda: None).result(timeout)
     return kills
 

@@ -146,12 +146,10 @@ def network(dropout: float = 0.0) -> nn.Module:
             each.mul_(SCALE if each.dim() > 1 else 1)
     if dropout:
         # The network's own needs the key of a step, which trainers of others do not know.
-        model.get_submodule("norm").register_forward_hook(_dropped)
+        model.get_submodule("norm").register_forward_hook(
+            lambda module, _, output: functional.dropout(output, DROPOUT, module.training)
+        )
     return model
-
-
-def _dropped(module: nn.Module, _: object, output: Tensor) -> Tensor:
-    return functional.dropout(output, DROPOUT, module.training)
 
 
 def known_loss(model: nn.Module, batches: Sequence[Batch]) -> Tensor:
@@ -204,14 +202,6 @@ def batches_of(batch: Batch, size: int) -> list[Batch]:
     return [{name: each[start : start + size].clone() for name, each in batch.items()} for start in starts]
 
 
-def document_rows() -> Batch:
-    """Documents of several lengths in rows of their own, filled up with tokens that nothing is to be learned from."""
-    alone, order = rows(len(LENGTHS)), torch.arange(LENGTH)
-    # No document is asked for its first token, which nothing of its own precedes.
-    silent = (order == 0) | (order >= torch.tensor(LENGTHS).unsqueeze(1))
-    return alone | {"labels": alone["input_ids"].masked_fill(silent, -100)}
-
-
 def check_own_gradient(own: OwnTrainer) -> Measured:
     """Steps against what is known of them, whatever the optimizer: which labels and rows have an effect and which have
     none, that rows given twice change nothing, and that it goes downhill; for SGD the gradient itself."""
@@ -224,7 +214,13 @@ def check_own_gradient(own: OwnTrainer) -> Measured:
         changed["labels"][row, position] = (changed["labels"][row, position] + 1) % NETWORK.vocab_size
         if not distance_of(own.train(f"label {row} {position}", [changed] * 3), whole) > LEAST * way:
             found.append(f"label {position} of row {row} has no effect")
-    figures = [distance_of(own.train("same", [same_in_effect(batch)] * 3), whole) / (way or math.inf)]
+    # Each row twice, once with another last token, and filled up: nothing that counts follows.
+    twice = {name: torch.cat([each, each]) for name, each in batch.items()}
+    twice["input_ids"][: len(batch["labels"]), -1] = 1
+    filled = twice["input_ids"][:, :3]
+    fill = {"input_ids": filled, "labels": torch.full_like(filled, -100), "position_ids": LENGTH + torch.arange(3)}
+    same = {name: torch.cat([each, fill[name].expand_as(filled)], dim=1) for name, each in twice.items()}
+    figures = [distance_of(own.train("same", [same] * 3), whole) / (way or math.inf)]
     first = own.train("first", [batch])
     start, end = known_weights([], 1.0, first), known_weights([batch], 1.0, first)
     if start is not None and end is not None:
@@ -236,15 +232,6 @@ def check_own_gradient(own: OwnTrainer) -> Measured:
             raise TypeError("train returned weights whose names are neither the network's nor Hugging Face's")
         figures.append(distance_of(reached, known) / (way or math.inf))
     return own.measured(math.inf if found else furthest(figures), WEIGHTS, "".join(f"; {each}" for each in found))
-
-
-def same_in_effect(batch: Batch) -> Batch:
-    """The batch with each row twice, once with another last token, and filled up: nothing that counts follows."""
-    twice = {name: torch.cat([each, each]) for name, each in batch.items()}
-    twice["input_ids"][: len(batch["labels"]), -1] = 1
-    filled = twice["input_ids"][:, :3]
-    fill = {"input_ids": filled, "labels": torch.full_like(filled, -100), "position_ids": LENGTH + torch.arange(3)}
-    return {name: torch.cat([each, fill[name].expand_as(filled)], dim=1) for name, each in twice.items()}
 
 
 def _faults_of_step(
@@ -293,7 +280,11 @@ def check_own_evaluation(own: OwnTrainer) -> Measured:
 
 def check_own_packing(own: OwnTrainer) -> Measured:
     """Documents in one row against each in a row of its own: the known loss, and the weights after training."""
-    alone, found = document_rows(), list[Measured]()
+    alone, order, found = rows(len(LENGTHS)), torch.arange(LENGTH), list[Measured]()
+    # Each row ends with tokens that nothing is to be learned from; and no document is asked for its first token, which
+    # nothing of its own precedes.
+    silent = (order == 0) | (order >= torch.tensor(LENGTHS).unsqueeze(1))
+    alone["labels"] = alone["input_ids"].masked_fill(silent, -100)
     packed = {
         name: torch.cat([row[:length] for row, length in zip(each, LENGTHS, strict=True)]).unsqueeze(0)
         for name, each in alone.items()

@@ -3,7 +3,6 @@
 import dataclasses
 import random
 import shutil
-from pathlib import Path
 
 from kitforge.core.checkpoint.load import open_checkpoint
 from kitforge.core.checkpoint.manifest import step_folder, steps
@@ -40,10 +39,7 @@ def check_resume(case: Case) -> Measured:
 def check_layouts(case: Case) -> Measured:
     """The first checkpoint of the undisturbed run, resumed on other ranks, against what that run did then."""
 
-    def prepare(base: Path, folder: Path) -> None:
-        copy_up_to(base, folder, CHECKPOINT_EVERY)
-
-    found = on_layouts(case, "resumed", RESUME, prepare)
+    found = on_layouts(case, "resumed", RESUME, lambda base, folder: copy_up_to(base, folder, CHECKPOINT_EVERY))
     return dataclasses.replace(found, unit=found.unit.replace("relative, ", "relative, 1 rank to "))
 
 

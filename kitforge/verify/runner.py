@@ -69,16 +69,13 @@ def _check(contract: Contract[SubjectT], subject: SubjectT, name: str, log: Path
 def summary(verdicts: Sequence[Verdict]) -> dict[str, Any]:
     """The verdicts as one JSON object: counts by status, and each by itself. What is infinite or NaN is null."""
     counts = {status: sum(each.status == status for each in verdicts) for status in ("held", "broken", "not offered")}
-    return {**counts, "contracts": [_plain(each) for each in verdicts]}
+    contracts = [dataclasses.asdict(each) | {"seconds": round(each.seconds, 1)} for each in verdicts]
+    for each in contracts:
+        if each["figure"] is not None and not math.isfinite(each["figure"]):
+            each["figure"] = None
+    return {**counts, "contracts": contracts}
 
 
 def write_verdicts(folder: Path, verdicts: Sequence[Verdict]) -> None:
     """Keep the summary beside a run, whose report then shows it."""
     write_text(folder / "verify.json", json.dumps(summary(verdicts), indent=1))
-
-
-def _plain(verdict: Verdict) -> dict[str, Any]:
-    values = dataclasses.asdict(verdict)
-    values["seconds"] = round(verdict.seconds, 1)
-    finite = verdict.figure is None or math.isfinite(verdict.figure)
-    return values if finite else values | {"figure": None}

@@ -99,7 +99,7 @@ def resumed(rank: int, folder: Path, choices: Mapping[str, Any]) -> tuple[list[d
     checkpoint = open_checkpoint(Path(choices["output_dir"]) / "checkpoints" / f"step_{HALF}")
     state = assembly.loop.state
     assembly.loop.resume(checkpoint)
-    pieces = {**dict(state.model_tensors()), **dict(state.optimizer.tensors())}
+    pieces = {**dict(state.parallel.tensors()), **dict(state.optimizer.tensors())}
     regions = state.parallel.regions(state.layouts())
     wanted = {name: checkpoint.tensor(name) for name in pieces}
     wrong = [

@@ -152,7 +152,7 @@ def trained(rank: int, folder: Path) -> tuple[list[str], dict[str, Tensor]]:
     saving = CheckpointCallback(folder, save_total_limit=5, world=world)
     loop = Loop(Own(), options, world, folder=folder.parent, callbacks=[hurt, saving])
     loop.train()
-    return hurt.notes, {name: each.detach().clone() for name, each in loop.state.model_tensors()}
+    return hurt.notes, {name: each.detach().clone() for name, each in loop.state.parallel.tensors()}
 
 
 def test_a_changed_bit_is_told_at_the_next_checkpoint_and_taken_back(tmp_path: Path) -> None:

@@ -18,11 +18,10 @@ from kitforge.core.parallel.config import ParallelConfig
 from kitforge.core.parallel.world import World
 from kitforge.embedding_cache.options import AdmissionOptions
 from kitforge.embedding_cache.serving.table import ServedTable
+from kitforge.embedding_cache.sharding.by_owner import RowWise, TableWise
 from kitforge.embedding_cache.sharding.column_wise import ColumnWise
 from kitforge.embedding_cache.sharding.replicated import Replicated
-from kitforge.embedding_cache.sharding.row_wise import RowWise
 from kitforge.embedding_cache.sharding.strategy import TableSharding
-from kitforge.embedding_cache.sharding.table_wise import TableWise
 from kitforge.embedding_cache.table import CachedEmbedding
 from kitforge.foundation.errors import CheckpointError
 from tests.core.checkpoint import rows, sharded

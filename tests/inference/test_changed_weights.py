@@ -137,7 +137,7 @@ def test_weights_are_read_anew_once_for_texts_submitted_together(monkeypatch: py
 
 
 def _kept_of(engine: Engine) -> Tensor:
-    blocks = engine._runner._fused_decode._blocks
+    blocks = engine._runner._fused_decode.kernel
     step = getattr(blocks, "_function", blocks)
     assert isinstance(step, NumbaDecodeStep)
     return step.panels()

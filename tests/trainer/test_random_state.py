@@ -67,7 +67,7 @@ def save(folder: Path, replicas: Sequence[int]) -> list[list[float]]:
     writer = CheckpointWriter(folder)
     writer.save(
         1,
-        model=written.model_tensors(),
+        model=written.parallel.tensors(),
         optimizer=written.optimizer.tensors(),
         state={"training": written.state_dict()},
     )

@@ -16,14 +16,15 @@ from kitforge.core.checkpoint.cleanup import restore_folders
 from kitforge.core.checkpoint.manifest import (
     MANIFEST,
     PARTS,
+    STATE,
     STATE_TENSORS,
     FileEntry,
     Manifest,
     Part,
     Slice,
     TensorEntry,
+    read_json,
     read_manifest,
-    read_state,
     step_folder,
     steps,
 )
@@ -299,26 +300,23 @@ def _open(folder: Path, parts: Sequence[Part] | None, world: World, verified: Co
         step = Increment(folder=folder, manifest=read_manifest(folder))
         links = increment_chain(step)
         if parts is not None:
-            _verify(folder, step.manifest, _files_to_verify(_files_of(step.manifest, parts), world))
+            used = {part: {file for entry in step.manifest.entries(part) for file in entry.files} for part in PARTS}
+            # Files that hold only tensors of other parts.
+            unread = set().union(*used.values()) - set().union(*(used[part] for part in parts))
+            files = [file for file in step.manifest.files if file.name not in unread]
+            _verify(folder, step.manifest, _files_to_verify(files, world))
             # Of the steps that it builds on, only rows are read.
             for link in (each for each in links[1:] if each.folder not in verified):
-                names = link.table_files()
+                tables = link.manifest.tables
+                names = {rows.file for table in tables for rows in table.rows} | {table.state for table in tables}
                 files = [file for file in link.manifest.files if file.name in names]
                 _verify(link.folder, link.manifest, _files_to_verify(files, world))
-        state = read_state(folder)
+        state = read_json(folder / STATE)
         if any(file.name == STATE_TENSORS for file in step.manifest.files):
             state = attach_tensors(state, TensorFile(folder / STATE_TENSORS, CheckpointError))
         return Checkpoint(folder, step.manifest, state, links)
     except OSError as cause:
         raise CheckpointError(f"{folder} cannot be read", got=cause) from cause
-
-
-def _files_of(manifest: Manifest, parts: Sequence[Part]) -> list[FileEntry]:
-    """Files without those that hold only tensors of other parts."""
-    used = {part: {file for entry in manifest.entries(part) for file in entry.files} for part in PARTS}
-    wanted = set().union(*(used[part] for part in parts))
-    unwanted = set().union(*used.values()) - wanted
-    return [file for file in manifest.files if file.name not in unwanted]
 
 
 def _files_to_verify(files: Sequence[FileEntry], world: World) -> Sequence[FileEntry]:

@@ -185,7 +185,11 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     layouts: dict[tuple[Any, Any], int] = {}
     values = _flat(manifest)
     for part in PARTS:
-        values[part] = [_plain_entry(entry, layouts) for entry in manifest.entries(part)]
+        values[part] = []
+        for entry in manifest.entries(part):
+            layout = layouts.setdefault((entry.starts, entry.files), len(layouts))
+            plain_entry = {"name": entry.name, "dtype": entry.dtype, "shape": entry.shape, "layout": layout}
+            values[part].append(plain_entry if entry.alias_of is None else {**plain_entry, "alias_of": entry.alias_of})
     # An unknown dtype is written as it is, and readers refuse it.
     values["layouts"] = [
         {"starts": starts, "files": [indices.get(file, file) for file in files]} for starts, files in layouts
@@ -203,7 +207,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 def read_manifest(folder: Path) -> Manifest:
     """Read manifest.json strictly. Raises CheckpointError when it is absent, damaged or of another version."""
     path = folder / MANIFEST
-    values = _read_json(path)
+    values = read_json(path)
     version = values.get("format_version")
     if version != FORMAT_VERSION:
         raise CheckpointError(
@@ -227,17 +231,8 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def encode_state(state: Mapping[str, Any]) -> bytes:
-    """The bytes of state.json. Raises CheckpointError for what JSON would give back as something else."""
-    return json.dumps(plain(state, "state"), indent=1).encode()
-
-
-def read_state(folder: Path) -> dict[str, Any]:
-    """The saved state, tuples as lists. Raises CheckpointError if it is missing or damaged."""
-    return _read_json(folder / STATE)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """An object of a checkpoint, tuples as lists. Raises CheckpointError if it is missing or damaged."""
     if not path.parent.is_dir():
         raise CheckpointError(f"there is no checkpoint folder {path.parent}")
     try:
@@ -269,13 +264,6 @@ def _check_names(path: Path, manifest: Manifest) -> None:
         # The name of ".." is itself.
         if name not in listed or Path(name).name != name or name == "..":
             raise CheckpointError(f"{path} names a file that is not its own", got=name, expected=sorted(listed))
-
-
-def _plain_entry(entry: TensorEntry, layouts: dict[tuple[Any, Any], int]) -> dict[str, Any]:
-    """The entry as JSON values, with the index of its layout."""
-    layout = layouts.setdefault((entry.starts, entry.files), len(layouts))
-    values = {"name": entry.name, "dtype": entry.dtype, "shape": entry.shape, "layout": layout}
-    return values if entry.alias_of is None else {**values, "alias_of": entry.alias_of}
 
 
 def _read_layout(values: Any, names: Sequence[str]) -> tuple[Any, Any]:

@@ -61,7 +61,9 @@ def write_files(draft: Path, snapshot: Snapshot, shard_bytes: int, rank: int | N
     # While one waits for the disk to finish, the next one is under way.
     with ThreadPoolExecutor(MAX_CONCURRENT_WRITES) as threads:
         shares = threads.map(lambda shard: safetensors_file.write_shard(shard[0], shard[1], snapshot.step), shards)
-        signature = _signature(snapshot)
+        wholes = [(name, layout, str(dtype)) for name, (layout, dtype) in snapshot.wholes.items()]
+        signed = repr((snapshot.step, wholes, snapshot.names, snapshot.aliases))
+        signature = hashlib.sha256(signed.encode()).hexdigest()
         return Written(files=(*state, *shares), slices=tuple(slices), signature=signature)
 
 
@@ -129,10 +131,3 @@ def _entry_of(draft: Path, name: str, snapshot: Snapshot, stored: dict[str, list
         raise CheckpointError(f"no rank has written tensor {name!r} of {draft}")
     found = entry_of(draft, slices)
     return found if owner is None else replace(found, name=name, alias_of=owner)
-
-
-def _signature(snapshot: Snapshot) -> str:
-    """A checksum of the values that must be equal on all ranks."""
-    wholes = [(name, layout, str(dtype)) for name, (layout, dtype) in snapshot.wholes.items()]
-    text = repr((snapshot.step, wholes, snapshot.names, snapshot.aliases))
-    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,5 +1,6 @@
 """A snapshot of all tensors in CPU memory. Training waits for the copy, so it runs at memory bandwidth."""
 
+import json
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from kitforge.core.checkpoint import safetensors_file
 from kitforge.core.checkpoint.all_or_none import AllGather, collective_try
-from kitforge.core.checkpoint.manifest import Part, encode_state
+from kitforge.core.checkpoint.manifest import Part, plain
 from kitforge.core.checkpoint.shard_ownership import assign_shards
 from kitforge.core.checkpoint.state_tensors import detach_tensors
 from kitforge.core.parallel.grid import Grid
@@ -115,32 +116,34 @@ class Snapshot:
     ) -> _Tensors:
         """Sort this rank's tensors into `sources`, and check that they are what their layouts say."""
         # The state of a run is the first rank's.
-        self.state_tensors = {}
-        self.state = encode_state(detach_tensors(state, self.state_tensors)) if self._rank == 0 else b""
+        self.state, self.state_tensors = b"", {}
+        if self._rank == 0:
+            self.state = json.dumps(plain(detach_tensors(state, self.state_tensors), "state"), indent=1).encode()
         aliases: dict[str, str] = {}
         # Tied tensors are tied within the model; the optimizer has no reason to share memory with it.
         names: dict[Part, list[str]] = {
             "model": _collect(model, sources, aliases),
             "optimizer": _collect(optimizer, sources, aliases),
         }
-        layouts = _with_tied(layouts, aliases)
-        wholes = {}
+        # Tied tensors have the layout of either name.
+        known, wholes = dict(layouts), {}
+        for alias, owner in aliases.items():
+            if alias in layouts and known.setdefault(owner, layouts[alias]) != layouts[alias]:
+                raise CheckpointError(f"the tied tensors {owner!r} and {alias!r} are given different layouts")
         for name, source in sources.items():
-            layout = layouts.get(name) or Layout(shape=tuple(source.shape))
+            layout = known.get(name) or Layout(shape=tuple(source.shape))
             if self._grid is not None:
-                self._check_shape(name, source, self._grid.region(layout, self._rank))
+                region = self._grid.region(layout, self._rank)
+                if region is None or region.shape != tuple(source.shape):
+                    raise CheckpointError(
+                        f"tensor {name!r} is not of the shape that its layout gives to rank {self._rank}",
+                        got=list(source.shape),
+                        expected=None if region is None else list(region.shape),
+                    )
             elif layout.splits:
                 raise CheckpointError(f"tensor {name!r} is split, but one rank saves alone", got=layout)
             wholes[name] = (layout, source.dtype)
         return _Tensors(names=names, aliases=aliases, wholes=wholes)
-
-    def _check_shape(self, name: str, source: Tensor, region: Region | None) -> None:
-        if region is None or region.shape != tuple(source.shape):
-            raise CheckpointError(
-                f"tensor {name!r} is not of the shape that its layout gives to rank {self._rank}",
-                got=list(source.shape),
-                expected=None if region is None else list(region.shape),
-            )
 
 
 def _union(ranks: Sequence[_Tensors]) -> _Tensors:
@@ -158,17 +161,6 @@ def _union(ranks: Sequence[_Tensors]) -> _Tensors:
                 )
         union.aliases.update(each.aliases)
     return union
-
-
-def _with_tied(layouts: Mapping[str, Layout], aliases: Mapping[str, str]) -> Mapping[str, Layout]:
-    """The layouts, where tied tensors have that of either name."""
-    if not aliases:
-        return layouts
-    known = dict(layouts)
-    for alias, owner in aliases.items():
-        if alias in layouts and known.setdefault(owner, layouts[alias]) != layouts[alias]:
-            raise CheckpointError(f"the tied tensors {owner!r} and {alias!r} are given different layouts")
-    return known
 
 
 def _collect(tensors: Iterable[tuple[str, Tensor]], sources: dict[str, Tensor], aliases: dict[str, str]) -> list[str]:
@@ -210,7 +202,9 @@ def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
     for target, source in pairs:
         is_plain = source.device.type == "cpu" and source.is_contiguous() and not source.is_complex()
         if is_plain and source.nbytes > SMALL_BYTES:
-            chunks.extend(_copy_chunks(target, source))
+            to, of = (tensor.view(-1).view(torch.uint8).numpy() for tensor in (target, source))
+            parts = [slice(start, start + CHUNK_BYTES) for start in range(0, len(of), CHUNK_BYTES)]
+            chunks += [(to[each], of[each]) for each in parts]
         else:
             target.copy_(source, non_blocking=True)
     # All threads draw from one iterator, so that one which the system holds up leaves its share to the others.
@@ -221,12 +215,6 @@ def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         _run_copies(remaining)
         for other in others:
             other.result()
-
-
-def _copy_chunks(target: Tensor, source: Tensor) -> Iterator[CopyChunk]:
-    to, of = (tensor.view(-1).view(torch.uint8).numpy() for tensor in (target, source))
-    for start in range(0, len(of), CHUNK_BYTES):
-        yield to[start : start + CHUNK_BYTES], of[start : start + CHUNK_BYTES]
 
 
 def _run_copies(chunks: Iterator[CopyChunk]) -> None:

@@ -25,11 +25,6 @@ class Increment:
     folder: Path
     manifest: Manifest
 
-    def table_files(self) -> set[str]:
-        """The names of the files that hold tables."""
-        found = {rows.file for table in self.manifest.tables for rows in table.rows}
-        return found | {table.state for table in self.manifest.tables if table.state}
-
 
 def increment_chain(step: Increment) -> list[Increment]:
     """The step and its parents, newest first.
@@ -185,23 +180,19 @@ def load_tables(tables: Mapping[str, RowTable], links: Sequence[Increment]) -> N
         )
     sources = {name: StoredTable(name, links, table.shard) for name, table in tables.items()}
     for name, table in tables.items():
-        check_schema(f"table {name!r} in {links[0].folder}", sources[name].schema, table.schema)
+        what, known = f"table {name!r} in {links[0].folder}", sources[name].schema
+        # As JSON gives them back.
+        now = plain(table.schema, what)
+        different = [key for key in sorted({*known, *now}) if known.get(key) != now.get(key)]
+        if different:
+            raise CheckpointError(
+                f"{what} is another table than the model's",
+                got="; ".join(f"{key}: {known.get(key)}" for key in different),
+                expected="; ".join(f"{key}: {now.get(key)}" for key in different),
+                fix="open a checkpoint of this very model, or put the table's options back",
+            )
     for name, table in tables.items():
         table.load_rows(sources[name])
-
-
-def check_schema(what: str, stored: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    """Raise CheckpointError that names the values in which the schema that was stored differs from that of a table."""
-    # As JSON gives them back.
-    now = plain(expected, what)
-    different = [key for key in sorted({*stored, *now}) if stored.get(key) != now.get(key)]
-    if different:
-        raise CheckpointError(
-            f"{what} is another table than the model's",
-            got="; ".join(f"{key}: {stored.get(key)}" for key in different),
-            expected="; ".join(f"{key}: {now.get(key)}" for key in different),
-            fix="open a checkpoint of this very model, or put the table's options back",
-        )
 
 
 def _entry(name: str, link: Increment) -> TableEntry:

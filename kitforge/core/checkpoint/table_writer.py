@@ -55,13 +55,20 @@ class TableWriter:
                 RowsEntry(file=file.name, part=part, num_rows=num_rows, shard=source.shard) for file, num_rows in files
             ]
             self.files += [file for file, _ in files]
+        state = ""
+        if source.state:
+            # What belongs to no row; of many ranks, which have it alike, the first writes it.
+            state = f"table-{_quoted(name)}-state.safetensors"
+            if not self._rank:
+                tensors = [(key, tensor.detach().cpu()) for key, tensor in source.state.items()]
+                self.files.append(safetensors_file.write_shard(self._folder / state, tensors, self._step))
         self.tables.append(
             TableEntry(
                 name=name,
                 schema=plain(source.schema, f"the schema of table {name!r}"),
                 version=source.version,
                 since=source.since,
-                state=self._write_state(name, source.state),
+                state=state,
                 rows=tuple(rows),
             )
         )
@@ -79,16 +86,6 @@ class TableWriter:
                 before = (written, len(ids))
             if before is not None:
                 yield before[0].result(), before[1]
-
-    def _write_state(self, name: str, state: Mapping[str, Tensor]) -> str:
-        """Write what belongs to no row; of many ranks, which have it alike, the first does."""
-        if not state:
-            return ""
-        path = self._folder / f"table-{_quoted(name)}-state.safetensors"
-        if not self._rank:
-            tensors = [(key, tensor.detach().cpu()) for key, tensor in state.items()]
-            self.files.append(safetensors_file.write_shard(path, tensors, self._step))
-        return path.name
 
 
 def merge_entries(shares: Sequence[Sequence[TableEntry]]) -> tuple[TableEntry, ...]:

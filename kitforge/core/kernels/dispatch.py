@@ -436,7 +436,10 @@ class _WithFallback:
             return self._otherwise(*inputs, **options)
         # Kernels in Triton are operators that see this themselves.
         if torch.compiler.is_compiling() or (self._name != "triton" and is_traced(inputs)):
-            return self._traceable()(*inputs, **options)
+            # A custom op, or else `otherwise`.
+            is_opaque = self._name == "numba" or self._function is None
+            traced = CUSTOM_OPS.get(self._operation, self._otherwise) if is_opaque else self._function
+            return traced(*inputs, **options)  # type: ignore[misc]
         if self._function is None:
             self.load()
         try:
@@ -459,13 +462,6 @@ class _WithFallback:
         except Exception as error:  # noqa: BLE001 (whatever the import of a package raises)
             _log_failure(self._operation, self._name, error)
             self._function = self._reference
-
-    def _traceable(self) -> Callable[..., Any]:
-        """What torch.compile and FakeTensor see: a custom op, or else `otherwise`."""
-        if self._name == "numba" or self._function is None:
-            traced: Callable[..., Any] = CUSTOM_OPS.get(self._operation, self._otherwise)
-            return traced
-        return self._function
 
     def __getstate__(self) -> dict[str, Any]:
         """A pickled or copied model loads its compiled loops again."""

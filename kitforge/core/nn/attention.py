@@ -78,18 +78,17 @@ class Attention(nn.Module):
         slopes = positions.slopes
         if slopes is not None:
             slopes = slopes[self.first_head : self.first_head + query.shape[1]]
-        mixed = context.attend(query, key, value, self._spec(context.dropout, slopes, positions.bias))
+        spec = self.spec
+        if self.config.dropout > 0.0 and context.dropout is not None:
+            kernel = dropping_kernel(self.config.dropout, self._noise, context.dropout)
+            # Only a cache reads the layer, never with dropout; reading it here would cost torch.compile a graph per
+            # layer.
+            spec = replace(spec, layer=-1, kernel=kernel, slopes=slopes, bias=positions.bias)
+        elif slopes is not None or positions.bias is not None:
+            spec = replace(spec, slopes=slopes, bias=positions.bias)
+        mixed = context.attend(query, key, value, spec)
         output: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         return output
-
-    def _spec(self, dropout_key: DropoutKey | None, slopes: Tensor | None, bias: Tensor | None) -> AttentionSpec:
-        """The layer's spec with slopes or a bias; under dropout one whose kernel drops attention weights."""
-        if self.config.dropout == 0.0 or dropout_key is None:
-            is_plain = slopes is None and bias is None
-            return self.spec if is_plain else replace(self.spec, slopes=slopes, bias=bias)
-        kernel = dropping_kernel(self.config.dropout, self._noise, dropout_key)
-        # Only a cache reads the layer, never with dropout; reading it here would cost torch.compile a graph per layer.
-        return replace(self.spec, layer=-1, kernel=kernel, slopes=slopes, bias=bias)
 
 
 def projections(config: AttentionConfig, kernels: Kernels) -> tuple[Linear, Linear, Linear, Linear]:

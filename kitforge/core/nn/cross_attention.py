@@ -38,15 +38,12 @@ class CrossAttention(nn.Module):
         kernel, dropout_key = self._kernel, context.dropout
         if dropout_key is not None and self.config.dropout > 0.0:
             kernel = dropping_kernel(self.config.dropout, self._noise, dropout_key)
-        mask = _mask(source.documents, context.documents)
+        mask, documents = None, source.documents
+        if documents is not None:
+            # [B, T or 1, S]: a token attends to the source of its own document; padding without one to anything.
+            own = torch.zeros_like(documents[:, :1]) if context.documents is None else context.documents
+            seen = documents.unsqueeze(1) == own.unsqueeze(2)
+            mask = (seen | ~seen.any(dim=-1, keepdim=True)).unsqueeze(1)
         mixed = kernel(query, *kept, mask=mask, causal=False, scale=self.scale)
         output: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         return output
-
-
-def _mask(source: Tensor | None, target: Tensor | None) -> Tensor | None:
-    """[B, 1, T or 1, S]: a token attends to the source of its own document; padding without one attends to anything."""
-    if source is None:
-        return None
-    seen = source.unsqueeze(1) == (torch.zeros_like(source[:, :1]) if target is None else target).unsqueeze(2)
-    return (seen | ~seen.any(dim=-1, keepdim=True)).unsqueeze(1)

@@ -71,17 +71,12 @@ class FusedDecodeStep:
         self._num_hooks, self._has_hooks = -1, False
         self._marks: tuple[list[int], list[int]] = [], []
         self._dtype: torch.dtype | None = None
-        self._blocks: DecodeStepKernel | None = None
+        self.kernel: DecodeStepKernel | None = None  # of the last step, with what it reads beside the weights
         self._rereads = False
 
     def reread(self) -> None:
         """At the next step, read weights anew: they may have changed in place, with or without a trace."""
         self._rereads = True
-
-    @property
-    def kernel(self) -> DecodeStepKernel | None:
-        """That of the last step, with what it reads beside the weights."""
-        return self._blocks
 
     def __call__(self, tokens: Tensor, context: Context, locations: Locations) -> tuple[Tensor, Tensor] | None:
         """Normalized output [tokens, dim] and logits [rows, vocab] of tokens [1, tokens] at these locations. None where
@@ -93,14 +88,14 @@ class FusedDecodeStep:
         marks, kind = self._weight_marks(), tokens.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         if marks != self._marks or dtype is not self._dtype:
-            self._blocks = None  # its memory is free before the next one takes as much
-            self._marks, self._dtype, self._blocks = marks, dtype, self._new_blocks(dtype)
-        if self._blocks is None:
+            self.kernel = None  # its memory is free before the next one takes as much
+            self._marks, self._dtype, self.kernel = marks, dtype, self._new_blocks(dtype)
+        if self.kernel is None:
             return None
         model = cast(Decoder, self._model)
         with single_thread():
             stream, angles = model.embed(tokens, context), self._angles(tokens, context)
-        result = self._blocks(stream[0], angles, locations, rereads=self._rereads)
+        result = self.kernel(stream[0], angles, locations, rereads=self._rereads)
         self._rereads = False
         return result
 

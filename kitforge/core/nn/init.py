@@ -54,16 +54,11 @@ def init_weights(
         deviation = INIT_STD / (2 * num_layers) ** 0.5 if residual else INIT_STD
         deviation = next((own for end, own in (deviations or {}).items() if name.endswith(end)), deviation)
         region = Region.full(parameter.shape) if regions is None else regions[name]
-        parameter.copy_(normal_region(seed, name, region) * deviation)
-
-
-def normal_region(seed: int, name: str, region: Region) -> Tensor:
-    """The region of the standard normal fp32 matrix called `name`."""
-    start, rows = region.offset[0], region.shape[0]
-    region_values = normal_rows(seed, name, torch.Size(region.global_shape), start, start + rows)
-    for dim in range(1, region_values.dim()):
-        region_values = region_values.narrow(dim, region.offset[dim], region.shape[dim])
-    return region_values
+        start, rows = region.offset[0], region.shape[0]
+        values = normal_rows(seed, name, torch.Size(region.global_shape), start, start + rows)
+        for dim in range(1, values.dim()):
+            values = values.narrow(dim, region.offset[dim], region.shape[dim])
+        parameter.copy_(values * deviation)
 
 
 def normal_rows(seed: int, name: str, shape: torch.Size, start: int, stop: int) -> Tensor:

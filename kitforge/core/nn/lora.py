@@ -69,19 +69,13 @@ class LowRank(nn.Module):
         return functional.linear(functional.linear(input, self.down), self.up) * self.scale
 
     def rescaled(self, input: Tensor, output: Tensor, weight: Tensor) -> Tensor:
-        """DoRA's output [..., out], from that of `weight` alone."""
-        updated: Tensor = output + self(input).to(output.dtype)
-        return updated * self._rescaling(weight).to(output.dtype)
+        """DoRA's output [..., out], from that of `weight` alone: times magnitude over the norm of each row [out].
 
-    def merged(self, weight: Tensor) -> Tensor:
-        """The adapted matrix [out, in], in the dtype of the factors."""
-        factors = (self.down, self.up) if self.magnitude is None else (self.down, self.up, self.magnitude)
-        return merge_factors(weight, factors, self.scale)
-
-    def _rescaling(self, weight: Tensor) -> Tensor:
-        """Magnitude over the norm of each row [out]. The norm of `weight + scale * up @ down` is expanded, so that no
-        matrix of that size is made: |w|^2 + 2 s (w down^T) up + s^2 up (down down^T) up."""
+        The norm of `weight + scale * up @ down` is expanded, so that no matrix of that size is made: |w|^2 +
+        2 s (w down^T) up + s^2 up (down down^T) up.
+        """
         assert self.magnitude is not None
+        updated: Tensor = output + self(input).to(output.dtype)
         with torch.no_grad(), torch.autocast(weight.device.type, enabled=False):
             if self._row_norms is None:
                 self._row_norms = row_norms(weight).square()
@@ -89,8 +83,12 @@ class LowRank(nn.Module):
             cross = (functional.linear(weight.to(down.dtype), down) * up).sum(1)
             own = ((up @ (down @ down.T)) * up).sum(1)
             norms = (self._row_norms + 2 * cross + own).clamp(min=torch.finfo(down.dtype).tiny).sqrt()
-        rescaling: Tensor = self.magnitude / norms
-        return rescaling
+        return updated * (self.magnitude / norms).to(output.dtype)
+
+    def merged(self, weight: Tensor) -> Tensor:
+        """The adapted matrix [out, in], in the dtype of the factors."""
+        factors = (self.down, self.up) if self.magnitude is None else (self.down, self.up, self.magnitude)
+        return merge_factors(weight, factors, self.scale)
 
 
 def merge_factors(weight: Tensor, factors: Sequence[Tensor], scale: float) -> Tensor:

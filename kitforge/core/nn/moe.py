@@ -107,23 +107,18 @@ class Router(nn.Module):
             logits = functional.linear(input.to(exact), self.weight.to(exact))
             raw = logits.softmax(-1) if config.scoring == "softmax" else logits.sigmoid()
             ranked = raw.detach() if self.bias is None else raw.detach() + self.bias.to(exact)
-            choices = _by_score(self._in_top_groups(ranked))[..., : config.top_k]
+            if config.top_groups != config.num_groups:
+                groups = ranked.view(*ranked.shape[:-1], config.num_groups, ranked.shape[-1] // config.num_groups)
+                strength = groups.topk(min(2, groups.shape[-1]), dim=-1).values.sum(-1)
+                chosen = _by_score(strength)[..., : config.top_groups]
+                is_open = torch.zeros_like(strength, dtype=torch.bool).scatter_(-1, chosen, True)
+                ranked = groups.masked_fill(~is_open.unsqueeze(-1), -math.inf).view_as(ranked)
+            choices = _by_score(ranked)[..., : config.top_k]
             weights = raw.gather(-1, choices)
             if config.normalize:
                 weights = weights / (weights.sum(-1, keepdim=True) + _EPS)
             scores = raw if config.scoring == "softmax" else raw / (raw.sum(-1, keepdim=True) + _EPS)
         return Routing(scores, choices, weights * config.scale)
-
-    def _in_top_groups(self, ranked: Tensor) -> Tensor:
-        """The scores [..., E], minus infinity outside of the groups that a token may choose from."""
-        config = self._config
-        if config.top_groups == config.num_groups:
-            return ranked
-        groups = ranked.view(*ranked.shape[:-1], config.num_groups, ranked.shape[-1] // config.num_groups)
-        strength = groups.topk(min(2, groups.shape[-1]), dim=-1).values.sum(-1)
-        chosen = _by_score(strength)[..., : config.top_groups]
-        is_open = torch.zeros_like(strength, dtype=torch.bool).scatter_(-1, chosen, True)
-        return groups.masked_fill(~is_open.unsqueeze(-1), -math.inf).view_as(ranked)
 
 
 def _by_score(scores: Tensor) -> Tensor:
@@ -149,7 +144,12 @@ class Experts(nn.Module):
     def forward(self, input: Tensor, choices: Tensor, weights: Tensor) -> Tensor:
         """The weighted sum [B, T, dim] over the choices [B, T, k] of tokens [B, T, dim]. The choice E is none."""
         if is_exporting():
-            return self._by_all(input, choices, weights)
+            # All experts for every token: the sizes in an exported program do not depend on the choices.
+            is_chosen = choices.unsqueeze(-1) == torch.arange(self._num_experts, device=choices.device)
+            shares = (is_chosen * weights.unsqueeze(-1)).sum(-2).flatten(0, -2)
+            gate, up = (input.flatten(0, -2) @ each.mT for each in (self.gate, self.up))  # [E, B * T, hidden_dim]
+            rows = self.kernels.swiglu(gate, up) @ self.down.mT
+            return (rows * shares.t().unsqueeze(-1).to(rows.dtype)).sum(0).view_as(input)
         permutation = permutation_of(choices.flatten(0, -2), self._num_experts)
         rows = self.kernels.moe_permute(input.to(compute_dtype(input)).flatten(0, -2), permutation)
         rows = self.products(rows, permutation.ends)
@@ -157,14 +157,6 @@ class Experts(nn.Module):
         # No view, of which `fully_shard` would warn.
         whole: Tensor = torch.ops.aten._unsafe_view(output, input.shape)
         return whole
-
-    def _by_all(self, input: Tensor, choices: Tensor, weights: Tensor) -> Tensor:
-        """The same with all experts for every token: the sizes in an exported program do not depend on the choices."""
-        is_chosen = choices.unsqueeze(-1) == torch.arange(self._num_experts, device=choices.device)
-        shares = (is_chosen * weights.unsqueeze(-1)).sum(-2).flatten(0, -2)
-        gate, up = (input.flatten(0, -2) @ each.mT for each in (self.gate, self.up))  # [E, B * T, hidden_dim]
-        rows = self.kernels.swiglu(gate, up) @ self.down.mT
-        return (rows * shares.t().unsqueeze(-1).to(rows.dtype)).sum(0).view_as(input)
 
     def products(self, rows: Tensor, ends: Tensor) -> Tensor:
         """What the experts make of rows [R, dim], of which those of each end before `ends` [E]; zero past the last."""

@@ -68,12 +68,9 @@ class RelativeBias(nn.Module):
         self.is_causal = is_causal
 
     def forward(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """The bias [heads, Q, K] for positions of queries [Q] and of keys [K]."""
-        return self.weight[self._buckets(keys - queries.unsqueeze(1))].permute(2, 0, 1)
-
-    def _buckets(self, distances: Tensor) -> Tensor:
-        """The bucket of each distance [Q, K]; later keys have buckets of their own unless the attention is causal."""
-        count, largest = self.config.num_buckets, self.config.max_distance
+        """The bias [heads, Q, K] for positions of queries [Q] and of keys [K], by the bucket of their distance. Later
+        keys have buckets of their own unless the attention is causal."""
+        count, largest, distances = self.config.num_buckets, self.config.max_distance, keys - queries.unsqueeze(1)
         offset = torch.zeros_like(distances)
         if self.is_causal:
             distances = -distances.clamp(max=0)
@@ -84,4 +81,5 @@ class RelativeBias(nn.Module):
         # In fp32, in which the published models were trained.
         octaves = torch.log(distances.clamp(min=1).float() / exact) / math.log(largest / exact)
         coarse = (exact + (octaves * (count - exact)).long()).clamp(max=count - 1)
-        return offset + torch.where(distances < exact, distances, coarse)
+        buckets = offset + torch.where(distances < exact, distances, coarse)
+        return self.weight[buckets].permute(2, 0, 1)

@@ -49,7 +49,11 @@ def prefix_tree(tokens: Tensor, lengths: Sequence[int]) -> PrefixTree:
     # In this order a row shares most with the one before it. The bytes of big-endian numbers are in their order.
     before, count = -1, 0
     for row in sorted(range(len(rows)), key=lambda each: rows[each].astype(">i8").tobytes()):
-        common = 0 if before < 0 else _common_length(rows[before], rows[row])
+        common = 0
+        if before >= 0:
+            shorter = min(len(rows[before]), len(rows[row]))
+            differs = rows[before][:shorter] != rows[row][:shorter]
+            common = int(differs.argmax()) if differs.any() else shorter
         fresh = len(rows[row]) - common
         nodes[row, :common] = nodes[before, :common]
         nodes[row, common : common + fresh] = np.arange(count, count + fresh)
@@ -62,12 +66,6 @@ def prefix_tree(tokens: Tensor, lengths: Sequence[int]) -> PrefixTree:
         nodes=torch.from_numpy(nodes),
         origins=flat,
     )
-
-
-def _common_length(one: np.ndarray, other: np.ndarray) -> int:
-    shorter = min(len(one), len(other))
-    differs = one[:shorter] != other[:shorter]
-    return int(differs.argmax()) if differs.any() else shorter
 
 
 def shares_prefixes(network: object) -> bool:
@@ -108,13 +106,9 @@ class SharedPrefixAttend(RowAttend):
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         if spec.bias is not None:
             raise ModelError("rows with common prefixes have no learned bias", got="a bias", expected="none")
-        tree = self.tree
-        queries, keys, values = (_selected(each[0], tree.nodes) for each in (query, key, value))
+        tree, nodes = self.tree, self.tree.nodes
+        # [1, heads, N, head_dim] -> [B, heads, T, head_dim].
+        rows = (each[0].transpose(0, 1).index_select(0, nodes.flatten()) for each in (query, key, value))
+        queries, keys, values = (each.view(*nodes.shape, *each.shape[1:]).transpose(1, 2) for each in rows)
         mixed = self._inner(queries, keys, values, spec).transpose(1, 2).flatten(0, 1)
         return mixed.index_select(0, tree.origins).transpose(0, 1).unsqueeze(0)
-
-
-def _selected(heads: Tensor, nodes: Tensor) -> Tensor:
-    """[heads, N, head_dim] and the nodes of rows [B, T] -> [B, heads, T, head_dim]."""
-    rows = heads.transpose(0, 1).index_select(0, nodes.flatten())
-    return rows.view(*nodes.shape, *rows.shape[1:]).transpose(1, 2)

@@ -113,8 +113,17 @@ class Stack(nn.Module, ABC):
         return hidden if context.shard is None else context.shard.join(hidden)
 
     def compile_blocks(self) -> None:
-        """Compile each block with torch.compile (level O2), over the same weights."""
-        _prepare_compiler()
+        """Compile each block with torch.compile (level O2), over the same weights, as deterministic as torch's own.
+        A warning says when the recompile limit is reached."""
+        torch._inductor.config.deterministic = torch.are_deterministic_algorithms_enabled()
+        options = torch._dynamo.config
+        options.recompile_limit = max(options.recompile_limit, _GRAPHS)
+        log = logging.getLogger("torch._dynamo.convert_frame")
+        if not any(isinstance(each, _LimitNotice) for each in log.filters):
+            log.addFilter(_LimitNotice())
+            # torch warns of writes in a recomputed region; none of a block's goes to a result that is kept.
+            wrap = logging.getLogger("torch._higher_order_ops.wrap")
+            wrap.addFilter(lambda record: "context_fn is passed" not in record.getMessage())
         self._compiled = [block and torch.compile(self._traceable(block), dynamic=False) for block in self.blocks]
 
     @property
@@ -149,20 +158,6 @@ def _recomputed(block: Callable[..., Tensor], contexts: Callable[[], Any], strea
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": contexts}
     output: Tensor = checkpoint(block, stream, *further, **options)
     return output
-
-
-def _prepare_compiler() -> None:
-    """Raise the recompile limit of torch.compile to `_GRAPHS`, and warn the user when that is reached; the code that it
-    makes is as deterministic as torch's own."""
-    torch._inductor.config.deterministic = torch.are_deterministic_algorithms_enabled()
-    options = torch._dynamo.config
-    options.recompile_limit = max(options.recompile_limit, _GRAPHS)
-    log = logging.getLogger("torch._dynamo.convert_frame")
-    if not any(isinstance(each, _LimitNotice) for each in log.filters):
-        log.addFilter(_LimitNotice())
-        # torch warns of writes in a recomputed region; none of a block's goes to a result that is kept.
-        wrap = logging.getLogger("torch._higher_order_ops.wrap")
-        wrap.addFilter(lambda record: "context_fn is passed" not in record.getMessage())
 
 
 class _LimitNotice(logging.Filter):

@@ -62,13 +62,19 @@ def build_optimizer(
     others = [group for group in groups if group not in matrices and group.names]
     matrices = [group for group in matrices if group.names]
     optimizers: list[torch.optim.Optimizer] = []
+    rate, momentum = config.learning_rate, config.momentum
     if matrices:
-        rate, momentum = config.learning_rate, config.momentum
         optimizers.append(
             _without_compile(Muon)(_as_torch(matrices), lr=rate, momentum=momentum, matrices=full_matrices)
         )
-    if others:
-        optimizers.append(_torch_optimizer(_as_torch(others), config))
+
+    if others and config.name == "sgd":
+        optimizers.append(_without_compile(torch.optim.SGD)(_as_torch(others), lr=rate, momentum=momentum, fused=True))
+    elif others:
+        betas = (config.betas[0], config.betas[1])
+        optimizers.append(
+            _without_compile(torch.optim.AdamW)(_as_torch(others), lr=rate, betas=betas, eps=config.eps, fused=True)
+        )
     return Optimizer(groups, optimizers)
 
 
@@ -114,8 +120,16 @@ class Optimizer:
         """
         for _, parameter in self._named:
             owner = self._owners[parameter]
-            if not owner.state[parameter]:
-                owner.state[parameter] = _fresh_state(owner, parameter)
+            if owner.state[parameter]:
+                continue
+            if isinstance(owner, torch.optim.AdamW):
+                step = torch.zeros((), dtype=torch.float32, device=parameter.device)
+                moments = {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
+                owner.state[parameter] = {"step": step, **moments}
+            elif isinstance(owner, Muon):
+                owner.state[parameter] = {"momentum": torch.zeros_like(parameter)}
+            elif owner.defaults["momentum"] > 0:
+                owner.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Name and state tensor (not a copy) of every state, in the order of the groups, then of the keys."""
@@ -155,23 +169,6 @@ def _without_compile(kind: type[Kind]) -> type[Kind]:
     """
     add, step = inspect.unwrap(kind.add_param_group), inspect.unwrap(kind.step)
     return type(kind.__name__, (kind,), {"add_param_group": add, "step": torch.no_grad()(step)})
-
-
-def _torch_optimizer(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
-    if config.name == "sgd":
-        return _without_compile(torch.optim.SGD)(groups, lr=config.learning_rate, momentum=config.momentum, fused=True)
-    betas = (config.betas[0], config.betas[1])
-    return _without_compile(torch.optim.AdamW)(groups, lr=config.learning_rate, betas=betas, eps=config.eps, fused=True)
-
-
-def _fresh_state(owner: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
-    if isinstance(owner, torch.optim.AdamW):
-        step = torch.zeros((), dtype=torch.float32, device=parameter.device)
-        return {"step": step, "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
-    if isinstance(owner, Muon):
-        return {"momentum": torch.zeros_like(parameter)}
-    has_momentum = owner.defaults["momentum"] > 0
-    return {"momentum_buffer": torch.zeros_like(parameter)} if has_momentum else {}
 
 
 def _check_fit(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:

@@ -55,7 +55,14 @@ def decay_groups(
     aliases: dict[nn.Parameter, list[str]] = {}
     for name, parameter in named_parameters:
         aliases.setdefault(parameter, []).append(name)
-    _check_listed({*no_decay, *heads}, {name for names in aliases.values() for name in names})
+    known = {name for names in aliases.values() for name in names}
+    for name in sorted({*no_decay, *heads} - known):
+        raise ModelError(
+            f"no parameter is called {name!r}",
+            got=f"{name!r} in no_decay or heads",
+            expected="names of the model's parameters (all names of a tied one: remove_duplicate=False)",
+            fix=nearest(name, known),
+        )
 
     members: dict[tuple[bool, bool], list[tuple[str, nn.Parameter]]] = {
         (True, True): [],
@@ -108,13 +115,3 @@ def groups_of_kinds(groups: Sequence[ParameterGroup], kinds: Iterable[GroupKind]
             )
         )
     return found
-
-
-def _check_listed(listed: set[str], known: set[str]) -> None:
-    for name in sorted(listed - known):
-        raise ModelError(
-            f"no parameter is called {name!r}",
-            got=f"{name!r} in no_decay or heads",
-            expected="names of the model's parameters (all names of a tied one: remove_duplicate=False)",
-            fix=nearest(name, known),
-        )

@@ -89,27 +89,22 @@ class Plateau:
         self._config = config
         self._best: float | None = None
         self._num_stale = 0
-        self._factor = 1.0
-
-    @property
-    def factor(self) -> float:
-        """The present factor."""
-        return self._factor
+        self.factor = 1.0
 
     def observe(self, value: float) -> float:
         """Take one observation. Returns the factor from now on."""
         if math.isfinite(value) and (self._best is None or value < self._best - IMPROVEMENT * abs(self._best)):
             self._best, self._num_stale = value, 0
-            return self._factor
+            return self.factor
         self._num_stale += 1
         if self._num_stale >= self._config.plateau_patience:
             self._num_stale = 0
-            self._factor = max(self._factor * STALE_FACTOR, self._config.final_fraction)
-        return self._factor
+            self.factor = max(self.factor * STALE_FACTOR, self._config.final_fraction)
+        return self.factor
 
     def state(self) -> dict[str, Any]:
         """The state for a resume, as JSON values."""
-        return {"best": self._best, "num_stale": self._num_stale, "factor": self._factor}
+        return {"best": self._best, "num_stale": self._num_stale, "factor": self.factor}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore a result of `state`. Raises CheckpointError for other keys."""
@@ -117,4 +112,4 @@ class Plateau:
             raise CheckpointError(
                 "the plateau schedule's state does not fit", got=sorted(state), expected=[*self.state()]
             )
-        self._best, self._num_stale, self._factor = state["best"], state["num_stale"], state["factor"]
+        self._best, self._num_stale, self.factor = state["best"], state["num_stale"], state["factor"]

@@ -53,20 +53,6 @@ class ParallelConfig:
         check_least("parallel", self, 0, "restarts")
         exchange, expected = self.context_by, "heads with parallel.context=1, which has whole rows"
         check(exchange == "heads" or self.context > 1, "parallel.context_by", exchange, expected, "parallel.context=2")
-        self._check_schedule()
-        self._check_copies()
-
-    def _check_copies(self) -> None:
-        if self.copies == 1:
-            return
-        name, talks = "parallel.copies", max(self.tensor, self.context, self.expert)
-        expected = "1 without parallel.tensor, context or expert above 1: without their messages there is none to hide"
-        check(talks > 1, name, self.copies, expected, "parallel.tensor=2 beside it, or parallel.copies=1")
-        expected = "1 or 2 with parallel.copies=2, as 3 frees weights that the other pass reads"
-        keeps = self.shard == 1 or self.zero_stage < 3
-        check(keeps, "parallel.zero_stage", self.zero_stage, expected, "parallel.zero_stage=2")
-
-    def _check_schedule(self) -> None:
         schedule, chunks = self.schedule, self.stages_per_rank
         expected = "1f1b with parallel.pipeline=1, which has no stages"
         check(schedule == "1f1b" or self.pipeline > 1, "parallel.schedule", schedule, expected, "parallel.pipeline=2")
@@ -78,6 +64,14 @@ class ParallelConfig:
         if self.stages.splits_backward and self.shard > 1:
             expected = f"1 or 2 with parallel.schedule={schedule}, whose weight gradients come after 3 frees weights"
             check(self.zero_stage < 3, "parallel.zero_stage", self.zero_stage, expected, "parallel.zero_stage=2")
+        if self.copies > 1:
+            talks, keeps = max(self.tensor, self.context, self.expert), self.shard == 1 or self.zero_stage < 3
+            least = "1 without parallel.tensor, context or expert above 1"
+            expected = f"{least}: without their messages there is none to hide"
+            fix = "parallel.tensor=2 beside it, or parallel.copies=1"
+            check(talks > 1, "parallel.copies", self.copies, expected, fix)
+            expected = "1 or 2 with parallel.copies=2, as 3 frees weights that the other pass reads"
+            check(keeps, "parallel.zero_stage", self.zero_stage, expected, "parallel.zero_stage=2")
 
     @property
     def slices(self) -> int:

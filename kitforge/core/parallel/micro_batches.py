@@ -15,7 +15,7 @@ from kitforge.core.nn.context import Context
 from kitforge.core.parallel import collectives
 from kitforge.core.parallel.expert_load import LOAD, check_balance, load_of
 from kitforge.core.parallel.parallelize import ParallelModel
-from kitforge.core.parallel.schedules import Pass, Pipeline, idle_fraction, in_pairs
+from kitforge.core.parallel.schedules import Pass, idle_fraction, in_pairs
 from kitforge.core.parallel.stage import Flight
 from kitforge.core.parallel.turns import Turns
 from kitforge.foundation.errors import TrainingError
@@ -167,7 +167,10 @@ def _run_in_order(
     stages, num_bytes = parallel.relays[parallel.model].stages, 0
     column = stages.column
     order = column.pipeline.passes(column.index, len(step))
-    _warn_of_waiting(column.pipeline, len(step))
+    if len(step) < column.pipeline.num_stages:
+        few = f"a step has fewer micro-batches ({len(step)}) than stages ({column.pipeline.num_stages})"
+        idle = f"a rank waits {idle_fraction(column.pipeline, len(step)):.0%} of it"
+        warn_once(_log, f"parallel.pipeline: {few}, so that {idle}; lower trainer.micro_batch_size")
     own = _StagePasses(parallel, task, step, weight, autocast)
     own.last = [each for each in order if each.kind == "B" and stages.has_backward(each.stage)][-1:]
     # Weights that are gathered for the first forward pass stay for the others.
@@ -228,10 +231,3 @@ class _StagePasses:
             sums = self._task.loss_of(model, flight.output, micro_batch)
             self.found.append({name: value.detach().cpu() for name, value in sums.items()})
             return replace(flight, output=sums["loss"] * (self._weight * self._parallel.loss_fraction))
-
-
-def _warn_of_waiting(pipeline: Pipeline, num_micro_batches: int) -> None:
-    if num_micro_batches < pipeline.num_stages:
-        few = f"a step has fewer micro-batches ({num_micro_batches}) than stages ({pipeline.num_stages})"
-        idle = f"a rank waits {idle_fraction(pipeline, num_micro_batches):.0%} of it"
-        warn_once(_log, f"parallel.pipeline: {few}, so that {idle}; lower trainer.micro_batch_size")

@@ -168,8 +168,14 @@ class Offload:
     def _update(self, number: int, optimizer: Any, scale: float, arrivals: list[_Arrival], queued: Any) -> Any:
         """Runs on the worker. Returns the event after which the weights are on the device."""
         # The next block's gradients arrive beside this one's update.
-        for each in arrivals[number : number + 2]:
-            self._begin(each, queued)
+        for each in (each for each in arrivals[number : number + 2] if each.slot is None and each.gradients):
+            each.slot = self._take_slot()
+            views = self._views(each.slot, each.gradients.values())
+            each.copied = dict(zip(each.gradients, views, strict=True))
+            with self._stream.copying(after=queued):
+                for name, gradient in each.gradients.items():
+                    each.copied[name].copy_(gradient, non_blocking=True)
+                each.event = devices.queued(self._device)
         own, names = arrivals[number], self.blocks[number][1]
         devices.synchronize_event(own.event)
         own.gradients.clear()
@@ -183,17 +189,6 @@ class Offload:
         for name in names:
             self.masters[name].grad = None
         return self._return(list(gradients), self._take_slot() if own.slot is None else own.slot, queued)
-
-    def _begin(self, arrival: _Arrival, queued: Any) -> None:
-        if arrival.slot is not None or not arrival.gradients:
-            return
-        arrival.slot = self._take_slot()
-        views = self._views(arrival.slot, arrival.gradients.values())
-        arrival.copied = dict(zip(arrival.gradients, views, strict=True))
-        with self._stream.copying(after=queued):
-            for name, gradient in arrival.gradients.items():
-                arrival.copied[name].copy_(gradient, non_blocking=True)
-            arrival.event = devices.queued(self._device)
 
     def _return(self, names: Sequence[str], slot: int, queued: Any) -> Any:
         """Copy master weights to the device through a slot, rounded to the dtype there."""

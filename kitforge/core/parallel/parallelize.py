@@ -17,7 +17,6 @@ from kitforge.core.optim.grad_norm import ChunkNorms, global_norm
 from kitforge.core.optim.groups import ParameterGroup, groups_of_kinds
 from kitforge.core.optim.row_optimizers import SparseModule
 from kitforge.core.parallel import collectives
-from kitforge.core.parallel.column import Column
 from kitforge.core.parallel.context import ContextParallelModel
 from kitforge.core.parallel.data import GradientBuckets, all_reduce_partial
 from kitforge.core.parallel.expert import exchange_experts
@@ -55,7 +54,7 @@ class ParallelModel:
         self.tables = [module for module in model.modules() if isinstance(module, SparseModule)]
         self.rank = world.rank
         self.device = world.device
-        self._mesh = world.mesh
+        self.mesh = world.mesh  # None on one rank
         # Of each mixture of experts and of all parameters, with stages of buffers as well: also of those on other
         # stages, in the order of the network and equal on all ranks.
         self.experts = {name: each.config.experts for name, each in model.named_modules() if isinstance(each, MoE)}
@@ -80,27 +79,22 @@ class ParallelModel:
             self._distribute(sharding, world.mesh, DTYPES[world.precision])
         self._bind()
 
-    @property
-    def mesh(self) -> Mesh | None:
-        """The mesh of the model; None on one rank."""
-        return self._mesh
-
     def broadcast_replicas(self) -> None:
         """Broadcast weights and buffers from their first rank to its replicas; all ranks call this after
         initialization."""
-        if self._mesh is not None:
-            broadcast_replicas({**dict(self.tensors()), **dict(self.model.named_buffers())}, self.layouts, self._mesh)
+        if self.mesh is not None:
+            broadcast_replicas({**dict(self.tensors()), **dict(self.model.named_buffers())}, self.layouts, self.mesh)
 
     def repair_replicas(self, states: Mapping[str, Tensor], layouts: Mapping[str, Layout]) -> dict[str, list[int]]:
         """Compare the replicas of weights, buffers and `states` bit by bit. Where they differ all take the values of
         the first rank that holds them; the answer names these tensors, and the ranks that had others."""
-        if self._mesh is None:
+        if self.mesh is None:
             return {}
         tensors = {**dict(self.tensors()), **states}
-        drift = replica_drift(tensors, layouts, self._mesh)
+        drift = replica_drift(tensors, layouts, self.mesh)
         # What is on the host takes the way through the device, as ranks exchange nothing else.
         repaired = {name: tensors[name].detach().to(self.device) for name in drift}
-        broadcast_replicas(repaired, layouts, self._mesh)
+        broadcast_replicas(repaired, layouts, self.mesh)
         for name, each in repaired.items():
             tensors[name].detach().copy_(each)
         if self._offload is not None and drift:
@@ -122,8 +116,8 @@ class ParallelModel:
                 name: nn.Parameter(local_tensor(each.detach()), each.requires_grad)
                 for name, each in self._parameters.items()
             }
-        elif self._mesh is not None:
-            self._buckets = self._make_buckets(self._mesh)
+        elif self.mesh is not None:
+            self._buckets = self._make_buckets(self.mesh)
         # What is read and written: the master weights of those whose optimizer is on the host.
         self._local = self._held
 
@@ -143,17 +137,17 @@ class ParallelModel:
         none of their parameters, since a step has one collective for each part of a network."""
         trained = [group for group in groups if group.names]
         local = [replace(group, parameters=tuple(self._local[name] for name in group.names)) for group in trained]
-        if self._mesh is None or self._mesh.degree("pipeline") == 1:
+        if self.mesh is None or self.mesh.degree("pipeline") == 1:
             return local
-        everyones = collectives.all_gather_object([group.kind for group in local], self._mesh.world)
+        everyones = collectives.all_gather_object([group.kind for group in local], self.mesh.world)
         return groups_of_kinds(local, dict.fromkeys(kind for kinds in everyones for kind in kinds))
 
     def full_matrices(self) -> FullMatrices | None:
         """Access to whole matrices for optimizers such as Muon; None without shards."""
-        if self._mesh is None:
+        if self.mesh is None:
             return None
         layouts: dict[Tensor, Layout] = {shard: self.layouts[name] for name, shard in self._local.items()}
-        return FullMatrices(layouts, self._mesh)
+        return FullMatrices(layouts, self.mesh)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Names and shards of parameters and persistent buffers; tied ones under each name."""
@@ -166,32 +160,32 @@ class ParallelModel:
         """A whole parameter, gathered on all ranks together; with one process the parameter itself."""
         local = self.parameters().get(name)
         shard = None if local is None else local.detach().to(self.device)
-        if self._mesh is None:
+        if self.mesh is None:
             assert shard is not None
             return shard
-        return gather_full_tensor(shard, self.layouts[name], self._mesh, self.dtypes[name])
+        return gather_full_tensor(shard, self.layouts[name], self.mesh, self.dtypes[name])
 
     def region(self, name: str) -> Region:
         """The region of this rank in the global parameter, which it holds."""
-        return self.layouts[name].held_region({} if self._mesh is None else self._mesh.index)
+        return self.layouts[name].held_region({} if self.mesh is None else self.mesh.index)
 
     def regions(self, layouts: Mapping[str, Layout]) -> dict[str, Region]:
         """The regions of this rank in tensors of these layouts, of those that it holds."""
-        index = {} if self._mesh is None else self._mesh.index
+        index = {} if self.mesh is None else self.mesh.index
         found = {name: layout.region(index) for name, layout in layouts.items()}
         return {name: region for name, region in found.items() if region is not None}
 
     def union(self, names: Iterable[str]) -> list[str]:
         """The names of all ranks in the order of the network, called together; see `Mesh.union`."""
-        return list(names) if self._mesh is None else self._mesh.union(names, self.layouts)
+        return list(names) if self.mesh is None else self.mesh.union(names, self.layouts)
 
     @property
     def loss_fraction(self) -> float:
         """The part of the loss whose gradient begins the backward pass on this rank: ranks of the context axis, and
         stages that take turns, have the same loss."""
-        if self._mesh is None:
+        if self.mesh is None:
             return 1.0
-        return 1.0 / (self._mesh.degree("context") * (self._mesh.degree("pipeline") if self.takes_turns else 1))
+        return 1.0 / (self.mesh.degree("context") * (self.mesh.degree("pipeline") if self.takes_turns else 1))
 
     @property
     def takes_turns(self) -> bool:
@@ -201,7 +195,7 @@ class ParallelModel:
     @contextmanager
     def scheduled(self) -> Iterator[None]:
         """While a schedule runs the stages: the last one alone has the loss. At the end all gradients are there."""
-        queue, mesh = self.weight_gradients, self._mesh
+        queue, mesh = self.weight_gradients, self.mesh
         members: list[Relay | WeightGradients] = [*self.relays.values(), *([queue] if queue else [])]
         for each in members:
             each.is_scheduled = True
@@ -235,7 +229,7 @@ class ParallelModel:
 
     def reduce_gradients(self) -> None:
         """Complete the gradients of all shards after the last backward pass of a step."""
-        if self._mesh is None:
+        if self.mesh is None:
             return
         for buckets in self._buckets:
             buckets.finish()
@@ -246,19 +240,19 @@ class ParallelModel:
                 shards[name].grad, parameter.grad = gradient, None
         if self._tensor_parallel is not None:
             all_reduce_partial(
-                [shards[name] for name in self._tensor_parallel.partial_gradients()], self._mesh.group(TENSOR)
+                [shards[name] for name in self._tensor_parallel.partial_gradients()], self.mesh.group(TENSOR)
             )
         if self.relays:
             self._sum_over_stages()
 
     def _sum_over_stages(self) -> None:
         """The gradient of a parameter that several stages have is the sum over them, one message for each group."""
-        assert self._mesh is not None
+        assert self.mesh is not None
         by_stages: dict[tuple[int, ...] | None, list[nn.Parameter]] = {}
         for name in (each for each in self.dtypes if each in self._held):
             by_stages.setdefault(self.layouts[name].stages, []).append(self._held[name])
         for stages, members in by_stages.items():
-            if (group := self._mesh.column.group_of(stages)) is not None:
+            if (group := self.mesh.column.group_of(stages)) is not None:
                 all_reduce_partial(members, group)
 
     def grad_norm(self, names: Collection[str] | None = None) -> Tensor:
@@ -269,14 +263,14 @@ class ParallelModel:
             for name, each in self._held.items()
             if (gradient := left.get(name, each.grad)) is not None and (names is None or name in names)
         }
-        if self._mesh is not None and not self._num_holders:
+        if self.mesh is not None and not self._num_holders:
             # Once, since every step asks for all of them.
-            grid, rank = self._mesh.grid, self._mesh.rank
+            grid, rank = self.mesh.grid, self.mesh.rank
             self._num_holders = {name: grid.num_holders(self.layouts[name], rank) for name in self._parameters}
         tables = self.tables if names is None else []
         rows = sum((table.squared_norm() for table in tables), torch.zeros((), dtype=torch.float64))
-        if self._mesh is not None:
-            return global_grad_norm(gradients, self._num_holders, rows, self._mesh)
+        if self.mesh is not None:
+            return global_grad_norm(gradients, self._num_holders, rows, self.mesh)
         norm = global_norm(list(gradients.values()))
         return (norm.double() ** 2 + rows).sqrt() if tables else norm
 
@@ -314,8 +308,8 @@ class ParallelModel:
         self._offload = Offload(chosen, blocks, self.device)
         if gradients:
             later = set() if self._tensor_parallel is None else set(self._tensor_parallel.may_be_partial())
-            if self.relays and self._mesh is not None:
-                column = self._mesh.column
+            if self.relays and self.mesh is not None:
+                column = self.mesh.column
                 later.update(name for name in chosen if column.group_of(self.layouts[name].stages) is not None)
             leaving = [name for name in chosen if name not in later]
             self._set_dtypes({name: compute_dtype for name in self._rounded() if name in leaving})
@@ -387,9 +381,9 @@ class ParallelModel:
                 offload.add(known[parameter], local if unrounded is None or local is gradient else unrounded(local))
 
         bucketed: set[nn.Parameter] = set()
-        if self._buckets and self._mesh is not None:
+        if self._buckets and self.mesh is not None:
             self._buckets = self._make_buckets(
-                self._mesh, known, lambda parameter, gradient: offload.add(known[parameter], gradient)
+                self.mesh, known, lambda parameter, gradient: offload.add(known[parameter], gradient)
             )
             bucketed.update(each for buckets in self._buckets for each in buckets.parameters)
         self._hooks = [
@@ -425,7 +419,15 @@ class ParallelModel:
         if mesh.degree(TENSOR) > 1 or mesh.degree(EXPERT) > 1:
             self.layouts = shard_parameters(self.model, sharding, mesh)
         trained = [name for name, each in self.model.named_parameters() if each.requires_grad]
-        parts = self._cut(sharding, mesh.column) if mesh.degree("pipeline") > 1 else {}
+        parts: dict[str, tuple[int, ...]] = {}  # the stages of the tensors that not all have
+        if mesh.degree("pipeline") > 1:
+            # Of all stages, so before the cut: each rank knows what others have.
+            buffers = {name: each for name, each in self.model.state_dict().items() if name not in self.layouts}
+            self.layouts |= {name: Layout(shape=tuple(each.shape)) for name, each in buffers.items()}
+            shapes, pipeline = {name: each.shape for name, each in self.layouts.items()}, mesh.column.pipeline
+            parts, ranks, self.stage_layers = cut_stages(self.model, sharding, shapes, pipeline, mesh.column.index)
+            self.layouts = {name: replace(each, stages=ranks.get(name)) for name, each in self.layouts.items()}
+            self.weight_gradients = WeightGradients(self.model, is_deferred=pipeline.splits_backward)
         if mesh.degree(EXPERT) > 1:
             exchange_experts(self.model, mesh)
         if mesh.degree(TENSOR) > 1:
@@ -448,17 +450,6 @@ class ParallelModel:
             first = min((min(parts.get(name, (0,))) for name in trained if name.startswith(prefix)), default=None)
             self.relays[stack] = Relay(Stages(stack, mesh, mesh.column, next(begins), own, first=first))
 
-    def _cut(self, sharding: Sharding, column: Column) -> dict[str, tuple[int, ...]]:
-        """Keep the stages of this rank; returns the stages of the tensors that not all have."""
-        # Of all stages, so before the cut: each rank knows what others have.
-        buffers = {name: each for name, each in self.model.state_dict().items() if name not in self.layouts}
-        self.layouts |= {name: Layout(shape=tuple(each.shape)) for name, each in buffers.items()}
-        shapes = {name: each.shape for name, each in self.layouts.items()}
-        parts, ranks, self.stage_layers = cut_stages(self.model, sharding, shapes, column.pipeline, column.index)
-        self.layouts = {name: replace(each, stages=ranks.get(name)) for name, each in self.layouts.items()}
-        self.weight_gradients = WeightGradients(self.model, is_deferred=column.pipeline.splits_backward)
-        return parts
-
 
 def parallelize(model: nn.Module, sharding: Sharding, world: World) -> ParallelModel:
     """Distribute a model, on the meta device or with values, of which those of the first rank count, over the world,
@@ -478,15 +469,3 @@ def parallel_model_of(model: nn.Module, world: World, sharding: Sharding | None 
 def _stack_blocks(model: nn.Module) -> list[nn.Module]:
     stacks = [module for module in model.modules() if isinstance(module, Stack)]
     return [block for stack in stacks for block in stack.blocks if block is not None]
-
-
-def state_layouts(layouts: Mapping[str, Layout], states: Mapping[str, Tensor]) -> dict[str, Layout]:
-    """The layouts of parameters and, by their own names, of the optimizer states sharded like them."""
-    found = dict(layouts)
-    for name, state in states.items():
-        owner = layouts.get(name.rpartition(".")[0])
-        if owner is not None and state.dim() == len(owner.shape):
-            found[name] = owner
-        elif owner is not None:
-            found[name] = Layout(shape=tuple(state.shape), stages=owner.stages)
-    return found

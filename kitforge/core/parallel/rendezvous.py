@@ -113,7 +113,14 @@ class Rendezvous:
         if where is None or where.world_size == 1:
             return cls(degrees, devices.pick(device), None, None)
         own = devices.of_rank(device, where.local_rank, where.local_world_size)
-        _check_restarts()
+        # The launcher's store still has the keys of the previous start, and machines count restarts differently.
+        has_restarts = _launcher_keeps_store() and _number("TORCHELASTIC_MAX_RESTARTS", 0) > 0
+        if has_restarts and _number("GROUP_WORLD_SIZE", 1) > 1:
+            raise ConfigError(
+                "ranks on several machines cannot be restarted with a store that torchrun keeps",
+                fix="export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every machine (scripts/torchrun.sh does), "
+                "or --max-restarts 0",
+            )
         store = PrefixStore(where.round, _connect_store(degrees))
         # A program may run several runs in sequence, each with its own keys.
         number = store.add(f"opened/{where.rank}", 1)
@@ -236,7 +243,14 @@ class Rendezvous:
             if (first := known or first_failure(self._store)) is not None:
                 return PeerError(f"rank {first['rank']} failed: {first['words']}", fix=RESUME)
             if not is_explained:
-                return explain(error, waited=waited, silent=self._missing_ranks(self._launch, self._store))
+                # The ranks that have not reported that they wait.
+                self._store.set(f"waits/{self._launch.rank}", "")
+                silent = [rank for rank in range(self._launch.world_size) if rank != self._launch.rank]
+                until = time.monotonic() + PATIENCE
+                while time.monotonic() < until:
+                    time.sleep(0.1)
+                    silent = [rank for rank in silent if not self._store.check([f"waits/{rank}"])]
+                return explain(error, waited=waited, silent=silent)
         return explain(error, waited=waited)
 
     def shutdown(self, *, failed: bool, words: str = "") -> None:
@@ -281,16 +295,6 @@ class Rendezvous:
                 raise PeerError(f"rank {first['rank']} failed: {first['words']}", fix=RESUME)
             time.sleep(pause)
             pause = min(2 * pause, LOOK)
-
-    def _missing_ranks(self, where: LaunchInfo, store: Store) -> list[int]:
-        """The ranks that have not reported that they wait."""
-        store.set(f"waits/{where.rank}", "")
-        silent = [rank for rank in range(where.world_size) if rank != where.rank]
-        until = time.monotonic() + PATIENCE
-        while time.monotonic() < until:
-            time.sleep(0.1)
-            silent = [rank for rank in silent if not store.check([f"waits/{rank}"])]
-        return silent
 
 
 @contextmanager
@@ -349,17 +353,6 @@ def _connect_store(degrees: ParallelConfig) -> Store:
         raise ConfigError("the launcher's environment is not whole", got=error, fix="use torchrun") from None
     store.set_timeout(timeout)
     return store
-
-
-def _check_restarts() -> None:
-    """Refuse restarts over several machines: the launcher's store still has the keys of the previous start, and
-    machines count restarts differently."""
-    if _launcher_keeps_store() and _number("GROUP_WORLD_SIZE", 1) > 1 and _number("TORCHELASTIC_MAX_RESTARTS", 0) > 0:
-        raise ConfigError(
-            "ranks on several machines cannot be restarted with a store that torchrun keeps",
-            fix="export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every machine (scripts/torchrun.sh does), "
-            "or --max-restarts 0",
-        )
 
 
 def _launcher_keeps_store() -> bool:

@@ -4,7 +4,7 @@ A tensor without a layout is whole on every rank. Only ranks with the same shard
 number per tensor.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -80,12 +80,6 @@ def replica_drift(tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout], 
     parts = {name: _layout(name, tensors[name], layouts).held_region(mesh.index) for name in values}
     everyones = collectives.all_gather_object({name: (parts[name], values[name]) for name in values}, mesh.world)
     return {name: _differing_ranks([each.get(name) for each in everyones]) for name in names}
-
-
-def describe_drift(drift: Mapping[str, Iterable[int]]) -> str:
-    """The drift as a message, of which at most eight tensors are named."""
-    parts = [f"{name} on rank {', '.join(map(str, ranks))}" for name, ranks in list(drift.items())[:8]]
-    return "; ".join(parts) + (f"; and {len(drift) - 8} more" if len(drift) > 8 else "")
 
 
 def _axes(mesh: Mesh) -> list[str]:

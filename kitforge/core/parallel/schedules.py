@@ -63,7 +63,17 @@ class Pipeline:
             return self._in_a_v(rank, num_micro_batches)
         forward: list[tuple[int, int]] = [(rank, each) for each in range(num_micro_batches)]
         order = _alternating(forward, forward, self.num_ranks - rank - 1)
-        return order if self.schedule == "1f1b" else _split(order, delay=rank)
+        if self.schedule == "1f1b":
+            return order
+        # The same with I for B, and W so many micro-batches later as the rank has before it.
+        found, waiting = list[Pass](), list[Pass]()
+        for each in order:
+            found.append(each._replace(kind="I") if each.kind == "B" else each)
+            if each.kind == "B":
+                waiting.append(each._replace(kind="W"))
+            if len(waiting) > rank:
+                found.append(waiting.pop(0))
+        return found + waiting
 
     def _interleaved(self, rank: int, count: int) -> list[Pass]:
         """Rounds of at least p micro-batches, each through one stage of the rank after another."""
@@ -98,18 +108,6 @@ def _alternating(forward: Sequence[tuple[int, int]], backward: Sequence[tuple[in
         order += [Pass("F", *next_one) for next_one in forward[ahead + number : ahead + number + 1]]
         order.append(Pass("B", *each))
     return order
-
-
-def _split(order: Sequence[Pass], delay: int) -> list[Pass]:
-    """The same with I for B, and W so many micro-batches later."""
-    found, waiting = list[Pass](), list[Pass]()
-    for each in order:
-        found.append(each._replace(kind="I") if each.kind == "B" else each)
-        if each.kind == "B":
-            waiting.append(each._replace(kind="W"))
-        if len(waiting) > delay:
-            found.append(waiting.pop(0))
-    return found + waiting
 
 
 def _each(kinds: Iterable[Any], stage: int) -> list[tuple[PassKind, int]]:

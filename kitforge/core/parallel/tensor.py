@@ -19,7 +19,7 @@ from kitforge.core.kernels.dispatch import select
 from kitforge.core.kernels.linear_cross_entropy.vocabulary import VocabularyShard
 from kitforge.core.nn.attention import Attention
 from kitforge.core.nn.causal_lm import Shardable
-from kitforge.core.nn.context import Context, DropoutShard
+from kitforge.core.nn.context import Context
 from kitforge.core.nn.linear import Linear
 from kitforge.core.nn.lora import LowRank, owner_of
 from kitforge.core.nn.stack import Stack
@@ -52,7 +52,11 @@ class SequenceLayout:
             )
         if context.dropout is None:
             return context
-        shard = self.dropout_shard(context.dropout.shard)
+        # The context axis cuts the sequence before the tensor axis does, and the heads after it.
+        outer = context.dropout.shard
+        (first, parts), (head, heads) = outer.sequence, outer.heads
+        sequence = (first * self.degree + self.index, parts * self.degree) if self.is_sharded else outer.sequence
+        shard = dataclasses.replace(outer, sequence=sequence, heads=(self.index * heads + head, self.degree * heads))
         return dataclasses.replace(context, dropout=dataclasses.replace(context.dropout, shard=shard))
 
     def redistribute(self, kind: Redistribute, input: Tensor) -> Tensor:
@@ -72,13 +76,6 @@ class SequenceLayout:
             return input
         length = input.shape[-2] // self.degree
         return input.narrow(-2, self.index * length, length)
-
-    def dropout_shard(self, outer: DropoutShard) -> DropoutShard:
-        """This rank's part of a dropout mask, of which the context axis has `outer`: it cuts the sequence before the
-        tensor axis does, and the heads after it."""
-        (first, parts), (head, heads) = outer.sequence, outer.heads
-        sequence = (first * self.degree + self.index, parts * self.degree) if self.is_sharded else outer.sequence
-        return dataclasses.replace(outer, sequence=sequence, heads=(self.index * heads + head, self.degree * heads))
 
 
 class TensorParallelModel:
@@ -135,12 +132,11 @@ def shard_parameters(model: nn.Module, sharding: Sharding, mesh: Mesh) -> dict[s
 
 
 def _rule_of(name: str, module: nn.Module, sharding: Sharding) -> ShardingRule:
-    return _low_rank(sharding.rule(owner_of(name))) if isinstance(module, LowRank) else sharding.rule(name)
-
-
-def _low_rank(layer: ShardingRule) -> ShardingRule:
-    """The sharding of a LoRA pair: the factor that meets the layer's sharded dim is sharded like it; the gradient of
-    the other one is a partial sum on each rank."""
+    """The sharding of a module. Of a LoRA pair the factor that meets the layer's sharded dim is sharded like it; the
+    gradient of the other one is a partial sum on each rank."""
+    if not isinstance(module, LowRank):
+        return sharding.rule(name)
+    layer = sharding.rule(owner_of(name))
     dims = layer.splits.get("weight", {})
     splits = {("up" if dim == 0 else "down"): {axis: dim} for axis, dim in dims.items()}
     return ShardingRule(module=layer.module, splits=splits, gradient="part" if splits else "stream")

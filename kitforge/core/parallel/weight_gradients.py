@@ -60,7 +60,9 @@ class WeightGradients:
     def _product(
         self, function: Any, kernel: Callable[..., Tensor], input: Tensor, weight: Tensor, *more: Any
     ) -> Tensor:
-        is_kept = self.is_deferred or (function is _Linear and _casts(input, weight))
+        # torch's product would keep its own copy of the weight, in the dtype of the product.
+        casts = storage_dtype(input) is None and compute_dtype(input) is not weight.dtype
+        is_kept = self.is_deferred or (function is _Linear and casts)
         if not (is_kept and self.is_scheduled and weight.requires_grad and torch.is_grad_enabled()):
             return kernel(input, weight, *more)
         product: Tensor = function.apply(self, kernel, input, weight, *more)
@@ -129,11 +131,6 @@ def _linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     with torch.autocast(rows.device.type, enabled=False):
         shift = None if bias is None else bias.to(exact.dtype)
         return functional.linear(exact, weight.to(exact.dtype), shift).to(rows.dtype)
-
-
-def _casts(input: Tensor, weight: Tensor) -> bool:
-    """Whether torch's product would keep its own copy of the weight, in the dtype of the product."""
-    return storage_dtype(input) is None and compute_dtype(input) is not weight.dtype
 
 
 def _exact(rows: Tensor) -> Tensor:

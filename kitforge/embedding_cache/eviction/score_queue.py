@@ -32,7 +32,18 @@ class LowestScoreQueue:
         `used` gives all slots in use. A slot no longer in use is not evictable.
         """
         if self._is_searched:
-            picked = self._remaining(scores, is_evictable)[:num]
+            # The slots up to the bound, lowest score first.
+            fresh = torch.cat([*self.reset_slots, self._queue[:0]])
+            fresh = fresh[scores[fresh] <= self._bound]
+            now = scores[self._queue]
+            is_low = now <= self._bound
+            # Scores that have risen are mostly above the bound, and the order of the others stands.
+            is_sorted = not len(fresh) and torch.equal(now[is_low], self._scores[is_low])
+            self.reset_slots, self._queue = [], self._queue[is_low]
+            if not is_sorted:
+                self._queue = _by_score(scores, torch.unique(torch.cat([self._queue, fresh])))
+            self._scores = scores[self._queue]
+            picked = self._queue[is_evictable(self._queue)][:num]
             if len(picked) == num:
                 return picked
         size = max(2 * num, len(scores) // SEARCH_DIVISOR)
@@ -42,20 +53,6 @@ class LowestScoreQueue:
             if is_complete or len(picked) == num:
                 return picked
             size *= 4
-
-    def _remaining(self, scores: Tensor, is_evictable: EvictableMask) -> Tensor:
-        """The evictable slots up to the bound, lowest score first."""
-        fresh = torch.cat([*self.reset_slots, self._queue[:0]])
-        fresh = fresh[scores[fresh] <= self._bound]
-        now = scores[self._queue]
-        is_low = now <= self._bound
-        # Scores that have risen are mostly above the bound, and the order of the others stands.
-        is_sorted = not len(fresh) and torch.equal(now[is_low], self._scores[is_low])
-        self.reset_slots, self._queue = [], self._queue[is_low]
-        if not is_sorted:
-            self._queue = _by_score(scores, torch.unique(torch.cat([self._queue, fresh])))
-        self._scores = scores[self._queue]
-        return self._queue[is_evictable(self._queue)]
 
     def _search(self, scores: Tensor, used: Tensor, size: int) -> bool:
         """Sort the `size` slots of lowest score and those equal to the last of them; True if these are all."""

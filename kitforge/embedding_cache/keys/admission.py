@@ -79,16 +79,17 @@ class Admission:
 
     def _counts(self, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Of each key [n]: its count, the step in which it last rose (0: never), and the count that admits it."""
-        entries, thresholds = self._entries.lookup(keys).clamp_(min=0), self._thresholds(keys)
+        name, probability = self._options.name, self._options.probability
+        if name == "count":
+            thresholds = torch.full((len(keys),), self._options.count)
+        elif name == "always" or probability == 1.0:
+            thresholds = torch.zeros(len(keys), dtype=torch.int64)
+        else:
+            hashed = logical_shift_right(splitmix64(splitmix64(keys + self._key) + GAMMA), 11)
+            unit = (hashed.double() + 0.5) * 2.0**-53
+            thresholds = (unit.log() / math.log1p(-probability)).ceil().clamp(1, MAX_COUNT).long()
+        entries = self._entries.lookup(keys).clamp_(min=0)
         counts, last = entries & MAX_COUNT, entries >> COUNT_BITS
         if self._options.age is not None:
             counts[(self.step - last > self._options.age) & (counts < thresholds)] = 0
         return counts, last, thresholds
-
-    def _thresholds(self, keys: Tensor) -> Tensor:
-        if self._options.name == "count":
-            return torch.full((len(keys),), self._options.count)
-        if self._options.name == "always" or self._options.probability == 1.0:
-            return torch.zeros(len(keys), dtype=torch.int64)
-        unit = (logical_shift_right(splitmix64(splitmix64(keys + self._key) + GAMMA), 11).double() + 0.5) * 2.0**-53
-        return (unit.log() / math.log1p(-self._options.probability)).ceil().clamp(1, MAX_COUNT).long()

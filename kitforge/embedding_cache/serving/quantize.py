@@ -106,9 +106,25 @@ class _QuantizedRows:
             return
         for ids in portions:
             rows = self._table.vectors(ids)
-            _check_fits(self._plain["name"], ids, rows, self._dtype)
-            stored = self._encode(rows)
-            decoded = stored.float() * self._scales[-1] if self._dtype == "int8" else stored.float()
+            largest, is_half = rows.abs().amax(1, keepdim=True), self._dtype == "fp16"
+            # NaN compares as too large.
+            fits = largest[:, 0] <= (MAX_FP16 if is_half else torch.finfo(torch.float32).max)
+            if not bool(fits.all()):
+                row = int((~fits).nonzero()[0])
+                raise DataError(
+                    f"a row of table {self._plain['name']!r} cannot be served as {self._dtype}",
+                    got=f"id {int(ids[row])} with {float(largest[row])}",
+                    expected=f"finite numbers of at most {MAX_FP16:g}" if is_half else "finite numbers",
+                )
+            if self._dtype == "int8":
+                self._scales.append(largest / MAX_INT8)
+                # Rows so small that their scale is zero become zero.
+                multiples = (rows / self._scales[-1]).nan_to_num_(0.0).round_().clamp_(-MAX_INT8, MAX_INT8)
+                stored = multiples.to(torch.int8)
+                decoded = stored.float() * self._scales[-1]
+            else:
+                stored = rows.half() if is_half else rows
+                decoded = stored.float()
             self.largest_error = max(self.largest_error, float((decoded - rows).abs().max()))
             yield ids, stored
 
@@ -118,27 +134,3 @@ class _QuantizedRows:
 
     def close(self) -> None:
         """See `RowSource`."""
-
-    def _encode(self, rows: Tensor) -> Tensor:
-        if self._dtype == "fp32":
-            return rows
-        if self._dtype == "fp16":
-            return rows.half()
-        scales = rows.abs().amax(1, keepdim=True) / MAX_INT8
-        self._scales.append(scales)
-        # Rows so small that their scale is zero become zero.
-        multiples = (rows / scales).nan_to_num_(0.0).round_().clamp_(-MAX_INT8, MAX_INT8)
-        return multiples.to(torch.int8)
-
-
-def _check_fits(name: str, ids: Tensor, rows: Tensor, dtype: ServingDtype) -> None:
-    largest = rows.abs().amax(1)
-    # NaN compares as too large.
-    fits = largest <= (MAX_FP16 if dtype == "fp16" else torch.finfo(torch.float32).max)
-    if not bool(fits.all()):
-        row = int((~fits).nonzero()[0])
-        raise DataError(
-            f"a row of table {name!r} cannot be served as {dtype}",
-            got=f"id {int(ids[row])} with {float(largest[row])}",
-            expected=f"finite numbers of at most {MAX_FP16:g}" if dtype == "fp16" else "finite numbers",
-        )

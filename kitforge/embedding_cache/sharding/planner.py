@@ -12,11 +12,10 @@ from typing import Literal
 from kitforge.core.optim.row_optimizers import SparseOptimizerName
 from kitforge.core.parallel import collectives
 from kitforge.core.parallel.collectives import Group
+from kitforge.embedding_cache.sharding.by_owner import RowWise, TableWise
 from kitforge.embedding_cache.sharding.column_wise import ColumnWise
 from kitforge.embedding_cache.sharding.replicated import Replicated
-from kitforge.embedding_cache.sharding.row_wise import RowWise
 from kitforge.embedding_cache.sharding.strategy import TableSharding
-from kitforge.embedding_cache.sharding.table_wise import TableWise
 from kitforge.foundation.config import check
 
 ShardingType = Literal["row", "column", "table", "replicate"]

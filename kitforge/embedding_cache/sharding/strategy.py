@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kitforge.core.parallel import collectives
 from kitforge.core.parallel.collectives import Group
-from kitforge.core.parallel.table import EmbeddingExchange, ExchangePlan, OwnerOf
+from kitforge.core.parallel.table import ExchangePlan
 
 # The rows [m, dim] of this rank as they are now, and what takes their gradients [m, dim].
 FetchRows = Callable[[], Tensor]
@@ -48,30 +48,6 @@ class TableSharding(ABC):
     @abstractmethod
     def vectors(self, route: ExchangePlan, rows: FetchRows, deliver: Deliver) -> Tensor:
         """[u, dim], differentiable: `deliver` gets the sum over the ranks, in rank order."""
-
-
-class OwnerSharding(TableSharding, ABC):
-    """Each row lives whole on one rank, its owner."""
-
-    def __init__(self, group: Group, prefetch_group: Group, owner_of: OwnerOf) -> None:
-        super().__init__(group, prefetch_group)
-        self._exchanges = {ahead: EmbeddingExchange(each, owner_of) for ahead, each in self._groups.items()}
-
-    def plan_exchange(self, keys: Tensor, ahead: bool) -> ExchangePlan:
-        return self._exchanges[ahead].plan(keys)
-
-    def vectors(self, route: ExchangePlan, rows: FetchRows, deliver: Deliver) -> Tensor:
-        return self._exchanges[False].fetch(route, lambda _: rows(), _GradientForwarder(deliver))
-
-
-class _GradientForwarder:
-    """A `GradientReceiver` that passes gradients on without the ids, which are those of the plan."""
-
-    def __init__(self, deliver: Deliver) -> None:
-        self._deliver = deliver
-
-    def add(self, ids: Tensor, gradients: Tensor) -> None:
-        self._deliver(gradients)
 
 
 def all_gather_rows(rows: Tensor, group: Group) -> tuple[Tensor, list[int]]:

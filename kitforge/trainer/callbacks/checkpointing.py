@@ -5,7 +5,6 @@ from pathlib import Path
 
 from kitforge.core.checkpoint.manifest import step_folder
 from kitforge.core.checkpoint.save import CheckpointWriter
-from kitforge.core.parallel.replicas import describe_drift
 from kitforge.core.parallel.world import World
 from kitforge.trainer.callbacks.callback import Callback, Event, RunContext, can_save_at_end
 
@@ -63,12 +62,12 @@ class CheckpointCallback(Callback):
         # Shards come from different replicas, so replicas must be equal.
         drift = run.state.parallel.repair_replicas(dict(run.state.optimizer.tensors()), run.state.layouts())
         if drift:
-            run.log_event(
-                "drift", f"replicas differed and were set to those of the first rank: {describe_drift(drift)}"
-            )
+            named = [f"{name} on rank {', '.join(map(str, ranks))}" for name, ranks in list(drift.items())[:8]]
+            words = "; ".join(named) + (f"; and {len(drift) - 8} more" if len(drift) > 8 else "")
+            run.log_event("drift", f"replicas differed and were set to those of the first rank: {words}")
         self._writer.save(
             step,
-            model=run.state.model_tensors(),
+            model=run.state.parallel.tensors(),
             optimizer=run.state.optimizer.tensors(),
             state=run.checkpoint_state(),
             keep=step == best,

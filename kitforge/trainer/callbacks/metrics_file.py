@@ -3,7 +3,6 @@
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 from kitforge.foundation.files import write_text
 from kitforge.trainer.callbacks.callback import Callback, Event, RunContext
@@ -21,7 +20,10 @@ class MetricsFile(Callback):
             _truncate_after(self.path, -1 if is_fresh else run.state.cursor.step)
         if event.record and event.kind != "table":
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            line = json.dumps({name: _finite(value) for name, value in event.record.items()})
+            # JSON has no infinity and no NaN; both become null.
+            numbers = {name: value for name, value in event.record.items() if isinstance(value, float)}
+            null = dict.fromkeys(name for name, value in numbers.items() if not math.isfinite(value))
+            line = json.dumps({**event.record, **null})
             with open(self.path, "a", encoding="utf-8") as file:
                 file.write(line + "\n")
 
@@ -39,8 +41,3 @@ def _truncate_after(path: Path, step: int) -> None:
         if record.get("step", 0) <= step:
             kept.append(line + "\n")
     write_text(path, "".join(kept))
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no infinity and no NaN; both become null."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -47,14 +47,11 @@ def embedding_bag(
     rows = slab[slots if inverse is None else slots[inverse], :dim]
     if bags is not None:
         bags.require(len(rows))
-        rows = _pooled(rows, bags)
+        if bags.weights is not None:
+            rows = rows * bags.weights.to(rows.dtype).unsqueeze(1)
+        counts = bags.offsets.diff()
+        members = torch.repeat_interleave(torch.arange(bags.num_bags, device=rows.device), counts)
+        rows = rows.new_zeros(bags.num_bags, rows.shape[1]).index_add_(0, members, rows)
+        if bags.mode == "mean":
+            rows = rows / counts.clamp(min=1).to(rows.dtype).unsqueeze(1)
     return rows if out is None else out.copy_(rows)
-
-
-def _pooled(rows: Tensor, bags: Bags) -> Tensor:
-    if bags.weights is not None:
-        rows = rows * bags.weights.to(rows.dtype).unsqueeze(1)
-    counts = bags.offsets.diff()
-    members = torch.repeat_interleave(torch.arange(bags.num_bags, device=rows.device), counts)
-    pooled = rows.new_zeros(bags.num_bags, rows.shape[1]).index_add_(0, members, rows)
-    return pooled / counts.clamp(min=1).to(rows.dtype).unsqueeze(1) if bags.mode == "mean" else pooled

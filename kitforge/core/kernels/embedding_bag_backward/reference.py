@@ -25,17 +25,15 @@ def embedding_bag_backward(
     gradients: Tensor, inverse: Tensor, num_rows: int, *, bags: Bags | None = None, out: Tensor | None = None
 ) -> Tensor:
     check_indices(inverse, num_rows, "indices of the rows")
-    parts = gradients if bags is None else _id_gradients(gradients, bags, len(inverse))
+    # The gradient of each id [N, dim], from those of bags [num_bags, dim].
+    parts = gradients
+    if bags is not None:
+        bags.require(len(inverse))
+        counts = bags.offsets.diff()
+        if bags.mode == "mean":
+            parts = parts / counts.clamp(min=1).to(parts.dtype).unsqueeze(1)
+        parts = parts[torch.repeat_interleave(torch.arange(bags.num_bags, device=counts.device), counts)]
+        parts = parts if bags.weights is None else parts * bags.weights.to(parts.dtype).unsqueeze(1)
     if out is None:
         out = parts.new_empty(num_rows, parts.shape[1])
     return out.zero_().index_add_(0, inverse, parts)
-
-
-def _id_gradients(gradients: Tensor, bags: Bags, num_ids: int) -> Tensor:
-    """The gradient of each id [num_ids, dim], from those of bags [num_bags, dim]."""
-    bags.require(num_ids)
-    counts = bags.offsets.diff()
-    if bags.mode == "mean":
-        gradients = gradients / counts.clamp(min=1).to(gradients.dtype).unsqueeze(1)
-    parts = gradients[torch.repeat_interleave(torch.arange(bags.num_bags, device=counts.device), counts)]
-    return parts if bags.weights is None else parts * bags.weights.to(parts.dtype).unsqueeze(1)

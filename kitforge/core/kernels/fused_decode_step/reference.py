@@ -159,8 +159,12 @@ class ReferenceDecodeStep:
             stream = stream + _norm(branch, layer.attention_out_norm, layer.attention_out_norm_bias, weights.norm_eps)
             normal = self._stream_norm(stream, layer.mlp_norm, layer.mlp_norm_bias)
             up = self._linear(index, "up", normal, locations)
-            gate = None if layer.gate is None else self._linear(index, "gate", normal, locations)
-            branch = self._linear(index, "down", _activated(up, gate, weights.gate), locations)
+            if layer.gate is None:
+                hidden = functional.gelu(up, approximate="tanh")
+            else:
+                gated = swiglu if weights.gate == "silu" else geglu
+                hidden = gated(self._linear(index, "gate", normal, locations), up)
+            branch = self._linear(index, "down", hidden, locations)
             stream = stream + _norm(branch, layer.mlp_out_norm, layer.mlp_out_norm_bias, weights.norm_eps)
         hidden = self._stream_norm(stream, weights.norm, weights.norm_bias)
         assert isinstance(weights.head, Tensor)  # of `_dequantized`
@@ -216,7 +220,13 @@ class ReferenceDecodeStep:
 def quantized_weights(weights: DecoderWeights) -> DecoderWeights:
     """The same with the linear layers and the head quantized to `bits`."""
     bits = weights.bits
-    return weights if bits is None else _with_matrices(weights, lambda weight: _quantized(weight, bits))
+    if bits is None:
+        return weights
+
+    def quantized(weight: Tensor | Blocks) -> Blocks:
+        return weight if isinstance(weight, Blocks) else Blocks(*quantize(weight, bits, GROUP if bits == 4 else None))
+
+    return _with_matrices(weights, quantized)
 
 
 def rounded_weights(weights: DecoderWeights, dtype: torch.dtype) -> DecoderWeights:
@@ -235,12 +245,6 @@ def rounded_weights(weights: DecoderWeights, dtype: torch.dtype) -> DecoderWeigh
         replace(layer, **{name: rounded(getattr(layer, name)) for name in names}) for layer in weights.layers
     )
     return replace(weights, layers=layers, head=rounded(weights.head))
-
-
-def _quantized(weight: Tensor | Blocks, bits: Literal[4, 8]) -> Tensor | Blocks:
-    if isinstance(weight, Blocks):
-        return weight
-    return Blocks(*quantize(weight, bits, GROUP if bits == 4 else None))
 
 
 def _with_matrices(weights: DecoderWeights, change: Callable[[Any], Any]) -> DecoderWeights:
@@ -277,9 +281,3 @@ def _norm(input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float)
     if bias is None:
         return rms_norm(input, weight, eps)
     return functional.layer_norm(input, weight.shape, weight, bias, eps)
-
-
-def _activated(up: Tensor, gate: Tensor | None, kind: Literal["silu", "gelu"]) -> Tensor:
-    if gate is None:
-        return functional.gelu(up, approximate="tanh")
-    return (swiglu if kind == "silu" else geglu)(gate, up)

@@ -188,15 +188,17 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         output = function(*args, **(kwargs or {}))
         if self.work is not None and not self._is_building:
             self.work.count(function, args, output)
-        name, is_sent = function.name(), function.namespace in ("c10d", "_c10d_functional")
+        name = function.name()
         cause = "logits" if self._moment == "head" else "activations" if self.is_forward else "temporaries"
         for tensor in tensors_in(output):
             if type(tensor) is torch.nn.Parameter:
                 continue
             if is_fake(tensor) or not (self._is_building or self._is_data(tensor, args)):
                 self._follow(tensor, cause)
-        if is_sent:
-            self._mark_sent(tensors_in((args, kwargs)))
+        for tensor in tensors_in((args, kwargs)) if function.namespace in ("c10d", "_c10d_functional") else ():
+            found = self._live.get(tensor.untyped_storage()._cdata)
+            if found is not None and found.cause in ("activations", "temporaries"):
+                found.cause = "communication"
         if self._is_cpu and (name in _CASTS or name in _GLOO_COPIES or name in _SCORES):
             self._count_inner(name, tensors_in(args))
         return output
@@ -243,12 +245,6 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._is_rising:
             self._at[self._moment] = [(each, each.size) for each in self._live.values()]
             self._is_rising = False
-
-    def _mark_sent(self, tensors: Iterable[Tensor]) -> None:
-        for tensor in tensors:
-            found = self._live.get(tensor.untyped_storage()._cdata)
-            if found is not None and found.cause in ("activations", "temporaries"):
-                found.cause = "communication"
 
     def _count_inner(self, name: str, inputs: list[Tensor]) -> None:
         """What a CPU takes and frees within an operation."""

@@ -232,7 +232,13 @@ class Estimate:
                 total += found if term.axis is None else np.where(is_split[term.axis], found, 0)
             return total
 
-        waits, first, last = _pipelined(columns)
+        # Further micro-batches change neither how many a rank waits for nor those that it has in flight.
+        capped = np.minimum(columns["count"], 2 * columns["pipeline"]).astype(np.int64)
+        kinds, where = np.unique(
+            (columns["pipeline"].astype(np.int64) * 4 + columns["schedule"]) * 2**32 + capped, return_inverse=True
+        )
+        found = [_waiting(int(each) >> 34, SCHEDULES[int(each) >> 32 & 3], int(each) & (2**32 - 1)) for each in kinds]
+        waits, first, last = np.array(found, dtype=np.float32)[where].T
         # One rank of a pipeline has the most micro-batches in flight, another the logits; the first of a V has both.
         is_both, fullest = (columns["schedule"] == 3) | (columns["pipeline"] == 1), np.float32(0)
         for moment in {key[1]: None for key in self._terms if key[0] == "memory"}:
@@ -297,21 +303,10 @@ def _group(axis: str, columns: Columns) -> tuple[Any, Any]:
     ]
 
 
-def _pipelined(columns: Columns) -> tuple[Any, Any, Any]:
-    """Of each layout the micro-batches for whose time its ranks wait, and those that the first and the last rank of the
-    pipeline have in flight."""
-    # Further micro-batches change neither.
-    capped = np.minimum(columns["count"], 2 * columns["pipeline"]).astype(np.int64)
-    kinds, where = np.unique(
-        (columns["pipeline"].astype(np.int64) * 4 + columns["schedule"]) * 2**32 + capped, return_inverse=True
-    )
-    found = [_waiting(int(each) >> 34, SCHEDULES[int(each) >> 32 & 3], int(each) & (2**32 - 1)) for each in kinds]
-    waits, first, last = np.array(found, dtype=np.float32)[where].T
-    return waits, first, last
-
-
 @functools.cache
 def _waiting(num_ranks: int, schedule: ScheduleName, count: int) -> tuple[float, float, float]:
+    """The micro-batches for whose time the ranks of a pipeline wait, and those that the first and the last of them have
+    in flight."""
     stages = 2 if schedule in ("interleaved", "zero_bubble_v") else 1
     pipeline = Pipeline(num_ranks, schedule, stages)
     idle, each = idle_fraction(pipeline, count), dict.fromkeys(range(pipeline.num_stages), 1)

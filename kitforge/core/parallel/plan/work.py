@@ -87,7 +87,11 @@ class Work:
 
     def plus(self, other: "Work", times: float = 1) -> "Work":
         """The sum with so many times another."""
-        return Work(*(_sum(one, two, times) for one, two in zip(self.counters(), other.counters(), strict=True)))
+        sums = []
+        for one, two in zip(self.counters(), other.counters(), strict=True):
+            found = {key: one[key] + times * two[key] for key in {**one, **two}}
+            sums.append(Counter({key: value for key, value in found.items() if value}))
+        return Work(*sums)
 
     @property
     def flops(self) -> int:
@@ -98,11 +102,6 @@ class Work:
 # By pass; the reductions and the update after all of them under UPDATE.
 StepWork = Mapping[Pass, Work]
 UPDATE = Pass("U", 0, 0)
-
-
-def _sum(one: Counter[Any], two: Counter[Any], times: float) -> Counter[Any]:
-    found = {key: one[key] + times * two[key] for key in {**one, **two}}
-    return Counter({key: value for key, value in found.items() if value})
 
 
 def continued(first: StepWork, second: StepWork, third: StepWork, further: int) -> StepWork | None:
@@ -183,13 +182,18 @@ class WorkTrace:
     def _count_message(self, name: str, args: Sequence[Any]) -> None:
         if self._now is None or (kind := MESSAGE_KINDS.get(name)) is None:
             return
+        assert self._mesh is not None
         group = next(each for each in args if isinstance(each, torch.ScriptObject) and "ProcessGroup" in str(each))
         axis, ranks = self._axis(dist.ProcessGroup.unbox(group))
         size = max((each.nbytes for each in tensors_in(args)), default=0)
         # torch's FSDP starts its messages on a stream of their own where a device has streams.
         is_started = name == "allreduce_" and (len(args) < 5 or args[4])
         is_hidden = is_started or (axis in ("fsdp", "expert_data") and not self._is_cpu)
-        key = Message(kind, self._shown(axis), ranks, is_hidden, size if is_hidden and size >= SMALL else 0)
+        # A user has typed `data` or `shard`, which axes of other views may be alone.
+        parts = {"fsdp": ("shard", "context"), "replicas": ("data", "shard"), "batch": ("data", "shard", "context")}
+        typed = [each for each in parts.get(axis, ()) if self._mesh.degree(each) > 1]
+        axis = typed[0] if typed in (["data"], ["shard"]) else axis
+        key = Message(kind, axis, ranks, is_hidden, size if is_hidden and size >= SMALL else 0)
         self._now.messages[key] += 1
         self._now.sent[key] += size
 
@@ -200,13 +204,6 @@ class WorkTrace:
         is_of_stages = any({*ranks} <= {*row} for row in grid.groups("pipeline"))
         axis = "pipeline" if is_of_stages else "all ranks" if len(ranks) == grid.size else "other"
         return self._axes.get(group.group_name, axis), len(ranks)
-
-    def _shown(self, axis: str) -> str:
-        """`data` or `shard`, which a user has typed, for axes of other views that these are alone."""
-        assert self._mesh is not None
-        parts = {"fsdp": ("shard", "context"), "replicas": ("data", "shard"), "batch": ("data", "shard", "context")}
-        found = [each for each in parts.get(axis, ()) if self._mesh.degree(each) > 1]
-        return found[0] if found in (["data"], ["shard"]) else axis
 
     def counted(self, operation: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
         """A kernel that is counted at its calls, unless a CPU runs it as the trace does."""
