@@ -71,13 +71,7 @@ class KeyGather(RowAttend):
         return self._attend(query, key, value, spec)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-        heads = torch.cat([key, value], dim=-1)
-        # [B, kv_heads, t, features] of all ranks -> [B, kv_heads, T, features]; zero or another key where none of this
-        # rank's queries sees one.
-        batch, num_heads, _, width = heads.shape
-        chunks = heads.transpose(1, 2).reshape(batch * CHUNKS, -1).index_select(0, self._sent)
-        found = collectives.all_to_all_autograd(chunks, self._num_received, self._num_sent, self._group, keeps=False)
-        whole = found.index_select(0, self._order).view(batch, -1, num_heads, width).transpose(1, 2)
+        whole = self._gathered(torch.cat([key, value], dim=-1))
         keys, values = (each.to(query.dtype) for each in whole.chunk(2, dim=-1))
         every = slice(None)
         if self._drops:
@@ -95,6 +89,14 @@ class KeyGather(RowAttend):
                 mixed.append(spec.attend(own, *seen, mask=mask, causal=False))
             rows.append(torch.cat(mixed, dim=2))
         return torch.cat(rows)
+
+    def _gathered(self, heads: Tensor) -> Tensor:
+        """[B, kv_heads, t, features] of all ranks -> [B, kv_heads, T, features]; zero or another key where none of this
+        rank's queries sees one."""
+        batch, num_heads, _, width = heads.shape
+        chunks = heads.transpose(1, 2).reshape(batch * CHUNKS, -1).index_select(0, self._sent)
+        found = collectives.all_to_all_autograd(chunks, self._num_received, self._num_sent, self._group, keeps=False)
+        return found.index_select(0, self._order).view(batch, -1, num_heads, width).transpose(1, 2)
 
     def _span(self, rows: slice, number: int, window: int | None) -> tuple[slice, slice]:
         """The tokens of a chunk on this rank, in rows where it has one index, and the span of their keys."""
